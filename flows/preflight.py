@@ -26,7 +26,7 @@ from mergegate.merge_core.errors import (
     worst_first,
 )
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints import ResolvedCheckpoint, resolve_all_parents, search_parents
+from mergegate.tasks.checkpoints import ResolvedCheckpoint, open_parent, resolve_all_parents, search_parents
 from mergegate.tasks.evaluation import (
     CalibrationTexts,
     ContaminatedDocuments,
@@ -484,6 +484,9 @@ def _clear(
     with problems.collect_errors():
         headers = header_digests(parents)
         fits = problems.ask(check_compatibility, candidate.recipe, headers, parents, rules.code, rules.tokenizers)
+        for variant in rules.variants:
+            with problems.collect_errors():  # the matrices of the merge have the sizes of those of its parents
+                variant.check_shapes(open_parent(next(parent for parent in parents if parent.is_merged)))
         device = numerics(rules.merging).where
         variant_bytes = sum(variant.estimate_bytes(fits.value.bytes_written) for variant in rules.variants)
         machine = measure_machine_capacity(fits.value, parents, device, variant_bytes)

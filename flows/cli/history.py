@@ -58,6 +58,11 @@ def history_command(
             console.print(Text(f"all runs: {short_path(reports / 'index.html')}", style="dim"))
 
 
+def _published_variants(run: RunRecord) -> str:
+    """Return the number of variants that may be published, of all: '2 of 3'."""
+    return f"{sum(variant.published for variant in run.variants)} of {len(run.variants)}" if run.variants else ""
+
+
 def _table(runs: Sequence[RunRecord], *, with_profile: bool) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     with_variants = any(run.variants for run in runs)
@@ -73,7 +78,7 @@ def _table(runs: Sequence[RunRecord], *, with_profile: bool) -> Table:
             Text(run.status, style=OUTCOME_STYLES[outcome_of_status(run.status)]),
             Text((run.version or "")[:12]),
             Text(f"{worst.drop:.1f} {worst.task}" if worst else ""),
-            *([Text(", ".join(f"{each.type} {each.outcome}" for each in run.variants))] if with_variants else []),
+            *([Text(_published_variants(run))] if with_variants else []),
             format_duration(run.seconds),
         )
     return table

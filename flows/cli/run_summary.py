@@ -39,8 +39,8 @@ from mergegate.tasks.report import (
     sweep_table,
     sweep_title,
     thinking_shares,
+    variant_refusals,
     variant_rows,
-    variant_sentences,
 )
 from mergegate.tasks.stage import Outcome
 
@@ -109,7 +109,7 @@ def print_summary(console: Console, outcome: RunOutcome) -> None:
         if variants := variant_rows(outcome.content):
             console.print()
             print_table(console, VARIANT_COLUMNS, [row.cells for row in variants], numbers=True)
-            for sentence in variant_sentences(outcome.content):
+            for sentence in variant_refusals(outcome.content):
                 console.print(Text(sentence, style="dim"), soft_wrap=not console.is_terminal)
         for section in outcome.content.sections:  # verdicts without a drawing of their own
             console.print()

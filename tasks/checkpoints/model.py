@@ -71,8 +71,9 @@ class QuantizedModel(Model):
     source: Model
     backend: str  # Name of an evaluation backend: 'llama_cpp', 'hf' or 'vllm'.
     weights: str = ""  # File in ``directory`` that the backend loads. Empty: it loads the directory.
-    # Versions and settings that determine the results of a runtime in an environment of its own, by name
-    # (``llama_cpp.runtime_versions``), and the interpreter of that environment. Empty for other backends.
+    # Versions and settings that determine the results, in addition to the libraries of the backend, by name: those of a
+    # runtime in an environment of its own (``llama_cpp.runtime_versions``) or of the library that dequantizes the
+    # weights. ``python`` is the interpreter of that environment.
     runtime: tuple[tuple[str, str], ...] = ()
     python: Annotated[Path | None, NotInKey] = None
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import importlib.util
 import json
 import sys
 import threading
@@ -28,8 +29,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import read_json
 from mergegate.merge_core.system import Capacity, system_memory
-from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model import Model, QuantizedModel
 from mergegate.tasks.store import digest
 
 SMALLER = "use a smaller batch_size or max_length, or dtype: bfloat16"  # Remedy if memory runs out.
@@ -202,7 +204,9 @@ def load_private_model(model: Model, *, dtype: str, device: str) -> LoadedModel:
 
 def make_room(model: Model, dtype: str, device: str) -> None:
     """Drop the least recently used models until ``model`` fits next to the rest."""
-    size = sum(file.stat().st_size for file in model.directory.glob("*.safetensors"))
+    # transformers dequantizes the weights of a quantized model.
+    directory = model.source.directory if isinstance(model, QuantizedModel) else model.directory
+    size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     if dtype == "float32":  # Assume that the files store two bytes per parameter, which gives the maximum.
         size *= 2
     with _lock:
@@ -264,8 +268,25 @@ def tokenizer_digest(tokenizer: Any) -> str:
     return digest({"tokenizer": state, "bos": tokenizer.bos_token_id, "eos": tokenizer.eos_token_id})
 
 
+def _require_dequantizer(model: Model, location: str) -> None:
+    """Raise InvalidInput if the weights are quantized and the library that transformers needs for them is missing."""
+    try:
+        settings = read_json(model.directory / "config.json").get("quantization_config")
+    except InvalidInput:
+        return  # transformers reports it
+    method = settings.get("quant_method") if isinstance(settings, Mapping) else None
+    if method == "compressed-tensors" and importlib.util.find_spec("compressed_tensors") is None:
+        raise InvalidInput(
+            location,
+            found="the weights are quantized, and compressed-tensors is not installed",
+            expected="the package with which transformers loads such weights",
+            remedy="pip install 'mergegate[variants]'",
+        )
+
+
 def _load(model: Model, dtype: str, device: str) -> LoadedModel:
     location = f"{model.name} ({model.directory})"
+    _require_dequantizer(model, location)
     import_lean("accelerate", "transformers.modeling_utils")
     import transformers
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from llama_cpp import llama_cpp as library
 
-BATCH = 128  # tokens that are computed together
+BATCH = 32  # tokens that are computed together
 _SMALLEST = 256  # tokens; the cache has room for the next power of two of a request
 _F32 = 0  # GGML_TYPE_F32
 _WARNING, _ERROR, _CONTINUED = 3, 4, 5  # levels of llama.cpp's log

@@ -59,7 +59,7 @@ FILE_TYPES: Mapping[str, int] = MappingProxyType(
     }
 )
 """Names of the file types that llama.cpp 0.5.0 quantizes to, and their numbers (LLAMA_FTYPE)."""
-SETTINGS = "1 thread, float32 cache, no flash attention, batches of 128 tokens"
+SETTINGS = "1 thread, float32 cache, no flash attention, batches of 32 tokens"
 """How ``child`` computes. A part of every cache key."""
 
 _CHILD = Path(__file__).with_name("child.py")

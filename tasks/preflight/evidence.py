@@ -204,7 +204,7 @@ def evidence_for_variant(settings: VariantFormat, evidence: Evidence, root: Path
             names[request.task] = named[0]
         if request.task not in names:
             raise InvalidInput(
-                f"{location}.guards",
+                f"{location}: guards",
                 found=f"{request.task!r}, which the release does not evaluate",
                 expected="a task in evaluate.tasks",
                 remedy=suggest(request.task, names) or "add it to evaluate.tasks",
@@ -216,7 +216,7 @@ def evidence_for_variant(settings: VariantFormat, evidence: Evidence, root: Path
     if settings.max_increase is not None:
         if limits is None:
             raise InvalidInput(
-                f"{location}.max_increase",
+                f"{location}: max_increase",
                 found="a limit on the perplexity, which this profile does not measure",
                 expected="a section 'perplexity'",
                 remedy="add perplexity, or remove max_increase",

@@ -68,7 +68,7 @@ from mergegate.tasks.report.table import (
     final_table,
     likelihood,
 )
-from mergegate.tasks.report.variants import VARIANT_COLUMNS, VariantRow, variant_rows, variant_sentences
+from mergegate.tasks.report.variants import VARIANT_COLUMNS, VariantRow, variant_refusals, variant_rows
 from mergegate.tasks.report.wording import cut_off_answers, gate_notes, regenerated_answers, thinking_shares
 
 __all__ = [
@@ -149,8 +149,8 @@ __all__ = [
     "sweep_table",
     "sweep_title",
     "thinking_shares",
+    "variant_refusals",
     "variant_rows",
-    "variant_sentences",
     "wording",
     "worst_drop",
     "write_report",

@@ -72,21 +72,24 @@ def variants_plot(content: ReportContent) -> tuple[str, ...]:
 
     The result is empty if no variant was evaluated on a task.
     """
-    lines = []
+    lines: list[Line] = []
+    upper = "margin"
     for variant in content.variants:
         suites, guards = (variant.gate.suites, variant.gate.guards) if variant.gate else ((), ())
         lines += [_suite_line(suite, variant.type, f"mean of {suite.tasks} tasks") for suite in suites]
         shown = () if suites else sorted(guards, key=lambda guard: -guard.drop)[:_SHOWN_GUARDS]
         lines += [_guard_line(guard, variant.type, guard.task) for guard in shown]
+        if any(guard.limit is not None for guard in shown):  # a task of a suite that was decided before the others
+            upper = "margin or per-task limit"
     if not lines:
         return ()
     label = "Drop of each quantized variant against the merge in points, with its interval. " + " ".join(
-        f"{line.label}, {line.detail}: {line.numbers}, max_drop {wording.plain(line.fail_limit)}, margin "
+        f"{line.label}, {line.detail}: {line.numbers}, max_drop {wording.plain(line.fail_limit)}, {upper} "
         f"{wording.plain(line.soft_limit)}, {line.word}."
         for line in lines
     )
     has_margin = any(line.soft_limit != line.fail_limit for line in lines)
-    names = ("zero", "max_drop", "margin") if has_margin else ("zero", "max_drop and margin")
+    names = ("zero", "max_drop", upper) if has_margin else ("zero", f"max_drop and {upper}")
     return draw_intervals("variants", lines, 0.0, names, "drop in points", label)
 
 

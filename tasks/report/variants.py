@@ -62,19 +62,23 @@ def variant_rows(content: ReportContent) -> tuple[VariantRow, ...]:
 
 
 def variant_sentences(content: ReportContent) -> tuple[str, ...]:
-    """Return a sentence about the variants that passed, and one for each that did not, with its reason."""
+    """Return a sentence about the variants that passed, followed by :func:`variant_refusals`."""
     passed = [variant.type for variant in content.variants if variant.publishable]
     sentences = []
     if passed:
         effect = "may be published with the merge" if content.verdict.publishable else "would have been published"
         names = " and ".join(filter(None, (", ".join(passed[:-1]), passed[-1])))
         sentences.append(f"{format_count(len(passed), 'quantized variant')} {effect}: {names}.")
-    sentences += [
+    return (*sentences, *variant_refusals(content))
+
+
+def variant_refusals(content: ReportContent) -> tuple[str, ...]:
+    """Return one sentence for each variant that is not published, with its most severe reason."""
+    return tuple(
         f"{variant.type} is refused: {variant.reasons[0].removesuffix('.')}."
         for variant in content.variants
         if not variant.publishable
-    ]
-    return tuple(sentences)
+    )
 
 
 def conversion_sentences(conversion: ConversionCheck) -> tuple[str, ...]:

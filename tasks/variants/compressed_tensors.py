@@ -14,6 +14,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Mapping, Sequence
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -34,7 +35,7 @@ from mergegate.tasks.sandbox import (
     environment_of_child,
 )
 from mergegate.tasks.serve import Check, ServeSettings, serve_models
-from mergegate.tasks.stage import StageValue, home, memory_of_child, stage, store, value_stage
+from mergegate.tasks.stage import StageValue, home, memory_of_child, stage, store, value_stage, versions
 from mergegate.tasks.store import Artifact, NotInKey, StoredValue
 from mergegate.tasks.variants.contract import ConversionCheck, VariantFormat, VariantRecord
 from mergegate.tasks.variants.quantized_tensors import (
@@ -55,6 +56,11 @@ _QUIET = {
     **{"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"},
 }
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|MemoryError|bad_alloc")
+# vLLM's messages about a scheme that its build, or the processor, cannot compute.
+_NO_KERNEL = re.compile(
+    r"Failed to find a kernel that can implement|scheme is not supported for the current (?:GPU|platform)"
+    r"|No compressed-tensors compatible scheme was found|requires (?:GPU|CUDA|compute) capability"
+)
 _TAIL = 1 << 16  # bytes at the end of the log that are searched for the cause of a failure
 
 
@@ -132,15 +138,17 @@ class CompressedTensorsFormat(VariantFormat):
         return "transformers"
 
     def check(self, root: Path) -> str:
+        if self.backend == "hf" and not self._dequantizer():
+            raise InvalidInput(
+                f"variants: {self.scheme}",
+                found="compressed-tensors is not installed, with which transformers evaluates the variant",
+                expected="compressed-tensors in the environment of mergegate",
+                remedy="pip install 'mergegate[variants]', or set 'backend: vllm' of the variant",
+            )
         self.pin_calibration(root, store().hashes)
         return f"llm-compressor {self._quantizer(root).versions[_QUANTIZER]}"
 
     def check_shapes(self, checkpoint: Checkpoint) -> None:
-        """Check that the scheme can quantize the matrices of ``checkpoint``, which may be a parent of the merge.
-
-        Raises:
-            InvalidInput: A matrix has a size that the scheme cannot divide, or is stored in an unknown form.
-        """
         problem = shape_problem(shapes_of(checkpoint), SCHEMES[self.scheme], calibrated=self.calibration is not None)
         if problem:
             where = f"variants: {self.scheme}: {problem.tensor}"
@@ -166,6 +174,7 @@ class CompressedTensorsFormat(VariantFormat):
             runs_code=merge.runs_code,
             source=merge,
             backend=self.backend,
+            runtime=tuple(self._dequantizer().items()),
         )
 
     def inspect(self, model: QuantizedModel) -> Sequence[Check]:
@@ -173,10 +182,21 @@ class CompressedTensorsFormat(VariantFormat):
 
     def smoke(self, model: QuantizedModel, serve: ServeSettings | None, root: Path) -> Sequence[Check]:
         served = serve_models(serve.model_copy(update={"parents": False}) if serve else None, root, model)
-        return served.verdict.checks if served else ()
+        return [
+            # A build of the server without a kernel for the scheme says nothing about the variant.
+            Check.not_offered(check.name, check.seen, check.expected) if _NO_KERNEL.search(check.seen) else check
+            for check in (served.verdict.checks if served else ())
+        ]
 
     def release_files(self, name: str, artifact: Artifact[VariantRecord]) -> Mapping[str, Path]:
         return {file: artifact.directory / file for file in artifact.value.files}
+
+    def _dequantizer(self) -> dict[str, str]:
+        """Return the version of the library with which transformers loads the variant. Empty if it is not installed."""
+        try:
+            return versions("compressed-tensors") if self.backend == "hf" else {}
+        except PackageNotFoundError:
+            return {}
 
     def _quantizer(self, root: Path) -> Quantizer:
         """Return the quantizer that the settings select, without starting it.

@@ -10,6 +10,7 @@
 
         variant_types: ...                               # the variants that these settings describe: ("B4",)
         def check(self, root): ...                     # before the merge: is the quantizer installed?
+        def check_shapes(self, checkpoint): ...        # before the merge: do the sizes of the matrices fit?
         def convert(self, merge, texts, root): ...     # before quantizing: does the conversion agree with the merge?
         def build(self, merge, variant_type, root): ...  # the weights, as an artifact in the store
         def open(self, merge, variant_type, artifact): ...   # the variant as a model that a backend evaluates
@@ -27,6 +28,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mergegate.merge_core.checkpoint import Checkpoint
 from mergegate.tasks.checkpoints import Model, QuantizedModel
 from mergegate.tasks.gate import GateVerdict
 from mergegate.tasks.serve import Check, ServeSettings
@@ -105,6 +107,13 @@ class VariantFormat(VariantSettings, ABC):
 
         Raises:
             InvalidInput: The quantizer is not installed, or the settings do not fit together.
+        """
+
+    def check_shapes(self, checkpoint: Checkpoint) -> None:  # most formats accept all shapes
+        """Check before the merge that its tensors can be quantized. ``checkpoint`` is a parent with the same shapes.
+
+        Raises:
+            InvalidInput: A tensor has a size or a form that the format does not support.
         """
 
     @abstractmethod

@@ -227,7 +227,8 @@ def check_files(directory: Path, merge_directory: Path, scheme: Scheme, *, calib
     try:
         variant = open_checkpoint(directory)
     except InvalidInput as error:
-        return (*checks, Check.failed_check("tensors", error.found, error.expected, error.remedy, error.where))
+        expected = error.expected or "a complete checkpoint"
+        return (*checks, Check.failed_check("tensors", error.found, expected, _AGAIN, error.where))
     layout = check_layout(variant, merge, scheme)
     checks.append(layout)
     if layout.outcome == "pass":
@@ -241,7 +242,7 @@ def check_configuration(directory: Path, merge_directory: Path, scheme: Scheme) 
     try:
         config, original = read_json(directory / "config.json"), read_json(merge_directory / "config.json")
     except InvalidInput as error:
-        return Check.failed_check(name, error.found, error.expected, remedy, error.where)
+        return Check.failed_check(name, error.found, error.expected or "a JSON object", remedy, error.where)
     settings = config.pop("quantization_config", None)
     if settings is None:
         return Check.failed_check(name, "no quantization_config", scheme.name, remedy, "config.json")

@@ -1,0 +1,240 @@
+"""Quantized variants in a run: each has its own verdict, and the release of the merge does not depend on them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from demo_project import Printed, Project
+from patience import HANG_S
+from test_killed_run import DIES, environment, files_of
+
+from mergegate.flows import release
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "variants"))
+from rounded_format import rounded_registered
+
+GOOD, BAD = "{format: rounded, bits: [8, 6]}", "{format: rounded, bits: 7, suffix: Bad, fault: scales}"
+# Stages that a variant needs.
+STAGES = ("agreement", "variant", "perplexity", "evaluate")
+ALL = (*STAGES, "merge", "gate", "report", "evidence")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def rounded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Register the variant format ``rounded`` for this module."""
+    with rounded_registered(tmp_path_factory.mktemp("rounded") / "site"):
+        yield
+
+
+def with_variants(project: Project, *variants: str, name: str = "demo", old: str = "", new: str = "") -> str:
+    """Write a profile like the demo with ``variants``, and return its path."""
+    text = (project.root / "profiles" / "demo.yaml").read_text()
+    assert old in text
+    lines = "".join(f"  - {variant}\n" for variant in variants)
+    text = text.replace(old, new).replace("name: demo\n", f"name: {name}\n")
+    text = text.replace("path: ../releases/demo", f"path: ../releases/{name}")
+    text += f"variants:\n{lines}" if lines else ""
+    (project.root / "profiles" / f"{name}-variants.yaml").write_text(text)
+    return f"profiles/{name}-variants.yaml"
+
+
+def run(project: Project, profile: str, code: int = 0) -> dict[str, Any]:
+    """Run a profile, and return its outcome."""
+    result = project.mergegate("run", profile, "--json")
+    assert result.exit_code == code, result.output
+    outcome: dict[str, Any] = json.loads(result.stdout)
+    return outcome
+
+
+def built(project: Project) -> dict[str, set[str]]:
+    """Return the keys of all artifacts by stage."""
+    return {stage: project.artifacts(stage) for stage in ALL}
+
+
+def verdicts(outcome: dict[str, Any]) -> dict[str, Any]:
+    """Return the verdicts on variants by type."""
+    return {variant["type"]: variant for variant in outcome["content"]["variants"]}
+
+
+@pytest.fixture(scope="module")
+def gained(released: tuple[Project, Printed]) -> tuple[Project, dict[str, Any], dict[str, set[str]]]:
+    """Add variants to the profile of the released demo, and run it.
+
+    Return the project, the outcome and the artifacts that existed before.
+    """
+    project, _ = released
+    before = built(project)
+    return project, run(project, with_variants(project, GOOD, BAD)), before
+
+
+Gained = tuple[Project, dict[str, Any], dict[str, set[str]]]
+
+
+def test_each_variant_has_a_verdict_against_the_merge(gained: Gained) -> None:
+    _, outcome, _ = gained
+    judged = verdicts(outcome)
+    assert {name: (each["outcome"], each["publishable"]) for name, each in judged.items()} == {
+        "R8": ("pass", True),
+        "R6": ("pass", True),
+        "R7": ("fail", False),
+    }
+    gate = judged["R8"]["gate"]
+    assert {guard["reference"] for guard in gate["guards"]} == {"merge"} == {gate["drift"]["reference"]}
+    assert [guard["task"] for guard in gate["guards"]] == ["copy", "reverse", "shift"]
+    assert judged["R8"]["conversion"]["texts"] == 4 * 200  # held-out documents and prompts of three tasks
+    assert judged["R8"]["record"]["tensor_types"]["R8"] > 0
+    assert [check["name"] for check in judged["R8"]["checks"]] == ["tokenizer", "chat template", "weights", "text"]
+
+
+def test_an_optional_variant_that_fails_is_named_and_refuses_nothing(gained: Gained) -> None:
+    _, outcome, _ = gained
+    assert outcome["content"]["verdict"]["publishable"]
+    reasons = verdicts(outcome)["R7"]["reasons"]
+    assert "perplexity" in reasons[0]
+    assert "of merge" in reasons[0]
+    assert "text" not in [check["name"] for check in verdicts(outcome)["R7"]["checks"]]  # a bad one is not served
+
+
+def test_a_released_merge_that_gains_variants_is_not_merged_evaluated_or_released_again(gained: Gained) -> None:
+    project, outcome, before = gained
+    after = built(project)
+    assert after["merge"] == before["merge"]
+    assert outcome["version"] == project.latest.resolve().name
+    assert [path.name for path in project.latest.parent.iterdir() if path.is_dir() and not path.is_symlink()] == [
+        outcome["version"]
+    ]
+    models = [
+        json.loads((project.home / "store" / "evaluate" / key / "value.json").read_text())["model"]
+        for key in after["evaluate"] - before["evaluate"]
+    ]
+    assert set(models) == {"R8", "R6", "R7"}
+
+
+def test_a_second_run_builds_and_evaluates_nothing(gained: Gained, monkeypatch: pytest.MonkeyPatch) -> None:
+    project, _, _ = gained
+    before = built(project)
+    outcome = run(project, "profiles/demo-variants.yaml")
+    assert (outcome["status"], built(project)) == ("nothing new", before)
+    monkeypatch.chdir(project.root)
+    monkeypatch.setenv("MERGEGATE_HOME", str(project.home))
+    dry = release.run_release_dry_pass(Path("profiles/demo-variants.yaml"), (), True, None)
+    assert dry is not None
+    assert dry.status == "nothing new"
+
+
+def test_a_changed_limit_runs_only_the_gate_again(gained: Gained) -> None:
+    project, _, _ = gained
+    before = built(project)
+    stricter = with_variants(project, "{format: rounded, bits: [8, 6], max_drop: 1, margin: 1.5, max_increase: 3%}")
+    outcome = run(project, stricter)
+    after = built(project)
+    assert {stage for stage in ALL if after[stage] != before[stage]} <= {"gate", "report", "evidence"}
+    gate = verdicts(outcome)["R6"]["gate"]
+    assert {(guard["max_drop"], guard["margin"]) for guard in gate["guards"]} == {(1.0, 1.5)}
+    assert gate["drift"]["max_ratio"] == 1.03
+
+
+def test_a_required_variant_that_fails_refuses_the_release(gained: Gained) -> None:
+    project, _, _ = gained
+    profile = with_variants(project, GOOD, BAD.replace("}", ", required: true}"), name="strict")
+    result = project.mergegate("run", profile)
+    assert result.exit_code == 3
+    assert "refused: strict is not released" in result.output
+    assert "variant R7: perplexity is 1.3" in result.output
+    assert not (project.root / "releases" / "strict").exists()
+
+
+def test_every_fault_is_a_reason_and_none_ends_the_run(gained: Gained) -> None:
+    project, _, _ = gained
+    faults = ("conversion", "build", "template", "tokenizer", "truncated", "answers", "swapped")
+    variants = [
+        f"{{format: rounded, bits: {9 + at}, suffix: {fault}, fault: {fault}}}" for at, fault in enumerate(faults)
+    ]
+    outcome = run(project, with_variants(project, *variants, name="faulty"))
+    assert outcome["status"] == "released"
+    judged = dict(zip(faults, verdicts(outcome).values(), strict=True))
+    reasons = {fault: verdict["reasons"][0] for fault, verdict in judged.items() if verdict["outcome"] == "fail"}
+    assert reasons.keys() == set(faults)
+    assert "differs from the merge by 3.25 nats" in reasons["conversion"]
+    assert judged["conversion"]["record"] is None
+    assert "expected: a multiple of 32" in reasons["build"]
+    assert reasons["tokenizer"].startswith("tokenizer: ")
+    assert reasons["truncated"].startswith("weights: ")
+    assert judged["truncated"]["gate"] is None
+    assert reasons["answers"].startswith("text: ")
+    assert judged["answers"]["gate"]["outcome"] == "pass"
+
+
+def test_check_names_the_quantizer_and_every_problem_of_the_variants(gained: Gained) -> None:
+    project, _, _ = gained
+    profile = with_variants(
+        project,
+        "{format: rounded, bits: 8, fault: environment}",
+        "{format: rounded, bits: 6, suffix: A, guards: [{task: copi}]}",
+        "{format: rounded, bits: 7, suffix: B, margin: 1}",
+        "{format: rounded, bits: 5, suffix: C, guards: [{task: demo/tasks/copy.yaml, max_drop: 1}], required: true}",
+        name="wrong",
+    )
+    output = project.mergegate("check", profile).output
+    assert "the rounder is not installed" in output
+    assert "variants: R6: guards: 'copi', which the release does not evaluate" in output
+    assert "did you mean 'copy'?" in output.lower()
+    assert "variants: R7: guard on copy: a margin of 1 points" in output
+    assert "variants: R5 with rounder 1.0" in output
+    assert "margins against the merge in points: copy 2; perplexity at most 5 % higher; a failure refuses" in output
+
+
+@pytest.mark.slow
+def test_a_champion_that_gains_a_variant_publishes_only_that(demo_release: Path, tmp_path: Path) -> None:
+    shutil.copytree(demo_release, tmp_path / "project", symlinks=True)
+    project = Project(tmp_path / "project")
+    change = {"name": "champ", "old": "guarded_by: base", "new": "guarded_by: champion"}
+    first = run(project, with_variants(project, **change))
+    before = built(project)
+    gained = run(project, with_variants(project, GOOD, **change))
+    assert gained["version"] == first["version"]
+    after = built(project)
+    assert after["merge"] == before["merge"]
+    assert len(after["variant"]) == 2
+    again = run(project, with_variants(project, GOOD, **change))
+    assert again["status"] == "nothing new"
+    assert {stage: built(project)[stage] for stage in STAGES} == {stage: after[stage] for stage in STAGES}
+    refused = run(project, with_variants(project, GOOD, BAD.replace("}", ", required: true}"), **change), code=3)
+    assert f"champ {first['version']} is released without a variant that is required" in refused["message"]
+    assert "variant R7: perplexity" in refused["message"]
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_while_it_built_variants_resumes(gained: Gained, tmp_path: Path) -> None:
+    undisturbed, outcome, _ = gained
+    project = Project(tmp_path / "project")
+    shutil.copytree(undisturbed.root, project.root, symlinks=True)
+    for stage in ("agreement", "variant"):
+        shutil.rmtree(project.home / "store" / stage)
+    profile = with_variants(project, GOOD)
+    for moment in ("agreement", "variant"):
+        killed = subprocess.run(
+            [sys.executable, "-c", textwrap.dedent(DIES), moment, "run", profile],
+            cwd=project.root,
+            env=environment(project),
+            capture_output=True,
+            text=True,
+            timeout=HANG_S,
+            check=False,
+        )
+        assert killed.returncode == -signal.SIGKILL, f"{moment}\n{killed.stdout}\n{killed.stderr}"
+        assert not [path for path in (project.home / "store" / "variant").glob("*") if path.suffix != ".partial"]
+    again = run(project, profile)
+    assert {name: verdicts(again)[name]["digest"] for name in ("R8", "R6")} == {
+        name: verdicts(outcome)[name]["digest"] for name in ("R8", "R6")
+    }
+    assert files_of(project.latest) == files_of(undisturbed.latest)

@@ -1,0 +1,454 @@
+"""Quantize tiny models to FP8 and INT8, check their files, and evaluate the quantized weights.
+
+Most tests quantize by hand. Those with the marker ``variants`` run llm-compressor.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+from transformers import AutoModelForCausalLM
+
+from mergegate.merge_core.checkpoint import open_checkpoint
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks.checkpoints import Model, load_model, unload_models
+from mergegate.tasks.serve import Check
+from mergegate.tasks.stage import store
+from mergegate.tasks.variants.compressed_tensors import (
+    Calibration,
+    CompressedTensorsFormat,
+    Quantizer,
+    quantize_weights,
+)
+from mergegate.tasks.variants.quantized_tensors import SCHEMES, check_files, shape_problem, shapes_of
+from tests.variants.quantized_samples import (
+    Family,
+    Tensors,
+    change_config,
+    change_tensors,
+    dequantize_by_hand,
+    make_merge,
+    quantize_by_hand,
+)
+
+FAMILIES: tuple[Family, ...] = ("llama", "qwen2", "mixtral")
+IDS = torch.arange(3, 23)[None]
+Change = Callable[[Path], None]
+
+
+def variant_format(**settings: object) -> CompressedTensorsFormat:
+    return CompressedTensorsFormat.model_validate({"format": "compressed-tensors", **settings})
+
+
+def failures(checks: tuple[Check, ...]) -> list[Check]:
+    return [check for check in checks if check.outcome == "fail"]
+
+
+@pytest.fixture(scope="session")
+def merges(tmp_path_factory: pytest.TempPathFactory) -> dict[Family, Path]:
+    root = tmp_path_factory.mktemp("merges")
+    return {family: make_merge(root / family, family) for family in FAMILIES}
+
+
+@pytest.fixture
+def sharded(merges: dict[Family, Path], tmp_path: Path) -> Path:
+    """Return a W8A8 checkpoint in four shards."""
+    return quantize_by_hand(merges["qwen2"], tmp_path / "variant", "W8A8")
+
+
+# ---------------------------------------------------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_checkpoint_that_is_rounded_correctly_passes_all_checks(
+    family: Family, scheme: str, merges: dict[Family, Path], tmp_path: Path
+) -> None:
+    variant = quantize_by_hand(merges[family], tmp_path / "variant", scheme)
+    checks = check_files(variant, merges[family], SCHEMES[scheme], calibrated=SCHEMES[scheme].measures_inputs)
+    assert failures(checks) == []
+    assert {"configuration", "tensors", "scales", "weights", "other tensors", "tokenizer", "chat template"} <= {
+        check.name for check in checks
+    }
+
+
+KEY = "model.layers.1.self_attn.k_proj.weight"
+VALUE = "model.layers.1.self_attn.v_proj.weight"
+SCALE = f"{KEY}_scale"
+
+
+def in_tensors(change: Callable[[Tensors], object]) -> Change:
+    return lambda directory: change_tensors(directory, change)
+
+
+def at(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Return a change of the tensor called ``name``."""
+
+    def in_file(tensors: Tensors) -> None:
+        if name in tensors:
+            tensors[name] = change(tensors[name]).contiguous()
+
+    return in_tensors(in_file)
+
+
+def set_row(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
+        tensor[5] = value
+        return tensor
+
+    return change
+
+
+def scale_row(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.clone()
+        tensor[5] *= factor
+        return tensor
+
+    return change
+
+
+def swap(first: str, second: str) -> Change:
+    """Return a change that exchanges two tensors, which may be in different files."""
+
+    def change(directory: Path) -> None:
+        found: Tensors = {}
+        change_tensors(
+            directory, lambda tensors: found.update({k: v for k, v in tensors.items() if k in (first, second)})
+        )
+        change_tensors(
+            directory,
+            lambda tensors: tensors.update(
+                {name: found[other].clone() for name, other in ((first, second), (second, first)) if name in tensors}
+            ),
+        )
+
+    return change
+
+
+def swap_shards(directory: Path) -> None:
+    shards = sorted(directory.glob("*.safetensors"))
+    content = [shard.read_bytes() for shard in shards]
+    shards[0].write_bytes(content[1])
+    shards[1].write_bytes(content[0])
+
+
+def truncate(directory: Path) -> None:
+    shard = sorted(directory.glob("*.safetensors"))[2]
+    shard.write_bytes(shard.read_bytes()[:-64])
+
+
+def in_settings(change: Callable[[dict[str, Any]], object]) -> Change:
+    def in_file(directory: Path) -> None:
+        settings = json.loads((directory / "config.json").read_text())["quantization_config"]
+        settings = copy.deepcopy(settings)
+        change(settings)
+        change_config(directory, quantization_config=settings)
+
+    return in_file
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "where"),
+    [
+        ("a scale of zero", at(SCALE, set_row(0)), SCALE),
+        ("a negative scale", at(SCALE, scale_row(-1)), SCALE),
+        ("a scale that is NaN", at(SCALE, set_row(float("nan"))), SCALE),
+        ("an infinite scale", at(SCALE, set_row(float("inf"))), SCALE),
+        ("one doubled scale", at(SCALE, scale_row(2)), f"{KEY}, row 5"),
+        ("one halved scale", at(SCALE, scale_row(0.5)), f"{KEY}, row 5"),
+        ("one scale that is 5 % too large", at(SCALE, scale_row(1.05)), f"{KEY}, row 5"),
+        ("doubled scales", at(SCALE, lambda scales: 2 * scales), f"{KEY}, row 0"),
+        ("one weight with the other sign", at(KEY, lambda w: w * (1 - 2 * (w == w.max()).to(w.dtype))), KEY),
+        ("two matrices exchanged", swap(KEY, VALUE), KEY),
+        ("the scales of two matrices exchanged", swap(SCALE, f"{VALUE}_scale"), KEY),
+        ("a missing scale", in_tensors(lambda tensors: tensors.pop(SCALE, None)), SCALE),
+        ("a missing matrix", in_tensors(lambda tensors: tensors.pop(KEY, None)), KEY),
+        ("a matrix that is not quantized", at(KEY, lambda weights: weights.to(torch.bfloat16)), KEY),
+        ("scales of another shape", at(SCALE, lambda scales: scales[:-1]), SCALE),
+        (
+            "an unquantized copy",
+            in_tensors(lambda tensors: tensors.update({"model.old.weight": torch.ones(2)})),
+            "model.old.weight",
+        ),
+        ("a changed norm", at("model.norm.weight", lambda weights: weights * 1.01), "model.norm.weight"),
+        ("a changed embedding", at("model.embed_tokens.weight", scale_row(1.01)), "model.embed_tokens.weight"),
+        ("two shards exchanged", swap_shards, ""),
+        ("a truncated shard", truncate, ""),
+        ("a missing shard", lambda directory: sorted(directory.glob("*.safetensors"))[1].unlink(), ""),
+        ("no index", lambda directory: (directory / "model.safetensors.index.json").write_text("{}"), ""),
+        (
+            "no quantization settings",
+            lambda directory: change_config(directory, quantization_config=None),
+            "config.json",
+        ),
+        (
+            "the settings of another scheme",
+            in_settings(lambda settings: settings["config_groups"]["group_0"]["weights"].update(num_bits=4)),
+            "quantization_config.config_groups.group.weights.num_bits",
+        ),
+        (
+            "inputs that are not quantized",
+            in_settings(lambda settings: settings["config_groups"]["group_0"].update(input_activations=None)),
+            "quantization_config.config_groups.group.input_activations",
+        ),
+        (
+            "two groups",
+            in_settings(lambda settings: settings["config_groups"].update(group_1={})),
+            "quantization_config.config_groups",
+        ),
+        (
+            "a quantized key-value cache",
+            in_settings(lambda settings: settings.update(kv_cache_scheme={"num_bits": 8})),
+            "quantization_config.kv_cache_scheme",
+        ),
+        (
+            "another context length",
+            lambda directory: change_config(directory, max_position_embeddings=128),
+            "max_position",
+        ),
+        ("no chat template", lambda directory: (directory / "chat_template.jinja").unlink(), "chat_template.jinja"),
+        (
+            "another chat template",
+            lambda directory: (directory / "chat_template.jinja").write_text("{{ messages }}"),
+            "chat_template.jinja",
+        ),
+        ("no tokenizer", lambda directory: (directory / "tokenizer.json").unlink(), "tokenizer.json"),
+        (
+            "other generation settings",
+            lambda directory: (directory / "generation_config.json").write_text('{"eos_token_id": 1}'),
+            "generation_config.json",
+        ),
+        (
+            "a file that the merge does not have",
+            lambda directory: (directory / "added_tokens.json").write_text("{}"),
+            "added_tokens.json",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_each_damage_fails_a_check_that_names_the_place(
+    name: str, change: Change, where: str, sharded: Path, merges: dict[Family, Path]
+) -> None:
+    change(sharded)
+    failed = failures(check_files(sharded, merges["qwen2"], SCHEMES["W8A8"], calibrated=False))
+    assert failed, f"{name} passes all checks"
+    assert where in failed[0].where
+    assert all(check.seen and check.expected and check.remedy for check in failed)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("factor", [0.5, 2])
+def test_wrong_scales_are_found_in_every_scheme(
+    scheme: str, factor: float, merges: dict[Family, Path], tmp_path: Path
+) -> None:
+    variant = quantize_by_hand(merges["llama"], tmp_path / "variant", scheme)
+    at(SCALE, lambda scales: factor * scales)(variant)
+    (failed,) = failures(check_files(variant, merges["llama"], SCHEMES[scheme], calibrated=False))
+    assert (failed.name, failed.where.partition(",")[0]) == ("weights", KEY)
+
+
+def test_weights_that_a_calibration_text_moved_may_be_further_away_than_rounded_ones(
+    merges: dict[Family, Path], tmp_path: Path
+) -> None:
+    variant = quantize_by_hand(merges["llama"], tmp_path / "variant", "W8A8")
+    at(KEY, lambda weights: (weights.to(torch.int16) + 2).clamp(-128, 127).to(torch.int8))(variant)
+    assert failures(check_files(variant, merges["llama"], SCHEMES["W8A8"], calibrated=False))
+    assert failures(check_files(variant, merges["llama"], SCHEMES["W8A8"], calibrated=True)) == []
+    at(SCALE, lambda scales: 2 * scales)(variant)
+    assert failures(check_files(variant, merges["llama"], SCHEMES["W8A8"], calibrated=True))
+
+
+# ------------------------------------------------------------------------------------------------- settings, shapes
+
+
+def test_an_unknown_scheme_gets_a_suggestion() -> None:
+    with pytest.raises(ValidationError, match=r"unknown scheme 'FP8_DYNAMC'.*FP8_DYNAMIC"):
+        variant_format(scheme="FP8_DYNAMC")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "calibration", "message"),
+    [("FP8", None, "FP8 needs calibration"), ("FP8_DYNAMIC", {"documents": "a.txt"}, "does not use calibration")],
+)
+def test_calibration_must_fit_the_scheme(scheme: str, calibration: object, message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        variant_format(scheme=scheme, calibration=calibration)
+
+
+LAYER = "model.layers.0"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name", "shape", "calibrated", "found"),
+    [
+        ("W4A16", f"{LAYER}.mlp.up_proj.weight", (1536, 576), False, "576 columns"),
+        ("W8A16", f"{LAYER}.self_attn.q_proj.weight", (64, 96), False, "96 columns"),
+        ("FP8_BLOCK", f"{LAYER}.self_attn.k_proj.weight", (192, 256), False, "192 rows"),
+        ("FP8_DYNAMIC", f"{LAYER}.mlp.experts.gate_up_proj", (4, 64, 128), False, "all experts of a layer"),
+        ("W4A16", f"{LAYER}.mlp.experts.0.up_proj.weight", (256, 256), True, "an expert of a mixture"),
+        ("FP8_DYNAMIC", "model.embed_tokens.weight", (32, 64), False, "no tensor is the matrix of a linear layer"),
+    ],
+)
+def test_a_model_that_the_scheme_cannot_quantize_is_refused(
+    scheme: str, name: str, shape: tuple[int, ...], calibrated: bool, found: str
+) -> None:
+    problem = shape_problem({name: shape}, SCHEMES[scheme], calibrated=calibrated)
+    assert problem is not None
+    assert problem.tensor == name
+    assert problem.found.startswith(found)
+
+
+@pytest.mark.parametrize("scheme", ["FP8_DYNAMIC", "W8A8"])
+def test_schemes_with_one_scale_per_row_accept_every_width(scheme: str) -> None:
+    assert shape_problem({f"{LAYER}.mlp.up_proj.weight": (577, 333)}, SCHEMES[scheme], calibrated=False) is None
+
+
+def test_a_check_of_a_parent_names_variant_tensor_and_remedy(tmp_path: Path) -> None:
+    directory = make_merge(tmp_path / "merge", "llama")
+    change: Change = at(f"{LAYER}.mlp.up_proj.weight", lambda weights: weights[:, :96])
+    change(directory)
+    with pytest.raises(InvalidInput, match=r"variants: W4A16: model.layers.0.mlp.up_proj.weight: 96 columns") as error:
+        variant_format(scheme="W4A16").check_shapes(open_checkpoint(directory))
+    assert "FP8_DYNAMIC or W8A8" in error.value.remedy
+
+
+def test_a_missing_quantizer_is_reported_without_starting_it(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match=r"llmcompressor is not installed for .*nowhere/bin/python") as error:
+        variant_format(scheme="W8A8", python="nowhere/bin/python").check(tmp_path)
+    assert "make quantize-env" in error.value.remedy
+
+
+# ----------------------------------------------------------------------------------------------------- evaluation
+
+
+def fake_quantize(inputs: torch.Tensor, scheme: str) -> torch.Tensor:
+    """Round each token of the inputs of a layer as the scheme does, in float64."""
+    if SCHEMES[scheme].inputs is None:
+        return inputs
+    largest = inputs.abs().amax(-1, keepdim=True)
+    if scheme == "FP8_DYNAMIC":
+        scales = largest / 448
+        return (inputs / scales).to(torch.float8_e4m3fn).double() * scales
+    scales = largest / 127.5
+    return (inputs / scales).round().clamp(-128, 127) * scales
+
+
+def float64_logits(merge: Path, matrices: Tensors, scheme: str) -> torch.Tensor:
+    """Return the logits of the merge's architecture with ``matrices``, computed in float64."""
+    network: Any = AutoModelForCausalLM.from_pretrained(merge, dtype=torch.float64)
+    missing, unexpected = network.load_state_dict(matrices, strict=False)
+    assert unexpected == []
+    assert set(missing) <= {"lm_head.weight"}
+    for name, module in network.named_modules():
+        if isinstance(module, torch.nn.Linear) and name != "lm_head":
+            module.register_forward_pre_hook(lambda _, inputs: (fake_quantize(inputs[0], scheme),))
+    with torch.inference_mode():
+        return torch.as_tensor(network(IDS).logits)
+
+
+def float32_logits(directory: Path) -> torch.Tensor:
+    """Return the logits that the model cache computes in float32."""
+    model = Model(name="model", digest=str(directory), directory=directory)
+    with load_model(model, dtype="float32", device="cpu") as loaded, torch.inference_mode():
+        logits = loaded.network(IDS).logits.double()
+    unload_models()
+    return torch.as_tensor(logits)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "tolerance"), [("W4A16", 1e-4), ("W8A16", 1e-4), ("W8A8", 0.02), ("FP8_DYNAMIC", 0.05)]
+)
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_transformers_computes_with_the_quantized_weights(
+    family: Family, scheme: str, tolerance: float, merges: dict[Family, Path], tmp_path: Path
+) -> None:
+    """In the middle between two numbers, float32 may round an input differently than the float64 reference does."""
+    variant = quantize_by_hand(merges[family], tmp_path / "variant", scheme)
+    expected = float64_logits(merges[family], dequantize_by_hand(variant, merges[family], SCHEMES[scheme]), scheme)
+    error = float((float32_logits(variant) - expected).abs().mean())
+    assert error < tolerance * float(expected.std())
+    assert float((float32_logits(merges[family]) - expected).abs().mean()) > 4 * error
+
+
+def test_a_quantized_model_needs_the_package_that_loads_it(sharded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "compressed_tensors" else find(name, *rest)
+    )
+    model = Model(name="variant", digest="missing package", directory=sharded)
+    with (
+        pytest.raises(InvalidInput, match="compressed-tensors is not installed") as error,
+        load_model(model, dtype="auto", device="cpu"),
+    ):
+        pass
+    assert "mergegate[variants]" in error.value.remedy
+
+
+# -------------------------------------------------------------------------------------------------- llm-compressor
+
+
+@pytest.fixture(scope="session")
+def quantizer(quantize_python: Path) -> Quantizer:
+    return variant_format(scheme="W8A8", python=str(quantize_python))._quantizer(Path("/"))
+
+
+def model_of(directory: Path) -> Model:
+    return Model(name="merge", digest=str(directory), directory=directory)
+
+
+def calibration(directory: Path) -> Calibration:
+    path = directory / "calibration.txt"
+    path.write_text("\n\n".join("abcd efgh " * (2 + number % 5) for number in range(24)))
+    settings = {"documents": str(path), "samples": 16, "max_length": 32}
+    text = variant_format(scheme="W4A16", calibration=settings).pin_calibration(directory, store().hashes)
+    assert text is not None
+    return Calibration(text=text, samples=16, max_length=32)
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize(
+    ("family", "scheme", "calibrated"),
+    [("llama", "FP8_DYNAMIC", False), ("qwen2", "W8A8", False), ("mixtral", "W4A16", False), ("qwen2", "W4A16", True)],
+)
+def test_llm_compressor_builds_the_same_correct_checkpoint_twice(
+    family: Family, scheme: str, calibrated: bool, quantizer: Quantizer, merges: dict[Family, Path], tmp_path: Path
+) -> None:
+    text = calibration(tmp_path) if calibrated else None
+    directories = [tmp_path / "first", tmp_path / "second"]
+    for directory in directories:
+        directory.mkdir()
+        record = quantize_weights.work(directory, model_of(merges[family]), scheme, quantizer, text)
+    first, second = ({path.name: path.read_bytes() for path in directory.iterdir()} for directory in directories)
+    assert first == second
+    assert set(record.files) == set(first)
+    assert failures(check_files(directories[0], merges[family], SCHEMES[scheme], calibrated=calibrated)) == []
+    assert record.settings["method"] == ("GPTQ" if calibrated else "round to nearest")
+    assert record.versions["llm-compressor"] == quantizer.versions["llmcompressor"]
+    assert str(tmp_path).encode() not in first["config.json"]
+    assert sum(record.tensor_types.values()) == len(shapes_of(open_checkpoint(directories[0])))
+
+
+@pytest.mark.variants
+def test_a_failure_of_llm_compressor_refuses_the_variant_and_leaves_no_weights(
+    quantizer: Quantizer, merges: dict[Family, Path], tmp_path: Path
+) -> None:
+    merge = tmp_path / "merge"
+    shutil.copytree(merges["llama"], merge)
+    at(KEY, lambda weights: weights.to(torch.int32))(merge)
+    out = tmp_path / "out"
+    out.mkdir()
+    with pytest.raises(Refused, match="variants: W8A8: llm-compressor: ") as error:
+        quantize_weights.work(out, model_of(merge), "W8A8", quantizer, None)
+    assert list(out.iterdir()) == []
+    assert "another scheme" in error.value.remedy
