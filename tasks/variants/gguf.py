@@ -99,7 +99,6 @@ class GgufFormat(VariantFormat):
         return quantize_gguf(*arguments)
 
     def open(self, merge: Model, variant_type: str, artifact: Artifact[VariantRecord]) -> QuantizedModel:
-        tools = self._tools
         return QuantizedModel(
             name=variant_type,
             digest=artifact.digest,
@@ -108,8 +107,8 @@ class GgufFormat(VariantFormat):
             source=merge,
             backend="llama_cpp",
             weights=artifact.value.files[0],
-            runtime=tuple(sorted(runtime_versions(tools.python).items())),
-            python=tools.python,
+            runtime=tuple(sorted(runtime_versions(self.python).items())),
+            python=self._tools.python,
         )
 
     def inspect(self, model: QuantizedModel) -> Sequence[Check]:
