@@ -42,9 +42,9 @@ def doctor_command(
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Find damaged and leftover files of this project, and list the optional tools.
+    """Find damaged and leftover files of this project.
 
-    The exit code is 3 if damage remains.
+    The command also lists the tools that have environments of their own. The exit code is 3 if damage remains.
     """
     with command_context(as_json) as console:
         directory = home()
