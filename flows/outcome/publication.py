@@ -74,7 +74,7 @@ def publish_attempt(
 
     def find_pending() -> PendingRelease:
         own = pending_release(target, root, parts) if parts else PendingRelease(merge.version, merge.sums, True)
-        return own.joined([pending_release(place.target, root, place.parts) for place in places])
+        return own.with_variants([pending_release(place.target, root, place.parts) for place in places])
 
     def publish_now(approved_digest: str | None = None) -> RunOutcome:
         # Write the files of every release first. If one of them is not valid, nothing is published.

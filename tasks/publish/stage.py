@@ -136,7 +136,7 @@ class PendingRelease:
     digest: str
     is_current: bool
 
-    def joined(self, variants: Sequence[PendingRelease]) -> PendingRelease:
+    def with_variants(self, variants: Sequence[PendingRelease]) -> PendingRelease:
         """Return this release together with those of its variants, which are approved or rejected as one."""
         releases = (self, *variants)
         joint = joint_digest([release.digest for release in releases])

@@ -272,7 +272,7 @@ def test_an_approval_covers_the_merge_and_every_variant(
         merge = publishable(tmp_path / "merge")
         first = pending_release(merge_place, tmp_path, merge.parts)
         parts = variant_parts(tmp_path / "variants", MERGE, "Q8_0", **contents)
-        return first.joined([pending_release(place, tmp_path, parts)])
+        return first.with_variants([pending_release(place, tmp_path, parts)])
 
     approved = pending()
     assert approved == pending()
