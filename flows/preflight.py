@@ -60,6 +60,7 @@ from mergegate.tasks.preflight import (
     evidence_for_variant,
     forecast_power,
     forecast_undecidable,
+    forecast_variant_power,
     header_digests,
     machine_findings,
     measure_machine_capacity,
@@ -244,7 +245,6 @@ def preflight_profile(
             if _is_complete(candidate.recipe, parents_of_candidate) and candidate not in other_candidates:
                 check_references(profile.evaluate, profile.perplexity, profile.judge, parents_of_candidate)
         cleared.append(_clear(candidate, parents_of_candidate, rules, problems))
-    _check_variants(profile, evidence, problems)
     if evidence:
         measured = tuple(parent for parent in parents[0] if not parent.is_state)
         evidence = _pin_data(evidence, measured, profile.checks.code.trusted, problems)
@@ -266,6 +266,7 @@ def preflight_profile(
             lines, worn = wear_findings(evidence.guards, evidence.tasks, evidence.scoring, resample=evidence.resample)
             problems.summary += lines
             problems.add(worn)
+    _check_variants(profile, evidence, problems)
     return Preflight(tuple(candidate for candidate in cleared if candidate), evidence)
 
 
@@ -274,7 +275,9 @@ def _check_variants(profile: Profile, evidence: Evidence | None, problems: Probl
     for settings in profile.variants:
         types = ", ".join(settings.variant_types)
         with problems.collect_errors():
-            problems.summary.append(f"variants: {types} with {settings.check(profile.root)}")
+            tool = settings.check(profile.root)
+            place = f", published as {profile.name}-{settings.place_suffix}" if profile.publish else ""
+            problems.summary.append(f"variants: {types} with {tool}{place}")
         with problems.collect_errors():
             if evidence is None:
                 continue
@@ -284,6 +287,9 @@ def _check_variants(profile: Profile, evidence: Evidence | None, problems: Probl
             limits += [f"perplexity at most {100 * judged.limits.max_increase:g} % higher"] if judged.limits else []
             end = "; a failure refuses the release" if settings.required else ""
             problems.summary.append(f"variants: {types}: {'; '.join(limits)}{end}")
+            if not problems.stop_at_once and (power := forecast_variant_power(judged)):
+                problems.summary.append(f"variants: {types}: {power.sentence()}")
+                problems.add(power.findings(f"variants: {types}"))
 
 
 def clear_further(candidate: Candidate, profile: Profile) -> ClearedCandidate:

@@ -18,6 +18,7 @@ from mergegate.tasks.explain import Remedy
 from mergegate.tasks.gate import GuardVerdict
 from mergegate.tasks.report import final_table
 from mergegate.tasks.stage import Outcome, StageEnd
+from mergegate.tasks.variants import VariantVerdict
 
 # Colors that are readable on the light and on the dark background of a notebook.
 _COLORS: Mapping[Outcome | None, str] = {
@@ -98,6 +99,11 @@ class RunResult:
     def guards(self) -> tuple[GuardVerdict, ...]:
         """Verdict of each guard with its scores, its drop in points, and its bounds. Empty before the gate."""
         return self.outcome.content.verdict.guards if self.outcome.content else ()
+
+    @property
+    def variants(self) -> tuple[VariantVerdict, ...]:
+        """Verdict on each quantized variant, in the profile's order. Empty unless the merge passed."""
+        return self.outcome.content.variants if self.outcome.content else ()
 
     @property
     def stages(self) -> tuple[StageEnd, ...]:

@@ -28,7 +28,7 @@ from mergegate.flows.attempt.search import (
     sweep_candidates,
     with_tuned_candidate,
 )
-from mergegate.flows.attempt.variants import judge_variants
+from mergegate.flows.attempt.variants import conversion_texts, judge_variants
 
 __all__ = [
     "AlreadyReleased",
@@ -39,6 +39,7 @@ __all__ = [
     "JudgedMerge",
     "JudgedVariant",
     "assess_merge",
+    "conversion_texts",
     "distance_from_passing",
     "judge_answers",
     "judge_variants",

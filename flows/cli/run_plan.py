@@ -6,11 +6,14 @@ The time of a call is that of its last execution on this machine, or else a roug
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
+from typing import TypeVar
 
+from mergegate.flows.attempt import JudgedMerge, conversion_texts
 from mergegate.flows.cli.plan import machine_rates
 from mergegate.flows.cli.recipe_parents import plan_recipe
 from mergegate.flows.preflight import ClearedCandidate, Preflight, TaskExample
@@ -20,7 +23,7 @@ from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.parsing import open_buffered
 from mergegate.merge_core.system import cores_of_process, system_memory
 from mergegate.merge_core.wording import format_count, format_duration, format_roughly
-from mergegate.tasks.checkpoints import Model, PinnedRecipe, find_pinned_checkpoints
+from mergegate.tasks.checkpoints import Model, PinnedRecipe, QuantizedModel, find_pinned_checkpoints
 from mergegate.tasks.evaluation import (
     EvalTask,
     count_missing_documents,
@@ -46,15 +49,20 @@ from mergegate.tasks.preflight import (
     NetworkSize,
     PromptLoad,
     evaluation_seconds,
+    evidence_for_variant,
     merge_seconds,
     plan_interim_looks,
 )
 from mergegate.tasks.report import read_history
-from mergegate.tasks.stage import home, nearest_directory, runtime, store
+from mergegate.tasks.serve import Check
+from mergegate.tasks.stage import WorkRequired, dry_pass, home, nearest_directory, runtime, store
+from mergegate.tasks.variants import VariantFormat
 
 MERGE = "merge"
+T = TypeVar("T")  # result of a call of stages
 _LONG_PROMPT = 500.0  # tokens per document if no example is available
 _BYTES_PER_TOKEN = 4.0  # of English text, with current vocabularies
+_STARTING_QUANTIZER = 20.0  # seconds, most of them for imports
 _MEASURED_LINES = 200  # documents of a held-out text whose length is measured
 _WEIGHTS = (".safetensors", ".bin")
 
@@ -177,6 +185,7 @@ def plan_run(profile: Profile, ready: Preflight, examples: Sequence[TaskExample]
             measured = last_seconds.get("perplexity")
             stages.append(_planned_stage("perplexity", name, 0 if cached else 1, measured, estimate.reading))
     further, further_seconds = 0, list[float | None]()
+    sampled: list[EvalTask] = []  # with the sample that this run judges
     compared = {guard.task for guard in evidence.guards if guard.guarded_by == CHAMPION} if evidence.resample else set()
     for task in evidence.tasks:
         if task.data is None:
@@ -190,6 +199,7 @@ def plan_run(profile: Profile, ready: Preflight, examples: Sequence[TaskExample]
                 history, JudgedSample(merge=digest), task.documents or 1, task.first_look(evidence.scoring)
             )
             task = task.model_copy(update={"sample_start": start})
+        sampled.append(task)
         looks = plan_interim_looks(task, evidence)
         first, last = looks[0], looks[-1]
         cached_scores = {
@@ -207,6 +217,13 @@ def plan_run(profile: Profile, ready: Preflight, examples: Sequence[TaskExample]
                 further_seconds.append(
                     document_seconds * more if document_seconds is not None else estimate.scoring(task, more)
                 )
+    judged = evidence._replace(tasks=tuple(sampled))
+    model = models[MERGE]
+    merge_to_judge = JudgedMerge(profile, judged, model, parents) if model else None
+    for settings in profile.variants:
+        with suppress(MergegateError):  # the findings explain what is wrong with its settings
+            own = evidence_for_variant(settings, judged, profile.root)
+            stages += _variant_stages(settings, own, merge_to_judge, estimate, last_seconds)
     known_seconds = [seconds for seconds in further_seconds if seconds is not None]
     all_known = len(known_seconds) == len(further_seconds)
     return PlannedRun(tuple(stages), further, sum(known_seconds) if all_known else None)
@@ -219,6 +236,59 @@ def _planned_stage(
         return PlannedStage(stage, subject, cached=True)
     rough = measured_s is None and estimated_s is not None
     return PlannedStage(stage, subject, False, missing, estimated_s if rough else measured_s, rough)
+
+
+def _variant_stages(
+    settings: VariantFormat,
+    evidence: Evidence,
+    merge: JudgedMerge | None,
+    estimate: _Estimate,
+    last_seconds: Mapping[str, float],
+) -> list[PlannedStage]:
+    """Return the calls for the variants of one entry. ``merge`` is None if the merge is not in the store."""
+    conversion, stages = None, []
+    if merge:
+        root = merge.profile.root
+        conversion = _in_store(lambda: (settings.convert(merge.model, conversion_texts(merge), root),))
+        if conversion and conversion[0] and conversion[0].value.problems:
+            return []  # a wrong conversion is the verdict on all of them
+    for variant_type in settings.variant_types:
+        found = _in_store(partial(_open_variant, settings, variant_type, merge)) if merge and conversion else None
+        model, checks = found or (None, ())
+        seconds = last_seconds.get("variant")
+        stages.append(_planned_stage("variant", variant_type, 0 if model else 1, seconds, estimate.quantizing))
+        if any(check.outcome == "fail" for check in checks):
+            continue  # a damaged variant is not evaluated
+        if evidence.documents is not None and evidence.windows is not None:
+            cached = model and perplexity.find(model, evidence.documents, evidence.windows, runtime())
+            seconds = last_seconds.get("perplexity")
+            stages.append(_planned_stage("perplexity", variant_type, 0 if cached else 1, seconds, estimate.reading))
+        for task in evidence.tasks:
+            if task.data is None:
+                continue
+            scores = known_scores(model, task, evidence.scoring_of(model), runtime()) if model else ()
+            first_look = plan_interim_looks(task, evidence)[0]
+            missing = count_missing_documents(task, evidence.scoring, first_look, scores)
+            subject, seconds = f"{variant_type}, {task.name}", last_seconds.get("evaluate")
+            stages.append(_planned_stage("evaluate", subject, missing, seconds, estimate.scoring(task, missing)))
+    return stages
+
+
+def _open_variant(
+    settings: VariantFormat, variant_type: str, merge: JudgedMerge
+) -> tuple[QuantizedModel, Sequence[Check]]:
+    artifact = settings.build(merge.model, variant_type, merge.profile.root)
+    model = settings.open(merge.model, variant_type, artifact)
+    return model, settings.inspect(model)
+
+
+def _in_store(call: Callable[[], T]) -> T | None:
+    """Return the result of ``call``, or None if one of its stages is not in the store or refuses the variant."""
+    try:
+        with dry_pass():
+            return call()
+    except (WorkRequired, MergegateError):
+        return None
 
 
 class _Estimate:
@@ -252,6 +322,11 @@ class _Estimate:
         if self._rates is None or self._cleared.candidate.recipe.output is not None:
             return None
         return merge_seconds(compatibility.bytes_read, compatibility.bytes_written, self._rates)
+
+    @property
+    def quantizing(self) -> float | None:
+        """Seconds to quantize the merge: about those to read and write it, and to start the quantizer."""
+        return None if (merging := self.merging) is None else merging + _STARTING_QUANTIZER
 
     @property
     def measuring(self) -> float | None:

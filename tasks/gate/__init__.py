@@ -12,6 +12,7 @@ from mergegate.tasks.gate.drift import BROKEN_LOSS, DriftVerdict, StratumDrift, 
 from mergegate.tasks.gate.evidence import GuardVerdict
 from mergegate.tasks.gate.graded_scores import graded_difference, graded_documents_needed
 from mergegate.tasks.gate.power import (
+    UNLIKELY,
     GatePower,
     PlannedTask,
     gate_power,
@@ -97,6 +98,7 @@ __all__ = [
     "MARGIN_ABOVE_MAX_DROP",
     "POWER",
     "RELEASES",
+    "UNLIKELY",
     "WORN",
     "Difference",
     "DriftVerdict",

@@ -36,6 +36,7 @@ from mergegate.tasks.preflight.machine import machine_findings, measure_machine_
 from mergegate.tasks.preflight.power_forecast import (
     forecast_power,
     forecast_undecidable,
+    forecast_variant_power,
     plan_interim_looks,
     planned_tasks,
     sensitivity_findings,
@@ -67,6 +68,7 @@ __all__ = [
     "evidence_for_variant",
     "forecast_power",
     "forecast_undecidable",
+    "forecast_variant_power",
     "header_digests",
     "machine_findings",
     "measure_machine_capacity",

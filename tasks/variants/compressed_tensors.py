@@ -36,7 +36,7 @@ from mergegate.tasks.sandbox import (
 )
 from mergegate.tasks.serve import Check, ServeSettings, serve_models
 from mergegate.tasks.stage import StageValue, home, memory_of_child, stage, store, value_stage, versions
-from mergegate.tasks.store import Artifact, NotInKey, StoredValue
+from mergegate.tasks.store import MANIFEST, VALUE, Artifact, NotInKey, StoredValue
 from mergegate.tasks.variants.contract import ConversionCheck, VariantFormat, VariantRecord
 from mergegate.tasks.variants.quantized_tensors import (
     SCHEMES,
@@ -104,8 +104,10 @@ class CompressedTensorsFormat(VariantFormat):
         description="Quantization scheme of llm-compressor: " + ", ".join(SCHEMES) + ". FP8 needs calibration. Integer "
         "schemes use GPTQ if calibration is set, and round to the nearest number if it is not."
     )
-    backend: Literal["hf", "vllm"] = Field(
-        default="hf", description="Backend that evaluates the variant: hf (transformers) or vllm. Default: hf."
+    backend: Literal["hf", "vllm"] | None = Field(
+        default=None,
+        description="Backend that evaluates the variant on the tasks: hf (transformers) or vllm. Default: "
+        "evaluate.backend if it is vllm, or else hf.",
     )
 
     @field_validator("scheme")
@@ -113,16 +115,16 @@ class CompressedTensorsFormat(VariantFormat):
     def _require_known_scheme(cls, scheme: str) -> str:
         if scheme not in SCHEMES:
             hint = suggest(scheme.upper(), SCHEMES)
-            raise ValueError(f"unknown scheme {scheme!r}. {hint or 'Known schemes: ' + ', '.join(SCHEMES)}")
+            raise ValueError(f"unknown scheme {scheme!r}; {hint or 'choose one of ' + ', '.join(SCHEMES)}")
         return scheme
 
     @model_validator(mode="after")
     def _require_fitting_calibration(self) -> Self:
         scheme = SCHEMES[self.scheme]
         if scheme.measures_inputs and self.calibration is None:
-            raise ValueError(f"{scheme.name} needs calibration: {{documents: FILE}}. FP8_DYNAMIC needs no text")
+            raise ValueError(f"scheme {scheme.name} needs calibration: {{documents: FILE}}; FP8_DYNAMIC needs no text")
         if self.calibration and not scheme.can_calibrate:
-            raise ValueError(f"{scheme.name} does not use calibration: remove it, or select an integer scheme")
+            raise ValueError(f"scheme {scheme.name} does not use calibration; remove it, or select an integer scheme")
         return self
 
     @property
@@ -137,13 +139,16 @@ class CompressedTensorsFormat(VariantFormat):
     def library_name(self) -> str:
         return "transformers"
 
+    def for_backend(self, backend: str) -> Self:
+        return self.model_copy(update={"backend": "vllm"}) if backend == "vllm" and self.backend is None else self
+
     def check(self, root: Path) -> str:
-        if self.backend == "hf" and not self._dequantizer():
+        if not _dequantizer():
             raise InvalidInput(
                 f"variants: {self.scheme}",
-                found="compressed-tensors is not installed, with which transformers evaluates the variant",
+                found="compressed-tensors is not installed, with which transformers loads the variant",
                 expected="compressed-tensors in the environment of mergegate",
-                remedy="pip install 'mergegate[variants]', or set 'backend: vllm' of the variant",
+                remedy="pip install 'mergegate[variants]'",
             )
         self.pin_calibration(root, store().hashes)
         return f"llm-compressor {self._quantizer(root).versions[_QUANTIZER]}"
@@ -173,8 +178,8 @@ class CompressedTensorsFormat(VariantFormat):
             files=tuple(sorted(artifact.files.items())),
             runs_code=merge.runs_code,
             source=merge,
-            backend=self.backend,
-            runtime=tuple(self._dequantizer().items()),
+            backend=self.backend or "hf",
+            runtime=tuple(_dequantizer().items()),
         )
 
     def inspect(self, model: QuantizedModel) -> Sequence[Check]:
@@ -190,13 +195,6 @@ class CompressedTensorsFormat(VariantFormat):
 
     def release_files(self, name: str, artifact: Artifact[VariantRecord]) -> Mapping[str, Path]:
         return {file: artifact.directory / file for file in artifact.value.files}
-
-    def _dequantizer(self) -> dict[str, str]:
-        """Return the version of the library with which transformers loads the variant. Empty if it is not installed."""
-        try:
-            return versions("compressed-tensors") if self.backend == "hf" else {}
-        except PackageNotFoundError:
-            return {}
 
     def _quantizer(self, root: Path) -> Quantizer:
         """Return the quantizer that the settings select, without starting it.
@@ -218,6 +216,14 @@ class CompressedTensorsFormat(VariantFormat):
                 remedy="run 'make quantize-env', or set 'python' of the variant",
             )
         return Quantizer(python=python, versions=found)
+
+
+def _dequantizer() -> dict[str, str]:
+    """Return the version of the library with which transformers loads a variant. Empty if it is not installed."""
+    try:
+        return versions("compressed-tensors")
+    except PackageNotFoundError:
+        return {}
 
 
 @value_stage("inspect", version=1, subject="model")
@@ -252,7 +258,7 @@ def quantize_weights(
         raise Refused(where, found=problem.found, expected=problem.expected, remedy=problem.remedy)
     names = deciding_files(merge.directory)
     weights = {tensor.file.name for tensor in checkpoint.stored_tensors()}
-    companions = [name for name in names if name not in {*weights, "config.json", INDEX_NAME}]
+    companions = [name for name in names if name not in {*weights, "config.json", INDEX_NAME, MANIFEST, VALUE}]
     with tempfile.TemporaryDirectory(prefix=".quantize-", dir=out) as scratch:
         source, result = Path(scratch, "merge"), Path(scratch, "quantized")
         source.mkdir()

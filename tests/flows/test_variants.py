@@ -193,6 +193,21 @@ def test_check_names_the_quantizer_and_every_problem_of_the_variants(gained: Gai
     assert "margins against the merge in points: copy 2; perplexity at most 5 % higher; a failure refuses" in output
 
 
+def test_a_dry_run_lists_the_stages_of_each_variant(gained: Gained) -> None:
+    project, _, _ = gained
+    profile = with_variants(project, GOOD, "{format: rounded, bits: 5, suffix: New, max_drop: 0.1, margin: 0.2}")
+    result = project.mergegate("run", "--dry-run", "--json", profile)
+    planned = json.loads(result.stdout)
+    states = {(stage["stage"], stage["subject"]): stage["missing"] for stage in planned["stages"]}
+    cached = {"R8", "R6"}
+    for name in ("R8", "R6", "R5"):
+        assert states["variant", name] == states["perplexity", name] == int(name not in cached)
+        assert states["evaluate", f"{name}, copy"] == (0 if name in cached else 400)
+    warning = next(finding for finding in planned["findings"] if finding["where"] == "variants: R5")
+    assert "as good as the merge passes" in warning["found"]
+    with_variants(project, GOOD, BAD)
+
+
 @pytest.mark.slow
 def test_a_champion_that_gains_a_variant_publishes_only_that(demo_release: Path, tmp_path: Path) -> None:
     shutil.copytree(demo_release, tmp_path / "project", symlinks=True)

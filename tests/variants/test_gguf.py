@@ -1,0 +1,541 @@
+"""GGUF files are converted, quantized, checked and answered with the real llama.cpp, on tiny random models.
+
+The models have real architectures and byte-level BPE tokenizers that are trained here, which the converter does not
+know. Files that a test damages are copies with a few changed bytes, so one conversion serves all tests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+from mergegate.flows.profile import parse_profile
+from mergegate.merge_core.checkpoint import GgufHeader, read_gguf_header
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks.checkpoints import Model, QuantizedModel
+from mergegate.tasks.llama_cpp import FILE_TYPES
+from mergegate.tasks.serve import Check, ServeSettings
+from mergegate.tasks.stage import runtime
+from mergegate.tasks.store import Artifact
+from mergegate.tasks.variants import ConversionCheck, VariantRecord
+from mergegate.tasks.variants.gguf import GgufFormat, answer_with_gguf, inspect_gguf, quantize_gguf
+from mergegate.tasks.variants.gguf_conversion import (
+    FILE,
+    LIMIT,
+    SAMPLE,
+    SAMPLE_TEXTS,
+    ConvertedGguf,
+    GgufTools,
+    compare_conversion,
+    compare_file,
+    convert_merge,
+    token_problems,
+)
+
+torch.set_num_threads(1)
+
+LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+TEXTS = tuple(
+    f"Paragraph {number}: in {1900 + number}, {number * 137} people read the {word}; it's theirs, they said.\n"
+    for number, word in enumerate(("report on rivers", "code of law", "history of x + y", "list of words") * 6)
+)
+Rules = Literal["llama-bpe", "qwen2", "gpt-2", "pairs of letters", "words"]
+Architecture = Literal["llama", "qwen2"]
+Change = Callable[[Path], None]
+RULES: Mapping[Architecture, Rules] = {"llama": "llama-bpe", "qwen2": "qwen2"}
+
+
+def tokenizer(rules: Rules) -> PreTrainedTokenizerFast:
+    """Train a small tokenizer with the splitting rules of a family, or with rules that llama.cpp does not have."""
+    special = ["<s>", "</s>", "<|user|>", "<|assistant|>"]
+    if rules == "words":
+        vocabulary = {word: number for number, word in enumerate([*special, "<unk>", "a", "b"])}
+        return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>")))
+    backend = Tokenizer(models.BPE(ignore_merges=rules == "llama-bpe"))
+    split = {
+        "llama-bpe": LLAMA_3,
+        "qwen2": LLAMA_3.replace(r"\p{N}{1,3}", r"\p{N}"),
+        "pairs of letters": r"\p{L}{1,2}|\P{L}{1,3}",
+    }.get(rules)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
+    backend.pre_tokenizer = (
+        pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(split), "isolated"), byte_level]) if split else byte_level
+    )
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=700, special_tokens=special, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator([*SAMPLE_TEXTS, *TEXTS] * 3, trainer)
+    if rules == "llama-bpe":
+        backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE)
+
+
+def save_model(directory: Path, architecture: Architecture, rules: Rules, seed: int = 0) -> Model:
+    """Save a random model in bfloat16 whose rows are divisible by 256, except those of the last projection."""
+    torch.manual_seed(seed)
+    sizes: dict[str, Any] = {
+        **{"vocab_size": 704, "hidden_size": 256, "intermediate_size": 288, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
+        **{"initializer_range": 0.1, "bos_token_id": 0, "eos_token_id": 1},
+    }
+    network: Any
+    if architecture == "llama":
+        network = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))
+    else:
+        network = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
+    with torch.no_grad():  # so that exchanged norms and lost biases show
+        for name, parameter in network.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+    network.to(torch.bfloat16).save_pretrained(directory)
+    tokenizer(rules).save_pretrained(directory)
+    return pinned(directory)
+
+
+def pinned(directory: Path) -> Model:
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
+    digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+    return Model(name="merge", digest=digest, directory=directory, files=tuple(files.items()))
+
+
+@dataclass(frozen=True)
+class Converted:
+    """A merge, its converted file, and a variant."""
+
+    merge: Model
+    tools: GgufTools
+    artifact: Artifact[ConvertedGguf]
+    variant: Artifact[VariantRecord]
+
+    @property
+    def file(self) -> Path:
+        return self.artifact.directory / FILE
+
+    @property
+    def header(self) -> GgufHeader:
+        return read_gguf_header(self.file)
+
+    def compare(self, file: Path, texts: Sequence[str] = TEXTS) -> ConversionCheck:
+        return compare_file(file, self.merge, texts, 0.01, self.tools, "cpu")
+
+    def model(self, change: Change, directory: Path) -> QuantizedModel:
+        """Return a copy of the variant with a change."""
+        directory.mkdir(exist_ok=True)
+        shutil.copy(self.variant.directory / self.variant.value.files[0], directory / "changed.gguf")
+        change(directory / "changed.gguf")
+        digest = hashlib.sha256((directory / "changed.gguf").read_bytes()).hexdigest()
+        return QuantizedModel(
+            name="Q8_0",
+            digest=digest,
+            directory=directory,
+            source=self.merge,
+            backend="llama_cpp",
+            weights="changed.gguf",
+        )
+
+
+@pytest.fixture(scope="module")
+def state(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("gguf")
+
+
+@pytest.fixture(autouse=True)
+def home(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MERGEGATE_HOME", str(state / "home"))
+
+
+@pytest.fixture
+def tools(gguf_python: Path) -> GgufTools:
+    return GgufTools.find(gguf_python)
+
+
+def converted(state: Path, architecture: Architecture, tools: GgufTools) -> Converted:
+    """Return a converted model. Only the first call for a model converts it."""
+    directory, rules = state / architecture, RULES[architecture]
+    merge = pinned(directory) if directory.exists() else save_model(directory, architecture, rules)
+    artifact = convert_merge.build(merge, "Tiny", tools)
+    return Converted(merge, tools, artifact, quantize_gguf.build(merge, "Tiny", "Q8_0", tools))
+
+
+@pytest.fixture
+def llama(state: Path, tools: GgufTools) -> Converted:
+    return converted(state, "llama", tools)
+
+
+def problems(checks: Sequence[Check]) -> list[str]:
+    return [check.name for check in checks if check.outcome == "fail"]
+
+
+# Settings, without llama.cpp.
+
+
+def variant(**settings: object) -> GgufFormat:
+    profile = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
+    (parsed,) = parse_profile(
+        {**profile, "variants": [{"format": "gguf", "types": ["Q8_0"], **settings}]}, "p"
+    ).variants
+    assert isinstance(parsed, GgufFormat)
+    return parsed
+
+
+@pytest.mark.parametrize(
+    ("types", "message"),
+    [
+        (["Q4_KM"], r"'Q4_KM' is not a quantization type of llama\.cpp; did you mean 'Q4_K_M'\?"),
+        (["q8_0"], r"'q8_0' is not a quantization type of llama\.cpp; did you mean 'Q8_0'\?"),
+        (["IQ2_XS"], r"IQ2_XS needs an importance matrix"),
+    ],
+)
+def test_an_unknown_type_is_refused_with_a_suggestion(types: list[str], message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        variant(types=types)
+
+
+@given(st.text(st.sampled_from("QIKFB0123468_MSLX"), min_size=1, max_size=8))
+def test_exactly_the_names_of_llama_cpp_are_types(name: str) -> None:
+    if name in FILE_TYPES:
+        return
+    with pytest.raises(InvalidInput, match="is not a quantization type"):
+        variant(types=[name])
+
+
+def test_a_missing_environment_is_reported_with_the_command_that_builds_it(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="make gguf-env"):
+        variant(python=str(tmp_path / "bin" / "python")).check(tmp_path)
+
+
+def test_a_few_different_texts_are_allowed_and_more_are_a_problem() -> None:
+    texts = [f"text {number}" for number in range(200)]
+    assert token_problems(texts[:2], (), texts, 0.01) == []
+    assert "3 of 200 evaluated texts" in token_problems(texts[:3], (), texts, 0.01)[0]
+    assert "1 of 3 tokens of the vocabulary" in token_problems(["b"], ["a", "b", "c"])[0]
+
+
+@pytest.mark.parametrize("rule", SAMPLE)
+def test_a_wrong_rule_for_splitting_text_is_always_a_problem(rule: str) -> None:
+    assert "4 of 36 sample texts" in token_problems(SAMPLE[rule], ())[0]
+
+
+# Conversion.
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_a_converted_merge_agrees_with_the_merge(architecture: Architecture, state: Path, tools: GgufTools) -> None:
+    model = converted(state, architecture, tools)
+    check = compare_conversion.build(model.merge, "Tiny", TEXTS, 0.0, tools, runtime()).value
+    assert check.problems == ()
+    assert check.different_texts == ()
+    assert check.documents == len(TEXTS)
+    assert check.mean_difference < 0.001 < LIMIT
+    record = model.artifact.value
+    assert (record.architecture, record.recognized, record.name) == (architecture, False, "Tiny")
+    assert record.pre_tokenizer == RULES[architecture]
+    assert {tensor.type for tensor in model.header.tensors} == {"F32"}
+    assert model.header.metadata["general.name"] == "Tiny"
+
+
+@pytest.mark.variants
+def test_the_same_merge_gives_the_same_bytes_from_any_directory(llama: Converted, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "Another-7B-Chat"
+    shutil.copytree(llama.merge.directory, elsewhere)
+    (elsewhere / "README.md").write_text("---\nlicense: mit\nlanguage: [de]\nbase_model: other/model\n---\n# Card\n")
+    (elsewhere / "tokenization_evil.py").write_text("raise SystemExit('this file must not run')")
+    (tmp_path / "out").mkdir()
+    convert_merge.work(tmp_path / "out", llama.merge.model_copy(update={"directory": elsewhere}), "Tiny", llama.tools)
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [FILE]
+    assert (tmp_path / "out" / FILE).read_bytes() == llama.file.read_bytes()
+
+
+def float_tensors(header: GgufHeader, change: Callable[..., None], *names: str) -> Change:
+    """Return a change of tensors in a file with float32 weights."""
+    by_name = {tensor.name: tensor for tensor in header.tensors}
+
+    def apply(path: Path) -> None:
+        content = np.memmap(path, dtype=np.uint8, mode="r+")
+        places = [by_name[name] for name in names]
+        views = [content[t.offset : t.offset + t.nbytes].view(np.float32).reshape(t.shape) for t in places]
+        change(*views)
+        content.flush()
+
+    return apply
+
+
+def metadata(key: str, number_format: str, value: float) -> Change:
+    """Return a change of a number in the metadata."""
+
+    def apply(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        start = content.index(key.encode()) + len(key) + 4  # after the type of the value
+        struct.pack_into(number_format, content, start, value)
+        path.write_bytes(content)
+
+    return apply
+
+
+def text_value(key: str, value: str | None) -> Change:
+    """Return a change of a text in the metadata of a file. None renames the key, so that it is missing."""
+
+    def apply(path: Path) -> None:
+        header = read_gguf_header(path)
+        content = path.read_bytes()
+        start = content.index(struct.pack("<Q", len(key)) + key.encode()) + 8
+        if value is None:
+            path.write_bytes(content[:start] + b"x" + content[start + 1 :])
+            return
+        begin = start + len(key) + 4
+        end = begin + 8 + struct.unpack_from("<Q", content, begin)[0]
+        encoded = struct.pack("<Q", len(value.encode())) + value.encode()
+        head = content[:begin] + encoded + content[end : header.table_end]
+        path.write_bytes(head + bytes(-len(head) % 32) + content[header.data_offset :])
+
+    return apply
+
+
+def swap(first: Any, second: Any) -> None:
+    first[:], second[:] = second.copy(), first.copy()
+
+
+def exchange_heads(matrix: Any) -> None:
+    matrix[:] = matrix.reshape(4, 64, -1)[[1, 0, 2, 3]].reshape(matrix.shape)
+
+
+def interleave_rotation(matrix: Any) -> None:
+    matrix[:] = matrix.reshape(4, 2, 32, -1).swapaxes(1, 2).reshape(matrix.shape)
+
+
+def wrong_conversions(header: GgufHeader) -> Mapping[str, Change]:
+    """Return conversions that load without complaint and compute another model."""
+    architecture = header.metadata["general.architecture"]
+
+    def tensors(change: Callable[..., None], *names: str) -> Change:
+        return float_tensors(header, change, *names)
+
+    changes = {
+        "exchanged heads": tensors(exchange_heads, "blk.0.attn_q.weight"),
+        "interleaved rotation": tensors(interleave_rotation, "blk.0.attn_q.weight"),
+        "wrong rotation base": metadata(f"{architecture}.rope.freq_base", "<f", 10_500.0),
+        "wrong norm epsilon": metadata(f"{architecture}.attention.layer_norm_rms_epsilon", "<f", 1e-3),
+        "exchanged projections": tensors(swap, "blk.0.ffn_gate.weight", "blk.0.ffn_up.weight"),
+        "exchanged layers": tensors(swap, "blk.0.attn_v.weight", "blk.1.attn_v.weight"),
+        "exchanged norms": tensors(swap, "blk.0.attn_norm.weight", "blk.0.ffn_norm.weight"),
+        "norm with an offset of one": tensors(lambda norm: norm.__iadd__(1), "output_norm.weight"),
+        "one scaled matrix": tensors(lambda matrix: matrix.__imul__(1.05), "blk.1.ffn_down.weight"),
+    }
+    names = {tensor.name for tensor in header.tensors}
+    if "output.weight" in names:
+        changes["lost head"] = tensors(lambda head, rows: swap(head, rows), "output.weight", "token_embd.weight")
+    if "blk.0.attn_q.bias" in names:
+        changes["lost biases"] = tensors(forget, "blk.0.attn_k.bias", "blk.0.attn_v.bias")
+    return changes
+
+
+def forget(*biases: Any) -> None:
+    for bias in biases:
+        bias.fill(0)
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_every_wrong_conversion_disagrees_with_the_merge(
+    architecture: Architecture, state: Path, tools: GgufTools, tmp_path: Path
+) -> None:
+    model = converted(state, architecture, tools)
+    agreeing = {}
+    for name, change in wrong_conversions(model.header).items():
+        shutil.copy(model.file, tmp_path / FILE)
+        change(tmp_path / FILE)
+        check = model.compare(tmp_path / FILE)
+        if not check.problems or "nats per document" not in check.problems[-1]:
+            agreeing[name] = check.mean_difference
+    assert agreeing == {}
+
+
+@pytest.mark.variants
+def test_nan_is_a_problem_and_has_a_finite_record(llama: Converted, tmp_path: Path) -> None:
+    shutil.copy(llama.file, tmp_path / FILE)
+    float_tensors(llama.header, lambda norm: norm.fill(np.nan), "output_norm.weight")(tmp_path / FILE)
+    check = llama.compare(tmp_path / FILE)
+    assert "likelihoods differ by nan nats" in check.problems[0]
+    assert ConversionCheck.model_validate_json(check.model_dump_json()) == check
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [
+        (text_value("tokenizer.ggml.pre", "smollm"), "sample texts into other tokens"),
+        (text_value("tokenizer.ggml.pre", "bloom"), "evaluated texts into other tokens"),
+        (text_value("tokenizer.chat_template", None), "chat template: tokenizer.chat_template: no chat template"),
+        (text_value("tokenizer.chat_template", "{{ messages }}"), "which differ from those of the merge"),
+        (metadata("tokenizer.ggml.eos_token_id", "<I", 3), "end of text: tokenizer.ggml.eos_token_id: id 3"),
+        (metadata("tokenizer.ggml.bos_token_id", "<I", 7), "begin of text: tokenizer.ggml.bos_token_id: id 7"),
+        (metadata("tokenizer.ggml.add_bos_token", "<B", 0), "added tokens: adds no token"),
+    ],
+)
+def test_a_wrong_tokenizer_is_found_before_and_after_quantizing(
+    llama: Converted, tmp_path: Path, change: Change, found: str
+) -> None:
+    shutil.copy(llama.file, tmp_path / FILE)
+    change(tmp_path / FILE)
+    assert found in " ".join(llama.compare(tmp_path / FILE).problems)
+    checks = inspect_gguf.build(llama.model(change, tmp_path / "quantized"), llama.tools).value.checks
+    assert problems(checks)
+    if "evaluated" not in found:
+        assert found in " ".join(map(str, checks))
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize(
+    ("rules", "found"),
+    [
+        ("words", r"tokenizer\.json: model\.type: WordLevel, which llama\.cpp does not support"),
+        ("pairs of letters", r"no rules that split text in the same way; the closest, .*, splits \d+ of \d+ texts"),
+    ],
+)
+def test_a_tokenizer_that_llama_cpp_cannot_express_is_refused(
+    rules: Rules, found: str, tools: GgufTools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mergegate.tasks.variants.gguf_conversion.known_labels", lambda tools: ["gpt-2", "qwen2"])
+    with pytest.raises(Refused, match=found):
+        convert_merge.build(save_model(tmp_path / "model", "llama", rules), "Tiny", tools)
+
+
+@pytest.mark.variants
+def test_an_unknown_architecture_is_refused_in_one_line(tools: GgufTools, tmp_path: Path) -> None:
+    save_model(tmp_path / "model", "llama", "gpt-2")
+    config = tmp_path / "model" / "config.json"
+    config.write_text(config.read_text().replace("LlamaForCausalLM", "GlacierForCausalLM"))
+    with pytest.raises(Refused, match=r"found|GlacierForCausalLM is not supported") as refusal:
+        convert_merge.build(pinned(tmp_path / "model"), "Tiny", tools)
+    assert refusal.value.found == "Model GlacierForCausalLM is not supported"
+
+
+# Quantization.
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize("variant_type", ["Q8_0", "Q4_K_M", "Q4_0", "BF16"])
+def test_quantizing_twice_gives_the_same_bytes(llama: Converted, tmp_path: Path, variant_type: str) -> None:
+    artifact = quantize_gguf.build(llama.merge, "Tiny", variant_type, llama.tools)
+    again = quantize_gguf.work(tmp_path, llama.merge, "Tiny", variant_type, llama.tools)
+    assert again == artifact.value
+    (name,) = again.files
+    assert (tmp_path / name).read_bytes() == (artifact.directory / name).read_bytes()
+    assert again.bytes == (tmp_path / name).stat().st_size < llama.file.stat().st_size
+    assert sum(again.tensor_types.values()) == len(llama.header.tensors)
+
+
+@pytest.mark.variants
+def test_the_record_names_the_types_that_tensors_really_have(llama: Converted) -> None:
+    record = quantize_gguf.build(llama.merge, "Tiny", "Q4_K_M", llama.tools).value
+    # The rows of ffn_down have 288 elements, which is not divisible by 256.
+    assert set(record.tensor_types) == {"F32", "Q4_K", "Q6_K", "Q5_0", "Q8_0"} & set(record.tensor_types)
+    assert record.tensor_types.keys() & {"Q5_0", "Q8_0"}
+    assert "Q4_K" in record.tensor_types
+
+
+@pytest.mark.variants
+def test_a_run_with_nothing_new_needs_neither_the_converted_file_nor_a_process(
+    llama: Converted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    settings = GgufFormat(format="gguf", types=("Q8_0",), name="Tiny", python=llama.tools.python)
+    shutil.rmtree(llama.artifact.directory)
+    monkeypatch.setattr("mergegate.tasks.sandbox.supervision.SupervisedProcess.__init__", pytest.fail)
+    assert quantize_gguf.find(llama.merge, "Tiny", "Q8_0", llama.tools)
+    assert settings.release_files("Demo", llama.variant) == {
+        "Demo-Q8_0.gguf": llama.variant.directory / "model-Q8_0.gguf"
+    }
+
+
+# Checks of the variant.
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize("architecture", ["llama", "qwen2"])
+def test_a_good_variant_passes_all_checks(architecture: Architecture, state: Path, tools: GgufTools) -> None:
+    model = converted(state, architecture, tools)
+    settings = GgufFormat(format="gguf", types=("Q8_0",), python=tools.python)
+    opened = settings.open(model.merge, "Q8_0", model.variant)
+    assert (opened.backend, opened.weights) == ("llama_cpp", "model-Q8_0.gguf")
+    checks = (
+        *inspect_gguf.build(opened, tools).value.checks,
+        *answer_with_gguf.build(opened, None, tools).value.checks,
+    )
+    assert [check.outcome for check in checks] == ["pass"] * len(checks)
+    assert [check.name for check in checks[-2:]] == ["chat", "chat prompt"]
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize("seed", range(12))
+def test_a_truncated_or_longer_file_is_always_refused(llama: Converted, tmp_path: Path, seed: int) -> None:
+    content = (llama.variant.directory / llama.variant.value.files[0]).read_bytes()
+    size = random.Random(seed).choice([*range(0, len(content), 997), len(content) - 1, len(content) + 1])
+    model = llama.model(lambda path: resize(path, content, size), tmp_path / "model")
+    checks = inspect_gguf.work(model, llama.tools).checks
+    assert problems(checks) == ["file"]
+    assert "changed.gguf" in str(checks[0])
+
+
+def resize(path: Path, content: bytes, size: int) -> None:
+    path.write_bytes((content + b"\0")[:size])
+
+
+@pytest.mark.variants
+def test_another_architecture_is_refused_with_llama_cpps_message(llama: Converted, tmp_path: Path) -> None:
+    model = llama.model(text_value("general.architecture", "glacier"), tmp_path / "model")
+    checks = inspect_gguf.build(model, llama.tools).value.checks
+    assert "glacier" in str(next(check for check in checks if check.outcome == "fail"))
+
+
+@pytest.mark.variants
+def test_damaged_scales_are_noticed_when_the_variant_answers(llama: Converted, tmp_path: Path) -> None:
+    header = read_gguf_header(llama.variant.directory / llama.variant.value.files[0])
+    tensor = next(tensor for tensor in header.tensors if tensor.type == "Q8_0")
+
+    def damage(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        content[tensor.offset : tensor.offset + 2] = b"\x00\x7e"  # the scale of the first block is not a number
+        path.write_bytes(content)
+
+    checks = answer_with_gguf.build(llama.model(damage, tmp_path / "model"), None, llama.tools).value.checks
+    assert "finite logprobs" in problems(checks) or "answers" in problems(checks)
+
+
+@pytest.mark.variants
+def test_a_required_chat_fails_without_a_template(llama: Converted, tmp_path: Path) -> None:
+    shutil.copytree(llama.merge.directory, tmp_path / "merge")
+    (tmp_path / "merge" / "chat_template.jinja").unlink()
+    change = text_value("tokenizer.chat_template", None)
+    model = llama.model(change, tmp_path / "model").model_copy(update={"source": pinned(tmp_path / "merge")})
+    assert problems(inspect_gguf.build(model, llama.tools).value.checks) == []
+    required = answer_with_gguf.build(model, ServeSettings(chat=True), llama.tools).value.checks
+    assert "chat" in problems(required)
+    optional = answer_with_gguf.build(model, ServeSettings(), llama.tools).value.checks
+    assert {check.name: check.outcome for check in optional}["chat"] == "not offered"
