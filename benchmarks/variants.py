@@ -56,8 +56,8 @@ def main() -> None:
     if arguments.page:
         page = arguments.page.read_text(encoding="utf-8")
         for name, table in tables.items():
-            pattern = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
-            page = re.sub(pattern, lambda match, table=table: match[1] + table + match[2], page, flags=re.DOTALL)
+            pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+            page = re.sub(pattern, lambda match, table=table: f"{match[1]}{table}\n{match[2]}", page, flags=re.DOTALL)
         arguments.page.write_text(page, encoding="utf-8")
 
 
