@@ -47,8 +47,8 @@ _AGAIN = "quantize the merge again; if it happens twice, report it to llm-compre
 # Tolerance of a weight that is rounded to the nearest number, in steps between two numbers. Half a step would be exact.
 # llm-compressor divides in the float format of the merge, so bfloat16 adds up to half a step for integers.
 _STEPS = 1.25
-# Largest error of a row whose weights were chosen with a calibration text, as a share of the row's norm. GPTQ lets weights
-# compensate each other's errors, so a weight may be further away than the nearest number.
+# Largest error of a row whose weights were chosen with a calibration text, as a share of the row's norm. GPTQ lets
+# weights compensate each other's errors, so a weight may be further away than the nearest number.
 _SHARE = 0.6
 
 
