@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import tempfile
@@ -312,6 +313,13 @@ def _started(path: Path, python: Path | None, write: tuple[str, ...], time_limit
         process.end()
 
 
+def _memory_limit() -> int | None:
+    """Return the memory limit of the process in bytes, which must not exceed that of this process."""
+    machine, (own, _) = system_memory(), resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [memory_of_child(2 * machine.total if machine else None), None if own == resource.RLIM_INFINITY else own]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
 class _Process:
     """A running ``child`` process and its connection."""
 
@@ -321,7 +329,6 @@ class _Process:
         self._received = b""
         for package in python.parent.parent.glob("lib/python*/site-packages/llama_cpp"):
             compile_imports(python, "import llama_cpp", package / "llama_chat_format.py", environment_of_child())
-        memory = system_memory()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``end``
         self._channel, child_end = socket.socketpair()
         try:
@@ -337,7 +344,7 @@ class _Process:
                     confinement=Confinement(
                         write=write,
                         hide=(str(home() / "prefect"),),
-                        memory=memory_of_child(2 * memory.total if memory else None),
+                        memory=_memory_limit(),
                     ),
                 ),
             )
