@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from mergegate.flows.profile import parse_profile
+from mergegate.flows.profile import load_profile, parse_profile
 from mergegate.merge_core.checkpoint import GgufHeader, read_gguf_header
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.checkpoints import Model, QuantizedModel
@@ -228,6 +228,14 @@ def test_exactly_the_names_of_llama_cpp_are_types(name: str) -> None:
 def test_a_missing_environment_is_reported_with_the_command_that_builds_it(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="make gguf-env"):
         variant(python=str(tmp_path / "bin" / "python")).check(tmp_path)
+
+
+def test_a_relative_interpreter_is_relative_to_the_profile(tmp_path: Path) -> None:
+    entry = {"format": "gguf", "types": ["Q8_0"], "python": "gguf/bin/python"}
+    settings = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "x.jsonl"}, "variants": [entry]}
+    (tmp_path / "p.yaml").write_text(json.dumps(settings))
+    (parsed,) = load_profile(tmp_path / "p.yaml").variants
+    assert parsed.python == tmp_path / "gguf" / "bin" / "python"
 
 
 def test_a_few_different_texts_are_allowed_and_more_are_a_problem() -> None:
