@@ -17,7 +17,7 @@ nothing new ends in seconds, and after a change of a threshold only the gate run
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -44,13 +44,13 @@ from mergegate.flows.outcome import (
     conclude_flow,
     name_run,
     public_names,
+    publish_attempt,
     report_content,
     reported_outcome,
     run_dry_pass,
+    variant_heads,
     within_limits,
-    without_variants,
 )
-from mergegate.flows.prefect_api import require_decision
 from mergegate.flows.preflight import ClearedCandidate, Problems, preflight_profile
 from mergegate.flows.profile import Profile, RemedyChoice, load_profile, profile_name
 from mergegate.merge_core.errors import Refused
@@ -59,29 +59,22 @@ from mergegate.tasks.explain import explain_merge
 from mergegate.tasks.gate import (
     JudgedSample,
     needs_champion,
-    record_evidence,
     record_sample,
     unselected_scores,
-    verdict_record,
 )
 from mergegate.tasks.merge import (
     merge,
     merged_model,
     numerics,
-    optimizer_state,
-    optimizer_steps,
     prepare_recipe,
     select_named_parents,
 )
 from mergegate.tasks.perplexity import ensemble_likelihoods
 from mergegate.tasks.preflight import Evidence, with_next_samples
-from mergegate.tasks.publish import PublicNames, ReleaseParts, pending_release, publish, state_license_files
 from mergegate.tasks.publish.releases import load_released_model
-from mergegate.tasks.publish.targets import Release, Target
-from mergegate.tasks.report import Report, ReportContent, write_report
+from mergegate.tasks.report import write_report
 from mergegate.tasks.runners import Runner, RunnerSettings, open_runner
 from mergegate.tasks.stage import announce, require_work_allowed, runtime, store
-from mergegate.tasks.store import Artifact
 
 # Judgments of a merge that passed the gate, in order. After a refusal, the others are skipped. A judge costs money and
 # a server costs minutes, so they run only for a merge that would be published.
@@ -235,7 +228,9 @@ def make_attempt(
         return FailedMerge(cleared_candidate, refusal)
     model = merged_model(merged, pinned)
     champion = anchor = None
+    heads: Mapping[str, str] = {}
     if needs_champion(evidence.guards):
+        heads = variant_heads(profile)
         champion = load_released_model(profile.publish, profile.root, model, store().hashes)
         if champion and champion.complete and champion.digest == model.digest and not profile.variants:
             return AlreadyReleased(cleared_candidate, champion)
@@ -282,6 +277,7 @@ def make_attempt(
         tuple(verdicts),
         ensemble=ensemble,
         expected_head=champion.head if champion else None,
+        variant_heads=heads,
         variants=variants,
         released=released,
         sample_notes=unselected_scores(
@@ -293,55 +289,3 @@ def make_attempt(
         if champion and champion.digest != model.digest
         else (),
     )
-
-
-def publish_attempt(
-    profile: Profile,
-    target: Target,
-    attempt: Attempt,
-    content: ReportContent,
-    report: Artifact[Report],
-    names: PublicNames,
-) -> RunOutcome:
-    """Publish a merge that passed, after manual approval if the profile requires it."""
-    license, numeric = attempt.cleared.license, numerics(profile.merge)
-    state = None
-    if optimizer_steps(attempt.pinned):  # for the next round of clients
-        state = optimizer_state(attempt.pinned, numeric, state_license_files(attempt.pinned.parents, license.value))
-    inputs, (_, *further_verdicts) = attempt.assessment.gate_inputs, attempt.verdicts
-    evidence = record_evidence(
-        names.apply(verdict_record(inputs, attempt.assessment.verdict.value, further_verdicts)),
-        names.apply(inputs.scores),
-        names.apply(inputs.likelihoods),
-    )
-    released = without_variants(content, attempt, names)
-    released_report = report if released is content else write_report(released)
-    parts = ReleaseParts(
-        released, attempt.pinned, numeric, license, attempt.merged, released_report, evidence, state, names
-    )
-
-    def publish_now(approved_digest: str | None = None) -> RunOutcome:
-        result = publish(
-            target, profile.root, parts, expected_head=attempt.expected_head, approved_digest=approved_digest
-        )
-        return reported_outcome(content, report, result)
-
-    if attempt.released:  # The merge is published. Its evidence now would differ, because it is its own champion.
-        location = attempt.released.location
-        current = Release(content.name, attempt.released.version, location, label=str(location), new=False)
-        return reported_outcome(content, report, current)
-    if target.approval_settings is None:
-        return publish_now()
-    # All expensive work is done and stored. A run that waits for approval holds no resources and continues from this
-    # point.
-    unpublished = reported_outcome(content, report, None)
-    find_pending = partial(pending_release, target, profile.root, parts)
-    decision = require_decision(target.approval_settings, content, unpublished.report, find_pending)
-    if decision is None:
-        return publish_now()
-    if decision.waits:
-        return unpublished.model_copy(update={"status": "passed", "message": decision.text()})
-    if not decision.publish:
-        refusal = {"message": f"{decision.version} is not released", "reasons": (decision.text(),)}
-        return unpublished.model_copy(update={"status": "refused", **refusal})
-    return publish_now(approved_digest=decision.digest).model_copy(update={"reasons": (decision.text(),)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 from pydantic import BaseModel
@@ -81,6 +81,7 @@ class Attempt:
     verdicts: tuple[Verdict, ...]
     ensemble: Artifact[Likelihoods] | None = None
     expected_head: str | None = None
+    variant_heads: Mapping[str, str] = field(default_factory=dict)  # the same for the places of variants, by suffix
     variants: tuple[JudgedVariant, ...] = ()  # empty unless every verdict before them allows publication
     released: ReleasedModel | None = None  # the current release, if it is this merge: only variants can be missing
     sample_notes: tuple[str, ...] = ()  # scores of the champion on documents that did not select it, as sentences

@@ -10,7 +10,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from mergegate.flows.candidates import AUTO, MOST_PROPOSED, TUNE, Written
 from mergegate.merge_core.parsing import LocalPath
@@ -130,6 +138,12 @@ class ProfileSettings(ProfileSection):
             for entry in profile["variants"]
         ]
         return {**profile, "variants": entries}
+
+    @field_validator("variants")
+    @classmethod
+    def _set_backends(cls, variants: tuple[Variant, ...], info: ValidationInfo) -> tuple[Variant, ...]:
+        evaluate = info.data.get("evaluate")
+        return tuple(variant.for_backend(evaluate.backend) for variant in variants) if evaluate else variants
 
     @model_validator(mode="after")
     def _require_distinct_variants(self) -> Self:

@@ -252,7 +252,7 @@ def _variant_guard(guard: Guard, request: VariantGuard, settings: VariantFormat,
             f"{location}: guard on {guard.task}",
             found=f"a margin of {margin:g} points",
             expected=f"at least max_drop ({max_drop:g} points)",
-            remedy="set max_drop of the variant, too",
+            remedy="set a larger margin or a smaller max_drop",
         )
     update = {"guarded_by": MERGED, "advisory": False, "max_drop": max_drop, "margin": margin}
     changed = guard.model_copy(update=update)

@@ -16,11 +16,23 @@ from mergegate.tasks.publish.content import (
     stored_files,
 )
 from mergegate.tasks.publish.license_files import state_license_files
+from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.public_names import PublicNames, recipe_paths
 from mergegate.tasks.publish.settings import ApprovalSettings
 from mergegate.tasks.publish.signature import public_key, read_signature
-from mergegate.tasks.publish.stage import PendingRelease, ReleaseParts, pending_release, publish
+from mergegate.tasks.publish.stage import (
+    PendingRelease,
+    Releasable,
+    ReleaseParts,
+    describe_merge,
+    joint_digest,
+    pending_release,
+    publish,
+    release_digest,
+    require_approved,
+)
 from mergegate.tasks.publish.targets import Release
+from mergegate.tasks.publish.variants import PassedVariant, VariantParts, published_merge, variant_content
 
 __all__ = [
     "BOM",
@@ -32,19 +44,29 @@ __all__ = [
     "SUMS",
     "VERSION_DIGITS",
     "ApprovalSettings",
+    "MergeRelease",
+    "PassedVariant",
     "PendingRelease",
     "PublicNames",
+    "Releasable",
     "Release",
     "ReleaseFile",
     "ReleaseParts",
+    "VariantParts",
     "checksums_text",
+    "describe_merge",
     "escape",
+    "joint_digest",
     "parse_checksums",
     "pending_release",
     "public_key",
     "publish",
+    "published_merge",
     "read_signature",
     "recipe_paths",
+    "release_digest",
+    "require_approved",
     "state_license_files",
     "stored_files",
+    "variant_content",
 ]

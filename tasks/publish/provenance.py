@@ -123,7 +123,10 @@ def provenance(
     ]
     definition = {
         "buildType": MERGE_BUILD,
-        "externalParameters": {"recipe": parse_yaml(content.recipe, "recipe"), **_profile_parameters(content)},
+        "externalParameters": {
+            "recipe": parse_yaml(content.recipe, "recipe"),
+            **_profile_parameters(content, content.name),
+        },
         "internalParameters": {
             "versions": {**versions, **numerics.versions},
             "device": numerics.device,
@@ -156,7 +159,7 @@ def variant_provenance(
     versions, merge = {library.name: library.version for library in content.versions}, origin.merge
     definition = {
         "buildType": VARIANT_BUILD,
-        "externalParameters": {"variant": dict(origin.settings), **_profile_parameters(content)},
+        "externalParameters": {"variant": dict(origin.settings), **_profile_parameters(content, merge.name)},
         "internalParameters": {
             "versions": versions,
             "device": "cpu",
@@ -190,9 +193,9 @@ def variant_provenance(
     return _statement(files, definition, versions["mergegate"], statements)
 
 
-def _profile_parameters(content: ReportContent) -> dict[str, object]:
+def _profile_parameters(content: ReportContent, profile: str) -> dict[str, object]:
     overrides: dict[str, object] = {"overrides": list(content.overrides)} if content.overrides else {}
-    return {"profile": content.name, **overrides}
+    return {"profile": profile, **overrides}
 
 
 def _statement(

@@ -23,6 +23,7 @@ from urllib.parse import quote
 import yaml
 from pydantic import BaseModel
 
+from mergegate.merge_core.checkpoint import read_gguf_header
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.parsing import parse_yaml
 from mergegate.merge_core.recipe import Recipe, expand_user_path, parse_reference
@@ -30,8 +31,8 @@ from mergegate.tasks.checkpoints import PinnedCheckpoint, ResolvedCheckpoint
 from mergegate.tasks.publish.content import ReleaseFile
 
 V = TypeVar("V")
-_WEIGHTS = ".safetensors"
-_MAX_HEADER_BYTES = 100 << 20  # as the safetensors library allows
+_SAFETENSORS, _GGUF = ".safetensors", ".gguf"
+_MAX_HEADER_BYTES = 256_000_000  # the safetensors library allows 100 MB, and our reader of GGUF this
 # A path ends here only if no further name characters follow.
 _END = r"(?![\w-]|\.\w)"
 _URL = r"(?:file:(?://(?:localhost)?)?)?"
@@ -154,9 +155,11 @@ def require_no_private_paths(files: Sequence[ReleaseFile], directories: Iterable
         for form in {path, *json_forms, quote(path), quote(path, safe=""), html.escape(path)}:
             spellings[form.encode(errors="surrogateescape")] = path
     for file in files:
-        if isinstance(file.source, Path) and file.name.endswith(_WEIGHTS):
+        if isinstance(file.source, Path) and file.name.endswith((_SAFETENSORS, _GGUF)):
+            is_gguf = file.name.endswith(_GGUF)
+            gguf_header_size = read_gguf_header(file.source).data_offset if is_gguf else 0
             with file.source.open("rb") as weights:
-                header_size = int.from_bytes(weights.read(8), "little")
+                header_size = gguf_header_size or int.from_bytes(weights.read(8), "little")
                 content = weights.read(min(header_size, _MAX_HEADER_BYTES))
         else:
             content = file.read()

@@ -6,10 +6,11 @@ A request for approval names the release by the digest of all its files. The ans
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import PinnedRecipe, checkpoint_digest
@@ -35,13 +36,13 @@ from mergegate.tasks.publish.content import (
 )
 from mergegate.tasks.publish.eval_results import eval_results
 from mergegate.tasks.publish.license_files import license_files, open_obligations
-from mergegate.tasks.publish.provenance import MergeOrigin, provenance
+from mergegate.tasks.publish.provenance import MergeOrigin, MergeRelease, provenance
 from mergegate.tasks.publish.public_names import PublicNames, require_no_private_paths
 from mergegate.tasks.publish.signature import sign
 from mergegate.tasks.publish.targets.contract import PublishRequest, PublishTarget, Release
 from mergegate.tasks.report import Report, ReportContent
 from mergegate.tasks.stage import advance, home, step, store
-from mergegate.tasks.store import Artifact, StoredValue, merkle
+from mergegate.tasks.store import Artifact, StoredValue, digest, merkle
 
 
 class ReleaseParts(NamedTuple):
@@ -62,6 +63,66 @@ class ReleaseParts(NamedTuple):
     state: Artifact[OptimizerState] | None = None
     names: PublicNames = PublicNames({})
 
+    @property
+    def name(self) -> str:
+        """Name of the release: that of the profile."""
+        return self.content.name
+
+    @property
+    def directories(self) -> tuple[Path, ...]:
+        """Local directories whose paths must not be published."""
+        recipe = self.pinned.recipe.directory
+        parents = (path for parent in self.pinned.parents for path in parent.directories)
+        return (*parents, *([recipe] if recipe else []))
+
+    def files(self, target: PublishTarget) -> list[ReleaseFile]:
+        """Return all files before SHA256SUMS.
+
+        Each file describes the files before it: the card describes the checkpoint, the bill of materials lists the
+        files, and the provenance covers both.
+        """
+        content, pinned, numerics, names = self.content, self.pinned, self.numerics, self.names
+        license = names.apply(self.license.value)
+        parents = tuple(parent.rename(names.rename_text) for parent in pinned.parents)
+        files = [
+            *stored_files(self.merge),
+            *license_files(parents, license),
+            *(file for file in stored_files(self.report) if file.name == "report.html"),
+            *stored_files(self.evidence),
+            *(written_file(name, text) for name, text in eval_results(content).items()),
+            written_file(RECIPE, content.recipe),
+        ]
+        file_names = [file.name for file in files]
+        metadata = card_metadata(content, parents, license.combination, is_adapter=pinned.recipe.output is not None)
+        versions = {library.name: library.version for library in content.versions} | dict(numerics.versions)
+        publication = Publication(target.address, target.sign_key is not None, numerics.device, versions)
+        card = model_card(content, metadata, license, open_obligations(parents, license), file_names, publication)
+        check_card(card, metadata, file_names)
+        files.append(written_file(CARD, card))
+        files.append(written_file(BOM, bill_of_materials(files, content, parents, license.combination.card)))
+        texts = pinned.recipe.calibration_results()
+        origin = MergeOrigin(
+            numerics,
+            parents,
+            texts={names.rename_text(request.text): text.text for request, text in texts.items()},
+            byproducts={
+                name: (checkpoint_digest(directory, store().hashes), stored)
+                for name, (stored, directory) in (optimizer_state_paths(self.state) if self.state else {}).items()
+            },
+        )
+        files.append(written_file(PROVENANCE, provenance(files, content, origin, license, metadata)))
+        return files
+
+
+class Releasable(Protocol):
+    """Inputs of a release, independent of its target: ``ReleaseParts`` or ``VariantParts``."""
+
+    @property
+    def name(self) -> str: ...  # of the release, for messages and in the signature
+    @property
+    def directories(self) -> Sequence[Path]: ...  # local directories whose paths must not be published
+    def files(self, target: PublishTarget) -> list[ReleaseFile]: ...  # all files before SHA256SUMS
+
 
 @dataclass(frozen=True)
 class PendingRelease:
@@ -75,11 +136,17 @@ class PendingRelease:
     digest: str
     is_current: bool
 
+    def with_variants(self, variants: Sequence[PendingRelease]) -> PendingRelease:
+        """Return this release together with those of its variants, which are approved or rejected as one."""
+        releases = (self, *variants)
+        joint = joint_digest([release.digest for release in releases])
+        return PendingRelease(self.version, joint, all(release.is_current for release in releases))
+
 
 def _is_published(
     target: PublishTarget,
     root: Path,
-    parts: ReleaseParts,
+    parts: Releasable,
     expected_head: str | None = None,
     approved_digest: str | None = None,
 ) -> bool:
@@ -93,7 +160,7 @@ def _is_published(
 def publish(
     target: PublishTarget,
     root: Path,
-    parts: ReleaseParts,
+    parts: Releasable,
     expected_head: str | None = None,
     approved_digest: str | None = None,
 ) -> Release:
@@ -109,17 +176,12 @@ def publish(
             is not ``expected_head``.
     """
     files = _release_files(target, root, parts)
-    if approved_digest is not None and (digest := merkle(file_identities(files))) != approved_digest:
-        raise Refused(
-            parts.content.name,
-            found=f"a release with the digest {digest[:12]}…",
-            expected=f"{approved_digest[:12]}…, the release that was approved",
-            remedy="run again; mergegate then asks for approval of the new release",
-        )
+    version = target.version or content_version(files)
+    require_approved(parts.name, merkle(file_identities(files)), approved_digest)
     request = PublishRequest(
         files=files,
-        name=parts.content.name,
-        version=target.version or content_version(files),
+        name=parts.name,
+        version=version,
         root=root,
         hashes=store().hashes,
         expected_head=expected_head,
@@ -128,7 +190,7 @@ def publish(
     return target.publish(request)
 
 
-def pending_release(target: PublishTarget, root: Path, parts: ReleaseParts) -> PendingRelease:
+def pending_release(target: PublishTarget, root: Path, parts: Releasable) -> PendingRelease:
     """Return the release that :func:`publish` would publish, without publishing it.
 
     The errors are those of ``publish``, and Refused if the target is unavailable.
@@ -143,47 +205,44 @@ def pending_release(target: PublishTarget, root: Path, parts: ReleaseParts) -> P
     return PendingRelease(target.version or content_version(files), merkle(file_identities(files)), is_current)
 
 
-def _release_files(target: PublishTarget, root: Path, parts: ReleaseParts) -> tuple[ReleaseFile, ...]:
+def release_digest(target: PublishTarget, root: Path, parts: Releasable) -> str:
+    """Return the digest of the release that :func:`publish` would publish, as in ``PendingRelease``."""
+    return merkle(file_identities(_release_files(target, root, parts)))
+
+
+def joint_digest(digests: Sequence[str]) -> str:
+    """Return the digest of a release and those of its variants, which are approved as one."""
+    return digests[0] if len(digests) == 1 else digest(digests)
+
+
+def require_approved(name: str, release_digest: str, approved_digest: str | None) -> None:
+    """Raise Refused if a reviewer approved another release. None: approval is not required."""
+    if approved_digest is not None and release_digest != approved_digest:
+        raise Refused(
+            name,
+            found=f"a release with the digest {release_digest[:12]}…",
+            expected=f"{approved_digest[:12]}…, the release that was approved",
+            remedy="run again; mergegate then asks for approval of the new release",
+        )
+
+
+def describe_merge(target: PublishTarget, root: Path, parts: ReleaseParts) -> MergeRelease:
+    """Return the release of a merge that :func:`publish` would publish, as the dependency of its variants."""
+    files = _release_files(target, root, parts)
+    sums = next(file.sha256 for file in files if file.name == SUMS)
+    version = target.version or content_version(files)
+    return MergeRelease(parts.name, version, sums, target.reference_to(version), target.hub_id)
+
+
+def _release_files(target: PublishTarget, root: Path, parts: Releasable) -> tuple[ReleaseFile, ...]:
     """Return all files of a release. The same inputs give the same bytes.
 
-    Each file describes the files before it: the card describes the checkpoint, the bill of materials lists the files,
-    the provenance covers both, SHA256SUMS covers all of these, and the signature covers everything.
+    SHA256SUMS covers all files of ``parts``, and the signature covers everything.
     """
-    content, pinned, numerics, names = parts.content, parts.pinned, parts.numerics, parts.names
-    license = names.apply(parts.license.value)
-    parents = tuple(parent.rename(names.rename_text) for parent in pinned.parents)
-    files = [
-        *stored_files(parts.merge),
-        *license_files(parents, license),
-        *(file for file in stored_files(parts.report) if file.name == "report.html"),
-        *stored_files(parts.evidence),
-        *(written_file(name, text) for name, text in eval_results(content).items()),
-        written_file(RECIPE, content.recipe),
-    ]
-    file_names = [file.name for file in files]
-    metadata = card_metadata(content, parents, license.combination, is_adapter=pinned.recipe.output is not None)
-    versions = {library.name: library.version for library in content.versions} | dict(numerics.versions)
-    publication = Publication(target.address, target.sign_key is not None, numerics.device, versions)
-    card = model_card(content, metadata, license, open_obligations(parents, license), file_names, publication)
-    check_card(card, metadata, file_names)
-    files.append(written_file(CARD, card))
-    files.append(written_file(BOM, bill_of_materials(files, content, parents, license.combination.card)))
-    texts = pinned.recipe.calibration_results()
-    origin = MergeOrigin(
-        numerics,
-        parents,
-        texts={names.rename_text(request.text): text.text for request, text in texts.items()},
-        byproducts={
-            name: (checkpoint_digest(directory, store().hashes), stored)
-            for name, (stored, directory) in (optimizer_state_paths(parts.state) if parts.state else {}).items()
-        },
-    )
-    files.append(written_file(PROVENANCE, provenance(files, content, origin, license, metadata)))
+    files = parts.files(target)
     files.append(written_file(SUMS, checksums_text({file.name: file.sha256 for file in files})))
     if target.sign_key is not None:
-        signature = sign(content.name, {file.name: file.sha256 for file in files}, root / target.sign_key)
+        signature = sign(parts.name, {file.name: file.sha256 for file in files}, root / target.sign_key)
         files.append(written_file(SIGNATURE, signature))
-    directories = [root, home(), *(path for parent in pinned.parents for path in parent.directories)]
-    directories += [pinned.recipe.directory] if pinned.recipe.directory else []
-    require_no_private_paths(files, directories, content.name)
+    require_no_private_paths(files, [root, home(), *parts.directories], parts.name)
     return tuple(files)

@@ -68,7 +68,13 @@ from mergegate.tasks.report.table import (
     final_table,
     likelihood,
 )
-from mergegate.tasks.report.variants import VARIANT_COLUMNS, VariantRow, variant_refusals, variant_rows
+from mergegate.tasks.report.variants import (
+    VARIANT_COLUMNS,
+    VariantRow,
+    conversion_sentences,
+    variant_refusals,
+    variant_rows,
+)
 from mergegate.tasks.report.wording import cut_off_answers, gate_notes, regenerated_answers, thinking_shares
 
 __all__ = [
@@ -120,6 +126,7 @@ __all__ = [
     "as_markdown",
     "changes_since",
     "compares_per_byte",
+    "conversion_sentences",
     "costs",
     "cut_off_answers",
     "evaluated_models",

@@ -24,7 +24,6 @@ from mergegate.merge_core.checkpoint import INDEX_NAME, Checkpoint, open_checkpo
 from mergegate.merge_core.errors import CannotDecide, InvalidInput, Refused, suggest
 from mergegate.merge_core.parsing import read_json
 from mergegate.tasks.checkpoints import Model, QuantizedModel, deciding_files
-from mergegate.tasks.perplexity import HeldOutText, read_texts
 from mergegate.tasks.sandbox import (
     Confinement,
     NotStarted,
@@ -46,6 +45,7 @@ from mergegate.tasks.variants.quantized_tensors import (
     shapes_of,
     tensor_types,
 )
+from mergegate.tasks.variants.settings import Calibration
 
 PYTHON = Path(".venv-quantize/bin/python")  # built by `make quantize-env`
 _CHILD = Path(__file__).with_name("quantize_child.py")
@@ -73,16 +73,6 @@ class Quantizer(BaseModel):
     versions: Mapping[str, str]
 
 
-class Calibration(BaseModel):
-    """Documents that a quantizer reads."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    text: HeldOutText
-    samples: int
-    max_length: int
-
-
 class Inspection(StageValue):
     """Checks of the files of a variant."""
 
@@ -104,8 +94,10 @@ class CompressedTensorsFormat(VariantFormat):
         description="Quantization scheme of llm-compressor: " + ", ".join(SCHEMES) + ". FP8 needs calibration. Integer "
         "schemes use GPTQ if calibration is set, and round to the nearest number if it is not."
     )
-    backend: Literal["hf", "vllm"] = Field(
-        default="hf", description="Backend that evaluates the variant: hf (transformers) or vllm. Default: hf."
+    backend: Literal["hf", "vllm"] | None = Field(
+        default=None,
+        description="Backend that evaluates the variant on the tasks: hf (transformers) or vllm. Default: "
+        "evaluate.backend if it is vllm, or else hf.",
     )
 
     @field_validator("scheme")
@@ -113,16 +105,16 @@ class CompressedTensorsFormat(VariantFormat):
     def _require_known_scheme(cls, scheme: str) -> str:
         if scheme not in SCHEMES:
             hint = suggest(scheme.upper(), SCHEMES)
-            raise ValueError(f"unknown scheme {scheme!r}. {hint or 'Known schemes: ' + ', '.join(SCHEMES)}")
+            raise ValueError(f"unknown scheme {scheme!r}; {hint or 'choose one of ' + ', '.join(SCHEMES)}")
         return scheme
 
     @model_validator(mode="after")
     def _require_fitting_calibration(self) -> Self:
         scheme = SCHEMES[self.scheme]
         if scheme.measures_inputs and self.calibration is None:
-            raise ValueError(f"{scheme.name} needs calibration: {{documents: FILE}}. FP8_DYNAMIC needs no text")
+            raise ValueError(f"scheme {scheme.name} needs calibration: {{documents: FILE}}; FP8_DYNAMIC needs no text")
         if self.calibration and not scheme.can_calibrate:
-            raise ValueError(f"{scheme.name} does not use calibration: remove it, or select an integer scheme")
+            raise ValueError(f"scheme {scheme.name} does not use calibration; remove it, or select an integer scheme")
         return self
 
     @property
@@ -137,13 +129,16 @@ class CompressedTensorsFormat(VariantFormat):
     def library_name(self) -> str:
         return "transformers"
 
+    def for_backend(self, backend: str) -> Self:
+        return self.model_copy(update={"backend": "vllm"}) if backend == "vllm" and self.backend is None else self
+
     def check(self, root: Path) -> str:
-        if self.backend == "hf" and not self._dequantizer():
+        if not _dequantizer():
             raise InvalidInput(
                 f"variants: {self.scheme}",
-                found="compressed-tensors is not installed, with which transformers evaluates the variant",
+                found="compressed-tensors is not installed, with which transformers loads the variant",
                 expected="compressed-tensors in the environment of mergegate",
-                remedy="pip install 'mergegate[variants]', or set 'backend: vllm' of the variant",
+                remedy="pip install 'mergegate[variants]'",
             )
         self.pin_calibration(root, store().hashes)
         return f"llm-compressor {self._quantizer(root).versions[_QUANTIZER]}"
@@ -158,11 +153,7 @@ class CompressedTensorsFormat(VariantFormat):
         return None
 
     def build(self, merge: Model, variant_type: str, root: Path) -> Artifact[VariantRecord]:
-        calibration = None
-        text = self.pin_calibration(root, store().hashes)
-        if self.calibration and text:
-            settings = self.calibration
-            calibration = Calibration(text=text, samples=settings.samples, max_length=settings.max_length)
+        calibration = self.pinned_calibration(root, store().hashes)
         return quantize_weights(merge, self.scheme, self._quantizer(root), calibration)
 
     def open(self, merge: Model, variant_type: str, artifact: Artifact[VariantRecord]) -> QuantizedModel:
@@ -173,8 +164,8 @@ class CompressedTensorsFormat(VariantFormat):
             files=tuple(sorted(artifact.files.items())),
             runs_code=merge.runs_code,
             source=merge,
-            backend=self.backend,
-            runtime=tuple(self._dequantizer().items()),
+            backend=self.backend or "hf",
+            runtime=tuple(_dequantizer().items()),
         )
 
     def inspect(self, model: QuantizedModel) -> Sequence[Check]:
@@ -190,13 +181,6 @@ class CompressedTensorsFormat(VariantFormat):
 
     def release_files(self, name: str, artifact: Artifact[VariantRecord]) -> Mapping[str, Path]:
         return {file: artifact.directory / file for file in artifact.value.files}
-
-    def _dequantizer(self) -> dict[str, str]:
-        """Return the version of the library with which transformers loads the variant. Empty if it is not installed."""
-        try:
-            return versions("compressed-tensors") if self.backend == "hf" else {}
-        except PackageNotFoundError:
-            return {}
 
     def _quantizer(self, root: Path) -> Quantizer:
         """Return the quantizer that the settings select, without starting it.
@@ -218,6 +202,14 @@ class CompressedTensorsFormat(VariantFormat):
                 remedy="run 'make quantize-env', or set 'python' of the variant",
             )
         return Quantizer(python=python, versions=found)
+
+
+def _dequantizer() -> dict[str, str]:
+    """Return the version of the library with which transformers loads a variant. Empty if it is not installed."""
+    try:
+        return versions("compressed-tensors")
+    except PackageNotFoundError:
+        return {}
 
 
 @value_stage("inspect", version=1, subject="model")
@@ -264,8 +256,7 @@ def quantize_weights(
         order["ignore"] = quantized_layers(shapes).ignored
         order["calibration"] = None
         if calibration:
-            texts = [text for _, text in read_texts(calibration.text, calibration.samples)]
-            order["calibration"] = {"texts": texts, "max_length": calibration.max_length}
+            order["calibration"] = {"texts": calibration.documents(), "max_length": calibration.max_length}
         _run(quantizer, order, Path(scratch), location)
         shards = sorted(path.name for path in result.glob("*.safetensors"))
         settings = read_json(result / "config.json").get("quantization_config") if shards else None

@@ -24,7 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -100,6 +100,10 @@ class VariantFormat(VariantSettings, ABC):
         By default, each variant and the unquantized file are as large as the merge.
         """
         return (1 + len(self.variant_types)) * merge_bytes
+
+    def for_backend(self, backend: str) -> Self:
+        """Return these settings for a release that ``backend`` evaluates, with the default of their own backend."""
+        return self
 
     @abstractmethod
     def check(self, root: Path) -> str:

@@ -439,6 +439,8 @@ MISTAKES: tuple[Mistake, ...] = (
         REGMEAN,
         models=[{"model": "demo/models/reverser", "text": "demo/data/held-out.jsonl"}],
     ),
+    in_profile("an unknown scheme of a variant", variants=[{"format": "compressed-tensors", "scheme": "FP8_DYNAMC"}]),
+    in_profile("a scheme without its text", variants=[{"format": "compressed-tensors", "scheme": "FP8"}]),
     in_profile(
         "a missing calibration text of a variant",
         variants=[{"format": "gguf", "types": ["Q4_K_M"], "calibration": {"documents": "nowhere.jsonl"}}],

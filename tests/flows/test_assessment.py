@@ -14,7 +14,7 @@ from prefect import flow
 
 from mergegate.flows.attempt import Assessment, assess_merge, assessment
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model import Model, QuantizedModel
 from mergegate.tasks.evaluation import document_scores, find_backend
 from mergegate.tasks.evaluation.document_order import document_ranges
 from mergegate.tasks.evaluation.document_scores import DocumentScore
@@ -23,7 +23,7 @@ from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.gate.settings import CHAMPION, GateRule, Guard
 from mergegate.tasks.merge.distances import CopiedParent
-from mergegate.tasks.preflight import Evidence
+from mergegate.tasks.preflight import Evidence, power_forecast
 from mergegate.tasks.runners import RunnerSettings, open_runner
 from mergegate.tasks.stage.environment import Runtime
 from mergegate.tasks.store.keys import digest
@@ -227,6 +227,40 @@ def test_what_no_look_decides_ends_with_the_last_one(judged: Callable[..., tuple
     assert result.verdict.value.outcome == "inconclusive"
     assert sorted({documents for *_, documents in bench.asked}) == [500, 1000, SIZE]
     assert result.verdict.value.guards[0].documents_left == 0
+
+
+def test_a_variant_is_scored_by_its_own_backend_and_may_copy_the_merge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench, backends = Bench(tmp_path, lambda name, task, doc: doc % 20 != 3), set[tuple[str, str]]()
+
+    def evaluate_with(
+        scored: Model, task: EvalTask, scoring: Scoring, documents: int | None, runtime: Runtime
+    ) -> list[Artifact[Scores]]:
+        backends.add((scored.name, scoring.backend))
+        return bench.evaluate_to(scored, task, scoring, documents, runtime)
+
+    def search(scored: Model, task: EvalTask, scoring: Scoring, runtime: Runtime) -> tuple[Artifact[Scores], ...]:
+        backends.add((scored.name, scoring.backend))
+        return ()
+
+    monkeypatch.setattr(assessment, "evaluate_documents", evaluate_with)
+    monkeypatch.setattr(assessment, "known_scores", search)
+    monkeypatch.setattr(power_forecast, "known_scores", search)
+    monkeypatch.setattr(assessment, "find_copied_parent", None)  # a variant is not searched for copies
+    merge = model("merge")
+    variant = QuantizedModel(**{**model("Q8_0").model_dump(), "source": merge, "backend": "vllm"})
+    guards = tuple(guard.model_copy(update={"guarded_by": "merge"}) for guard in (COPY, REVERSE))
+    evidence = Evidence(tasks=TASKS[:2], guards=guards, rule=GateRule(reference="all"), accepted_copies=("merge",))
+
+    @flow
+    def judge() -> Assessment:
+        return assess_merge(variant, (merge,), None, evidence)
+
+    verdict = judge().verdict.value
+    assert backends == {("merge", "hf"), ("Q8_0", "vllm")}
+    assert verdict.publishable
+    assert {guard.reference for guard in verdict.guards} == {"merge"}
 
 
 def test_without_extension_the_first_look_is_the_only_one(judged: Callable[..., tuple[Assessment, Bench]]) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+
+from gguf_samples import METADATA, gguf
 
 from mergegate.merge_core import load_recipe
 from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
@@ -24,11 +26,16 @@ from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
 from mergegate.tasks.preflight.licenses.settings import Use
 from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.publish.content import ReleaseFile, written_file
+from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.stage import ReleaseParts, publish
 from mergegate.tasks.publish.targets.contract import PublishTarget, Release
+from mergegate.tasks.publish.variants import PassedVariant, VariantParts, variant_content
 from mergegate.tasks.report.content import Library, ReportContent, ReportedModel
 from mergegate.tasks.report.stage import Report
+from mergegate.tasks.serve import Check
 from mergegate.tasks.store import Artifact, digest
+from mergegate.tasks.variants import VariantRecord, VariantVerdict
+from mergegate.tasks.variants.gguf import GgufFormat
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 RECIPE = """\
@@ -181,10 +188,6 @@ def publishable(root: Path, weights: bytes = b"weights") -> Publishable:
     merge = MergeSummary(
         method="linear", tensors=1, parameters=7, bytes_written=len(weights), warnings=(), seconds=1.0, weights={}
     )
-    inputs = GateInputs((), {}, {}, None, GatePlan(GateRule()))
-    with TemporaryDirectory() as scratch:
-        recorded = record_evidence.work(Path(scratch), verdict_record(inputs, content().verdict, ()), {}, {})
-        record = {EVIDENCE_RECORD.replace(".", "__"): Path(scratch, EVIDENCE_RECORD).read_bytes()}
     return Publishable(
         content(),
         PinnedRecipe(load_recipe(RECIPE), parents(root / "parents")),
@@ -192,5 +195,66 @@ def publishable(root: Path, weights: bytes = b"weights") -> Publishable:
         stored("licenses", root / "licenses", license_verdict("apache-2.0", "mit")),
         stored("merge", root / "merge", merge, model__safetensors=weights, config__json=b"{}"),
         stored("report", root / "report", Report(headline="passed"), report__html=b"<html>", report__json=b"{}"),
-        stored("evidence", root / "evidence", recorded, **record),
+        evidence(root / "evidence"),
     )
+
+
+def evidence(directory: Path) -> Artifact[RecordedEvidence]:
+    """Return the evidence of a verdict without guards."""
+    inputs = GateInputs((), {}, {}, None, GatePlan(GateRule()))
+    with TemporaryDirectory() as scratch:
+        recorded = record_evidence.work(Path(scratch), verdict_record(inputs, content().verdict, ()), {}, {})
+        record = {EVIDENCE_RECORD.replace(".", "__"): Path(scratch, EVIDENCE_RECORD).read_bytes()}
+    return stored("evidence", directory, recorded, **record)
+
+
+class SampleGguf(GgufFormat):
+    """GGUF files that no llama.cpp wrote."""
+
+    def release_files(self, name: str, artifact: Artifact[VariantRecord]) -> Mapping[str, Path]:
+        return {f"{name}-{artifact.value.type}.gguf": artifact.directory / "variant.gguf"}
+
+
+def variant_parts(
+    root: Path, merge: MergeRelease, *types: str, failed: Sequence[str] = (), **contents: bytes
+) -> VariantParts:
+    """Return the parts of a release of variants of ``merge``.
+
+    ``failed`` names those of the types that did not pass. ``contents`` holds the bytes of a type's file, if they differ
+    from the default.
+    """
+    of_merge = publishable(root / "merge")
+    verdicts, passed = [], []
+    for name in types:
+        data = contents.get(name) or gguf({**METADATA, "general.name": ("s", name)})
+        record = VariantRecord(
+            format="gguf",
+            type=name,
+            files=("variant.gguf",),
+            bytes=len(data),
+            tensor_types={name: 24, "F32": 5},
+            versions={"llama-cpp-python": "0.3.36"},
+            settings={"imatrix": "none"},
+        )
+        has_failed = name in failed
+        verdicts.append(
+            VariantVerdict(
+                format="gguf",
+                type=name,
+                required=False,
+                outcome="fail" if has_failed else "pass",
+                publishable=not has_failed,
+                reasons=("copying lost 5.0 points against merge",) if has_failed else (),
+                backend="llama_cpp",
+                record=record,
+                checks=(Check.passed_check("chat template", f"read from {root}", "that of the merge"),),
+                gate=of_merge.content.verdict,
+                digest=sha(name),
+            )
+        )
+        if not has_failed:
+            weights = stored("variant", root / name, record, variant__gguf=data)
+            passed.append(PassedVariant(name, weights, evidence(root / f"evidence of {name}")))
+    about = variant_content(of_merge.content, f"{merge.name}-GGUF", merge, verdicts)
+    settings = SampleGguf(format="gguf", types=types, python=root / "bin" / "python")
+    return VariantParts(about, settings, tuple(passed), merge, of_merge.pinned, of_merge.license, of_merge.report)

@@ -1,14 +1,29 @@
-"""Test the places of quantized variants: next to the merge at every target, each with releases of its own."""
+"""Test releases of quantized variants: their places next to the merge at every target, and their files."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+from gguf_samples import METADATA, gguf
 from pydantic import TypeAdapter
+from release_samples import publishable, sha, variant_parts
 from shelf_target import ShelfTarget
+from signing_keys import write_keys
 
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks.checkpoints import parse_card
+from mergegate.tasks.publish import (
+    PendingRelease,
+    describe_merge,
+    pending_release,
+    publish,
+    published_merge,
+    require_approved,
+)
+from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.targets import PublishTarget, Target, check_target
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 
@@ -83,3 +98,200 @@ def test_a_target_of_another_package_supports_variants_only_if_it_says_so(tmp_pa
     check_target(shelf, tmp_path)
     with pytest.raises(InvalidInput, match="variants: the target shelf does not support variants"):
         check_target(shelf, tmp_path, ["GGUF"])
+
+
+MERGE = MergeRelease("demo", "3f9a0c71b2de", sha("sums"), "acme/demo@3f9a0c71b2de", "acme/demo")
+HUB = target({"to": "hub", "repo": "acme/demo"}).for_variants("GGUF")
+
+
+def texts(parts: Any, place: PublishTarget = HUB) -> dict[str, str]:
+    return {file.name: file.read().decode("latin-1") for file in parts.files(place)}
+
+
+def test_a_release_of_variants_has_the_weights_that_passed_and_everything_about_them(
+    tmp_path: Path, home: Path
+) -> None:
+    files = texts(variant_parts(tmp_path, MERGE, "Q8_0", "Q4_0", "Q6_K", failed=["Q4_0"]))
+    assert sorted(files) == [
+        "LICENSE",
+        "MODIFICATIONS",
+        "README.md",
+        "bom.json",
+        "demo-Q6_K.gguf",
+        "demo-Q8_0.gguf",
+        "evidence/Q6_K/gate.json",
+        "evidence/Q8_0/gate.json",
+        *sorted(name for name in files if name.startswith("licenses/")),
+        "provenance.json",
+        "report.html",
+    ]
+    assert files["demo-Q8_0.gguf"] == gguf({**METADATA, "general.name": ("s", "Q8_0")}).decode("latin-1")
+    assert "quantized from demo 3f9a0c71b2de" in files["MODIFICATIONS"]
+    assert "recipe.yaml" not in files["MODIFICATIONS"]
+
+
+def test_the_provenance_names_the_release_of_the_merge_as_the_only_dependency(tmp_path: Path, home: Path) -> None:
+    files = texts(variant_parts(tmp_path, MERGE, "Q8_0", "Q4_0", failed=["Q4_0"]))
+    statement = json.loads(files["provenance.json"])
+    predicate, build = statement["predicate"], statement["predicate"]["buildDefinition"]
+    assert build["buildType"] == "urn:mergegate:variant:v1"
+    assert build["resolvedDependencies"] == [
+        {
+            "name": "demo",
+            "uri": f"urn:mergegate:release:{sha('sums')}",
+            "digest": {"sha256": sha("sums")},
+            "annotations": {"role": "merge", "version": "3f9a0c71b2de", "address": "acme/demo@3f9a0c71b2de"},
+        }
+    ]
+    assert build["externalParameters"] == {
+        "profile": "demo",
+        "variant": {"format": "gguf", "types": ["Q8_0", "Q4_0"]},
+    }
+    assert build["internalParameters"]["variants"] == {
+        "Q8_0": {
+            "files": ["demo-Q8_0.gguf"],
+            "tensor_types": {"Q8_0": 24, "F32": 5},
+            "versions": {"llama-cpp-python": "0.3.36"},
+            "settings": {"imatrix": "none"},
+        }
+    }
+    assert [(each["type"], each["outcome"]) for each in predicate["mergegate_variants"]] == [
+        ("Q8_0", "pass"),
+        ("Q4_0", "fail"),
+    ]
+    assert {subject["name"] for subject in statement["subject"]} == set(files) - {"provenance.json"}
+    bom = json.loads(files["bom.json"])
+    assert [(each["name"], each["version"]) for each in bom["metadata"]["component"]["pedigree"]["ancestors"]] == [
+        ("demo", sha("sums"))
+    ]
+
+
+def test_the_card_is_what_the_hub_expects_of_a_quantized_model(tmp_path: Path, home: Path) -> None:
+    card = texts(variant_parts(tmp_path, MERGE, "Q8_0", "Q4_0", failed=["Q4_0"]))["README.md"]
+    metadata = parse_card(card.encode()).fields
+    assert metadata["base_model"] == ["acme/demo"]
+    assert metadata["base_model_relation"] == "quantized"
+    assert metadata["library_name"] == "gguf"
+    assert metadata["pipeline_tag"] == "text-generation"
+    assert metadata["tags"] == ["gguf", "Q8_0", "quantized", "merge", "mergegate"]
+    assert "llama-server -hf acme/demo-GGUF:Q8_0" in card
+    assert "ollama run hf.co/acme/demo-GGUF:Q8_0" in card
+    assert "24 Q8\\_0, 5 F32" in card
+    assert "* Q4\\_0: copying lost 5.0 points against merge" in card
+    assert "mergegate verify acme/demo-GGUF" in card
+    assert "mergegate verify acme/demo@3f9a0c71b2de" in card
+
+
+def test_the_card_of_variants_outside_the_hub_names_the_merge_in_its_text(tmp_path: Path, home: Path) -> None:
+    place = DirectoryTarget(path=Path("releases/demo")).for_variants("GGUF")
+    merge = MergeRelease("demo", "3f9a0c71b2de", sha("sums"), "../../demo/3f9a0c71b2de")
+    card = texts(variant_parts(tmp_path, merge, "Q8_0"), place)["README.md"]
+    metadata = parse_card(card.encode()).fields
+    assert not {"base_model", "base_model_relation"} & set(metadata)
+    assert "Quantized variants of **demo**, release `3f9a0c71b2de`" in card
+    assert "llama-server --model demo-Q8_0.gguf" in card
+    assert "mergegate verify ../../demo/3f9a0c71b2de" in card
+
+
+def test_the_same_variants_give_the_same_bytes_on_another_machine(tmp_path: Path, home: Path) -> None:
+    one, two = (texts(variant_parts(tmp_path / where, MERGE, "Q8_0", "Q4_0", failed=["Q4_0"])) for where in ("a", "b"))
+    assert one == two
+    assert not any(str(tmp_path) in text for text in one.values())
+
+
+def test_two_variants_with_a_file_of_the_same_name_need_two_places(
+    tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = variant_parts(tmp_path, MERGE, "Q8_0", "Q6_K")
+    for name in ("model.gguf", "README.md"):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                type(parts.settings),
+                "release_files",
+                lambda self, release, artifact, name=name: {name: artifact.directory / "variant.gguf"},
+            )
+            with pytest.raises(Refused, match=f"demo-GGUF: {name}: a file of a variant has the name of another file"):
+                parts.files(HUB)
+
+
+@pytest.fixture
+def merge_place(tmp_path: Path) -> DirectoryTarget:
+    return DirectoryTarget(path=tmp_path / "releases" / "demo")
+
+
+def test_a_variant_depends_on_exactly_the_published_release_of_its_merge(
+    tmp_path: Path, merge_place: DirectoryTarget, prefect_api: None
+) -> None:
+    key, _ = write_keys(tmp_path)
+    for place in (merge_place, merge_place.model_copy(update={"version": "v1", "sign_key": key})):
+        merge = publishable(tmp_path / "one")
+        expected = describe_merge(place, tmp_path, merge.parts)
+        release = merge.publish(place, tmp_path)
+        current = place.current_release(tmp_path)
+        assert current is not None
+        assert published_merge(place, "demo", current.directory) == expected
+        assert expected.version == release.version
+        variants = place.for_variants("GGUF")
+        published = publish(variants, tmp_path, variant_parts(tmp_path / "two", expected, "Q8_0"))
+        assert (published.name, published.new) == ("demo-GGUF", True)
+        directory = Path(published.location)
+        assert (directory / expected.reference / "model.safetensors").read_bytes() == b"weights"
+        assert not publish(variants, tmp_path, variant_parts(tmp_path / "two", expected, "Q8_0")).new
+
+
+def test_a_published_merge_without_checksums_is_refused(
+    tmp_path: Path, merge_place: DirectoryTarget, prefect_api: None
+) -> None:
+    publishable(tmp_path / "one").publish(merge_place, tmp_path)
+    current = merge_place.current_release(tmp_path)
+    assert current is not None
+    (current.directory / "SHA256SUMS").unlink()
+    with pytest.raises(Refused, match="the published release cannot be read"):
+        published_merge(merge_place, "demo", current.directory)
+
+
+def test_variants_of_a_newer_merge_replace_older_ones_and_keep_them(
+    tmp_path: Path, merge_place: DirectoryTarget, prefect_api: None
+) -> None:
+    place = merge_place.for_variants("GGUF")
+    old = publish(place, tmp_path, variant_parts(tmp_path / "one", MERGE, "Q8_0"))
+    newer = MergeRelease("demo", "b2de3f9a0c71", sha("newer"), "acme/demo@b2de3f9a0c71")
+    new = publish(place, tmp_path, variant_parts(tmp_path / "two", newer, "Q8_0"))
+    current = place.current_release(tmp_path)
+    assert current is not None
+    assert current.name == new.version != old.version
+    assert {path.name for path in place.path.iterdir()} == {old.version, new.version, "latest"}
+
+
+def test_an_approval_covers_the_merge_and_every_variant(
+    tmp_path: Path, merge_place: DirectoryTarget, prefect_api: None
+) -> None:
+    place = merge_place.for_variants("GGUF")
+
+    def pending(**contents: bytes) -> PendingRelease:
+        merge = publishable(tmp_path / "merge")
+        first = pending_release(merge_place, tmp_path, merge.parts)
+        parts = variant_parts(tmp_path / "variants", MERGE, "Q8_0", **contents)
+        return first.with_variants([pending_release(place, tmp_path, parts)])
+
+    approved = pending()
+    assert approved == pending()
+    assert approved.digest != publishable(tmp_path / "merge").publish(merge_place, tmp_path).version
+    require_approved("demo", pending().digest, approved.digest)
+    assert not pending().is_current
+    publish(place, tmp_path, variant_parts(tmp_path / "variants", MERGE, "Q8_0"))
+    assert pending().is_current
+    changed = pending(Q8_0=gguf(fill=2))
+    assert not changed.is_current
+    with pytest.raises(Refused, match="the release that was approved"):
+        require_approved("demo", changed.digest, approved.digest)
+
+
+def test_a_path_of_this_machine_in_a_gguf_file_is_not_published(
+    tmp_path: Path, merge_place: DirectoryTarget, prefect_api: None
+) -> None:
+    leak = gguf({**METADATA, "general.source.url": ("s", f"file://{tmp_path}/releases")})
+    place = merge_place.for_variants("GGUF")
+    with pytest.raises(Refused, match=r"demo-GGUF: demo-Q8_0\.gguf: a path of this machine"):
+        publish(place, tmp_path, variant_parts(tmp_path / "variants", MERGE, "Q8_0", Q8_0=leak))
+    assert not place.path.exists()

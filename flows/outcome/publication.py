@@ -1,0 +1,226 @@
+"""Publish a merge that passed, then its quantized variants, after manual approval if the profile requires it.
+
+The merge comes first, because its variants depend on its release. Each entry of the profile's ``variants`` has a place
+of its own, which is published as a whole or not at all. If one place fails, the others are published, and the outcome
+says what is missing. Running again publishes only that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from mergegate.flows.attempt import Assessment, Attempt
+from mergegate.flows.outcome.report_content import without_variants
+from mergegate.flows.outcome.run_outcome import PublishedVariants, RunOutcome, reported_outcome
+from mergegate.flows.prefect_api import require_decision
+from mergegate.flows.profile import Profile
+from mergegate.merge_core.errors import CannotDecide, MergegateError, finding_of
+from mergegate.tasks.gate import RecordedEvidence, record_evidence, verdict_record
+from mergegate.tasks.merge import numerics, optimizer_state, optimizer_steps
+from mergegate.tasks.publish import (
+    MergeRelease,
+    PassedVariant,
+    PendingRelease,
+    PublicNames,
+    Release,
+    ReleaseParts,
+    VariantParts,
+    describe_merge,
+    joint_digest,
+    pending_release,
+    publish,
+    published_merge,
+    release_digest,
+    require_approved,
+    state_license_files,
+    variant_content,
+)
+from mergegate.tasks.publish.targets import PublishTarget
+from mergegate.tasks.report import Report, ReportContent, write_report
+from mergegate.tasks.stage import Verdict
+from mergegate.tasks.store import Artifact
+
+
+class _Place(NamedTuple):
+    """Release of one entry of ``variants``, with the target that it is published to."""
+
+    target: PublishTarget
+    parts: VariantParts
+    expected_head: str | None
+
+
+def publish_attempt(
+    profile: Profile,
+    target: PublishTarget,
+    attempt: Attempt,
+    content: ReportContent,
+    report: Artifact[Report],
+    names: PublicNames,
+) -> RunOutcome:
+    """Publish a merge that passed and its variants that passed, and return the outcome of the run.
+
+    If the merge is the current release, only its variants are published. A reviewer approves all of it as one.
+    """
+    root, current = profile.root, attempt.released
+    of_merge = without_variants(content, attempt, names)
+    if current is None:
+        own_report = report if of_merge is content else write_report(of_merge)
+        parts = _merge_parts(profile, attempt, of_merge, own_report, names)
+        merge = describe_merge(target, root, parts)
+    else:
+        parts, merge = None, published_merge(target, profile.name, current.directory)
+    places = _variant_places(profile, target, attempt, of_merge, merge, names)
+
+    def find_pending() -> PendingRelease:
+        own = pending_release(target, root, parts) if parts else PendingRelease(merge.version, merge.sums, True)
+        return own.with_variants([pending_release(place.target, root, place.parts) for place in places])
+
+    def publish_now(approved_digest: str | None = None) -> RunOutcome:
+        # Write the files of every release first. If one of them is not valid, nothing is published.
+        digest = release_digest(target, root, parts) if parts else merge.sums
+        digests = [digest, *(release_digest(place.target, root, place.parts) for place in places)]
+        require_approved(profile.name, joint_digest(digests), approved_digest)
+        if parts:
+            release = publish(target, root, parts, expected_head=attempt.expected_head, approved_digest=digest)
+        else:
+            location = current.location if current else ""
+            release = Release(profile.name, merge.version, location, "", new=False)
+        return _publish_variants(profile, target, places, release, reported_outcome(content, report, release))
+
+    if target.approval_settings is None:
+        return publish_now()
+    # All expensive work is done and stored. A run that waits for approval holds no resources and continues from this
+    # point.
+    unpublished = reported_outcome(content, report, None)
+    decision = require_decision(target.approval_settings, content, unpublished.report, find_pending)
+    if decision is None:
+        return publish_now()
+    if decision.waits:
+        return unpublished.model_copy(update={"status": "passed", "message": decision.text()})
+    if not decision.publish:
+        refusal = {"message": f"{decision.version} is not released", "reasons": (decision.text(),)}
+        return unpublished.model_copy(update={"status": "refused", **refusal})
+    outcome = publish_now(approved_digest=decision.digest)
+    return outcome.model_copy(update={"reasons": (decision.text(), *outcome.reasons)})
+
+
+def _merge_parts(
+    profile: Profile, attempt: Attempt, content: ReportContent, report: Artifact[Report], names: PublicNames
+) -> ReleaseParts:
+    """Return the parts of the merge's release. ``content`` and ``report`` say nothing about its variants."""
+    license, numeric = attempt.cleared.license, numerics(profile.merge)
+    state = None
+    if optimizer_steps(attempt.pinned):  # for the next round of clients
+        state = optimizer_state(attempt.pinned, numeric, state_license_files(attempt.pinned.parents, license.value))
+    evidence = _record(attempt.assessment, attempt.verdicts[1:], names)
+    return ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, evidence, state, names)
+
+
+def _variant_places(
+    profile: Profile,
+    target: PublishTarget,
+    attempt: Attempt,
+    content: ReportContent,
+    merge: MergeRelease,
+    names: PublicNames,
+) -> tuple[_Place, ...]:
+    """Return the releases of variants: one for each entry of the profile with at least one variant that passed."""
+    places = []
+    for settings in profile.variants:
+        variants = [variant for variant in attempt.variants if variant.settings == settings]
+        passed = tuple(
+            PassedVariant(variant.verdict.type, variant.artifact, _record(variant.assessment, (), names))
+            for variant in variants
+            if variant.verdict.publishable and variant.artifact and variant.assessment
+        )
+        if passed:
+            suffix = settings.place_suffix
+            verdicts = names.apply(tuple(variant.verdict for variant in variants))
+            about = variant_content(content, f"{merge.name}-{suffix}", merge, verdicts)
+            inputs = (attempt.pinned, attempt.cleared.license, write_report(about), names)
+            places.append(
+                _Place(
+                    target.for_variants(suffix),
+                    VariantParts(about, settings, passed, merge, *inputs),
+                    attempt.variant_heads.get(suffix),
+                )
+            )
+    return tuple(places)
+
+
+def _record(
+    assessment: Assessment, further_verdicts: Sequence[Verdict], names: PublicNames
+) -> Artifact[RecordedEvidence]:
+    """Return the evidence of a verdict, from which anyone can decide again."""
+    inputs = assessment.gate_inputs
+    return record_evidence(
+        names.apply(verdict_record(inputs, assessment.verdict.value, further_verdicts)),
+        names.apply(inputs.scores),
+        names.apply(inputs.likelihoods),
+    )
+
+
+def _publish_variants(
+    profile: Profile, target: PublishTarget, places: Sequence[_Place], merge: Release, outcome: RunOutcome
+) -> RunOutcome:
+    """Publish the variants of a published merge, and return the outcome of the run with them.
+
+    ``outcome`` is that of the merge. A place that fails does not keep the others from being published.
+    """
+    published: list[PublishedVariants] = []
+    problems: dict[str, MergegateError] = {}
+    for place in places:
+        parts = place.parts
+        try:
+            release = publish(place.target, profile.root, parts, expected_head=place.expected_head)
+        except CannotDecide:  # the disk is full or a time limit expired, so the other places would fail, too
+            raise
+        except MergegateError as error:
+            problems[parts.name] = error
+            continue
+        types = tuple(variant.type for variant in parts.passed)
+        published.append(
+            PublishedVariants(
+                format=parts.content.variants[0].format,
+                types=types,
+                version=release.version,
+                location=release.location,
+                new=release.new,
+            )
+        )
+    update: dict[str, object] = {"variants": tuple(published), "reasons": _kept_places(profile, target, places, merge)}
+    new_types = [variant_type for each in published if each.new for variant_type in each.types]
+    if new_types and not merge.new:
+        update |= {"status": "released", "message": f"released {', '.join(new_types)} of {merge.name} {merge.version}"}
+    if problems:
+        failed = next(iter(problems.values()))
+        verb = "is released" if merge.new else "was released before"
+        reasons = tuple(f"{name} is not published: {error.where}: {error.found}" for name, error in problems.items())
+        again = "Running again publishes only what is missing."
+        update |= {
+            "status": failed.status,
+            "message": f"{merge.name} {merge.version} {verb}, but not all of its variants",
+            "reasons": (*reasons, again),
+            "stopped_by": finding_of(failed),
+        }
+    return outcome.model_copy(update=update)
+
+
+def _kept_places(profile: Profile, target: PublishTarget, places: Sequence[_Place], merge: Release) -> tuple[str, ...]:
+    """Return a sentence for each place that keeps the variants of an earlier merge, because no new variant passed."""
+    published = {place.parts.settings.place_suffix for place in places}
+    return tuple(
+        f"{merge.name}-{suffix} keeps its earlier release, because no variant of {merge.version} passed"
+        for suffix in (settings.place_suffix for settings in profile.variants)
+        if suffix not in published and target.for_variants(suffix).current_head(profile.root) is not None
+    )
+
+
+def variant_heads(profile: Profile) -> Mapping[str, str]:
+    """Return the head of the current release in each place of variants, by suffix, as ``Attempt.variant_heads``."""
+    if profile.publish is None:
+        return {}
+    suffixes = [settings.place_suffix for settings in profile.variants]
+    heads = {suffix: profile.publish.for_variants(suffix).current_head(profile.root) for suffix in suffixes}
+    return {suffix: head for suffix, head in heads.items() if head is not None}
