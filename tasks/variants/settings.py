@@ -113,7 +113,8 @@ class VariantSettings(BaseModel):
     )
     calibration: CalibrationSettings | None = Field(
         default=None,
-        description="Text for quantizers that measure activations, such as GPTQ. Default: none.",
+        description="Text for quantizers that measure activations: GPTQ, or the importance matrix of llama.cpp. "
+        "Default: none.",
     )
     python: Annotated[LocalPath | None, NotInKey] = Field(
         default=None,
