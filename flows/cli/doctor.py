@@ -1,13 +1,13 @@
 """``mergegate doctor``: examine this project's state and repair it.
 
 Runs work without this command, because they treat damage as a cache miss and rebuild the artifact. The command reports
-all sizes and every file that is damaged, set aside or left over. ``--repair`` sets damaged files aside and removes
-leftover ones.
+all sizes and every file that is damaged, set aside or left over, and which tools with environments of their own are
+installed. ``--repair`` sets damaged files aside and removes leftover ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
@@ -15,10 +15,12 @@ import typer
 
 from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.cli.output import print_answer
+from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import ASIDE
 from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.gate import damaged_anchor_records, damaged_sample_records
 from mergegate.tasks.report import HISTORY, mend_history, read_history
+from mergegate.tasks.serve import ServeSettings, find_server
 from mergegate.tasks.stage import home
 from mergegate.tasks.store import (
     StateFinding,
@@ -29,6 +31,7 @@ from mergegate.tasks.store import (
     leftover_finding,
     mend_state,
 )
+from mergegate.tasks.variants import variant_formats
 
 _FOLDERS = ("anchors", "logs", "prefect", "reports", "runs", "samples", "store", "sweeps")
 
@@ -41,7 +44,7 @@ def doctor_command(
 ) -> None:
     """Find damaged and leftover files of this project.
 
-    The exit code is 3 if damage remains.
+    The command also lists the tools that have environments of their own. The exit code is 3 if damage remains.
     """
     with command_context(as_json) as console:
         directory = home()
@@ -67,7 +70,8 @@ def doctor_command(
                 }
                 for finding, action in pairs
             ]
-            more = {"home": str(directory), "sizes": sizes, "found": rows}
+            tools = [dict(zip(("purpose", "tool", "remedy"), line, strict=True)) for line in _optional_tools()]
+            more = {"home": str(directory), "sizes": sizes, "found": rows, "tools": tools}
             print_answer("damaged" if is_damaged else "sound", f"{len(rows)} findings", more)
         else:
             listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
@@ -80,7 +84,29 @@ def doctor_command(
                 console.print("  no damaged and no leftover files")
             elif is_damaged:
                 console.print("  the next run rebuilds what it needs; mergegate doctor --repair cleans up now")
+            for purpose, tool, remedy in _optional_tools():
+                console.print(f"  {purpose:<22} {tool or f'not installed: {remedy}'}", markup=False)
         raise typer.Exit(3 if is_damaged else 0)
+
+
+def _optional_tools() -> Iterator[tuple[str, str, str]]:
+    """Yield the purpose of each tool that has an environment of its own, its name and version, and how to install it.
+
+    The name is empty if the tool is not installed.
+    """
+    formats, root = variant_formats(), Path()
+    gguf = formats["gguf"].model_validate({"format": "gguf", "types": ("Q8_0",)})
+    tensors = formats["compressed-tensors"].model_validate({"format": "compressed-tensors", "scheme": "FP8_DYNAMIC"})
+    tools: dict[str, Callable[[], str]] = {
+        "GGUF variants": lambda: gguf.check(root),
+        "FP8 and INT8 variants": lambda: tensors.check(root),
+        "serving with vLLM": lambda: find_server(ServeSettings(), root).label,
+    }
+    for purpose, find in tools.items():
+        try:
+            yield purpose, find(), ""
+        except InvalidInput as missing:
+            yield purpose, "", missing.remedy
 
 
 def _examine(directory: Path) -> Iterator[StateFinding]:

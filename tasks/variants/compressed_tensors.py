@@ -35,7 +35,7 @@ from mergegate.tasks.sandbox import (
 )
 from mergegate.tasks.serve import Check, ServeSettings, serve_models
 from mergegate.tasks.stage import StageValue, home, memory_of_child, stage, store, value_stage, versions
-from mergegate.tasks.store import Artifact, NotInKey, StoredValue
+from mergegate.tasks.store import MANIFEST, VALUE, Artifact, NotInKey, StoredValue
 from mergegate.tasks.variants.contract import ConversionCheck, VariantFormat, VariantRecord
 from mergegate.tasks.variants.quantized_tensors import (
     SCHEMES,
@@ -244,7 +244,7 @@ def quantize_weights(
         raise Refused(where, found=problem.found, expected=problem.expected, remedy=problem.remedy)
     names = deciding_files(merge.directory)
     weights = {tensor.file.name for tensor in checkpoint.stored_tensors()}
-    companions = [name for name in names if name not in {*weights, "config.json", INDEX_NAME}]
+    companions = [name for name in names if name not in {*weights, "config.json", INDEX_NAME, MANIFEST, VALUE}]
     with tempfile.TemporaryDirectory(prefix=".quantize-", dir=out) as scratch:
         source, result = Path(scratch, "merge"), Path(scratch, "quantized")
         source.mkdir()

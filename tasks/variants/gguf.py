@@ -32,7 +32,7 @@ from mergegate.tasks.llama_cpp import (
 )
 from mergegate.tasks.serve import Chat, Check, ServeSettings, is_loop
 from mergegate.tasks.stage import StageValue, runtime, stage, store, value_stage
-from mergegate.tasks.store import Artifact, StoredValue
+from mergegate.tasks.store import Artifact, StoredValue, digest
 from mergegate.tasks.variants.contract import ConversionCheck, VariantFormat, VariantRecord
 from mergegate.tasks.variants.gguf_conversion import (
     FILE,
@@ -64,7 +64,7 @@ class GgufFormat(VariantFormat):
         min_length=1,
         max_length=200,
         description="Name of the model in the files (general.name), which programs show. Default: 'merge' and the "
-        "first 12 digits of the merge's digest.",
+        "first 12 digits of a digest over the names and hashes of the merge's weights.",
     )
 
     @model_validator(mode="after")
@@ -134,7 +134,9 @@ class GgufFormat(VariantFormat):
         return GgufTools.find(self.python)
 
     def _name_of(self, merge: Model) -> str:
-        return self.name or f"merge {merge.digest[:12]}"
+        # A published merge has the same weights, but the digest of the stored merge covers records of the merge, too.
+        weights = [[name, sha256] for name, sha256 in sorted(merge.files) if name.endswith(".safetensors")]
+        return self.name or f"merge {digest(weights)[:12]}"
 
 
 # The stages below do not have the converted file among their inputs, but everything that it follows from. So a run with
