@@ -331,7 +331,7 @@ class _InputStatistics:
         return {name: (squares / count).astype(np.float32) for name, (count, squares) in self._sums.items()}
 
 
-def measure_importance(path: str, texts: Sequence[str], most: int, destination: str) -> None:
+def write_importance(path: str, texts: Sequence[str], most: int, destination: str) -> None:
     """Write the mean square of each input of each matrix to ``destination`` (``.npz``).
 
     These are the numbers of llama.cpp's program ``imatrix``. Each text is cut to ``most`` tokens.
@@ -392,7 +392,7 @@ def main() -> None:
 
     calls: dict[str, Callable[..., Any]] = {
         **{"load": load, "quantize": quantize_file, "chat": chat},
-        "measure_importance": measure_importance,
+        "write_importance": write_importance,
     }
     with socket.socket(fileno=int(sys.argv[1])) as channel, channel.makefile("rb") as lines:
         for line in lines:

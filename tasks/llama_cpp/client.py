@@ -320,7 +320,7 @@ def measure_importance(
     """
     with _started(source, python, (str(destination.parent),), None) as process:
         files = {"path": str(source), "destination": str(destination)}
-        process.call("measure_importance", **files, texts=list(texts), most=max_length)
+        process.call("write_importance", **files, texts=list(texts), most=max_length)
 
 
 @contextmanager
