@@ -304,6 +304,26 @@ def quantize(
         process.call("quantize", **files, ftype=number)
 
 
+def measure_importance(
+    source: Path, texts: Sequence[str], destination: Path, *, max_length: int, python: Path | None = None
+) -> None:
+    """Measure how much each input of each matrix matters: its mean square while the model reads ``texts``.
+
+    Args:
+        source: GGUF file in F32, F16 or BF16.
+        texts: Calibration text.
+        destination: File to write, for ``quantize``. Its directory must exist.
+        max_length: Length limit of one text, in tokens.
+        python: Interpreter of the environment with llama.cpp. Default: that of ``make gguf-env``.
+
+    Raises:
+        InvalidInput: See ``open_gguf``; also if the model has experts, which need a statistic for each expert.
+    """
+    with _started(source, python, (str(destination.parent),), None) as process:
+        files = {"path": str(source), "destination": str(destination)}
+        process.call("write_importance", **files, texts=list(texts), most=max_length)
+
+
 @contextmanager
 def _started(path: Path, python: Path | None, write: tuple[str, ...], time_limit: float | None) -> Iterator[_Process]:
     process = _Process(path, find_python(python), write, time_limit)
