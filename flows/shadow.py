@@ -8,7 +8,8 @@
 The proxy routes and records requests, and this flow decides. The ledger keeps all judged pairs, so an interim look
 without new traffic does nothing. The number of looks does not affect the error rates (``tasks.shadow.evidence``).
 
-To carry out a decision, the flow first sets the alias at the target, then changes the routing, then emits an event.
+To carry out a decision, the flow first sets the alias at the target, then changes the routing, then emits an event. The
+alias moves only in the place of the merge: users compared the merge, and not its quantized variants.
 """
 
 from __future__ import annotations

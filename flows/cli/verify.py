@@ -27,7 +27,7 @@ MergeOption = Annotated[
     typer.Option(
         "--merge",
         metavar="RELEASE",
-        help="Of quantized variants: release of the merge. Default: the one next to them, if it is there.",
+        help="Release of the merge that quantized variants were made from. Default: the release next to them.",
     ),
 ]
 

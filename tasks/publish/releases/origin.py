@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, Refused
@@ -48,10 +49,10 @@ class MergeLink:
         return match["id"] if match and not self.address.startswith(".") else None
 
     def __str__(self) -> str:
-        head = f"quantized from {self.name} {self.version}"
+        head = f"quantized from {self.name} {self.version}, whose release"
         if self.problem:
-            return f"{head}, whose release was not checked: {self.problem}"
-        return f"{head}, whose release {self.reference} is as published, too"
+            return f"{head} was not checked:\n    {self.problem}"
+        return f"{head} is as published, too:\n    {self.reference}"
 
 
 def read_link(statement: Mapping[str, Any]) -> MergeLink | None:
@@ -90,7 +91,8 @@ def find_merge(
         candidate = directory.parent.parent / sibling["place"] / sibling["version"]
         if not (candidate / PROVENANCE).is_file():
             return replace(link, problem=f"{candidate} does not exist; {advice}")
-        return DirectoryRelease(candidate)
+        working = Path.cwd()
+        return DirectoryRelease(candidate.relative_to(working) if candidate.is_relative_to(working) else candidate)
     if not _place_of(release.reference).startswith(f"{_place_of(link.address)}-"):
         return replace(link, problem=f"{link.address} is not next to these variants; {advice}")
     try:

@@ -153,7 +153,7 @@ def rebuild_release(
 def explain_difference(original_versions: Mapping[str, str], current_versions: Mapping[str, str], source: str) -> str:
     """Return why rebuilt files can differ, as a remedy: ``current_versions`` that are not the ``original_versions``.
 
-    ``source`` names what the files were built from, such as 'recipe'.
+    ``source`` names the origin of the files, such as 'recipe'.
     """
     changes = [
         f"{name} {original_versions[name]} (here {version or 'missing'})"

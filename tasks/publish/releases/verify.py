@@ -10,9 +10,9 @@ The following changes to a release are detected:
   know it as the name of the directory or tag;
 * a complete rebuild under another version: only by a signature, verified with a key from another channel.
 
-``buildType`` in the provenance tells what a release must have. That of a merge has a recipe, and a card that names the
-parents. That of quantized variants has one verdict and the files of each variant, and names the release of the merge,
-which is verified, too, if it is available.
+The files and statements that a release must have depend on ``buildType`` in its provenance. That of a merge has a
+recipe, and a card that names the parents. That of quantized variants has one verdict and the files of each variant, and
+names the release of the merge, which is verified, too, if it is available.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from mergegate.tasks.publish import (
 from mergegate.tasks.publish.content import MERGE_BUILD, RELEASE_URN, VARIANT_BUILD, VARIANT_VERDICTS
 from mergegate.tasks.publish.releases.origin import MergeLink, find_merge, read_link, require_linked
 from mergegate.tasks.publish.releases.recompute import RecomputedVerdict, recompute_variants, recompute_verdict
-from mergegate.tasks.publish.releases.weights import is_weights
+from mergegate.tasks.publish.releases.weights import is_rebuilt
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.store import merkle
 
@@ -154,10 +154,10 @@ def check_release(
 
 
 class _ReleaseCheck:
-    """Comparisons of one release, each of which adds to ``findings``. Subclasses add those of one kind of release."""
+    """Comparisons of one release, which add to ``findings``. A subclass adds the comparisons of one kind of release."""
 
     required: ClassVar[frozenset[str]] = frozenset({CARD})
-    origin: ClassVar[str] = "parents"  # what the release was made from
+    origin: ClassVar[str] = "parents"  # of the release, for messages
 
     def __init__(self, release: PublishedRelease, files: Files, statement: Mapping[str, Any]) -> None:
         self.release, self.files, self.statement = release, files, statement
@@ -312,7 +312,7 @@ class _MergeCheck(_ReleaseCheck):
 class _VariantCheck(_ReleaseCheck):
     """Comparisons of a release of quantized variants with its verdicts and the release of the merge."""
 
-    origin = "merge"
+    origin = "ancestors"
 
     def __init__(self, release: PublishedRelease, files: Files, statement: Mapping[str, Any]) -> None:
         super().__init__(release, files, statement)
@@ -331,21 +331,19 @@ class _VariantCheck(_ReleaseCheck):
             str(_at(verdict, "type")): _at(verdict, "publishable") is True
             for verdict in _list(_at(self.statement, "predicate", VARIANT_VERDICTS))
         }
-        owners: dict[str, str] = {}
+        owned: set[str] = set()
         for variant_type, facts in sorted(published.items()):
             if not verdicts.get(variant_type):
                 self.findings.append(f"{PROVENANCE}: it has files of {variant_type}, but no verdict that allows them")
             for name in map(str, _list(_at(facts, "files"))):
                 if name not in self.files:
                     self.findings.append(f"{name}: missing, though {PROVENANCE} lists it for {variant_type}")
-                if is_weights(name) and name in owners:
-                    self.findings.append(f"{name}: {PROVENANCE} lists it for {owners[name]} and {variant_type}")
-                owners[name] = variant_type
-            if not any(is_weights(str(name)) for name in _list(_at(facts, "files"))):
+                owned.add(name)
+            if not any(is_rebuilt(str(name)) for name in _list(_at(facts, "files"))):
                 self.findings.append(f"{PROVENANCE}: it has no weights of {variant_type}")
         for variant_type in sorted(name for name, passed in verdicts.items() if passed and name not in published):
             self.findings.append(f"{PROVENANCE}: its verdict allows {variant_type}, but no file is one of it")
-        for name in sorted(name for name in self.files if is_weights(name) and name not in owners):
+        for name in sorted(name for name in self.files if is_rebuilt(name) and name not in owned):
             self.findings.append(f"{name}: {PROVENANCE} does not say which variant it is")
 
     def compare_card(self, card: str, metadata: Mapping[str, Any]) -> None:

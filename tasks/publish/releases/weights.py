@@ -1,4 +1,4 @@
-"""Decide which files of a release are weights, and compare rebuilt files with those of the release."""
+"""Decide which files of a release a rebuild must give, and compare rebuilt files with those of the release."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.stage import store
 
 # Suffixes of everything that mergegate writes about a model: card, licenses, records, report and evidence. Any other
-# file may hold weights, so that no format of weights goes unchecked because it is missing in a list.
+# file is part of the model, so that no format of weights goes unchecked because it is missing in a list.
 _DOCUMENTS = frozenset({"", ".html", ".json", ".md", ".parquet", ".sig", ".txt", ".yaml"})
 _CHUNK_BYTES = 1 << 20
 _SHOWN = 5  # files that a message lists
 
 
-def is_weights(name: str) -> bool:
-    """Return whether a file of a release may hold weights, so that a rebuild must give the same bytes."""
+def is_rebuilt(name: str) -> bool:
+    """Return whether a rebuild must give a file of a release, because it may hold weights."""
     return PurePosixPath(name).suffix not in _DOCUMENTS
 
 
@@ -29,14 +29,15 @@ def require_equal_files(
 ) -> int:
     """Compare rebuilt files with a release that has the verified ``listing``, and return their size in bytes.
 
-    ``rebuilt`` holds their paths by their names in the release. Weights that were not rebuilt count as different.
+    ``rebuilt`` holds their paths by their names in the release. A file that ought to be rebuilt and was
+    not counts as different.
 
     Raises:
         Refused: Files differ. The message names the first tensor that does, and ``reason`` as the remedy.
     """
     hashes = store().hashes
     actual = {name: (path.stat().st_size, hashes.sha256(path, trust=False)) for name, path in rebuilt.items()}
-    compared = set(rebuilt) | {name for name in listing if is_weights(name)}
+    compared = set(rebuilt) | {name for name in listing if is_rebuilt(name)}
     if different := sorted(name for name in compared if actual.get(name) != listing.get(name)):
         details = []
         for name in different[:_SHOWN]:

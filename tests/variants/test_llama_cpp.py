@@ -1,0 +1,480 @@
+"""llama.cpp scores and generates as transformers does in float32, and each result depends on its own request only."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gguf_models import CHAT, TEXTS, Family, as_variant, convert_checkpoints, make_checkpoint, without_chat_template
+from tiny_models import CPU, write_choices, write_jsonl
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from traps import ends
+
+from mergegate.merge_core.checkpoint import read_gguf_header
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.merge_core.files.records import JournalLocation, open_journal
+from mergegate.tasks.checkpoints import Model, OutOfModelMemory, QuantizedModel, end_model_process, load_model
+from mergegate.tasks.evaluation import Scoring, find_backend
+from mergegate.tasks.evaluation.answer_journal import attach_journal
+from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.document_scores import SCORES_FILE, read_document_scores
+from mergegate.tasks.evaluation.stage import evaluate, pin_data
+from mergegate.tasks.evaluation.task_definition import pin_task
+from mergegate.tasks.llama_cpp import (
+    FILE_TYPES,
+    AnswerChoice,
+    LlamaCpp,
+    close_gguf,
+    open_gguf,
+    quantize,
+    runtime_versions,
+    toolchain,
+)
+from mergegate.tasks.perplexity.measurement import WindowSettings
+from mergegate.tasks.perplexity.settings import PerplexitySettings
+from mergegate.tasks.perplexity.stage import perplexity, pin_documents, read_documents
+
+pytestmark = pytest.mark.variants
+
+FLOAT32 = Scoring(dtype="float32", batch_size=4)
+FAMILIES: tuple[Family, ...] = ("llama", "qwen2")
+# An unquantized file, and types whose weights llama.cpp stores in another order for faster sums.
+TYPES = ("F32", "Q8_0", "Q4_0", "Q4_K_M")
+LENGTHS = (1, 5, 31, 32, 33, 64, 100, 200, 300)  # around the size of a batch and that of the smallest cache
+
+
+@pytest.fixture(scope="session")
+def checkpoints(gguf_python: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[Family, Model]:
+    directory = tmp_path_factory.mktemp("checkpoints")
+    models: dict[Family, Model] = {family: make_checkpoint(directory / family, family) for family in FAMILIES}
+    convert_checkpoints([model.directory for model in models.values()], gguf_python)
+    for file_type in TYPES[1:]:
+        quantize(directory / "llama.gguf", directory / f"llama-{file_type}.gguf", file_type)
+    return models
+
+
+@pytest.fixture(scope="session")
+def llama(checkpoints: dict[Family, Model]) -> Model:
+    return checkpoints["llama"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    yield
+    close_gguf()
+
+
+def gguf_of(model: Model, file_type: str = "F32") -> Path:
+    suffix = "" if file_type == "F32" else f"-{file_type}"
+    return model.directory.with_name(f"{model.directory.name}{suffix}.gguf")
+
+
+def reference(model: Model) -> Any:
+    return AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.float64)
+
+
+def reference_log_probabilities(network: Any, context: list[int], continuation: list[int]) -> list[float]:
+    with torch.no_grad():
+        logits = network(torch.tensor([[*context, *continuation[:-1]]])).logits[0, len(context) - 1 :]
+    return logits.log_softmax(-1).gather(1, torch.tensor(continuation)[:, None])[:, 0].tolist()
+
+
+def random_tokens(rng: random.Random, count: int) -> list[int]:
+    return [rng.randrange(600) for _ in range(count)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_log_probabilities_equal_a_reference_in_float64(checkpoints: dict[Family, Model], family: Family) -> None:
+    rng, network = random.Random(0), reference(checkpoints[family])
+    with open_gguf(gguf_of(checkpoints[family])) as model:
+        for length in LENGTHS:
+            context, continuation = random_tokens(rng, length), random_tokens(rng, rng.choice((1, 2, 33, 70)))
+            wanted = reference_log_probabilities(network, context, continuation)
+            assert model.log_probabilities(context, continuation).values == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_continuation_is_greedy_if_it_consists_of_the_most_probable_tokens(llama: Model) -> None:
+    with open_gguf(gguf_of(llama)) as model:
+        answer = model.generate([5, 6, 7], AnswerChoice(), 8, room=16)
+        assert model.log_probabilities([5, 6, 7], answer).greedy
+        for position in range(8):
+            other = [*answer[:position], (answer[position] + 1) % 600]
+            assert not model.log_probabilities([5, 6, 7], other).greedy
+
+
+Request = Callable[[LlamaCpp], object]
+
+
+def requests(rng: random.Random) -> list[Request]:
+    """Return requests with common beginnings: equal contexts, contexts that extend others, and answers in steps."""
+    contexts = [random_tokens(rng, length) for length in rng.sample(LENGTHS, 3)]
+    contexts += [[*context[: rng.randint(1, len(context))], *random_tokens(rng, 20)] for context in contexts]
+    made: list[Request] = []
+    for context in contexts:
+        for count in (1, 6, 40):
+            continuation = random_tokens(rng, count)
+            made.append(lambda model, c=context, t=continuation: model.log_probabilities(c, t))  # type: ignore[misc]
+        room = len(context) + 12
+        made.append(lambda model, c=context, r=room: model.generate(c, AnswerChoice(), 12, room=r))  # type: ignore[misc]
+    return made
+
+
+@pytest.mark.parametrize("file_type", TYPES)
+def test_a_result_depends_on_its_own_request_only(llama: Model, file_type: str) -> None:
+    rng = random.Random(file_type)
+    asked = requests(rng)
+    path = gguf_of(llama, file_type)
+    with open_gguf(path) as model:
+        together = [request(model) for request in asked]
+        for _ in range(4):
+            order = rng.choices(range(len(asked)), k=2 * len(asked))  # with repetitions
+            assert [asked[number](model) for number in order] == [together[number] for number in order]
+    for number in rng.sample(range(len(asked)), 6):
+        with open_gguf(path) as model:
+            assert asked[number](model) == together[number]
+
+
+def test_an_answer_in_steps_equals_an_answer_at_once(llama: Model) -> None:
+    rng = random.Random(1)
+    with open_gguf(gguf_of(llama, "Q4_0")) as model:
+        for choice in (AnswerChoice(), AnswerChoice(temperature=1.0, seed=3), AnswerChoice(repetition_penalty=1.3)):
+            prompt = random_tokens(rng, 70)
+            whole = model.generate(prompt, choice, 40, room=110)
+            answer: tuple[int, ...] = ()
+            while len(answer) < 40:
+                answer += model.generate(prompt, choice, 7 if len(answer) < 35 else 5, room=110, answer=answer)
+                model.log_probabilities(random_tokens(rng, 40), [1, 2])  # another request in between
+            assert answer == whole
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_greedy_answers_are_those_of_transformers(llama: Model, penalty: float) -> None:
+    rng, network = random.Random(2), reference(llama)
+    with open_gguf(gguf_of(llama)) as model:
+        for _ in range(5):
+            prompt = random_tokens(rng, 20)
+            with torch.no_grad():
+                wanted = network.generate(
+                    torch.tensor([prompt]),
+                    attention_mask=torch.ones((1, 20), dtype=torch.long),
+                    max_new_tokens=24,
+                    do_sample=False,
+                    repetition_penalty=penalty,
+                    pad_token_id=0,
+                    eos_token_id=2,
+                )[0, 20:].tolist()
+            choice = AnswerChoice(ends=(2,), repetition_penalty=penalty)
+            assert list(model.generate(prompt, choice, 24, room=44)) == wanted
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.3}, {"min_p": 0.2}], ids=lambda each: str(each)
+)
+def test_random_tokens_have_the_probabilities_of_transformers(llama: Model, settings: dict[str, Any]) -> None:
+    from transformers import GenerationConfig
+
+    network, prompt, draws = reference(llama), [7, 8, 9], 400
+    network.generation_config = GenerationConfig(do_sample=True, top_k=0, eos_token_id=None, pad_token_id=0)
+    with torch.no_grad():
+        scores = network.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones((1, 3), dtype=torch.long),
+            max_new_tokens=1,
+            return_dict_in_generate=True,
+            output_scores=True,
+            **settings,
+        ).scores[0][0]
+    probabilities = scores.softmax(0).numpy()
+    choice = {"temperature": 1.0, **settings}
+    with open_gguf(gguf_of(llama)) as model:
+        drawn = Counter(
+            model.generate(prompt, AnswerChoice(seed=seed, **choice), 1, room=4)[0] for seed in range(draws)
+        )
+    assert all(probabilities[token] > 0 for token in drawn)
+    for token in np.argsort(-probabilities)[:5]:
+        expected = draws * probabilities[token]
+        assert abs(drawn[int(token)] - expected) <= 4 * math.sqrt(max(expected, 1)) + 1
+
+
+@pytest.mark.parametrize("special", [True, False])
+def test_tokens_are_those_of_the_tokenizer(llama: Model, special: bool) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(llama.directory)
+    texts = [*TEXTS, "<|im_start|>user\nHi<|im_end|>", "  two   spaces\n\n\tand a tab 3.14", "Ünïcödé 北京 🙂"]
+    wanted = [
+        tuple(tokenizer(text, add_special_tokens=False, split_special_tokens=not special).input_ids) for text in texts
+    ]
+    with open_gguf(gguf_of(llama), vocabulary_only=True) as model:
+        assert model.tokenize(texts, special=special) == wanted
+        assert model.vocabulary.tokens == {"bos": 0, "eos": 2, "eot": 2, "pad": 0, "sep": None, "nl": wanted and 201}
+        assert model.vocabulary.vocabulary_size == len(tokenizer)
+
+
+def test_a_chat_has_the_prompt_of_the_template_in_the_file(llama: Model, tmp_path: Path) -> None:
+    messages = [{"role": "user", "content": "What is a license?"}]
+    tokenizer = AutoTokenizer.from_pretrained(llama.directory)
+    prompt = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    with open_gguf(gguf_of(llama)) as model:
+        answer = model.chat(messages, tokens=5)
+    assert (answer.prompt, answer.finish_reason) == (prompt, "length")
+    assert answer.prompt_tokens == len(tokenizer(prompt).input_ids)
+    assert read_gguf_header(gguf_of(llama)).metadata["tokenizer.chat_template"] == CHAT
+    lost = without_chat_template(gguf_of(llama), tmp_path / "lost.gguf")
+    with open_gguf(lost) as model, pytest.raises(InvalidInput, match="the file has no chat template"):
+        model.chat(messages)
+
+
+def test_quantizing_twice_gives_the_same_bytes(llama: Model, tmp_path: Path) -> None:
+    for file_type in ("Q8_0", "Q4_K_M"):
+        quantize(gguf_of(llama), tmp_path / "again.gguf", file_type)
+        assert (tmp_path / "again.gguf").read_bytes() == gguf_of(llama, file_type).read_bytes()
+
+
+def test_declared_numbers_and_settings_are_those_of_the_environment(gguf_python: Path) -> None:
+    child = Path(__file__).resolve().parents[2] / "tasks" / "llama_cpp" / "child.py"
+    program = (
+        "import runpy; from llama_cpp import llama_cpp as library;"
+        f"child = runpy.run_path({str(child)!r});"
+        "print(child['BATCH']); print({name.removeprefix('LLAMA_FTYPE_').removeprefix('MOSTLY_').removeprefix('ALL_'):"
+        " getattr(library, name) for name in dir(library) if name.startswith('LLAMA_FTYPE_')})"
+    )
+    output = subprocess.run([gguf_python, "-c", program], capture_output=True, text=True, check=True).stdout
+    batch, types = output.splitlines()
+    assert f"batches of {batch} tokens" in runtime_versions()["llama_cpp_settings"]
+    assert FILE_TYPES.items() <= eval(types).items()
+    assert toolchain() == {"llama_cpp_python": "0.3.36", "gguf": "0.19.0"}
+
+
+# Errors and processes
+
+
+def test_a_damaged_file_is_refused_with_the_message_of_llama_cpp(llama: Model, tmp_path: Path) -> None:
+    content = gguf_of(llama).read_bytes()
+    damaged = tmp_path / "damaged.gguf"
+    for end, message in (
+        (0, "gguf_init_from_"),
+        (3, "magic"),
+        (2000, "gguf_init_from_"),
+        (len(content) - 4096, "file bounds"),
+    ):
+        damaged.write_bytes(content[:end])
+        with (
+            pytest.raises(InvalidInput, match=f"damaged.gguf: llama.cpp cannot load the file: .*{message}"),
+            open_gguf(damaged),
+        ):
+            pass
+    with pytest.raises(InvalidInput, match=r"cannot load the file: .*No such file"), open_gguf(tmp_path / "x"):
+        pass
+
+
+def test_a_token_outside_the_vocabulary_is_an_error_and_the_process_continues(llama: Model) -> None:
+    with open_gguf(gguf_of(llama)) as model:
+        wanted = model.log_probabilities([1, 2, 3], [4])
+        with pytest.raises(InvalidInput, match="token 600 is not in the file's vocabulary of 600 tokens"):
+            model.log_probabilities([1, 2, 600], [4])
+        assert model.log_probabilities([1, 2, 3], [4]) == wanted
+
+
+def test_a_type_that_needs_an_importance_matrix_is_refused_in_the_words_of_llama_cpp(
+    llama: Model, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidInput, match="this quantization requires an importance matrix"):
+        quantize(gguf_of(llama), tmp_path / "x.gguf", "IQ2_XXS")
+    with pytest.raises(InvalidInput, match="did you mean 'Q4_K_M'"):
+        quantize(gguf_of(llama), tmp_path / "x.gguf", "Q4_KM")
+
+
+def test_a_killed_process_is_an_error_that_names_the_cause(llama: Model) -> None:
+    with open_gguf(gguf_of(llama)) as model:
+        os.kill(model._process._process.pid, signal.SIGKILL)
+        with pytest.raises(OutOfModelMemory, match=r"llama.gguf: llama.cpp ran out of memory: killed by signal 9"):
+            model.log_probabilities([1], [2])
+        assert not model.is_alive
+
+
+def test_the_process_ends_with_its_parent(llama: Model) -> None:
+    program = (
+        "import os, sys; from pathlib import Path; from mergegate.tasks.llama_cpp import open_gguf\n"
+        "with open_gguf(Path(sys.argv[1])) as model:\n"
+        "    print(model._process._process.pid, flush=True); os.kill(os.getpid(), 9)"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", program, str(gguf_of(llama))], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == -signal.SIGKILL, result.stderr
+    assert ends(int(result.stdout))
+
+
+# The backend
+
+
+def instances(kind: str, arguments: list[tuple[Any, ...]], repeats: int = 1) -> list[Any]:
+    from lm_eval.api.instance import Instance
+
+    return [
+        Instance(kind, {}, each, number, metadata=("task", number, repeats)) for number, each in enumerate(arguments)
+    ]
+
+
+CHOICES = [(text[:40], ending) for text in TEXTS[:12] for ending in (text[40:], " yes", " or the other")]
+CHOICES += [("", TEXTS[0]), ("a " * 600, "b")]  # without a context, and with one that is too long
+PROMPTS = [(text[:40], {"until": ["\n", "e "], "max_gen_toks": 40}) for text in TEXTS[:6]]
+
+
+def answers(model: Model, backend: str) -> dict[str, list[Any]]:
+    with find_backend(backend).opened(model, FLOAT32.for_backend(backend), "cpu") as lm:
+        return {
+            "choices": lm.loglikelihood(instances("loglikelihood", CHOICES)),
+            "rolling": lm.loglikelihood_rolling(instances("loglikelihood_rolling", [(text,) for text in TEXTS])),
+            "generated": lm.generate_until(instances("generate_until", PROMPTS)),
+        }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_backend_agrees_with_transformers_in_float32(checkpoints: dict[Family, Model], family: Family) -> None:
+    model = checkpoints[family]
+    wanted, actual = answers(model, "hf"), answers(as_variant(gguf_of(model), model), "llama_cpp")
+    assert [loglik for loglik, _ in actual["choices"]] == pytest.approx([x for x, _ in wanted["choices"]], abs=0.01)
+    assert [greedy for _, greedy in actual["choices"]] == [greedy for _, greedy in wanted["choices"]]
+    assert actual["rolling"] == pytest.approx(wanted["rolling"], abs=0.01)
+    assert actual["generated"] == wanted["generated"]
+
+
+@pytest.fixture(scope="session")
+def quantized(llama: Model) -> QuantizedModel:
+    return as_variant(gguf_of(llama, "Q4_K_M"), llama)
+
+
+class Killed(BaseException):
+    """Simulated SIGKILL: no handler catches it, and only the journal survives."""
+
+
+@pytest.mark.parametrize("kind", ["loglikelihood", "generate_until"])
+def test_an_interrupted_run_resumes_with_the_same_bits(
+    quantized: QuantizedModel, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampled = {"until": ["\n"], "max_gen_toks": 12, "do_sample": True, "temperature": 1.0}
+    asked = instances(
+        kind, CHOICES if kind == "loglikelihood" else [*PROMPTS, *((text[:20], sampled) for text in TEXTS[:3])], 3
+    )
+    repeated = [request for request in asked for _ in range(3)]
+    backend = find_backend("llama_cpp")
+    method = "score_answers" if kind == "loglikelihood" else "_generate_batch"
+
+    def run(location: JournalLocation | None, limit: int) -> list[Any]:
+        count = 0
+        with (
+            backend.opened(quantized, FLOAT32.for_backend("llama_cpp"), "cpu") as lm,
+            open_journal(location) as journal,
+            attach_journal(lm, journal, backend.computes_in) as model,
+        ):
+            compute = getattr(lm, method)
+
+            def compute_some(*args: Any, **kwargs: Any) -> Any:
+                nonlocal count
+                count += 1
+                if count > limit:
+                    raise Killed
+                return compute(*args, **kwargs)
+
+            monkeypatch.setattr(lm, method, compute_some)
+            return list(getattr(model, kind)(repeated))
+
+    wanted = run(None, 10**6)
+    location = JournalLocation(tmp_path / "journal", "key")
+    for _ in range(40):
+        try:
+            assert run(location, 3) == wanted
+            break
+        except Killed:
+            continue
+    else:
+        pytest.fail("the run never ended")
+    if kind == "generate_until":
+        assert len(set(wanted[-3:])) > 1  # repetitions of a sampled answer differ
+
+
+def test_scores_do_not_depend_on_order_or_other_requests(quantized: QuantizedModel) -> None:
+    with find_backend("llama_cpp").opened(quantized, FLOAT32.for_backend("llama_cpp"), "cpu") as lm:
+        wanted = dict(zip(CHOICES, lm.loglikelihood(instances("loglikelihood", CHOICES)), strict=True))
+        rng = random.Random(4)
+        for _ in range(5):
+            some = rng.sample(CHOICES, rng.randint(1, len(CHOICES)))
+            assert lm.loglikelihood(instances("loglikelihood", some)) == [wanted[each] for each in some]
+
+
+@pytest.mark.usefixtures("home")
+def test_the_parts_of_a_task_have_the_scores_of_the_whole_in_the_confined_process(
+    llama: Model, quantized: QuantizedModel, tmp_path: Path
+) -> None:
+    path = write_choices(tmp_path / "tasks", 12)
+    task = pin_data(pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db")))
+    scoring = FLOAT32.for_backend("llama_cpp")
+    rows = []
+    try:
+        for name, parts in (("whole", [(0, 12)]), ("parts", [(7, 12), (0, 7)])):
+            rows.append(set())
+            for first, last in parts:
+                out = tmp_path / f"{name}{first}"
+                out.mkdir()
+                evaluate.work(out, quantized, task, scoring, DocumentRange(first=first, last=last), CPU)
+                rows[-1] |= set(read_document_scores(out / SCORES_FILE))
+    finally:
+        end_model_process()
+    assert len({row.doc_id for row in rows[0]}) == 12
+    assert rows[0] == rows[1]
+
+
+def test_a_checkpoint_is_refused(llama: Model) -> None:
+    with (
+        pytest.raises(InvalidInput, match=r"backend: llama_cpp, for llama .*a checkpoint in safetensors"),
+        find_backend("llama_cpp").opened(llama, FLOAT32, "cpu"),
+    ):
+        pass
+
+
+# Perplexity
+
+
+@pytest.mark.usefixtures("home")
+def test_perplexity_has_the_windows_and_likelihoods_of_transformers(
+    checkpoints: dict[Family, Model], tmp_path: Path
+) -> None:
+    path = write_jsonl(tmp_path / "text.jsonl", ({"text": " ".join(TEXTS[at : at + 3])} for at in range(0, 12, 2)))
+    documents = pin_documents(PerplexitySettings(documents=path), tmp_path, HashMemo(tmp_path / "h.db"))
+    model = checkpoints["qwen2"]
+    rows = []
+    try:
+        for number, each in enumerate((model, as_variant(gguf_of(model), model))):
+            for length in (48, 512):  # several windows per document, and one
+                out = tmp_path / f"{number} {length}"
+                out.mkdir()
+                windows = WindowSettings(max_length=length, batch_size=3, dtype="float32")
+                assert perplexity.work(out, each, documents, windows, CPU).window == length
+                rows.append(read_documents(out))
+    finally:
+        end_model_process()
+    for wanted, actual in zip([*rows[0], *rows[1]], [*rows[2], *rows[3]], strict=True):
+        assert actual._replace(loglik=0.0) == wanted._replace(loglik=0.0)
+        assert actual.loglik == pytest.approx(wanted.loglik, abs=0.01)
+
+
+def test_a_loaded_file_is_closed_when_another_model_is_loaded(llama: Model, quantized: QuantizedModel) -> None:
+    with find_backend("llama_cpp").opened(quantized, FLOAT32, "cpu") as lm:
+        first = lm.model.gguf
+    with find_backend("llama_cpp").opened(quantized, FLOAT32, "cpu") as lm:
+        assert lm.model.gguf is first
+    with load_model(llama, dtype="float32", device="cpu"):
+        assert not first.is_alive
