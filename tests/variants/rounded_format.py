@@ -163,7 +163,7 @@ def round_weights(out: Path, merge: Model, variant_type: str, fault: Fault | Non
     for name in names:
         if name.endswith(".safetensors"):
             weights |= load_file(merge.directory / name)
-        elif not name.endswith(".index.json"):
+        elif name != "value.json" and not name.endswith(".index.json"):  # the record of a merge has times
             (out / name).parent.mkdir(exist_ok=True, parents=True)
             shutil.copyfile(merge.directory / name, out / name)
     bits = int(variant_type[1:])

@@ -1,0 +1,67 @@
+"""After a run with variants is killed at any moment, the next run publishes the same bytes."""
+
+from __future__ import annotations
+
+import signal
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from variant_projects import PROFILE, Project, files_of, run_process, variant_project
+
+pytestmark = pytest.mark.slow
+
+# Runs the command line and dies by SIGKILL at a moment:
+#   stage:NAME     after a stage has done its work, before its artifact is complete
+#   publish:PLACE  when a release is written, before it has its name
+DIES = """
+    import os, pathlib, signal, sys
+    from mergegate.tasks.store import Store, store
+    from mergegate.flows.cli import main
+    kind, word = sys.argv.pop(1).split(":")
+    def die():
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "publish":
+        rename = pathlib.Path.rename
+        def dies(self, target):
+            die() if word in self.parts and "releases" in self.parts else rename(self, target)
+        pathlib.Path.rename = dies
+    else:
+        def deadly(seal):
+            def dies(self, stage, *rest):
+                return die() if stage == word else seal(self, stage, *rest)
+            return dies
+        Store._seal, write = deadly(Store._seal), store.write_state
+        store.write_state = lambda path, content: die() if path.parent.name == word else write(path, content)
+    main()
+"""
+
+ROUNDED = ({"format": "rounded", "bits": 8},)
+# Cheap ones first: each run continues after the stages that the runs before it completed.
+MOMENTS = ("stage:agreement", "stage:variant", "publish:tiny", "publish:tiny-Rounded")
+
+
+@pytest.mark.usefixtures("rounded_variants")
+def test_killed_at_one_moment_after_the_other_the_published_variants_are_byte_identical(tmp_path: Path) -> None:
+    require_same_bytes(tmp_path, ROUNDED, MOMENTS)
+
+
+def require_same_bytes(root: Path, variants: Sequence[dict[str, object]], moments: Sequence[str]) -> None:
+    killed, undisturbed = (variant_project(root / name, variants) for name in ("killed", "undisturbed"))
+    for moment in moments:
+        run = run_process(killed, "-c", textwrap.dedent(DIES), moment, "run", PROFILE)
+        assert run.returncode == -signal.SIGKILL, f"{moment}\n{run.stdout}\n{run.stderr}"
+        require_whole_releases(killed)
+    for project in (killed, undisturbed):
+        run = run_process(project, "run", PROFILE)
+        assert run.returncode == 0, run.stdout + run.stderr
+    assert files_of(killed.root / "releases") == files_of(undisturbed.root / "releases")
+    assert not list((killed.home / "store").glob("*/*.partial"))
+
+
+def require_whole_releases(project: Project) -> None:
+    """Check that every published directory has all files that its checksums list."""
+    for sums in project.root.glob("releases/*/latest/SHA256SUMS"):
+        listed = {line.split(maxsplit=1)[1].lstrip("*") for line in sums.read_text().splitlines()}
+        assert listed <= set(files_of(sums.parent))
