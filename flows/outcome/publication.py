@@ -1,8 +1,8 @@
 """Publish a merge that passed, then its quantized variants, after manual approval if the profile requires it.
 
 The merge comes first, because its variants depend on its release. Each entry of the profile's ``variants`` has a place
-of its own, which is published as a whole or not at all. If one place fails, the others are published, and the outcome
-says what is missing. Running again publishes only that.
+of its own, and its publication is atomic. If one place fails, mergegate publishes the others, and the outcome names the
+missing one. The next run completes it.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def _publish_variants(
 ) -> RunOutcome:
     """Publish the variants of a published merge, and return the outcome of the run with them.
 
-    ``outcome`` is that of the merge. A place that fails does not keep the others from being published.
+    ``outcome`` is that of the merge. If one place fails, mergegate still publishes the others.
     """
     published: list[PublishedVariants] = []
     problems: dict[str, MergegateError] = {}
@@ -197,7 +197,7 @@ def _publish_variants(
         failed = next(iter(problems.values()))
         verb = "is released" if merge.new else "was released before"
         reasons = tuple(f"{name} is not published: {error.where}: {error.found}" for name, error in problems.items())
-        again = "Running again publishes only what is missing."
+        again = "Run again to publish the missing variants."
         update |= {
             "status": failed.status,
             "message": f"{merge.name} {merge.version} {verb}, but not all of its variants",
