@@ -56,8 +56,8 @@ def main() -> None:
     if arguments.page:
         page = arguments.page.read_text(encoding="utf-8")
         for name, table in tables.items():
-            pattern = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
-            page = re.sub(pattern, lambda match, table=table: match[1] + table + match[2], page, flags=re.DOTALL)
+            pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+            page = re.sub(pattern, lambda match, table=table: f"{match[1]}{table}\n{match[2]}", page, flags=re.DOTALL)
         arguments.page.write_text(page, encoding="utf-8")
 
 
@@ -83,20 +83,22 @@ def build_again(profile: Path, content: dict, home: Path, scratch: Path) -> dict
     facts = {
         "home": str(home),
         "key": key,
+        "scratch": str(scratch / "home"),
         "types": [each["type"] for each in content["variants"] if each.get("record")],
     }
     (scratch / "facts.json").write_text(json.dumps(facts), encoding="utf-8")
     command = [sys.executable, __file__, str(profile), "--build", str(scratch / "facts.json")]
-    environment = {**os.environ, "MERGEGATE_HOME": str(scratch / "home"), "PYTHONPATH": str(PROJECT)}
+    environment = {**os.environ, "PYTHONPATH": str(PROJECT)}
     ended = subprocess.run(command, env=environment, cwd=PROJECT, stdout=subprocess.PIPE, text=True, check=True)
     return json.loads(ended.stdout.splitlines()[-1])
 
 
 def build_variants(profile_path: Path, facts: dict) -> None:
-    """Build the variants of a stored merge in this process's store, and print digests and CPU seconds as JSON."""
+    """Build the variants of a stored merge in an empty store, and print digests and CPU seconds as JSON."""
     from mergegate.flows.profile import load_profile
     from mergegate.tasks.checkpoints import Model
     from mergegate.tasks.merge import MERGED, MergeSummary
+    from mergegate.tasks.stage import separate_store
     from mergegate.tasks.store import Store
 
     merge = Store(Path(facts["home"]) / "store").open("merge", facts["key"], MergeSummary)
@@ -104,12 +106,13 @@ def build_variants(profile_path: Path, facts: dict) -> None:
     model = Model(name=MERGED, digest=merge.digest, directory=merge.directory, files=files)
     profile = load_profile(profile_path)
     built = {}
-    for settings in profile.variants:
-        for variant_type in settings.variant_types:
-            if variant_type in facts["types"]:
-                before = cpu_seconds()
-                artifact = settings.build(model, variant_type, profile.root)
-                built[variant_type] = {"digest": artifact.digest, "seconds": cpu_seconds() - before}
+    with separate_store(Path(facts["scratch"])):
+        for settings in profile.variants:
+            for variant_type in settings.variant_types:
+                if variant_type in facts["types"]:
+                    before = cpu_seconds()
+                    artifact = settings.build(model, variant_type, profile.root)
+                    built[variant_type] = {"digest": artifact.digest, "seconds": cpu_seconds() - before}
     print(json.dumps(built))
 
 

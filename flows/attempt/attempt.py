@@ -55,8 +55,8 @@ FurtherJudgment = Callable[[JudgedMerge], Verdict | None]
 class JudgedVariant:
     """A quantized variant of a merge, with its verdict.
 
-    ``artifact`` is None if the variant could not be built. ``assessment`` is None if a check refused it before it was
-    evaluated.
+    Without ``artifact``, the variant could not be built. Without ``assessment``, a check refused it before its
+    evaluation.
     """
 
     settings: VariantFormat

@@ -247,6 +247,9 @@ def profile_text(draft: ProfileDraft) -> str:
     lines += [
         "\n# Remedies to try in this order when the gate refuses: changes of the recipe, or other recipes.\n",
         "# remedies:\n#   - {density: 0.3}\n",
+        "\n# Quantized variants, each judged against the merge and published next to it:\n",
+        "# docs/how-to/release-quantized-variants.md\n",
+        "# variants:\n#   - {format: gguf, types: [Q8_0, Q4_K_M]}\n",
         "\n# Target of a release that passes. Other targets: hub, s3, oci, mlflow (docs/explanation/publishing.md)\n",
         f"publish: {{to: directory, path: {flow_yaml(draft.release)}}}\n",
     ]

@@ -1,8 +1,8 @@
 """Publish a merge that passed, then its quantized variants, after manual approval if the profile requires it.
 
-The merge comes first, because its variants depend on its release. Each entry of the profile's ``variants`` has a place
-of its own, and its publication is atomic. If one place fails, mergegate publishes the others, and the outcome names the
-missing one. The next run completes it.
+The merge comes first, because its variants depend on its release. mergegate publishes each entry of the profile's
+``variants`` to its own place, completely or not at all. If one place fails, it publishes the others, and the outcome
+names the failed one. Running again publishes only that one.
 """
 
 from __future__ import annotations

@@ -48,6 +48,9 @@ def public_names(profile: Profile, attempt: Attempt, attempts: Sequence[Attempt 
     paths = [path for other in others for path in recipe_paths(other.candidate.recipe)]
     paths += [str(path) for other in others for parent in other.parents for path in parent.directories]
     paths += cleared.license.value.all_names
+    for variant in attempt.variants:  # a reason may name a file in the store
+        if variant.artifact:
+            paths += [str(variant.artifact.directory / name) for name in variant.artifact.files]
     # Every absolute path that the profile or an override names.
     values: list[Any] = [profile.model_dump(), *(override.partition("=")[2] for override in profile.overrides)]
     while values:

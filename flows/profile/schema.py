@@ -124,6 +124,21 @@ class ProfileSettings(ProfileSection):
             raise ValueError("publish needs evidence: add perplexity, evaluate, or both")
         return self
 
+    @model_validator(mode="before")
+    @classmethod
+    def _resolve_interpreters(cls, profile: Any) -> Any:
+        """Make the interpreters of variants absolute: opening a variant does not know the directory of the profile."""
+        if not isinstance(profile, dict) or not isinstance(profile.get("variants"), list | tuple):
+            return profile
+        root = Path(profile.get("root", Path()))
+        entries = [
+            {**entry, "python": root / entry["python"]}
+            if isinstance(entry, dict) and isinstance(entry.get("python"), str | Path)
+            else entry
+            for entry in profile["variants"]
+        ]
+        return {**profile, "variants": entries}
+
     @field_validator("variants")
     @classmethod
     def _set_backends(cls, variants: tuple[Variant, ...], info: ValidationInfo) -> tuple[Variant, ...]:

@@ -150,6 +150,11 @@ class GatePlan:
     def content_key(self) -> object:
         return {item.name: getattr(self, item.name) for item in fields(self)}
 
+    @property
+    def name(self) -> str:
+        """Name of the quantized variant that is judged against its merge. Empty for any other model."""
+        return self.merged if self.parents == ("merge",) else ""
+
     def guards_to_judge(self, guards: Sequence[Guard]) -> tuple[Guard, ...]:
         """Return the guards, without those against a champion that does not exist yet."""
         return tuple(guard for guard in guards if not (self.first_release and guard.guarded_by == CHAMPION))
@@ -174,7 +179,7 @@ class GateInputs(NamedTuple):
     waiting: tuple[str, ...] = ()
 
 
-@value_stage("gate", version=5)
+@value_stage("gate", version=5, subject="plan")
 def gate(
     guards: tuple[Guard, ...],
     scores: Mapping[str, Sequence[Artifact[Scores]]],

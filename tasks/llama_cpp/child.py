@@ -21,6 +21,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,10 +54,10 @@ def _record_log(level: int, text: bytes, _: object) -> None:
 class Network:
     """A loaded GGUF file, and the batches that its cache contains."""
 
-    def __init__(self, path: str, *, vocabulary_only: bool) -> None:
+    def __init__(self, path: str, *, vocabulary_only: bool, observer: Any = None) -> None:
         parameters = library.llama_model_default_params()
         parameters.n_gpu_layers, parameters.vocab_only = 0, vocabulary_only
-        self._path = path
+        self._path, self._observer = path, observer
         self._model = library.llama_model_load_from_file(path.encode(), parameters)
         if not self._model:
             raise Failure("llama.cpp cannot load the file")
@@ -95,6 +96,14 @@ class Network:
                 raise Failure("llama.cpp cannot tokenize a text")
             results.append(list(buffer[:count]))
         return results
+
+    def compute(self, tokens: Sequence[int], room: int) -> None:
+        """Compute a text of at most ``room`` tokens from its beginning, so that the observer sees all of it."""
+        self._reserve(room)
+        self._forget_after(0)
+        for batch in _divide(tokens):
+            self._decode(batch, "every")
+            self._cached.append(batch)
 
     def log_probabilities(self, context: Sequence[int], continuation: Sequence[int]) -> dict[str, Any]:
         """Return the log-probability of each token of ``continuation`` in nats, and whether all are the argmax."""
@@ -165,6 +174,8 @@ class Network:
         settings.type_k = settings.type_v = _F32
         settings.flash_attn_type = library.LLAMA_FLASH_ATTN_TYPE_DISABLED
         settings.offload_kqv = settings.op_offload = False
+        if self._observer is not None:
+            settings.cb_eval = self._observer
         settings.swa_full = settings.kv_unified = settings.no_perf = True
         self._context = library.llama_init_from_model(self._model, settings)
         if not self._context:
@@ -263,6 +274,79 @@ def quantize_file(source: str, destination: str, ftype: int, imatrix: str | None
         raise Failure("llama.cpp cannot quantize the file")
 
 
+class _Tensor(ctypes.Structure):
+    """``struct ggml_tensor`` of ggml 0.25. ``_InputStatistics`` compares two fields with ggml's own functions."""
+
+    _fields_ = (
+        *(("type", ctypes.c_int), ("buffer", ctypes.c_void_p)),
+        *(("sizes", ctypes.c_int64 * 4), ("strides", ctypes.c_size_t * 4)),
+        *(("op", ctypes.c_int), ("op_parameters", ctypes.c_int32 * 16), ("flags", ctypes.c_int32)),
+        *(("sources", ctypes.c_void_p * 10), ("view_source", ctypes.c_void_p), ("view_offset", ctypes.c_size_t)),
+        *(("data", ctypes.c_void_p), ("name", ctypes.c_char * 64), ("extra", ctypes.c_void_p)),
+    )
+
+
+class _InputStatistics:
+    """Mean square of each input of each weight matrix, over all tokens that llama.cpp computes."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, tuple[int, Any]] = {}  # number of inputs, and their sum of squares, by tensor
+        self.problem = ""
+        folder = Path(library.__file__).parent / "lib"
+        ggml = ctypes.CDLL(str(folder / "libggml-base.so"))
+        self._name_of, self._operation_of, self._data_of = ggml.ggml_get_name, ggml.ggml_op_desc, ggml.ggml_get_data
+        for function in (self._name_of, self._operation_of, self._data_of):
+            function.argtypes, function.restype = [ctypes.c_void_p], ctypes.c_char_p
+        self._data_of.restype = ctypes.c_void_p
+
+    def observe(self, address: int, ask: bool, _: object) -> bool:
+        """Answer llama.cpp's callback: whether it shall show this tensor, or continue after it has shown it."""
+        operation = self._operation_of(address)
+        if operation not in (b"MUL_MAT", b"MUL_MAT_ID"):
+            return not ask
+        product = ctypes.cast(address, ctypes.POINTER(_Tensor)).contents
+        name = self._name_of(product.sources[0]).decode()
+        if not name.endswith(".weight"):
+            return not ask
+        if operation == b"MUL_MAT_ID":
+            self.problem = f"{name} belongs to experts, whose importance mergegate does not measure"
+            return False
+        if not ask:
+            self._add(name, product.sources[1])
+        return not self.problem
+
+    def _add(self, name: str, address: int) -> None:
+        inputs = ctypes.cast(address, ctypes.POINTER(_Tensor)).contents
+        width, rows = inputs.sizes[0], inputs.sizes[1] * inputs.sizes[2] * inputs.sizes[3]
+        is_known = inputs.name == self._name_of(address) and inputs.data == self._data_of(address)
+        if not is_known or inputs.type != _F32 or list(inputs.strides)[:2] != [4, 4 * width]:
+            self.problem = f"the inputs of {name} have a layout that mergegate does not know"
+            return
+        values = np.ctypeslib.as_array(ctypes.cast(inputs.data, ctypes.POINTER(ctypes.c_float)), shape=(rows, width))
+        count, squares = self._sums.get(name, (0, np.zeros(width)))
+        self._sums[name] = (count + rows, squares + (values.astype(np.float64) ** 2).sum(axis=0))
+
+    def means(self) -> dict[str, Any]:
+        """Return the mean squares as float32, by the name of the matrix."""
+        return {name: (squares / count).astype(np.float32) for name, (count, squares) in self._sums.items()}
+
+
+def write_importance(path: str, texts: Sequence[str], most: int, destination: str) -> None:
+    """Write the mean square of each input of each matrix to ``destination`` (``.npz``).
+
+    These are the numbers of llama.cpp's program ``imatrix``. Each text is cut to ``most`` tokens.
+    """
+    statistics = _InputStatistics()
+    callback = library.ggml_backend_sched_eval_callback(statistics.observe)
+    network = Network(path, vocabulary_only=False, observer=callback)
+    for tokens in network.tokenize(texts, True, True):
+        if tokens:
+            network.compute(tokens[:most], most)
+        if statistics.problem:
+            raise Failure(statistics.problem)
+    np.savez(destination, **statistics.means())
+
+
 def chat(path: str, messages: list[dict[str, str]], count: int, room: int) -> dict[str, Any]:
     """Answer a chat as a user of llama-cpp-python would, with the template in the file and without randomness."""
     from llama_cpp import Llama
@@ -306,7 +390,10 @@ def main() -> None:
         network = Network(path, vocabulary_only=vocabulary_only)
         return network.describe()
 
-    calls: dict[str, Callable[..., Any]] = {"load": load, "quantize": quantize_file, "chat": chat}
+    calls: dict[str, Callable[..., Any]] = {
+        **{"load": load, "quantize": quantize_file, "chat": chat},
+        "write_importance": write_importance,
+    }
     with socket.socket(fileno=int(sys.argv[1])) as channel, channel.makefile("rb") as lines:
         for line in lines:
             request = json.loads(line)

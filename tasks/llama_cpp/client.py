@@ -21,6 +21,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import socket
 import tempfile
@@ -303,6 +304,26 @@ def quantize(
         process.call("quantize", **files, ftype=number)
 
 
+def measure_importance(
+    source: Path, texts: Sequence[str], destination: Path, *, max_length: int, python: Path | None = None
+) -> None:
+    """Measure how much each input of each matrix matters: its mean square while the model reads ``texts``.
+
+    Args:
+        source: GGUF file in F32, F16 or BF16.
+        texts: Calibration text.
+        destination: File to write, for ``quantize``. Its directory must exist.
+        max_length: Length limit of one text, in tokens.
+        python: Interpreter of the environment with llama.cpp. Default: that of ``make gguf-env``.
+
+    Raises:
+        InvalidInput: See ``open_gguf``; also if the model has experts, which need a statistic for each expert.
+    """
+    with _started(source, python, (str(destination.parent),), None) as process:
+        files = {"path": str(source), "destination": str(destination)}
+        process.call("write_importance", **files, texts=list(texts), most=max_length)
+
+
 @contextmanager
 def _started(path: Path, python: Path | None, write: tuple[str, ...], time_limit: float | None) -> Iterator[_Process]:
     process = _Process(path, find_python(python), write, time_limit)
@@ -310,6 +331,13 @@ def _started(path: Path, python: Path | None, write: tuple[str, ...], time_limit
         yield process
     finally:
         process.end()
+
+
+def _memory_limit() -> int | None:
+    """Return the memory limit of the process in bytes, which must not exceed that of this process."""
+    machine, (own, _) = system_memory(), resource.getrlimit(resource.RLIMIT_DATA)
+    limits = [memory_of_child(2 * machine.total if machine else None), None if own == resource.RLIM_INFINITY else own]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 class _Process:
@@ -321,7 +349,6 @@ class _Process:
         self._received = b""
         for package in python.parent.parent.glob("lib/python*/site-packages/llama_cpp"):
             compile_imports(python, "import llama_cpp", package / "llama_chat_format.py", environment_of_child())
-        memory = system_memory()
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``end``
         self._channel, child_end = socket.socketpair()
         try:
@@ -337,7 +364,7 @@ class _Process:
                     confinement=Confinement(
                         write=write,
                         hide=(str(home() / "prefect"),),
-                        memory=memory_of_child(2 * memory.total if memory else None),
+                        memory=_memory_limit(),
                     ),
                 ),
             )

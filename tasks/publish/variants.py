@@ -8,8 +8,8 @@
     report.html, README.md, bom.json         about all variants of this place, including failed ones
     provenance.json, SHA256SUMS, model.sig   with the release of the merge as the only dependency
 
-The release of the merge says nothing about its variants. So a profile can gain a variant, and a variant can fail, without
-a new release of the merge.
+The release of the merge says nothing about its variants. So a profile can gain a variant, and a variant can fail,
+without a new release of the merge.
 """
 
 from __future__ import annotations

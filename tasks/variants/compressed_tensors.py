@@ -24,7 +24,6 @@ from mergegate.merge_core.checkpoint import INDEX_NAME, Checkpoint, open_checkpo
 from mergegate.merge_core.errors import CannotDecide, InvalidInput, Refused, suggest
 from mergegate.merge_core.parsing import read_json
 from mergegate.tasks.checkpoints import Model, QuantizedModel, deciding_files
-from mergegate.tasks.perplexity import HeldOutText, read_texts
 from mergegate.tasks.sandbox import (
     Confinement,
     NotStarted,
@@ -46,6 +45,7 @@ from mergegate.tasks.variants.quantized_tensors import (
     shapes_of,
     tensor_types,
 )
+from mergegate.tasks.variants.settings import Calibration
 
 PYTHON = Path(".venv-quantize/bin/python")  # built by `make quantize-env`
 _CHILD = Path(__file__).with_name("quantize_child.py")
@@ -71,16 +71,6 @@ class Quantizer(BaseModel):
 
     python: Annotated[Path, NotInKey]
     versions: Mapping[str, str]
-
-
-class Calibration(BaseModel):
-    """Documents that a quantizer reads."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    text: HeldOutText
-    samples: int
-    max_length: int
 
 
 class Inspection(StageValue):
@@ -163,11 +153,7 @@ class CompressedTensorsFormat(VariantFormat):
         return None
 
     def build(self, merge: Model, variant_type: str, root: Path) -> Artifact[VariantRecord]:
-        calibration = None
-        text = self.pin_calibration(root, store().hashes)
-        if self.calibration and text:
-            settings = self.calibration
-            calibration = Calibration(text=text, samples=settings.samples, max_length=settings.max_length)
+        calibration = self.pinned_calibration(root, store().hashes)
         return quantize_weights(merge, self.scheme, self._quantizer(root), calibration)
 
     def open(self, merge: Model, variant_type: str, artifact: Artifact[VariantRecord]) -> QuantizedModel:
@@ -270,8 +256,7 @@ def quantize_weights(
         order["ignore"] = quantized_layers(shapes).ignored
         order["calibration"] = None
         if calibration:
-            texts = [text for _, text in read_texts(calibration.text, calibration.samples)]
-            order["calibration"] = {"texts": texts, "max_length": calibration.max_length}
+            order["calibration"] = {"texts": calibration.documents(), "max_length": calibration.max_length}
         _run(quantizer, order, Path(scratch), location)
         shards = sorted(path.name for path in result.glob("*.safetensors"))
         settings = read_json(result / "config.json").get("quantization_config") if shards else None

@@ -21,9 +21,17 @@ from pydantic import Field, model_validator
 from mergegate.merge_core.checkpoint import read_gguf_header
 from mergegate.merge_core.errors import InvalidInput, Refused, suggest
 from mergegate.tasks.checkpoints import Model, OutOfModelMemory, QuantizedModel
-from mergegate.tasks.llama_cpp import FILE_TYPES, AnswerChoice, LlamaCpp, open_gguf, quantize, runtime_versions
+from mergegate.tasks.llama_cpp import (
+    FILE_TYPES,
+    AnswerChoice,
+    LlamaCpp,
+    measure_importance,
+    open_gguf,
+    quantize,
+    runtime_versions,
+)
 from mergegate.tasks.serve import Chat, Check, ServeSettings, is_loop
-from mergegate.tasks.stage import StageValue, runtime, stage, value_stage
+from mergegate.tasks.stage import StageValue, runtime, stage, store, value_stage
 from mergegate.tasks.store import Artifact, StoredValue, digest
 from mergegate.tasks.variants.contract import ConversionCheck, VariantFormat, VariantRecord
 from mergegate.tasks.variants.gguf_conversion import (
@@ -39,9 +47,10 @@ from mergegate.tasks.variants.gguf_conversion import (
     token_problems,
     vocabulary_check,
 )
+from mergegate.tasks.variants.settings import Calibration
 
 # Types that llama.cpp refuses to build without the importance of each weight.
-NEED_IMPORTANCE = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "Q2_K_S")
+NEED_IMPORTANCE = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS", "Q2_K_S")
 _ANSWER_TOKENS = 32  # of a smoke test
 
 
@@ -65,10 +74,8 @@ class GgufFormat(VariantFormat):
                 raise ValueError(
                     f"types: {name!r} is not a quantization type of llama.cpp; {suggest(name, FILE_TYPES)}"
                 )
-            if name in NEED_IMPORTANCE:
-                raise ValueError(
-                    f"types: {name} needs an importance matrix, which mergegate does not compute; use Q2_K or IQ3_S"
-                )
+            if name in NEED_IMPORTANCE and self.calibration is None:
+                raise ValueError(f"types: {name} needs calibration: {{documents: FILE}}. Q2_K and IQ3_S need no text")
         return self
 
     @property
@@ -84,6 +91,7 @@ class GgufFormat(VariantFormat):
         return "gguf"
 
     def check(self, root: Path) -> str:
+        self.pin_calibration(root, store().hashes)
         return f"llama-cpp-python {self._tools.versions['llama_cpp_python']}"
 
     def convert(self, merge: Model, texts: Sequence[str], root: Path) -> StoredValue[ConversionCheck] | None:
@@ -93,7 +101,8 @@ class GgufFormat(VariantFormat):
         return compare_conversion(*arguments)
 
     def build(self, merge: Model, variant_type: str, root: Path) -> Artifact[VariantRecord]:
-        arguments = (merge, self._name_of(merge), variant_type, self._tools)
+        calibration = self.pinned_calibration(root, store().hashes)
+        arguments = (merge, self._name_of(merge), variant_type, self._tools, calibration)
         if quantize_gguf.find(*arguments) is None:
             convert_merge(merge, self._name_of(merge), self._tools)
         return quantize_gguf(*arguments)
@@ -135,25 +144,33 @@ class GgufFormat(VariantFormat):
 
 
 @stage("variant", version=1)
-def quantize_gguf(out: Path, merge: Model, name: str, variant_type: str, tools: GgufTools) -> VariantRecord:
+def quantize_gguf(
+    out: Path, merge: Model, name: str, variant_type: str, tools: GgufTools, calibration: Calibration | None = None
+) -> VariantRecord:
     """Quantize the converted ``merge`` to ``variant_type``. ``name`` is the name of the model in the file.
 
     llama.cpp stores some tensors in another type, for example because their rows are not divisible by 256. The record
-    has the actual types.
+    has the actual types. With ``calibration``, llama.cpp weights the rounding errors of a matrix by the mean squares of
+    its inputs (importance matrix).
 
     Raises:
-        Refused: llama.cpp cannot quantize a tensor.
+        Refused: llama.cpp cannot quantize a tensor, or measure the importance of its inputs.
     """
     converted = convert_merge.build(merge, name, tools)
-    file = out / f"model-{variant_type}.gguf"
+    source, file = converted.directory / FILE, out / f"model-{variant_type}.gguf"
+    importance = out / "importance.npz" if calibration else None
     try:
-        quantize(converted.directory / FILE, file, variant_type, python=tools.python)
+        if calibration and importance:
+            texts, limit = calibration.documents(), calibration.max_length
+            measure_importance(source, texts, importance, max_length=limit, python=tools.python)
+        quantize(source, file, variant_type, python=tools.python, imatrix=importance)
     except OutOfModelMemory:
         raise
     except InvalidInput as error:
-        raise Refused(
-            f"variant {variant_type}", found=error.found, expected=error.expected, remedy="use another type"
-        ) from None
+        remedy = "use another type, or remove calibration" if calibration else "use another type"
+        raise Refused(f"variant {variant_type}", found=error.found, expected=error.expected, remedy=remedy) from None
+    if importance:
+        importance.unlink()
     header = read_gguf_header(file)
     return VariantRecord(
         format="gguf",
@@ -166,8 +183,9 @@ def quantize_gguf(out: Path, merge: Model, name: str, variant_type: str, tools: 
             "name": name,
             "converted to": "F32",
             "pre-tokenizer": converted.value.pre_tokenizer or "none",
-            "importance matrix": "none",
+            "importance matrix": f"from {calibration.samples} documents" if calibration else "none",
         },
+        calibration=calibration.text.sha256 if calibration else "",
     )
 
 

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing import LocalPath
-from mergegate.tasks.perplexity import HeldOutText, Percentage, TextSetting, pin_text
+from mergegate.tasks.perplexity import HeldOutText, Percentage, TextSetting, pin_text, read_texts
 from mergegate.tasks.store import NotInKey
 
 
@@ -51,6 +51,20 @@ class CalibrationSettings(BaseModel):
     field: str = Field(default="text", description="Field of a jsonl line with the document. Default: text.")
     samples: int = Field(default=128, ge=1, description="Number of documents, from the first. Default: 128.")
     max_length: int = Field(default=512, ge=16, description="Length limit of one document, in tokens. Default: 512.")
+
+
+class Calibration(BaseModel):
+    """Documents that a quantizer reads."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    text: HeldOutText
+    samples: int
+    max_length: int
+
+    def documents(self) -> list[str]:
+        """Read the documents."""
+        return [text for _, text in read_texts(self.text, self.samples)]
 
 
 class VariantSettings(BaseModel):
@@ -99,7 +113,8 @@ class VariantSettings(BaseModel):
     )
     calibration: CalibrationSettings | None = Field(
         default=None,
-        description="Text for quantizers that measure activations, such as GPTQ. Default: none.",
+        description="Text for quantizers that measure activations: GPTQ, or the importance matrix of llama.cpp. "
+        "Default: none.",
     )
     python: Annotated[LocalPath | None, NotInKey] = Field(
         default=None,
@@ -124,3 +139,10 @@ class VariantSettings(BaseModel):
         location = f"variants: calibration.documents: {settings.documents}"
         setting = TextSetting(location, "variants: calibration.field")
         return pin_text(root / settings.documents, settings.field, hashes, setting, conversations=True)
+
+    def pinned_calibration(self, root: Path, hashes: HashMemo) -> Calibration | None:
+        """Return the pinned calibration text with its limits, or None. The errors are those of ``pin_calibration``."""
+        text = self.pin_calibration(root, hashes)
+        if self.calibration is None or text is None:
+            return None
+        return Calibration(text=text, samples=self.calibration.samples, max_length=self.calibration.max_length)

