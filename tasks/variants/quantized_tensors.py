@@ -42,13 +42,13 @@ from mergegate.tasks.serve import Check
 
 Floats = NDArray[np.float32]
 
-_BLOCK = 1 << 22  # elements of a matrix that are compared at once
+_BLOCK = 1 << 22  # number of elements that are compared in one step
 _AGAIN = "quantize the merge again; if it happens twice, report it to llm-compressor"
 # Tolerance of a weight that is rounded to the nearest number, in steps between two numbers. Half a step would be exact.
 # llm-compressor divides in the float format of the merge, so bfloat16 adds up to half a step for integers.
 _STEPS = 1.25
-# Largest error of a row whose weights were chosen with a calibration text, as a share of the row's norm. Such weights
-# compensate each other's errors, so they may be further away than a rounded weight.
+# Largest error of a row whose weights were chosen with a calibration text, as a share of the row's norm. GPTQ lets
+# weights compensate each other's errors, so a weight may be further away than the nearest number.
 _SHARE = 0.6
 
 
@@ -260,7 +260,7 @@ def check_configuration(directory: Path, merge_directory: Path, scheme: Scheme) 
 def expected_configuration(scheme: Scheme) -> dict[str, Any]:
     """Return the fields of ``quantization_config`` that determine how a runtime computes with the weights.
 
-    A group is written as ``group``, whatever its name in the file.
+    The result calls the only group ``group``. Its name in the file has no meaning.
     """
     weights: dict[str, Any] = {"num_bits": scheme.bits, "type": scheme.kind, "strategy": scheme.strategy}
     weights |= {"symmetric": True, "dynamic": False}

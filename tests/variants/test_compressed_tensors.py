@@ -1,6 +1,6 @@
 """Quantize tiny models to FP8 and INT8, check their files, and evaluate the quantized weights.
 
-Most tests quantize by hand. Those with the marker ``variants`` run llm-compressor.
+Most tests quantize by hand. Tests with the marker ``variants`` run llm-compressor.
 """
 
 from __future__ import annotations
