@@ -197,7 +197,7 @@ def _publish_variants(
         failed = next(iter(problems.values()))
         verb = "is released" if merge.new else "was released before"
         reasons = tuple(f"{name} is not published: {error.where}: {error.found}" for name, error in problems.items())
-        again = "Running again publishes only what is missing."
+        again = "Run again to publish the missing variants."
         update |= {
             "status": failed.status,
             "message": f"{merge.name} {merge.version} {verb}, but not all of its variants",

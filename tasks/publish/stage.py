@@ -70,7 +70,7 @@ class ReleaseParts(NamedTuple):
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """Local directories whose paths must not be published."""
+        """Local directories. Their paths must not be published."""
         recipe = self.pinned.recipe.directory
         parents = (path for parent in self.pinned.parents for path in parent.directories)
         return (*parents, *([recipe] if recipe else []))
@@ -120,7 +120,7 @@ class Releasable(Protocol):
     @property
     def name(self) -> str: ...  # of the release, for messages and in the signature
     @property
-    def directories(self) -> Sequence[Path]: ...  # local directories whose paths must not be published
+    def directories(self) -> Sequence[Path]: ...  # local directories; their paths must not be published
     def files(self, target: PublishTarget) -> list[ReleaseFile]: ...  # all files before SHA256SUMS
 
 

@@ -37,7 +37,7 @@ def variant_card(
 ) -> str:
     """Return the content of README.md for a release of variants, which contains no dates and no local paths.
 
-    ``content`` has the verdicts on all variants of the place, also on those that failed. ``missing`` lists the
+    ``content`` has the verdicts on all variants of the place, including failed ones. ``missing`` lists the
     obligations that the release does not fulfill, and ``files`` names its files, as in ``model_card``. ``target`` is
     the place of the variants.
     """
@@ -71,7 +71,7 @@ def variant_card(
 
 
 def _variants(content: ReportContent, files: Mapping[str, Sequence[str]]) -> str:
-    """Return the table of the variants, and the reasons of those that are not published."""
+    """Return the table of the published variants, and the reason for each failed one."""
     rows = []
     for row in variant_rows(content):
         verdict = row.verdict

@@ -1,15 +1,15 @@
-"""Define the release of the quantized variants that share a place.
+"""Build the release of quantized variants in one place.
 
 ::
 
     demo-Q8_0.gguf, …                        weights and companions of every variant that passed
     evidence/Q8_0/gate.json, …               evidence of its verdict, as in the release of a merge
     LICENSE, licenses/…, NOTICE, …           the license files of the merge
-    report.html, README.md, bom.json         about the variants of this place, also those that failed
+    report.html, README.md, bom.json         about all variants of this place, including failed ones
     provenance.json, SHA256SUMS, model.sig   with the release of the merge as the only dependency
 
-The release of the merge says nothing about its variants: the same merge has the same release, whichever variants are
-built from it. So a profile can gain a variant, and a variant can fail, without a new release of the merge.
+The release of the merge says nothing about its variants. So a profile can gain a variant, and a variant can fail,
+without a new release of the merge.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class VariantParts(NamedTuple):
 
     @property
     def directories(self) -> tuple[Path, ...]:
-        """Local directories whose paths must not be published."""
+        """Local directories. Their paths must not be published."""
         recipe = self.pinned.recipe.directory
         own = (*(path for parent in self.pinned.parents for path in parent.directories), self.settings.python)
         return tuple(path for path in (*own, recipe) if path is not None)

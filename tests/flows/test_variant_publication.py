@@ -91,7 +91,7 @@ def test_a_place_that_fails_leaves_the_others_published_and_running_again_comple
     assert "was released before, but not all of its variants" in failed["message"]
     assert "demo-Second is not published: " in failed["message"]
     assert "other content" in failed["message"]
-    assert "Running again publishes only what is missing." in failed["message"]
+    assert "Run again to publish the missing variants." in failed["message"]
     assert [(each["types"], each["new"]) for each in failed["variants"]] == [(["R8", "R6"], True)]
     (version / "README.md").write_bytes(genuine)
     again = run(published, with_variants(published, FIRST, SECOND))

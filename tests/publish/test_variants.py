@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import queue
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from bucket import BUCKET, s3_on_loopback
+from faulty_proxy import ProxyFault
+from forked_publishers import forked_publishers
 from gguf_samples import METADATA, gguf
+from patience import HANG_S
 from pydantic import TypeAdapter
 from release_samples import publishable, sha, variant_parts
 from shelf_target import ShelfTarget
@@ -295,3 +302,44 @@ def test_a_path_of_this_machine_in_a_gguf_file_is_not_published(
     with pytest.raises(Refused, match=r"demo-GGUF: demo-Q8_0\.gguf: a path of this machine"):
         publish(place, tmp_path, variant_parts(tmp_path / "variants", MERGE, "Q8_0", Q8_0=leak))
     assert not place.path.exists()
+
+
+@pytest.mark.slow
+def test_a_kill_at_any_request_leaves_the_merge_as_it_was_and_running_again_completes_the_variants(
+    tmp_path: Path, home: Path
+) -> None:
+    of_merge = {"to": "s3", "url": f"s3://{BUCKET}/demo"}
+    place = target(of_merge).for_variants("GGUF")
+    files = {}
+    for file in variant_parts(tmp_path / "parts", MERGE, "Q8_0").files(place):
+        files[file.name] = path = tmp_path / "files" / file.name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(file.read())
+    with (
+        s3_on_loopback() as s3,
+        forked_publishers(tmp_path / "warm", "s3", AWS_ENDPOINT_URL_S3=s3.url) as warm,
+    ):
+        warm.publish(of_merge, {"model.safetensors": files["demo-Q8_0.gguf"]}, "v1")
+        before, complete, nth = s3.objects(), None, 0
+        while True:
+            s3.put_back(before)
+            pids: queue.Queue[int] = queue.Queue()
+
+            def kill(started: queue.Queue[int] = pids) -> None:
+                os.kill(started.get(timeout=HANG_S), signal.SIGKILL)
+
+            s3.proxy.begin(ProxyFault("call", nth, call=kill))
+            attempt = warm.publish(place.model_dump(mode="json"), files, "v1", on_start=pids.put)
+            if nth >= len(s3.proxy.log):
+                break  # the publication finished before the request with the fault
+            assert attempt == {"killed": True}
+            s3.proxy.begin(None)
+            warm.publish(place.model_dump(mode="json"), files, "v1")
+            after = s3.objects()
+            assert {key: after[key] for key in before} == before
+            assert all(key.startswith("demo-GGUF/") for key in after.keys() - before.keys())
+            complete = complete or after
+            assert after == complete
+            nth += 3
+        assert attempt == {"version": "v1", "new": True}
+        assert nth >= 15
