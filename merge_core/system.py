@@ -121,6 +121,16 @@ def system_memory() -> Capacity | None:
     return memory
 
 
+def data_limit() -> int | None:
+    """Return the limit on the memory of this process, in bytes. None: there is no limit, or the system has none."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_DATA)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
 def control_groups(root: Path = _CONTROL_GROUPS, groups: Sequence[str] | None = None) -> tuple[Path, ...]:
     """Return the directories of the control groups (cgroup version 2) of this process, from its own to the outermost.
 

@@ -38,6 +38,8 @@ POSIX = {
     "merge_core/files/state.py": {"os.geteuid"},
     "tasks/stage/limits.py": {"signal.ITIMER_REAL", "signal.SIGALRM", "signal.setitimer"},
     "tasks/checkpoints/model_process.py": {"pass_fds", "signal.SIGKILL"},
+    "tasks/llama_cpp/client.py": {"pass_fds", "signal.SIGKILL"},
+    "tasks/variants/compressed_tensors.py": {"signal.SIGKILL"},
 }
 LINUX_MODULES = {"resource", "ctypes", "pty", "syslog", "spwd"}  # The limits of `resource` differ on other systems.
 POSIX_MODULES = {"fcntl", "pwd", "grp", "termios", "tty"}
@@ -46,8 +48,8 @@ POSIX_NAMES |= {"os.chown", "os.mkfifo", "os.nice", "os.setpriority", "os.statvf
 POSIX_NAMES |= {"os.getloadavg", "os.waitid", "os.WNOHANG", "os.getppid"}
 POSIX_KEYWORDS = {"preexec_fn", "pass_fds", "start_new_session", "process_group", "dir_fd"}
 SIGNALS = {"SIGINT", "SIGTERM", "SIG_DFL", "SIG_IGN", "signal", "Signals", "getsignal"}  # Available on every system.
-# torch and GPUs are queried through the C library of any system.
-CTYPES_TOO = {"merge_core/engine/devices.py": {"ctypes"}}
+# torch, GPUs and llama.cpp are queried through C libraries that any system may have.
+CTYPES_TOO = {"merge_core/engine/devices.py": {"ctypes"}, "tasks/llama_cpp/child.py": {"ctypes"}}
 
 # Functions that Python offers on Linux but not on macOS.
 ABSENT = (

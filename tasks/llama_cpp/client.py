@@ -21,7 +21,6 @@ import contextlib
 import json
 import os
 import re
-import resource
 import signal
 import socket
 import tempfile
@@ -35,7 +34,7 @@ from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, Refused, suggest
 from mergegate.merge_core.parsing import read_plain
-from mergegate.merge_core.system import system_memory
+from mergegate.merge_core.system import data_limit, system_memory
 from mergegate.tasks.checkpoints import OutOfModelMemory
 from mergegate.tasks.sandbox import (
     Confinement,
@@ -335,8 +334,8 @@ def _started(path: Path, python: Path | None, write: tuple[str, ...], time_limit
 
 def _memory_limit() -> int | None:
     """Return the memory limit of the process in bytes, which must not exceed that of this process."""
-    machine, (own, _) = system_memory(), resource.getrlimit(resource.RLIMIT_DATA)
-    limits = [memory_of_child(2 * machine.total if machine else None), None if own == resource.RLIM_INFINITY else own]
+    machine = system_memory()
+    limits = [memory_of_child(2 * machine.total if machine else None), data_limit()]
     return min((limit for limit in limits if limit is not None), default=None)
 
 

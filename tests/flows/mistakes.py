@@ -71,6 +71,8 @@ TIES: dict[str, Any] = {
     "base_model": "demo/models/base",
     "models": [{"model": "demo/models/reverser", "parameters": {"weight": 1.0, "density": 0.5}}],
 }
+# The interpreter is missing on every machine, whether or not the environment of llama.cpp is installed.
+GGUF: dict[str, Any] = {"format": "gguf", "types": ["Q4_K_M"], "python": "nowhere/bin/python"}
 REGMEAN: dict[str, Any] = {
     "merge_method": "regmean",
     "models": [
@@ -443,11 +445,11 @@ MISTAKES: tuple[Mistake, ...] = (
     in_profile("a scheme without its text", variants=[{"format": "compressed-tensors", "scheme": "FP8"}]),
     in_profile(
         "a missing calibration text of a variant",
-        variants=[{"format": "gguf", "types": ["Q4_K_M"], "calibration": {"documents": "nowhere.jsonl"}}],
+        variants=[GGUF | {"calibration": {"documents": "nowhere.jsonl"}}],
     ),
     in_profile(
         "a calibration text of a variant that is also evaluated",
-        variants=[{"format": "gguf", "types": ["Q4_K_M"], "calibration": {"documents": "demo/data/held-out.jsonl"}}],
+        variants=[GGUF | {"calibration": {"documents": "demo/data/held-out.jsonl"}}],
     ),
     in_recipe("a rule by distance without a base", leave_out_beyond=5),
     in_recipe("no matching clients", ROUND),
