@@ -38,7 +38,7 @@ DIES = """
 """
 
 ROUNDED = ({"format": "rounded", "bits": 8},)
-# Cheap ones first: each run continues after the stages that the runs before it completed.
+# In the order of a run. Each run continues after the stages that the runs before it completed.
 MOMENTS = ("stage:agreement", "stage:variant", "publish:tiny", "publish:tiny-Rounded")
 
 

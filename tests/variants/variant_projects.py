@@ -26,8 +26,8 @@ ROUNDED: Sequence[Mapping[str, Any]] = (
     {"format": "rounded", "bits": 7, "suffix": "Bad", "fault": "scales"},
 )
 REAL: Sequence[Mapping[str, Any]] = (
-    {"format": "gguf", "types": ["Q8_0"], "python": str(ROOT / ".venv-gguf/bin/python")},
-    {"format": "compressed-tensors", "scheme": "FP8_DYNAMIC", "python": str(ROOT / ".venv-quantize/bin/python")},
+    {"format": "gguf", "types": ["Q8_0"]},
+    {"format": "compressed-tensors", "scheme": "FP8_DYNAMIC"},
 )
 
 
@@ -41,8 +41,10 @@ def write_profile(project: Project, variants: Sequence[Mapping[str, Any]], **mor
 
 
 def variant_project(root: Path, variants: Sequence[Mapping[str, Any]], **more: Any) -> Project:
-    """Create a project with a profile that has ``variants``."""
+    """Create a project with a profile that has ``variants``, and the environments of the quantizers."""
     project = make_project(root)
+    for environment in (".venv-gguf", ".venv-quantize"):
+        (root / environment).symlink_to(ROOT / environment)
     write_profile(project, variants, **more)
     return project
 
