@@ -8,18 +8,19 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from variant_projects import PROFILE, Project, files_of, run_process, variant_project
+from variant_projects import PROFILE, REAL, Project, files_of, run_process, variant_project
 
 pytestmark = pytest.mark.slow
 
 # Runs the command line and dies by SIGKILL at a moment:
 #   stage:NAME     after a stage has done its work, before its artifact is complete
 #   publish:PLACE  when a release is written, before it has its name
+#   child:WORD:S   S seconds after a process starts that has WORD in its command line
 DIES = """
-    import os, pathlib, signal, sys
+    import os, pathlib, signal, sys, threading
     from mergegate.tasks.store import Store, store
     from mergegate.flows.cli import main
-    kind, word = sys.argv.pop(1).split(":")
+    kind, word, *seconds = sys.argv.pop(1).split(":")
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "publish":
@@ -27,6 +28,11 @@ DIES = """
         def dies(self, target):
             die() if word in self.parts and "releases" in self.parts else rename(self, target)
         pathlib.Path.rename = dies
+    elif kind == "child":
+        def notice(event, arguments):
+            if event == "subprocess.Popen" and any(word in os.fsdecode(part) for part in arguments[1]):
+                threading.Timer(float(seconds[0]), die).start()
+        sys.addaudithook(notice)
     else:
         def deadly(seal):
             def dies(self, stage, *rest):
@@ -38,13 +44,27 @@ DIES = """
 """
 
 ROUNDED = ({"format": "rounded", "bits": 8},)
-# In the order of a run. Each run continues after the stages that the runs before it completed.
-MOMENTS = ("stage:agreement", "stage:variant", "publish:tiny", "publish:tiny-Rounded")
+# Cheap ones first: each run continues after the stages that the runs before it completed.
+ROUNDED_MOMENTS = ("stage:agreement", "stage:variant", "publish:tiny", "publish:tiny-Rounded")
+REAL_MOMENTS = (
+    *("child:convert_hf_to_gguf:1", "child:convert_hf_to_gguf:8", "stage:convert", "child:llama_cpp:1"),
+    *("stage:agreement", "stage:variant", "stage:inspect", "stage:answers"),
+    *("child:quantize_child:1", "child:quantize_child:20", "publish:tiny", "publish:tiny-GGUF", "publish:tiny-FP8"),
+)
 
 
 @pytest.mark.usefixtures("rounded_variants")
 def test_killed_at_one_moment_after_the_other_the_published_variants_are_byte_identical(tmp_path: Path) -> None:
-    require_same_bytes(tmp_path, ROUNDED, MOMENTS)
+    require_same_bytes(tmp_path, ROUNDED, ROUNDED_MOMENTS)
+
+
+@pytest.mark.long
+@pytest.mark.variants
+@pytest.mark.usefixtures("gguf_python", "quantize_python")
+def test_killed_inside_a_converter_a_quantizer_or_llama_cpp_the_published_variants_are_byte_identical(
+    tmp_path: Path,
+) -> None:
+    require_same_bytes(tmp_path, REAL, REAL_MOMENTS)
 
 
 def require_same_bytes(root: Path, variants: Sequence[dict[str, object]], moments: Sequence[str]) -> None:
