@@ -15,9 +15,10 @@ pytestmark = pytest.mark.slow
 # Runs the command line and dies by SIGKILL at a moment:
 #   stage:NAME     after a stage has done its work, before its artifact is complete
 #   publish:PLACE  when a release is written, before it has its name
-#   child:WORD:S   S seconds after a process starts that has WORD in its command line
+#   child:NAME:S   S seconds after the supervised process NAME starts
 DIES = """
     import os, pathlib, signal, sys, threading
+    from mergegate.tasks.sandbox import SupervisedProcess
     from mergegate.tasks.store import Store, store
     from mergegate.flows.cli import main
     kind, word, *seconds = sys.argv.pop(1).split(":")
@@ -29,10 +30,12 @@ DIES = """
             die() if word in self.parts and "releases" in self.parts else rename(self, target)
         pathlib.Path.rename = dies
     elif kind == "child":
-        def notice(event, arguments):
-            if event == "subprocess.Popen" and any(word in os.fsdecode(part) for part in arguments[1]):
+        start = SupervisedProcess.__init__
+        def starts(self, command, environment, output, options):
+            start(self, command, environment, output, options)
+            if options.name == word:
                 threading.Timer(float(seconds[0]), die).start()
-        sys.addaudithook(notice)
+        SupervisedProcess.__init__ = starts
     else:
         def deadly(seal):
             def dies(self, stage, *rest):
@@ -47,9 +50,9 @@ ROUNDED = ({"format": "rounded", "bits": 8},)
 # Cheap ones first: each run continues after the stages that the runs before it completed.
 ROUNDED_MOMENTS = ("stage:agreement", "stage:variant", "publish:tiny", "publish:tiny-Rounded")
 REAL_MOMENTS = (
-    *("child:convert_hf_to_gguf:1", "child:convert_hf_to_gguf:8", "stage:convert", "child:llama_cpp:1"),
+    *("child:convert:1", "child:convert:4", "stage:convert", "child:llama:0.5"),
     *("stage:agreement", "stage:variant", "stage:inspect", "stage:answers"),
-    *("child:quantize_child:1", "child:quantize_child:20", "publish:tiny", "publish:tiny-GGUF", "publish:tiny-FP8"),
+    *("child:quantize:1", "child:quantize:12", "publish:tiny", "publish:tiny-GGUF", "publish:tiny-FP8"),
 )
 
 
