@@ -106,6 +106,7 @@ def test_a_place_without_a_new_variant_keeps_its_release_and_the_run_says_so(pub
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_killed_before_each_step_of_the_publication_every_place_is_whole_and_the_bytes_are_the_same(
     published: Project, tmp_path: Path
 ) -> None:

@@ -229,6 +229,7 @@ def test_a_champion_that_gains_a_variant_publishes_only_that(demo_release: Path,
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_a_run_that_was_killed_while_it_built_variants_resumes(gained: Gained, tmp_path: Path) -> None:
     undisturbed, outcome, _ = gained
     project = Project(tmp_path / "project")

@@ -170,7 +170,7 @@ def test_a_reason_that_names_a_file_in_the_store_does_not_keep_the_good_variants
     assert str(tmp_path) not in page
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_every_damaged_variant_is_refused_with_a_reason_and_only_the_intact_one_is_published(
     registered: None, prefect_api: None, tmp_path: Path, seed: int
 ) -> None:
