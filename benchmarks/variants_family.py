@@ -41,7 +41,7 @@ checks: {license: {purpose: commercial, visibility: public}}
 perplexity: {documents: held-out.jsonl, max_length: 128}
 evaluate:
   dtype: float32
-  documents: null
+  documents: all
   tasks:
     - {task: ending.yaml, guarded_by: best parent, max_drop: 2, margin: 3}
 variants:

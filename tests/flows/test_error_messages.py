@@ -122,9 +122,9 @@ def _without_places(text: str) -> str:
     """Remove everything that depends on the machine or on the lm-eval version."""
     text = re.sub(r"lm-eval [\d.]+", "lm-eval <version>", re.sub(r"(?<![.\w])\./", "", text))
     # Other tests in this process may have declared stages that no user can name.
-    if "expected: one of answer," not in text:
+    if "expected: one of agreement," not in text:
         return text
-    return re.sub(r"(?m)(?<=expected: one of )answer,.*$", ", ".join(_stages()), text)
+    return re.sub(r"(?m)(?<=expected: one of )agreement,.*$", ", ".join(_stages()), text)
 
 
 def _stages() -> list[str]:

@@ -88,7 +88,8 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def has_bare_path(annotation: Any) -> bool:
-    if annotation == LocalPath:
+    # `Annotated` flattens, so a path with more metadata is compared by its first parts.
+    if getattr(annotation, "__metadata__", ())[: len(LocalPath.__metadata__)] == LocalPath.__metadata__:
         return False
     return annotation is Path or any(has_bare_path(part) for part in typing.get_args(annotation))
 

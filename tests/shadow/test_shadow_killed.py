@@ -75,6 +75,7 @@ def test_a_killed_look_resumes_without_repeating_judgments(
     assert (whole.returncode, told["shadow"]["pairs"], watch.routing.serving) == (code, 160, serving_now)
     # Requests in flight when the look was killed are sent again: at most as many as run concurrently.
     again = sum(count - 1 for count in asked.values())
-    # Answers of the parent are equal, so their 24 control pairs have few different texts.
-    assert 320 < len(asked) <= 320 + 2 * 24
+    # Answers of the parent are equal, so their 24 control pairs have few different texts. A control pair that was in
+    # flight when the look was killed may be replaced by another one.
+    assert 320 < len(asked) <= 320 + 2 * 24 + 4
     assert again <= 4 + 2 * 24

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from kept import digest_of, kept
-from mutations import MUTATIONS, injected
+from variant_mutations import MUTATIONS, injected
 from rounded_format import RoundedFormat, rounded_registered
 from variant_projects import (
     PROFILE,
