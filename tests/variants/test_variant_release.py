@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 from kept import digest_of, kept
-from variant_mutations import MUTATIONS, injected
 from rounded_format import RoundedFormat, rounded_registered
+from variant_mutations import MUTATIONS, injected
 from variant_projects import (
     PROFILE,
     PROFILES,
