@@ -14,7 +14,7 @@ PARALLEL := -n 3 --dist worksteal
 # Keep the tests of a file in one worker, so that they share a server.
 TOGETHER := -n 3 --dist loadfile
 
-.PHONY: help pictures demo demo-sweep test test-slow test-both test-long test-nights test-damage fuzz test-peer test-fusionbench test-serve test-serve-long test-ray test-ray-long test-mlflow newest serve-env gguf-env quantize-env test-variants lint format family bench bench-gpu bench-install server worker deploy docs clean
+.PHONY: help pictures demo demo-sweep test test-slow test-both test-long test-nights test-damage fuzz test-peer test-fusionbench test-serve test-serve-long test-ray test-ray-long test-mlflow newest serve-env gguf-env quantize-env test-variants test-variants-long lint format family bench bench-gpu bench-install server worker deploy docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -82,6 +82,9 @@ quantize-env: .venv-quantize/ready ## install llm-compressor for FP8 and INT8 va
 
 test-variants: $(VENV)/ready .venv-gguf/ready .venv-quantize/ready ## quantize, evaluate and release variants with the real libraries
 	MERGEGATE_REQUIRE_GGUF=1 MERGEGATE_REQUIRE_QUANTIZE=1 $(BIN)/pytest $(TOGETHER) -m "variants and not long" tests/variants
+
+test-variants-long: $(VENV)/ready .venv-gguf/ready .venv-quantize/ready ## follow the tutorial, quantize by more schemes, and kill real quantizers
+	MERGEGATE_REQUIRE_GGUF=1 MERGEGATE_REQUIRE_QUANTIZE=1 $(BIN)/pytest $(TOGETHER) -m "variants and long" tests/variants
 
 lint: $(VENV)/ready ## run ruff and mypy --strict
 	$(BIN)/ruff check .

@@ -482,7 +482,8 @@ def quantize(merge: Path, out: Path, scheme: str, quantizer: Quantizer, text: Ca
 
 @pytest.mark.variants
 @pytest.mark.parametrize(
-    ("family", "scheme", "calibrated"), [("llama", "FP8_DYNAMIC", False), ("qwen2", "W4A16", True)]
+    ("family", "scheme", "calibrated"),
+    [("llama", "FP8_DYNAMIC", False), pytest.param("qwen2", "W4A16", True, marks=pytest.mark.long)],
 )
 def test_llm_compressor_builds_the_same_bytes_twice(
     family: Family, scheme: str, calibrated: bool, quantizer: Quantizer, merges: dict[Family, Path], tmp_path: Path
@@ -496,7 +497,12 @@ def test_llm_compressor_builds_the_same_bytes_twice(
 
 @pytest.mark.variants
 @pytest.mark.parametrize(
-    ("family", "scheme", "calibrated"), [("qwen2", "W8A8", False), ("mixtral", "W4A16", False), ("llama", "FP8", True)]
+    ("family", "scheme", "calibrated"),
+    [
+        ("qwen2", "W8A8", False),
+        pytest.param("mixtral", "W4A16", False, marks=pytest.mark.long),
+        pytest.param("llama", "FP8", True, marks=pytest.mark.long),
+    ],
 )
 def test_llm_compressor_builds_what_the_checks_expect(
     family: Family, scheme: str, calibrated: bool, quantizer: Quantizer, merges: dict[Family, Path], tmp_path: Path
