@@ -251,15 +251,18 @@ def answer_with_gguf(model: QuantizedModel, serve: ServeSettings | None, tools: 
                 seen = f"{loops} of {len(answers)} answers repeat one pattern"
                 checks.append(check_that(2 * loops <= len(answers), "no loop", seen, "at most half of them"))
             if settings.chat is not False:
-                checks += _chat_checks(opened, facts.chat, must_chat=bool(settings.chat))
+                checks += _chat_checks(opened, facts.chat, must_chat=bool(settings.chat), has_chatted=serve is not None)
     except InvalidInput as error:
         damage = Check.failed_check("answers", error.found, error.expected or "an answer", error.remedy, error.where)
         return GgufChecks(checks=(damage,))
     return GgufChecks(checks=tuple(checks))
 
 
-def _chat_checks(llama: LlamaCpp, chat: Chat | None, *, must_chat: bool) -> list[Check]:
-    """Answer a chat with the template in the file, and compare the rendered prompt with that of the merge."""
+def _chat_checks(llama: LlamaCpp, chat: Chat | None, *, must_chat: bool, has_chatted: bool) -> list[Check]:
+    """Answer a chat with the template in the file, and compare the rendered prompt with that of the merge.
+
+    ``has_chatted`` means that the merge answered a chat on its server. Otherwise, an empty answer may be its own.
+    """
     if chat is None:
         seen = "the merge has no chat template"
         return [check_that(False, "chat", seen, "a template") if must_chat else Check.not_offered("chat", seen)]
@@ -268,7 +271,11 @@ def _chat_checks(llama: LlamaCpp, chat: Chat | None, *, must_chat: bool) -> list
     answer = llama.chat(chat.messages, tokens=_ANSWER_TOKENS)
     ids = llama.tokenize([answer.prompt])[0]
     seen = f"{len(ids)} ids, " + ("which agree" if ids == chat.ids else f"which begin with {list(ids[:8])}")
+    if not answer.text and not has_chatted:
+        answered = Check.not_offered("chat", "an empty answer; the merge was not served, so its answer is unknown")
+    else:
+        answered = check_that(bool(answer.text), "chat", repr(answer.text[:40]), "some text")
     return [
-        check_that(bool(answer.text), "chat", repr(answer.text[:40]), "some text"),
+        answered,
         check_that(ids == chat.ids, "chat prompt", seen, f"the {len(chat.ids)} ids of the merge's own template"),
     ]

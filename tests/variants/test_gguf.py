@@ -14,6 +14,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -33,7 +34,7 @@ from mergegate.tasks.serve import Check, ServeSettings
 from mergegate.tasks.stage import runtime, store
 from mergegate.tasks.store import Artifact
 from mergegate.tasks.variants import ConversionCheck, VariantRecord
-from mergegate.tasks.variants.gguf import GgufFormat, answer_with_gguf, inspect_gguf, quantize_gguf
+from mergegate.tasks.variants.gguf import GgufFormat, _chat_checks, answer_with_gguf, inspect_gguf, quantize_gguf
 from mergegate.tasks.variants.gguf_conversion import (
     FILE,
     LIMIT,
@@ -590,3 +591,13 @@ def test_a_required_chat_fails_without_a_template(llama: Converted, tmp_path: Pa
     assert "chat" in problems(required)
     optional = answer_with_gguf.build(model, ServeSettings(), llama.tools).value.checks
     assert {check.name: check.outcome for check in optional}["chat"] == "not offered"
+
+
+@pytest.mark.parametrize(("has_chatted", "outcome"), [(True, "fail"), (False, "not offered")])
+def test_an_empty_answer_fails_only_if_the_merge_is_known_to_chat(has_chatted: bool, outcome: str) -> None:
+    llama: Any = SimpleNamespace(
+        chat=lambda messages, tokens: SimpleNamespace(text="", prompt="hello"), tokenize=lambda texts: [(1, 2)]
+    )
+    chat: Any = SimpleNamespace(problem="", messages=(), ids=(1, 2))
+    answered, prompted = _chat_checks(llama, chat, must_chat=False, has_chatted=has_chatted)
+    assert (answered.outcome, prompted.outcome) == (outcome, "pass")
