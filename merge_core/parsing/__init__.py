@@ -3,9 +3,11 @@
 mergegate reads every untrusted file (checkpoint, recipe, profile, task, card, results, release) with this package. The
 module ``files`` opens only plain files inside their directory, up to a size limit. ``json_text`` and ``yaml_text``
 limit depth, number of values, digits and aliases. ``input_errors`` turns every exception that a parser raises for
-hostile input into InvalidInput. Comments next to the limits say how much legitimate files need.
+hostile input into InvalidInput. Comments next to the limits say how much legitimate files need. ``extensions`` selects
+the class of a setting that other packages may extend.
 """
 
+from mergegate.merge_core.parsing.extensions import SelectedBy, collect_settings
 from mergegate.merge_core.parsing.files import (
     MAX_CODE_BYTES,
     MAX_DATA_BYTES,
@@ -45,8 +47,10 @@ __all__ = [
     "MAX_YAML_BYTES",
     "JsonBounds",
     "LocalPath",
+    "SelectedBy",
     "StrictLoader",
     "check_entries",
+    "collect_settings",
     "describe_kind",
     "expectation",
     "flow_yaml",
