@@ -6,6 +6,8 @@ shows the version that fits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from mergegate.merge_core.wording import format_count
 from mergegate.tasks.gate import GuardVerdict, SuiteVerdict
 from mergegate.tasks.report import wording
@@ -30,11 +32,9 @@ def guards_plot(content: ReportContent) -> tuple[str, ...]:
         f"{guard.task} against {guard.reference}: {wording.drop(guard)}, {wording.limits(guard)}, {guard.word}."
         for guard in guards
     )
-    has_margin = any(line.soft_limit != line.fail_limit for line in lines)
     in_suite = any(guard.limit is not None for guard in guards)
     upper = "margin or per-task limit" if verdict.suites else "per-task limit" if in_suite else "margin"
-    names = ("zero", "max_drop", upper) if has_margin else ("zero", f"max_drop and {upper}")
-    return draw_intervals("guards", lines, 0.0, names, "drop in points", label)
+    return _draw_drops("guards", lines, upper, label)
 
 
 def _suite_line(suite: SuiteVerdict, label: str, detail: str) -> Line:
@@ -88,9 +88,14 @@ def variants_plot(content: ReportContent) -> tuple[str, ...]:
         f"{wording.plain(line.soft_limit)}, {line.word}."
         for line in lines
     )
+    return _draw_drops("variants", lines, upper, label)
+
+
+def _draw_drops(name: str, lines: Sequence[Line], upper: str, label: str) -> tuple[str, ...]:
+    """Draw drops in points. ``upper`` names the second limit of the lines."""
     has_margin = any(line.soft_limit != line.fail_limit for line in lines)
     names = ("zero", "max_drop", upper) if has_margin else ("zero", f"max_drop and {upper}")
-    return draw_intervals("variants", lines, 0.0, names, "drop in points", label)
+    return draw_intervals(name, lines, 0.0, names, "drop in points", label)
 
 
 def drift_plot(content: ReportContent) -> tuple[str, ...]:
