@@ -42,7 +42,6 @@ from typing import Any, NamedTuple, TypeVar, cast
 from mergegate.merge_core.engine import has_cuda_driver
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files import disk_errors_refused, state_directory
-from mergegate.merge_core.system import system_memory
 from mergegate.merge_core.wording import detail
 from mergegate.tasks.checkpoints.messages import receive
 from mergegate.tasks.checkpoints.model import Model
@@ -62,8 +61,9 @@ from mergegate.tasks.sandbox import (
     acquire_gpus,
     compile_imports,
     environment_of_child,
+    output_tail,
 )
-from mergegate.tasks.stage import home, memory_of_child, on_input_change, store
+from mergegate.tasks.stage import home, memory_of_child, memory_of_mapping_child, on_input_change, store
 
 # Messages of Python, torch and C++ if a memory limit, rather than the size of the memory, stops an allocation.
 _NO_MEMORY = re.compile(
@@ -87,13 +87,10 @@ _IMPORTS = (
 _SILENCE_S = 3600.0
 # Stages that write a journal in the model process and resume from it.
 _JOURNALLED = ("evaluate", "perplexity", "ensemble", "statistics", "importance")
-# Memory limit as a multiple of the machine's memory. Weights count twice: once when mapped and once when read.
-_MAPPED_TOO = 2
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # Libraries then do not wait for a missing network.
 # Torch threads that have finished their share of a layer sleep until the rest have finished. Spinning threads would
 # occupy the cores that the rest need. On a busy machine, two spinning threads take twenty times as long.
 _PATIENT = {"OMP_WAIT_POLICY": "PASSIVE"}
-_TAIL = 1 << 16  # Bytes at the end of the output that are searched for the last line.
 
 A = TypeVar("A")
 TellProgress = Callable[[int, int], None]
@@ -333,13 +330,12 @@ class _ModelProcess:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``end``
         root = state_directory(store().root, private=True)
         # With CUDA there is no default limit, because the driver also maps the memory of the GPU, of any size.
-        memory = None if has_cuda_driver() else system_memory()
         confinement = Confinement(
             # Only existing directories can be allowed, so state_directory creates them.
             write=tuple(str(state_directory(root / stage)) for stage in _JOURNALLED),
             hide=(str(home() / "prefect"),),
             network=kind.network,
-            memory=memory_of_child(_MAPPED_TOO * memory.total if memory else None),
+            memory=memory_of_child(None) if has_cuda_driver() else memory_of_mapping_child(),
         )
         self._gpus = acquire_gpus()
         try:
@@ -363,8 +359,7 @@ class _ModelProcess:
 
     def last_line(self) -> str:
         """Return the last line that the process printed. Libraries often print the cause of a crash there."""
-        self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - _TAIL))
-        lines = self._output.read().decode(errors="replace").split("\n")
+        lines = output_tail(self._output).split("\n")
         return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
 
     def end(self) -> None:

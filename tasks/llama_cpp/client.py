@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import signal
 import socket
@@ -34,7 +33,7 @@ from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, Refused, suggest
 from mergegate.merge_core.parsing import read_plain
-from mergegate.merge_core.system import data_limit, system_memory
+from mergegate.merge_core.system import data_limit
 from mergegate.tasks.checkpoints import OutOfModelMemory
 from mergegate.tasks.sandbox import (
     Confinement,
@@ -43,8 +42,9 @@ from mergegate.tasks.sandbox import (
     SupervisedProcess,
     compile_imports,
     environment_of_child,
+    output_tail,
 )
-from mergegate.tasks.stage import home, memory_of_child
+from mergegate.tasks.stage import home, memory_of_mapping_child
 
 PYTHON = Path(".venv-gguf/bin/python")  # built by `make gguf-env`
 CONVERTER = Path("llama.cpp/convert_hf_to_gguf.py")  # in the environment's directory
@@ -65,7 +65,6 @@ SETTINGS = "1 thread, float32 cache, no flash attention, batches of 32 tokens"
 _CHILD = Path(__file__).with_name("child.py")
 _SILENCE_S = 3600.0  # longest time for one answer
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-_TAIL = 1 << 16  # bytes at the end of the output that are searched for a message
 _LAST_WORDS_S = 5.0  # time that a process has to end after it closed its connection
 # Lines of the output that tell why llama.cpp or Python ended.
 _CAUSE = re.compile(r"GGML_ASSERT|ggml_abort|what\(\):|^\w*(Error|Exception)\b")
@@ -334,8 +333,7 @@ def _started(path: Path, python: Path | None, write: tuple[str, ...], time_limit
 
 def _memory_limit() -> int | None:
     """Return the memory limit of the process in bytes, which must not exceed that of this process."""
-    machine = system_memory()
-    limits = [memory_of_child(2 * machine.total if machine else None), data_limit()]
+    limits = [memory_of_mapping_child(), data_limit()]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
@@ -435,8 +433,7 @@ class _Process:
                 found=f"llama.cpp did not finish within {self._time_limit or _SILENCE_S:g} s, so mergegate stopped it",
                 expected="an answer in time",
             )
-        self._output.seek(max(0, self._output.seek(0, os.SEEK_END) - _TAIL))
-        lines = [line.strip() for line in self._output.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = [line.strip() for line in output_tail(self._output).splitlines() if line.strip()]
         cause = next((line for line in lines if _CAUSE.search(line)), lines[-1] if lines else "")[:300]
         if end.returncode in (None, -signal.SIGKILL):
             return self._memory_error("killed by signal 9, which the system sends when memory is full")

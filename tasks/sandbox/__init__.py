@@ -8,7 +8,14 @@ from mergegate.tasks.sandbox.confinement import Confinement, environment_of_chil
 from mergegate.tasks.sandbox.gpu_lock import GpuLease, acquire_gpus
 from mergegate.tasks.sandbox.preparation import compile_imports, require_linux
 from mergegate.tasks.sandbox.programs import ProgramEnd, ProgramLimits, run_program
-from mergegate.tasks.sandbox.supervision import Gpus, NotStarted, ProcessEnd, ProcessOptions, SupervisedProcess
+from mergegate.tasks.sandbox.supervision import (
+    Gpus,
+    NotStarted,
+    ProcessEnd,
+    ProcessOptions,
+    SupervisedProcess,
+    output_tail,
+)
 
 __all__ = [
     "Confinement",
@@ -23,6 +30,7 @@ __all__ = [
     "acquire_gpus",
     "compile_imports",
     "environment_of_child",
+    "output_tail",
     "require_linux",
     "run_program",
 ]

@@ -57,6 +57,7 @@ _TICK = 0.5  # seconds between two checks of memory and parent
 _REST = 20  # pause between memory checks, as a multiple of their duration: the kernel counts pages during a check
 _LINGER = 3.0  # seconds that workers have to exit after the command, if it has a grace period
 _PAUSE = 0.02
+_TAIL = 1 << 16  # bytes at the end of the output that are searched for the cause of a failure
 _STOPS_WITHIN = 0.2  # seconds; a process that waits for a disk takes longer to stop
 _SLACK = 15.0  # seconds beyond the grace period after which the supervisor itself is killed
 _MAX_PATH_LENGTH = 40  # characters
@@ -177,6 +178,15 @@ class SupervisedProcess:
             self._supervisor.wait(within)
         return not self.alive
 
+    def wait(self) -> ProcessEnd:
+        """Wait until the process has ended. If the wait is interrupted, end it."""
+        try:
+            while not self.ends(within=1.0):
+                pass
+        finally:
+            end = self.end()
+        return end
+
     def end(self) -> ProcessEnd:
         """End the process and everything it started. Further calls are harmless and return the same result."""
         with self._ending:
@@ -207,6 +217,12 @@ class SupervisedProcess:
             self._supervisor.stdin.flush()
         answer = self._supervisor.stdout.readline() or b'{"error": "the supervisor exited unexpectedly"}'
         return dict(json.loads(answer))
+
+
+def output_tail(output: IO[bytes]) -> str:
+    """Return the last 64 KiB of a process's output, where libraries often print the cause of a failure."""
+    output.seek(max(0, output.seek(0, os.SEEK_END) - _TAIL))
+    return output.read().decode(errors="replace")
 
 
 class Supervisor:

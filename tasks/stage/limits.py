@@ -31,6 +31,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError, OutOfTime, suggest
+from mergegate.merge_core.system import system_memory
 from mergegate.merge_core.wording import format_duration, parse_bytes, parse_duration
 
 _SHUTDOWN_S = 300.0  # Seconds after the limit of a run in which the main thread can still clean up.
@@ -146,6 +147,15 @@ def memory_of_child(default: int | None) -> int | None:
     """Return the memory limit of a new process in bytes: that of the run, or ``default`` if the run has none."""
     limit = _child_memory.get()
     return default if limit is None else limit
+
+
+def memory_of_mapping_child() -> int | None:
+    """Return the memory limit of a new process that maps weights, in bytes, or None if the machine's memory is unknown.
+
+    It is that of the run, or twice the memory of the machine. Weights count twice: once when mapped and once when read.
+    """
+    machine = system_memory()
+    return memory_of_child(2 * machine.total if machine else None)
 
 
 @contextmanager

@@ -31,7 +31,6 @@ from mergegate.merge_core.checkpoint import GgufArray, GgufHeader, read_gguf_hea
 from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.parsing import read_json, read_text
-from mergegate.merge_core.system import system_memory
 from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process
 from mergegate.tasks.llama_cpp import CONVERTER, LlamaCpp, find_python, open_gguf, runtime_versions, toolchain
@@ -42,9 +41,10 @@ from mergegate.tasks.sandbox import (
     SupervisedProcess,
     compile_imports,
     environment_of_child,
+    output_tail,
 )
 from mergegate.tasks.serve import Chat, Check, ReferenceRequest, make_reference, render_chat
-from mergegate.tasks.stage import Runtime, StageValue, memory_of_child, stage, value_stage
+from mergegate.tasks.stage import Runtime, StageValue, memory_of_mapping_child, stage, value_stage
 from mergegate.tasks.store import NotInKey
 from mergegate.tasks.variants.contract import ConversionCheck
 
@@ -161,8 +161,6 @@ runpy.run_path(script, run_name="__main__")
 sys.exit(0 if is_known else {_UNKNOWN_PRE_TOKENIZER})
 """
 _QUIET = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
-_MAPPED_TOO = 2  # memory limit as a multiple of the machine's memory, because mapped weights count
-_TAIL = 1 << 16  # bytes at the end of the converter's output that are searched for the cause of a failure
 _CAUSE = re.compile(r"^(?:ERROR:[\w.-]+:|\w+(?:Error|Exception): ?)(?P<cause>.*\S.*)$", re.MULTILINE)
 _PRE = "tokenizer.ggml.pre"
 
@@ -263,8 +261,7 @@ def _run_converter(directory: Path, output: Path, name: str, tools: GgufTools) -
         script.parent / "conversion/base.py",
         environment,
     )
-    memory = system_memory()
-    limit = memory_of_child(_MAPPED_TOO * memory.total if memory else None)
+    limit = memory_of_mapping_child()
     with tempfile.TemporaryFile() as log:
         try:
             process = SupervisedProcess(
@@ -277,15 +274,10 @@ def _run_converter(directory: Path, output: Path, name: str, tools: GgufTools) -
             raise InvalidInput(
                 str(tools.python), found=str(error), expected="a Python interpreter", remedy="run 'make gguf-env'"
             ) from None
-        try:
-            while not process.ends(1.0):
-                pass
-        finally:
-            end = process.end()
+        end = process.wait()
         if end.returncode in (0, _UNKNOWN_PRE_TOKENIZER) and output.is_file():
             return end.returncode == 0
-        log.seek(max(0, log.seek(0, 2) - _TAIL))
-        text = log.read().decode(errors="replace")
+        text = output_tail(log)
     causes = [match["cause"].strip() for match in _CAUSE.finditer(text)]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     raise Refused(
