@@ -7,8 +7,9 @@ with a single bad one does. A failure to build or check a variant is the verdict
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 
 from mergegate.flows.attempt.assessment import Assessment, assess_merge
 from mergegate.flows.attempt.attempt import JudgedMerge, JudgedVariant
@@ -39,7 +40,7 @@ def judge_variants(merge: JudgedMerge, runner: Runner | None = None) -> tuple[Ju
         CannotDecide: The disk is full, a time limit has expired, or a file changed.
     """
     judged: list[JudgedVariant] = []
-    texts = conversion_texts(merge) if merge.profile.variants else ()
+    texts = cache(partial(conversion_texts, merge))  # not every format converts
     for settings in merge.profile.variants:
         conversion, problem = _convert(settings, merge, texts)
         for variant_type in settings.variant_types:
@@ -69,7 +70,7 @@ def conversion_texts(merge: JudgedMerge) -> tuple[str, ...]:
 
 
 def _convert(
-    settings: VariantFormat, merge: JudgedMerge, texts: Sequence[str]
+    settings: VariantFormat, merge: JudgedMerge, texts: Callable[[], Sequence[str]]
 ) -> tuple[StoredValue[ConversionCheck] | None, str]:
     """Compare the unquantized form of a format with the merge. Return the result, or the reason why there is none."""
     try:

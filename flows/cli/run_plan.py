@@ -249,7 +249,7 @@ def _variant_stages(
     conversion, stages = None, []
     if merge:
         root = merge.profile.root
-        conversion = _in_store(lambda: (settings.convert(merge.model, conversion_texts(merge), root),))
+        conversion = _in_store(lambda: (settings.convert(merge.model, partial(conversion_texts, merge), root),))
         if conversion and conversion[0] and conversion[0].value.problems:
             return []  # a wrong conversion is the verdict on all of them
     for variant_type in settings.variant_types:

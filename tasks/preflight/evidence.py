@@ -315,13 +315,13 @@ def collect_variant_texts(variants: Sequence[VariantSettings], root: Path, hashe
     Raises:
         InvalidInput: A text is missing or differs from the profile's declaration.
     """
-    contents: list[str] = []
-    pinned: list[tuple[HeldOutText, int]] = []
-    for variant in variants:
-        if (calibration := variant.calibration) and (text := variant.pin_calibration(root, hashes)):
-            pinned.append((text, calibration.samples))
-            contents += [content for _, content in read_texts(text, calibration.samples)]
-    return CalibrationTexts(digest=digest(pinned), texts=tuple(contents)) if pinned else None
+    calibrations = [each for variant in variants if (each := variant.pin_calibration(root, hashes))]
+    if not calibrations:
+        return None
+    return CalibrationTexts(
+        digest=digest([(each.text, each.samples) for each in calibrations]),
+        texts=tuple(document for each in calibrations for document in each.documents()),
+    )
 
 
 def overlap_findings(

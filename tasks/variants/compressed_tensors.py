@@ -8,12 +8,11 @@ the result.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -32,6 +31,7 @@ from mergegate.tasks.sandbox import (
     SupervisedProcess,
     compile_imports,
     environment_of_child,
+    output_tail,
 )
 from mergegate.tasks.serve import Check, ServeSettings, serve_models
 from mergegate.tasks.stage import StageValue, home, memory_of_child, stage, store, value_stage, versions
@@ -65,7 +65,6 @@ _NO_KERNEL = re.compile(
     r"Failed to find a kernel that can implement|scheme is not supported for the current (?:GPU|platform)"
     r"|No compressed-tensors compatible scheme was found|requires (?:GPU|CUDA|compute) capability"
 )
-_TAIL = 1 << 16  # bytes at the end of the log that are searched for the cause of a failure
 
 
 class Quantizer(BaseModel):
@@ -153,11 +152,13 @@ class CompressedTensorsFormat(VariantFormat):
             where = f"variants: {self.scheme}: {problem.tensor}"
             raise InvalidInput(where, found=problem.found, expected=problem.expected, remedy=problem.remedy)
 
-    def convert(self, merge: Model, texts: Sequence[str], root: Path) -> StoredValue[ConversionCheck] | None:
+    def convert(
+        self, merge: Model, texts: Callable[[], Sequence[str]], root: Path
+    ) -> StoredValue[ConversionCheck] | None:
         return None
 
     def build(self, merge: Model, variant_type: str, root: Path) -> Artifact[VariantRecord]:
-        calibration = self.pinned_calibration(root, store().hashes)
+        calibration = self.pin_calibration(root, store().hashes)
         return quantize_weights(merge, self.scheme, self._quantizer(root), calibration)
 
     def open(self, merge: Model, variant_type: str, artifact: Artifact[VariantRecord]) -> QuantizedModel:
@@ -333,19 +334,14 @@ def _run(quantizer: Quantizer, order: Mapping[str, Any], scratch: Path, location
                 expected="a working environment of llm-compressor",
                 remedy="run 'make quantize-env' again",
             ) from None
-        try:
-            while not process.ends(within=1.0):
-                pass
-        finally:
-            end = process.end()
+        end = process.wait()
     if end.returncode != 0:
         raise _failure(end, log_path, location)
 
 
 def _failure(end: ProcessEnd, log_path: Path, location: str) -> Refused | CannotDecide:
     with log_path.open("rb") as log:
-        log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL))
-        lines = [line.strip() for line in log.read().decode(errors="replace").splitlines() if line.strip()]
+        lines = [line.strip() for line in output_tail(log).splitlines() if line.strip()]
     cause = lines[-1][:300] if lines else "it printed nothing"
     is_killed = end.returncode is None or end.returncode == -signal.SIGKILL
     if is_killed or _NO_MEMORY.search(cause):

@@ -22,7 +22,7 @@ A run calls them in this order. All results are stages with a content key, so th
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
@@ -121,10 +121,12 @@ class VariantFormat(VariantSettings, ABC):
         """
 
     @abstractmethod
-    def convert(self, merge: Model, texts: Sequence[str], root: Path) -> StoredValue[ConversionCheck] | None:
-        """Convert the merge without quantizing it, and compare the result with the merge on ``texts``.
+    def convert(
+        self, merge: Model, texts: Callable[[], Sequence[str]], root: Path
+    ) -> StoredValue[ConversionCheck] | None:
+        """Convert the merge without quantizing it, and compare the result with the merge on ``texts()``.
 
-        Return None if the format has no unquantized form. ``texts`` are held-out documents and prompts of the gate.
+        Return None if the format has no unquantized form. ``texts`` returns held-out documents and prompts of the gate.
 
         Raises:
             Refused: The merge cannot be converted.

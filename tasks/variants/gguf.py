@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
@@ -94,14 +94,16 @@ class GgufFormat(VariantFormat):
         self.pin_calibration(root, store().hashes)
         return f"llama-cpp-python {self._tools.versions['llama_cpp_python']}"
 
-    def convert(self, merge: Model, texts: Sequence[str], root: Path) -> StoredValue[ConversionCheck] | None:
-        arguments = (merge, self._name_of(merge), tuple(texts), self.max_different_texts, self._tools, runtime())
+    def convert(
+        self, merge: Model, texts: Callable[[], Sequence[str]], root: Path
+    ) -> StoredValue[ConversionCheck] | None:
+        arguments = (merge, self._name_of(merge), tuple(texts()), self.max_different_texts, self._tools, runtime())
         if compare_conversion.find(*arguments) is None:
             convert_merge(merge, self._name_of(merge), self._tools)
         return compare_conversion(*arguments)
 
     def build(self, merge: Model, variant_type: str, root: Path) -> Artifact[VariantRecord]:
-        calibration = self.pinned_calibration(root, store().hashes)
+        calibration = self.pin_calibration(root, store().hashes)
         arguments = (merge, self._name_of(merge), variant_type, self._tools, calibration)
         if quantize_gguf.find(*arguments) is None:
             convert_merge(merge, self._name_of(merge), self._tools)

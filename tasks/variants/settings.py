@@ -128,8 +128,10 @@ class VariantSettings(BaseModel):
             raise ValueError(f"margin ({self.margin:g}) must be at least max_drop ({self.max_drop:g})")
         return self
 
-    def pin_calibration(self, root: Path, hashes: HashMemo) -> HeldOutText | None:
-        """Hash the calibration text, and return it. None if no text is set. ``root`` is the directory of the profile.
+    def pin_calibration(self, root: Path, hashes: HashMemo) -> Calibration | None:
+        """Hash the calibration text, and return it with its limits. None if no text is set.
+
+        ``root`` is the directory of the profile.
 
         Raises:
             InvalidInput: The file is missing or empty, or a document does not have the field.
@@ -138,11 +140,5 @@ class VariantSettings(BaseModel):
             return None
         location = f"variants: calibration.documents: {settings.documents}"
         setting = TextSetting(location, "variants: calibration.field")
-        return pin_text(root / settings.documents, settings.field, hashes, setting, conversations=True)
-
-    def pinned_calibration(self, root: Path, hashes: HashMemo) -> Calibration | None:
-        """Return the pinned calibration text with its limits, or None. The errors are those of ``pin_calibration``."""
-        text = self.pin_calibration(root, hashes)
-        if self.calibration is None or text is None:
-            return None
-        return Calibration(text=text, samples=self.calibration.samples, max_length=self.calibration.max_length)
+        text = pin_text(root / settings.documents, settings.field, hashes, setting, conversations=True)
+        return Calibration(text=text, samples=settings.samples, max_length=settings.max_length)

@@ -18,7 +18,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Literal
@@ -83,8 +83,10 @@ class RoundedFormat(VariantFormat):
             )
         return "rounder 1.0"
 
-    def convert(self, merge: Model, texts: Sequence[str], root: Path) -> StoredValue[ConversionCheck] | None:
-        return compare_rounded(merge, tuple(texts), self.fault) if self.converts else None
+    def convert(
+        self, merge: Model, texts: Callable[[], Sequence[str]], root: Path
+    ) -> StoredValue[ConversionCheck] | None:
+        return compare_rounded(merge, tuple(texts()), self.fault) if self.converts else None
 
     def build(self, merge: Model, variant_type: str, root: Path) -> Artifact[VariantRecord]:
         return round_weights(merge, variant_type, self.fault)

@@ -460,9 +460,9 @@ def calibration(directory: Path) -> Calibration:
     path = directory / "calibration.txt"
     path.write_text("\n\n".join("abcd efgh " * (2 + number % 5) for number in range(24)))
     settings = {"documents": str(path), "samples": 16, "max_length": 32}
-    text = variant_format(scheme="W4A16", calibration=settings).pin_calibration(directory, store().hashes)
-    assert text is not None
-    return Calibration(text=text, samples=16, max_length=32)
+    pinned = variant_format(scheme="W4A16", calibration=settings).pin_calibration(directory, store().hashes)
+    assert pinned is not None
+    return pinned
 
 
 def quantize(merge: Path, out: Path, scheme: str, quantizer: Quantizer, text: Calibration | None) -> dict[str, bytes]:

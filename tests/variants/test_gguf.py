@@ -498,7 +498,7 @@ def test_calibration_gives_other_weights_and_types_that_need_it(llama: Converted
         calibration=CalibrationSettings(documents=Path("calibration.txt"), samples=8),
         python=llama.tools.python,
     )
-    calibration = settings.pinned_calibration(tmp_path, store().hashes)
+    calibration = settings.pin_calibration(tmp_path, store().hashes)
     assert calibration is not None
     for variant_type in settings.types:
         artifact = quantize_gguf.build(llama.merge, "Tiny", variant_type, llama.tools, calibration)

@@ -105,7 +105,7 @@ def built(
 
     @flow
     def run() -> tuple[Artifact[VariantRecord], bool]:
-        converted = variant.convert(model, ("the old pig",), REVERSER)
+        converted = variant.convert(model, lambda: ("the old pig",), REVERSER)
         assert converted is not None
         return variant.build(model, variant_type, REVERSER), not converted.value.refuses()
 
