@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from demo_project import Printed, Project
+from forged_evidence import FORGERIES, Columns, Evidence, flip_one_outcome, row_of
 from test_verify_and_reproduce import forge
 from typer.testing import CliRunner
 
@@ -26,7 +26,6 @@ from mergegate.tasks.publish.releases.verify import check_release
 from mergegate.tasks.publish.targets.directory import DirectoryRelease
 
 Released = tuple[Project, Printed]
-Columns = dict[str, list[Any]]
 
 
 @pytest.fixture
@@ -36,116 +35,24 @@ def release(released: Released, tmp_path: Path) -> Path:
     return Path(shutil.copytree(version, tmp_path / version.name))
 
 
-def edit_table(release: Path, name: str, change: Callable[[Columns], object]) -> None:
-    """Change the columns of a table in the release."""
-    with pq.ParquetFile(release / name) as file:
-        table = file.read()
-    columns = table.to_pydict()
-    change(columns)
-    pq.write_table(pa.table(columns, schema=table.schema), release / name)
-
-
-def edit_record(release: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the recorded inputs and verdict of the gate."""
-    record = json.loads((release / EVIDENCE_RECORD).read_text())
-    change(record)
-    (release / EVIDENCE_RECORD).write_text(json.dumps(record))
-
-
-def row_of(columns: Columns, model: str, task: str, at: int = 0) -> int:
-    """Return the index of a row of a model on a task."""
-    rows = range(len(columns["model"]))
-    return [row for row in rows if (columns["model"][row], columns["task"][row]) == (model, task)][at]
-
-
-def flip_one_outcome(release: Path) -> None:
-    def change(columns: Columns) -> None:
-        row = row_of(columns, "merge", "reverse")
-        columns["outcome"][row] = 1 - columns["outcome"][row]
-
-    edit_table(release, OUTCOMES, change)
-
-
-def drop_a_document(release: Path) -> None:
-    def change(columns: Columns) -> None:
-        doc_id = columns["doc_id"][row_of(columns, "merge", "reverse")]
-        rows = range(len(columns["model"]))
-        kept = [row for row in rows if (columns["task"][row], columns["doc_id"][row]) != ("reverse", doc_id)]
-        columns.update({name: [values[row] for row in kept] for name, values in columns.items()})
-
-    edit_table(release, OUTCOMES, change)
-
-
-def swap_two_models(release: Path) -> None:
+def swap_two_models(evidence: Evidence) -> None:
     names = {"merge": "reverser", "reverser": "merge"}
 
     def change(columns: Columns) -> None:
         columns["model"] = [names.get(model, model) for model in columns["model"]]
 
-    edit_table(release, OUTCOMES, change)
+    evidence.edit_table(OUTCOMES, change)
 
 
-def worsen_a_likelihood(release: Path) -> None:
+def change_a_prompt(evidence: Evidence) -> None:
     def change(columns: Columns) -> None:
-        columns["loglik"][columns["model"].index("merge")] -= 1e-6
+        columns["prompt_hash"][row_of(columns, "reverser")] = "0" * 64
 
-    edit_table(release, LIKELIHOODS, change)
-
-
-def change_a_prompt(release: Path) -> None:
-    def change(columns: Columns) -> None:
-        columns["prompt_hash"][row_of(columns, "reverser", "reverse")] = "0" * 64
-
-    edit_table(release, OUTCOMES, change)
+    evidence.edit_table(OUTCOMES, change)
 
 
-def add_an_unknown_model(release: Path) -> None:
-    edit_table(release, OUTCOMES, lambda columns: [values.append(values[-1]) for values in columns.values()])
-
-
-def raise_a_limit(release: Path) -> None:
-    edit_record(release, lambda record: record["inputs"]["guards"][0].update(max_drop=4.0))
-
-
-def lower_the_confidence(release: Path) -> None:
-    edit_record(release, lambda record: record["inputs"]["plan"]["rule"].update(confidence=0.9))
-
-
-def raise_the_drift_limit(release: Path) -> None:
-    edit_record(release, lambda record: record["inputs"]["limits"].update(max_increase=0.5))
-
-
-def state_another_verdict(release: Path) -> None:
-    edit_record(release, lambda record: record["verdict"].update(publishable=False))
-
-
-def remove_a_guard(release: Path) -> None:
-    edit_record(release, lambda record: record["inputs"]["guards"].pop())
-
-
-def empty_a_table(release: Path) -> None:
-    (release / OUTCOMES).write_bytes(b"")
-
-
-def truncate_the_record(release: Path) -> None:
-    (release / EVIDENCE_RECORD).write_bytes((release / EVIDENCE_RECORD).read_bytes()[:-100])
-
-
-FORGERIES = (
-    flip_one_outcome,
-    drop_a_document,
-    swap_two_models,
-    worsen_a_likelihood,
-    change_a_prompt,
-    add_an_unknown_model,
-    raise_a_limit,
-    lower_the_confidence,
-    raise_the_drift_limit,
-    state_another_verdict,
-    remove_a_guard,
-    empty_a_table,
-    truncate_the_record,
-)
+def raise_a_limit(evidence: Evidence) -> None:
+    evidence.edit_record(lambda record: record["inputs"]["guards"][0].update(max_drop=4.0))
 
 
 def test_the_verdict_follows_from_the_release_alone(release: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,11 +76,11 @@ def test_the_recomputed_verdict_equals_the_provenance(release: Path) -> None:
     assert mergegate.verify(release).recomputed is None
 
 
-@pytest.mark.parametrize("change", FORGERIES)
+@pytest.mark.parametrize("change", [*FORGERIES, swap_two_models, change_a_prompt, raise_a_limit])
 def test_a_change_is_noticed_by_its_digest_or_else_by_the_verdict(
-    release: Path, change: Callable[[Path], None]
+    release: Path, change: Callable[[Evidence], None]
 ) -> None:
-    change(release)
+    change(Evidence(release))
     with pytest.raises(Refused, match="sha256 is"):
         check_release(DirectoryRelease(release), recompute=True)
     forged = DirectoryRelease(forge(release))
@@ -183,7 +90,7 @@ def test_a_change_is_noticed_by_its_digest_or_else_by_the_verdict(
 
 
 def test_a_flipped_outcome_is_reported_with_its_guard_and_both_numbers(release: Path, released: Released) -> None:
-    flip_one_outcome(release)
+    flip_one_outcome(Evidence(release))
     result = released[0].mergegate("verify", str(forge(release)), "--verdict")
     assert result.exit_code == 3
     assert re.search(r"reverse against reverser: drop: stored 0\.5, recomputed 0\.\d+", result.output)
@@ -194,11 +101,7 @@ def test_every_flip_changes_the_verdict(release: Path) -> None:
     for model, task in (("merge", "copy"), ("merge", "shift"), ("shifter", "shift"), ("base", "copy")):
         copy = Path(shutil.copytree(release, release.parent / f"{model}-{task}"))
 
-        def change(columns: Columns, model: str = model, task: str = task) -> None:
-            row = row_of(columns, model, task, at=17)
-            columns["outcome"][row] = 1 - columns["outcome"][row]
-
-        edit_table(copy, OUTCOMES, change)
+        Evidence(copy).flip_outcome(model, task, at=17)
         forged = forge(copy)
         with pytest.raises(Refused, match=f"{task} against"):
             check_release(DirectoryRelease(forged), recompute=True)
@@ -224,7 +127,7 @@ def test_a_verdict_of_another_version_of_the_gate_is_not_refused(release: Path) 
         record["gate_version"] = 4
         record["versions"]["mergegate"] = "0.0.9"
 
-    edit_record(release, change)
+    Evidence(release).edit_record(change)
     check_release(DirectoryRelease(forge(release)), recompute=True)  # The numbers are equal nevertheless.
 
 
@@ -234,7 +137,7 @@ def test_different_numbers_of_another_version_name_the_mergegate_to_install(rele
         record["versions"]["mergegate"] = "0.0.9"
         record["verdict"]["guards"][0]["high"] += 0.01
 
-    edit_record(release, change)
+    Evidence(release).edit_record(change)
     with pytest.raises(InvalidInput, match=r"verify it with mergegate 0\.0\.9"):
         check_release(DirectoryRelease(forge(release)), recompute=True)
 
@@ -246,7 +149,7 @@ def test_last_digits_may_differ_only_with_other_libraries_and_are_named(release:
             record["versions"]["numpy"] = "1.0"
         record["verdict"]["guards"][0]["high"] *= 1 + 1e-13
 
-    edit_record(release, change)
+    Evidence(release).edit_record(change)
     forged = DirectoryRelease(forge(release))
     if not other_library:
         with pytest.raises(Refused, match="copy against base: high"):
