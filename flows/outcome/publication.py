@@ -64,28 +64,38 @@ def publish_attempt(
     """
     root, current = profile.root, attempt.released
     of_merge = without_variants(content, attempt, names)
+    parts: ReleaseParts | None = None
+    merge: MergeRelease | None = None  # None if there are no variants, which depend on it
     if current is None:
         own_report = report if of_merge is content else write_report(of_merge)
         parts = _merge_parts(profile, attempt, of_merge, own_report, names)
-        merge = describe_merge(target, root, parts)
+        if attempt.variants:
+            merge = describe_merge(target, root, parts)
     else:
-        parts, merge = None, published_merge(target, profile.name, current.directory)
-    places = _variant_places(profile, target, attempt, of_merge, merge, names)
+        merge = published_merge(target, profile.name, current.directory)
+    places = _variant_places(profile, target, attempt, of_merge, merge, names) if merge else ()
 
     def find_pending() -> PendingRelease:
-        own = pending_release(target, root, parts) if parts else PendingRelease(merge.version, merge.sums, True)
+        if parts:
+            own = pending_release(target, root, parts)
+        else:
+            assert merge  # the current release
+            own = PendingRelease(merge.version, merge.sums, True)
         return own.with_variants([pending_release(place.target, root, place.parts) for place in places])
 
     def publish_now(approved_digest: str | None = None) -> RunOutcome:
-        # Write the files of every release first. If one of them is not valid, nothing is published.
-        digest = release_digest(target, root, parts) if parts else merge.sums
-        digests = [digest, *(release_digest(place.target, root, place.parts) for place in places)]
-        require_approved(profile.name, joint_digest(digests), approved_digest)
+        digest = approved_digest
+        if merge:
+            # Write the files of every release first. If one of them is not valid, nothing is published.
+            digest = release_digest(target, root, parts) if parts else merge.sums
+            digests = [digest, *(release_digest(place.target, root, place.parts) for place in places)]
+            require_approved(profile.name, joint_digest(digests), approved_digest)
         if parts:
             release = publish(target, root, parts, expected_head=attempt.expected_head, approved_digest=digest)
         else:
-            location = current.location if current else ""
-            release = Release(profile.name, merge.version, location, "", new=False)
+            assert current
+            assert merge
+            release = Release(profile.name, merge.version, current.location, "", new=False)
         return _publish_variants(profile, target, places, release, reported_outcome(content, report, release))
 
     if target.approval_settings is None:
