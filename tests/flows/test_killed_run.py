@@ -20,28 +20,39 @@ pytestmark = pytest.mark.slow
 
 BIN = Path(sys.executable).parent
 STAGES = ("licenses", "compat", "documents", "merge", "perplexity", "evaluate", "gate", "report", "evidence")
+MOMENTS = (*(f"stage:{stage}" for stage in STAGES), "publish:releases")
 
-# Runs the command line and dies by SIGKILL, either after a stage has done its work and before its artifact is sealed,
-# or during publication, when the release is written but not yet renamed.
+# Runs the command line and dies by SIGKILL at a moment:
+#   stage:NAME     after a stage has done its work, before its artifact is complete
+#   publish:NAME   when a release is written below a directory NAME, before it has its own name
+#   child:NAME:S   S seconds after the supervised process NAME starts
 DIES = """
-    import os, pathlib, signal, sys
+    import os, pathlib, signal, sys, threading
+    from mergegate.tasks.sandbox import SupervisedProcess
     from mergegate.tasks.store import Store, store
     from mergegate.flows.cli import main
-    moment = sys.argv.pop(1)
+    kind, word, *seconds = sys.argv.pop(1).split(":")
     def die():
         os.kill(os.getpid(), signal.SIGKILL)
-    if moment == "publish":
+    if kind == "publish":
         rename = pathlib.Path.rename
         def dies(self, target):
-            die() if "releases" in self.parts else rename(self, target)
+            die() if word in self.parts and "releases" in self.parts else rename(self, target)
         pathlib.Path.rename = dies
+    elif kind == "child":
+        start = SupervisedProcess.__init__
+        def starts(self, command, environment, output, options):
+            start(self, command, environment, output, options)
+            if options.name == word:
+                threading.Timer(float(seconds[0]), die).start()
+        SupervisedProcess.__init__ = starts
     else:
         def deadly(seal):
             def dies(self, stage, *rest):
-                return die() if stage == moment else seal(self, stage, *rest)
+                return die() if stage == word else seal(self, stage, *rest)
             return dies
         Store._seal, write = deadly(Store._seal), store.write_state
-        store.write_state = lambda path, content: die() if path.parent.name == moment else write(path, content)
+        store.write_state = lambda path, content: die() if path.parent.name == word else write(path, content)
     main()
 """
 
@@ -55,7 +66,9 @@ def files_of(release: Path) -> dict[str, bytes]:
     return {path.relative_to(release).as_posix(): path.read_bytes() for path in release.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("moments", [("merge", "publish"), pytest.param((*STAGES, "publish"), marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "moments", [("stage:merge", "publish:releases"), pytest.param(MOMENTS, marks=pytest.mark.long)]
+)
 def test_killed_at_one_stage_after_the_other_the_release_is_byte_identical(
     tmp_path: Path,
     released: tuple[Project, Result],

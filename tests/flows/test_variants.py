@@ -239,7 +239,7 @@ def test_a_run_that_was_killed_while_it_built_variants_resumes(gained: Gained, t
     profile = with_variants(project, GOOD)
     for moment in ("agreement", "variant"):
         killed = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(DIES), moment, "run", profile],
+            [sys.executable, "-c", textwrap.dedent(DIES), f"stage:{moment}", "run", profile],
             cwd=project.root,
             env=environment(project),
             capture_output=True,

@@ -8,43 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from variant_projects import PROFILE, REAL, Project, files_of, run_process, variant_project
+from variant_projects import DIES, PROFILE, REAL, Project, files_of, run_process, variant_project
 
 pytestmark = pytest.mark.slow
-
-# Runs the command line and dies by SIGKILL at a moment:
-#   stage:NAME     after a stage has done its work, before its artifact is complete
-#   publish:PLACE  when a release is written, before it has its name
-#   child:NAME:S   S seconds after the supervised process NAME starts
-DIES = """
-    import os, pathlib, signal, sys, threading
-    from mergegate.tasks.sandbox import SupervisedProcess
-    from mergegate.tasks.store import Store, store
-    from mergegate.flows.cli import main
-    kind, word, *seconds = sys.argv.pop(1).split(":")
-    def die():
-        os.kill(os.getpid(), signal.SIGKILL)
-    if kind == "publish":
-        rename = pathlib.Path.rename
-        def dies(self, target):
-            die() if word in self.parts and "releases" in self.parts else rename(self, target)
-        pathlib.Path.rename = dies
-    elif kind == "child":
-        start = SupervisedProcess.__init__
-        def starts(self, command, environment, output, options):
-            start(self, command, environment, output, options)
-            if options.name == word:
-                threading.Timer(float(seconds[0]), die).start()
-        SupervisedProcess.__init__ = starts
-    else:
-        def deadly(seal):
-            def dies(self, stage, *rest):
-                return die() if stage == word else seal(self, stage, *rest)
-            return dies
-        Store._seal, write = deadly(Store._seal), store.write_state
-        store.write_state = lambda path, content: die() if path.parent.name == word else write(path, content)
-    main()
-"""
 
 ROUNDED = ({"format": "rounded", "bits": 8},)
 # Cheap ones first: each run continues after the stages that the runs before it completed.

@@ -15,8 +15,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "flows"))
 
 from demo_project import PROFILES, SOURCES, Project, make_project  # shared with the tests of the flows
 from patience import HANG_S
+from test_killed_run import DIES, environment, files_of
 
-__all__ = ["PROFILES", "SOURCES", "Project"]
+__all__ = ["DIES", "PROFILES", "SOURCES", "Project", "files_of"]
 
 ROOT = PROFILES.parent
 PROFILE = "profiles/variants.yaml"
@@ -43,8 +44,8 @@ def write_profile(project: Project, variants: Sequence[Mapping[str, Any]], **mor
 def variant_project(root: Path, variants: Sequence[Mapping[str, Any]], **more: Any) -> Project:
     """Create a project with a profile that has ``variants``, and the environments of the quantizers."""
     project = make_project(root)
-    for environment in (".venv-gguf", ".venv-quantize"):
-        (root / environment).symlink_to(ROOT / environment)
+    for tools in (".venv-gguf", ".venv-quantize"):
+        (root / tools).symlink_to(ROOT / tools)
     write_profile(project, variants, **more)
     return project
 
@@ -55,23 +56,14 @@ def published_places(project: Project) -> set[str]:
     return {path.parent.name for path in releases.glob("*/latest")} if releases.exists() else set()
 
 
-def files_of(directory: Path) -> dict[str, bytes]:
-    """Return the content of all files below ``directory``, which may be a link."""
-    return {
-        path.relative_to(directory).as_posix(): path.read_bytes() for path in directory.rglob("*") if path.is_file()
-    }
-
-
 def run_process(project: Project, *command: str) -> subprocess.CompletedProcess[str]:
     """Run mergegate (or ``-c PROGRAM``) in a process of its own, which a test may kill."""
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
-    path = os.pathsep.join(filter(None, (environment.get("PYTHONPATH"), str(ROOT))))
-    environment |= {"MERGEGATE_HOME": str(project.home), "COLUMNS": "1000", "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    path = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(ROOT))))
     start = command if command[0] == "-c" else ("-m", "mergegate", *command)
     return subprocess.run(
         [sys.executable, *start],
         cwd=project.root,
-        env=environment,
+        env=environment(project) | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         timeout=HANG_S,
