@@ -295,6 +295,7 @@ UNBOUNDED_READERS = {
     "flows.outcome.run_outcome": _OWN,
     "flows.outcome.archive": _OWN,
     "merge_core.architecture.families": _SHIPPED,
+    "merge_core.architecture.model_kinds": _SHIPPED,
     "merge_core.checkpoint.measurements": _OWN,
     "merge_core.engine.forecast.probe": _OWN,
     "merge_core.methods.kernels.compilation": _SHIPPED,

@@ -20,6 +20,16 @@ from mergegate.merge_core.architecture.families import described_families, text_
 from mergegate.merge_core.architecture.layer_kinds import layer_kinds
 from mergegate.merge_core.architecture.layouts import rename_to_layout
 from mergegate.merge_core.architecture.meaning import differing_settings
+from mergegate.merge_core.architecture.model_kinds import (
+    TEXT_GENERATOR,
+    KindName,
+    ModelKind,
+    TaskForm,
+    class_kinds,
+    find_kind,
+    kind_of,
+    kind_of_directory,
+)
 from mergegate.merge_core.architecture.parts import (
     is_of_head,
     main_depth,
@@ -44,12 +54,18 @@ from mergegate.merge_core.checkpoint import is_embedding, is_head, ties_embeddin
 
 __all__ = [
     "KINDS",
+    "TEXT_GENERATOR",
+    "KindName",
     "LayerOrigin",
+    "ModelKind",
+    "TaskForm",
     "TensorKind",
     "class_difference",
+    "class_kinds",
     "described_families",
     "differing_settings",
     "dtype_in",
+    "find_kind",
     "find_tensor",
     "has_own_head",
     "has_vocabulary_rows",
@@ -64,6 +80,8 @@ __all__ = [
     "is_projection",
     "is_routed_expert",
     "keeps_layer_positions",
+    "kind_of",
+    "kind_of_directory",
     "layer_count",
     "layer_kinds",
     "main_depth",

@@ -28,6 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, kind_of_directory
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import read_json
 from mergegate.merge_core.system import Capacity, system_memory
@@ -80,10 +81,16 @@ class OutOfModelMemory(InvalidInput):
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A causal language model in evaluation mode on its device, with its tokenizer (both from transformers)."""
+    """A model in evaluation mode on its device, with its tokenizer.
+
+    Both are from transformers, or for embedding models and cross-encoders from sentence-transformers. ``processor``
+    prepares pictures and sound, and is None if the model reads only text.
+    """
 
     network: Any
     tokenizer: Any
+    kind: ModelKind = TEXT_GENERATOR
+    processor: Any = None
 
     @property
     def prefix(self) -> int | None:
@@ -287,29 +294,24 @@ def _require_dequantizer(model: Model, location: str) -> None:
 def _load(model: Model, dtype: str, device: str) -> LoadedModel:
     location = f"{model.name} ({model.directory})"
     _require_dequantizer(model, location)
+    kind = kind_of_directory(model.directory)
+    if not kind.loader:
+        raise InvalidInput(
+            location,
+            found=f"{kind.noun}, for which neither transformers nor sentence-transformers has a class",
+            expected="a model that one of them can load and evaluate",
+        )
     import_lean("accelerate", "transformers.modeling_utils")
     import transformers
 
-    # transformers declares no return types for these calls, so mypy needs the annotations.
-    loading_info: Any
-    network: Any
     logging: Any = transformers.utils.logging
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    loader: Any = transformers.AutoModelForCausalLM
     try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(
-            model.directory, local_files_only=True, trust_remote_code=model.runs_code
-        )
-        network, loading_info = loader.from_pretrained(
-            model.directory,
-            dtype=dtype,
-            local_files_only=True,
-            trust_remote_code=model.runs_code,
-            use_safetensors=True,
-            output_loading_info=True,
-        )
-        network = network.to(device).eval()
+        load = _load_transformer if kind.loader.startswith("Auto") else _load_sentence_transformer
+        loaded, missing = load(model, kind, dtype, device)
+    except InvalidInput:
+        raise
     except Exception as error:
         if _is_out_of_memory(error):
             raise OutOfModelMemory(
@@ -321,14 +323,49 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
         cause = " ".join(str(error).split()) or type(error).__name__
         raise InvalidInput(
             location,
-            found=f"transformers cannot load the model: {cause[:300]}",
-            expected="a causal language model in safetensors, with its tokenizer",
+            found=f"{kind.library} cannot load the model: {cause[:300]}",
+            expected=f"{kind.noun} in safetensors, with its tokenizer",
         ) from error
     # transformers would initialize missing tensors with random numbers and continue.
-    unusable = sorted(loading_info["missing_keys"]) + sorted(str(key) for key in loading_info["mismatched_keys"])
-    if unusable:
-        more = f" (and {len(unusable) - 1} more tensors)" if len(unusable) > 1 else ""
+    if missing:
+        more = f" (and {len(missing) - 1} more tensors)" if len(missing) > 1 else ""
         raise InvalidInput(
-            location, found=f"{unusable[0]} is missing or has a wrong shape{more}", expected="a complete checkpoint"
+            location, found=f"{missing[0]} is missing or has a wrong shape{more}", expected="a complete checkpoint"
         )
-    return LoadedModel(network, tokenizer)
+    return loaded
+
+
+def _load_transformer(model: Model, kind: ModelKind, dtype: str, device: str) -> tuple[LoadedModel, list[str]]:
+    """Load a model with transformers. Also return the names of its tensors that the checkpoint lacks."""
+    import transformers
+
+    # transformers declares no return types for these calls, so mypy needs the annotations.
+    loading_info: Any
+    network: Any
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": model.runs_code}
+    processor: Any = None
+    if "transcription" in kind.task_forms:
+        processor = transformers.AutoProcessor.from_pretrained(model.directory, **options)
+    tokenizer = (
+        processor.tokenizer if processor else transformers.AutoTokenizer.from_pretrained(model.directory, **options)
+    )
+    network, loading_info = getattr(transformers, kind.loader).from_pretrained(
+        model.directory, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
+    )
+    mismatched = [str(key) for key in loading_info["mismatched_keys"]]
+    missing = sorted(loading_info["missing_keys"]) + sorted(mismatched)
+    return LoadedModel(network.to(device).eval(), tokenizer, kind, processor), missing
+
+
+def _load_sentence_transformer(model: Model, kind: ModelKind, dtype: str, device: str) -> tuple[LoadedModel, list[str]]:
+    """Load an embedding model or a cross-encoder, with its modules, and return what ``_load_transformer`` does."""
+    import sentence_transformers
+
+    network = getattr(sentence_transformers, kind.loader)(
+        str(model.directory),
+        device=device,
+        local_files_only=True,
+        trust_remote_code=model.runs_code,
+        model_kwargs={"dtype": dtype, "use_safetensors": True},
+    )
+    return LoadedModel(network.eval(), network.tokenizer, kind), []

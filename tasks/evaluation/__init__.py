@@ -5,6 +5,7 @@ with one row per document and metric. The package also reads results that lm-eva
 """
 
 from mergegate.tasks.evaluation.backends import Backend, find_backend
+from mergegate.tasks.evaluation.built_in import AnyBuiltInTask
 from mergegate.tasks.evaluation.choice_probability import AnsweredChoice
 from mergegate.tasks.evaluation.contamination import (
     CalibrationTexts,
@@ -72,7 +73,14 @@ from mergegate.tasks.evaluation.support import (
 )
 from mergegate.tasks.evaluation.task_data import TaskData
 from mergegate.tasks.evaluation.task_datasets import TaskDataset
-from mergegate.tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
+from mergegate.tasks.evaluation.task_definition import (
+    EvalTask,
+    is_file_name,
+    named_data,
+    pin_built_in,
+    pin_task,
+    read_definition,
+)
 from mergegate.tasks.evaluation.task_loading import clusters_in_order, document_texts
 from mergegate.tasks.evaluation.text_overlap import find_occurring
 from mergegate.tasks.evaluation.throughput import (
@@ -85,6 +93,7 @@ from mergegate.tasks.evaluation.tokenized_task import TokenizedDocument, Tokeniz
 __all__ = [
     "SCORES_FILE",
     "AnsweredChoice",
+    "AnyBuiltInTask",
     "Backend",
     "CalibrationTexts",
     "ContaminatedDocuments",
@@ -142,6 +151,7 @@ __all__ = [
     "measured_seconds",
     "named_data",
     "pair_documents",
+    "pin_built_in",
     "pin_data",
     "pin_sound_tasks",
     "pin_task",

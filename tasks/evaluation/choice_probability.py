@@ -82,8 +82,10 @@ def choices_of(task: Any, document: Mapping[str, Any]) -> tuple[int, frozenset[i
     """
     from lm_eval.api.task import ConfigurableTask
 
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return None
     has_own_function = type(task).process_results is not getattr(ConfigurableTask, "process_results", None)
-    if task.OUTPUT_TYPE != "multiple_choice" or has_own_function or task.get_config("process_results") is not None:
+    if has_own_function or task.get_config("process_results") is not None:
         return None
     choices = task.doc_to_choice(document)
     target = task.doc_to_text(document) if task.multiple_input else task.doc_to_target(document)

@@ -21,7 +21,7 @@ from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import JournalLocation, open_journal
-from mergegate.tasks.checkpoints import Model, TellProgress
+from mergegate.tasks.checkpoints import Model, TellProgress, load_model
 from mergegate.tasks.evaluation.answer_journal import attach_journal, is_answer_record
 from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend
 from mergegate.tasks.evaluation.choice_probability import (
@@ -35,12 +35,13 @@ from mergegate.tasks.evaluation.choice_probability import (
 from mergegate.tasks.evaluation.code_metric import report_programs
 from mergegate.tasks.evaluation.document_order import DocumentRange, documents_of_range
 from mergegate.tasks.evaluation.document_scores import DocumentScore, answer_of
-from mergegate.tasks.evaluation.lm_eval_tasks import judging_metrics, quiet, user_errors
+from mergegate.tasks.evaluation.lm_eval_tasks import judging_metrics, quiet, text_of, user_errors
 from mergegate.tasks.evaluation.metrics import check_all_scored, checked_score
 from mergegate.tasks.evaluation.settings import Scoring, resolve_prompt_settings
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.evaluation.task_loading import LoadedTask, cluster_of, documents_in_set, load_task
 from mergegate.tasks.evaluation.task_setup import BUDGET_NAMES, answer_budget, set_up_tasks
+from mergegate.tasks.store import digest
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,9 @@ def score_documents(job: ScoringJob, on_progress: TellProgress) -> tuple[Documen
     Raises:
         InvalidInput: If the model or the task's data cannot be loaded, or the task has no metric that is a mean.
     """
-    task, scoring, part = job.task, job.scoring, job.part
+    task, scoring = job.task, job.scoring
+    if task.built_in is not None:
+        return _score_built_in(job, on_progress)
     backend = find_backend(scoring.backend)
     with (
         quiet(),
@@ -94,15 +97,60 @@ def score_documents(job: ScoringJob, on_progress: TellProgress) -> tuple[Documen
             documents = {leaf: list(positions) for leaf, positions in job.longer.documents.items()}
             longer = _LargerBudgets(lm, job.longer.budgets)
             return score_loaded_documents(loaded, documents, longer, job.model.name, task, scoring)
-        documents = documents_of_range(loaded.sizes, scoring.seed, part, documents_in_set(loaded, task))
-        if (count := sum(map(len, documents.values()))) != part.last - part.first:
-            raise InvalidInput(
-                f"task {task.name}: {part}",
-                found=f"{count} documents",
-                expected=f"{part.last - part.first}, the number when they were counted",
-                remedy="its data changed: pin it, or delete 'documents' from the store",
-            )
+        documents = _documents_of_part(loaded, job)
         return score_loaded_documents(loaded, documents, lm, job.model.name, task, scoring)
+
+
+def _documents_of_part(loaded_task: LoadedTask, job: ScoringJob) -> dict[str, list[int]]:
+    """Return the ascending positions of the documents of a part by leaf."""
+    task, part = job.task, job.part
+    documents = documents_of_range(loaded_task.sizes, job.scoring.seed, part, documents_in_set(loaded_task, task))
+    if (count := sum(map(len, documents.values()))) != part.last - part.first:
+        raise InvalidInput(
+            f"task {task.name}: {part}",
+            found=f"{count} documents",
+            expected=f"{part.last - part.first}, the number when they were counted",
+            remedy="its data changed: pin it, or delete 'documents' from the store",
+        )
+    return documents
+
+
+def _score_built_in(job: ScoringJob, on_progress: TellProgress) -> tuple[DocumentScore, ...]:
+    """Score one part of a built-in task with the library that loads the model, whatever the backend."""
+    task, scoring, built_in = job.task, job.scoring, job.task.built_in
+    assert built_in is not None
+    with quiet(), load_model(job.model, dtype=scoring.dtype, device=job.device) as model:
+        if built_in.form not in model.kind.task_forms:
+            raise InvalidInput(
+                f"task {task.name} on {job.model.name}",
+                found=f"a {built_in.kind} task for {model.kind.noun}",
+                expected="a task for this kind of model",
+            )
+        loaded = load_task(task)
+        ((name, positions),) = _documents_of_part(loaded, job).items()
+        leaf = loaded.leaves[name]
+        documents = [leaf.eval_docs[position] for position in positions]
+        scores: list[DocumentScore] = []
+        results = built_in.score(model, documents, scoring.batch_size, on_progress)
+        for position, document, result in zip(positions, documents, results, strict=True):
+            text = text_of(leaf, document)
+            chances = built_in.chance_of(document)
+            for metric, higher in built_in.metrics.items():
+                row = DocumentScore(
+                    task=name,
+                    metric=(label := f"{metric},none"),
+                    doc_id=position,
+                    doc_hash=text.doc_hash,
+                    prompt_hash=digest(text.prompt),
+                    target_hash=digest(text.target),
+                    outcome=checked_score(f"{job.model.name}: task {name}", label, position, result.scores[metric]),
+                    cluster=cluster_of(name, document, task.cluster_field) if task.cluster_field else "",
+                    higher_is_better=higher,
+                    answer=result.answer,
+                    chance=chances.get(metric, 0.0),
+                )
+                scores.append(row)
+    return tuple(scores)
 
 
 class _LargerBudgets:

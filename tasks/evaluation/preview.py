@@ -130,6 +130,11 @@ def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_pro
         if (first := next(evaluated_documents(loaded, task, scoring.seed), None)) is None:
             raise InvalidInput(f"task {task.name}", found="no document", expected="data with documents")
         name, position = first
+        if task.built_in is not None:
+            document = loaded.leaves[name].eval_docs[position]
+            asked, target = task.built_in.prompt_of(document), task.built_in.target_of(document)
+            tokens = len(loaded_tokenizer(asked)["input_ids"])
+            return TaskPreview(leaf=name, prompt=asked[:_LONGEST], answer=target[:_LONGEST], tokens=tokens)
         # The context length that the backend will use; None if only the backend can tell, as vLLM computes a longer one
         # for scaled positions. The check of file headers reports what is wrong with a configuration.
         context = scoring.max_length

@@ -294,7 +294,7 @@ def evaluate_documents(
     the same errors as ``evaluate``.
     """
     task = pin_data(task, scoring.time_limit)
-    runtime = with_backend(scoring, runtime)
+    runtime = _with_libraries(task, scoring, runtime)
     # Hold the family: two concurrent runs with different looks would otherwise score some documents twice.
     with evaluate.hold_family(model=model, task=task, scoring=scoring, runtime=runtime):
         pieces = _pieces(task, scoring, documents, known_scores(model, task, scoring, runtime))
@@ -309,7 +309,7 @@ def evaluate_documents(
 
 def known_scores(model: Model, task: EvalTask, scoring: Scoring, runtime: Runtime) -> tuple[Artifact[Scores], ...]:
     """Return all stored scores of ``model`` on ``task``, whose data is pinned, for any range of documents."""
-    runtime = with_backend(scoring, runtime)
+    runtime = _with_libraries(task, scoring, runtime)
     return evaluate.family(model=model, task=task, scoring=scoring, runtime=runtime)
 
 
@@ -337,6 +337,13 @@ def with_backend(scoring: Scoring, runtime: Runtime) -> Runtime:
     if not (library_versions := find_backend(scoring.backend).library_versions()):
         return runtime
     return runtime.model_copy(update={"libraries": {**runtime.libraries, **library_versions}})
+
+
+def _with_libraries(task: EvalTask, scoring: Scoring, runtime: Runtime) -> Runtime:
+    """Add to ``runtime`` the versions of the libraries that score ``task``: those of its own, or of the backend."""
+    if task.built_in is None:
+        return with_backend(scoring, runtime)
+    return runtime.model_copy(update={"libraries": {**runtime.libraries, **versions(*task.built_in.libraries)}})
 
 
 @value_stage("sources", version=1, subject="task")

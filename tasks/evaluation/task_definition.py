@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
+from mergegate.tasks.evaluation.built_in import AnyBuiltInTask, BuiltInTask
 from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves, shipped_names
 from mergegate.tasks.evaluation.local_groups import group_members
 from mergegate.tasks.evaluation.mirror import find_datasets
@@ -30,7 +31,7 @@ from mergegate.tasks.store import NotInKey, digest
 
 
 class EvalTask(BaseModel):
-    """An lm-eval task pinned by content.
+    """A task pinned by content: one of lm-eval, or a built-in one.
 
     The digest covers the definition and local data, so a changed document makes a different task. Content that only
     loading reveals (data on the Hub, templates of a shipped task) is pinned when ``data_digest`` is set.
@@ -41,6 +42,7 @@ class EvalTask(BaseModel):
     name: str  # lm-eval's name, or the profile's if the profile evaluates one task with two settings
     digest: str  # sha256 over the definition and its local data
     definition: Annotated[Path | None, NotInKey]  # local YAML file; None for a task that lm-eval ships
+    built_in: Annotated[AnyBuiltInTask | None, NotInKey] = None  # settings of a built-in task, which are in ``digest``
     cluster_field: str | None = None  # document field that names the cluster
     data_digest: str | None = None  # sha256 over what loading reveals; None: not loaded yet
     sources: Annotated[tuple[DataSource, ...], NotInKey] = ()  # datasets that the task was loaded from
@@ -82,6 +84,8 @@ class EvalTask(BaseModel):
         """Whether all data of the task is on this machine and covered by its digest."""
         if self.mirror is not None:
             return True
+        if self.built_in is not None:
+            return bool(self.built_in.files())
         return self.definition is not None and read_definition(self.definition).is_local
 
 
@@ -109,6 +113,18 @@ def pin_task(task: str, root: Path, hashes: HashMemo, mirror: Path | None = None
     if mirror is not None:
         pinned["data"] = _data_hashes(mirror, named_data(task, None), hashes.sha256)
     return EvalTask(name=task, digest=digest(pinned), definition=None, mirror=mirror)
+
+
+def pin_built_in(task: BuiltInTask, root: Path, hashes: HashMemo) -> EvalTask:
+    """Compute the digest of a built-in task. Relative paths are relative to ``root``.
+
+    Raises:
+        InvalidInput: If a file does not exist, or a package is missing.
+    """
+    resolved = task.resolve(root)
+    settings = resolved.model_dump(mode="json", exclude={"data"})
+    pinned = digest({"settings": settings, "files": [hashes.sha256(file) for file in resolved.files()]})
+    return EvalTask(name=resolved.name, digest=pinned, definition=None, built_in=resolved)
 
 
 def _require_shipped(task: str) -> None:

@@ -25,6 +25,7 @@ import yaml
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.files import sha256_file
 from mergegate.tasks.checkpoints import TellProgress
+from mergegate.tasks.evaluation.built_in import BuiltInLeaf
 from mergegate.tasks.evaluation.choice_probability import PROBABILITY, choices_of
 from mergegate.tasks.evaluation.code_metric import CHECK, CodeEval, confine_code_eval, functions_in
 from mergegate.tasks.evaluation.document_order import order_documents
@@ -124,6 +125,8 @@ def load_task(task: EvalTask) -> LoadedTask:
 
 def _load_leaves(task: EvalTask, scratch: Path) -> dict[str, Any]:
     """Return lm-eval's task objects by name."""
+    if task.built_in is not None:
+        return {task.in_lm_eval: BuiltInLeaf(task.built_in)}
     from lm_eval.tasks import TaskManager
 
     _cache_templates()

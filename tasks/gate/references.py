@@ -15,7 +15,7 @@ from pathlib import Path
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.evaluation import EvalTask, pin_sound_tasks
+from mergegate.tasks.evaluation import EvalTask, pin_built_in, pin_sound_tasks
 from mergegate.tasks.gate.settings import ALL_PARENTS, ANCHOR, BEST_PARENT, CHAMPION, FINE_TUNES, RELEASES, Guard
 
 
@@ -134,11 +134,15 @@ def pin_tasks(
         InvalidInput: ``pin_sound_tasks`` rejects a task, two different tasks share a name, or two guards with one name
             have different prompts, numbers of documents or cluster fields.
     """
-    pinned = pin_sound_tasks((guard.task for guard in guards), root, hashes, data, code_tasks)
+    names = (guard.task for guard in guards if guard.built_in is None)
+    pinned = pin_sound_tasks(names, root, hashes, data, code_tasks)
     # Each task under the guard's name and with the guard's prompt settings.
     guard_tasks = []
     for guard in guards:
-        task = pinned[guard.task]
+        if guard.built_in is not None:
+            task = pin_built_in(guard.built_in, root, hashes).model_copy(update={"name": guard.task})
+        else:
+            task = pinned[guard.task]
         if guard.name not in (None, task.name):
             task = task.model_copy(update={"name": guard.name, "original_name": task.name})
         own = {"prompt_settings": guard.own_prompt_settings, "sample": guard.documents}

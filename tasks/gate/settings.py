@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal, Self
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
+from pydantic.json_schema import SkipJsonSchema
 
 from mergegate.merge_core.errors import suggest
 from mergegate.tasks.evaluation import (
+    AnyBuiltInTask,
     EvaluationSettings,
     MeanOver,
     PromptSettings,
@@ -40,7 +51,12 @@ FINE_TUNES, ALL_PARENTS = "fine-tunes", "all"
 class Guard(PromptSettings):
     """Regression guard: on ``task`` the merge may be at most ``max_drop`` points worse than ``guarded_by``."""
 
-    task: str = Field(description="Name of an lm-eval task, or a YAML file relative to the profile.")
+    task: Annotated[str, WithJsonSchema({"anyOf": [{"type": "string"}, AnyBuiltInTask.model_json_schema()]})] = Field(
+        description="Name of an lm-eval task, a YAML file relative to the profile, or a built-in task, such as {kind: "
+        "retrieval, data: queries.jsonl, metric: ndcg@10}."
+    )
+    # Settings of a built-in task, of which ``task`` is the name. Set from a mapping under ``task``.
+    built_in: SkipJsonSchema[AnyBuiltInTask | None] = Field(default=None, exclude_if=lambda task: task is None)
     name: str | None = Field(
         default=None,
         pattern=r"^[A-Za-z0-9][A-Za-z0-9_.:-]*$",
@@ -115,6 +131,24 @@ class Guard(PromptSettings):
         "the same weight.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _name_built_in(cls, settings: Any) -> Any:
+        """Move the settings of a built-in task to ``built_in``, and name the task after its data."""
+        if not isinstance(settings, Mapping) or not isinstance(settings.get("task"), Mapping):
+            return settings
+        task = TypeAdapter(AnyBuiltInTask).validate_python(settings["task"])
+        rest = {key: value for key, value in settings.items() if key != "name"}
+        return {"metric": f"{task.judged_by},none", **rest, "task": settings.get("name", task.name), "built_in": task}
+
+    @model_validator(mode="after")
+    def _check_built_in(self) -> Self:
+        if self.built_in is None:
+            return self
+        if names := [name for name in (*PromptSettings.model_fields, "mean_over") if getattr(self, name) is not None]:
+            raise ValueError(f"{names[0]} has no effect on a built-in task: remove it")
+        return self
+
     @field_validator("score_range")
     @classmethod
     def _check_score_range(cls, score_range: tuple[float, float]) -> tuple[float, float]:
@@ -133,7 +167,7 @@ class Guard(PromptSettings):
 
     def content_key(self) -> object:
         # Prompt settings and documents are part of the keys of the scores. The names do not affect a verdict.
-        excluded = {*PromptSettings.model_fields, "name", "mean_over", "documents"}
+        excluded = {*PromptSettings.model_fields, "name", "mean_over", "documents", "built_in"}
         return {name: getattr(self, name) for name in type(self).model_fields if name not in excluded}
 
     @property

@@ -128,7 +128,7 @@ def pin_evidence(
     evidence = Evidence()
     if evaluate:
         guards, tasks = pin_tasks(evaluate.tasks, root, hashes, evaluate.data, evaluate.allow_code)
-        for guard in evaluate.tasks:
+        for guard in (guard for guard in evaluate.tasks if guard.built_in is None):
             require_effect(guard.task, guard.own_prompt_settings, root, evaluate)
             require_declared_mean(guard.task, guard.mean_over, root)
         for task in tasks:

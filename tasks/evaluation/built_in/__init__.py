@@ -1,0 +1,12 @@
+"""Score models on tasks that lm-eval does not have, such as to rank texts for queries.
+
+``contract`` defines the interface of such a task, ``leaf`` presents it to the code that loads lm-eval's tasks, and each
+kind of task has a module, which ``registry`` lists.
+"""
+
+from mergegate.tasks.evaluation.built_in.contract import BuiltInScore, BuiltInTask, TaskDocument
+from mergegate.tasks.evaluation.built_in.leaf import BuiltInLeaf
+from mergegate.tasks.evaluation.built_in.registry import AnyBuiltInTask
+from mergegate.tasks.evaluation.built_in.retrieval import RetrievalTask
+
+__all__ = ["AnyBuiltInTask", "BuiltInLeaf", "BuiltInScore", "BuiltInTask", "RetrievalTask", "TaskDocument"]

@@ -1,0 +1,103 @@
+"""Define the interface of a built-in task: a task that mergegate scores itself, without lm-eval.
+
+lm-eval asks models to continue texts. Embedding models, cross-encoders and speech models need other tasks. A built-in
+task defines its documents, its metrics and how a loaded model is scored. Everything else (samples, looks, pairing,
+verdicts) is that of lm-eval's tasks::
+
+    evaluate:
+      tasks:
+        - task: {kind: retrieval, data: queries.jsonl, metric: ndcg@10}
+          guarded_by: best parent
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict
+
+from mergegate.merge_core.architecture import TaskForm
+
+if TYPE_CHECKING:
+    from mergegate.tasks.checkpoints import LoadedModel, TellProgress
+
+
+TaskDocument = Mapping[str, Any]
+"""One document of a task as plain data: a query with its texts, or a recording with its transcript."""
+
+
+class BuiltInScore(NamedTuple):
+    """Scores of one document by metric, in [0, 1], and the model's answer for people."""
+
+    scores: Mapping[str, float]
+    answer: str = ""
+
+
+class BuiltInTask(BaseModel):
+    """Settings of a built-in task, which also load its documents and score a model on them."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: str
+    form: ClassVar[TaskForm]
+    # Distributions that affect the scores. Their versions are part of the cache key.
+    libraries: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def name(self) -> str:
+        """Name of the task, unless the guard sets one."""
+        raise NotImplementedError
+
+    @property
+    def judged_by(self) -> str:
+        """Metric that judges the task."""
+        raise NotImplementedError
+
+    @property
+    def metrics(self) -> Mapping[str, bool]:
+        """All metrics of a document, and whether higher is better for each. They include ``judged_by``."""
+        raise NotImplementedError
+
+    def resolve(self, root: Path) -> Self:
+        """Return the task with absolute paths. Relative paths are relative to ``root``.
+
+        Raises:
+            InvalidInput: A file does not exist, or a package is missing.
+        """
+        raise NotImplementedError
+
+    def files(self) -> tuple[Path, ...]:
+        """Return all files that determine the documents. Empty if the data is downloaded."""
+        raise NotImplementedError
+
+    def documents(self) -> Sequence[TaskDocument]:
+        """Load all documents.
+
+        Raises:
+            InvalidInput: A file is damaged. The message names the line and the field.
+        """
+        raise NotImplementedError
+
+    def prompt_of(self, document: TaskDocument) -> str:
+        """Return what the model is asked, as text: the query, or the name of the recording."""
+        raise NotImplementedError
+
+    def target_of(self, document: TaskDocument) -> str:
+        """Return the right answer as text."""
+        raise NotImplementedError
+
+    def chance_of(self, document: TaskDocument) -> Mapping[str, float]:
+        """Return the expected scores of a random answer by metric. Metrics without an entry have 0."""
+        return {}
+
+    def score(
+        self, model: LoadedModel, documents: Sequence[TaskDocument], batch_size: int, on_progress: TellProgress
+    ) -> Iterator[BuiltInScore]:
+        """Yield the scores of ``documents`` in order. ``on_progress`` is called with the done and total numbers.
+
+        Raises:
+            InvalidInput: The model cannot process a document.
+        """
+        raise NotImplementedError

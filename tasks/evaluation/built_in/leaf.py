@@ -1,0 +1,62 @@
+"""Present a built-in task through the part of lm-eval's interface that mergegate reads."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from mergegate.tasks.evaluation.built_in.contract import BuiltInTask, TaskDocument
+
+OUTPUT_TYPE = "built-in"
+
+
+def mean(scores: Sequence[float]) -> float:
+    """Average scores. The name of the aggregation shows that a metric can judge document by document."""
+    return sum(scores) / len(scores)
+
+
+class BuiltInLeaf:
+    """A built-in task as one of lm-eval's task objects.
+
+    Its documents and settings are pinned, sampled, compared and previewed like those of any other task. Only scoring
+    differs (``harness``).
+    """
+
+    VERSION = 0
+    OUTPUT_TYPE = OUTPUT_TYPE
+
+    def __init__(self, task: BuiltInTask) -> None:
+        self.task = task
+
+    @cached_property
+    def eval_docs(self) -> Sequence[TaskDocument]:
+        return self.task.documents()
+
+    @property
+    def config(self) -> Any:
+        settings = json.dumps(self.task.model_dump(mode="json", exclude={"data"}), sort_keys=True)
+        return _LeafConfig(settings=settings)
+
+    def aggregation(self) -> dict[str, Any]:
+        return dict.fromkeys(self.task.metrics, mean)
+
+    def higher_is_better(self) -> Mapping[str, bool]:
+        return self.task.metrics
+
+    def get_config(self, key: str) -> None:
+        """Return None: no setting of lm-eval applies."""
+
+    def doc_to_text(self, document: TaskDocument) -> str:
+        return self.task.prompt_of(document)
+
+    def doc_to_target(self, document: TaskDocument) -> str:
+        return self.task.target_of(document)
+
+
+class _LeafConfig(dict[str, Any]):
+    """Settings that the digest of the data covers. Reading one of lm-eval's own settings yields None."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self.get(name)
