@@ -51,7 +51,7 @@ FINE_TUNES, ALL_PARENTS = "fine-tunes", "all"
 class Guard(PromptSettings):
     """Regression guard: on ``task`` the merge may be at most ``max_drop`` points worse than ``guarded_by``."""
 
-    task: Annotated[str, WithJsonSchema({"anyOf": [{"type": "string"}, AnyBuiltInTask.model_json_schema()]})] = Field(
+    task: Annotated[str, WithJsonSchema({"anyOf": [{"type": "string"}, TypeAdapter(AnyBuiltInTask).json_schema()]})] = Field(
         description="Name of an lm-eval task, a YAML file relative to the profile, or a built-in task, such as {kind: "
         "retrieval, data: queries.jsonl, metric: ndcg@10}."
     )

@@ -8,5 +8,6 @@ from mergegate.tasks.evaluation.built_in.contract import BuiltInScore, BuiltInTa
 from mergegate.tasks.evaluation.built_in.leaf import BuiltInLeaf
 from mergegate.tasks.evaluation.built_in.registry import AnyBuiltInTask
 from mergegate.tasks.evaluation.built_in.retrieval import RetrievalTask
+from mergegate.tasks.evaluation.built_in.transcription import TranscriptionTask
 
-__all__ = ["AnyBuiltInTask", "BuiltInLeaf", "BuiltInScore", "BuiltInTask", "RetrievalTask", "TaskDocument"]
+__all__ = ["AnyBuiltInTask", "BuiltInLeaf", "BuiltInScore", "BuiltInTask", "RetrievalTask", "TaskDocument", "TranscriptionTask"]

@@ -1,6 +1,10 @@
 """List the kinds of built-in tasks."""
 
-from mergegate.tasks.evaluation.built_in.retrieval import RetrievalTask
+from typing import Annotated, TypeAlias
 
-# With several kinds, this is a union whose discriminator is ``kind``.
-AnyBuiltInTask = RetrievalTask
+from pydantic import Field
+
+from mergegate.tasks.evaluation.built_in.retrieval import RetrievalTask
+from mergegate.tasks.evaluation.built_in.transcription import TranscriptionTask
+
+AnyBuiltInTask: TypeAlias = Annotated[RetrievalTask | TranscriptionTask, Field(discriminator="kind")]
