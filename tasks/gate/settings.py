@@ -23,6 +23,7 @@ from mergegate.tasks.evaluation import (
     EvaluationSettings,
     MeanOver,
     PromptSettings,
+    built_in_schemas,
     check_thinking,
     resolve_prompt_settings,
 )
@@ -51,7 +52,7 @@ FINE_TUNES, ALL_PARENTS = "fine-tunes", "all"
 class Guard(PromptSettings):
     """Regression guard: on ``task`` the merge may be at most ``max_drop`` points worse than ``guarded_by``."""
 
-    task: Annotated[str, WithJsonSchema({"anyOf": [{"type": "string"}, TypeAdapter(AnyBuiltInTask).json_schema()]})] = Field(
+    task: Annotated[str, WithJsonSchema({"anyOf": [{"type": "string"}, *built_in_schemas()]})] = Field(
         description="Name of an lm-eval task, a YAML file relative to the profile, or a built-in task, such as {kind: "
         "retrieval, data: queries.jsonl, metric: ndcg@10}."
     )
