@@ -102,10 +102,10 @@ def test_error_rate_is_the_share_of_errors_at_most_one(right: str, transcript: s
     ("text", "normalized"),
     [
         ("Hello, World!", "hello world"),
-        ("It’s  John's 'quote'", "it's john's quote"),
+        ("It\u2019s  John's 'quote'", "it's john's quote"),
         ("twenty-one—two", "twenty one two"),
         ("STRASSE Straße", "strasse strasse"),
-        ("e\u0301te\u0301 ＡＢＣ", "été abc"),
+        ("e\u0301te\u0301 \uff21\uff22\uff23", "été abc"),
         ("हिन्दी, नमस्ते।", "हिन्दी नमस्ते"),
         ("今日は、いい天気。", "今日は いい天気"),
         ("...", ""),
@@ -175,7 +175,8 @@ def test_any_mutated_wave_file_is_read_or_refused(tmp_path: Path) -> None:
             read = read_audio(tmp_path / "m.wav", 16000)
         except InvalidInput:
             continue
-        assert read.ndim == 1 and np.isfinite(read).all()
+        assert read.ndim == 1
+        assert np.isfinite(read).all()
 
 
 def test_digests_cover_the_recordings(data: Path) -> None:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _LONGEST_LINE = 1 << 20
 _MOST_LINES = 1_000_000
-_APOSTROPHES = "'’ʼ"
+_APOSTROPHES = "'\u2019\u02bc"  # typewriter, right quotation mark, modifier letter
 _MAX_ANSWER = 2000
 
 
@@ -173,8 +173,8 @@ def error_rate(right: Sequence[str], transcript: Sequence[str]) -> float:
 def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
     """Return the smallest number of insertions, deletions and substitutions that turn one sequence into the other.
 
-    Bit ``i`` of ``up`` and ``down`` tells whether the distance increases or decreases from row ``i`` to row ``i + 1`` of
-    a column of the table of distances, so that a few operations on integers compute a column (Hyyrö 2001, Explaining
+    Bit ``i`` of ``up`` and ``down`` tells whether the distance increases or decreases from row ``i`` to row ``i + 1``
+    in a column of the table of distances. A few operations on integers then compute a column (Hyyrö 2001, Explaining
     and Extending the Bit-parallel Approximate String Matching Algorithm of Myers).
     """
     if not first:
