@@ -22,9 +22,19 @@ from mergegate.merge_core.parsing import read_plain
 
 _MAX_BYTES = 1 << 30
 _MAX_RATE = 384_000
-# Exceptions of SciPy and soundfile for damaged files. A warning becomes an exception if samples are missing.
-_DAMAGES = (ValueError, TypeError, IndexError, ArithmeticError, RuntimeError, EOFError, struct.error, Warning)
-_DAMAGES += (UnboundLocalError,)  # of SciPy, for a file without samples
+# Exceptions of SciPy and soundfile for damaged files. A warning becomes an exception if samples are missing, and SciPy
+# raises UnboundLocalError for a file without samples.
+_DAMAGES = (
+    ValueError,
+    TypeError,
+    IndexError,
+    ArithmeticError,
+    RuntimeError,
+    EOFError,
+    NameError,
+    struct.error,
+    Warning,
+)
 
 
 def read_audio(path: Path, rate: int) -> NDArray[np.float32]:
@@ -45,11 +55,10 @@ def read_audio(path: Path, rate: int) -> NDArray[np.float32]:
     try:
         samples, own_rate = (_read_wave if is_wave else _read_other)(content)
     except _DAMAGES as error:
-        is_incomplete = isinstance(error, UnboundLocalError)
-        cause = "it has no samples" if is_incomplete else " ".join(str(error).split())[:200] or type(error).__name__
+        cause = "" if isinstance(error, NameError) else f": {' '.join(str(error).split())[:200]}"
         raise InvalidInput(
             str(path),
-            found=f"cannot be read: {cause}",
+            found=f"cannot be read{cause}",
             expected="a complete recording, for example a WAV file with integer or float samples",
         ) from error
     if not 0 < own_rate <= _MAX_RATE:
