@@ -101,7 +101,7 @@ class GateVerdict(StageValue):
         return (*self.guards, *self.advisory)
 
     @property
-    def untested(self) -> str:
+    def untested_note(self) -> str:
         """Sentence about what no task tested, such as how the merge reads pictures. Empty if there is nothing."""
         return next((finding.reason for finding in self.findings if finding.kind == UNTESTED), "")
 

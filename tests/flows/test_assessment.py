@@ -459,5 +459,5 @@ def test_the_verdict_notes_that_only_text_was_tested(
     monkeypatch.setattr(assessment, "kind_of_directory", lambda directory: kind)
     result, _ = judged(lambda *_: True, guards=(COPY,))
     verdict = result.verdict.value
-    assert (verdict.outcome, verdict.untested) == ("pass", note)
+    assert (verdict.outcome, verdict.untested_note) == ("pass", note)
     assert gate_notes(verdict) == ((note,) if note else ())
