@@ -16,7 +16,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.evaluation.built_in import TranscriptionTask
 from mergegate.tasks.evaluation.built_in.audio import read_audio
-from mergegate.tasks.evaluation.built_in.transcription import edit_distance, error_rate, normalize_words
+from mergegate.tasks.evaluation.built_in.transcription import edit_distance, share_of_errors, normalize_words
 from mergegate.tasks.evaluation.task_definition import pin_built_in
 from mergegate.tasks.evaluation.task_loading import inspect_data
 
@@ -95,7 +95,7 @@ def test_edit_distance_is_a_metric() -> None:
     ],
 )
 def test_error_rate_is_the_share_of_errors_at_most_one(right: str, transcript: str, rate: float) -> None:
-    assert error_rate(right.split(), transcript.split()) == rate
+    assert share_of_errors(right.split(), transcript.split()) == rate
 
 
 @pytest.mark.parametrize(

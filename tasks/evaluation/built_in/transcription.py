@@ -132,8 +132,8 @@ class TranscriptionTask(BuiltInTask):
             on_progress(done, len(documents))
             yield BuiltInScore(
                 {
-                    "wer": error_rate(right.split(), text.split()),
-                    "cer": error_rate("".join(right.split()), "".join(text.split())),
+                    "wer": share_of_errors(right.split(), text.split()),
+                    "cer": share_of_errors("".join(right.split()), "".join(text.split())),
                 },
                 answer=transcript.text.strip()[:_MAX_ANSWER],
                 # A larger budget is not an option: the limit is that of the model, for everyone who runs it.
@@ -162,7 +162,7 @@ def normalize_words(text: str) -> str:
     return " ".join("".join(characters).split())
 
 
-def error_rate(right: Sequence[str], transcript: Sequence[str]) -> float:
+def share_of_errors(right: Sequence[str], transcript: Sequence[str]) -> float:
     """Return the share of errors in a transcript, at most 1.
 
     For a recording without words, any transcript is wrong, and no transcript is right.
