@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
+from kinds.taught import teach
 from kinds.tiny_kinds import letter_tokenizer, write
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from lm_eval_runs import run_lm_eval
 from tiny_models import write_jsonl
 
 from mergegate.merge_core import merge
@@ -121,14 +124,20 @@ def test_a_limit_on_prompt_and_answer_together_is_refused(loaded: LoadedModel) -
 
 def letters_task(directory: Path, kind: str, prompt_length: int = 30) -> EvalTask:
     """Write and pin a task of ``COUNT`` documents, whose answers are generated or chosen."""
-    rows = [
-        {"word": word, "right": number % 2, "choices": ["ab", "cd"]}
+    rows: list[dict[str, object]] = [
+        {
+            "word": word,
+            "right": number % 2,
+            "choices": ["AB", "CD"],
+            "answer": (word[:3].upper(), "no")[number % 3 == 2],
+        }
         for number, word in enumerate(prompts(prompt_length))
     ]
     write_jsonl(directory / "rows.jsonl", rows)
     lines = {
         "chosen": "output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: right\n",
-        "generated": 'output_type: generate_until\ndoc_to_target: "ab"\ngeneration_kwargs: {until: ["x"], max_gen_toks: 6}\n'
+        "generated": 'output_type: generate_until\ndoc_to_target: "{{answer}}"\n'
+        'generation_kwargs: {until: ["x"], max_gen_toks: 6}\n'
         "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n",
     }
     path = directory / f"{kind}.yaml"
@@ -210,15 +219,15 @@ def test_a_merge_equals_the_average_in_memory(tmp_path: Path, family: str) -> No
         tokenizer.save_pretrained(tmp_path / name)
         networks.append(network)
     (tmp_path / "recipe.yaml").write_text(
-        "merge_method: linear\nmodels: [{model: a, parameters: {weight: 0.25}}, {model: b, parameters: {weight: 0.75}}]\n"
-        "dtype: float32\n"
+        "merge_method: linear\ndtype: float32\nmodels:\n"
+        "- {model: a, parameters: {weight: 0.25}}\n- {model: b, parameters: {weight: 0.75}}\n"
     )
     merge(tmp_path / "recipe.yaml", tmp_path / "merge", device="cpu")
     expected = networks[0]
     with torch.no_grad():
         states = [network.state_dict() for network in networks]
-        for name, tensor in {tensor.data_ptr(): name for name, tensor in states[0].items()}.items():
-            states[0][tensor].copy_(0.25 * states[0][tensor] + 0.75 * states[1][tensor])
+        for name in {tensor.data_ptr(): name for name, tensor in states[0].items()}.values():  # tied ones once
+            states[0][name].copy_(0.25 * states[0][name] + 0.75 * states[1][name])
     model = Model(name="merge", digest=str(tmp_path), directory=tmp_path / "merge")
     ids = tokenizer(["some text", "more text"], return_tensors="pt", padding=True)["input_ids"]
     with load_model(model, dtype="auto", device="cpu") as loaded_model, torch.no_grad():
@@ -228,4 +237,24 @@ def test_a_merge_equals_the_average_in_memory(tmp_path: Path, family: str) -> No
     unload_models()
 
 
-def test_lm_evals_command_has_the_same_scores(tmp_path: Path) -> None: ...
+@pytest.mark.parametrize("family", FAMILIES)
+def test_lm_evals_command_has_the_same_scores(tmp_path: Path, family: str) -> None:
+    tasks = [letters_task(tmp_path, kind) for kind in ("chosen", "generated")]
+    directory = write(family, tmp_path / "m")
+    tokenizer, network = (kind.from_pretrained(directory) for kind in (tf.AutoTokenizer, tf.AutoModelForSeq2SeqLM))
+    inputs = tokenizer([f"{word}>" for word in prompts(30)], return_tensors="pt", padding=True)
+    labels = tokenizer([word[:3].upper() for word in prompts(30)], return_tensors="pt", padding=True)["input_ids"]
+    mask = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+    teach(network, {**mask, "labels": labels.masked_fill(labels == tokenizer.pad_token_id, -100)})
+    network.save_pretrained(directory)
+    definitions = [task.definition for task in tasks if task.definition]
+    out = run_lm_eval(tmp_path / "out", directory, definitions, tmp_path / "scratch")
+    metrics = {"chosen": ("acc", "acc_norm"), "generated": ("exact_match",)}
+    for task in tasks:
+        (file,) = out.rglob(f"samples_{task.name}_*.jsonl")
+        samples = [json.loads(line) for line in file.read_text().splitlines()]
+        expected = {(row["doc_id"], f"{name},none"): row[name] for row in samples for name in metrics[task.name]}
+        actual = score(job(directory, task))
+        assert {key: actual[key].outcome for key in expected} == expected
+        assert 0 < sum(expected.values()) < len(expected)  # some answers are right, some wrong
+    unload_models()
