@@ -155,7 +155,7 @@ def require_known_ending(project: Project, line: list[str]) -> None:
 def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Stop servers, workers and the demo release right after their arguments are parsed.
 
-    ``server`` and ``worker`` change the environment of their process. Restore it, because later tests share the process.
+    ``server`` and ``worker`` change the environment of their process, which later tests share. Restore it.
     """
 
     def end(*_: object, **__: object) -> None:
