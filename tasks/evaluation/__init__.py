@@ -5,7 +5,7 @@ with one row per document and metric. The package also reads results that lm-eva
 """
 
 from mergegate.tasks.evaluation.backends import Backend, find_backend
-from mergegate.tasks.evaluation.built_in import AnyBuiltInTask
+from mergegate.tasks.evaluation.built_in import BUILT_IN_TASKS, AnyBuiltInTask
 from mergegate.tasks.evaluation.choice_probability import AnsweredChoice
 from mergegate.tasks.evaluation.contamination import (
     CalibrationTexts,
@@ -93,6 +93,7 @@ from mergegate.tasks.evaluation.tokenized_task import TokenizedDocument, Tokeniz
 __all__ = [
     "SCORES_FILE",
     "AnsweredChoice",
+    "BUILT_IN_TASKS",
     "AnyBuiltInTask",
     "Backend",
     "CalibrationTexts",

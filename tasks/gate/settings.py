@@ -19,6 +19,7 @@ from pydantic.json_schema import SkipJsonSchema
 
 from mergegate.merge_core.errors import suggest
 from mergegate.tasks.evaluation import (
+    BUILT_IN_TASKS,
     AnyBuiltInTask,
     EvaluationSettings,
     MeanOver,
@@ -51,7 +52,10 @@ FINE_TUNES, ALL_PARENTS = "fine-tunes", "all"
 class Guard(PromptSettings):
     """Regression guard: on ``task`` the merge may be at most ``max_drop`` points worse than ``guarded_by``."""
 
-    task: Annotated[str, WithJsonSchema({"anyOf": [{"type": "string"}, AnyBuiltInTask.model_json_schema()]})] = Field(
+    task: Annotated[
+        str,
+        WithJsonSchema({"anyOf": [{"type": "string"}, *(each.model_json_schema() for each in BUILT_IN_TASKS)]}),
+    ] = Field(
         description="Name of an lm-eval task, a YAML file relative to the profile, or a built-in task, such as {kind: "
         "retrieval, data: queries.jsonl, metric: ndcg@10}."
     )
