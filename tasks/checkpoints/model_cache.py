@@ -486,7 +486,8 @@ def _require_known_functions(directory: Path) -> None:
             settings.get("sbert_ce_default_activation_function"),
             own.get("activation_fn") if isinstance(own, Mapping) else None,
         )
-        if function := next((each for each in named if each and not str(each).startswith("torch.")), None):
+        paths = (str(each) for each in named if each and "." in str(each))  # relu is a name that a module knows
+        if function := next((each for each in paths if not each.startswith("torch.")), None):
             raise InvalidInput(
                 str(file),
                 found=f"the activation function {function}, which is code outside torch",

@@ -91,9 +91,9 @@ from mergegate.tasks.evaluation.throughput import (
 from mergegate.tasks.evaluation.tokenized_task import TokenizedDocument, TokenizedTask, tokenize_task
 
 __all__ = [
+    "BUILT_IN_TASKS",
     "SCORES_FILE",
     "AnsweredChoice",
-    "BUILT_IN_TASKS",
     "AnyBuiltInTask",
     "Backend",
     "CalibrationTexts",

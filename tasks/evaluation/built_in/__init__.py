@@ -1,8 +1,8 @@
 """Score models on tasks that lm-eval does not have, such as to rank texts for queries.
 
 ``contract`` defines the interface of such a task, ``leaf`` presents it to the code that loads lm-eval's tasks, and each
-kind of task has a module, which ``registry`` lists. ``relevance`` scores texts for queries, and ``ranking`` measures the
-rankings.
+kind of task has a module, which ``registry`` lists. ``relevance`` scores texts for queries, and ``ranking`` measures
+the rankings.
 """
 
 from mergegate.tasks.evaluation.built_in.contract import BuiltInScore, BuiltInTask, TaskDocument

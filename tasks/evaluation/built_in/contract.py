@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict
 from mergegate.merge_core.architecture import TaskForm
 
 if TYPE_CHECKING:
-    from mergegate.tasks.evaluation.task_data import DataSource
     from mergegate.tasks.checkpoints import LoadedModel, TellProgress
+    from mergegate.tasks.evaluation.task_data import DataSource
 
 
 TaskDocument = Mapping[str, Any]

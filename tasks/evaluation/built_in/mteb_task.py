@@ -71,10 +71,9 @@ class MtebTask(RankingTask):
         types = _known_types(require_package("mteb", "mteb"))
         if (kind := types.get(self.mteb_name)) is not None:
             self._require_ranking(kind)
-        elif matches := get_close_matches(self.mteb_name, types, n=1, cutoff=0.8):
-            # mteb may have tasks without a statistics file. Loading the task finds out.
-            if matches[0].casefold() == self.mteb_name.casefold():
-                raise self._unknown(matches[0])
+        # A few tasks have no file with statistics, so another name is unknown only after loading. Case is certain.
+        elif match := next((name for name in types if name.casefold() == self.mteb_name.casefold()), None):
+            raise self._unknown(match)
         return self
 
     def files(self) -> tuple[Path, ...]:

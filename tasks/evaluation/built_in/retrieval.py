@@ -206,8 +206,9 @@ def _with_ids(lines: Iterator[tuple[str, dict[str, Any]]], corpus: Path) -> list
         candidates = [position[name] for name in (*positives, *negatives)] if negatives else None
         if candidates is None and len(positives) == len(texts):
             raise InvalidInput(
-                f"{location}: positives", found=f"all {len(texts)} texts of the corpus", expected="fewer, so that "
-                "other texts can be ranked above them"
+                f"{location}: positives",
+                found=f"all {len(texts)} texts of the corpus",
+                expected="fewer, so that other texts can be ranked above them",
             )
         # Every text of the corpus affects the score of a query.
         documents.append(RankedQuery({**data, "corpus": content.hexdigest()}, texts, gains, candidates))
