@@ -5,7 +5,7 @@ with one row per document and metric. The package also reads results that lm-eva
 """
 
 from mergegate.tasks.evaluation.backends import Backend, find_backend
-from mergegate.tasks.evaluation.built_in import BUILT_IN_TASKS, AnyBuiltInTask
+from mergegate.tasks.evaluation.built_in import AnyBuiltInTask, built_in_schemas
 from mergegate.tasks.evaluation.choice_probability import AnsweredChoice
 from mergegate.tasks.evaluation.contamination import (
     CalibrationTexts,
@@ -91,7 +91,6 @@ from mergegate.tasks.evaluation.throughput import (
 from mergegate.tasks.evaluation.tokenized_task import TokenizedDocument, TokenizedTask, tokenize_task
 
 __all__ = [
-    "BUILT_IN_TASKS",
     "SCORES_FILE",
     "AnsweredChoice",
     "AnyBuiltInTask",
@@ -123,6 +122,7 @@ __all__ = [
     "TokenizedDocument",
     "TokenizedTask",
     "TokenizerSource",
+    "built_in_schemas",
     "by_task",
     "call_with_task_data",
     "check_thinking",

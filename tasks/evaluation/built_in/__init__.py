@@ -8,11 +8,11 @@ the rankings.
 from mergegate.tasks.evaluation.built_in.contract import BuiltInScore, BuiltInTask, TaskDocument
 from mergegate.tasks.evaluation.built_in.leaf import BuiltInLeaf
 from mergegate.tasks.evaluation.built_in.mteb_task import MtebTask
-from mergegate.tasks.evaluation.built_in.registry import BUILT_IN_TASKS, AnyBuiltInTask
+from mergegate.tasks.evaluation.built_in.registry import AnyBuiltInTask, built_in_schemas
 from mergegate.tasks.evaluation.built_in.retrieval import RetrievalTask
+from mergegate.tasks.evaluation.built_in.transcription import TranscriptionTask
 
 __all__ = [
-    "BUILT_IN_TASKS",
     "AnyBuiltInTask",
     "BuiltInLeaf",
     "BuiltInScore",
@@ -20,4 +20,6 @@ __all__ = [
     "MtebTask",
     "RetrievalTask",
     "TaskDocument",
+    "TranscriptionTask",
+    "built_in_schemas",
 ]

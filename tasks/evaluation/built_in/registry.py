@@ -1,14 +1,18 @@
 """List the kinds of built-in tasks."""
 
-from typing import Annotated
+from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field
 
 from mergegate.tasks.evaluation.built_in.contract import BuiltInTask
 from mergegate.tasks.evaluation.built_in.mteb_task import MtebTask
 from mergegate.tasks.evaluation.built_in.retrieval import RetrievalTask
+from mergegate.tasks.evaluation.built_in.transcription import TranscriptionTask
 
-BUILT_IN_TASKS: tuple[type[BuiltInTask], ...] = (RetrievalTask, MtebTask)
+AnyBuiltInTask: TypeAlias = Annotated[RetrievalTask | MtebTask | TranscriptionTask, Field(discriminator="kind")]
+_CLASSES: tuple[type[BuiltInTask], ...] = (RetrievalTask, MtebTask, TranscriptionTask)
 
-AnyBuiltInTask = Annotated[RetrievalTask | MtebTask, Field(discriminator="kind")]
-"""Settings of a built-in task in a profile: one of ``BUILT_IN_TASKS``."""
+
+def built_in_schemas() -> list[dict[str, Any]]:
+    """Return the JSON schema of each kind of built-in task."""
+    return [task.model_json_schema() for task in _CLASSES]
