@@ -112,7 +112,7 @@ def header_digests(parents: Sequence[ResolvedCheckpoint]) -> tuple[HeaderDigest,
     return tuple(digests)
 
 
-@value_stage("compat", version=8)
+@value_stage("compat", version=9)
 def check_compatibility(
     recipe: Recipe,
     metadata: Sequence[HeaderDigest],
