@@ -151,16 +151,14 @@ def _problem(recipe: Recipe, reference: str, folder: str, weights: Mapping[str, 
             if lacking == str(recipe.base)
             else "merge models with the same modules",
         )
-    traits, reason = recipe.method.traits, ""
+    reason = ""
     is_whole = len(recipe.modules) == 1 and recipe.modules[0].name is None and len(recipe.slices) == 1
     if recipe.mixture is not None:
         reason = "a mixture of experts"
     elif not is_whole or any(source.layers is not None for source in recipe.sources):
         reason = "a recipe that cuts layers or merges the parts of the network separately"
-    elif traits.reads_text is not None:
-        reason = f"{recipe.merge_method}, which needs the activations of the module on calibration texts"
-    elif traits.makes_state or traits.first_state is not None:
-        reason = f"{recipe.merge_method}, which works on states of an optimizer"
+    elif recipe.method.traits.reads_text is not None:
+        reason = f"{recipe.merge_method}, which needs measurements of the module on calibration texts"
     if not reason:
         return None
     other = next(name for name in weights if weights[name] != weights[reference])
