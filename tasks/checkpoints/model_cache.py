@@ -361,7 +361,9 @@ def _load_transformer(model: Model, kind: ModelKind, dtype: str, device: str) ->
     return LoadedModel(network.to(device).eval(), tokenizer, kind, processor), _missing_tensors(loading_info)
 
 
-def _load_sentence_transformer(model: Model, kind: ModelKind, dtype: str, device: str) -> tuple[LoadedModel, list[str]]:
+def _load_sentence_transformer(
+    model: Model, kind: ModelKind, dtype: str, device: str
+) -> tuple[LoadedModel, Sequence[str]]:
     """Load an embedding model or a cross-encoder, with its modules, and return what ``_load_transformer`` does."""
     # Older versions run code next to a model even if it is not trusted.
     if int(_version_of("sentence-transformers").partition(".")[0]) < _SENTENCE_TRANSFORMERS:
@@ -430,42 +432,35 @@ def _record_loading() -> Iterator[list[Any]]:
         loader.from_pretrained = original
 
 
-def _used_tensors(network: Any, missing: Sequence[str]) -> list[str]:
-    """Return those of the ``missing`` tensors of the transformer that affect the output of the model.
+def _used_tensors(network: Any, missing: Sequence[str]) -> Sequence[str]:
+    """Return ``missing`` without the tensors before the first one that affects the output of the model.
 
     Many embedding models lack the pooler of their class, because their own pooling ignores it. A tensor affects the
-    output if the derivative of the output exists.
+    output if other numbers in it change the output.
     """
     import torch
 
+    text = "mergegate"
+    is_pair = type(network).__name__ == "CrossEncoder"
+
+    def output() -> Any:
+        encode = network.predict if is_pair else network.encode
+        values = encode([(text, text) if is_pair else text], convert_to_tensor=True, show_progress_bar=False)
+        return values.to_dense() if values.is_sparse else values
+
     parameters = dict(network.transformers_model.named_parameters())
-    unknown = [name for name in missing if name not in parameters]  # Buffers, or tensors with other names in the file.
-    candidates = {name: parameters[name] for name in missing if name in parameters}
-    if unknown or not candidates:
-        return list(missing)
-    wanted = {name: parameter.requires_grad for name, parameter in network.named_parameters()}
-    try:
-        network.requires_grad_(False)
-        for parameter in candidates.values():
-            parameter.requires_grad_(True)
-        text = "mergegate"
-        inputs = network.preprocess([(text, text)] if type(network).__name__ == "CrossEncoder" else [text])
-        outputs = network({name: _to_device(value, network.device) for name, value in inputs.items()})
-        values = [outputs[name] for name in ("sentence_embedding", "scores", "logits") if name in outputs]
-        total = sum(value.float().sum() for value in values)
-        if not values or not torch.is_tensor(total):
-            return list(missing)
-        if not total.requires_grad:
-            return []
-        gradients = torch.autograd.grad(total, list(candidates.values()), allow_unused=True)
-        return [name for name, gradient in zip(candidates, gradients, strict=True) if gradient is not None]
-    finally:
-        for name, parameter in network.named_parameters():
-            parameter.requires_grad_(wanted[name])
-
-
-def _to_device(value: Any, device: Any) -> Any:
-    return value.to(device) if hasattr(value, "to") else value
+    before = output()
+    for at, name in enumerate(missing):
+        if name not in parameters:  # A buffer, or a name that only the file has.
+            return missing[at:]
+        with torch.no_grad():
+            original = parameters[name].clone()
+            parameters[name].add_(torch.randn_like(original))
+            is_used = not torch.equal(before, output())
+            parameters[name].copy_(original)
+        if is_used:
+            return missing[at:]
+    return []
 
 
 def _require_known_functions(directory: Path) -> None:

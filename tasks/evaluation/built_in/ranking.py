@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-Scores = NDArray[np.float64]
+TextScores = NDArray[np.float64]
 
 METRICS = "ndcg@k, mrr, mrr@k, map@k, recall@k, hit_rate@k or accuracy, with k from 1 to 1000"
 _METRIC = re.compile(r"(ndcg|mrr|map|recall|hit_rate)@([1-9]\d{0,2}|1000)")
@@ -137,7 +137,7 @@ def parse_metric(text: str) -> RankMetric:
     raise ValueError(f"{text!r} is not a metric of rankings. Use {METRICS}")
 
 
-def find_right_texts(query: RankedQuery, scores: Scores) -> list[tuple[int, float]]:
+def find_right_texts(query: RankedQuery, scores: TextScores) -> list[tuple[int, float]]:
     """Return rank (from 0) and relevance of the right texts of a query, in the order of the ranks.
 
     Ties count against the model: of texts with equal scores, the least relevant comes first. A model that gives all
@@ -166,7 +166,7 @@ def find_right_texts(query: RankedQuery, scores: Scores) -> list[tuple[int, floa
     return sorted(zip(ranks, gains[right].tolist(), strict=True))
 
 
-def best_candidate(query: RankedQuery, scores: Scores) -> str:
+def best_candidate(query: RankedQuery, scores: TextScores) -> str:
     """Return the text with the highest score."""
     if query.candidates is not None:
         return query.texts[query.candidates[int(np.argmax(scores))]]

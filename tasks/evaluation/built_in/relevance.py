@@ -5,7 +5,7 @@ similar length, and the embeddings are held in float32: 400 MB for 100,000 texts
 reads each pair of query and text. Its scores are those before the activation function, because a sigmoid rounds all
 high scores to 1, which ties them. The activation function does not change the order.
 
-Scores depend on the batch by the precision of the dtype, because of padding: about 1e-7 of the largest score in
+TextScores depend on the batch by the precision of the dtype, because of padding: about 1e-7 of the largest score in
 float32, and 1e-2 in bfloat16.
 """
 
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.built_in.ranking import RankedQuery, Scores
+from mergegate.tasks.evaluation.built_in.ranking import RankedQuery, TextScores
 
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import LoadedModel, TellProgress
@@ -35,7 +35,7 @@ def score_texts(
     batch_size: int,
     on_progress: TellProgress,
     prompts: Mapping[str, str | None] | None = None,
-) -> Iterator[Scores]:
+) -> Iterator[TextScores]:
     """Yield for each query the scores of its candidates, in their order. Higher is better.
 
     Args:
@@ -59,7 +59,7 @@ def _compare_embeddings(
     batch_size: int,
     on_progress: TellProgress,
     prompts: Mapping[str, str | None],
-) -> Iterator[Scores]:
+) -> Iterator[TextScores]:
     texts = queries[0].texts
     if any(query.candidates is None for query in queries):
         positions = list(range(len(texts)))
@@ -135,7 +135,7 @@ def _rows(embeddings: Any, rows: range) -> Any:
 
 def _score_pairs(
     model: LoadedModel, queries: Sequence[RankedQuery], batch_size: int, on_progress: TellProgress
-) -> Iterator[Scores]:
+) -> Iterator[TextScores]:
     import torch
 
     largest = max(queries, key=lambda query: query.size)
@@ -169,7 +169,7 @@ def _score_pairs(
         on_progress(done, total)
 
 
-def _require_finite(scores: Scores, query: RankedQuery) -> None:
+def _require_finite(scores: TextScores, query: RankedQuery) -> None:
     if not np.isfinite(scores).all():
         raise _not_finite(str(query["query"]), "its similarity to a text")
 
