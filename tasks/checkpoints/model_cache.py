@@ -47,15 +47,15 @@ _SHARE = 0.5  # Share of the memory that models may use. The total is the memory
 _SMALL = 10_000_000  # Parameters. Below this, synchronizing threads takes longer than computing a layer.
 
 
-def import_lean(*modules: str, needed: Collection[str] = ()) -> None:
-    """Import ``modules`` in order, as if the unused optional packages were not installed, except those ``needed``.
+def import_lean(*modules: str, exceptions: Collection[str] = ()) -> None:
+    """Import ``modules`` in order, as if the unused optional packages were not installed, except ``exceptions``.
 
     If a package is already partly imported, it may have looked for the optional packages and stored the result. In that
     case, the rest of the package is imported as usual.
     """
     for module in modules:
         is_imported = module.partition(".")[0] in sys.modules
-        unused = [name for name in _UNUSED_PACKAGES if name not in needed and name not in sys.modules]
+        unused = [name for name in _UNUSED_PACKAGES if name not in exceptions and name not in sys.modules]
         hidden = [] if is_imported else unused
         for name in hidden:
             # With None, both the import statement and find_spec report the package as missing.
@@ -341,7 +341,10 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
     return loaded
 
 
-def _load_transformer(model: Model, kind: ModelKind, dtype: str, device: str) -> tuple[LoadedModel, list[str]]:
+_Loaded = tuple[LoadedModel, Sequence[str]]
+
+
+def _load_transformer(model: Model, kind: ModelKind, dtype: str, device: str) -> _Loaded:
     """Load a model with transformers. Also return the names of its tensors that the checkpoint lacks."""
     import transformers
 
@@ -361,9 +364,7 @@ def _load_transformer(model: Model, kind: ModelKind, dtype: str, device: str) ->
     return LoadedModel(network.to(device).eval(), tokenizer, kind, processor), _missing_tensors(loading_info)
 
 
-def _load_sentence_transformer(
-    model: Model, kind: ModelKind, dtype: str, device: str
-) -> tuple[LoadedModel, Sequence[str]]:
+def _load_sentence_transformer(model: Model, kind: ModelKind, dtype: str, device: str) -> _Loaded:
     """Load an embedding model or a cross-encoder, with its modules, and return what ``_load_transformer`` does."""
     # Older versions run code next to a model even if it is not trusted.
     if int(_version_of("sentence-transformers").partition(".")[0]) < _SENTENCE_TRANSFORMERS:
@@ -373,7 +374,7 @@ def _load_sentence_transformer(
             expected="the package that loads such models",
             remedy="pip install 'mergegate[embeddings]'",
         )
-    import_lean("sentence_transformers", needed=("scipy",))
+    import_lean("sentence_transformers", exceptions=("scipy",))
     import sentence_transformers
 
     if not model.runs_code:

@@ -78,7 +78,7 @@ def test_rounding_errors_do_not_break_ties() -> None:
 
 def test_an_excluded_text_is_not_ranked() -> None:
     texts = ["own", "right", "wrong"]
-    query = RankedQuery({"query": "q"}, texts, {1: 1.0}, excluded=0)
+    query = RankedQuery({"query": "q"}, texts, {1: 1.0}, own_text=0)
     assert query.size == 2
     assert find_right_texts(query, np.array([0.9, 0.8, 0.1])) == [(0, 1.0)]
 

@@ -33,10 +33,10 @@ class RankedQuery(dict[str, Any]):
         gains: Relevance of the right texts by position in ``texts``. All values are positive.
         candidates: Positions of the texts to rank. None: all texts.
         unranked: Relevance of right texts that are not among the candidates, so that no model can find them.
-        excluded: Position of a text that is not a candidate if all others are.
+        own_text: Position of the query itself in ``texts``, if it is not a candidate and all others are.
     """
 
-    __slots__ = ("candidates", "excluded", "gains", "texts", "unranked")
+    __slots__ = ("candidates", "gains", "own_text", "texts", "unranked")
 
     def __init__(
         self,
@@ -45,17 +45,17 @@ class RankedQuery(dict[str, Any]):
         gains: Mapping[int, float],
         candidates: Sequence[int] | None = None,
         unranked: Sequence[float] = (),
-        excluded: int | None = None,
+        own_text: int | None = None,
     ) -> None:
         super().__init__(data)
         self.texts, self.gains, self.candidates = texts, gains, candidates
-        self.unranked, self.excluded = tuple(unranked), excluded
+        self.unranked, self.own_text = tuple(unranked), own_text
 
     @property
     def size(self) -> int:
         """Number of texts to rank."""
         if self.candidates is None:
-            return len(self.texts) - (self.excluded is not None)
+            return len(self.texts) - (self.own_text is not None)
         return len(self.candidates)
 
     @property
@@ -71,15 +71,15 @@ class RankMetric:
     name: str
     k: int | None = None
 
-    def measure(self, found: Sequence[tuple[int, float]], ideal: Sequence[float]) -> float:
+    def measure(self, right_texts: Sequence[tuple[int, float]], ideal: Sequence[float]) -> float:
         """Return the score of a ranking.
 
         Args:
-            found: Rank (from 0) and relevance of each right text in the ranking, in the order of the ranks.
+            right_texts: Rank (from 0) and relevance of each right text in the ranking, in the order of the ranks.
             ideal: Relevance of all right texts, the largest first. Empty: the query has no right text and scores 0.
         """
         k = math.inf if self.k is None else self.k
-        ranks = [rank for rank, _ in found if rank < k]
+        ranks = [rank for rank, _ in right_texts if rank < k]
         if self.name == "mrr":
             return 1 / (ranks[0] + 1) if ranks else 0.0
         if self.name == "hit_rate":
@@ -90,7 +90,7 @@ class RankMetric:
             return len(ranks) / len(ideal)
         if self.name == "map":
             return sum(right / (rank + 1) for right, rank in enumerate(ranks, 1)) / len(ideal)
-        gain = sum(relevance / math.log2(rank + 2) for rank, relevance in found if rank < k)
+        gain = sum(relevance / math.log2(rank + 2) for rank, relevance in right_texts if rank < k)
         return gain / sum(relevance / math.log2(rank + 2) for rank, relevance in enumerate(islice(ideal, self.k)))
 
     def chance(self, size: int, gains: Sequence[float], ideal: Sequence[float]) -> float:
@@ -153,8 +153,8 @@ def find_right_texts(query: RankedQuery, scores: TextScores) -> list[tuple[int, 
     if query.candidates is None:
         gains = np.zeros(len(scores))
         gains[list(query.gains)] = list(query.gains.values())
-        if query.excluded is not None:
-            scores[query.excluded] = -np.inf
+        if query.own_text is not None:
+            scores[query.own_text] = -np.inf
     else:
         gains = np.array([query.gains.get(text, 0.0) for text in query.candidates])
     right = np.flatnonzero(gains)
@@ -170,7 +170,7 @@ def best_candidate(query: RankedQuery, scores: TextScores) -> str:
     """Return the text with the highest score."""
     if query.candidates is not None:
         return query.texts[query.candidates[int(np.argmax(scores))]]
-    if query.excluded is not None:
+    if query.own_text is not None:
         scores = scores.copy()
-        scores[query.excluded] = -np.inf
+        scores[query.own_text] = -np.inf
     return query.texts[int(np.argmax(scores))]

@@ -5,7 +5,7 @@ similar length, and the embeddings are held in float32: 400 MB for 100,000 texts
 reads each pair of query and text. Its scores are those before the activation function, because a sigmoid rounds all
 high scores to 1, which ties them. The activation function does not change the order.
 
-TextScores depend on the batch by the precision of the dtype, because of padding: about 1e-7 of the largest score in
+Scores depend on the batch by the precision of the dtype, because of padding: about 1e-7 of the largest score in
 float32, and 1e-2 in bfloat16.
 """
 
@@ -174,10 +174,10 @@ def _require_finite(scores: TextScores, query: RankedQuery) -> None:
         raise _not_finite(str(query["query"]), "its similarity to a text")
 
 
-def _not_finite(text: str, what: str) -> InvalidInput:
+def _not_finite(text: str, quantity: str) -> InvalidInput:
     return InvalidInput(
         f"text {_quote(text)}",
-        found=f"{what} contains NaN or infinity",
+        found=f"{quantity} contains NaN or infinity",
         expected="finite numbers",
         remedy="check the weights of the model, or use dtype: float32",
     )
