@@ -10,6 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind
 from mergegate.tasks.evaluation import Scores, Scoring
 from mergegate.tasks.explain import Explanation
 from mergegate.tasks.gate import GateVerdict
@@ -137,6 +138,8 @@ class ReportContent(_Part):
 
     name: str  # name of the profile
     method: str  # 'ties of 3 over llama-base'
+    # Kind of the merge. For an adapter, the kind of its base model.
+    kind: Annotated[ModelKind, Field(exclude_if=lambda kind: kind == TEXT_GENERATOR)] = TEXT_GENERATOR
     recipe: str = ""  # YAML; empty if nothing was merged
     models: tuple[ReportedModel, ...]  # the merge and its parents, in the recipe's order
     licence: str = ""  # license the merge may carry: 'apache-2.0'; empty if licenses were not checked
