@@ -102,7 +102,7 @@ def card_metadata(
             if (name_for_people := wording.metric_name(score.metric, kind)) != score.metric:
                 metric_type, label = metric.replace("@", "_at_"), name_for_people
             detail = ", ".join([score.task] * (score.task != name) + [variant] * (variant not in ("", "none")))
-            in_percent = wording.is_share(score)
+            in_percent = wording.is_share(score, kind)
             value = round(100 * score.score, 2) if in_percent else round(score.score, 4)
             metrics.append({"type": metric_type, "value": value, "name": f"{label} ({detail})" if detail else label})
         task = {"type": kind.pipeline_tag, "name": TASK_NAMES.get(kind.pipeline_tag or "", kind.pipeline_tag)}

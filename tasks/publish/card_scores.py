@@ -102,7 +102,7 @@ def _scores(content: ReportContent) -> str:
                 row.append("")
                 continue
             low, high = score_interval(cell)
-            scale, decimals = (100.0, 1) if wording.is_share(cell) else (1.0, 3)
+            scale, decimals = (100.0, 1) if wording.is_share(cell, content.kind) else (1.0, 3)
             shown = wording.number(scale * cell.score, decimals)
             interval = "" if math.isnan(low) else f" {wording.interval(scale * low, scale * high, decimals)}"
             row.append(shown + interval)

@@ -89,9 +89,9 @@ def metric_name(label: str, kind: ModelKind, *, with_direction: bool = False) ->
     return _METRIC_NAMES.get(metric, metric.replace("ndcg", "nDCG")) + direction
 
 
-def is_share(score: TaskScore) -> bool:
+def is_share(score: TaskScore, kind: ModelKind) -> bool:
     """Return whether reports show a score in points: a share of correct answers, a graded score or an error rate."""
-    is_rate = score.higher_is_better or score.metric.partition(",")[0] in _ERROR_RATES
+    is_rate = score.higher_is_better or metric_name(score.metric, kind) in _ERROR_RATES.values()
     return is_rate and 0 <= score.score <= 1
 
 
