@@ -6,6 +6,7 @@ same bytes. Serving costs depend on the machine: they are marked ``NotInKey`` an
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -176,6 +177,13 @@ class ReportContent(_Part):
     recipe_warnings: Annotated[tuple[str, ...], Field(exclude_if=lambda warnings: not warnings)] = ()
     # Sections of verdicts that have no plot in the report.
     sections: Annotated[tuple[Section, ...], Field(exclude_if=lambda sections: not sections)] = ()
+
+    def content_key(self) -> object:
+        # The kind is in the key only if it is not a text generator, so that existing pages keep their keys.
+        fields = type(self).model_fields
+        names = [name for name in fields if NotInKey not in fields[name].metadata and name != "kind"]
+        key = {name: getattr(self, name) for name in names}
+        return key if self.kind == TEXT_GENERATOR else {**key, "kind": asdict(self.kind)}
 
     @property
     def parents(self) -> tuple[ReportedModel, ...]:
