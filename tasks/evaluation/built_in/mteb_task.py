@@ -208,7 +208,7 @@ def _ranked_queries(data: Mapping[str, Any], is_own_text_ignored: bool, location
                 texts,
                 found,
                 None if names is None else [position[each] for each in names if each != own],
-                unranked=[gain for each, gain in gains.items() if each not in reached or each == own],
+                lost_gains=[gain for each, gain in gains.items() if each not in reached or each == own],
                 own_text=position.get(own) if own is not None and names is None else None,
             )
         )

@@ -32,11 +32,11 @@ class RankedQuery(dict[str, Any]):
         texts: Texts that all queries of the task share.
         gains: Relevance of the right texts by position in ``texts``. All values are positive.
         candidates: Positions of the texts to rank. None: all texts.
-        unranked: Relevance of right texts that are not among the candidates, so that no model can find them.
+        lost_gains: Relevance of right texts that are not among the candidates, so that no model can find them.
         own_text: Position of the query itself in ``texts``, if it is not a candidate and all others are.
     """
 
-    __slots__ = ("candidates", "gains", "own_text", "texts", "unranked")
+    __slots__ = ("candidates", "gains", "own_text", "texts", "lost_gains")
 
     def __init__(
         self,
@@ -44,12 +44,12 @@ class RankedQuery(dict[str, Any]):
         texts: Sequence[str],
         gains: Mapping[int, float],
         candidates: Sequence[int] | None = None,
-        unranked: Sequence[float] = (),
+        lost_gains: Sequence[float] = (),
         own_text: int | None = None,
     ) -> None:
         super().__init__(data)
         self.texts, self.gains, self.candidates = texts, gains, candidates
-        self.unranked, self.own_text = tuple(unranked), own_text
+        self.lost_gains, self.own_text = tuple(lost_gains), own_text
 
     @property
     def size(self) -> int:
@@ -61,7 +61,7 @@ class RankedQuery(dict[str, Any]):
     @property
     def ideal(self) -> tuple[float, ...]:
         """Relevance of all right texts, the largest first."""
-        return tuple(sorted((*self.gains.values(), *self.unranked), reverse=True))
+        return tuple(sorted((*self.gains.values(), *self.lost_gains), reverse=True))
 
 
 @dataclass(frozen=True)
