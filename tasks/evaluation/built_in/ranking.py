@@ -36,7 +36,7 @@ class RankedQuery(dict[str, Any]):
         own_text: Position of the query itself in ``texts``, if it is not a candidate and all others are.
     """
 
-    __slots__ = ("candidates", "gains", "own_text", "texts", "lost_gains")
+    __slots__ = ("candidates", "gains", "lost_gains", "own_text", "texts")
 
     def __init__(
         self,
