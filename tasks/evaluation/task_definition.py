@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from mergegate.merge_core.architecture import TaskForm
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.evaluation.built_in import AnyBuiltInTask, BuiltInTask
@@ -75,6 +76,11 @@ class EvalTask(BaseModel):
         return self.original_name or self.name
 
     @property
+    def form(self) -> TaskForm:
+        """What the task asks of a model."""
+        return self.built_in.form if self.built_in else "text"
+
+    @property
     def data(self) -> TaskData | None:
         """Digest and sources of the loaded data; None if the task has not been loaded."""
         return TaskData(digest=self.data_digest, sources=self.sources) if self.data_digest else None
@@ -122,8 +128,7 @@ def pin_built_in(task: BuiltInTask, root: Path, hashes: HashMemo) -> EvalTask:
         InvalidInput: If a file does not exist, or a package is missing.
     """
     resolved = task.resolve(root)
-    settings = resolved.model_dump(mode="json", exclude={"data"})
-    pinned = digest({"settings": settings, "files": [hashes.sha256(file) for file in resolved.files()]})
+    pinned = digest({"settings": resolved.pinned_settings, "files": [hashes.sha256(file) for file in resolved.files()]})
     return EvalTask(name=resolved.name, digest=pinned, definition=None, built_in=resolved)
 
 
