@@ -237,8 +237,8 @@ def test_a_merge_equals_the_average_in_memory(tmp_path: Path, family: str) -> No
     unload_models()
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_lm_evals_command_has_the_same_scores(tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(("family", "batch_size"), [("t5", 16), ("bart", 1)])  # padding moves the positions of BART
+def test_lm_evals_command_has_the_same_scores(tmp_path: Path, family: str, batch_size: int) -> None:
     tasks = [letters_task(tmp_path, kind) for kind in ("chosen", "generated")]
     directory = write(family, tmp_path / "m")
     tokenizer, network = (kind.from_pretrained(directory) for kind in (tf.AutoTokenizer, tf.AutoModelForSeq2SeqLM))
@@ -248,7 +248,7 @@ def test_lm_evals_command_has_the_same_scores(tmp_path: Path, family: str) -> No
     teach(network, {**mask, "labels": labels.masked_fill(labels == tokenizer.pad_token_id, -100)})
     network.save_pretrained(directory)
     definitions = [task.definition for task in tasks if task.definition]
-    out = run_lm_eval(tmp_path / "out", directory, definitions, tmp_path / "scratch")
+    out = run_lm_eval(tmp_path / "out", directory, definitions, tmp_path / "scratch", batch_size=batch_size)
     metrics = {"chosen": ("acc", "acc_norm"), "generated": ("exact_match",)}
     for task in tasks:
         (file,) = out.rglob(f"samples_{task.name}_*.jsonl")

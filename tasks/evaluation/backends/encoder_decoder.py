@@ -16,7 +16,6 @@ Without padding and for answers within the budget, the scores are those of lm-ev
 from __future__ import annotations
 
 from collections import deque
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from mergegate.merge_core.errors import InvalidInput
@@ -28,15 +27,15 @@ if TYPE_CHECKING:
     import torch
 
 
-@cache
-def encoder_decoder_type(base: type[Any]) -> type[Any]:
-    """Return the class ``EncoderDecoderLM``, a subclass of ``SharedPrefixLM`` (``base``) that shares no prefix."""
+def define_encoder_decoder(base: Any) -> type[Any]:
+    """Define the class ``EncoderDecoderLM``, a subclass of ``SharedPrefixLM`` (``base``) that shares no prefix."""
     from lm_eval.models.huggingface import HFLM
     from lm_eval.models.utils_hf import stop_sequences_criteria
 
-    class EncoderDecoderLM(base):  # type: ignore[misc, valid-type]  # lm-eval's base classes are untyped
+    class EncoderDecoderLM(base):  # type: ignore[misc]  # lm-eval's base classes are untyped
         """An ``HFLM`` for encoder-decoders whose answers do not depend on other requests."""
 
+        answer_ends: deque[AnswerEnd]
         shared_context = None  # prompt and answer have separate limits
 
         @property
