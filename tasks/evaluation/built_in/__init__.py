@@ -6,7 +6,7 @@ kind of task has a module, which ``registry`` lists.
 
 from mergegate.tasks.evaluation.built_in.contract import BuiltInScore, BuiltInTask, TaskDocument
 from mergegate.tasks.evaluation.built_in.leaf import BuiltInLeaf
-from mergegate.tasks.evaluation.built_in.registry import AnyBuiltInTask, built_in_schemas
+from mergegate.tasks.evaluation.built_in.registry import AnyBuiltInTask, built_in_schemas, built_in_tasks
 from mergegate.tasks.evaluation.built_in.retrieval import RetrievalTask
 from mergegate.tasks.evaluation.built_in.transcription import TranscriptionTask
 
@@ -19,4 +19,5 @@ __all__ = [
     "TaskDocument",
     "TranscriptionTask",
     "built_in_schemas",
+    "built_in_tasks",
 ]
