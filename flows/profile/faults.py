@@ -72,11 +72,8 @@ def _describe_fault(fault: Any, model: type[BaseModel]) -> tuple[str, str, str]:
     *parents, last = fault["loc"] or ("",)
     for depth, part in enumerate(fault["loc"]):
         # pydantic's tag for the kind of target, the format of a variant, or the kind of built-in task
-        kinds = {PublishTarget: publish_targets, VariantFormat: variant_formats}.get(section)
-        if issubclass(section, BuiltInTask):
-            kinds = built_in_tasks
-        if kinds is not None and part in kinds():
-            section = kinds()[part]
+        if part in (kinds := _kinds_of(section)):
+            section = kinds[part]
             continue
         if part == "built_in" and section is Guard:
             section, part = BuiltInTask, "task"  # where the user writes the settings of a built-in task
@@ -106,6 +103,13 @@ def _describe_fault(fault: Any, model: type[BaseModel]) -> tuple[str, str, str]:
     # The location is enough for a whole section, and some messages already show the input.
     shows_input = isinstance(fault["input"], Mapping | BaseModel) or repr(fault["input"]) in message
     return location, message if shows_input else f"{format_value(fault['input'])}: {message}", ""
+
+
+def _kinds_of(section: type[BaseModel]) -> Mapping[str, type[BaseModel]]:
+    """Return the classes that a field of the section's type can have, by pydantic's tag. Empty if it is one class."""
+    if section is BuiltInTask:
+        return built_in_tasks()
+    return publish_targets() if section is PublishTarget else variant_formats() if section is VariantFormat else {}
 
 
 def _settings_in(annotation: Any) -> type[BaseModel] | None:

@@ -279,6 +279,21 @@ class EvaluateSettings(EvaluationSettings, GateRule):
         return self
 
     @model_validator(mode="after")
+    def _check_independence(self) -> Self:
+        """Require that no two tasks in the mean of a suite have the same documents: their drops are not independent."""
+        names: dict[str, str] = {}  # by the settings of a built-in task without its metric
+        for guard in self.tasks if self.rule == "suite" else ():
+            if guard.built_in is None or guard.advisory:
+                continue
+            first = names.setdefault(guard.built_in.model_dump_json(exclude={"metric"}), guard.task)
+            if first != guard.task:
+                raise ValueError(
+                    f"{first} and {guard.task} have the same documents, but the mean over all tasks treats them as "
+                    f"independent: set advisory: true for {guard.task}, or rule: each"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_anchor(self) -> Self:
         guards = {guard.guarded_by for guard in self.tasks}
         if self.anchor is not None and not {CHAMPION, ANCHOR} & guards:
