@@ -135,8 +135,7 @@ def pin_built_in(task: BuiltInTask, root: Path, hashes: HashMemo) -> EvalTask:
             found=f"{error.filename}: no such file",
             expected=f"the file with the documents of the {task.kind} task, relative to the profile",
         ) from None
-    settings = resolved.model_dump(mode="json", exclude={"data"})
-    pinned = digest({"settings": settings, "files": [hashes.sha256(file) for file in resolved.files()]})
+    pinned = digest({"settings": resolved.pinned_settings, "files": [hashes.sha256(file) for file in resolved.files()]})
     return EvalTask(name=resolved.name, digest=pinned, definition=None, built_in=resolved)
 
 
