@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from mergegate.merge_core.architecture import TaskForm
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.evaluation.built_in import AnyBuiltInTask, BuiltInTask
@@ -73,6 +74,11 @@ class EvalTask(BaseModel):
     def in_lm_eval(self) -> str:
         """Name of the task in lm-eval."""
         return self.original_name or self.name
+
+    @property
+    def form(self) -> TaskForm:
+        """What the task asks of a model."""
+        return self.built_in.form if self.built_in else "text"
 
     @property
     def data(self) -> TaskData | None:
