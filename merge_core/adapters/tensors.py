@@ -233,10 +233,10 @@ class MemoryRows(DerivedTensor):
         elements, start = elements_of(self.source, read), self.first_row * self.width
         if not self.heads:
             return lambda first, into: elements(start + first, into)
-        values = self.reordered(read_whole(self.source, elements, start, self.numel))
+        values = self.reorder(read_whole(self.source, elements, start, self.numel))
         return lambda first, into: _copy(values, first, into, self.dtype)
 
-    def reordered(self, values: torch.Tensor, *, stored: bool = False) -> torch.Tensor:
+    def reorder(self, values: torch.Tensor, *, stored: bool = False) -> torch.Tensor:
         """Return ``values`` of the stored rows in the order of memory, or in the order of the disk if ``stored``."""
         half = self.shape[0] // self.heads // 2
         form = (2, half) if stored else (half, 2)
@@ -272,7 +272,7 @@ class JoinedRows(DerivedTensor):
         for rows, tensor in zip(self.rows, self.changed, strict=True):
             reader = elements_of(tensor, read)
             if rows.heads:  # Rows of the stored order are scattered over the parameter.
-                values = rows.reordered(read_whole(tensor, reader), stored=True)
+                values = rows.reorder(read_whole(tensor, reader), stored=True)
                 reader = _reader_of(values, tensor.dtype)
             start = rows.first_row * rows.width
             readers.append((start, start + rows.numel, reader))
