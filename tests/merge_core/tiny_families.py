@@ -492,7 +492,7 @@ FAMILIES: tuple[TinyFamily, ...] = (
     _vision(
         "kimi_k25",
         "kimi_k25",
-        _text("deepseek_v3", **_DEEPSEEK),
+        {**_text("deepseek_v3", **_DEEPSEEK), "head_dim": 4},
         {**_VISION, "patch_size": 8, "pos_emb_height": 4, "pos_emb_width": 4, "model_type": "kimi_k25_vision"},
         projection_hidden_size=16,
         image_token_id=90,
