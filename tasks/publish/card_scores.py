@@ -27,7 +27,7 @@ def quality_section(content: ReportContent) -> str:
     if reasons := verdict.reasons[1:]:
         parts.append("\n".join(f"* {escape(reason)}" for reason in reasons))
     if verdict.untested_note:
-        parts.append(f"**Not tested.** {untested(content)}")
+        parts.append(f"**Not tested.** {untested_sentence(content)}")
     parts += [part for part in (_scores(content), wording.selection_note(content), _guards(content)) if part]
     drift = verdict.drift
     if models := tuple(model for model in content.models if model.likelihoods is not None):
@@ -58,7 +58,7 @@ def quality_section(content: ReportContent) -> str:
     return "\n\n".join(parts)
 
 
-def untested(content: ReportContent) -> str:
+def untested_sentence(content: ReportContent) -> str:
     """Return the sentence about what no task tests, such as how the merge reads pictures. Empty if there is nothing."""
     note = content.verdict.untested_note
     return f"{escape(note[0].upper() + note[1:])}." if note else ""
