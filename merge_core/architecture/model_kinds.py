@@ -35,8 +35,9 @@ KindName: TypeAlias = Literal[
     "other",
 ]
 
-TaskForm: TypeAlias = Literal["text", "retrieval", "transcription"]
-"""What a task asks of a model: to continue or rate texts, to rank texts for a query, or to write down speech."""
+TaskForm: TypeAlias = Literal["text", "pictures", "retrieval", "transcription"]
+"""What a task asks of a model: to continue or rate texts, to answer questions about pictures, to rank texts for a query,
+or to write down speech."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, kind_of_directory
+from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, is_of_tower, kind_of_directory
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import read_json
 from mergegate.merge_core.system import Capacity, system_memory
@@ -309,7 +309,7 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
     logging.set_verbosity_error()
     try:
         load = _load_transformer if kind.loader.startswith("Auto") else _load_sentence_transformer
-        loaded, missing = load(model, kind, dtype, device)
+        loaded, missing, ignored = load(model, kind, dtype, device)
     except InvalidInput:
         raise
     except Exception as error:
@@ -332,11 +332,27 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
         raise InvalidInput(
             location, found=f"{missing[0]} is missing or has a wrong shape{more}", expected="a complete checkpoint"
         )
+    if ignored:
+        more = f" (and {len(ignored) - 1} more tensors)" if len(ignored) > 1 else ""
+        raise InvalidInput(
+            location,
+            found=f"{type(loaded.network).__name__} does not read {ignored[0]}{more}, so it would not be evaluated",
+            expected="a class that reads all tensors",
+            remedy="compare architectures in config.json with a parent's",
+        )
     return loaded
 
 
-def _load_transformer(model: Model, kind: ModelKind, dtype: str, device: str) -> tuple[LoadedModel, list[str]]:
-    """Load a model with transformers. Also return the names of its tensors that the checkpoint lacks."""
+# A loaded model, names of its tensors that the checkpoint lacks, and names in the checkpoint that it does not read.
+_Loading = tuple[LoadedModel, list[str], list[str]]
+
+
+def _load_transformer(model: Model, kind: ModelKind, dtype: str, device: str) -> _Loading:
+    """Load a model with transformers.
+
+    transformers knows which tensors a class ignores on purpose. Text generators also ignore constants of earlier
+    releases, such as the masks of GPT-2, so for them only whole towers count.
+    """
     import transformers
 
     # transformers declares no return types for these calls, so mypy needs the annotations.
@@ -354,11 +370,13 @@ def _load_transformer(model: Model, kind: ModelKind, dtype: str, device: str) ->
     )
     mismatched = [str(key) for key in loading_info["mismatched_keys"]]
     missing = sorted(loading_info["missing_keys"]) + sorted(mismatched)
-    return LoadedModel(network.to(device).eval(), tokenizer, kind, processor), missing
+    unexpected = sorted(map(str, loading_info["unexpected_keys"]))
+    ignored = [name for name in unexpected if kind.name != "text generator" or is_of_tower(name)]
+    return LoadedModel(network.to(device).eval(), tokenizer, kind, processor), missing, ignored
 
 
-def _load_sentence_transformer(model: Model, kind: ModelKind, dtype: str, device: str) -> tuple[LoadedModel, list[str]]:
-    """Load an embedding model or a cross-encoder, with its modules, and return what ``_load_transformer`` does."""
+def _load_sentence_transformer(model: Model, kind: ModelKind, dtype: str, device: str) -> _Loading:
+    """Load an embedding model or a cross-encoder, with its modules."""
     import sentence_transformers
 
     network = getattr(sentence_transformers, kind.loader)(
@@ -368,4 +386,4 @@ def _load_sentence_transformer(model: Model, kind: ModelKind, dtype: str, device
         trust_remote_code=model.runs_code,
         model_kwargs={"dtype": dtype, "use_safetensors": True},
     )
-    return LoadedModel(network.eval(), network.tokenizer, kind), []
+    return LoadedModel(network.eval(), network.tokenizer, kind), [], []

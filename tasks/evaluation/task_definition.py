@@ -15,6 +15,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from mergegate.merge_core.architecture import TaskForm
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.evaluation.built_in import AnyBuiltInTask, BuiltInTask
@@ -78,6 +79,15 @@ class EvalTask(BaseModel):
     def data(self) -> TaskData | None:
         """Digest and sources of the loaded data; None if the task has not been loaded."""
         return TaskData(digest=self.data_digest, sources=self.sources) if self.data_digest else None
+
+    @property
+    def form(self) -> TaskForm:
+        """What the task, or a task below it, asks of a model. A model of a kind without this form cannot be scored."""
+        if self.built_in is not None:
+            return self.built_in.form
+        definition = read_definition(self.definition) if self.definition else None
+        leaves = definition.leaves if definition else shipped_leaves(self.in_lm_eval)
+        return "pictures" if any(leaf.config.get("doc_to_image") for leaf in leaves) else "text"
 
     @property
     def is_local(self) -> bool:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mergegate.merge_core.architecture import text_part
 from mergegate.tasks.checkpoints import load_model
 from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, Backend, BackendScoring
 from mergegate.tasks.evaluation.backends.prefix_cache import cache_prompts
@@ -233,7 +234,7 @@ def shared_prefix_type() -> type[Any]:
 
         @cached_property
         def _max_shareable(self) -> int:
-            return max_shared_length(self.model.config.to_dict())
+            return max_shared_length(self.model.config.get_text_config().to_dict())
 
         @cached_property
         def _shares_exactly(self) -> bool:
@@ -323,7 +324,7 @@ def answer_end(
 
 def max_shared_length(config: Mapping[str, Any]) -> int:
     """Return the number of tokens up to which every layer attends to all previous tokens with unscaled positions."""
-    text = config.get("text_config") or config
+    text = text_part(config).config
     limits = [text.get("sliding_window"), text.get("attention_chunk_size")]
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     kinds = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
