@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from mergegate.flows.candidates import Candidate
 from mergegate.flows.profile import Profile
 from mergegate.merge_core import Finding, Recipe
+from mergegate.merge_core.architecture import TEXT_GENERATOR
 from mergegate.merge_core.errors import (
     EXIT_CODES,
     InvalidInput,
@@ -50,18 +51,22 @@ from mergegate.tasks.gate import PastGuardOutcome, drift_findings, needs_champio
 from mergegate.tasks.merge import MergeSettings, numerics
 from mergegate.tasks.perplexity import read_distinct
 from mergegate.tasks.preflight import (
+    NEXT_TOKENS,
     Compatibility,
     Evidence,
     HeaderDigest,
+    KindDemand,
     check_compatibility,
     check_references,
     collect_calibration_texts,
     collect_variant_texts,
+    describe_judging,
     evidence_for_variant,
     forecast_power,
     forecast_undecidable,
     forecast_variant_power,
     header_digests,
+    kind_findings,
     machine_findings,
     measure_machine_capacity,
     overlap_findings,
@@ -88,6 +93,7 @@ from mergegate.tasks.store import StoredValue
 from mergegate.tasks.sweep import SweepEvidence, pin_sweep
 from mergegate.tasks.variants import VariantFormat
 
+_READS_TEXTS = "a method that measures the weights on calibration texts"
 # transformers can load a tokenizer from any of these files.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
 
@@ -447,6 +453,7 @@ class _Rules:
     tokenizers: tuple[str, ...] = ()  # parts in which tokenizers may differ
     code: tuple[str, ...] | None = None  # code files that may be released with the merge. None: not specified.
     variants: tuple[VariantFormat, ...] = ()
+    demands: tuple[KindDemand, ...] = ()  # parts of the profile that only some kinds of models have
     remedy: str = ""  # hint for a license that forbids an assumed use, which is only a warning
 
     @staticmethod
@@ -468,7 +475,26 @@ class _Rules:
             tokenizers=checks.tokenizer.accepted,
             code=checks.code.accepted,
             variants=profile.variants,
+            demands=kind_demands(profile),
         )
+
+
+def kind_demands(profile: Profile) -> tuple[KindDemand, ...]:
+    """Return the parts of a profile that only some kinds of models have, in the order in which they run."""
+    demands = [
+        KindDemand(f"evaluate.tasks: {guard.name or guard.task}", f"a {guard.form} task", guard.form)
+        for guard in (profile.evaluate.tasks if profile.evaluate else ())
+    ]
+    sections = (
+        ("perplexity", "a perplexity", profile.perplexity),
+        ("judge", "answers that a judge compares", profile.judge),
+        ("serve", "a smoke test of generated texts", profile.serve),
+        ("variants", "quantized variants", profile.variants),
+        ("sweep", "a search that scores the predictions of trials", profile.sweep),
+        ("shadow", "a test of generated texts on users' traffic", profile.shadow),
+    )
+    demands += [KindDemand(name, what, NEXT_TOKENS) for name, what, settings in sections if settings]
+    return tuple(demands)
 
 
 def _clear(
@@ -477,7 +503,7 @@ def _clear(
     """Check licenses, then headers, then the machine. Return None if the candidate cannot be checked completely."""
     if not parents:
         return None  # the reason is already recorded
-    settings = rules.license
+    recipe, settings = candidate.recipe, rules.license
     declared = read_licenses(parents, rules.table, rules.ancestors)
     allowed = problems.ask(check_licenses, declared, settings.use(rules.name), rules.table, settings.accepted)
     if refusal := allowed.value.refusal():
@@ -485,11 +511,11 @@ def _clear(
             problems.findings.append(finding_of(refusal).as_warning(rules.remedy))
         else:
             problems.note(refusal)
-    if not _is_complete(candidate.recipe, parents):
+    if not _is_complete(recipe, parents):
         return None  # An incomplete set of parents may be forbidden, but it can be neither allowed nor compared.
     with problems.collect_errors():
         headers = header_digests(parents)
-        fits = problems.ask(check_compatibility, candidate.recipe, headers, parents, rules.code, rules.tokenizers)
+        fits = problems.ask(check_compatibility, recipe, headers, parents, rules.code, rules.tokenizers)
         for variant in rules.variants:
             with problems.collect_errors():  # the matrices of the merge have the sizes of those of its parents
                 variant.check_shapes(open_parent(next(parent for parent in parents if parent.is_merged)))
@@ -501,7 +527,15 @@ def _clear(
         if problems.stop_at_once and (blocking := [finding for finding in lacking if finding.severity == "block"]):
             raise blocking[0].refusal()
         if not fits.value.blocking():
-            problems.summary.append(f"{candidate.recipe.summary()}: {fits.value.summary()}")
+            kind, reading = fits.value.kind, [document for document in (*recipe.steps, recipe) if document.texts]
+            texts = [KindDemand(recipe.location, _READS_TEXTS, NEXT_TOKENS) for _ in reading[:1]]
+            misfits = list(kind_findings(kind, [*texts, *rules.demands]))
+            problems.add(misfits)
+            if problems.stop_at_once and misfits:
+                raise misfits[0].refusal()
+            if kind.name != TEXT_GENERATOR.name:
+                problems.summary.append(f"kind: {kind.noun}, {describe_judging(kind)}")
+            problems.summary.append(f"{recipe.summary()}: {fits.value.summary()}")
         if not refusal:
             problems.summary.append(f"licenses: {allowed.value.summary()}")
         return ClearedCandidate(candidate, parents, allowed, fits, headers)

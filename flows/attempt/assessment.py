@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
+from mergegate.merge_core.architecture import kind_of_directory
 from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, QuantizedModel
 from mergegate.tasks.evaluation import (
     EvalTask,
@@ -35,6 +36,7 @@ from mergegate.tasks.gate import (
     cannot_pass,
     comparable_parents,
     count_refusals,
+    describe_untested,
     gate,
     needs_champion,
     order_by_information,
@@ -125,6 +127,7 @@ def assess_merge(
         anchor_confidence=stricter,
         copy_of=copy_of,
         accepted_copies=evidence.accepted_copies,
+        untested=describe_untested(kind_of_directory(merge.tokenizer_directory), (task.form for task in tasks)),
     )
 
     def is_lost(task: str, scores: AllScores) -> bool:

@@ -10,7 +10,7 @@ also a causal language model). The first entry that contains the class applies, 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -38,6 +38,10 @@ KindName: TypeAlias = Literal[
 TaskForm: TypeAlias = Literal["text", "pictures", "retrieval", "transcription"]
 """What a task asks of a model: to continue or rate texts, to answer questions about pictures, to rank texts for a query,
 or to write down speech."""
+
+
+# What a task of a form tests besides text, in the words of ``ModelKind.senses``.
+_TESTED_SENSES: Mapping[TaskForm, tuple[str, ...]] = {"transcription": ("sound",)}
 
 
 @dataclass(frozen=True)
@@ -75,6 +79,11 @@ class ModelKind:
     def is_causal(self) -> bool:
         """Whether the model predicts each token from the tokens before it, so that a text has a perplexity."""
         return self.reads_text and self.name != "sequence-to-sequence"
+
+    def untested_senses(self, forms: Iterable[TaskForm]) -> tuple[str, ...]:
+        """Return what the model reads but tasks of these forms do not test."""
+        tested = {sense for form in forms for sense in _TESTED_SENSES.get(form, ())}
+        return tuple(sense for sense in self.senses if sense not in tested)
 
 
 TEXT_GENERATOR = ModelKind("text generator", "text-generation", "AutoModelForCausalLM", task_forms=("text",))

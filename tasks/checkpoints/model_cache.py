@@ -178,7 +178,7 @@ def load_model(model: Model, *, dtype: str, device: str) -> Iterator[LoadedModel
             with torch_threads(loaded):
                 yield loaded
         except (MemoryError, RuntimeError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             del loaded
             unload_models()
@@ -189,7 +189,7 @@ def load_model(model: Model, *, dtype: str, device: str) -> Iterator[LoadedModel
             ) from error
 
 
-def _is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: Exception) -> bool:
     """Return whether Python, the GPU or torch ran out of memory. On a CPU, torch has no exception type for this."""
     import torch
 
@@ -313,7 +313,7 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
     except InvalidInput:
         raise
     except Exception as error:
-        if _is_out_of_memory(error):
+        if is_out_of_memory(error):
             raise OutOfModelMemory(
                 location,
                 found=f"the model does not fit into the memory of {device}",

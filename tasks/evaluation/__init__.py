@@ -5,7 +5,7 @@ with one row per document and metric. The package also reads results that lm-eva
 """
 
 from mergegate.tasks.evaluation.backends import Backend, find_backend
-from mergegate.tasks.evaluation.built_in import AnyBuiltInTask
+from mergegate.tasks.evaluation.built_in import AnyBuiltInTask, built_in_schemas
 from mergegate.tasks.evaluation.choice_probability import AnsweredChoice
 from mergegate.tasks.evaluation.contamination import (
     CalibrationTexts,
@@ -122,6 +122,7 @@ __all__ = [
     "TokenizedDocument",
     "TokenizedTask",
     "TokenizerSource",
+    "built_in_schemas",
     "by_task",
     "call_with_task_data",
     "check_thinking",

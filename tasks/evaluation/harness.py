@@ -147,6 +147,8 @@ def _score_built_in(job: ScoringJob, on_progress: TellProgress) -> tuple[Documen
                     cluster=cluster_of(name, document, task.cluster_field) if task.cluster_field else "",
                     higher_is_better=higher,
                     answer=result.answer,
+                    ended=(result.ended,) if result.ended else (),
+                    answer_tokens=(result.tokens,) if result.ended else (),
                     chance=chances.get(metric, 0.0),
                 )
                 scores.append(row)

@@ -76,6 +76,11 @@ class EvalTask(BaseModel):
         return self.original_name or self.name
 
     @property
+    def form(self) -> TaskForm:
+        """What the task asks of a model."""
+        return self.built_in.form if self.built_in else "text"
+
+    @property
     def data(self) -> TaskData | None:
         """Digest and sources of the loaded data; None if the task has not been loaded."""
         return TaskData(digest=self.data_digest, sources=self.sources) if self.data_digest else None

@@ -17,12 +17,14 @@ from pydantic import (
 )
 from pydantic.json_schema import SkipJsonSchema
 
+from mergegate.merge_core.architecture import TaskForm
 from mergegate.merge_core.errors import suggest
 from mergegate.tasks.evaluation import (
     AnyBuiltInTask,
     EvaluationSettings,
     MeanOver,
     PromptSettings,
+    built_in_schemas,
     check_thinking,
     resolve_prompt_settings,
 )
@@ -51,7 +53,7 @@ FINE_TUNES, ALL_PARENTS = "fine-tunes", "all"
 class Guard(PromptSettings):
     """Regression guard: on ``task`` the merge may be at most ``max_drop`` points worse than ``guarded_by``."""
 
-    task: Annotated[str, WithJsonSchema({"anyOf": [{"type": "string"}, AnyBuiltInTask.model_json_schema()]})] = Field(
+    task: Annotated[str, WithJsonSchema({"anyOf": [{"type": "string"}, *built_in_schemas()]})] = Field(
         description="Name of an lm-eval task, a YAML file relative to the profile, or a built-in task, such as {kind: "
         "retrieval, data: queries.jsonl, metric: ndcg@10}."
     )
@@ -164,6 +166,11 @@ class Guard(PromptSettings):
         if self.limit is not None and self.limit < self.upper_limit:
             raise ValueError(f"limit ({self.limit:g}) must be at least the margin ({self.upper_limit:g})")
         return self
+
+    @property
+    def form(self) -> TaskForm:
+        """What the task asks of a model."""
+        return self.built_in.form if self.built_in else "text"
 
     def content_key(self) -> object:
         # Prompt settings and documents are part of the keys of the scores. The names do not affect a verdict.

@@ -14,10 +14,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
+from mergegate.merge_core.architecture import ModelKind, TaskForm
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import DocumentScore, Scores, TaskScores, by_task, pair_documents
 from mergegate.tasks.gate.copies import find_copies
@@ -54,6 +55,8 @@ from mergegate.tasks.store import Artifact
 _ScoresByMetric = Mapping[str, Mapping[tuple[str, int], DocumentScore]]
 
 OnInconclusive = Literal["block", "warn", "pass"]
+
+UNTESTED = "untested"  # Kind of the finding with the sentence of ``describe_untested``.
 
 
 class SkippedGuard(BaseModel):
@@ -97,6 +100,11 @@ class GateVerdict(StageValue):
         """All guards with a verdict, the advisory ones last."""
         return (*self.guards, *self.advisory)
 
+    @property
+    def untested_note(self) -> str:
+        """Sentence about what no task tested, such as how the merge reads pictures. Empty if there is nothing."""
+        return next((finding.reason for finding in self.findings if finding.kind == UNTESTED), "")
+
     def summary(self) -> str:
         if not self.publishable:
             return self.reasons[0]
@@ -136,6 +144,7 @@ class GatePlan:
         anchor_confidence: Confidence of comparisons with the anchor. Default: that of ``rule``.
         copy_of: Parent with the weights of the merge. Default: none.
         accepted_copies: Names of the parents that the merge may copy.
+        untested: Sentence about what no task tests (see ``describe_untested``). Empty if there is nothing.
     """
 
     rule: GateRule
@@ -146,9 +155,12 @@ class GatePlan:
     anchor_confidence: float | None = None
     copy_of: str = ""
     accepted_copies: tuple[str, ...] = ()
+    untested: Annotated[str, Field(exclude_if=lambda note: not note)] = ""
 
     def content_key(self) -> object:
-        return {item.name: getattr(self, item.name) for item in fields(self)}
+        content = {item.name: getattr(self, item.name) for item in fields(self)}
+        # Models that read only text keep the keys from before this field existed.
+        return content if self.untested else {name: value for name, value in content.items() if name != "untested"}
 
     @property
     def name(self) -> str:
@@ -166,6 +178,18 @@ class GatePlan:
     def confidence(self, *, is_anchor: bool) -> float:
         """Return the confidence of comparisons with the anchor, or with all other references."""
         return (self.anchor_confidence if is_anchor else None) or self.rule.confidence
+
+
+def describe_untested(kind: ModelKind, forms: Iterable[TaskForm]) -> str:
+    """Return a sentence if a model of this kind reads more than tasks of these forms test. Empty if they test it all.
+
+    For example: ``only text was tested: no task tests how the merge reads pictures``.
+    """
+    tested = set(forms)
+    if not (senses := kind.untested_senses(tested)):
+        return ""
+    sentence = f"no task tests how the merge reads {' and '.join(senses)}"
+    return f"only text was tested: {sentence}" if tested <= {"text"} else sentence
 
 
 class GateInputs(NamedTuple):
@@ -244,6 +268,8 @@ def gate(
     )
     answers = {} if pending else _answers_by_parent(judged, scores, scores_by_task, plan)
     findings = tuple(find_copies(plan.copy_of, answers, plan.accepted_copies))
+    if plan.untested:
+        findings += (GateFinding(kind=UNTESTED, outcome="pass", reason=plan.untested),)
     verdict = gate_verdict(verdicts, drift, rule.on_inconclusive, notes, suites, not_run, findings)
     return verdict.model_copy(update={"advisory": tuple(advisory)})
 

@@ -32,6 +32,7 @@ from mergegate.tasks.preflight.evidence import (
     with_next_samples,
     with_supported_dtype,
 )
+from mergegate.tasks.preflight.kind_findings import NEXT_TOKENS, KindDemand, describe_judging, kind_findings
 from mergegate.tasks.preflight.machine import machine_findings, measure_machine_capacity
 from mergegate.tasks.preflight.power_forecast import (
     forecast_power,
@@ -47,6 +48,7 @@ from mergegate.tasks.preflight.settings import CodeSettings, CopySettings, Token
 
 __all__ = [
     "AROUND",
+    "NEXT_TOKENS",
     "SAMPLE",
     "STARTING",
     "CodeSettings",
@@ -55,6 +57,7 @@ __all__ = [
     "Evidence",
     "HeaderDigest",
     "JudgeQuestions",
+    "KindDemand",
     "NetworkSize",
     "PromptLoad",
     "TokenizerSettings",
@@ -64,12 +67,14 @@ __all__ = [
     "collect_calibration_texts",
     "collect_variant_texts",
     "custom_code_findings",
+    "describe_judging",
     "evaluation_seconds",
     "evidence_for_variant",
     "forecast_power",
     "forecast_undecidable",
     "forecast_variant_power",
     "header_digests",
+    "kind_findings",
     "machine_findings",
     "measure_machine_capacity",
     "merge_seconds",

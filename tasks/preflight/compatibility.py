@@ -19,6 +19,7 @@ from mergegate.merge_core import (
     open_checkpoint,
     plan_with_findings,
 )
+from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, find_kind
 from mergegate.merge_core.checkpoint import is_head, is_module_file, list_uncopied, ties_embeddings
 from mergegate.merge_core.errors import InvalidInput, MergegateError, group_findings, worst_first
 from mergegate.merge_core.parsing import open_plain, read_json, read_plain
@@ -33,7 +34,7 @@ from mergegate.tasks.checkpoints import (
 from mergegate.tasks.preflight.custom_code import custom_code_findings
 from mergegate.tasks.preflight.segmentation import add_segmentation_shares
 from mergegate.tasks.stage import StageValue, value_stage
-from mergegate.tasks.store import digest
+from mergegate.tasks.store import NotInKey, digest
 
 _WEIGHTS = (".safetensors", ".bin")
 _MAX_COMPANION_BYTES = 256 << 20
@@ -77,6 +78,8 @@ class Compatibility(StageValue):
     gpu_block: int
     largest_bytes: int
     largest_parameters: int
+    # Kind of the merged model, from its planned configuration and files. If a finding blocks, it may be unknown.
+    kind: Annotated[ModelKind, NotInKey, Field(exclude_if=lambda kind: kind == TEXT_GENERATOR)] = TEXT_GENERATOR
     # Memory in addition to blocks, for methods that work on matrices. Other methods need none.
     held: Annotated[int, Field(exclude_if=lambda held: held == 0)] = 0
 
@@ -112,7 +115,7 @@ def header_digests(parents: Sequence[ResolvedCheckpoint]) -> tuple[HeaderDigest,
     return tuple(digests)
 
 
-@value_stage("compat", version=8)
+@value_stage("compat", version=9)
 def check_compatibility(
     recipe: Recipe,
     metadata: Sequence[HeaderDigest],
@@ -136,7 +139,8 @@ def check_compatibility(
     planned, checkpoints = plan_cached(recipe, parents, metadata, accepted_tokenizers)
     code = custom_code_findings(planned.plan, accepted_code) if planned.plan else ()
     findings = worst_first([*add_segmentation_shares(planned), *adapter_findings_of_parents(parents), *code])
-    sizes = {field: 0 for field in Compatibility.model_fields if field != "remarks"}
+    sizes = {field: 0 for field in Compatibility.model_fields if field not in ("remarks", "kind")}
+    kind = find_kind(planned.plan.config, planned.plan.companions) if planned.plan else TEXT_GENERATOR
     if (plan := planned.plan) and not planned.blocking:
         # Disk and blocks do not depend on the number of cores or the kind of device.
         needs = estimate_needs(plan, EngineSettings(), cores=1, device="cpu", companion_bytes=plan.companions.nbytes())
@@ -151,7 +155,7 @@ def check_compatibility(
         if adapter := size_of_adapter(recipe, parents):
             sizes |= {"tensors": adapter.tensors, "bytes_read": adapter.read, "bytes_written": adapter.nbytes}
             sizes["disk"] += adapter.nbytes + adapter.scratch
-    return Compatibility(remarks=tuple(findings), **sizes)
+    return Compatibility(remarks=tuple(findings), kind=kind, **sizes)
 
 
 Planned = tuple[PlannedMerge, Mapping[str, Checkpoint]]

@@ -13,6 +13,8 @@ import pytest
 from prefect import flow
 
 from mergegate.flows.attempt import Assessment, assess_merge, assessment
+from mergegate.merge_core.architecture import TEXT_GENERATOR, find_kind
+from mergegate.merge_core.checkpoint import Companions
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints.model import Model, QuantizedModel
 from mergegate.tasks.evaluation import document_scores, find_backend
@@ -24,6 +26,7 @@ from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.gate.settings import CHAMPION, GateRule, Guard
 from mergegate.tasks.merge.distances import CopiedParent
 from mergegate.tasks.preflight import Evidence, power_forecast
+from mergegate.tasks.report import gate_notes
 from mergegate.tasks.runners import RunnerSettings, open_runner
 from mergegate.tasks.stage.environment import Runtime
 from mergegate.tasks.store.keys import digest
@@ -40,6 +43,12 @@ TASKS = tuple(
 
 def model(name: str) -> Model:
     return Model(name=name, digest=digest(name), directory=Path("/nowhere"))
+
+
+@pytest.fixture(autouse=True)
+def text_generators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let all models be text generators, because they have no files."""
+    monkeypatch.setattr(assessment, "kind_of_directory", lambda directory: TEXT_GENERATOR)
 
 
 class Bench:
@@ -432,3 +441,23 @@ def test_answers_are_not_lengthened_beyond_the_limit(
     (guard,) = result.verdict.value.guards
     assert (guard.outcome, guard.n, guard.documents_left) == ("inconclusive", 500, SIZE - 500)
     assert guard.reason.endswith("evaluate.max_answer_tokens above 80 would decide")
+
+
+@pytest.mark.parametrize(
+    ("class_name", "note"),
+    [
+        ("LlamaForCausalLM", ""),
+        ("LlavaForConditionalGeneration", "only text was tested: no task tests how the merge reads pictures"),
+        ("Gemma3nForConditionalGeneration", "only text was tested: no task tests how the merge reads pictures"),
+        ("VoxtralForConditionalGeneration", "only text was tested: no task tests how the merge reads sound"),
+    ],
+)
+def test_the_verdict_notes_that_only_text_was_tested(
+    judged: Callable[..., tuple[Assessment, Bench]], monkeypatch: pytest.MonkeyPatch, class_name: str, note: str
+) -> None:
+    kind = find_kind({"architectures": [class_name]}, Companions())
+    monkeypatch.setattr(assessment, "kind_of_directory", lambda directory: kind)
+    result, _ = judged(lambda *_: True, guards=(COPY,))
+    verdict = result.verdict.value
+    assert (verdict.outcome, verdict.untested_note) == ("pass", note)
+    assert gate_notes(verdict) == ((note,) if note else ())

@@ -6,7 +6,17 @@ kind of task has a module, which ``registry`` lists.
 
 from mergegate.tasks.evaluation.built_in.contract import BuiltInScore, BuiltInTask, TaskDocument
 from mergegate.tasks.evaluation.built_in.leaf import BuiltInLeaf
-from mergegate.tasks.evaluation.built_in.registry import AnyBuiltInTask
+from mergegate.tasks.evaluation.built_in.registry import AnyBuiltInTask, built_in_schemas
 from mergegate.tasks.evaluation.built_in.retrieval import RetrievalTask
+from mergegate.tasks.evaluation.built_in.transcription import TranscriptionTask
 
-__all__ = ["AnyBuiltInTask", "BuiltInLeaf", "BuiltInScore", "BuiltInTask", "RetrievalTask", "TaskDocument"]
+__all__ = [
+    "AnyBuiltInTask",
+    "BuiltInLeaf",
+    "BuiltInScore",
+    "BuiltInTask",
+    "RetrievalTask",
+    "TaskDocument",
+    "TranscriptionTask",
+    "built_in_schemas",
+]

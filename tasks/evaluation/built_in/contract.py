@@ -29,10 +29,15 @@ TaskDocument = Mapping[str, Any]
 
 
 class BuiltInScore(NamedTuple):
-    """Scores of one document by metric, in [0, 1], and the model's answer for people."""
+    """Scores of one document by metric, in [0, 1], and the model's answer for people.
+
+    For a generated answer, ``ended`` and ``tokens`` are the reason and the number of tokens of ``AnswerEnd``.
+    """
 
     scores: Mapping[str, float]
     answer: str = ""
+    ended: str = ""
+    tokens: int | None = None
 
 
 class BuiltInTask(BaseModel):

@@ -1,6 +1,17 @@
 """List the kinds of built-in tasks."""
 
-from mergegate.tasks.evaluation.built_in.retrieval import RetrievalTask
+from typing import Annotated, Any, TypeAlias
 
-# With several kinds, this is a union whose discriminator is ``kind``.
-AnyBuiltInTask = RetrievalTask
+from pydantic import Field
+
+from mergegate.tasks.evaluation.built_in.contract import BuiltInTask
+from mergegate.tasks.evaluation.built_in.retrieval import RetrievalTask
+from mergegate.tasks.evaluation.built_in.transcription import TranscriptionTask
+
+AnyBuiltInTask: TypeAlias = Annotated[RetrievalTask | TranscriptionTask, Field(discriminator="kind")]
+_CLASSES: tuple[type[BuiltInTask], ...] = (RetrievalTask, TranscriptionTask)
+
+
+def built_in_schemas() -> list[dict[str, Any]]:
+    """Return the JSON schema of each kind of built-in task."""
+    return [task.model_json_schema() for task in _CLASSES]

@@ -1,0 +1,273 @@
+"""Transcribe recordings: the built-in task of speech models.
+
+A document is a recording with its transcript. Its score is an error rate: the smallest number of insertions, deletions
+and substitutions that turn the right transcript into the model's, divided by the number of words (``wer``) or of
+characters (``cer``) in the right one. A rate above 1 counts as 1, so a recording on which a model repeats itself does
+not outweigh many others.
+
+The gate compares the mean over recordings. Recordings are independent observations, and the words of one recording are
+not. Published word error rates divide all errors by all words, which gives long recordings more weight.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+
+from pydantic import Field
+
+from mergegate.merge_core.architecture import TaskForm
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files import sha256_file
+from mergegate.merge_core.parsing import LocalPath, parse_line, plain_file, read_lines
+from mergegate.tasks.evaluation.built_in.audio import read_audio
+from mergegate.tasks.evaluation.built_in.contract import BuiltInScore, BuiltInTask, TaskDocument
+
+if TYPE_CHECKING:
+    from mergegate.tasks.checkpoints import LoadedModel, TellProgress
+
+_LONGEST_LINE = 1 << 20
+_MOST_LINES = 1_000_000
+_APOSTROPHES = "'\u2019\u02bc"  # typewriter, right quotation mark, modifier letter
+_MAX_ANSWER = 2000
+
+
+class TranscriptionTask(BuiltInTask):
+    """Transcription task: a speech model writes down each recording.
+
+    A document is ``{"audio": file, "text": transcript}``. Further fields may name clusters, such as the speaker.
+    """
+
+    kind: Literal["transcription"]
+    data: LocalPath = Field(
+        description="File with one JSON object per line: audio (a file relative to this one), text (its transcript)."
+    )
+    metric: Literal["wer", "cer"] = Field(
+        default="wer",
+        description="wer: errors per word. cer: errors per character, for languages without spaces. Default: wer.",
+    )
+    language: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Language of the recordings, such as en, for models that transcribe several. Default: the model "
+        "detects it.",
+    )
+    # The number is the version of the rule: another rule gets another number, and so another cache key.
+    normalization: Literal["words-1", "none"] = Field(
+        default="words-1",
+        description="words-1: compare transcripts in lower case, without punctuation. none: compare exact texts.",
+    )
+
+    form: ClassVar[TaskForm] = "transcription"
+    libraries: ClassVar[tuple[str, ...]] = ("numpy", "scipy")
+
+    @property
+    def name(self) -> str:
+        return self.data.stem
+
+    @property
+    def judged_by(self) -> str:
+        return self.metric
+
+    @property
+    def metrics(self) -> Mapping[str, bool]:
+        return {"wer": False, "cer": False}
+
+    def resolve(self, root: Path) -> Self:
+        return self.model_copy(update={"data": plain_file((root / self.data).absolute())})
+
+    def files(self) -> tuple[Path, ...]:
+        recordings = (self.data.parent / line["audio"] for line in self._lines())
+        return (self.data, *dict.fromkeys(recordings))
+
+    def documents(self) -> Sequence[TaskDocument]:
+        documents: list[TaskDocument] = []
+        names: dict[str, str] = {}
+        for line in self._lines():
+            content = sha256_file(self.data.parent / line["audio"])
+            # Copies of a recording get the name of the first one, so that they count as one observation.
+            documents.append({**line, "audio": names.setdefault(content, line["audio"]), "sha256": content})
+        return documents
+
+    def _lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the lines of ``data``, whose recordings exist."""
+        number = 0
+        for number, content in read_lines(self.data, longest=_LONGEST_LINE, most=_MOST_LINES):
+            line = parse_line(content, self.data, number)
+            for key in ("audio", "text"):
+                if not isinstance(line.get(key), str):
+                    raise InvalidInput(
+                        f"{self.data}: line {number}: {key}",
+                        found=f"{line.get(key)!r:.60}" if key in line else "no such field",
+                        expected="the name of a file" if key == "audio" else "the transcript of the recording",
+                    )
+            try:
+                plain_file(self.data.parent / line["audio"])
+            except FileNotFoundError:
+                raise InvalidInput(
+                    f"{self.data}: line {number}: audio",
+                    found=f"{line['audio']}, which does not exist",
+                    expected="a file relative to the directory of this one",
+                ) from None
+            yield line
+        if not number:
+            raise InvalidInput(str(self.data), found="an empty file", expected="one recording per line")
+
+    def prompt_of(self, document: TaskDocument) -> str:
+        return str(document["audio"])
+
+    def target_of(self, document: TaskDocument) -> str:
+        return str(document["text"])
+
+    def score(
+        self, model: LoadedModel, documents: Sequence[TaskDocument], batch_size: int, on_progress: TellProgress
+    ) -> Iterator[BuiltInScore]:
+        recordings = (self.data.parent / document["audio"] for document in documents)
+        transcripts = _transcribe(model, recordings, batch_size, self.language)
+        for done, (document, transcript) in enumerate(zip(documents, transcripts, strict=True), 1):
+            right, text = (self._normalize(text) for text in (str(document["text"]), transcript.text))
+            on_progress(done, len(documents))
+            yield BuiltInScore(
+                {
+                    "wer": share_of_errors(right.split(), text.split()),
+                    "cer": share_of_errors("".join(right.split()), "".join(text.split())),
+                },
+                answer=transcript.text.strip()[:_MAX_ANSWER],
+                # A larger budget is not an option: the limit is that of the model, for everyone who runs it.
+                ended="" if transcript.tokens is None else "context" if transcript.is_cut_off else "eos",
+                tokens=transcript.tokens,
+            )
+
+    def _normalize(self, text: str) -> str:
+        return text if self.normalization == "none" else normalize_words(text)
+
+
+def normalize_words(text: str) -> str:
+    """Return ``text`` in the form in which transcripts are compared, version 1 of the rule.
+
+    Compatibility characters get their usual form (NFKC), letters become lower case (case folding), and a space replaces
+    each punctuation mark and symbol. An apostrophe between two letters stays, written as ``'``. Accents and vowel signs
+    stay, because they distinguish words. Numbers are not spelled out.
+    """
+    text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    characters = []
+    for at, character in enumerate(text):
+        if character in _APOSTROPHES and text[at - 1 : at].isalpha() and text[at + 1 : at + 2].isalpha():
+            characters.append("'")
+        else:
+            characters.append(" " if unicodedata.category(character)[0] in "PS" else character)
+    return " ".join("".join(characters).split())
+
+
+def share_of_errors(right: Sequence[str], transcript: Sequence[str]) -> float:
+    """Return the share of errors in a transcript, at most 1.
+
+    For a recording without words, any transcript is wrong, and no transcript is right.
+    """
+    return min(1.0, edit_distance(right, transcript) / max(1, len(right)))
+
+
+def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
+    """Return the smallest number of insertions, deletions and substitutions that turn one sequence into the other.
+
+    Bit ``i`` of ``up`` and ``down`` tells whether the distance increases or decreases from row ``i`` to row ``i + 1``
+    in a column of the table of distances. A few operations on integers then compute a column (Hyyrö 2001, Explaining
+    and Extending the Bit-parallel Approximate String Matching Algorithm of Myers).
+    """
+    if not first:
+        return len(second)
+    places: dict[str, int] = {}
+    for at, item in enumerate(first):
+        places[item] = places.get(item, 0) | 1 << at
+    full, last = (1 << len(first)) - 1, 1 << (len(first) - 1)
+    up, down, distance = full, 0, len(first)
+    for item in second:
+        equal = places.get(item, 0)
+        diagonal = (((equal & up) + up) ^ up) | equal | down
+        right, left = down | (full & ~(diagonal | up)), up & diagonal  # the changes from one column to the next
+        distance += bool(right & last) - bool(left & last)
+        right, left = right << 1 | 1, left << 1
+        up, down = full & (left | ~(diagonal | right)), full & right & diagonal
+    return distance
+
+
+class _Transcript(NamedTuple):
+    text: str
+    tokens: int | None = None  # number of generated tokens; None if the model does not generate
+    is_cut_off: bool = False  # whether the model reached its limit on tokens before the end of the transcript
+
+
+def _transcribe(
+    model: LoadedModel, recordings: Iterator[Path], batch_size: int, language: str | None
+) -> Iterator[_Transcript]:
+    """Yield the transcripts of recordings in order.
+
+    Recordings that are filled up with silence to the longest of a batch must be transcribed as they are alone. The
+    models for which this does not hold get one recording at a time: those that label each moment (CTC), and those
+    whose processor marks no silence.
+
+    Raises:
+        InvalidInput: A recording cannot be read, or the model cannot process it.
+    """
+    import torch
+
+    from mergegate.tasks.checkpoints import is_out_of_memory
+
+    extractor = getattr(model.processor, "feature_extractor", model.processor)
+    rate = getattr(extractor, "sampling_rate", None)
+    if not isinstance(rate, int) or rate < 1:
+        raise InvalidInput("the model's processor", found="no sampling rate", expected="samples per second")
+    is_ctc = model.kind.loader == "AutoModelForCTC"
+    if language is not None and getattr(model.network.generation_config, "lang_to_id", None) is None:
+        raise InvalidInput(
+            "evaluate.tasks: language",
+            found=f"{language!r}, for a model that does not select languages",
+            expected="no language for this model",
+        )
+    options = {} if language is None else {"language": language, "task": "transcribe"}
+    window = getattr(extractor, "n_samples", None)  # of models like Whisper, which fill up each recording to 30 s
+    marks_silence = bool(getattr(extractor, "return_attention_mask", False))
+    size = batch_size if not is_ctc and (window or marks_silence) else 1
+    while paths := list(islice(recordings, size)):
+        sounds = [read_audio(path, rate) for path in paths]
+        for path, sound in zip(paths, sounds, strict=True):
+            if window and len(sound) > window:
+                raise InvalidInput(
+                    str(path),
+                    found=f"a recording of {len(sound) / rate:.1f} s",
+                    expected=f"at most {window / rate:g} s, which is what the model hears at a time",
+                    remedy="split it into parts, each with its transcript",
+                )
+        try:
+            inputs = extractor(sounds, sampling_rate=rate, return_tensors="pt", **({} if window else {"padding": True}))
+            inputs = inputs.to(model.network.device, model.network.dtype)
+            with torch.inference_mode():
+                if is_ctc:
+                    labels = model.network(**inputs).logits.argmax(-1)
+                    transcripts = [_Transcript(text) for text in model.processor.batch_decode(labels)]
+                else:
+                    settings = {**options, "do_sample": False, "return_dict_in_generate": True}
+                    transcripts = _generated(model, model.network.generate(**inputs, **settings).sequences.tolist())
+        except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
+            if is_out_of_memory(error):
+                raise
+            raise InvalidInput(
+                f"{paths[0]} and {len(paths) - 1} more" if len(paths) > 1 else str(paths[0]),
+                found=f"the model cannot transcribe it: {' '.join(str(error).split())[:300] or type(error).__name__}",
+                expected="a recording, and settings of the task, that the model supports",
+            ) from error
+        yield from transcripts
+
+
+def _generated(model: LoadedModel, sequences: Sequence[Sequence[int]]) -> list[_Transcript]:
+    """Return the transcripts in sequences of tokens, each of which begins with a token that starts any transcript."""
+    ends = model.network.generation_config.eos_token_id
+    ends = {ends} if isinstance(ends, int) else set(ends or ())
+    transcripts = []
+    for ids, text in zip(sequences, model.processor.batch_decode(sequences, skip_special_tokens=True), strict=True):
+        count = next((at for at, token in enumerate(ids) if at and token in ends), None)
+        transcripts.append(_Transcript(text, len(ids) - 1 if count is None else count, count is None))
+    return transcripts

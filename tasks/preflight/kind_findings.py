@@ -1,0 +1,105 @@
+"""Check that a profile judges a merge only in ways that fit its kind of model, before anything is merged."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from mergegate.merge_core import Finding
+from mergegate.merge_core.architecture import ModelKind, TaskForm
+
+# What a part of a profile needs of a model: a form of task, or next-token predictions (``ModelKind.is_causal``).
+Ability = TaskForm | Literal["next tokens"]
+
+NEXT_TOKENS: Literal["next tokens"] = "next tokens"
+_CAUSE = "the kind of the merge"
+_FORM_NOUNS: Mapping[TaskForm, str] = {
+    "text": "text tasks",
+    "retrieval": "retrieval tasks",
+    "transcription": "transcription tasks",
+}
+# A guard for a form of task, as a user would write it.
+EXAMPLES: Mapping[TaskForm, str] = {
+    "text": "{task: arc_easy, guarded_by: best parent}",
+    "retrieval": "{task: {kind: retrieval, data: queries.jsonl, metric: ndcg@10}, guarded_by: best parent}",
+    "transcription": "{task: {kind: transcription, data: recordings.jsonl}, guarded_by: best parent}",
+}
+# Package of each library that loads models and that mergegate does not require, and the extra that installs it.
+_EXTRAS: Mapping[str, tuple[str, str]] = {"sentence-transformers": ("sentence_transformers", "embeddings")}
+
+
+@dataclass(frozen=True)
+class KindDemand:
+    """A part of a profile that only some kinds of models have.
+
+    Args:
+        where: Place in the profile, such as ``evaluate.tasks: arc_easy``.
+        what: What the profile does there, as a noun with an article: ``a text task``.
+        ability: What the model must be able to do.
+    """
+
+    where: str
+    what: str
+    ability: Ability
+
+    def fits(self, kind: ModelKind) -> bool:
+        """Return whether a model of this kind has the ability."""
+        return kind.is_causal if self.ability == NEXT_TOKENS else self.ability in kind.task_forms
+
+
+def kind_findings(kind: ModelKind, demands: Sequence[KindDemand]) -> Iterator[Finding]:
+    """Yield a blocking finding for each demand of a profile that the kind of the merge does not meet.
+
+    A kind that mergegate cannot evaluate has one finding. A missing library that loads the merge is a finding too.
+    """
+    if not demands:
+        return  # The profile only merges.
+    if not kind.task_forms:
+        task = f" ({kind.pipeline_tag})" if kind.pipeline_tag else ""
+        yield Finding(
+            "block",
+            _CAUSE,
+            found=f"{kind.noun}{task}, which mergegate cannot evaluate",
+            expected="a kind of model that a task judges: a text generator, a vision-language model, an embedding "
+            "model, a cross-encoder, a sequence-to-sequence model or a speech model",
+            remedy="merge it without a verdict: mergegate merge RECIPE DIRECTORY",
+            is_invalid=True,
+        )
+        return
+    for demand in demands:
+        if not demand.fits(kind):
+            yield Finding(
+                "block",
+                demand.where,
+                found=f"{demand.what}, but the merge is {kind.noun}",
+                expected=_describe_ability(kind, demand.ability),
+                remedy=f"judge the merge under evaluate.tasks, for example: - {EXAMPLES[kind.task_forms[0]]}",
+                cause=_CAUSE,
+                is_invalid=True,
+            )
+    package, extra = _EXTRAS.get(kind.library, ("", ""))
+    if package and importlib.util.find_spec(package) is None:
+        yield Finding(
+            "block",
+            _CAUSE,
+            found=f"{kind.noun}, but {kind.library}, which loads it, is not installed",
+            expected="the extra that evaluates such models",
+            remedy=f"pip install 'mergegate[{extra}]'",
+            is_invalid=True,
+        )
+
+
+def _describe_ability(kind: ModelKind, ability: Ability) -> str:
+    judged_by = describe_judging(kind)
+    if ability == NEXT_TOKENS:
+        return f"a model that predicts each token from the tokens before it; this one is {judged_by}"
+    return f"a task for this kind of model, which is {judged_by}"
+
+
+def describe_judging(kind: ModelKind) -> str:
+    """Return how a kind of model is judged, such as ``judged by retrieval tasks``."""
+    if not kind.task_forms:
+        return "merged, but not evaluated"
+    return f"judged by {' and '.join(_FORM_NOUNS[form] for form in kind.task_forms)}"
