@@ -36,12 +36,12 @@ KindName: TypeAlias = Literal[
 ]
 
 TaskForm: TypeAlias = Literal["text", "pictures", "retrieval", "transcription"]
-"""What a task asks of a model: to continue or rate texts, to answer questions about pictures, to rank texts for a query,
-or to write down speech."""
+"""What a task asks of a model: to continue or rate texts, to answer questions about pictures, to rank texts for a
+query, or to write down speech."""
 
 
 # What a task of a form tests besides text, in the words of ``ModelKind.senses``.
-_TESTED_SENSES: Mapping[TaskForm, tuple[str, ...]] = {"transcription": ("sound",)}
+_TESTED_SENSES: Mapping[TaskForm, tuple[str, ...]] = {"pictures": ("pictures",), "transcription": ("sound",)}
 
 
 @dataclass(frozen=True)

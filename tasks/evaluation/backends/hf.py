@@ -18,7 +18,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +27,7 @@ import numpy as np
 from mergegate.merge_core.architecture import text_part
 from mergegate.tasks.checkpoints import load_model
 from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, Backend, BackendScoring
+from mergegate.tasks.evaluation.backends.picture_reader import load_processor, picture_reader_type
 from mergegate.tasks.evaluation.backends.prefix_cache import cache_prompts
 from mergegate.tasks.evaluation.backends.thinking import ThoughtEnd, first_stop
 from mergegate.tasks.evaluation.backends.token_rows import SharedRow, row_inputs, token_rows
@@ -71,6 +73,7 @@ def shared_prefix_type() -> type[Any]:
         """An ``HFLM`` that computes tokens shared by several requests once, wherever this does not change results."""
 
         answer_ends: deque[AnswerEnd]  # ends of the last batch, see ``AnswerEnd``
+        picture_inputs: Mapping[str, Any] = MappingProxyType({})  # inputs of a batch besides tokens and mask
         _thought_end: ThoughtEnd | None = None
 
         @property
@@ -177,11 +180,13 @@ def shared_prefix_type() -> type[Any]:
             if self.thought_end is not None and self.thought_end.is_expected:  # lm-eval would stop within a thought
                 stop = [text for text in strings if text == self.tok_decode(self.eot_token_id, False)]
             is_supported = (
-                not {name for name, value in settings.items() if value} - _SINGLE_SEQUENCE and self._writes_exactly
+                not self.picture_inputs
+                and not {name for name, value in settings.items() if value} - _SINGLE_SEQUENCE
+                and self._writes_exactly
             )
             if not is_supported or attention_mask is None or max_length > min(self.max_length, self._max_shareable):
                 arguments = {"max_length": max_length, "stop": stop, "attention_mask": attention_mask}
-                return write(context, **arguments, **settings)  # type: ignore[no-any-return]
+                return write(context, **arguments, **settings, **self.picture_inputs)  # type: ignore[no-any-return]
             cache = cache_prompts(self.model, context, attention_mask, self.row_tokens)
 
             def generate_to(ids: torch.Tensor, mask: torch.Tensor, end: int) -> torch.Tensor:
@@ -350,12 +355,18 @@ def _are_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype)
 @contextmanager
 def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]:
     with load_model(model, dtype=scoring.dtype, device=device) as loaded:
-        yield wrap_model(loaded, scoring)
+        lm = wrap_model(loaded, scoring)
+        # Only prompts with pictures need the processor, whose packages may be missing.
+        lm.open_processor = partial(load_processor, model.name, model.directory, runs_code=model.runs_code)
+        yield lm
 
 
 def wrap_model(loaded_model: LoadedModel, scoring: BackendScoring) -> Any:
     """Return lm-eval's ``LM`` for a model in memory."""
-    return shared_prefix_type()(
+    lm_type = shared_prefix_type()
+    if "pictures" in loaded_model.kind.task_forms:
+        lm_type = picture_reader_type(lm_type)
+    return lm_type(
         pretrained=loaded_model.network,
         tokenizer=copy.deepcopy(loaded_model.tokenizer),  # lm-eval may add a padding token, and other callers share it
         backend="causal",
@@ -382,5 +393,6 @@ BACKEND = Backend(
     loads_here=True,
     draws_progress=("lm_eval.models.huggingface",),
     computes_in=("answer_row", "_model_call", "_model_generate"),
+    reads_pictures=True,
     generation_settings=_generation_settings,
 )
