@@ -14,7 +14,7 @@ from mergegate.tasks.evaluation import join_parts
 from mergegate.tasks.gate import GateVerdict
 from mergegate.tasks.judge import JudgeVerdict
 from mergegate.tasks.merge import MERGED
-from mergegate.tasks.publish import PublicNames, recipe_paths, stored_files
+from mergegate.tasks.publish import PublicNames, recipe_paths, released_kind, stored_files
 from mergegate.tasks.report import (
     Library,
     MergedFile,
@@ -127,6 +127,7 @@ def report_content(
     content = ReportContent(
         name=profile.name,
         method=attempt.pinned.recipe.summary(),
+        kind=released_kind(merged.directory, attempt.pinned.parents),
         recipe=names.rename_yaml(attempt.cleared.candidate.text),
         recipe_warnings=recipe_warnings(attempt.cleared.candidate.recipe),
         models=(*parents, merge_model),

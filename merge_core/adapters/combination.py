@@ -27,7 +27,7 @@ from mergegate.merge_core.adapters.arithmetic import read_tensor
 from mergegate.merge_core.adapters.extraction import ModuleError, opened_files
 from mergegate.merge_core.adapters.factorization import LowRankChange, factor_change, factor_sum
 from mergegate.merge_core.adapters.names import memory_name
-from mergegate.merge_core.adapters.output import NewAdapter
+from mergegate.merge_core.adapters.output import NewAdapter, task_type
 from mergegate.merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, AdapterOwnTensor
 from mergegate.merge_core.checkpoint import (
     BY_CODE,
@@ -286,7 +286,7 @@ def _result(
         biases=biases,
         full_tensors=by_module,
         transposed=any(module.transposed for module, _ in results.values() if not module.is_embedding),
-        task=next(iter(tasks)) if len(tasks) == 1 else "CAUSAL_LM",
+        task=next(iter(tasks)) if len(tasks) == 1 else task_type(base),
     )
     errors = tuple(ModuleError(module.name, len(change.a), change.error) for module, change in results.values())
     left_out = sum(change.left_out for _, change in results.values())

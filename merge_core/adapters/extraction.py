@@ -18,7 +18,7 @@ from mergegate.merge_core.adapters.application import is_conv1d
 from mergegate.merge_core.adapters.arithmetic import read_tensor
 from mergegate.merge_core.adapters.factorization import factor_change
 from mergegate.merge_core.adapters.names import memory_name
-from mergegate.merge_core.adapters.output import NewAdapter
+from mergegate.merge_core.adapters.output import NewAdapter, task_type
 from mergegate.merge_core.architecture import (
     is_before_layers,
     is_embedding,
@@ -241,6 +241,7 @@ class _Extraction:
             {module: bias for module, (_, bias) in self.biases.items()},
             self.full_tensors,
             transposed=True in self.transposed,
+            task=task_type(self.base),
         )
         error = math.sqrt(self.left_out / self.squared) if self.squared else 0.0
         return Extracted(adapter, tuple(self.errors), error, self.unchanged)

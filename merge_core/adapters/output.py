@@ -15,10 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 from mergegate.merge_core.adapters.adapter import PREFIX, WEIGHTS_FILE
 from mergegate.merge_core.adapters.configuration import CONFIG_FILE
-from mergegate.merge_core.checkpoint import BY_TORCH_NAME, render_header
+from mergegate.merge_core.architecture import kind_of
+from mergegate.merge_core.checkpoint import BY_TORCH_NAME, Checkpoint, render_header
 
 if TYPE_CHECKING:
     import torch
+
+# PEFT's task for each class that loads a base model. Classifiers have none, because PEFT would require that the adapter
+# contains a new head.
+_TASKS = {
+    "AutoModelForCausalLM": "CAUSAL_LM",
+    "AutoModelForSeq2SeqLM": "SEQ_2_SEQ_LM",
+    "AutoModel": "FEATURE_EXTRACTION",
+    "SentenceTransformer": "FEATURE_EXTRACTION",
+}
+
+
+def task_type(base: Checkpoint) -> str | None:
+    """Return the ``task_type`` of an adapter of ``base``, or None if PEFT needs none for this kind of model."""
+    return _TASKS.get(kind_of(base).loader)
 
 
 @dataclass(frozen=True)
@@ -32,7 +47,7 @@ class NewAdapter:
         biases: Full biases of modules with factors, by module.
         full_tensors: Full tensors of modules without factors, by module and last part of the name.
         transposed: Whether the adapted weights are stored as ``[in, out]`` (``fan_in_fan_out``).
-        task: ``task_type``.
+        task: ``task_type``, by which PEFT selects its class. None: the class for models of any task.
     """
 
     base: str
@@ -41,7 +56,7 @@ class NewAdapter:
     biases: Mapping[str, torch.Tensor] = field(default_factory=dict)
     full_tensors: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     transposed: bool = False
-    task: str = "CAUSAL_LM"
+    task: str | None = "CAUSAL_LM"
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return the tensors of the adapter by their names in the file."""

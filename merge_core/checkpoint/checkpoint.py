@@ -57,6 +57,8 @@ class Checkpoint:
         uncopied: Files and folders (with a trailing ``/``) of ``directory`` that users may expect in a merge, but that
             mergegate does not copy.
         findings: Problems found in the files, with locations relative to the checkpoint (``config.json: …``).
+        module_tensors: Tensors of sentence-transformers modules that a merge will write, by folder and name
+            (``2_Dense/linear.weight``). Empty for a checkpoint on disk, whose module weights are ``companions``.
     """
 
     directory: Path
@@ -66,6 +68,7 @@ class Checkpoint:
     chat_templates: ChatTemplates = field(default_factory=dict)
     uncopied: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
+    module_tensors: Mapping[str, StoredTensor] = field(default_factory=dict)
 
     @property
     def chat_template(self) -> str | None:

@@ -91,7 +91,7 @@ def open_inputs(plan: MergePlan, step_file: Callable[[str, str], Path | int]) ->
     Args:
         plan: Plan of one document.
         step_file: Function that returns the path, or the open descriptor, of a step's result. Its arguments are the
-            names of the step and of one of its shards.
+            names of the step and of one of its shards, which may be in a folder.
 
     Raises:
         InvalidInput: A file cannot be read.
@@ -105,7 +105,7 @@ def open_inputs(plan: MergePlan, step_file: Callable[[str, str], Path | int]) ->
         ):
             try:
                 step = step_of(path)
-                source = step_file(step, path.name) if step else path
+                source = step_file(step, Path(*path.parts[1:]).as_posix()) if step else path
                 if isinstance(source, int):
                     files[path] = os.dup(source)
                     continue

@@ -14,7 +14,7 @@ from mergegate.merge_core.engine.writer import PARTIAL, refuse_disk_errors
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import fsync, has_mark
 from mergegate.merge_core.parsing import parse_json_object
-from mergegate.merge_core.plan import MergePlan, requires_index, serialize_config
+from mergegate.merge_core.plan import MergePlan, network_shards, requires_index, serialize_config
 
 CONFIG = "config.json"
 
@@ -64,8 +64,9 @@ def write_companions(plan: MergePlan, out: Path, when_read: Callable[[], None] =
     """
     contents = {name: plan.companions.read(name) for name in plan.companions}
     if requires_index(plan.shards):
-        weight_map = {tensor.name: shard.name for shard in plan.shards for tensor in shard.stored}
-        total = sum(shard.size - len(shard.header) for shard in plan.shards)
+        shards = network_shards(plan.shards)
+        weight_map = {tensor.name: shard.name for shard in shards for tensor in shard.stored}
+        total = sum(shard.size - len(shard.header) for shard in shards)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         contents[INDEX_NAME] = f"{json.dumps(index, indent=2)}\n".encode()
     contents[CONFIG] = serialize_config(dict(plan.config))

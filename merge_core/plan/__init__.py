@@ -5,7 +5,7 @@ A plan fixes the name, shape, dtype and offset of every output tensor. The engin
 
 from mergegate.merge_core.plan.compatibility import PlannedMerge, plan_with_findings, preflight
 from mergegate.merge_core.plan.jobs import Input, MergePlan, TensorJob
-from mergegate.merge_core.plan.layout import OutputTensor, Shard, requires_index
+from mergegate.merge_core.plan.layout import OutputTensor, Shard, network_shards, requires_index
 from mergegate.merge_core.plan.plan import plan_merge, step_of
 from mergegate.merge_core.plan.rows import MEAN, SEVERAL, ZERO, RowMap
 from mergegate.merge_core.plan.special_ids import serialize_config
@@ -24,6 +24,7 @@ __all__ = [
     "Shard",
     "TensorJob",
     "TokenizerPair",
+    "network_shards",
     "plan_merge",
     "plan_transplant",
     "plan_with_findings",

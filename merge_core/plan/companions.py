@@ -23,6 +23,7 @@ from mergegate.merge_core.checkpoint import (
 )
 from mergegate.merge_core.errors import Finding, InvalidInput, to_printable
 from mergegate.merge_core.parsing import JsonBounds, parse_json
+from mergegate.merge_core.plan.module_weights import is_module_weights
 from mergegate.merge_core.plan.special_ids import GENERATION
 from mergegate.merge_core.recipe import Recipe
 
@@ -169,9 +170,9 @@ def _module_findings(donor: Checkpoint, parents: Mapping[str, Checkpoint]) -> It
 
 
 def _modules(checkpoint: Checkpoint) -> dict[str, object]:
-    """Return the content of each file that belongs to the sentence-transformers modules, by name."""
-    files = checkpoint.companions
-    return {name: _content(files, name) for name in files if companion_kind(name) == "module"}
+    """Return the content of each file with settings of the sentence-transformers modules, by name."""
+    names = [name for name in checkpoint.companions if companion_kind(name) == "module" and not is_module_weights(name)]
+    return {name: _content(checkpoint.companions, name) for name in names}
 
 
 def _content(files: Companions, name: str) -> bytes | str | None:

@@ -108,5 +108,10 @@ def _pack(tensors: Sequence[DiskTensor], donor: Checkpoint) -> dict[str, list[Di
 
 
 def requires_index(shards: Sequence[Shard]) -> bool:
-    """Return whether readers need :data:`merge_core.checkpoint.INDEX_NAME` because there are several files."""
-    return len(shards) > 1
+    """Return whether readers need :data:`merge_core.checkpoint.INDEX_NAME` because the network is in several files."""
+    return len(network_shards(shards)) > 1
+
+
+def network_shards(shards: Sequence[Shard]) -> tuple[Shard, ...]:
+    """Return the files of the network. All others are in the folders of sentence-transformers modules."""
+    return tuple(shard for shard in shards if "/" not in shard.name)

@@ -46,8 +46,9 @@ from mergegate.merge_core.plan.companions import gather_companions
 from mergegate.merge_core.plan.consistency import self_consistency, unused_tensors
 from mergegate.merge_core.plan.finding_groups import different_head, different_size, different_vocabulary
 from mergegate.merge_core.plan.jobs import Input, MergePlan, TensorJob, bulk_dtype
-from mergegate.merge_core.plan.layout import OutputTensor, lay_out
+from mergegate.merge_core.plan.layout import OutputTensor, Shard, lay_out, network_shards
 from mergegate.merge_core.plan.mixture import plan_mixture
+from mergegate.merge_core.plan.module_weights import is_module_weights, lay_out_modules, select_module_weights
 from mergegate.merge_core.plan.outline import OutputSpec, outline, with_head
 from mergegate.merge_core.plan.rows import RowMap
 from mergegate.merge_core.plan.special_ids import GENERATION, SPECIAL_KEYS, serialize_config
@@ -118,14 +119,22 @@ def planned_checkpoint(plan: MergePlan) -> Checkpoint:
     Its files are in the placeholder directory ``step:<name>``; see :func:`step_of`.
     """
     directory = Path(f"{_STEP_PREFIX}{plan.recipe.name}")
-    tensors: dict[str, AnyTensor] = {}
+    stored: dict[str, StoredTensor] = {}
     for shard in plan.shards:
         file, begins = directory / shard.name, dict(zip(shard.tensors, shard.offsets, strict=True))
         for tensor in shard.stored:
             offset = begins[tensor.pieces[0]]
-            tensors[tensor.name] = StoredTensor(tensor.name, file, tensor.dtype, tensor.shape, offset)
+            stored[tensor.name] = StoredTensor(tensor.name, file, tensor.dtype, tensor.shape, offset)
+    network = {tensor.name for shard in network_shards(plan.shards) for tensor in shard.stored}
     return split_experts(
-        Checkpoint(plan.tokenizer.directory, plan.config, tensors, plan.companions, plan.chat_templates)
+        Checkpoint(
+            plan.tokenizer.directory,
+            plan.config,
+            {name: tensor for name, tensor in stored.items() if name in network},
+            plan.companions,
+            plan.chat_templates,
+            module_tensors={name: tensor for name, tensor in stored.items() if name not in network},
+        )
     )
 
 
@@ -143,9 +152,12 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
             )
     name = str(recipe.donor)
     donor = checkpoints[name]
+    own_models = {str(ref): checkpoints[str(ref)] for ref in recipe.own_references()}
+    modules = select_module_weights(recipe, own_models, problems)
     if recipe.mixture is not None:
         mixture_jobs, mixture_config = plan_mixture(recipe, recipe.mixture, checkpoints, problems)
-        return _build_plan(recipe, donor, mixture_jobs, mixture_config, checkpoints, None)
+        shards = lay_out([job.output for job in mixture_jobs], donor)
+        return _build_plan(recipe, mixture_jobs, shards, mixture_config, checkpoints, None)
     checkpoints = {model: rename_to_layout(donor, checkpoint) for model, checkpoint in checkpoints.items()}
     alignment = align(recipe, checkpoints, name)
     donor, lost_heads = with_head(recipe, donor, checkpoints)
@@ -161,8 +173,17 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     document = _Document(recipe, donor, checkpoints, alignment, ValueTable(recipe), problems)
     all_jobs = [_job(document, spec) for spec in outline(recipe, donor, checkpoints)]
     jobs = [job for job in all_jobs if job is not None]
-    problems += lost_filters(recipe, jobs)
     config: Mapping[str, Any] = with_dtype(structure, bulk_dtype(jobs))
+    shards = lay_out([job.output for job in jobs], donor)
+    if modules.tensors:
+        (module,) = recipe.modules  # Only recipes of whole models merge the weights of modules.
+        (cut,) = module.slices
+        document = replace(document, donor=modules.models[name], checkpoints=modules.models, alignment=None)
+        specs = (OutputSpec(tensor, module, cut, (tensor,) * len(cut.sources), 0.0) for tensor in modules.tensors)
+        module_jobs = [job for spec in specs if (job := _job(document, spec)) is not None]
+        shards += lay_out_modules([job.output for job in module_jobs])
+        jobs += module_jobs
+    problems += lost_filters(recipe, jobs)
     # If the donor declares no class, take that of a model that has the same tensors outside the layers.
     for candidate in checkpoints.values() if not donor.class_name else ():
         differs_in_head = bool(candidate.class_name) and class_difference(donor, candidate) == "head"
@@ -186,18 +207,18 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
             for key in unmatched_keys
         )
         problems += alignment.remarks
-    return _build_plan(recipe, donor, jobs, config, checkpoints, alignment)
+    return _build_plan(recipe, jobs, shards, config, checkpoints, alignment)
 
 
 def _build_plan(
     recipe: Recipe,
-    donor: Checkpoint,
     jobs: Sequence[TensorJob],
+    shards: Sequence[Shard],
     config: Mapping[str, Any],
     checkpoints: Mapping[str, Checkpoint],
     alignment: Alignment | None,
 ) -> MergePlan:
-    """Return the plan that executes ``jobs``, with a position in the output files for each."""
+    """Return the plan that executes ``jobs``, whose outputs are in ``shards``."""
     donor_name = str(recipe.donor)
     tokenizer, rewritten = checkpoints[donor_name], dict[str, bytes | None]()
     if alignment is not None:
@@ -207,7 +228,6 @@ def _build_plan(
         if GENERATION in files and not is_provided:  # The donor's settings get the result's token ids.
             settings, _ = alignment.translate(files.json(GENERATION) or {}, donor_name)
             rewritten[GENERATION] = serialize_config(settings)
-    shards = lay_out([job.output for job in jobs], donor)
     jobs_by_name = {job.output.name: job for job in jobs}
     dtypes = {name: dtype for shard in shards for name, dtype in shard.dtypes().items()}
     ordered = tuple(
@@ -218,6 +238,9 @@ def _build_plan(
     )
     parents = parents_of(recipe, ordered, checkpoints)
     companions = gather_companions(checkpoints[donor_name], tokenizer, parents).with_changes(rewritten)
+    merged_folders = {shard.name.partition("/")[0] for shard in shards if "/" in shard.name}
+    replaced = [file for file in companions if is_module_weights(file) and file.partition("/")[0] in merged_folders]
+    companions = companions.with_changes(dict.fromkeys(replaced))
     templates = read_chat_templates(companions)
     if recipe.chat_template is not None:
         models = {str(ref): checkpoints[str(ref)] for ref in recipe.own_references()}
@@ -229,7 +252,7 @@ def _build_plan(
         recipe=recipe,
         donor=checkpoints[donor_name],
         jobs=ordered,
-        shards=shards,
+        shards=tuple(shards),
         config=config,
         bytes_read=sum(job.nbytes_in for job in ordered),
         bytes_written=sum(shard.size for shard in shards),

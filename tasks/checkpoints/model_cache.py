@@ -23,14 +23,17 @@ import importlib.util
 import json
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, is_of_tower, kind_of_directory
+from mergegate.merge_core.checkpoint import MODULES_FILE
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import read_json
+from mergegate.merge_core.parsing import JsonBounds, parse_json, read_json, read_plain
 from mergegate.merge_core.system import Capacity, system_memory
 from mergegate.tasks.checkpoints.model import Model, QuantizedModel
 from mergegate.tasks.store import digest
@@ -38,19 +41,22 @@ from mergegate.tasks.store import digest
 SMALLER = "use a smaller batch_size or max_length, or dtype: bfloat16"  # Remedy if memory runs out.
 
 _UNUSED_PACKAGES = ("boto3", "chardet", "redis", "scipy")
+_SENTENCE_TRANSFORMERS = 6  # Oldest major version.
+_WEIGHTS = ("*.safetensors", "[0-9]*_*/*.safetensors")  # Of the network and of its modules.
 _SHARE = 0.5  # Share of the memory that models may use. The total is the memory available without any model.
 _SMALL = 10_000_000  # Parameters. Below this, synchronizing threads takes longer than computing a layer.
 
 
-def import_lean(*modules: str) -> None:
-    """Import ``modules`` in order, as if the unused optional packages were not installed.
+def import_lean(*modules: str, exceptions: Collection[str] = ()) -> None:
+    """Import ``modules`` in order, as if the unused optional packages were not installed, except ``exceptions``.
 
     If a package is already partly imported, it may have looked for the optional packages and stored the result. In that
     case, the rest of the package is imported as usual.
     """
     for module in modules:
         is_imported = module.partition(".")[0] in sys.modules
-        hidden = [] if is_imported else [name for name in _UNUSED_PACKAGES if name not in sys.modules]
+        unused = [name for name in _UNUSED_PACKAGES if name not in exceptions and name not in sys.modules]
+        hidden = [] if is_imported else unused
         for name in hidden:
             # With None, both the import statement and find_spec report the package as missing.
             sys.modules[name] = None  # type: ignore[assignment]
@@ -213,7 +219,7 @@ def make_room(model: Model, dtype: str, device: str) -> None:
     """Drop the least recently used models until ``model`` fits next to the rest."""
     # transformers dequantizes the weights of a quantized model.
     directory = model.source.directory if isinstance(model, QuantizedModel) else model.directory
-    size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    size = sum(file.stat().st_size for pattern in _WEIGHTS for file in directory.glob(pattern))
     if dtype == "float32":  # Assume that the files store two bytes per parameter, which gives the maximum.
         size *= 2
     with _lock:
@@ -344,10 +350,10 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
 
 
 # A loaded model, names of its tensors that the checkpoint lacks, and names in the checkpoint that it does not read.
-_Loading = tuple[LoadedModel, list[str], list[str]]
+_Loaded = tuple[LoadedModel, Sequence[str], Sequence[str]]
 
 
-def _load_transformer(model: Model, kind: ModelKind, dtype: str, device: str) -> _Loading:
+def _load_transformer(model: Model, kind: ModelKind, dtype: str, device: str) -> _Loaded:
     """Load a model with transformers.
 
     transformers knows which tensors a class ignores on purpose. Text generators also ignore constants of earlier
@@ -368,22 +374,134 @@ def _load_transformer(model: Model, kind: ModelKind, dtype: str, device: str) ->
     network, loading_info = getattr(transformers, kind.loader).from_pretrained(
         model.directory, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
     )
-    mismatched = [str(key) for key in loading_info["mismatched_keys"]]
-    missing = sorted(loading_info["missing_keys"]) + sorted(mismatched)
     unexpected = sorted(map(str, loading_info["unexpected_keys"]))
     ignored = [name for name in unexpected if kind.name != "text generator" or is_of_tower(name)]
-    return LoadedModel(network.to(device).eval(), tokenizer, kind, processor), missing, ignored
+    return LoadedModel(network.to(device).eval(), tokenizer, kind, processor), _missing_tensors(loading_info), ignored
 
 
-def _load_sentence_transformer(model: Model, kind: ModelKind, dtype: str, device: str) -> _Loading:
-    """Load an embedding model or a cross-encoder, with its modules."""
+def _load_sentence_transformer(model: Model, kind: ModelKind, dtype: str, device: str) -> _Loaded:
+    """Load an embedding model or a cross-encoder, with its modules. Heads of its transformer may remain unused."""
+    # Older versions run code next to a model even if it is not trusted.
+    if int(_version_of("sentence-transformers").partition(".")[0]) < _SENTENCE_TRANSFORMERS:
+        raise InvalidInput(
+            f"{model.name} ({model.directory})",
+            found=f"{kind.noun}, and sentence-transformers {_SENTENCE_TRANSFORMERS} or newer is not installed",
+            expected="the package that loads such models",
+            remedy="pip install 'mergegate[embeddings]'",
+        )
+    import_lean("sentence_transformers", exceptions=("scipy",))
     import sentence_transformers
 
-    network = getattr(sentence_transformers, kind.loader)(
-        str(model.directory),
-        device=device,
-        local_files_only=True,
-        trust_remote_code=model.runs_code,
-        model_kwargs={"dtype": dtype, "use_safetensors": True},
-    )
-    return LoadedModel(network.eval(), network.tokenizer, kind), [], []
+    if not model.runs_code:
+        _require_known_functions(model.directory)
+    with _record_loading() as infos:
+        network = getattr(sentence_transformers, kind.loader)(
+            str(model.directory),
+            device=device,
+            local_files_only=True,
+            trust_remote_code=model.runs_code,
+            model_kwargs={"dtype": dtype, "use_safetensors": True},
+        )
+    if network.transformers_model is not None and not infos:
+        raise InvalidInput(
+            f"{model.name} ({model.directory})",
+            found="a transformer that loads itself, so that mergegate cannot find out whether tensors are missing",
+            expected="a transformer that from_pretrained of transformers loads",
+        )
+    network.eval()
+    missing = [name for info in infos for name in _missing_tensors(info)]
+    return LoadedModel(network, network.tokenizer, kind), _used_tensors(network, missing) if missing else [], []
+
+
+def _version_of(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "0"
+
+
+def _missing_tensors(loading_info: Any) -> list[str]:
+    mismatched = sorted(str(key) for key in loading_info["mismatched_keys"])
+    return [*sorted(loading_info["missing_keys"]), *mismatched]
+
+
+@contextmanager
+def _record_loading() -> Iterator[list[Any]]:
+    """Yield a list of what transformers reports about each model that is loaded inside the context.
+
+    sentence-transformers discards the report, and with it the names of tensors that were initialized at random.
+    """
+    import transformers
+
+    loader: Any = transformers.PreTrainedModel
+    original, infos = loader.__dict__["from_pretrained"], []
+
+    def from_pretrained(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        network, info = original.__func__(cls, *args, **{**kwargs, "output_loading_info": True})
+        infos.append(info)
+        return network
+
+    loader.from_pretrained = classmethod(from_pretrained)
+    try:
+        yield infos
+    finally:
+        loader.from_pretrained = original
+
+
+def _used_tensors(network: Any, missing: Sequence[str]) -> Sequence[str]:
+    """Return ``missing`` without the tensors before the first one that affects the output of the model.
+
+    Many embedding models lack the pooler of their class, because their own pooling ignores it. A tensor affects the
+    output if other numbers in it change the output.
+    """
+    import torch
+
+    text = "mergegate"
+    is_pair = type(network).__name__ == "CrossEncoder"
+
+    def output() -> Any:
+        encode = network.predict if is_pair else network.encode
+        values = encode([(text, text) if is_pair else text], convert_to_tensor=True, show_progress_bar=False)
+        return values.to_dense() if values.is_sparse else values
+
+    parameters = dict(network.transformers_model.named_parameters())
+    before = output()
+    for at, name in enumerate(missing):
+        if name not in parameters:  # A buffer, or a name that only the file has.
+            return missing[at:]
+        with torch.no_grad():
+            original = parameters[name].clone()
+            parameters[name].add_(torch.randn_like(original))
+            is_used = not torch.equal(before, output())
+            parameters[name].copy_(original)
+        if is_used:
+            return missing[at:]
+    return []
+
+
+def _require_known_functions(directory: Path) -> None:
+    """Raise InvalidInput if a module has an activation function that is not one of torch.
+
+    sentence-transformers replaces a function that is not trusted with a default one and continues.
+    """
+    file = directory / MODULES_FILE
+    modules = parse_json(read_plain(file, JsonBounds().size), str(file)) if file.is_file() else []
+    folders = [str(entry.get("path", "")) for entry in modules if isinstance(entry, Mapping)]
+    for name in dict.fromkeys(["config.json", *(f"{folder}/config.json" for folder in folders if folder)]):
+        if not (file := directory / name).is_file():
+            continue
+        settings = read_json(file)
+        own = settings.get("sentence_transformers")
+        named = (
+            settings.get("activation_function") if name != "config.json" else None,
+            settings.get("sbert_ce_default_activation_function"),
+            own.get("activation_fn") if isinstance(own, Mapping) else None,
+        )
+        paths = (str(each) for each in named if each and "." in str(each))  # relu is a name that a module knows
+        if function := next((each for each in paths if not each.startswith("torch.")), None):
+            raise InvalidInput(
+                str(file),
+                found=f"the activation function {function}, which is code outside torch",
+                expected="a function of torch, because this profile does not run code of the model",
+                remedy="allow the code of this model in the profile, after reading it",
+            )

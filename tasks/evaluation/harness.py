@@ -24,6 +24,7 @@ from mergegate.merge_core.files import JournalLocation, open_journal
 from mergegate.tasks.checkpoints import Model, TellProgress, load_model
 from mergegate.tasks.evaluation.answer_journal import attach_journal, is_answer_record
 from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend
+from mergegate.tasks.evaluation.built_in import BuiltInScore
 from mergegate.tasks.evaluation.choice_probability import (
     PROBABILITY,
     AnsweredChoice,
@@ -132,7 +133,10 @@ def _score_built_in(job: ScoringJob, on_progress: TellProgress) -> tuple[Documen
         leaf = loaded.leaves[name]
         documents = [leaf.eval_docs[position] for position in positions]
         scores: list[DocumentScore] = []
-        results = built_in.score(model, documents, scoring.batch_size, on_progress)
+        results = _name_model(
+            f"{job.model.name}: task {name}",
+            built_in.score(model, documents, scoring.batch_size, on_progress),
+        )
         for position, document, result in zip(positions, documents, results, strict=True):
             text = text_of(leaf, document)
             chances = built_in.chance_of(document)
@@ -154,6 +158,15 @@ def _score_built_in(job: ScoringJob, on_progress: TellProgress) -> tuple[Documen
                 )
                 scores.append(row)
     return tuple(scores)
+
+
+def _name_model(location: str, results: Iterator[BuiltInScore]) -> Iterator[BuiltInScore]:
+    """Yield results, and add ``location`` to an error, which names only a document."""
+    try:
+        yield from results
+    except InvalidInput as error:
+        where = f"{location}: {error.where}"
+        raise InvalidInput(where, found=error.found, expected=error.expected, remedy=error.remedy) from error
 
 
 class _LargerBudgets:

@@ -128,8 +128,7 @@ def pin_built_in(task: BuiltInTask, root: Path, hashes: HashMemo) -> EvalTask:
         InvalidInput: If a file does not exist, or a package is missing.
     """
     resolved = task.resolve(root)
-    settings = resolved.model_dump(mode="json", exclude={"data"})
-    pinned = digest({"settings": settings, "files": [hashes.sha256(file) for file in resolved.files()]})
+    pinned = digest({"settings": resolved.pinned_settings, "files": [hashes.sha256(file) for file in resolved.files()]})
     return EvalTask(name=resolved.name, digest=pinned, definition=None, built_in=resolved)
 
 

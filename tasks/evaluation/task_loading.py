@@ -90,6 +90,8 @@ def load_task(task: EvalTask) -> LoadedTask:
         scratch = tempfile.TemporaryDirectory(prefix="mergegate-task-")
         with record_sources() as sources, confine_code_eval(task.code):
             leaves = _load_leaves(task, Path(scratch.name))
+        if task.built_in is not None:
+            sources += task.built_in.sources()
         for name, leaf in leaves.items():
             if task.code is not None:  # confine the functions with which a task runs programs itself
                 for function in functions_in(leaf.config.to_dict(keep_callable=True)):

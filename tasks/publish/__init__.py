@@ -1,5 +1,6 @@
 """Publish a release: define its files, and bring all of them to a target in one atomic step."""
 
+from mergegate.tasks.publish.card_metadata import released_kind
 from mergegate.tasks.publish.card_scores import escape
 from mergegate.tasks.publish.content import (
     BOM,
@@ -65,6 +66,7 @@ __all__ = [
     "read_signature",
     "recipe_paths",
     "release_digest",
+    "released_kind",
     "require_approved",
     "state_license_files",
     "stored_files",

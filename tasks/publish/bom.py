@@ -40,13 +40,12 @@ def bill_of_materials(
     ]
     metrics = {f"{score.task}: {score.metric}": score.score for score in (merge.scores.tasks if merge.scores else ())}
     description = f"A merge made without training: {content.method}."
-    return _bill(files, content, _model(content.name, description, license, ancestors, metrics))
+    return _bill(files, content, _model(content, description, license, ancestors, metrics))
 
 
 def variant_bill_of_materials(
     files: Sequence[ReleaseFile],
     content: ReportContent,
-    name: str,
     merge: MergeRelease,
     license: Mapping[str, object],
 ) -> str:
@@ -60,7 +59,7 @@ def variant_bill_of_materials(
     types = ", ".join(verdict.type for verdict in content.variants if verdict.publishable)
     ancestor = _ancestor("merge", merge.name, merge.sums, content.licence)
     description = f"Quantized variants of {merge.name} {merge.version}: {types}."
-    return _bill(files, content, _model(name, description, license, [ancestor], metrics))
+    return _bill(files, content, _model(content, description, license, [ancestor], metrics))
 
 
 def _ancestor(reference: str, name: str, version: str, license: str) -> dict[str, object]:
@@ -74,7 +73,7 @@ def _ancestor(reference: str, name: str, version: str, license: str) -> dict[str
 
 
 def _model(
-    name: str,
+    content: ReportContent,
     description: str,
     license: Mapping[str, object],
     ancestors: Sequence[Mapping[str, object]],
@@ -84,12 +83,12 @@ def _model(
     return {
         "type": "machine-learning-model",
         "bom-ref": "model",
-        "name": name,
+        "name": content.name,
         "description": description,
         "licenses": [_license(str(license.get("license_name") or license.get("license") or "unknown"))],
         "pedigree": {"ancestors": ancestors},
         "modelCard": {
-            "modelParameters": {"task": "text-generation"},
+            "modelParameters": {"task": content.kind.pipeline_tag} if content.kind.pipeline_tag else {},
             "quantitativeAnalysis": {
                 "performanceMetrics": [{"type": name, "value": f"{score:.4f}"} for name, score in metrics.items()]
             },

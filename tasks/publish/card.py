@@ -8,9 +8,12 @@ from urllib.parse import quote
 
 import yaml
 
+from mergegate.merge_core.architecture import TEXT_GENERATOR
+from mergegate.merge_core.checkpoint import MODULES_FILE, companion_kind
 from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation, ObligationKind
 from mergegate.tasks.publish.card_metadata import CardMetadata
 from mergegate.tasks.publish.card_scores import escape, markdown_table, quality_section
+from mergegate.tasks.publish.loading_code import loading_code
 from mergegate.tasks.report import ReportContent
 from mergegate.tasks.serve import SERVED_AS_LORA
 
@@ -35,6 +38,7 @@ _AS_LORA = (
     "and with a `--max-lora-rank` of at least its rank."
 )
 _NOT_AS_LORA = "This release was not tested as LoRA in vLLM."
+_NO_LOADER = "mergegate knows no class that loads this model. `architectures` in `config.json` names its class."
 _OPEN = "**Open:** mergegate could not get this text. Add it to the model before you redistribute it."
 _LIMITS = """* mergegate tested this model only as shown above. Other abilities, safety and bias were not tested.
 * Each score is an estimate from the stated number of documents. Its interval shows how exact it is.
@@ -74,7 +78,7 @@ def model_card(
         "result, [provenance.json](provenance.json) identifies the inputs, and [evidence](evidence/gate.json) has the "
         "outcomes of all documents, without texts.",
         "**Statement of changes.** The weights of this model are new. They were computed with the recipe below from "
-        "the models listed with it, and replace their weights. Configuration and tokenizer were copied or adapted.",
+        f"the models listed with it, and replace their weights. {_copied_files(content, files)} copied or adapted.",
     ]
     address, is_signed = publication.address, publication.signed
     is_local = any(model.revision is None for model in content.parents)
@@ -100,7 +104,7 @@ def model_card(
     if is_signed:
         notes += " Get the public key from the publisher, but not from this release."
     sections += [
-        f"## How to load it\n\n{_loading(content, publication, is_adapter=is_adapter)}",
+        f"## How to load it\n\n{_loading(content, files, publication, is_adapter=is_adapter)}",
         f"## Evaluation\n\n{quality_section(content)}",
         f"## Limits\n\n{_LIMITS}",
         f"## How it was made\n\n{_sources(content, license)}\n\n{code_block(content.recipe.strip(), 'yaml')}",
@@ -116,24 +120,28 @@ def display_lines(license: LicenseVerdict) -> tuple[str, ...]:
     return tuple(f"**{escape(line)}**" for line in lines)
 
 
-def _loading(content: ReportContent, publication: Publication, *, is_adapter: bool) -> str:
-    is_path = publication.address == "."
-    place = " Run this in the directory of the release." if is_path else ""
+def _copied_files(content: ReportContent, files: Sequence[str]) -> str:
+    """Return what a merge takes over from its parents except weights: 'Configuration and tokenizer were'."""
+    kinds = {companion_kind(name) for name in files}
+    names = ["tokenizer"] if "tokenizer" in kinds or content.kind == TEXT_GENERATOR else []
+    names += ["processor"] if "processor" in kinds and content.kind != TEXT_GENERATOR else []
+    names += ["settings of its modules"] if MODULES_FILE in files else []
+    *others, last = ["Configuration", *names]
+    return f"{', '.join(others)} and {last} were" if others else f"{last} was"
+
+
+def _loading(content: ReportContent, files: Sequence[str], publication: Publication, *, is_adapter: bool) -> str:
+    code = loading_code(content.kind, publication.address, files, is_adapter=is_adapter)
+    notes = [] if code else [_NO_LOADER]
     if is_adapter:
-        code = (
-            "from peft import AutoPeftModelForCausalLM\n\n"
-            f'model = AutoPeftModelForCausalLM.from_pretrained("{publication.address}")'
-        )
-        served = _AS_LORA if content.served_as.startswith(SERVED_AS_LORA) else _NOT_AS_LORA
-        note = f"`adapter_config.json` names the base model, which PEFT loads first.{place} {served}"
-    else:
-        code = (
-            "from transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
-            f'model = AutoModelForCausalLM.from_pretrained("{publication.address}", dtype="auto")\n'
-            f'tokenizer = AutoTokenizer.from_pretrained("{publication.address}")'
-        )
-        note = place.strip()
-    return code_block(code, "python") + (f"\n\n{note}" if note else "")
+        first = "PEFT loads" if content.kind == TEXT_GENERATOR else "is loaded"
+        notes.append(f"`adapter_config.json` names the base model, which {first} first.")
+    if publication.address == ".":
+        notes.append("Run this in the directory of the release.")
+    if is_adapter and content.kind.reads_text:
+        notes.append(_AS_LORA if content.served_as.startswith(SERVED_AS_LORA) else _NOT_AS_LORA)
+    parts = [code_block(code, "python")] if code else []
+    return "\n\n".join([*parts, " ".join(notes)] if notes else parts)
 
 
 def _sources(content: ReportContent, license: LicenseVerdict) -> str:

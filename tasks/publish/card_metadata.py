@@ -1,17 +1,20 @@
 """Build the metadata of the model card, and verify before publication that the Hub will read it as intended.
 
-Sources: https://huggingface.co/docs/hub/model-cards (fields; ``base_model`` accepts only ids of the Hub) and the model
-index of papers-with-code, which the Hub still reads. Scores in [0, 1] are given in percent, as on the Hub's
-leaderboards.
+Sources: https://huggingface.co/docs/hub/model-cards (fields; ``base_model`` accepts only ids of the Hub), the model
+index of papers-with-code, which the Hub still reads, and ``pipelines.ts`` in huggingface.js (names of tasks). Scores in
+[0, 1] are given in percent, as on the Hub's leaderboards.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 import yaml
 
+from mergegate.merge_core.architecture import ModelKind, kind_of_directory
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import PinnedCheckpoint, read_card
 from mergegate.tasks.evaluation import TaskScore
@@ -19,7 +22,7 @@ from mergegate.tasks.preflight.licenses import Combination
 from mergegate.tasks.publish.content import CARD
 from mergegate.tasks.publish.eval_results import BENCHMARKS
 from mergegate.tasks.publish.provenance import hub_id
-from mergegate.tasks.report import ReportContent
+from mergegate.tasks.report import ReportContent, wording
 
 CardMetadata = Mapping[str, object]
 
@@ -31,6 +34,42 @@ _METRICS = {
     "f1": ("f1", "F1"),
     "word_perplexity": ("perplexity", "word perplexity"),
 }
+# Names for people of the tasks that mergegate scores models on.
+TASK_NAMES = {
+    "any-to-any": "Any-to-Any",
+    "audio-text-to-text": "Audio-Text-to-Text",
+    "automatic-speech-recognition": "Automatic Speech Recognition",
+    "feature-extraction": "Feature Extraction",
+    "image-text-to-text": "Image-Text-to-Text",
+    "sentence-similarity": "Sentence Similarity",
+    "text-classification": "Text Classification",
+    "text-generation": "Text Generation",
+    "text-ranking": "Text Ranking",
+    "text2text-generation": "Text2Text Generation",
+}
+# Tags by which people find models of sentence-transformers, as this library writes them. They depend on the loader.
+_LIBRARY_TAGS = {
+    "SentenceTransformer": ("sentence-transformers", "sentence-similarity", "feature-extraction"),
+    "SparseEncoder": ("sentence-transformers", "sparse-encoder", "sparse"),
+    "CrossEncoder": ("sentence-transformers", "cross-encoder", "reranker"),
+}
+
+
+def released_kind(directory: Path, parents: Sequence[PinnedCheckpoint]) -> ModelKind:
+    """Return the kind of the merge in ``directory``. An adapter has the kind of its base model.
+
+    If the task of its class is not known, the kind has the ``pipeline_tag`` on which the cards of all parents agree.
+
+    Raises:
+        InvalidInput: A file that determines the kind is missing or damaged.
+    """
+    is_adapter = not (directory / "config.json").exists()
+    kind = kind_of_directory(parents[0].directory if is_adapter else directory)
+    if kind.pipeline_tag:
+        return kind
+    tags = [read_card(parent.directory).metadata.get("pipeline_tag") for parent in parents]
+    known = isinstance(tags[0], str) and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", tags[0])
+    return replace(kind, pipeline_tag=str(tags[0])) if known and all(tag == tags[0] for tag in tags) else kind
 
 
 def card_metadata(
@@ -41,8 +80,9 @@ def card_metadata(
     ``is_adapter`` means that the release is an adapter of the parents' common base model.
     """
     metadata = _license_and_language(parents, license)
-    library, tags = ("peft", ["lora"]) if is_adapter else ("transformers", list[str]())
-    metadata |= {"library_name": library, "pipeline_tag": "text-generation", "tags": [*tags, "merge", "mergegate"]}
+    kind = content.kind
+    library, tags = ("peft", ["lora"]) if is_adapter else (kind.library, list[str]())
+    metadata |= _task(kind, library, [*tags, *_library_tags(kind), "merge", "mergegate"])
     # The Hub accepts only its own ids as base_model and rejects local paths.
     if hub := list(dict.fromkeys(hub_id(parent) for parent in parents if parent.revision is not None)):
         # For adapters, the id of each parent is that of their common base model.
@@ -58,32 +98,48 @@ def card_metadata(
         name, metrics = dataset_scores[0].task, []
         for score in dataset_scores:
             metric, _, variant = score.metric.partition(",")
-            kind, label = _METRICS.get(metric, (metric, metric.replace("_", " ")))
+            metric_type, label = _METRICS.get(metric, (metric, metric.replace("_", " ")))
+            if (name_for_people := wording.metric_name(score.metric, kind)) != score.metric:
+                metric_type, label = metric.replace("@", "_at_"), name_for_people
             detail = ", ".join([score.task] * (score.task != name) + [variant] * (variant not in ("", "none")))
-            in_percent = score.higher_is_better and 0 <= score.score <= 1
+            in_percent = wording.is_share(score, kind)
             value = round(100 * score.score, 2) if in_percent else round(score.score, 4)
-            metrics.append({"type": kind, "value": value, "name": f"{label} ({detail})" if detail else label})
-        task = {"type": "text-generation", "name": "Text Generation"}
+            metrics.append({"type": metric_type, "value": value, "name": f"{label} ({detail})" if detail else label})
+        task = {"type": kind.pipeline_tag, "name": TASK_NAMES.get(kind.pipeline_tag or "", kind.pipeline_tag)}
         results.append({"task": task, "dataset": {"name": name, "type": dataset}, "metrics": metrics})
-    if results:
+    if results and kind.pipeline_tag:  # the Hub reads no result without a task
         metadata["model-index"] = [{"name": content.name, "results": results}]
     return metadata
 
 
 def variant_metadata(
-    parents: Sequence[PinnedCheckpoint], license: Combination, base_model: str | None, library: str, tags: Sequence[str]
+    kind: ModelKind,
+    parents: Sequence[PinnedCheckpoint],
+    license: Combination,
+    base_model: str | None,
+    library: str,
+    tags: Sequence[str],
 ) -> dict[str, object]:
     """Return the YAML front matter of the card of quantized variants.
 
-    ``base_model`` is the id of the merge's repository on the Hub, or None if it is not on the Hub. ``library`` loads
-    the variants. ``tags`` names their format and types.
+    ``kind`` is that of the merge. ``base_model`` is the id of the merge's repository on the Hub, or None if it is not
+    on the Hub. ``library`` loads the variants. ``tags`` names their format and types.
     """
     metadata = _license_and_language(parents, license)
-    metadata |= {"library_name": library, "pipeline_tag": "text-generation"}
-    metadata["tags"] = list(dict.fromkeys((*tags, "quantized", "merge", "mergegate")))
+    metadata |= _task(kind, library, [*tags, *_library_tags(kind), "quantized", "merge", "mergegate"])
     if base_model:
         metadata |= {"base_model": [base_model], "base_model_relation": "quantized"}
     return metadata
+
+
+def _task(kind: ModelKind, library: str, tags: Sequence[str]) -> dict[str, object]:
+    """Return library, task and tags of a model. A model whose task is not known has no task: no wrong one."""
+    task = {"pipeline_tag": kind.pipeline_tag} if kind.pipeline_tag else {}
+    return {"library_name": library, **task, "tags": list(dict.fromkeys(tags))}
+
+
+def _library_tags(kind: ModelKind) -> tuple[str, ...]:
+    return _LIBRARY_TAGS.get(kind.loader, ()) if kind.library == "sentence-transformers" else ()
 
 
 def _license_and_language(parents: Sequence[PinnedCheckpoint], license: Combination) -> dict[str, object]:

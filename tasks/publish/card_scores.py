@@ -96,20 +96,20 @@ def _scores(content: ReportContent) -> str:
     for task, metric in keys:
         cells = [by_model[model.name].get((task, metric)) for model in models]
         documents = max(cell.n for cell in cells if cell)
-        row = [task, metric, f"{documents:,}"]
+        row = [task, wording.metric_name(metric, content.kind, with_direction=True), f"{documents:,}"]
         for cell in cells:
             if cell is None:
                 row.append("")
                 continue
             low, high = score_interval(cell)
-            in_points = cell.higher_is_better and 0 <= cell.score <= 1
-            scale, decimals = (100.0, 1) if in_points else (1.0, 3)
+            scale, decimals = (100.0, 1) if wording.is_share(cell, content.kind) else (1.0, 3)
             shown = wording.number(scale * cell.score, decimals)
             interval = "" if math.isnan(low) else f" {wording.interval(scale * low, scale * high, decimals)}"
             row.append(shown + interval)
         rows.append(row)
     columns = ("task", "metric", "documents", *(_model_label(model) for model in models))
-    note = "The brackets contain 95 % intervals. Shares of correct answers are in points (0 to 100)."
+    shares = "Shares of correct answers are" if content.kind.reads_text else "Scores and error rates are"
+    note = f"The brackets contain 95 % intervals. {shares} in points (0 to 100)."
     return f"### Scores\n\n{markdown_table(columns, rows, len(models) + 1)}\n\n{note}"
 
 

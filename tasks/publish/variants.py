@@ -106,12 +106,14 @@ class VariantParts(NamedTuple):
             {variant_type: [file.name for file in each] for variant_type, each in weights.items()},
         )
         tags = (str(entry["format"]), *weights)
-        metadata = variant_metadata(parents, license.combination, self.merge.hub_id, settings.library_name, tags)
+        metadata = variant_metadata(
+            content.kind, parents, license.combination, self.merge.hub_id, settings.library_name, tags
+        )
         missing = open_obligations(parents, license)
         card = variant_card(self.name, content, metadata, license, missing, file_names, origin, target)
         check_card(card, metadata, file_names)
         files.append(written_file(CARD, card))
-        bom = variant_bill_of_materials(files, content, self.name, self.merge, license.combination.card)
+        bom = variant_bill_of_materials(files, content, self.merge, license.combination.card)
         files.append(written_file(BOM, bom))
         files.append(written_file(PROVENANCE, variant_provenance(files, content, origin, license, metadata)))
         return files
@@ -183,6 +185,7 @@ def variant_content(
     return ReportContent(
         name=name,
         method=f"quantized from {merge.name} {merge.version}",
+        kind=content.kind,
         models=tuple(model.model_copy(update={"scores": None, "likelihoods": None}) for model in content.models),
         licence=content.licence,
         obligations=content.obligations,

@@ -6,10 +6,12 @@ same bytes. Serving costs depend on the machine: they are marked ``NotInKey`` an
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind
 from mergegate.tasks.evaluation import Scores, Scoring
 from mergegate.tasks.explain import Explanation
 from mergegate.tasks.gate import GateVerdict
@@ -137,6 +139,8 @@ class ReportContent(_Part):
 
     name: str  # name of the profile
     method: str  # 'ties of 3 over llama-base'
+    # Kind of the merge. For an adapter, the kind of its base model.
+    kind: Annotated[ModelKind, Field(exclude_if=lambda kind: kind == TEXT_GENERATOR)] = TEXT_GENERATOR
     recipe: str = ""  # YAML; empty if nothing was merged
     models: tuple[ReportedModel, ...]  # the merge and its parents, in the recipe's order
     licence: str = ""  # license the merge may carry: 'apache-2.0'; empty if licenses were not checked
@@ -173,6 +177,13 @@ class ReportContent(_Part):
     recipe_warnings: Annotated[tuple[str, ...], Field(exclude_if=lambda warnings: not warnings)] = ()
     # Sections of verdicts that have no plot in the report.
     sections: Annotated[tuple[Section, ...], Field(exclude_if=lambda sections: not sections)] = ()
+
+    def content_key(self) -> object:
+        # The kind is in the key only if it is not a text generator, so that existing pages keep their keys.
+        fields = type(self).model_fields
+        names = [name for name in fields if NotInKey not in fields[name].metadata and name != "kind"]
+        key = {name: getattr(self, name) for name in names}
+        return key if self.kind == TEXT_GENERATOR else {**key, "kind": asdict(self.kind)}
 
     @property
     def parents(self) -> tuple[ReportedModel, ...]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
+from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind
 from mergegate.merge_core.wording import format_count
+from mergegate.tasks.evaluation import TaskScore
 from mergegate.tasks.gate import (
     BROKEN_LOSS,
     DriftVerdict,
@@ -19,6 +21,10 @@ from mergegate.tasks.stage import Outcome
 
 MINUS, TIMES, NONE = "\N{MINUS SIGN}", "\N{MULTIPLICATION SIGN}", "\N{EN DASH}"
 NOT_FINITE = "not finite"
+# Metrics of built-in tasks.
+_ERROR_RATES = {"wer": "word error rate", "cer": "character error rate"}
+_METRIC_NAMES = {"mrr": "MRR", "accuracy": "accuracy", **_ERROR_RATES}
+_RANK_METRIC = re.compile(r"(ndcg|recall)@\d+")
 GLYPHS: dict[Outcome, str] = {"pass": "✓", "fail": "✗", "inconclusive": "?"}
 
 
@@ -68,6 +74,25 @@ def _decimals_that_keep_order(pairs: list[tuple[float, float]], *, fewest: int, 
         if all((a > b) == (round(a, decimals) > b) and (a < b) == (round(a, decimals) < b) for a, b in pairs):
             return decimals
     return most
+
+
+def metric_name(label: str, kind: ModelKind, *, with_direction: bool = False) -> str:
+    """Return the name of a metric for people, such as 'nDCG@10'. Labels of lm-eval are returned unchanged.
+
+    ``with_direction`` adds that lower is better to the name of an error rate.
+    """
+    metric, _, variant = label.partition(",")
+    known = _RANK_METRIC.fullmatch(metric) or metric in _METRIC_NAMES
+    if kind == TEXT_GENERATOR or variant not in ("", "none") or not known:
+        return label
+    direction = " (lower is better)" if with_direction and metric in _ERROR_RATES else ""
+    return _METRIC_NAMES.get(metric, metric.replace("ndcg", "nDCG")) + direction
+
+
+def is_share(score: TaskScore, kind: ModelKind) -> bool:
+    """Return whether reports show a score in points: a share of correct answers, a graded score or an error rate."""
+    is_rate = score.higher_is_better or metric_name(score.metric, kind) in _ERROR_RATES.values()
+    return is_rate and 0 <= score.score <= 1
 
 
 def drop(guard: GuardVerdict, unit: str = "") -> str:

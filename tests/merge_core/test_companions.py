@@ -18,7 +18,7 @@ LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {w
 POOLING = {
     "modules.json": '[{"idx": 0, "path": "", "type": "t.Transformer"}, {"idx": 1, "path": "1_Pooling", "type": "t.P"}]',
     "1_Pooling/config.json": '{"word_embedding_dimension": 12, "pooling_mode_mean_tokens": true}',
-    "2_Dense/model.safetensors": "weights of a layer",
+    "2_Dense/config.json": '{"in_features": 12, "out_features": 12}',
     "sentence_bert_config.json": '{"max_seq_length": 64}',
     "config_sentence_transformers.json": '{"__version__": {"transformers": "4"}, "prompts": {}}',
 }

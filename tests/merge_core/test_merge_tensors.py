@@ -41,7 +41,7 @@ def written(plan: MergePlan, out: Path, seed: int = 0) -> dict[str, torch.Tensor
     found = {}
     for shard in plan.shards:
         tensors = load_file(out / shard.name)
-        found |= {tensor.name: tensors[tensor.name] for tensor in shard.stored}
+        found |= {tensor.name: tensors[tensor.name.rpartition("/")[2]] for tensor in shard.stored}
     return found
 
 

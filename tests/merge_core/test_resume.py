@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from family import merge_text, random_tensors, save_checkpoint
+from safetensors.torch import save_file
 
 from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
 from mergegate.merge_core.engine import journal
@@ -62,7 +64,7 @@ for number in range(kills):
     events, limit = 0, None
     left = {p.name for p in (root / f"out{number}").iterdir()} if (root / f"out{number}").exists() else set()
     record = merge_text(text, root, f"out{number}", kernels="torch")
-    names = {p.name for p in (root / f"out{number}").iterdir()}
+    names = {p.relative_to(root / f"out{number}").as_posix() for p in (root / f"out{number}").rglob("*") if p.is_file()}
     same = record.files == undisturbed.files and names == set(record.files)
     found.append({"died": died, "finished": "config.json" in left, "same": same, "resumed": record.bytes_resumed})
 print(json.dumps({"undisturbed": undisturbed.bytes_resumed, "written": undisturbed.bytes_written, "found": found}))
@@ -81,6 +83,10 @@ def parents(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("kills", [15, pytest.param(100, marks=pytest.mark.long)])
 def test_a_merge_killed_anywhere_is_resumed_to_the_same_bytes(parents: Path, kills: int) -> None:
+    for number, name in enumerate(("base", "a", "b")):
+        (parents / name / "modules.json").write_text('[{"path": "", "type": "T"}, {"path": "2_Dense", "type": "D"}]')
+        (parents / name / "2_Dense").mkdir()
+        save_file({"linear.weight": torch.full((3, 5), number + 1.0)}, parents / name / "2_Dense/model.safetensors")
     done = subprocess.run(
         [sys.executable, "-c", KILLER, str(parents), str(Path(__file__).parent), TEXT, str(kills)],
         capture_output=True,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import os
+import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 from gguf_samples import METADATA, gguf
 
 from mergegate.merge_core import load_recipe
@@ -146,6 +150,29 @@ def license_verdict(
     return LicenseVerdict(combination=combination, licenses=licenses, ancestors=ancestors, unread=unread or {})
 
 
+# The library has its own environment, because its format checkers slow down every import of Prefect by seconds.
+CYCLONEDX = Path(__file__).resolve().parents[2] / ".venv-cyclonedx" / "bin" / "python"
+needs_cyclonedx = pytest.mark.skipif(
+    not CYCLONEDX.exists() and "MERGEGATE_REQUIRE_CYCLONEDX" not in os.environ,
+    reason="make .venv-cyclonedx/ready first",
+)
+
+
+def cyclonedx_finds(documents: list[str]) -> list[str | None]:
+    """Return the error of the CycloneDX library for each bill of materials, or None."""
+    script = (
+        "import json, sys\n"
+        "from cyclonedx.schema import SchemaVersion\n"
+        "from cyclonedx.validation.json import JsonStrictValidator\n"
+        "found = map(JsonStrictValidator(SchemaVersion.V1_6).validate_str, json.load(sys.stdin))\n"
+        "json.dump([None if one is None else str(one) for one in found], sys.stdout)"
+    )
+    done = subprocess.run([CYCLONEDX, "-c", script], input=json.dumps(documents), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: list[str | None] = json.loads(done.stdout)
+    return found
+
+
 def files() -> tuple[ReleaseFile, ...]:
     return (written_file("model.safetensors", "weights"), written_file("licenses/mit.txt", "terms"))
 
@@ -183,8 +210,11 @@ class Publishable:
         return ReleaseParts(*inputs, self.merged, self.report, self.evidence)
 
 
-def publishable(root: Path, weights: bytes = b"weights") -> Publishable:
-    """Return a small unpublished release. Different weights give a different release."""
+def publishable(root: Path, weights: bytes = b"weights", **files: bytes) -> Publishable:
+    """Return a small unpublished release. Different weights give a different release.
+
+    ``files`` are those of the checkpoint except weights, by name. The default is an empty configuration.
+    """
     merge = MergeSummary(
         method="linear", tensors=1, parameters=7, bytes_written=len(weights), warnings=(), seconds=1.0, weights={}
     )
@@ -193,7 +223,7 @@ def publishable(root: Path, weights: bytes = b"weights") -> Publishable:
         PinnedRecipe(load_recipe(RECIPE), parents(root / "parents")),
         NUMERICS,
         stored("licenses", root / "licenses", license_verdict("apache-2.0", "mit")),
-        stored("merge", root / "merge", merge, model__safetensors=weights, config__json=b"{}"),
+        stored("merge", root / "merge", merge, model__safetensors=weights, **(files or {"config.json": b"{}"})),
         stored("report", root / "report", Report(headline="passed"), report__html=b"<html>", report__json=b"{}"),
         evidence(root / "evidence"),
     )

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
-from release_samples import COMMIT, NUMERICS, RECIPE, content, files, license_verdict, parents, sha, share
+from release_samples import (
+    COMMIT,
+    NUMERICS,
+    RECIPE,
+    content,
+    cyclonedx_finds,
+    files,
+    license_verdict,
+    needs_cyclonedx,
+    parents,
+    sha,
+    share,
+)
 
 from mergegate.tasks.publish.bom import bill_of_materials
 from mergegate.tasks.publish.card_metadata import card_metadata
 from mergegate.tasks.publish.provenance import LISTING, MergeOrigin, provenance
-
-# The library has its own environment, because its format checkers slow down every import of Prefect by seconds.
-CYCLONEDX = Path(__file__).resolve().parents[2] / ".venv-cyclonedx" / "bin" / "python"
 
 # These schemas follow the specification texts (in-toto Statement and ResourceDescriptor v1, SLSA provenance v1).
 # They allow no additional fields except extensions, whose names start with the vendor's name and an underscore.
@@ -176,25 +183,7 @@ def test_the_provenance_is_deterministic_and_contains_no_local_path(tmp_path: Pa
     assert not re.search(r"\d{4}-\d\d-\d\dT", here)
 
 
-def cyclonedx_finds(documents: list[str]) -> list[str | None]:
-    """Return the error of CycloneDX's own strict validator for each document, or None if it is valid."""
-    script = (
-        "import json, sys\n"
-        "from cyclonedx.schema import SchemaVersion\n"
-        "from cyclonedx.validation.json import JsonStrictValidator\n"
-        "found = map(JsonStrictValidator(SchemaVersion.V1_6).validate_str, json.load(sys.stdin))\n"
-        "json.dump([None if one is None else str(one) for one in found], sys.stdout)"
-    )
-    done = subprocess.run([CYCLONEDX, "-c", script], input=json.dumps(documents), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found: list[str | None] = json.loads(done.stdout)
-    return found
-
-
-@pytest.mark.skipif(
-    not CYCLONEDX.exists() and "MERGEGATE_REQUIRE_CYCLONEDX" not in os.environ,
-    reason="make .venv-cyclonedx/ready first",
-)
+@needs_cyclonedx
 def test_the_bill_of_materials_passes_the_strict_schema_of_cyclonedx(tmp_path: Path) -> None:
     said = content((share("arc_easy", 300, 400), share("gsm8k", 700, 1319, "exact_match,flexible-extract")))
     cards = ({"license": "mit"}, {"license": "other", "license_name": "a-and-b", "license_link": "LICENSE"})

@@ -22,6 +22,7 @@ from mergegate.merge_core.architecture import TaskForm
 
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import LoadedModel, TellProgress
+    from mergegate.tasks.evaluation.task_data import DataSource
 
 
 TaskDocument = Mapping[str, Any]
@@ -49,6 +50,13 @@ class BuiltInTask(BaseModel):
     form: ClassVar[TaskForm]
     # Distributions that affect the scores. Their versions are part of the cache key.
     libraries: ClassVar[tuple[str, ...]] = ()
+    # Fields that are paths on this machine. The content of the files is pinned, not their names.
+    path_fields: ClassVar[frozenset[str]] = frozenset({"data"})
+
+    @property
+    def pinned_settings(self) -> dict[str, Any]:
+        """Settings that affect the scores, as plain data."""
+        return self.model_dump(mode="json", exclude=set(self.path_fields))
 
     @property
     def name(self) -> str:
@@ -76,6 +84,10 @@ class BuiltInTask(BaseModel):
     def files(self) -> tuple[Path, ...]:
         """Return all files that determine the documents. Empty if the data is downloaded."""
         raise NotImplementedError
+
+    def sources(self) -> tuple[DataSource, ...]:
+        """Return the datasets that ``documents`` downloads. Called in the model process."""
+        return ()
 
     def documents(self) -> Sequence[TaskDocument]:
         """Load all documents.

@@ -36,8 +36,7 @@ class BuiltInLeaf:
 
     @property
     def config(self) -> Any:
-        settings = json.dumps(self.task.model_dump(mode="json", exclude={"data"}), sort_keys=True)
-        return _LeafConfig(settings=settings)
+        return _LeafConfig(settings=json.dumps(self.task.pinned_settings, sort_keys=True))
 
     def aggregation(self) -> dict[str, Any]:
         return dict.fromkeys(self.task.metrics, mean)

@@ -5,11 +5,12 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import Field
 
 from mergegate.tasks.evaluation.built_in.contract import BuiltInTask
+from mergegate.tasks.evaluation.built_in.mteb_task import MtebTask
 from mergegate.tasks.evaluation.built_in.retrieval import RetrievalTask
 from mergegate.tasks.evaluation.built_in.transcription import TranscriptionTask
 
-AnyBuiltInTask: TypeAlias = Annotated[RetrievalTask | TranscriptionTask, Field(discriminator="kind")]
-_CLASSES: tuple[type[BuiltInTask], ...] = (RetrievalTask, TranscriptionTask)
+AnyBuiltInTask: TypeAlias = Annotated[RetrievalTask | MtebTask | TranscriptionTask, Field(discriminator="kind")]
+_CLASSES: tuple[type[BuiltInTask], ...] = (RetrievalTask, MtebTask, TranscriptionTask)
 
 
 def built_in_schemas() -> list[dict[str, Any]]:

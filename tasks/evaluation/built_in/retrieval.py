@@ -1,52 +1,64 @@
-"""Rank texts for queries: the built-in task of embedding models and cross-encoders."""
+"""Rank texts for queries: the built-in task of embedding models and cross-encoders.
+
+Each line of the data is a query with the texts to rank::
+
+    {"query": "capital of France", "positives": ["Paris is ..."], "negatives": ["Rome is ...", "Bread is ..."]}
+
+With a ``corpus``, each line of which is ``{"id": ..., "text": ...}``, the positives and negatives are ids. Without
+negatives, all other texts of the corpus are.
+"""
 
 from __future__ import annotations
 
-import math
-import re
+import hashlib
+import importlib.util
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field
 
 from mergegate.merge_core.architecture import TaskForm
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import LocalPath, parse_json_object, plain_file, read_plain
+from mergegate.merge_core.parsing import LocalPath, describe_kind, line_location, parse_line, plain_file, read_lines
 from mergegate.tasks.evaluation.built_in.contract import BuiltInScore, BuiltInTask, TaskDocument
+from mergegate.tasks.evaluation.built_in.ranking import (
+    METRICS,
+    RankedQuery,
+    best_candidate,
+    find_right_texts,
+    parse_metric,
+)
+from mergegate.tasks.evaluation.built_in.relevance import score_texts
 
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import LoadedModel, TellProgress
 
-_MOST_BYTES = 1 << 30
-_METRIC = re.compile(r"(ndcg|recall)@([1-9]\d{0,2})|mrr|accuracy")
+_LONGEST_LINE = 16 << 20
+_MOST_LINES = 10_000_000
+_MOST_SHOWN = 20  # Number of right texts that pages show.
 
 
 def _check_metric(metric: str) -> str:
-    if not _METRIC.fullmatch(metric):
-        raise ValueError(f"{metric!r} is not a metric of retrieval: ndcg@10, mrr, recall@k or accuracy")
-    return metric
+    parse_metric(metric)
+    return metric.replace("_at_", "@")
 
 
-class RetrievalTask(BuiltInTask):
-    """Retrieval task: a model ranks the positives and negatives of each query.
+RankMetricName = Annotated[str, AfterValidator(_check_metric)]
+"""Name of a metric of rankings in a profile."""
 
-    A document is ``{"query": text, "positives": [texts], "negatives": [texts]}``.
-    """
 
-    kind: Literal["retrieval"]
-    data: LocalPath = Field(description="File with one JSON object per line: query, positives, negatives.")
-    metric: Annotated[str, AfterValidator(_check_metric)] = Field(
-        default="ndcg@10", description="ndcg@k, mrr, recall@k or accuracy (of the first text). Default: ndcg@10."
+class RankingTask(BuiltInTask):
+    """A task whose documents are queries, for each of which a model ranks texts."""
+
+    metric: RankMetricName = Field(
+        default="ndcg@10",
+        description=f"Metric: {METRICS}. `accuracy` is the share of queries whose first text is right. Default: "
+        "`ndcg@10`.",
     )
 
     form: ClassVar[TaskForm] = "retrieval"
     libraries: ClassVar[tuple[str, ...]] = ("sentence-transformers",)
-
-    @property
-    def name(self) -> str:
-        return self.data.stem
 
     @property
     def judged_by(self) -> str:
@@ -57,79 +69,192 @@ class RetrievalTask(BuiltInTask):
         return dict.fromkeys(dict.fromkeys((self.metric, "ndcg@10", "mrr", "accuracy")), True)
 
     def resolve(self, root: Path) -> Self:
-        return self.model_copy(update={"data": plain_file((root / self.data).absolute())})
-
-    def files(self) -> tuple[Path, ...]:
-        return (self.data,)
-
-    def documents(self) -> Sequence[TaskDocument]:
-        documents = []
-        for number, line in enumerate(read_plain(self.data, _MOST_BYTES).splitlines(), 1):
-            document = parse_json_object(line, f"{self.data}: line {number}")
-            for key in ("positives", "negatives"):
-                texts = document.get(key)
-                if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts) or not texts:
-                    raise InvalidInput(
-                        f"{self.data}: line {number}: {key}", found=f"{texts!r:.60}", expected="a list of texts"
-                    )
-            if not isinstance(document.get("query"), str):
-                raise InvalidInput(
-                    f"{self.data}: line {number}: query", found=f"{document.get('query')!r:.60}", expected="a text"
-                )
-            documents.append(document)
-        return documents
+        require_package("sentence_transformers", "embeddings")
+        return self
 
     def prompt_of(self, document: TaskDocument) -> str:
         return str(document["query"])
 
     def target_of(self, document: TaskDocument) -> str:
-        return " | ".join(document["positives"])
+        query = _ranked(document)
+        return " | ".join(query.texts[at] for at in list(query.gains)[:_MOST_SHOWN])
+
+    def chance_of(self, document: TaskDocument) -> Mapping[str, float]:
+        query = _ranked(document)
+        gains, ideal = list(query.gains.values()), query.ideal
+        return {metric: parse_metric(metric).chance(query.size, gains, ideal) for metric in self.metrics}
+
+    def prompts_for(self, model: LoadedModel) -> Mapping[str, str | None]:
+        """Return the prompts of ``query`` and ``document`` that replace the default ones of the model."""
+        return {}
 
     def score(
         self, model: LoadedModel, documents: Sequence[TaskDocument], batch_size: int, on_progress: TellProgress
     ) -> Iterator[BuiltInScore]:
-        pools = [(*document["positives"], *document["negatives"]) for document in documents]
-        similarities = _pair_scores if model.kind.name == "cross-encoder" else _embedding_scores
-        rows = similarities(model, [str(document["query"]) for document in documents], pools, batch_size)
-        for done, (document, pool, row) in enumerate(zip(documents, pools, rows, strict=True), 1):
-            positives = len(document["positives"])
-            # Ties count against the model: equal scores must not be right because of the order in the file.
-            order = sorted(range(len(pool)), key=lambda at: (-row[at], at < positives))
-            hits = [at < positives for at in order]
-            on_progress(done, len(documents))
-            yield BuiltInScore({metric: _measure(metric, hits) for metric in self.metrics}, pool[order[0]])
+        queries = [_ranked(document) for document in documents]
+        metrics = {name: parse_metric(name) for name in self.metrics}
+        scores = score_texts(model, queries, batch_size, on_progress, self.prompts_for(model))
+        for query, row in zip(queries, scores, strict=True):
+            found, ideal = find_right_texts(query, row), query.ideal
+            values = {name: metric.measure(found, ideal) for name, metric in metrics.items()}
+            yield BuiltInScore(values, best_candidate(query, row))
 
 
-def _measure(metric: str, hits: Sequence[bool]) -> float:
-    """Return the score of a ranking. ``hits`` tells for each rank whether its text is right."""
-    if metric == "mrr":
-        return 1 / (hits.index(True) + 1)
-    if metric == "accuracy":
-        return float(hits[0])
-    name, _, k = metric.partition("@")
-    right = sum(hits)
-    if name == "recall":
-        return sum(hits[: int(k)]) / right
-    gain = sum(1 / math.log2(rank + 2) for rank, hit in enumerate(islice(hits, int(k))) if hit)
-    return gain / sum(1 / math.log2(rank + 2) for rank in range(min(int(k), right)))
+def require_package(package: str, extra: str) -> Path:
+    """Return the directory of an installed package without importing it.
+
+    Raises:
+        InvalidInput: The package is missing.
+    """
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        raise InvalidInput(
+            "the environment",
+            found=f"no package {package.replace('_', '-')}",
+            expected="the package that evaluates this task",
+            remedy=f"pip install 'mergegate[{extra}]'",
+        )
+    return Path(spec.origin).parent
 
 
-def _embedding_scores(
-    model: LoadedModel, queries: Sequence[str], pools: Sequence[Sequence[str]], batch_size: int
-) -> Iterator[list[float]]:
-    texts = list(dict.fromkeys(text for pool in pools for text in pool))
-    encode = {"batch_size": batch_size, "show_progress_bar": False, "convert_to_tensor": True}
-    documents = model.network.encode_document(texts, **encode)
-    position = {text: at for at, text in enumerate(texts)}
-    for vector, pool in zip(model.network.encode_query(list(queries), **encode), pools, strict=True):
-        candidates = documents[[position[text] for text in pool]]
-        yield [round(float(score), 6) for score in model.network.similarity(vector[None], candidates)[0]]
+def _ranked(document: TaskDocument) -> RankedQuery:
+    assert isinstance(document, RankedQuery)
+    return document
 
 
-def _pair_scores(
-    model: LoadedModel, queries: Sequence[str], pools: Sequence[Sequence[str]], batch_size: int
-) -> Iterator[list[float]]:
-    pairs = [(query, text) for query, pool in zip(queries, pools, strict=True) for text in pool]
-    scores = iter(model.network.predict(pairs, batch_size=batch_size, show_progress_bar=False).tolist())
-    for pool in pools:
-        yield [round(next(scores), 6) for _ in pool]
+class RetrievalTask(RankingTask):
+    """Retrieval task: a model ranks the positives and negatives of each query."""
+
+    kind: Literal["retrieval"]
+    data: LocalPath = Field(
+        description='File with a query per line: `{"query": text, "positives": [texts], "negatives": [texts]}`.'
+    )
+    corpus: LocalPath | None = Field(
+        default=None,
+        description='File with a text per line: `{"id": id, "text": text}`. `positives` and `negatives` in `data` are '
+        "then ids. A query without `negatives` is compared with all texts. Default: the texts are in `data`.",
+    )
+
+    path_fields: ClassVar[frozenset[str]] = frozenset({"data", "corpus"})
+
+    @property
+    def name(self) -> str:
+        return self.data.stem
+
+    def resolve(self, root: Path) -> Self:
+        super().resolve(root)
+        corpus = None if self.corpus is None else plain_file((root / self.corpus).absolute())
+        return self.model_copy(update={"data": plain_file((root / self.data).absolute()), "corpus": corpus})
+
+    def files(self) -> tuple[Path, ...]:
+        return (self.data,) if self.corpus is None else (self.data, self.corpus)
+
+    def documents(self) -> Sequence[TaskDocument]:
+        lines = _read_objects(self.data)
+        documents = _with_texts(lines) if self.corpus is None else _with_ids(lines, self.corpus)
+        if not documents:
+            raise InvalidInput(str(self.data), found="no line", expected="a query in each line")
+        return documents
+
+
+def _with_texts(lines: Iterator[tuple[str, dict[str, Any]]]) -> list[RankedQuery]:
+    """Return the queries of a file that contains their texts."""
+    texts: dict[str, int] = {}
+    found = []
+    for location, data in lines:
+        _text(data, "query", location)
+        positives = _texts(data, "positives", location)
+        negatives = _texts(data, "negatives", location)
+        _require_disjoint(positives, negatives, location)
+        candidates = [texts.setdefault(text, len(texts)) for text in (*positives, *negatives)]
+        found.append((data, candidates, len(positives)))
+    shared = tuple(texts)
+    return [
+        RankedQuery(data, shared, dict.fromkeys(candidates[:right], 1.0), candidates)
+        for data, candidates, right in found
+    ]
+
+
+def _with_ids(lines: Iterator[tuple[str, dict[str, Any]]], corpus: Path) -> list[RankedQuery]:
+    """Return the queries of a file that contains ids of texts in ``corpus``."""
+    position: dict[str, int] = {}
+    texts: list[str] = []
+    content = hashlib.sha256()
+    for location, entry in _read_objects(corpus):
+        name = _text(entry, "id", location)
+        if name in position:
+            raise InvalidInput(
+                f"{location}: id", found=f"{name!r}, which another line has", expected="a different id in each line"
+            )
+        position[name] = len(texts)
+        texts.append(_text(entry, "text", location))
+        content.update(f"{len(name)} {name} {len(texts[-1])} {texts[-1]}\n".encode())
+    documents = []
+    for location, data in lines:
+        _text(data, "query", location)
+        positives = _texts(data, "positives", location)
+        negatives = _texts(data, "negatives", location) if "negatives" in data else ()
+        _require_disjoint(positives, negatives, location)
+        for key, ids in (("positives", positives), ("negatives", negatives)):
+            if unknown := next((name for name in ids if name not in position), None):
+                raise InvalidInput(
+                    f"{location}: {key}",
+                    found=f"{unknown!r}, which is not an id in {corpus.name}",
+                    expected="ids of the corpus",
+                )
+        gains = {position[name]: 1.0 for name in positives}
+        candidates = [position[name] for name in (*positives, *negatives)] if negatives else None
+        if candidates is None and len(positives) == len(texts):
+            raise InvalidInput(
+                f"{location}: positives",
+                found=f"all {len(texts)} texts of the corpus",
+                expected="fewer, so that other texts can be ranked above them",
+            )
+        # Every text of the corpus affects the score of a query.
+        documents.append(RankedQuery({**data, "corpus": content.hexdigest()}, texts, gains, candidates))
+    return documents
+
+
+def _read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in read_lines(path, longest=_LONGEST_LINE, most=_MOST_LINES):
+        yield line_location(path, number), parse_line(line, path, number)
+
+
+def _text(data: Mapping[str, Any], key: str, location: str) -> str:
+    return _require_text(data.get(key), f"{location}: {key}", key in data)
+
+
+def _texts(data: Mapping[str, Any], key: str, location: str) -> list[str]:
+    values, where = data.get(key), f"{location}: {key}"
+    if not isinstance(values, list):
+        raise InvalidInput(where, found=describe_kind(values) if key in data else "missing", expected="a list of texts")
+    if not values:
+        raise InvalidInput(where, found="an empty list", expected="at least one text")
+    for at, value in enumerate(values):
+        _require_text(value, f"{where}[{at}]")
+    seen: dict[str, int] = {}
+    for at, value in enumerate(values):
+        if (first := seen.setdefault(value, at)) != at:
+            raise InvalidInput(
+                f"{where}[{at}]", found=f"the same as {key}[{first}]", expected="each text once", remedy="remove it"
+            )
+    return values
+
+
+def _require_text(value: object, location: str, is_present: bool = True) -> str:
+    if not isinstance(value, str):
+        raise InvalidInput(location, found=describe_kind(value) if is_present else "missing", expected="a text")
+    if not value.strip():
+        raise InvalidInput(location, found="an empty text", expected="a text")
+    return value
+
+
+def _require_disjoint(positives: Sequence[str], negatives: Sequence[str], location: str) -> None:
+    known = {text: at for at, text in enumerate(positives)}
+    for at, text in enumerate(negatives):
+        if text in known:
+            raise InvalidInput(
+                f"{location}: negatives[{at}]",
+                found=f"the same as positives[{known[text]}]",
+                expected="a text that is not right",
+            )

@@ -1,0 +1,189 @@
+"""Load embedding models and cross-encoders: with all of their modules and tensors, or with an error that names one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import tiny_kinds
+import torch
+from safetensors.torch import load_file, save_file
+
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.checkpoints import Model, load_model, model_cache, unload_models
+
+LOADED_BY_SENTENCE_TRANSFORMERS = (
+    "bert embedding",
+    "modernbert embedding",
+    "qwen3 embedding",
+    "sparse encoder",
+    "cross-encoder",
+    "older cross-encoder",
+    "reranker without modules",
+)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_loaded() -> Iterator[None]:
+    yield
+    unload_models()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that writes a checkpoint of a kind once, and returns a copy of it."""
+    root, numbers = tmp_path_factory.mktemp("checkpoints"), iter(range(1000))
+
+    def checkpoint(name: str) -> Path:
+        original = root / name
+        if not original.is_dir():
+            tiny_kinds.write(name, original)
+        return Path(shutil.copytree(original, root / f"copy {next(numbers)}"))
+
+    return checkpoint
+
+
+def model_in(directory: Path, runs_code: bool = False) -> Model:
+    return Model(name="m", digest=str(directory), directory=directory, runs_code=runs_code)
+
+
+@pytest.mark.parametrize("kind", LOADED_BY_SENTENCE_TRANSFORMERS)
+def test_a_complete_model_is_loaded_without_network(
+    kind: str, checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_network(*_: object) -> None:
+        raise AssertionError("network access")
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    monkeypatch.setattr(socket.socket, "connect", no_network)
+    with load_model(model_in(checkpoints(kind)), dtype="auto", device="cpu") as loaded:
+        assert loaded.is_small
+        assert type(loaded.network).__name__ == loaded.kind.loader
+        assert not loaded.network.training
+
+
+@pytest.mark.parametrize("kind", LOADED_BY_SENTENCE_TRANSFORMERS)
+def test_a_missing_tensor_of_the_transformer_is_an_error(kind: str, checkpoints: Callable[[str], Path]) -> None:
+    """sentence-transformers would replace the tensor with random numbers."""
+    directory = checkpoints(kind)
+    tensors = load_file(directory / "model.safetensors")
+    name = next(name for name in sorted(tensors) if "layers.1" in name or "layer.1" in name)
+    del tensors[name]
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidInput, match="is missing or has a wrong shape") as raised:
+        load_once(directory)
+    assert name.rpartition("layer")[2] in str(raised.value)
+
+
+def test_a_tensor_with_a_wrong_shape_is_an_error(checkpoints: Callable[[str], Path]) -> None:
+    directory = checkpoints("bert embedding")
+    tensors = load_file(directory / "model.safetensors")
+    name = next(name for name in sorted(tensors) if name.endswith("attention.self.query.weight"))
+    tensors[name] = tensors[name][:, :16].contiguous()
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    with pytest.raises(InvalidInput, match="sentence-transformers cannot load the model"):
+        load_once(directory)
+
+
+@pytest.mark.parametrize("damage", ["missing", "shape", "file"])
+def test_a_damaged_dense_module_is_an_error(damage: str, checkpoints: Callable[[str], Path]) -> None:
+    directory = checkpoints("bert embedding")
+    file = directory / "2_Dense" / "model.safetensors"
+    tensors = load_file(file)
+    if damage == "missing":
+        del tensors["linear.bias"]
+    elif damage == "shape":
+        tensors["linear.weight"] = tensors["linear.weight"][:, :8].contiguous()
+    save_file(tensors, file)
+    if damage == "file":
+        file.unlink()
+    with pytest.raises(InvalidInput, match="sentence-transformers cannot load the model"):
+        load_once(directory)
+
+
+def test_a_tensor_that_the_pooling_ignores_may_be_missing(checkpoints: Callable[[str], Path]) -> None:
+    """Many embedding models lack the pooler of BERT, because the mean of the tokens does not use it."""
+    directory = checkpoints("bert embedding")
+    tensors = load_file(directory / "model.safetensors")
+    pooler = [name for name in tensors if "pooler" in name]
+    for name in pooler:
+        del tensors[name]
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    assert pooler
+    with load_model(model_in(directory), dtype="auto", device="cpu") as loaded:
+        assert all(parameter.requires_grad for parameter in loaded.network.parameters())
+
+
+@pytest.mark.parametrize("kind", ["cross-encoder", "reranker without modules"])
+def test_a_missing_pooler_of_a_cross_encoder_is_an_error(kind: str, checkpoints: Callable[[str], Path]) -> None:
+    directory = checkpoints(kind)
+    tensors = load_file(directory / "model.safetensors")
+    save_file(
+        {n: t for n, t in tensors.items() if "pooler" not in n}, directory / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(InvalidInput, match="pooler"):
+        load_once(directory)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"), [("float32", torch.float32), ("bfloat16", torch.bfloat16), ("auto", torch.float32)]
+)
+def test_all_modules_have_the_dtype(dtype: str, expected: torch.dtype, checkpoints: Callable[[str], Path]) -> None:
+    with load_model(model_in(checkpoints("bert embedding")), dtype=dtype, device="cpu") as loaded:
+        assert {parameter.dtype for parameter in loaded.network.parameters()} == {expected}
+
+
+def test_code_of_a_checkpoint_runs_only_if_the_profile_trusts_it(checkpoints: Callable[[str], Path]) -> None:
+    directory = checkpoints("bert embedding")
+    modules = json.loads((directory / "modules.json").read_text())
+    modules[-1]["type"] = "own_module.Own"
+    (directory / "modules.json").write_text(json.dumps(modules))
+    code = "from sentence_transformers.sentence_transformer.modules import Normalize\nclass Own(Normalize): pass\n"
+    (directory / "own_module.py").write_text(code)
+    with pytest.raises(InvalidInput, match="own_module"):
+        load_once(directory)
+    with load_model(model_in(directory, runs_code=True), dtype="auto", device="cpu") as loaded:
+        assert type(loaded.network[-1]).__name__ == "Own"
+
+
+def test_an_activation_function_that_is_not_trusted_is_an_error(checkpoints: Callable[[str], Path]) -> None:
+    """sentence-transformers would use another one."""
+    directory = checkpoints("bert embedding")
+    config = json.loads((directory / "2_Dense" / "config.json").read_text())
+    (directory / "2_Dense" / "config.json").write_text(json.dumps({**config, "activation_function": "own.Act"}))
+    with pytest.raises(InvalidInput, match="the activation function own"):
+        load_once(directory)
+
+
+def test_an_old_or_missing_package_is_an_error_that_names_the_extra(
+    checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for installed in ("0", "5.3.0"):
+        monkeypatch.setattr(model_cache, "_version_of", lambda _, installed=installed: installed)
+        with pytest.raises(InvalidInput) as raised:
+            load_once(checkpoints("cross-encoder"))
+        assert "pip install 'mergegate[embeddings]'" in raised.value.remedy
+
+
+@pytest.mark.slow
+def test_other_models_do_not_import_sentence_transformers(checkpoints: Callable[[str], Path]) -> None:
+    directory = checkpoints("text generator")
+    program = (
+        "import sys; from pathlib import Path; from mergegate.tasks.checkpoints import Model, load_model\n"
+        f"m = Model(name='m', digest='0', directory=Path({str(directory)!r}))\n"
+        "with load_model(m, dtype='auto', device='cpu'): print('sentence_transformers' in sys.modules)\n"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "False\n"
+    )
+
+
+def load_once(directory: Path) -> None:
+    with load_model(model_in(directory), dtype="auto", device="cpu"):
+        pass

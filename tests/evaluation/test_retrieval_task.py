@@ -1,0 +1,240 @@
+"""Read the documents of a retrieval task, and score embedding models and cross-encoders on them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_kinds
+import torch
+
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files import HashMemo
+from mergegate.tasks.checkpoints import LoadedModel, Model, load_model, unload_models
+from mergegate.tasks.evaluation import pin_built_in
+from mergegate.tasks.evaluation.built_in import RetrievalTask, relevance
+from mergegate.tasks.evaluation.built_in.ranking import RankedQuery
+from mergegate.tasks.evaluation.built_in.relevance import score_texts
+
+GOOD = {"query": "w1 w2", "positives": ["w1"], "negatives": ["w3", "w4"]}
+
+
+def task_on(directory: Path, lines: list[Any], corpus: list[Any] | None = None, **settings: Any) -> RetrievalTask:
+    def write(name: str, rows: list[Any]) -> Path:
+        path = directory / name
+        path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+        return path
+
+    data = write("queries.jsonl", lines)
+    texts = None if corpus is None else write("corpus.jsonl", corpus)
+    return RetrievalTask(kind="retrieval", data=data, corpus=texts, **settings).resolve(directory)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[]", "line 2: list"),
+        ({**GOOD, "query": 3}, "line 2: query: a number"),
+        ({**GOOD, "query": " "}, "line 2: query: an empty text"),
+        ({**GOOD, "positives": "w1"}, "line 2: positives: a text"),
+        ({**GOOD, "positives": []}, "line 2: positives: an empty list"),
+        ({**GOOD, "negatives": []}, "line 2: negatives: an empty list"),
+        ({**GOOD, "negatives": ["w3", None]}, "line 2: negatives[1]: nothing"),
+        ({**GOOD, "negatives": ["w3", ""]}, "line 2: negatives[1]: an empty text"),
+        ({**GOOD, "negatives": ["w3", "w4", "w3"]}, "line 2: negatives[2]: the same as negatives[0]"),
+        ({**GOOD, "negatives": ["w1"]}, "line 2: negatives[0]: the same as positives[0]"),
+        ({"query": "w1", "positives": ["w1"]}, "line 2: negatives: missing"),
+        ({"positives": ["w1"], "negatives": ["w2"]}, "line 2: query: missing"),
+        ('{"query": "\\ud800", "positives": ["w1"], "negatives": ["w2"]}', "line 2"),
+        ({**GOOD, "query": "w" * (17 << 20)}, "line 2: over 16777216 bytes"),
+    ],
+    ids=str,
+)
+def test_a_damaged_line_is_an_error_that_names_the_field(line: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        task_on(tmp_path, [GOOD, line]).documents()
+    assert message in str(raised.value)
+    assert str(tmp_path / "queries.jsonl") in str(raised.value)
+
+
+def test_an_empty_file_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="no line"):
+        task_on(tmp_path, []).documents()
+
+
+CORPUS = [{"id": name, "text": f"w{at}"} for at, name in enumerate("abcd")]
+
+
+@pytest.mark.parametrize(
+    ("line", "corpus", "message"),
+    [
+        ({"query": "w1", "positives": ["z"]}, CORPUS, "queries.jsonl: line 1: positives: 'z'"),
+        ({"query": "w1", "positives": ["a"], "negatives": ["z"]}, CORPUS, "queries.jsonl: line 1: negatives: 'z'"),
+        ({"query": "w1", "positives": list("abcd")}, CORPUS, "queries.jsonl: line 1: positives: all 4 texts"),
+        ({"query": "w1", "positives": ["a"]}, [*CORPUS, CORPUS[0]], "corpus.jsonl: line 5: id: 'a'"),
+        ({"query": "w1", "positives": ["a"]}, [{"id": 1, "text": "w"}], "corpus.jsonl: line 1: id: a number"),
+        ({"query": "w1", "positives": ["a"]}, [{"id": "a"}], "corpus.jsonl: line 1: text: missing"),
+    ],
+)
+def test_a_damaged_corpus_is_an_error(line: Any, corpus: list[Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput) as raised:
+        task_on(tmp_path, [line], corpus).documents()
+    assert message in str(raised.value)
+
+
+def test_a_changed_text_of_the_corpus_changes_the_task_and_its_documents(tmp_path: Path) -> None:
+    line = {"query": "w1", "positives": ["a"]}
+    first, other = (
+        task_on(tmp_path / name, [line], [*CORPUS[:3], {"id": "d", "text": text}])
+        for name, text in (("one", "w9"), ("two", "w8"))
+        if not (tmp_path / name).mkdir()
+    )
+    assert first.documents() != other.documents()
+    hashes = HashMemo(tmp_path / "hashes")
+    assert pin_built_in(first, tmp_path, hashes).digest != pin_built_in(other, tmp_path, hashes).digest
+
+
+def rows(count: int, seed: int = 1) -> list[dict[str, Any]]:
+    """Return queries whose positive shares half of their words. Texts have different lengths."""
+    rng = random.Random(seed)
+    lines = []
+    for _ in range(count):
+        query = rng.sample(tiny_kinds.WORDS, 6)
+        negatives = {" ".join(rng.sample(tiny_kinds.WORDS, rng.randint(1, 20))) for _ in range(9)}
+        positive = " ".join(query[2:])
+        lines.append({"query": " ".join(query), "positives": [positive], "negatives": sorted(negatives - {positive})})
+    return lines
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., LoadedModel]]:
+    root = tmp_path_factory.mktemp("models")
+
+    def load(kind: str, dtype: str = "auto") -> LoadedModel:
+        directory = root / kind
+        if not directory.is_dir():
+            tiny_kinds.write(kind, directory)
+        with load_model(Model(name=kind, digest=kind, directory=directory), dtype=dtype, device="cpu") as model:
+            return model
+
+    yield load
+    unload_models()
+
+
+def scores_of(task: RetrievalTask, model: LoadedModel, batch_size: int = 16) -> list[Mapping[str, float]]:
+    return [result.scores for result in task.score(model, task.documents(), batch_size, lambda *_: None)]
+
+
+def texts_scored(model: LoadedModel, task: RetrievalTask, batch_size: int) -> np.ndarray[Any, Any]:
+    queries = [query for query in task.documents() if isinstance(query, RankedQuery)]
+    return np.concatenate(list(score_texts(model, queries, batch_size, lambda *_: None)))
+
+
+@pytest.mark.parametrize("kind", ["bert embedding", "modernbert embedding", "qwen3 embedding", "sparse encoder"])
+def test_scores_of_texts_are_those_of_sentence_transformers(
+    kind: str, loaded: Callable[..., LoadedModel], tmp_path: Path
+) -> None:
+    model, task = loaded(kind), task_on(tmp_path, rows(40))
+    scores = score_texts(model, task.documents(), 16, lambda *_: None)  # type: ignore[arg-type]
+    for line, row in zip(rows(40), scores, strict=True):
+        texts = [*line["positives"], *line["negatives"]]
+        queries, documents = model.network.encode_query([line["query"]]), model.network.encode_document(texts)
+        expected = model.network.similarity(queries, documents)
+        expected = expected.to_dense() if expected.is_sparse else expected
+        np.testing.assert_allclose(row, expected[0].numpy(), rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["cross-encoder", "older cross-encoder", "reranker without modules"])
+def test_scores_of_pairs_are_those_of_sentence_transformers_before_the_activation(
+    kind: str, loaded: Callable[..., LoadedModel], tmp_path: Path
+) -> None:
+    model, task = loaded(kind), task_on(tmp_path, rows(20))
+    scores = score_texts(model, task.documents(), 16, lambda *_: None)  # type: ignore[arg-type]
+    for line, row in zip(rows(20), scores, strict=True):
+        pairs = [(line["query"], text) for text in (*line["positives"], *line["negatives"])]
+        np.testing.assert_allclose(row, model.network.predict(pairs, activation_fn=torch.nn.Identity()), atol=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["bert embedding", "qwen3 embedding", "sparse encoder", "cross-encoder"])
+def test_the_batch_size_does_not_change_scores(
+    kind: str, loaded: Callable[..., LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relevance, "_BATCHES", 2)
+    model, task = loaded(kind), task_on(tmp_path, rows(30))
+    alone, many = texts_scored(model, task, 1), texts_scored(model, task, 64)
+    np.testing.assert_allclose(alone, many, rtol=0, atol=2e-6 * np.abs(many).max())
+    assert scores_of(task, model, 1) == scores_of(task, model, 64)
+
+
+def test_a_corpus_gives_the_scores_of_the_same_texts_as_candidates(
+    loaded: Callable[..., LoadedModel], tmp_path: Path
+) -> None:
+    model, lines = loaded("qwen3 embedding"), rows(25)
+    texts = sorted({text for line in lines for text in (*line["positives"], *line["negatives"])})
+    names = {text: f"d{at}" for at, text in enumerate(texts)}
+    corpus = [{"id": name, "text": text} for text, name in names.items()]
+    positives = [{**line, "positives": [names[text] for text in line["positives"]]} for line in lines]
+    whole = [{"query": line["query"], "positives": line["positives"]} for line in positives]
+    listed = [{**line, "negatives": [names[text] for text in line["negatives"]]} for line in positives]
+    pools = [{**line, "negatives": [text for text in texts if text not in line["positives"]]} for line in lines]
+    for name in ("texts", "ids", "whole", "pools"):
+        (tmp_path / name).mkdir()
+    assert scores_of(task_on(tmp_path / "ids", listed, corpus), model) == scores_of(
+        task_on(tmp_path / "texts", lines), model
+    )
+    in_corpus = task_on(tmp_path / "whole", whole, corpus)
+    in_pools = task_on(tmp_path / "pools", pools)
+    assert scores_of(in_corpus, model) == scores_of(in_pools, model)
+    assert in_corpus.chance_of(in_corpus.documents()[0]) == in_pools.chance_of(in_pools.documents()[0])
+
+
+def test_progress_counts_each_text_once(loaded: Callable[..., LoadedModel], tmp_path: Path) -> None:
+    task, calls = task_on(tmp_path, rows(40)), list[tuple[int, int]]()
+    list(task.score(loaded("bert embedding"), task.documents(), 4, lambda *call: calls.append(call)))
+    texts = {text for line in rows(40) for text in (*line["positives"], *line["negatives"])}
+    assert calls[-1] == (40 + len(texts), 40 + len(texts))
+    assert calls == sorted(calls)
+    assert len(calls) > 3
+
+
+def test_embeddings_that_are_not_finite_are_an_error_that_names_the_text(
+    loaded: Callable[..., LoadedModel], tmp_path: Path
+) -> None:
+    for kind in ("bert embedding", "cross-encoder"):
+        model = loaded(kind)
+        weights = model.network.transformers_model.get_input_embeddings().weight
+        row = model.tokenizer.convert_tokens_to_ids("w7")
+        before = weights[row].clone()
+        try:
+            with torch.no_grad():
+                weights[row] = float("nan")
+            with pytest.raises(InvalidInput, match="NaN or infinity") as raised:
+                scores_of(task_on(tmp_path, [{**GOOD, "negatives": ["w3", "w7 w8"]}]), model)
+            assert "w" in raised.value.where
+        finally:
+            with torch.no_grad():
+                weights[row] = before
+
+
+def test_a_cross_encoder_does_not_read_a_whole_corpus_for_a_query(
+    loaded: Callable[..., LoadedModel], tmp_path: Path
+) -> None:
+    corpus = [{"id": f"d{at}", "text": f"w{at}"} for at in range(1001)]
+    task = task_on(tmp_path, [{"query": "w1", "positives": ["d1"]}], corpus)
+    with pytest.raises(InvalidInput, match="1001 texts to rank"):
+        scores_of(task, loaded("cross-encoder"))
+
+
+def test_the_prompts_of_the_model_precede_queries_and_texts(
+    loaded: Callable[..., LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, task = loaded("qwen3 embedding"), task_on(tmp_path, rows(30))
+    before = texts_scored(model, task, 16)
+    monkeypatch.setattr(model.network, "prompts", {"query": "", "document": ""})
+    assert np.abs(texts_scored(model, task, 16) - before).max() > 0.01

@@ -1,0 +1,315 @@
+"""Publish 22 directories of all kinds: card and bill of materials name the task that the Hub documents."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from huggingface_hub import ModelCard
+from release_samples import (
+    Publishable,
+    content,
+    cyclonedx_finds,
+    license_verdict,
+    needs_cyclonedx,
+    publishable,
+    sha,
+    share,
+    variant_parts,
+)
+
+from mergegate.merge_core import open_checkpoint
+from mergegate.merge_core.adapters.output import task_type
+from mergegate.merge_core.architecture import ModelKind, find_kind, kind_of_directory
+from mergegate.merge_core.architecture.model_kinds import class_kinds
+from mergegate.merge_core.checkpoint import Companions
+from mergegate.tasks.evaluation.stage import TaskScore
+from mergegate.tasks.publish.card_metadata import TASK_NAMES, card_metadata, released_kind
+from mergegate.tasks.publish.loading_code import loading_code
+from mergegate.tasks.publish.provenance import MergeRelease
+from mergegate.tasks.publish.targets.hub import HubTarget
+
+
+class Layout(NamedTuple):
+    """A checkpoint by the class in its configuration and its other files, and what the Hub calls it."""
+
+    family: str  # ``model_type``, whose configuration transformers generates
+    class_name: str
+    tag: str | None
+    library: str = "transformers"
+    tags: tuple[str, ...] = ()
+    files: Mapping[str, Any] = {}  # JSON files by name
+    settings: Mapping[str, Any] = {}
+
+
+MODULES = [{"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"}]
+PROCESSOR = {"preprocessor_config.json": {}}
+ST = "sentence-transformers"
+
+
+def modules(model_type: str | None) -> dict[str, Any]:
+    """Return the files of sentence-transformers. Releases before 5 wrote no ``model_type``."""
+    settings = {"model_type": model_type} if model_type else {}
+    return {"modules.json": MODULES, "config_sentence_transformers.json": settings}
+
+
+DENSE = ("sentence-transformers", "sentence-similarity", "feature-extraction")
+RERANKER = ("sentence-transformers", "cross-encoder", "reranker")
+UNKNOWN = Layout("bert", "OwnModelForEverything", None)
+
+# Tasks as in the documentation of the Hub: https://huggingface.co/docs/hub/models-tasks, the pages of the tasks at
+# https://huggingface.co/tasks, and for sentence-transformers the cards that this library writes.
+LAYOUTS = {
+    "Llama": Layout("llama", "LlamaForCausalLM", "text-generation"),
+    "GPT-2 without a class": Layout("gpt2", "", "text-generation"),
+    "Qwen2.5-VL": Layout("qwen2_5_vl", "Qwen2_5_VLForConditionalGeneration", "image-text-to-text", files=PROCESSOR),
+    "Gemma 3, also a causal model": Layout("gemma3", "Gemma3ForConditionalGeneration", "image-text-to-text"),
+    "LLaVA": Layout("llava", "LlavaForConditionalGeneration", "image-text-to-text", files=PROCESSOR),
+    "Qwen2-Audio": Layout("qwen2_audio", "Qwen2AudioForConditionalGeneration", "audio-text-to-text"),
+    "Qwen2.5-Omni": Layout("qwen2_5_omni", "Qwen2_5OmniForConditionalGeneration", "any-to-any"),
+    "Whisper": Layout("whisper", "WhisperForConditionalGeneration", "automatic-speech-recognition", files=PROCESSOR),
+    "wav2vec 2.0": Layout("wav2vec2", "Wav2Vec2ForCTC", "automatic-speech-recognition", files=PROCESSOR),
+    "T5": Layout("t5", "T5ForConditionalGeneration", "text2text-generation"),
+    "BART": Layout("bart", "BartForConditionalGeneration", "text2text-generation"),
+    "MiniLM embeddings": Layout("bert", "BertModel", "sentence-similarity", ST, DENSE, modules(None)),
+    "Qwen3 embeddings": Layout("qwen3", "Qwen3Model", "sentence-similarity", ST, DENSE, modules("SentenceTransformer")),
+    "SPLADE": Layout(
+        "bert", "BertForMaskedLM", "feature-extraction", ST, ("sparse-encoder",), modules("SparseEncoder")
+    ),
+    "reranker": Layout("bert", "BertForSequenceClassification", "text-ranking", ST, RERANKER, modules("CrossEncoder")),
+    "older reranker": Layout(
+        "bert",
+        "BertForSequenceClassification",
+        "text-ranking",
+        ST,
+        RERANKER,
+        settings={"num_labels": 1, "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
+    ),
+    "sentiment": Layout("bert", "BertForSequenceClassification", "text-classification"),
+    "named entities": Layout("bert", "BertForTokenClassification", "token-classification"),
+    "RoBERTa": Layout("roberta", "RobertaForMaskedLM", "fill-mask"),
+    "bare BERT": Layout("bert", "BertModel", "feature-extraction"),
+    "ViT": Layout("vit", "ViTForImageClassification", "image-classification", files=PROCESSOR),
+    "CLIP": Layout("clip", "CLIPModel", "zero-shot-image-classification", files=PROCESSOR),
+}
+
+
+def released(root: Path, layout: Layout) -> Publishable:
+    """Return an unpublished release of this checkpoint, with one score."""
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(layout.family, **layout.settings).to_diff_dict()
+    config |= {"architectures": [layout.class_name]} if layout.class_name else {}
+    files = {"config.json": config, "tokenizer_config.json": {}, **layout.files}
+    sample = publishable(root, **{name: json.dumps(value).encode() for name, value in files.items()})
+    kind = released_kind(sample.merged.directory, sample.pinned.parents)
+    return replace(sample, content=content((share("queries", 30, 40),)).model_copy(update={"kind": kind}))
+
+
+def release_files(sample: Publishable) -> dict[str, str]:
+    files = sample.parts.files(HubTarget(to="hub", repo="acme/demo"))
+    return {file.name: file.read().decode() for file in files if file.name in ("README.md", "bom.json")}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_card_and_bill_of_materials_name_task_and_library(tmp_path: Path, name: str) -> None:
+    layout = LAYOUTS[name]
+    files = release_files(released(tmp_path, layout))
+    data = ModelCard(files["README.md"]).data
+    assert (data.pipeline_tag, data.library_name) == (layout.tag, layout.library)
+    assert set(layout.tags) <= set(data.tags)
+    parameters = json.loads(files["bom.json"])["metadata"]["component"]["modelCard"]["modelParameters"]
+    assert parameters == {"task": layout.tag}
+    (result,) = data.eval_results
+    assert result.task_type == layout.tag
+
+
+@needs_cyclonedx
+def test_the_bills_of_materials_of_all_kinds_pass_the_strict_schema(tmp_path: Path) -> None:
+    samples = [released(tmp_path / name, layout) for name, layout in (*LAYOUTS.items(), ("unknown", UNKNOWN))]
+    found = cyclonedx_finds([release_files(sample)["bom.json"] for sample in samples])
+    assert found == [None] * len(samples)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ("pipeline_tag: robotics", "pipeline_tag: robotics", "robotics"),
+        ("pipeline_tag: robotics", "pipeline_tag: text-generation", None),
+        ("pipeline_tag: robotics", "license: mit", None),
+        ("license: mit", "license: mit", None),
+        ("pipeline_tag: [robotics]", "pipeline_tag: [robotics]", None),
+        ("pipeline_tag: Not A Tag", "pipeline_tag: Not A Tag", None),
+    ],
+)
+def test_a_model_of_an_unknown_class_has_the_task_on_which_all_parents_agree(
+    tmp_path: Path, first: str, second: str, expected: str | None
+) -> None:
+    sample = released(tmp_path, UNKNOWN)
+    for parent, front in zip(sample.pinned.parents, (first, second), strict=True):
+        (parent.directory / "README.md").write_text(f"---\n{front}\n---\n# x\n")
+    kind = released_kind(sample.merged.directory, sample.pinned.parents)
+    files = release_files(replace(sample, content=sample.content.model_copy(update={"kind": kind})))
+    assert ModelCard(files["README.md"]).data.pipeline_tag == expected
+    parameters = json.loads(files["bom.json"])["metadata"]["component"]["modelCard"]["modelParameters"]
+    assert parameters == ({"task": expected} if expected else {})
+    assert "architectures" in files["README.md"].partition("## How to load it")[2].partition("##")[0]
+
+
+def test_an_adapter_has_the_task_of_its_base_and_the_library_that_loads_it(tmp_path: Path) -> None:
+    sample = publishable(tmp_path, **{"adapter_config.json": b"{}", "adapter_model.safetensors": b""})
+    for parent in sample.pinned.parents:
+        (parent.directory / "config.json").write_text('{"architectures": ["WhisperForConditionalGeneration"]}')
+    kind = released_kind(sample.merged.directory, sample.pinned.parents)
+    judged = content().model_copy(update={"kind": kind})
+    metadata = card_metadata(judged, sample.pinned.parents, license_verdict("mit").combination, is_adapter=True)
+    assert metadata["pipeline_tag"] == "automatic-speech-recognition"
+    assert metadata["library_name"] == "peft"
+
+
+def test_variants_have_the_task_of_their_merge(tmp_path: Path) -> None:
+    parts = variant_parts(tmp_path, MergeRelease("demo", "1", sha("sums"), "acme/demo@1", "acme/demo"), "Q8_0")
+    kind = find_kind({"architectures": ["Gemma3ForConditionalGeneration"]}, Companions())
+    parts = parts._replace(content=parts.content.model_copy(update={"kind": kind}))
+    files = {file.name: file for file in parts.files(HubTarget(to="hub", repo="acme/demo").for_variants("GGUF"))}
+    assert ModelCard(files["README.md"].read().decode()).data.pipeline_tag == "image-text-to-text"
+    bom = json.loads(files["bom.json"].read())
+    assert bom["metadata"]["component"]["modelCard"]["modelParameters"] == {"task": "image-text-to-text"}
+
+
+def test_each_task_of_models_that_can_be_evaluated_has_the_name_of_the_hub() -> None:
+    tags = {kind.pipeline_tag for kind in class_kinds().values() if kind.task_forms}
+    assert tags - {None} <= set(TASK_NAMES)
+    # On the Hub, the tag of a task is its name in lower case with hyphens.
+    assert all(name.lower().replace(" ", "-") == tag for tag, name in TASK_NAMES.items())
+
+
+RETRIEVED = (
+    TaskScore(task="queries", metric="ndcg@10,none", n=40, score=0.5, stderr=0.05, higher_is_better=True),
+    TaskScore(task="queries", metric="recall@5,none", n=40, score=0.4, stderr=0.05, higher_is_better=True),
+    TaskScore(task="queries", metric="mrr,none", n=40, score=0.25, stderr=0.05, higher_is_better=True),
+)
+TRANSCRIBED = (
+    TaskScore(task="calls", metric="wer,none", n=40, score=0.125, stderr=0.01, higher_is_better=False),
+    TaskScore(task="calls", metric="cer,none", n=40, score=0.0625, stderr=0.01, higher_is_better=False),
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "scores", "results", "rows"),
+    [
+        (
+            "MiniLM embeddings",
+            RETRIEVED,
+            {("ndcg_at_10", "nDCG@10", 50.0), ("recall_at_5", "recall@5", 40.0), ("mrr", "MRR", 25.0)},
+            ["| queries | nDCG@10 | 40 |", "| queries | MRR | 40 |"],
+        ),
+        (
+            "Whisper",
+            TRANSCRIBED,
+            {("wer", "word error rate", 12.5), ("cer", "character error rate", 6.25)},
+            ["| calls | word error rate (lower is better) | 40 | 12.5 \\[10.5, 14.5\\] |"],
+        ),
+    ],
+)
+def test_metrics_have_the_types_of_the_hub_and_names_for_people(
+    tmp_path: Path, name: str, scores: tuple[TaskScore, ...], results: set[tuple[str, str, float]], rows: list[str]
+) -> None:
+    sample = released(tmp_path, LAYOUTS[name])
+    judged = content(scores).model_copy(update={"kind": sample.content.kind})
+    card = release_files(replace(sample, content=judged))["README.md"]
+    entries = {
+        (result.metric_type, result.metric_name, result.metric_value) for result in ModelCard(card).data.eval_results
+    }
+    assert entries == results
+    assert all(row in card for row in rows)
+
+
+def test_the_metrics_of_a_text_generator_keep_the_labels_of_lm_eval(tmp_path: Path) -> None:
+    card = release_files(replace(publishable(tmp_path), content=content(RETRIEVED)))["README.md"]
+    assert "| queries | mrr,none | 40 |" in card
+
+
+# Class that each snippet must load, by the name of the tiny model.
+LOADED = {
+    "text generator": "LlamaForCausalLM",
+    "bert embedding": "SentenceTransformer",
+    "qwen3 embedding": "SentenceTransformer",
+    "sparse encoder": "SparseEncoder",
+    "cross-encoder": "CrossEncoder",
+    "older cross-encoder": "CrossEncoder",
+    "reranker without modules": "CrossEncoder",
+    "llava": "LlavaForConditionalGeneration",
+    "gemma3": "Gemma3ForConditionalGeneration",
+    "whisper": "WhisperForConditionalGeneration",
+    "wav2vec2": "Wav2Vec2ForCTC",
+    "audio language model": "Qwen2AudioForConditionalGeneration",
+    "t5": "T5ForConditionalGeneration",
+    "sequence classifier": "BertForSequenceClassification",
+    "token classifier": "BertForTokenClassification",
+    "masked language model": "BertForMaskedLM",
+    "bare encoder": "BertModel",
+    "clip": "CLIPModel",
+}
+
+
+def run_snippet(
+    kind: ModelKind, directory: Path, *, is_adapter: bool, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, Any]:
+    """Run the code of the card in the directory of the release, and return its variables."""
+    files = [file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file()]
+    monkeypatch.chdir(directory)
+    variables: dict[str, Any] = {}
+    exec(loading_code(kind, ".", files, is_adapter=is_adapter), variables)
+    return variables
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOADED)
+def test_the_code_in_the_card_loads_the_release(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tiny_kinds import WORDS, write
+
+    directory = write(name, tmp_path / "model")
+    variables = run_snippet(kind_of_directory(directory), directory, is_adapter=False, monkeypatch=monkeypatch)
+    assert type(variables["model"]).__name__ == LOADED[name]
+    if name in ("llava", "gemma3", "whisper", "wav2vec2", "audio language model", "clip"):
+        assert type(variables["processor"]).__name__.endswith("Processor")
+    elif kind_of_directory(directory).loader.startswith("Auto"):
+        assert len(variables["tokenizer"]) > len(WORDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "module", "task"),
+    [
+        ("text generator", "q_proj", "CAUSAL_LM"),
+        ("t5", "q", "SEQ_2_SEQ_LM"),
+        ("bare encoder", "query", "FEATURE_EXTRACTION"),
+        ("bert embedding", "query", "FEATURE_EXTRACTION"),
+        ("sparse encoder", "query", None),
+        ("cross-encoder", "query", None),
+        ("sequence classifier", "query", None),
+        ("llava", "q_proj", None),
+        ("whisper", "q_proj", None),
+    ],
+)
+def test_the_code_in_the_card_loads_an_adapter_of_the_base_model(
+    tmp_path: Path, name: str, module: str, task: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PEFT writes the adapter, with the task that mergegate gives the adapters it writes."""
+    import transformers
+    from peft import LoraConfig, get_peft_model
+    from tiny_kinds import write
+
+    base = write(name, tmp_path / "base")
+    kind, checkpoint = kind_of_directory(base), open_checkpoint(base)
+    assert task_type(checkpoint) == task
+    config = LoraConfig(r=2, target_modules=[module], init_lora_weights=False, task_type=task)
+    network = getattr(transformers, checkpoint.config["architectures"][0]).from_pretrained(base)
+    get_peft_model(network, config).save_pretrained(tmp_path / "adapter")
+    model = run_snippet(kind, tmp_path / "adapter", is_adapter=True, monkeypatch=monkeypatch)["model"]
+    assert any("lora_B" in parameter and bool(value.any()) for parameter, value in model.named_parameters())
