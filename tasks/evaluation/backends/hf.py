@@ -363,7 +363,7 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
 
 def wrap_model(loaded_model: LoadedModel, scoring: BackendScoring) -> Any:
     """Return lm-eval's ``LM`` for a model in memory."""
-    lm_type = shared_prefix_type()
+    lm_type: Any = shared_prefix_type()
     if "pictures" in loaded_model.kind.task_forms:
         lm_type = picture_reader_type(lm_type)
     return lm_type(
