@@ -183,7 +183,7 @@ class _LargerBudgets:
         return getattr(self._lm, name)
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        context = getattr(self._lm, "max_length", None)
+        context = getattr(self._lm, "shared_context", getattr(self._lm, "max_length", None))
         for request in requests:
             as_picture_prompt(request)
             prompt, settings = request.args
@@ -219,6 +219,13 @@ def score_loaded_documents(
     from lm_eval.evaluator import evaluate
 
     settings = resolve_prompt_settings(task.prompt_settings, scoring)
+    if any(map(has_pictures, loaded_task.leaves.values())) and not getattr(lm, "MULTIMODAL", False):
+        raise InvalidInput(
+            f"task {task.name} on {model}",
+            found="a task with pictures",
+            expected="a decoder that reads pictures, with evaluate.backend: hf",
+            remedy="use a task with text only",
+        )
     leaves = set_up_tasks(loaded_task, documents, lm, settings, scoring.seed)
     with user_errors(task):
         results = evaluate(

@@ -27,7 +27,8 @@ import numpy as np
 from mergegate.merge_core.architecture import text_part
 from mergegate.tasks.checkpoints import load_model
 from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, Backend, BackendScoring
-from mergegate.tasks.evaluation.backends.picture_reader import load_processor, picture_reader_type
+from mergegate.tasks.evaluation.backends.encoder_decoder import define_encoder_decoder
+from mergegate.tasks.evaluation.backends.picture_reader import define_picture_reader, load_processor
 from mergegate.tasks.evaluation.backends.prefix_cache import cache_prompts
 from mergegate.tasks.evaluation.backends.thinking import ThoughtEnd, first_stop
 from mergegate.tasks.evaluation.backends.token_rows import SharedRow, row_inputs, token_rows
@@ -361,15 +362,22 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
         yield lm
 
 
+@cache
+def _lm_type(*, is_causal: bool, reads_pictures: bool) -> type[Any]:
+    base = shared_prefix_type()
+    if not is_causal:
+        return define_encoder_decoder(base)
+    return define_picture_reader(base) if reads_pictures else base
+
+
 def wrap_model(loaded_model: LoadedModel, scoring: BackendScoring) -> Any:
     """Return lm-eval's ``LM`` for a model in memory."""
-    lm_type: Any = shared_prefix_type()
-    if "pictures" in loaded_model.kind.task_forms:
-        lm_type = picture_reader_type(lm_type)
-    return lm_type(
+    is_causal = not loaded_model.network.config.is_encoder_decoder
+    reads_pictures = is_causal and "pictures" in loaded_model.kind.task_forms
+    return _lm_type(is_causal=is_causal, reads_pictures=reads_pictures)(
         pretrained=loaded_model.network,
         tokenizer=copy.deepcopy(loaded_model.tokenizer),  # lm-eval may add a padding token, and other callers share it
-        backend="causal",
+        backend="causal" if is_causal else "seq2seq",
         # lm-eval's default, the model's own dtype, rounds a bf16 model's likelihoods by up to half a nat.
         softmax_dtype="float32",
         batch_size=scoring.batch_size,

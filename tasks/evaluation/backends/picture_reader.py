@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,8 +63,7 @@ def encode_prompts(processor: Any, prompts: Sequence[PicturePrompt]) -> Any:
     )
 
 
-@cache
-def picture_reader_type(base: type[Any]) -> type[Any]:
+def define_picture_reader(base: type[Any]) -> type[Any]:
     """Return the class ``PictureReaderLM``, a subclass of the ``LM`` for prompts without pictures."""
     from lm_eval.models import huggingface
 
