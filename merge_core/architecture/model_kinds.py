@@ -35,12 +35,13 @@ KindName: TypeAlias = Literal[
     "other",
 ]
 
-TaskForm: TypeAlias = Literal["text", "retrieval", "transcription"]
-"""What a task asks of a model: to continue or rate texts, to rank texts for a query, or to write down speech."""
+TaskForm: TypeAlias = Literal["text", "pictures", "retrieval", "transcription"]
+"""What a task asks of a model: to continue or rate texts, to answer questions about pictures, to rank texts for a
+query, or to write down speech."""
 
 
 # What a task of a form tests besides text, in the words of ``ModelKind.senses``.
-_TESTED_SENSES: Mapping[TaskForm, tuple[str, ...]] = {"transcription": ("sound",)}
+_TESTED_SENSES: Mapping[TaskForm, tuple[str, ...]] = {"pictures": ("pictures",), "transcription": ("sound",)}
 
 
 @dataclass(frozen=True)
