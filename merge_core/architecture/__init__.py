@@ -16,6 +16,7 @@ from mergegate.merge_core.architecture.architecture import (
     with_dtype,
     with_vocabulary,
 )
+from mergegate.merge_core.architecture.conversions import Conversions, InMemory
 from mergegate.merge_core.architecture.families import described_families, text_part
 from mergegate.merge_core.architecture.layer_kinds import layer_kinds
 from mergegate.merge_core.architecture.layouts import rename_to_layout
@@ -32,6 +33,7 @@ from mergegate.merge_core.architecture.model_kinds import (
 )
 from mergegate.merge_core.architecture.parts import (
     is_of_head,
+    is_of_tower,
     main_depth,
     main_stack,
     positions_outside_layers,
@@ -55,6 +57,8 @@ from mergegate.merge_core.checkpoint import is_embedding, is_head, ties_embeddin
 __all__ = [
     "KINDS",
     "TEXT_GENERATOR",
+    "Conversions",
+    "InMemory",
     "KindName",
     "LayerOrigin",
     "ModelKind",
@@ -76,6 +80,7 @@ __all__ = [
     "is_head",
     "is_inputs_first",
     "is_of_head",
+    "is_of_tower",
     "is_optional",
     "is_projection",
     "is_routed_expert",
