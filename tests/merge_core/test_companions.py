@@ -98,7 +98,7 @@ def test_every_parent_file_is_carried_or_reported(
 def test_equal_modules_of_embedding_models_are_carried(family: Path, donor: str) -> None:
     for name in "ab":
         write(family / name, POOLING)
-    write(family / "b", {"config_sentence_transformers.json": '{"__version__": {"transformers": "5"}, "prompts": {"q": "1"}}'})
+    write(family / "b", {name: POOLING[name].replace("4", "5") for name in ["config_sentence_transformers.json"]})
     shutil.copytree(family / "base", family / "plain")
     text = f"merge_method: task_arithmetic\nbase_model: {donor}\nmodels: [{{model: a}}, {{model: b}}]\n"
     assert findings(family, f"{text}parameters: {{weight: 1}}\n") == ()
