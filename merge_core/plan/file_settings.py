@@ -71,7 +71,7 @@ Severity: TypeAlias = Literal["block", "warn"]
 
 
 @dataclass(frozen=True)
-class Setting:
+class FileSetting:
     """One setting of a companion file.
 
     Args:
@@ -83,7 +83,7 @@ class Setting:
     value: Any
 
 
-Settings: TypeAlias = Mapping[tuple[str, str], Setting]
+FileSettings: TypeAlias = Mapping[tuple[str, str], FileSetting]
 """Settings by group and key. A group is a file, or a part of a processor that may be in several files."""
 
 
@@ -99,7 +99,7 @@ def compare_file_settings(
     """
     first = module_reference(donor, parents)
     for name, parent in parents.items():
-        differences: list[tuple[str, str, Setting | None, Setting | None]] = []
+        differences: list[tuple[str, str, FileSetting | None, FileSetting | None]] = []
         if first is not None and name != first and MODULES_FILE in parent.companions:
             differences += _differences(first, module_settings(parents[first]), module_settings(parent))
         if name != donor:
@@ -123,28 +123,28 @@ def compare_file_settings(
             )
 
 
-def module_settings(checkpoint: Checkpoint) -> Settings:
+def module_settings(checkpoint: Checkpoint) -> FileSettings:
     """Return the settings of the sentence-transformers modules of a model."""
-    settings: dict[tuple[str, str], Setting] = {}
+    settings: dict[tuple[str, str], FileSetting] = {}
     for file in checkpoint.companions:
         if companion_kind(file) != "module" or is_module_weights(file):
             continue
         content = checkpoint.companions.read(file)
         value = _parse(content, file)
         if file == MODULES_FILE and isinstance(value, list):
-            settings[file, ""] = Setting(file, [_module_of(module) for module in value])
+            settings[file, ""] = FileSetting(file, [_module_of(module) for module in value])
         elif isinstance(value, dict):
             for key, item in _current_module_keys(value).items():
                 if item not in (None, {}, "") and item not in _MODULE_DEFAULTS.get(key, ()):
-                    settings[file, key] = Setting(file, item)
+                    settings[file, key] = FileSetting(file, item)
         else:
-            settings[file, ""] = Setting(file, content if value is None else value)
+            settings[file, ""] = FileSetting(file, content if value is None else value)
     return settings
 
 
-def processor_settings(files: Companions) -> Settings:
+def processor_settings(files: Companions) -> FileSettings:
     """Return the settings of the processors of a model: a part for each kind of input."""
-    settings: dict[tuple[str, str], Setting] = {}
+    settings: dict[tuple[str, str], FileSetting] = {}
     # processor_config.json comes last, because transformers reads the parts in it first.
     for file in sorted(filter(is_processor_file, files), key=lambda file: file == "processor_config.json"):
         value = _parse(files.read(file), file)
@@ -161,16 +161,16 @@ def processor_settings(files: Companions) -> Settings:
             for key, item in content.items():
                 if item is not None and key not in _FORM_KEYS and key not in INCIDENTAL_KEYS:
                     shown = item.removesuffix("Fast").removesuffix("Pil") if key in _CLASS_KEYS else item
-                    settings[part, key] = Setting(file, shown)
+                    settings[part, key] = FileSetting(file, shown)
     return settings
 
 
-def generation_settings(files: Companions) -> Settings:
+def generation_settings(files: Companions) -> FileSettings:
     """Return the generation settings that decide the task of a model, such as suppressed tokens."""
     value = _parse(files.read(GENERATION), GENERATION) if GENERATION in files else None
     content = value if isinstance(value, dict) else {}
     own = {key: item for key, item in content.items() if key in (*_TABLES, *_FORCED) and item not in (None, [])}
-    return {(GENERATION, key): Setting(GENERATION, item) for key, item in own.items()}
+    return {(GENERATION, key): FileSetting(GENERATION, item) for key, item in own.items()}
 
 
 def is_processor_file(name: str) -> bool:
@@ -214,15 +214,15 @@ def _current_module_keys(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(
-    reference: str, expected: Settings, found: Settings
-) -> Iterator[tuple[str, str, Setting | None, Setting | None]]:
+    reference: str, expected: FileSettings, found: FileSettings
+) -> Iterator[tuple[str, str, FileSetting | None, FileSetting | None]]:
     for group, key in sorted(expected.keys() | found.keys()):
         own, other = expected.get((group, key)), found.get((group, key))
         if own is None or other is None or own.value != other.value:
             yield reference, key, own, other
 
 
-def _severity(key: str, expected: Setting | None, found: Setting | None) -> Severity:
+def _severity(key: str, expected: FileSetting | None, found: FileSetting | None) -> Severity:
     item = expected or found
     assert item is not None
     kind = companion_kind(item.file)
@@ -246,7 +246,7 @@ def _leaves(value: Any) -> frozenset[str]:
     return frozenset((json.dumps(value),))
 
 
-def _shown(setting: Setting | None) -> str:
+def _shown(setting: FileSetting | None) -> str:
     if setting is None:
         return "no value"
     if isinstance(setting.value, bytes):
