@@ -71,6 +71,11 @@ class ModelKind:
         return _NOUNS[self.name]
 
     @property
+    def loading_library(self) -> str:
+        """Library with ``loader``, which may load models of another ``library``, such as classifiers of one label."""
+        return "transformers" if self.loader.startswith("Auto") else "sentence-transformers"
+
+    @property
     def reads_text(self) -> bool:
         """Whether text tasks and the perplexity of a text can be measured."""
         return "text" in self.task_forms

@@ -174,7 +174,13 @@ class Scores(StageValue):
 
     def summary(self) -> str:
         own = [score for score in self.tasks if score.metric != f"{PROBABILITY},none"]  # accuracy, not confidence
-        scores = [f"{score.task} {100 * score.score:.1f}" for score in own]
+        names = [score.task for score in own]
+        scores = [
+            f"{score.task} {score.metric.partition(',')[0]} {100 * score.score:.1f}"
+            if names.count(score.task) > 1
+            else f"{score.task} {100 * score.score:.1f}"
+            for score in own
+        ]
         ends = [
             text
             for ends in self.ends.values()
