@@ -163,7 +163,7 @@ class VariantFormat(VariantSettings, ABC):
 
 
 def require_text_only(checkpoint: Checkpoint, variants: str, reason: str) -> None:
-    """Raise InvalidInput if the model also reads pictures or sound. ``reason`` says why ``variants`` would lose this."""
+    """Raise InvalidInput if the model also reads pictures or sound, which ``variants`` would lose for ``reason``."""
     kind = kind_of(checkpoint)
     if kind.senses:
         raise InvalidInput(
