@@ -46,13 +46,13 @@ def check_pictures(subject: ServedSubject) -> list[Check]:
     return [compare_answers(*replies)]
 
 
-def compare_answers(first: Completion, second: Completion, repeated: Completion) -> Check:
-    """Decide whether two pictures have different answers. ``repeated`` is another answer about the first picture."""
-    if first.text != repeated.text:
+def compare_answers(first: Completion, second: Completion, repetition: Completion) -> Check:
+    """Decide whether two pictures have different answers. ``repetition`` is another answer about the first picture."""
+    if first.text != repetition.text:
         return Check.not_offered(_NAME, "the answers to two equal requests differ", _EXPECTED)
     if first.text != second.text:
         return Check.passed_check(_NAME, "different answers to one question", _EXPECTED)
-    effect, noise = _distance(first, second), _distance(first, repeated)
+    effect, noise = _distance(first, second), _distance(first, repetition)
     if effect is None or noise is None:
         return Check.not_offered(_NAME, "equal texts, and the server returns no log-probabilities", _EXPECTED)
     seen = f"log-probabilities differ by up to {effect:.2g} nats between two pictures"
@@ -66,11 +66,11 @@ def compare_answers(first: Completion, second: Completion, repeated: Completion)
     )
 
 
-def _distance(one: Completion, other: Completion) -> float | None:
+def _distance(first: Completion, second: Completion) -> float | None:
     """Return the largest difference between the log-probabilities of two equal texts, in nats. None: unknown."""
-    if one.logprobs is None or other.logprobs is None or len(one.logprobs) != len(other.logprobs):
+    if first.logprobs is None or second.logprobs is None or len(first.logprobs) != len(second.logprobs):
         return None
-    return max((abs(left - right) for left, right in zip(one.logprobs, other.logprobs, strict=True)), default=None)
+    return max((abs(left - right) for left, right in zip(first.logprobs, second.logprobs, strict=True)), default=None)
 
 
 def _request(model: str, picture: bytes) -> dict[str, Any]:
