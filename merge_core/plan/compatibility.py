@@ -82,8 +82,8 @@ def plan_with_findings(
     """Plan the merge of ``recipe`` and check it, using only headers, configs and tokenizer files.
 
     ``checkpoints`` holds an opened checkpoint for every reference in the recipe, by ``str(ref)``. A missing checkpoint
-    is a blocking finding. ``accepted_differences`` are the keys of the tokenizer differences that a reviewer has
-    accepted, such as ``merges``, ``pre_tokenizer`` or ``chat_template``.
+    is a blocking finding. ``accepted_differences`` are the keys of the differences between tokenizers, prompts and
+    processors that a reviewer has accepted, such as ``merges``, ``chat_template``, ``prompts`` or ``image_mean``.
     """
     findings: list[Finding] = []
     sizes: list[Finding] = []
@@ -102,7 +102,8 @@ def plan_with_findings(
             findings += unused_tensors(part, tables, blocked)
             findings += _compare_templates(part, tables, accepted_differences)
             if part.recipe.output is None:  # An adapter has none of a model's files.
-                findings += lost_files(part.donor, part.tokenizer, parents_of(part.recipe, part.jobs, tables))
+                parents = parents_of(part.recipe, part.jobs, tables)
+                findings += lost_files(part.donor, part.tokenizer, parents, accepted_differences)
         if not blocked:
             plan = with_findings(assembled, checkpoints, problems)
     for document in (*recipe.steps, recipe):
