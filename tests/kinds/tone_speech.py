@@ -66,30 +66,27 @@ def write_recordings(directory: Path, count: int) -> Path:
 
 
 def write_parents(family: str, directory: Path) -> None:
-    """Write two models that understand the tones to ``directory/a`` and ``directory/b``. The second is a fine-tune.
+    """Write two similar models that understand the tones to ``directory/a`` and ``directory/b``.
 
     Args:
         family: ``whisper`` or ``wav2vec2``.
         directory: Directory for both.
     """
-    network = None
-    for name in "ab":
-        path = write(family, directory / name)
-        processor = transformers.AutoProcessor.from_pretrained(path)
-        if network is None:
-            kind = transformers.AutoModelForSpeechSeq2Seq if family == "whisper" else transformers.AutoModelForCTC
-            network = kind.from_pretrained(path)
-        else:
-            torch.manual_seed(7)
-            with torch.no_grad():
-                for tensor in network.parameters():
-                    tensor.add_(0.01 * torch.randn_like(tensor))
-        (_teach_whisper if family == "whisper" else _teach_wav2vec2)(network, processor)
-        network.save_pretrained(path)
+    a, b = write(family, directory / "a"), write(family, directory / "b")
+    processor = transformers.AutoProcessor.from_pretrained(a)
+    kind = transformers.AutoModelForSpeechSeq2Seq if family == "whisper" else transformers.AutoModelForCTC
+    network = kind.from_pretrained(a)
+    (_teach_whisper if family == "whisper" else _teach_wav2vec2)(network, processor)
+    network.save_pretrained(a)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for tensor in network.parameters():
+            tensor.add_({"whisper": 0.01, "wav2vec2": 0.0005}[family] * torch.randn_like(tensor))
+    network.save_pretrained(b)
 
 
 def _teach_whisper(network: Any, processor: Any) -> None:
-    texts, settings = phrases(60, seed=2), network.generation_config
+    texts, settings = phrases(40, seed=2), network.generation_config
     features = processor.feature_extractor(list(map(sound_of, texts)), sampling_rate=RATE, return_tensors="pt")
     ids = [processor.tokenizer(text, add_special_tokens=False).input_ids for text in texts]
     ids = [[settings.no_timestamps_token_id, *row, settings.eos_token_id] for row in ids]

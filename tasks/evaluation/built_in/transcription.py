@@ -288,7 +288,8 @@ def _transcribe(
 
     hearing = _Hearing.of(model.processor, "the model")
     is_ctc = model.kind.loader == "AutoModelForCTC"
-    if language is not None and getattr(model.network.generation_config, "lang_to_id", None) is None:
+    languages = getattr(getattr(model.network, "generation_config", None), "lang_to_id", None)
+    if language is not None and not languages:
         raise InvalidInput(
             "evaluate.tasks: language",
             found=f"{language!r}, for a model that does not select languages",
