@@ -294,6 +294,7 @@ UNBOUNDED_READERS = {
     "flows.cli.streams": "the standard streams of this process",
     "flows.outcome.run_outcome": _OWN,
     "flows.outcome.archive": _OWN,
+    "merge_core.architecture.conversions": _SHIPPED,
     "merge_core.architecture.families": _SHIPPED,
     "merge_core.architecture.model_kinds": _SHIPPED,
     "merge_core.checkpoint.measurements": _OWN,

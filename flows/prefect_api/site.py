@@ -125,7 +125,7 @@ def find_site(schedules: Schedules | None = None, *, address: str | None = None)
     default = ("", f"http://127.0.0.1:{PORT}")
     source, url = next(((source, value) for source, value in addresses.items() if value), default)
     plain = url.rstrip("/").removesuffix("/api")
-    if urlsplit(plain).scheme not in ("http", "https") or not urlsplit(plain).netloc:
+    if urlsplit(plain).scheme not in ("http", "https") or not urlsplit(plain).hostname:
         raise InvalidInput(source, found=repr(url), expected="an address such as http://127.0.0.1:4200/api")
     secret = os.environ.get("PREFECT_API_AUTH_STRING") or _read_secret(_secret_file())
     return Site(Path.cwd(), home(), plain, secret)

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from mergegate.merge_core.adapters.adapter import AdaptedModule, Adapter
-from mergegate.merge_core.adapters.names import ExpertSlice, StoredNames
+from mergegate.merge_core.adapters.names import ExpertSlice, StoredNames, join_stored, split_stored
 from mergegate.merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, AdapterOwnTensor, TrainedRows
 from mergegate.merge_core.architecture import (
     has_vocabulary_rows,
@@ -56,7 +56,7 @@ def apply_adapter(base: Checkpoint, adapter: Adapter) -> Checkpoint:
         InvalidInput: A tensor of the adapter has no target in the model, does not have the target's shape, or lacks its
             counterpart (``lora_A`` or ``lora_B``). Or the adapter changes only one of a tied head and embedding.
     """
-    application = _Application(base, adapter)
+    application = _Application(split_stored(base), adapter)
     for name, tensor in adapter.full_tensors.items():
         application.replace_tensor(name, tensor)
     for module in adapter.modules.values():
@@ -72,7 +72,7 @@ def apply_adapter(base: Checkpoint, adapter: Adapter) -> Checkpoint:
         wrappers.setdefault(name, []).append(module)
     for name, modules in wrappers.items():
         application.adapt(adapter.modules.get(name, AdaptedModule(name, {})), modules)
-    return application.result()
+    return join_stored(application.result(), base)
 
 
 def is_conv1d(config: Mapping[str, Any], module: str) -> bool:
@@ -432,6 +432,13 @@ class _Application:
         """
         directory, layer = self._base.directory.name, parse_layer_place(name)
         tied = is_head(name) and self._ties is not False
+        if (conversion := self._names.conversion(name)) is not None:
+            return InvalidInput(
+                tensor.full_name,
+                found=f"transformers computes {name} from {conversion}, which mergegate cannot reverse",
+                expected="a tensor that transformers renames, stacks, or splits by rows",
+                remedy=_USE_PEFT,
+            )
         renamed = layer is None or layer.index < max(stacks(self._base.tensors).values(), default=0)
         found = f"the model {directory} has no tensor {name}"
         if tied:

@@ -26,7 +26,7 @@ from mergegate.merge_core.adapters.application import apply_adapter
 from mergegate.merge_core.adapters.arithmetic import read_tensor
 from mergegate.merge_core.adapters.extraction import ModuleError, opened_files
 from mergegate.merge_core.adapters.factorization import LowRankChange, factor_change, factor_sum
-from mergegate.merge_core.adapters.names import memory_name
+from mergegate.merge_core.adapters.names import StoredNames, split_stored
 from mergegate.merge_core.adapters.output import NewAdapter, task_type
 from mergegate.merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, AdapterOwnTensor
 from mergegate.merge_core.checkpoint import (
@@ -110,6 +110,7 @@ def combine_adapters(
             add up to 1 although the method requires it.
     """
     assert recipe.output is not None  # Guaranteed by the caller.
+    base = split_stored(base)
     parts = {ref: changes_of(ref, base, adapter) for ref, adapter in adapters.items()}
     changes = {ref: products for ref, (products, _) in parts.items()}
     names = [name for name in base.tensors if any(name in products for products in changes.values())]
@@ -273,8 +274,9 @@ def _result(
     )
     biases: dict[str, torch.Tensor] = {}
     by_module: dict[str, dict[str, torch.Tensor]] = {}
+    names = StoredNames(base)
     for name, tensor in full_tensors.items():
-        module_name, _, leaf = memory_name(name, base).rpartition(".")
+        module_name, _, leaf = names.in_memory(name).rpartition(".")
         if module_name not in factors:
             by_module.setdefault(module_name, {})[leaf] = tensor
         elif leaf == "bias":

@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 from mergegate.merge_core.adapters.application import is_conv1d
 from mergegate.merge_core.adapters.arithmetic import read_tensor
 from mergegate.merge_core.adapters.factorization import factor_change
-from mergegate.merge_core.adapters.names import memory_name
+from mergegate.merge_core.adapters.names import StoredNames, split_stored
 from mergegate.merge_core.adapters.output import NewAdapter, task_type
 from mergegate.merge_core.architecture import (
     is_before_layers,
     is_embedding,
     is_head,
     is_optional,
+    is_routed_expert,
     parse_layer_place,
     ties_embeddings,
 )
@@ -110,6 +111,7 @@ def extract_adapter(
         InvalidInput: The models have different tensors or shapes, no linear layer or embedding differs, or the models
             differ in a part that an adapter cannot represent.
     """
+    fine_tune, base = split_stored(fine_tune), split_stored(base)
     for name in sorted(fine_tune.tensors.keys() ^ base.tensors.keys()):
         if not is_optional(name):
             owner, counterpart = (fine_tune, base) if name in fine_tune.tensors else (base, fine_tune)
@@ -129,7 +131,7 @@ def extract_adapter(
                 expected=f"{list(base_shape)}, as in {base.directory.name}",
                 remedy="use equal vocabularies. An adapter has no rows for new tokens" if vocabulary else _INSTEAD,
             )
-    extraction = _Extraction(fine_tune, base, settings)
+    extraction = _Extraction(fine_tune, base, StoredNames(fine_tune), settings)
     total, done = fine_tune.nbytes, 0
     with opened_files() as read:
         for name, tensor in fine_tune.tensors.items():
@@ -145,6 +147,7 @@ def extract_adapter(
 class _Extraction:
     tuned: Checkpoint
     base: Checkpoint
+    names: StoredNames
     settings: ExtractionSettings
     factors: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     embeddings: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
@@ -171,7 +174,7 @@ class _Extraction:
             return
         if not bool(torch.isfinite(change).all()):
             raise self._refusal(name, "a change that contains NaN or infinity")
-        in_memory = memory_name(name, self.tuned)
+        in_memory = name if is_routed_expert(name) else self.names.in_memory(name)
         module, _, leaf = in_memory.rpartition(".")
         last = module.rpartition(".")[2]
         is_router = last in ("router", "shared_expert_gate") or (last == "gate" and ".mlp." in f".{module}.")

@@ -26,6 +26,8 @@ from mergegate.merge_core.checkpoint import AnyTensor, DerivedTensor, ReadElemen
 if TYPE_CHECKING:
     import torch
 
+    from mergegate.merge_core.checkpoint import DType
+
 _CACHED_BYTES = 64 << 20
 
 
@@ -197,3 +199,100 @@ class TrainedRows(DerivedTensor):
                 memory[low - first : high - first] = values[positions[row], low - row * width : high - row * width]
 
         return write_change
+
+
+@dataclass(frozen=True)
+class MemoryRows(DerivedTensor):
+    """A parameter in memory that consists of rows of the stored tensor ``source``.
+
+    Args:
+        source: Stored tensor.
+        first_row: First row of the stored tensor that belongs to the parameter.
+        heads: Number of attention heads if transformers reorders the rows of each head for rotary positions, else 0.
+            It moves rows 0, 2, 4, … of a head before rows 1, 3, 5, ….
+    """
+
+    source: AnyTensor
+    first_row: int = 0
+    heads: int = 0
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        return self.source.parts
+
+    @property
+    def width(self) -> int:
+        """Number of elements of a row."""
+        return math.prod(self.shape[1:])
+
+    def identity(self) -> Any:
+        inner = self.source.identity() if isinstance(self.source, DerivedTensor) else None
+        return ["rows of a stored tensor", inner, self.first_row, self.heads, list(self.shape)]
+
+    def open(self, read: ReadStored) -> ReadElements:
+        elements, start = elements_of(self.source, read), self.first_row * self.width
+        if not self.heads:
+            return lambda first, into: elements(start + first, into)
+        values = self.reorder(read_whole(self.source, elements, start, self.numel))
+        return lambda first, into: _copy(values, first, into, self.dtype)
+
+    def reorder(self, values: torch.Tensor, *, stored: bool = False) -> torch.Tensor:
+        """Return ``values`` of the stored rows in the order of memory, or in the order of the disk if ``stored``."""
+        half = self.shape[0] // self.heads // 2
+        form = (2, half) if stored else (half, 2)
+        return values.view(self.heads, *form, self.width).transpose(1, 2).reshape(-1)
+
+
+@dataclass(frozen=True)
+class JoinedRows(DerivedTensor):
+    """A stored tensor ``source`` in which the rows of some parameters in memory are replaced.
+
+    Args:
+        source: Stored tensor.
+        rows: Parameters that are replaced.
+        changed: Their new values.
+    """
+
+    source: AnyTensor
+    rows: tuple[MemoryRows, ...]
+    changed: tuple[AnyTensor, ...]
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        # The first part is the stored tensor that this one replaces.
+        inner = (part for tensor in self.changed for part in tensor.parts)
+        return tuple(dict.fromkeys((*self.source.parts, *inner)))
+
+    def identity(self) -> Any:
+        inner = [tensor.identity() if isinstance(tensor, DerivedTensor) else None for tensor in self.changed]
+        return ["joined rows", [rows.identity() for rows in self.rows], inner]
+
+    def open(self, read: ReadStored) -> ReadElements:
+        elements, readers = elements_of(self.source, read), []
+        for rows, tensor in zip(self.rows, self.changed, strict=True):
+            reader = elements_of(tensor, read)
+            if rows.heads:  # Rows of the stored order are scattered over the parameter.
+                values = rows.reorder(read_whole(tensor, reader), stored=True)
+                reader = _reader_of(values, tensor.dtype)
+            start = rows.first_row * rows.width
+            readers.append((start, start + rows.numel, reader))
+
+        def write_change(first: int, into: Any) -> None:
+            elements(first, into)
+            size = self.dtype.size
+            end = first + len(into) // size
+            for start, stop, reader in readers:
+                low, high = max(first, start), min(end, stop)
+                if low < high:
+                    reader(low - start, into[(low - first) * size : (high - first) * size])
+
+        return write_change
+
+
+def _reader_of(values: torch.Tensor, dtype: DType) -> ReadElements:
+    return lambda first, into: _copy(values, first, into, dtype)
+
+
+def _copy(values: torch.Tensor, first: int, into: Any, dtype: DType) -> None:
+    memory = as_torch(into, dtype)
+    memory.copy_(values[first : first + len(memory)])

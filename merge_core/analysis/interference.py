@@ -142,10 +142,13 @@ def measure_interference(
     models = [origin, *parents, *([merge] if merge is not None else [])]
     jobs = _jobs(models, skipped)
     sums = _tally_jobs(jobs, len(parents), on_progress or (lambda finished, total: None))
+    for index, job in enumerate(jobs):
+        if not _is_finite(sums[index]):  # Infinities that all models have in common are no differences.
+            sums[index : index + 1] = _tally_jobs([job], len(parents), lambda finished, total: None, constants=True)
     parts: dict[tuple[str, int, TensorKind], list[Tally]] = {}
     for job, tally in zip(jobs, sums, strict=True):
         name = job.output.name
-        if not all(math.isfinite(value) for value in (tally.origin, *(x for row in tally.gram for x in row))):
+        if not _is_finite(tally):
             skipped.setdefault(NOT_FINITE, []).append(name)
             continue
         location = parse_layer_place(name)
@@ -189,8 +192,8 @@ def tally_grains(block: StoredBlock, vectors: int) -> Tally:
     counts = np.zeros((1 + vectors * (vectors - 1) // 2, 2), np.int64)
     for begin in range(0, block.length, block.grain):
         part = rows[:, begin : begin + block.grain]
-        deltas = (part[1:] - part[0]).astype(np.float64)
         with np.errstate(invalid="ignore"):  # sums that are not finite are handled after the last block
+            deltas = (part[1:] - part[0]).astype(np.float64)
             products = deltas @ deltas.T
         origin, gram = origin + float(np.sum(part[0].astype(np.float64) ** 2)), gram + products
         limits = _limits(np.diag(products)[:vectors], part.shape[1])[:, None]
@@ -256,14 +259,25 @@ def _jobs(models: Sequence[Checkpoint], skipped_tensors: dict[str, list[str]]) -
     return jobs
 
 
-def _tally_jobs(jobs: Sequence[TensorJob], vectors: int, on_progress: Callable[[int, int], None]) -> list[Tally]:
-    """Return the tally of each job. Blocks are computed concurrently but added in order, so sums are reproducible."""
+def _is_finite(tally: Tally) -> bool:
+    return all(math.isfinite(value) for value in (tally.origin, *(x for row in tally.gram for x in row)))
+
+
+def _tally_jobs(
+    jobs: Sequence[TensorJob], vectors: int, on_progress: Callable[[int, int], None], *, constants: bool = False
+) -> list[Tally]:
+    """Return the tally of each job. Blocks are computed concurrently but added in order, so sums are reproducible.
+
+    With ``constants``, infinities that all models have in common count as zeros.
+    """
     total_bytes, bytes_done = sum(job.nbytes_in for job in jobs), 0
     tally = _fused_tally if total_bytes >= _FUSE_FROM_BYTES else tally_grains
     pool = BufferPool(_POOL_BYTES, pinned=False)
 
     def work(inputs: JobInputs, number: int) -> Tally:
         with inputs.load(number) as block:
+            if constants:
+                block.take_constants()
             return tally(block.stored_block(), vectors)
 
     sums: list[list[Tally]] = [[] for _ in jobs]

@@ -16,6 +16,7 @@ from mergegate.merge_core.architecture.architecture import (
     with_dtype,
     with_vocabulary,
 )
+from mergegate.merge_core.architecture.conversions import Conversions, InMemory
 from mergegate.merge_core.architecture.families import described_families, text_part
 from mergegate.merge_core.architecture.layer_kinds import layer_kinds
 from mergegate.merge_core.architecture.layouts import rename_to_layout
@@ -55,6 +56,8 @@ from mergegate.merge_core.checkpoint import is_embedding, is_head, ties_embeddin
 __all__ = [
     "KINDS",
     "TEXT_GENERATOR",
+    "Conversions",
+    "InMemory",
     "KindName",
     "LayerOrigin",
     "ModelKind",

@@ -81,9 +81,12 @@ def vocabulary_size(config: Mapping[str, Any]) -> int | None:
 
 
 def layer_count(config: Mapping[str, Any]) -> int | None:
-    """Return the number of layers according to a config, or None. Layers for multi-token prediction do not count."""
-    count: int | None = _first(config, *LAYER_COUNT_KEYS)
-    if count is not None:
+    """Return the number of layers according to a config, or None. Layers for multi-token prediction do not count.
+
+    A family with several encoders may have a number for each (``lxmert``). Then no single number is the depth.
+    """
+    count = _first(config, *LAYER_COUNT_KEYS)
+    if isinstance(count, int):
         return count
     text = text_part(config)
     lists = (text.config.get(key) for key in (text.family.depth_of if text.family else ()))

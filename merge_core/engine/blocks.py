@@ -26,7 +26,7 @@ from mergegate.merge_core.checkpoint import (
     patterns,
     read_into,
 )
-from mergegate.merge_core.engine.finite import PIECE_BYTES, count_non_finite
+from mergegate.merge_core.engine.finite import PIECE_BYTES, count_non_finite, take_constants
 from mergegate.merge_core.methods import Block, StoredBlock
 from mergegate.merge_core.plan import MEAN, SEVERAL, ZERO, Input, RowMap, TensorJob
 from mergegate.merge_core.system import prefer_large_pages, read_at, read_soon
@@ -331,6 +331,7 @@ class LoadedBlock:
         length: Number of elements.
         pool: Pool that the buffer came from.
         non_finite: Number of NaN and infinite elements of each row. Zeros if they were not counted.
+        constants: Indices and signs of the infinities that :meth:`take_constants` replaced by zero.
     """
 
     inputs: JobInputs
@@ -340,6 +341,7 @@ class LoadedBlock:
     length: int
     pool: BufferPool
     non_finite: NDArray[np.int64]
+    constants: tuple[NDArray[np.intp], NDArray[np.int8]] | None = None
     _on_device: list[torch.Tensor] = field(default_factory=list)
 
     def __enter__(self) -> LoadedBlock:
@@ -347,6 +349,21 @@ class LoadedBlock:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def take_constants(self) -> int:
+        """Replace infinities that all inputs have in common by zero (see :mod:`.finite`), and return their number.
+
+        Tables with lent rows have none, because a lent row is not in all models.
+        """
+        count = len(self.inputs.job.inputs)
+        if any(item.rows is not None for item in self.inputs.job.inputs):
+            return 0
+        indices, signs = take_constants(self.rows[:count], self.inputs.dtypes[:count])
+        if len(indices):
+            self.constants = indices, signs
+            self.non_finite[:count] -= len(indices)
+            self._on_device.clear()
+        return len(indices)
 
     def retain(self) -> bool:
         """Return whether the block may stay in memory until the next pass. If so, that pass calls :meth:`reclaim`."""

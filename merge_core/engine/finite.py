@@ -4,6 +4,11 @@ Checking the output is not enough. A comparison with NaN is false, so a vote, a 
 the output looks healthy although a parent is broken. Therefore the first pass over a tensor counts the non-finite
 elements of its inputs. If there are any, the merge is refused before the journal records the tensor, so a resumed merge
 reads the tensor again and refuses again. Rows that the output does not need are neither read nor checked.
+
+An infinite element with the same sign in all inputs is a constant of the network, such as the clip bound of an audio
+tower, and not damage. Methods compute with zero in its place, and the output gets the infinity. If only one model
+provides a tensor, its infinities are constants only if the tensor has no other elements, because there is no second
+model to compare it with.
 """
 
 from __future__ import annotations
@@ -55,6 +60,48 @@ def inspect_numbers(stored_bytes: Bytes, dtype: DType, *, fused: bool) -> tuple[
 def count_non_finite(stored_bytes: Bytes, dtype: DType, *, fused: bool) -> int:
     """Return the number of NaN and infinite elements (see :func:`inspect_numbers`), or 0 for integers."""
     return inspect_numbers(stored_bytes, dtype, fused=fused)[0] if dtype.code in EXPONENTS else 0
+
+
+def count_infinite(stored_bytes: Bytes, dtype: DType) -> int:
+    """Return the number of infinite elements, or 0 for integers."""
+    if dtype.code not in EXPONENTS:
+        return 0
+    return int(np.count_nonzero(_infinity_signs(stored_bytes, dtype)))
+
+
+def take_constants(rows: Sequence[Bytes], dtypes: Sequence[DType]) -> tuple[NDArray[np.intp], NDArray[np.int8]]:
+    """Set the elements that are the same infinity in all ``rows`` to zero, and return their indices and signs.
+
+    Args:
+        rows: Bytes of the same elements in each input of a tensor. A single row has constants only if all of its
+            elements are infinite.
+        dtypes: Floating-point format of each row.
+    """
+    signs, *others = (_infinity_signs(row, dtype) for row, dtype in zip(rows, dtypes, strict=True))
+    for other in others:
+        signs = np.where(signs == other, signs, 0)
+    indices = np.flatnonzero(signs)
+    if not others and len(indices) < len(signs):
+        indices = indices[:0]
+    for row, dtype in zip(rows, dtypes, strict=True):
+        patterns(row, dtype)[indices] = 0
+    return indices, signs[indices]
+
+
+def put_constants(stored_bytes: Bytes, dtype: DType, constants: tuple[NDArray[np.intp], NDArray[np.int8]]) -> None:
+    """Write infinities that :func:`take_constants` returned into an output block of the floating-point ``dtype``."""
+    indices, signs = constants
+    exponent = EXPONENTS[dtype.code]
+    sign_bit = exponent.dtype.type(1 << (8 * exponent.itemsize - 1))
+    patterns(stored_bytes, dtype)[indices] = np.where(signs < 0, exponent | sign_bit, exponent)
+
+
+def _infinity_signs(stored_bytes: Bytes, dtype: DType) -> NDArray[np.int8]:
+    """Return 1 or -1 for each infinite element, and 0 for all others."""
+    exponent, bits = EXPONENTS[dtype.code], patterns(stored_bytes, dtype)
+    sign_bit = exponent.dtype.type(1 << (8 * exponent.itemsize - 1))
+    signs: NDArray[np.int8] = (bits == exponent).astype(np.int8) - (bits == (exponent | sign_bit)).astype(np.int8)
+    return signs
 
 
 def _combine_bits(words: NDArray[np.uint64], dtype: DType, fused: bool) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import numpy as np
 from mergegate.merge_core.checkpoint import DerivedTensor, StoredTensor, numbers, patterns
 from mergegate.merge_core.engine.blocks import BufferPool, JobInputs, LoadedBlock
 from mergegate.merge_core.engine.devices import EngineSettings, SingleThreadedTorch, device_type
-from mergegate.merge_core.engine.finite import inspect_numbers, require_finite
+from mergegate.merge_core.engine.finite import inspect_numbers, put_constants, require_finite
 from mergegate.merge_core.engine.health import TensorHealth, sample_elements
 from mergegate.merge_core.engine.pages import InputPages
 from mergegate.merge_core.errors import InvalidInput
@@ -94,6 +94,7 @@ class TensorRun:
     remaining_blocks: int = 0
     non_finite: int = 0
     nonzero: bool = False
+    constants: int = 0  # Number of infinite elements that all inputs have in common.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self) -> None:
@@ -173,6 +174,8 @@ class TensorRun:
             if is_full_pass and (pages := self.context.pages) is not None and self._reads_in_order:
                 release = pages.release if isinstance(self.step, Map) else pages.release_until_next_pass
                 release(self.job, self.context.files, block.start, block.start + block.length)
+            if not retained and not first_pass and (self.constants or not is_full_pass) and self.job.mode != "equal":
+                block.take_constants()
             if first_pass and not self._check_finite(block):
                 pass  # Do not compute this block: after the last block, the merge is refused with the total count.
             elif isinstance(self.step, Fold):
@@ -203,6 +206,9 @@ class TensorRun:
             if self._in_order:
                 self.context.submit(self, lambda: self._compute_block(number + 1))
             return
+        if len(self.job.inputs) == 1 and 0 < self.constants < self.inputs.numel:
+            self.non_finite_inputs[0] += self.constants  # Only a tensor without finite elements can be a constant.
+            self.constants = 0
         require_finite(self.job, self.non_finite_inputs)
         self.first_pass &= not is_full_pass
         if isinstance(self.step, Fold):
@@ -229,9 +235,11 @@ class TensorRun:
         counts = block.non_finite
         if not counts.any():
             return True
+        constants = block.take_constants()
         with self.lock:
+            self.constants += constants
             self.non_finite_inputs += counts
-        return False
+        return not counts.any()
 
     def _fold(self, step: Fold, number: int, block: LoadedBlock) -> None:
         """Compute and store the partial results of a block."""
@@ -274,6 +282,9 @@ class TensorRun:
                 torch.cuda.current_stream(self.device).synchronize()
         if self.context.is_sampled:
             self._sample(block, merged)
+        if block.constants is not None:
+            put_constants(merged, output, block.constants)
+            nonzero = True
         self._write(block.start, merged, non_finite, nonzero, release=lambda: self.context.pool.give(buffer))
 
     def _sample(self, block: LoadedBlock, merged_bytes: Bytes) -> None:

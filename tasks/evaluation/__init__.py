@@ -5,7 +5,7 @@ with one row per document and metric. The package also reads results that lm-eva
 """
 
 from mergegate.tasks.evaluation.backends import Backend, find_backend
-from mergegate.tasks.evaluation.built_in import AnyBuiltInTask, built_in_schemas
+from mergegate.tasks.evaluation.built_in import AnyBuiltInTask, BuiltInTask, built_in_schemas, built_in_tasks
 from mergegate.tasks.evaluation.choice_probability import AnsweredChoice
 from mergegate.tasks.evaluation.contamination import (
     CalibrationTexts,
@@ -95,6 +95,7 @@ __all__ = [
     "AnsweredChoice",
     "AnyBuiltInTask",
     "Backend",
+    "BuiltInTask",
     "CalibrationTexts",
     "ContaminatedDocuments",
     "CountLimit",
@@ -123,6 +124,7 @@ __all__ = [
     "TokenizedTask",
     "TokenizerSource",
     "built_in_schemas",
+    "built_in_tasks",
     "by_task",
     "call_with_task_data",
     "check_thinking",

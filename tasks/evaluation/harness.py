@@ -182,7 +182,7 @@ class _LargerBudgets:
         return getattr(self._lm, name)
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        context = getattr(self._lm, "max_length", None)
+        context = getattr(self._lm, "shared_context", getattr(self._lm, "max_length", None))
         for request in requests:
             prompt, settings = request.args
             budget = self._budgets[request.task_name]

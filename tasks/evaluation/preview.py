@@ -138,12 +138,16 @@ def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_pro
         # The context length that the backend will use; None if only the backend can tell, as vLLM computes a longer one
         # for scaled positions. The check of file headers reports what is wrong with a configuration.
         context = scoring.max_length
-        if context is None and scoring.backend in ("hf", "served"):
+        if scoring.backend in ("hf", "served"):
             try:
                 config = AutoConfig.from_pretrained(str(tokenizer.directory), trust_remote_code=False)
             except Exception:  # transformers promises no set of types
-                config = None
-            context = None if config is None else int(resolve_max_length(config, loaded_tokenizer))
+                pass
+            else:
+                if config.is_encoder_decoder:  # it reads the prompt apart from its answer
+                    context = None
+                elif context is None:
+                    context = int(resolve_max_length(config, loaded_tokenizer))
         # The same attributes as the ``LM`` of the backend.
         reader = SimpleNamespace(tokenizer=loaded_tokenizer, max_length=context)
         prompting = resolve_prompt_settings(task.prompt_settings, scoring)

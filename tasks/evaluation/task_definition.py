@@ -127,7 +127,14 @@ def pin_built_in(task: BuiltInTask, root: Path, hashes: HashMemo) -> EvalTask:
     Raises:
         InvalidInput: If a file does not exist, or a package is missing.
     """
-    resolved = task.resolve(root)
+    try:
+        resolved = task.resolve(root)
+    except FileNotFoundError as error:
+        raise InvalidInput(
+            f"evaluate.tasks: {task.name}",
+            found=f"{error.filename}: no such file",
+            expected=f"the file with the documents of the {task.kind} task, relative to the profile",
+        ) from None
     pinned = digest({"settings": resolved.pinned_settings, "files": [hashes.sha256(file) for file in resolved.files()]})
     return EvalTask(name=resolved.name, digest=pinned, definition=None, built_in=resolved)
 

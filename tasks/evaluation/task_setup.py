@@ -62,7 +62,8 @@ def set_up_tasks(
         count = prompting.num_fewshot if prompting.num_fewshot is not None and own != 0 else own
         leaf.set_config(key="num_fewshot", value=count or 0)
         if loaded_task.generation[name] is not None:
-            room_for_prompt(loaded_task, name, prompting, getattr(lm, "max_length", None))
+            context = getattr(lm, "shared_context", getattr(lm, "max_length", None))
+            room_for_prompt(loaded_task, name, prompting, context)
             settings = _with_one_budget(_generation_settings(loaded_task, name, prompting))
             leaf.set_config(key="generation_kwargs", value=settings)
         _fix_examples(loaded_task, name, documents[name], FEWSHOT_SEED + seed)
@@ -98,8 +99,8 @@ def room_for_prompt(
 ) -> int | None:
     """Return how many tokens of a prompt fit into a model's context together with the longest answer.
 
-    ``name`` is a leaf with generated answers, and ``context`` is the model's context length in tokens. The result is at
-    least 1, or None if the context length is unknown.
+    ``name`` is a leaf with generated answers, and ``context`` is the model's context length in tokens. None: it is
+    unknown, or does not limit answers. The result is at least 1, or None without a context length.
 
     Raises:
         InvalidInput: If a token limit is not a positive integer, or leaves no token for the prompt.

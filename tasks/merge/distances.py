@@ -8,7 +8,7 @@ results are cached by content::
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Annotated, Any, TypeAlias
 
@@ -32,7 +32,7 @@ from mergegate.merge_core.checkpoint import (
     patterns,
     read_into,
 )
-from mergegate.merge_core.engine import count_non_finite
+from mergegate.merge_core.engine import count_infinite, count_non_finite
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.recipe import RelativeDistance, select_models, value_for
 from mergegate.tasks.checkpoints import Model, PinnedCheckpoint
@@ -77,8 +77,10 @@ def model_distances(base: PinnedCheckpoint, models: tuple[PinnedCheckpoint, ...]
     broken = [0] * len(checkpoints)
     gram = _products(base, checkpoints)
     if gram is None:
-        if not _non_finite(base.open()):  # A broken base also breaks the models that are adapters on it.
-            broken = [_non_finite(checkpoint) for checkpoint in checkpoints]
+        in_base = _non_finite(base.open())
+        constants = {name for name, (_, is_constant) in in_base.items() if is_constant}
+        if in_base.keys() == constants:  # A broken base also breaks the models that are adapters on it.
+            broken = [_count_damage(checkpoint, constants) for checkpoint in checkpoints]
             gram = _products(
                 base, [checkpoint for checkpoint, count in zip(checkpoints, broken, strict=True) if not count]
             )
@@ -113,19 +115,32 @@ def _products(base: PinnedCheckpoint, checkpoints: Sequence[Checkpoint]) -> Sequ
     return None if any(item.reason == NOT_FINITE for item in interference.skipped) else interference.network_tally.gram
 
 
-def _non_finite(checkpoint: Checkpoint) -> int:
-    """Return the number of NaN and infinite values in a model, including overflows that a finite adapter causes."""
-    count = 0
+def _count_damage(checkpoint: Checkpoint, constants: Collection[str]) -> int:
+    """Return the number of NaN and infinite values in a model, except in tensors that are ``constants`` of its base."""
+    non_finite = _non_finite(checkpoint).items()
+    return sum(count for name, (count, is_constant) in non_finite if not (is_constant and name in constants))
+
+
+def _non_finite(checkpoint: Checkpoint) -> dict[str, tuple[int, bool]]:
+    """Count the NaN and infinite values of each tensor of a model that has any.
+
+    Overflows that a finite adapter causes count too. The second value is true if the tensor has only infinities, as the
+    clip bounds of some networks do.
+    """
+    counts: dict[str, tuple[int, bool]] = {}
     for tensor in checkpoint.tensors.values():
         if tensor.dtype.kind != "float":
             continue
         elements = _elements_of(tensor)
-        size = tensor.dtype.size
+        size, count, infinite = tensor.dtype.size, 0, 0
         for first in range(0, tensor.numel, _PIECE // size):
             piece = np.empty(min(_PIECE, (tensor.numel - first) * size), np.uint8)
             elements(first, piece)
             count += count_non_finite(piece, tensor.dtype, fused=False)
-    return count
+            infinite += count_infinite(piece, tensor.dtype) if count else 0
+        if count:
+            counts[tensor.name] = count, infinite == tensor.numel
+    return counts
 
 
 class CopiedParent(StageValue):

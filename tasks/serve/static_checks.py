@@ -18,7 +18,7 @@ import numpy as np
 
 from mergegate.merge_core.checkpoint import EXPONENTS, Checkpoint, StoredTensor, read_into
 from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary
-from mergegate.merge_core.engine import count_non_finite
+from mergegate.merge_core.engine import count_infinite, count_non_finite
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import read_json
 from mergegate.merge_core.wording import format_bytes
@@ -135,19 +135,23 @@ def check_vocabulary(checkpoint: Checkpoint) -> Check:
 
 
 def check_finite(checkpoint: Checkpoint) -> Check:
-    """Check that every weight is finite, reading all weights one block at a time."""
+    """Check that every weight is finite, reading all weights one block at a time.
+
+    A tensor that has only infinities is a constant, such as the clip bound of an audio tower, and passes.
+    """
     broken: list[tuple[str, int]] = []
     total = 0
     for tensor in checkpoint.stored_tensors():
-        count, code = 0, tensor.dtype.code
+        count, infinite, code = 0, 0, tensor.dtype.code
         for block in _blocks(tensor):
             elements = np.frombuffer(block, dtype=np.uint8)
             if code in EXPONENTS:
                 count += count_non_finite(elements, tensor.dtype, fused=False)
+                infinite += count_infinite(elements, tensor.dtype) if count else 0
             else:
                 mask, pattern = _SMALL[code]
                 count += int(np.count_nonzero((elements & np.uint8(mask)) == pattern))
-        if count:
+        if count and infinite < tensor.numel:
             broken.append((tensor.name, count))
         total += tensor.nbytes
     if broken:

@@ -152,8 +152,11 @@ def require_known_ending(project: Project, line: list[str]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stop servers, workers and the demo release right after their arguments are parsed."""
+def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Stop servers, workers and the demo release right after their arguments are parsed.
+
+    ``server`` and ``worker`` change the environment of their process, which later tests share. Restore it.
+    """
 
     def end(*_: object, **__: object) -> None:
         raise SystemExit(0)
@@ -161,6 +164,11 @@ def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mergegate.flows.cli.server.serve_prefect", end)
     monkeypatch.setattr("mergegate.flows.cli.server.os.execve", end)
     monkeypatch.setattr("mergegate.flows.cli.demo.run_command", end)
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - before.keys():
+        del os.environ[name]
+    os.environ.update(before)
 
 
 def check_command(project: Project, name: str, *, quick: bool) -> None:

@@ -97,7 +97,7 @@ def test_the_address_is_what_is_said_nearest(here: Path, monkeypatch: pytest.Mon
     assert find_site(file, address="http://said:3").api == "http://said:3/api"
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:4200", "ftp://x", "http://"])
+@pytest.mark.parametrize("address", ["127.0.0.1:4200", "ftp://x", "http://", "http://:4200"])
 def test_an_invalid_address_is_refused_with_its_source(
     here: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:

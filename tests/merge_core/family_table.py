@@ -1,4 +1,4 @@
-"""Writes the table of families in ``docs/reference/families.md``, by trying each merge feature with each family.
+"""Writes the table of families in ``docs/families.md``, by trying each merge feature with each family.
 
     python tests/merge_core/family_table.py
 
@@ -22,7 +22,7 @@ from tiny_families import BY_NAME, FAMILIES, LAYERS, TinyFamily, load, logits, m
 
 from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_with_findings
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "reference" / "families.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 WHOLE = "merge_method: linear\nmodels: [{model: a, parameters: {weight: 0.3}}, {model: b, parameters: {weight: 0.7}}]\n"
 Cut = list[tuple[str, int, int]]
 DONE = "✓"
@@ -119,7 +119,8 @@ def row_of(family: TinyFamily, root: Path) -> list[str]:
 def rows() -> dict[str, list[str]]:
     """Return the rows of the table in the document, as family name → cells."""
     found = {}
-    for line in DOCUMENT.read_text("utf-8").splitlines():
+    text = DOCUMENT.read_text("utf-8")
+    for line in text[text.index("<!-- table -->") : text.index("<!-- end of table -->")].splitlines():
         match = _ROW.match(line)
         if match and match["name"] in BY_NAME:
             found[match["name"]] = [cell.strip() for cell in match["cells"].split("|")]

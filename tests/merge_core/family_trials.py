@@ -25,7 +25,7 @@ from transformers.pytorch_utils import Conv1D
 
 from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_with_findings
 from mergegate.merge_core.adapters import apply_adapter, open_adapter
-from mergegate.merge_core.adapters.names import memory_name
+from mergegate.merge_core.adapters.names import StoredNames, split_stored
 from mergegate.merge_core.checkpoint import Checkpoint
 from mergegate.merge_core.errors import Finding, InvalidInput
 
@@ -125,10 +125,13 @@ def require_known_names(family: TinyFamily, model: Any, stored: Checkpoint) -> N
     Raises:
         AssertionError: A name does not exist in memory, so PEFT would drop that tensor of an adapter.
     """
-    try:
-        names = {memory_name(name, stored) for name in stored.tensors if ".experts." not in name}
-    except InvalidInput:
-        return
+    split = split_stored(stored)
+    index, names = StoredNames(split), set()
+    for name in split.tensors:
+        try:
+            names.add(index.in_memory(name))
+        except InvalidInput:
+            continue
     assert names <= model.state_dict().keys(), f"{family.name}: {sorted(names - model.state_dict().keys())}"
 
 

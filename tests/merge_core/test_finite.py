@@ -13,8 +13,10 @@ import torch
 from family import entry, merge_text, save_checkpoint, save_tokenizer
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
-from mergegate.merge_core import merge_methods
+from mergegate.merge_core import merge_methods, open_checkpoint
+from mergegate.merge_core.analysis import measure_interference
 from mergegate.merge_core.checkpoint import BY_CODE, EXPONENTS
 from mergegate.merge_core.engine import blocks, finite
 from mergegate.merge_core.errors import InvalidInput
@@ -81,7 +83,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def spoil(family: Path, chosen: str, root: Path, where: dict[str, dict[int, float]]) -> Path:
     """Copy one format of the family into ``root`` and replace some elements of some models' embeddings."""
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     for name in ("base", "a", "b", "c"):
         source = family / chosen / name
@@ -206,7 +208,7 @@ def test_all_models_with_nan_are_named(family: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["ties", "task_arithmetic", "dare_linear"])
 def test_copied_tensors_are_checked(family: Path, tmp_path: Path, method: str) -> None:
     """A tensor that the other models lack is copied instead of merged, but still checked."""
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import save_file
 
     spoil(family, "float32", tmp_path, {"base": {}})
     tensors = load_file(tmp_path / "base" / "model.safetensors")
@@ -281,3 +283,89 @@ def test_a_step_that_overflows_is_named(family: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"first: model\.") as caught:
         merge_text(text, tmp_path)
     assert "dtype" in caught.value.remedy
+
+
+@pytest.mark.parametrize(("method", "parameters"), CASES)
+def test_infinities_that_all_models_have_in_common_are_copied(
+    family: Path, tmp_path: Path, method: str, parameters: str
+) -> None:
+    """Elsewhere, a merge equals that of models with zeros in place of the infinities, for any blocks."""
+    models, turn = models_of(method), CASES.index((method, parameters))
+    kernels = ("torch", "fused")[turn % 2]
+    chosen = FORMATS[turn % len(FORMATS)]
+    places = {0: BAD[1], 4097 + turn: BAD[2], TOKENS * HIDDEN - 1: BAD[1]}
+    if len(models) == 1:  # A single model has no constants in a tensor with other elements.
+        places = {index: BAD[1 + index % 2] for index in range(TOKENS * HIDDEN)}
+    constant, finite_one = tmp_path / "constant", tmp_path / "finite"
+    for root, where in ((constant, places), (finite_one, dict.fromkeys(places, 0.0))):
+        root.mkdir()
+        spoil(family, chosen, root, dict.fromkeys(models, where))
+    text = recipe_of(method, parameters)
+    health = merge_text(text, constant, kernels=kernels).findings
+    merge_text(text, constant, "small", kernels=kernels, block_elements=4096, threads=3)
+    merge_text(text, finite_one, kernels=kernels)
+    merged, small, expected = (
+        load_file(root / "model.safetensors")[EMBEDDINGS].flatten()
+        for root in (constant / "out", constant / "small", finite_one / "out")
+    )
+    for index, value in places.items():
+        assert expected[index] == 0.0
+        expected[index] = value
+    assert torch.equal(merged, expected)
+    assert torch.equal(small, expected)
+    assert not any("infinite" in finding.found for finding in health)
+
+
+@pytest.mark.parametrize("method", ["linear", "ties", "task_arithmetic"])
+@pytest.mark.parametrize(
+    ("changed", "values"),
+    [
+        ("a nan", dict.fromkeys(("a", "b", "base"), BAD[0])),
+        ("another sign", {"a": BAD[1], "b": BAD[2], "base": BAD[1]}),
+        ("a finite number", {"a": BAD[1], "b": 3.0, "base": BAD[1]}),
+    ],
+)
+@pytest.mark.parametrize("numel", [1, 5])
+def test_a_clip_bound_is_copied_unless_a_model_differs(
+    tmp_path: Path, method: str, changed: str, values: dict[str, float], numel: int
+) -> None:
+    """Clip bounds of audio towers are scalars that may be infinite."""
+    name = "audio_tower.input_max"
+    base = "" if method == "linear" else "base_model: base\n"
+    text = f"merge_method: {method}\n{base}models: [{{model: a}}, {{model: b}}]\nparameters: {{weight: 0.5}}\n"
+
+    def write_models(root: Path, values: dict[str, float]) -> Path:
+        for model, value in values.items():
+            bound = torch.full(() if numel == 1 else (numel,), BAD[1])
+            bound.view(-1)[0] = value
+            drawn = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(len(model)))
+            save_checkpoint(root / model, {EMBEDDINGS: drawn, name: bound}, config=CONFIG)
+        return root
+
+    record = merge_text(text, write_models(tmp_path / "same", dict.fromkeys(values, BAD[2])))
+    merged = load_file(tmp_path / "same/out/model.safetensors")[name].view(-1)
+    assert not any(name in finding.where for finding in record.findings)
+    assert merged[0] == BAD[2]
+    assert bool((merged[1:] == BAD[1]).all())
+    with pytest.raises(InvalidInput, match="are NaN or infinite"):
+        merge_text(text, write_models(tmp_path / "other", values))
+
+
+def test_one_model_has_no_constants_next_to_finite_numbers(family: Path, tmp_path: Path) -> None:
+    where = dict.fromkeys(range(4096, TOKENS * HIDDEN), BAD[1])  # All blocks but the first are infinite.
+    spoil(family, "float32", tmp_path, {"a": where})
+    text = recipe_of("passthrough", "")
+    refused(text, tmp_path, "a", len(where), block_elements=4096)
+
+
+def test_common_infinities_are_no_differences_between_models(family: Path, tmp_path: Path) -> None:
+    measured = []
+    for value in (BAD[1], 0.0):
+        root = tmp_path / str(value)
+        root.mkdir()
+        spoil(family, "float32", root, {name: {7: value} for name in ("base", *"abc")})
+        parents = [open_checkpoint(root / name) for name in "abc"]
+        measured.append(measure_interference(open_checkpoint(root / "base"), parents))
+    constant, zero = measured
+    assert constant == zero
+    assert not constant.skipped

@@ -119,6 +119,15 @@ def test_one_non_finite_number_is_found_in_every_format(checkpoint: Path, dtype:
     assert "1 of 1,000" in check.seen
 
 
+def test_a_tensor_of_infinities_only_is_a_constant(checkpoint: Path) -> None:
+    for bound in (torch.tensor(torch.inf), torch.tensor([-torch.inf] * 2000)):
+        save_file({EMBEDDING: torch.ones(9), "input_max": bound}, checkpoint / "model.safetensors")
+        assert check_finite(open_checkpoint(checkpoint)).outcome == "pass"
+    for damaged in (torch.tensor(torch.nan), torch.tensor([torch.nan, torch.inf])):
+        save_file({EMBEDDING: torch.ones(9), "input_max": damaged}, checkpoint / "model.safetensors")
+        assert check_finite(open_checkpoint(checkpoint)).where == "input_max"
+
+
 def test_weights_are_checked_to_the_last_one(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mergegate.tasks.serve.static_checks._BLOCK", 96)
 

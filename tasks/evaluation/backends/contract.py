@@ -73,6 +73,8 @@ class BackendScoring(Protocol):
 # ``think_end_token`` and ``thought_end`` (a ``ThoughtEnd``), by which the ``LM`` removes a thought from an answer.
 # For an ``LM`` with a property ``max_scored_tokens``, mergegate counts truncated prompts. The property is the largest
 # number of tokens in a prompt and its continuation for which the ``LM`` computes log-probabilities.
+# An ``LM`` whose prompts and answers have separate limits has an attribute ``shared_context``, which is None. Then
+# ``max_length`` and ``max_scored_tokens`` are limits of the prompt alone.
 # Raises InvalidInput if the model cannot be loaded, or its server does not answer correctly.
 Opened = Callable[["Model", BackendScoring, str], AbstractContextManager[Any]]
 

@@ -25,6 +25,7 @@ import numpy as np
 
 from mergegate.tasks.checkpoints import load_model
 from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, Backend, BackendScoring
+from mergegate.tasks.evaluation.backends.encoder_decoder import define_encoder_decoder
 from mergegate.tasks.evaluation.backends.prefix_cache import cache_prompts
 from mergegate.tasks.evaluation.backends.thinking import ThoughtEnd, first_stop
 from mergegate.tasks.evaluation.backends.token_rows import SharedRow, row_inputs, token_rows
@@ -352,12 +353,18 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
         yield wrap_model(loaded, scoring)
 
 
+@cache
+def _lm_type(*, is_causal: bool) -> type[Any]:
+    return shared_prefix_type() if is_causal else define_encoder_decoder(shared_prefix_type())
+
+
 def wrap_model(loaded_model: LoadedModel, scoring: BackendScoring) -> Any:
     """Return lm-eval's ``LM`` for a model in memory."""
-    return shared_prefix_type()(
+    is_causal = not loaded_model.network.config.is_encoder_decoder
+    return _lm_type(is_causal=is_causal)(
         pretrained=loaded_model.network,
         tokenizer=copy.deepcopy(loaded_model.tokenizer),  # lm-eval may add a padding token, and other callers share it
-        backend="causal",
+        backend="causal" if is_causal else "seq2seq",
         # lm-eval's default, the model's own dtype, rounds a bf16 model's likelihoods by up to half a nat.
         softmax_dtype="float32",
         batch_size=scoring.batch_size,

@@ -1,0 +1,187 @@
+"""Map the names of stored tensors to the names of the parameters that transformers builds from them.
+
+transformers renames tensors when it loads a checkpoint, joins some of them (the experts of a layer), and splits others
+(a fused query, key and value). ``conversions.json`` contains its table of these conversions, and the places of the
+parts of each network, whose conversions apply to the names below them. The file is generated from transformers by
+tests/merge_core/test_conversions.py, so no family is listed by hand.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_FILE = Path(__file__).parent / "conversions.json"
+_EXPERT = re.compile(r"\.([0-9]{1,6})(?:\.|$)")
+
+
+@dataclass(frozen=True)
+class Operation:
+    """One step of a conversion of values, with the name and the settings of transformers' class."""
+
+    name: str
+    settings: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """Parameters in memory that contain the values of one stored tensor.
+
+    Args:
+        names: Names of the parameters. There are several if transformers splits the stored tensor.
+        operations: Steps from the stored tensor to the parameters. Empty if only the name differs.
+        source: Position of the stored tensor among those that are joined along a dimension, such as 1 for ``up_proj``.
+        number: Position of the stored tensor among those that are stacked, such as the number of an expert, or None.
+    """
+
+    names: tuple[str, ...]
+    operations: tuple[Operation, ...] = ()
+    source: int = 0
+    number: int | None = None
+
+
+@dataclass(frozen=True)
+class _Transform:
+    """One entry of transformers' table. Prefixes with ``scope`` are removed before the pattern is applied."""
+
+    match: re.Pattern[str]
+    to: tuple[str, ...]
+    scope: tuple[str, ...] | None
+    operations: tuple[Operation, ...]
+    group: bool
+    offset: int
+
+    def apply(self, name: str, is_active: bool) -> tuple[tuple[str, ...], int, str] | None:
+        """Return the new names, the number of the matching source and the matched text, or None for no match."""
+        prefix = ""
+        if self.scope is not None:
+            found = next((prefix for prefix in self.scope if name.startswith(prefix)), None)
+            if found is None:
+                return None
+            prefix = found
+        rest = name.removeprefix(prefix)
+        match = self.match.search(rest)
+        if match is None:
+            return None
+        group = next(key for key, value in match.groupdict().items() if value is not None)
+        source, position = int(group[1:]), self.match.groupindex[group]
+        if self.group and source and not is_active:
+            return None
+        targets = (self.to[source],) if self.group else self.to
+        expanded = []
+        for target in targets:
+            if r"\1" in target:
+                value = match.group(position + 1)
+                target = target.replace(r"\1", str(int(value) + self.offset) if self.offset else value)
+            expanded.append(prefix + rest.replace(match.group(0), target, 1))
+        return tuple(expanded), source, match.group(0)
+
+
+class Conversions:
+    """Conversions of one checkpoint's tensors.
+
+    Args:
+        config: Content of ``config.json``.
+        class_name: First entry of ``architectures``, or an empty string.
+        names: Names of all stored tensors.
+    """
+
+    def __init__(self, config: Mapping[str, Any], class_name: str, names: Collection[str]) -> None:
+        kind = config.get("model_type")
+        structure = _content()["structures"].get(kind) if isinstance(kind, str) else None
+        self.is_known = structure is not None
+        self.transforms = tuple(_transforms(config, class_name, structure))
+        # transformers ignores the other renamings of a group if the first one matches no tensor.
+        self._renamings = [
+            (transform, transform.group and any(_is_first(transform, name) for name in names))
+            for transform in self.transforms
+            if not transform.operations
+        ]
+        self._converters = [transform for transform in self.transforms if transform.operations]
+        self._prefix, self._inner, self._is_base = "", frozenset[str](), False
+        if structure is not None and structure["prefix"]:
+            self._prefix, self._inner = structure["prefix"] + ".", frozenset(structure["inner"])
+            self._is_base = class_name == structure["base"]
+
+    def in_memory(self, name: str) -> InMemory:
+        """Return the parameters in memory that contain the values of the stored tensor called ``name``."""
+        for transform, is_active in self._renamings:
+            if (result := transform.apply(name, is_active)) is not None:
+                ((name, *_), _, _) = result
+        for converter in self._converters:
+            if (result := converter.apply(name, False)) is not None:
+                names, source, text = result
+                is_stacked = any(operation.name == "MergeModulelist" for operation in converter.operations)
+                number = _EXPERT.search(text) if is_stacked else None
+                return InMemory(
+                    tuple(map(self._of_class, names)),
+                    converter.operations,
+                    source,
+                    int(number[1]) if number else None,
+                )
+        return InMemory((self._of_class(name),))
+
+    def _of_class(self, name: str) -> str:
+        """Add or remove the prefix of the network without its head, depending on the class that is loaded."""
+        if self._is_base:
+            inner = name.removeprefix(self._prefix)
+            return inner if inner.partition(".")[0] in self._inner else name
+        return self._prefix + name if self._prefix and name.partition(".")[0] in self._inner else name
+
+
+def container_text(config: Mapping[str, Any]) -> tuple[str, str] | None:
+    """Return the key of the text part's configuration and its default model type, for networks with several parts.
+
+    The result is None if transformers does not build the text part with the class that it uses for this part alone.
+    """
+    kind = config.get("model_type")
+    structure = _content()["structures"].get(kind) if isinstance(kind, str) else None
+    text = structure.get("text") if structure else None
+    return (text[0], text[1]) if text else None
+
+
+def _is_first(transform: _Transform, name: str) -> bool:
+    result = transform.apply(name, False)
+    return result is not None and result[1] == 0
+
+
+def _transforms(
+    config: Mapping[str, Any], class_name: str, structure: Mapping[str, Any] | None
+) -> Iterator[_Transform]:
+    """Yield the transforms of a network in the order in which transformers applies them."""
+    table, kind = _content()["transforms"], config.get("model_type")
+    structure = structure or {"parts": [], "prefix": ""}
+    root = class_name if class_name in table else kind
+    if isinstance(root, str) and root in table:
+        yield from (_transform(entry, None) for entry in _entries(root))
+    for path, key, part in structure["parts"]:
+        if part is not None:
+            inner = config.get(part)
+            key = inner.get("model_type") if isinstance(inner, Mapping) else None
+            key = _content()["classes"].get(key, key)
+        if key in table and key != root:
+            scope, base = (f"{prefix}." if prefix else "" for prefix in (path, structure["prefix"]))
+            yield from (_transform(entry, (base + scope, scope)) for entry in _entries(key))
+    yield from (_transform(entry, None) for entry in _entries("legacy"))
+
+
+def _entries(key: str) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] | str = _content()["transforms"][key]
+    return _entries(entries) if isinstance(entries, str) else entries
+
+
+def _transform(entry: Mapping[str, Any], scope: tuple[str, ...] | None) -> _Transform:
+    operations = tuple(Operation(name, settings) for name, settings in entry.get("operations", ()))
+    match = re.compile(entry["match"])
+    return _Transform(match, tuple(entry["to"]), scope, operations, entry.get("group", False), entry.get("offset", 0))
+
+
+@cache
+def _content() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(_FILE.read_text("utf-8"))
+    return content

@@ -1,0 +1,201 @@
+"""Compare conversions.json, and names in memory, with the conversions of the installed transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_families import FAMILIES
+from transformers import CONFIG_MAPPING, PreTrainedModel, conversion_mapping
+from transformers.core_model_loading import (
+    GroupWeightRename,
+    Inkling2IndexOffsetWeightRename,
+    WeightConverter,
+)
+from transformers.models.auto import modeling_auto
+
+from mergegate.merge_core import architecture
+from mergegate.merge_core.architecture import Conversions
+
+CONVERSIONS = Path(architecture.__file__).parent / "conversions.json"
+MAPPINGS = (
+    *("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MASKED_LM"),
+    "PRETRAINING",
+)
+# Settings without which the default configuration of a model type describes no network.
+NEEDED: dict[str, Any] = {
+    "aya_vision": {"vision_config": {"model_type": "siglip_vision_model"}},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "hunyuan_vl": {"text_config": {"head_dim": 8}},
+}
+DEPTHS = ("num_hidden_layers", "num_layers", "depth", "n_layer", "encoder_layers", "decoder_layers")
+Settings = dict[str, Any]
+
+
+def settings_of(transform: Any) -> Settings:
+    """Return a transform of transformers as an entry of conversions.json."""
+    entry: Settings = {"match": transform.compiled_sources.pattern, "to": list(transform.target_patterns)}
+    if isinstance(transform, GroupWeightRename):
+        entry["group"] = True
+    if isinstance(transform, Inkling2IndexOffsetWeightRename):
+        entry["offset"] = transform.offset
+    if isinstance(transform, WeightConverter):
+        entry["operations"] = [
+            [type(operation).__name__, {key: value for key, value in sorted(vars(operation).items()) if value}]
+            for operation in transform.operations
+        ]
+    return entry
+
+
+def base_classes() -> dict[str, str]:
+    """Return the class of the network without a head, by model type."""
+    return {
+        kind: name if isinstance(name, str) else name[0] for kind, name in modeling_auto.MODEL_MAPPING_NAMES.items()
+    }
+
+
+@cache
+def library_transforms() -> dict[str, list[Settings] | str]:
+    """Return the entries of transformers' table, or the name of an equal entry."""
+    mapping = conversion_mapping._build_checkpoint_conversion_mapping()
+    entries = {key: [settings_of(transform) for transform in mapping[key]] for key in sorted(mapping)}
+    first: dict[str, str] = {}
+    result: dict[str, list[Settings] | str] = {}
+    for key, entry in sorted(entries.items()):
+        owner = first.setdefault(json.dumps(entry), key)
+        result[key] = entry if owner == key else owner
+    return result
+
+
+def library_structures() -> dict[str, Settings]:
+    """Return the structure of each network with conversions or with a text part, by model type."""
+    entries: dict[str, Settings] = {}
+    for model in library_models():
+        entry = structure(model)
+        kind = model.config.model_type
+        if entry["parts"] or entry.get("text") or {kind, type(model).__name__} & library_transforms().keys():
+            entries.setdefault(kind, entry)
+    return dict(sorted(entries.items()))
+
+
+def library_models() -> Iterator[Any]:
+    """Yield a network without weights and with few layers for each generating class of transformers."""
+    classes: dict[str, str] = {}
+    for mapping in MAPPINGS:
+        for kind, names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").items():
+            classes |= {name: kind for name in ([names] if isinstance(names, str) else names) if name not in classes}
+    tiny = {family.model_type: family for family in FAMILIES}
+    for name, kind in classes.items():
+        for config in candidates(kind, tiny):
+            try:
+                with torch.device("meta"):
+                    model = getattr(transformers, name)(config)
+            except Exception:  # Some default configurations, or those of a part, do not describe a network.
+                continue
+            yield model
+            break
+
+
+def candidates(kind: str, tiny: dict[str, Any]) -> Iterator[Any]:
+    """Yield configurations for a model type: that of the tests, the default one, and that of its text part."""
+    for parts in (tiny, {}):
+        for text in (False, True):
+            try:
+                config = parts[kind].config() if parts else CONFIG_MAPPING[kind](**NEEDED.get(kind, {}))
+                config = config.get_text_config() if text else config
+                shrink(config)
+            except Exception:  # The configuration has no defaults, or the tests do not know it.
+                continue
+            yield config
+
+
+def shrink(config: Any) -> None:
+    """Reduce the number of layers, which does not affect the structure."""
+    for key in DEPTHS:
+        if isinstance(getattr(config, key, None), int):
+            setattr(config, key, min(2, getattr(config, key)))
+    for key in type(config).sub_configs or {}:
+        if getattr(config, key, None) is not None:
+            shrink(getattr(config, key))
+
+
+def structure(model: Any) -> Settings:
+    """Return where the parts of a network are, with the key of each part's configuration or of its conversions."""
+    prefix, mapping = model.base_model_prefix, conversion_mapping.get_checkpoint_conversion_mapping
+    base = getattr(model, prefix, model) if prefix else model
+    inner = {name.partition(".")[0] for name in [*base._modules, *base._parameters, *base._buffers]}
+    entry: Settings = {"base": type(base).__name__, "prefix": prefix, "inner": sorted(inner), "parts": []}
+    if base is model:
+        entry["inner"] = []
+    owners = {id(getattr(model.config, key, None)): key for key in type(model.config).sub_configs or {}}
+    seen: dict[str, list[str]] = {}
+    for path, module in model.named_modules():
+        if not isinstance(module, PreTrainedModel):
+            continue
+        name, kind, part = type(module).__name__, module.config.model_type, owners.get(id(module.config))
+        relative = path.removeprefix(prefix).removeprefix(".")
+        if part == "text_config" and base_classes().get(kind) == name:
+            entry["text"] = [part, kind]
+        if claimed(seen, name, path):
+            continue
+        by_class = mapping(name) is not None
+        if by_class or not claimed(seen, kind, path):
+            key = name if by_class else kind
+            is_part = part is not None and base_classes().get(kind) == name
+            if path and (is_part or mapping(key) is not None):
+                entry["parts"].append([relative, None if is_part else key, part if is_part else None])
+            if mapping(key) is not None:
+                seen.setdefault(name, []).append(path)
+                if not by_class:
+                    seen.setdefault(kind, []).append(path)
+    return entry
+
+
+def claimed(seen: dict[str, list[str]], identifier: str, path: str) -> bool:
+    return any(owner == "" or path.startswith(owner + ".") for owner in seen.get(identifier, ()))
+
+
+def test_conversions_are_those_of_transformers() -> None:
+    if os.environ.get("UPDATE_CONVERSIONS"):
+        bases = {kind: name for kind, name in base_classes().items() if name in library_transforms()}
+        tables = {"transforms": library_transforms(), "classes": bases, "structures": library_structures()}
+        written = [
+            f"{json.dumps(name)}: {{\n"
+            + ",\n".join(f"{json.dumps(key)}: {json.dumps(table[key])}" for key in table)
+            + "}"
+            for name, table in tables.items()
+        ]
+        CONVERSIONS.write_text("{" + ",\n".join(written) + "}\n")
+    recorded = json.loads(CONVERSIONS.read_text())
+    assert recorded["transforms"] == library_transforms(), "run with UPDATE_CONVERSIONS=1 to generate the file"
+
+
+@pytest.mark.slow
+def test_structures_are_those_of_transformers() -> None:
+    assert json.loads(CONVERSIONS.read_text())["structures"] == library_structures()
+
+
+@pytest.mark.slow
+def test_transforms_of_a_network_are_those_that_transformers_applies_in_its_order() -> None:
+    compared = 0
+    for model in library_models():
+        expected = [
+            (transform.compiled_sources.pattern, transform.scope_prefix)
+            for transform in conversion_mapping.get_model_conversion_mapping(model)
+        ]
+        config = json.loads(model.config.to_json_string(use_diff=False))
+        found = Conversions(config, type(model).__name__, ())
+        pairs = [
+            (transform.match.pattern, None if transform.scope is None else transform.scope[1].removesuffix("."))
+            for transform in found.transforms
+        ]
+        assert pairs == expected, type(model).__name__
+        compared += 1
+    assert compared > 280
