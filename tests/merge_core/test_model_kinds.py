@@ -14,7 +14,7 @@ from mergegate.merge_core.checkpoint import Companions
 
 KINDS = Path(architecture.__file__).parent / "model_kinds.json"
 # Entries of model_kinds.json in order: task on the Hub, kind, loader, forms of tasks, senses, and mappings.
-TEXT, SOUND = ("text",), ("sound",)
+TEXT, PICTURES, SOUND = ("text",), ("text", "pictures"), ("sound",)
 ENTRIES: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (
         "automatic-speech-recognition",
@@ -30,13 +30,13 @@ ENTRIES: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], tuple[str,
         "image-text-to-text",
         "vision-language",
         "AutoModelForImageTextToText",
-        TEXT,
+        PICTURES,
         ("pictures",),
         ("IMAGE_TEXT_TO_TEXT",),
     ),
     ("audio-text-to-text", "speech", "AutoModelForMultimodalLM", TEXT, SOUND, ("MULTIMODAL_LM sound",)),
     ("audio-text-to-text", "speech", "", (), SOUND, ("SEQ_TO_SEQ_CAUSAL_LM sound",)),
-    ("any-to-any", "vision-language", "AutoModelForMultimodalLM", TEXT, ("pictures", "sound"), ("MULTIMODAL_LM",)),
+    ("any-to-any", "vision-language", "AutoModelForMultimodalLM", PICTURES, ("pictures", "sound"), ("MULTIMODAL_LM",)),
     ("text-generation", "text generator", "AutoModelForCausalLM", TEXT, (), ("CAUSAL_LM",)),
     ("text2text-generation", "sequence-to-sequence", "AutoModelForSeq2SeqLM", TEXT, (), ("SEQ_TO_SEQ_CAUSAL_LM",)),
     ("text-classification", "classifier", "AutoModelForSequenceClassification", (), (), ("SEQUENCE_CLASSIFICATION",)),
