@@ -43,8 +43,8 @@ _NEGATIVES = 7
 _QUERIES = 250  # for the evaluation of each topic
 _BATCH = 48
 _WIDTH, _OUTPUT = 48, 32
-_UNDECIDED = 0.4  # share of right targets for a topic that a model has not learned
-_SCALE = 12.0  # of the similarities in the loss
+_UNDECIDED = 0.4  # share of right targets for the topics outside a fine-tune
+_SCALE = 12.0  # factor of the similarities in the loss
 
 
 def main() -> None:
@@ -131,7 +131,7 @@ def new_model(seed: int) -> SentenceTransformer:
 
 @dataclass(frozen=True)
 class Course:
-    """What a model is trained on.
+    """One stretch of training.
 
     Attributes:
         shares: Share of queries of each topic whose target is the right passage. The target of the others is the
