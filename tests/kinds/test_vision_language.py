@@ -23,6 +23,9 @@ from mergegate.tasks.checkpoints import LoadedModel, Model, load_model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.backends.hf import wrap_model
 from mergegate.tasks.perplexity.measurement import TextWindow, read_batch
+from mergegate.tasks.variants.compressed_tensors import CompressedTensorsFormat
+from mergegate.tasks.variants.contract import VariantFormat
+from mergegate.tasks.variants.gguf import GgufFormat
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
 
@@ -156,3 +159,18 @@ def test_a_tensor_that_no_part_reads_is_refused(tmp_path: Path) -> None:
         load_model(model_in(directory), dtype="float32", device="cpu"),
     ):
         pass
+
+
+@pytest.mark.parametrize(
+    ("variants", "reason"),
+    [
+        (GgufFormat(format="gguf", types=("Q8_0",)), "mmproj"),
+        (CompressedTensorsFormat(format="compressed-tensors", scheme="FP8_DYNAMIC"), "drop the other towers"),
+    ],
+)
+def test_variants_that_would_lose_the_pictures_are_refused(
+    variants: VariantFormat, reason: str, tmp_path: Path
+) -> None:
+    checkpoint = open_checkpoint(write("gemma3", tmp_path / "gemma3"))
+    with pytest.raises(InvalidInput, match=f"a vision-language model, which reads pictures: .*{reason}"):
+        variants.check_shapes(checkpoint)
