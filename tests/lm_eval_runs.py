@@ -31,7 +31,7 @@ def run_lm_eval(out: Path, model: Path, definitions: Sequence[Path], scratch: Pa
         model_args={"pretrained": str(model), "dtype": "auto", "softmax_dtype": "float32"},
         tasks=list(tasks),
         device="cpu",
-        batch_size=16,
+        batch_size=options.pop("batch_size", 16),
         evaluation_tracker=tracker,
         task_manager=TaskManager(include_path=str(folder), include_defaults=False),
         log_samples=True,

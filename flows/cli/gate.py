@@ -194,6 +194,13 @@ def _guards(
     alone = references == {REFERENCE}
     guards = []
     for position, guard in enumerate(profile_guards):
+        if guard.built_in is not None:
+            raise InvalidInput(
+                f"{location}[{position}].task",
+                found=f"a {guard.built_in.kind} task, which mergegate scores itself, so lm-eval has no results of it",
+                expected="tasks of lm-eval",
+                remedy="judge the merge with mergegate run or mergegate compare, or remove the guard",
+            )
         if not alone and not reference_models(guard, directories, MERGE):
             raise InvalidInput(
                 f"{location}[{position}].guarded_by",

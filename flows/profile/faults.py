@@ -12,6 +12,8 @@ from pydantic import BaseModel, ValidationError
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.parsing import expectation, format_value, join_expectations
+from mergegate.tasks.evaluation import BuiltInTask, built_in_tasks
+from mergegate.tasks.gate import Guard
 from mergegate.tasks.publish.targets import PublishTarget, publish_targets
 from mergegate.tasks.variants import VariantFormat, variant_formats
 
@@ -69,10 +71,13 @@ def _describe_fault(fault: Any, model: type[BaseModel]) -> tuple[str, str, str]:
     location, section, is_inside = "", model, True
     *parents, last = fault["loc"] or ("",)
     for depth, part in enumerate(fault["loc"]):
-        # pydantic's tag for the kind of target or the format of a variant
-        kinds = {PublishTarget: publish_targets, VariantFormat: variant_formats}.get(section)
-        if kinds is not None and part in kinds():
-            section = kinds()[part]
+        # pydantic's tag for the kind of target, the format of a variant, or the kind of built-in task
+        if part in (kinds := _kinds_of(section)):
+            section = kinds[part]
+            continue
+        if part == "built_in" and section is Guard:
+            section, part = BuiltInTask, "task"  # where the user writes the settings of a built-in task
+            location += f".{part}"
             continue
         # pydantic's tag for a member of a union, which the user did not write
         is_tag = isinstance(part, str) and bool(_UNION_TAG.fullmatch(part) if is_inside else _VALUE_TAG.fullmatch(part))
@@ -85,14 +90,26 @@ def _describe_fault(fault: Any, model: type[BaseModel]) -> tuple[str, str, str]:
     if fault["type"] == "extra_forbidden":
         if new_name := getattr(section, "renamed_keys", {}).get(last):
             return location, f"the key {last!r} was renamed", f"write {new_name!r}"
-        keys = [name for name in section.model_fields if name not in ("root", "overrides")]
+        keys = [name for name in section.model_fields if name not in ("root", "overrides", "built_in")]
         return location, f"unknown key {last!r}", suggest(str(last), keys)
     if fault["type"] == "missing":
         return location, "is missing", "add it"
+    if section is BuiltInTask and fault["type"].startswith("union_tag"):
+        tag, kinds_of_tasks = (fault.get("ctx") or {}).get("tag"), list(built_in_tasks())
+        if tag is None:
+            return location, "has no kind", f"add kind: {' or '.join(kinds_of_tasks)}"
+        return location, f"unknown kind {tag!r}", suggest(str(tag), kinds_of_tasks)
     message = expectation(fault["type"], fault.get("ctx") or {}, str(fault["msg"]))
     # The location is enough for a whole section, and some messages already show the input.
     shows_input = isinstance(fault["input"], Mapping | BaseModel) or repr(fault["input"]) in message
     return location, message if shows_input else f"{format_value(fault['input'])}: {message}", ""
+
+
+def _kinds_of(section: type[BaseModel]) -> Mapping[str, type[BaseModel]]:
+    """Return the classes that a field of the section's type can have, by pydantic's tag. Empty if it is one class."""
+    if section is BuiltInTask:
+        return built_in_tasks()
+    return publish_targets() if section is PublishTarget else variant_formats() if section is VariantFormat else {}
 
 
 def _settings_in(annotation: Any) -> type[BaseModel] | None:

@@ -173,6 +173,16 @@ class ProfileSettings(ProfileSection):
         return self
 
     @model_validator(mode="after")
+    def _require_searchable_tasks(self) -> Self:
+        built_in = [guard.task for guard in self.evaluate.tasks if guard.built_in] if self.evaluate else []
+        if name := next((name for name in built_in if self.sweep and name in self.sweep.task_names), None):
+            raise ValueError(
+                f"{name}: a search scores trials on lm-eval's tasks only: write the scale into the recipe, or search "
+                "on a task of lm-eval"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _require_backend_for_checkpoints(self) -> Self:
         if self.evaluate and find_backend(self.evaluate.backend).variants_only:
             raise ValueError(
@@ -231,6 +241,6 @@ class ProfileSettings(ProfileSection):
         return storage if storage is None or "://" in storage else str(self.root / storage)
 
     def task_names(self) -> tuple[str, ...]:
-        """Return each task of the gate and of the sweep once, as written in the profile."""
-        guarded = [guard.task for guard in self.evaluate.tasks] if self.evaluate else []
+        """Return each task of lm-eval in the gate and the sweep once, as written in the profile."""
+        guarded = [guard.task for guard in self.evaluate.tasks if not guard.built_in] if self.evaluate else []
         return tuple(dict.fromkeys([*guarded, *(self.sweep.task_names if self.sweep else ())]))

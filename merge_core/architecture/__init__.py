@@ -33,6 +33,7 @@ from mergegate.merge_core.architecture.model_kinds import (
 )
 from mergegate.merge_core.architecture.parts import (
     is_of_head,
+    is_of_tower,
     main_depth,
     main_stack,
     positions_outside_layers,
@@ -80,6 +81,7 @@ __all__ = [
     "is_head",
     "is_inputs_first",
     "is_of_head",
+    "is_of_tower",
     "is_optional",
     "is_projection",
     "is_routed_expert",

@@ -5,7 +5,7 @@ with one row per document and metric. The package also reads results that lm-eva
 """
 
 from mergegate.tasks.evaluation.backends import Backend, find_backend
-from mergegate.tasks.evaluation.built_in import AnyBuiltInTask, built_in_schemas
+from mergegate.tasks.evaluation.built_in import AnyBuiltInTask, BuiltInTask, built_in_schemas, built_in_tasks
 from mergegate.tasks.evaluation.choice_probability import AnsweredChoice
 from mergegate.tasks.evaluation.contamination import (
     CalibrationTexts,
@@ -80,6 +80,7 @@ from mergegate.tasks.evaluation.task_definition import (
     pin_built_in,
     pin_task,
     read_definition,
+    task_form,
 )
 from mergegate.tasks.evaluation.task_loading import clusters_in_order, document_texts
 from mergegate.tasks.evaluation.text_overlap import find_occurring
@@ -95,6 +96,7 @@ __all__ = [
     "AnsweredChoice",
     "AnyBuiltInTask",
     "Backend",
+    "BuiltInTask",
     "CalibrationTexts",
     "ContaminatedDocuments",
     "CountLimit",
@@ -123,6 +125,7 @@ __all__ = [
     "TokenizedTask",
     "TokenizerSource",
     "built_in_schemas",
+    "built_in_tasks",
     "by_task",
     "call_with_task_data",
     "check_thinking",
@@ -171,6 +174,7 @@ __all__ = [
     "sample_ranges",
     "score_table",
     "split_documents",
+    "task_form",
     "task_prompts",
     "tokenize_task",
     "write_document_scores",

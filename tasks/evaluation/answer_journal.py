@@ -25,6 +25,7 @@ from typing import Any
 
 from mergegate.merge_core.files import RecordJournal
 from mergegate.tasks.evaluation.backends import DEFAULT_BUDGET, AnswerEnd
+from mergegate.tasks.evaluation.pictures import PicturePrompt, as_picture_prompt
 
 
 class JournalledModel:
@@ -52,6 +53,7 @@ class JournalledModel:
         self._kind, self._sampled = "", False
         # Tokens removed from a prompt that fits; None if the backend does not tell when a prompt fits.
         self._fitting_cut = 0 if hasattr(lm, "max_scored_tokens") else None
+        self._is_context_shared = getattr(lm, "shared_context", 0) is not None  # by a prompt and its answer
         self.restored = 0  # number of requests in the current call that the journal answered
 
     def __getattr__(self, name: str) -> Any:
@@ -66,7 +68,8 @@ class JournalledModel:
         """Record how many tokens the backend removes from each tokenized prompt with its continuation to fit."""
         limit = self._lm.max_scored_tokens
         for texts, context, continuation in tokenized_requests:
-            if texts is not None and (cut := len(context) + len(continuation) - limit) > 0:
+            tokens = len(context) + (len(continuation) if self._is_context_shared else 0)
+            if texts is not None and (cut := tokens - limit) > 0:
                 self._scored_cuts[tuple(texts)] = cut
 
     def add_partial(self, kind: str, request: Sequence[Any], answer: Any) -> None:
@@ -105,6 +108,8 @@ class JournalledModel:
         self._answered = []
 
     def _answer_requests(self, kind: str, requests: Sequence[Any]) -> list[Any]:
+        for request in requests:
+            as_picture_prompt(request)
         names = [_name(kind, request.args) for request in requests]
         recorded = [queue.popleft() if (queue := self._recorded.get(name)) else None for name in names]
         ends = [AnswerEnd()] * len(requests)
@@ -113,7 +118,8 @@ class JournalledModel:
             ends = [AnswerEnd() if entry is None else AnswerEnd(*entry[1:]) for entry in recorded]
             recorded = [None if entry is None else entry[0] for entry in recorded]
             for index, request in enumerate(requests if self._fitting_cut is not None else ()):
-                limit = self._lm.max_length - request.args[1].get("max_gen_toks", DEFAULT_BUDGET)
+                budget = request.args[1].get("max_gen_toks", DEFAULT_BUDGET)
+                limit = self._lm.max_length - (budget if self._is_context_shared else 0)
                 cuts[index] = max(0, len(self._lm.tok_encode(request.args[0])) - limit)
         else:
             cuts = [self._fitting_cut if entry is None else entry[2] for entry in recorded]
@@ -221,9 +227,10 @@ def _name(kind: str, request: Sequence[Any]) -> str:
     from lm_eval.api.model import hash_args
 
     try:
-        return str(hash_args(kind, request))
+        name = str(hash_args(kind, request))
     except TypeError:  # the settings are not JSON
-        return repr((kind, request))
+        name = repr((kind, request))
+    return f"{name} {request[0].digest}" if isinstance(request[0], PicturePrompt) else name
 
 
 def _typed(kind: str, answer: Any) -> Any:

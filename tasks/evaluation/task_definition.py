@@ -76,14 +76,14 @@ class EvalTask(BaseModel):
         return self.original_name or self.name
 
     @property
-    def form(self) -> TaskForm:
-        """What the task asks of a model."""
-        return self.built_in.form if self.built_in else "text"
-
-    @property
     def data(self) -> TaskData | None:
         """Digest and sources of the loaded data; None if the task has not been loaded."""
         return TaskData(digest=self.data_digest, sources=self.sources) if self.data_digest else None
+
+    @property
+    def form(self) -> TaskForm:
+        """What the task asks of a model. A model of a kind without this form cannot be scored."""
+        return self.built_in.form if self.built_in is not None else task_form(self.in_lm_eval, self.definition)
 
     @property
     def is_local(self) -> bool:
@@ -127,7 +127,14 @@ def pin_built_in(task: BuiltInTask, root: Path, hashes: HashMemo) -> EvalTask:
     Raises:
         InvalidInput: If a file does not exist, or a package is missing.
     """
-    resolved = task.resolve(root)
+    try:
+        resolved = task.resolve(root)
+    except FileNotFoundError as error:
+        raise InvalidInput(
+            f"evaluate.tasks: {task.name}",
+            found=f"{error.filename}: no such file",
+            expected=f"the file with the documents of the {task.kind} task, relative to the profile",
+        ) from None
     pinned = digest({"settings": resolved.pinned_settings, "files": [hashes.sha256(file) for file in resolved.files()]})
     return EvalTask(name=resolved.name, digest=pinned, definition=None, built_in=resolved)
 
@@ -146,6 +153,20 @@ def _require_shipped(task: str) -> None:
 def is_file_name(task: str) -> bool:
     """Return whether a task in a profile is a YAML file rather than the name of a task that lm-eval ships."""
     return task.endswith((".yaml", ".yml"))
+
+
+def task_form(task: str, definition: Path | None) -> TaskForm:
+    """Return what a task of lm-eval asks of a model: with pictures in the documents of any task below it, ``pictures``.
+
+    ``task`` is the name in lm-eval. ``definition`` is the YAML file; None for a task that lm-eval ships.
+
+    Raises:
+        InvalidInput: If the definition cannot be read or the name is unknown.
+    """
+    if definition is None:
+        _require_shipped(task)
+    leaves = read_definition(definition).leaves if definition else shipped_leaves(task)
+    return "pictures" if any(leaf.config.get("doc_to_image") for leaf in leaves) else "text"
 
 
 def named_data(task: str, definition: Path | None) -> tuple[TaskDataset, ...]:

@@ -154,7 +154,8 @@ def pin_tasks(
             raise InvalidInput(
                 f"evaluate.tasks: {guard.task}",
                 found=f"the name {task.name!r}, which another task of this profile has too",
-                expected="a different name under 'task'",
+                expected="a different name for each task",
+                remedy=f"set name: {task.name}-2 in one of the guards" if guard.built_in else "rename it under 'task'",
             )
         if first.prompt_settings != task.prompt_settings:
             prompts = (

@@ -11,13 +11,13 @@ from pydantic import (
     ConfigDict,
     Field,
     TypeAdapter,
+    ValidationError,
     WithJsonSchema,
     field_validator,
     model_validator,
 )
 from pydantic.json_schema import SkipJsonSchema
 
-from mergegate.merge_core.architecture import TaskForm
 from mergegate.merge_core.errors import suggest
 from mergegate.tasks.evaluation import (
     AnyBuiltInTask,
@@ -139,7 +139,10 @@ class Guard(PromptSettings):
         """Move the settings of a built-in task to ``built_in``, and name the task after its data."""
         if not isinstance(settings, Mapping) or not isinstance(settings.get("task"), Mapping):
             return settings
-        task = TypeAdapter(AnyBuiltInTask).validate_python(settings["task"])
+        try:
+            task = TypeAdapter(AnyBuiltInTask).validate_python(settings["task"])
+        except ValidationError:  # pydantic finds the faults again in the field, and reports them with all others
+            return {**settings, "task": "built-in", "built_in": settings["task"]}
         rest = {key: value for key, value in settings.items() if key != "name"}
         return {"metric": f"{task.judged_by},none", **rest, "task": settings.get("name", task.name), "built_in": task}
 
@@ -149,6 +152,8 @@ class Guard(PromptSettings):
             return self
         if names := [name for name in (*PromptSettings.model_fields, "mean_over") if getattr(self, name) is not None]:
             raise ValueError(f"{names[0]} has no effect on a built-in task: remove it")
+        if self.metric != f"{self.built_in.judged_by},none":
+            raise ValueError("set the metric of a built-in task under 'task'")
         return self
 
     @field_validator("score_range")
@@ -166,11 +171,6 @@ class Guard(PromptSettings):
         if self.limit is not None and self.limit < self.upper_limit:
             raise ValueError(f"limit ({self.limit:g}) must be at least the margin ({self.upper_limit:g})")
         return self
-
-    @property
-    def form(self) -> TaskForm:
-        """What the task asks of a model."""
-        return self.built_in.form if self.built_in else "text"
 
     def content_key(self) -> object:
         # Prompt settings and documents are part of the keys of the scores. The names do not affect a verdict.
@@ -264,10 +264,27 @@ class EvaluateSettings(EvaluationSettings, GateRule):
 
     @model_validator(mode="after")
     def _check_allow_code(self) -> Self:
-        tasks = [guard.task for guard in self.tasks]
+        tasks = [guard.task for guard in self.tasks if guard.built_in is None]
+        if name := next((guard.task for guard in self.tasks if guard.built_in and guard.task in self.allow_code), None):
+            raise ValueError(f"{name!r} is allowed to run code, but a built-in task runs none: remove it")
         if name := next((name for name in self.allow_code if name not in tasks), None):
             advice = f"; {near}" if (near := suggest(name, tasks)) else ""
             raise ValueError(f"{name!r} is allowed to run code but not evaluated{advice}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_independence(self) -> Self:
+        """Require that no two tasks in the mean of a suite have the same documents: their drops are not independent."""
+        names: dict[str, str] = {}  # by the settings of a built-in task without its metric
+        for guard in self.tasks if self.rule == "suite" else ():
+            if guard.built_in is None or guard.advisory:
+                continue
+            first = names.setdefault(guard.built_in.model_dump_json(exclude={"metric"}), guard.task)
+            if first != guard.task:
+                raise ValueError(
+                    f"{first} and {guard.task} have the same documents, but the mean over all tasks treats them as "
+                    f"independent: set advisory: true for {guard.task}, or rule: each"
+                )
         return self
 
     @model_validator(mode="after")

@@ -111,6 +111,12 @@ GROUP: dict[str, Any] = {
     "group": "echoes",
     "aggregate_metric_list": [{"metric": "acc", "weight_by_size": False}],
 }
+RETRIEVAL = {"kind": "retrieval", "data": "queries.jsonl"}
+TWICE = {**GUARD, "task": {**RETRIEVAL, "metric": "mrr"}, "name": "queries-mrr"}
+QUERIES = "".join(
+    json.dumps({"query": f"find {number}", "positives": [f"a {number}"], "negatives": ["a stone"]}) + "\n"
+    for number in range(200)
+)
 DATA = "".join(json.dumps({"prompt": f"say {word}:", "answer": word}) + "\n" for word in 100 * ("ab", "cd", "ef", "gh"))
 
 
@@ -138,6 +144,12 @@ def in_evaluate(name: str, /, **settings: Any) -> Mistake:
 
 def in_guard(name: str, /, **changes: Any) -> Mistake:
     return in_profile(name, evaluate={"tasks": [but(GUARD, **changes)]})
+
+
+def in_built_in_task(name: str, task: Mapping[str, Any] = RETRIEVAL, /, **changes: Any) -> Mistake:
+    """Return a mistake in a guard with a built-in task."""
+    mistake = in_profile(name, evaluate={"tasks": [but(GUARD, task=dict(task), **changes)]})
+    return replace(mistake, kind="task", files={**mistake.files, "queries.jsonl": QUERIES})
 
 
 def in_recipe(name: str, recipe: Mapping[str, Any] = RECIPE, **changes: Any) -> Mistake:
@@ -571,4 +583,18 @@ MISTAKES: tuple[Mistake, ...] = (
     says("a price without a name", "plan", "recipe.yaml", "--price", "3"),
     says("an adapter of a missing model", "extract-lora", "./nowhere", "demo/models/base", "out", "--rank", "4"),
     says("a missing verification key", "verify", "demo", "--key", "release.pub"),
+    in_built_in_task("a retrieval task for text generators"),
+    in_built_in_task("a retrieval task of an unknown kind", {**RETRIEVAL, "kind": "retrival"}),
+    in_built_in_task("a retrieval task without a kind", {"data": "queries.jsonl"}),
+    in_built_in_task("a retrieval task with an unknown key", {**RETRIEVAL, "dta": "queries.jsonl"}),
+    in_built_in_task("a retrieval task with an unknown metric", {**RETRIEVAL, "metric": "ndgc@10"}),
+    in_built_in_task("a retrieval task without its file", {**RETRIEVAL, "data": "nowhere.jsonl"}),
+    in_built_in_task("a retrieval task whose metric is in the guard", metric="mrr"),
+    in_built_in_task("a retrieval task with a prompt setting", num_fewshot=2),
+    in_evaluate("the mean of two tasks with the same documents", tasks=[but(GUARD, task=RETRIEVAL), TWICE]),
+    says(
+        "results of lm-eval for a retrieval task",
+        *("gate", "merge=a", "reference=b", "--profile", "profile.yaml"),
+        files={"profile.yaml": written(but(PROFILE, evaluate={"tasks": [but(GUARD, task=RETRIEVAL)]}))},
+    ),
 )

@@ -8,7 +8,7 @@ the rankings.
 from mergegate.tasks.evaluation.built_in.contract import BuiltInScore, BuiltInTask, TaskDocument
 from mergegate.tasks.evaluation.built_in.leaf import BuiltInLeaf
 from mergegate.tasks.evaluation.built_in.mteb_task import MtebTask
-from mergegate.tasks.evaluation.built_in.registry import AnyBuiltInTask, built_in_schemas
+from mergegate.tasks.evaluation.built_in.registry import AnyBuiltInTask, built_in_schemas, built_in_tasks
 from mergegate.tasks.evaluation.built_in.retrieval import RetrievalTask
 from mergegate.tasks.evaluation.built_in.transcription import TranscriptionTask
 
@@ -22,4 +22,5 @@ __all__ = [
     "TaskDocument",
     "TranscriptionTask",
     "built_in_schemas",
+    "built_in_tasks",
 ]

@@ -1,6 +1,7 @@
 """List the kinds of built-in tasks."""
 
-from typing import Annotated, Any, TypeAlias
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeAlias, get_args
 
 from pydantic import Field
 
@@ -11,6 +12,11 @@ from mergegate.tasks.evaluation.built_in.transcription import TranscriptionTask
 
 AnyBuiltInTask: TypeAlias = Annotated[RetrievalTask | MtebTask | TranscriptionTask, Field(discriminator="kind")]
 _CLASSES: tuple[type[BuiltInTask], ...] = (RetrievalTask, MtebTask, TranscriptionTask)
+
+
+def built_in_tasks() -> Mapping[str, type[BuiltInTask]]:
+    """Return the class of each kind of built-in task, by the name under ``kind``."""
+    return {get_args(task.model_fields["kind"].annotation)[0]: task for task in _CLASSES}
 
 
 def built_in_schemas() -> list[dict[str, Any]]:

@@ -1,0 +1,260 @@
+"""Encoder-decoders answer as in lm-eval, whatever else is in the batch, and their merges equal those in memory."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as tf
+from kinds.taught import teach
+from kinds.tiny_kinds import letter_tokenizer, write
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
+from lm_eval_runs import run_lm_eval
+from tiny_models import write_jsonl
+
+from mergegate.merge_core import merge
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files import HashMemo, JournalLocation
+from mergegate.tasks.checkpoints import LoadedModel, Model, load_model, unload_models
+from mergegate.tasks.evaluation.backends.hf import wrap_model
+from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.harness import LongerAnswers, ScoringJob, score_documents
+from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+
+FAMILIES = ("t5", "bart")
+COUNT = 12
+WHOLE = DocumentRange(first=0, last=COUNT)
+# Sizes of the families whose merges are compared, besides those of ``tiny_kinds``.
+STACKS = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+STACKS |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64}
+T5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
+MERGED: dict[str, Callable[..., Any]] = {
+    "t5": lambda **ends: tf.T5ForConditionalGeneration(tf.T5Config(**T5, **ends)),
+    "untied t5": lambda **ends: tf.T5ForConditionalGeneration(
+        tf.T5Config(**T5, **ends, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
+    ),
+    "mt5": lambda **ends: tf.MT5ForConditionalGeneration(tf.MT5Config(**T5, **ends)),
+    "umt5": lambda **ends: tf.UMT5ForConditionalGeneration(tf.UMT5Config(**T5, **ends)),
+    "bart": lambda **ends: tf.BartForConditionalGeneration(tf.BartConfig(**STACKS, **ends)),
+    "mbart": lambda **ends: tf.MBartForConditionalGeneration(tf.MBartConfig(**STACKS, **ends)),
+    "pegasus": lambda **ends: tf.PegasusForConditionalGeneration(tf.PegasusConfig(**STACKS, **ends)),
+    "marian": lambda **ends: tf.MarianMTModel(tf.MarianConfig(**STACKS, **ends)),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = write(request.param, tmp_path_factory.mktemp("model") / "a")
+    model = Model(name=request.param, digest=str(directory), directory=directory)
+    with load_model(model, dtype="auto", device="cpu") as loaded_model:
+        yield loaded_model
+    unload_models()
+
+
+def prompts(longest: int = 50) -> list[str]:
+    rng = random.Random(1)
+    return ["".join(rng.choices("abcdef ", k=rng.randrange(1, longest))).strip() or "a" for _ in range(COUNT)]
+
+
+def rated() -> list[Instance]:
+    rng = random.Random(2)
+    answers = ["".join(rng.choices("abc", k=rng.randrange(1, 6))) for _ in range(COUNT)]
+    return [Instance("loglikelihood", {}, pair, 0) for pair in zip(prompts(), answers, strict=True)]
+
+
+def written(budget: int, **settings: Any) -> list[Instance]:
+    settings = {"until": ["\n"], "max_gen_toks": budget, **settings}
+    return [Instance("generate_until", {}, (prompt, settings), 0) for prompt in prompts()]
+
+
+def reference(loaded_model: LoadedModel) -> HFLM:
+    """lm-eval's own ``LM``, with one request at a time, so that nothing is padded."""
+    options: dict[str, Any] = {"backend": "seq2seq", "softmax_dtype": "float32", "batch_size": 1}
+    return HFLM(pretrained=loaded_model.network, tokenizer=loaded_model.tokenizer, **options)
+
+
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_rated_answers_have_the_likelihoods_of_lm_eval(loaded: LoadedModel, batch_size: int) -> None:
+    actual = wrap_model(loaded, Scoring(batch_size=batch_size)).loglikelihood(rated())
+    expected = reference(loaded).loglikelihood(rated())
+    assert [row[1] for row in actual] == [row[1] for row in expected]
+    assert [row[0] for row in actual] == pytest.approx([row[0] for row in expected], rel=1e-5)
+
+
+def test_generated_answers_are_those_of_lm_eval_up_to_the_budget(loaded: LoadedModel) -> None:
+    expected = reference(loaded).generate_until(written(12))
+    for batch_size in (1, 5):
+        lm = wrap_model(loaded, Scoring(batch_size=batch_size))
+        actual = lm.generate_until(written(12))
+        # lm-eval adds the length of the prompt to the budget.
+        for answer, longer in zip(actual, expected, strict=True):
+            assert longer.startswith(answer)
+            assert answer == longer or len(answer) in (11, 12)  # BART's last token is an end token
+
+
+def test_the_prompt_does_not_use_up_the_budget_of_an_answer(loaded: LoadedModel) -> None:
+    lm = wrap_model(loaded, Scoring(batch_size=4, max_length=20))
+    lm.generate_until([Instance("generate_until", {}, ("a" * 60, {"until": [], "max_gen_toks": 30}), 0)])
+    (end,) = lm.answer_ends
+    assert (end.reason, end.tokens) == ("length", 30)
+
+
+def test_an_answer_ends_where_the_decoder_has_no_more_positions(tmp_path: Path) -> None:
+    directory = write("bart", tmp_path / "bart")
+    with load_model(Model(name="b", digest="b", directory=directory), dtype="auto", device="cpu") as loaded_model:
+        positions = loaded_model.network.config.max_position_embeddings
+        lm = wrap_model(loaded_model, Scoring(batch_size=1))
+        lm.generate_until([Instance("generate_until", {}, ("a", {"until": [], "max_gen_toks": positions + 5}), 0)])
+        assert [(end.reason, end.tokens) for end in lm.answer_ends] == [("context", positions - 1)]
+        with pytest.raises(InvalidInput, match="answer to rate"):
+            lm.loglikelihood([Instance("loglikelihood", {}, ("a", "b" * (positions + 1)), 0)])
+
+
+def test_a_limit_on_prompt_and_answer_together_is_refused(loaded: LoadedModel) -> None:
+    with pytest.raises(InvalidInput, match="max_gen_toks"):
+        wrap_model(loaded, Scoring()).generate_until(written(5, max_length=20))
+
+
+def letters_task(directory: Path, kind: str, prompt_length: int = 30) -> EvalTask:
+    """Write and pin a task of ``COUNT`` documents, whose answers are generated or chosen."""
+    rows: list[dict[str, object]] = [
+        {
+            "word": word,
+            "right": number % 2,
+            "choices": ["AB", "CD"],
+            "answer": (word[:3].upper(), "no")[number % 3 == 2],
+        }
+        for number, word in enumerate(prompts(prompt_length))
+    ]
+    write_jsonl(directory / "rows.jsonl", rows)
+    lines = {
+        "chosen": "output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: right\n",
+        "generated": 'output_type: generate_until\ndoc_to_target: "{{answer}}"\n'
+        'generation_kwargs: {until: ["x"], max_gen_toks: 6}\n'
+        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n",
+    }
+    path = directory / f"{kind}.yaml"
+    path.write_text(
+        f"task: {kind}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: rows.jsonl}}}}\ntest_split: test\n"
+        f'doc_to_text: "{{{{word}}}}>"\n{lines[kind]}'
+    )
+    return pin_task(path.name, directory, HashMemo(directory / "hashes.db"))
+
+
+def job(directory: Path, task: EvalTask, journal: Path | None = None, **scoring: Any) -> ScoringJob:
+    model = Model(name="m", digest=str(directory), directory=directory)
+    location = JournalLocation(journal, "key") if journal else None
+    return ScoringJob(model, task, Scoring.model_validate({"batch_size": 4, **scoring}), WHOLE, "cpu", location)
+
+
+def score(scoring_job: ScoringJob) -> dict[tuple[int, str], Any]:
+    return {(row.doc_id, row.metric): row for row in score_documents(scoring_job, lambda done, of: None)}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["chosen", "generated"])
+def test_a_killed_part_resumes_from_its_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kind: str
+) -> None:
+    directory, task = write(family, tmp_path / "m"), letters_task(tmp_path, kind)
+    expected = score(job(directory, task))
+    with load_model(job(directory, task).model, dtype="auto", device="cpu") as loaded_model:
+        network = type(loaded_model.network)
+    calls, limit, compute = 0, 2, network.forward if kind == "chosen" else network.generate
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls > limit:
+            raise KeyboardInterrupt
+        return compute(self, *args, **kwargs)
+
+    monkeypatch.setattr(network, "forward" if kind == "chosen" else "generate", counted)
+    with pytest.raises(KeyboardInterrupt):
+        score(job(directory, task, tmp_path / "journal"))
+    calls, limit = 0, 1000
+    assert score(job(directory, task, tmp_path / "journal")) == expected
+    assert calls == (6 if kind == "chosen" else 3) - 2  # two choices per document, four requests per batch
+    unload_models()
+
+
+@pytest.mark.parametrize("kind", ["chosen", "generated"])
+def test_only_the_prompt_counts_towards_the_tokens_that_are_cut(tmp_path: Path, kind: str) -> None:
+    directory, task = write("t5", tmp_path / "m"), letters_task(tmp_path, kind)
+    rows = score(job(directory, task, max_length=10))
+    tokens = [len(word) + 2 for word in prompts(30)]  # '>' and an end token
+    cuts = {doc_id: row.prompt_cut for (doc_id, _), row in rows.items()}
+    assert cuts == {number: max(0, count - 10) for number, count in enumerate(tokens)}
+    unload_models()
+
+
+def test_longer_answers_have_the_larger_budget_whatever_the_prompt(tmp_path: Path) -> None:
+    directory, task = write("bart", tmp_path / "m"), letters_task(tmp_path, "generated")
+    first = job(directory, task, max_length=10)
+    assert {row.budgets for row in score(first).values()} == {(6,)}
+    longer = LongerAnswers({"generated": [0, 1, 2]}, {"generated": 12})
+    rows = score(ScoringJob(first.model, task, first.scoring, WHOLE, "cpu", None, longer))
+    assert {(row.ended, row.answer_tokens) for row in rows.values()} == {(("length",), (12,))}
+    unload_models()
+
+
+@pytest.mark.parametrize("family", MERGED)
+def test_a_merge_equals_the_average_in_memory(tmp_path: Path, family: str) -> None:
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
+    tokenizer = letter_tokenizer(ends=True)
+    networks = []
+    for name in "ab":
+        torch.manual_seed(ord(name))
+        network = MERGED[family](vocab_size=len(tokenizer), **ends)
+        if hasattr(network, "final_logits_bias"):
+            network.final_logits_bias.normal_()
+        network.save_pretrained(tmp_path / name)
+        tokenizer.save_pretrained(tmp_path / name)
+        networks.append(network)
+    (tmp_path / "recipe.yaml").write_text(
+        "merge_method: linear\ndtype: float32\nmodels:\n"
+        "- {model: a, parameters: {weight: 0.25}}\n- {model: b, parameters: {weight: 0.75}}\n"
+    )
+    merge(tmp_path / "recipe.yaml", tmp_path / "merge", device="cpu")
+    expected = networks[0]
+    with torch.no_grad():
+        states = [network.state_dict() for network in networks]
+        for name in {tensor.data_ptr(): name for name, tensor in states[0].items()}.values():  # tied ones once
+            states[0][name].copy_(0.25 * states[0][name] + 0.75 * states[1][name])
+    model = Model(name="merge", digest=str(tmp_path), directory=tmp_path / "merge")
+    ids = tokenizer(["some text", "more text"], return_tensors="pt", padding=True)["input_ids"]
+    with load_model(model, dtype="auto", device="cpu") as loaded_model, torch.no_grad():
+        arguments = {"input_ids": ids, "decoder_input_ids": ids[:, :4]}
+        actual = loaded_model.network.eval()(**arguments).logits
+        torch.testing.assert_close(actual, expected.eval()(**arguments).logits, rtol=1e-4, atol=1e-5)
+    unload_models()
+
+
+@pytest.mark.parametrize(("family", "batch_size"), [("t5", 16), ("bart", 1)])  # padding moves the positions of BART
+def test_lm_evals_command_has_the_same_scores(tmp_path: Path, family: str, batch_size: int) -> None:
+    tasks = [letters_task(tmp_path, kind) for kind in ("chosen", "generated")]
+    directory = write(family, tmp_path / "m")
+    tokenizer, network = (kind.from_pretrained(directory) for kind in (tf.AutoTokenizer, tf.AutoModelForSeq2SeqLM))
+    inputs = tokenizer([f"{word}>" for word in prompts(30)], return_tensors="pt", padding=True)
+    labels = tokenizer([word[:3].upper() for word in prompts(30)], return_tensors="pt", padding=True)["input_ids"]
+    mask = {"input_ids": inputs["input_ids"], "attention_mask": inputs["attention_mask"]}
+    teach(network, {**mask, "labels": labels.masked_fill(labels == tokenizer.pad_token_id, -100)})
+    network.save_pretrained(directory)
+    definitions = [task.definition for task in tasks if task.definition]
+    out = run_lm_eval(tmp_path / "out", directory, definitions, tmp_path / "scratch", batch_size=batch_size)
+    metrics = {"chosen": ("acc", "acc_norm"), "generated": ("exact_match",)}
+    for task in tasks:
+        (file,) = out.rglob(f"samples_{task.name}_*.jsonl")
+        samples = [json.loads(line) for line in file.read_text().splitlines()]
+        expected = {(row["doc_id"], f"{name},none"): row[name] for row in samples for name in metrics[task.name]}
+        actual = score(job(directory, task))
+        assert {key: actual[key].outcome for key in expected} == expected
+        assert 0 < sum(expected.values()) < len(expected)  # some answers are right, some wrong
+    unload_models()
