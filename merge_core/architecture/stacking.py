@@ -56,7 +56,7 @@ def check_described(config: Mapping[str, Any], depth: int, model: str) -> Family
         # In a network whose own use of layer numbers is known, the description of its text part is missing.
         text = container_text(config)
         is_inner = part.key is not None and (
-            find_family(config) is not None or text is not None and text[0] == part.key
+            find_family(config) is not None or (text is not None and text[0] == part.key)
         )
         typed_config = part.config if is_inner else config
         raise InvalidInput(
