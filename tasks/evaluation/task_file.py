@@ -7,10 +7,10 @@ lm-eval resolves them relative to its working directory.
 from __future__ import annotations
 
 import ast
-import os
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -253,8 +253,9 @@ def _named_pictures(file: Path) -> list[Path]:
     pictures: dict[Path, None] = {}
     for number, line in enumerate(read_plain(file, _MAX_DATA_BYTES).splitlines(), 1):
         for text in texts_in(parse_json_object(line, f"{file}: line {number}")) if line.strip() else ():
-            if text.lower().endswith(_PICTURES) and os.path.isfile(file.parent / text):  # False for impossible names
-                pictures[file.parent / text] = None
+            with suppress(OSError):  # a name that is too long
+                if text.lower().endswith(_PICTURES) and (picture := file.parent / text).is_file():
+                    pictures[picture] = None
     return list(pictures)
 
 
