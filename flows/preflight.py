@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from mergegate.flows.candidates import Candidate
 from mergegate.flows.profile import Profile
 from mergegate.merge_core import Finding, Recipe
-from mergegate.merge_core.architecture import TEXT_GENERATOR
+from mergegate.merge_core.architecture import TEXT_GENERATOR, TaskForm
 from mergegate.merge_core.errors import (
     EXIT_CODES,
     InvalidInput,
@@ -42,10 +42,12 @@ from mergegate.tasks.evaluation import (
     find_backend,
     find_contaminated_documents,
     find_repetition,
+    is_file_name,
     preview,
     repetition_findings,
     require_examples,
     resolve_prompt_settings,
+    task_form,
 )
 from mergegate.tasks.gate import PastGuardOutcome, drift_findings, needs_champion, power_findings, wear_findings
 from mergegate.tasks.merge import MergeSettings, numerics
@@ -481,10 +483,14 @@ class _Rules:
 
 def kind_demands(profile: Profile) -> tuple[KindDemand, ...]:
     """Return the parts of a profile that only some kinds of models have, in the order in which they run."""
-    demands = [
-        KindDemand(f"evaluate.tasks: {guard.name or guard.task}", f"a {guard.form} task", guard.form)
-        for guard in (profile.evaluate.tasks if profile.evaluate else ())
-    ]
+    demands = []
+    for guard in profile.evaluate.tasks if profile.evaluate else ():
+        form: TaskForm = "text"
+        with suppress(InvalidInput):  # A task that cannot be read is reported where it is pinned.
+            path = profile.root / guard.task if is_file_name(guard.task) else None
+            form = guard.built_in.form if guard.built_in else task_form(guard.task, path)
+        what = "a picture task" if form == "pictures" else f"a {form} task"
+        demands.append(KindDemand(f"evaluate.tasks: {guard.name or guard.task}", what, form))
     sections = (
         ("perplexity", "a perplexity", profile.perplexity),
         ("judge", "answers that a judge compares", profile.judge),

@@ -11,6 +11,7 @@ from pathlib import Path
 from mergegate.flows.cli.profile_draft import RecipeDraft, ThinkingDraft, recipe_drafts
 from mergegate.flows.cli.recipe_parents import clear_recipe
 from mergegate.merge_core import Checkpoint, load_recipe
+from mergegate.merge_core.architecture import text_part
 from mergegate.merge_core.checkpoint import find_thinking
 from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary
 from mergegate.merge_core.errors import MergegateError
@@ -84,7 +85,6 @@ def _thinking_draft(parent: ResolvedCheckpoint, checkpoint: Checkpoint) -> Think
     vocabulary = read_vocabulary(checkpoint.companions) if checkpoint.chat_template and parent.is_merged else None
     if vocabulary is None or (template := find_thinking(checkpoint.chat_template, vocabulary.ids)) is None:
         return None
-    config = checkpoint.config.get("text_config") or checkpoint.config
-    context = config.get("max_position_embeddings")
+    context = text_part(checkpoint.config).config.get("max_position_embeddings")
     half = context // 2 if isinstance(context, int) else _THINKING_BUDGET
     return ThinkingDraft(parent.name, template, max(1, min(_THINKING_BUDGET, half)))

@@ -35,12 +35,13 @@ KindName: TypeAlias = Literal[
     "other",
 ]
 
-TaskForm: TypeAlias = Literal["text", "retrieval", "transcription"]
-"""What a task asks of a model: to continue or rate texts, to rank texts for a query, or to write down speech."""
+TaskForm: TypeAlias = Literal["text", "pictures", "retrieval", "transcription"]
+"""What a task asks of a model: to continue or rate texts, to answer questions about pictures, to rank texts for a
+query, or to write down speech."""
 
 
 # What a task of a form tests besides text, in the words of ``ModelKind.senses``.
-_TESTED_SENSES: Mapping[TaskForm, tuple[str, ...]] = {"transcription": ("sound",)}
+_TESTED_SENSES: Mapping[TaskForm, tuple[str, ...]] = {"pictures": ("pictures",), "transcription": ("sound",)}
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,11 @@ class ModelKind:
     def noun(self) -> str:
         """Kind with an article, such as ``a vision-language model``."""
         return _NOUNS[self.name]
+
+    @property
+    def loading_library(self) -> str:
+        """Library with ``loader``, which may load models of another ``library``, such as classifiers of one label."""
+        return "transformers" if self.loader.startswith("Auto") else "sentence-transformers"
 
     @property
     def reads_text(self) -> bool:

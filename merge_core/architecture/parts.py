@@ -22,8 +22,9 @@ _BEFORE = frozenset({
 })  # fmt: skip
 _LAST_NORMS = frozenset({"norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "final_norm"})
 _AFTER = _LAST_NORMS | {"lm_head", "embed_out", "output", "score", "classifier"}
-# Parts of a path that identify a stack of layers outside the text network.
-_OTHER_SENSES = ("vision", "visual", "image", "vit", "audio", "speech", "mtp")
+# Parts of a path that identify a stack of layers that reads pictures or sound, or any stack outside the text network.
+_SENSES = ("vision", "visual", "image", "vit", "audio", "speech")
+_OTHER_STACKS = (*_SENSES, "mtp")
 # Layers for multi-token prediction contain this projection, which joins the last state with the next token's embedding.
 _JOINT = "eh_proj.weight"
 
@@ -32,6 +33,12 @@ def is_of_head(name: str) -> bool:
     """Return whether the tensor called ``name`` belongs to a head or a pooler, in which classes of a family differ."""
     words = name.split(".")
     return parse_layer_place(name) is None and not _BEFORE.intersection(words) and not _LAST_NORMS.intersection(words)
+
+
+def is_of_tower(name: str) -> bool:
+    """Return whether the tensor called ``name`` belongs to a layer that reads pictures or sound."""
+    place = parse_layer_place(name)
+    return place is not None and any(sense in place.stack for sense in _SENSES)
 
 
 def main_stack(checkpoint: Checkpoint, location: str) -> str:
@@ -122,4 +129,4 @@ def _depth(checkpoint: Checkpoint, stack: str, depth: int) -> int:
 
 
 def _is_beside(stack: str) -> bool:
-    return any(sense in stack for sense in _OTHER_SENSES)
+    return any(part in stack for part in _OTHER_STACKS)

@@ -12,15 +12,15 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
 from mergegate.merge_core.checkpoint.chat_template import DEFAULT, ChatTemplates, read_chat_templates
-from mergegate.merge_core.checkpoint.companions import Companions, list_companions, list_uncopied
+from mergegate.merge_core.checkpoint.companions import MODULES_FILE, Companions, list_companions, list_uncopied
 from mergegate.merge_core.checkpoint.configuration import read_config
 from mergegate.merge_core.checkpoint.derived_tensors import AnyTensor
 from mergegate.merge_core.checkpoint.heads import settle_head
 from mergegate.merge_core.checkpoint.pickled_file import read_pickled
 from mergegate.merge_core.checkpoint.quantized_tensors import decode_quantized
 from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor, read_header
-from mergegate.merge_core.errors import Finding, InvalidInput
-from mergegate.merge_core.parsing import JsonBounds, read_json
+from mergegate.merge_core.errors import Finding, InvalidInput, to_printable
+from mergegate.merge_core.parsing import JsonBounds, parse_json, read_json
 
 # The index of a mixture of 384 experts in 61 layers lists 70,000 tensors in 8 MB.
 _INDEX_BOUNDS = JsonBounds(size=64 << 20)
@@ -115,6 +115,8 @@ def open_checkpoint(
     if not directory.is_dir():
         raise InvalidInput(str(directory), found="the directory does not exist", expected="a checkpoint directory")
     companions = list_companions(directory)
+    if MODULES_FILE in companions:
+        _require_network_in_root(companions)
     config: Mapping[str, Any] = read_config(directory / "config.json")
     headers = remote_headers or {}
     index_name, single_name = INDEX_NAME, SINGLE_NAME
@@ -149,6 +151,20 @@ def open_checkpoint(
     table, config, decoding = decode_quantized(settled, config)
     templates, uncopied = read_chat_templates(companions), list_uncopied(directory, names)
     return Checkpoint(directory, config, table, companions, templates, uncopied, (*head_findings, *decoding))
+
+
+def _require_network_in_root(companions: Companions) -> None:
+    """Raise InvalidInput if the network is in the folder of a module, as older sentence-transformers saved it."""
+    modules = parse_json(companions.read(MODULES_FILE), companions.location(MODULES_FILE), bounds=JsonBounds())
+    first = modules[0] if isinstance(modules, list) and modules else None
+    folder = first.get("path") if isinstance(first, dict) else None
+    if isinstance(folder, str) and folder:
+        raise InvalidInput(
+            companions.location(MODULES_FILE),
+            found=f"the first module is in {to_printable(folder)}/",
+            expected="a network whose config.json and weights are next to modules.json",
+            remedy="save the model again: SentenceTransformer(directory).save_pretrained(new_directory)",
+        )
 
 
 def _read_headers(

@@ -8,7 +8,7 @@ The merge copies any other small file that is the same in every parent.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from mergegate.merge_core.checkpoint import (
     MODULES_FILE,
@@ -22,14 +22,18 @@ from mergegate.merge_core.checkpoint import (
     is_read_template,
 )
 from mergegate.merge_core.errors import Finding, InvalidInput, to_printable
-from mergegate.merge_core.parsing import JsonBounds, parse_json
-from mergegate.merge_core.plan.module_weights import is_module_weights
+from mergegate.merge_core.parsing import parse_json
+from mergegate.merge_core.plan.file_settings import (
+    BOUNDS,
+    INCIDENTAL_KEYS,
+    compare_file_settings,
+    is_processor_file,
+    processor_settings,
+)
+from mergegate.merge_core.plan.module_weights import module_reference
 from mergegate.merge_core.plan.special_ids import GENERATION
 from mergegate.merge_core.recipe import Recipe
 
-_BOUNDS = JsonBounds(size=96 << 20, values=4_000_000)
-# Keys of JSON files that record who wrote the file and when.
-_INCIDENTAL = ("transformers_version", "_from_model_config", "_name_or_path", "name_or_path", "__version__")
 _LABELS: Mapping[Kind, str] = {
     "tokenizer": "tokenizer files",
     "chat template": "chat templates",
@@ -45,11 +49,11 @@ _SHOWN = 8  # Number of files per parent, and of parents, that one finding lists
 
 
 def gather_companions(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, Checkpoint]) -> Companions:
-    """Return the files that a merge copies unchanged."""
+    """Return the files that a merge copies unchanged. The first of ``parents`` is the donor."""
     sources = dict(tokenizer.companions.only(lambda name: companion_kind(name) in TEXT_KINDS).sources)
     sources |= donor.companions.only(lambda name: companion_kind(name) in ("processor", "code")).sources
-    if (reference := _module_reference(donor, parents)) is not None:
-        sources |= reference.companions.only(lambda name: companion_kind(name) == "module").sources
+    if (reference := module_reference(next(iter(parents)), parents)) is not None:
+        sources |= parents[reference].companions.only(lambda name: companion_kind(name) == "module").sources
     for name, source in donor.companions.sources.items():
         contents = [_content(parent.companions, name) for parent in parents.values()] if name not in sources else []
         if companion_kind(name) in ("other", "module") and len(set(contents)) == 1 and None not in contents:
@@ -73,13 +77,21 @@ def tokenizer_donor(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> st
     return names[0] if names else str(recipe.donor)
 
 
-def lost_files(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, Checkpoint]) -> Iterator[Finding]:
+def lost_files(
+    donor: Checkpoint,
+    tokenizer: Checkpoint,
+    parents: Mapping[str, Checkpoint],
+    accepted_differences: Collection[str] = (),
+) -> Iterator[Finding]:
     """Yield a finding for each kind of file that parents have but the result lacks or has with other content.
 
-    Other checks compare tokenizers, chat templates and sentence-transformers modules by their meaning.
+    Other checks compare tokenizers and chat templates by their meaning. Files with settings are compared by setting.
+    The first of ``parents`` is the donor. ``accepted_differences`` are keys of settings that may differ.
     """
     carried = gather_companions(donor, tokenizer, parents)
-    yield from _module_findings(donor, parents)
+    yield from _unsupported_modules(parents)
+    yield from compare_file_settings(next(iter(parents)), parents, accepted_differences)
+    has_processor = bool(processor_settings(donor.companions))
     missing: dict[Kind, dict[str, list[str]]] = {}
     differing: dict[Kind, dict[str, list[str]]] = {}
     for reference, parent in parents.items():
@@ -91,6 +103,8 @@ def lost_files(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, C
                 continue
             if kind == "tokenizer" and not (is_binary_vocabulary(name) and has_vocabulary(carried.sources)):
                 continue  # Other formats repeat the same vocabulary. A missing tokenizer is a finding of its own.
+            if has_processor and is_processor_file(name) and processor_settings(parent.companions):
+                continue
             if kind == "generation settings" and _content(parent.companions, name) == "{}":
                 continue  # The file has only token ids.
             if name not in carried:
@@ -116,44 +130,16 @@ def lost_files(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, C
         )
 
 
-def _module_reference(donor: Checkpoint, parents: Mapping[str, Checkpoint]) -> Checkpoint | None:
-    """Return the checkpoint that provides the sentence-transformers modules: the donor if it has any."""
-    return next(
-        (checkpoint for checkpoint in (donor, *parents.values()) if MODULES_FILE in checkpoint.companions), None
-    )
-
-
-def _module_findings(donor: Checkpoint, parents: Mapping[str, Checkpoint]) -> Iterator[Finding]:
-    """Yield the reasons why a merge of embedding models would not be an embedding model.
+def _unsupported_modules(parents: Mapping[str, Checkpoint]) -> Iterator[Finding]:
+    """Yield a finding for each module in a folder that a merge does not copy.
 
     Raises InvalidInput if ``modules.json`` is not a list of modules.
     """
-    if (reference := _module_reference(donor, parents)) is None:
+    if (first := module_reference(next(iter(parents)), parents)) is None:
         return
-    first = next((name for name, parent in parents.items() if parent is reference), str(reference.directory))
-    reference_modules = _modules(reference)
-    for name, parent in parents.items():
-        if parent is reference or MODULES_FILE not in parent.companions:
-            continue
-        modules = _modules(parent)
-        differing = sorted(
-            file
-            for file in reference_modules.keys() | modules.keys()
-            if reference_modules.get(file) != modules.get(file)
-        )
-        blocks = any(file == MODULES_FILE or "/" in file for file in differing)
-        if differing:
-            yield Finding(
-                "block" if blocks else "warn",
-                f"{name}: {differing[0]}",
-                found=f"sentence-transformers modules differ from those of {first}: {_names(differing)}",
-                expected="the same modules in every model",
-                remedy="merge embedding models with the same pooling and additional layers"
-                if blocks
-                else f"check that the settings of {first}, which the result gets, are suitable",
-            )
+    reference = parents[first]
     location = reference.companions.location(MODULES_FILE)
-    listed_modules = parse_json(reference.companions.read(MODULES_FILE, _BOUNDS.size), location)
+    listed_modules = parse_json(reference.companions.read(MODULES_FILE, BOUNDS.size), location)
     if not isinstance(listed_modules, list) or not all(isinstance(module, dict) for module in listed_modules):
         raise InvalidInput(
             location, found=f"{listed_modules!r:.60}", expected="a list of sentence-transformers modules"
@@ -169,12 +155,6 @@ def _module_findings(donor: Checkpoint, parents: Mapping[str, Checkpoint]) -> It
             )
 
 
-def _modules(checkpoint: Checkpoint) -> dict[str, object]:
-    """Return the content of each file with settings of the sentence-transformers modules, by name."""
-    names = [name for name in checkpoint.companions if companion_kind(name) == "module" and not is_module_weights(name)]
-    return {name: _content(checkpoint.companions, name) for name in names}
-
-
 def _content(files: Companions, name: str) -> bytes | str | None:
     """Return the content of a file in comparable form: bytes, or normalized JSON; None if the file is missing."""
     if name not in files:
@@ -183,12 +163,12 @@ def _content(files: Companions, name: str) -> bytes | str | None:
     if not name.endswith(".json"):
         return content
     try:
-        value = parse_json(content, name, bounds=_BOUNDS)
+        value = parse_json(content, name, bounds=BOUNDS)
     except InvalidInput:
         return content
     if isinstance(value, dict):
         ids = "_token_id" if name == GENERATION else ()  # Token ids are compared as tokens elsewhere.
-        value = {key: item for key, item in value.items() if key not in _INCIDENTAL and not key.endswith(ids)}
+        value = {key: item for key, item in value.items() if key not in INCIDENTAL_KEYS and not key.endswith(ids)}
     return json.dumps(value, sort_keys=True)
 
 

@@ -13,8 +13,15 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from mergegate.merge_core.architecture import class_difference, differing_settings, has_own_head, vocabulary_size
-from mergegate.merge_core.checkpoint import DEFAULT, Checkpoint, Companions
+from mergegate.merge_core.architecture import (
+    class_difference,
+    differing_settings,
+    has_own_head,
+    is_base_class,
+    kind_of,
+    vocabulary_size,
+)
+from mergegate.merge_core.checkpoint import DEFAULT, MODULES_FILE, Checkpoint, Companions
 from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS, cached_tokenizers
 from mergegate.merge_core.errors import Finding, InvalidInput, finding_of, to_printable, worst_first
 from mergegate.merge_core.plan.companions import lost_files, tokenizer_donor
@@ -36,6 +43,8 @@ _TEMPLATE_KEY = "chat_template"
 # transformers classes that follow tokenizer.json and add no rules of their own.
 _TOKENIZERS_WITHOUT_RULES = ("PreTrainedTokenizer", "TokenizersBackend")
 _END = "eos_token_id"
+# Tasks of language models that other kinds of models are trained from.
+_PRETRAINED = ("text-generation", "fill-mask")
 _HEADS = {True: "an output head of its own", False: "no output head, because the embedding serves as the head"}
 
 
@@ -73,8 +82,8 @@ def plan_with_findings(
     """Plan the merge of ``recipe`` and check it, using only headers, configs and tokenizer files.
 
     ``checkpoints`` holds an opened checkpoint for every reference in the recipe, by ``str(ref)``. A missing checkpoint
-    is a blocking finding. ``accepted_differences`` are the keys of the tokenizer differences that a reviewer has
-    accepted, such as ``merges``, ``pre_tokenizer`` or ``chat_template``.
+    is a blocking finding. ``accepted_differences`` are the keys of the differences between tokenizers, prompts and
+    processors that a reviewer has accepted, such as ``merges``, ``chat_template``, ``prompts`` or ``image_mean``.
     """
     findings: list[Finding] = []
     sizes: list[Finding] = []
@@ -93,7 +102,8 @@ def plan_with_findings(
             findings += unused_tensors(part, tables, blocked)
             findings += _compare_templates(part, tables, accepted_differences)
             if part.recipe.output is None:  # An adapter has none of a model's files.
-                findings += lost_files(part.donor, part.tokenizer, parents_of(part.recipe, part.jobs, tables))
+                parents = parents_of(part.recipe, part.jobs, tables)
+                findings += lost_files(part.donor, part.tokenizer, parents, accepted_differences)
         if not blocked:
             plan = with_findings(assembled, checkpoints, problems)
     for document in (*recipe.steps, recipe):
@@ -108,6 +118,7 @@ def plan_with_findings(
                     findings += _compare_configs(donor, models[donor], name, checkpoint, aligned=aligned)
                     sizes += compare_sizes(donor, models[donor], name, checkpoint)
                 findings += _compare_forms(document, models[donor], name, checkpoint)
+        findings += _compare_kinds(document, models)
         compared = compare_to_donor(document, models, frozenset(accepted_differences))
         findings += compared.findings
         measurable += compared.pairs
@@ -116,6 +127,49 @@ def plan_with_findings(
     blocking_causes = {finding.cause for finding in findings if finding.severity == "block"}
     causes = [size for size in sizes if size.cause in blocking_causes]
     return PlannedMerge(worst_first([*causes, *findings]), plan, tuple(measurable))
+
+
+def _compare_kinds(document: Recipe, models: Mapping[str, Checkpoint]) -> Iterator[Finding]:
+    """Yield findings if the models of a recipe document are of different kinds.
+
+    The result has one kind, so it would lose what makes the others work: a pooling, or the head of a classifier. Two
+    kinds of networks fit nevertheless. A network without a head (``BertModel``), or without a class in its config,
+    has no kind of its own. The base may be the language model that the others were trained from, because task vectors
+    are differences of its weights.
+    """
+    kinds = {name: kind_of(model) for name, model in models.items() if name not in document.states}
+    donor = str(document.donor)
+    headless = [
+        name
+        for name, model in models.items()
+        if MODULES_FILE not in model.companions and (not model.class_name or is_base_class(model.class_name))
+    ]
+    own = {name: kind for name, kind in kinds.items() if name not in headless}
+    pretrained = document.base is not None and donor in own and own[donor].pipeline_tag in _PRETRAINED
+    fitting = {name: kind for name, kind in own.items() if not (pretrained and name == donor)} or own
+    if not fitting:
+        return
+    first = donor if donor in fitting else next(iter(fitting))
+    for name, kind in fitting.items():
+        # A different network is a finding of its own.
+        if kind.name != fitting[first].name and class_difference(models[first], models[name]) != "network":
+            yield Finding(
+                "block",
+                f"{name}: kind of model",
+                found=kind.noun,
+                expected=f"{fitting[first].noun}, like {first}",
+                remedy="merge models of one kind. Only the base may be the pretrained network of the others",
+            )
+    if fitting[first].name == "embedding":
+        for name in headless:
+            if document.base is None or name != donor:
+                yield Finding(
+                    "warn",
+                    f"{name}: {MODULES_FILE}",
+                    found="missing, so its pooling is unknown",
+                    expected=f"an embedding model with the pooling of {first}, which the result gets",
+                    remedy="make sure that the model was trained with this pooling",
+                )
 
 
 def _compare_configs(

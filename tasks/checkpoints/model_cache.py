@@ -30,7 +30,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, kind_of_directory
+from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, is_of_tower, kind_of_directory
 from mergegate.merge_core.checkpoint import MODULES_FILE
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import JsonBounds, parse_json, read_json, read_plain
@@ -42,7 +42,7 @@ SMALLER = "use a smaller batch_size or max_length, or dtype: bfloat16"  # Remedy
 
 _UNUSED_PACKAGES = ("boto3", "chardet", "redis", "scipy")
 _SENTENCE_TRANSFORMERS = 6  # Oldest major version.
-_WEIGHTS = ("*.safetensors", "[0-9]*_*/*.safetensors")  # Of the network and of its modules.
+_WEIGHTS = ("*.safetensors", "[0-9]*_*/*.safetensors")  # Weights of the network and of its modules.
 _SHARE = 0.5  # Share of the memory that models may use. The total is the memory available without any model.
 _SMALL = 10_000_000  # Parameters. Below this, synchronizing threads takes longer than computing a layer.
 
@@ -315,7 +315,7 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
     logging.set_verbosity_error()
     try:
         load = _load_transformer if kind.loader.startswith("Auto") else _load_sentence_transformer
-        loaded, missing = load(model, kind, dtype, device)
+        loaded, missing, ignored = load(model, kind, dtype, device)
     except InvalidInput:
         raise
     except Exception as error:
@@ -338,14 +338,27 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
         raise InvalidInput(
             location, found=f"{missing[0]} is missing or has a wrong shape{more}", expected="a complete checkpoint"
         )
+    if ignored:
+        more = f" (and {len(ignored) - 1} more tensors)" if len(ignored) > 1 else ""
+        raise InvalidInput(
+            location,
+            found=f"{type(loaded.network).__name__} does not read {ignored[0]}{more}, so it would not be evaluated",
+            expected="a class that reads all tensors",
+            remedy="compare architectures in config.json with a parent's",
+        )
     return loaded
 
 
-_Loaded = tuple[LoadedModel, Sequence[str]]
+# A loaded model, names of its tensors that the checkpoint lacks, and names in the checkpoint that it does not read.
+_Loaded = tuple[LoadedModel, Sequence[str], Sequence[str]]
 
 
 def _load_transformer(model: Model, kind: ModelKind, dtype: str, device: str) -> _Loaded:
-    """Load a model with transformers. Also return the names of its tensors that the checkpoint lacks."""
+    """Load a model with transformers.
+
+    transformers knows which tensors a class ignores on purpose. Text generators also ignore constants of earlier
+    releases, such as the masks of GPT-2, so for them only whole towers count.
+    """
     import transformers
 
     # transformers declares no return types for these calls, so mypy needs the annotations.
@@ -361,11 +374,13 @@ def _load_transformer(model: Model, kind: ModelKind, dtype: str, device: str) ->
     network, loading_info = getattr(transformers, kind.loader).from_pretrained(
         model.directory, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
     )
-    return LoadedModel(network.to(device).eval(), tokenizer, kind, processor), _missing_tensors(loading_info)
+    unexpected = sorted(map(str, loading_info["unexpected_keys"]))
+    ignored = [name for name in unexpected if kind.name != "text generator" or is_of_tower(name)]
+    return LoadedModel(network.to(device).eval(), tokenizer, kind, processor), _missing_tensors(loading_info), ignored
 
 
 def _load_sentence_transformer(model: Model, kind: ModelKind, dtype: str, device: str) -> _Loaded:
-    """Load an embedding model or a cross-encoder, with its modules, and return what ``_load_transformer`` does."""
+    """Load an embedding model or a cross-encoder, with its modules. Heads of its transformer may remain unused."""
     # Older versions run code next to a model even if it is not trusted.
     if int(_version_of("sentence-transformers").partition(".")[0]) < _SENTENCE_TRANSFORMERS:
         raise InvalidInput(
@@ -395,7 +410,7 @@ def _load_sentence_transformer(model: Model, kind: ModelKind, dtype: str, device
         )
     network.eval()
     missing = [name for info in infos for name in _missing_tensors(info)]
-    return LoadedModel(network, network.tokenizer, kind), _used_tensors(network, missing) if missing else []
+    return LoadedModel(network, network.tokenizer, kind), _used_tensors(network, missing) if missing else [], []
 
 
 def _version_of(package: str) -> str:

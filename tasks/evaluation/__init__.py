@@ -80,6 +80,7 @@ from mergegate.tasks.evaluation.task_definition import (
     pin_built_in,
     pin_task,
     read_definition,
+    task_form,
 )
 from mergegate.tasks.evaluation.task_loading import clusters_in_order, document_texts
 from mergegate.tasks.evaluation.text_overlap import find_occurring
@@ -173,6 +174,7 @@ __all__ = [
     "sample_ranges",
     "score_table",
     "split_documents",
+    "task_form",
     "task_prompts",
     "tokenize_task",
     "write_document_scores",

@@ -25,6 +25,7 @@ from typing import Any
 
 from mergegate.merge_core.files import RecordJournal
 from mergegate.tasks.evaluation.backends import DEFAULT_BUDGET, AnswerEnd
+from mergegate.tasks.evaluation.pictures import PicturePrompt, as_picture_prompt
 
 
 class JournalledModel:
@@ -107,6 +108,8 @@ class JournalledModel:
         self._answered = []
 
     def _answer_requests(self, kind: str, requests: Sequence[Any]) -> list[Any]:
+        for request in requests:
+            as_picture_prompt(request)
         names = [_name(kind, request.args) for request in requests]
         recorded = [queue.popleft() if (queue := self._recorded.get(name)) else None for name in names]
         ends = [AnswerEnd()] * len(requests)
@@ -224,9 +227,10 @@ def _name(kind: str, request: Sequence[Any]) -> str:
     from lm_eval.api.model import hash_args
 
     try:
-        return str(hash_args(kind, request))
+        name = str(hash_args(kind, request))
     except TypeError:  # the settings are not JSON
-        return repr((kind, request))
+        name = repr((kind, request))
+    return f"{name} {request[0].digest}" if isinstance(request[0], PicturePrompt) else name
 
 
 def _typed(kind: str, answer: Any) -> Any:

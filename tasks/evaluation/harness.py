@@ -38,6 +38,7 @@ from mergegate.tasks.evaluation.document_order import DocumentRange, documents_o
 from mergegate.tasks.evaluation.document_scores import DocumentScore, answer_of
 from mergegate.tasks.evaluation.lm_eval_tasks import judging_metrics, quiet, text_of, user_errors
 from mergegate.tasks.evaluation.metrics import check_all_scored, checked_score
+from mergegate.tasks.evaluation.pictures import as_picture_prompt, has_pictures, hash_with_pictures
 from mergegate.tasks.evaluation.settings import Scoring, resolve_prompt_settings
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.evaluation.task_loading import LoadedTask, cluster_of, documents_in_set, load_task
@@ -184,6 +185,7 @@ class _LargerBudgets:
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         context = getattr(self._lm, "shared_context", getattr(self._lm, "max_length", None))
         for request in requests:
+            as_picture_prompt(request)
             prompt, settings = request.args
             budget = self._budgets[request.task_name]
             if context is not None:
@@ -217,6 +219,13 @@ def score_loaded_documents(
     from lm_eval.evaluator import evaluate
 
     settings = resolve_prompt_settings(task.prompt_settings, scoring)
+    if any(map(has_pictures, loaded_task.leaves.values())) and not getattr(lm, "MULTIMODAL", False):
+        raise InvalidInput(
+            f"task {task.name} on {model}",
+            found="a task with pictures",
+            expected="a decoder that reads pictures, with evaluate.backend: hf",
+            remedy="use a task with text only",
+        )
     leaves = set_up_tasks(loaded_task, documents, lm, settings, scoring.seed)
     with user_errors(task):
         results = evaluate(
@@ -253,7 +262,16 @@ def score_loaded_documents(
             answers.append(AnsweredChoice(likelihoods, right) if likelihoods else None)
         right_probabilities = probabilities([sample.get("acc") for sample in samples], answers)
         no_probabilities = [None] * len(samples)
-        for sample, chance, probability in zip(samples, chances, right_probabilities or no_probabilities, strict=True):
+        hashes = [
+            hash_with_pictures(leaves[name], int(sample["doc_id"]), str(sample["prompt_hash"]))
+            if has_pictures(leaves[name])
+            else (str(sample["doc_hash"]), str(sample["prompt_hash"]))
+            for sample in samples
+        ]
+        probable = right_probabilities or no_probabilities
+        for sample, chance, probability, (doc_hash, prompt_hash) in zip(
+            samples, chances, probable, hashes, strict=True
+        ):
             values = {metric: sample[metric] for metric in sample["metrics"] if metric in directions}
             if probability is not None and PROBABILITY not in scored_metrics:
                 values[PROBABILITY] = probability
@@ -267,8 +285,8 @@ def score_loaded_documents(
                     task=name,
                     metric=label,
                     doc_id=int(sample["doc_id"]),
-                    doc_hash=str(sample["doc_hash"]),
-                    prompt_hash=str(sample["prompt_hash"]),
+                    doc_hash=doc_hash,
+                    prompt_hash=prompt_hash,
                     target_hash=str(sample["target_hash"]),
                     outcome=score,
                     cluster=cluster,

@@ -48,6 +48,7 @@ class ShippedNames:
         return iter({**self.tasks, **self.groups, **self.tags})
 
 
+@lru_cache(maxsize=64)
 def shipped_leaves(name: str) -> tuple[LeafConfig, ...]:
     """Return the tasks that belong to a task, group or tag of lm-eval, without duplicates."""
     leaves = {leaf.name: leaf for leaf in _leaves(name, {}, 0)}

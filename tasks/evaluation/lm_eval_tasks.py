@@ -10,6 +10,7 @@ from traceback import extract_tb
 from typing import Any, NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError
+from mergegate.tasks.evaluation.pictures import describe_prompt, has_pictures, hash_document, pictures_of
 from mergegate.tasks.evaluation.task_definition import EvalTask, read_definition
 
 
@@ -98,6 +99,13 @@ def text_of(task: Any, document: Mapping[str, Any]) -> DocumentText:
     """Return the prompt and the expected answer that lm-eval's ``task`` builds for ``document``."""
     from lm_eval.utils import handle_non_serializable, hash_string
 
+    if has_pictures(task):
+        pictures = pictures_of(task, document, f"task {task.config.task}")
+        return DocumentText(
+            prompt=describe_prompt(_as_text(task, document, task.doc_to_text(document)), pictures),
+            target=_as_text(task, document, task.doc_to_target(document)),
+            doc_hash=hash_document(document, pictures),
+        )
     serialized = json.dumps(document, indent=2, default=handle_non_serializable, ensure_ascii=False)
     return DocumentText(
         prompt=_as_text(task, document, task.doc_to_text(document)),

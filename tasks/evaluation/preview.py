@@ -22,9 +22,11 @@ from mergegate.merge_core.checkpoint import find_thinking
 from mergegate.merge_core.errors import InvalidInput, MergegateError
 from mergegate.merge_core.parsing import flow_yaml
 from mergegate.tasks.checkpoints import TellProgress
+from mergegate.tasks.evaluation.backends.picture_reader import encode_prompts, load_processor
 from mergegate.tasks.evaluation.backends.thinking import require_visible
 from mergegate.tasks.evaluation.document_scores import BUDGET_FACTOR
 from mergegate.tasks.evaluation.lm_eval_tasks import quiet, text_of, user_errors
+from mergegate.tasks.evaluation.pictures import PicturePrompt, as_picture_prompt, split_at_placeholders
 from mergegate.tasks.evaluation.process import call_with_task_data
 from mergegate.tasks.evaluation.settings import ResolvedPromptSettings, Scoring, resolve_prompt_settings
 from mergegate.tasks.evaluation.stage import CountLimit
@@ -131,6 +133,7 @@ def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_pro
             raise InvalidInput(f"task {task.name}", found="no document", expected="data with documents")
         name, position = first
         if task.built_in is not None:
+            task.built_in.check_model(tokenizer.name, tokenizer.directory, loaded.leaves[name].eval_docs)
             document = loaded.leaves[name].eval_docs[position]
             asked, target = task.built_in.prompt_of(document), task.built_in.target_of(document)
             tokens = len(loaded_tokenizer(asked)["input_ids"])
@@ -170,7 +173,12 @@ def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_pro
                 fewshot_as_multiturn=prompting.is_multiturn,
                 chat_template=_template_of(reader, task, tokenizer) if prompting.is_chat else None,
             )
+            as_picture_prompt(leaf.instances[0])
             prompt, *continuations = leaf.instances[0].args
+            tokens = len(loaded_tokenizer(str(prompt))["input_ids"])
+            if isinstance(prompt, PicturePrompt):
+                processor = load_processor(tokenizer.name, tokenizer.directory)
+                tokens = encode_prompts(processor, [prompt])["input_ids"].shape[1]
             instruction = " ".join((prompting.system_instruction or "").split())
             if instruction not in " ".join(str(prompt).split()):  # lm-eval drops it if a template rejects it
                 raise InvalidInput(
@@ -187,7 +195,7 @@ def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_pro
             leaf=name,
             prompt=str(prompt)[:_LONGEST],
             answer=str(answer)[:_LONGEST],
-            tokens=len(loaded_tokenizer(str(prompt))["input_ids"]),
+            tokens=tokens,
             room=room.get(name),
             budget=answer_budget(leaf.get_config("generation_kwargs")) if name in room else None,
             warnings=tuple(_warnings(loaded_tokenizer, prompting, leaf, tokenizer.name)),
@@ -214,6 +222,8 @@ def _template_of(reader: Any, task: EvalTask, source: TokenizerSource) -> Callab
 
     def apply_template(history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         try:
+            if reader.reads_pictures:
+                history = split_at_placeholders(history)
             return str(HFLM.apply_chat_template(reader, history, add_generation_prompt=add_generation_prompt))
         except MergegateError:
             raise

@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.util import find_spec
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated
@@ -59,6 +60,9 @@ from mergegate.tasks.evaluation.task_data import DataSource, TaskData, revision_
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.stage import Runtime, StageValue, advance, join_progress, stage, value_stage, versions
 from mergegate.tasks.store import Artifact, NotInKey
+
+# Modules of the packages that prepare pictures, by distribution.
+_PICTURE_LIBRARIES = {"pillow": "PIL", "torchvision": "torchvision"}
 
 
 class TaskScore(BaseModel):
@@ -170,7 +174,13 @@ class Scores(StageValue):
 
     def summary(self) -> str:
         own = [score for score in self.tasks if score.metric != f"{PROBABILITY},none"]  # accuracy, not confidence
-        scores = [f"{score.task} {100 * score.score:.1f}" for score in own]
+        names = [score.task for score in own]
+        scores = [
+            f"{score.task} {score.metric.partition(',')[0]} {100 * score.score:.1f}"
+            if names.count(score.task) > 1
+            else f"{score.task} {100 * score.score:.1f}"
+            for score in own
+        ]
         ends = [
             text
             for ends in self.ends.values()
@@ -342,7 +352,11 @@ def with_backend(scoring: Scoring, runtime: Runtime) -> Runtime:
 def _with_libraries(task: EvalTask, scoring: Scoring, runtime: Runtime) -> Runtime:
     """Add to ``runtime`` the versions of the libraries that score ``task``: those of its own, or of the backend."""
     if task.built_in is None:
-        return with_backend(scoring, runtime)
+        runtime = with_backend(scoring, runtime)
+        if task.form != "pictures":
+            return runtime
+        names = (name for name, module in _PICTURE_LIBRARIES.items() if find_spec(module))
+        return runtime.model_copy(update={"libraries": {**runtime.libraries, **versions(*names)}})
     return runtime.model_copy(update={"libraries": {**runtime.libraries, **versions(*task.built_in.libraries)}})
 
 

@@ -1,13 +1,14 @@
 """Decide from its configuration alone whether an lm-eval task can guard a release.
 
 A gate compares models document by document. A task is therefore supported if lm-eval's score is the mean of one
-number per document, under a metric with a direction, for text only, with software that is installed here. Every other
-task is refused with a reason before anything is loaded. Problems that only the data or the task's Python code reveal,
-such as a dataset without the fields that a template names, are reported when the data is loaded.
+number per document, under a metric with a direction, for text or pictures, with software that is installed here.
+Every other task is refused with a reason before anything is loaded. Problems that only the data or the task's Python
+code reveal, such as a dataset without the fields that a template names, are reported when the data is loaded.
 """
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,12 +17,20 @@ from typing import Any, Literal
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
+from mergegate.tasks.evaluation.backends import find_backend
 from mergegate.tasks.evaluation.code_permission import allow_code, allow_code_advice, find_unconfined_code
 from mergegate.tasks.evaluation.declared_metrics import declared_metrics
 from mergegate.tasks.evaluation.lm_eval_index import LeafConfig, shipped_leaves, shipped_names
 from mergegate.tasks.evaluation.mirror import base_names, find_dataset
 from mergegate.tasks.evaluation.settings import PromptSettings, Scoring, resolve_prompt_settings
-from mergegate.tasks.evaluation.task_definition import EvalTask, is_file_name, named_data, pin_task, read_definition
+from mergegate.tasks.evaluation.task_definition import (
+    EvalTask,
+    is_file_name,
+    named_data,
+    pin_task,
+    read_definition,
+    task_form,
+)
 from mergegate.tasks.evaluation.task_file import Function, texts_in
 from mergegate.tasks.evaluation.task_requirements import (
     NO_REQUIREMENTS,
@@ -40,7 +49,7 @@ class UnsupportedReason(StrEnum):
     PERPLEXITY = "perplexity of running text"
     CODE = "code (allow_code)"
     UNCONFINED_CODE = "runs code outside the sandbox"
-    MEDIA = "pictures or sound"
+    SOUND = "sound"
     PYTHON_CLASS = "written in Python, without a configuration"
     OTHER_LIBRARY = "another library's tasks"
     GENERATED_DATA = "makes its documents on lm-eval's command line"
@@ -75,8 +84,18 @@ def refusal_of(
         )
     if "class" in config:
         return Refusal(UnsupportedReason.PYTHON_CLASS, "a Python class, which does not declare its metrics", _LEAVE)
-    if config.get("doc_to_image") or config.get("doc_to_audio"):
-        return Refusal(UnsupportedReason.MEDIA, "documents with pictures or sound", "name a task with text only")
+    if config.get("doc_to_audio"):
+        return Refusal(
+            UnsupportedReason.SOUND,
+            "documents with sound",
+            "judge speech by a transcription task (kind: transcription), or name a task without sound",
+        )
+    if config.get("doc_to_image") and importlib.util.find_spec("PIL") is None:
+        return Refusal(
+            UnsupportedReason.PACKAGE,
+            "documents with pictures, for which Pillow is not installed",
+            "pip install 'mergegate[pictures]'; or remove the task",
+        )
     if config.get("unsafe_code"):
         functions = [text.rpartition(".") for text in texts_in(config) if text.startswith("/")]
         if way := find_unconfined_code((Path(f"{file}.py"), function) for file, _, function in functions):
@@ -208,9 +227,35 @@ def require_effect(
 
     Raises:
         InvalidInput: If few-shot examples are set for a task that fixes their number at 0, generation settings for
-            a task that generates no answers, or ``enable_thinking`` for a task that scores given answers.
+            a task that generates no answers, or ``enable_thinking`` for a task that scores given answers; or if a task
+            with pictures has another backend than ``hf``, no chat template, or few-shot examples.
     """
-    resolved = resolve_prompt_settings(settings, scoring or Scoring())
+    scoring = scoring or Scoring()
+    resolved = resolve_prompt_settings(settings, scoring)
+    path = (root / task).absolute() if is_file_name(task) else None
+    if task_form(task, path) == "pictures":
+        location = f"evaluate.tasks: {task}"
+        if not find_backend(scoring.backend).reads_pictures:
+            raise InvalidInput(
+                f"{location}: backend {scoring.backend}",
+                found="a task with pictures, which this backend does not pass to the model",
+                expected="evaluate.backend: hf",
+                remedy="use backend: hf, or a task with text only",
+            )
+        if not resolved.is_chat:
+            raise InvalidInput(
+                f"{location}: apply_chat_template",
+                found="no chat template for a task with pictures",
+                expected="a chat template, which inserts the model's own tokens for each picture",
+                remedy="apply_chat_template: true for this task, or evaluate.chat_template: true",
+            )
+        if resolved.num_fewshot:
+            raise InvalidInput(
+                f"{location}: num_fewshot",
+                found=f"{resolved.num_fewshot} for a task with pictures",
+                expected="0, because lm-eval passes no pictures of few-shot examples",
+                remedy="num_fewshot: 0 for this task",
+            )
     if resolved.enable_thinking and not generates_answers(task, root):
         raise InvalidInput(
             f"evaluate.tasks: {task}: enable_thinking",

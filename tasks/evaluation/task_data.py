@@ -23,6 +23,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.files import sha256_file
+from mergegate.tasks.evaluation.pictures import has_pictures, hash_document, pictures_of
 from mergegate.tasks.store import digest
 
 _COMMIT = r"(?:^|[@/])([0-9a-f]{40})(?:/|$)"
@@ -71,6 +72,10 @@ def digest_of_leaves(leaves: Mapping[str, Any]) -> str:
         hasher.update(_line({"task": name, "version": str(leaf.VERSION), "config": config}))
         for kind, documents in (("document", leaf.eval_docs), ("example", getattr(sampler, "df", None) or ())):
             for document in documents:
+                if kind == "document" and has_pictures(leaf):  # a document may only name its pictures
+                    pictures = pictures_of(leaf, document, f"task {name}")
+                    hasher.update(_line({kind: hash_document(document, pictures)}))
+                    continue
                 hasher.update(_line({kind: _plain(document)}))
     return hasher.hexdigest()
 

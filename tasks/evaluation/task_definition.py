@@ -76,14 +76,14 @@ class EvalTask(BaseModel):
         return self.original_name or self.name
 
     @property
-    def form(self) -> TaskForm:
-        """What the task asks of a model."""
-        return self.built_in.form if self.built_in else "text"
-
-    @property
     def data(self) -> TaskData | None:
         """Digest and sources of the loaded data; None if the task has not been loaded."""
         return TaskData(digest=self.data_digest, sources=self.sources) if self.data_digest else None
+
+    @property
+    def form(self) -> TaskForm:
+        """What the task asks of a model. A model of a kind without this form cannot be scored."""
+        return self.built_in.form if self.built_in is not None else task_form(self.in_lm_eval, self.definition)
 
     @property
     def is_local(self) -> bool:
@@ -153,6 +153,20 @@ def _require_shipped(task: str) -> None:
 def is_file_name(task: str) -> bool:
     """Return whether a task in a profile is a YAML file rather than the name of a task that lm-eval ships."""
     return task.endswith((".yaml", ".yml"))
+
+
+def task_form(task: str, definition: Path | None) -> TaskForm:
+    """Return what a task of lm-eval asks of a model: with pictures in the documents of any task below it, ``pictures``.
+
+    ``task`` is the name in lm-eval. ``definition`` is the YAML file; None for a task that lm-eval ships.
+
+    Raises:
+        InvalidInput: If the definition cannot be read or the name is unknown.
+    """
+    if definition is None:
+        _require_shipped(task)
+    leaves = read_definition(definition).leaves if definition else shipped_leaves(task)
+    return "pictures" if any(leaf.config.get("doc_to_image") for leaf in leaves) else "text"
 
 
 def named_data(task: str, definition: Path | None) -> tuple[TaskDataset, ...]:

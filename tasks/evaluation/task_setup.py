@@ -16,6 +16,7 @@ from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.tasks.evaluation.backends import DEFAULT_BUDGET, find_backend, find_thought_end
+from mergegate.tasks.evaluation.pictures import has_pictures
 from mergegate.tasks.evaluation.settings import ResolvedPromptSettings, Scoring
 from mergegate.tasks.evaluation.task_loading import LoadedTask
 
@@ -53,6 +54,7 @@ def set_up_tasks(
     answering_lm.think_end_token = prompting.think_end_token
     answering_lm.thought_end = thought_end
     leaves = {name: loaded_task.leaves[name] for name in documents}
+    answering_lm.reads_pictures = any(map(has_pictures, leaves.values()))
     random.seed(seed)
     np.random.seed(seed)  # lm-eval's tasks draw from the global state
     torch.manual_seed(seed)
@@ -60,6 +62,13 @@ def set_up_tasks(
         # As on lm-eval's command line, a task with num_fewshot: 0 never gets examples.
         own = loaded_task.fewshot[name]
         count = prompting.num_fewshot if prompting.num_fewshot is not None and own != 0 else own
+        if count and has_pictures(leaf):
+            raise InvalidInput(
+                f"evaluate.tasks: {name}: num_fewshot",
+                found=f"{count} for a task with pictures",
+                expected="0, because lm-eval passes no pictures of few-shot examples",
+                remedy="set num_fewshot: 0 for this task",
+            )
         leaf.set_config(key="num_fewshot", value=count or 0)
         if loaded_task.generation[name] is not None:
             context = getattr(lm, "shared_context", getattr(lm, "max_length", None))

@@ -24,6 +24,7 @@ from mergegate.tasks.evaluation.choice_probability import choices_of
 from mergegate.tasks.evaluation.harness import progress_to, score_loaded_documents
 from mergegate.tasks.evaluation.lm_eval_tasks import quiet, user_errors
 from mergegate.tasks.evaluation.metrics import choose_metrics
+from mergegate.tasks.evaluation.pictures import has_pictures
 from mergegate.tasks.evaluation.settings import ResolvedPromptSettings, Scoring, resolve_prompt_settings
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.evaluation.task_loading import LoadedTask, evaluated_documents, load_task
@@ -102,6 +103,13 @@ def tokenize_task(task: EvalTask, scoring: Scoring, loaded_model: LoadedModel, *
                 by_leaf.setdefault(leaf, []).append(document)
             prompting = resolve_prompt_settings(task.prompt_settings, scoring)
             leaves = set_up_tasks(loaded_task, by_leaf, lm, prompting, scoring.seed)
+            if any(map(has_pictures, leaves.values())):
+                raise InvalidInput(
+                    f"task {task.name}",
+                    found="documents with pictures",
+                    expected="a task with text only, whose prompts are tokenized once for all candidates",
+                    remedy="search with text tasks, and guard the release with the pictures",
+                )
             with user_errors(task):
                 for name, leaf in leaves.items():
                     documents |= _tokenize_leaf(name, leaf, by_leaf[name], lm, prompting)

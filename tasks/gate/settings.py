@@ -18,7 +18,6 @@ from pydantic import (
 )
 from pydantic.json_schema import SkipJsonSchema
 
-from mergegate.merge_core.architecture import TaskForm
 from mergegate.merge_core.errors import suggest
 from mergegate.tasks.evaluation import (
     AnyBuiltInTask,
@@ -172,11 +171,6 @@ class Guard(PromptSettings):
         if self.limit is not None and self.limit < self.upper_limit:
             raise ValueError(f"limit ({self.limit:g}) must be at least the margin ({self.upper_limit:g})")
         return self
-
-    @property
-    def form(self) -> TaskForm:
-        """What the task asks of a model."""
-        return self.built_in.form if self.built_in else "text"
 
     def content_key(self) -> object:
         # Prompt settings and documents are part of the keys of the scores. The names do not affect a verdict.

@@ -185,6 +185,8 @@ def describe_untested(kind: ModelKind, forms: Iterable[TaskForm]) -> str:
 
     For example: ``only text was tested: no task tests how the merge reads pictures``.
     """
+    if not kind.senses:
+        return ""  # without reading the definitions of the tasks
     tested = set(forms)
     if not (senses := kind.untested_senses(tested)):
         return ""

@@ -17,12 +17,14 @@ NEXT_TOKENS: Literal["next tokens"] = "next tokens"
 _CAUSE = "the kind of the merge"
 _FORM_NOUNS: Mapping[TaskForm, str] = {
     "text": "text tasks",
+    "pictures": "picture tasks",
     "retrieval": "retrieval tasks",
     "transcription": "transcription tasks",
 }
 # A guard for a form of task, as a user would write it.
 EXAMPLES: Mapping[TaskForm, str] = {
     "text": "{task: arc_easy, guarded_by: best parent}",
+    "pictures": "{task: questions_about_pictures.yaml, guarded_by: best parent}",
     "retrieval": "{task: {kind: retrieval, data: queries.jsonl, metric: ndcg@10}, guarded_by: best parent}",
     "transcription": "{task: {kind: transcription, data: recordings.jsonl}, guarded_by: best parent}",
 }

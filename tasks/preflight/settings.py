@@ -33,14 +33,14 @@ class CodeSettings(BaseModel):
 
 
 class TokenizerSettings(BaseModel):
-    """Accepted differences between tokenizers, after a review."""
+    """Accepted differences between tokenizers, prompts and processors, after a review."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     accepted: tuple[str, ...] = Field(
         default=(),
-        description="Parts in which tokenizers may differ: merges, normalizer, pre_tokenizer, vocabulary, "
-        "chat_template, ... (the findings name them).",
+        description="Parts in which tokenizers, prompts and processors may differ: merges, normalizer, pre_tokenizer, "
+        "vocabulary, chat_template, prompts, image_mean, ... (the findings name them).",
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from mergegate.tasks.checkpoints import PinnedCheckpoint
 from mergegate.tasks.publish.content import ReleaseFile
 from mergegate.tasks.publish.provenance import MergeRelease
-from mergegate.tasks.report import ReportContent
+from mergegate.tasks.report import ReportContent, wording
 
 
 def bill_of_materials(
@@ -38,7 +38,10 @@ def bill_of_materials(
         )
         for parent in parents
     ]
-    metrics = {f"{score.task}: {score.metric}": score.score for score in (merge.scores.tasks if merge.scores else ())}
+    metrics = {
+        f"{score.task}: {wording.metric_name(score.metric, content.kind)}": score.score
+        for score in (merge.scores.tasks if merge.scores else ())
+    }
     description = f"A merge made without training: {content.method}."
     return _bill(files, content, _model(content, description, license, ancestors, metrics))
 
@@ -51,7 +54,7 @@ def variant_bill_of_materials(
 ) -> str:
     """Return the content of ``bom.json`` for a release of quantized variants, whose only ancestor is ``merge``."""
     metrics = {
-        f"{verdict.type}: {guard.task}: {guard.metric}": guard.merge_score
+        f"{verdict.type}: {guard.task}: {wording.metric_name(guard.metric, content.kind)}": guard.merge_score
         for verdict in content.variants
         if verdict.publishable and verdict.gate
         for guard in verdict.gate.all_guards

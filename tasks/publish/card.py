@@ -12,7 +12,7 @@ from mergegate.merge_core.architecture import TEXT_GENERATOR
 from mergegate.merge_core.checkpoint import MODULES_FILE, companion_kind
 from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation, ObligationKind
 from mergegate.tasks.publish.card_metadata import CardMetadata
-from mergegate.tasks.publish.card_scores import escape, markdown_table, quality_section
+from mergegate.tasks.publish.card_scores import escape, markdown_table, quality_section, untested_sentence
 from mergegate.tasks.publish.loading_code import loading_code
 from mergegate.tasks.report import ReportContent
 from mergegate.tasks.serve import SERVED_AS_LORA
@@ -106,7 +106,7 @@ def model_card(
     sections += [
         f"## How to load it\n\n{_loading(content, files, publication, is_adapter=is_adapter)}",
         f"## Evaluation\n\n{quality_section(content)}",
-        f"## Limits\n\n{_LIMITS}",
+        f"## Limits\n\n{_LIMITS}{f'{chr(10)}* {note}' if (note := untested_sentence(content)) else ''}",
         f"## How it was made\n\n{_sources(content, license)}\n\n{code_block(content.recipe.strip(), 'yaml')}",
         f"## License\n\n{license_section(license, missing, files)}",
         f"## How to verify it\n\n{code_block(chr(10).join(commands), 'sh')}\n\n{notes}",

@@ -26,6 +26,8 @@ def quality_section(content: ReportContent) -> str:
     parts = [f"**{wording.title(verdict)}.** {escape(wording.sentence(content))}"]
     if reasons := verdict.reasons[1:]:
         parts.append("\n".join(f"* {escape(reason)}" for reason in reasons))
+    if verdict.untested_note:
+        parts.append(f"**Not tested.** {untested_sentence(content)}")
     parts += [part for part in (_scores(content), wording.selection_note(content), _guards(content)) if part]
     drift = verdict.drift
     if models := tuple(model for model in content.models if model.likelihoods is not None):
@@ -54,6 +56,12 @@ def quality_section(content: ReportContent) -> str:
         lines.append(f"* Serving test{server}: {passed} of {len(content.served)} checks passed.{mode}")
     parts += ["\n".join(lines)] if lines else []
     return "\n\n".join(parts)
+
+
+def untested_sentence(content: ReportContent) -> str:
+    """Return the sentence about what no task tests, such as how the merge reads pictures. Empty if there is nothing."""
+    note = content.verdict.untested_note
+    return f"{escape(note[0].upper() + note[1:])}." if note else ""
 
 
 def score_interval(score: TaskScore) -> tuple[float, float]:
@@ -108,8 +116,10 @@ def _scores(content: ReportContent) -> str:
             row.append(shown + interval)
         rows.append(row)
     columns = ("task", "metric", "documents", *(_model_label(model) for model in models))
-    shares = "Shares of correct answers are" if content.kind.reads_text else "Scores and error rates are"
-    note = f"The brackets contain 95 % intervals. {shares} in points (0 to 100)."
+    what = "Shares of correct answers" if content.kind.reads_text else "Scores and error rates"
+    note = f"The brackets contain 95 % intervals. {what} are in points (0 to 100)."
+    if not content.kind.reads_text:
+        note += " Each is the mean over the documents."
     return f"### Scores\n\n{markdown_table(columns, rows, len(models) + 1)}\n\n{note}"
 
 
@@ -123,7 +133,11 @@ def _guards(content: ReportContent) -> str:
         return ""
     columns = ("task", "reference", "documents", "drop", "max_drop", "margin", "verdict")
     table = markdown_table(columns, guard_rows(content.verdict), 5)
-    return f"### Verdicts\n\n{table}\n\n{guard_note(guards[0].confidence, 'the reference', 'this merge')}"
+    notes = (
+        guard_note(guards[0].confidence, "the reference", "this merge"),
+        wording.error_rate_note(content.verdict, content.kind),
+    )
+    return f"### Verdicts\n\n{table}\n\n{' '.join(filter(None, notes))}"
 
 
 def guard_rows(verdict: GateVerdict) -> list[tuple[str, ...]]:

@@ -35,14 +35,16 @@ def render(content: ReportContent) -> str:
     if scoring:
         examples = "the tasks' own" if scoring.num_fewshot is None else str(scoring.num_fewshot)
         sample = f"a fixed random sample of documents, at first {scoring.first_look} per task"
+        prompts = [f"{examples} few-shot examples", "chat template" if scoring.chat_template else "no chat template"]
+        length = [f"at most {scoring.max_length} tokens"] if scoring.max_length else []
+        by_text, library = content.kind.reads_text, content.kind.loading_library
         parts = [
-            f"lm-eval, {scoring.backend} backend",
+            f"lm-eval, {scoring.backend} backend" if by_text else f"the model loaded by {library}",
             sample if scoring.first_look is not None else "all documents",
-            f"{examples} few-shot examples",
-            "chat template" if scoring.chat_template else "no chat template",
+            *(prompts if by_text else []),
             f"dtype {scoring.dtype}",
             f"batch size {scoring.batch_size}",
-            *([f"at most {scoring.max_length} tokens"] if scoring.max_length else []),
+            *(length if by_text else []),
         ]
         scored_how = ". ".join([", ".join(parts), *(f"{task} has {setup}" for task, setup in content.asked.items())])
         scored_how = ". ".join(filter(None, (scored_how, wording.selection_note(content).removesuffix("."))))

@@ -92,7 +92,7 @@ def task_rows(content: ReportContent) -> tuple[TaskRow, ...]:
         by_model = scores.get((task, metric), {})
         higher = all(score.higher_is_better for score in by_model.values())
         # Accuracies are displayed as points. A perplexity or a word count is not scaled.
-        in_points = higher and all(0 <= score.score <= 1 for score in by_model.values())
+        in_points = all(wording.is_share(score, content.kind) for score in by_model.values())
         ranked = [by_model[model.name].score for model in models if model.role != "merge" and model.name in by_model]
         best = (max if higher else min)(ranked) if len(ranked) > 1 else None
 
@@ -114,7 +114,8 @@ def task_rows(content: ReportContent) -> tuple[TaskRow, ...]:
                 share = value if value is not None and in_points and 0 <= value <= 1 else None
                 cells.append(Cell() if value is None else Cell(_measure(value, in_points), stderr, is_best, share))
             documents = row_guard.n if row_guard else max((score.n for score in by_model.values()), default=0)
-            rows.append(TaskRow(task, metric, documents, higher, tuple(cells), row_guard, in_points))
+            name = wording.metric_name(metric, content.kind)
+            rows.append(TaskRow(task, name, documents, higher, tuple(cells), row_guard, in_points))
     return tuple(rows)
 
 

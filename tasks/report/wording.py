@@ -95,6 +95,29 @@ def is_share(score: TaskScore, kind: ModelKind) -> bool:
     return is_rate and 0 <= score.score <= 1
 
 
+def error_rate_note(verdict: GateVerdict, kind: ModelKind) -> str:
+    """Return a sentence about the sign of a drop in an error rate. Empty if no guard has one."""
+    if any(metric_name(guard.metric, kind) in _ERROR_RATES.values() for guard in verdict.all_guards):
+        return "An error rate must not rise: its drop is the rate of the merge minus the rate of the reference."
+    return ""
+
+
+def samples_note(content: ReportContent) -> str:
+    """Return what the samples of the report are, for the form of the tasks of this kind of model."""
+    forms, order = content.kind.task_forms, "the largest differences first"
+    if forms == ("retrieval",):
+        return (
+            f"Queries for which the merge and the reference rank the texts differently, {order}. Each has the expected "
+            "texts, and the text that each model ranks first."
+        )
+    if forms == ("transcription",):
+        return (
+            f"Recordings on which the merge and the reference score differently, {order}. Each has the expected "
+            "transcript, and the transcript of each model."
+        )
+    return f"Documents on which the merge and the reference score differently, {order}. Few-shot examples are left out."
+
+
 def drop(guard: GuardVerdict, unit: str = "") -> str:
     """Return the drop on a guard in points: '4.1 [2.3, 5.9]'. It is negative if the merge is better."""
     decimals = guard_decimals(guard)
@@ -320,8 +343,11 @@ def answer_lengths(guard: GuardVerdict) -> tuple[str, ...]:
 def cut_off_answers(content: ReportContent) -> tuple[str, ...]:
     """Return a warning for each task and model of which some answers or prompts were cut off."""
     scored = [(model.name, model.scores) for model in content.models if model.scores is not None]
+    # The limit on transcripts is that of the model, for everyone who runs it.
+    is_transcript = content.kind.task_forms == ("transcription",)
+    note = "; this limit is its own" if is_transcript else "; its score understates the model"
     answers = [
-        f"{task}: {ends.describe().replace(' answers', f' answers of {name}')}; its score understates the model"
+        f"{task}: {ends.describe().replace(' answers', f' answers of {name}')}{note}"
         for name, scores in scored
         for task, ends in scores.ends.items()
         if ends.cut_off

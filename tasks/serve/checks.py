@@ -19,7 +19,7 @@ from mergegate.tasks.serve.reference import Reference
 from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.serve.verdict import Check
 
-_NOT_OFFERED = (404, 405, 501)  # statuses with which a server rejects a path that it does not have
+NOT_OFFERED = (404, 405, 501)  # statuses with which a server rejects a path that it does not have
 _NON_FINITE = re.compile(r"JSON compliant|\bnan\b|\binf(?:inity)?\b", re.IGNORECASE)
 _LONGEST_PATTERN = 4  # tokens; with greedy decoding, healthy models repeat longer patterns too
 _SHORT = 8  # tokens
@@ -37,6 +37,7 @@ class ServedSubject:
         longest: Longest request in tokens, or None if unknown.
         extended: Whether the server accepts or ignores vLLM's additional fields.
         base: Name under which the server lists the model without the adapter, or None if it does not list it.
+        reads_pictures: Whether the model reads pictures and writes text.
     """
 
     client: Client
@@ -46,6 +47,7 @@ class ServedSubject:
     longest: int | None
     extended: bool = True
     base: str | None = None
+    reads_pictures: bool = False
 
     def complete(self, prompt: str | Sequence[int], max_tokens: int, *, extension: Any = (), **fields: Any) -> Answer:
         """Request a greedy continuation of a text or of token ids.
@@ -227,7 +229,7 @@ def check_chat(subject: ServedSubject) -> list[Check]:
     messages = list(chat.messages) if chat else [{"role": "user", "content": subject.settings.prompts[0]}]
     body = {"model": subject.model, "messages": messages, "max_tokens": subject.settings.max_tokens, "temperature": 0}
     answer = subject.client.request("/v1/chat/completions", body | {"logprobs": True, "seed": 0})
-    if answer.status in _NOT_OFFERED:
+    if answer.status in NOT_OFFERED:
         if must_chat:
             expected = "an answer, because serve.chat is true"
             return [Check.failed_check("chat", answer.complaint, expected, "use a server that supports chats")]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mergegate.merge_core.architecture import text_part
 from mergegate.merge_core.checkpoint import Checkpoint
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.sandbox import compile_imports, environment_of_child
@@ -165,10 +166,7 @@ def context_length(settings: ServeSettings, checkpoint: Checkpoint) -> int:
     """Return the length of the longest request in tokens: the setting, or the model's own limit, at most 4096."""
     if settings.max_model_len is not None:
         return settings.max_model_len
-    config = checkpoint.config
-    inner = config.get("text_config")
-    sections = [inner, config] if isinstance(inner, dict) else [config]
-    for section in sections:
+    for section in (text_part(checkpoint.config).config, checkpoint.config):
         for name in ("max_position_embeddings", "n_positions", "n_ctx"):
             if isinstance(limit := section.get(name), int) and limit > 0:
                 return min(limit, _LONGEST)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
+from mergegate.merge_core.architecture import kind_of
 from mergegate.merge_core.checkpoint import Checkpoint, open_checkpoint
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, call_model_process
@@ -18,6 +19,7 @@ from mergegate.tasks.serve.client import Client, parse_models
 from mergegate.tasks.serve.launch import ServerKind, compile_server, context_length, launch, serving_dtype
 from mergegate.tasks.serve.lora import ServedAdapter, base_name, plan_lora
 from mergegate.tasks.serve.measurements import ServingCost, machine_name, today
+from mergegate.tasks.serve.picture_check import check_pictures
 from mergegate.tasks.serve.process import ServerEnded, ServerProcess
 from mergegate.tasks.serve.reference import Reference, ReferenceRequest, make_reference
 from mergegate.tasks.serve.settings import ServeSettings
@@ -33,6 +35,7 @@ _CHECKS: tuple[tuple[str, ServerCheck], ...] = (
     ("the effect of the adapter", checks.check_adapter),
     ("tokenizer", checks.check_tokenizer),
     ("chat", checks.check_chat),
+    ("two pictures", check_pictures),
     ("end of sequence", checks.check_ends),
     ("over-long prompt", checks.check_length_limit),
 )
@@ -154,15 +157,17 @@ def smoke_url(
             expected=server.model or "a model",
         )
     name = server.model or next(iter(models))
-    reference, results = None, list[Check]()
+    reference, results, reads_pictures = None, list[Check](), False
     longest = settings.max_model_len or models[name]
     if checkpoint is not None:
         on_progress(1, "static checks, and computing the reference with transformers")
         opened = open_checkpoint(checkpoint.directory)
+        reads_pictures = "pictures" in kind_of(opened).task_forms
         results = static_checks(opened, must_chat=settings.chat)
         if not any(check.outcome == "fail" for check in results):
             reference = _reference(checkpoint, opened, settings, device, longest or context_length(settings, opened))
-    probe = ServerProbe(ServedSubject(client, name, settings, reference, longest), on_progress)
+    subject = ServedSubject(client, name, settings, reference, longest, reads_pictures=reads_pictures)
+    probe = ServerProbe(subject, on_progress)
     try:
         probe.run()
     except Unreachable as error:
@@ -269,9 +274,14 @@ def _serve(
             server.await_ready(lambda seconds: on_progress(2, f"waiting for {kind.label}: {seconds:.0f} s"))
             results = [Check.passed_check("ready", f"after {server.seconds_to_ready or 0:.1f} s", expected)]
             client = Client(server.url, settings.request_timeout)
-            base = base_name(server.model) if lora else None
             subject = ServedSubject(
-                client, server.model, settings, served_subject.reference, served_subject.longest, base=base
+                client,
+                server.model,
+                settings,
+                served_subject.reference,
+                served_subject.longest,
+                base=base_name(server.model) if lora else None,
+                reads_pictures="pictures" in kind_of(served_subject.checkpoint).task_forms,
             )
             probe = ServerProbe(subject, on_progress)
             probe.run(server)

@@ -36,7 +36,7 @@ from mergegate.tasks.sandbox import (
 from mergegate.tasks.serve import Check, ServeSettings, serve_models
 from mergegate.tasks.stage import StageValue, home, memory_of_child, stage, store, value_stage, versions
 from mergegate.tasks.store import MANIFEST, VALUE, Artifact, NotInKey, StoredValue
-from mergegate.tasks.variants.contract import ConversionCheck, VariantFormat, VariantRecord
+from mergegate.tasks.variants.contract import ConversionCheck, VariantFormat, VariantRecord, require_text_only
 from mergegate.tasks.variants.quantized_tensors import (
     SCHEMES,
     check_files,
@@ -147,6 +147,8 @@ class CompressedTensorsFormat(VariantFormat):
         return f"llm-compressor {self._quantizer(root).versions[_QUANTIZER]}"
 
     def check_shapes(self, checkpoint: Checkpoint) -> None:
+        reason = "mergegate runs llm-compressor only on text generators, and its classes drop the other towers"
+        require_text_only(checkpoint, self.scheme, reason)
         problem = shape_problem(shapes_of(checkpoint), SCHEMES[self.scheme], calibrated=self.calibration is not None)
         if problem:
             where = f"variants: {self.scheme}: {problem.tensor}"

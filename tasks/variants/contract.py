@@ -10,7 +10,7 @@
 
         variant_types: ...                               # the variants that these settings describe: ("B4",)
         def check(self, root): ...                     # before the merge: is the quantizer installed?
-        def check_shapes(self, checkpoint): ...        # before the merge: do the sizes of the matrices fit?
+        def check_shapes(self, checkpoint): ...        # before the merge: do the kind and the sizes of matrices fit?
         def convert(self, merge, texts, root): ...     # before quantizing: does the conversion agree with the merge?
         def build(self, merge, variant_type, root): ...  # the weights, as an artifact in the store
         def open(self, merge, variant_type, artifact): ...   # the variant as a model that a backend evaluates
@@ -28,7 +28,9 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mergegate.merge_core.architecture import kind_of
 from mergegate.merge_core.checkpoint import Checkpoint
+from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import Model, QuantizedModel
 from mergegate.tasks.gate import GateVerdict
 from mergegate.tasks.serve import Check, ServeSettings
@@ -114,10 +116,10 @@ class VariantFormat(VariantSettings, ABC):
         """
 
     def check_shapes(self, checkpoint: Checkpoint) -> None:  # most formats accept all shapes
-        """Check before the merge that its tensors can be quantized. ``checkpoint`` is a parent with the same shapes.
+        """Check before the merge that it can be quantized. ``checkpoint`` is a parent of the same kind and shapes.
 
         Raises:
-            InvalidInput: A tensor has a size or a form that the format does not support.
+            InvalidInput: The format does not support the kind of the model, or the size or form of a tensor.
         """
 
     @abstractmethod
@@ -158,6 +160,18 @@ class VariantFormat(VariantSettings, ABC):
     @abstractmethod
     def release_files(self, name: str, artifact: Artifact[VariantRecord]) -> Mapping[str, Path]:
         """Return the files to publish, by their public names. ``name`` is the name of the release."""
+
+
+def require_text_only(checkpoint: Checkpoint, variants: str, reason: str) -> None:
+    """Raise InvalidInput if the model also reads pictures or sound, which ``variants`` would lose for ``reason``."""
+    kind = kind_of(checkpoint)
+    if kind.senses:
+        raise InvalidInput(
+            f"variants: {variants}",
+            found=f"{kind.noun}, which reads {' and '.join(kind.senses)}: {reason}",
+            expected="a model that reads only text",
+            remedy="remove this variant from the profile",
+        )
 
 
 class VariantVerdict(BaseModel):

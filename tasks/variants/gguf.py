@@ -18,7 +18,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from mergegate.merge_core.checkpoint import read_gguf_header
+from mergegate.merge_core.checkpoint import Checkpoint, read_gguf_header
 from mergegate.merge_core.errors import InvalidInput, Refused, suggest
 from mergegate.tasks.checkpoints import Model, OutOfModelMemory, QuantizedModel
 from mergegate.tasks.llama_cpp import (
@@ -33,7 +33,7 @@ from mergegate.tasks.llama_cpp import (
 from mergegate.tasks.serve import Chat, Check, ServeSettings, is_loop
 from mergegate.tasks.stage import StageValue, runtime, stage, store, value_stage
 from mergegate.tasks.store import Artifact, StoredValue, digest
-from mergegate.tasks.variants.contract import ConversionCheck, VariantFormat, VariantRecord
+from mergegate.tasks.variants.contract import ConversionCheck, VariantFormat, VariantRecord, require_text_only
 from mergegate.tasks.variants.gguf_conversion import (
     FILE,
     SAMPLE_TEXTS,
@@ -93,6 +93,10 @@ class GgufFormat(VariantFormat):
     def check(self, root: Path) -> str:
         self.pin_calibration(root, store().hashes)
         return f"llama-cpp-python {self._tools.versions['llama_cpp_python']}"
+
+    def check_shapes(self, checkpoint: Checkpoint) -> None:
+        reason = "llama.cpp needs a second file for them (mmproj), which mergegate neither builds nor evaluates"
+        require_text_only(checkpoint, "gguf", reason)
 
     def convert(
         self, merge: Model, texts: Callable[[], Sequence[str]], root: Path

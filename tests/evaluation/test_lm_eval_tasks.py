@@ -51,7 +51,7 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
         ({"metric_list": None}, None),  # lm-eval's default for choices
         ({"output_type": "loglikelihood_rolling"}, UnsupportedReason.PERPLEXITY),
         ({"unsafe_code": True}, UnsupportedReason.CODE),
-        ({"doc_to_image": ["image"]}, UnsupportedReason.MEDIA),
+        ({"doc_to_audio": ["sound"]}, UnsupportedReason.SOUND),
         ({"class": "/x/task.Squad"}, UnsupportedReason.PYTHON_CLASS),
         ({"recipe": "card=cards.x"}, UnsupportedReason.OTHER_LIBRARY),
         ({"custom_dataset": "/x/utils.make"}, UnsupportedReason.GENERATED_DATA),

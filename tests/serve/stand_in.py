@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -37,6 +38,15 @@ time.sleep(14400)
 """
 
 
+def plain_content(content: str | list[dict[str, Any]], *, is_blind: bool = False) -> str:
+    """Return the content of a message as text, in which a number stands for a picture."""
+    if isinstance(content, str):
+        return content
+    pictures = (zlib.crc32(part["image_url"]["url"].encode()) for part in content if part["type"] == "image_url")
+    texts = [part["text"] for part in content if part["type"] == "text"]
+    return " ".join([*texts, *(str(number % 1000) for number in pictures if not is_blind)])
+
+
 class Canned:
     """Answers without a model: token ids count up, and all log-likelihoods are -0.5."""
 
@@ -45,8 +55,8 @@ class Canned:
     def ids(self, text: str) -> list[int]:
         return [3 + ord(letter) % 40 for letter in text]
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
-        return self.ids("".join(message["content"] for message in messages))
+    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        return self.ids("".join(plain_content(message["content"]) for message in messages))
 
     def text(self, ids: list[int]) -> str:
         return "".join(chr(97 + number % 26) for number in ids if number not in self.ends)
@@ -76,9 +86,10 @@ class Tiny:
     def ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text)["input_ids"])
 
-    def chat(self, messages: list[dict[str, str]]) -> list[int]:
+    def chat(self, messages: list[dict[str, Any]]) -> list[int]:
+        plain = [{**message, "content": plain_content(message["content"])} for message in messages]
         return list(
-            self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+            self.tokenizer.apply_chat_template(plain, add_generation_prompt=True, tokenize=True, return_dict=False)
         )
 
     def text(self, ids: list[int]) -> str:
@@ -121,7 +132,8 @@ class StandIn(ThreadingHTTPServer):
             that is too long kills the server; ``silent``: no answer to completions; ``dies``, ``killed``: ends
             at the
             second request; ``plain``: only OpenAI's fields; ``strict``: rejects unknown fields; ``other ids``:
-            /tokenize returns wrong ids; ``no chat``: no chat endpoint.
+            /tokenize returns wrong ids; ``no chat``: no chat endpoint; ``blind``: ignores pictures; ``only text``:
+            rejects pictures.
     """
 
     daemon_threads = True
@@ -172,7 +184,13 @@ class _Answer(BaseHTTPRequestHandler):
             prompt = asked["prompt"]
             self._complete(asked, self.server.answers.ids(prompt) if isinstance(prompt, str) else prompt, chat=False)
         elif self.path == "/v1/chat/completions" and "no chat" not in faults:
-            self._complete(asked, self.server.answers.chat(asked["messages"]), chat=True)
+            messages = asked["messages"]
+            if "only text" in faults and not all(isinstance(message["content"], str) for message in messages):
+                self._say(400, {"error": {"message": "tiny is not a multimodal model"}})
+                return
+            if "blind" in faults:
+                messages = [{**each, "content": plain_content(each["content"], is_blind=True)} for each in messages]
+            self._complete(asked, self.server.answers.chat(messages), chat=True)
         else:
             self._say(404, {"error": {"message": "Not Found"}})
 

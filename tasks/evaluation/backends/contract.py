@@ -102,6 +102,8 @@ class Backend:
         computes_in: Methods of the ``LM`` that compute one batch each. Answers are recorded batch by batch, so that an
             interrupted part resumes with the same batches. Empty: answers do not depend on other requests.
         variants_only: Whether it evaluates only quantized variants, so that a profile cannot select it for the merge.
+        reads_pictures: Whether the ``LM`` answers prompts with pictures (``pictures.PicturePrompt``) if the model reads
+            pictures. mergegate sets its attribute ``reads_pictures`` before each task.
         generation_settings: Returns the names of the generation settings that the backend accepts. None: the engine
             checks them.
     """
@@ -119,6 +121,7 @@ class Backend:
     environment: tuple[str, ...] = ()
     computes_in: tuple[str, ...] = ()
     variants_only: bool = False
+    reads_pictures: bool = False
     generation_settings: Callable[[], frozenset[str]] | None = field(default=None, repr=False)
 
     def library_versions(self) -> dict[str, str]:

@@ -18,14 +18,17 @@ import math
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mergegate.merge_core.architecture import text_part
 from mergegate.tasks.checkpoints import load_model
 from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, Backend, BackendScoring
 from mergegate.tasks.evaluation.backends.encoder_decoder import define_encoder_decoder
+from mergegate.tasks.evaluation.backends.picture_reader import define_picture_reader, load_processor
 from mergegate.tasks.evaluation.backends.prefix_cache import cache_prompts
 from mergegate.tasks.evaluation.backends.thinking import ThoughtEnd, first_stop
 from mergegate.tasks.evaluation.backends.token_rows import SharedRow, row_inputs, token_rows
@@ -71,6 +74,7 @@ def shared_prefix_type() -> type[Any]:
         """An ``HFLM`` that computes tokens shared by several requests once, wherever this does not change results."""
 
         answer_ends: deque[AnswerEnd]  # ends of the last batch, see ``AnswerEnd``
+        picture_inputs: Mapping[str, Any] = MappingProxyType({})  # inputs of a batch besides tokens and mask
         _thought_end: ThoughtEnd | None = None
 
         @property
@@ -177,11 +181,13 @@ def shared_prefix_type() -> type[Any]:
             if self.thought_end is not None and self.thought_end.is_expected:  # lm-eval would stop within a thought
                 stop = [text for text in strings if text == self.tok_decode(self.eot_token_id, False)]
             is_supported = (
-                not {name for name, value in settings.items() if value} - _SINGLE_SEQUENCE and self._writes_exactly
+                not self.picture_inputs
+                and not {name for name, value in settings.items() if value} - _SINGLE_SEQUENCE
+                and self._writes_exactly
             )
             if not is_supported or attention_mask is None or max_length > min(self.max_length, self._max_shareable):
                 arguments = {"max_length": max_length, "stop": stop, "attention_mask": attention_mask}
-                return write(context, **arguments, **settings)  # type: ignore[no-any-return]
+                return write(context, **arguments, **settings, **self.picture_inputs)  # type: ignore[no-any-return]
             cache = cache_prompts(self.model, context, attention_mask, self.row_tokens)
 
             def generate_to(ids: torch.Tensor, mask: torch.Tensor, end: int) -> torch.Tensor:
@@ -234,7 +240,7 @@ def shared_prefix_type() -> type[Any]:
 
         @cached_property
         def _max_shareable(self) -> int:
-            return max_shared_length(self.model.config.to_dict())
+            return max_shared_length(self.model.config.get_text_config().to_dict())
 
         @cached_property
         def _shares_exactly(self) -> bool:
@@ -324,7 +330,7 @@ def answer_end(
 
 def max_shared_length(config: Mapping[str, Any]) -> int:
     """Return the number of tokens up to which every layer attends to all previous tokens with unscaled positions."""
-    text = config.get("text_config") or config
+    text = text_part(config).config
     limits = [text.get("sliding_window"), text.get("attention_chunk_size")]
     rope = text.get("rope_scaling") or text.get("rope_parameters") or {}
     kinds = [rope, *(part for part in rope.values() if isinstance(part, Mapping))]
@@ -350,18 +356,25 @@ def _are_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype)
 @contextmanager
 def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]:
     with load_model(model, dtype=scoring.dtype, device=device) as loaded:
-        yield wrap_model(loaded, scoring)
+        lm = wrap_model(loaded, scoring)
+        # Only prompts with pictures need the processor, whose packages may be missing.
+        lm.open_processor = partial(load_processor, model.name, model.directory, runs_code=model.runs_code)
+        yield lm
 
 
 @cache
-def _lm_type(*, is_causal: bool) -> type[Any]:
-    return shared_prefix_type() if is_causal else define_encoder_decoder(shared_prefix_type())
+def _lm_type(*, is_causal: bool, reads_pictures: bool) -> type[Any]:
+    base = shared_prefix_type()
+    if not is_causal:
+        return define_encoder_decoder(base)
+    return define_picture_reader(base) if reads_pictures else base
 
 
 def wrap_model(loaded_model: LoadedModel, scoring: BackendScoring) -> Any:
     """Return lm-eval's ``LM`` for a model in memory."""
     is_causal = not loaded_model.network.config.is_encoder_decoder
-    return _lm_type(is_causal=is_causal)(
+    reads_pictures = is_causal and "pictures" in loaded_model.kind.task_forms
+    return _lm_type(is_causal=is_causal, reads_pictures=reads_pictures)(
         pretrained=loaded_model.network,
         tokenizer=copy.deepcopy(loaded_model.tokenizer),  # lm-eval may add a padding token, and other callers share it
         backend="causal" if is_causal else "seq2seq",
@@ -388,5 +401,6 @@ BACKEND = Backend(
     loads_here=True,
     draws_progress=("lm_eval.models.huggingface",),
     computes_in=("answer_row", "_model_call", "_model_generate"),
+    reads_pictures=True,
     generation_settings=_generation_settings,
 )

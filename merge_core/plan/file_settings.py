@@ -1,0 +1,255 @@
+"""Compare settings in the parents' companion files, such as pooling, prompts and picture sizes.
+
+These are the modules of sentence-transformers (pooling, prompts, similarity), processors (picture sizes, sampling
+rates) and generation settings (suppressed tokens, languages). The merge gets the files of one model. If a setting
+differs, the merged weights work with a value that another parent was not trained with. Each such setting is a finding.
+Files of different releases of a library that mean the same compare equal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from mergegate.merge_core.checkpoint import MODULES_FILE, Checkpoint, Companions, companion_kind
+from mergegate.merge_core.errors import Finding, InvalidInput, to_printable
+from mergegate.merge_core.parsing import JsonBounds, parse_json
+from mergegate.merge_core.plan.module_weights import is_module_weights, module_reference
+from mergegate.merge_core.plan.special_ids import GENERATION
+
+BOUNDS = JsonBounds(size=96 << 20, values=4_000_000)
+# Keys that record who wrote the file and when.
+INCIDENTAL_KEYS = ("transformers_version", "_from_model_config", "_name_or_path", "name_or_path", "__version__")
+_SENTENCE_TRANSFORMERS = "config_sentence_transformers.json"
+
+# Defaults of sentence-transformers. A file without the key means the same.
+_MODULE_DEFAULTS: Mapping[str, tuple[Any, ...]] = {
+    "do_lower_case": (False,),
+    "include_prompt": (True,),
+    "modality_config": ({"text": {"method": "forward", "method_output_name": "last_hidden_state"}},),
+    "model_type": ("SentenceTransformer",),
+    "module_input_name": ("sentence_embedding",),
+    "module_output_name": ("sentence_embedding", "token_embeddings"),
+    "similarity_fn_name": ("cosine",),
+    "transformer_task": ("feature-extraction",),
+    "use_residual": (False,),
+}
+# Settings of pooling before release 6 of sentence-transformers, in the order in which it concatenates the vectors.
+_OLDER_POOLING: Mapping[str, str] = {
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+# These keys change the network's input or the comparison of its outputs. Others, such as the longest text, do less.
+_BLOCKING_MODULE_KEYS = ("default_prompt_name", "model_type", "prompts", "similarity_fn_name")
+
+# Parts of a processor, by the file that has only this part, and by the keys that show what preprocessor_config.json is.
+_PROCESSOR_PARTS = ("image_processor", "video_processor", "feature_extractor", "audio_processor", "qformer_tokenizer")
+_SOUND_KEYS = ("feature_extractor_type", "sampling_rate")
+# These keys choose a class or the form of the output. The network sees the same numbers.
+_FORM_KEYS = (
+    "_processor_class", "_valid_processor_keys", "auto_map", "chat_template", "data_format", "device",
+    "disable_grouping", "input_data_format", "processor_class", "return_metadata", "return_tensors", "tokenizer_class",
+)  # fmt: skip
+_CLASS_KEYS = ("image_processor_type", "video_processor_type", "feature_extractor_type")
+
+# Generation settings that a model reads at inference to know its task. A vocabulary determines the first group.
+_TABLES = ("is_multilingual", "lang_to_id", "task_to_id")
+_FORCED = (
+    "alignment_heads", "begin_suppress_tokens", "decoder_start_token_id", "forced_bos_token_id", "forced_decoder_ids",
+    "language", "max_initial_timestamp_index", "no_timestamps_token_id", "prev_sot_token_id", "suppress_tokens", "task",
+)  # fmt: skip
+
+_LONGEST = 120  # Number of characters of a value that a finding shows.
+
+Severity: TypeAlias = Literal["block", "warn"]
+
+
+@dataclass(frozen=True)
+class FileSetting:
+    """One setting of a companion file.
+
+    Args:
+        file: Name of the file.
+        value: Value in a form that does not depend on the release that wrote it.
+    """
+
+    file: str
+    value: Any
+
+
+FileSettings: TypeAlias = Mapping[tuple[str, str], FileSetting]
+"""Settings by group and key. A group is a file, or a part of a processor that may be in several files."""
+
+
+def compare_file_settings(
+    donor: str, parents: Mapping[str, Checkpoint], accepted_differences: Collection[str]
+) -> Iterator[Finding]:
+    """Yield a finding for each setting of a parent that differs from the setting that the result gets.
+
+    Args:
+        donor: Model whose processor and generation settings the result gets.
+        parents: All models that contribute weights or configuration, by reference.
+        accepted_differences: Keys of settings that may differ.
+    """
+    first = module_reference(donor, parents)
+    for name, parent in parents.items():
+        differences: list[tuple[str, str, FileSetting | None, FileSetting | None]] = []
+        if first is not None and name != first and MODULES_FILE in parent.companions:
+            differences += _differences(first, module_settings(parents[first]), module_settings(parent))
+        if name != donor:
+            for read in (processor_settings, generation_settings):
+                own, other = read(parents[donor].companions), read(parent.companions)
+                if own and other:  # Another finding reports a missing file.
+                    differences += _differences(donor, own, other)
+        for reference, key, expected, found in differences:
+            severity = _severity(key, expected, found)
+            item = found or expected
+            assert item is not None
+            yield Finding(
+                "info" if key in accepted_differences else severity,
+                f"{name}: {item.file}" + (f": {key}" if key else ""),
+                found=_shown(found),
+                expected=f"{_shown(expected)}, as in {reference}, whose settings the result gets",
+                remedy="merge models with the same settings. If all models work with those of the result, accept the "
+                f"difference in the profile: checks.tokenizer.accepted: [{key}]"
+                if key
+                else "merge models with the same modules",
+            )
+
+
+def module_settings(checkpoint: Checkpoint) -> FileSettings:
+    """Return the settings of the sentence-transformers modules of a model."""
+    settings: dict[tuple[str, str], FileSetting] = {}
+    for file in checkpoint.companions:
+        if companion_kind(file) != "module" or is_module_weights(file):
+            continue
+        content = checkpoint.companions.read(file)
+        value = _parse(content, file)
+        if file == MODULES_FILE and isinstance(value, list):
+            settings[file, ""] = FileSetting(file, [_module_of(module) for module in value])
+        elif isinstance(value, dict):
+            for key, item in _current_module_keys(value).items():
+                if item not in (None, {}, "") and item not in _MODULE_DEFAULTS.get(key, ()):
+                    settings[file, key] = FileSetting(file, item)
+        else:
+            settings[file, ""] = FileSetting(file, content if value is None else value)
+    return settings
+
+
+def processor_settings(files: Companions) -> FileSettings:
+    """Return the settings of the processors of a model: a part for each kind of input."""
+    settings: dict[tuple[str, str], FileSetting] = {}
+    # processor_config.json comes last, because transformers reads the parts in it first.
+    for file in sorted(filter(is_processor_file, files), key=lambda file: file == "processor_config.json"):
+        value = _parse(files.read(file), file)
+        if not isinstance(value, dict):
+            continue
+        if file == "processor_config.json":
+            parts = {part: value.pop(part) for part in _PROCESSOR_PARTS if isinstance(value.get(part), dict)}
+            parts["processor"] = value
+        elif file == "preprocessor_config.json":
+            parts = {"feature_extractor" if any(key in value for key in _SOUND_KEYS) else "image_processor": value}
+        else:
+            parts = {file.removesuffix("_config.json").replace("preprocessor", "processor"): value}
+        for part, content in parts.items():
+            for key, item in content.items():
+                if item is not None and key not in _FORM_KEYS and key not in INCIDENTAL_KEYS:
+                    shown = item.removesuffix("Fast").removesuffix("Pil") if key in _CLASS_KEYS else item
+                    settings[part, key] = FileSetting(file, shown)
+    return settings
+
+
+def generation_settings(files: Companions) -> FileSettings:
+    """Return the generation settings that decide the task of a model, such as suppressed tokens."""
+    value = _parse(files.read(GENERATION), GENERATION) if GENERATION in files else None
+    content = value if isinstance(value, dict) else {}
+    own = {key: item for key, item in content.items() if key in (*_TABLES, *_FORCED) and item not in (None, [])}
+    return {(GENERATION, key): FileSetting(GENERATION, item) for key, item in own.items()}
+
+
+def is_processor_file(name: str) -> bool:
+    """Return whether the file called ``name`` has settings of a processor."""
+    return companion_kind(name) == "processor" and name.endswith(".json")
+
+
+def _parse(content: bytes, file: str) -> Any:
+    """Return the JSON value in a file, or None if it is not JSON."""
+    if not file.endswith(".json"):
+        return None
+    try:
+        return parse_json(content, file, bounds=BOUNDS)
+    except InvalidInput:
+        return None
+
+
+def _module_of(module: Any) -> Any:
+    """Return folder and class of a module. sentence-transformers has moved its own classes between packages."""
+    if not isinstance(module, dict):
+        return module
+    class_name = module.get("type")
+    if isinstance(class_name, str) and class_name.startswith("sentence_transformers."):
+        class_name = class_name.rpartition(".")[2]
+    return [module.get("path"), class_name]
+
+
+def _current_module_keys(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a module under their names in the current release of sentence-transformers."""
+    settings = {key: item for key, item in value.items() if key not in INCIDENTAL_KEYS}
+    if isinstance(prompts := settings.get("prompts"), dict):
+        settings["prompts"] = {name: prompt for name, prompt in prompts.items() if prompt}
+    if "word_embedding_dimension" in settings:
+        settings.setdefault("embedding_dimension", settings.pop("word_embedding_dimension"))
+    flags = {key: settings.pop(key) for key in _OLDER_POOLING if key in settings}
+    if flags:
+        settings.setdefault("pooling_mode", [mode for key, mode in _OLDER_POOLING.items() if flags.get(key)] or "mean")
+    if isinstance(mode := settings.get("pooling_mode"), list) and len(mode) == 1:
+        settings["pooling_mode"] = mode[0]
+    return settings
+
+
+def _differences(
+    reference: str, expected: FileSettings, found: FileSettings
+) -> Iterator[tuple[str, str, FileSetting | None, FileSetting | None]]:
+    for group, key in sorted(expected.keys() | found.keys()):
+        own, other = expected.get((group, key)), found.get((group, key))
+        if own is None or other is None or own.value != other.value:
+            yield reference, key, own, other
+
+
+def _severity(key: str, expected: FileSetting | None, found: FileSetting | None) -> Severity:
+    item = expected or found
+    assert item is not None
+    kind = companion_kind(item.file)
+    if kind == "module":
+        blocks = item.file == MODULES_FILE or "/" in item.file
+        return "block" if blocks or key in _BLOCKING_MODULE_KEYS else "warn"
+    if kind == "generation settings":
+        return "block" if key in _TABLES and expected and found else "warn"
+    # A setting that one file lacks may have the same value by default, and one number may be written in two forms.
+    if expected is None or found is None or key in _CLASS_KEYS or _leaves(expected.value) == _leaves(found.value):
+        return "warn"
+    return "block"
+
+
+def _leaves(value: Any) -> frozenset[str]:
+    """Return the distinct values in nested objects and lists."""
+    if isinstance(value, Mapping):
+        return frozenset().union(*map(_leaves, value.values()))
+    if isinstance(value, list) and not all(isinstance(item, int | float) for item in value):
+        return frozenset().union(*map(_leaves, value))
+    return frozenset((json.dumps(value),))
+
+
+def _shown(setting: FileSetting | None) -> str:
+    if setting is None:
+        return "no value"
+    if isinstance(setting.value, bytes):
+        return "a file with other content"
+    text = to_printable(json.dumps(setting.value, ensure_ascii=False))
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

@@ -1,0 +1,280 @@
+"""lm-eval's tasks with pictures: answers, likelihoods, hashes of pictures, and an interrupted run."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from PIL import Image
+from tiny_kinds import PICTURE_SIZE, write
+
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files import HashMemo, JournalLocation
+from mergegate.tasks.checkpoints import Model, TellProgress
+from mergegate.tasks.checkpoints.model_cache import unload_models
+from mergegate.tasks.evaluation import (
+    EvalTask,
+    PromptSettings,
+    Scoring,
+    document_texts,
+    pin_task,
+    require_effect,
+    task_form,
+)
+from mergegate.tasks.evaluation.backends.picture_reader import load_processor
+from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
+from mergegate.tasks.evaluation.pictures import hash_picture, split_at_placeholders
+from mergegate.tasks.evaluation.task_loading import inspect_data
+
+COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
+DOCUMENTS = 6
+
+
+@pytest.fixture(autouse=True)
+def _no_models() -> Iterator[None]:
+    yield
+    unload_models()
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write("llava", tmp_path_factory.mktemp("models") / "llava")
+
+
+def write_task(directory: Path, *, choices: bool = False, text: str = "<image>Which color?") -> Path:
+    """Write a task whose pictures are in a directory with their labels, which datasets reads without a function."""
+    shapes = directory / "shapes"
+    (shapes / "test").mkdir(parents=True)
+    rows = []
+    for number in range(DOCUMENTS):
+        label = list(COLORS)[number % len(COLORS)]
+        paint(shapes / "test" / f"{number}.png", label, number)
+        rows.append({"file_name": f"{number}.png", "label": label, "right": number % len(COLORS)})
+    (shapes / "test" / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    output = (
+        f"output_type: multiple_choice\ndoc_to_choice: {list(COLORS)}\ndoc_to_target: right\n"
+        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
+        if choices
+        else "output_type: generate_until\ndoc_to_target: '{{label}}'\n"
+        "generation_kwargs: {until: ['~'], max_gen_toks: 6, do_sample: false}\n"
+        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
+    )
+    path = directory / "shapes.yaml"
+    path.write_text(
+        f"task: shapes\ndataset_path: shapes\ntest_split: test\ndoc_to_image: [image]\ndoc_to_text: '{text}'\n{output}"
+    )
+    return path
+
+
+def paint(file: Path, color: str, number: int) -> None:
+    picture = Image.new("RGB", (PICTURE_SIZE, PICTURE_SIZE), COLORS[color])
+    picture.putpixel((number, 0), (255, 255, 255))
+    picture.save(file)
+
+
+def pinned(path: Path) -> EvalTask:
+    task = pin_task(path.name, path.parent, HashMemo(path.parent / "hashes.db"))
+    loaded = inspect_data(task)
+    return task.model_copy(update={"data_digest": loaded.data.digest, "documents": loaded.documents})
+
+
+def scored(
+    task: EvalTask,
+    directory: Path,
+    *,
+    journal: JournalLocation | None = None,
+    on_progress: TellProgress = lambda done, total: None,
+    **settings: Any,
+) -> tuple[DocumentScore, ...]:
+    scoring = Scoring(dtype="float32", batch_size=4, chat_template=True, **settings)
+    model = Model(name="llava", digest=str(directory), directory=directory)
+    part = DocumentRange(first=0, last=DOCUMENTS)
+    return score_documents(ScoringJob(model, task, scoring, part, "cpu", journal), on_progress)
+
+
+class Oracle:
+    """transformers without lm-eval and without mergegate."""
+
+    def __init__(self, directory: Path) -> None:
+        self.processor: Any = transformers.AutoProcessor.from_pretrained(directory)
+        self.network: Any = transformers.AutoModelForImageTextToText.from_pretrained(directory, dtype=torch.float64)
+
+    def inputs(self, picture: Path, answer: str = "") -> Any:
+        content = [{"type": "image"}, {"type": "text", "text": "Which color?"}]
+        prompt = self.processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+        pictures = [Image.open(picture)]
+        return self.processor(text=prompt + answer, images=pictures, return_tensors="pt").to(torch.float64)
+
+    def answer(self, picture: Path) -> str:
+        inputs = self.inputs(picture)
+        tokens = self.network.generate(**inputs, max_new_tokens=6, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+        return str(self.processor.decode(tokens, skip_special_tokens=True)).split("~")[0]
+
+    def likelihood(self, picture: Path, answer: str) -> float:
+        start = self.inputs(picture)["input_ids"].shape[1]
+        inputs = self.inputs(picture, answer)
+        with torch.inference_mode():
+            logits = self.network(**inputs).logits[0, start - 1 : -1]
+        targets = inputs["input_ids"][0, start:, None]
+        return float(logits.log_softmax(-1).gather(1, targets).sum())
+
+
+def test_answers_are_those_of_transformers(llava: Path, tmp_path: Path) -> None:
+    rows = scored(pinned(write_task(tmp_path)), llava)
+    oracle = Oracle(llava)
+    answers = [oracle.answer(tmp_path / "shapes" / "test" / f"{number}.png") for number in range(DOCUMENTS)]
+    by_document = sorted(rows, key=lambda row: row.doc_id)
+    assert [row.answer for row in by_document] == [answer.strip() for answer in answers]  # as in lm-eval
+    assert all(row.ended for row in rows)
+
+
+def test_likelihoods_of_given_answers_are_those_of_transformers(llava: Path, tmp_path: Path) -> None:
+    rows = scored(pinned(write_task(tmp_path, choices=True)), llava)
+    oracle = Oracle(llava)
+    for row in rows:
+        if row.metric != "acc,none":
+            continue
+        picture = tmp_path / "shapes" / "test" / f"{row.doc_id}.png"
+        likelihoods = [oracle.likelihood(picture, color) for color in COLORS]
+        assert row.outcome == float(max(range(3), key=lambda at: likelihoods[at]) == row.doc_id % 3)
+    probabilities = [row.outcome for row in rows if row.metric != "acc,none"]
+    assert len(set(probabilities)) == DOCUMENTS  # each document has a picture of its own
+
+
+def test_two_reads_have_equal_hashes_and_another_picture_has_another(llava: Path, tmp_path: Path) -> None:
+    path = write_task(tmp_path)
+    task = pinned(path)
+    first, again = ({(row.doc_hash, row.prompt_hash) for row in scored(task, llava)} for _ in range(2))
+    assert first == again
+    assert len({prompt for _, prompt in first}) == DOCUMENTS  # equal texts, distinct pictures
+
+    paint(tmp_path / "shapes" / "test" / "0.png", "blue", 0)
+    changed = pinned(path)
+    assert changed.digest != task.digest
+    assert changed.data_digest != task.data_digest
+    assert len(first - {(row.doc_hash, row.prompt_hash) for row in scored(changed, llava)}) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "found"), [("Which color?", "0 placeholders"), ("<image>and <image>", "2 placeholders <image> for 1")]
+)
+def test_a_prompt_needs_a_placeholder_for_each_picture(tmp_path: Path, text: str, found: str) -> None:
+    with pytest.raises(InvalidInput, match=found):
+        pinned(write_task(tmp_path, text=text))
+
+
+def test_a_value_that_is_not_a_picture_is_refused(tmp_path: Path) -> None:
+    path = write_task(tmp_path)
+    path.write_text(path.read_text().replace("doc_to_image: [image]", "doc_to_image: [label]"))
+    with pytest.raises(InvalidInput, match="'red'"):
+        pinned(path)
+
+
+def test_a_long_prompt_is_not_cut(llava: Path, tmp_path: Path) -> None:
+    task = pinned(write_task(tmp_path))
+    with pytest.raises(InvalidInput, match=r"tokens, some of which stand for the pictures"):
+        scored(task, llava, max_length=40)
+
+
+def test_an_interrupted_evaluation_resumes_with_the_unanswered_pictures(llava: Path, tmp_path: Path) -> None:
+    task = pinned(write_task(tmp_path))
+    expected = scored(task, llava)
+    location = JournalLocation(tmp_path / "journal", "key")
+    assert scored(task, llava, journal=location) == expected
+    *first, last = location.path.read_bytes().splitlines(keepends=True)  # a line per batch of at most four
+    location.path.write_bytes(b"".join(first))
+    done: list[int] = []
+    assert scored(task, llava, journal=location, on_progress=lambda count, total: done.append(count)) == expected
+    assert done == [5, 6]
+    assert location.path.read_bytes() == b"".join((*first, last))
+
+
+def test_placeholders_become_parts_of_a_message() -> None:
+    history = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>and <image> differ?"}]
+    assert split_at_placeholders(history) == [
+        history[0],
+        {
+            "role": "user",
+            "content": [
+                {"type": "image"},
+                {"type": "text", "text": "and "},
+                {"type": "image"},
+                {"type": "text", "text": " differ?"},
+            ],
+        },
+    ]
+
+
+def test_pictures_with_equal_bytes_and_other_sizes_or_colors_differ() -> None:
+    wide, tall = Image.new("L", (4, 2)), Image.new("L", (2, 4))
+    first, second = Image.new("P", (2, 2)), Image.new("P", (2, 2))
+    first.putpalette([0, 0, 0])
+    second.putpalette([255, 0, 0])
+    assert wide.tobytes() == tall.tobytes()
+    assert len({hash_picture(picture) for picture in (wide, tall, first, second)}) == 4
+
+
+def test_the_prompt_for_people_names_each_picture(tmp_path: Path) -> None:
+    task = pinned(write_task(tmp_path))
+    texts = document_texts(task, {"shapes": range(DOCUMENTS)})
+    prompts = [texts["shapes", position].prompt for position in range(DOCUMENTS)]
+    assert len(set(prompts)) == DOCUMENTS
+    assert all(re.fullmatch(r"<image [0-9a-f]{12}>Which color\?", prompt) for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    ("settings", "own", "found"),
+    [
+        ({"backend": "vllm", "chat_template": True}, None, "does not pass to the model"),
+        ({}, None, "no chat template"),
+        ({"chat_template": True}, PromptSettings(num_fewshot=2), "2 for a task with pictures"),
+    ],
+)
+def test_a_picture_task_needs_a_backend_that_reads_pictures_and_a_chat_template(
+    tmp_path: Path, settings: dict[str, Any], own: PromptSettings | None, found: str
+) -> None:
+    path = write_task(tmp_path)
+    require_effect(path.name, PromptSettings(apply_chat_template=True), tmp_path)
+    with pytest.raises(InvalidInput, match=found):
+        require_effect(path.name, own, tmp_path, Scoring(**settings))
+
+
+def test_the_form_of_a_task_follows_its_documents(tmp_path: Path) -> None:
+    assert pinned(write_task(tmp_path)).form == "pictures"
+    assert task_form("mmmu_val", None) == task_form("chartqa", None) == "pictures"
+    assert task_form("arc_easy", None) == "text"
+
+
+def test_a_processor_without_its_package_is_refused_by_the_name_of_the_package(tmp_path: Path) -> None:
+    directory = write("qwen2_vl", tmp_path / "qwen")
+    with pytest.raises(InvalidInput, match="torchvision, which is not installed"):
+        load_processor("qwen", directory)
+
+
+def test_a_picture_that_a_function_opens_is_part_of_the_task(tmp_path: Path) -> None:
+    paint(tmp_path / "0.png", "red", 0)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"picture": "0.png", "label": "red"}) + "\n")
+    (tmp_path / "reading.py").write_text(
+        "from pathlib import Path\nfrom PIL import Image\n"
+        f"def pictures(doc):\n    return [Image.open(Path({str(tmp_path)!r}) / doc['picture'])]\n"
+    )
+    path = tmp_path / "opened.yaml"
+    path.write_text(
+        "task: opened\ndataset_path: json\ndataset_kwargs: {data_files: {test: rows.jsonl}}\ntest_split: test\n"
+        "doc_to_image: !function reading.pictures\ndoc_to_text: '<image>Which color?'\ndoc_to_target: '{{label}}'\n"
+        "output_type: generate_until\nmetric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
+    )
+    first = pinned(path)
+    assert pinned(path) == first
+    paint(tmp_path / "0.png", "blue", 0)
+    second = pinned(path)
+    assert second.digest != first.digest
+    assert second.data_digest != first.data_digest

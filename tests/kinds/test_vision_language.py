@@ -1,0 +1,176 @@
+"""Vision-language models are loaded whole, and scored on text as transformers scores them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from lm_eval.api.instance import Instance
+from safetensors.torch import load_file, save_file
+from tiny_kinds import VISION_LANGUAGE, pair, write
+
+from mergegate.merge_core import load_recipe, merge_weights, plan_merge
+from mergegate.merge_core.checkpoint import open_checkpoint
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.checkpoints import LoadedModel, Model, load_model
+from mergegate.tasks.checkpoints.model_cache import unload_models
+from mergegate.tasks.evaluation.backends.hf import wrap_model
+from mergegate.tasks.perplexity.measurement import TextWindow, read_batch
+from mergegate.tasks.variants.compressed_tensors import CompressedTensorsFormat
+from mergegate.tasks.variants.contract import VariantFormat
+from mergegate.tasks.variants.gguf import GgufFormat
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz ,."
+
+
+@pytest.fixture(autouse=True)
+def _no_models() -> Iterator[None]:
+    yield
+    unload_models()
+
+
+def model_in(directory: Path) -> Model:
+    return Model(name=directory.name, digest=str(directory), directory=directory)
+
+
+def loaded_directly(directory: Path) -> Any:
+    """Return transformers' own class with weights in float64, and check that it reads every tensor."""
+    network: Any
+    network, info = transformers.AutoModelForImageTextToText.from_pretrained(
+        directory, dtype=torch.float64, output_loading_info=True
+    )
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    return network.eval()
+
+
+def likelihoods(network: Any, tokens: list[int]) -> torch.Tensor:
+    """Return the log-likelihood of each token except the first."""
+    with torch.inference_mode():
+        logits = network(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, :-1]
+    return logits.double().log_softmax(-1).gather(1, torch.tensor(tokens)[1:, None])[:, 0]
+
+
+def requests_with_shared_prefixes(seed: int) -> list[tuple[str, str]]:
+    rng = random.Random(seed)
+
+    def text(length: int) -> str:
+        return "".join(rng.choices(LETTERS, k=length))
+
+    examples = text(30)
+    shared = [(f"{examples}{text(6)}", text(length)) for length in (1, 4, 4, 9)]
+    question = text(25)
+    return [*shared, *((question, text(length)) for length in (2, 5, 5)), (text(3), text(2)), (text(70), text(3))]
+
+
+@pytest.mark.parametrize("family", VISION_LANGUAGE)
+def test_likelihoods_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
+    directory = write(family, tmp_path / family)
+    network = loaded_directly(directory)
+    requests = requests_with_shared_prefixes(len(family))
+    with load_model(model_in(directory), dtype="float32", device="cpu") as loaded:
+        assert type(loaded.network) is type(network)
+        lm = _wrapped(loaded)
+        answers = lm.loglikelihood(_instances("loglikelihood", requests), disable_tqdm=True)
+        windows = [loaded.tokenizer.encode(prompt) for prompt, _ in sorted(requests, key=lambda pair: -len(pair[0]))]
+        rows = read_batch(loaded, [TextWindow(0, 0, window[:-1], window[1:]) for window in windows])
+        for (prompt, continuation), (likelihood, _) in zip(requests, answers, strict=True):
+            context, target = lm._encode_pair(prompt, continuation)
+            expected = likelihoods(network, context + target)[-len(target) :].sum()
+            assert likelihood == pytest.approx(float(expected), abs=1e-4)
+    for window, row in zip(windows, rows, strict=True):  # padded on the right, as perplexity reads texts
+        assert torch.allclose(row, likelihoods(network, window), atol=1e-4)
+
+
+@pytest.mark.parametrize("family", VISION_LANGUAGE)
+def test_answers_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
+    directory = write(family, tmp_path / family)
+    network = loaded_directly(directory)
+    rng = random.Random(1)
+    examples = "".join(rng.choices(LETTERS, k=24))
+    prompts = [examples + "".join(rng.choices(LETTERS, k=length)) for length in (5, 12, 20)]
+    with load_model(model_in(directory), dtype="float32", device="cpu") as loaded:
+        lm = _wrapped(loaded)
+        settings = {"until": ["~"], "max_gen_toks": 12}
+        written = lm.generate_until(
+            _instances("generate_until", [(prompt, settings) for prompt in prompts]), disable_tqdm=True
+        )
+        for prompt, answer in zip(prompts, written, strict=True):
+            tokens = torch.tensor([lm.tok_encode(prompt)])
+            expected = network.generate(
+                input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=12, do_sample=False
+            )
+            assert answer == lm.tok_decode(expected[0, tokens.shape[1] :].tolist()).split("~")[0]
+
+
+def _wrapped(loaded: LoadedModel) -> Any:
+    return wrap_model(loaded, SimpleNamespace(dtype="float32", batch_size=8, max_length=None, own_settings=None))
+
+
+def _instances(kind: Any, requests: list[tuple[Any, ...]]) -> list[Instance]:
+    return [
+        Instance(request_type=kind, doc={}, arguments=request, idx=number) for number, request in enumerate(requests)
+    ]
+
+
+@pytest.mark.parametrize("family", VISION_LANGUAGE)
+def test_a_merge_equals_the_merge_in_memory(family: str, tmp_path: Path) -> None:
+    parents = pair(family, tmp_path)
+    models = [{"model": str(parent), "parameters": {"weight": 0.5}} for parent in parents]
+    recipe = load_recipe({"merge_method": "linear", "models": models, "dtype": "float32"})
+    plan = plan_merge(recipe, {str(parent): open_checkpoint(parent) for parent in parents})
+    merge_weights(plan, tmp_path / "merge", device="cpu")
+    expected, other = (loaded_directly(parent) for parent in parents)
+    with torch.no_grad():
+        for own, theirs in zip(expected.parameters(), other.parameters(), strict=True):
+            own.copy_((own + theirs) / 2)
+    with load_model(model_in(tmp_path / "merge"), dtype="float32", device="cpu") as loaded:
+        state = loaded.network.state_dict()
+        for name, tensor in expected.state_dict().items():
+            assert torch.allclose(state[name].double(), tensor.double(), atol=1e-6), name
+        tokens = loaded.tokenizer.encode("a merge of two models")
+        assert torch.allclose(likelihoods(loaded.network, tokens), likelihoods(expected, tokens), atol=1e-4)
+
+
+def test_a_class_that_ignores_the_vision_tower_is_refused(tmp_path: Path) -> None:
+    directory = write("llama4", tmp_path / "llama4")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "architectures": ["Llama4ForCausalLM"]}))
+    with (
+        pytest.raises(InvalidInput, match=r"does not read .*vision.* more tensors"),
+        load_model(model_in(directory), dtype="float32", device="cpu"),
+    ):
+        pass
+
+
+def test_a_tensor_that_no_part_reads_is_refused(tmp_path: Path) -> None:
+    directory = write("llava", tmp_path / "llava")
+    tensors = load_file(directory / "model.safetensors")
+    save_file({**tensors, "left.over": torch.ones(2)}, directory / "model.safetensors", {"format": "pt"})
+    with (
+        pytest.raises(InvalidInput, match=r"LlavaForConditionalGeneration does not read .*left\.over"),
+        load_model(model_in(directory), dtype="float32", device="cpu"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("variants", "reason"),
+    [
+        (GgufFormat(format="gguf", types=("Q8_0",)), "mmproj"),
+        (CompressedTensorsFormat(format="compressed-tensors", scheme="FP8_DYNAMIC"), "drop the other towers"),
+    ],
+)
+def test_variants_that_would_lose_the_pictures_are_refused(
+    variants: VariantFormat, reason: str, tmp_path: Path
+) -> None:
+    checkpoint = open_checkpoint(write("gemma3", tmp_path / "gemma3"))
+    with pytest.raises(InvalidInput, match=f"a vision-language model, which reads pictures: .*{reason}"):
+        variants.check_shapes(checkpoint)
