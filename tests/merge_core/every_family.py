@@ -46,7 +46,12 @@ NOT_TRIED = "not tried"
 WRONG = "wrong"
 VLLM = "vLLM"
 NO_CELL = "\N{EN DASH}"
-_FORMS = {"text": "text tasks", "retrieval": "retrieval", "transcription": "word error rate"}
+_FORMS = {
+    "text": "text tasks",
+    "pictures": "picture tasks",
+    "retrieval": "retrieval",
+    "transcription": "word error rate",
+}
 _SLICES = "merge_method: passthrough\nslices:\n- sources: [{model: a, layer_range: [0, 1]}]\n"
 
 
