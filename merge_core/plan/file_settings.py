@@ -112,18 +112,18 @@ class _Difference:
 
 
 def compare_file_settings(
-    carried: Companions, parents: Mapping[str, Checkpoint], accepted_differences: Collection[str]
+    result: Companions, parents: Mapping[str, Checkpoint], accepted_differences: Collection[str]
 ) -> Iterator[Finding]:
     """Yield a finding for each setting of a parent that differs from the setting that the result gets.
 
     Args:
-        carried: Files that the result gets.
+        result: Files that the result gets.
         parents: All models that contribute weights or configuration, by reference. The first is the donor.
         accepted_differences: Keys of settings that may differ.
     """
     donor = next(iter(parents))
     with_modules = module_reference(donor, parents)
-    generation = carried.sources.get(GENERATION)
+    generation = result.sources.get(GENERATION)
     speaker = next(
         (name for name, one in parents.items() if one.companions.sources.get(GENERATION) == generation), donor
     )
