@@ -145,8 +145,9 @@ def _transcriber(parent: Path) -> Callable[[np.ndarray], str]:
     def transcribe(sound: np.ndarray) -> str:
         features = processor(sound, sampling_rate=SAMPLE_RATE, return_tensors="pt")
         with torch.no_grad():
-            tokens = model.generate(**features) if model.can_generate() else model(**features).logits.argmax(-1)
-        return str(processor.batch_decode(tokens, skip_special_tokens=True)[0])
+            if not model.can_generate():  # CTC
+                return str(processor.batch_decode(model(**features).logits.argmax(-1))[0])
+            return str(processor.batch_decode(model.generate(**features), skip_special_tokens=True)[0])
 
     return transcribe
 
@@ -217,6 +218,8 @@ def _picture_inputs(directory: Path) -> dict[str, Any]:
         return dict(processor(text=[text], images=[picture], return_tensors="pt"))
     inputs = dict(transformers.AutoImageProcessor.from_pretrained(directory)(picture, return_tensors="pt"))
     tokens = torch.tensor([[7, *[5] * 4, 8, 40, 41, 42]])  # A picture of 16 patches becomes 4 tokens.
+    if "Mistral3" in (directory / "config.json").read_text("utf-8"):
+        inputs["image_sizes"] = torch.tensor([[tiny_kinds.PICTURE_SIZE] * 2])
     if "image_grid_thw" in inputs:
         inputs["mm_token_type_ids"] = (tokens == 5).int()
     return {**inputs, "input_ids": tokens}

@@ -76,9 +76,12 @@ def test_a_release_computes_the_same_as_a_merge_in_memory(
     parents = [load(project.root / "models" / parent)[1] for parent in "ab"]
     expected = average(parents, [0.5, 0.5])
     kind, model = load(release)
+    stored, wanted = model.state_dict(), expected.state_dict()
+    assert [name for name in stored.keys() | wanted.keys() if not torch.equal(stored[name], wanted[name])] == []
+    # Weights in mapped memory may use other kernels.
     computed = outputs(release, model)
-    assert torch.equal(computed, outputs(project.root / "models" / "a", expected))
-    assert not torch.equal(computed, outputs(project.root / "models" / "a", parents[0]))
+    torch.testing.assert_close(computed, outputs(project.root / "models" / "a", expected))
+    assert not torch.allclose(computed, outputs(project.root / "models" / "a", parents[0]), rtol=1e-3)
     card = (release / "README.md").read_text()
     assert f"library_name: {kind.library}" in card
     assert kind.pipeline_tag is None or f"pipeline_tag: {kind.pipeline_tag}" in card
