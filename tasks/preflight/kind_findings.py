@@ -40,11 +40,13 @@ class KindDemand:
         where: Place in the profile, such as ``evaluate.tasks: arc_easy``.
         what: What the profile does there, as a noun with an article: ``a text task``.
         ability: What the model must be able to do.
+        remedy: How to fix the profile. Default: judge the merge by a task that fits.
     """
 
     where: str
     what: str
     ability: Ability
+    remedy: str = ""
 
     def fits(self, kind: ModelKind) -> bool:
         """Return whether a model of this kind has the ability."""
@@ -77,7 +79,8 @@ def kind_findings(kind: ModelKind, demands: Sequence[KindDemand]) -> Iterator[Fi
                 demand.where,
                 found=f"{demand.what}, but the merge is {kind.noun}",
                 expected=_describe_ability(kind, demand.ability),
-                remedy=f"judge the merge under evaluate.tasks, for example: - {EXAMPLES[kind.task_forms[0]]}",
+                remedy=demand.remedy
+                or f"judge the merge under evaluate.tasks, for example: - {EXAMPLES[kind.task_forms[0]]}",
                 cause=_CAUSE,
                 is_invalid=True,
             )
