@@ -10,6 +10,7 @@ import yaml
 from demo_project import Project
 from tiny_kinds import pair
 
+from mergegate.flows.compare import make_comparison
 from mergegate.flows.preflight import Problems, preflight_profile
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, TaskForm, find_kind
@@ -31,6 +32,7 @@ KINDS["cross-encoder"] = find_kind(
     {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "LABEL_0"}}, Companions()
 )
 FORMS: tuple[TaskForm, ...] = ("text", "retrieval", "transcription")
+NEGATIVES = ["w39 w38 w37", "w36 w35 w34"]
 RETRIEVAL = {"task": {"kind": "retrieval", "data": "queries.jsonl"}, "guarded_by": "a"}
 
 
@@ -140,11 +142,13 @@ def test_a_merge_of_classifiers_needs_no_verdict(project: Project) -> None:
     assert (project.root / "out/model.safetensors").is_file()
 
 
-def test_a_comparison_refuses_a_model_that_the_guards_do_not_fit(project: Project) -> None:
-    profile = write_profile(project, "embedding", evaluate={"tasks": [RETRIEVAL]})
-    result = project.mergegate("compare", "embedding/a", "t5/b", "--profile", profile)
-    assert result.exit_code == 2
-    assert "a retrieval task, but b is a sequence-to-sequence model" in result.output
+def test_a_comparison_refuses_a_model_that_the_guards_do_not_fit(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(project.root)
+    profile = load_profile(Path(write_profile(project, "embedding", evaluate={"tasks": [RETRIEVAL]})))
+    with pytest.raises(InvalidInput, match="a retrieval task, but b is a sequence-to-sequence model"):
+        make_comparison("embedding/a", "t5/b", profile)
 
 
 def test_a_plan_says_the_kind(project: Project) -> None:
