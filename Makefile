@@ -104,8 +104,9 @@ bench-gpu: $(VENV)/ready ## run the benchmark on a CUDA GPU
 bench-install: $(VENV)/ready ## install the wheel with uv and pipx, and release the demo there (downloads 2 GB)
 	$(BIN)/python benchmarks/bare_wheel.py --with uv pipx
 
-family: $(VENV)/ready ## train the demo models again (1 to 2 minutes)
+family: $(VENV)/ready ## train the demo models again (3 to 5 minutes)
 	$(BIN)/python profiles/demo/train.py
+	$(BIN)/python profiles/demo/embed.py
 
 server: $(VENV)/ready ## serve Prefect's API and pages on http://127.0.0.1:4200
 	@$(BIN)/mergegate server --port $(PORT)

@@ -14,6 +14,7 @@ from mergegate.merge_core.adapters.adapter import AdaptedModule, Adapter
 from mergegate.merge_core.adapters.names import ExpertSlice, StoredNames, join_stored, split_stored
 from mergegate.merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, AdapterOwnTensor, TrainedRows
 from mergegate.merge_core.architecture import (
+    family_defaults,
     has_vocabulary_rows,
     is_embedding,
     is_head,
@@ -38,15 +39,9 @@ _USE_PEFT = "apply the adapter with PEFT (merge_and_unload), save the model, and
 # Models whose projections are GPT-2's Conv1D layers, which store their weights as [in, out].
 _CONV1D_MODELS = frozenset({"gpt2", "openai-gpt", "imagegpt", "decision_transformer"})
 _CONV1D_PARTS = frozenset({"c_attn", "c_proj", "c_fc", "q_attn"})
-# Mixtures whose fused experts PEFT treats as [experts, in, out]. PEFT treats all others as [experts, out, in].
+# Mixtures of transformers whose fused experts PEFT treats as [experts, in, out]. PEFT treats those of all other
+# families of transformers as [experts, out, in].
 _TRANSPOSED_EXPERTS = frozenset({"gpt_oss", "aria", "aria_text", "openai_privacy_filter"})
-_STRAIGHT_EXPERTS = frozenset(
-    (
-        "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe", "olmoe", "glm4_moe", "deepseek_v2",
-        "deepseek_v3", "llama4", "llama4_text", "granitemoe", "granitemoehybrid", "granitemoeshared", "jamba",
-        "minimax", "ernie4_5_moe", "dots1", "hunyuan_v1_moe", "lfm2_moe", "phimoe",
-    )
-)  # fmt: skip
 
 
 def apply_adapter(base: Checkpoint, adapter: Adapter) -> Checkpoint:
@@ -311,7 +306,8 @@ class _Application:
             if numbers != set(range(experts)) or len(widths) != 1 or len(slices) % experts:
                 return None
         elif len(shape) == 3:
-            experts, straight = shape[0], shape[1:]
+            experts, rows = shape[0], max(part.first_row + part.tensor.shape[1] for part in slices)
+            straight = (rows, shape[2])
         elif len(shape) != 2:
             return None
         if a.shape[0] != experts * rank or b.shape[1] != experts * rank:
@@ -325,7 +321,7 @@ class _Application:
             return experts, product != straight
         if self._kinds & _TRANSPOSED_EXPERTS:
             return experts, True
-        if self._kinds & _STRAIGHT_EXPERTS:
+        if self._names.is_known or any(family_defaults(kind) is not None for kind in self._kinds):
             return experts, False
         raise InvalidInput(
             f"{self._config.location}: target_parameters",

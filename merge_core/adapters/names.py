@@ -64,6 +64,11 @@ class StoredNames:
                 module = self._experts.setdefault(self._reduce(match["module"]), {})
                 module.setdefault(int(match["number"]), {})[match["part"]] = name
 
+    @property
+    def is_known(self) -> bool:
+        """Whether the network is in transformers' table of conversions, or has several parts and generates text."""
+        return self._conversions.is_known
+
     def in_memory(self, name: str) -> str:
         """Return the name in memory of the stored tensor called ``name``.
 

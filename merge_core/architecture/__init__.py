@@ -17,7 +17,7 @@ from mergegate.merge_core.architecture.architecture import (
     with_vocabulary,
 )
 from mergegate.merge_core.architecture.conversions import Conversions, InMemory
-from mergegate.merge_core.architecture.families import described_families, text_part
+from mergegate.merge_core.architecture.families import described_families, family_defaults, text_part
 from mergegate.merge_core.architecture.layer_kinds import layer_kinds
 from mergegate.merge_core.architecture.layouts import rename_to_layout
 from mergegate.merge_core.architecture.meaning import differing_settings
@@ -69,6 +69,7 @@ __all__ = [
     "described_families",
     "differing_settings",
     "dtype_in",
+    "family_defaults",
     "find_kind",
     "find_tensor",
     "has_own_head",

@@ -18,6 +18,7 @@ from typing import Any
 
 _FILE = Path(__file__).parent / "conversions.json"
 _EXPERT = re.compile(r"\.([0-9]{1,6})(?:\.|$)")
+_NUMBER = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ class Conversions:
             if not transform.operations
         ]
         self._converters = [transform for transform in self.transforms if transform.operations]
+        # Names in memory that the renamings would change. transformers does not rename a tensor that is stored so.
+        self._unchanged = frozenset(structure["unchanged"] if structure is not None else ())
         self._prefix, self._inner, self._is_base = "", frozenset[str](), False
         if structure is not None and structure["prefix"]:
             self._prefix, self._inner = structure["prefix"] + ".", frozenset(structure["inner"])
@@ -110,6 +113,8 @@ class Conversions:
 
     def in_memory(self, name: str) -> InMemory:
         """Return the parameters in memory that contain the values of the stored tensor called ``name``."""
+        if self._unchanged and _NUMBER.sub("#", name) in self._unchanged:
+            return InMemory((name,))
         for transform, is_active in self._renamings:
             if (result := transform.apply(name, is_active)) is not None:
                 ((name, *_), _, _) = result

@@ -18,6 +18,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from mergegate.merge_core.architecture.conversions import container_text
 from mergegate.merge_core.checkpoint import TEXT_PARTS
 
 _DIRECTORY = Path(__file__).parent / "families"
@@ -141,6 +142,7 @@ class Family:
         source: Reference from which the description was written.
         kinds: Properties in which the layers differ. Empty if all layers are of the same kind.
         text: For networks with several parts, the key of the text part's configuration and its default ``model_type``.
+            Networks whose text part transformers builds as if it were alone need no description of their own.
         text_optional: Whether older configurations have the settings of the text part at the top level.
         before: Name parts of this family's tensors before the layers, in addition to the general ones.
         after: Name parts of this family's tensors after the layers, in addition to the general ones.
@@ -223,20 +225,20 @@ def find_family(config: Mapping[str, Any]) -> Family | None:
 def text_part(config: Mapping[str, Any]) -> TextPart:
     """Return the part of ``config`` that describes the main stack of layers."""
     family = find_family(config)
-    if family is None or family.text is None:
-        key = next((key for key in TEXT_PARTS if isinstance(config.get(key), Mapping)), None)
-        if family is None and key is not None:  # A network with several parts and no description.
-            return TextPart(key, config[key], None)
+    # transformers builds the text part of most networks as if it were alone, so its own description is enough.
+    text = container_text(config) if family is None else family.text
+    present = next((key for key in TEXT_PARTS if isinstance(config.get(key), Mapping)), None)
+    if text is None or (family is None and present != text[0]):
+        if family is None and present is not None:  # A network with several parts and no description.
+            return TextPart(present, config[present], None)
         return TextPart(None, config, family)
-    key, usual = family.text
+    key, usual = text
     part = config.get(key)
-    if not isinstance(part, Mapping):
-        if family.text_optional:
-            return TextPart(None, config, family, usual)
-        return TextPart(key, {}, _by_type()[usual], usual)
-    if "model_type" in part:
+    if isinstance(part, Mapping) and "model_type" in part:
         return TextPart(key, part, find_family(part))
-    return TextPart(key, part, _by_type()[usual], usual)
+    if not isinstance(part, Mapping) and family is not None and family.text_optional:
+        return TextPart(None, config, family, usual)
+    return TextPart(key, part if isinstance(part, Mapping) else {}, _by_type().get(usual), usual)
 
 
 def family_defaults(model_type: object) -> FamilyDefaults | None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mergegate.merge_core.architecture.architecture import LAYER_COUNT_KEYS, layer_count
+from mergegate.merge_core.architecture.conversions import container_text
 from mergegate.merge_core.architecture.families import Family, Form, LayerKind, TextPart, find_family, text_part
 from mergegate.merge_core.architecture.layer_kinds import layer_kinds, undescribed_key
 from mergegate.merge_core.errors import InvalidInput
@@ -52,8 +53,11 @@ def check_described(config: Mapping[str, Any], depth: int, model: str) -> Family
     """
     part, location = text_part(config), f"{model}: config.json"
     if part.family is None:
-        # The description of a family does not cover the networks that contain it as a part.
-        is_inner = part.key is not None and find_family(config) is not None
+        # In a network whose own use of layer numbers is known, the description of its text part is missing.
+        text = container_text(config)
+        is_inner = part.key is not None and (
+            find_family(config) is not None or (text is not None and text[0] == part.key)
+        )
         typed_config = part.config if is_inner else config
         raise InvalidInput(
             f"{location}: {f'{part.key}.' if is_inner else ''}model_type",
@@ -77,13 +81,16 @@ def check_described(config: Mapping[str, Any], depth: int, model: str) -> Family
             expected="the kind of each layer: without it, the library uses its own default",
             remedy="add the kinds of the layers to config.json",
         )
-    if (key := undescribed_key(part, depth)) is not None:
-        raise InvalidInput(
-            f"{location}: {key}",
-            found=f"{part.config[key]!r:.80}: mergegate does not know which layers this key affects",
-            expected=f"keys in the description of {part.config.get('model_type')}",
-            remedy="remove the key if it has no effect, or merge whole models ('models')",
-        )
+    # A network around the text part, which has no description of its own, may also have keys for layers of that part.
+    outer = TextPart(None, config, None) if part.key is not None and find_family(config) is None else None
+    for owner in filter(None, (part, outer)):
+        if (key := undescribed_key(owner, depth)) is not None:
+            raise InvalidInput(
+                f"{location}: {key}",
+                found=f"{owner.config[key]!r:.80}: mergegate does not know which layers this key affects",
+                expected=f"keys in the description of {part.config.get('model_type')}",
+                remedy="remove the key if it has no effect, or merge whole models ('models')",
+            )
     return family
 
 

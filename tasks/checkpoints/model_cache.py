@@ -42,7 +42,7 @@ SMALLER = "use a smaller batch_size or max_length, or dtype: bfloat16"  # Remedy
 
 _UNUSED_PACKAGES = ("boto3", "chardet", "redis", "scipy")
 _SENTENCE_TRANSFORMERS = 6  # Oldest major version.
-_WEIGHTS = ("*.safetensors", "[0-9]*_*/*.safetensors")  # Of the network and of its modules.
+_WEIGHTS = ("*.safetensors", "[0-9]*_*/*.safetensors")  # Weights of the network and of its modules.
 _SHARE = 0.5  # Share of the memory that models may use. The total is the memory available without any model.
 _SMALL = 10_000_000  # Parameters. Below this, synchronizing threads takes longer than computing a layer.
 

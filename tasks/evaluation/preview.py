@@ -133,6 +133,7 @@ def _render(task: EvalTask, scoring: Scoring, tokenizer: TokenizerSource, on_pro
             raise InvalidInput(f"task {task.name}", found="no document", expected="data with documents")
         name, position = first
         if task.built_in is not None:
+            task.built_in.check_model(tokenizer.name, tokenizer.directory, loaded.leaves[name].eval_docs)
             document = loaded.leaves[name].eval_docs[position]
             asked, target = task.built_in.prompt_of(document), task.built_in.target_of(document)
             tokens = len(loaded_tokenizer(asked)["input_ids"])

@@ -10,6 +10,7 @@ import ast
 import re
 import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,20 @@ from typing import Any
 import yaml
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import StrictLoader, parsing_errors, plain_file, read_plain, read_yaml_mapping
+from mergegate.merge_core.parsing import (
+    StrictLoader,
+    parse_json_object,
+    parsing_errors,
+    plain_file,
+    read_plain,
+    read_yaml_mapping,
+)
 
 _MAX_INCLUDES = 32
 _MAX_FILES = 1000
 _MAX_CODE_BYTES = 1 << 20
+_MAX_DATA_BYTES = 1 << 30
+_PICTURES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 
 class Function(str):
@@ -78,7 +88,10 @@ def resolve_definition(
         raise InvalidInput(f"{path}: dataset_kwargs", found=f"{kwargs!r:.60}", expected="a mapping")
     data_files = kwargs.get("data_files")
     if data_files is not None:
+        first = len(files)
         data_files = _resolve(data_files, data_root, str(path), files)
+        if config.get("doc_to_image"):
+            files += [picture for file in files[first:] for picture in _named_pictures(file)]
     elif dataset_path:
         with parsing_errors(f"{path}: dataset_path", "not the name of a directory or a dataset"):
             directory = data_root / dataset_path if (data_root / dataset_path).is_dir() else None
@@ -231,6 +244,19 @@ def _resolve(data_files: Any, base: Path, location: str, files: list[Path]) -> A
         )
     files += paths
     return [str(file) for file in paths] if len(paths) > 1 else str(paths[0])
+
+
+def _named_pictures(file: Path) -> list[Path]:
+    """Return the existing pictures that the lines of a jsonl file name, relative to the file or absolute."""
+    if file.suffix != ".jsonl":
+        return []  # other formats contain their pictures
+    pictures: dict[Path, None] = {}
+    for number, line in enumerate(read_plain(file, _MAX_DATA_BYTES).splitlines(), 1):
+        for text in texts_in(parse_json_object(line, f"{file}: line {number}")) if line.strip() else ():
+            with suppress(OSError):  # a name that is too long
+                if text.lower().endswith(_PICTURES) and (picture := file.parent / text).is_file():
+                    pictures[picture] = None
+    return list(pictures)
 
 
 def as_list(value: Any) -> list[Any]:

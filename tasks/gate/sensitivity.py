@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
+from mergegate.merge_core.architecture import TaskForm
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import format_count
 from mergegate.tasks.evaluation import (
@@ -50,13 +51,28 @@ class ReferenceStrength(NamedTuple):
     error: float  # Standard error of the score above ``baseline``.
     baseline: float  # Score of the better of the two models that know nothing.
     baseline_name: str
+    form: TaskForm = "text"  # What the task asks of the model.
+
+    def comparison(self, reference: str) -> str:
+        """Return how the reference compares with the model that knows nothing."""
+        if self.form == "transcription":
+            return (
+                f"{reference} has an error rate of {100 - self.score:.1f}, and {self.baseline_name} would have "
+                f"{100 - self.baseline:.1f}"
+            )
+        return f"{reference} scores {self.score:.1f}, and {self.baseline_name} would score {self.baseline:.1f}"
+
+    @property
+    def better_than(self) -> str:
+        """What a reference must exceed by the margin: 'above 25.0', or for an error rate 'below 100.0'."""
+        return f"below {100 - self.baseline:.1f}" if self.form == "transcription" else f"above {self.baseline:.1f}"
 
     def sentence(self, task: str, reference: str, margin: float) -> str:
         """Return why the reference cannot show a loss of ``margin`` points, and what to do."""
+        prompt = ", or check its prompt and chat template" if self.form == "text" else ""
         return (
-            f"{UNSAFE}: {task} cannot show a loss, because {reference} scores {self.score:.1f}, and "
-            f"{self.baseline_name} would score {self.baseline:.1f}. The difference must be shown to be at least the "
-            f"margin ({margin:.4g}). Use a task that {reference} can do, or check its prompt and chat template"
+            f"{UNSAFE}: {task} cannot show a loss, because {self.comparison(reference)}. The difference must be shown "
+            f"to be at least the margin ({margin:.4g}). Use a task that {reference} can do{prompt}"
         )
 
 
@@ -74,7 +90,10 @@ def reference_strength(evidence: GuardEvidence, confidence: float, level: float)
     chance = sum(chance_of(row, evidence.guard) for row in rows) / n
     above = replace(evidence, differences=tuple(scores)).interval(confidence, level)
     error = math.sqrt(above.variance / n)
-    strengths = [(above.low - chance, error, chance, "a random answer" if chance else "an empty answer")]
+    form = evidence.guard.built_in.form if evidence.guard.built_in else "text"
+    nothing = {"retrieval": "a model that finds nothing", "transcription": "an empty transcript"}
+    name = "a random answer" if chance else nothing.get(form, "an empty answer")
+    strengths = [(above.low - chance, error, chance, name)]
     score = sum(scores) / n
     # The score of a constant answer on these documents is known exactly. If the reference beats it by the margin, so
     # does the drop of a merge that gives this answer, and the guard does not pass.
@@ -84,7 +103,7 @@ def reference_strength(evidence: GuardEvidence, confidence: float, level: float)
         strengths.append((score - frequent, error, frequent, "the most frequent answer alone"))
     low, error, baseline, name = min(strengths)
     low -= evidence.selection_bias  # The best of several parents scores higher than it truly is.
-    return ReferenceStrength(100 * score, 100 * low, 100 * error, 100 * baseline, name)
+    return ReferenceStrength(100 * score, 100 * low, 100 * error, 100 * baseline, name, form)
 
 
 def known_reference_strength(

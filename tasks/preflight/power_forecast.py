@@ -153,14 +153,12 @@ def sensitivity_findings(evidence: Evidence, parents: Sequence[ResolvedCheckpoin
         reference = max(strengths, key=lambda name: strengths[name].score)
         strength = strengths[reference]
         if strength.low < guard.upper_limit:
+            prompts = ", or check the chat template, the number of few-shot examples and evaluate.max_length"
             yield Finding(
                 "warn",
                 f"evaluate.tasks: {guard.task}",
-                found=f"{reference} scores {strength.score:.1f}, and {strength.baseline_name} would score "
-                f"{strength.baseline:.1f}, "
-                "so a loss could not show and the guard will be inconclusive",
-                expected=f"a reference that is above {strength.baseline:.1f} by at least the margin "
+                found=f"{strength.comparison(reference)}, so a loss could not show and the guard will be inconclusive",
+                expected=f"a reference that is {strength.better_than} by at least the margin "
                 f"({guard.upper_limit:g}), with {documents:,} documents",
-                remedy=f"use a task that {reference} can do, or check the chat template, the number of few-shot "
-                "examples and evaluate.max_length",
+                remedy=f"use a task that {reference} can do{prompts if strength.form == 'text' else ''}",
             )

@@ -343,8 +343,11 @@ def answer_lengths(guard: GuardVerdict) -> tuple[str, ...]:
 def cut_off_answers(content: ReportContent) -> tuple[str, ...]:
     """Return a warning for each task and model of which some answers or prompts were cut off."""
     scored = [(model.name, model.scores) for model in content.models if model.scores is not None]
+    # The limit on transcripts is that of the model, for everyone who runs it.
+    is_transcript = content.kind.task_forms == ("transcription",)
+    note = "; this limit is its own" if is_transcript else "; its score understates the model"
     answers = [
-        f"{task}: {ends.describe().replace(' answers', f' answers of {name}')}; its score understates the model"
+        f"{task}: {ends.describe().replace(' answers', f' answers of {name}')}{note}"
         for name, scores in scored
         for task, ends in scores.ends.items()
         if ends.cut_off

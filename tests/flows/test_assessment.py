@@ -17,7 +17,7 @@ from mergegate.merge_core.architecture import TEXT_GENERATOR, find_kind
 from mergegate.merge_core.checkpoint import Companions
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints.model import Model, QuantizedModel
-from mergegate.tasks.evaluation import document_scores, find_backend
+from mergegate.tasks.evaluation import document_scores, find_backend, task_definition
 from mergegate.tasks.evaluation.document_order import document_ranges
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.settings import Scoring
@@ -103,6 +103,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
         bench = Bench(tmp_path, right)
         monkeypatch.setattr(assessment, "evaluate_documents", bench.evaluate_to)
         monkeypatch.setattr(assessment, "find_copied_parent", NoCopies)
+        monkeypatch.setattr(task_definition, "task_form", lambda *_: "text")  # lm-eval has no tasks of these names
         tasks = tuple(task for task in TASKS if task.name in {guard.task for guard in guards})
         evidence = Evidence(
             tasks=tasks, scoring=Scoring(documents=first), guards=guards, rule=rule or GateRule(rule="each")

@@ -257,3 +257,24 @@ def test_a_processor_without_its_package_is_refused_by_the_name_of_the_package(t
     directory = write("qwen2_vl", tmp_path / "qwen")
     with pytest.raises(InvalidInput, match="torchvision, which is not installed"):
         load_processor("qwen", directory)
+
+
+def test_a_picture_that_a_function_opens_is_part_of_the_task(tmp_path: Path) -> None:
+    paint(tmp_path / "0.png", "red", 0)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"picture": "0.png", "label": "red"}) + "\n")
+    (tmp_path / "reading.py").write_text(
+        "from pathlib import Path\nfrom PIL import Image\n"
+        f"def pictures(doc):\n    return [Image.open(Path({str(tmp_path)!r}) / doc['picture'])]\n"
+    )
+    path = tmp_path / "opened.yaml"
+    path.write_text(
+        "task: opened\ndataset_path: json\ndataset_kwargs: {data_files: {test: rows.jsonl}}\ntest_split: test\n"
+        "doc_to_image: !function reading.pictures\ndoc_to_text: '<image>Which color?'\ndoc_to_target: '{{label}}'\n"
+        "output_type: generate_until\nmetric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
+    )
+    first = pinned(path)
+    assert pinned(path) == first
+    paint(tmp_path / "0.png", "blue", 0)
+    second = pinned(path)
+    assert second.digest != first.digest
+    assert second.data_digest != first.data_digest

@@ -98,8 +98,9 @@ def try_adapter(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> s
             config = peft.LoraConfig(
                 r=4, lora_alpha=8, target_modules=found, target_parameters=fused, init_lora_weights=False
             )
-            peft.get_peft_model(model, config).save_pretrained(root / "adapter")
-            theirs = peft.PeftModel.from_pretrained(copy.deepcopy(parents["a"]), root / "adapter").merge_and_unload()
+            adapted = peft.get_peft_model(model, config)
+            adapted.save_pretrained(root / "adapter")
+            theirs = adapted.merge_and_unload()
         except (ValueError, TypeError, AttributeError, NotImplementedError, RuntimeError) as error:
             return f"PEFT: {type(error).__name__} {error}"
     theirs.save_pretrained(root / "unloaded")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -18,6 +19,8 @@ from transformers.core_model_loading import (
     GroupWeightRename,
     Inkling2IndexOffsetWeightRename,
     WeightConverter,
+    WeightRenaming,
+    rename_source_key,
 )
 from transformers.models.auto import modeling_auto
 
@@ -78,7 +81,7 @@ def library_structures() -> dict[str, Settings]:
     """Return the structure of each network with conversions or with a text part, by model type."""
     entries: dict[str, Settings] = {}
     for model in library_models():
-        entry = structure(model)
+        entry = {**structure(model), "unchanged": unchanged(model)}
         kind = model.config.model_type
         if entry["parts"] or entry.get("text") or {kind, type(model).__name__} & library_transforms().keys():
             entries.setdefault(kind, entry)
@@ -110,7 +113,8 @@ def candidates(kind: str, tiny: dict[str, Any]) -> Iterator[Any]:
             try:
                 config = parts[kind].config() if parts else CONFIG_MAPPING[kind](**NEEDED.get(kind, {}))
                 config = config.get_text_config() if text else config
-                shrink(config)
+                if not parts:
+                    shrink(config)
             except Exception:  # The configuration has no defaults, or the tests do not know it.
                 continue
             yield config
@@ -156,6 +160,21 @@ def structure(model: Any) -> Settings:
                 if not by_class:
                     seen.setdefault(kind, []).append(path)
     return entry
+
+
+def unchanged(model: Any) -> list[str]:
+    """Return the names in memory that the renamings would turn into other names, with ``#`` for numbers.
+
+    transformers does not rename a tensor that is stored under such a name.
+    """
+    transforms = conversion_mapping.get_model_conversion_mapping(model)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    names = model.state_dict()
+    renamed = {
+        name: rename_source_key(name, renamings, converters, model.base_model_prefix, names)[0] for name in names
+    }
+    return sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "#", name) for name in names if renamed[name] not in names})
 
 
 def claimed(seen: dict[str, list[str]], identifier: str, path: str) -> bool:

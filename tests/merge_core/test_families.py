@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from family_table import cells, merge_or_refuse, parents_of, parts, recipe_of, row_of, rows, tried
+from family_table import DONE, cells, merge_or_refuse, parents_of, parts, recipe_of, row_of, rows, tried
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from in_memory import stack
@@ -22,11 +22,17 @@ from samples import sampled
 from tiny_families import BY_NAME, FAMILIES, LAYERS, load, logits, make
 from transformers import AutoConfig
 
-from mergegate.merge_core.architecture import LayerOrigin, described_families, stacked_config
+from containers import container, container_types
+from mergegate.merge_core.architecture import LayerOrigin, described_families, stacked_config, text_part
 from mergegate.merge_core.errors import InvalidInput
 
 # One family for each way in which a layer's index can matter.
 SAMPLE = ("gemma3, unlisted", "qwen3_moe", "llama4, unlisted", "lfm2", "nemotron_h", "gemma3, vision", "jamba")
+# Containers whose configuration has a key that may affect single layers, or cannot express the kinds of all cuts.
+REFUSED_KEYS = {
+    **dict.fromkeys(("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"), ("insert_layer_id",)),
+    "kimi_k25": ("first_k_dense_replace, moe_layer_freq",),
+}
 # Families with other names on disk than in memory, separate experts, heads with biases, or an unusual table name.
 PARTS_SAMPLE = ("gpt_neox", "phimoe", "bert", "mamba2")
 
@@ -224,11 +230,18 @@ def test_an_invalid_configuration_is_refused_without_a_traceback(config: dict[st
         stacked_config(config, origins(config, 6, [(0, 3), (2, 4)]), "slices")
 
 
-@pytest.mark.parametrize("part", ["text_config", "llm_config", "language_config"])
 @pytest.mark.parametrize(
-    ("container", "inner"), [("internvl", "qwen2"), ("internvl_chat", "qwen2"), ("lfm2_vl", "lfm2")]
+    ("container", "inner", "part"),
+    [
+        ("internvl", "qwen2", "llm_config"),
+        ("internvl", "qwen2", "language_config"),
+        ("internvl_chat", "qwen2", "text_config"),
+        ("unheard-of", "lfm2", "text_config"),
+    ],
 )
-def test_an_undescribed_container_is_reported_instead_of_its_text_model(container: str, inner: str, part: str) -> None:
+def test_a_container_that_transformers_lacks_is_reported_instead_of_its_text_model(
+    container: str, inner: str, part: str
+) -> None:
     text = {"model_type": inner, "num_hidden_layers": 6, "layer_types": ["full_attention"] * 6}
     config = {"model_type": container, part: text, "vision_config": {"model_type": "siglip2_vision_model"}}
     with pytest.raises(InvalidInput) as refused:
@@ -236,6 +249,25 @@ def test_an_undescribed_container_is_reported_instead_of_its_text_model(containe
     assert refused.value.where.endswith("config.json: model_type")
     assert repr(container) in refused.value.found
     assert repr(inner) not in refused.value.found
+
+
+@pytest.mark.parametrize("container", ["internvl", "llava_onevision"])
+def test_a_container_with_a_key_for_single_layers_is_refused_by_this_key(container: str) -> None:
+    text = {"model_type": "qwen2", "num_hidden_layers": 6}
+    config = {"model_type": container, "text_config": text, "text_layer_indices": [1, 3]}
+    with pytest.raises(InvalidInput, match="text_layer_indices"):
+        stacked_config(config, origins(config, 6, [(0, 3), (2, 4)]), "slices")
+
+
+@pytest.mark.parametrize("name", sampled(container_types(), ("internvl", "lfm2_vl"), pytest.mark.long))
+def test_containers_slice_their_described_text_family(name: str, tmp_path: Path) -> None:
+    family = container(name)
+    found = tried(family, parents_of(family, tmp_path), tmp_path)
+    assert found.pop("whole") == DONE
+    text = text_part(family.config().to_dict()).family
+    assert text is not None
+    keys = {text.refused[0]} if text.refused else {DONE, *REFUSED_KEYS.get(name, ())}
+    assert set(found.values()) <= keys
 
 
 def test_an_undescribed_text_model_is_reported_in_a_described_container() -> None:

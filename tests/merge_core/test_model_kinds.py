@@ -22,10 +22,19 @@ ENTRIES: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], tuple[str,
         "AutoModelForSpeechSeq2Seq",
         ("transcription",),
         SOUND,
-        ("SPEECH_SEQ_2_SEQ",),
+        ("SPEECH_SEQ_2_SEQ unprompted",),
     ),
     ("automatic-speech-recognition", "speech", "AutoModelForCTC", ("transcription",), SOUND, ("CTC",)),
     ("automatic-speech-recognition", "speech", "", (), SOUND, ("RNNT", "TDT")),
+    # Language models that transcribe if a prompt tells them to. Transcription tasks have no prompts.
+    (
+        "automatic-speech-recognition",
+        "speech",
+        "AutoModelForMultimodalLM",
+        TEXT,
+        SOUND,
+        ("SPEECH_SEQ_2_SEQ prompted",),
+    ),
     (
         "image-text-to-text",
         "vision-language",
@@ -108,16 +117,27 @@ def generated_entries() -> Iterator[dict[str, Any]]:
 
 
 def classes_in(mapping: str) -> set[str]:
-    """Return the classes in one of transformers' mappings. 'sound' selects those that hear and do not see."""
+    """Return the classes in one of transformers' mappings.
+
+    A second word selects some of them. ``sound``: those that hear and do not see. ``unprompted``: those that
+    transcribe without a prompt. ``prompted``: language models that need one.
+    """
+    import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     name, _, only = mapping.partition(" ")
     classes: set[str] = set()
     for model_type, value in mapping_of(name).items():
-        parts = getattr(CONFIG_MAPPING[model_type], "sub_configs", {}) if only else {}
-        if only and ("audio_config" not in parts or any("vision" in part for part in parts)):
-            continue
-        classes |= set(value if isinstance(value, (list, tuple)) else [value])
+        names = set(value if isinstance(value, (list, tuple)) else [value])
+        if only == "sound":
+            parts = getattr(CONFIG_MAPPING[model_type], "sub_configs", {})
+            if "audio_config" not in parts or any("vision" in part for part in parts):
+                continue
+        elif only:
+            hears = {each for each in names if getattr(transformers, each).main_input_name != "input_ids"}
+            languages = {each for each in names - hears if model_type in mapping_of("MULTIMODAL_LM")}
+            names = hears if only == "unprompted" else languages
+        classes |= names
     return classes
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+from gate_samples import verdict_of
 from huggingface_hub import ModelCard
 from release_samples import (
     Publishable,
@@ -24,14 +25,18 @@ from release_samples import (
 
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.adapters.output import task_type
-from mergegate.merge_core.architecture import ModelKind, find_kind, kind_of_directory
+from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, find_kind, kind_of_directory
 from mergegate.merge_core.architecture.model_kinds import class_kinds
 from mergegate.merge_core.checkpoint import Companions
 from mergegate.tasks.evaluation.stage import TaskScore
+from mergegate.tasks.gate import describe_untested
+from mergegate.tasks.gate.evidence import GateFinding
 from mergegate.tasks.publish.card_metadata import TASK_NAMES, card_metadata, released_kind
 from mergegate.tasks.publish.loading_code import loading_code
 from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.targets.hub import HubTarget
+from mergegate.tasks.report.page import render
+from mergegate.tasks.report.wording import error_rate_note, samples_note
 
 
 class Layout(NamedTuple):
@@ -313,3 +318,48 @@ def test_the_code_in_the_card_loads_an_adapter_of_the_base_model(
     get_peft_model(network, config).save_pretrained(tmp_path / "adapter")
     model = run_snippet(kind, tmp_path / "adapter", is_adapter=True, monkeypatch=monkeypatch)["model"]
     assert any("lora_B" in parameter and bool(value.any()) for parameter, value in model.named_parameters())
+
+
+def test_the_card_says_that_only_text_was_tested(tmp_path: Path) -> None:
+    sample = released(tmp_path, LAYOUTS["LLaVA"])
+    note = describe_untested(sample.content.kind, ["text"])
+    verdict = sample.content.verdict.model_copy(
+        update={"findings": (GateFinding(kind="untested", outcome="pass", reason=note),)}
+    )
+    judged = sample.content.model_copy(update={"verdict": verdict})
+    card = release_files(replace(sample, content=judged))["README.md"]
+    sentence = "Only text was tested: no task tests how the merge reads pictures."
+    evaluation, _, limits = card.partition("## Evaluation")[2].partition("## Limits")
+    assert f"**Not tested.** {sentence}" in evaluation
+    assert f"* {sentence}" in limits.partition("##")[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "absent"),
+    [
+        ("Llama", "Documents on which", "rank"),
+        ("MiniLM embeddings", "the text that each model ranks first", "few-shot"),
+        ("reranker", "the text that each model ranks first", "few-shot"),
+        ("Whisper", "the transcript of each model", "few-shot"),
+    ],
+)
+def test_the_report_describes_samples_and_evaluation_in_the_terms_of_the_task(
+    tmp_path: Path, name: str, words: str, absent: str
+) -> None:
+    judged = released(tmp_path, LAYOUTS[name]).content
+    assert words in samples_note(judged)
+    assert absent not in samples_note(judged).lower()
+    page = render(judged)
+    assert ("lm-eval, hf backend" in page) == (name == "Llama")
+    assert ("no chat template" in page) == (name == "Llama")
+
+
+def test_the_drop_of_an_error_rate_is_explained(tmp_path: Path) -> None:
+    sample = released(tmp_path, LAYOUTS["Whisper"])
+    guard = verdict_of(3, 2, 200).model_copy(update={"task": "calls", "metric": "wer,none"})
+    verdict = sample.content.verdict.model_copy(update={"guards": (guard,)})
+    judged = sample.content.model_copy(update={"verdict": verdict})
+    note = "For an error rate, the drop is what the merge adds to the rate of the reference."
+    assert note in release_files(replace(sample, content=judged))["README.md"]
+    assert note in render(judged)
+    assert error_rate_note(verdict, TEXT_GENERATOR) == ""

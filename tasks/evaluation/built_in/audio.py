@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import read_plain
 
-_MAX_BYTES = 1 << 30
+MAX_BYTES = 1 << 30
 _MAX_RATE = 384_000
 # Exceptions of SciPy and soundfile for damaged files. A warning becomes an exception if samples are missing, and SciPy
 # raises UnboundLocalError for a file without samples.
@@ -37,13 +37,14 @@ _DAMAGES = (
 )
 
 
-def read_audio(path: Path, rate: int) -> NDArray[np.float32]:
-    """Return the samples of a recording, mostly in [-1, 1], at ``rate`` samples per second.
+def decode_audio(path: Path, content: bytes) -> tuple[NDArray[np.float64], int]:
+    """Return the samples of a recording with one channel, mostly in [-1, 1], and their rate in Hz.
+
+    ``content`` are the bytes of the file at ``path``.
 
     Raises:
-        InvalidInput: The file is missing or damaged, contains no sound, or needs a package that is not installed.
+        InvalidInput: The file is damaged, contains no sound, or needs a package that is not installed.
     """
-    content = read_plain(path, _MAX_BYTES)
     is_wave = content[:4] in (b"RIFF", b"RIFX", b"RF64") and content[8:12] == b"WAVE"
     if not is_wave and importlib.util.find_spec("soundfile") is None:
         raise InvalidInput(
@@ -53,7 +54,7 @@ def read_audio(path: Path, rate: int) -> NDArray[np.float32]:
             remedy="pip install soundfile",
         )
     try:
-        samples, own_rate = (_read_wave if is_wave else _read_other)(content)
+        samples, rate = (_read_wave if is_wave else _read_other)(content)
     except _DAMAGES as error:
         cause = "" if isinstance(error, NameError) else f": {' '.join(str(error).split())[:200]}"
         raise InvalidInput(
@@ -61,8 +62,8 @@ def read_audio(path: Path, rate: int) -> NDArray[np.float32]:
             found=f"cannot be read{cause}",
             expected="a complete recording, for example a WAV file with integer or float samples",
         ) from error
-    if not 0 < own_rate <= _MAX_RATE:
-        raise InvalidInput(str(path), found=f"a sampling rate of {own_rate} Hz", expected=f"1 to {_MAX_RATE} Hz")
+    if not 0 < rate <= _MAX_RATE:
+        raise InvalidInput(str(path), found=f"a sampling rate of {rate} Hz", expected=f"1 to {_MAX_RATE} Hz")
     mono = samples.mean(axis=1) if samples.ndim > 1 else samples
     if not mono.size or not np.isfinite(mono).all():
         raise InvalidInput(
@@ -70,12 +71,22 @@ def read_audio(path: Path, rate: int) -> NDArray[np.float32]:
             found="samples that are not finite" if mono.size else "no samples",
             expected="a recording with sound",
         )
+    return mono, rate
+
+
+def read_audio(path: Path, rate: int) -> NDArray[np.float32]:
+    """Return the samples of a recording, mostly in [-1, 1], at ``rate`` samples per second.
+
+    Raises:
+        InvalidInput: The file is missing, or see ``decode_audio``.
+    """
+    samples, own_rate = decode_audio(path, read_plain(path, MAX_BYTES))
     if own_rate != rate:
         from scipy.signal import resample_poly
 
         shared = math.gcd(rate, own_rate)
-        mono = resample_poly(mono, rate // shared, own_rate // shared)
-    return mono.astype(np.float32)
+        samples = resample_poly(samples, rate // shared, own_rate // shared)
+    return samples.astype(np.float32)
 
 
 def _read_wave(content: bytes) -> tuple[NDArray[np.float64], int]:

@@ -97,6 +97,13 @@ class BuiltInTask(BaseModel):
         """
         raise NotImplementedError
 
+    def check_model(self, name: str, directory: Path, documents: Sequence[TaskDocument]) -> None:
+        """Check that the files of a model, without its weights, suffice to process ``documents``.
+
+        Raises:
+            InvalidInput: They do not. The message names the model, and a missing package.
+        """
+
     def prompt_of(self, document: TaskDocument) -> str:
         """Return what the model is asked, as text: the query, or the name of the recording."""
         raise NotImplementedError

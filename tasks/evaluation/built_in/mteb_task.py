@@ -26,7 +26,7 @@ from mergegate.tasks.evaluation.task_data import DataSource
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import LoadedModel
 
-_TYPES = ("Retrieval", "Reranking", "InstructionRetrieval", "InstructionReranking")
+TYPES = ("Retrieval", "Reranking", "InstructionRetrieval", "InstructionReranking")
 # Scores of mteb's other tasks on texts, which are not means over documents.
 _REASONS: Mapping[str, str] = {
     "BitextMining": "an F1 score over all pairs of texts",
@@ -68,7 +68,7 @@ class MtebTask(RankingTask):
 
     def resolve(self, root: Path) -> Self:
         super().resolve(root)
-        types = _known_types(require_package("mteb", "mteb"))
+        types = known_types()
         if (kind := types.get(self.mteb_name)) is not None:
             self._require_ranking(kind)
         # A few tasks have no file with statistics, so another name is unknown only after loading. Case is certain.
@@ -122,7 +122,7 @@ class MtebTask(RankingTask):
         )
 
     def _require_ranking(self, kind: str) -> None:
-        if kind not in _TYPES:
+        if kind not in TYPES:
             raise InvalidInput(
                 self._location,
                 found=f"a task of type {kind}, whose score is {_REASONS[kind]}"
@@ -168,9 +168,14 @@ class MtebTask(RankingTask):
 
 
 @cache
-def _known_types(package: Path) -> Mapping[str, str]:
-    """Return the type of each task for which mteb ships a file with statistics, by name."""
-    return {path.stem: path.parent.name for path in (package / "descriptive_stats").glob("*/*.json")}
+def known_types() -> Mapping[str, str]:
+    """Return the type of each task for which mteb ships a file with statistics, by name.
+
+    Raises:
+        InvalidInput: mteb is not installed.
+    """
+    package = require_package("mteb", "mteb")
+    return {path.stem: path.parent.name for path in (package / "descriptive_stats").rglob("*.json")}
 
 
 def _ranked_queries(data: Mapping[str, Any], is_own_text_ignored: bool, location: str) -> list[RankedQuery]:

@@ -94,7 +94,7 @@ class RankMetric:
         return gain / sum(relevance / math.log2(rank + 2) for rank, relevance in enumerate(islice(ideal, self.k)))
 
     def chance(self, size: int, gains: Sequence[float], ideal: Sequence[float]) -> float:
-        """Return the expected score of a random ranking of ``size`` texts, of which ``gains`` are right."""
+        """Return the expected score of a random ranking of ``size`` texts with right texts of relevance ``gains``."""
         right, last = len(gains), size if self.k is None else min(self.k, size)
         if not right:
             return 0.0
@@ -104,7 +104,7 @@ class RankMetric:
             return right * last / size / len(ideal)
         ranks = np.arange(last)
         if self.name == "map":
-            # Of the texts before a right one, the share (right - 1) / (size - 1) is right.
+            # The share (right - 1) / (size - 1) of the texts before a right one is right.
             before = ranks * (right - 1) / max(size - 1, 1)
             return float(np.sum((1 + before) / (ranks + 1)) * right / size / len(ideal))
         best = sum(relevance / math.log2(rank + 2) for rank, relevance in enumerate(islice(ideal, self.k)))

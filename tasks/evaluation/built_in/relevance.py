@@ -36,7 +36,7 @@ def score_texts(
     on_progress: TellProgress,
     prompts: Mapping[str, str | None] | None = None,
 ) -> Iterator[TextScores]:
-    """Yield for each query the scores of its candidates, in their order. Higher is better.
+    """Yield the scores of the candidates of each query, in the order of the candidates. Higher is better.
 
     Args:
         model: Embedding model or cross-encoder.
@@ -142,7 +142,7 @@ def _score_pairs(
     if largest.size > _MOST_PAIRS:
         raise InvalidInput(
             f"query {_quote(largest['query'])}",
-            found=f"{largest.size} texts to rank, each of which a cross-encoder reads together with the query",
+            found=f"{largest.size} texts to rank, and a cross-encoder reads each of them with the query",
             expected=f"at most {_MOST_PAIRS}",
             remedy="list candidates under 'negatives', such as the best texts of an embedding model",
         )

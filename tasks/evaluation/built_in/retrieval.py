@@ -4,8 +4,8 @@ Each line of the data is a query with the texts to rank::
 
     {"query": "capital of France", "positives": ["Paris is ..."], "negatives": ["Rome is ...", "Bread is ..."]}
 
-With a ``corpus``, each line of which is ``{"id": ..., "text": ...}``, the positives and negatives are ids. Without
-negatives, all other texts of the corpus are.
+A ``corpus`` file has a text in each line, ``{"id": ..., "text": ...}``. The positives and negatives are then ids. A
+query without negatives is compared with all other texts of the corpus.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RankMetricName = Annotated[str, AfterValidator(_check_metric)]
 
 
 class RankingTask(BuiltInTask):
-    """A task whose documents are queries, for each of which a model ranks texts."""
+    """Task in which a model ranks texts for queries."""
 
     metric: RankMetricName = Field(
         default="ndcg@10",

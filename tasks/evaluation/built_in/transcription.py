@@ -11,6 +11,8 @@ not. Published word error rates divide all errors by all words, which gives long
 
 from __future__ import annotations
 
+import hashlib
+import re
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
@@ -21,9 +23,8 @@ from pydantic import Field
 
 from mergegate.merge_core.architecture import TaskForm
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import sha256_file
-from mergegate.merge_core.parsing import LocalPath, parse_line, plain_file, read_lines
-from mergegate.tasks.evaluation.built_in.audio import read_audio
+from mergegate.merge_core.parsing import LocalPath, parse_line, plain_file, read_lines, read_plain
+from mergegate.tasks.evaluation.built_in.audio import MAX_BYTES, decode_audio, read_audio
 from mergegate.tasks.evaluation.built_in.contract import BuiltInScore, BuiltInTask, TaskDocument
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ _LONGEST_LINE = 1 << 20
 _MOST_LINES = 1_000_000
 _APOSTROPHES = "'\u2019\u02bc"  # typewriter, right quotation mark, modifier letter
 _MAX_ANSWER = 2000
+_MISSING_PACKAGE = re.compile(r"requires the (\w+) library")  # in errors of transformers
 
 
 class TranscriptionTask(BuiltInTask):
@@ -87,9 +89,12 @@ class TranscriptionTask(BuiltInTask):
         documents: list[TaskDocument] = []
         names: dict[str, str] = {}
         for line in self._lines():
-            content = sha256_file(self.data.parent / line["audio"])
+            content = read_plain(path := self.data.parent / line["audio"], MAX_BYTES)
+            samples, rate = decode_audio(path, content)
+            sha256 = hashlib.sha256(content).hexdigest()
             # Copies of a recording get the name of the first one, so that they count as one observation.
-            documents.append({**line, "audio": names.setdefault(content, line["audio"]), "sha256": content})
+            facts = {"audio": names.setdefault(sha256, line["audio"]), "sha256": sha256}
+            documents.append({**line, **facts, "seconds": round(len(samples) / rate, 3)})
         return documents
 
     def _lines(self) -> Iterator[dict[str, Any]]:
@@ -115,6 +120,30 @@ class TranscriptionTask(BuiltInTask):
             yield line
         if not number:
             raise InvalidInput(str(self.data), found="an empty file", expected="one recording per line")
+
+    def check_model(self, name: str, directory: Path, documents: Sequence[TaskDocument]) -> None:
+        from transformers import AutoProcessor
+
+        try:
+            hearing = _Hearing.of(AutoProcessor.from_pretrained(str(directory), trust_remote_code=False), name)
+            sound = read_audio(self.data.parent / documents[0]["audio"], hearing.rate)
+            hearing.extractor([sound], sampling_rate=hearing.rate, return_tensors="pt")
+        except InvalidInput:
+            raise
+        except Exception as error:  # transformers promises no set of types
+            packages = sorted(set(_MISSING_PACKAGE.findall(str(error)))) if isinstance(error, ImportError) else []
+            raise InvalidInput(
+                f"{name}: its processor",
+                found=f"it needs {' and '.join(packages)}, which is not installed"
+                if packages
+                else f"cannot be used: {' '.join(str(error).split())[:300]}",
+                expected="a processor that prepares recordings for the model (preprocessor_config.json)",
+                remedy=f"pip install {' '.join(packages)}"
+                if packages
+                else "download or copy the files of the processor from the base model",
+            ) from error
+        longest = max(documents, key=lambda document: float(document["seconds"]))
+        hearing.require_short(self.data.parent / longest["audio"], longest["seconds"])
 
     def prompt_of(self, document: TaskDocument) -> str:
         return str(document["audio"])
@@ -194,6 +223,47 @@ def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
     return distance
 
 
+class _Hearing(NamedTuple):
+    """How the processor of a model prepares recordings."""
+
+    extractor: Any
+    rate: int  # samples per second
+    seconds: float | None  # length to which each recording is filled up with silence (Whisper); None: any length
+    marks_silence: bool  # whether the model is told where a recording of a batch ends
+
+    @classmethod
+    def of(cls, processor: Any, name: str) -> _Hearing:
+        """Return how a processor of transformers prepares recordings. ``name`` is that of the model.
+
+        Raises:
+            InvalidInput: The processor declares no sampling rate.
+        """
+        extractor = getattr(processor, "feature_extractor", processor)
+        rate, window = getattr(extractor, "sampling_rate", None), getattr(extractor, "n_samples", None)
+        if not isinstance(rate, int) or rate < 1:
+            raise InvalidInput(
+                f"{name}: its processor",
+                found="it declares no sampling rate, so it does not prepare recordings",
+                expected="a speech model with its preprocessor_config.json",
+            )
+        return cls(extractor, rate, window and window / rate, bool(getattr(extractor, "return_attention_mask", False)))
+
+    @property
+    def may_fill_up(self) -> bool:
+        """Whether a recording that is filled up with silence is transcribed as it is alone."""
+        return self.marks_silence or self.seconds is not None
+
+    def require_short(self, path: Path, seconds: float) -> None:
+        """Raise InvalidInput if a recording is longer than the model hears at a time."""
+        if self.seconds and seconds > self.seconds + 1e-3:
+            raise InvalidInput(
+                str(path),
+                found=f"a recording of {seconds:.1f} s",
+                expected=f"at most {self.seconds:g} s, which is what the model hears at a time",
+                remedy="split it into parts, each with its own transcript",
+            )
+
+
 class _Transcript(NamedTuple):
     text: str
     tokens: int | None = None  # number of generated tokens; None if the model does not generate
@@ -216,33 +286,23 @@ def _transcribe(
 
     from mergegate.tasks.checkpoints import is_out_of_memory
 
-    extractor = getattr(model.processor, "feature_extractor", model.processor)
-    rate = getattr(extractor, "sampling_rate", None)
-    if not isinstance(rate, int) or rate < 1:
-        raise InvalidInput("the model's processor", found="no sampling rate", expected="samples per second")
+    hearing = _Hearing.of(model.processor, "the model")
     is_ctc = model.kind.loader == "AutoModelForCTC"
-    if language is not None and getattr(model.network.generation_config, "lang_to_id", None) is None:
+    languages = getattr(getattr(model.network, "generation_config", None), "lang_to_id", None)
+    if language is not None and not languages:
         raise InvalidInput(
             "evaluate.tasks: language",
             found=f"{language!r}, for a model that does not select languages",
             expected="no language for this model",
         )
     options = {} if language is None else {"language": language, "task": "transcribe"}
-    window = getattr(extractor, "n_samples", None)  # of models like Whisper, which fill up each recording to 30 s
-    marks_silence = bool(getattr(extractor, "return_attention_mask", False))
-    size = batch_size if not is_ctc and (window or marks_silence) else 1
-    while paths := list(islice(recordings, size)):
-        sounds = [read_audio(path, rate) for path in paths]
+    while paths := list(islice(recordings, batch_size if hearing.may_fill_up and not is_ctc else 1)):
+        sounds = [read_audio(path, hearing.rate) for path in paths]
         for path, sound in zip(paths, sounds, strict=True):
-            if window and len(sound) > window:
-                raise InvalidInput(
-                    str(path),
-                    found=f"a recording of {len(sound) / rate:.1f} s",
-                    expected=f"at most {window / rate:g} s, which is what the model hears at a time",
-                    remedy="split it into parts, each with its transcript",
-                )
+            hearing.require_short(path, len(sound) / hearing.rate)
         try:
-            inputs = extractor(sounds, sampling_rate=rate, return_tensors="pt", **({} if window else {"padding": True}))
+            padding = {} if hearing.seconds else {"padding": True}
+            inputs = hearing.extractor(sounds, sampling_rate=hearing.rate, return_tensors="pt", **padding)
             inputs = inputs.to(model.network.device, model.network.dtype)
             with torch.inference_mode():
                 if is_ctc:

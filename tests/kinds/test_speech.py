@@ -1,0 +1,244 @@
+"""Speech models are scored as transformers transcribes, and broken ones and broken merges are refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import wave
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from kinds.tiny_kinds import write
+from kinds.tone_speech import RATE, phrases, sound_of, write_parents, write_recordings
+
+import mergegate
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files import HashMemo
+from mergegate.tasks.checkpoints import Model, unload_models
+from mergegate.tasks.evaluation.built_in import TranscriptionTask
+from mergegate.tasks.evaluation.built_in.transcription import normalize_words, share_of_errors
+from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
+from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.evaluation.task_definition import pin_built_in
+
+COUNT = 30
+Parents: TypeAlias = Callable[[str], Path]
+FAMILIES = [pytest.param("whisper", marks=pytest.mark.slow), "wav2vec2"]  # Whisper learns for several seconds
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """File with recordings and their transcripts."""
+    return write_recordings(tmp_path_factory.mktemp("data"), COUNT)
+
+
+@pytest.fixture(scope="module")
+def parents(tmp_path_factory: pytest.TempPathFactory) -> Parents:
+    """Directory with two parents ``a`` and ``b`` of a family that understand the recordings."""
+    root = tmp_path_factory.mktemp("parents")
+
+    def write_once(family: str) -> Path:
+        if not (root / family).exists():
+            write_parents(family, root / family)
+        return root / family
+
+    return write_once
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays_in_memory() -> Any:
+    yield
+    unload_models()
+
+
+def score(directory: Path, data: Path, *, batch_size: int = 8, **settings: Any) -> dict[str, list[DocumentScore]]:
+    """Return the scores of a model in the order of the recordings, by metric."""
+    task = TranscriptionTask(kind="transcription", data=data, **settings)
+    pinned = pin_built_in(task, data.parent, HashMemo(data.parent / "hashes.db"))
+    model = Model(name="m", digest=str(directory), directory=directory)
+    part = DocumentRange(first=0, last=len(data.read_text().splitlines()))
+    job = ScoringJob(model, pinned, Scoring(batch_size=batch_size), part, "cpu")
+    rows = sorted(score_documents(job, lambda done, of: None), key=lambda row: row.doc_id)
+    return {metric: [row for row in rows if row.metric == f"{metric},none"] for metric in ("wer", "cer")}
+
+
+def mean(rows: list[DocumentScore]) -> float:
+    return sum(row.outcome for row in rows) / len(rows)
+
+
+def transcripts_of(family: str, directory: Path, sounds: list[Any]) -> list[str]:
+    """Transcribe with transformers alone, one recording at a time."""
+    processor = tf.AutoProcessor.from_pretrained(directory)
+    kind = tf.AutoModelForSpeechSeq2Seq if family == "whisper" else tf.AutoModelForCTC
+    network = kind.from_pretrained(directory).eval()
+    texts = []
+    for sound in sounds:
+        inputs = processor(sound, sampling_rate=RATE, return_tensors="pt")
+        with torch.no_grad():
+            if family == "whisper":
+                texts += processor.batch_decode(network.generate(**inputs), skip_special_tokens=True)
+            else:
+                texts += processor.batch_decode(network(**inputs).logits.argmax(-1))
+    return texts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_are_those_of_transformers(data: Path, parents: Parents, family: str) -> None:
+    lines = [json.loads(line) for line in data.read_text().splitlines()]
+    spoken = [normalize_words(line["text"]) for line in lines]
+    texts = [
+        normalize_words(text) for text in transcripts_of(family, parents(family) / "a", list(map(sound_of, spoken)))
+    ]
+    rows = score(parents(family) / "a", data)
+    assert [normalize_words(row.answer) for row in rows["wer"]] == texts
+    pairs = list(zip(spoken, texts, strict=True))
+    assert [row.outcome for row in rows["wer"]] == [share_of_errors(a.split(), b.split()) for a, b in pairs]
+    assert mean(rows["wer"]) < 0.4  # the model understands most of it
+    assert not any(row.higher_is_better for row in rows["wer"] + rows["cer"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_do_not_depend_on_the_batch(data: Path, parents: Parents, family: str) -> None:
+    model = parents(family) / "a"
+    assert score(model, data, batch_size=1) == score(model, data, batch_size=7)
+
+
+def edit_json(name: str, **values: Any) -> Callable[[Path], None]:
+    def edit(directory: Path) -> None:
+        path = directory / name
+        content = json.loads(path.read_text())
+        part = content.get("feature_extractor", content)
+        part.update(values)
+        path.write_text(json.dumps(content))
+
+    return edit
+
+
+@pytest.mark.parametrize(
+    ("family", "break_model"),
+    [
+        pytest.param("whisper", edit_json("processor_config.json", hop_length=320), marks=pytest.mark.slow),
+        pytest.param(
+            "whisper", edit_json("generation_config.json", suppress_tokens=list(range(64, 70))), marks=pytest.mark.slow
+        ),
+        ("wav2vec2", edit_json("processor_config.json", sampling_rate=8000)),
+    ],
+)
+def test_a_model_with_wrong_settings_has_more_errors(
+    data: Path, parents: Parents, tmp_path: Path, family: str, break_model: Callable[[Path], None]
+) -> None:
+    broken = shutil.copytree(parents(family) / "a", tmp_path / "broken")
+    break_model(broken)
+    sound = score(parents(family) / "a", data)
+    assert mean(score(broken, data)["wer"]) > mean(sound["wer"]) + 0.2
+
+
+@pytest.mark.slow
+def test_a_model_without_its_processor_is_refused(data: Path, parents: Parents, tmp_path: Path) -> None:
+    broken = shutil.copytree(parents("whisper") / "a", tmp_path / "broken")
+    (broken / "processor_config.json").unlink()
+    task = TranscriptionTask(kind="transcription", data=data)
+    with pytest.raises(InvalidInput, match="cannot load the model"):
+        score(broken, task.data)
+    with pytest.raises(InvalidInput, match="broken: its processor"):
+        task.check_model("broken", broken, task.documents())
+
+
+def test_a_missing_package_is_named(data: Path, parents: Parents, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ImportError("ParakeetFeatureExtractor requires the librosa library but it was not found")
+
+    monkeypatch.setattr(tf.AutoProcessor, "from_pretrained", refuse)
+    task = TranscriptionTask(kind="transcription", data=data)
+    with pytest.raises(InvalidInput) as caught:
+        task.check_model("m", data.parent, task.documents())
+    assert "it needs librosa" in str(caught.value)
+    assert "pip install librosa" in str(caught.value)
+
+
+@pytest.mark.slow
+def test_a_recording_that_the_model_cannot_hear_at_once_is_refused(
+    data: Path, parents: Parents, tmp_path: Path
+) -> None:
+    long = write_recordings(tmp_path / "long", 1)
+
+    with wave.open(str(long.with_name("0.wav")), "wb") as file:
+        file.setnchannels(1)
+        file.setsampwidth(2)
+        file.setframerate(RATE)
+        file.writeframes(np.zeros(3 * RATE, "<i2").tobytes())
+    task = TranscriptionTask(kind="transcription", data=long)
+    with pytest.raises(InvalidInput, match=r"0\.wav: a recording of 3\.0 s"):
+        task.check_model("m", parents("whisper") / "a", task.documents())
+    with pytest.raises(InvalidInput, match="at most 2 s"):
+        score(parents("whisper") / "a", long)
+    assert len(score(parents("wav2vec2") / "a", long)["wer"]) == 1
+
+
+@pytest.mark.slow
+def test_a_transcript_that_reaches_the_limit_of_the_model_is_cut_off(
+    data: Path, parents: Parents, tmp_path: Path
+) -> None:
+    complete = score(parents("whisper") / "a", data)["wer"]
+    assert {row.ended for row in complete} == {("eos",)}
+    assert [row.answer_tokens for row in complete[:5]] == [(len(phrases(5, seed=2)[at]) + 2,) for at in range(5)]
+    short = shutil.copytree(parents("whisper") / "a", tmp_path / "short")
+    edit_json("generation_config.json", max_length=4)(short)
+    cut = score(short, data)["wer"]
+    assert ("context",) in {row.ended for row in cut}
+    assert {row.budgets for row in cut} == {()}  # a larger budget is not an option
+    assert {row.ended for row in score(parents("wav2vec2") / "a", data)["wer"]} == {()}
+
+
+def test_a_language_is_refused_for_a_model_without_languages(data: Path, parents: Parents) -> None:
+    with pytest.raises(InvalidInput, match="does not select languages"):
+        score(parents("wav2vec2") / "a", data, language="de")
+
+
+def test_a_transcription_task_is_refused_for_another_kind_of_model(
+    data: Path, parents: Parents, tmp_path: Path
+) -> None:
+    with pytest.raises(InvalidInput, match="a transcription task for a sequence-to-sequence model"):
+        score(write("t5", tmp_path / "t5"), data)
+
+
+def run(root: Path, data: Path, models: str) -> Any:
+    (root / "profile.yaml").write_text(
+        f"name: speech\nrecipe: {{merge_method: linear, dtype: float32, models: [{models}]}}\n"
+        f"evaluate: {{tasks: [{{task: {{kind: transcription, data: {data}}}, guarded_by: best parent, "
+        "max_drop: 40}]}\n"
+        "publish: {to: directory, path: releases}\n"
+    )
+    return mergegate.run(root / "profile.yaml", progress=False, project=root)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["whisper", "wav2vec2"])
+def test_a_good_merge_is_released_and_a_broken_one_fails(
+    data: Path, parents: Parents, tmp_path: Path, family: str
+) -> None:
+    shutil.copytree(parents(family), tmp_path, dirs_exist_ok=True)
+    result = run(tmp_path, data, "{model: a, parameters: {weight: .5}}, {model: b, parameters: {weight: .5}}")
+    assert (result.status, result.verdict) == ("released", "pass"), str(result)
+    (release,) = (path.parent for path in (tmp_path / "releases").glob("*/config.json"))
+    spoken = [normalize_words(json.loads(line)["text"]) for line in data.read_text().splitlines()]
+    sounds = [sound_of(phrase) for phrase in spoken]
+    kind = tf.AutoModelForSpeechSeq2Seq if family == "whisper" else tf.AutoModelForCTC
+    networks = [kind.from_pretrained(tmp_path / name) for name in "ab"]
+    states = [network.state_dict() for network in networks]
+    average = {name: (tensor + states[1][name]) / 2 for name, tensor in states[0].items()}
+    networks[0].load_state_dict(average)
+    in_memory = shutil.copytree(tmp_path / "a", tmp_path / "average")
+    networks[0].save_pretrained(in_memory)
+    assert transcripts_of(family, release, sounds) == transcripts_of(family, in_memory, sounds)
+
+    write(family, tmp_path / "c", seed=5)
+    result = run(tmp_path, data, "{model: a, parameters: {weight: .5}}, {model: c, parameters: {weight: .5}}")
+    assert (result.status, result.verdict) == ("refused", "fail"), str(result)

@@ -1,0 +1,119 @@
+"""A language of tones, and tiny speech models that understand it.
+
+Each letter is a short tone and each space a pause, so that a model can learn to transcribe it within seconds.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import wave
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from kinds.taught import teach
+from kinds.tiny_kinds import write
+
+RATE = 16000
+TONES = {"a": 400, "b": 900, "c": 1700, "d": 2900}
+_SECONDS = 0.06  # of a letter
+
+
+def phrases(count: int, seed: int) -> list[str]:
+    """Return distinct phrases of one or two words in which no letter follows itself."""
+    rng = random.Random(seed)
+    drawn: dict[str, None] = {}
+    while len(drawn) < count:
+        words = []
+        for _ in range(rng.randrange(1, 3)):
+            word = [rng.choice("abcd")]
+            while len(word) < rng.randrange(1, 4):
+                word.append(rng.choice([letter for letter in TONES if letter != word[-1]]))
+            words.append("".join(word))
+        drawn[" ".join(words)] = None
+    return list(drawn)
+
+
+def sound_of(phrase: str) -> Any:
+    """Return the samples of a phrase at ``RATE``, with a pause at the end."""
+    time = np.arange(round(_SECONDS * RATE)) / RATE
+    parts = [0.4 * np.sin(2 * np.pi * TONES[letter] * time) if letter in TONES else 0 * time for letter in phrase + " "]
+    return np.concatenate(parts).astype(np.float32)
+
+
+def write_recordings(directory: Path, count: int) -> Path:
+    """Write recordings of phrases, and return the file that lists them with their transcripts.
+
+    The models of ``write_parents`` have learned half of the phrases.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    rows = []
+    for number, phrase in enumerate(dict.fromkeys([*phrases(count // 2, seed=2), *phrases(count, seed=1)])):
+        if len(rows) == count:
+            break
+        with wave.open(str(directory / f"{number}.wav"), "wb") as file:
+            file.setnchannels(1)
+            file.setsampwidth(2)
+            file.setframerate(RATE)
+            file.writeframes((sound_of(phrase) * 32767).astype("<i2").tobytes())
+        rows.append({"audio": f"{number}.wav", "text": phrase.capitalize() + "."})
+    path = directory / "speech.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def write_parents(family: str, directory: Path) -> None:
+    """Write two similar models that understand the tones to ``directory/a`` and ``directory/b``.
+
+    Args:
+        family: ``whisper`` or ``wav2vec2``.
+        directory: Directory for both.
+    """
+    a, b = write(family, directory / "a"), write(family, directory / "b")
+    processor = transformers.AutoProcessor.from_pretrained(a)
+    kind = transformers.AutoModelForSpeechSeq2Seq if family == "whisper" else transformers.AutoModelForCTC
+    network = kind.from_pretrained(a)
+    (_teach_whisper if family == "whisper" else _teach_wav2vec2)(network, processor)
+    network.save_pretrained(a)
+    torch.manual_seed(7)
+    with torch.no_grad():
+        for tensor in network.parameters():
+            tensor.add_({"whisper": 0.01, "wav2vec2": 0.0005}[family] * torch.randn_like(tensor))
+    network.save_pretrained(b)
+
+
+def _teach_whisper(network: Any, processor: Any) -> None:
+    texts, settings = phrases(40, seed=2), network.generation_config
+    features = processor.feature_extractor(list(map(sound_of, texts)), sampling_rate=RATE, return_tensors="pt")
+    ids = [processor.tokenizer(text, add_special_tokens=False).input_ids for text in texts]
+    ids = [[settings.no_timestamps_token_id, *row, settings.eos_token_id] for row in ids]
+    longest = max(map(len, ids))
+    labels = torch.tensor([row + [-100] * (longest - len(row)) for row in ids])
+    teach(network, {"input_features": features.input_features, "labels": labels})
+
+
+def _teach_wav2vec2(network: Any, processor: Any) -> None:
+    """Teach the last layer which letter each moment belongs to. The layers before it stay random."""
+    network.eval()
+    vocabulary = processor.tokenizer.get_vocab()
+    states, labels = [], []
+    for phrase in phrases(60, seed=2):
+        inputs = processor.feature_extractor(sound_of(phrase), sampling_rate=RATE, return_tensors="pt")
+        with torch.no_grad():
+            hidden = network.wav2vec2(**inputs).last_hidden_state[0]
+        letters = phrase.replace(" ", "|") + "|"
+        states.append(hidden)
+        labels += [vocabulary[letters[moment * len(letters) // len(hidden)]] for moment in range(len(hidden))]
+    optimizer = torch.optim.LBFGS(network.lm_head.parameters(), max_iter=200)
+
+    def compute_loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.nn.functional.cross_entropy(network.lm_head(torch.cat(states)), torch.tensor(labels))
+        loss = loss + 1e-4 * network.lm_head.weight.square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.step(compute_loss)
