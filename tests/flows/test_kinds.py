@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from demo_project import Project
+from pydantic import TypeAdapter
 from tiny_kinds import pair
 
 from mergegate.flows.compare import make_comparison
@@ -16,7 +17,9 @@ from mergegate.flows.profile import load_profile
 from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, TaskForm, find_kind
 from mergegate.merge_core.checkpoint import Companions
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.gate import GatePlan, GateRule, describe_untested
 from mergegate.tasks.preflight import NEXT_TOKENS, KindDemand, describe_judging, kind_findings
+from mergegate.tasks.store import digest
 
 CLASSES = {
     "text generator": "LlamaForCausalLM",
@@ -197,3 +200,22 @@ def test_a_changed_query_is_a_changed_task(project: Project) -> None:
     file.write_text(file.read_text().replace('"query": "w1 w0"', '"query": "w1 w2"'))
     project.mergegate("check", profile)
     assert counted < project.artifacts("documents")
+
+
+def test_a_release_records_what_was_not_tested_and_text_generators_keep_their_record() -> None:
+    plan = GatePlan(GateRule(), untested="only text was tested: no task tests how the merge reads pictures")
+    recorded = TypeAdapter(GatePlan).dump_python(plan, mode="json")
+    assert TypeAdapter(GatePlan).validate_python(recorded) == plan
+    assert digest(plan) != digest(GatePlan(GateRule()))
+    assert "untested" not in TypeAdapter(GatePlan).dump_python(GatePlan(GateRule()), mode="json")
+    assert "untested" not in GatePlan(GateRule()).content_key()  # type: ignore[operator]
+
+
+def test_a_sense_counts_as_tested_if_a_task_has_its_form() -> None:
+    kind = find_kind({"architectures": ["Qwen2_5OmniForConditionalGeneration"]}, Companions())
+    assert kind.senses == ("pictures", "sound")
+    assert describe_untested(kind, ()) == describe_untested(kind, ["text"])
+    assert describe_untested(kind, ["text"]).startswith("only text was tested")
+    assert describe_untested(kind, ["text", "pictures"]) == "no task tests how the merge reads sound"
+    assert describe_untested(kind, ["pictures", "transcription"]) == ""
+    assert describe_untested(KINDS["embedding"], ["retrieval"]) == ""
