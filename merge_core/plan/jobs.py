@@ -87,7 +87,7 @@ class TensorJob:
 
     @property
     def measured_importance(self) -> tuple[AnyTensor, ...]:
-        """Those values of :attr:`importance` that have already been measured."""
+        """Values of :attr:`importance` that have already been measured."""
         return tuple(value for value in self.importance if not isinstance(value, ExpectedImportance))
 
     @property

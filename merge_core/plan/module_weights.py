@@ -89,7 +89,7 @@ def select_module_weights(recipe: Recipe, models: Mapping[str, Checkpoint], prob
 
 
 def lay_out_modules(outputs: Sequence[OutputTensor]) -> tuple[Shard, ...]:
-    """Return one file per folder for the merged tensors of modules, in their order."""
+    """Return one file per folder for the merged tensors of modules, in the order of ``outputs``."""
     shards = []
     for folder in dict.fromkeys(tensor.name.partition("/")[0] for tensor in outputs):
         own = [tensor for tensor in outputs if tensor.name.startswith(f"{folder}/")]

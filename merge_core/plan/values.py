@@ -24,7 +24,7 @@ from mergegate.merge_core.recipe import Condition, Parameters, Recipe, Source, v
 
 @dataclass(frozen=True)
 class TensorValues:
-    """Parameter values for one tensor: those that all inputs share, and a mapping for each input."""
+    """Parameter values for one tensor: values that all inputs share, and a mapping for each input."""
 
     shared: Mapping[str, Any]
     per_input: tuple[Mapping[str, Any], ...]

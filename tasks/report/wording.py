@@ -98,7 +98,7 @@ def is_share(score: TaskScore, kind: ModelKind) -> bool:
 def error_rate_note(verdict: GateVerdict, kind: ModelKind) -> str:
     """Return a sentence about the sign of a drop in an error rate. Empty if no guard has one."""
     if any(metric_name(guard.metric, kind) in _ERROR_RATES.values() for guard in verdict.all_guards):
-        return "For an error rate, the drop is what the merge adds to the rate of the reference."
+        return "An error rate must not rise: its drop is the rate of the merge minus the rate of the reference."
     return ""
 
 

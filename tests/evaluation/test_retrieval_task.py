@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import tiny_kinds
 import torch
+from safetensors.torch import load_file, save_file
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
@@ -20,6 +22,9 @@ from mergegate.tasks.evaluation import pin_built_in
 from mergegate.tasks.evaluation.built_in import RetrievalTask, relevance
 from mergegate.tasks.evaluation.built_in.ranking import RankedQuery
 from mergegate.tasks.evaluation.built_in.relevance import score_texts
+from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
+from mergegate.tasks.evaluation.settings import Scoring
 
 GOOD = {"query": "w1 w2", "positives": ["w1"], "negatives": ["w3", "w4"]}
 
@@ -166,7 +171,7 @@ def test_the_batch_size_does_not_change_scores(
     kind: str, loaded: Callable[..., LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relevance, "_BATCHES", 2)
-    model, task = loaded(kind), task_on(tmp_path, rows(30))
+    model, task = loaded(kind), task_on(tmp_path, rows(12))
     alone, many = texts_scored(model, task, 1), texts_scored(model, task, 64)
     np.testing.assert_allclose(alone, many, rtol=0, atol=2e-6 * np.abs(many).max())
     assert scores_of(task, model, 1) == scores_of(task, model, 64)
@@ -192,6 +197,21 @@ def test_a_corpus_gives_the_scores_of_the_same_texts_as_candidates(
     in_pools = task_on(tmp_path / "pools", pools)
     assert scores_of(in_corpus, model) == scores_of(in_pools, model)
     assert in_corpus.chance_of(in_corpus.documents()[0]) == in_pools.chance_of(in_pools.documents()[0])
+
+
+def test_a_corpus_is_read_once_for_several_samples(loaded: Callable[..., LoadedModel], tmp_path: Path) -> None:
+    model = loaded("bert embedding")
+    corpus = [{"id": f"d{at}", "text": f"w{at} w{at % 7}"} for at in range(40)]
+    lines = [{"query": f"w{at}", "positives": [f"d{at}"]} for at in range(30)]
+    task = task_on(tmp_path, lines, corpus)
+    documents, calls = task.documents(), list[tuple[int, int]]()
+    results = [
+        result.scores
+        for part in (documents[:10], documents[10:])
+        for result in task.score(model, part, 8, lambda *call: calls.append(call))
+    ]
+    assert results == scores_of(task, model)
+    assert {total for _, total in calls} == {50, 20}
 
 
 def test_progress_counts_each_text_once(loaded: Callable[..., LoadedModel], tmp_path: Path) -> None:
@@ -220,6 +240,22 @@ def test_embeddings_that_are_not_finite_are_an_error_that_names_the_text(
         finally:
             with torch.no_grad():
                 weights[row] = before
+
+
+def test_scores_have_the_level_of_chance_and_errors_name_the_model(tmp_path: Path) -> None:
+    directory = tiny_kinds.write("bert embedding", tmp_path / "model")
+    task = pin_built_in(task_on(tmp_path, rows(20)), tmp_path, HashMemo(tmp_path / "hashes"))
+    model = Model(name="merge", digest="d1", directory=directory)
+    job = ScoringJob(model, task, Scoring(), DocumentRange(first=0, last=20), "cpu")
+    scored = score_documents(job, lambda *_: None)
+    accuracy = [row for row in scored if row.metric == "accuracy,none"]
+    assert [row.chance for row in accuracy] == [pytest.approx(1 / (1 + len(line["negatives"]))) for line in rows(20)]
+    tensors = load_file(directory / "model.safetensors")
+    tensors["embeddings.word_embeddings.weight"][:] = float("nan")
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    broken = replace(job, model=model.model_copy(update={"digest": "d2"}))
+    with pytest.raises(InvalidInput, match="merge: task queries: text"):
+        score_documents(broken, lambda *_: None)
 
 
 def test_a_cross_encoder_does_not_read_a_whole_corpus_for_a_query(

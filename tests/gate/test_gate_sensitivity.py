@@ -210,3 +210,18 @@ def test_the_tables_in_the_docs_keep_the_promise(script: ModuleType) -> None:
     assert all(float(cell.split(" / ")[1]) <= 5 for row in ignorant for cell in row[2:])
     _, *equal = table_in_docs("references-at-chance.md", "equal merges")
     assert all(len(set(cell.split(" / "))) == 1 for row in equal for cell in row[-2:])
+
+
+def test_a_weak_reference_is_described_in_the_terms_of_the_task() -> None:
+    """A score of 0.99 is an error rate of 99 %, which is nearly that of an empty transcript."""
+    wrong = [row._replace(metric="wer,none", outcome=0.99, higher_is_better=False) for row in answers(0.0, 200, 0.0)]
+    transcription = {"kind": "transcription", "data": "calls.jsonl"}
+    verdict = judge(wrong, wrong, Guard(task=transcription, guarded_by="base"), higher_is_better=False)
+    assert "base has an error rate of 99.0, and an empty transcript would have 100.0" in verdict.reason
+    assert "chat template" not in verdict.reason
+
+    unranked = [row._replace(metric="ndcg@10,none", outcome=0.1) for row in answers(0.0, 200, 0.1)]
+    retrieval = {"kind": "retrieval", "data": "queries.jsonl"}
+    verdict = judge(unranked, unranked, Guard(task=retrieval, guarded_by="base"))
+    assert "base scores 10.0, and a random answer would score 10.0" in verdict.reason
+    assert verdict.reason.endswith("Use a task that base can do")

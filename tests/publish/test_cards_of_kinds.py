@@ -40,7 +40,7 @@ from mergegate.tasks.report.wording import error_rate_note, samples_note
 
 
 class Layout(NamedTuple):
-    """A checkpoint by the class in its configuration and its other files, and what the Hub calls it."""
+    """A checkpoint without weights, with its task and library on the Hub."""
 
     family: str  # ``model_type``, whose configuration transformers generates
     class_name: str
@@ -359,7 +359,7 @@ def test_the_drop_of_an_error_rate_is_explained(tmp_path: Path) -> None:
     guard = verdict_of(3, 2, 200).model_copy(update={"task": "calls", "metric": "wer,none"})
     verdict = sample.content.verdict.model_copy(update={"guards": (guard,)})
     judged = sample.content.model_copy(update={"verdict": verdict})
-    note = "For an error rate, the drop is what the merge adds to the rate of the reference."
+    note = "An error rate must not rise: its drop is the rate of the merge minus the rate of the reference."
     assert note in release_files(replace(sample, content=judged))["README.md"]
     assert note in render(judged)
     assert error_rate_note(verdict, TEXT_GENERATOR) == ""

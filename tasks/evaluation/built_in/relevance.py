@@ -1,9 +1,10 @@
 """Score texts for queries with an embedding model or a cross-encoder, as sentence-transformers does.
 
 An embedding model scores with its own prompts, pooling and similarity function. It reads each text once, in batches of
-similar length, and the embeddings are held in float32: 400 MB for 100,000 texts with 1,024 dimensions. A cross-encoder
-reads each pair of query and text. Its scores are those before the activation function, because a sigmoid rounds all
-high scores to 1, which ties them. The activation function does not change the order.
+similar length. The embeddings are held in float32, which takes 400 MB for 100,000 texts with 1,024 dimensions, and
+those of a whole corpus stay in memory for the next sample of queries. A cross-encoder reads each pair of query and
+text. Its scores are those before the activation function, because a sigmoid rounds all high scores to 1, which ties
+them. The activation function does not change the order.
 
 Scores depend on the batch by the precision of the dtype, because of padding: about 1e-7 of the largest score in
 float32, and 1e-2 in bfloat16.
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -27,6 +29,9 @@ _BATCHES = 32  # Number of batches that are tokenized together.
 _QUERIES = 32  # Number of queries that are compared with all texts at the same time.
 # Largest number of texts that a cross-encoder reads for one query.
 _MOST_PAIRS = 1000
+# Embeddings of the last whole corpus, which several samples of queries need. An entry lives as long as its model. It
+# holds the texts, so that no other texts can have their id.
+_corpora: WeakKeyDictionary[Any, tuple[tuple[int, str | None], Any, Sequence[str]]] = WeakKeyDictionary()
 
 
 def score_texts(
@@ -61,19 +66,25 @@ def _compare_embeddings(
     prompts: Mapping[str, str | None],
 ) -> Iterator[TextScores]:
     texts = queries[0].texts
-    if any(query.candidates is None for query in queries):
+    is_whole = any(query.candidates is None for query in queries)
+    if is_whole:
         positions = list(range(len(texts)))
     else:
         positions = sorted({at for query in queries for at in query.candidates or ()})
-    total = len(positions) + len(queries)
+    cached = _corpora.get(model.network) if is_whole else None
+    rows = cached[1] if cached and cached[0] == (id(texts), prompts.get("document")) else None
+    total = len(queries) + (len(positions) if rows is None else 0)
     asked = _embed(
         model.network.encode_query, [str(query["query"]) for query in queries], batch_size, prompts.get("query")
     )
     query_rows = _join(asked, len(queries), lambda done: on_progress(done, total))
-    embeddings = _embed(
-        model.network.encode_document, [texts[at] for at in positions], batch_size, prompts.get("document")
-    )
-    rows = _join(embeddings, len(positions), lambda done: on_progress(len(queries) + done, total))
+    if rows is None:
+        chosen = [texts[at] for at in positions]
+        embeddings = _embed(model.network.encode_document, chosen, batch_size, prompts.get("document"))
+        rows = _join(embeddings, len(positions), lambda done: on_progress(len(queries) + done, total))
+    if is_whole:
+        _corpora.clear()
+        _corpora[model.network] = ((id(texts), prompts.get("document")), rows, texts)
     row_of = {at: row for row, at in enumerate(positions)}
     for start in range(0, len(queries), _QUERIES):
         block = queries[start : start + _QUERIES]
