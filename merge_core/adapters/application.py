@@ -428,11 +428,14 @@ class _Application:
         """
         directory, layer = self._base.directory.name, parse_layer_place(name)
         tied = is_head(name) and self._ties is not False
-        if (conversion := self._names.conversion(name)) is not None:
+        module = name.removesuffix(".weight")
+        parameters = (f"{module}.{target.rpartition('.')[2]}" for target in self._config.parameters)
+        conversion = next(filter(None, map(self._names.conversion, (name, module, *parameters))), None)
+        if conversion is not None:
             return InvalidInput(
                 tensor.full_name,
-                found=f"transformers computes {name} from {conversion}, which mergegate cannot reverse",
-                expected="a tensor that transformers renames, stacks, or splits by rows",
+                found=f"transformers computes the parameter from {conversion}, which mergegate cannot reverse",
+                expected="a parameter that transformers renames, stacks, or splits by rows",
                 remedy=_USE_PEFT,
             )
         renamed = layer is None or layer.index < max(stacks(self._base.tensors).values(), default=0)

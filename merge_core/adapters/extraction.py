@@ -189,7 +189,10 @@ class _Extraction:
         self.stored[module] = name
         is_saved = any(module == end or module.endswith(f".{end}") for end in self.settings.save)
         if ours.ndim == 2 and not is_saved:
-            is_table = is_embedding(name) or (parse_layer_place(name) is None and is_before_layers(name))
+            # The patches of an image enter through a linear layer, tokens and positions through a table.
+            is_patch = "patch" in module and "pos" not in last
+            is_before = parse_layer_place(name) is None and is_before_layers(name)
+            is_table = is_embedding(name) or (is_before and not is_patch)
             transposed = not is_table and is_conv1d(self.tuned.config, module)
             matrix = change.float().T if transposed or is_table else change.float()
             dtype = getattr(torch, self.settings.dtype)

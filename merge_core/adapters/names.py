@@ -180,7 +180,8 @@ def split_stored(checkpoint: Checkpoint) -> Checkpoint:
     conversions = Conversions(checkpoint.config, checkpoint.class_name, checkpoint.tensors)
     tensors: dict[str, AnyTensor] = {}
     for name, tensor in checkpoint.tensors.items():
-        rows = _rows_in_memory(tensor, conversions.in_memory(name), checkpoint.config)
+        is_split = isinstance(tensor, MemoryRows)
+        rows = [] if is_split else _rows_in_memory(tensor, conversions.in_memory(name), checkpoint.config)
         tensors.update({part.name: part for part in rows} if rows else {name: tensor})
     return replace(checkpoint, tensors=tensors)
 
@@ -191,7 +192,7 @@ def join_stored(checkpoint: Checkpoint, original: Checkpoint) -> Checkpoint:
     tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in split.tensors}
     parts: dict[str, list[MemoryRows]] = {}
     for name, tensor in split.tensors.items():
-        if isinstance(tensor, MemoryRows):
+        if isinstance(tensor, MemoryRows) and tensor.source.name in original.tensors:
             parts.setdefault(tensor.source.name, []).append(tensor)
         elif name in checkpoint.tensors:
             tensors[name] = checkpoint.tensors[name]

@@ -36,8 +36,8 @@ class InMemory:
     Args:
         names: Names of the parameters. There are several if transformers splits the stored tensor.
         operations: Steps from the stored tensor to the parameters. Empty if only the name differs.
-        source: Position of the stored tensor among those that are joined along a dimension, such as 1 for ``up_proj``.
-        number: Position of the stored tensor among those that are stacked, such as the number of an expert, or None.
+        source: Position in a join along a dimension, such as 0 for ``gate_proj`` and 1 for ``up_proj``.
+        number: Position in a stack of tensors, such as the number of an expert, or None.
     """
 
     names: tuple[str, ...]
@@ -142,7 +142,7 @@ class Conversions:
 def container_text(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the key of the text part's configuration and its default model type, for networks with several parts.
 
-    The result is None if transformers does not build the text part with the class that it uses for this part alone.
+    Return None if transformers builds the text part with another class than it would use for this part alone.
     """
     kind = config.get("model_type")
     structure = _content()["structures"].get(kind) if isinstance(kind, str) else None

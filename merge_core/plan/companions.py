@@ -90,7 +90,7 @@ def lost_files(
     """
     carried = gather_companions(donor, tokenizer, parents)
     yield from _unsupported_modules(parents)
-    yield from compare_file_settings(next(iter(parents)), parents, accepted_differences)
+    yield from compare_file_settings(carried, parents, accepted_differences)
     has_processor = bool(processor_settings(donor.companions))
     missing: dict[Kind, dict[str, list[str]]] = {}
     differing: dict[Kind, dict[str, list[str]]] = {}

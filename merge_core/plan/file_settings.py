@@ -87,35 +87,75 @@ FileSettings: TypeAlias = Mapping[tuple[str, str], FileSetting]
 """Settings by group and key. A group is a file, or a part of a processor that may be in several files."""
 
 
+@dataclass(frozen=True)
+class _Difference:
+    """A setting that two models have with different values, or that one of them does not have.
+
+    Args:
+        reference: Model whose setting the result gets.
+        key: Name of the setting. Empty for a file that is one setting.
+        expected: Setting of the reference.
+        found: Setting of the other model.
+    """
+
+    reference: str
+    key: str
+    expected: FileSetting | None
+    found: FileSetting | None
+
+    @property
+    def file(self) -> str:
+        """File of the other model, or of the reference if only the reference has the setting."""
+        setting = self.found or self.expected
+        assert setting is not None
+        return setting.file
+
+
 def compare_file_settings(
-    donor: str, parents: Mapping[str, Checkpoint], accepted_differences: Collection[str]
+    result: Companions, parents: Mapping[str, Checkpoint], accepted_differences: Collection[str]
 ) -> Iterator[Finding]:
     """Yield a finding for each setting of a parent that differs from the setting that the result gets.
 
     Args:
-        donor: Model whose processor and generation settings the result gets.
-        parents: All models that contribute weights or configuration, by reference.
+        result: Files that the result gets.
+        parents: All models that contribute weights or configuration, by reference. The first is the donor.
         accepted_differences: Keys of settings that may differ.
     """
-    first = module_reference(donor, parents)
+    donor = next(iter(parents))
+    with_modules = module_reference(donor, parents)
+    generation = result.sources.get(GENERATION)
+    speaker = next(
+        (name for name, one in parents.items() if one.companions.sources.get(GENERATION) == generation), donor
+    )
     for name, parent in parents.items():
-        differences: list[tuple[str, str, FileSetting | None, FileSetting | None]] = []
-        if first is not None and name != first and MODULES_FILE in parent.companions:
-            differences += _differences(first, module_settings(parents[first]), module_settings(parent))
-        if name != donor:
-            for read in (processor_settings, generation_settings):
-                own, other = read(parents[donor].companions), read(parent.companions)
-                if own and other:  # Another finding reports a missing file.
-                    differences += _differences(donor, own, other)
-        for reference, key, expected, found in differences:
-            severity = _severity(key, expected, found)
-            item = found or expected
-            assert item is not None
+        differences: list[_Difference] = []
+        if with_modules is not None and MODULES_FILE in parent.companions:
+            settings = module_settings(parents[with_modules])
+            differences += _differences(with_modules, settings, module_settings(parent))
+        for reference, read in ((donor, processor_settings), (speaker, generation_settings)):
+            own, other = read(parents[reference].companions), read(parent.companions)
+            if own and other:  # Another finding reports a missing file.
+                differences += _differences(reference, own, other)
+        absent = {one.file for one in differences if one.found is None and one.file not in parent.companions}
+        for file in sorted(absent):
+            own_differences = [one for one in differences if one.file == file]
+            reference = own_differences[0].reference
             yield Finding(
-                "info" if key in accepted_differences else severity,
-                f"{name}: {item.file}" + (f": {key}" if key else ""),
-                found=_shown(found),
-                expected=f"{_shown(expected)}, as in {reference}, whose settings the result gets",
+                "block" if any(_severity(one) == "block" for one in own_differences) else "warn",
+                f"{name}: {file}",
+                found="no such file",
+                expected=f"the settings of {reference}, which the result gets",
+                remedy=f"copy the file from {reference} if this model was trained with these settings",
+            )
+        for difference in differences:
+            if difference.file in absent:
+                continue
+            key = difference.key
+            yield Finding(
+                "info" if key in accepted_differences else _severity(difference),
+                f"{name}: {difference.file}" + (f": {key}" if key else ""),
+                found=_shown(difference.found),
+                expected=f"{_shown(difference.expected)}, as in {difference.reference}, whose settings the result gets",
                 remedy="merge models with the same settings. If all models work with those of the result, accept the "
                 f"difference in the profile: checks.tokenizer.accepted: [{key}]"
                 if key
@@ -213,21 +253,18 @@ def _current_module_keys(value: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _differences(
-    reference: str, expected: FileSettings, found: FileSettings
-) -> Iterator[tuple[str, str, FileSetting | None, FileSetting | None]]:
-    for group, key in sorted(expected.keys() | found.keys()):
-        own, other = expected.get((group, key)), found.get((group, key))
+def _differences(reference: str, expected: FileSettings, found: FileSettings) -> Iterator[_Difference]:
+    for name in sorted(expected.keys() | found.keys()):
+        own, other = expected.get(name), found.get(name)
         if own is None or other is None or own.value != other.value:
-            yield reference, key, own, other
+            yield _Difference(reference, name[1], own, other)
 
 
-def _severity(key: str, expected: FileSetting | None, found: FileSetting | None) -> Severity:
-    item = expected or found
-    assert item is not None
-    kind = companion_kind(item.file)
+def _severity(difference: _Difference) -> Severity:
+    key, expected, found = difference.key, difference.expected, difference.found
+    kind = companion_kind(difference.file)
     if kind == "module":
-        blocks = item.file == MODULES_FILE or "/" in item.file
+        blocks = difference.file == MODULES_FILE or "/" in difference.file
         return "block" if blocks or key in _BLOCKING_MODULE_KEYS else "warn"
     if kind == "generation settings":
         return "block" if key in _TABLES and expected and found else "warn"

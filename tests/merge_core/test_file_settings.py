@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from family import merge_text
 from test_companions import LINEAR, findings
+from test_merge_tensors import planned
 
 from mergegate.merge_core import load_recipe, open_checkpoint, plan_with_findings
 from mergegate.merge_core.errors import InvalidInput
@@ -87,7 +88,6 @@ def test_files_of_an_older_release_that_mean_the_same_agree(family: Path) -> Non
         ("config_sentence_transformers.json", {"prompts": {}}, "block"),
         ("config_sentence_transformers.json", {"similarity_fn_name": "dot"}, "block"),
         ("config_sentence_transformers.json", {"default_prompt_name": "query"}, "block"),
-        ("config_sentence_transformers.json", {"model_type": "CrossEncoder"}, "block"),
         ("config_sentence_transformers.json", {"truncate_dim": 8}, "warn"),
         ("1_Pooling/config.json", {"pooling_mode": "cls"}, "block"),
         ("1_Pooling/config.json", {"include_prompt": False}, "block"),
@@ -116,6 +116,30 @@ def test_a_missing_or_another_module_blocks(family: Path) -> None:
     custom = [*MODULES["modules.json"][:2], {"idx": 2, "path": "2_Normalize", "type": "custom.Normalize"}]
     write(family / "b", {"modules.json": custom})
     assert found(family) == [("block", "b: modules.json")]
+
+
+def test_a_missing_file_is_one_finding(family: Path) -> None:
+    write(family / "a", MODULES)
+    write(family / "b", MODULES)
+    for name, severity in (("1_Pooling/config.json", "block"), ("config_sentence_transformers.json", "block")):
+        file = family / "b" / name
+        content = file.read_bytes()
+        file.unlink()
+        assert found(family) == [(severity, f"b: {name}")]
+        file.write_bytes(content)
+
+
+def test_generation_settings_are_compared_with_those_that_the_result_gets(family: Path) -> None:
+    for name, tokens in (("a", [1]), ("b", [2])):
+        write(family / name, {"generation_config.json": {"suppress_tokens": tokens}})
+    for chosen, other in (("a", "b"), ("b", "a")):
+        recipe = f"{LINEAR}tokenizer_source: {chosen}\n"
+        assert [one.where for one in findings(family, recipe) if "suppress_tokens" in one.where] == [
+            f"{other}: generation_config.json: suppress_tokens"
+        ]
+        assert json.loads(planned(recipe, family).companions.read("generation_config.json"))["suppress_tokens"] == (
+            [1] if chosen == "a" else [2]
+        )
 
 
 def test_a_finding_shows_both_values_and_how_to_accept_them(family: Path) -> None:

@@ -228,8 +228,8 @@ class _Hearing(NamedTuple):
 
     extractor: Any
     rate: int  # samples per second
-    seconds: float | None  # length to which each recording is filled up with silence (Whisper); None: any length
-    marks_silence: bool  # whether the model is told where a recording of a batch ends
+    seconds: float | None  # length to which each recording is filled up with silence (Whisper); None: no fixed length
+    marks_silence: bool  # Whether the model is told where a recording of a batch ends
 
     @classmethod
     def of(cls, processor: Any, name: str) -> _Hearing:
@@ -259,7 +259,7 @@ class _Hearing(NamedTuple):
             raise InvalidInput(
                 str(path),
                 found=f"a recording of {seconds:.1f} s",
-                expected=f"at most {self.seconds:g} s, which is what the model hears at a time",
+                expected=f"at most {self.seconds:g} s, the length that the model hears at a time",
                 remedy="split it into parts, each with its own transcript",
             )
 
@@ -275,9 +275,8 @@ def _transcribe(
 ) -> Iterator[_Transcript]:
     """Yield the transcripts of recordings in order.
 
-    Recordings that are filled up with silence to the longest of a batch must be transcribed as they are alone. The
-    models for which this does not hold get one recording at a time: those that label each moment (CTC), and those
-    whose processor marks no silence.
+    A batch fills up each recording with silence to the longest one, which must not change its transcript. CTC models
+    label each moment of the silence too, and some processors do not mark it. Such models get one recording at a time.
 
     Raises:
         InvalidInput: A recording cannot be read, or the model cannot process it.
@@ -323,7 +322,7 @@ def _transcribe(
 
 
 def _generated(model: LoadedModel, sequences: Sequence[Sequence[int]]) -> list[_Transcript]:
-    """Return the transcripts in sequences of tokens, each of which begins with a token that starts any transcript."""
+    """Return the transcripts in sequences of tokens. The first token of a sequence starts any transcript."""
     ends = model.network.generation_config.eos_token_id
     ends = {ends} if isinstance(ends, int) else set(ends or ())
     transcripts = []
