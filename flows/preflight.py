@@ -481,8 +481,11 @@ class _Rules:
         )
 
 
-def kind_demands(profile: Profile) -> tuple[KindDemand, ...]:
-    """Return the parts of a profile that only some kinds of models have, in the order in which they run."""
+def kind_demands(profile: Profile, *, is_comparison: bool = False) -> tuple[KindDemand, ...]:
+    """Return the parts of a profile that only some kinds of models have, in the order in which they run.
+
+    A comparison of two models uses only the perplexity and the tasks.
+    """
     demands = []
     for guard in profile.evaluate.tasks if profile.evaluate else ():
         form: TaskForm = "text"
@@ -499,7 +502,8 @@ def kind_demands(profile: Profile) -> tuple[KindDemand, ...]:
         ("sweep", "a search that scores the predictions of trials", profile.sweep),
         ("shadow", "a test of generated texts on users' traffic", profile.shadow),
     )
-    demands += [KindDemand(name, what, NEXT_TOKENS) for name, what, settings in sections if settings]
+    used = sections[:1] if is_comparison else sections
+    demands += [KindDemand(name, what, NEXT_TOKENS) for name, what, settings in used if settings]
     return tuple(demands)
 
 

@@ -26,6 +26,7 @@ from mergegate.tasks.checkpoints.model import Model, QuantizedModel, files_finge
 from mergegate.tasks.checkpoints.model_cache import (
     LoadedModel,
     OutOfModelMemory,
+    accept_plain_content,
     gpu_memory,
     import_lean,
     is_out_of_memory,
@@ -75,6 +76,7 @@ __all__ = [
     "ResolvedAdapter",
     "ResolvedCheckpoint",
     "TellProgress",
+    "accept_plain_content",
     "adapted_digest",
     "adapter_digest",
     "adapter_files_digest",

@@ -24,7 +24,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -349,6 +349,34 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
     return loaded
 
 
+# Turns the content of each message into a list with one text, for templates that read nothing else.
+_CONTENT_AS_PARTS = (
+    "{%- set wrapped = namespace(messages=[]) -%}{%- for message in messages -%}"
+    "{%- set content = message['content'] -%}"
+    "{%- set content = [{'type': 'text', 'text': content}] if content is string else content -%}"
+    "{%- set wrapped.messages = wrapped.messages + [dict(message, content=content)] -%}"
+    "{%- endfor -%}{%- set messages = wrapped.messages -%}"
+)
+
+
+def accept_plain_content(tokenizer: Any, kind: ModelKind) -> None:
+    """Let the chat template of a model with several senses accept messages whose content is a text.
+
+    Some templates, such as that of LLaVA 1.5, read only lists of texts and pictures. From a plain text, they silently
+    render an empty message. Servers recognize such templates and wrap the text, and so does this function.
+    """
+    template = tokenizer.chat_template
+    if not kind.senses or not isinstance(template, str):
+        return
+    probe = [{"role": "user", "content": "mergegate probe"}]
+    for adapted in (template, _CONTENT_AS_PARTS + template):
+        tokenizer.chat_template = adapted
+        with suppress(Exception):  # a template is a program, which may raise anything
+            if probe[0]["content"] in tokenizer.apply_chat_template(probe, tokenize=False, add_generation_prompt=True):
+                return
+    tokenizer.chat_template = template
+
+
 # A loaded model, names of its tensors that the checkpoint lacks, and names in the checkpoint that it does not read.
 _Loaded = tuple[LoadedModel, Sequence[str], Sequence[str]]
 
@@ -371,6 +399,7 @@ def _load_transformer(model: Model, kind: ModelKind, dtype: str, device: str) ->
     tokenizer = (
         processor.tokenizer if processor else transformers.AutoTokenizer.from_pretrained(model.directory, **options)
     )
+    accept_plain_content(tokenizer, kind)
     network, loading_info = getattr(transformers, kind.loader).from_pretrained(
         model.directory, dtype=dtype, use_safetensors=True, output_loading_info=True, **options
     )

@@ -11,6 +11,7 @@ the tokenizer of the model is loaded::
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,10 +19,11 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict
 
+from mergegate.merge_core.architecture import kind_of_directory
 from mergegate.merge_core.checkpoint import find_thinking
 from mergegate.merge_core.errors import InvalidInput, MergegateError
 from mergegate.merge_core.parsing import flow_yaml
-from mergegate.tasks.checkpoints import TellProgress
+from mergegate.tasks.checkpoints import TellProgress, accept_plain_content
 from mergegate.tasks.evaluation.backends.picture_reader import encode_prompts, load_processor
 from mergegate.tasks.evaluation.backends.thinking import require_visible
 from mergegate.tasks.evaluation.document_scores import BUDGET_FACTOR
@@ -206,7 +208,10 @@ def _load_tokenizer(source: TokenizerSource) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(str(source.directory), trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(str(source.directory), trust_remote_code=False)
+        with suppress(InvalidInput):  # the check of file headers reports what is wrong with a configuration
+            accept_plain_content(tokenizer, kind_of_directory(source.directory))
+        return tokenizer
     except Exception as error:  # transformers promises no set of types
         raise InvalidInput(
             f"{source.name}: its tokenizer",

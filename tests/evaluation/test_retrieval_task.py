@@ -171,7 +171,7 @@ def test_the_batch_size_does_not_change_scores(
     kind: str, loaded: Callable[..., LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(relevance, "_BATCHES", 2)
-    model, task = loaded(kind), task_on(tmp_path, rows(30))
+    model, task = loaded(kind), task_on(tmp_path, rows(12))
     alone, many = texts_scored(model, task, 1), texts_scored(model, task, 64)
     np.testing.assert_allclose(alone, many, rtol=0, atol=2e-6 * np.abs(many).max())
     assert scores_of(task, model, 1) == scores_of(task, model, 64)

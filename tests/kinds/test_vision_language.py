@@ -174,3 +174,31 @@ def test_variants_that_would_lose_the_pictures_are_refused(
     checkpoint = open_checkpoint(write("gemma3", tmp_path / "gemma3"))
     with pytest.raises(InvalidInput, match=f"a vision-language model, which reads pictures: .*{reason}"):
         variants.check_shapes(checkpoint)
+
+
+LLAVA_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] | upper }}: "
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}<image>\n{% endfor %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] }}{% endfor %} "
+    "{% endfor %}{% if add_generation_prompt %}ASSISTANT:{% endif %}"
+)
+
+
+def test_a_chat_template_that_reads_only_lists_renders_a_plain_text(tmp_path: Path) -> None:
+    directory = write("llava", tmp_path / "llava")
+    (directory / "chat_template.jinja").write_text(LLAVA_TEMPLATE)
+    plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a color."}]
+    picture = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which color?"}]}]
+    with load_model(model_in(directory), dtype="float32", device="cpu") as loaded:
+        lm = _wrapped(loaded)
+        lm.chat_template_args = {}
+        assert lm.apply_chat_template(plain) == "SYSTEM: Be brief. USER: Name a color. ASSISTANT:"
+        assert lm.apply_chat_template(picture) == "USER: <image>\nWhich color? ASSISTANT:"
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+def test_a_chat_template_that_reads_plain_texts_is_not_changed(family: str, tmp_path: Path) -> None:
+    directory = write(family, tmp_path / family)
+    template = transformers.AutoTokenizer.from_pretrained(directory).chat_template
+    with load_model(model_in(directory), dtype="float32", device="cpu") as loaded:
+        assert loaded.tokenizer.chat_template == template

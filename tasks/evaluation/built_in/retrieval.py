@@ -66,7 +66,7 @@ class RankingTask(BuiltInTask):
 
     @property
     def metrics(self) -> Mapping[str, bool]:
-        return dict.fromkeys(dict.fromkeys((self.metric, "ndcg@10", "mrr", "accuracy")), True)
+        return dict.fromkeys((self.metric, "ndcg@10", "mrr", "accuracy"), True)
 
     def resolve(self, root: Path) -> Self:
         require_package("sentence_transformers", "embeddings")
