@@ -20,8 +20,9 @@ from prefect.client.schemas.objects import State
 
 from mergegate.flows.attempt import assess_merge
 from mergegate.flows.outcome import RunOutcome, conclude_flow, name_run, reported_outcome, within_limits
-from mergegate.flows.preflight import pin_profile_evidence
+from mergegate.flows.preflight import kind_demands, pin_profile_evidence
 from mergegate.flows.profile import Profile, load_profile
+from mergegate.merge_core.architecture import kind_of_directory
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import (
     ResolvedCheckpoint,
@@ -32,7 +33,7 @@ from mergegate.tasks.checkpoints import (
 )
 from mergegate.tasks.evaluation import join_parts, pin_data
 from mergegate.tasks.gate import distinct_guards
-from mergegate.tasks.preflight import stored_dtypes
+from mergegate.tasks.preflight import kind_findings, stored_dtypes
 from mergegate.tasks.report import Library, ReportContent, ReportedModel, write_report
 from mergegate.tasks.runners import open_runner
 from mergegate.tasks.stage import store, versions
@@ -72,6 +73,10 @@ def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutc
         guards = (guard.model_copy(update={"guarded_by": reference_name}) for guard in profile.evaluate.tasks)
         tasks = distinct_guards(guards)  # guards that differed only in their reference are now identical
         profile = profile.model_copy(update={"evaluate": profile.evaluate.model_copy(update={"tasks": tasks})})
+    demands = kind_demands(profile, is_comparison=True)
+    for model in checkpoints:
+        for finding in kind_findings(kind_of_directory(model.directory), demands, model.name):
+            raise finding.refusal()
     evidence = pin_profile_evidence(profile, checkpoints[:1], store().hashes, stored_dtypes(checkpoints))
     # A comparison may find that both checkpoints are the same.
     evidence = evidence._replace(

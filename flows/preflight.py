@@ -481,8 +481,11 @@ class _Rules:
         )
 
 
-def kind_demands(profile: Profile) -> tuple[KindDemand, ...]:
-    """Return the parts of a profile that only some kinds of models have, in the order in which they run."""
+def kind_demands(profile: Profile, *, is_comparison: bool = False) -> tuple[KindDemand, ...]:
+    """Return the parts of a profile that only some kinds of models have, in the order in which they run.
+
+    A comparison of two models uses only the perplexity and the tasks.
+    """
     demands = []
     for guard in profile.evaluate.tasks if profile.evaluate else ():
         form: TaskForm = "text"
@@ -491,6 +494,10 @@ def kind_demands(profile: Profile) -> tuple[KindDemand, ...]:
             form = guard.built_in.form if guard.built_in else task_form(guard.task, path)
         what = "a picture task" if form == "pictures" else f"a {form} task"
         demands.append(KindDemand(f"evaluate.tasks: {guard.name or guard.task}", what, form))
+    backend = find_backend(profile.evaluate.scoring.backend) if profile.evaluate else None
+    if backend and not backend.encoder_decoders and any(demand.ability == "text" for demand in demands):
+        what = f"text tasks on the backend {backend.name}"
+        demands.append(KindDemand("evaluate.backend", what, NEXT_TOKENS, "set evaluate.backend: hf"))
     sections = (
         ("perplexity", "a perplexity", profile.perplexity),
         ("judge", "answers that a judge compares", profile.judge),
@@ -499,7 +506,8 @@ def kind_demands(profile: Profile) -> tuple[KindDemand, ...]:
         ("sweep", "a search that scores the predictions of trials", profile.sweep),
         ("shadow", "a test of generated texts on users' traffic", profile.shadow),
     )
-    demands += [KindDemand(name, what, NEXT_TOKENS) for name, what, settings in sections if settings]
+    used = sections[:1] if is_comparison else sections
+    demands += [KindDemand(name, what, NEXT_TOKENS) for name, what, settings in used if settings]
     return tuple(demands)
 
 

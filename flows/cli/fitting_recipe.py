@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from mergegate.flows.cli.profile_draft import RecipeDraft, ThinkingDraft, recipe_drafts
 from mergegate.flows.cli.recipe_parents import clear_recipe
 from mergegate.merge_core import Checkpoint, load_recipe
-from mergegate.merge_core.architecture import text_part
+from mergegate.merge_core.architecture import ModelKind, find_kind, text_part
 from mergegate.merge_core.checkpoint import find_thinking
 from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary
 from mergegate.merge_core.errors import MergegateError
@@ -21,10 +22,17 @@ from mergegate.tasks.checkpoints import ResolvedCheckpoint
 _THINKING_BUDGET = 8192  # tokens of a thought and an answer, unless that is more than half of the model's context
 
 
-def fitting_recipe(
-    method: str, models: Sequence[ResolvedCheckpoint], out: Path, name: str
-) -> tuple[RecipeDraft, tuple[ResolvedCheckpoint, ...], ThinkingDraft | None]:
-    """Return the first draft that fits the models, its parents, and the settings for the first thinking model.
+class FittingRecipe(NamedTuple):
+    """A recipe draft with its parents, the kind of the merge, and the settings for the first thinking model."""
+
+    draft: RecipeDraft
+    parents: tuple[ResolvedCheckpoint, ...]
+    kind: ModelKind
+    thinking: ThinkingDraft | None
+
+
+def fitting_recipe(method: str, models: Sequence[ResolvedCheckpoint], out: Path, name: str) -> FittingRecipe:
+    """Return the first draft that fits the models.
 
     ``models`` starts with the base. An empty ``method`` allows any method. Paths in the recipe are relative to ``out``.
     ``name`` is the name of the recipe in messages.
@@ -76,7 +84,9 @@ def fitting_recipe(
         thinking = next(
             filter(None, (_thinking_draft(parent, cleared.opened[parent.ref]) for parent in cleared.parents)), None
         )
-        return replace(draft, recipe={**draft.recipe, "dtype": dtype}), cleared.parents, thinking
+        kind = find_kind(cleared.plan.config, cleared.plan.companions)
+        draft = replace(draft, recipe={**draft.recipe, "dtype": dtype})
+        return FittingRecipe(draft, cleared.parents, kind, thinking if kind.is_causal else None)
     raise problems[0]
 
 

@@ -23,7 +23,7 @@ from typing import Annotated
 
 import typer
 import yaml
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.text import Text
 
@@ -32,6 +32,7 @@ from mergegate.flows.cli.fitting_recipe import fitting_recipe
 from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.profile_draft import (
     NO_GUARDS,
+    NOT_JUDGED,
     SCHEMA_LINE,
     GuardDraft,
     LicenseDraft,
@@ -44,18 +45,20 @@ from mergegate.flows.cli.schema import schema_text
 from mergegate.flows.preflight import Problems, preflight_profile
 from mergegate.flows.profile import is_release_name, parse_profile
 from mergegate.merge_core import load_recipe
+from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind
 from mergegate.merge_core.errors import InvalidInput, MergegateError, suggest
 from mergegate.merge_core.files import state_directory, write_state
 from mergegate.merge_core.recipe import expand_user_path
 from mergegate.tasks.checkpoints import ResolvedCheckpoint, find_checkpoint, read_card
-from mergegate.tasks.evaluation import generates_answers, pin_data, pin_task
+from mergegate.tasks.evaluation import AnyBuiltInTask, generates_answers, pin_built_in, pin_data, pin_task
 from mergegate.tasks.perplexity import PerplexitySettings, pin_documents
-from mergegate.tasks.preflight import SAMPLE
+from mergegate.tasks.preflight import SAMPLE, describe_judging, sample_queries
 from mergegate.tasks.preflight.licenses import LicenseSettings, check_licenses, license_table, read_licenses
 from mergegate.tasks.stage import home, store
 
 # Names of held-out texts to look for in the working directory, the new directory and the models' directories.
 _OUR_SAMPLE, _SAMPLE_FILE = "sample", "held-out.sample.txt"
+_SAMPLE_QUERIES = "queries.sample.jsonl"
 _TEXTS = ("held-out.jsonl", "held-out.txt", "data/held-out.jsonl", "data/held-out.txt")
 # Uses of the merge, the most demanding one first.
 _USES = (("commercial", "public"), ("commercial", "private"), ("research", "public"), ("research", "private"))
@@ -147,12 +150,21 @@ def init_project(request: InitRequest, console: Console, as_json: bool) -> int:
         default_name = "-".join(filter(None, parts)) or "merge"
         name = _answer(request, "name of the release", request.name, default_name, unused_name)
         files = files_of(name)
-        draft, parents, thinking = fitting_recipe(request.method, models, out, name)
+        draft, parents, kind, thinking = fitting_recipe(request.method, models, out, name)
         console.print(Text(f"recipe   {load_recipe(draft.recipe, location='draft').summary()}", style="bold"))
         console.print(f"         {draft.why}".replace("\n# ", "\n         "))
         license = _license(request, parents, name, out)
         console.print(Text(f"license  {license.purpose}, {license.visibility}", style="bold"))
-        documents, is_sample = _documents(request, models, out)
+        if kind.name != TEXT_GENERATOR.name:
+            console.print(Text(f"kind     {kind.noun}, {describe_judging(kind)}", style="bold"))
+        if request.data is not None and not kind.is_causal:
+            raise InvalidInput(
+                f"--data {request.data}",
+                found=f"held-out text for a perplexity, but the merge is {kind.noun}",
+                expected="no held-out text",
+                remedy="remove --data",
+            )
+        documents, is_sample = _documents(request, models, out) if kind.is_causal else ("", False)
         if thinking:
             end = thinking.template.end or "unknown: set think_end_token in the profile"
             console.print(Text(f"thinking {thinking.name}: its thoughts end with {end}", style="bold"))
@@ -164,13 +176,14 @@ def init_project(request: InitRequest, console: Console, as_json: bool) -> int:
             is_sample=is_sample,
             guards=tuple(
                 replace(guard, prompt_settings=thinking.prompt_settings(generates_answers(guard.task, out)))
-                if thinking
+                if thinking and isinstance(guard.task, str)
                 else guard
-                for guard in _guards(request, parents, out, console)
+                for guard in _guards(request, parents, kind, out, console)
             ),
             thinking=thinking,
             release=f"releases/{name}",
             schema="",
+            kind=kind,
         )
         return _write_project(draft, profile, files, console, as_json)
 
@@ -190,6 +203,7 @@ def _write_project(
     write_new_files(
         {
             **({out / profile.documents: sample} if profile.is_sample else {}),
+            **({out / _SAMPLE_QUERIES: sample_queries()} if _has_sample_queries(profile) else {}),
             files[0]: SCHEMA_LINE.format(schemas["recipe"])
             + "# The merge, in mergekit's dialect. 'mergegate methods' lists all values of merge_method.\n"
             + f"# {draft.why}\n"
@@ -206,7 +220,9 @@ def _write_project(
     written = [str(file) for file in files]
     left_out = [guard.problem for guard in profile.guards if guard.problem]
     if len(left_out) == len(profile.guards):
-        left_out.append(f"no tasks: {NO_GUARDS} Add --task NAME, or tasks under 'evaluate' in the profile.")
+        consequence = NO_GUARDS if profile.documents else NOT_JUDGED
+        advice = " Add --task NAME, or tasks under 'evaluate' in the profile." if profile.kind.task_forms else ""
+        left_out.append(f"no tasks: {consequence}{advice}")
     if as_json:
         more = {"files": written, "doubts": [*profile.license.doubts, *left_out]}
         status = "refused" if blocking else "written"
@@ -218,6 +234,9 @@ def _write_project(
         console.print(Text(f"wrote    {os.path.relpath(written_file)}"))
     if profile.is_sample:
         console.print(Text("         the held-out text is mergegate's sample; use your own with --data FILE", "yellow"))
+    if _has_sample_queries(profile):
+        note = "         the queries are mergegate's sample; use your own with --task FILE.jsonl"
+        console.print(Text(note, style="yellow"))
     for finding in blocking:
         console.print(Text(f"✗ {finding}", style="bold red"))
         if finding.remedy:
@@ -295,12 +314,18 @@ def _documents(request: InitRequest, models: Sequence[ResolvedCheckpoint], out: 
     return Path(os.path.relpath(Path(answer).absolute(), out)).as_posix(), False
 
 
+def _has_sample_queries(profile: ProfileDraft) -> bool:
+    """Return whether a guard of the profile uses mergegate's own queries."""
+    return any(isinstance(guard.task, Mapping) and guard.task["data"] == _SAMPLE_QUERIES for guard in profile.guards)
+
+
 def _guards(
-    request: InitRequest, parents: Sequence[ResolvedCheckpoint], out: Path, console: Console
+    request: InitRequest, parents: Sequence[ResolvedCheckpoint], kind: ModelKind, out: Path, console: Console
 ) -> tuple[GuardDraft, ...]:
     """Return guards for the requested tasks, then for each task that a model card claims.
 
-    An answer to the prompt replaces the claimed tasks that can run here.
+    An answer to the prompt replaces the claimed tasks that can run here. A model that text tasks cannot judge has
+    guards for the requested files, or for a sample of queries.
 
     Raises:
         InvalidInput: A requested task or the model to compare with does not exist.
@@ -318,23 +343,40 @@ def _guards(
                 remedy=suggest(reference, references),
             )
         name = Path(os.path.relpath(Path(task).absolute(), out)).as_posix() if Path(task).is_file() else task
+        if not kind.reads_text:
+            form = kind.task_forms[0] if kind.task_forms else ""
+            if not form or not task.endswith(".jsonl"):
+                raise InvalidInput(
+                    f"--task {text}",
+                    found=f"a text task, but the merge is {kind.noun}, {describe_judging(kind)}",
+                    expected=f"a file with the documents of a {form} task: NAME.jsonl" if form else "no task",
+                )
+            built_in = TypeAdapter(AnyBuiltInTask).validate_python({"kind": form, "data": Path(name)})
+            pin_built_in(built_in, out, store().hashes)
+            return GuardDraft({"kind": form, "data": name}, reference, why)
         pin_task(name, out, store().hashes)
         return GuardDraft(name, reference, why)
 
     guards = [parse_guard(text, "requested with --task") for text in request.tasks]
+    if not kind.reads_text:
+        if not guards and "retrieval" in kind.task_forms:
+            require_new([out / _SAMPLE_QUERIES])
+            sample = {"kind": "retrieval", "data": _SAMPLE_QUERIES}
+            guards.append(GuardDraft(sample, references[0], "mergegate's sample: replace it with queries of your own"))
+        return tuple(guards)
     claimed: dict[str, GuardDraft] = {}
     for parent in parents:
         card = read_card(parent.adapter.directory if parent.adapter else parent.directory)
         for task in claimed_tasks(card.fields):
             if all(guard.task != task for guard in guards):  # requested tasks are checked with the profile
                 claimed.setdefault(task, GuardDraft(task, parent.name, f"the model card of {parent.name} mentions it"))
-    for guard in claimed.values():
-        console.print(Text(f"task     {guard.task}: {guard.why}; checking whether its data is available", style="dim"))
+    for task, guard in claimed.items():
+        console.print(Text(f"task     {task}: {guard.why}; checking whether its data is available", style="dim"))
         try:
-            pin_data(pin_task(guard.task, out, store().hashes))
+            pin_data(pin_task(task, out, store().hashes))
         except MergegateError as error:
             first = str(error).partition("\n")[0]
-            guard = replace(guard, problem=f"{guard.task}: {first}")  # only mentioned in the profile
+            guard = replace(guard, problem=f"{task}: {first}")  # only mentioned in the profile
         guards.append(guard)
     if request.tasks or not request.prompts:
         return tuple(guards)

@@ -24,11 +24,13 @@ from mergegate.flows.cli.command import JsonOption, command_context, local_path
 from mergegate.flows.cli.output import print_answer, printed_text
 from mergegate.flows.cli.recipe_parents import plan_recipe
 from mergegate.merge_core import EngineSettings, Finding, MergePlan, Recipe, load_recipe
+from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, find_kind
 from mergegate.merge_core.engine.forecast import Duration, Needs, Rates, duration, estimate_needs, input_files
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.system import system_memory
 from mergegate.merge_core.wording import format_bytes, format_count
 from mergegate.tasks.checkpoints import size_of_adapter
+from mergegate.tasks.preflight import describe_judging
 from mergegate.tasks.stage import home, nearest_directory
 
 if TYPE_CHECKING:
@@ -64,6 +66,7 @@ class MergeForecast:
         statistics: Needs of the calibration statistics. None if the recipe lists no texts.
         findings: Warnings about the recipe.
         power_is_unknown: Whether the power needs a count of documents that ``mergegate check`` makes.
+        kind: Kind of the merge.
     """
 
     recipe: str
@@ -81,6 +84,7 @@ class MergeForecast:
     statistics: StatisticsNeeds | None = None
     findings: tuple[Finding, ...] = ()
     power_is_unknown: bool = False
+    kind: ModelKind = TEXT_GENERATOR
 
     @property
     def disk_missing(self) -> int:
@@ -134,6 +138,7 @@ def plan_command(
             facts = {
                 **asdict(forecast),
                 "place": str(forecast.place),
+                "kind": forecast.kind.name,
                 "disk_missing": forecast.disk_missing,
                 "power": forecast.power.model_dump(mode="json") if forecast.power else None,
                 "cost": {name: forecast.cost(dollars) for name, dollars in forecast.prices.items()},
@@ -252,6 +257,7 @@ def forecast_of(
         prices=options.prices,
         is_adapter=bool(size),
         statistics=statistics,
+        kind=find_kind(plan.config, plan.companions),
     )
 
 
@@ -303,6 +309,8 @@ def print_forecast(forecast: MergeForecast, console: Console) -> None:
         part = name.startswith(" ")
         table.add_row(Text(name, style="dim" if part else "bold"), Text(value, style="dim" if part else ""), remark)
     console.print(Text(forecast.recipe, style="bold"))
+    if forecast.kind.name != TEXT_GENERATOR.name:
+        console.print(Text(f"The merge is {forecast.kind.noun}, {describe_judging(forecast.kind)}."))
     console.print(table)
     if forecast.disk_missing:
         console.print(

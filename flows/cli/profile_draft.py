@@ -6,11 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind
 from mergegate.merge_core.checkpoint import ThinkingTemplate
 from mergegate.merge_core.methods import Method, find_method, merge_methods
 from mergegate.merge_core.parsing import flow_yaml
+from mergegate.tasks.preflight import EXAMPLES, describe_judging
 
 NO_GUARDS = "the gate checks only the perplexity, so a merge that lost a skill is released."
+NOT_JUDGED = "nothing judges the merge, so it is not published."
 SCHEMA_LINE = "# yaml-language-server: $schema={}\n"
 
 # Benchmark names in model cards, the most specific first, with the lm-eval task of each.
@@ -48,7 +51,7 @@ class RecipeDraft:
 class GuardDraft:
     """A task of the profile. If it has a ``problem``, it cannot run here and is only written as a comment."""
 
-    task: str
+    task: str | Mapping[str, str]  # the settings of a built-in task
     guarded_by: str
     why: str
     problem: str = ""
@@ -93,7 +96,7 @@ class ProfileDraft:
     """Content of the starter profile for a new project.
 
     ``documents`` is the path of the held-out text relative to the profile, or empty. ``is_sample`` tells whether that
-    text is mergegate's own sample.
+    text is mergegate's own sample. ``kind`` is that of the merge.
     """
 
     name: str
@@ -105,6 +108,12 @@ class ProfileDraft:
     release: str
     schema: str
     thinking: ThinkingDraft | None = None
+    kind: ModelKind = TEXT_GENERATOR
+
+    @property
+    def is_judged(self) -> bool:
+        """Whether the profile has evidence, so that it may publish the merge."""
+        return bool(self.documents) or any(not guard.problem for guard in self.guards)
 
 
 def recipe_drafts(base: object, models: Sequence[object], method: str) -> Iterator[RecipeDraft]:
@@ -220,16 +229,19 @@ def profile_text(draft: ProfileDraft) -> str:
         if draft.is_sample:
             lines.append("# These few lines are mergegate's sample. Replace them with a file of your own.\n")
         lines.append(f"perplexity: {{documents: {flow_yaml(draft.documents)}, max_increase: 5%}}\n")
-    else:
+    elif draft.kind.is_causal:
         lines.append("# A text that no model was trained on shows within seconds whether the merge is broken:\n")
         lines.append("# perplexity: {documents: data/held-out.jsonl, max_increase: 5%}\n")
+    if not draft.kind.reads_text:
+        lines.append(f"# The merge is {draft.kind.noun}, {describe_judging(draft.kind)}.\n")
+        lines.append("# docs/explanation/kinds-of-models.md\n")
     lines.append(
         "\n# Skills to keep: a task (its name in lm-eval, or a file), the parent to compare the merge with on the\n"
         "# same documents, and the points that it may lose. docs/how-to/gate-on-your-own-task.md\n"
     )
     mark = "" if any(not guard.problem for guard in draft.guards) else "# "
     if mark:
-        lines.append(f"# Without tasks, {NO_GUARDS}\n")
+        lines.append(f"# Without tasks, {NO_GUARDS if draft.documents else NOT_JUDGED}\n")
     lines.append(f"{mark}evaluate:\n")
     if draft.thinking:
         lines += [f"{mark}{line}" for line in draft.thinking.lines()]
@@ -243,15 +255,20 @@ def profile_text(draft: ProfileDraft) -> str:
         item = f"{comment}    - {{task: {task}, guarded_by: {reference}, max_drop: 3{own}}}"
         lines.append(f"{item}   # {_line(guard.why)}\n")
     if not draft.guards:
-        lines.append("#    - {task: gsm8k, guarded_by: best parent, max_drop: 3}\n")
+        lines.append(f"#    - {EXAMPLES[draft.kind.task_forms[0] if draft.kind.task_forms else 'text']}\n")
     lines += [
         "\n# Remedies to try in this order when the gate refuses: changes of the recipe, or other recipes.\n",
         "# remedies:\n#   - {density: 0.3}\n",
-        "\n# Quantized variants, each judged against the merge and published next to it:\n",
-        "# docs/how-to/release-quantized-variants.md\n",
-        "# variants:\n#   - {format: gguf, types: [Q8_0, Q4_K_M]}\n",
+    ]
+    if draft.kind.is_causal:
+        lines += [
+            "\n# Quantized variants, each judged against the merge and published next to it:\n",
+            "# docs/how-to/release-quantized-variants.md\n",
+            "# variants:\n#   - {format: gguf, types: [Q8_0, Q4_K_M]}\n",
+        ]
+    lines += [
         "\n# Target of a release that passes. Other targets: hub, s3, oci, mlflow (docs/explanation/publishing.md)\n",
-        f"publish: {{to: directory, path: {flow_yaml(draft.release)}}}\n",
+        f"{'' if draft.is_judged else '# '}publish: {{to: directory, path: {flow_yaml(draft.release)}}}\n",
     ]
     return "".join(lines)
 

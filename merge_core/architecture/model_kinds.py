@@ -1,6 +1,6 @@
 """Find out what kind of model a checkpoint is, before anything is loaded or merged.
 
-The kind determines which class loads the model, which tasks can judge it, and what the model card says. It comes from
+The kind determines the class that loads the model, the tasks that can judge it, and the model card. It comes from
 the files and the class name in ``config.json``: first from the files of sentence-transformers, then from
 ``model_kinds.json``. This file lists the classes of transformers by task, and ``tests/merge_core/test_model_kinds.py``
 generated it from transformers' own mappings. A class may have several tasks (``Gemma3ForConditionalGeneration`` is
@@ -36,11 +36,11 @@ KindName: TypeAlias = Literal[
 ]
 
 TaskForm: TypeAlias = Literal["text", "pictures", "retrieval", "transcription"]
-"""What a task asks of a model: to continue or rate texts, to answer questions about pictures, to rank texts for a
+"""Form of a task: to continue or rate texts, to answer questions about pictures, to rank texts for a
 query, or to write down speech."""
 
 
-# What a task of a form tests besides text, in the words of ``ModelKind.senses``.
+# Senses that a task of a form tests, in the words of ``ModelKind.senses``.
 _TESTED_SENSES: Mapping[TaskForm, tuple[str, ...]] = {"pictures": ("pictures",), "transcription": ("sound",)}
 
 
@@ -55,7 +55,7 @@ class ModelKind:
             Empty if neither library can load it.
         library: ``library_name`` on the Hub: the library of ``loader``.
         task_forms: Forms of the tasks that can judge the model. Empty if mergegate cannot evaluate it.
-        senses: What the model reads besides text: ``pictures``, ``sound``. Text tasks do not test this.
+        senses: Inputs of the model besides text: ``pictures``, ``sound``. Text tasks do not test them.
     """
 
     name: KindName
@@ -86,7 +86,7 @@ class ModelKind:
         return self.reads_text and self.name != "sequence-to-sequence"
 
     def untested_senses(self, forms: Iterable[TaskForm]) -> tuple[str, ...]:
-        """Return what the model reads but tasks of these forms do not test."""
+        """Return the senses that tasks of these forms do not test."""
         tested = {sense for form in forms for sense in _TESTED_SENSES.get(form, ())}
         return tuple(sense for sense in self.senses if sense not in tested)
 

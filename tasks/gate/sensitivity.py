@@ -15,6 +15,7 @@ each case the merge passes at most as often as the confidence allows.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -76,6 +77,17 @@ class ReferenceStrength(NamedTuple):
         )
 
 
+def _form_of(guard: Guard) -> TaskForm:
+    """Return what the task asks of a model, by the metric that a built-in task sets.
+
+    The evidence in a release does not have the settings of a built-in task, and must lead to the same sentence.
+    """
+    metric = guard.metric if isinstance(guard.metric, str) else ""
+    if metric in ("wer,none", "cer,none"):
+        return "transcription"
+    return "retrieval" if re.fullmatch(r"(ndcg@\d+|recall@\d+|mrr|accuracy),none", metric) else "text"
+
+
 def reference_strength(evidence: GuardEvidence, confidence: float, level: float) -> ReferenceStrength:
     """Compare the reference with the models that know nothing.
 
@@ -90,7 +102,7 @@ def reference_strength(evidence: GuardEvidence, confidence: float, level: float)
     chance = sum(chance_of(row, evidence.guard) for row in rows) / n
     above = replace(evidence, differences=tuple(scores)).interval(confidence, level)
     error = math.sqrt(above.variance / n)
-    form = evidence.guard.built_in.form if evidence.guard.built_in else "text"
+    form = _form_of(evidence.guard)
     nothing = {"retrieval": "a model that finds nothing", "transcription": "an empty transcript"}
     name = "a random answer" if chance else nothing.get(form, "an empty answer")
     strengths = [(above.low - chance, error, chance, name)]

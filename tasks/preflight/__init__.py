@@ -32,7 +32,7 @@ from mergegate.tasks.preflight.evidence import (
     with_next_samples,
     with_supported_dtype,
 )
-from mergegate.tasks.preflight.kind_findings import NEXT_TOKENS, KindDemand, describe_judging, kind_findings
+from mergegate.tasks.preflight.kind_findings import EXAMPLES, NEXT_TOKENS, KindDemand, describe_judging, kind_findings
 from mergegate.tasks.preflight.machine import machine_findings, measure_machine_capacity
 from mergegate.tasks.preflight.power_forecast import (
     forecast_power,
@@ -42,12 +42,13 @@ from mergegate.tasks.preflight.power_forecast import (
     planned_tasks,
     sensitivity_findings,
 )
-from mergegate.tasks.preflight.sample_text import SAMPLE
+from mergegate.tasks.preflight.sample_text import SAMPLE, sample_queries
 from mergegate.tasks.preflight.segmentation import add_segmentation_shares, segmentation_shares
 from mergegate.tasks.preflight.settings import CodeSettings, CopySettings, TokenizerSettings
 
 __all__ = [
     "AROUND",
+    "EXAMPLES",
     "NEXT_TOKENS",
     "SAMPLE",
     "STARTING",
@@ -83,6 +84,7 @@ __all__ = [
     "plan_cached",
     "plan_interim_looks",
     "planned_tasks",
+    "sample_queries",
     "segmentation_shares",
     "sensitivity_findings",
     "stored_dtypes",

@@ -10,11 +10,10 @@ from typing import Literal
 from mergegate.merge_core import Finding
 from mergegate.merge_core.architecture import ModelKind, TaskForm
 
-# What a part of a profile needs of a model: a form of task, or next-token predictions (``ModelKind.is_causal``).
+# Ability of a model that a part of a profile needs: a form of task, or to predict tokens (``ModelKind.is_causal``).
 Ability = TaskForm | Literal["next tokens"]
 
 NEXT_TOKENS: Literal["next tokens"] = "next tokens"
-_CAUSE = "the kind of the merge"
 _FORM_NOUNS: Mapping[TaskForm, str] = {
     "text": "text tasks",
     "pictures": "picture tasks",
@@ -23,7 +22,7 @@ _FORM_NOUNS: Mapping[TaskForm, str] = {
 }
 # A guard for a form of task, as a user would write it.
 EXAMPLES: Mapping[TaskForm, str] = {
-    "text": "{task: arc_easy, guarded_by: best parent}",
+    "text": "{task: gsm8k, guarded_by: best parent, max_drop: 3}",
     "pictures": "{task: questions_about_pictures.yaml, guarded_by: best parent}",
     "retrieval": "{task: {kind: retrieval, data: queries.jsonl, metric: ndcg@10}, guarded_by: best parent}",
     "transcription": "{task: {kind: transcription, data: recordings.jsonl}, guarded_by: best parent}",
@@ -38,21 +37,23 @@ class KindDemand:
 
     Args:
         where: Place in the profile, such as ``evaluate.tasks: arc_easy``.
-        what: What the profile does there, as a noun with an article: ``a text task``.
-        ability: What the model must be able to do.
+        what: Noun for the part, with an article: ``a text task``.
+        ability: Ability that the part needs.
+        remedy: How to fix the profile. Default: judge the model by a task that fits.
     """
 
     where: str
     what: str
     ability: Ability
+    remedy: str = ""
 
     def fits(self, kind: ModelKind) -> bool:
         """Return whether a model of this kind has the ability."""
         return kind.is_causal if self.ability == NEXT_TOKENS else self.ability in kind.task_forms
 
 
-def kind_findings(kind: ModelKind, demands: Sequence[KindDemand]) -> Iterator[Finding]:
-    """Yield a blocking finding for each demand of a profile that the kind of the merge does not meet.
+def kind_findings(kind: ModelKind, demands: Sequence[KindDemand], model: str = "the merge") -> Iterator[Finding]:
+    """Yield a blocking finding for each demand of a profile that the kind of ``model`` does not meet.
 
     A kind that mergegate cannot evaluate has one finding. A missing library that loads the merge is a finding too.
     """
@@ -62,7 +63,7 @@ def kind_findings(kind: ModelKind, demands: Sequence[KindDemand]) -> Iterator[Fi
         task = f" ({kind.pipeline_tag})" if kind.pipeline_tag else ""
         yield Finding(
             "block",
-            _CAUSE,
+            f"the kind of {model}",
             found=f"{kind.noun}{task}, which mergegate cannot evaluate",
             expected="a kind of model that a task judges: a text generator, a vision-language model, an embedding "
             "model, a cross-encoder, a sequence-to-sequence model or a speech model",
@@ -75,17 +76,17 @@ def kind_findings(kind: ModelKind, demands: Sequence[KindDemand]) -> Iterator[Fi
             yield Finding(
                 "block",
                 demand.where,
-                found=f"{demand.what}, but the merge is {kind.noun}",
+                found=f"{demand.what}, but {model} is {kind.noun}",
                 expected=_describe_ability(kind, demand.ability),
-                remedy=f"judge the merge under evaluate.tasks, for example: - {EXAMPLES[kind.task_forms[0]]}",
-                cause=_CAUSE,
+                remedy=demand.remedy or f"judge it under evaluate.tasks, for example: - {EXAMPLES[kind.task_forms[0]]}",
+                cause=f"the kind of {model}",
                 is_invalid=True,
             )
     package, extra = _EXTRAS.get(kind.library, ("", ""))
     if package and importlib.util.find_spec(package) is None:
         yield Finding(
             "block",
-            _CAUSE,
+            f"the kind of {model}",
             found=f"{kind.noun}, but {kind.library}, which loads it, is not installed",
             expected="the extra that evaluates such models",
             remedy=f"pip install 'mergegate[{extra}]'",
@@ -103,5 +104,5 @@ def _describe_ability(kind: ModelKind, ability: Ability) -> str:
 def describe_judging(kind: ModelKind) -> str:
     """Return how a kind of model is judged, such as ``judged by retrieval tasks``."""
     if not kind.task_forms:
-        return "merged, but not evaluated"
+        return "which mergegate merges but cannot evaluate"
     return f"judged by {' and '.join(_FORM_NOUNS[form] for form in kind.task_forms)}"

@@ -5,6 +5,8 @@ It contains prose, code, numbers, whitespace, chat, markup and other scripts, be
 
 # ruff: noqa: RUF001  # Easily confused characters are part of the sample.
 
+import json
+
 SAMPLE = (
     "The harbour was quiet that morning, and nobody had expected the ferry to leave on time.",
     "She couldn't say why the letter hadn't arrived; it'd been posted, they'd told her, a week ago.",
@@ -68,3 +70,22 @@ SAMPLE = (
     "naïve café ﬁnal ① ½ ℃ Å Å e\u0301 ÅNGSTRÖM ＦＵＬＬ ｗｉｄｔｈ",
     "👍🏽 👩\u200d👩\u200d👧 🇩🇪 ✓ → ∑ ∀x∈ℝ: x² ≥ 0",
 )
+
+_NEGATIVES = 9
+
+
+def sample_queries() -> str:
+    """Return queries for a retrieval task in JSON Lines: to find the second half of a sentence by its first half."""
+    halves = [
+        (words[: len(words) // 2], words[len(words) // 2 :]) for words in map(str.split, SAMPLE) if len(words) > 7
+    ]
+    ends = [" ".join(end) for _, end in halves]
+    rows = [
+        {
+            "query": " ".join(start),
+            "positives": [ends[at]],
+            "negatives": [ends[(at + step) % len(ends)] for step in range(1, _NEGATIVES + 1)],
+        }
+        for at, (start, _) in enumerate(halves)
+    ]
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)

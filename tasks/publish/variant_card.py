@@ -123,6 +123,7 @@ def _evaluation(verdicts: Sequence[VariantVerdict]) -> str:
         for name, gate in gates
         if gate.drift
     ]
+    lines += [f"* {escape(name)}: {escape(gate.untested_note)}." for name, gate in gates if gate.untested_note]
     lines += [
         f"* {escape(verdict.type)} is {verdict.outcome}: {escape(reason)}"
         for verdict in verdicts

@@ -216,7 +216,10 @@ def test_a_weak_reference_is_described_in_the_terms_of_the_task() -> None:
     """A score of 0.99 is an error rate of 99 %, which is nearly that of an empty transcript."""
     wrong = [row._replace(metric="wer,none", outcome=0.99, higher_is_better=False) for row in answers(0.0, 200, 0.0)]
     transcription = {"kind": "transcription", "data": "calls.jsonl"}
-    verdict = judge(wrong, wrong, Guard(task=transcription, guarded_by="base"), higher_is_better=False)
+    guard = Guard(task=transcription, guarded_by="base")
+    verdict = judge(wrong, wrong, guard, higher_is_better=False)
+    recorded = guard.model_copy(update={"built_in": None})  # as in the evidence of a release
+    assert judge(wrong, wrong, recorded, higher_is_better=False).reason == verdict.reason
     assert "base has an error rate of 99.0, and an empty transcript would have 100.0" in verdict.reason
     assert "chat template" not in verdict.reason
 

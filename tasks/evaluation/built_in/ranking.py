@@ -140,12 +140,12 @@ def parse_metric(text: str) -> RankMetric:
 def find_right_texts(query: RankedQuery, scores: TextScores) -> list[tuple[int, float]]:
     """Return rank (from 0) and relevance of the right texts of a query, in the order of the ranks.
 
-    Ties count against the model: of texts with equal scores, the least relevant comes first. A model that gives all
-    texts the same score must not be right because of the order in a file.
+    Ties count against the model: of texts with equal scores, the least relevant comes first. The order
+    in a file therefore does not help a model that gives all texts the same score.
 
     Args:
         query: Query and candidates.
-        scores: Score of each candidate, in their order. Higher is better.
+        scores: Scores of the candidates. Higher is better.
     """
     largest = float(np.abs(scores).max(initial=0.0))
     step = _RESOLUTION * 2.0 ** math.ceil(math.log2(largest)) if largest > 0 else 1.0
