@@ -494,6 +494,10 @@ def kind_demands(profile: Profile, *, is_comparison: bool = False) -> tuple[Kind
             form = guard.built_in.form if guard.built_in else task_form(guard.task, path)
         what = "a picture task" if form == "pictures" else f"a {form} task"
         demands.append(KindDemand(f"evaluate.tasks: {guard.name or guard.task}", what, form))
+    backend = find_backend(profile.evaluate.scoring.backend) if profile.evaluate else None
+    if backend and not backend.encoder_decoders and any(demand.ability == "text" for demand in demands):
+        what = f"text tasks on the backend {backend.name}"
+        demands.append(KindDemand("evaluate.backend", what, NEXT_TOKENS, "set evaluate.backend: hf"))
     sections = (
         ("perplexity", "a perplexity", profile.perplexity),
         ("judge", "answers that a judge compares", profile.judge),

@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 _FILE = Path(__file__).parent / "conversions.json"
 _EXPERT = re.compile(r"\.([0-9]{1,6})(?:\.|$)")
+_OF_EXPERT = re.compile(r"(.*\.experts\.)([0-9]{1,6})(\..*)")
 _NUMBER = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
 
 
@@ -96,6 +97,7 @@ class Conversions:
         kind = config.get("model_type")
         structure = _content()["structures"].get(kind) if isinstance(kind, str) else None
         self.is_known = structure is not None
+        self._of_first_expert: dict[str, InMemory] = {}
         self.transforms = tuple(_transforms(config, class_name, structure))
         # transformers ignores the other renamings of a group if the first one matches no tensor.
         self._renamings = [
@@ -113,6 +115,18 @@ class Conversions:
 
     def in_memory(self, name: str) -> InMemory:
         """Return the parameters in memory that contain the values of the stored tensor called ``name``."""
+        expert = _OF_EXPERT.match(name)
+        if expert is None:
+            return self._convert(name)
+        # All experts of a layer have the same names, and a large mixture has 70,000 of them.
+        before, number, after = expert.groups()
+        first = f"{before}0{after}"
+        place = self._of_first_expert.get(first) or self._of_first_expert.setdefault(first, self._convert(first))
+        if place.number is not None:
+            return replace(place, number=int(number))
+        return replace(place, names=tuple(own.replace(".experts.0.", f".experts.{number}.") for own in place.names))
+
+    def _convert(self, name: str) -> InMemory:
         if self._unchanged and _NUMBER.sub("#", name) in self._unchanged:
             return InMemory((name,))
         for transform, is_active in self._renamings:

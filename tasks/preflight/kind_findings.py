@@ -39,11 +39,13 @@ class KindDemand:
         where: Place in the profile, such as ``evaluate.tasks: arc_easy``.
         what: Noun for the part, with an article: ``a text task``.
         ability: Ability that the part needs.
+        remedy: How to fix the profile. Default: judge the model by a task that fits.
     """
 
     where: str
     what: str
     ability: Ability
+    remedy: str = ""
 
     def fits(self, kind: ModelKind) -> bool:
         """Return whether a model of this kind has the ability."""
@@ -76,7 +78,7 @@ def kind_findings(kind: ModelKind, demands: Sequence[KindDemand], model: str = "
                 demand.where,
                 found=f"{demand.what}, but {model} is {kind.noun}",
                 expected=_describe_ability(kind, demand.ability),
-                remedy=f"judge it under evaluate.tasks, for example: - {EXAMPLES[kind.task_forms[0]]}",
+                remedy=demand.remedy or f"judge it under evaluate.tasks, for example: - {EXAMPLES[kind.task_forms[0]]}",
                 cause=f"the kind of {model}",
                 is_invalid=True,
             )

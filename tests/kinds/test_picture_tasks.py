@@ -16,7 +16,7 @@ from tiny_kinds import PICTURE_SIZE, write
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo, JournalLocation
-from mergegate.tasks.checkpoints import Model, TellProgress
+from mergegate.tasks.checkpoints import Model, TellProgress, load_model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation import (
     EvalTask,
@@ -26,6 +26,7 @@ from mergegate.tasks.evaluation import (
     pin_task,
     require_effect,
     task_form,
+    tokenize_task,
 )
 from mergegate.tasks.evaluation.backends.picture_reader import load_processor
 from mergegate.tasks.evaluation.document_order import DocumentRange
@@ -278,3 +279,20 @@ def test_a_picture_that_a_function_opens_is_part_of_the_task(tmp_path: Path) -> 
     second = pinned(path)
     assert second.digest != first.digest
     assert second.data_digest != first.data_digest
+
+
+def test_a_model_that_reads_only_text_cannot_answer_about_pictures(tmp_path: Path) -> None:
+    directory = write("text generator", tmp_path / "text")
+    with pytest.raises(InvalidInput, match="a decoder that reads pictures"):
+        scored(pinned(write_task(tmp_path)), directory)
+
+
+def test_a_sweep_cannot_search_with_pictures(llava: Path, tmp_path: Path) -> None:
+    task = pinned(write_task(tmp_path, choices=True))
+    scoring = Scoring(dtype="float32", batch_size=4, chat_template=True)
+    model = Model(name="llava", digest=str(llava), directory=llava)
+    with (
+        load_model(model, dtype="float32", device="cpu") as loaded,
+        pytest.raises(InvalidInput, match="documents with pictures"),
+    ):
+        tokenize_task(task, scoring, loaded)

@@ -18,7 +18,11 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval_runs import run_lm_eval
 from tiny_models import write_jsonl
 
+from mergegate.flows.preflight import kind_demands
+from mergegate.flows.profile import load_profile
 from mergegate.merge_core import merge
+from mergegate.merge_core.architecture import TEXT_GENERATOR, find_kind
+from mergegate.merge_core.checkpoint import Companions
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.tasks.checkpoints import LoadedModel, Model, load_model, unload_models
@@ -27,6 +31,7 @@ from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.harness import LongerAnswers, ScoringJob, score_documents
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.preflight import kind_findings
 
 FAMILIES = ("t5", "bart")
 COUNT = 12
@@ -258,3 +263,19 @@ def test_lm_evals_command_has_the_same_scores(tmp_path: Path, family: str, batch
         assert {key: actual[key].outcome for key in expected} == expected
         assert 0 < sum(expected.values()) < len(expected)  # some answers are right, some wrong
     unload_models()
+
+
+@pytest.mark.parametrize(("backend", "is_refused"), [("hf", False), ("vllm", True)])
+def test_an_encoder_decoder_is_refused_on_a_backend_that_cannot_run_it(
+    tmp_path: Path, backend: str, is_refused: bool
+) -> None:
+    letters_task(tmp_path, "chosen")
+    (tmp_path / "profile.yaml").write_text(
+        f"name: m\nrecipe: {{merge_method: linear, models: [{{model: a}}]}}\nevaluate:\n  backend: {backend}\n"
+        "  tasks: [{task: chosen.yaml, guarded_by: best parent}]\n"
+    )
+    demands = kind_demands(load_profile(tmp_path / "profile.yaml"))
+    kind = find_kind({"architectures": ["T5ForConditionalGeneration"]}, Companions())
+    findings = list(kind_findings(kind, demands))
+    assert [finding.remedy for finding in findings] == (["set evaluate.backend: hf"] if is_refused else [])
+    assert not list(kind_findings(TEXT_GENERATOR, demands))

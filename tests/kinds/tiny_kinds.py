@@ -87,7 +87,7 @@ def write(name: str, directory: Path, *, seed: int = 1, noise: float = 0.0) -> P
         directory: Directory of the checkpoint. It may not exist yet.
         seed: Seed of the weights.
         noise: Standard deviation of the noise that is added to every tensor, including those of the modules of
-            sentence-transformers.
+            sentence-transformers, relative to the root mean square of the tensor. For a tensor of zeros, it is 0.02.
     """
     torch.manual_seed(seed)
     with warnings.catch_warnings():
@@ -98,7 +98,8 @@ def write(name: str, directory: Path, *, seed: int = 1, noise: float = 0.0) -> P
             tensors = {tensor.data_ptr(): tensor for tensor in network.state_dict().values()}  # Tied ones once.
             for tensor in tensors.values():
                 if tensor.is_floating_point():
-                    tensor.add_(noise * torch.randn_like(tensor))
+                    scale = float(tensor.square().mean().sqrt()) or 1.0
+                    tensor.add_(noise * scale * torch.randn_like(tensor))
         network.save_pretrained(str(directory))
         for companion in companions:
             companion.save_pretrained(str(directory))

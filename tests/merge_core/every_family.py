@@ -25,7 +25,7 @@ import torch
 import transformers
 from family_table import BY_NAME
 from family_table import rows as detailed_rows
-from family_trials import DONE, LINEAR, merged, try_adapter
+from family_trials import DONE, LINEAR, merged, refused, try_adapter
 from in_memory import average
 from tiny_families import TinyFamily, load
 from transformers import CONFIG_MAPPING
@@ -34,6 +34,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.architecture.model_kinds import ModelKind, class_kinds
+from mergegate.merge_core.errors import InvalidInput
 
 PROJECT = Path(__file__).resolve().parents[2]
 DOCUMENT = PROJECT / "docs" / "families.md"
@@ -45,7 +46,12 @@ NOT_TRIED = "not tried"
 WRONG = "wrong"
 VLLM = "vLLM"
 NO_CELL = "\N{EN DASH}"
-_FORMS = {"text": "text tasks", "retrieval": "retrieval", "transcription": "word error rate"}
+_FORMS = {
+    "text": "text tasks",
+    "pictures": "picture tasks",
+    "retrieval": "retrieval",
+    "transcription": "word error rate",
+}
 _SLICES = "merge_method: passthrough\nslices:\n- sources: [{model: a, layer_range: [0, 1]}]\n"
 
 
@@ -297,7 +303,10 @@ def tried(model_type: str, root: Path) -> Trial:
         print(model_type, f"{type(error).__name__}: {error}", sep="\n  ", file=sys.stderr)
         return Trial(f"{NOT_TRIED}: transformers cannot load its own file", NOT_TRIED, NOT_TRIED)
     checkpoints = {name: open_checkpoint(root / name) for name in "ab"}
-    refusal = merged(LINEAR.format("a", "b"), checkpoints, root / "whole")
+    try:
+        refusal = merged(LINEAR.format("a", "b"), checkpoints, root / "whole")
+    except InvalidInput as error:  # Found in the numbers of a tensor, after the plan.
+        refusal = refused(error)
     whole = refusal or _checked(model_type, lambda: require_average(family, parents, root / "whole"))
     slices = merged(_SLICES, {"a": checkpoints["a"]}, root / "slices")
     adapters = NOT_TRIED
@@ -405,7 +414,7 @@ def named_parts() -> list[str]:
 def write(table: Mapping[str, Row]) -> None:
     """Write the table and the list of parts into the document."""
     lines = ["| family | kind | class | whole | slices | adapters | evaluation | smoke test |", f"|{' --- |' * 8}"]
-    lines += [f"| {' | '.join((name, *table[name]))} |" for name in families()]
+    lines += [f"| {' | '.join((name, *table[name]))} |" for name in families() if name in table]
     text = DOCUMENT.read_text("utf-8")
     for start, end, content in (
         (START, END, "\n".join(lines)),
@@ -431,12 +440,13 @@ def main(arguments: list[str]) -> None:
     transformers.utils.logging.disable_progress_bar()
     before = rows()
     again = set(families() if "--all" in arguments else arguments)
-    table = {}
+    table: dict[str, Row] = {}
     for name in families():
         old = before.get(name)
         if old is None or name in again or known_trial(name) is not None:
             trial = try_family(name)
             print(name, *trial, sep="\t", flush=True)
+            write({**before, **table})  # An interrupted command has not been in vain.
         else:
             trial = Trial(old.whole, old.slices, old.adapters)
         table[name] = row_of(name, trial, old)

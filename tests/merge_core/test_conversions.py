@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
 from transformers.models.auto import modeling_auto
 
 from mergegate.merge_core import architecture
+from mergegate.merge_core.adapters.application import _TRANSPOSED_EXPERTS
 from mergegate.merge_core.architecture import Conversions
 
 CONVERSIONS = Path(architecture.__file__).parent / "conversions.json"
@@ -201,6 +202,17 @@ def test_structures_are_those_of_transformers() -> None:
     assert json.loads(CONVERSIONS.read_text())["structures"] == library_structures()
 
 
+def test_experts_have_their_own_number_in_memory() -> None:
+    fused = Conversions({"model_type": "mixtral"}, "MixtralForCausalLM", ())
+    for number in (0, 7, 12):
+        place = fused.in_memory(f"model.layers.1.block_sparse_moe.experts.{number}.w3.weight")
+        assert (place.names, place.source, place.number) == (("model.layers.1.mlp.experts.gate_up_proj",), 1, number)
+    separate = Conversions({"model_type": "unheard-of"}, "", ())
+    assert separate.in_memory("model.layers.1.mlp.experts.7.w3.weight").names == (
+        "model.layers.1.mlp.experts.7.w3.weight",
+    )
+
+
 @pytest.mark.slow
 def test_transforms_of_a_network_are_those_that_transformers_applies_in_its_order() -> None:
     compared = 0
@@ -218,3 +230,11 @@ def test_transforms_of_a_network_are_those_that_transformers_applies_in_its_orde
         assert pairs == expected, type(model).__name__
         compared += 1
     assert compared > 280
+
+
+def test_fused_experts_are_transposed_in_the_families_that_mergegate_lists() -> None:
+    """PEFT decides the orientation of square experts by the attribute ``is_transposed`` of their class."""
+    root = Path(transformers.__file__).parent / "models"
+    marked = [path for path in root.glob("*/modeling_*.py") if "is_transposed=True" in path.read_text("utf-8")]
+    listed = {kind.removesuffix("_text") for kind in _TRANSPOSED_EXPERTS}
+    assert {path.parent.name for path in marked} == listed

@@ -104,6 +104,7 @@ class Backend:
         variants_only: Whether it evaluates only quantized variants, so that a profile cannot select it for the merge.
         reads_pictures: Whether the ``LM`` answers prompts with pictures (``pictures.PicturePrompt``) if the model reads
             pictures. mergegate sets its attribute ``reads_pictures`` before each task.
+        encoder_decoders: Whether it evaluates encoder-decoders, such as T5.
         generation_settings: Returns the names of the generation settings that the backend accepts. None: the engine
             checks them.
     """
@@ -121,6 +122,7 @@ class Backend:
     environment: tuple[str, ...] = ()
     computes_in: tuple[str, ...] = ()
     variants_only: bool = False
+    encoder_decoders: bool = False
     reads_pictures: bool = False
     generation_settings: Callable[[], frozenset[str]] | None = field(default=None, repr=False)
 

@@ -401,6 +401,7 @@ BACKEND = Backend(
     loads_here=True,
     draws_progress=("lm_eval.models.huggingface",),
     computes_in=("answer_row", "_model_call", "_model_generate"),
+    encoder_decoders=True,
     reads_pictures=True,
     generation_settings=_generation_settings,
 )
