@@ -305,10 +305,12 @@ def selection_note(content: ReportContent) -> str:
         )
         for each in judged
     )
-    subject = "mean score" if verdict.suites else "score"
+    subject, direction = "mean score" if verdict.suites else "score", "high"
+    if not verdict.suites and error_rate_note(verdict, content.kind):
+        subject, direction = "error rate", "low"
     return (
         f"The documents that measured these scores also selected this merge. If it is as good as its reference, its "
-        f"{subject} is expected to be about {number(inflation, 1)} points too high."
+        f"{subject} is expected to be about {number(inflation, 1)} points too {direction}."
     )
 
 
