@@ -455,7 +455,7 @@ class _Rules:
     tokenizers: tuple[str, ...] = ()  # parts in which tokenizers may differ
     code: tuple[str, ...] | None = None  # code files that may be released with the merge. None: not specified.
     variants: tuple[VariantFormat, ...] = ()
-    demands: tuple[KindDemand, ...] = ()  # parts of the profile that only some kinds of models have
+    demands: tuple[KindDemand, ...] = ()  # parts of the profile that only some kinds of models support
     remedy: str = ""  # hint for a license that forbids an assumed use, which is only a warning
 
     @staticmethod
@@ -482,7 +482,7 @@ class _Rules:
 
 
 def kind_demands(profile: Profile, *, is_comparison: bool = False) -> tuple[KindDemand, ...]:
-    """Return the parts of a profile that only some kinds of models have, in the order in which they run.
+    """Return the parts of a profile that only some kinds of models support, in the order in which they run.
 
     A comparison of two models uses only the perplexity and the tasks.
     """
@@ -492,12 +492,12 @@ def kind_demands(profile: Profile, *, is_comparison: bool = False) -> tuple[Kind
         with suppress(InvalidInput):  # A task that cannot be read is reported where it is pinned.
             path = profile.root / guard.task if is_file_name(guard.task) else None
             form = guard.built_in.form if guard.built_in else task_form(guard.task, path)
-        what = "a picture task" if form == "pictures" else f"a {form} task"
-        demands.append(KindDemand(f"evaluate.tasks: {guard.name or guard.task}", what, form))
+        noun = "a picture task" if form == "pictures" else f"a {form} task"
+        demands.append(KindDemand(f"evaluate.tasks: {guard.name or guard.task}", noun, form))
     backend = find_backend(profile.evaluate.scoring.backend) if profile.evaluate else None
     if backend and not backend.encoder_decoders and any(demand.ability == "text" for demand in demands):
-        what = f"text tasks on the backend {backend.name}"
-        demands.append(KindDemand("evaluate.backend", what, NEXT_TOKENS, "set evaluate.backend: hf"))
+        noun = f"text tasks on the backend {backend.name}"
+        demands.append(KindDemand("evaluate.backend", noun, NEXT_TOKENS, "set evaluate.backend: hf"))
     sections = (
         ("perplexity", "a perplexity", profile.perplexity),
         ("judge", "answers that a judge compares", profile.judge),
@@ -507,7 +507,7 @@ def kind_demands(profile: Profile, *, is_comparison: bool = False) -> tuple[Kind
         ("shadow", "a test of generated texts on users' traffic", profile.shadow),
     )
     used = sections[:1] if is_comparison else sections
-    demands += [KindDemand(name, what, NEXT_TOKENS) for name, what, settings in used if settings]
+    demands += [KindDemand(name, noun, NEXT_TOKENS) for name, noun, settings in used if settings]
     return tuple(demands)
 
 

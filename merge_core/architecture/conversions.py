@@ -1,9 +1,9 @@
 """Map the names of stored tensors to the names of the parameters that transformers builds from them.
 
 transformers renames tensors when it loads a checkpoint, joins some of them (the experts of a layer), and splits others
-(a fused query, key and value). ``conversions.json`` contains its table of these conversions, and the places of the
-parts of each network, whose conversions apply to the names below them. The file is generated from transformers by
-tests/merge_core/test_conversions.py, so no family is listed by hand.
+(a fused query, key and value). ``conversions.json`` contains its table of these conversions, and the prefix of each
+submodel, under which its own conversions apply. ``tests/merge_core/test_conversions.py`` generates the file from
+transformers, so no family is listed by hand.
 """
 
 from __future__ import annotations
@@ -106,7 +106,8 @@ class Conversions:
             if not transform.operations
         ]
         self._converters = [transform for transform in self.transforms if transform.operations]
-        # Names in memory that the renamings would change. transformers does not rename a tensor that is stored so.
+        # Names in memory that the renamings would change. transformers does not rename a tensor that is stored
+        # under such a name.
         self._unchanged = frozenset(structure["unchanged"] if structure is not None else ())
         self._prefix, self._inner, self._is_base = "", frozenset[str](), False
         if structure is not None and structure["prefix"]:
@@ -156,7 +157,7 @@ class Conversions:
 def container_text(config: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return the key of the text part's configuration and its default model type, for networks with several parts.
 
-    Return None if transformers builds the text part with another class than it would use for this part alone.
+    Return None if transformers builds the text part with a class other than that of a standalone text model.
     """
     kind = config.get("model_type")
     structure = _content()["structures"].get(kind) if isinstance(kind, str) else None

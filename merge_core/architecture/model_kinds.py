@@ -2,9 +2,9 @@
 
 The kind determines the class that loads the model, the tasks that can judge it, and the model card. It comes from
 the files and the class name in ``config.json``: first from the files of sentence-transformers, then from
-``model_kinds.json``. This file lists the classes of transformers by task, and ``tests/merge_core/test_model_kinds.py``
-generated it from transformers' own mappings. A class may have several tasks (``Gemma3ForConditionalGeneration`` is
-also a causal language model). The first entry that contains the class applies, so wider tasks come first.
+``model_kinds.json``. ``tests/merge_core/test_model_kinds.py`` generates ``model_kinds.json`` from transformers' own
+mappings: it lists the classes of each task. A class may have several tasks (``Gemma3ForConditionalGeneration`` is also
+a causal language model). The first entry that contains the class applies, so tasks with more kinds of input come first.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ KindName: TypeAlias = Literal[
 ]
 
 TaskForm: TypeAlias = Literal["text", "pictures", "retrieval", "transcription"]
-"""Form of a task: to continue or rate texts, to answer questions about pictures, to rank texts for a
-query, or to write down speech."""
+"""Form of a task: continuing or rating texts, answering questions about pictures, ranking texts for a query, or
+transcribing speech."""
 
 
-# Senses that a task of a form tests, in the words of ``ModelKind.senses``.
-_TESTED_SENSES: Mapping[TaskForm, tuple[str, ...]] = {"pictures": ("pictures",), "transcription": ("sound",)}
+# Modalities that tasks of each form test, see ``ModelKind.modalities``.
+_TESTED_MODALITIES: Mapping[TaskForm, tuple[str, ...]] = {"pictures": ("pictures",), "transcription": ("sound",)}
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class ModelKind:
             Empty if neither library can load it.
         library: ``library_name`` on the Hub: the library of ``loader``.
         task_forms: Forms of the tasks that can judge the model. Empty if mergegate cannot evaluate it.
-        senses: Inputs of the model besides text: ``pictures``, ``sound``. Text tasks do not test them.
+        modalities: Inputs of the model besides text: ``pictures``, ``sound``. Text tasks do not test them.
     """
 
     name: KindName
@@ -63,7 +63,7 @@ class ModelKind:
     loader: str = ""
     library: str = "transformers"
     task_forms: tuple[TaskForm, ...] = ()
-    senses: tuple[str, ...] = ()
+    modalities: tuple[str, ...] = ()
 
     @property
     def noun(self) -> str:
@@ -85,10 +85,10 @@ class ModelKind:
         """Whether the model predicts each token from the tokens before it, so that a text has a perplexity."""
         return self.reads_text and self.name != "sequence-to-sequence"
 
-    def untested_senses(self, forms: Iterable[TaskForm]) -> tuple[str, ...]:
-        """Return the senses that tasks of these forms do not test."""
-        tested = {sense for form in forms for sense in _TESTED_SENSES.get(form, ())}
-        return tuple(sense for sense in self.senses if sense not in tested)
+    def untested_modalities(self, forms: Iterable[TaskForm]) -> tuple[str, ...]:
+        """Return the modalities that tasks of these forms do not test."""
+        tested = {modality for form in forms for modality in _TESTED_MODALITIES.get(form, ())}
+        return tuple(modality for modality in self.modalities if modality not in tested)
 
 
 TEXT_GENERATOR = ModelKind("text generator", "text-generation", "AutoModelForCausalLM", task_forms=("text",))
@@ -162,8 +162,10 @@ def _transformers_kind(config: Mapping[str, Any]) -> ModelKind:
     entries = _entries()
     if isinstance(class_name, str) and class_name in (classes := class_kinds()):
         return classes[class_name]
-    if isinstance(code, Mapping) and (own := [kind for kind, _, _ in entries if kind.loader and kind.loader in code]):
-        return own[0]
+    if isinstance(code, Mapping) and (
+        loadable := [kind for kind, _, _ in entries if kind.loader and kind.loader in code]
+    ):
+        return loadable[0]
     if class_name is None:
         model_type = config.get("model_type")
         return next((kind for kind, _, model_types in entries if model_type in model_types), ModelKind("other"))
@@ -190,7 +192,7 @@ def _entries() -> tuple[tuple[ModelKind, tuple[str, ...], tuple[str, ...]], ...]
                 entry["pipeline_tag"],
                 entry["loader"],
                 task_forms=tuple(entry["task_forms"]),
-                senses=tuple(entry["senses"]),
+                modalities=tuple(entry["modalities"]),
             ),
             tuple(entry["classes"]),
             tuple(entry["model_types"]),

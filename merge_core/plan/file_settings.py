@@ -3,7 +3,7 @@
 These are the modules of sentence-transformers (pooling, prompts, similarity), processors (picture sizes, sampling
 rates) and generation settings (suppressed tokens, languages). The merge gets the files of one model. If a setting
 differs, the merged weights work with a value that another parent was not trained with. Each such setting is a finding.
-Files of different releases of a library that mean the same compare equal.
+Files written by different library versions compare equal if they mean the same.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mergegate.merge_core.plan.module_weights import is_module_weights, module_r
 from mergegate.merge_core.plan.special_ids import GENERATION
 
 BOUNDS = JsonBounds(size=96 << 20, values=4_000_000)
-# Keys that record who wrote the file and when.
+# Keys that record which release wrote the file, and from which checkpoint.
 INCIDENTAL_KEYS = ("transformers_version", "_from_model_config", "_name_or_path", "name_or_path", "__version__")
 _SENTENCE_TRANSFORMERS = "config_sentence_transformers.json"
 
@@ -45,11 +45,12 @@ _OLDER_POOLING: Mapping[str, str] = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-# These keys change the network's input or the comparison of its outputs. Others, such as the longest text, do less.
+# These keys change the network's input or the comparison of its outputs. Others, such as the longest text, matter less.
 _BLOCKING_MODULE_KEYS = ("default_prompt_name", "model_type", "prompts", "similarity_fn_name")
 
-# Parts of a processor, by the file that has only this part, and by the keys that show what preprocessor_config.json is.
+# Names of the parts of a processor.
 _PROCESSOR_PARTS = ("image_processor", "video_processor", "feature_extractor", "audio_processor", "qformer_tokenizer")
+# Keys that show that preprocessor_config.json describes a feature extractor for sound.
 _SOUND_KEYS = ("feature_extractor_type", "sampling_rate")
 # These keys choose a class or the form of the output. The network sees the same numbers.
 _FORM_KEYS = (
@@ -58,7 +59,7 @@ _FORM_KEYS = (
 )  # fmt: skip
 _CLASS_KEYS = ("image_processor_type", "video_processor_type", "feature_extractor_type")
 
-# Generation settings that a model reads at inference to know its task. A vocabulary determines the first group.
+# Generation settings that a model reads at inference to know which task to do. ``_TABLES`` follow from the vocabulary.
 _TABLES = ("is_multilingual", "lang_to_id", "task_to_id")
 _FORCED = (
     "alignment_heads", "begin_suppress_tokens", "decoder_start_token_id", "forced_bos_token_id", "forced_decoder_ids",
@@ -268,7 +269,7 @@ def _severity(difference: _Difference) -> Severity:
         return "block" if blocks or key in _BLOCKING_MODULE_KEYS else "warn"
     if kind == "generation settings":
         return "block" if key in _TABLES and expected and found else "warn"
-    # A setting that one file lacks may have the same value by default, and one number may be written in two forms.
+    # A file without the setting may have the same value by default. The same number may also be written in two forms.
     if expected is None or found is None or key in _CLASS_KEYS or _leaves(expected.value) == _leaves(found.value):
         return "warn"
     return "block"

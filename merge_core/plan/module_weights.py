@@ -107,7 +107,7 @@ def lay_out_modules(outputs: Sequence[OutputTensor]) -> tuple[Shard, ...]:
     return tuple(shards)
 
 
-# File of a module's weights, and the sha256 of its content. The result of a step has no content yet.
+# File of a module's weights, and the sha256 of its content. The digest is empty for the result of an earlier step.
 _Weights = tuple[str, str]
 
 
@@ -179,7 +179,7 @@ def _name_problems(reference: str, folder: str, tables: Mapping[str, Mapping[str
         yield Finding(
             "block",
             f"{name}: {different}",
-            found="the model has this tensor" if different in table else "missing",
+            found=f"a tensor that {reference} does not have" if different in table else "missing",
             expected=f"the same tensors in the module {folder}/ as in {reference}",
             remedy="merge models with the same modules",
         )

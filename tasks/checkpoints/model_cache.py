@@ -360,13 +360,13 @@ _CONTENT_AS_PARTS = (
 
 
 def accept_plain_content(tokenizer: Any, kind: ModelKind) -> None:
-    """Let the chat template of a model with several senses accept messages whose content is a text.
+    """Let the chat template of a model with several modalities accept messages whose content is a text.
 
     Some templates, such as that of LLaVA 1.5, read only lists of texts and pictures. From a plain text, they silently
     render an empty message. Servers recognize such templates and wrap the text, and so does this function.
     """
     template = tokenizer.chat_template
-    if not kind.senses or not isinstance(template, str):
+    if not kind.modalities or not isinstance(template, str):
         return
     probe = [{"role": "user", "content": "mergegate probe"}]
     for adapted in (template, _CONTENT_AS_PARTS + template):

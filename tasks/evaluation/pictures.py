@@ -15,7 +15,7 @@ from typing import Any
 from mergegate.merge_core.errors import InvalidInput
 
 PLACEHOLDER = "<image>"
-_DIGITS = 12  # hex digits of a picture's hash in a text for people
+_DIGITS = 12  # hex digits of a picture's hash in a human-readable prompt
 
 
 class PicturePrompt(str):
@@ -78,7 +78,7 @@ def pictures_of(leaf: Any, document: Any, location: str) -> tuple[Any, ...]:
 
 
 def describe_prompt(text: str, pictures: Sequence[Any]) -> str:
-    """Return a prompt for people, in which each placeholder names its picture: ``<image 5f0c8e1d2b3a>``."""
+    """Return a human-readable prompt, in which each placeholder names its picture: ``<image 5f0c8e1d2b3a>``."""
     first, *parts = text.split(PLACEHOLDER)
     names = (f"<image {hash_picture(picture)[:_DIGITS]}>" for picture in pictures)
     return first + "".join(name + part for name, part in zip(names, parts, strict=False))
@@ -103,7 +103,7 @@ def hash_with_pictures(leaf: Any, position: int, prompt: str) -> tuple[str, str]
 
 
 def as_picture_prompt(request: Any) -> None:
-    """Move the pictures of lm-eval's request into its prompt, so that the request has the form of one without them."""
+    """Move the pictures of lm-eval's request into its prompt, so that text-only code can handle the request."""
     if len(request.args) == 3 and isinstance(media := request.args[2], Mapping):
         pictures = media["visual"]
         prompt = PicturePrompt(request.args[0], pictures if isinstance(pictures, (list, tuple)) else [pictures])

@@ -185,12 +185,12 @@ def describe_untested(kind: ModelKind, forms: Iterable[TaskForm]) -> str:
 
     For example: ``only text was tested: no task tests how the merge reads pictures``.
     """
-    if not kind.senses:
+    if not kind.modalities:
         return ""  # without reading the definitions of the tasks
     tested = set(forms)
-    if not (senses := kind.untested_senses(tested)):
+    if not (modalities := kind.untested_modalities(tested)):
         return ""
-    sentence = f"no task tests how the merge reads {' and '.join(senses)}"
+    sentence = f"no task tests how the merge reads {' and '.join(modalities)}"
     return f"only text was tested: {sentence}" if tested <= {"text"} else sentence
 
 

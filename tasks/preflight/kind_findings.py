@@ -10,15 +10,15 @@ from typing import Literal
 from mergegate.merge_core import Finding
 from mergegate.merge_core.architecture import ModelKind, TaskForm
 
-# Ability of a model that a part of a profile needs: a form of task, or to predict tokens (``ModelKind.is_causal``).
+# Ability of a model that a part of a profile needs: a type of task, or next-token prediction (``ModelKind.is_causal``).
 Ability = TaskForm | Literal["next tokens"]
 
 NEXT_TOKENS: Literal["next tokens"] = "next tokens"
 _FORM_NOUNS: Mapping[TaskForm, str] = {
-    "text": "text tasks",
-    "pictures": "picture tasks",
-    "retrieval": "retrieval tasks",
-    "transcription": "transcription tasks",
+    "text": "text task",
+    "pictures": "picture task",
+    "retrieval": "retrieval task",
+    "transcription": "transcription task",
 }
 # A guard for a form of task, as a user would write it.
 EXAMPLES: Mapping[TaskForm, str] = {
@@ -33,17 +33,17 @@ _EXTRAS: Mapping[str, tuple[str, str]] = {"sentence-transformers": ("sentence_tr
 
 @dataclass(frozen=True)
 class KindDemand:
-    """A part of a profile that only some kinds of models have.
+    """A part of a profile that only some kinds of models support.
 
     Args:
-        where: Place in the profile, such as ``evaluate.tasks: arc_easy``.
-        what: Noun for the part, with an article: ``a text task``.
+        location: Key in the profile, such as ``evaluate.tasks: arc_easy``.
+        noun: Noun for the part, with an article: ``a text task``.
         ability: Ability that the part needs.
         remedy: How to fix the profile. Default: judge the model by a task that fits.
     """
 
-    where: str
-    what: str
+    location: str
+    noun: str
     ability: Ability
     remedy: str = ""
 
@@ -65,8 +65,7 @@ def kind_findings(kind: ModelKind, demands: Sequence[KindDemand], model: str = "
             "block",
             f"the kind of {model}",
             found=f"{kind.noun}{task}, which mergegate cannot evaluate",
-            expected="a kind of model that a task judges: a text generator, a vision-language model, an embedding "
-            "model, a cross-encoder, a sequence-to-sequence model or a speech model",
+            expected="a model that mergegate can evaluate (docs/explanation/kinds-of-models.md)",
             remedy="merge it without a verdict: mergegate merge RECIPE DIRECTORY",
             is_invalid=True,
         )
@@ -75,19 +74,20 @@ def kind_findings(kind: ModelKind, demands: Sequence[KindDemand], model: str = "
         if not demand.fits(kind):
             yield Finding(
                 "block",
-                demand.where,
-                found=f"{demand.what}, but {model} is {kind.noun}",
+                demand.location,
+                found=f"{demand.noun}, but {model} is {kind.noun}",
                 expected=_describe_ability(kind, demand.ability),
-                remedy=demand.remedy or f"judge it under evaluate.tasks, for example: - {EXAMPLES[kind.task_forms[0]]}",
+                remedy=demand.remedy
+                or f"add a guard under evaluate.tasks, for example: - {EXAMPLES[kind.task_forms[0]]}",
                 cause=f"the kind of {model}",
                 is_invalid=True,
             )
-    package, extra = _EXTRAS.get(kind.library, ("", ""))
+    package, extra = _EXTRAS.get(kind.loading_library, ("", ""))
     if package and importlib.util.find_spec(package) is None:
         yield Finding(
             "block",
             f"the kind of {model}",
-            found=f"{kind.noun}, but {kind.library}, which loads it, is not installed",
+            found=f"{kind.noun}, but {kind.loading_library}, which loads it, is not installed",
             expected="the extra that evaluates such models",
             remedy=f"pip install 'mergegate[{extra}]'",
             is_invalid=True,
@@ -95,14 +95,13 @@ def kind_findings(kind: ModelKind, demands: Sequence[KindDemand], model: str = "
 
 
 def _describe_ability(kind: ModelKind, ability: Ability) -> str:
-    judged_by = describe_judging(kind)
     if ability == NEXT_TOKENS:
-        return f"a model that predicts each token from the tokens before it; this one is {judged_by}"
-    return f"a task for this kind of model, which is {judged_by}"
+        return f"a model that predicts each token from the tokens before it; this one is {describe_judging(kind)}"
+    return " or ".join(f"a {_FORM_NOUNS[form]}" for form in kind.task_forms)
 
 
 def describe_judging(kind: ModelKind) -> str:
     """Return how a kind of model is judged, such as ``judged by retrieval tasks``."""
     if not kind.task_forms:
         return "which mergegate merges but cannot evaluate"
-    return f"judged by {' and '.join(_FORM_NOUNS[form] for form in kind.task_forms)}"
+    return f"judged by {' and '.join(f'{_FORM_NOUNS[form]}s' for form in kind.task_forms)}"

@@ -1,4 +1,4 @@
-"""Write the Python code with which a reader of the card loads the released model, for each kind of model."""
+"""Write the Python code that the model card shows for loading the released model, for each kind of model."""
 
 from __future__ import annotations
 
@@ -55,6 +55,6 @@ def loading_code(kind: ModelKind, address: str, files: Collection[str], *, is_ad
 def _processor_class(kind: ModelKind, files: Collection[str], *, is_adapter: bool) -> str:
     """Return the class that prepares the model's inputs. Empty if the release has no files for it."""
     kinds = {companion_kind(name) for name in files}
-    if "processor" in kinds or (is_adapter and kind.senses):
+    if "processor" in kinds or (is_adapter and kind.modalities):
         return "AutoProcessor"
     return "AutoTokenizer" if "tokenizer" in kinds or is_adapter or kind == TEXT_GENERATOR else ""

@@ -20,7 +20,7 @@ _NAME, _EXPECTED = "two pictures", "answers that depend on the picture"
 _SIDE = 112  # pixels; a multiple of 14, 16 and 28, the patch sizes of most families
 _QUESTION = "What is in this picture?"
 _TOKENS = 8
-_NOISE = 3  # Multiple of the difference between two equal requests, up to which a difference says nothing.
+_NOISE = 3  # Smallest ratio of effect to noise that counts.
 _Color = tuple[int, int, int]
 
 
@@ -47,7 +47,7 @@ def check_pictures(subject: ServedSubject) -> list[Check]:
 
 
 def compare_answers(first: Completion, second: Completion, repetition: Completion) -> Check:
-    """Decide whether two pictures have different answers. ``repetition`` is another answer about the first picture."""
+    """Decide whether the answers depend on the picture. ``repetition`` is another answer about the first picture."""
     if first.text != repetition.text:
         return Check.not_offered(_NAME, "the answers to two equal requests differ", _EXPECTED)
     if first.text != second.text:

@@ -165,10 +165,10 @@ class VariantFormat(VariantSettings, ABC):
 def require_text_only(checkpoint: Checkpoint, variants: str, reason: str) -> None:
     """Raise InvalidInput if the model also reads pictures or sound, which ``variants`` would lose for ``reason``."""
     kind = kind_of(checkpoint)
-    if kind.senses:
+    if kind.modalities:
         raise InvalidInput(
             f"variants: {variants}",
-            found=f"{kind.noun}, which reads {' and '.join(kind.senses)}: {reason}",
+            found=f"{kind.noun}, which reads {' and '.join(kind.modalities)}: {reason}",
             expected="a model that reads only text",
             remedy="remove this variant from the profile",
         )

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import pytrec_eval  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
-from mergegate.tasks.evaluation.built_in.ranking import RankedQuery, find_right_texts, parse_metric
+from mergegate.tasks.evaluation.built_in.ranking import RankedQuery, find_relevant_texts, parse_metric
 
 METRICS = ("ndcg@3", "ndcg@10", "map@5", "recall@5", "recall@100", "hit_rate@3", "mrr", "mrr@4", "accuracy")
 # Names in pytrec_eval. It has no mrr@k, which is the reciprocal rank if that is at least 1/k.
@@ -42,7 +42,7 @@ def test_metrics_agree_with_pytrec_eval() -> None:
         run = {f"d{at}": float(score) for at, score in enumerate(scores)}
         expected = pytrec_eval.RelevanceEvaluator({"q": judged}, evaluator_metrics).evaluate({"q": run})["q"]
         query = query_of(size, gains, missing)
-        found = find_right_texts(query, np.array(scores, dtype=float))
+        found = find_relevant_texts(query, np.array(scores, dtype=float))
         for name, theirs in PYTREC.items():
             ours = parse_metric(name).measure(found, query.ideal)
             assert ours == pytest.approx(expected[theirs], abs=1e-9), (name, size, gains)
@@ -54,7 +54,7 @@ def test_metrics_agree_with_pytrec_eval() -> None:
 def test_chance_levels_are_the_means_of_random_rankings(size: int, right: int, missing: int) -> None:
     gains = {at: 1.0 + at % 3 for at in range(right)}
     query, rng = query_of(size, gains, missing), np.random.default_rng(2)
-    rankings = [find_right_texts(query, rng.permutation(size).astype(float)) for _ in range(4000)]
+    rankings = [find_relevant_texts(query, rng.permutation(size).astype(float)) for _ in range(4000)]
     for name in METRICS:
         metric = parse_metric(name)
         simulated = np.array([metric.measure(found, query.ideal) for found in rankings])
@@ -64,23 +64,23 @@ def test_chance_levels_are_the_means_of_random_rankings(size: int, right: int, m
 
 def test_ties_count_against_the_model() -> None:
     query = query_of(4, {0: 1.0, 1: 2.0})
-    assert find_right_texts(query, np.zeros(4)) == [(2, 1.0), (3, 2.0)]
-    assert parse_metric("accuracy").measure(find_right_texts(query, np.array([0.5, 0, 0.5, 0])), query.ideal) == 0
+    assert find_relevant_texts(query, np.zeros(4)) == [(2, 1.0), (3, 2.0)]
+    assert parse_metric("accuracy").measure(find_relevant_texts(query, np.array([0.5, 0, 0.5, 0])), query.ideal) == 0
 
 
 def test_rounding_errors_do_not_break_ties() -> None:
     """The score of a right text is larger than that of a wrong one by less than float32 computes exactly."""
     for scale in (1e-6, 1.0, 1e6):
         scores = scale * np.array([0.7 * (1 + 1e-8), 0.7, 0.1])
-        assert find_right_texts(query_of(3, {0: 1.0}), scores) == [(1, 1.0)]
-        assert find_right_texts(query_of(3, {0: 1.0}), scale * np.array([0.70001, 0.7, 0.1])) == [(0, 1.0)]
+        assert find_relevant_texts(query_of(3, {0: 1.0}), scores) == [(1, 1.0)]
+        assert find_relevant_texts(query_of(3, {0: 1.0}), scale * np.array([0.70001, 0.7, 0.1])) == [(0, 1.0)]
 
 
 def test_an_excluded_text_is_not_ranked() -> None:
     texts = ["own", "right", "wrong"]
     query = RankedQuery({"query": "q"}, texts, {1: 1.0}, own_text=0)
     assert query.size == 2
-    assert find_right_texts(query, np.array([0.9, 0.8, 0.1])) == [(0, 1.0)]
+    assert find_relevant_texts(query, np.array([0.9, 0.8, 0.1])) == [(0, 1.0)]
 
 
 @pytest.mark.parametrize("name", ["ndcg", "ndcg@0", "ndcg@1001", "precision@3", "mrr@", "", "accuracy@1"])

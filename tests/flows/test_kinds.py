@@ -102,8 +102,17 @@ def test_a_kind_that_cannot_be_evaluated_is_refused_once_and_only_if_the_profile
     assert describe_judging(TEXT_GENERATOR) == "judged by text tasks"
 
 
-def test_a_missing_library_is_found_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    kind = ModelKind("embedding", library="sentence-transformers", task_forms=("retrieval",))
+@pytest.mark.parametrize(
+    "kind",
+    [
+        ModelKind("embedding", library="sentence-transformers", task_forms=("retrieval",)),
+        ModelKind("cross-encoder", loader="CrossEncoder", task_forms=("retrieval",)),  # a classifier with one label
+    ],
+    ids=["embedding", "classifier"],
+)
+def test_a_missing_library_is_found_with_the_command_that_installs_it(
+    kind: ModelKind, monkeypatch: pytest.MonkeyPatch
+) -> None:
     demands = [KindDemand("evaluate.tasks: t", "a retrieval task", "retrieval")]
     assert not list(kind_findings(kind, demands))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -213,7 +222,7 @@ def test_a_release_records_what_was_not_tested_and_text_generators_keep_their_re
 
 def test_a_sense_counts_as_tested_if_a_task_has_its_form() -> None:
     kind = find_kind({"architectures": ["Qwen2_5OmniForConditionalGeneration"]}, Companions())
-    assert kind.senses == ("pictures", "sound")
+    assert kind.modalities == ("pictures", "sound")
     assert describe_untested(kind, ()) == describe_untested(kind, ["text"])
     assert describe_untested(kind, ["text"]).startswith("only text was tested")
     assert describe_untested(kind, ["text", "pictures"]) == "no task tests how the merge reads sound"

@@ -179,7 +179,7 @@ def load(directory: Path) -> tuple[ModelKind, Any]:
 
 
 def outputs(directory: Path, model: Any) -> torch.Tensor:
-    """Return what a model computes for fixed inputs of all its senses, with the processors in ``directory``."""
+    """Return what a model computes for fixed inputs of all its modalities, with the processors in ``directory``."""
     kind = kind_of_directory(directory)
     with torch.no_grad():
         if kind.loader == "CrossEncoder":
@@ -193,13 +193,13 @@ def outputs(directory: Path, model: Any) -> torch.Tensor:
             if model.config.is_encoder_decoder:
                 features["decoder_input_ids"] = torch.tensor([[model.config.decoder_start_token_id, 5, 6]])
             return model(**features).logits
-        if kind.senses == ("sound",):
+        if kind.modalities == ("sound",):
             processor = transformers.AutoProcessor.from_pretrained(directory)
             text = f"<audio>{PROMPT}"
             return model(
                 **processor(text=text, audio=[_sound(3)], sampling_rate=SAMPLE_RATE, return_tensors="pt")
             ).logits
-        if "pictures" in kind.senses:
+        if "pictures" in kind.modalities:
             return model(**_picture_inputs(directory)).logits
         tokens = {"input_ids": torch.arange(20, 30)[None]}
         if model.config.is_encoder_decoder:

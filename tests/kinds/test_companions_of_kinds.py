@@ -203,8 +203,8 @@ def test_the_library_loads_the_merge_as_it_loads_the_parents(merged: Path) -> No
     for name, tensor in references.items():
         torch.testing.assert_close(outputs[name], tensor, rtol=1e-4, atol=1e-5, msg=name)
     assert any(not torch.allclose(tensor, first[name], rtol=1e-4, atol=1e-5) for name, tensor in references.items())
-    senses = kind_of_directory(merged / "a").senses
-    assert not senses or any(key.endswith(("pixel_values", "input_features", "input_values")) for key in own)
+    modalities = kind_of_directory(merged / "a").modalities
+    assert not modalities or any(key.endswith(("pixel_values", "input_features", "input_values")) for key in own)
 
 
 def settings_of(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:

@@ -99,7 +99,7 @@ def class_of(model_type: str) -> str | None:
         return None
     masked = modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES.get(model_type)
     contrastive = modeling_auto.MODEL_FOR_ZERO_SHOT_IMAGE_CLASSIFICATION_MAPPING_NAMES.get(model_type)
-    if class_kinds()[known[0]].senses == () and masked in known:
+    if class_kinds()[known[0]].modalities == () and masked in known:
         return masked
     if class_kinds()[known[0]].name == "text generator":
         return next((name for name in known if class_kinds()[name].name == "sequence-to-sequence"), known[0])

@@ -13,7 +13,7 @@ from mergegate.merge_core.architecture import find_kind
 from mergegate.merge_core.checkpoint import Companions
 
 KINDS = Path(architecture.__file__).parent / "model_kinds.json"
-# Entries of model_kinds.json in order: task on the Hub, kind, loader, forms of tasks, senses, and mappings.
+# Entries of model_kinds.json in order: task on the Hub, kind, loader, forms of tasks, modalities, and mappings.
 TEXT, PICTURES, SOUND = ("text",), ("text", "pictures"), ("sound",)
 ENTRIES: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
     (
@@ -107,13 +107,13 @@ def test_kinds_lists_the_classes_of_transformers() -> None:
 
 def generated_entries() -> Iterator[dict[str, Any]]:
     seen: set[str] = set()
-    for tag, kind, loader, forms, senses, mappings in ENTRIES:
+    for tag, kind, loader, forms, modalities, mappings in ENTRIES:
         classes = sorted({name for mapping in mappings for name in classes_in(mapping)} - seen)
         seen |= set(classes)
         fields = {"pipeline_tag": tag, "kind": kind, "loader": loader, "task_forms": list(forms)}
         # Without a class, transformers loads the default class of a model type that has one for text.
         types = sorted(mapping_of(mappings[0])) if kind in ("vision-language", "text generator") else []
-        yield {**fields, "senses": list(senses), "classes": classes, "model_types": types}
+        yield {**fields, "modalities": list(modalities), "classes": classes, "model_types": types}
 
 
 def classes_in(mapping: str) -> set[str]:

@@ -191,7 +191,7 @@ def test_modules_that_do_not_fit_are_refused(embeddings: Path, change: str) -> N
     match change:
         case "name":
             tensors["linear.scale"] = torch.ones(5)
-            expected = ["b: 2_Dense/linear.scale: the model has this tensor"]
+            expected = ["b: 2_Dense/linear.scale: a tensor that a does not have"]
         case "shape":
             tensors["linear.weight"] = torch.ones(6, 12)
             expected = ["b: 2_Dense/linear.weight: shape [6, 12]"]

@@ -1,7 +1,7 @@
-"""Answer lm-eval's requests with an encoder-decoder, which reads the prompt apart from its answer.
+"""Answer lm-eval's requests with a network whose encoder reads the prompt and whose decoder writes the answer.
 
-The encoder reads the prompt, and the decoder writes or rates the answer, as lm-eval's ``backend="seq2seq"`` does. Three
-properties of lm-eval's code would make an answer depend on other requests in its batch, or on the length of its prompt:
+The decoder also rates answer choices, as with lm-eval's ``backend="seq2seq"``. Three properties of lm-eval's code would
+make an answer depend on other requests in its batch, or on the length of its prompt:
 
 * It pads prompts on the left, which moves their positions in models with absolute ones (BART). Here, padding follows
   the prompt, and the attention mask hides it.
@@ -60,7 +60,10 @@ def define_encoder_decoder(base: Any) -> type[Any]:
             limit = min(self.max_length, self._longest_answer or self.max_length)
             if (longest := max((len(answer) for _, _, answer in requests), default=0)) > limit:
                 raise InvalidInput(
-                    "an answer to rate", found=f"{longest:,} tokens", expected=f"at most {limit:,}, as the model allows"
+                    "an answer choice",
+                    found=f"{longest:,} tokens",
+                    expected=f"at most {limit:,}, as the model allows",
+                    remedy="increase evaluate.max_length if the model supports more, or use another task",
                 )
             return HFLM._loglikelihood_tokens(self, requests, *args, **kwargs)  # type: ignore[no-any-return]
 
@@ -120,7 +123,7 @@ def define_encoder_decoder(base: Any) -> type[Any]:
 
         @staticmethod
         def _end(end: AnswerEnd, budget: int, longest: int, is_forced: bool) -> AnswerEnd:
-            """Return the end of an answer, which an end token at the limit does not complete if it is forced there."""
+            """Return the end of an answer. An end token that is forced at the limit counts as cut off."""
             is_cut_off = end.reason == "length" or (end.reason == "eos" and is_forced and end.tokens == longest)
             return end._replace(reason="length" if longest == budget else "context") if is_cut_off else end
 

@@ -1,7 +1,7 @@
 """Extend the backend ``hf`` to prompts with pictures: a processor prepares both for a vision-language model.
 
 lm-eval's ``hf-multimodal`` answers such requests, too, but it cuts long prompts in the middle of a picture, reports no
-ends of answers, and scores no given answers. Here, requests pass through the code for prompts without pictures, and
+ends of answers, and scores no answer choices. Here, requests pass through the code for prompts without pictures, and
 only the encoding of a prompt differs.
 """
 
@@ -56,7 +56,7 @@ def encode_prompts(processor: Any, prompts: Sequence[PicturePrompt]) -> Any:
 
     options: dict[str, Any] = {}
     if has_bos_prefix(prompts[0], processor.tokenizer.bos_token):
-        options["add_special_tokens"] = False  # The chat template wrote it.
+        options["add_special_tokens"] = False  # The chat template already added BOS.
     pictures = [[picture.convert("RGB") for picture in prompt.pictures] for prompt in prompts]
     return processor(
         text=[str(prompt) for prompt in prompts], images=pictures, padding=True, return_tensors="pt", **options

@@ -1,8 +1,8 @@
-"""Score models on tasks that lm-eval does not have, such as to rank texts for queries.
+"""Score models on tasks that lm-eval does not have, such as ranking texts for queries.
 
-``contract`` defines the interface of such a task, ``leaf`` presents it to the code that loads lm-eval's tasks, and each
-kind of task has a module, which ``registry`` lists. ``relevance`` scores texts for queries, and ``ranking`` measures
-the rankings.
+``contract`` defines the interface of such a task, and ``leaf`` adapts it to lm-eval's task interface. Each kind of task
+has a module, and ``registry`` lists them. ``relevance`` scores texts for queries, ``ranking`` measures rankings, and
+``error_rates`` compares transcripts.
 """
 
 from mergegate.tasks.evaluation.built_in.contract import BuiltInScore, BuiltInTask, TaskDocument

@@ -24,7 +24,7 @@ MAX_BYTES = 1 << 30
 _MAX_RATE = 384_000
 # Exceptions of SciPy and soundfile for damaged files. A warning becomes an exception if samples are missing, and SciPy
 # raises UnboundLocalError for a file without samples.
-_DAMAGES = (
+_READ_ERRORS = (
     ValueError,
     TypeError,
     IndexError,
@@ -55,7 +55,7 @@ def decode_audio(path: Path, content: bytes) -> tuple[NDArray[np.float64], int]:
         )
     try:
         samples, rate = (_read_wave if is_wave else _read_other)(content)
-    except _DAMAGES as error:
+    except _READ_ERRORS as error:
         cause = "" if isinstance(error, NameError) else f": {' '.join(str(error).split())[:200]}"
         raise InvalidInput(
             str(path),
@@ -94,12 +94,12 @@ def _read_wave(content: bytes) -> tuple[NDArray[np.float64], int]:
     from scipy.io import wavfile
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", wavfile.WavFileWarning)  # of chunks with comments
+        warnings.simplefilter("ignore", wavfile.WavFileWarning)  # Ignore unknown chunks.
         warnings.filterwarnings("error", "Reached EOF|Incomplete", wavfile.WavFileWarning)
         rate, samples = wavfile.read(io.BytesIO(content))
-    if samples.dtype.kind == "u":  # samples of up to 8 bits have no sign
+    if samples.dtype.kind == "u":  # 8-bit samples are unsigned.
         return samples / 128.0 - 1.0, int(rate)
-    if samples.dtype.kind == "i":  # 24 bits are the upper ones of 32
+    if samples.dtype.kind == "i":  # SciPy stores 24-bit samples in the upper bits of int32.
         return samples / float(-int(np.iinfo(samples.dtype).min)), int(rate)
     return samples.astype(np.float64), int(rate)
 

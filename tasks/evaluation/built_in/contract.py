@@ -1,8 +1,8 @@
 """Define the interface of a built-in task: a task that mergegate scores itself, without lm-eval.
 
 lm-eval asks models to continue texts. Embedding models, cross-encoders and speech models need other tasks. A built-in
-task defines its documents, its metrics and how a loaded model is scored. Everything else (samples, looks, pairing,
-verdicts) is that of lm-eval's tasks::
+task defines its documents, its metrics and how a loaded model is scored. Everything else (samples, interim looks,
+pairing, verdicts) is that of lm-eval's tasks::
 
     evaluate:
       tasks:
@@ -30,9 +30,9 @@ TaskDocument = Mapping[str, Any]
 
 
 class BuiltInScore(NamedTuple):
-    """Scores of one document by metric, in [0, 1], and the model's answer for people.
+    """Scores of one document by metric, in [0, 1], and a human-readable answer.
 
-    For a generated answer, ``ended`` and ``tokens`` are the reason and the number of tokens of ``AnswerEnd``.
+    For ``ended`` and ``tokens`` of a generated answer, see ``AnswerEnd``.
     """
 
     scores: Mapping[str, float]
@@ -42,7 +42,7 @@ class BuiltInScore(NamedTuple):
 
 
 class BuiltInTask(BaseModel):
-    """Settings of a built-in task, which also load its documents and score a model on them."""
+    """Built-in task: its settings, documents and scoring."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -105,7 +105,7 @@ class BuiltInTask(BaseModel):
         """
 
     def prompt_of(self, document: TaskDocument) -> str:
-        """Return what the model is asked, as text: the query, or the name of the recording."""
+        """Return the prompt as text: the query, or the name of the recording."""
         raise NotImplementedError
 
     def target_of(self, document: TaskDocument) -> str:

@@ -1,4 +1,7 @@
-"""Present a built-in task through the part of lm-eval's interface that mergegate reads."""
+"""Adapt a built-in task to the part of lm-eval's task interface that mergegate reads.
+
+A *leaf* is one of lm-eval's task objects, as opposed to a group of tasks.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,9 @@ class BuiltInLeaf:
         return self.task.documents()
 
     @property
-    def config(self) -> Any:
-        return _LeafConfig(settings=json.dumps(self.task.pinned_settings, sort_keys=True))
+    def config(self) -> Mapping[str, str]:
+        """Settings that the digest of the data covers. No setting of lm-eval applies."""
+        return {"settings": json.dumps(self.task.pinned_settings, sort_keys=True)}
 
     def aggregation(self) -> dict[str, Any]:
         return dict.fromkeys(self.task.metrics, mean)
@@ -52,10 +56,3 @@ class BuiltInLeaf:
 
     def doc_to_target(self, document: TaskDocument) -> str:
         return self.task.target_of(document)
-
-
-class _LeafConfig(dict[str, Any]):
-    """Settings that the digest of the data covers. Reading one of lm-eval's own settings yields None."""
-
-    def __getattr__(self, name: str) -> Any:
-        return self.get(name)

@@ -1,7 +1,7 @@
-"""Evaluate retrieval and reranking tasks of mteb, which it loads from the Hub, with mergegate's own ranking code.
+"""Evaluate retrieval and reranking tasks of mteb with mergegate's own ranking code. mteb loads the data from the Hub.
 
-The scores of a query are those of mteb, except that ties count against the model. As in mteb, a prompt of the model
-for the task precedes each text if it has one, named after the task, its type, or ``query`` and ``document``. Importing
+The scores of a query are those of mteb, except that ties count against the model. As in mteb, each text is preceded by
+the model's prompt for the task, if any. Prompts are looked up by task, type, then ``query`` or ``document``. Importing
 mteb takes long, so this happens only in the model process, and ``check`` reads the types of tasks from mteb's files.
 """
 
@@ -150,7 +150,9 @@ class MtebTask(RankingTask):
             raise InvalidInput(self._location, found=found, expected="a task on texts alone")
         if task.skip_first_result:
             raise InvalidInput(
-                self._location, found="a task that ignores the first text of each ranking", expected="another task"
+                self._location,
+                found="a task that ignores the first text of each ranking",
+                expected="a task that ranks all texts",
             )
         subsets = sorted(task.hf_subsets) if task.metadata.is_multilingual else [None]
         if self.subset not in subsets:
@@ -196,7 +198,7 @@ def _ranked_queries(data: Mapping[str, Any], is_own_text_ignored: bool, location
             raise InvalidInput(location, found="a conversation as a query", expected="queries that are texts")
         names = None if ranked is None else list(dict.fromkeys(ranked.get(name, ())))
         if names is not None and not names:
-            raise InvalidInput(f"{location}: query {name}", found="no text to rank", expected="candidates")
+            raise InvalidInput(f"{location}: query {name}", found="no text to rank", expected="at least one candidate")
         own = name if is_own_text_ignored else None
         reached = position.keys() if names is None else names
         gains = {each: float(gain) for each, gain in judged.items() if gain > 0}
@@ -218,7 +220,7 @@ def _ranked_queries(data: Mapping[str, Any], is_own_text_ignored: bool, location
             )
         )
     if not documents:
-        raise InvalidInput(location, found="no query with a right text", expected="queries")
+        raise InvalidInput(location, found="no query with a relevant text", expected="queries")
     return documents
 
 

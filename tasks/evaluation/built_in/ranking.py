@@ -1,4 +1,4 @@
-"""Measure rankings: how high a model ranks the right texts of a query, and how high a random ranking would."""
+"""Measure rankings: how high a model ranks the relevant texts of a query, and how high a random ranking would."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ TextScores = NDArray[np.float64]
 
 METRICS = "ndcg@k, mrr, mrr@k, map@k, recall@k, hit_rate@k or accuracy, with k from 1 to 1000"
 _METRIC = re.compile(r"(ndcg|mrr|map|recall|hit_rate)@([1-9]\d{0,2}|1000)")
-# Scores closer than this share of the largest score of a query are equal. Float32 computes about ten times as exactly,
-# so that the same text has the same score in every batch.
+# Scores are rounded to multiples of about this share of the largest one of a query, so that noise in float32 rarely
+# breaks ties.
 _RESOLUTION = 2.0**-20
 
 
 class RankedQuery(dict[str, Any]):
-    """One document of a ranking task: a query, the texts that a model ranks for it, and which of them are right.
+    """One document of a ranking task: a query, the texts that a model ranks for it, and which of them are relevant.
 
     As a mapping, it is the plain data of the document, which identifies it.
 
     Args:
         data: Plain data, with the text of the query under ``query``.
         texts: Texts that all queries of the task share.
-        gains: Relevance of the right texts by position in ``texts``. All values are positive.
+        gains: Relevance of the relevant texts by position in ``texts``. All values are positive.
         candidates: Positions of the texts to rank. None: all texts.
-        lost_gains: Relevance of right texts that are not among the candidates, so that no model can find them.
+        lost_gains: Relevance of texts that are not among the candidates, so that no model can find them.
         own_text: Position of the query itself in ``texts``, if it is not a candidate and all others are.
     """
 
@@ -60,7 +60,7 @@ class RankedQuery(dict[str, Any]):
 
     @property
     def ideal(self) -> tuple[float, ...]:
-        """Relevance of all right texts, the largest first."""
+        """Relevance of all relevant texts, the largest first. It includes those that no model can find."""
         return tuple(sorted((*self.gains.values(), *self.lost_gains), reverse=True))
 
 
@@ -71,15 +71,15 @@ class RankMetric:
     name: str
     k: int | None = None
 
-    def measure(self, right_texts: Sequence[tuple[int, float]], ideal: Sequence[float]) -> float:
+    def measure(self, relevant_texts: Sequence[tuple[int, float]], ideal: Sequence[float]) -> float:
         """Return the score of a ranking.
 
         Args:
-            right_texts: Rank (from 0) and relevance of each right text in the ranking, in the order of the ranks.
-            ideal: Relevance of all right texts, the largest first. Empty: the query has no right text and scores 0.
+            relevant_texts: Rank (from 0) and relevance of each relevant text in the ranking, in the order of the ranks.
+            ideal: See ``RankedQuery.ideal``. Empty: the query has no relevant text and scores 0.
         """
         k = math.inf if self.k is None else self.k
-        ranks = [rank for rank, _ in right_texts if rank < k]
+        ranks = [rank for rank, _ in relevant_texts if rank < k]
         if self.name == "mrr":
             return 1 / (ranks[0] + 1) if ranks else 0.0
         if self.name == "hit_rate":
@@ -89,34 +89,37 @@ class RankMetric:
         if self.name == "recall":
             return len(ranks) / len(ideal)
         if self.name == "map":
-            return sum(right / (rank + 1) for right, rank in enumerate(ranks, 1)) / len(ideal)
-        gain = sum(relevance / math.log2(rank + 2) for rank, relevance in right_texts if rank < k)
+            return sum(count / (rank + 1) for count, rank in enumerate(ranks, 1)) / len(ideal)
+        gain = sum(relevance / math.log2(rank + 2) for rank, relevance in relevant_texts if rank < k)
         return gain / sum(relevance / math.log2(rank + 2) for rank, relevance in enumerate(islice(ideal, self.k)))
 
     def chance(self, size: int, gains: Sequence[float], ideal: Sequence[float]) -> float:
-        """Return the expected score of a random ranking of ``size`` texts with right texts of relevance ``gains``."""
-        right, last = len(gains), size if self.k is None else min(self.k, size)
-        if not right:
+        """Return the expected score of a random ranking of ``size`` texts, of which some have these ``gains``."""
+        relevant, last = len(gains), size if self.k is None else min(self.k, size)
+        if not relevant:
             return 0.0
         if self.name in ("mrr", "hit_rate"):
-            return _expected_first(size, right, last, self.name == "mrr")
+            return _expected_first(size, relevant, last, self.name == "mrr")
         if self.name == "recall":
-            return right * last / size / len(ideal)
+            return relevant * last / size / len(ideal)
         ranks = np.arange(last)
         if self.name == "map":
-            # The share (right - 1) / (size - 1) of the texts before a right one is right.
-            before = ranks * (right - 1) / max(size - 1, 1)
-            return float(np.sum((1 + before) / (ranks + 1)) * right / size / len(ideal))
+            # The share (relevant - 1) / (size - 1) of the texts before a relevant one is relevant.
+            before = ranks * (relevant - 1) / max(size - 1, 1)
+            return float(np.sum((1 + before) / (ranks + 1)) * relevant / size / len(ideal))
         best = sum(relevance / math.log2(rank + 2) for rank, relevance in enumerate(islice(ideal, self.k)))
         return float(np.sum(1 / np.log2(ranks + 2)) * sum(gains) / size / best)
 
 
 @lru_cache(maxsize=4096)
-def _expected_first(size: int, right: int, last: int, is_reciprocal: bool) -> float:
-    """Return the expected reciprocal rank of the first right text within ``last`` ranks, or the chance that one is."""
-    ranks = np.arange(min(last, size - right + 1))
-    # Chance that no text up to each rank is right, if ``right`` of ``size`` texts are.
-    missed = np.cumprod((size - right - ranks) / (size - ranks))
+def _expected_first(size: int, relevant: int, last: int, is_reciprocal: bool) -> float:
+    """Return the expected reciprocal rank of the first relevant text within ``last`` ranks.
+
+    If not ``is_reciprocal``, return the probability that a relevant text is within them.
+    """
+    ranks = np.arange(min(last, size - relevant + 1))
+    # Probability that no text up to each rank is relevant, if ``relevant`` of ``size`` texts are.
+    missed = np.cumprod((size - relevant - ranks) / (size - ranks))
     first = np.concatenate([[1.0], missed[:-1]]) - missed
     return float(np.sum(first / (ranks + 1)) if is_reciprocal else np.sum(first))
 
@@ -137,8 +140,8 @@ def parse_metric(text: str) -> RankMetric:
     raise ValueError(f"{text!r} is not a metric of rankings. Use {METRICS}")
 
 
-def find_right_texts(query: RankedQuery, scores: TextScores) -> list[tuple[int, float]]:
-    """Return rank (from 0) and relevance of the right texts of a query, in the order of the ranks.
+def find_relevant_texts(query: RankedQuery, scores: TextScores) -> list[tuple[int, float]]:
+    """Return rank (from 0) and relevance of the relevant texts of a query, in the order of the ranks.
 
     Ties count against the model: of texts with equal scores, the least relevant comes first. The order
     in a file therefore does not help a model that gives all texts the same score.

@@ -6,7 +6,7 @@ those of a whole corpus stay in memory for the next sample of queries. A cross-e
 text. Its scores are those before the activation function, because a sigmoid rounds all high scores to 1, which ties
 them. The activation function does not change the order.
 
-Scores depend on the batch by the precision of the dtype, because of padding: about 1e-7 of the largest score in
+Padding changes scores by about the precision of the dtype: about 1e-7 of the largest score in
 float32, and 1e-2 in bfloat16.
 """
 

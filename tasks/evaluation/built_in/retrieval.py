@@ -26,7 +26,7 @@ from mergegate.tasks.evaluation.built_in.ranking import (
     METRICS,
     RankedQuery,
     best_candidate,
-    find_right_texts,
+    find_relevant_texts,
     parse_metric,
 )
 from mergegate.tasks.evaluation.built_in.relevance import score_texts
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _LONGEST_LINE = 16 << 20
 _MOST_LINES = 10_000_000
-_MOST_SHOWN = 20  # Number of right texts that pages show.
+_MOST_SHOWN = 20  # Number of relevant texts that pages show.
 
 
 def _check_metric(metric: str) -> str:
@@ -53,7 +53,7 @@ class RankingTask(BuiltInTask):
 
     metric: RankMetricName = Field(
         default="ndcg@10",
-        description=f"Metric: {METRICS}. `accuracy` is the share of queries whose first text is right. Default: "
+        description=f"Metric: {METRICS}. `accuracy` is the share of queries whose first text is relevant. Default: "
         "`ndcg@10`.",
     )
 
@@ -76,11 +76,11 @@ class RankingTask(BuiltInTask):
         return str(document["query"])
 
     def target_of(self, document: TaskDocument) -> str:
-        query = _ranked(document)
+        query = _ranked_query(document)
         return " | ".join(query.texts[at] for at in list(query.gains)[:_MOST_SHOWN])
 
     def chance_of(self, document: TaskDocument) -> Mapping[str, float]:
-        query = _ranked(document)
+        query = _ranked_query(document)
         gains, ideal = list(query.gains.values()), query.ideal
         return {metric: parse_metric(metric).chance(query.size, gains, ideal) for metric in self.metrics}
 
@@ -91,12 +91,12 @@ class RankingTask(BuiltInTask):
     def score(
         self, model: LoadedModel, documents: Sequence[TaskDocument], batch_size: int, on_progress: TellProgress
     ) -> Iterator[BuiltInScore]:
-        queries = [_ranked(document) for document in documents]
+        queries = [_ranked_query(document) for document in documents]
         metrics = {name: parse_metric(name) for name in self.metrics}
         scores = score_texts(model, queries, batch_size, on_progress, self.prompts_for(model))
         for query, row in zip(queries, scores, strict=True):
-            found, ideal = find_right_texts(query, row), query.ideal
-            values = {name: metric.measure(found, ideal) for name, metric in metrics.items()}
+            relevant_texts, ideal = find_relevant_texts(query, row), query.ideal
+            values = {name: metric.measure(relevant_texts, ideal) for name, metric in metrics.items()}
             yield BuiltInScore(values, best_candidate(query, row))
 
 
@@ -117,7 +117,7 @@ def require_package(package: str, extra: str) -> Path:
     return Path(spec.origin).parent
 
 
-def _ranked(document: TaskDocument) -> RankedQuery:
+def _ranked_query(document: TaskDocument) -> RankedQuery:
     assert isinstance(document, RankedQuery)
     return document
 
@@ -151,49 +151,49 @@ class RetrievalTask(RankingTask):
 
     def documents(self) -> Sequence[TaskDocument]:
         lines = _read_objects(self.data)
-        documents = _with_texts(lines) if self.corpus is None else _with_ids(lines, self.corpus)
+        documents = _queries_with_texts(lines) if self.corpus is None else _queries_with_ids(lines, self.corpus)
         if not documents:
             raise InvalidInput(str(self.data), found="no line", expected="a query in each line")
         return documents
 
 
-def _with_texts(lines: Iterator[tuple[str, dict[str, Any]]]) -> list[RankedQuery]:
+def _queries_with_texts(lines: Iterator[tuple[str, dict[str, Any]]]) -> list[RankedQuery]:
     """Return the queries of a file that contains their texts."""
     texts: dict[str, int] = {}
-    found = []
+    parts = []
     for location, data in lines:
-        _text(data, "query", location)
-        positives = _texts(data, "positives", location)
-        negatives = _texts(data, "negatives", location)
+        _read_text(data, "query", location)
+        positives = _read_texts(data, "positives", location)
+        negatives = _read_texts(data, "negatives", location)
         _require_disjoint(positives, negatives, location)
         candidates = [texts.setdefault(text, len(texts)) for text in (*positives, *negatives)]
-        found.append((data, candidates, len(positives)))
+        parts.append((data, candidates, len(positives)))
     shared = tuple(texts)
     return [
-        RankedQuery(data, shared, dict.fromkeys(candidates[:right], 1.0), candidates)
-        for data, candidates, right in found
+        RankedQuery(data, shared, dict.fromkeys(candidates[:count], 1.0), candidates)
+        for data, candidates, count in parts
     ]
 
 
-def _with_ids(lines: Iterator[tuple[str, dict[str, Any]]], corpus: Path) -> list[RankedQuery]:
+def _queries_with_ids(lines: Iterator[tuple[str, dict[str, Any]]], corpus: Path) -> list[RankedQuery]:
     """Return the queries of a file that contains ids of texts in ``corpus``."""
     position: dict[str, int] = {}
     texts: list[str] = []
     content = hashlib.sha256()
     for location, entry in _read_objects(corpus):
-        name = _text(entry, "id", location)
+        name = _read_text(entry, "id", location)
         if name in position:
             raise InvalidInput(
                 f"{location}: id", found=f"{name!r}, which another line has", expected="a different id in each line"
             )
         position[name] = len(texts)
-        texts.append(_text(entry, "text", location))
+        texts.append(_read_text(entry, "text", location))
         content.update(f"{len(name)} {name} {len(texts[-1])} {texts[-1]}\n".encode())
     documents = []
     for location, data in lines:
-        _text(data, "query", location)
-        positives = _texts(data, "positives", location)
-        negatives = _texts(data, "negatives", location) if "negatives" in data else ()
+        _read_text(data, "query", location)
+        positives = _read_texts(data, "positives", location)
+        negatives = _read_texts(data, "negatives", location) if "negatives" in data else ()
         _require_disjoint(positives, negatives, location)
         for key, ids in (("positives", positives), ("negatives", negatives)):
             if unknown := next((name for name in ids if name not in position), None):
@@ -220,23 +220,23 @@ def _read_objects(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield line_location(path, number), parse_line(line, path, number)
 
 
-def _text(data: Mapping[str, Any], key: str, location: str) -> str:
+def _read_text(data: Mapping[str, Any], key: str, location: str) -> str:
     return _require_text(data.get(key), f"{location}: {key}", key in data)
 
 
-def _texts(data: Mapping[str, Any], key: str, location: str) -> list[str]:
-    values, where = data.get(key), f"{location}: {key}"
+def _read_texts(data: Mapping[str, Any], key: str, location: str) -> list[str]:
+    values, field = data.get(key), f"{location}: {key}"
     if not isinstance(values, list):
-        raise InvalidInput(where, found=describe_kind(values) if key in data else "missing", expected="a list of texts")
+        raise InvalidInput(field, found=describe_kind(values) if key in data else "missing", expected="a list of texts")
     if not values:
-        raise InvalidInput(where, found="an empty list", expected="at least one text")
+        raise InvalidInput(field, found="an empty list", expected="at least one text")
     for at, value in enumerate(values):
-        _require_text(value, f"{where}[{at}]")
+        _require_text(value, f"{field}[{at}]")
     seen: dict[str, int] = {}
     for at, value in enumerate(values):
         if (first := seen.setdefault(value, at)) != at:
             raise InvalidInput(
-                f"{where}[{at}]", found=f"the same as {key}[{first}]", expected="each text once", remedy="remove it"
+                f"{field}[{at}]", found=f"the same as {key}[{first}]", expected="each text once", remedy="remove it"
             )
     return values
 
@@ -256,5 +256,5 @@ def _require_disjoint(positives: Sequence[str], negatives: Sequence[str], locati
             raise InvalidInput(
                 f"{location}: negatives[{at}]",
                 found=f"the same as positives[{known[text]}]",
-                expected="a text that is not right",
+                expected="a text that is not among the positives",
             )

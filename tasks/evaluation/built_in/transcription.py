@@ -1,8 +1,8 @@
 """Transcribe recordings: the built-in task of speech models.
 
 A document is a recording with its transcript. Its score is an error rate: the smallest number of insertions, deletions
-and substitutions that turn the right transcript into the model's, divided by the number of words (``wer``) or of
-characters (``cer``) in the right one. A rate above 1 counts as 1, so a recording on which a model repeats itself does
+and substitutions that turn the reference transcript into the model's, divided by the number of words (``wer``) or of
+characters (``cer``) in the reference. A rate above 1 counts as 1, so a recording on which a model repeats itself does
 not outweigh many others.
 
 The gate compares the mean over recordings. Recordings are independent observations, and the words of one recording are
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import hashlib
 import re
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -26,19 +25,19 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import LocalPath, parse_line, plain_file, read_lines, read_plain
 from mergegate.tasks.evaluation.built_in.audio import MAX_BYTES, decode_audio, read_audio
 from mergegate.tasks.evaluation.built_in.contract import BuiltInScore, BuiltInTask, TaskDocument
+from mergegate.tasks.evaluation.built_in.error_rates import normalize_words, share_of_errors
 
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import LoadedModel, TellProgress
 
 _LONGEST_LINE = 1 << 20
 _MOST_LINES = 1_000_000
-_APOSTROPHES = "'\u2019\u02bc"  # typewriter, right quotation mark, modifier letter
 _MAX_ANSWER = 2000
 _MISSING_PACKAGE = re.compile(r"requires the (\w+) library")  # in errors of transformers
 
 
 class TranscriptionTask(BuiltInTask):
-    """Transcription task: a speech model writes down each recording.
+    """Transcription task: a speech model transcribes each recording.
 
     A document is ``{"audio": file, "text": transcript}``. Further fields may name clusters, such as the speaker.
     """
@@ -125,9 +124,9 @@ class TranscriptionTask(BuiltInTask):
         from transformers import AutoProcessor
 
         try:
-            hearing = _Hearing.of(AutoProcessor.from_pretrained(str(directory), trust_remote_code=False), name)
-            sound = read_audio(self.data.parent / documents[0]["audio"], hearing.rate)
-            hearing.extractor([sound], sampling_rate=hearing.rate, return_tensors="pt")
+            speech = _SpeechInput.of(AutoProcessor.from_pretrained(str(directory), trust_remote_code=False), name)
+            sound = read_audio(self.data.parent / documents[0]["audio"], speech.rate)
+            speech.extractor([sound], sampling_rate=speech.rate, return_tensors="pt")
         except InvalidInput:
             raise
         except Exception as error:  # transformers promises no set of types
@@ -143,7 +142,7 @@ class TranscriptionTask(BuiltInTask):
                 else "download or copy the files of the processor from the base model",
             ) from error
         longest = max(documents, key=lambda document: float(document["seconds"]))
-        hearing.require_short(self.data.parent / longest["audio"], longest["seconds"])
+        speech.require_short(self.data.parent / longest["audio"], longest["seconds"])
 
     def prompt_of(self, document: TaskDocument) -> str:
         return str(document["audio"])
@@ -157,15 +156,15 @@ class TranscriptionTask(BuiltInTask):
         recordings = (self.data.parent / document["audio"] for document in documents)
         transcripts = _transcribe(model, recordings, batch_size, self.language)
         for done, (document, transcript) in enumerate(zip(documents, transcripts, strict=True), 1):
-            right, text = (self._normalize(text) for text in (str(document["text"]), transcript.text))
+            reference, answer = (self._normalize(text) for text in (str(document["text"]), transcript.text))
             on_progress(done, len(documents))
             yield BuiltInScore(
                 {
-                    "wer": share_of_errors(right.split(), text.split()),
-                    "cer": share_of_errors("".join(right.split()), "".join(text.split())),
+                    "wer": share_of_errors(reference.split(), answer.split()),
+                    "cer": share_of_errors("".join(reference.split()), "".join(answer.split())),
                 },
                 answer=transcript.text.strip()[:_MAX_ANSWER],
-                # A larger budget is not an option: the limit is that of the model, for everyone who runs it.
+                # Do not suggest a larger budget: the limit is a property of the model.
                 ended="" if transcript.tokens is None else "context" if transcript.is_cut_off else "eos",
                 tokens=transcript.tokens,
             )
@@ -174,66 +173,17 @@ class TranscriptionTask(BuiltInTask):
         return text if self.normalization == "none" else normalize_words(text)
 
 
-def normalize_words(text: str) -> str:
-    """Return ``text`` in the form in which transcripts are compared, version 1 of the rule.
-
-    Compatibility characters get their usual form (NFKC), letters become lower case (case folding), and a space replaces
-    each punctuation mark and symbol. An apostrophe between two letters stays, written as ``'``. Accents and vowel signs
-    stay, because they distinguish words. Numbers are not spelled out.
-    """
-    text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
-    characters = []
-    for at, character in enumerate(text):
-        if character in _APOSTROPHES and text[at - 1 : at].isalpha() and text[at + 1 : at + 2].isalpha():
-            characters.append("'")
-        else:
-            characters.append(" " if unicodedata.category(character)[0] in "PS" else character)
-    return " ".join("".join(characters).split())
-
-
-def share_of_errors(right: Sequence[str], transcript: Sequence[str]) -> float:
-    """Return the share of errors in a transcript, at most 1.
-
-    For a recording without words, any transcript is wrong, and no transcript is right.
-    """
-    return min(1.0, edit_distance(right, transcript) / max(1, len(right)))
-
-
-def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
-    """Return the smallest number of insertions, deletions and substitutions that turn one sequence into the other.
-
-    Bit ``i`` of ``up`` and ``down`` tells whether the distance increases or decreases from row ``i`` to row ``i + 1``
-    in a column of the table of distances. A few operations on integers then compute a column (Hyyrö 2001, Explaining
-    and Extending the Bit-parallel Approximate String Matching Algorithm of Myers).
-    """
-    if not first:
-        return len(second)
-    places: dict[str, int] = {}
-    for at, item in enumerate(first):
-        places[item] = places.get(item, 0) | 1 << at
-    full, last = (1 << len(first)) - 1, 1 << (len(first) - 1)
-    up, down, distance = full, 0, len(first)
-    for item in second:
-        equal = places.get(item, 0)
-        diagonal = (((equal & up) + up) ^ up) | equal | down
-        right, left = down | (full & ~(diagonal | up)), up & diagonal  # the changes from one column to the next
-        distance += bool(right & last) - bool(left & last)
-        right, left = right << 1 | 1, left << 1
-        up, down = full & (left | ~(diagonal | right)), full & right & diagonal
-    return distance
-
-
-class _Hearing(NamedTuple):
-    """How the processor of a model prepares recordings."""
+class _SpeechInput(NamedTuple):
+    """Settings of a processor that prepares recordings for a model."""
 
     extractor: Any
     rate: int  # samples per second
-    seconds: float | None  # length to which each recording is filled up with silence (Whisper); None: no fixed length
-    marks_silence: bool  # Whether the model is told where a recording of a batch ends
+    seconds: float | None  # length to which each recording is padded with silence (Whisper); None: no fixed length
+    marks_padding: bool  # whether the attention mask shows where a recording of a batch ends
 
     @classmethod
-    def of(cls, processor: Any, name: str) -> _Hearing:
-        """Return how a processor of transformers prepares recordings. ``name`` is that of the model.
+    def of(cls, processor: Any, name: str) -> _SpeechInput:
+        """Return the settings of a processor of transformers. ``name`` is that of the model.
 
         Raises:
             InvalidInput: The processor declares no sampling rate.
@@ -249,17 +199,17 @@ class _Hearing(NamedTuple):
         return cls(extractor, rate, window and window / rate, bool(getattr(extractor, "return_attention_mask", False)))
 
     @property
-    def may_fill_up(self) -> bool:
-        """Whether a recording that is filled up with silence is transcribed as it is alone."""
-        return self.marks_silence or self.seconds is not None
+    def ignores_padding(self) -> bool:
+        """Whether a padded recording is transcribed as it is alone."""
+        return self.marks_padding or self.seconds is not None
 
     def require_short(self, path: Path, seconds: float) -> None:
-        """Raise InvalidInput if a recording is longer than the model hears at a time."""
+        """Raise InvalidInput if a recording is longer than the model processes at a time."""
         if self.seconds and seconds > self.seconds + 1e-3:
             raise InvalidInput(
                 str(path),
                 found=f"a recording of {seconds:.1f} s",
-                expected=f"at most {self.seconds:g} s, the length that the model hears at a time",
+                expected=f"at most {self.seconds:g} s, the length that the model processes at a time",
                 remedy="split it into parts, each with its own transcript",
             )
 
@@ -275,8 +225,9 @@ def _transcribe(
 ) -> Iterator[_Transcript]:
     """Yield the transcripts of recordings in order.
 
-    A batch fills up each recording with silence to the longest one, which must not change its transcript. CTC models
-    label each moment of the silence too, and some processors do not mark it. Such models get one recording at a time.
+    In a batch, each recording is padded with silence to the length of the longest one, which must not change its
+    transcript. CTC models label each moment of the silence too, and some processors do not mark it. Such models get
+    one recording at a time.
 
     Raises:
         InvalidInput: A recording cannot be read, or the model cannot process it.
@@ -285,7 +236,7 @@ def _transcribe(
 
     from mergegate.tasks.checkpoints import is_out_of_memory
 
-    hearing = _Hearing.of(model.processor, "the model")
+    speech = _SpeechInput.of(model.processor, "the model")
     is_ctc = model.kind.loader == "AutoModelForCTC"
     languages = getattr(getattr(model.network, "generation_config", None), "lang_to_id", None)
     if language is not None and not languages:
@@ -295,13 +246,13 @@ def _transcribe(
             expected="no language for this model",
         )
     options = {} if language is None else {"language": language, "task": "transcribe"}
-    while paths := list(islice(recordings, batch_size if hearing.may_fill_up and not is_ctc else 1)):
-        sounds = [read_audio(path, hearing.rate) for path in paths]
+    while paths := list(islice(recordings, batch_size if speech.ignores_padding and not is_ctc else 1)):
+        sounds = [read_audio(path, speech.rate) for path in paths]
         for path, sound in zip(paths, sounds, strict=True):
-            hearing.require_short(path, len(sound) / hearing.rate)
+            speech.require_short(path, len(sound) / speech.rate)
         try:
-            padding = {} if hearing.seconds else {"padding": True}
-            inputs = hearing.extractor(sounds, sampling_rate=hearing.rate, return_tensors="pt", **padding)
+            padding = {} if speech.seconds else {"padding": True}
+            inputs = speech.extractor(sounds, sampling_rate=speech.rate, return_tensors="pt", **padding)
             inputs = inputs.to(model.network.device, model.network.dtype)
             with torch.inference_mode():
                 if is_ctc:
@@ -309,7 +260,9 @@ def _transcribe(
                     transcripts = [_Transcript(text) for text in model.processor.batch_decode(labels)]
                 else:
                     settings = {**options, "do_sample": False, "return_dict_in_generate": True}
-                    transcripts = _generated(model, model.network.generate(**inputs, **settings).sequences.tolist())
+                    transcripts = _read_transcripts(
+                        model, model.network.generate(**inputs, **settings).sequences.tolist()
+                    )
         except (TypeError, ValueError, RuntimeError, AttributeError, LookupError) as error:
             if is_out_of_memory(error):
                 raise
@@ -321,8 +274,8 @@ def _transcribe(
         yield from transcripts
 
 
-def _generated(model: LoadedModel, sequences: Sequence[Sequence[int]]) -> list[_Transcript]:
-    """Return the transcripts in sequences of tokens. The first token of a sequence starts any transcript."""
+def _read_transcripts(model: LoadedModel, sequences: Sequence[Sequence[int]]) -> list[_Transcript]:
+    """Return the transcripts in sequences of tokens. The first token is the decoder start token."""
     ends = model.network.generation_config.eos_token_id
     ends = {ends} if isinstance(ends, int) else set(ends or ())
     transcripts = []
