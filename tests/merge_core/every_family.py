@@ -52,6 +52,7 @@ _FORMS = {
     "retrieval": "retrieval tasks",
     "transcription": "transcription tasks",
 }
+_COLUMNS = ("family", "kind", "class", "whole models", "slices", "adapters", "evaluation", "smoke test")
 _SLICES = "merge_method: passthrough\nslices:\n- sources: [{model: a, layer_range: [0, 1]}]\n"
 
 
@@ -420,7 +421,7 @@ def named_parts() -> list[str]:
 
 def write(table: Mapping[str, Row]) -> None:
     """Write the table and the list of parts into the document."""
-    lines = ["| family | kind | class | whole models | slices | adapters | evaluation | smoke test |", f"|{' --- |' * 8}"]
+    lines = [f"| {' | '.join(_COLUMNS)} |", f"|{' --- |' * len(_COLUMNS)}"]
     lines += [f"| {' | '.join((name, *table[name]))} |" for name in families() if name in table]
     text = DOCUMENT.read_text("utf-8")
     for start, end, content in (
