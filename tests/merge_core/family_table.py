@@ -27,7 +27,7 @@ WHOLE = "merge_method: linear\nmodels: [{model: a, parameters: {weight: 0.3}}, {
 Cut = list[tuple[str, int, int]]
 DONE = "✓"
 _ROW = re.compile(r"^\| (?P<name>[^|]+?) \| (?P<cells>.+) \|$")
-_COLUMNS = ("family", "whole", "slices", "vocabulary", "adapters", "experts")
+_COLUMNS = ("family", "whole models", "slices", "vocabulary", "adapters", "experts")
 
 
 def depth(family: TinyFamily) -> int:
