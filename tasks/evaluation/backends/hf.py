@@ -74,7 +74,9 @@ def shared_prefix_type() -> type[Any]:
         """An ``HFLM`` that computes tokens shared by several requests once, wherever this does not change results."""
 
         answer_ends: deque[AnswerEnd]  # ends of the last batch, see ``AnswerEnd``
-        picture_inputs: Mapping[str, Any] = MappingProxyType({})  # inputs of a batch besides tokens and mask
+        picture_inputs: Mapping[str, Any] = MappingProxyType(
+            {}
+        )  # inputs of a batch to generate, besides tokens and mask
         _thought_end: ThoughtEnd | None = None
 
         @property

@@ -8,7 +8,7 @@ only the encoding of a prompt differs.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -129,9 +129,7 @@ def define_picture_reader(base: type[Any]) -> type[Any]:
                 inputs = self._encode([PicturePrompt(f"{prompt}{continuation}", prompt.pictures)])
                 tokens = inputs.pop("input_ids")
                 _require_room(tokens.shape[1], self.max_scored_tokens)
-                self.picture_inputs = dict(inputs)
-                logits = self._model_call(tokens)[0, start - 1 : -1].float()
-                self.picture_inputs = {}
+                logits = self._model_call(tokens, picture_inputs=inputs)[0, start - 1 : -1].float()
                 targets = tokens[0, start:]
                 likelihood = logits.log_softmax(-1).gather(1, targets[:, None]).sum()
                 answers.append((float(likelihood), bool((logits.argmax(-1) == targets).all())))
@@ -140,13 +138,15 @@ def define_picture_reader(base: type[Any]) -> type[Any]:
             bar.close()
             return answers
 
-        def _model_call(self, inps: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        def _model_call(
+            self, inps: torch.Tensor, *args: Any, picture_inputs: Mapping[str, Any] | None = None, **kwargs: Any
+        ) -> torch.Tensor:
             import torch
 
-            if not self.picture_inputs:
+            if picture_inputs is None:
                 return super()._model_call(inps, *args, **kwargs)  # type: ignore[no-any-return]  # untyped
             with torch.inference_mode():
-                return self.model(input_ids=inps, **self.picture_inputs).logits  # type: ignore[no-any-return]
+                return self.model(input_ids=inps, **picture_inputs).logits  # type: ignore[no-any-return]
 
         def _encode(self, prompts: Sequence[PicturePrompt]) -> Any:
             if self._processor is None:

@@ -109,7 +109,7 @@ class BuiltInTask(BaseModel):
         raise NotImplementedError
 
     def target_of(self, document: TaskDocument) -> str:
-        """Return the right answer as text."""
+        """Return the expected answer as text."""
         raise NotImplementedError
 
     def chance_of(self, document: TaskDocument) -> Mapping[str, float]:

@@ -80,11 +80,11 @@ class MtebTask(RankingTask):
         return ()
 
     def sources(self) -> tuple[DataSource, ...]:
-        dataset = self._load_class().metadata.dataset
+        dataset = self._open_task().metadata.dataset
         return (DataSource(path=str(dataset["path"]), name=self.subset, revision=str(dataset.get("revision") or "")),)
 
     def documents(self) -> Sequence[TaskDocument]:
-        task = self._load_class()
+        task = self._open_task()
         try:
             task.load_data()
             task.convert_v1_dataset_format_to_v2(num_proc=None)
@@ -102,11 +102,12 @@ class MtebTask(RankingTask):
             ) from error
 
     def prompts_for(self, model: LoadedModel) -> Mapping[str, str | None]:
-        known, kind = getattr(model.network, "prompts", None) or {}, self._load_class().metadata.type
+        model_prompts = getattr(model.network, "prompts", None) or {}
+        kind = self._open_task().metadata.type
         prompts = {}
         for part in ("query", "document"):
             names = (f"{self.mteb_name}-{part}", self.mteb_name, f"{kind}-{part}", kind, part)
-            prompts[part] = next((known[name] for name in names if name in known), None)
+            prompts[part] = next((model_prompts[name] for name in names if name in model_prompts), None)
         return prompts
 
     @property
@@ -132,7 +133,7 @@ class MtebTask(RankingTask):
                 "models query by query",
             )
 
-    def _load_class(self) -> Any:
+    def _open_task(self) -> Any:
         """Return mteb's task object without its data."""
         import mteb
 
@@ -187,7 +188,7 @@ def _ranked_queries(data: Mapping[str, Any], is_own_text_ignored: bool, location
     content = hashlib.sha256()
     for name, text in zip(position, texts, strict=True):
         content.update(f"{len(name)} {name} {len(text)} {text}\n".encode(errors="surrogatepass"))
-    relevant, ranked = data["relevant_docs"], data["top_ranked"]
+    relevant, top_ranked = data["relevant_docs"], data["top_ranked"]
     documents = []
     columns = data["queries"].column_names
     instructions = data["queries"]["instruction"] if "instruction" in columns else [None] * len(data["queries"])
@@ -196,27 +197,27 @@ def _ranked_queries(data: Mapping[str, Any], is_own_text_ignored: bool, location
             continue
         if not isinstance(text, str):
             raise InvalidInput(location, found="a conversation as a query", expected="queries that are texts")
-        names = None if ranked is None else list(dict.fromkeys(ranked.get(name, ())))
-        if names is not None and not names:
+        candidates = None if top_ranked is None else list(dict.fromkeys(top_ranked.get(name, ())))
+        if candidates is not None and not candidates:
             raise InvalidInput(f"{location}: query {name}", found="no text to rank", expected="at least one candidate")
-        own = name if is_own_text_ignored else None
-        reached = position.keys() if names is None else names
+        query_text = name if is_own_text_ignored else None  # A text with the name of the query is the query itself.
         gains = {each: float(gain) for each, gain in judged.items() if gain > 0}
-        found = {position[each]: gain for each, gain in gains.items() if each in reached and each != own}
+        ranked = position if candidates is None else candidates
+        reachable = [each for each in gains if each in ranked and each != query_text]
         documents.append(
             RankedQuery(
                 {
                     "id": name,
                     "query": text if instruction is None else f"{text} {instruction}",
                     "relevance": dict(sorted(gains.items())),
-                    "candidates": names,
+                    "candidates": candidates,
                     "corpus": content.hexdigest(),
                 },
                 texts,
-                found,
-                None if names is None else [position[each] for each in names if each != own],
-                lost_gains=[gain for each, gain in gains.items() if each not in reached or each == own],
-                own_text=position.get(own) if own is not None and names is None else None,
+                {position[each]: gains[each] for each in reachable},
+                None if candidates is None else [position[each] for each in candidates if each != query_text],
+                lost_gains=[gain for each, gain in gains.items() if each not in reachable],
+                own_text=position.get(query_text) if query_text is not None and candidates is None else None,
             )
         )
     if not documents:

@@ -160,13 +160,13 @@ def find_relevant_texts(query: RankedQuery, scores: TextScores) -> list[tuple[in
             scores[query.own_text] = -np.inf
     else:
         gains = np.array([query.gains.get(text, 0.0) for text in query.candidates])
-    right = np.flatnonzero(gains)
+    relevant = np.flatnonzero(gains)
     ranks = (
         int(np.sum(scores > scores[at]) + np.sum((scores == scores[at]) & (gains < gains[at])))
         + int(np.sum((scores[:at] == scores[at]) & (gains[:at] == gains[at])))
-        for at in right
+        for at in relevant
     )
-    return sorted(zip(ranks, gains[right].tolist(), strict=True))
+    return sorted(zip(ranks, gains[relevant].tolist(), strict=True))
 
 
 def best_candidate(query: RankedQuery, scores: TextScores) -> str:

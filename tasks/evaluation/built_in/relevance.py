@@ -13,6 +13,7 @@ float32, and 1e-2 in bfloat16.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -29,9 +30,19 @@ _BATCHES = 32  # Number of batches that are tokenized together.
 _QUERIES = 32  # Number of queries that are compared with all texts at the same time.
 # Largest number of texts that a cross-encoder reads for one query.
 _MOST_PAIRS = 1000
-# Embeddings of the last whole corpus, which several samples of queries need. An entry lives as long as its model. It
-# holds the texts, so that no other texts can have their id.
-_corpora: WeakKeyDictionary[Any, tuple[tuple[int, str | None], Any, Sequence[str]]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _CorpusEmbeddings:
+    """Embeddings of a whole corpus, with the prompt that precedes each text. ``matrix`` is ``[texts, dimensions]``."""
+
+    texts: Sequence[str]
+    prompt: str | None
+    matrix: Any
+
+
+# Cached embeddings of the last whole corpus, which several samples of queries need. They live as long as their model.
+_last_corpus: WeakKeyDictionary[Any, _CorpusEmbeddings] = WeakKeyDictionary()
 
 
 def score_texts(
@@ -65,30 +76,34 @@ def _compare_embeddings(
     on_progress: TellProgress,
     prompts: Mapping[str, str | None],
 ) -> Iterator[TextScores]:
-    texts = queries[0].texts
+    import torch
+
+    texts, prompt = queries[0].texts, prompts.get("document")
     is_whole = any(query.candidates is None for query in queries)
     if is_whole:
         positions = list(range(len(texts)))
     else:
         positions = sorted({at for query in queries for at in query.candidates or ()})
-    cached = _corpora.get(model.network) if is_whole else None
-    rows = cached[1] if cached and cached[0] == (id(texts), prompts.get("document")) else None
-    total = len(queries) + (len(positions) if rows is None else 0)
-    asked = _embed(
+    corpus = _last_corpus.get(model.network) if is_whole else None
+    if corpus and (corpus.texts is not texts or corpus.prompt != prompt):
+        corpus = None
+    total = len(queries) + (0 if corpus else len(positions))
+    query_parts = _embed(
         model.network.encode_query, [str(query["query"]) for query in queries], batch_size, prompts.get("query")
     )
-    query_rows = _join(asked, len(queries), lambda done: on_progress(done, total))
-    if rows is None:
-        chosen = [texts[at] for at in positions]
-        embeddings = _embed(model.network.encode_document, chosen, batch_size, prompts.get("document"))
-        rows = _join(embeddings, len(positions), lambda done: on_progress(len(queries) + done, total))
+    query_matrix = _join(query_parts, len(queries), lambda done: on_progress(done, total))
+    if corpus is None:
+        parts = _embed(model.network.encode_document, [texts[at] for at in positions], batch_size, prompt)
+        matrix = _join(parts, len(positions), lambda done: on_progress(len(queries) + done, total))
+        corpus = _CorpusEmbeddings(texts, prompt, matrix)
     if is_whole:
-        _corpora.clear()
-        _corpora[model.network] = ((id(texts), prompts.get("document")), rows, texts)
+        _last_corpus.clear()
+        _last_corpus[model.network] = corpus
     row_of = {at: row for row, at in enumerate(positions)}
     for start in range(0, len(queries), _QUERIES):
         block = queries[start : start + _QUERIES]
-        similarity = model.network.similarity(_rows(query_rows, range(start, start + len(block))), rows)
+        block_matrix = query_matrix.index_select(0, torch.arange(start, start + len(block)))
+        similarity = model.network.similarity(block_matrix, corpus.matrix)
         dense = (similarity.to_dense() if similarity.is_sparse else similarity).double().numpy()
         for query, scores in zip(block, dense, strict=True):
             if query.candidates is not None:
@@ -105,8 +120,9 @@ def _embed(encode: Any, texts: Sequence[str], batch_size: int, prompt: str | Non
     step = _BATCHES * batch_size
     for start in range(0, len(order), step):
         chunk = order[start : start + step]
-        given = {} if prompt is None else {"prompt": prompt}
-        options = {"batch_size": batch_size, "show_progress_bar": False, "convert_to_tensor": True, **given}
+        options: dict[str, Any] = {"batch_size": batch_size, "show_progress_bar": False, "convert_to_tensor": True}
+        if prompt is not None:
+            options["prompt"] = prompt
         embeddings = encode([texts[at] for at in chunk], **options).detach().cpu().float()
         values = embeddings.coalesce() if embeddings.is_sparse else embeddings
         finite = torch.isfinite(values.values() if embeddings.is_sparse else values)
@@ -136,12 +152,6 @@ def _join(parts: Iterator[tuple[list[int], Any]], count: int, on_progress: Any) 
     rows = torch.empty(count, dtype=torch.long)
     rows[order] = torch.arange(count)
     return torch.cat(sparse).index_select(0, rows).coalesce()
-
-
-def _rows(embeddings: Any, rows: range) -> Any:
-    import torch
-
-    return embeddings.index_select(0, torch.arange(rows.start, rows.stop))
 
 
 def _score_pairs(
