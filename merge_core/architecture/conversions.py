@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-_FILE = Path(__file__).parent / "conversions.json"
-_EXPERT = re.compile(r"\.([0-9]{1,6})(?:\.|$)")
-_OF_EXPERT = re.compile(r"(.*\.experts\.)([0-9]{1,6})(\..*)")
+_TABLE = Path(__file__).parent / "conversions.json"
+_FIRST_NUMBER = re.compile(r"\.([0-9]{1,6})(?:\.|$)")
+_EXPERT_TENSOR = re.compile(r"(.*\.experts\.)([0-9]{1,6})(\..*)")
 _NUMBER = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
 
 
@@ -47,41 +47,64 @@ class InMemory:
     number: int | None = None
 
 
+class _NewNames(NamedTuple):
+    """Names that a transform gives to a tensor.
+
+    Args:
+        names: The new names.
+        source: Number of the pattern that matches, among those of the transform.
+        text: Part of the old name that the pattern matches.
+    """
+
+    names: tuple[str, ...]
+    source: int
+    text: str
+
+
 @dataclass(frozen=True)
 class _Transform:
-    """One entry of transformers' table. Prefixes with ``scope`` are removed before the pattern is applied."""
+    """One entry of transformers' table.
+
+    Args:
+        match: Pattern of all sources. The named group ``g<number>`` shows which one matches.
+        to: Targets. One per source for a group of renamings, otherwise the targets of every source.
+        scope: Prefixes below which the transform applies. The pattern is compared with the rest of a name. None: all
+            names.
+        operations: Steps for the values. Empty for a renaming.
+        is_grouped: Whether the entry is a group of renamings.
+        is_first_only: Whether only the first source applies.
+        offset: Number to add to a number in a name.
+    """
 
     match: re.Pattern[str]
     to: tuple[str, ...]
     scope: tuple[str, ...] | None
     operations: tuple[Operation, ...]
-    group: bool
+    is_grouped: bool
+    is_first_only: bool
     offset: int
 
-    def apply(self, name: str, is_active: bool) -> tuple[tuple[str, ...], int, str] | None:
-        """Return the new names, the number of the matching source and the matched text, or None for no match."""
-        prefix = ""
-        if self.scope is not None:
-            found = next((prefix for prefix in self.scope if name.startswith(prefix)), None)
-            if found is None:
-                return None
-            prefix = found
+    def apply(self, name: str) -> _NewNames | None:
+        """Return the new names of a tensor, or None if the transform does not apply to it."""
+        prefix = next((prefix for prefix in self.scope if name.startswith(prefix)), None) if self.scope else ""
+        if prefix is None:
+            return None
         rest = name.removeprefix(prefix)
         match = self.match.search(rest)
         if match is None:
             return None
         group = next(key for key, value in match.groupdict().items() if value is not None)
         source, position = int(group[1:]), self.match.groupindex[group]
-        if self.group and source and not is_active:
+        if source and self.is_first_only:
             return None
-        targets = (self.to[source],) if self.group else self.to
+        targets = (self.to[source],) if self.is_grouped else self.to
         expanded = []
         for target in targets:
             if r"\1" in target:
                 value = match.group(position + 1)
                 target = target.replace(r"\1", str(int(value) + self.offset) if self.offset else value)
             expanded.append(prefix + rest.replace(match.group(0), target, 1))
-        return tuple(expanded), source, match.group(0)
+        return _NewNames(tuple(expanded), source, match.group(0))
 
 
 class Conversions:
@@ -98,10 +121,12 @@ class Conversions:
         structure = _content()["structures"].get(kind) if isinstance(kind, str) else None
         self.is_known = structure is not None
         self._of_first_expert: dict[str, InMemory] = {}
-        self.transforms = tuple(_transforms(config, class_name, structure))
+        self.transforms = tuple(_network_transforms(config, class_name, structure))
         # transformers ignores the other renamings of a group if the first one matches no tensor.
         self._renamings = [
-            (transform, transform.group and any(_is_first(transform, name) for name in names))
+            replace(transform, is_first_only=False)
+            if transform.is_first_only and any(transform.apply(name) for name in names)
+            else transform
             for transform in self.transforms
             if not transform.operations
         ]
@@ -116,32 +141,31 @@ class Conversions:
 
     def in_memory(self, name: str) -> InMemory:
         """Return the parameters in memory that contain the values of the stored tensor called ``name``."""
-        expert = _OF_EXPERT.match(name)
+        expert = _EXPERT_TENSOR.match(name)
         if expert is None:
             return self._convert(name)
         # All experts of a layer have the same names, and a large mixture has 70,000 of them.
         before, number, after = expert.groups()
         first = f"{before}0{after}"
-        place = self._of_first_expert.get(first) or self._of_first_expert.setdefault(first, self._convert(first))
-        if place.number is not None:
-            return replace(place, number=int(number))
-        return replace(place, names=tuple(own.replace(".experts.0.", f".experts.{number}.") for own in place.names))
+        memory = self._of_first_expert.get(first) or self._of_first_expert.setdefault(first, self._convert(first))
+        if memory.number is not None:
+            return replace(memory, number=int(number))
+        return replace(memory, names=tuple(each.replace(".experts.0.", f".experts.{number}.") for each in memory.names))
 
     def _convert(self, name: str) -> InMemory:
         if self._unchanged and _NUMBER.sub("#", name) in self._unchanged:
             return InMemory((name,))
-        for transform, is_active in self._renamings:
-            if (result := transform.apply(name, is_active)) is not None:
-                ((name, *_), _, _) = result
+        for renaming in self._renamings:
+            if renamed := renaming.apply(name):
+                name = renamed.names[0]
         for converter in self._converters:
-            if (result := converter.apply(name, False)) is not None:
-                names, source, text = result
+            if converted := converter.apply(name):
                 is_stacked = any(operation.name == "MergeModulelist" for operation in converter.operations)
-                number = _EXPERT.search(text) if is_stacked else None
+                number = _FIRST_NUMBER.search(converted.text) if is_stacked else None
                 return InMemory(
-                    tuple(map(self._of_class, names)),
+                    tuple(map(self._of_class, converted.names)),
                     converter.operations,
-                    source,
+                    converted.source,
                     int(number[1]) if number else None,
                 )
         return InMemory((self._of_class(name),))
@@ -165,12 +189,7 @@ def container_text(config: Mapping[str, Any]) -> tuple[str, str] | None:
     return (text[0], text[1]) if text else None
 
 
-def _is_first(transform: _Transform, name: str) -> bool:
-    result = transform.apply(name, False)
-    return result is not None and result[1] == 0
-
-
-def _transforms(
+def _network_transforms(
     config: Mapping[str, Any], class_name: str, structure: Mapping[str, Any] | None
 ) -> Iterator[_Transform]:
     """Yield the transforms of a network in the order in which transformers applies them."""
@@ -178,7 +197,7 @@ def _transforms(
     structure = structure or {"parts": [], "prefix": ""}
     root = class_name if class_name in table else kind
     if isinstance(root, str) and root in table:
-        yield from (_transform(entry, None) for entry in _entries(root))
+        yield from (_read_transform(entry, None) for entry in _entries(root))
     for path, key, part in structure["parts"]:
         if part is not None:
             inner = config.get(part)
@@ -186,8 +205,8 @@ def _transforms(
             key = _content()["classes"].get(key, key)
         if key in table and key != root:
             scope, base = (f"{prefix}." if prefix else "" for prefix in (path, structure["prefix"]))
-            yield from (_transform(entry, (base + scope, scope)) for entry in _entries(key))
-    yield from (_transform(entry, None) for entry in _entries("legacy"))
+            yield from (_read_transform(entry, (base + scope, scope)) for entry in _entries(key))
+    yield from (_read_transform(entry, None) for entry in _entries("legacy"))
 
 
 def _entries(key: str) -> list[dict[str, Any]]:
@@ -195,13 +214,14 @@ def _entries(key: str) -> list[dict[str, Any]]:
     return _entries(entries) if isinstance(entries, str) else entries
 
 
-def _transform(entry: Mapping[str, Any], scope: tuple[str, ...] | None) -> _Transform:
+def _read_transform(entry: Mapping[str, Any], scope: tuple[str, ...] | None) -> _Transform:
     operations = tuple(Operation(name, settings) for name, settings in entry.get("operations", ()))
     match = re.compile(entry["match"])
-    return _Transform(match, tuple(entry["to"]), scope, operations, entry.get("group", False), entry.get("offset", 0))
+    is_grouped = entry.get("group", False)
+    return _Transform(match, tuple(entry["to"]), scope, operations, is_grouped, is_grouped, entry.get("offset", 0))
 
 
 @cache
 def _content() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(_FILE.read_text("utf-8"))
+    content: dict[str, Any] = json.loads(_TABLE.read_text("utf-8"))
     return content

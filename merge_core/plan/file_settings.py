@@ -9,7 +9,7 @@ Files written by different library versions compare equal if they mean the same.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -96,18 +96,18 @@ class _Difference:
         reference: Model whose setting the result gets.
         key: Name of the setting. Empty for a file that is one setting.
         expected: Setting of the reference.
-        found: Setting of the other model.
+        setting: Setting of the compared model.
     """
 
     reference: str
     key: str
     expected: FileSetting | None
-    found: FileSetting | None
+    setting: FileSetting | None
 
     @property
     def file(self) -> str:
-        """File of the other model, or of the reference if only the reference has the setting."""
-        setting = self.found or self.expected
+        """File of the compared model, or of the reference if only the reference has the setting."""
+        setting = self.setting or self.expected
         assert setting is not None
         return setting.file
 
@@ -123,58 +123,65 @@ def compare_file_settings(
         accepted_differences: Keys of settings that may differ.
     """
     donor = next(iter(parents))
-    with_modules = module_reference(donor, parents)
     generation = result.sources.get(GENERATION)
-    speaker = next(
-        (name for name, one in parents.items() if one.companions.sources.get(GENERATION) == generation), donor
+    holders = (name for name, parent in parents.items() if parent.companions.sources.get(GENERATION) == generation)
+    references = (
+        (module_reference(donor, parents) or donor, module_settings),
+        (donor, processor_settings),
+        (next(holders, donor), generation_settings),
     )
     for name, parent in parents.items():
         differences: list[_Difference] = []
-        if with_modules is not None and MODULES_FILE in parent.companions:
-            settings = module_settings(parents[with_modules])
-            differences += _differences(with_modules, settings, module_settings(parent))
-        for reference, read in ((donor, processor_settings), (speaker, generation_settings)):
-            own, other = read(parents[reference].companions), read(parent.companions)
-            if own and other:  # Another finding reports a missing file.
-                differences += _differences(reference, own, other)
-        absent = {one.file for one in differences if one.found is None and one.file not in parent.companions}
+        for reference, read_settings in references:
+            expected, settings = read_settings(parents[reference].companions), read_settings(parent.companions)
+            if expected and settings:  # Another finding reports a missing file.
+                differences += _differences(reference, expected, settings)
+        absent = {one.file for one in differences if one.setting is None and one.file not in parent.companions}
         for file in sorted(absent):
-            own_differences = [one for one in differences if one.file == file]
-            reference = own_differences[0].reference
-            yield Finding(
-                "block" if any(_severity(one) == "block" for one in own_differences) else "warn",
-                f"{name}: {file}",
-                found="no such file",
-                expected=f"the settings of {reference}, which the result gets",
-                remedy=f"copy the file from {reference} if this model was trained with these settings",
-            )
+            yield _absent_file(name, file, [one for one in differences if one.file == file])
         for difference in differences:
-            if difference.file in absent:
-                continue
-            key = difference.key
-            yield Finding(
-                "info" if key in accepted_differences else _severity(difference),
-                f"{name}: {difference.file}" + (f": {key}" if key else ""),
-                found=_shown(difference.found),
-                expected=f"{_shown(difference.expected)}, as in {difference.reference}, whose settings the result gets",
-                remedy="merge models with the same settings. If all models work with those of the result, accept the "
-                f"difference in the profile: checks.tokenizer.accepted: [{key}]"
-                if key
-                else "merge models with the same modules",
-            )
+            if difference.file not in absent:
+                yield _different_setting(name, difference, difference.key in accepted_differences)
 
 
-def module_settings(checkpoint: Checkpoint) -> FileSettings:
-    """Return the settings of the sentence-transformers modules of a model."""
+def _absent_file(name: str, file: str, differences: Sequence[_Difference]) -> Finding:
+    """Return the finding for a file that the model ``name`` lacks. ``differences`` are its settings."""
+    reference = differences[0].reference
+    return Finding(
+        "block" if any(_severity(one) == "block" for one in differences) else "warn",
+        f"{name}: {file}",
+        found="no such file",
+        expected=f"the settings of {reference}, which the result gets",
+        remedy=f"copy the file from {reference} if this model was trained with these settings",
+    )
+
+
+def _different_setting(name: str, difference: _Difference, is_accepted: bool) -> Finding:
+    """Return the finding for one setting of the model ``name``."""
+    key = difference.key
+    return Finding(
+        "info" if is_accepted else _severity(difference),
+        f"{name}: {difference.file}" + (f": {key}" if key else ""),
+        found=_shown(difference.setting),
+        expected=f"{_shown(difference.expected)}, as in {difference.reference}, whose settings the result gets",
+        remedy="merge models with the same settings. If all models work with those of the result, accept the "
+        f"difference in the profile: checks.tokenizer.accepted: [{key}]"
+        if key
+        else "merge models with the same modules",
+    )
+
+
+def module_settings(files: Companions) -> FileSettings:
+    """Return the settings of the sentence-transformers modules of a model. Empty for a model without modules."""
     settings: dict[tuple[str, str], FileSetting] = {}
-    for file in checkpoint.companions:
+    for file in files if MODULES_FILE in files else ():
         if companion_kind(file) != "module" or is_module_weights(file):
             continue
-        content = checkpoint.companions.read(file)
+        content = files.read(file)
         value = _parse(content, file)
         if file == MODULES_FILE and isinstance(value, list):
-            settings[file, ""] = FileSetting(file, [_module_of(module) for module in value])
-        elif isinstance(value, dict):
+            value = [_module_of(module) for module in value]
+        if isinstance(value, dict) and file != MODULES_FILE:
             for key, item in _current_module_keys(value).items():
                 if item not in (None, {}, "") and item not in _MODULE_DEFAULTS.get(key, ()):
                     settings[file, key] = FileSetting(file, item)
@@ -210,8 +217,11 @@ def generation_settings(files: Companions) -> FileSettings:
     """Return the generation settings that decide the task of a model, such as suppressed tokens."""
     value = _parse(files.read(GENERATION), GENERATION) if GENERATION in files else None
     content = value if isinstance(value, dict) else {}
-    own = {key: item for key, item in content.items() if key in (*_TABLES, *_FORCED) and item not in (None, [])}
-    return {(GENERATION, key): FileSetting(GENERATION, item) for key, item in own.items()}
+    return {
+        (GENERATION, key): FileSetting(GENERATION, item)
+        for key, item in content.items()
+        if key in (*_TABLES, *_FORCED) and item not in (None, [])
+    }
 
 
 def is_processor_file(name: str) -> bool:
@@ -254,23 +264,23 @@ def _current_module_keys(value: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _differences(reference: str, expected: FileSettings, found: FileSettings) -> Iterator[_Difference]:
-    for name in sorted(expected.keys() | found.keys()):
-        own, other = expected.get(name), found.get(name)
-        if own is None or other is None or own.value != other.value:
-            yield _Difference(reference, name[1], own, other)
+def _differences(reference: str, reference_settings: FileSettings, settings: FileSettings) -> Iterator[_Difference]:
+    for name in sorted(reference_settings.keys() | settings.keys()):
+        expected, setting = reference_settings.get(name), settings.get(name)
+        if expected is None or setting is None or expected.value != setting.value:
+            yield _Difference(reference, name[1], expected, setting)
 
 
 def _severity(difference: _Difference) -> Severity:
-    key, expected, found = difference.key, difference.expected, difference.found
+    key, expected, setting = difference.key, difference.expected, difference.setting
     kind = companion_kind(difference.file)
     if kind == "module":
         blocks = difference.file == MODULES_FILE or "/" in difference.file
         return "block" if blocks or key in _BLOCKING_MODULE_KEYS else "warn"
     if kind == "generation settings":
-        return "block" if key in _TABLES and expected and found else "warn"
+        return "block" if key in _TABLES and expected and setting else "warn"
     # A file without the setting may have the same value by default. The same number may also be written in two forms.
-    if expected is None or found is None or key in _CLASS_KEYS or _leaves(expected.value) == _leaves(found.value):
+    if expected is None or setting is None or key in _CLASS_KEYS or _leaves(expected.value) == _leaves(setting.value):
         return "warn"
     return "block"
 

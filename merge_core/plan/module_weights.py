@@ -12,7 +12,7 @@ model would not fit the merged network.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from mergegate.merge_core.architecture.experts import DiskTensor
@@ -39,10 +39,12 @@ class ModuleMerge:
     Args:
         models: Checkpoint of each model with only these tensors, by reference.
         tensors: Tensors of the model whose module files the result gets, by name. They decide the order in the files.
+        findings: Reasons why other modules cannot be merged. All of them block.
     """
 
     models: Mapping[str, Checkpoint]
     tensors: Mapping[str, StoredTensor]
+    findings: tuple[Finding, ...] = ()
 
 
 def is_module_weights(name: str) -> bool:
@@ -55,13 +57,12 @@ def module_reference(donor: str, models: Mapping[str, Checkpoint]) -> str | None
     return next((name for name in (donor, *models) if MODULES_FILE in models[name].companions), None)
 
 
-def select_module_weights(recipe: Recipe, models: Mapping[str, Checkpoint], problems: list[Finding]) -> ModuleMerge:
-    """Return the tensors of modules to merge, and add the reasons why other modules cannot be merged to ``problems``.
+def select_module_weights(recipe: Recipe, models: Mapping[str, Checkpoint]) -> ModuleMerge:
+    """Return the tensors of modules to merge, and the reasons why other modules cannot be merged.
 
     Args:
         recipe: One recipe document.
         models: All models of the document by reference.
-        problems: List to which blocking findings are added.
 
     Raises:
         InvalidInput: A weight file to merge is damaged.
@@ -72,37 +73,38 @@ def select_module_weights(recipe: Recipe, models: Mapping[str, Checkpoint], prob
     weights = {name: _weights_by_folder(checkpoint) for name, checkpoint in models.items()}
     holders = [name for name, checkpoint in models.items() if MODULES_FILE in checkpoint.companions]
     tables: dict[str, dict[str, StoredTensor]] = {name: {} for name in models}
+    findings = []
     for folder in sorted({folder for name in holders for folder in weights[name]}):
         if len({weights[name].get(folder) for name in holders}) == 1:
             continue  # The merge copies the file.
-        found = _problem(recipe, reference, folder, {name: weights[name].get(folder) for name in models})
-        if found is None:
-            own_tables = {name: _read_tensors(models[name], folder, weights[name][folder]) for name in models}
-            found = next(_name_problems(reference, folder, own_tables), None)
-        if found is not None:
-            problems.append(found)
+        if finding := _recipe_problem(recipe, reference, folder, {name: weights[name].get(folder) for name in models}):
+            findings.append(finding)
             continue
-        for name, table in own_tables.items():
+        folder_tables = {name: _read_tensors(models[name], folder, weights[name][folder]) for name in models}
+        if finding := _name_problem(reference, folder, folder_tables):
+            findings.append(finding)
+            continue
+        for name, table in folder_tables.items():
             tables[name] |= table
     views = {name: replace(checkpoint, tensors=tables[name]) for name, checkpoint in models.items()}
-    return ModuleMerge(views, tables[reference])
+    return ModuleMerge(views, tables[reference], tuple(findings))
 
 
 def lay_out_modules(outputs: Sequence[OutputTensor]) -> tuple[Shard, ...]:
     """Return one file per folder for the merged tensors of modules, in the order of ``outputs``."""
     shards = []
     for folder in dict.fromkeys(tensor.name.partition("/")[0] for tensor in outputs):
-        own = [tensor for tensor in outputs if tensor.name.startswith(f"{folder}/")]
+        tensors = [tensor for tensor in outputs if tensor.name.startswith(f"{folder}/")]
         header = render_header(
-            [(tensor.name.partition("/")[2], tensor.dtype.code, tensor.shape, tensor.nbytes) for tensor in own],
+            [(tensor.name.partition("/")[2], tensor.dtype.code, tensor.shape, tensor.nbytes) for tensor in tensors],
             {"format": "pt"},
         )
         offsets, position = [], len(header)
-        for tensor in own:
+        for tensor in tensors:
             offsets.append(position)
             position += tensor.nbytes
-        names = tuple(tensor.name for tensor in own)
-        stored = tuple(DiskTensor(tensor.name, tensor.dtype, tensor.shape, (tensor.name,)) for tensor in own)
+        names = tuple(tensor.name for tensor in tensors)
+        stored = tuple(DiskTensor(tensor.name, tensor.dtype, tensor.shape, (tensor.name,)) for tensor in tensors)
         shards.append(Shard(f"{folder}/{SINGLE_NAME}", header, names, tuple(offsets), position, stored))
     return tuple(shards)
 
@@ -138,7 +140,9 @@ def _read_tensors(checkpoint: Checkpoint, folder: str, weights: _Weights) -> dic
     return {f"{folder}/{tensor.name}": replace(tensor, name=f"{folder}/{tensor.name}") for tensor in header}
 
 
-def _problem(recipe: Recipe, reference: str, folder: str, weights: Mapping[str, _Weights | None]) -> Finding | None:
+def _recipe_problem(
+    recipe: Recipe, reference: str, folder: str, weights: Mapping[str, _Weights | None]
+) -> Finding | None:
     """Return the reason why a module whose weights differ cannot be merged, or None."""
     lacking = next((name for name in weights if weights[name] is None), None)
     if lacking is not None:
@@ -161,25 +165,25 @@ def _problem(recipe: Recipe, reference: str, folder: str, weights: Mapping[str, 
         reason = f"{recipe.merge_method}, which needs measurements of the module on calibration texts"
     if not reason:
         return None
-    other = next(name for name in weights if weights[name] != weights[reference])
+    different = next(name for name in weights if weights[name] != weights[reference])
     return Finding(
         "block",
-        f"{other}: {folder}",
+        f"{different}: {folder}",
         found=f"the weights of the module {folder}/ differ from those in {reference}",
         expected=f"the same weights in every model, because they cannot be merged by {reason}",
         remedy="merge whole models with another method, such as linear or ties, or give every model the same module",
     )
 
 
-def _name_problems(reference: str, folder: str, tables: Mapping[str, Mapping[str, StoredTensor]]) -> Iterator[Finding]:
+def _name_problem(reference: str, folder: str, tables: Mapping[str, Mapping[str, StoredTensor]]) -> Finding | None:
+    """Return a finding for the first model whose tensors in a module differ in name, or None."""
     for name, table in tables.items():
-        if table.keys() == tables[reference].keys():
-            continue
-        different = sorted(table.keys() ^ tables[reference].keys())[0]
-        yield Finding(
-            "block",
-            f"{name}: {different}",
-            found=f"a tensor that {reference} does not have" if different in table else "missing",
-            expected=f"the same tensors in the module {folder}/ as in {reference}",
-            remedy="merge models with the same modules",
-        )
+        if different := sorted(table.keys() ^ tables[reference].keys()):
+            return Finding(
+                "block",
+                f"{name}: {different[0]}",
+                found=f"a tensor that {reference} does not have" if different[0] in table else "missing",
+                expected=f"the same tensors in the module {folder}/ as in {reference}",
+                remedy="merge models with the same modules",
+            )
+    return None

@@ -153,7 +153,8 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     name = str(recipe.donor)
     donor = checkpoints[name]
     own_models = {str(ref): checkpoints[str(ref)] for ref in recipe.own_references()}
-    modules = select_module_weights(recipe, own_models, problems)
+    modules = select_module_weights(recipe, own_models)
+    problems += modules.findings
     if recipe.mixture is not None:
         mixture_jobs, mixture_config = plan_mixture(recipe, recipe.mixture, checkpoints, problems)
         shards = lay_out([job.output for job in mixture_jobs], donor)
