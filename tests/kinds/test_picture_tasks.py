@@ -265,7 +265,7 @@ def test_a_picture_that_a_function_opens_is_part_of_the_task(tmp_path: Path) -> 
     (tmp_path / "rows.jsonl").write_text(json.dumps({"picture": "0.png", "label": "red"}) + "\n")
     (tmp_path / "reading.py").write_text(
         "from pathlib import Path\nfrom PIL import Image\n"
-        f"def pictures(doc):\n    return [Image.open(Path({str(tmp_path)!r}) / doc['picture'])]\n"
+        "def pictures(doc):\n    return [Image.open(Path(__file__).parent / doc['picture'])]\n"
     )
     path = tmp_path / "opened.yaml"
     path.write_text(

@@ -9,8 +9,8 @@ import pytest
 from every_family import COMMAND, NOT_TRIED, WRONG, Row, known_trial, row_of, rows, tried
 from samples import sampled
 
-# An encoder, a model with pictures, an encoder-decoder, and families that mergegate does not describe.
-SAMPLE = ("albert", "biogpt", "pegasus", "dinov2", "qwen3_vl", "hubert")
+# An encoder, a model with pictures, an encoder-decoder that computes its positions, and families without a description.
+SAMPLE = ("albert", "biogpt", "marian", "dinov2", "qwen3_vl", "hubert")
 
 
 def test_the_table_names_every_family_of_the_installed_transformers() -> None:
