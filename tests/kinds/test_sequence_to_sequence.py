@@ -118,7 +118,7 @@ def test_an_answer_ends_where_the_decoder_has_no_more_positions(tmp_path: Path) 
         lm = wrap_model(loaded_model, Scoring(batch_size=1))
         lm.generate_until([Instance("generate_until", {}, ("a", {"until": [], "max_gen_toks": positions + 5}), 0)])
         assert [(end.reason, end.tokens) for end in lm.answer_ends] == [("context", positions - 1)]
-        with pytest.raises(InvalidInput, match="answer to rate"):
+        with pytest.raises(InvalidInput, match="an answer choice"):
             lm.loglikelihood([Instance("loglikelihood", {}, ("a", "b" * (positions + 1)), 0)])
 
 

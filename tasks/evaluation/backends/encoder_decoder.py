@@ -22,8 +22,6 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation.backends.contract import AnswerEnd
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     import torch
 
 
@@ -113,12 +111,24 @@ def define_encoder_decoder(base: Any) -> type[Any]:
         ) -> torch.Tensor:
             budget = max_length - context.shape[1]
             longest = min(budget, self._longest_answer or budget)
-            begin = context.new_full((len(context), 1), self._start)
-            written: torch.Tensor = super()._model_generate(
-                begin, 1 + longest, stop, attention_mask, prompts=context, **settings
+            # As in lm-eval: without settings, the likeliest tokens.
+            temperature = settings.pop("temperature", 0.0)
+            if temperature == 0.0 and settings.get("do_sample") is None:
+                settings["do_sample"] = False
+            if settings["do_sample"] is not False or temperature != 0.0:
+                settings["temperature"] = temperature
+            written: torch.Tensor = self.model.generate(
+                input_ids=context,
+                attention_mask=attention_mask,
+                max_length=1 + longest,  # The decoder starts with one token.
+                stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, 1, len(context)),
+                pad_token_id=self.tokenizer.pad_token_id,
+                use_cache=True,
+                **settings,
             )
             is_forced = self.model.generation_config.forced_eos_token_id is not None
-            self.answer_ends = deque(self._end(end, budget, longest, is_forced) for end in self.answer_ends)
+            ends = self.end_answers(written[:, 1:], longest, stop, settings)
+            self.answer_ends = deque(self._end(end, budget, longest, is_forced) for end in ends)
             return written
 
         @staticmethod
@@ -126,31 +136,5 @@ def define_encoder_decoder(base: Any) -> type[Any]:
             """Return the end of an answer. An end token that is forced at the limit counts as cut off."""
             is_cut_off = end.reason == "length" or (end.reason == "eos" and is_forced and end.tokens == longest)
             return end._replace(reason="length" if longest == budget else "context") if is_cut_off else end
-
-        def _generate_batch(
-            self,
-            context: torch.Tensor,
-            max_length: int,
-            stop: Sequence[str],
-            attention_mask: torch.Tensor | None,
-            *,
-            prompts: torch.Tensor,
-            **settings: Any,
-        ) -> torch.Tensor:
-            # As in lm-eval: without settings, the likeliest tokens.
-            temperature = settings.pop("temperature", 0.0)
-            if temperature == 0.0 and settings.get("do_sample") is None:
-                settings["do_sample"] = False
-            if settings["do_sample"] is not False or temperature != 0.0:
-                settings["temperature"] = temperature
-            return self.model.generate(  # type: ignore[no-any-return]  # transformers is untyped
-                input_ids=prompts,
-                attention_mask=attention_mask,
-                max_length=max_length,
-                stopping_criteria=stop_sequences_criteria(self.tokenizer, stop, context.shape[1], len(context)),
-                pad_token_id=self.tokenizer.pad_token_id,
-                use_cache=True,
-                **settings,
-            )
 
     return EncoderDecoderLM

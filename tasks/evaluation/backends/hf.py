@@ -157,15 +157,25 @@ def shared_prefix_type() -> type[Any]:
         ) -> torch.Tensor:
             written = self._generate_batch(context, max_length, stop, attention_mask, **settings)
             begin = context.shape[1]
-            ends = {*self._eos, *np.atleast_1d(settings.get("eos_token_id") or []).tolist()}
-            self.answer_ends = deque(
-                answer_end(row, ends, stop, self._texts, max_length - begin, self.thought_end)
-                for row in written[:, begin:].tolist()
-            )
-            if self.thought_end is not None:  # what follows the end of an answer must not change where its thought ends
-                for row, end in zip(written, self.answer_ends, strict=True):
-                    row[begin + (end.tokens or 0) :] = self.tokenizer.pad_token_id
+            self.answer_ends = self.end_answers(written[:, begin:], max_length - begin, stop, settings)
             return written
+
+        def end_answers(
+            self, answers: torch.Tensor, budget: int, stop: list[str], settings: Mapping[str, Any]
+        ) -> deque[AnswerEnd]:
+            """Return the ends of generated answers, ``[answers, tokens]``, that have up to ``budget`` tokens.
+
+            If the model thinks, replace the tokens of ``answers`` after each end by padding, because they must not
+            change where a thought ends.
+            """
+            tokens = {*self._eos, *np.atleast_1d(settings.get("eos_token_id") or []).tolist()}
+            ends = deque(
+                answer_end(row, tokens, stop, self._texts, budget, self.thought_end) for row in answers.tolist()
+            )
+            if self.thought_end is not None:
+                for row, end in zip(answers, ends, strict=True):
+                    row[end.tokens or 0 :] = self.tokenizer.pad_token_id
+            return ends
 
         def _generate_batch(
             self,
