@@ -69,7 +69,7 @@ def test_ties_count_against_the_model() -> None:
 
 
 def test_rounding_errors_do_not_break_ties() -> None:
-    """The score of a right text is larger than that of a wrong one by less than float32 computes exactly."""
+    """The score of a relevant text is larger than that of another one by less than float32 computes exactly."""
     for scale in (1e-6, 1.0, 1e6):
         scores = scale * np.array([0.7 * (1 + 1e-8), 0.7, 0.1])
         assert find_relevant_texts(query_of(3, {0: 1.0}), scores) == [(1, 1.0)]
