@@ -226,8 +226,8 @@ def _transcribe(
     """Yield the transcripts of recordings in order.
 
     In a batch, each recording is padded with silence to the length of the longest one, which must not change its
-    transcript. CTC models label each moment of the silence too, and some processors do not mark it. Such models get
-    one recording at a time.
+    transcript. CTC models label each moment of the silence too, and some processors do not mark it. mergegate passes
+    one recording at a time to such models.
 
     Raises:
         InvalidInput: A recording cannot be read, or the model cannot process it.
