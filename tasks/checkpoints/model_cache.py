@@ -314,7 +314,7 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        load = _load_transformer if kind.loader.startswith("Auto") else _load_sentence_transformer
+        load = _load_transformer if kind.loading_library == "transformers" else _load_sentence_transformer
         loaded, missing, ignored = load(model, kind, dtype, device)
     except InvalidInput:
         raise
@@ -329,7 +329,7 @@ def _load(model: Model, dtype: str, device: str) -> LoadedModel:
         cause = " ".join(str(error).split()) or type(error).__name__
         raise InvalidInput(
             location,
-            found=f"{kind.library} cannot load the model: {cause[:300]}",
+            found=f"{kind.loading_library} cannot load the model: {cause[:300]}",
             expected=f"{kind.noun} in safetensors, with its tokenizer",
         ) from error
     # transformers would initialize missing tensors with random numbers and continue.

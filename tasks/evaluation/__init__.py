@@ -5,7 +5,13 @@ with one row per document and metric. The package also reads results that lm-eva
 """
 
 from mergegate.tasks.evaluation.backends import Backend, find_backend
-from mergegate.tasks.evaluation.built_in import AnyBuiltInTask, BuiltInTask, built_in_schemas, built_in_tasks
+from mergegate.tasks.evaluation.built_in import (
+    AnyBuiltInTask,
+    BuiltInTask,
+    built_in_schemas,
+    built_in_tasks,
+    form_of_metric,
+)
 from mergegate.tasks.evaluation.choice_probability import AnsweredChoice
 from mergegate.tasks.evaluation.contamination import (
     CalibrationTexts,
@@ -146,6 +152,7 @@ __all__ = [
     "find_pinned_data",
     "find_repetition",
     "find_results",
+    "form_of_metric",
     "generates_answers",
     "interim_looks",
     "is_file_name",

@@ -15,7 +15,6 @@ each case the merge passes at most as often as the confidence allows.
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -30,6 +29,7 @@ from mergegate.tasks.evaluation import (
     PairedScores,
     Scores,
     choose_metrics,
+    form_of_metric,
     read_document_scores,
 )
 from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict, measure_guard
@@ -82,10 +82,8 @@ def _form_of(guard: Guard) -> TaskForm:
 
     The evidence in a release does not have the settings of a built-in task, and must lead to the same sentence.
     """
-    metric = guard.metric if isinstance(guard.metric, str) else ""
-    if metric in ("wer,none", "cer,none"):
-        return "transcription"
-    return "retrieval" if re.fullmatch(r"(ndcg@\d+|recall@\d+|mrr|accuracy),none", metric) else "text"
+    metric, _, answers = guard.metric.partition(",") if isinstance(guard.metric, str) else ("", "", "")
+    return form_of_metric(metric) if answers == "none" else "text"
 
 
 def reference_strength(evidence: GuardEvidence, confidence: float, level: float) -> ReferenceStrength:

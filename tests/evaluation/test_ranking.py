@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import pytrec_eval  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
+from mergegate.tasks.evaluation import form_of_metric
 from mergegate.tasks.evaluation.built_in.ranking import RankedQuery, find_relevant_texts, parse_metric
 
 METRICS = ("ndcg@3", "ndcg@10", "map@5", "recall@5", "recall@100", "hit_rate@3", "mrr", "mrr@4", "accuracy")
@@ -91,3 +92,18 @@ def test_an_unknown_metric_is_an_error(name: str) -> None:
 
 def test_names_of_mteb_are_accepted() -> None:
     assert parse_metric("ndcg_at_10") == parse_metric("ndcg@10")
+
+
+@pytest.mark.parametrize(
+    ("metric", "form"),
+    [
+        *(
+            (metric, "retrieval")
+            for metric in ("ndcg@10", "mrr", "mrr@5", "map@100", "recall@3", "hit_rate@1", "accuracy")
+        ),
+        *((metric, "transcription") for metric in ("wer", "cer")),
+        *((metric, "text") for metric in ("acc", "acc_norm", "exact_match", "")),
+    ],
+)
+def test_a_metric_shows_what_its_task_asks(metric: str, form: str) -> None:
+    assert form_of_metric(metric) == form

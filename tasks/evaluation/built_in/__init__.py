@@ -8,7 +8,12 @@ has a module, and ``registry`` lists them. ``relevance`` scores texts for querie
 from mergegate.tasks.evaluation.built_in.contract import BuiltInScore, BuiltInTask, TaskDocument
 from mergegate.tasks.evaluation.built_in.leaf import BuiltInLeaf
 from mergegate.tasks.evaluation.built_in.mteb_task import MtebTask
-from mergegate.tasks.evaluation.built_in.registry import AnyBuiltInTask, built_in_schemas, built_in_tasks
+from mergegate.tasks.evaluation.built_in.registry import (
+    AnyBuiltInTask,
+    built_in_schemas,
+    built_in_tasks,
+    form_of_metric,
+)
 from mergegate.tasks.evaluation.built_in.retrieval import RetrievalTask
 from mergegate.tasks.evaluation.built_in.transcription import TranscriptionTask
 
@@ -23,4 +28,5 @@ __all__ = [
     "TranscriptionTask",
     "built_in_schemas",
     "built_in_tasks",
+    "form_of_metric",
 ]

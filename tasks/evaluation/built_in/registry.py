@@ -1,12 +1,15 @@
 """List the kinds of built-in tasks."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Annotated, Any, TypeAlias, get_args
 
 from pydantic import Field
 
+from mergegate.merge_core.architecture import TaskForm
 from mergegate.tasks.evaluation.built_in.contract import BuiltInTask
 from mergegate.tasks.evaluation.built_in.mteb_task import MtebTask
+from mergegate.tasks.evaluation.built_in.ranking import parse_metric
 from mergegate.tasks.evaluation.built_in.retrieval import RetrievalTask
 from mergegate.tasks.evaluation.built_in.transcription import TranscriptionTask
 
@@ -22,3 +25,13 @@ def built_in_tasks() -> Mapping[str, type[BuiltInTask]]:
 def built_in_schemas() -> list[dict[str, Any]]:
     """Return the JSON schema of each kind of built-in task."""
     return [task.model_json_schema() for task in _CLASSES]
+
+
+def form_of_metric(metric: str) -> TaskForm:
+    """Return the form of the tasks that have ``metric``: ``ndcg@10`` is one of retrieval. Default: text."""
+    if metric in get_args(TranscriptionTask.model_fields["metric"].annotation):
+        return TranscriptionTask.form
+    with suppress(ValueError):
+        parse_metric(metric)
+        return RetrievalTask.form
+    return "text"
