@@ -24,13 +24,20 @@ from mergegate.merge_core.errors import DiskUnavailable
 from mergegate.merge_core.files import FileIdentity, new_directory, remove_contents
 from mergegate.merge_core.wording import format_bytes, format_count
 from mergegate.tasks.checkpoints import (
+    PinnedCheckpoint,
     identify_parents,
     open_parent,
     pin_checkpoints,
     require_same_files,
 )
 from mergegate.tasks.checkpoints.hub import download_snapshots
-from mergegate.tasks.merge import MergeSettings, combine_parents, prepare_recipe
+from mergegate.tasks.merge import (
+    MergeSettings,
+    combine_parents,
+    numerics,
+    prepare_recipe,
+    with_new_routers,
+)
 from mergegate.tasks.stage import store
 
 
@@ -121,7 +128,14 @@ def _merge_into(
 ) -> dict[str, object]:
     """Merge into ``directory``, which is renamed to ``options.out`` when it is complete."""
     by_ref = {parent.ref: parent for parent in cleared_recipe.parents}
-    recipe = prepare_recipe(cleared_recipe.recipe, lambda ref: pin_checkpoints([by_ref[ref]], store().hashes)[0])
+
+    def find(ref: str) -> PinnedCheckpoint:
+        return pin_checkpoints([by_ref[ref]], store().hashes)[0]
+
+    settings = MergeSettings(seed=options.seed, device=options.device)
+    recipe = with_new_routers(prepare_recipe(cleared_recipe.recipe, find), find, numerics(settings))
+    if recipe.repaired:
+        console.print(recipe.repaired.summary(), markup=False)
     for model, why in recipe.left_out.items():
         console.print(f"left out: {model}: {why}", markup=False)
     if recipe.output:

@@ -24,6 +24,7 @@ from mergegate.merge_core.recipe.reference import (
     parse_reference,
     resolve_local,
 )
+from mergegate.merge_core.recipe.router_repair import RepairedRouters, RouterRepair
 from mergegate.merge_core.recipe.schema import recipe_schema
 from mergegate.merge_core.recipe.tokenizer_choice import RowOrigin, TokenizerChoice
 
@@ -41,6 +42,8 @@ __all__ = [
     "Parameters",
     "Recipe",
     "RelativeDistance",
+    "RepairedRouters",
+    "RouterRepair",
     "RowOrigin",
     "Slice",
     "Source",
