@@ -180,12 +180,15 @@ def _shares(logits: torch.Tensor, score: RouterScore) -> torch.Tensor:
     return logits.softmax(1) if score == "softmax" else logits.sigmoid()
 
 
-def _divergence(wanted: torch.Tensor, own: torch.Tensor, score: RouterScore) -> torch.Tensor:
-    """Return the sum over all positions of the divergence from the routing ``wanted`` to ``own``, given as logits."""
+def _divergence(target: torch.Tensor, merged: torch.Tensor, score: RouterScore) -> torch.Tensor:
+    """Return the sum over all positions of the divergence from the routing of a parent to that of the merge.
+
+    Both routings are given as logits, ``[positions, experts]``.
+    """
     from torch.nn.functional import logsigmoid
 
     if score == "softmax":
-        logs = wanted.log_softmax(1)
-        return (logs.exp() * (logs - own.log_softmax(1))).sum()
-    chosen = wanted.sigmoid() * (logsigmoid(wanted) - logsigmoid(own))
-    return (chosen + (-wanted).sigmoid() * (logsigmoid(-wanted) - logsigmoid(-own))).sum()
+        logs = target.log_softmax(1)
+        return (logs.exp() * (logs - merged.log_softmax(1))).sum()
+    selected = target.sigmoid() * (logsigmoid(target) - logsigmoid(merged))
+    return (selected + (-target).sigmoid() * (logsigmoid(-target) - logsigmoid(-merged))).sum()
