@@ -180,7 +180,7 @@ def _shares(logits: torch.Tensor, score: RouterScore) -> torch.Tensor:
     return logits.softmax(1) if score == "softmax" else logits.sigmoid()
 
 
-def _divergence(target: torch.Tensor, merged: torch.Tensor, score: RouterScore) -> torch.Tensor:
+def _divergence(parent_logits: torch.Tensor, logits: torch.Tensor, score: RouterScore) -> torch.Tensor:
     """Return the sum over all positions of the divergence from the routing of a parent to that of the merge.
 
     Both routings are given as logits, ``[positions, experts]``.
@@ -188,7 +188,7 @@ def _divergence(target: torch.Tensor, merged: torch.Tensor, score: RouterScore) 
     from torch.nn.functional import logsigmoid
 
     if score == "softmax":
-        logs = target.log_softmax(1)
-        return (logs.exp() * (logs - merged.log_softmax(1))).sum()
-    selected = target.sigmoid() * (logsigmoid(target) - logsigmoid(merged))
-    return (selected + (-target).sigmoid() * (logsigmoid(-target) - logsigmoid(-merged))).sum()
+        logs = parent_logits.log_softmax(1)
+        return (logs.exp() * (logs - logits.log_softmax(1))).sum()
+    selected = parent_logits.sigmoid() * (logsigmoid(parent_logits) - logsigmoid(logits))
+    return (selected + (-parent_logits).sigmoid() * (logsigmoid(-parent_logits) - logsigmoid(-logits))).sum()
