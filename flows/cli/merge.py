@@ -37,6 +37,7 @@ from mergegate.tasks.merge import (
     combine_parents,
     numerics,
     prepare_recipe,
+    repaired_routing,
     with_new_routers,
 )
 from mergegate.tasks.stage import store
@@ -138,8 +139,8 @@ def _merge_into(
 
     settings = MergeSettings(seed=options.seed, device=options.device)
     recipe = with_new_routers(prepare_recipe(cleared_recipe.recipe, find), find, numerics(settings))
-    if recipe.repaired:
-        console.print(recipe.repaired.summary(), markup=False)
+    if routing := repaired_routing(recipe):
+        console.print(routing.sentences, markup=False)
     for model, why in recipe.left_out.items():
         console.print(f"left out: {model}: {why}", markup=False)
     if recipe.output:

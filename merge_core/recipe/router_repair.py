@@ -50,7 +50,7 @@ class RepairedRouters:
         agreement: Mean share of the experts that the parents select that the merge selects too, before and after.
         layers: Number of layers with a router. Layers whose merged router was closer to the parents keep it, so
             ``tensors`` can have fewer.
-        replaced: Number of layers with a new router.
+        new_layers: Number of layers with a new router.
     """
 
     digest: str
@@ -59,16 +59,7 @@ class RepairedRouters:
     divergence: tuple[float, float]
     agreement: tuple[float, float]
     layers: int
-    replaced: int
-
-    def summary(self) -> str:
-        """Return one sentence about the repair and its effect on the calibration texts."""
-        (before, after), (least, most) = self.agreement, self.divergence
-        return (
-            f"router repair: {self.replaced} of {self.layers} routers replaced; on the calibration texts, the merge "
-            f"selects {100 * before:.1f} % of the parents' experts before and {100 * after:.1f} % after, and the "
-            f"divergence of its routing changes from {least:.3g} to {most:.3g} nats"
-        )
+    new_layers: int
 
 
 def parse_router_repair(value: object, location: str) -> RouterRepair | None:

@@ -27,11 +27,13 @@ from mergegate.tasks.merge.stage import (
     MergeSettings,
     MergeSummary,
     Numerics,
+    RepairedRouting,
     RouterDistance,
     combine_parents,
     merge,
     merged_model,
     numerics,
+    repaired_routing,
 )
 from mergegate.tasks.merge.statistics import calibration_stage_name, pin_calibration_texts
 from mergegate.tasks.merge.statistics_cost import StatisticsNeeds, statistics_needs
@@ -43,6 +45,7 @@ __all__ = [
     "Numerics",
     "OptimizerState",
     "RepairedLayer",
+    "RepairedRouting",
     "RouterDistance",
     "RouterRepairSummary",
     "StatisticsNeeds",
@@ -60,6 +63,7 @@ __all__ = [
     "optimizer_steps",
     "pin_calibration_texts",
     "prepare_recipe",
+    "repaired_routing",
     "select_named_parents",
     "statistics_needs",
     "with_new_routers",

@@ -65,7 +65,7 @@ class RouterRepairSummary(StageValue):
     layers: tuple[RepairedLayer, ...]
 
     @property
-    def replaced(self) -> int:
+    def new_layers(self) -> int:
         """Number of layers with a new router."""
         return sum(layer.replaced for layer in self.layers)
 
@@ -78,7 +78,7 @@ class RouterRepairSummary(StageValue):
     def summary(self) -> str:
         before, after = self.mean("agreement")
         agreement = f"agreement with the parents {100 * before:.1f} → {100 * after:.1f} %"
-        return f"{self.replaced} of {len(self.layers)} routers replaced · {agreement}"
+        return f"{self.new_layers} of {len(self.layers)} routers replaced · {agreement}"
 
 
 class ParentRouters(NamedTuple):

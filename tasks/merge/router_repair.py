@@ -108,6 +108,6 @@ def with_new_routers(
         divergence=summary.mean("divergence"),
         agreement=summary.mean("agreement"),
         layers=len(summary.layers),
-        replaced=summary.replaced,
+        new_layers=summary.new_layers,
     )
     return replace(recipe, repaired=repaired)

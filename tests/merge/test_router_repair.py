@@ -172,7 +172,7 @@ def test_each_layer_is_fitted_to_the_states_that_the_new_routers_below_it_produc
     place = tmp_path / "merge"
     wanted = by_hand(network, family, [tokens_of(place, documents) for documents in TEXTS], parents)
     found = routers_in(tmp_path / "out")
-    assert len(summary.layers) == summary.replaced == len(wanted)
+    assert len(summary.layers) == summary.new_layers == len(wanted)
     assert sum(map(np.size, found.values())) == sum(map(np.size, wanted.values()))
     assert [name.split(".")[2] for name in found if "weight" in name] == [name.split(".")[2] for name in wanted]
     weights = [one for one in found.values() if one.ndim == 2]
@@ -345,7 +345,7 @@ def test_a_merge_writes_the_new_routers_and_otherwise_the_same_bytes(
     for name, tensor in plain.items():
         assert np.array_equal(tensor, changed[name]) == (name not in routers), name
     lines.file.close()
-    assert "router repair: 2 of 2 routers replaced" in (tmp_path / "log").read_text()
+    assert "2 of 2 layers have a new router" in (tmp_path / "log").read_text()
 
     repair(tmp_path / "plain", parents_of(tmp_path, family), tmp_path / "by-hand")
     for name, tensor in routers_in(tmp_path / "by-hand").items():
