@@ -174,13 +174,13 @@ def _saved_revisions(revisions: RevisionList, base: object, location: str) -> It
 
 
 def _with_steps(
-    saved: Sequence[_Saved], settings: RunSettings, directory: Path, location: str, remarks: list[str]
+    candidates: Sequence[_Saved], settings: RunSettings, directory: Path, location: str, remarks: list[str]
 ) -> tuple[tuple[_Saved, RunCheckpoint], ...]:
     """Return the checkpoints whose step is known: from the file of the user, the trainer state, or the names."""
     listed = _read_steps(directory / settings.steps_file) if settings.steps_file else {}
-    by_name = steps_in_names([checkpoint.name for checkpoint in saved])
+    by_name = steps_in_names([checkpoint.name for checkpoint in candidates])
     known, unknown = list[tuple[_Saved, RunCheckpoint]](), list[_Saved]()
-    for checkpoint in saved:
+    for checkpoint in candidates:
         name, (state_step, tokens) = checkpoint.name, checkpoint.state or (None, None)
         part: tuple[int, ...] = ()
         if entry := listed.get(name) or listed.get(Path(name).name):
@@ -208,7 +208,7 @@ def _with_steps(
 
 
 def _complete_checkpoints(
-    known: Sequence[tuple[_Saved, RunCheckpoint]], settings: RunSettings, location: str, remarks: list[str]
+    candidates: Sequence[tuple[_Saved, RunCheckpoint]], settings: RunSettings, location: str, remarks: list[str]
 ) -> list[RunCheckpoint]:
     """Open the checkpoints from the newest on until the window is full, and return those that can be merged.
 
@@ -217,14 +217,14 @@ def _complete_checkpoints(
     """
     complete, reasons = list[RunCheckpoint](), list[str]()
     newest: tuple[str, dict[str, object]] | None = None
-    with_state = sum(checkpoint.state is not None for checkpoint, _ in known)
-    others_have_states = settings.steps_file is None and with_state == len(known) - 1 > 0
+    with_state = sum(checkpoint.state is not None for checkpoint, _ in candidates)
+    others_have_states = settings.steps_file is None and with_state == len(candidates) - 1 > 0
 
     def newest_first(entry: tuple[_Saved, RunCheckpoint]) -> tuple[int, bool, int, str]:
         checkpoint, run_checkpoint = entry
         return -run_checkpoint.step, step_in_name(checkpoint.name) is None, len(checkpoint.name), checkpoint.name
 
-    for step, group in groupby(sorted(known, key=newest_first), key=lambda entry: entry[1].step):
+    for step, group in groupby(sorted(candidates, key=newest_first), key=lambda entry: entry[1].step):
         if settings.every[0] == "steps" and step % settings.every[1]:
             continue
         names = list[str]()
@@ -262,12 +262,12 @@ def _complete_checkpoints(
     return complete
 
 
-def _shape(opened: Checkpoint | Adapter) -> dict[str, object]:
+def _shape(checkpoint: Checkpoint | Adapter) -> dict[str, object]:
     """Return what must be the same in all checkpoints of a run: the architecture, and the shape of each tensor."""
-    if isinstance(opened, Adapter):
-        return {tensor.name: tuple(tensor.shape) for tensor in opened.stored_tensors}
-    shape: dict[str, object] = {"model_type": opened.config.get("model_type")}
-    return shape | {name: tuple(tensor.shape) for name, tensor in opened.tensors.items()}
+    if isinstance(checkpoint, Adapter):
+        return {tensor.name: tuple(tensor.shape) for tensor in checkpoint.stored_tensors}
+    shape: dict[str, object] = {"model_type": checkpoint.config.get("model_type")}
+    return shape | {name: tuple(tensor.shape) for name, tensor in checkpoint.tensors.items()}
 
 
 def _base_of_adapter(base: object, location: str) -> str:

@@ -14,11 +14,13 @@ from pathlib import Path, PurePosixPath
 from mergegate.merge_core import Checkpoint, open_checkpoint
 from mergegate.merge_core.adapters import Adapter, open_adapter
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import read_plain, read_text
 from mergegate.tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline, snapshots_directory
 from mergegate.tasks.checkpoints.hub.errors import client_errors, hub_refusal
 from mergegate.tasks.checkpoints.hub.headers import read_snapshot
 from mergegate.tasks.checkpoints.hub.snapshot import find_snapshot
 
+_LARGEST_FILE = 256 << 20  # bytes
 _LONGEST_NAME = 255  # characters of a revision that is remembered
 
 
@@ -67,7 +69,7 @@ class RevisionList:
 
         cached = snapshots_directory(self.repo) / self.commits[name] / file
         if cached.is_file():
-            return cached.read_bytes()
+            return read_plain(cached, _LARGEST_FILE)
         if self.access is None:
             return None
         try:
@@ -77,7 +79,7 @@ class RevisionList:
             path = hf_hub_download(self.repo, file, revision=self.commits[name], endpoint=endpoint, token=token)
         except client_errors() as error:
             raise hub_refusal(f"{self.repo}@{name}", self.repo, error, self.access) from error
-        return Path(path).read_bytes()
+        return read_plain(Path(path), _LARGEST_FILE)
 
 
 def list_revisions(repo: str, pattern: str) -> RevisionList:
@@ -92,7 +94,7 @@ def list_revisions(repo: str, pattern: str) -> RevisionList:
     if access is None:
         refs = snapshots_directory(repo).parent / "refs"
         commits = {
-            path.relative_to(refs).as_posix(): path.read_text().strip() for path in refs.rglob("*") if path.is_file()
+            path.relative_to(refs).as_posix(): read_text(path, 64).strip() for path in refs.rglob("*") if path.is_file()
         }
     else:
         try:
