@@ -41,17 +41,22 @@ _TYPES: dict[str, dict[str, Any]] = {
         "description": "Settings for reading calibration texts, for recipes that use them.",
     },
     "router_repair": {
-        "type": ["boolean", "object"],
-        "additionalProperties": False,
+        "anyOf": [
+            {"type": "boolean"},
+            {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {
+                    "off_diagonals": {
+                        "type": "number",
+                        "minimum": 0,
+                        "maximum": 1,
+                        "description": "Factor of the off-diagonal elements of each curvature matrix. Default: 0.9.",
+                    }
+                },
+            },
+        ],
         "description": "Whether to refit the routers of merged mixtures to the parents' texts (HARC). Default: false.",
-        "properties": {
-            "off_diagonals": {
-                "type": "number",
-                "minimum": 0,
-                "maximum": 1,
-                "description": "Factor of the off-diagonal elements of each curvature matrix. Default: 0.9.",
-            }
-        },
     },
     "clients": {
         "type": "array",
