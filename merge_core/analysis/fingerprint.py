@@ -42,8 +42,9 @@ _MOST_PER_LAYER = 16
 # Smallest correlation of two samples of related matrices. Docs: benchmarks/ancestry.md. For independent values, 128
 # elements have a standard deviation of 0.09, and the largest of a million correlations is about 0.45.
 _RELATED = 0.6
-# Correlation from which two matrices of one model count as one, because independent training would separate them.
-_ALIKE = 0.9
+# Correlation from which two matrices of one model count as one. It is lower than the threshold above, so that matrices
+# that are alike in all models, and hence in all layers of a model, never count more than once.
+_ALIKE = 0.45
 LEAST_SHARE = 0.1
 """Smallest share of related matrices that makes two models related."""
 _COUNT = 3  # Smallest number of them, unless they are half of all.
@@ -137,7 +138,8 @@ class Relation:
         kind: Class of the relation.
         share: Share of the model's matrices that are related to a matrix of the other model, from 0 to 1.
         nearest: Share of the model's matrices that are nearer to the other model than to all further models.
-        distance: Relative distance ``‖a - b‖ / ‖b‖`` of the related samples from those of the other model.
+        distance: Relative distance ``‖a - b‖ / ‖b‖`` of a related matrix from that of the other model, as the root mean
+            square over all related matrices.
         equal: Share of the related matrices that are equal up to rounding, from 0 to 1.
     """
 
@@ -219,7 +221,8 @@ def compare_fingerprints(model: Fingerprint, known_models: Sequence[Fingerprint]
     For each matrix of the model, the matrix with the highest correlation is found in each known model, among those with
     the same number of columns. A matrix that is equally near to several known models is near to the first.
     """
-    distinct = [row for row, column in enumerate(_first_alike(model)) if column == row]
+    first_alike = _first_alike(model)
+    distinct = [row for row, first in enumerate(first_alike) if first == row]
     if not distinct:
         return (None,) * len(known_models)
     matches = [_match(model, other, distinct) for other in known_models]
@@ -235,12 +238,12 @@ def compare_fingerprints(model: Fingerprint, known_models: Sequence[Fingerprint]
             relations.append(None)
             continue
         rows = np.array(distinct)[related]
-        first, second = model.values[rows].astype(float), other.values[match.partners[related]].astype(float)
-        distance = float(np.sqrt(((first - second) ** 2).sum() / (second**2).sum()))
+        distance = float(np.sqrt(match.distances[related].mean()))
         equal = float((match.distances[related] <= _ROUNDING**2).mean())
         offsets = {
             two - one
             for row, partner in zip(rows, match.partners[related], strict=True)
+            if first_alike.count(row) == 1
             if (one := model.layer_numbers[row]) is not None and (two := other.layer_numbers[partner]) is not None
         }
         kind: Kind = "fine-tune" if equal < 1 else "copy"
