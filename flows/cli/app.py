@@ -198,7 +198,7 @@ _PANELS: Mapping[str, Mapping[str, Entry]] = {
         ),
         "fingerprint": Entry(
             "fingerprint",
-            "Add a model to the index that finds undeclared ancestors.",
+            "Write the fingerprint of a known model to an index.",
             (
                 "mergegate fingerprint models/base --name acme/base",
                 "mergegate fingerprint acme/model --license cc-by-nc-4.0 --index known.jsonl",

@@ -40,7 +40,7 @@ def fingerprint_command(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Add a model to the index that finds undeclared ancestors.
+    """Write the fingerprint of a known model to an index.
 
     mergegate samples 128 elements of each matrix. The license check of every later run compares the parents with the
     index. From a model on the Hub, only the samples are read.
