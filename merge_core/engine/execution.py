@@ -71,8 +71,10 @@ def require_prepared(plan: MergePlan) -> None:
             missing = f"gate_mode {mixture.gate_mode}: the router rows from the prompts are missing"
         elif document.needs_distances and document.distances is None:
             missing = f"{document.merge_method}: the distances between the models are missing"
-        elif document.texts and document.measured is None:
+        elif document.needs_statistics and document.measured is None:
             missing = f"{document.merge_method}: the statistics of the models on their texts are missing"
+        elif document.router_repair is not None and document.repaired is None:
+            missing = "router_repair: the new routers are missing"
         if missing:
             raise InvalidInput(
                 plan.recipe.location,
