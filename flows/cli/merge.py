@@ -13,24 +13,33 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
+from mergegate.flows.candidates import recipe_of_file
 from mergegate.flows.cli.command import JsonOption, command_context, local_path
 from mergegate.flows.cli.merge_cache import RecordedMerge
 from mergegate.flows.cli.output import print_created
 from mergegate.flows.cli.recipe_parents import ClearedRecipe, clear_recipe
-from mergegate.merge_core import Recipe, load_recipe, merge_weights, plan_merge
+from mergegate.merge_core import Recipe, merge_weights, plan_merge
 from mergegate.merge_core.architecture.experts import match_experts
 from mergegate.merge_core.engine import EngineSettings, start_or_resume
 from mergegate.merge_core.errors import DiskUnavailable
 from mergegate.merge_core.files import FileIdentity, new_directory, remove_contents
 from mergegate.merge_core.wording import format_bytes, format_count
 from mergegate.tasks.checkpoints import (
+    PinnedCheckpoint,
     identify_parents,
     open_parent,
     pin_checkpoints,
     require_same_files,
 )
 from mergegate.tasks.checkpoints.hub import download_snapshots
-from mergegate.tasks.merge import MergeSettings, combine_parents, prepare_recipe
+from mergegate.tasks.merge import (
+    MergeSettings,
+    combine_parents,
+    numerics,
+    prepare_recipe,
+    repaired_routing,
+    with_new_routers,
+)
 from mergegate.tasks.stage import store
 
 
@@ -84,7 +93,10 @@ def merge_recipe(recipe_file: Path, options: MergeOptions, console: Console) -> 
     """
     out = options.out
     out.absolute()  # Report a deleted working directory before parents appear to be missing in it.
-    cleared = clear_recipe(load_recipe(recipe_file))
+    candidate = recipe_of_file(recipe_file)
+    for remark in candidate.remarks:
+        console.print(remark, markup=False)
+    cleared = clear_recipe(candidate.recipe)
     for finding in cleared.findings:
         remedy = f"; {finding.remedy}" if finding.remedy else ""
         console.print(Text(f"{finding.severity}: {finding}{remedy}"))
@@ -121,7 +133,14 @@ def _merge_into(
 ) -> dict[str, object]:
     """Merge into ``directory``, which is renamed to ``options.out`` when it is complete."""
     by_ref = {parent.ref: parent for parent in cleared_recipe.parents}
-    recipe = prepare_recipe(cleared_recipe.recipe, lambda ref: pin_checkpoints([by_ref[ref]], store().hashes)[0])
+
+    def find(ref: str) -> PinnedCheckpoint:
+        return pin_checkpoints([by_ref[ref]], store().hashes)[0]
+
+    settings = MergeSettings(seed=options.seed, device=options.device)
+    recipe = with_new_routers(prepare_recipe(cleared_recipe.recipe, find), find, numerics(settings))
+    if routing := repaired_routing(recipe):
+        console.print(routing.sentences, markup=False)
     for model, why in recipe.left_out.items():
         console.print(f"left out: {model}: {why}", markup=False)
     if recipe.output:

@@ -4,6 +4,7 @@ Parsing is strict and happens once. Later code does not validate a recipe again.
 """
 
 from mergegate.merge_core.recipe.calibration_texts import CalibrationReading, CalibrationRequest, InputMeasurements
+from mergegate.merge_core.recipe.keys import plain_mapping
 from mergegate.merge_core.recipe.mixture import Expert, GateRows, Mixture
 from mergegate.merge_core.recipe.overrides import apply_overrides, fit_to_method
 from mergegate.merge_core.recipe.parameters import Condition, Parameters, value_for
@@ -24,11 +25,29 @@ from mergegate.merge_core.recipe.reference import (
     parse_reference,
     resolve_local,
 )
+from mergegate.merge_core.recipe.router_repair import RepairedRouters, RouterRepair
 from mergegate.merge_core.recipe.schema import recipe_schema
 from mergegate.merge_core.recipe.tokenizer_choice import RowOrigin, TokenizerChoice
+from mergegate.merge_core.recipe.training_run import (
+    RUN_KEYS,
+    RunCheckpoint,
+    RunSettings,
+    Schedule,
+    is_window_full,
+    parse_amount,
+    parse_run,
+    part_in_name,
+    run_recipe,
+    schedule_weights,
+    select_window,
+    step_in_name,
+    steps_in_names,
+    tokens_in_name,
+)
 
 __all__ = [
     "CLIENT_KEYS",
+    "RUN_KEYS",
     "CalibrationReading",
     "CalibrationRequest",
     "CheckpointRef",
@@ -41,18 +60,34 @@ __all__ = [
     "Parameters",
     "Recipe",
     "RelativeDistance",
+    "RepairedRouters",
+    "RouterRepair",
     "RowOrigin",
+    "RunCheckpoint",
+    "RunSettings",
+    "Schedule",
     "Slice",
     "Source",
     "TokenizerChoice",
     "apply_overrides",
     "expand_user_path",
     "fit_to_method",
+    "is_window_full",
     "load_recipe",
     "name_in_path",
+    "parse_amount",
     "parse_reference",
+    "parse_run",
+    "part_in_name",
+    "plain_mapping",
     "recipe_schema",
     "resolve_local",
+    "run_recipe",
+    "schedule_weights",
     "select_models",
+    "select_window",
+    "step_in_name",
+    "steps_in_names",
+    "tokens_in_name",
     "value_for",
 ]
