@@ -1,7 +1,7 @@
 """Measure merges of many checkpoints: memory, reads, open files, and time compared with a plain copy.
 
     python benchmarks/many_inputs.py                             # 32 checkpoints of 135 M parameters in bfloat16
-    python benchmarks/many_inputs.py --counts 32,64,128 --layers 8
+    python benchmarks/many_inputs.py --counts 64,128 --distinct 32 --warm
     python benchmarks/many_inputs.py --methods linear,ties --warm
     python benchmarks/many_inputs.py --growth                    # one more checkpoint in a running mean
 
@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", default="linear")
     parser.add_argument("--layers", type=int, default=30, help="30 is SmolLM2-135M; fewer need less disk")
     parser.add_argument("--shards", type=int, default=1)
+    parser.add_argument("--distinct", type=int, help="further checkpoints are hard links to this many")
     parser.add_argument("--dtype", default="BF16", choices=("BF16", "F32"))
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--warm", action="store_true", help="leave the inputs in the page cache")
@@ -74,7 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     counts = sorted(int(count) for count in options.counts.split(","))
     run = options.directory / f"run-{options.layers}-{options.shards}-{options.dtype}"
     try:
-        write_run(run, counts[-1], options.layers, options.shards, options.dtype)
+        distinct = min(options.distinct or counts[-1], counts[-1])
+        write_run(run, distinct, options.layers, options.shards, options.dtype)
+        for number in range(distinct + 1, counts[-1] + 1):
+            link = run / f"checkpoint-{100 * number}"
+            if not link.exists():
+                shutil.copytree(run / f"checkpoint-{100 * ((number - 1) % distinct + 1)}", link, copy_function=os.link)
         if options.growth:
             _measure_growth(run, counts, options)
             return
@@ -255,7 +261,8 @@ def _measure_growth(run: Path, counts: Sequence[int], options: argparse.Namespac
         state = sum(file.stat().st_size for file in weight_files(place / "next"))
         print(
             f"{count:11}{statistics.median(times['full']):7.2f}s{full_read / 1e9:6.2f} GB"
-            f"{statistics.median(times['continued']):10.2f}s{(added_read + mean_read) / 1e9:6.2f} GB{state / 1e9:6.2f} GB"
+            f"{statistics.median(times['continued']):10.2f}s{(added_read + mean_read) / 1e9:6.2f} GB"
+            f"{state / 1e9:6.2f} GB"
             f"{different:11.3%}{os.getloadavg()[0]:6.1f}",
             flush=True,
         )
