@@ -45,6 +45,7 @@ from mergegate.tasks.gate.sample_record import (
 from mergegate.tasks.gate.sensitivity import known_reference_strength
 from mergegate.tasks.gate.settings import (
     ANCHOR,
+    BEST_PARENT,
     CHAMPION,
     MARGIN_ABOVE_MAX_DROP,
     RELEASES,
@@ -92,6 +93,7 @@ from mergegate.tasks.gate.verdict_record import (
 
 __all__ = [
     "ANCHOR",
+    "BEST_PARENT",
     "BROKEN_LOSS",
     "CHAMPION",
     "EVIDENCE_RECORD",
