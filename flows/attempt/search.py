@@ -166,13 +166,10 @@ def sweep_candidates(profile: Profile) -> NamedCandidates:
     """Return recipes that contain every model a sweep may merge.
 
     Raises:
-        InvalidInput: A recipe is invalid, it does not fit the soup, or its placeholders and the sweep's parameters do
-            not match.
+        InvalidInput: A recipe is invalid, or its placeholders and the sweep's parameters do not match.
     """
     assert profile.sweep is not None
     recipe = profile.searched_recipe
-    if profile.sweep.soup:
-        read_soup_recipe(recipe.document, recipe.location)
     choices = list(enumerate_recipes(recipe.document, profile.sweep))
     files = [searched_recipe(Path(file), profile.root, "sweep.baselines") for file in profile.sweep.baselines]
     hand_written = [

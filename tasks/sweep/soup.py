@@ -5,10 +5,8 @@ the best one, and add each of the others if the score of the average does not fa
 chance, so the search only proposes ingredients. Other documents, which no trial has read, decide about each of them.
 
 The *contribution* of an ingredient is the change of the true score when it joins the soup. The contributions of all
-ingredients add up to the lead of the soup over its first ingredient. Before the confirmation documents are read, the
-search fixes the order of the ingredients: the best model first, then the others by the strength of the evidence for
-them. The contributions are tested in this order, each at the full confidence, until one is not shown to be above minus
-the margin. The soup ends before that ingredient::
+ingredients add up to the lead of the soup over its first ingredient. They are tested in the order of the search, each
+at the full confidence, until one is not shown to be above minus the margin. The soup ends before that ingredient::
 
     S_1 = {best model},  S_j = S_{j-1} + ingredient j        kept while  lower bound of score(S_j) - score(S_{j-1}) > -m
 
@@ -26,7 +24,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import Any
 
 from mergegate.merge_core.errors import Refused
@@ -69,8 +66,7 @@ def search_soup(
 ) -> Study:
     """Search the ingredients of a soup. See :func:`.search` for the arguments.
 
-    With ``n`` models, it scores ``n`` models alone, at most ``n - 1`` soups of the greedy search, and the nested soups
-    of the confirmation that are not among them, at most ``n - 3``.
+    It scores ``n`` models alone and at most ``n - 1`` soups.
 
     Raises:
         Refused: A hand-written recipe or every model alone has no score, or every candidate crashes its process.
@@ -101,7 +97,6 @@ class _SoupSearch:
         results = score_hand_written(self.problem, self.score_all, self.ledger)
         for by_hand, scores in zip(self.problem.hand_written, results, strict=True):
             self._add(by_hand.recipe, scores, "hand-written", by_hand.label)
-        # The largest number of trials, which becomes exact as the search goes on.
         count = len(self.recipe.names)
         self.limit, self.begun = len(self.trials) + 2 * count - 1, begun
         alone = self._score([{index} for index in range(count)], INGREDIENT)
@@ -115,17 +110,11 @@ class _SoupSearch:
             )
         index_of = {number: index for index, number in enumerate(alone)}
         if settings.soup == "uniform":
-            steps = [SoupStep(self.trials[number].label, number, None, True) for number in ranked]
+            steps = [SoupStep(self.recipe.labels[index_of[number]], number, None, True) for number in ranked]
             (whole,) = self._score([set(range(count))], SOUP)
-            order: tuple[int, ...] = tuple(range(count))
-            chain: tuple[int, ...] = (ranked[0], whole)
+            chain = [ranked[0], whole]
         else:
-            steps, order = self._choose_greedily(ranked, index_of)
-            sets = [{index_of[steps[position].trial] for position in order[: size + 1]} for size in range(len(order))]
-            self.limit = len(self.trials) + sum(self._key(chosen) not in self.number_of for chosen in sets)
-            chain = tuple(self._score(sets, SOUP))
-        # A soup without a score ends the chain.
-        chain = tuple(takewhile(lambda number: self.trials[number].is_complete, chain))
+            steps, chain = self._choose_greedily(ranked, index_of)
         self.on_generation(tuple(self.trials))
         largest = self.trials[chain[-1]]
         kept = {trial.number for trial in self.trials if trial.origin == "hand-written"} | set(chain)
@@ -134,7 +123,7 @@ class _SoupSearch:
             objective=objective,
             coordinates=(),
             trials=tuple(self.trials),
-            best=largest if len(chain) > 1 else None,
+            best=largest if len(chain) > 1 and largest.is_complete else None,
             front=(),
             sizes={key: len(results[0].table[key]) for key in objective.metric_keys},
             tables={number: table for number, table in self.tables.items() if number in kept},
@@ -145,34 +134,26 @@ class _SoupSearch:
             seconds={**self.seconds, "wall": self.ledger.used_seconds},
             spent=None,
             stop_reason="trials",
-            soup=SoupSearch(settings.soup or "greedy", tuple(steps), order, chain),
+            soup=SoupSearch(settings.soup or "greedy", tuple(steps), tuple(chain)),
         )
 
-    def _choose_greedily(
-        self, ranked: Sequence[int], index_of: Mapping[int, int]
-    ) -> tuple[list[SoupStep], tuple[int, ...]]:
-        """Return a step for each model, best first, and the indices of the chosen ones in the order of their tests."""
-        first = ranked[0]
-        steps, strengths = [SoupStep(self.trials[first].label, first, None, True)], {}
-        soup, current = {index_of[first]}, first
-        # Clusters widen all intervals, so the order of the ingredients does not need them.
-        terms = tuple(replace(term, cluster_by=None) for term in self.problem.objective.terms)
-        unclustered = replace(self.problem.objective, terms=terms)
-        for position, number in enumerate(ranked[1:], 1):
-            label, gain, chosen = self.trials[number].label, None, False
+    def _choose_greedily(self, ranked: Sequence[int], index_of: Mapping[int, int]) -> tuple[list[SoupStep], list[int]]:
+        """Return a step for each model, best first, and the numbers of the trials of the growing soup."""
+        labels = self.recipe.labels
+        steps = [SoupStep(labels[index_of[ranked[0]]], ranked[0], None, True)]
+        soup, chain = {index_of[ranked[0]]}, [ranked[0]]
+        for number in ranked[1:]:
+            gain = None
             if self.trials[number].is_complete:
                 (candidate,) = self._score([soup | {index_of[number]}], SOUP)
                 if self.trials[candidate].is_complete:
-                    gain = _score_of(self.trials[candidate]) - _score_of(self.trials[current])
-                    chosen = gain >= 0
+                    gain = _score_of(self.trials[candidate]) - _score_of(self.trials[chain[-1]])
+            chosen = gain is not None and gain >= 0
             if chosen:
-                parts = make_parts(unclustered, self.tables[candidate], self.tables[current], {})
-                estimate, low, _ = combine_parts(parts, self.problem.settings.confidence)
-                strengths[position] = estimate / (estimate - low) if estimate > 0 else 0.0
                 soup.add(index_of[number])
-                current = candidate
-            steps.append(SoupStep(label, number, gain, chosen))
-        return steps, (0, *sorted(strengths, key=lambda position: (-strengths[position], position)))
+                chain.append(candidate)
+            steps.append(SoupStep(labels[index_of[number]], number, gain, chosen))
+        return steps, chain
 
     def _key(self, chosen: set[int]) -> str:
         return recipe_key(self.recipe.soup_of(chosen))
@@ -269,7 +250,8 @@ def confirm_soup(
     if soup.rule == "uniform":  # The rule chooses all models, so only the lead of the soup is tested.
         winner = soup.chain[-1]
         results = [result.model_copy(update={"outcome": "kept"}) for result in results]
-    for position, number in zip(soup.order[1:], soup.chain[1:] if soup.rule == "greedy" else (), strict=False):
+    chosen = [position for position, step in enumerate(soup.steps) if step.chosen]
+    for position, number in zip(chosen[1:], soup.chain[1:] if soup.rule == "greedy" else (), strict=False):
         parts = make_parts(study.objective, table_of(number), table_of(winner), clusters)
         gain, low, _ = combine_parts(parts, confidence)
         is_kept = low > -margin
@@ -280,7 +262,7 @@ def confirm_soup(
         winner = number
     result = SoupResult(rule=soup.rule, margin=margin, confidence=confidence, ingredients=tuple(results))
     best_model = soup.steps[0].ingredient
-    if len(soup.chain) < 2:
+    if study.best is None:
         why = f"no other model improves {best_model} on the search documents"
         if problem := next((trial.problem for trial in study.trials if trial.origin == SOUP and trial.problem), ""):
             why = f"a soup has no score: {problem}"

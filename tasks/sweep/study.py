@@ -133,15 +133,12 @@ class SoupSearch:
     Args:
         rule: Rule that chose the ingredients.
         steps: Ingredients, best first.
-        order: Indices in ``steps`` of the chosen ingredients, in the order in which their contributions are tested. The
-            first is the best ingredient, and the others follow by the strength of the evidence for them.
-        chain: Numbers of the trials of nested soups. The soup at index ``i`` has the first ``i + 1`` ingredients in
-            ``order``. With the rule ``uniform``, only the best ingredient and the average of all ingredients.
+        chain: Numbers of the trials of nested soups: the best model, then the soup after each model that joined. With
+            the rule ``uniform``, only the best model and the average of all models.
     """
 
     rule: SoupRule
     steps: tuple[SoupStep, ...]
-    order: tuple[int, ...]
     chain: tuple[int, ...]
 
 
@@ -219,7 +216,7 @@ class Study:
             "" if self.evaluated_share == 1 else f" · {100 * self.evaluated_share:.0f} % of the documents evaluated"
         )
         if self.soup:
-            chosen = f"{len(self.soup.order)} of {len(self.soup.steps)} models"
+            chosen = f"{sum(step.chosen for step in self.soup.steps)} of {len(self.soup.steps)} models"
             return f"{self.soup.rule} soup of {chosen}, {len(self.trials)} trials{source}, {best}"
         return f"{len(self.trials)} trials{source}, {best} (hand-written {by_hand}){effort}"
 
