@@ -78,13 +78,17 @@ from mergegate.tasks.preflight import (
     with_supported_dtype,
 )
 from mergegate.tasks.preflight.licenses import (
+    INDEX_FILE,
     AncestorLookup,
+    KnownModels,
     LicenseSettings,
     LicenseTable,
     LicenseVerdict,
     check_licenses,
+    compare_weights,
     hub_ancestors,
     license_table,
+    read_known_models,
     read_licenses,
 )
 from mergegate.tasks.publish.targets import check_target
@@ -436,7 +440,8 @@ def check_recipe(recipe: Recipe, root: Path, name: str, problems: Problems) -> N
     (parents,) = _parents([recipe], problems)
     settings, remedy = LicenseSettings(), "declare the use of the merge in a profile"
     table = license_table(settings, root)
-    rules = _Rules(settings, table, hub_ancestors(), root, name, MergeSettings(), (), remedy=remedy)
+    known = read_known_models(home() / INDEX_FILE)
+    rules = _Rules(settings, table, hub_ancestors(), known, root, name, MergeSettings(), (), remedy=remedy)
     if _is_complete(recipe, parents):
         _clear(Candidate("", recipe, ""), parents, rules, problems)
 
@@ -448,6 +453,7 @@ class _Rules:
     license: LicenseSettings
     table: LicenseTable
     ancestors: AncestorLookup
+    known: KnownModels
     root: Path
     name: str
     merging: MergeSettings
@@ -470,6 +476,7 @@ class _Rules:
             settings,
             license_table(settings, root),
             hub_ancestors(),
+            read_known_models(home() / INDEX_FILE, root / settings.fingerprints if settings.fingerprints else None),
             root,
             profile.name,
             profile.merge,
@@ -518,8 +525,16 @@ def _clear(
     if not parents:
         return None  # the reason is already recorded
     recipe, settings = candidate.recipe, rules.license
-    declared = read_licenses(parents, rules.table, rules.ancestors)
-    allowed = problems.ask(check_licenses, declared, settings.use(rules.name), rules.table, settings.accepted)
+    use, declared = settings.use(rules.name), read_licenses(parents, rules.table, rules.ancestors)
+    allowed = problems.ask(check_licenses, declared, use, rules.table, settings.accepted)
+    with problems.collect_errors():  # A release is refused by its cards before any weight is read.
+        compared = compare_weights(declared, parents, rules.known, settings, rules.table)
+        if compared != declared:
+            allowed = problems.ask(check_licenses, compared, use, rules.table, settings.accepted)
+    problems.add(allowed.value.warnings())
+    if problems.stop_at_once:
+        for warning in allowed.value.warnings():
+            announce(f"warning: {warning}; {warning.remedy}")
     if refusal := allowed.value.refusal():
         if rules.remedy:
             problems.findings.append(finding_of(refusal).as_warning(rules.remedy))

@@ -68,6 +68,7 @@ from mergegate.tasks.merge import (
     numerics,
     prepare_recipe,
     select_named_parents,
+    with_new_routers,
 )
 from mergegate.tasks.perplexity import ensemble_likelihoods
 from mergegate.tasks.preflight import Evidence, with_next_samples
@@ -219,8 +220,9 @@ def make_attempt(
     parents = pin_checkpoints(cleared_candidate.parents, store().hashes, profile.checks.code.trusted)
     by_ref = {parent.ref: parent for parent in parents}
     recipe = prepare_recipe(recipe, by_ref.__getitem__, in_flow=True)
-    pinned = PinnedRecipe(recipe, parents)
     try:
+        recipe = with_new_routers(recipe, by_ref.__getitem__, numerics(profile.merge), lambda stage: stage)
+        pinned = PinnedRecipe(recipe, parents)
         merged = merge.after(cleared_candidate.license, cleared_candidate.compatibility)(
             pinned, numerics(profile.merge)
         )

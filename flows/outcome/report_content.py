@@ -174,6 +174,7 @@ def report_content(
         ),
         variants=tuple(variant.verdict for variant in attempt.variants),
         experts=merged.value.experts,
+        routers=merged.value.routers,
         ensemble=attempt.ensemble.value if attempt.ensemble else None,
         **_serving(attempt.evidence_of(ServedModels)),
         artifacts=tuple(

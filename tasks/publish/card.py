@@ -78,7 +78,8 @@ def model_card(
         "result, [provenance.json](provenance.json) identifies the inputs, and [evidence](evidence/gate.json) has the "
         "outcomes of all documents, without texts.",
         "**Statement of changes.** The weights of this model are new. They were computed with the recipe below from "
-        f"the models listed with it, and replace their weights. {_copied_files(content, files)} copied or adapted.",
+        f"the models listed with it, and replace their weights. {_copied_files(content, files)} copied or adapted."
+        + (f" {content.routers.sentences}" if content.routers else ""),
     ]
     address, is_signed = publication.address, publication.signed
     is_local = any(model.revision is None for model in content.parents)

@@ -15,7 +15,7 @@ from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind
 from mergegate.tasks.evaluation import Scores, Scoring
 from mergegate.tasks.explain import Explanation
 from mergegate.tasks.gate import GateVerdict
-from mergegate.tasks.merge import RouterDistance
+from mergegate.tasks.merge import RepairedRouting, RouterDistance
 from mergegate.tasks.perplexity import Likelihoods, WindowSettings
 from mergegate.tasks.serve import ServingCost
 from mergegate.tasks.stage import Outcome, Section
@@ -169,6 +169,8 @@ class ReportContent(_Part):
     serving: Annotated[tuple[ReportedServing, ...], NotInKey] = ()  # parents in the recipe's order, then the merge
     # Distances between the experts and routers of parents that are mixtures of experts.
     experts: Annotated[tuple[RouterDistance, ...], Field(exclude_if=lambda experts: not experts)] = ()
+    # Effect of the repair of the routers. None if they stay as merged.
+    routers: Annotated[RepairedRouting | None, Field(exclude_if=lambda routers: routers is None)] = None
     ensemble: Likelihoods | None = None  # ensemble of the parents, on the same text
     artifacts: tuple[StoredArtifact, ...] = ()
     # Profile settings that this run overrides, as KEY=VALUE.
