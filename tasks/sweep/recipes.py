@@ -58,12 +58,12 @@ class SoupRecipe:
         short = tuple(name.rstrip("/").rpartition("/")[2] for name in self.names)
         return short if len(set(short)) == len(short) else self.names
 
-    def soup_of(self, chosen: Collection[int]) -> dict[str, Any]:
-        """Return the recipe of the average of some ingredients, given their indices, with weight 1 for each.
+    def soup_of(self, indices: Collection[int]) -> dict[str, Any]:
+        """Return the recipe of the average of the ingredients at ``indices``, with weight 1 for each.
 
         The ingredients are in the order of the recipe, so a set of ingredients has one recipe.
         """
-        entries = [entry for index, entry in enumerate(self.document["models"]) if index in chosen]
+        entries = [entry for index, entry in enumerate(self.document["models"]) if index in indices]
         models = [{**entry, _PARAMETERS: {**(entry.get(_PARAMETERS) or {}), "weight": 1.0}} for entry in entries]
         shared = {
             key: value

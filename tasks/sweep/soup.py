@@ -137,12 +137,15 @@ class _SoupSearch:
             soup=SoupSearch(settings.soup or "greedy", tuple(steps), tuple(chain)),
         )
 
-    def _choose_greedily(self, ranked: Sequence[int], index_of: Mapping[int, int]) -> tuple[list[SoupStep], list[int]]:
-        """Return a step for each model, best first, and the numbers of the trials of the growing soup."""
+    def _choose_greedily(self, numbers: Sequence[int], index_of: Mapping[int, int]) -> tuple[list[SoupStep], list[int]]:
+        """Return a step for each model, best first, and the numbers of the trials of the growing soup.
+
+        ``numbers`` are the trials of the models alone, best first.
+        """
         labels = self.recipe.labels
-        steps = [SoupStep(labels[index_of[ranked[0]]], ranked[0], None, True)]
-        soup, chain = {index_of[ranked[0]]}, [ranked[0]]
-        for number in ranked[1:]:
+        steps = [SoupStep(labels[index_of[numbers[0]]], numbers[0], None, True)]
+        soup, chain = {index_of[numbers[0]]}, [numbers[0]]
+        for number in numbers[1:]:
             gain = None
             if self.trials[number].is_complete:
                 (candidate,) = self._score([soup | {index_of[number]}], SOUP)
@@ -155,8 +158,8 @@ class _SoupSearch:
             steps.append(SoupStep(labels[index_of[number]], number, gain, chosen))
         return steps, chain
 
-    def _key(self, chosen: set[int]) -> str:
-        return recipe_key(self.recipe.soup_of(chosen))
+    def _key(self, indices: set[int]) -> str:
+        return recipe_key(self.recipe.soup_of(indices))
 
     def _score(self, sets: Sequence[set[int]], origin: str) -> list[int]:
         """Score the soups of sets of ingredients that have no trial yet, and return the number of each soup's trial."""
@@ -200,10 +203,10 @@ class _SoupSearch:
         for activity, seconds in (scores.seconds or {}).items():
             self.seconds[activity] = self.seconds.get(activity, 0.0) + seconds
 
-    def _report_progress(self, finished: int) -> None:
+    def _report_progress(self, extra: int) -> None:
         best, total = best_of(self.trials, self.problem.objective), self.problem.objective.total
         by_hand = best_of([trial for trial in self.trials if trial.origin == "hand-written"], self.problem.objective)
-        count, used = len(self.trials) + finished, self.ledger.used_seconds - self.begun
+        count, used = len(self.trials) + extra, self.ledger.used_seconds - self.begun
         self.on_progress(
             SearchProgress(
                 trials=min(count, self.limit),
