@@ -36,6 +36,7 @@ from mergegate.tasks.merge.calibration import CalibrationJob
 from mergegate.tasks.merge.router_fitting import ParentRouters, RouterRepairSummary, repair_routers
 from mergegate.tasks.merge.router_repair import RepairRequest, new_routers
 from mergegate.tasks.merge.statistics import pin_calibration_texts
+from mergegate.tasks.merge.statistics_cost import router_needs
 from mergegate.tasks.perplexity import TextSetting, pin_text
 from mergegate.tasks.preflight.evidence import collect_calibration_texts
 from mergegate.tasks.stage import runtime
@@ -396,3 +397,18 @@ def test_other_texts_and_settings_are_other_keys(tmp_path: Path, monkeypatch: py
     assert len(set(keys)) == len(keys)
     written_text(tmp_path / "0.jsonl", TEXTS[0])
     assert key() == keys[0]
+
+
+def test_the_forecast_counts_the_texts_and_the_passes(tmp_path: Path) -> None:
+    parents_of(tmp_path, "mixtral")
+    recipe = replace(load_recipe(RECIPE), directory=tmp_path)
+    opened = {str(ref): open_checkpoint(tmp_path / ref.path) for ref in recipe.references()}
+    needs = router_needs(plan_merge(recipe, opened), HashMemo(tmp_path / "hashes.db"))
+    assert needs is not None
+    assert (needs.texts, needs.layers) == (2, 2)
+    assert needs.states == 4 * 32 * needs.positions
+    parameters = sum(tensor.numel for name, tensor in opened["parent-0"].tensors.items() if ".experts." not in name)
+    experts = sum(tensor.numel for name, tensor in opened["parent-0"].tensors.items() if ".experts." in name)
+    assert needs.operations == pytest.approx(2 * needs.positions * (parameters + experts * 2 / mixtures.EXPERTS))
+    plain = plan_merge(replace(recipe, router_repair=None), opened)
+    assert router_needs(plain, HashMemo(tmp_path / "hashes.db")) is None
