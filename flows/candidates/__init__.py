@@ -2,6 +2,7 @@
 
 * ``candidates`` reads the recipes.
 * ``clients`` builds the recipe of a round from the available clients.
+* ``run_expansion`` lists the checkpoints of a training run.
 * ``tuning`` sets up the search for the scale of a recipe.
 """
 
@@ -14,9 +15,11 @@ from mergegate.flows.candidates.candidates import (
     candidate_recipes,
     changed_candidate,
     recipe_of_documents,
+    recipe_of_file,
     searched_recipe,
 )
-from mergegate.flows.candidates.clients import ClientRound, client_digest, client_round
+from mergegate.flows.candidates.clients import client_digest, client_round
+from mergegate.flows.candidates.run_expansion import ExpandedRecipe, expand_training_runs, has_training_run
 from mergegate.flows.candidates.tuning import SCALE, TUNE, TuningSize, has_searchable_scale, scale_search
 
 __all__ = [
@@ -25,7 +28,7 @@ __all__ = [
     "SCALE",
     "TUNE",
     "Candidate",
-    "ClientRound",
+    "ExpandedRecipe",
     "SearchedRecipe",
     "TuningSize",
     "Written",
@@ -33,8 +36,11 @@ __all__ = [
     "changed_candidate",
     "client_digest",
     "client_round",
+    "expand_training_runs",
     "has_searchable_scale",
+    "has_training_run",
     "recipe_of_documents",
+    "recipe_of_file",
     "scale_search",
     "searched_recipe",
 ]

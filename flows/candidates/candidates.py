@@ -9,10 +9,11 @@ from typing import Any, Literal
 
 import yaml
 
+from mergegate.flows.candidates.run_expansion import expand_training_runs, has_training_run
 from mergegate.merge_core import Recipe, load_recipe
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import MAX_YAML_BYTES, LocalPath, flow_yaml, parse_yaml, read_text, read_yaml
-from mergegate.merge_core.recipe import apply_overrides
+from mergegate.merge_core.recipe import apply_overrides, plain_mapping
 
 # A recipe in a profile: a file or an inline recipe. A remedy may also be a set of changes to the profile's own recipe.
 Written = LocalPath | dict[str, Any]
@@ -20,6 +21,8 @@ Written = LocalPath | dict[str, Any]
 # part of the error rate of the run, and after three attempts the diagnosis is unlikely to be right.
 AUTO: Literal["auto"] = "auto"
 MOST_PROPOSED = 3
+# Keys that list models. A remedy with a merge method and one of them is a complete recipe.
+_MODEL_KEYS = ("models", "slices", "modules", "run")
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,7 @@ class Candidate:
         recipe: Recipe to merge.
         text: The recipe as YAML.
         change: Change of the profile's own recipe that produces this one. None for an independent recipe.
-        remarks: For a round of clients, which clients take part and which do not.
+        remarks: For a round of clients, which clients take part and which do not. For a training run, its window.
     """
 
     remedy: str
@@ -65,17 +68,20 @@ def searched_recipe(source: Written, root: Path, location: str) -> SearchedRecip
     Raises:
         InvalidInput: The file does not exist, is not YAML, or does not have exactly one document.
     """
-    if not isinstance(source, Path):
-        return SearchedRecipe(source, root, f"{location}: recipe")
-    file = root / source
-    documents = read_yaml(file, "a recipe (YAML)")
-    if len(documents) != 1 or not isinstance(documents[0], Mapping):
-        raise InvalidInput(
-            str(file),
-            found=f"{len(documents)} documents" if len(documents) != 1 else type(documents[0]).__name__,
-            expected="one document with a mapping, because a sweep needs a single recipe",
-        )
-    return SearchedRecipe(documents[0], file.parent, str(file))
+    document: object = source
+    directory, location = root, f"{location}: recipe"
+    if isinstance(source, Path):
+        directory, location = (root / source).parent, str(root / source)
+        documents = read_yaml(root / source, "a recipe (YAML)")
+        if len(documents) != 1 or not isinstance(documents[0], Mapping):
+            raise InvalidInput(
+                location,
+                found=f"{len(documents)} documents" if len(documents) != 1 else type(documents[0]).__name__,
+                expected="one document with a mapping, because a sweep needs a single recipe",
+            )
+        document = documents[0]
+    assert isinstance(document, Mapping)
+    return SearchedRecipe(expand_training_runs([document], directory, location).documents[0], directory, location)
 
 
 def candidate_recipes(
@@ -111,7 +117,7 @@ def candidate_recipes(
             )
         elif isinstance(remedy, Path):
             candidates.append(_candidate(remedy, str(remedy), root, location))
-        elif "experts" in remedy or ("merge_method" in remedy and ({"models", "slices", "modules"} & remedy.keys())):
+        elif "experts" in remedy or ("merge_method" in remedy and not remedy.keys().isdisjoint(_MODEL_KEYS)):
             candidates.append(_candidate(remedy, "another recipe", root, location))
         else:
             if first.document is None:
@@ -138,10 +144,22 @@ def changed_candidate(original: Candidate, change: Mapping[str, Any], root: Path
     return replace(candidate, change=None if original.change is None else {**original.change, **change})
 
 
+def recipe_of_file(file: Path, remedy: str = "") -> Candidate:
+    """Read a recipe file. Its training runs are replaced with the checkpoints that exist now.
+
+    Raises:
+        InvalidInput: The recipe is invalid.
+    """
+    documents = read_yaml(file, "a recipe in YAML")
+    if has_training_run(documents):
+        mappings = [plain_mapping(document, str(file)) for document in documents]
+        return recipe_of_documents(mappings, file.resolve().parent, str(file), remedy)
+    return Candidate(remedy, load_recipe(file), read_text(file, MAX_YAML_BYTES))
+
+
 def _candidate(source: Written, remedy: str, root: Path, location: str) -> Candidate:
     if isinstance(source, Path):
-        file = root / source
-        return Candidate(remedy, load_recipe(file), read_text(file, MAX_YAML_BYTES))
+        return recipe_of_file(root / source, remedy)
     return recipe_of_documents([source], root, location, remedy)
 
 
@@ -150,10 +168,13 @@ def recipe_of_documents(
 ) -> Candidate:
     """Build a candidate from documents as if they were a recipe file in ``directory``.
 
+    Training runs are replaced with the checkpoints that exist now.
+
     Raises:
         InvalidInput: The recipe is invalid.
     """
-    plain = [dict(document) for document in documents]
+    expanded = expand_training_runs(documents, directory, location)
+    plain = [dict(document) for document in expanded.documents]
     text = yaml.safe_dump_all(plain, sort_keys=False, allow_unicode=True)
     recipe = load_recipe(plain[0] if len(plain) == 1 else text, location=location)
-    return Candidate(remedy, replace(recipe, directory=directory), text)
+    return Candidate(remedy, replace(recipe, directory=directory), expanded.comments + text, remarks=expanded.remarks)

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mergegate.flows.candidates.last_round import is_reproducible, last_recipe, used_digests
+from mergegate.flows.candidates.run_expansion import ExpandedRecipe
 from mergegate.flows.candidates.server_step import Adam, parse_adam, take_step
 from mergegate.merge_core import Checkpoint, open_checkpoint
 from mergegate.merge_core.adapters import apply_adapter, is_adapter, open_adapter
@@ -40,24 +41,6 @@ from mergegate.tasks.checkpoints import adapter_files_digest, checkpoint_digest,
 from mergegate.tasks.publish import CARD
 
 _PATTERN = frozenset("*?[")
-
-
-@dataclass(frozen=True)
-class ClientRound:
-    """The recipe of a round, and the clients that do not take part.
-
-    Args:
-        documents: A plain recipe that combines the clients. With momentum or Adam, more documents apply the step.
-        remarks: One line for each client that is left out, and one for the model at the start of the round.
-    """
-
-    documents: tuple[Mapping[str, Any], ...]
-    remarks: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        """The remarks as YAML comments."""
-        return "".join(f"# {' '.join(remark.split())}\n" for remark in self.remarks)
 
 
 @dataclass(frozen=True)
@@ -82,8 +65,10 @@ def client_round(
     last_release: Path | None,
     digest_of: Callable[[Path], str],
     find_state: Callable[[str], Path | None] = lambda stored: None,
-) -> ClientRound:
-    """Build the recipe of this round.
+) -> ExpandedRecipe:
+    """Build the recipe of this round: a plain recipe that combines the clients, and documents that apply the step.
+
+    The remarks name the clients that are left out, and the model at the start of the round.
 
     Args:
         document: A recipe of clients.
@@ -137,10 +122,10 @@ def client_round(
         minimum = f", at least {at_least} required" if participants else ""
         remarks_and_reason = (*remarks, f"{reason}{minimum}: the last round is used again")
         if is_reproducible(last_release, directory, digest_of):
-            return ClientRound(last_recipe(last_release), remarks_and_reason)
+            return ExpandedRecipe(last_recipe(last_release), remarks_and_reason)
         # Repeating the last recipe would now build something else, or fail.
         unchanged = {"merge_method": PASSTHROUGH.name, "models": [{"model": base}]}
-        return ClientRound((unchanged,), (*remarks_and_reason, "some of its models no longer exist or have changed"))
+        return ExpandedRecipe((unchanged,), (*remarks_and_reason, "some of its models no longer exist or have changed"))
     if len(participants) < at_least:
         raise Refused(
             f"{location}: clients",
@@ -155,7 +140,7 @@ def client_round(
     documents, step_remarks = take_step(
         recipe, settings.adam or settings.momentum, last_release, directory, digest_of, find_state
     )
-    return ClientRound(documents, (*remarks, *step_remarks))
+    return ExpandedRecipe(documents, (*remarks, *step_remarks))
 
 
 def client_digest(path: Path, hashes: HashMemo) -> str:

@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.text import Text
 
 from mergegate.flows.attempt import sweep_candidates
+from mergegate.flows.candidates import recipe_of_file
 from mergegate.flows.cli.command import JsonOption, command_context, local_path
 from mergegate.flows.cli.output import print_answer, print_findings, printed_text
 from mergegate.flows.cli.run_plan import plan_run
 from mergegate.flows.cli.sweep import convert_evolve
 from mergegate.flows.preflight import Problems, TaskExample, check_recipe, preflight_profile
 from mergegate.flows.profile import Profile, is_recipe, load_profile
-from mergegate.merge_core import Finding, load_recipe
+from mergegate.merge_core import Finding
 from mergegate.merge_core.errors import EXIT_CODES, Status, to_printable
 
 _LONGEST = 2000  # characters of a prompt to show
@@ -97,7 +98,7 @@ def check_file(file: Path | Profile, console: Console) -> CheckReport:
     """
     problems, planned = Problems(stop_at_once=False), None
     if isinstance(file, Path) and is_recipe(file):
-        check_recipe(load_recipe(file), file.parent, file.stem, problems)
+        check_recipe(recipe_of_file(file).recipe, file.parent, file.stem, problems)
     elif (profile := load_profile(convert_evolve(file, console) if isinstance(file, Path) else file)).sweep is None:
         preflight = preflight_profile(profile, problems)
         if (planned := plan_run(profile, preflight, problems.examples)) and planned.open_stages:

@@ -13,11 +13,12 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
+from mergegate.flows.candidates import recipe_of_file
 from mergegate.flows.cli.command import JsonOption, command_context, local_path
 from mergegate.flows.cli.merge_cache import RecordedMerge
 from mergegate.flows.cli.output import print_created
 from mergegate.flows.cli.recipe_parents import ClearedRecipe, clear_recipe
-from mergegate.merge_core import Recipe, load_recipe, merge_weights, plan_merge
+from mergegate.merge_core import Recipe, merge_weights, plan_merge
 from mergegate.merge_core.architecture.experts import match_experts
 from mergegate.merge_core.engine import EngineSettings, start_or_resume
 from mergegate.merge_core.errors import DiskUnavailable
@@ -84,7 +85,10 @@ def merge_recipe(recipe_file: Path, options: MergeOptions, console: Console) -> 
     """
     out = options.out
     out.absolute()  # Report a deleted working directory before parents appear to be missing in it.
-    cleared = clear_recipe(load_recipe(recipe_file))
+    candidate = recipe_of_file(recipe_file)
+    for remark in candidate.remarks:
+        console.print(remark, markup=False)
+    cleared = clear_recipe(candidate.recipe)
     for finding in cleared.findings:
         remedy = f"; {finding.remedy}" if finding.remedy else ""
         console.print(Text(f"{finding.severity}: {finding}{remedy}"))

@@ -20,10 +20,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from mergegate.flows.candidates import recipe_of_file
 from mergegate.flows.cli.command import JsonOption, command_context, local_path
 from mergegate.flows.cli.output import print_answer, printed_text
 from mergegate.flows.cli.recipe_parents import plan_recipe
-from mergegate.merge_core import EngineSettings, Finding, MergePlan, Recipe, load_recipe
+from mergegate.merge_core import EngineSettings, Finding, MergePlan, Recipe
 from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, find_kind
 from mergegate.merge_core.engine.forecast import Duration, Needs, Rates, duration, estimate_needs, input_files
 from mergegate.merge_core.errors import InvalidInput
@@ -160,7 +161,7 @@ def plan_file(file: Path | Profile, options: PlanOptions) -> MergeForecast:
     profile = None if isinstance(file, Path) and is_recipe(file) else load_profile(file)
     if profile is None:
         assert isinstance(file, Path)  # because it is a recipe
-        loaded = load_recipe(file)
+        loaded = recipe_of_file(file).recipe
     else:
         loaded = profile.candidates()[0].recipe
     parents, merge_plan = plan_recipe(loaded)

@@ -317,6 +317,8 @@ def _type(value: Mapping[str, Any]) -> str:
         return ", ".join(f"`{word}`" for word in value["enum"])
     if "const" in value:
         return f"`{value['const']}`"
+    if isinstance(value.get("type"), list):
+        return " or ".join(_type({**value, "type": kind}) for kind in value["type"])
     if value.get("type") == "array":
         inner = value.get("items") or (value.get("prefixItems") or [{}])[0]
         return f"list of {_type(inner)}"

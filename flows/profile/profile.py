@@ -13,13 +13,14 @@ from mergegate.flows.candidates import (
     AUTO,
     TUNE,
     Candidate,
-    ClientRound,
+    ExpandedRecipe,
     SearchedRecipe,
     TuningSize,
     Written,
     candidate_recipes,
     client_digest,
     client_round,
+    has_training_run,
     recipe_of_documents,
     scale_search,
     searched_recipe,
@@ -86,8 +87,10 @@ class Profile(ProfileSettings):
 
     @property
     def is_as_read(self) -> bool:
-        """Whether no recipe file has changed since it was read. Always False for a recipe of clients."""
+        """Whether no recipe file has changed since it was read. Always False for clients and training runs."""
         if self.__dict__.get("_client_round") is not None:  # the directories of clients may change at any time
+            return False
+        if has_training_run(self._recipe_documents):  # so may the checkpoints of a training run
             return False
         return "_recipes_read" not in self.__dict__ or self._recipes_read == self._recipe_files()
 
@@ -115,7 +118,7 @@ class Profile(ProfileSettings):
         if (round_and_directory := self._client_round) is not None:
             client_recipe, directory = round_and_directory
             candidate = recipe_of_documents(client_recipe.documents, directory, f"profile {self.name}: recipe")
-            recipe = replace(candidate, text=client_recipe.text + candidate.text, remarks=client_recipe.remarks)
+            recipe = replace(candidate, text=client_recipe.comments + candidate.text, remarks=client_recipe.remarks)
         return candidate_recipes(recipe, written, self.root, f"profile {self.name}")
 
     @property
@@ -124,14 +127,10 @@ class Profile(ProfileSettings):
         return self._client_round is not None
 
     @cached_property
-    def _client_round(self) -> tuple[ClientRound, Path] | None:
+    def _client_round(self) -> tuple[ExpandedRecipe, Path] | None:
         """The round of clients that the recipe describes, and the directory of its paths. None for any other recipe."""
-        documents: list[object] = [self.recipe]
-        directory = self.root
-        if isinstance(self.recipe, Path):
-            directory, documents = (self.root / self.recipe).parent, []
-            with suppress(MergegateError, OSError, ValueError):  # reading it as a recipe reports the error
-                documents = read_yaml(self.root / self.recipe, "a recipe in YAML")
+        documents = self._recipe_documents
+        directory = (self.root / self.recipe).parent if isinstance(self.recipe, Path) else self.root
         document = documents[0] if len(documents) == 1 else None
         if not isinstance(document, Mapping) or "clients" not in document:
             return None
@@ -145,6 +144,15 @@ class Profile(ProfileSettings):
             find_state=find_optimizer_state,
         )
         return new_round, directory
+
+    @cached_property
+    def _recipe_documents(self) -> list[object]:
+        """Documents of the recipe, as written. Empty if they cannot be read: parsing the recipe reports the error."""
+        if not isinstance(self.recipe, Path):
+            return [self.recipe]
+        with suppress(MergegateError, OSError, ValueError):
+            return read_yaml(self.root / self.recipe, "a recipe in YAML")
+        return []
 
     @cached_property
     def searched_recipe(self) -> SearchedRecipe:

@@ -112,7 +112,7 @@ def _is_recipe_document(document: Mapping[str, object]) -> bool:
     """Return whether a document has keys that only recipes have. A misspelled merge method does not matter."""
     if "merge_method" in document or "experts" in document:
         return True
-    return "recipe" not in document and not document.keys().isdisjoint(("models", "slices", "modules"))
+    return "recipe" not in document and not document.keys().isdisjoint(("models", "slices", "modules", "run"))
 
 
 def parse_profile(data: Mapping[str, object], location: str) -> Profile:

@@ -3,7 +3,7 @@
 Other packages can add methods under the entry point ``mergegate.methods``.
 """
 
-from mergegate.merge_core.methods.combination import PASSTHROUGH, combine
+from mergegate.merge_core.methods.combination import LINEAR, PASSTHROUGH, combine
 from mergegate.merge_core.methods.contract import (
     GRAIN,
     REQUIRED,
@@ -35,6 +35,7 @@ from mergegate.merge_core.methods.upcycling import UPCYCLING
 __all__ = [
     "BUILT_IN",
     "GRAIN",
+    "LINEAR",
     "PASSTHROUGH",
     "REQUIRED",
     "TASK_ARITHMETIC",

@@ -137,22 +137,21 @@ PASSTHROUGH = Method(
     traits=Traits(may_zero=True),
 )
 
-METHODS = (
-    Method(
-        name="linear",
-        formula="x = Σ w_i x_i / Σ w_i",
-        summary="Weighted average of the models",
-        paper="Model soups, Wortsman et al. 2022, https://arxiv.org/abs/2203.05482",
-        base="ordinary",
-        models=(1, None),
-        parameters=(
-            Parameter("weight", "float", "input", REQUIRED, "weight of each model"),
-            Parameter("normalize", "bool", "shared", True, "divide by the sum of the weights"),
-        ),
-        steps=map_only(_linear),
-        check=check_weight_sum("normalize"),
-        costs=Costs(map=0.6),
-        traits=Traits(adds_up=True, adapters="sum", first_draft="averages the models"),
+LINEAR = Method(
+    name="linear",
+    formula="x = Σ w_i x_i / Σ w_i",
+    summary="Weighted average of the models",
+    paper="Model soups, Wortsman et al. 2022, https://arxiv.org/abs/2203.05482",
+    base="ordinary",
+    models=(1, None),
+    parameters=(
+        Parameter("weight", "float", "input", REQUIRED, "weight of each model"),
+        Parameter("normalize", "bool", "shared", True, "divide by the sum of the weights"),
     ),
-    PASSTHROUGH,
+    steps=map_only(_linear),
+    check=check_weight_sum("normalize"),
+    costs=Costs(map=0.6),
+    traits=Traits(adds_up=True, adapters="sum", first_draft="averages the models"),
 )
+
+METHODS = (LINEAR, PASSTHROUGH)

@@ -4,6 +4,7 @@ Parsing is strict and happens once. Later code does not validate a recipe again.
 """
 
 from mergegate.merge_core.recipe.calibration_texts import CalibrationReading, CalibrationRequest, InputMeasurements
+from mergegate.merge_core.recipe.keys import plain_mapping
 from mergegate.merge_core.recipe.mixture import Expert, GateRows, Mixture
 from mergegate.merge_core.recipe.overrides import apply_overrides, fit_to_method
 from mergegate.merge_core.recipe.parameters import Condition, Parameters, value_for
@@ -26,9 +27,23 @@ from mergegate.merge_core.recipe.reference import (
 )
 from mergegate.merge_core.recipe.schema import recipe_schema
 from mergegate.merge_core.recipe.tokenizer_choice import RowOrigin, TokenizerChoice
+from mergegate.merge_core.recipe.training_run import (
+    RUN_KEYS,
+    RunCheckpoint,
+    RunSettings,
+    Schedule,
+    parse_amount,
+    parse_run,
+    run_recipe,
+    schedule_weights,
+    select_window,
+    step_in_name,
+    tokens_in_name,
+)
 
 __all__ = [
     "CLIENT_KEYS",
+    "RUN_KEYS",
     "CalibrationReading",
     "CalibrationRequest",
     "CheckpointRef",
@@ -42,6 +57,9 @@ __all__ = [
     "Recipe",
     "RelativeDistance",
     "RowOrigin",
+    "RunCheckpoint",
+    "RunSettings",
+    "Schedule",
     "Slice",
     "Source",
     "TokenizerChoice",
@@ -50,9 +68,17 @@ __all__ = [
     "fit_to_method",
     "load_recipe",
     "name_in_path",
+    "parse_amount",
     "parse_reference",
+    "parse_run",
+    "plain_mapping",
     "recipe_schema",
     "resolve_local",
+    "run_recipe",
+    "schedule_weights",
     "select_models",
+    "select_window",
+    "step_in_name",
+    "tokens_in_name",
     "value_for",
 ]

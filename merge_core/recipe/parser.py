@@ -157,6 +157,13 @@ def _document(value: object, location: str, directory: Path | None, log: Finding
             expected="'models': a client round starts from the last release of a profile",
             remedy="set it as the recipe of a profile, and run that profile",
         )
+    if "run" in written:
+        raise InvalidInput(
+            f"{location}: run",
+            found="a training run, whose checkpoints have not been listed yet",
+            expected="'models'",
+            remedy="use mergegate merge, check, plan or run, which find the checkpoints",
+        )
     method = _method_of(written, location, log)
     content = known_mapping(written, location, RECIPE_KEYS, log, separator=": ", method=method)
     context = _Context(method, None, log).with_base(content, f"{location}: base_model")

@@ -13,6 +13,7 @@ from mergegate.merge_core.methods import Parameter, merge_methods
 from mergegate.merge_core.recipe.keys import RECIPE_KEYS
 from mergegate.merge_core.recipe.mixture import MIXTURE_KEYS, GateMode
 from mergegate.merge_core.recipe.recipe import CLIENT_KEYS
+from mergegate.merge_core.recipe.training_run import RUN_KEYS, SCHEDULES
 
 _TYPES: dict[str, dict[str, Any]] = {
     "merge_method": {"enum": None, "description": "Merge method. 'mergegate methods' explains all methods."},
@@ -81,6 +82,40 @@ _TYPES: dict[str, dict[str, Any]] = {
         },
     },
     "at_least": {"type": "integer", "description": "Smallest number of updated clients for a round."},
+    "run": {
+        "type": ["string", "array"],
+        "items": {"type": "string"},
+        "description": "Training run whose checkpoints are merged: a directory, a pattern, or org/name@step-* on the "
+        "Hub. Replaces 'models'.",
+    },
+    "steps": {
+        "type": "string",
+        "description": "File with the step of each checkpoint of the run. Default: from trainer_state.json or names.",
+    },
+    "window": {
+        "type": ["integer", "string", "object"],
+        "description": "Size of the window: a number of checkpoints, {steps: N}, {tokens: 50B}, or all. Default: 8.",
+    },
+    "every": {
+        "type": ["integer", "object"],
+        "description": "Use every Nth checkpoint, counted from the newest, or {steps: N}: only multiples of N.",
+    },
+    "schedule": {
+        "anyOf": [
+            {"enum": list(SCHEDULES)},
+            {
+                "type": "object",
+                "additionalProperties": False,
+                "maxProperties": 1,
+                "properties": {
+                    "exponential": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+                    "ema": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
+                },
+            },
+        ],
+        "description": "Weights of the checkpoints: equal, or those that imitate a decay of the learning rate. "
+        "Default: mean.",
+    },
     "leave_out_beyond": {
         "type": "number",
         "description": "Largest length of a task vector, as a factor of the median. Longer ones are left out.",
@@ -115,7 +150,8 @@ _TEXT = {
 
 def recipe_schema() -> dict[str, Any]:
     """Return the JSON Schema (draft 2020-12) of one recipe document, as plain data."""
-    properties = {key: dict(_TYPES.get(key, {})) for key in dict.fromkeys((*RECIPE_KEYS, *MIXTURE_KEYS, *CLIENT_KEYS))}
+    keys = dict.fromkeys((*RECIPE_KEYS, *MIXTURE_KEYS, *CLIENT_KEYS, *RUN_KEYS))
+    properties = {key: dict(_TYPES.get(key, {})) for key in keys}
     properties["merge_method"]["enum"] = sorted(merge_methods())
     formats = sorted({name for dtype in RECIPE_NAMES for name in (dtype, f"torch.{dtype}")})
     for key, description in (
@@ -132,7 +168,7 @@ def recipe_schema() -> dict[str, Any]:
         "type": "object",
         "additionalProperties": False,
         "properties": properties,
-        "anyOf": [{"required": ["merge_method"]}, {"required": ["experts"]}],
+        "anyOf": [{"required": ["merge_method"]}, {"required": ["experts"]}, {"required": ["run"]}],
         "$defs": {
             "model": {
                 "description": "Directory or org/name@revision. Append +adapter to apply a LoRA adapter.",

@@ -17,7 +17,7 @@ from client_rounds import HONEST, MODELS, Clients
 from demo_project import Project
 from safetensors.torch import load_file, save_file
 
-from mergegate.flows.candidates import ClientRound, client_digest, client_round
+from mergegate.flows.candidates import ExpandedRecipe, client_digest, client_round
 from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files import HashMemo, sha256_file
@@ -36,14 +36,14 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def round_of(place: Path, released: Path | None = None, **changes: Any) -> ClientRound:
+def round_of(place: Path, released: Path | None = None, **changes: Any) -> ExpandedRecipe:
     def digest_of(directory: Path) -> str:
         return directory.name
 
     return client_round({**DOCUMENT, **changes}, place, "profile", last_release=released, digest_of=digest_of)
 
 
-def names(found: ClientRound) -> list[str]:
+def names(found: ExpandedRecipe) -> list[str]:
     return [Path(one["model"]).name for one in found.documents[-1]["models"]]
 
 
@@ -70,7 +70,7 @@ def test_the_next_round_begins_with_the_release_and_leaves_out_who_is_late(place
     assert names(found) == ["ben", "dan"]
     late = [remark for remark in found.remarks if "already includes" in remark]
     assert [remark.partition(":")[0] for remark in late] == ["clients/ada", "clients/cleo"]
-    assert found.text.splitlines() == [f"# {remark}" for remark in found.remarks]
+    assert found.comments.splitlines() == [f"# {remark}" for remark in found.remarks]
 
 
 @pytest.mark.parametrize("at_least", [1, 3])
@@ -116,7 +116,7 @@ def test_who_is_not_there_or_not_whole_or_of_another_shape_is_left_out_by_name(p
     assert "model.safetensors" in said["clients/ben"]
     assert "it does not exist" in said["clients/zoe"]
     assert "no directory matches" in said["other/*"]
-    assert str(place) not in found.text  # releases are public and must not contain local paths
+    assert str(place) not in found.comments  # releases are public and must not contain local paths
 
 
 def test_a_pattern_may_be_absolute_and_names_one_client_once(place: Path) -> None:
@@ -204,7 +204,7 @@ def change_config(adapter: Path, **said: Any) -> None:
     (adapter / "adapter_config.json").write_text(json.dumps({**config, **said}))
 
 
-def models(found: ClientRound) -> list[str]:
+def models(found: ExpandedRecipe) -> list[str]:
     return [one["model"] for one in found.documents[-1]["models"]]
 
 
@@ -266,7 +266,7 @@ def test_adapters_that_cannot_be_applied_are_left_out_by_name(place: Path) -> No
     assert "adapter_config.json" in said["fay"]
     assert "elsewhere" in said["gus"]
     assert "@ or +" in said["north+1"]
-    assert str(place) not in found.text
+    assert str(place) not in found.comments
 
 
 def test_on_a_base_that_has_an_adapter_no_other_takes_part(place: Path) -> None:
@@ -401,7 +401,7 @@ def test_rounds_by_adam_are_those_of_its_formula(tmp_path: Path) -> None:
     assert any("Adam continues" in remark for remark in found.remarks)
 
 
-def adam_after(place: Path, **byproduct: Any) -> ClientRound:
+def adam_after(place: Path, **byproduct: Any) -> ExpandedRecipe:
     """Return a round by Adam after a release that stored one optimizer state."""
     released = release(place, "nobody")
     kept = {"name": "mean", "digest": {"sha256": "mean"}, "annotations": {"stored": "kept/mean"}, **byproduct}

@@ -1,0 +1,298 @@
+"""Choose checkpoints of one training run and their weights, for the keys ``run``, ``window``, ``every``, ``schedule``.
+
+A recipe of a training run looks like this::
+
+    run: runs/pretrain          # directory of checkpoints, pattern, or org/name@step-* on the Hub
+    window: 8                   # checkpoints; or {steps: 4000}, {tokens: 50B}, or all. Default: 8
+    every: {steps: 500}         # optional: only steps that are multiples of 500; or 2: every second checkpoint
+    schedule: minus_sqrt        # weights that imitate a learning-rate decay. Default: mean
+
+Training with a constant learning rate and merging the last checkpoints with suitable weights has the same effect as
+decaying the learning rate. If the updates between the checkpoints ``j - 1`` and ``j`` shall count ``w_j`` times, with
+``1 = w_0 >= w_1 >= ... >= w_k >= 0``, then checkpoint ``j`` gets the weight ``c_j = w_j - w_{j+1}``, where
+``w_{k+1} = 0`` (WSM, https://arxiv.org/abs/2507.17634). ``w_j`` is the decay curve at the position of the
+checkpoint in the window. This module only decides; it reads no file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.methods import LINEAR, find_method
+
+# Keys of a training run. A recipe with these keys is expanded into a plain recipe before it is parsed.
+RUN_KEYS = ("run", "steps", "window", "every", "schedule")
+_DEFAULT_WINDOW = 8
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_STEP_IN_NAME = re.compile(r"(?:^|[^a-z])(?:step|checkpoint|ckpt|iter|iteration)s?[-_=]?(\d+)", re.IGNORECASE)
+_TOKENS_IN_NAME = re.compile(r"tokens?[-_=]?(\d+(?:\.\d+)?)([KMBT]?)(?![a-z0-9])", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class RunCheckpoint:
+    """One checkpoint of a training run.
+
+    Args:
+        model: Reference, as a recipe writes it.
+        step: Training step, counted from 0.
+        tokens: Number of tokens that the run had read. None if unknown.
+    """
+
+    model: str
+    step: int
+    tokens: int | None = None
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Weights of the checkpoints in a window.
+
+    Args:
+        name: One of the names in :data:`SCHEDULES`.
+        value: For ``exponential``, the value of the decay curve at the end of the window, above 0 and below 1. For
+            ``ema``, the share of the previous average that each checkpoint keeps, from 0 to below 1. Otherwise unused.
+    """
+
+    name: str
+    value: float = 0.0
+
+
+# Decay curves over a window, from 1 at its start (position 0). Those that end at 0 do so at position 1.
+_CURVES: Mapping[str, Callable[[float, float], float]] = {
+    "linear": lambda position, value: 1 - position,
+    "cosine": lambda position, value: (1 + math.cos(math.pi * position)) / 2,
+    "minus_sqrt": lambda position, value: 1 - math.sqrt(position),
+    "exponential": lambda position, value: value**position,
+}
+# Schedules with equal weights. LAWA (latest weight averaging, https://arxiv.org/abs/2209.14981) is a mean.
+_EQUAL = ("mean", "lawa")
+_DEFAULT_VALUES = {"exponential": 0.1, "ema": 0.9}
+SCHEDULES = (*_EQUAL, *_CURVES, "ema")
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Settings of a training run in a recipe.
+
+    Args:
+        patterns: Directories, patterns of directories, or Hub references with a pattern as the revision.
+        steps_file: File with the step of each checkpoint by name. None to read the steps from the checkpoints.
+        window: Unit (``checkpoints``, ``steps`` or ``tokens``) and size of the window. None for all checkpoints.
+        every: Unit (``checkpoints`` or ``steps``) and distance of the checkpoints that can be in the window.
+        schedule: Weights of the checkpoints.
+    """
+
+    patterns: tuple[str, ...]
+    steps_file: str | None = None
+    window: tuple[str, int] | None = ("checkpoints", _DEFAULT_WINDOW)
+    every: tuple[str, int] = ("checkpoints", 1)
+    schedule: Schedule = Schedule("mean")
+
+
+def parse_run(document: Mapping[str, Any], location: str) -> RunSettings:
+    """Read the keys of a training run in a recipe.
+
+    Raises:
+        InvalidInput: A value is not valid, or the recipe also lists models.
+    """
+    run = document.get("run")
+    patterns = [run] if isinstance(run, str) else run
+    if not isinstance(patterns, list) or not patterns or not all(isinstance(p, str) and p.strip() for p in patterns):
+        raise InvalidInput(
+            f"{location}: run",
+            found=f"{run!r:.60}",
+            expected="the directory of a training run, a pattern, or org/name@step-*",
+        )
+    if other := next((key for key in ("models", "slices", "modules", "experts", "clients") if key in document), None):
+        raise InvalidInput(
+            f"{location}: {other}",
+            found="it cannot be combined with run",
+            expected="only one of them, because the checkpoints of the run are the models",
+            remedy=f"remove {other!r} or 'run'",
+        )
+    steps_file = document.get("steps")
+    if steps_file is not None and (not isinstance(steps_file, str) or not steps_file.strip()):
+        raise InvalidInput(
+            f"{location}: steps",
+            found=f"{steps_file!r:.60}",
+            expected="a file (YAML or JSON) with the step of each checkpoint, such as {epoch-1: 500, epoch-2: 1000}",
+        )
+    window: tuple[str, int] | None = ("checkpoints", _DEFAULT_WINDOW)
+    if (written := document.get("window")) == "all":
+        window = None
+    elif written is not None:
+        window = _amount(written, ("checkpoints", "steps", "tokens"), f"{location}: window", "a number, or 'all'")
+    every = ("checkpoints", 1)
+    if document.get("every") is not None:
+        every = _amount(document["every"], ("checkpoints", "steps"), f"{location}: every", "a number")
+    schedule = _parse_schedule(document.get("schedule", "mean"), f"{location}: schedule")
+    return RunSettings(tuple(patterns), steps_file, window, every, schedule)
+
+
+def parse_amount(value: object) -> int | None:
+    """Return a whole number above 0 that may be written with a unit, such as ``50B``, or None if it is not one."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMBT]?)\s*", value, re.IGNORECASE)):
+        value = float(match[1]) * _UNITS[match[2].upper()]
+    if not isinstance(value, (int, float)) or not 0 < value < 2**63 or int(value) != value:
+        return None
+    return int(value)
+
+
+def step_in_name(name: str) -> int | None:
+    """Return the training step in a name such as ``checkpoint-1000`` or ``step1000-tokens4B``, or None.
+
+    A name without such a word may still have a step: its only number.
+    """
+    if matches := _STEP_IN_NAME.findall(name):
+        return int(matches[-1])
+    numbers = re.findall(r"\d+", name)
+    return int(numbers[0]) if len(numbers) == 1 else None
+
+
+def tokens_in_name(name: str) -> int | None:
+    """Return the number of tokens in a name such as ``step1000-tokens4B``, or None."""
+    match = _TOKENS_IN_NAME.search(name)
+    return int(float(match[1]) * _UNITS[match[2].upper()]) if match else None
+
+
+def select_window(
+    checkpoints: Sequence[RunCheckpoint], settings: RunSettings, location: str
+) -> tuple[RunCheckpoint, ...]:
+    """Return the checkpoints of the window, ordered by step.
+
+    ``every`` applies first: a number counts backward from the newest checkpoint, and ``{steps: 500}`` selects the steps
+    that are multiples of 500. A window in steps or tokens of size ``n`` contains the checkpoints that are less than
+    ``n`` older than the newest of them.
+
+    Raises:
+        InvalidInput: There is no checkpoint, two have the same step, or a needed number of tokens is unknown.
+    """
+    ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
+    for earlier, later in pairwise(ordered):
+        if earlier.step == later.step:
+            raise InvalidInput(
+                f"{location}: run",
+                found=f"{earlier.model} and {later.model}, both of step {later.step}",
+                expected="one checkpoint per step",
+                remedy="narrow the pattern, or give each its step with 'steps: FILE'",
+            )
+    unit, distance = settings.every
+    if unit == "steps":
+        chosen = [checkpoint for checkpoint in ordered if checkpoint.step % distance == 0]
+    else:
+        chosen = ordered[::-1][::distance][::-1]
+    if not chosen:
+        every = f", and none of a step that is a multiple of {distance}" if ordered else ""
+        raise InvalidInput(
+            f"{location}: run",
+            found=f"{len(ordered)} complete checkpoints{every}",
+            expected="at least one checkpoint",
+            remedy="wait for the first checkpoint, or correct 'every'" if ordered else "check the path or the pattern",
+        )
+    if settings.window is None:
+        return tuple(chosen)
+    unit, size = settings.window
+    if unit == "checkpoints":
+        return tuple(chosen[-size:])
+    if unit == "steps":
+        return tuple(checkpoint for checkpoint in chosen if checkpoint.step > chosen[-1].step - size)
+    if unknown := next((checkpoint for checkpoint in chosen if checkpoint.tokens is None), None):
+        raise InvalidInput(
+            f"{location}: window",
+            found=f"a window in tokens, but the number of tokens of {unknown.model} is unknown",
+            expected="tokens in the name (step1000-tokens4B), in trainer_state.json, or in the file of 'steps'",
+            remedy="write the window in steps or checkpoints",
+        )
+    newest = chosen[-1].tokens or 0
+    return tuple(checkpoint for checkpoint in chosen if (checkpoint.tokens or 0) > newest - size)
+
+
+def schedule_weights(steps: Sequence[int], schedule: Schedule) -> tuple[float, ...]:
+    """Return the weight of each checkpoint of a window. The weights add up to 1.
+
+    Args:
+        steps: Training steps of the checkpoints, increasing.
+        schedule: ``mean`` and ``lawa`` weight all checkpoints equally. ``linear``, ``cosine``, ``minus_sqrt`` and
+            ``exponential`` imitate a decay of the learning rate from the first checkpoint (``1 - t``,
+            ``(1 + cos(pi t)) / 2``, ``1 - sqrt(t)``, ``value ** t``, where ``t`` is the position in the window by
+            steps, and the window ends one mean distance after its last checkpoint). ``ema`` is an exponential moving
+            average over the checkpoints, which starts with the first one.
+    """
+    count = len(steps)
+    if count == 1 or schedule.name in _EQUAL:
+        return (1.0 / count,) * count
+    if schedule.name == "ema":
+        keep = schedule.value
+        return (keep ** (count - 1), *((1 - keep) * keep ** (count - 1 - index) for index in range(1, count)))
+    span = (steps[-1] - steps[0]) * count / (count - 1)
+    curve = _CURVES[schedule.name]
+    shares = [*(curve((step - steps[0]) / span, schedule.value) for step in steps), 0.0]
+    return tuple(share - following for share, following in pairwise(shares))
+
+
+def run_recipe(
+    document: Mapping[str, Any], window: Sequence[RunCheckpoint], schedule: Schedule, location: str
+) -> dict[str, Any]:
+    """Return the plain recipe that merges a window. All keys of ``document`` that do not belong to the run stay.
+
+    Raises:
+        InvalidInput: The method does not weight its models, but the schedule gives them different weights.
+    """
+    plain = {key: value for key, value in document.items() if key not in RUN_KEYS}
+    method = find_method(plain.setdefault("merge_method", LINEAR.name), f"{location}: merge_method")
+    equal = schedule.name in _EQUAL
+    weighted = method.parameter("weight") is not None
+    if not weighted and not equal:
+        raise InvalidInput(
+            f"{location}: schedule",
+            found=f"{schedule.name} with {method.name}, which weights all models equally",
+            expected="a method with weights, such as linear",
+            remedy="remove 'merge_method', or write 'schedule: mean'",
+        )
+    weights = schedule_weights([checkpoint.step for checkpoint in window], schedule)
+    models = [
+        {"model": checkpoint.model} | ({"parameters": {"weight": 1.0 if equal else weight}} if weighted else {})
+        for checkpoint, weight in zip(window, weights, strict=True)
+    ]
+    return {**plain, "models": models}
+
+
+def _amount(value: object, units: tuple[str, ...], location: str, expected: str) -> tuple[str, int]:
+    unit, written = units[0], value
+    if isinstance(value, Mapping) and len(value) == 1:
+        unit, written = next(iter(value.items()))
+    amount = parse_amount(written)
+    if unit not in units or amount is None:
+        forms = " or ".join(f"{{{name}: N}}" for name in units[1:])
+        raise InvalidInput(location, found=f"{value!r:.60}", expected=f"{expected} of {units[0]}, or {forms}")
+    return unit, amount
+
+
+def _parse_schedule(value: object, location: str) -> Schedule:
+    name, number = value, None
+    if isinstance(value, Mapping) and len(value) == 1:
+        name, number = next(iter(value.items()))
+    if not isinstance(name, str) or name not in SCHEDULES:
+        raise InvalidInput(
+            location,
+            found=f"{value!r:.60}",
+            expected=f"one of {', '.join(SCHEDULES)}",
+            remedy=suggest(str(name), SCHEDULES),
+        )
+    if number is None:
+        return Schedule(name, _DEFAULT_VALUES.get(name, 0.0))
+    if name not in _DEFAULT_VALUES:
+        raise InvalidInput(location, found=f"{value!r:.60}", expected=f"{name} without a value")
+    low = 0.0 if name == "ema" else math.ulp(0.0)
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not low <= number < 1:
+        expected = f"a number {'from 0' if name == 'ema' else 'above 0'} and below 1"
+        raise InvalidInput(f"{location}.{name}", found=f"{number!r:.60}", expected=expected)
+    return Schedule(name, float(number))
