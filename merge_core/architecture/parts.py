@@ -102,8 +102,8 @@ def positions_outside_layers(names: Iterable[str], stack: str, checkpoint: Check
         while shared < min(len(own_words), len(words)) - 1 and own_words[shared] == words[shared]:
             shared += 1
         other_prefixes += (".".join(words[: shared + 1]) + ".",)
-    # In a network with several parts, the tensors of the text network have its prefix or are the head. Its prefix is
-    # that of the innermost part with more than the layers, for example ``text_model.`` of ``text_model.encoder.layers``.
+    # In a network with several parts, the tensors of the text network have its prefix or are the head. The prefix is
+    # that of the innermost part with more than the layers, such as ``text_model.`` of ``text_model.encoder.layers``.
     own_prefix = ""
     for end in range(len(own_words) - 1, 0, -1) if other_prefixes or text.key is not None else ():
         own_prefix = ".".join(own_words[:end]) + "."
