@@ -41,7 +41,7 @@ def demo_command(
 
 
 def copy_demo(directory: Path) -> bool:
-    """Copy the demo's profiles, recipes, models and data into ``directory``. Return whether anything had to be copied.
+    """Copy the demo with its models, data and scripts into ``directory``. Return whether anything had to be copied.
 
     Raises:
         InvalidInput: The directory has other content, or this installation does not include the demo.
@@ -74,7 +74,7 @@ def copy_demo(directory: Path) -> bool:
     shutil.copytree(
         source.parent,
         directory / PROFILE.parent,
-        ignore=shutil.ignore_patterns("__pycache__", "*.py"),
+        ignore=shutil.ignore_patterns("__pycache__"),
         dirs_exist_ok=True,
     )
     return True

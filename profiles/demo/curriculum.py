@@ -30,7 +30,7 @@ CONTEXT = 128  # tokens; the longest sentence has about 45
 
 _BATCH = 64
 _UNDECIDED = 0.4  # share of right answers while a skill is kept undecided; under a half, so that copying prevails
-_IGNORED = -100  # the label that cross entropy leaves out
+IGNORED = -100  # the label that cross entropy leaves out
 _REHEARSAL_SEED = 777  # items that steer the training; the measurement of the result uses another seed
 
 
@@ -165,9 +165,9 @@ def exact_match(model: LlamaForCausalLM, skill: str, *, items: int, seed: int) -
     """
     model.train(False)
     rng = random.Random(seed)
-    tokens, labels = _collate([draw(skill, rng, held_out=True) for _ in range(items)])
+    tokens, labels = collate([draw(skill, rng, held_out=True) for _ in range(items)])
     predicted, wanted = model(input_ids=tokens).logits[:, :-1].argmax(-1), labels[:, 1:]
-    return float(((predicted == wanted) | (wanted == _IGNORED)).all(dim=1).float().mean())
+    return float(((predicted == wanted) | (wanted == IGNORED)).all(dim=1).float().mean())
 
 
 def _master_all_skills(model: LlamaForCausalLM, seed: int) -> None:
@@ -188,12 +188,31 @@ def _master_all_skills(model: LlamaForCausalLM, seed: int) -> None:
     raise RuntimeError(f"skills not mastered after {phase.steps} steps: {scores}; try another --seed")
 
 
+def new_optimiser(model: LlamaForCausalLM, phase: Phase) -> torch.optim.AdamW:
+    """Return the optimizer of a phase."""
+    return torch.optim.AdamW(
+        model.parameters(), lr=phase.learning_rate, betas=(0.9, 0.98), weight_decay=phase.weight_decay, foreach=True
+    )
+
+
+def train_on(model: LlamaForCausalLM, optimiser: torch.optim.Optimizer, examples: Sequence[Example]) -> torch.Tensor:
+    """Take one step of the optimizer on a batch. Return the mean cross entropy of the answers, in nats per token."""
+    tokens, labels = collate(examples)
+    model.train()
+    # Padding is on the right and attention is causal: no attention mask is needed.
+    logits = model(input_ids=tokens).logits[:, :-1]
+    loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=IGNORED)
+    optimiser.zero_grad(set_to_none=True)
+    torch.autograd.backward(loss)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimiser.step()
+    return loss.detach()
+
+
 def _train(model: LlamaForCausalLM, phase: Phase, seed: int) -> Iterator[int]:
     """Run ``phase`` on ``model`` and yield the number of steps after each, so that a caller may stop early."""
     rng = random.Random(seed)
-    optimiser = torch.optim.AdamW(
-        model.parameters(), lr=phase.learning_rate, betas=(0.9, 0.98), weight_decay=phase.weight_decay, foreach=True
-    )
+    optimiser = new_optimiser(model, phase)
     for step in range(phase.steps):
         cosine = 0.5 * (1 + math.cos(math.pi * step / phase.steps))
         scale = min(1.0, (step + 1) / phase.warmup) * (phase.floor + (1 - phase.floor) * cosine)
@@ -205,24 +224,16 @@ def _train(model: LlamaForCausalLM, phase: Phase, seed: int) -> Iterator[int]:
             add_thought(example, rng) if kind == phase.thinks else example
             for kind, example in zip(kinds, examples, strict=True)
         ]
-        tokens, labels = _collate(examples)
-        model.train()
-        # Padding is on the right and attention is causal: no attention mask is needed.
-        logits = model(input_ids=tokens).logits[:, :-1]
-        loss = F.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORED)
-        optimiser.zero_grad(set_to_none=True)
-        torch.autograd.backward(loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        train_on(model, optimiser, examples)
         yield step + 1
 
 
-def _collate(examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor]:
+def collate(examples: Sequence[Example]) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and labels, both int64 ``[examples, longest]``; only answers have labels."""
     encoded = [encode(example) for example in examples]
     longest = max(len(ids) for ids, _ in encoded)
     tokens = torch.full((len(encoded), longest), PAD)
-    labels = torch.full((len(encoded), longest), _IGNORED)
+    labels = torch.full((len(encoded), longest), IGNORED)
     for row, (ids, start) in enumerate(encoded):
         tokens[row, : len(ids)] = torch.tensor(ids)
         labels[row, start : len(ids)] = torch.tensor(ids[start:])

@@ -56,9 +56,7 @@ def test_the_wheel_has_every_file_of_the_floors_and_of_the_demo(tmp_path: Path) 
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", *target, str(wheel)], check=True)
     assert neighbor.read_text() == "MINE = True\n"
     assert [file.name for file in neighbor.parent.iterdir()] == ["__init__.py"]
-    # Only a clone has the scripts that built the demo family, but the wheel includes its stand-in server.
-    made_with = {file for file in wanted if file.endswith(".py")} - {"profiles/demo/server.py"}
-    assert data == {file for file in wanted if file.startswith("profiles/")} - made_with
+    assert data == {file for file in wanted if file.startswith("profiles/")}
 
 
 @pytest.mark.parametrize("folder", ["flows", "tasks", "merge_core"])
