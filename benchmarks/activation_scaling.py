@@ -13,9 +13,9 @@ AIM (Heyrani Nobari et al. 2025, https://arxiv.org/abs/2502.02421) treats the re
     x_j = b_j + (m_j - b_j) * (1 - (1 - omega) * a_j / max(a)),  a_j = mean |input j of the matrix|
 
 The mean is over all positions of the text. Embeddings, norms and heads stay as merged. ``omega`` is 0.4 as in the
-authors' code. The control has the same factors of each matrix in random order. It shrinks every matrix as much as AIM does, but
-does not depend on which channels are active. The merge, AIM and the control are also measured at the scale of the
-merged task vector that is best on other documents.
+authors' code. The control has the same factors of each matrix in random order. It shrinks every matrix as much as AIM
+does, but does not depend on which channels are active. The merge, AIM and the control are also measured at the scale of
+the merged task vector that is best on other documents.
 """
 
 from __future__ import annotations
