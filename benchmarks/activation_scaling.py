@@ -1,11 +1,11 @@
 """Measure whether activation-informed merging (AIM) retains more than a merge without it.
 
-The tables are in ``docs/benchmarks/method-quality.md``.
+The tables are in ``docs/benchmarks/activation-informed-merging.md``.
 
 ::
 
-    .venv/bin/python benchmarks/activation_scaling.py                          # the demo family, 5 minutes
-    .venv/bin/python benchmarks/activation_scaling.py --data DATA --work WORK  # a family trained here, 40 minutes
+    .venv/bin/python benchmarks/activation_scaling.py                                    # the demo family, 5 minutes
+    .venv/bin/python benchmarks/activation_scaling.py --data DATA --base BASE --work WORK    # as for pair_table.py
 
 AIM (Heyrani Nobari et al. 2025, https://arxiv.org/abs/2502.02421) treats the result ``m`` of a merge. It moves column
 ``j`` of each matrix back to the base ``b``, by more where the base has larger activations on a calibration text::
@@ -33,9 +33,8 @@ from method_table import DEMO, USUAL
 
 PROJECT = Path(__file__).resolve().parents[1]
 METHODS = ("task_arithmetic", "ties", "dare_ties")
-SCALES = (1.0, 1.2, 1.4, 1.7, 2.0, 2.3, 2.6)
+SCALES = (0.6, 0.8, 1.0, 1.2, 1.4, 1.7, 2.0, 2.3, 2.6)
 OMEGA = 0.4
-BASE_STEPS, STEPS, RATE = 600, 200, 5e-4  # of the models that this script trains
 
 Weights = Mapping[str, Any]
 Documents = Mapping[str, Sequence[tuple[str, str]]]  # Prompt and scored text, by kind.
@@ -58,8 +57,9 @@ class Score(NamedTuple):
     exact: Mapping[str, float]
 
     def __str__(self) -> str:
+        exact = " / ".join(f"{value:.1f}" for value in self.exact.values())
         nats = " / ".join(f"{value:.4f}" for value in self.nats.values())
-        return " / ".join([*(f"{value:.1f}" for value in self.exact.values()), ""]).removesuffix(" / ") + " · " + nats
+        return f"{exact} · {nats}" if exact else nats
 
 
 def demo_setting() -> Setting:
@@ -80,20 +80,13 @@ def demo_setting() -> Setting:
     )
 
 
-def trained_setting(data: Path, work: Path) -> Setting:
-    """Return two fine-tunes of a base of 6 M parameters that has learned prose only. Missing models are trained."""
+def pair_setting(data: Path, base: Path, work: Path) -> Setting:
+    """Return the pair of ``benchmarks/pair_table.py``, whose missing models are trained. The base reads prose."""
     work.mkdir(parents=True, exist_ok=True)
     documents = pair.documents_of(data)
-    if not (work / "base").exists():
-        texts = siblings.Texts(science=[], sums=[], prose=list(documents.learnt["prose"]))
-        siblings.make_base(work / "base", texts, steps=BASE_STEPS, seed=0)
-    for name in ("science", "sums"):
-        if not (work / name).exists():
-            learnt = documents.learnt[name]
-            siblings.fine_tune(work / "base", learnt, work / name, steps=STEPS, rate=RATE, seed=1)
-    sets = [{kind: [("", text) for text in own] for kind, own in part.items()} for part in documents[1:]]
-    calibration = documents.learnt["prose"][:40]
-    return Setting(work / "base", (work / "science", work / "sums"), calibration, *sets)
+    pair.make_models(base, work, documents.learnt)
+    search, test = ({kind: [("", text) for text in own] for kind, own in part.items()} for part in documents[1:])
+    return Setting(base, (work / "science", work / "sums"), documents.learnt["prose"][:40], search, test)
 
 
 class Network:
@@ -227,15 +220,16 @@ def lines(setting: Setting) -> Iterator[str]:
 
 
 def main() -> int:
-    """Train missing models, then print the table."""
+    """Print the table, for the pair after training its missing models."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--data", type=Path, help="directory of the documents; default: the demo family")
-    parser.add_argument("--work", type=Path, help="directory for the trained models")
+    for name in ("data", "base", "work"):
+        parser.add_argument(f"--{name}", type=Path, help="as for benchmarks/pair_table.py; default: the demo family")
     options = parser.parse_args()
-    if (options.data is None) != (options.work is None):
-        parser.error("--data and --work belong together")
+    places = (options.data, options.base, options.work)
+    if any(places) and not all(places):
+        parser.error("--data, --base and --work belong together")
     sys.path.insert(0, str(PROJECT))
-    for line in lines(demo_setting() if options.data is None else trained_setting(options.data, options.work)):
+    for line in lines(pair_setting(*places) if all(places) else demo_setting()):
         print(line, flush=True)
     return 0
 
