@@ -182,7 +182,9 @@ def plan_run(profile: Profile, ready: Preflight, examples: Sequence[TaskExample]
     merged = merge.find(pinned, numerics(profile.merge)) if recipe else None
     stages.append(_planned_stage(MERGE, "", 0 if merged else 1, last_seconds.get(MERGE), estimate.merging))
     models: dict[str, Model | None] = {
-        parent.name: by_name.get(parent.name) if is_complete else None for parent in cleared.parents
+        parent.name: by_name.get(parent.name) if is_complete else None
+        for parent in cleared.parents
+        if parent.ref not in evidence.unmeasured
     }
     models[MERGE] = merged_model(merged, pinned) if merged else None
     if evidence.documents is not None and evidence.windows is not None:
