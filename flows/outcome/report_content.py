@@ -131,6 +131,7 @@ def report_content(
         recipe=names.rename_yaml(attempt.cleared.candidate.text),
         recipe_warnings=recipe_warnings(attempt.cleared.candidate.recipe),
         models=(*parents, merge_model),
+        runs=tuple(tuple(parent_names[ref] for ref in window) for window in attempt.cleared.candidate.windows),
         licence=license.result,
         obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in license.combination.obligations),
         verdict=verdict,
