@@ -85,6 +85,11 @@ class UndeclaredRelation(BaseModel):
         )
         return f"{self.parent} declares {self.declared}, but {relation} ({licenses}){some_equal}, {end}"
 
+    @property
+    def summary(self) -> str:
+        """Description of the relation, with the statement of the user who has dismissed it."""
+        return f"{self.sentence}; dismissed by {self.dismissed}" if self.dismissed else self.sentence
+
     def finding(self) -> Finding | None:
         """Return a warning, or None if a user has dismissed the relation."""
         if self.dismissed:
