@@ -140,6 +140,13 @@ def read_known_models(own_index: Path, shared_index: Path | None = None) -> Know
     Raises:
         InvalidInput: An index is damaged, or the one that the profile names does not exist.
     """
+    if shared_index and not shared_index.exists():
+        raise InvalidInput(
+            f"checks.license.fingerprints: {shared_index}",
+            found="the file does not exist",
+            expected="an index of fingerprints",
+            remedy=f"create it with 'mergegate fingerprint MODEL --index {shared_index}', or correct the path",
+        )
     models = {model.name: model for model in (read_index(shared_index) if shared_index else ())}
     if own_index.exists():
         models |= {model.name: model for model in read_index(own_index)}
