@@ -25,6 +25,7 @@ from mergegate.merge_core.recipe.reference import (
     parse_reference,
     resolve_local,
 )
+from mergegate.merge_core.recipe.router_repair import RepairedRouters, RouterRepair
 from mergegate.merge_core.recipe.schema import recipe_schema
 from mergegate.merge_core.recipe.tokenizer_choice import RowOrigin, TokenizerChoice
 from mergegate.merge_core.recipe.training_run import (
@@ -59,6 +60,8 @@ __all__ = [
     "Parameters",
     "Recipe",
     "RelativeDistance",
+    "RepairedRouters",
+    "RouterRepair",
     "RowOrigin",
     "RunCheckpoint",
     "RunSettings",
