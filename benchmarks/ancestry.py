@@ -117,7 +117,7 @@ def demo(directories: Sequence[Path]) -> None:
 
 
 def variants_of(weights: Mapping[str, torch.Tensor], seed: int) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
-    """Yield what can be done to a model, by name."""
+    """Yield changed copies of a model, each with the name of the change."""
     torch.manual_seed(seed)
     floats = {name: tensor for name, tensor in weights.items() if tensor.is_floating_point()}
     yield "renamed", {f"x.{number}": tensor for number, tensor in enumerate(reversed(floats.values()))}

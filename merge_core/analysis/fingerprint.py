@@ -1,16 +1,16 @@
 """Take a small fingerprint of a model's weights, and find out whether two models are related.
 
-A fingerprint has the first 128 elements of up to 1,024 matrices. It does not depend on file names and shards, and
-hardly on the number format. Independently trained matrices are uncorrelated, whatever their shapes and norms. A copy,
-a fine-tune or a model with some layers of another one has matrices that correlate with matrices of the other model.
-So matrices are matched by content instead of by name::
+A fingerprint contains the first 128 elements of up to 1,024 matrices. It does not depend on file names and shards, and
+hardly on the number format. Matrices of independently trained models are uncorrelated. A copy, a fine-tune or a model
+with some layers of another one has matrices that correlate with matrices of the other model. mergegate therefore
+matches matrices by content instead of by name::
 
     fingerprint = take_fingerprint(checkpoint.tensors, read)
     (relation,) = compare_fingerprints(fingerprint, [known])     # None if the models are unrelated
 
-Norms and biases are left out, because those of unrelated models are alike. The same is true of tensors with a fixed
-initialization, such as sinusoidal positions or the decay rates of a Mamba model. These are alike in all layers or occur
-once, and similar matrices of one model count as one matrix.
+The fingerprint has no norms and biases, because unrelated models have similar ones. Unrelated models can also share
+tensors with a fixed initialization, such as sinusoidal positions or the decay rates of a Mamba model. Such a tensor
+occurs once or is similar in all layers, and similar matrices of one model count as one matrix.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ _MOST_PER_LAYER = 16
 # Smallest correlation of two samples of related matrices. Docs: benchmarks/ancestry.md. For independent values, 128
 # elements have a standard deviation of 0.09, and the largest of a million correlations is about 0.45.
 _RELATED = 0.5
-# Correlation from which two matrices of one model count as one. It is lower than the threshold above, so that matrices
-# that are alike in all models, and hence in all layers of a model, never count more than once.
-_ALIKE = 0.4
+# Correlation from which two matrices of one model count as one. It is below the threshold above. So a tensor that is
+# similar in all models, and therefore in all layers of each model, counts only once.
+_SIMILAR = 0.4
 LEAST_SHARE = 0.1
 """Smallest share of related matrices that makes two models related."""
 _COUNT = 3  # Smallest number of them, unless they are half of all.
@@ -88,7 +88,7 @@ class Fingerprint:
         return hashlib.sha256(b"".join(rows)).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fingerprint as JSON types. Nothing is lost."""
+        """Return the fingerprint as JSON types, without loss."""
         exponents = _exponents(self.values)
         stored = np.ldexp(self.values, -exponents[:, None]).astype("<f2")
         return {
@@ -232,8 +232,8 @@ def compare_fingerprints(model: Fingerprint, known_models: Sequence[Fingerprint]
     For each matrix of the model, the matrix with the highest correlation is found in each known model, among those with
     the same number of columns. A matrix that is equally near to several known models is near to the first.
     """
-    first_alike = _first_alike(model)
-    distinct = [row for row, first in enumerate(first_alike) if first == row]
+    first_similar = _first_similar(model)
+    distinct = [row for row, first in enumerate(first_similar) if first == row]
     if not distinct:
         return (None,) * len(known_models)
     matches = [_match(model, other, distinct) for other in known_models]
@@ -255,7 +255,7 @@ def compare_fingerprints(model: Fingerprint, known_models: Sequence[Fingerprint]
         offsets = {
             two - one
             for row, partner in zip(rows, match.partners[related], strict=True)
-            if has_layers and first_alike.count(row) == 1
+            if has_layers and first_similar.count(row) == 1
             if (one := model.layer_numbers[row]) is not None and (two := other.layer_numbers[partner]) is not None
         }
         kind: Kind = "fine-tune" if equal < 1 else "copy"
@@ -291,14 +291,14 @@ def _match(model: Fingerprint, known_model: Fingerprint, rows: list[int]) -> _Ma
     return _Match(partners, np.where(best >= _RELATED, distances, np.inf))
 
 
-def _first_alike(model: Fingerprint) -> list[int]:
-    """Return for each matrix the first matrix of the model that is alike, often the matrix itself."""
+def _first_similar(model: Fingerprint) -> list[int]:
+    """Return for each matrix the first matrix of the model that is similar to it, often the matrix itself."""
     if not model.names:
         return []
     correlations = model.directions @ model.directions.T
     correlations[np.not_equal.outer(np.array(model.columns), np.array(model.columns))] = 0
     np.fill_diagonal(correlations, 1)
-    return [int(row) for row in (correlations >= _ALIKE).argmax(1)]
+    return [int(row) for row in (correlations >= _SIMILAR).argmax(1)]
 
 
 def _exponents(values: NDArray[np.float32]) -> NDArray[np.intc]:

@@ -26,7 +26,7 @@ from mergegate.tasks.preflight.licenses.fingerprint_index import IndexedModel, f
 from mergegate.tasks.preflight.licenses.resolve import quote_text
 from mergegate.tasks.preflight.licenses.table import LicenseTable
 
-# Samples of a parent on the Hub, each of which takes one request. A local parent has no limit.
+# Number of samples of a parent on the Hub. Each takes one request. A local parent has no limit.
 _HUB_SAMPLES = 64
 
 _PAGE = re.compile(r"^https?://(?:www\.)?huggingface\.co/")
@@ -138,7 +138,7 @@ def read_known_models(own_index: Path, shared_index: Path | None = None) -> Know
     """Return the models of the project's own index, if it exists, and of the index that a profile names.
 
     Raises:
-        InvalidInput: An index is damaged, or the one that the profile names does not exist.
+        InvalidInput: An index is damaged, or the profile names a file that does not exist.
     """
     if shared_index and not shared_index.exists():
         raise InvalidInput(
