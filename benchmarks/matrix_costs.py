@@ -33,7 +33,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(PROJECT / "tests" / "plan"))
 
 SIZES = ((1024, 1024), (2048, 2048), (2048, 8192), (8192, 2048), (4096, 4096))
-METHODS = ("regmean", "wudi", "svc", "tsv_m", "knots")
+METHODS = ("regmean", "wudi", "ace", "svc", "tsv_m", "knots")
 READERS = ("regmean", "fisher")  # methods that read texts
 TEXT = "own.jsonl"
 DOCUMENTS, TOKENS = 256, 2048

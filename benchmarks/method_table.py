@@ -53,6 +53,7 @@ USUAL: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "regmean": ({}, {}),
     "fisher": ({}, {}),
     "wudi": ({}, {}),
+    "ace": ({}, {}),
     "svc": ({}, {}),
     "tsv_m": ({}, {}),
     "knots": ({"density": 0.5}, {}),

@@ -49,11 +49,19 @@ from mergegate.tasks.evaluation import (
     resolve_prompt_settings,
     task_form,
 )
-from mergegate.tasks.gate import PastGuardOutcome, drift_findings, needs_champion, power_findings, wear_findings
+from mergegate.tasks.gate import (
+    ALL_PARENTS,
+    PastGuardOutcome,
+    drift_findings,
+    needs_champion,
+    power_findings,
+    wear_findings,
+)
 from mergegate.tasks.merge import MergeSettings, numerics
 from mergegate.tasks.perplexity import read_distinct
 from mergegate.tasks.preflight import (
     NEXT_TOKENS,
+    Comparisons,
     Compatibility,
     Evidence,
     HeaderDigest,
@@ -78,13 +86,17 @@ from mergegate.tasks.preflight import (
     with_supported_dtype,
 )
 from mergegate.tasks.preflight.licenses import (
+    INDEX_FILE,
     AncestorLookup,
+    KnownModels,
     LicenseSettings,
     LicenseTable,
     LicenseVerdict,
     check_licenses,
+    compare_weights,
     hub_ancestors,
     license_table,
+    read_known_models,
     read_licenses,
 )
 from mergegate.tasks.publish.targets import check_target
@@ -251,10 +263,12 @@ def preflight_profile(
                     remedy="remove variants, or merge the models instead of their adapters",
                 )
             if _is_complete(candidate.recipe, parents_of_candidate) and candidate not in other_candidates:
-                check_references(profile.evaluate, profile.perplexity, profile.judge, parents_of_candidate)
+                check_references(*comparisons(profile, candidate.windows, parents_of_candidate), parents_of_candidate)
         cleared.append(_clear(candidate, parents_of_candidate, rules, problems))
     if evidence:
-        measured = tuple(parent for parent in parents[0] if not parent.is_state)
+        measured = tuple(
+            parent for parent in parents[0] if not parent.is_state and parent.ref not in evidence.unmeasured
+        )
         evidence = _pin_data(evidence, measured, profile.checks.code.trusted, problems)
         _require_unread(profile, [candidate.recipe for candidate in all_candidates], evidence, problems)
         attempts, past = len(candidates) + profile.max_proposed_remedies, past_guards(profile.name)
@@ -309,7 +323,7 @@ def clear_further(candidate: Candidate, profile: Profile) -> ClearedCandidate:
     """
     problems = Problems(stop_at_once=True)
     (parents,) = _parents([candidate.recipe], problems)
-    check_references(profile.evaluate, profile.perplexity, profile.judge, parents)
+    check_references(*comparisons(profile, candidate.windows, parents), parents)
     cleared = _clear(candidate, parents, _Rules.of(profile), problems)
     assert cleared is not None  # otherwise its problem would have been raised
     return cleared
@@ -436,7 +450,8 @@ def check_recipe(recipe: Recipe, root: Path, name: str, problems: Problems) -> N
     (parents,) = _parents([recipe], problems)
     settings, remedy = LicenseSettings(), "declare the use of the merge in a profile"
     table = license_table(settings, root)
-    rules = _Rules(settings, table, hub_ancestors(), root, name, MergeSettings(), (), remedy=remedy)
+    known = read_known_models(home() / INDEX_FILE)
+    rules = _Rules(settings, table, hub_ancestors(), known, root, name, MergeSettings(), (), remedy=remedy)
     if _is_complete(recipe, parents):
         _clear(Candidate("", recipe, ""), parents, rules, problems)
 
@@ -448,6 +463,7 @@ class _Rules:
     license: LicenseSettings
     table: LicenseTable
     ancestors: AncestorLookup
+    known: KnownModels
     root: Path
     name: str
     merging: MergeSettings
@@ -470,6 +486,7 @@ class _Rules:
             settings,
             license_table(settings, root),
             hub_ancestors(),
+            read_known_models(home() / INDEX_FILE, root / settings.fingerprints if settings.fingerprints else None),
             root,
             profile.name,
             profile.merge,
@@ -518,8 +535,16 @@ def _clear(
     if not parents:
         return None  # the reason is already recorded
     recipe, settings = candidate.recipe, rules.license
-    declared = read_licenses(parents, rules.table, rules.ancestors)
-    allowed = problems.ask(check_licenses, declared, settings.use(rules.name), rules.table, settings.accepted)
+    use, declared = settings.use(rules.name), read_licenses(parents, rules.table, rules.ancestors)
+    allowed = problems.ask(check_licenses, declared, use, rules.table, settings.accepted)
+    with problems.collect_errors():  # A release is refused by its cards before any weight is read.
+        compared = compare_weights(declared, parents, rules.known, settings, rules.table)
+        if compared != declared:
+            allowed = problems.ask(check_licenses, compared, use, rules.table, settings.accepted)
+    problems.add(allowed.value.warnings())
+    if problems.stop_at_once:
+        for warning in allowed.value.warnings():
+            announce(f"warning: {warning}; {warning.remedy}")
     if refusal := allowed.value.refusal():
         if rules.remedy:
             problems.findings.append(finding_of(refusal).as_warning(rules.remedy))
@@ -584,11 +609,21 @@ def pin_profile_evidence(
     Raises:
         InvalidInput: A guard, a task or a file does not exist.
     """
-    check_references(profile.evaluate, profile.perplexity, profile.judge, parents)
-    evidence = pin_evidence(profile.evaluate, profile.perplexity, profile.judge, profile.root, hashes)
-    # A round with one client takes its model as it is.
-    clients = tuple(parent.name for parent in parents if not parent.is_base) if profile.is_client_round else ()
-    evidence = evidence._replace(accepted_copies=(*profile.checks.copies.accepted, *clients))
+    # A comparison of two models has no recipe, and its only reference takes the place of every other one.
+    windows = [window for candidate in profile.candidates() for window in candidate.windows] if dtypes is None else []
+    compared = comparisons(profile, profile.candidates()[0].windows if dtypes is None else [(parents[0].ref,)], parents)
+    check_references(*compared, parents)
+    evidence = pin_evidence(*compared, profile.root, hashes)
+    # A round with one client takes its model as it is, and so does a window of one checkpoint.
+    copies = tuple(parent.name for parent in parents if not parent.is_base) if profile.is_client_round else ()
+    copies += tuple(parent.name for parent in parents if (parent.ref,) in windows)
+    named = compared.names()
+    measured = {window[-1] for window in windows} | {parent.ref for parent in parents if parent.name in named}
+    earlier = frozenset(ref for window in windows for ref in window if ref not in measured)
+    evidence = evidence._replace(
+        accepted_copies=(*profile.checks.copies.accepted, *copies),
+        unmeasured=frozenset() if ALL_PARENTS in named else earlier,
+    )
     if without_units := formats_without_units(device_kind()):
         if dtypes is None:
             declared = [candidate.recipe.out_dtype or candidate.recipe.dtype for candidate in profile.candidates()]
@@ -601,6 +636,19 @@ def pin_profile_evidence(
     return evidence._replace(
         tasks=swept.gate_tasks(evidence.tasks), documents=swept.select_text("gate") or evidence.documents
     )
+
+
+def comparisons(
+    profile: Profile, windows: Sequence[Sequence[str]], parents: Sequence[ResolvedCheckpoint]
+) -> Comparisons:
+    """Return the sections that compare the merge, with the name of the last checkpoint if there is one training run.
+
+    ``windows`` are the references of the checkpoints of each run, ordered by step.
+    """
+    sections = Comparisons(profile.evaluate, profile.perplexity, profile.judge)
+    last = [window[-1] for window in windows]
+    name = next((parent.name for parent in parents if [parent.ref] == last), None)
+    return sections.with_last_checkpoint(name) if name else sections
 
 
 def pin_profile_sweep(profile: Profile, evidence: Evidence, hashes: HashMemo) -> SweepEvidence:

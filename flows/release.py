@@ -68,6 +68,7 @@ from mergegate.tasks.merge import (
     numerics,
     prepare_recipe,
     select_named_parents,
+    with_new_routers,
 )
 from mergegate.tasks.perplexity import ensemble_likelihoods
 from mergegate.tasks.preflight import Evidence, with_next_samples
@@ -219,8 +220,9 @@ def make_attempt(
     parents = pin_checkpoints(cleared_candidate.parents, store().hashes, profile.checks.code.trusted)
     by_ref = {parent.ref: parent for parent in parents}
     recipe = prepare_recipe(recipe, by_ref.__getitem__, in_flow=True)
-    pinned = PinnedRecipe(recipe, parents)
     try:
+        recipe = with_new_routers(recipe, by_ref.__getitem__, numerics(profile.merge), lambda stage: stage)
+        pinned = PinnedRecipe(recipe, parents)
         merged = merge.after(cleared_candidate.license, cleared_candidate.compatibility)(
             pinned, numerics(profile.merge)
         )
@@ -250,7 +252,10 @@ def make_attempt(
             use = {"start": guard.sample_start, "documents": guard.documents_asked or guard.n}
             sample = JudgedSample(merge=model.digest, champion=champion.digest if champion else "", **use)
             record_sample(task, evidence.scoring.seed, sample)
-    adapted_recipe = replace(pinned, parents=parents)
+    # All task vectors of a training run would be read again, so only the first and the last checkpoint explain it.
+    first = {window[0] for window in cleared_candidate.candidate.windows}
+    explained = tuple(parent for parent in parents if parent.ref in first or parent.ref not in evidence.unmeasured)
+    adapted_recipe = replace(pinned, parents=explained)
     explanation = explain_merge(
         adapted_recipe, model, cleared_candidate.candidate.document, gate, assessment.scores, evidence.tasks
     )

@@ -161,6 +161,16 @@ def control_group(directory: Path) -> Capacity | None:
     return Capacity(limit, max(0, min(limit, limit - used + cached)))
 
 
+def open_file_limit() -> int:
+    """Return the number of files that this process may have open at the same time. Default of an unknown limit: 256."""
+    try:
+        import resource
+    except ImportError:
+        return 256
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 20 if limit == resource.RLIM_INFINITY else limit
+
+
 def kernel_lines(name: str) -> list[str]:
     """Return the lines of a file in ``/proc``, such as ``meminfo``, or an empty list on systems without this file."""
     try:

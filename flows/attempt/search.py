@@ -100,6 +100,13 @@ def prepare_search(profile: Profile) -> PreparedSearch:
             expected="the same models in every trial",
             remedy="search without leave_out_beyond and without geometric_median",
         )
+    if repaired := next((each.recipe for each in candidates.searched if each.recipe.router_repair), None):
+        raise InvalidInput(
+            f"{repaired.location}: router_repair",
+            found="a repair of the routers in a search",
+            expected="trials that are merged in memory: a repair needs the finished merge",
+            remedy="search without router_repair, then add it to the recipe that wins",
+        )
     by_ref = {parent.ref: parent for parent in parents}
     first = plan_merge(candidates.searched[0].recipe, {parent.ref: parent.open() for parent in parents})
     # A candidate may need calibration texts in addition to weights. Read them once, before the search.

@@ -196,6 +196,14 @@ _PANELS: Mapping[str, Mapping[str, Entry]] = {
             "Rebuild the weights of a release, and compare every byte.",
             ("mergegate reproduce releases/demo/latest",),
         ),
+        "fingerprint": Entry(
+            "fingerprint",
+            "Write the fingerprint of a known model to an index.",
+            (
+                "mergegate fingerprint models/base --name acme/base",
+                "mergegate fingerprint acme/model --license cc-by-nc-4.0 --index known.jsonl",
+            ),
+        ),
         "schema": Entry(
             "schema",
             "Print the JSON Schema of a profile or a recipe.",

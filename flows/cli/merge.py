@@ -25,13 +25,21 @@ from mergegate.merge_core.errors import DiskUnavailable
 from mergegate.merge_core.files import FileIdentity, new_directory, remove_contents
 from mergegate.merge_core.wording import format_bytes, format_count
 from mergegate.tasks.checkpoints import (
+    PinnedCheckpoint,
     identify_parents,
     open_parent,
     pin_checkpoints,
     require_same_files,
 )
 from mergegate.tasks.checkpoints.hub import download_snapshots
-from mergegate.tasks.merge import MergeSettings, combine_parents, prepare_recipe
+from mergegate.tasks.merge import (
+    MergeSettings,
+    combine_parents,
+    numerics,
+    prepare_recipe,
+    repaired_routing,
+    with_new_routers,
+)
 from mergegate.tasks.stage import store
 
 
@@ -125,7 +133,14 @@ def _merge_into(
 ) -> dict[str, object]:
     """Merge into ``directory``, which is renamed to ``options.out`` when it is complete."""
     by_ref = {parent.ref: parent for parent in cleared_recipe.parents}
-    recipe = prepare_recipe(cleared_recipe.recipe, lambda ref: pin_checkpoints([by_ref[ref]], store().hashes)[0])
+
+    def find(ref: str) -> PinnedCheckpoint:
+        return pin_checkpoints([by_ref[ref]], store().hashes)[0]
+
+    settings = MergeSettings(seed=options.seed, device=options.device)
+    recipe = with_new_routers(prepare_recipe(cleared_recipe.recipe, find), find, numerics(settings))
+    if routing := repaired_routing(recipe):
+        console.print(routing.sentences, markup=False)
     for model, why in recipe.left_out.items():
         console.print(f"left out: {model}: {why}", markup=False)
     if recipe.output:

@@ -146,9 +146,9 @@ def methods_page() -> str:
         "models, `w_i` their weights and `λ` is `lambda`. Set parameters of a model in its own `parameters`, and those",
         "of the merge at the top level.",
         "",
-        "`regmean`, `wudi`, `tsv_m`, `knots` and `svc` merge matrices of linear layers inside the layers of a model,",
-        "each expert separately. They average all other tensors. Thresholds of `ties` and `localize_and_stitch` apply",
-        "within each tensor.",
+        "`regmean`, `wudi`, `ace`, `tsv_m`, `knots` and `svc` merge matrices of linear layers inside the layers of a",
+        "model, each expert separately. They average all other tensors. Thresholds of `ties` and `localize_and_stitch`",
+        "apply within each tensor.",
     ]
     for method in methods:
         lines += ["", f"## {method.name}", "", *([f"`{method.formula}`", ""] if method.formula else [])]

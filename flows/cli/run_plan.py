@@ -169,14 +169,19 @@ def plan_run(profile: Profile, ready: Preflight, examples: Sequence[TaskExample]
     by_name = {parent.name: parent for parent in parents}
     is_complete = len(parents) == len(cleared.parents) and not any(parent.adapter for parent in parents)
     by_ref = {parent.ref: parent for parent in parents}
-    recipe = find_prepared_recipe(cleared.candidate.recipe, by_ref.__getitem__) if is_complete else None
-    pinned = PinnedRecipe(recipe or cleared.candidate.recipe, parents)
-    if reading := calibration_stage_name(cleared.candidate.recipe):
+    written = cleared.candidate.recipe
+    recipe = find_prepared_recipe(written, by_ref.__getitem__, numerics(profile.merge)) if is_complete else None
+    pinned = PinnedRecipe(recipe or written, parents)
+    if reading := calibration_stage_name(written):
         stages.append(_planned_stage(reading, "", 0 if recipe else 1, last_seconds.get(reading), estimate.measuring))
+    if written.router_repair:
+        stages.append(_planned_stage("routers", "", 0 if recipe else 1, last_seconds.get("routers"), None))
     merged = merge.find(pinned, numerics(profile.merge)) if recipe else None
     stages.append(_planned_stage(MERGE, "", 0 if merged else 1, last_seconds.get(MERGE), estimate.merging))
     models: dict[str, Model | None] = {
-        parent.name: by_name.get(parent.name) if is_complete else None for parent in cleared.parents
+        parent.name: by_name.get(parent.name) if is_complete else None
+        for parent in cleared.parents
+        if parent.ref not in evidence.unmeasured
     }
     models[MERGE] = merged_model(merged, pinned) if merged else None
     if evidence.documents is not None and evidence.windows is not None:

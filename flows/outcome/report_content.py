@@ -131,6 +131,7 @@ def report_content(
         recipe=names.rename_yaml(attempt.cleared.candidate.text),
         recipe_warnings=recipe_warnings(attempt.cleared.candidate.recipe),
         models=(*parents, merge_model),
+        runs=tuple(tuple(parent_names[ref] for ref in window) for window in attempt.cleared.candidate.windows),
         licence=license.result,
         obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in license.combination.obligations),
         verdict=verdict,
@@ -174,6 +175,7 @@ def report_content(
         ),
         variants=tuple(variant.verdict for variant in attempt.variants),
         experts=merged.value.experts,
+        routers=merged.value.routers,
         ensemble=attempt.ensemble.value if attempt.ensemble else None,
         **_serving(attempt.evidence_of(ServedModels)),
         artifacts=tuple(

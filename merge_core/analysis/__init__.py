@@ -1,16 +1,30 @@
-"""Measure, layer by layer, how far the parents' task vectors agree and how far the merge moved from the base."""
+"""Measure how far parents agree and how far a merge moved from the base, and find models with related weights."""
 
 from mergegate.merge_core.analysis.distances import find_outliers, geometric_median, normalized_lengths_and_distances
+from mergegate.merge_core.analysis.fingerprint import (
+    LEAST_SHARE,
+    MOST_TENSORS,
+    Fingerprint,
+    Relation,
+    compare_fingerprints,
+    take_fingerprint,
+)
 from mergegate.merge_core.analysis.interference import NOT_FINITE, Interference, TensorGroup, measure_interference
 from mergegate.merge_core.analysis.tally import Tally
 
 __all__ = [
+    "LEAST_SHARE",
+    "MOST_TENSORS",
     "NOT_FINITE",
+    "Fingerprint",
     "Interference",
+    "Relation",
     "Tally",
     "TensorGroup",
+    "compare_fingerprints",
     "find_outliers",
     "geometric_median",
     "measure_interference",
     "normalized_lengths_and_distances",
+    "take_fingerprint",
 ]

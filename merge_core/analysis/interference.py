@@ -13,13 +13,10 @@ task vectors move in opposite directions. TIES resolves such conflicts (Yadav et
 from __future__ import annotations
 
 import math
-import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
 from itertools import combinations
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,7 +34,7 @@ from mergegate.merge_core.architecture import (
 )
 from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import BY_CODE, Checkpoint, numbers
-from mergegate.merge_core.engine import BufferPool, JobInputs, read_ahead
+from mergegate.merge_core.engine import BufferPool, InputFiles, JobInputs, read_ahead
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods import StoredBlock
 from mergegate.merge_core.plan import Input, OutputTensor, TensorJob
@@ -290,14 +287,8 @@ def _tally_jobs(
         sums[index].append(future.result())
         bytes_done += sums[index][-1].elements * sum(item.tensor.dtype.size for item in jobs[index].inputs)
 
-    with ExitStack() as closing, ThreadPoolExecutor(threads) as executor:
-        files: dict[Path, int] = {}
-        for path in dict.fromkeys(part.file for job in jobs for part in job.stored_tensors):
-            try:
-                files[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
-            closing.callback(os.close, files[path])
+    paths = (part.file for job in jobs for part in job.stored_tensors)
+    with InputFiles(paths) as files, ThreadPoolExecutor(threads) as executor:
         try:
             for index, inputs, number in _blocks(jobs, files, pool):
                 if len(pending) > threads:
@@ -314,9 +305,7 @@ def _tally_jobs(
     return [total(parts) for parts in sums]
 
 
-def _blocks(
-    jobs: Sequence[TensorJob], files: Mapping[Path, int], pool: BufferPool
-) -> Iterator[tuple[int, JobInputs, int]]:
+def _blocks(jobs: Sequence[TensorJob], files: InputFiles, pool: BufferPool) -> Iterator[tuple[int, JobInputs, int]]:
     for index, job in enumerate(jobs):
         if index + 1 < len(jobs):
             read_ahead(jobs[index + 1], files)

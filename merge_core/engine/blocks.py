@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +26,7 @@ from mergegate.merge_core.checkpoint import (
     read_into,
 )
 from mergegate.merge_core.engine.finite import PIECE_BYTES, count_non_finite, take_constants
+from mergegate.merge_core.engine.input_files import InputFiles
 from mergegate.merge_core.methods import Block, StoredBlock
 from mergegate.merge_core.plan import MEAN, SEVERAL, ZERO, Input, RowMap, TensorJob
 from mergegate.merge_core.system import prefer_large_pages, read_at, read_soon
@@ -41,10 +41,13 @@ if TYPE_CHECKING:
 _ALIGN = 64
 # Buffer sizes are multiples of this, so that buffers can be reused.
 _BUFFER_UNIT = 1 << 20
-# Limit of the read-ahead per input, so that a few huge tensors do not evict each other from the page cache.
-_READ_AHEAD_BYTES = 128 << 20
+# Limits of the read-ahead per input and of all inputs of a tensor, so that a few huge tensors do not evict each other
+# from the page cache.
+_READ_AHEAD_BYTES, _READ_AHEAD_TOTAL = 128 << 20, 1 << 30
 # Largest number of bytes that Linux reads ahead per call.
 _ADVICE_BYTES = 1 << 20
+# Limit of the bytes of all inputs in a block, so that memory does not grow with the number of inputs.
+_BLOCK_BYTES = 16 << 20
 # Runs of rows up to this size are read with one call.
 _SINGLE_READ_BYTES = 1 << 16
 
@@ -110,16 +113,27 @@ class BufferPool:
             self._free.clear()
 
 
-def read_ahead(job: TensorJob, files: Mapping[Path, int]) -> None:
+def block_size(job: TensorJob, grain: int, elements: int) -> int:
+    """Return the number of elements in a block: ``elements``, or fewer if there are many inputs, in whole grains."""
+    size = sum(item.tensor.dtype.size for item in job.inputs) + sum(item.dtype.size for item in job.measured_importance)
+    return max(1, min(elements, _BLOCK_BYTES // max(size, 1)) // grain) * grain
+
+
+def read_ahead(job: TensorJob, files: InputFiles) -> None:
     """Ask the system to read the beginning of each input into the page cache in the background.
 
-    The disk then works while this process loads kernels or computes other tensors.
+    The disk then works while this process loads kernels or computes other tensors. The first parts of all inputs come
+    first, because the first block needs them.
     """
-    for tensor in job.stored_tensors:
-        fd, end = files[tensor.file], tensor.offset + min(tensor.nbytes, _READ_AHEAD_BYTES)
-        for start in range(tensor.offset, end, _ADVICE_BYTES):
-            if not read_soon(fd, start, min(_ADVICE_BYTES, end - start)):
-                return
+    tensors = job.stored_tensors
+    limit = min(_READ_AHEAD_BYTES, _READ_AHEAD_TOTAL // max(len(tensors), 1))
+    for start in range(0, min(limit, max((tensor.nbytes for tensor in tensors), default=0)), _ADVICE_BYTES):
+        for tensor in tensors:
+            count = min(_ADVICE_BYTES, limit - start, tensor.nbytes - start)
+            if count > 0:
+                with files.open(tensor.file) as fd:
+                    if not read_soon(fd, tensor.offset + start, count):
+                        return
 
 
 class JobInputs:
@@ -127,13 +141,13 @@ class JobInputs:
 
     Args:
         job: Job of one output tensor.
-        files: Open file descriptor of each input file.
+        files: All input files.
         block: Number of elements in a block, a multiple of ``grain``. The last block may be shorter.
         grain: Number of elements in a grain, the unit of reductions.
         pool: Pool that provides memory.
     """
 
-    def __init__(self, job: TensorJob, files: Mapping[Path, int], *, block: int, grain: int, pool: BufferPool) -> None:
+    def __init__(self, job: TensorJob, files: InputFiles, *, block: int, grain: int, pool: BufferPool) -> None:
         self.job, self.block, self.grain = job, block, grain
         self.numel = job.output.numel
         self.count = -(-self.numel // block)
@@ -198,8 +212,8 @@ class JobInputs:
                 # Scattered rows make many short runs. Read each with one call if possible.
                 if isinstance(tensor, StoredTensor) and (end - begin) * size <= _SINGLE_READ_BYTES:
                     piece, position = view[begin * size : end * size], tensor.offset + offset * size
-                    with suppress(OSError):
-                        if read_at(self._files[tensor.file], piece, position) == len(piece):
+                    with suppress(OSError), self._files.open(tensor.file) as fd:
+                        if read_at(fd, piece, position) == len(piece):
                             continue
                 self._read_elements[index](offset, target[begin * size : end * size])
                 continue
@@ -294,11 +308,12 @@ class JobInputs:
         return next((index, item) for index, item in enumerate(self.job.inputs) if item.model == model)
 
 
-def open_elements(tensor: AnyTensor, files: Mapping[Path, int]) -> ReadElements:
+def open_elements(tensor: AnyTensor, files: InputFiles) -> ReadElements:
     """Return a function that reads elements of ``tensor`` from its file, or computes them for a derived tensor."""
 
     def read(tensor: StoredTensor, first: int, into: Bytes) -> None:
-        read_into(files[tensor.file], into.data, tensor.offset + first * tensor.dtype.size, tensor.file)
+        with files.open(tensor.file) as fd:
+            read_into(fd, into.data, tensor.offset + first * tensor.dtype.size, tensor.file)
 
     if isinstance(tensor, DerivedTensor):
         return tensor.open(read)

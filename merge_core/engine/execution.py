@@ -12,11 +12,9 @@ waits for the shards that another participant has claimed until they are complet
 from __future__ import annotations
 
 import heapq
-import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -25,11 +23,11 @@ from mergegate.merge_core.engine import journal
 from mergegate.merge_core.engine.blocks import BufferPool, read_ahead
 from mergegate.merge_core.engine.devices import Devices, EngineSettings, SingleThreadedTorch, own_stream
 from mergegate.merge_core.engine.health import TensorHealth
+from mergegate.merge_core.engine.input_files import InputFiles
 from mergegate.merge_core.engine.pages import InputPages
 from mergegate.merge_core.engine.tensor_run import RunContext, TensorRun
 from mergegate.merge_core.engine.writer import WAITING_BYTES, ShardFiles
-from mergegate.merge_core.errors import InvalidInput, MergegateError
-from mergegate.merge_core.files import FileIdentity, file_identity, require_unchanged
+from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods import Method
 from mergegate.merge_core.plan import MergePlan, Shard, TensorJob, step_of
 
@@ -73,8 +71,10 @@ def require_prepared(plan: MergePlan) -> None:
             missing = f"gate_mode {mixture.gate_mode}: the router rows from the prompts are missing"
         elif document.needs_distances and document.distances is None:
             missing = f"{document.merge_method}: the distances between the models are missing"
-        elif document.texts and document.measured is None:
+        elif document.needs_statistics and document.measured is None:
             missing = f"{document.merge_method}: the statistics of the models on their texts are missing"
+        elif document.router_repair is not None and document.repaired is None:
+            missing = "router_repair: the new routers are missing"
         if missing:
             raise InvalidInput(
                 plan.recipe.location,
@@ -84,9 +84,8 @@ def require_prepared(plan: MergePlan) -> None:
             )
 
 
-@contextmanager
-def open_inputs(plan: MergePlan, step_file: Callable[[str, str], Path | int]) -> Iterator[dict[Path, int]]:
-    """Open every input file of ``plan``, and yield the descriptors by path. The steps of the plan must be finished.
+def open_inputs(plan: MergePlan, step_file: Callable[[str, str], Path | int]) -> InputFiles:
+    """Open the input files of ``plan`` for a ``with`` statement. The steps of the plan must be finished.
 
     Args:
         plan: Plan of one document.
@@ -95,35 +94,13 @@ def open_inputs(plan: MergePlan, step_file: Callable[[str, str], Path | int]) ->
 
     Raises:
         InvalidInput: A file cannot be read.
-        ChangedInput: A file was changed or replaced while it was open.
     """
-    files: dict[Path, int] = {}
-    opened: list[tuple[Path, FileIdentity, int]] = []
-    try:
-        for path in dict.fromkeys(
-            part.file for job in plan.jobs for part in (*job.stored_tensors, *job.measured_tensors)
-        ):
-            try:
-                step = step_of(path)
-                source = step_file(step, Path(*path.parts[1:]).as_posix()) if step else path
-                if isinstance(source, int):
-                    files[path] = os.dup(source)
-                    continue
-                files[path] = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
-                opened.append((source, file_identity(files[path]), files[path]))
-            except OSError as error:
-                raise InvalidInput(str(path), found=f"cannot be read: {error.strerror}") from None
-        try:
-            yield files
-        except MergegateError:
-            for entry in opened:
-                require_unchanged(*entry)  # A changed file may be the cause of the error.
-            raise
-        for entry in opened:
-            require_unchanged(*entry)
-    finally:
-        for fd in files.values():
-            os.close(fd)
+
+    def locate(path: Path) -> Path | int:
+        step = step_of(path)
+        return step_file(step, Path(*path.parts[1:]).as_posix()) if step else path
+
+    return InputFiles((part.file for job in plan.jobs for part in (*job.stored_tensors, *job.measured_tensors)), locate)
 
 
 @dataclass(frozen=True)
@@ -219,7 +196,7 @@ class DocumentRun:
         plan: Plan of the document. Its steps must be finished.
         directory: Output directory. It must exist.
         context: Values that all documents of the merge share.
-        files: Open file descriptor of every input file.
+        files: All input files.
         on_progress: Function called with the number of finished output bytes, in the thread of :meth:`execute`.
     """
 
@@ -228,14 +205,14 @@ class DocumentRun:
         plan: MergePlan,
         directory: Path,
         context: ComputeContext,
-        files: Mapping[Path, int],
+        files: InputFiles,
         on_progress: Callable[[int], None],
     ) -> None:
         self._plan, self._directory, self._on_progress = plan, directory, on_progress
         devices, self._settings = context.devices, context.settings
         fused = uses_fused_kernels(plan, devices, self._settings)
         mode = f"seed {context.seed}, {devices.kind}, {'fused' if fused else 'torch'}"
-        self._identity = journal.merge_identity(plan, files, mode)
+        self._identity = journal.merge_identity(plan, files.identities, mode)
         # On a GPU, a retained block would also occupy GPU memory.
         retained_bytes = RETAINED_BYTES if devices.kind == "cpu" else 0
         self._context = RunContext(

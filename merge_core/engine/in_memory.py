@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     import torch
 
     from mergegate.merge_core.engine.blocks import Bytes
+    from mergegate.merge_core.engine.input_files import InputFiles
 
 _POOL_BYTES = 64 << 20
 
@@ -118,7 +119,7 @@ class _Run:
     seed: int
     device: str
     settings: EngineSettings
-    files: Mapping[Path, int]
+    files: InputFiles
     single_threaded: SingleThreadedTorch
     _targets: dict[str, Bytes] = field(default_factory=dict)  # Output bytes of each job in progress.
 

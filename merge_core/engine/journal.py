@@ -29,7 +29,7 @@ from mergegate.merge_core.checkpoint import DerivedTensor
 from mergegate.merge_core.engine.coordination import NAME
 from mergegate.merge_core.engine.health import TensorHealth
 from mergegate.merge_core.engine.writer import PARTIAL, final_or_partial, refuse_disk_errors
-from mergegate.merge_core.files import LineChain, has_mark, try_open_locked
+from mergegate.merge_core.files import FileIdentity, LineChain, has_mark, try_open_locked
 from mergegate.merge_core.plan import MergePlan, Shard
 from mergegate.merge_core.system import boot_id
 
@@ -138,16 +138,15 @@ def exists(out: Path) -> bool:
     return has_mark(out / NAME)
 
 
-def merge_identity(plan: MergePlan, files: Mapping[Path, int], mode: str) -> str:
+def merge_identity(plan: MergePlan, files: Mapping[Path, FileIdentity], mode: str) -> str:
     """Return a digest of everything that the bytes of a merge depend on.
 
-    ``mode`` is a text with the seed, the device and the kind of kernels.
+    ``files`` has the identity of each input file. ``mode`` is a text with the seed, the device and the kind of kernels.
     """
     inputs = {}
-    for path, fd in files.items():
-        status = os.fstat(fd)
+    for path, identity in files.items():
         # Device and inode are omitted because they differ between machines for one shared file.
-        inputs[str(path)] = [status.st_size, status.st_mtime_ns, status.st_ctime_ns]
+        inputs[str(path)] = [identity.size, identity.mtime_ns, identity.ctime_ns]
     content = {
         "engine": ENGINE,
         "recipe": plan.recipe.canonical(),

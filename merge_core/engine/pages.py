@@ -15,12 +15,13 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mergegate.merge_core.engine.input_files import InputFiles
 from mergegate.merge_core.plan import MergePlan, TensorJob
 from mergegate.merge_core.system import available_memory, cached_bytes, forget_cached, open_uncached, read_at
 
@@ -97,23 +98,24 @@ class InputPages:
         self._was_cached: dict[Path, dict[int, bool]] = {path: {} for path in self._remaining}
         self._next_pass_bytes = int(available_memory() * _NEXT_PASS_SHARE)
 
-    def admit(self, job: TensorJob, files: Mapping[Path, int]) -> None:
+    def admit(self, job: TensorJob, files: InputFiles) -> None:
         """Record which parts of the inputs of ``job`` are cached already. Call this before the inputs are read."""
         for tensor in job.stored_tensors:
-            was_cached, fd = self._was_cached[tensor.file], files[tensor.file]
-            size = os.fstat(fd).st_size
-            for part in _parts(tensor.offset, tensor.nbytes):
-                # A part counts as cached if more than half of it is, because reads next to it also cache some of it.
-                if part not in was_cached:
-                    count = min(PART_BYTES, size - part * PART_BYTES)
-                    was_cached[part] = 2 * (cached_bytes(fd, part * PART_BYTES, count) or 0) > count
+            was_cached, size = self._was_cached[tensor.file], files.identities[tensor.file].size
+            with files.open(tensor.file) as fd:
+                for part in _parts(tensor.offset, tensor.nbytes):
+                    # A part counts as cached if more than half of it is, because reads next to it also cache some of
+                    # it.
+                    if part not in was_cached:
+                        count = min(PART_BYTES, size - part * PART_BYTES)
+                        was_cached[part] = 2 * (cached_bytes(fd, part * PART_BYTES, count) or 0) > count
 
-    def release(self, job: TensorJob, files: Mapping[Path, int], first: int = 0, last: int | None = None) -> None:
+    def release(self, job: TensorJob, files: InputFiles, first: int = 0, last: int | None = None) -> None:
         """Release elements of each stored input of ``job`` that will not be read again.
 
         Args:
             job: Job that read the elements.
-            files: Open descriptor of every input file.
+            files: All input files.
             first: Index of the first element to release.
             last: Index after the last element to release. None means the end of each input.
         """
@@ -127,10 +129,12 @@ class InputPages:
                     remaining[part] -= min((part + 1) * PART_BYTES, stop) - max(part * PART_BYTES, start)
                     if remaining[part] == 0 and not self._was_cached[tensor.file].get(part):
                         finished.append(part)
-            for part in finished:
-                forget_cached(files[tensor.file], part * PART_BYTES, PART_BYTES)
+            if finished:
+                with files.open(tensor.file) as fd:
+                    for part in finished:
+                        forget_cached(fd, part * PART_BYTES, PART_BYTES)
 
-    def release_until_next_pass(self, job: TensorJob, files: Mapping[Path, int], first: int, last: int) -> None:
+    def release_until_next_pass(self, job: TensorJob, files: InputFiles, first: int, last: int) -> None:
         """Release elements that will be read again if the inputs are too large to stay cached until then.
 
         The arguments are those of :meth:`release`.
@@ -139,7 +143,8 @@ class InputPages:
             for tensor in job.stored_tensors:
                 start, count = tensor.offset + first * tensor.dtype.size, (last - first) * tensor.dtype.size
                 if not any(self._was_cached[tensor.file].get(part) for part in _parts(start, count)):
-                    forget_cached(files[tensor.file], start, count)
+                    with files.open(tensor.file) as fd:
+                        forget_cached(fd, start, count)
 
 
 def _parts(start: int, count: int) -> range:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mergegate.merge_core.checkpoint import DerivedTensor, StoredTensor, numbers, patterns
-from mergegate.merge_core.engine.blocks import BufferPool, JobInputs, LoadedBlock
+from mergegate.merge_core.engine.blocks import BufferPool, JobInputs, LoadedBlock, block_size
 from mergegate.merge_core.engine.devices import EngineSettings, SingleThreadedTorch, device_type
 from mergegate.merge_core.engine.finite import inspect_numbers, put_constants, require_finite
 from mergegate.merge_core.engine.health import TensorHealth, sample_elements
@@ -31,10 +31,8 @@ from mergegate.merge_core.methods import (
 from mergegate.merge_core.plan import TensorJob
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-    from pathlib import Path
-
     from mergegate.merge_core.engine.blocks import Bytes
+    from mergegate.merge_core.engine.input_files import InputFiles
 
 
 @dataclass(frozen=True)
@@ -47,7 +45,7 @@ class RunContext:
         seed: Seed of the random masks.
         fused: Whether fused kernels compute blocks.
         settings: Settings of the engine.
-        files: Open file descriptor of every input file.
+        files: All input files.
         torch: Context whose ``use`` must be called before torch computes a block.
         pool: Pool that provides memory.
         submit: Function that lets a thread do some work for a tensor, on the device of the tensor.
@@ -63,7 +61,7 @@ class RunContext:
     seed: int
     fused: bool
     settings: EngineSettings
-    files: Mapping[Path, int]
+    files: InputFiles
     torch: SingleThreadedTorch
     pool: BufferPool
     submit: Callable[[TensorRun, Callable[[], None]], None]
@@ -101,7 +99,7 @@ class TensorRun:
         """Divide the tensor into blocks and start the first pass."""
         job, context = self.job, self.context
         grain = context.method.grain(job.output.shape, job.shared) if job.mode == "merge" else GRAIN
-        block = max(1, context.settings.block_elements // grain) * grain
+        block = block_size(job, grain, context.settings.block_elements)
         if any(isinstance(item.tensor, DerivedTensor) for item in job.inputs):
             context.torch.use()  # Reading derived tensors may need torch.
         self.inputs = JobInputs(job, context.files, block=block, grain=grain, pool=context.pool)

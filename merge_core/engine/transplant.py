@@ -8,7 +8,6 @@ one table at a time is in memory.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,9 +27,9 @@ from mergegate.merge_core.checkpoint.vocabulary import (
 from mergegate.merge_core.engine.blocks import open_elements
 from mergegate.merge_core.engine.devices import choose_devices
 from mergegate.merge_core.engine.engine import MergeRecord, merge_weights
+from mergegate.merge_core.engine.input_files import InputFiles
 from mergegate.merge_core.engine.writer import refuse_disk_errors
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import open_plain
 from mergegate.merge_core.plan import plan_transplant
 
 if TYPE_CHECKING:
@@ -224,8 +223,7 @@ def _read_tensor(tensor: AnyTensor) -> torch.Tensor:
     import torch
 
     content = np.empty(tensor.nbytes, np.uint8)
-    with ExitStack() as opened:
-        files = {part.file: opened.enter_context(open_plain(part.file)).fileno() for part in tensor.parts}
+    with InputFiles(part.file for part in tensor.parts) as files:
         open_elements(tensor, files)(0, content)
     values = torch.from_numpy(content).view(getattr(torch, tensor.dtype.torch_name)).reshape(tensor.shape)
     if not bool(torch.isfinite(values).all()):

@@ -196,6 +196,8 @@ class ShardFiles:
             os.fsync(open_shard.fd)
         if not self._keep_pages:
             forget_cached(open_shard.fd)
+        with self._condition:
+            os.close(self._open.pop(open_shard.shard.name).fd)
         open_shard.on_complete(digest.hexdigest())
         return True
 

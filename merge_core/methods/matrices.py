@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     Products: TypeAlias = dict[tuple[int, int], torch.Tensor]
 
 GRAIN_ROWS = 128
+# Share of the squares of a task matrix up to which its deviations from the mean of its rows count as rounding errors.
+_CONSTANT = 1e-6
 
 
 def grain_of_rows(shape: tuple[int, ...], shared_values: Values) -> int:
@@ -39,22 +41,28 @@ def deltas_of(part: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
     return torch.stack([(row - wide[0]) * weight for row, weight in zip(wide[1:], weights, strict=True)])
 
 
-def sum_delta_products(task: TensorTask, *, crossed: bool, weighted: bool = True) -> Generator[Fold, Any, Products]:
+def sum_delta_products(
+    task: TensorTask, *, crossed: bool, weighted: bool = True, centered: bool = False
+) -> Generator[Fold, Any, Products]:
     """Yield the pass that adds up the float64 products ``d_i' d_j`` ``[in, in]`` over all rows, and return the sums.
 
     With ``crossed``, there is a product for each pair of models (i <= j), else only one for each model with itself.
-    With ``weighted``, task vectors are multiplied by the weights of their models.
+    With ``weighted``, task vectors are multiplied by the weights of their models. With ``centered``, the mean of the
+    rows of each task matrix is subtracted from it first.
     """
     weights = _vector_weights(task, weighted)
     models = range(len(weights))
     pairs = [(i, j) for i in models for j in models if i == j or (crossed and i < j)]
     sums: Products = {}
+    row_sums: list[torch.Tensor] = []
 
     def reduce_block(block: Block) -> torch.Tensor:
         import torch
 
         for part in rows_of(block, task.shape[-1]):
             deltas = deltas_of(part, weights)
+            if centered:
+                row_sums[:] = [row_sums[0] + deltas.sum(1)] if row_sums else [deltas.sum(1)]
             for i, j in pairs:
                 if (i, j) not in sums:
                     sums[i, j] = deltas[i].T @ deltas[j]
@@ -63,6 +71,15 @@ def sum_delta_products(task: TensorTask, *, crossed: bool, weighted: bool = True
         return torch.zeros(0)
 
     yield Fold(reduce_block, lambda parts: parts[-1], in_order=True)
+    if centered:
+        sizes = {i: float(sums[i, i].diagonal().sum()) for i in models}
+        for (i, j), total in sums.items():
+            total.addr_(row_sums[0][i], row_sums[0][j], alpha=-1 / task.shape[0])
+        # If all rows of a task matrix are equal, only the rounding errors of the subtraction are left.
+        constant = {i for i in models if float(sums[i, i].diagonal().sum()) <= _CONSTANT * sizes[i]}
+        for (i, j), total in sums.items():
+            if i in constant or j in constant:
+                total.zero_()
     return sums
 
 

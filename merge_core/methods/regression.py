@@ -11,6 +11,17 @@ outputs for the inputs of all models are closest to those of the models' own mat
 * ``wudi`` needs no text. Task vectors are in the span of the inputs that they were trained on, so
   ``G_i = d_i' d_i / |d_i|^2``, with ``ridge`` as the floor. This is the optimum that WUDI's iterations approach (Cheng
   et al. 2025, https://arxiv.org/abs/2503.08099).
+* ``ace`` needs no text either. It estimates the covariance of the inputs of model i from its task matrix as
+  ``C_i = c_i' c_i`` with ``c_i = d_i - (mean of its rows)`` (Xu et al. 2026, https://arxiv.org/abs/2603.02945). So
+  ``G_i = C_i / s``, where ``s`` is the mean of all traces ``tr C_i``. Models that changed the matrix more count more.
+  If the variance of ``ln tr C_i`` over the models exceeds 1, ``s`` is the model's own trace, so that no model drowns
+  the others. ``ridge`` is the floor.
+
+``ace`` differs from the published program in four points. There, the floor is 0.01 in absolute terms and the decision
+to normalize depends on the unit of the traces, so results change if all task vectors are scaled. Here, they do not. The
+published program also centers the task matrices that it averages, adds a rank-one matrix to the sum of the covariances,
+and adds flattened singular directions to normalized matrices. With the first two, two equal models do not give that
+model. The third costs skills that all models share (``docs/benchmarks/method-quality.md``).
 
 The problem is solved around the mean, so that directions that the inputs leave open stay at the mean of the models.
 With ``m = sum w_i X_i / sum w_i``
@@ -30,8 +41,10 @@ so ``R`` is summed over runs of rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import variance
 from typing import TYPE_CHECKING
 
 from mergegate.merge_core.errors import InvalidInput
@@ -57,7 +70,11 @@ if TYPE_CHECKING:
 
 # Floor, as a share of the mean of the diagonal. Moments are stored in float32, so smaller values are rounding noise.
 _FLOOR = 1e-6
+# Variance of ``ln tr C_i`` above which the covariances are normalized. The published criterion, this variance over the
+# squared mean > 0.3, is the same for traces near 0.16, which is the mean of the demo family.
+_UNEVEN = 1.0
 _WEIGHT = Parameter("weight", "float", "non_base", 1.0, "weight of the outputs of each model", 0.0)
+_RIDGE = "share of the mean square to add to the square of every input"
 
 
 @dataclass(frozen=True)
@@ -224,6 +241,26 @@ def _wudi(task: TensorTask) -> Steps:
     return _solve_map(task, lambda models, row: system.solve(models))
 
 
+def _ace(task: TensorTask) -> Steps:
+    if not task.is_projection:
+        return mean_of_models(task)
+    weights, ridge = task.model_values("weight"), float(task.shared["ridge"])
+    products = yield from sum_delta_products(task, crossed=False, weighted=False, centered=True)
+
+    def compute(device: str) -> _System:
+        moments = [gram.to(device) for gram in products.values()]
+        traces = [float(gram.diagonal().sum()) for gram in moments]
+        sizes = [math.log(trace) for trace in traces if trace > 0]  # A model may not have changed this matrix.
+        is_uneven = len(sizes) > 1 and variance(sizes) > _UNEVEN
+        mean_trace = sum(traces) / len(traces)
+        for gram, trace in zip(moments, traces, strict=True):
+            gram.div_((trace if is_uneven else mean_trace) or 1.0)
+        return _set_up_system(weights, moments, ridge)
+
+    system = yield Solve(compute)
+    return _solve_map(task, lambda models, row: system.solve(models))
+
+
 def _model_count(task: TensorTask) -> int:
     return len(task.per_input) - task.has_base
 
@@ -243,6 +280,19 @@ def _moment_bytes(task: TensorTask, width: int) -> int:
     """Return the bytes of all moments, their sum, its factor and the workspace of the factorization."""
     return 8 * width**2 * (_model_count(task) + 3)
 
+
+_DELTA_COSTS = Costs(
+    map=1.5,
+    fold=1.5,
+    folds=lambda task: int(task.is_projection),
+    # The products of task vectors, and the solution.
+    products=lambda task: (
+        2.0 * task.shape[0] * task.shape[1] ** 2 * _model_count(task) + _solve_operations(task, task.shape[1])
+        if task.is_projection
+        else 0.0
+    ),
+    held_bytes=lambda task: _moment_bytes(task, task.shape[-1]) if task.is_projection else 0,
+)
 
 METHODS = (
     Method(
@@ -291,25 +341,26 @@ METHODS = (
         models=(1, None),
         parameters=(
             _WEIGHT,
-            Parameter(
-                "ridge", "float", "shared", 0.01, "share of the mean square to add to the square of every input", 1e-6
-            ),
+            Parameter("ridge", "float", "shared", 0.01, _RIDGE, 1e-6),
             LAMBDA,
         ),
         steps=_wudi,
         grain=grain_of_rows,
         check=check_mean,
-        costs=Costs(
-            map=1.5,
-            fold=1.5,
-            folds=lambda task: int(task.is_projection),
-            # The products of task vectors, and the solution.
-            products=lambda task: (
-                2.0 * task.shape[0] * task.shape[1] ** 2 * _model_count(task) + _solve_operations(task, task.shape[1])
-                if task.is_projection
-                else 0.0
-            ),
-            held_bytes=lambda task: _moment_bytes(task, task.shape[-1]) if task.is_projection else 0,
-        ),
+        costs=_DELTA_COSTS,
+    ),
+    Method(
+        name="ace",
+        formula="X = b + λ (Σ w_i d_i G_i) (Σ w_i G_i)⁻¹, d_i = X_i - b, G_i = covariance of the rows of d_i",
+        summary="Least-squares fit of each matrix to the outputs of all models, with input covariances estimated from"
+        " the task vectors",
+        paper="ACE-Merging, Xu et al. 2026, https://arxiv.org/abs/2603.02945; without its spectral refinement",
+        base="required",
+        models=(1, None),
+        parameters=(_WEIGHT, Parameter("ridge", "float", "shared", 1.0, _RIDGE, 1e-3), LAMBDA),
+        steps=_ace,
+        grain=grain_of_rows,
+        check=check_mean,
+        costs=_DELTA_COSTS,
     ),
 )

@@ -144,11 +144,12 @@ def unused_tensors(
     if plan.recipe.mixture is not None:
         return  # Each model contributes one part; plan_mixture checks it.
     used: dict[str, set[str]] = {}
+    replaced = plan.recipe.repaired.tensors.keys() if plan.recipe.repaired else frozenset[str]()
     for job in plan.jobs:
-        for item in job.inputs:
+        for item in job.inputs if job.output.name not in replaced else ():
             used.setdefault(item.model, set()).add(item.tensor.name)
     # Tensors that a finding already reports as missing in another model.
-    reported_names = {location.partition(": ")[2] for location in finding_locations}
+    reported_names = replaced | {location.partition(": ")[2] for location in finding_locations}
     is_sliced = any(source.layers for source in plan.recipe.sources)
     produced = {job.output.name for job in plan.jobs}
     for model, names in used.items():

@@ -26,7 +26,7 @@ from mergegate.merge_core.architecture import (
     with_dtype,
     with_vocabulary,
 )
-from mergegate.merge_core.architecture.experts import split_experts
+from mergegate.merge_core.architecture.experts import find_routers, split_experts
 from mergegate.merge_core.checkpoint import (
     AnyTensor,
     Checkpoint,
@@ -173,7 +173,9 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
                 problems += differing_kinds(name, donor, str(ref), checkpoints[str(ref)])
     document = _Document(recipe, donor, checkpoints, alignment, ValueTable(recipe), problems)
     all_jobs = [_job(document, spec) for spec in outline(recipe, donor, checkpoints)]
-    jobs = [job for job in all_jobs if job is not None]
+    jobs = [_with_new_router(recipe, job) for job in all_jobs if job is not None]
+    if recipe.router_repair is not None:
+        problems += _router_problems(recipe, checkpoints)
     config: Mapping[str, Any] = with_dtype(structure, bulk_dtype(jobs))
     shards = lay_out([job.output for job in jobs], donor)
     if modules.tensors:
@@ -369,6 +371,38 @@ def _job(document: _Document, spec: OutputSpec) -> TensorJob | None:
         per_input=tensor_values.per_input,
         mode="equal" if dtype.kind == "exact" else mode,
     )
+
+
+# Origin, in messages, of routers that were refitted.
+_ROUTER_ORIGIN = "router_repair"
+
+
+def _with_new_router(recipe: Recipe, job: TensorJob) -> TensorJob:
+    """Return the job that copies the refitted router instead of merging the routers of the models, if there is one."""
+    tensor = recipe.repaired.tensors.get(job.output.name) if recipe.repaired else None
+    if tensor is None:
+        return job
+    return replace(job, inputs=(Input(_ROUTER_ORIGIN, tensor),), has_base=False, per_input=({},), mode="copy")
+
+
+def _router_problems(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> list[Finding]:
+    """Return a finding for each model whose routers cannot be refitted or cannot guide the merge."""
+    findings, donor = [], find_routers(checkpoints[str(recipe.donor)])
+    for ref in dict.fromkeys((recipe.donor, *recipe.texts)):
+        routers = find_routers(checkpoints[str(ref)])
+        missing = next((module for module in donor if module not in routers), None)
+        if donor and missing is None:
+            continue
+        findings.append(
+            Finding(
+                "block",
+                f"{recipe.location}: router_repair",
+                found=f"{ref} has no router at {missing}" if missing else f"{ref} has no router of experts",
+                expected="mixtures of experts of one family, whose routers multiply the states by one matrix",
+                remedy="remove router_repair",
+            )
+        )
+    return findings
 
 
 def _measurements(

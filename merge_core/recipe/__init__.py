@@ -25,6 +25,7 @@ from mergegate.merge_core.recipe.reference import (
     parse_reference,
     resolve_local,
 )
+from mergegate.merge_core.recipe.router_repair import RepairedRouters, RouterRepair
 from mergegate.merge_core.recipe.schema import recipe_schema
 from mergegate.merge_core.recipe.tokenizer_choice import RowOrigin, TokenizerChoice
 from mergegate.merge_core.recipe.training_run import (
@@ -32,12 +33,15 @@ from mergegate.merge_core.recipe.training_run import (
     RunCheckpoint,
     RunSettings,
     Schedule,
+    is_window_full,
     parse_amount,
     parse_run,
+    part_in_name,
     run_recipe,
     schedule_weights,
     select_window,
     step_in_name,
+    steps_in_names,
     tokens_in_name,
 )
 
@@ -56,6 +60,8 @@ __all__ = [
     "Parameters",
     "Recipe",
     "RelativeDistance",
+    "RepairedRouters",
+    "RouterRepair",
     "RowOrigin",
     "RunCheckpoint",
     "RunSettings",
@@ -66,11 +72,13 @@ __all__ = [
     "apply_overrides",
     "expand_user_path",
     "fit_to_method",
+    "is_window_full",
     "load_recipe",
     "name_in_path",
     "parse_amount",
     "parse_reference",
     "parse_run",
+    "part_in_name",
     "plain_mapping",
     "recipe_schema",
     "resolve_local",
@@ -79,6 +87,7 @@ __all__ = [
     "select_models",
     "select_window",
     "step_in_name",
+    "steps_in_names",
     "tokens_in_name",
     "value_for",
 ]

@@ -80,16 +80,16 @@ class InputMeasurements:
     importance: Mapping[str, AnyTensor] = field(default_factory=dict)
 
 
-def parse_reading(value: object, method: Method, location: str) -> CalibrationReading:
-    """Return the settings in ``statistics`` of a recipe.
+def parse_reading(value: object, method: Method, location: str, *, repairs: bool = False) -> CalibrationReading:
+    """Return the settings in ``statistics`` of a recipe. With ``repairs``, its routers are refitted to the texts.
 
     Raises:
-        InvalidInput: A key or value is invalid, or the method reads no texts.
+        InvalidInput: A key or value is invalid, or the recipe reads no texts.
     """
     defaults = CalibrationReading()
     if value is None:
         return defaults
-    if method.traits.reads_text is None:
+    if method.traits.reads_text is None and not repairs:
         raise InvalidInput(
             location, found=f"{method.name} does not read texts", expected="no such key", remedy="remove it"
         )

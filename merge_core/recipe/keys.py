@@ -27,6 +27,7 @@ RECIPE_KEYS = (
     "output",
     "rank",
     "statistics",
+    "router_repair",
     "leave_out_beyond",
 )
 

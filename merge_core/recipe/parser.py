@@ -26,6 +26,7 @@ from mergegate.merge_core.recipe.mixture import MIXTURE_KEYS, parse_mixture
 from mergegate.merge_core.recipe.parameters import Parameters, Setting, parse_parameters
 from mergegate.merge_core.recipe.recipe import Module, Recipe, Slice, Source
 from mergegate.merge_core.recipe.reference import CheckpointRef, parse_reference
+from mergegate.merge_core.recipe.router_repair import parse_router_repair
 from mergegate.merge_core.recipe.tokenizer_choice import parse_tokenizer_choice
 
 _EXPECTED = "a recipe in YAML"
@@ -82,6 +83,14 @@ def load_recipe(source: Path | str | Mapping[str, Any], location: str = "recipe"
             raise InvalidInput(location, found=f"{count} models", expected=f"at most {_MAX_MODELS}")
     # Measurements before the merge need weights, which the result of a step does not have yet.
     steps = {str(step.name) for step in recipe.steps}
+    for needed_document in recipe.steps:
+        if needed_document.router_repair is not None:
+            findings.fault(
+                f"{needed_document.location}: router_repair",
+                found="a document that another one uses",
+                expected="router_repair in the document of the result, because only a finished model can be run",
+                remedy="move it there, or create this model first and use its directory",
+            )
     for document in (*recipe.steps, recipe):
         base = document.base
         prompts_base = document.mixture is not None and document.mixture.needs_prompts
@@ -111,13 +120,14 @@ class _Context:
     """Values that all parts of a document need while they are read.
 
     ``base`` is that of the document, or of the slice if the slice has its own. ``base_is_faulty`` states whether a
-    ``base_model`` is present but invalid.
+    ``base_model`` is present but invalid, and ``reads_texts`` whether each model has a calibration text.
     """
 
     method: Method
     base: CheckpointRef | None
     log: FindingLog
     base_is_faulty: bool = False
+    reads_texts: bool = False
 
     def with_base(self, content: Mapping[str, Any], location: str) -> _Context:
         """Return the context for a mapping that may have its own ``base_model``."""
@@ -166,7 +176,11 @@ def _document(value: object, location: str, directory: Path | None, log: Finding
         )
     method = _method_of(written, location, log)
     content = known_mapping(written, location, RECIPE_KEYS, log, separator=": ", method=method)
-    context = _Context(method, None, log).with_base(content, f"{location}: base_model")
+    repair = None
+    with log.collect():
+        repair = parse_router_repair(content.get("router_repair"), f"{location}: router_repair")
+    reads_texts = method.traits.reads_text is not None or bool(content.get("router_repair"))
+    context = _Context(method, None, log, reads_texts=reads_texts).with_base(content, f"{location}: base_model")
     if len(forms) != 1:
         log.fault(
             location,
@@ -196,11 +210,14 @@ def _document(value: object, location: str, directory: Path | None, log: Finding
         steps=(),
         directory=directory,
         location=location,
+        router_repair=repair,
     )
     parsers: Mapping[str, Callable[[], Any]] = {
         "tokenizer": lambda: parse_tokenizer_choice(content, location, log),
         "align_experts": lambda: _switch(content.get("align_experts", False), f"{location}: align_experts"),
-        "reading": lambda: parse_reading(content.get("statistics"), method, f"{location}: statistics"),
+        "reading": lambda: parse_reading(
+            content.get("statistics"), method, f"{location}: statistics", repairs=reads_texts
+        ),
     }
     for field_name, parser in parsers.items():
         with log.collect():
@@ -223,6 +240,13 @@ def _document(value: object, location: str, directory: Path | None, log: Finding
                 found="leave_out_beyond together with output: adapter",
                 expected="a recipe that produces a model, because mergegate measures distances between models",
                 remedy="remove leave_out_beyond or output",
+            )
+        if output is not None and recipe.router_repair is not None:
+            raise InvalidInput(
+                f"{location}: router_repair",
+                found="router_repair together with output: adapter",
+                expected="a recipe that produces a model, because the merge itself reads the texts",
+                remedy="remove router_repair or output",
             )
         recipe = replace(recipe, output=output)
     return recipe
@@ -473,7 +497,7 @@ def _source(item: object, context: _Context, location: str, *, layered: bool) ->
             )
     is_base = context.is_base(model)
     text = content.get("text")
-    if text is not None and (context.method.traits.reads_text is None or is_base):
+    if text is not None and (not context.reads_texts or is_base):
         found = "the base is not merged" if is_base else f"{context.method.name} does not read texts"
         log.fault(f"{location}.text", found=found, expected="no such key", remedy="remove it")
         text = None
@@ -516,12 +540,14 @@ def _check_needs(recipe: Recipe, method: Method, log: FindingLog, *, sliced: boo
         for cut in recipe.slices:
             sources = [source for source in cut.sources if not has_vectors or source.model != cut.base]
             for source in sources:
-                if method.traits.reads_text is not None and source.text is None:
+                if recipe.reads_texts and source.text is None:
+                    reader = "router_repair reads it with the merge"
+                    if method.traits.reads_text is not None:
+                        reader = f"{method.name} reads it with the model before the merge"
                     raise InvalidInput(
                         f"{cut.location}: {source.model}",
                         found="no 'text'",
-                        expected="a text for each model, "
-                        f"because {method.name} reads it with the model before the merge",
+                        expected=f"a text for each model, because {reader}",
                         remedy="add 'text: FILE' next to 'model', with examples of what the model must be able to do",
                     )
             for source in sources:
@@ -541,6 +567,16 @@ def _check_needs(recipe: Recipe, method: Method, log: FindingLog, *, sliced: boo
         )
     elif recipe.needs_distances and sliced:
         log.fault(setting, found="slices or modules", expected="whole models, listed under 'models'")
+    if recipe.router_repair is not None:
+        problem = "slices or modules" if sliced else ""
+        problem = problem or (f"{method.name}, which merges optimizer states" if recipe.states else "")
+        if problem:
+            log.fault(
+                f"{recipe.location}: router_repair",
+                found=problem,
+                expected="whole models, listed under 'models', whose routers the merge can follow",
+                remedy="remove router_repair",
+            )
 
 
 def _in_order(recipes: list[Recipe], location: str) -> Recipe:

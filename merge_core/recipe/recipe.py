@@ -22,6 +22,7 @@ from mergegate.merge_core.recipe.calibration_texts import CalibrationReading, Ca
 from mergegate.merge_core.recipe.mixture import Mixture
 from mergegate.merge_core.recipe.parameters import Condition, Parameters, Setting
 from mergegate.merge_core.recipe.reference import CheckpointRef
+from mergegate.merge_core.recipe.router_repair import RepairedRouters, RouterRepair
 from mergegate.merge_core.recipe.tokenizer_choice import TokenizerChoice
 
 # Keys of a client round. A profile expands such a round into a recipe.
@@ -100,8 +101,10 @@ class Recipe:
             sources are the base and all experts, and ``merge_method`` is the name of
             :data:`merge_core.methods.UPCYCLING`.
         output: Settings of the adapter that the recipe produces. None if it produces a model.
-        reading: Settings for reading the calibration texts, for methods that read texts.
+        reading: Settings for reading the calibration texts, for recipes that read texts.
         measured: Measurements by model. None until the models have read their texts.
+        router_repair: Settings for refitting the routers of the merge. None if they stay as merged.
+        repaired: The new routers. None until the merge has read the texts.
         leave_out_beyond: Largest length of a task vector, in medians. Models with longer task vectors, NaN or infinity
             are left out.
         distances: Distances by model. None until measured; after that, the sources and their weights are final.
@@ -127,6 +130,8 @@ class Recipe:
     output: AdapterOutput | None = None
     reading: CalibrationReading = field(default_factory=CalibrationReading)
     measured: Mapping[str, InputMeasurements] | None = None
+    router_repair: RouterRepair | None = None
+    repaired: RepairedRouters | None = None
     leave_out_beyond: float | None = None
     distances: Mapping[str, RelativeDistance] | None = None
     findings: tuple[Finding, ...] = ()
@@ -170,8 +175,20 @@ class Recipe:
         return {source.model: source.text for source in self.sources if source.text is not None}
 
     @property
+    def reads_texts(self) -> bool:
+        """Whether this document needs a calibration text for each model."""
+        return self.router_repair is not None or (self.mixture is None and self.method.traits.reads_text is not None)
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether the models must be measured on their texts before the merge."""
+        return bool(self.texts) and self.method.traits.reads_text is not None
+
+    @property
     def calibration_requests(self) -> tuple[CalibrationRequest, ...]:
         """Measurements that this document needs of its models on their calibration texts."""
+        if not self.needs_statistics:
+            return ()
         statistic = str(self.method.traits.reads_text)
         return tuple(CalibrationRequest(str(ref), text, statistic, self.reading) for ref, text in self.texts.items())
 
@@ -183,6 +200,14 @@ class Recipe:
             requests = [request for request in document.calibration_requests if request.model in measured]
             results |= {request: measured[request.model] for request in requests}
         return results
+
+    def text_digests(self) -> dict[str, str]:
+        """Return the SHA-256 digests of all texts that were read for all documents, by the paths in the recipe."""
+        digests = {request.text: measured.text for request, measured in self.calibration_results().items()}
+        for document in (*self.steps, self):
+            own = document.repaired.texts if document.repaired else {}
+            digests |= {text: own[str(ref)] for ref, text in document.texts.items() if str(ref) in own}
+        return digests
 
     @property
     def donor(self) -> CheckpointRef:
@@ -277,9 +302,13 @@ class Recipe:
             later["leave_out_beyond"] = self.leave_out_beyond
         if self.measured is not None:  # The measurements replace the names of the texts.
             later["measured"] = {model: measured.digest for model, measured in self.measured.items()}
-        elif texts := self.texts:
-            later["texts"] = {str(model): text for model, text in texts.items()}
+        elif self.needs_statistics or (self.router_repair is not None and self.repaired is None):
+            later["texts"] = {str(model): text for model, text in self.texts.items()}
             later["statistics"] = self.reading.canonical()
+        if self.repaired is not None:
+            later["routers"] = self.repaired.digest
+        elif self.router_repair is not None:
+            later["router_repair"] = self.router_repair.content_key()
         return {
             **later,
             "merge_method": self.merge_method,

@@ -38,7 +38,25 @@ _TYPES: dict[str, dict[str, Any]] = {
     },
     "statistics": {
         "type": "object",
-        "description": "Settings for reading calibration texts, for methods that use them.",
+        "description": "Settings for reading calibration texts, for recipes that use them.",
+    },
+    "router_repair": {
+        "anyOf": [
+            {"type": "boolean"},
+            {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {
+                    "off_diagonals": {
+                        "type": "number",
+                        "minimum": 0,
+                        "maximum": 1,
+                        "description": "Factor of the off-diagonal elements of each curvature matrix. Default: 0.9.",
+                    }
+                },
+            },
+        ],
+        "description": "Whether to refit the routers of merged mixtures to the parents' texts (HARC). Default: false.",
     },
     "clients": {
         "type": "array",
@@ -144,7 +162,7 @@ _TYPES: dict[str, dict[str, Any]] = {
 }
 _TEXT = {
     "type": "string",
-    "description": "Calibration text of the model (JSON Lines or plain text), for methods that use one.",
+    "description": "Calibration text of the model (JSON Lines or plain text), for methods and repairs that use one.",
 }
 
 

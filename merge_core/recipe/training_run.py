@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -30,8 +31,13 @@ from mergegate.merge_core.methods import LINEAR, find_method
 RUN_KEYS = ("run", "steps", "window", "every", "schedule")
 _DEFAULT_WINDOW = 8
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
-_STEP_IN_NAME = re.compile(r"(?:^|[^a-z])(?:step|checkpoint|ckpt|iter|iteration)s?[-_=]?(\d+)", re.IGNORECASE)
+_STEP_IN_NAME = re.compile(
+    r"(?:^|[^a-z])(?:step|checkpoint|ckpt|iter|iteration|update|batch|ba)s?[-_=]?(\d+)(?:([KM])(?![a-z0-9]))?",
+    re.IGNORECASE,
+)
 _TOKENS_IN_NAME = re.compile(r"tokens?[-_=]?(\d+(?:\.\d+)?)([KMBT]?)(?![a-z0-9])", re.IGNORECASE)
+_EPOCH_IN_NAME = re.compile(r"(?:^|[^a-z])(?:epoch|ep)s?[-_=]?(\d+)", re.IGNORECASE)
+_NUMBER = re.compile(r"(?<![\d.])\d+(?![\d.])")
 
 
 @dataclass(frozen=True)
@@ -39,14 +45,17 @@ class RunCheckpoint:
     """One checkpoint of a training run.
 
     Args:
-        model: Reference, as a recipe writes it.
+        model: Reference, as a recipe writes it: text, or a mapping for a path with ``@`` or ``+``.
         step: Training step, counted from 0.
         tokens: Number of tokens that the run had read. None if unknown.
+        part: Whole numbers in the name before the step, such as the stage or the epoch. Empty if the step is not from
+            the name.
     """
 
-    model: str
+    model: str | Mapping[str, Any]
     step: int
     tokens: int | None = None
+    part: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -147,14 +156,32 @@ def parse_amount(value: object) -> int | None:
 
 
 def step_in_name(name: str) -> int | None:
-    """Return the training step in a name such as ``checkpoint-1000`` or ``step1000-tokens4B``, or None.
-
-    A name without such a word may still have a step: its only number.
-    """
+    """Return the training step in a name such as ``checkpoint-1000``, ``step1000-tokens4B`` or ``0001000``, or None."""
     if matches := _STEP_IN_NAME.findall(name):
-        return int(matches[-1])
-    numbers = re.findall(r"\d+", name)
-    return int(numbers[0]) if len(numbers) == 1 else None
+        number, unit = matches[-1]
+        return int(number) * _UNITS[unit.upper()]
+    return int(name) if re.fullmatch(r"\d{1,18}", name) else None
+
+
+def steps_in_names(names: Sequence[str]) -> dict[str, int]:
+    """Return the training step of each name that has one.
+
+    If no name has an explicit step, the epoch counts, or else the only number of names that differ in nothing else.
+    """
+    steps = {name: step for name in names if (step := step_in_name(name)) is not None}
+    if not steps:
+        steps = {name: int(matches[-1]) for name in names if (matches := _EPOCH_IN_NAME.findall(name))}
+    if steps:
+        return steps
+    templates = {name: _NUMBER.sub("#", name) for name in names if len(_NUMBER.findall(name)) == 1}
+    shared = [template for template, count in Counter(templates.values()).most_common(1) if count > 1]
+    return {name: int(_NUMBER.findall(name)[0]) for name, template in templates.items() if template in shared}
+
+
+def part_in_name(name: str) -> tuple[int, ...]:
+    """Return the whole numbers before the step in a name: ``(2, 1)`` for ``stage2-ingredient1-step1000``."""
+    starts = [match.start() for match in _STEP_IN_NAME.finditer(name)]
+    return tuple(map(int, _NUMBER.findall(name[: starts[-1]]))) if starts else ()
 
 
 def tokens_in_name(name: str) -> int | None:
@@ -173,7 +200,8 @@ def select_window(
     ``n`` older than the newest of them.
 
     Raises:
-        InvalidInput: There is no checkpoint, two have the same step, or a needed number of tokens is unknown.
+        InvalidInput: There is no checkpoint, two have the same step, a higher step belongs to an earlier part of the
+            run, or a needed number of tokens is unknown.
     """
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
     for earlier, later in pairwise(ordered):
@@ -183,6 +211,13 @@ def select_window(
                 found=f"{earlier.model} and {later.model}, both of step {later.step}",
                 expected="one checkpoint per step",
                 remedy="narrow the pattern, or give each its step with 'steps: FILE'",
+            )
+        if len(earlier.part) == len(later.part) and later.part < earlier.part:
+            raise InvalidInput(
+                f"{location}: run",
+                found=f"{earlier.model}, which has a lower step than {later.model}",
+                expected="steps that continue from one stage or epoch to the next",
+                remedy="narrow the pattern to one stage, or give each checkpoint its step with 'steps: FILE'",
             )
     unit, distance = settings.every
     if unit == "steps":
@@ -213,6 +248,20 @@ def select_window(
         )
     newest = chosen[-1].tokens or 0
     return tuple(checkpoint for checkpoint in chosen if (checkpoint.tokens or 0) > newest - size)
+
+
+def is_window_full(checkpoints: Sequence[RunCheckpoint], settings: RunSettings, location: str) -> bool:
+    """Return whether checkpoints that are older than all of ``checkpoints`` cannot be in the window.
+
+    Raises:
+        InvalidInput: See :func:`select_window`.
+    """
+    if settings.window is None or not checkpoints:
+        return False
+    unit, size = settings.window
+    eligible = select_window(checkpoints, replace(settings, window=None), location)
+    window = select_window(checkpoints, settings, location)
+    return len(window) == size if unit == "checkpoints" else len(window) < len(eligible)
 
 
 def schedule_weights(steps: Sequence[int], schedule: Schedule) -> tuple[float, ...]:

@@ -86,7 +86,7 @@ _IMPORTS = (
 # Maximum time without progress if the call has no time limit. The largest models load within this time.
 _SILENCE_S = 3600.0
 # Stages that write a journal in the model process and resume from it.
-_JOURNALLED = ("evaluate", "perplexity", "ensemble", "statistics", "importance")
+_JOURNALLED = ("evaluate", "perplexity", "ensemble", "statistics", "importance", "routers")
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # Libraries then do not wait for a missing network.
 # Torch threads that have finished their share of a layer sleep until the rest have finished. Spinning threads would
 # occupy the cores that the rest need. On a busy machine, two spinning threads take twenty times as long.

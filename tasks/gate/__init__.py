@@ -44,8 +44,10 @@ from mergegate.tasks.gate.sample_record import (
 )
 from mergegate.tasks.gate.sensitivity import known_reference_strength
 from mergegate.tasks.gate.settings import (
+    ALL_PARENTS,
     ANCHOR,
     CHAMPION,
+    LAST_CHECKPOINT,
     MARGIN_ABOVE_MAX_DROP,
     RELEASES,
     EvaluateSettings,
@@ -91,11 +93,13 @@ from mergegate.tasks.gate.verdict_record import (
 )
 
 __all__ = [
+    "ALL_PARENTS",
     "ANCHOR",
     "BROKEN_LOSS",
     "CHAMPION",
     "EVIDENCE_RECORD",
     "EVIDENCE_TABLES",
+    "LAST_CHECKPOINT",
     "MARGIN_ABOVE_MAX_DROP",
     "POWER",
     "RELEASES",

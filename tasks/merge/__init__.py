@@ -6,6 +6,8 @@
 * ``statistics.py``: statistics of a model on its calibration text. ``input_statistics.py`` and
   ``gradient_statistics.py`` compute them in the model process, with the windows and runs of ``calibration.py``.
 * ``distances.py``: distances between models, and copies of a parent.
+* ``router_repair.py``: new routers for a merged mixture of experts. ``router_fitting.py`` computes them in the model
+  process, from the states that ``router_products.py`` observes.
 * ``optimizer.py``: the stage that stores the state of a server optimizer for the next merge.
 """
 
@@ -18,16 +20,20 @@ from mergegate.tasks.merge.optimizer import (
     optimizer_steps,
 )
 from mergegate.tasks.merge.preparation import find_prepared_recipe, prepare_recipe, select_named_parents
+from mergegate.tasks.merge.router_fitting import RepairedLayer, RouterRepairSummary
+from mergegate.tasks.merge.router_repair import new_routers, with_new_routers
 from mergegate.tasks.merge.stage import (
     MERGED,
     MergeSettings,
     MergeSummary,
     Numerics,
+    RepairedRouting,
     RouterDistance,
     combine_parents,
     merge,
     merged_model,
     numerics,
+    repaired_routing,
 )
 from mergegate.tasks.merge.statistics import calibration_stage_name, pin_calibration_texts
 from mergegate.tasks.merge.statistics_cost import StatisticsNeeds, statistics_needs
@@ -38,7 +44,10 @@ __all__ = [
     "MergeSummary",
     "Numerics",
     "OptimizerState",
+    "RepairedLayer",
+    "RepairedRouting",
     "RouterDistance",
+    "RouterRepairSummary",
     "StatisticsNeeds",
     "calibration_stage_name",
     "combine_parents",
@@ -47,12 +56,15 @@ __all__ = [
     "find_prepared_recipe",
     "merge",
     "merged_model",
+    "new_routers",
     "numerics",
     "optimizer_state",
     "optimizer_state_paths",
     "optimizer_steps",
     "pin_calibration_texts",
     "prepare_recipe",
+    "repaired_routing",
     "select_named_parents",
     "statistics_needs",
+    "with_new_routers",
 ]

@@ -17,14 +17,17 @@ from mergegate.tasks.checkpoints import (
 )
 from mergegate.tasks.merge.distances import model_distances, with_distances
 from mergegate.tasks.merge.gates import router_rows, with_gates
+from mergegate.tasks.merge.router_repair import with_new_routers
+from mergegate.tasks.merge.stage import Numerics
 from mergegate.tasks.merge.statistics import with_statistics
 
 
 def prepare_recipe(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], *, in_flow: bool = False) -> Recipe:
     """Return ``recipe`` with all measurements that the merge plan needs, or ``recipe`` itself if it needs none.
 
-    ``find`` returns the pinned model for a reference. With ``in_flow``, the measurements run as tasks of the current
-    Prefect flow.
+    New routers are not among them, because they need the merge (:func:`.router_repair.with_new_routers`). ``find``
+    returns the pinned model for a reference. With ``in_flow``, the measurements run as tasks of the current Prefect
+    flow.
 
     Raises:
         InvalidInput: A model cannot be measured as the recipe requires, or the recipe leaves out all models.
@@ -48,8 +51,8 @@ class _NotFound(Exception):
     """Signal that a measurement is not in the store."""
 
 
-def find_prepared_recipe(recipe: Recipe, find: Callable[[str], PinnedCheckpoint]) -> Recipe | None:
-    """Return the result of :func:`prepare_recipe` without running any model, or None if the store lacks a measurement.
+def find_prepared_recipe(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], numerics: Numerics) -> Recipe | None:
+    """Return the recipe with its measurements and new routers without running any model, or None if any is missing.
 
     ``find`` returns the pinned model for a reference.
     """
@@ -70,6 +73,7 @@ def find_prepared_recipe(recipe: Recipe, find: Callable[[str], PinnedCheckpoint]
     try:
         recipe = with_distances(recipe, find, call_stored(model_distances))
         recipe = with_gates(recipe, find, call_stored(router_rows))
-        return with_statistics(recipe, find_loadable, call_stored)
+        recipe = with_statistics(recipe, find_loadable, call_stored)
+        return with_new_routers(recipe, find, numerics, call_stored)
     except _NotFound:
         return None

@@ -66,6 +66,30 @@ class RouterDistance(BaseModel):
     distance: float  # norm of the router difference divided by the donor's norm, largest of all layers
 
 
+class RepairedRouting(BaseModel):
+    """Effect of a router repair on the calibration texts, as means over layers and texts.
+
+    Pairs contain the values before and after.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layers: int
+    new_layers: int  # layers with a new router; the others keep the merged one
+    divergence: tuple[float, float]  # from the routing of the parents, in nats
+    agreement: tuple[float, float]  # share of the parents' experts that the merge selects too
+
+    @property
+    def sentences(self) -> str:
+        """Description of the repair for reports."""
+        return (
+            f"The routers of the merge were fitted to those of its parents: {self.new_layers} of {self.layers} layers "
+            f"have a new router. On the calibration texts, the merge selected {100 * self.agreement[0]:.1f} % of the "
+            f"experts that the parents select, and now selects {100 * self.agreement[1]:.1f} %. The divergence of its "
+            f"routing from theirs was {self.divergence[0]:.3g} nats and is now {self.divergence[1]:.3g} nats."
+        )
+
+
 class MergeSummary(StageValue):
     """Summary of a merge. The artifact is the checkpoint in Hugging Face layout."""
 
@@ -78,6 +102,8 @@ class MergeSummary(StageValue):
     weights: dict[str, str]  # sha256 of each file that was hashed during writing
     # One entry per parent that is a mixture of experts.
     experts: Annotated[tuple[RouterDistance, ...], Field(exclude_if=lambda experts: not experts)] = ()
+    # None unless the recipe has ``router_repair``.
+    routers: Annotated[RepairedRouting | None, Field(exclude_if=lambda routers: routers is None)] = None
 
     def summary(self) -> str:
         rate = self.bytes_written / max(self.seconds, 1e-6)
@@ -130,6 +156,19 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> MergeSummary:
         seconds=record.seconds,
         weights=dict(record.files),
         experts=router_distances(matched.layers),
+        routers=repaired_routing(pinned.recipe),
+    )
+
+
+def repaired_routing(recipe: Recipe) -> RepairedRouting | None:
+    """Return the effect of the router repair of ``recipe``, or None if its routers stay as merged."""
+    if (repaired := recipe.repaired) is None:
+        return None
+    return RepairedRouting(
+        layers=repaired.layers,
+        new_layers=repaired.new_layers,
+        divergence=repaired.divergence,
+        agreement=repaired.agreement,
     )
 
 

@@ -75,8 +75,8 @@ def _measure(read: Callable[[CalibrationJob, TellProgress], _Statistics], job: C
 
 
 def calibration_stage_name(recipe: Recipe) -> str | None:
-    """Return the name of the stage that reads the texts of one recipe document, or None if it has no texts."""
-    if not recipe.texts:
+    """Return the name of the stage that reads the texts of one recipe document, or None if it measures nothing."""
+    if not recipe.needs_statistics:
         return None
     return importance_statistics.name if _wants_importance(recipe) else input_statistics.name
 
@@ -116,7 +116,7 @@ def with_statistics(
     """
 
     def complete(document: Recipe) -> Recipe:
-        if not document.texts or document.measured is not None:
+        if not document.needs_statistics or document.measured is not None:
             return document
         wants_importance = _wants_importance(document)
         measure = call(importance_statistics if wants_importance else input_statistics)

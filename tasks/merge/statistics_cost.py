@@ -77,7 +77,7 @@ def statistics_needs(plan: MergePlan, hashes: HashMemo) -> StatisticsNeeds | Non
         InvalidInput: A text does not exist, or does not have the format that the recipe declares.
     """
     recipe = plan.recipe
-    texts = [text for _, text in pin_calibration_texts(recipe, hashes)]
+    texts = [text for _, text in pin_calibration_texts(recipe, hashes)] if recipe.needs_statistics else []
     if not texts:
         return None
     positions = 0.0  # Estimated from the first lines and the size of each file.

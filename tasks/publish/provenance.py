@@ -140,6 +140,7 @@ def provenance(
         "mergegate_verdict": content.verdict.model_dump(mode="json"),
         "mergegate_licence": _license(license),
         "mergegate_card": card,
+        **({"mergegate_routers": content.routers.model_dump(mode="json")} if content.routers else {}),
     }
     return _statement(files, definition, versions["mergegate"], statements, byproducts)
 

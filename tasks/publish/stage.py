@@ -100,11 +100,10 @@ class ReleaseParts(NamedTuple):
         check_card(card, metadata, file_names)
         files.append(written_file(CARD, card))
         files.append(written_file(BOM, bill_of_materials(files, content, parents, license.combination.card)))
-        texts = pinned.recipe.calibration_results()
         origin = MergeOrigin(
             numerics,
             parents,
-            texts={names.rename_text(request.text): text.text for request, text in texts.items()},
+            texts={names.rename_text(text): sha256 for text, sha256 in pinned.recipe.text_digests().items()},
             byproducts={
                 name: (checkpoint_digest(directory, store().hashes), stored)
                 for name, (stored, directory) in (optimizer_state_paths(self.state) if self.state else {}).items()

@@ -15,7 +15,7 @@ from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind
 from mergegate.tasks.evaluation import Scores, Scoring
 from mergegate.tasks.explain import Explanation
 from mergegate.tasks.gate import GateVerdict
-from mergegate.tasks.merge import RouterDistance
+from mergegate.tasks.merge import RepairedRouting, RouterDistance
 from mergegate.tasks.perplexity import Likelihoods, WindowSettings
 from mergegate.tasks.serve import ServingCost
 from mergegate.tasks.stage import Outcome, Section
@@ -143,6 +143,8 @@ class ReportContent(_Part):
     kind: Annotated[ModelKind, Field(exclude_if=lambda kind: kind == TEXT_GENERATOR)] = TEXT_GENERATOR
     recipe: str = ""  # YAML; empty if nothing was merged
     models: tuple[ReportedModel, ...]  # the merge and its parents, in the recipe's order
+    # Names of the checkpoints of each training run that was merged, ordered by step.
+    runs: Annotated[tuple[tuple[str, ...], ...], Field(exclude_if=lambda runs: not runs)] = ()
     licence: str = ""  # license the merge may carry: 'apache-2.0'; empty if licenses were not checked
     obligations: tuple[str, ...] = ()  # obligations of a publisher under this license, one sentence each
     verdict: GateVerdict
@@ -169,6 +171,8 @@ class ReportContent(_Part):
     serving: Annotated[tuple[ReportedServing, ...], NotInKey] = ()  # parents in the recipe's order, then the merge
     # Distances between the experts and routers of parents that are mixtures of experts.
     experts: Annotated[tuple[RouterDistance, ...], Field(exclude_if=lambda experts: not experts)] = ()
+    # Effect of the repair of the routers. None if they stay as merged.
+    routers: Annotated[RepairedRouting | None, Field(exclude_if=lambda routers: routers is None)] = None
     ensemble: Likelihoods | None = None  # ensemble of the parents, on the same text
     artifacts: tuple[StoredArtifact, ...] = ()
     # Profile settings that this run overrides, as KEY=VALUE.
@@ -181,9 +185,20 @@ class ReportContent(_Part):
     def content_key(self) -> object:
         # The kind is in the key only if it is not a text generator, so that existing pages keep their keys.
         fields = type(self).model_fields
-        names = [name for name in fields if NotInKey not in fields[name].metadata and name != "kind"]
+        names = [name for name in fields if NotInKey not in fields[name].metadata and name not in ("kind", "runs")]
         key = {name: getattr(self, name) for name in names}
+        key |= {"runs": self.runs} if self.runs else {}
         return key if self.kind == TEXT_GENERATOR else {**key, "kind": asdict(self.kind)}
+
+    @property
+    def model_groups(self) -> tuple[tuple[ReportedModel, ...], ...]:
+        """Models in order. The checkpoints of a training run form one group, and each other model has its own."""
+        run_of = {name: run for run in self.runs for name in run}
+        groups: dict[object, tuple[ReportedModel, ...]] = {}
+        for model in self.models:
+            key = run_of.get(model.name, model.name)
+            groups[key] = (*groups.get(key, ()), model)
+        return tuple(groups.values())
 
     @property
     def parents(self) -> tuple[ReportedModel, ...]:

@@ -168,15 +168,18 @@ def ensemble_sentence(content: ReportContent) -> str:
 def expert_sentences(content: ReportContent) -> tuple[str, ...]:
     """Return one sentence per parent that compares its experts and routers with those of the donor.
 
-    The donor is the model that provides the layout of the merged model.
+    The donor is the model that provides the layout of the merged model. If the routers were repaired, the effect
+    follows.
     """
-    return tuple(
+    repair = (content.routers.sentences,) if content.routers else ()
+    distances = (
         f"{row.model}: its experts have a mean cosine of {row.diagonal:.3f} with the experts of the donor at the same "
         f"position. In the best order the cosine is {row.best:.3f}, and that order differs in {row.moved} of "
         f"{row.layers} layers. Its merged routers have a cosine of {row.routers:.3f} and differ by up to "
         f"{100 * row.distance:.0f} %."
         for row in content.experts
     )
+    return (*distances, *repair)
 
 
 def judge_numbers(judge: ReportedJudge) -> str:

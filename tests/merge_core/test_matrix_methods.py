@@ -127,6 +127,16 @@ def regmean(models: list[Array], grams: list[Array], weight: list[float], keep: 
     return middle + np.linalg.solve(total, right.T).T
 
 
+def ace(deltas: list[Array], weight: list[float], ridge: float, *, normalized: bool) -> Array:
+    """The published closed form: each covariance with its own floor, in the task vectors and in their sum."""
+    own = [np.cov(d, rowvar=False, bias=True) * len(d) for d in deltas]
+    traces = [np.trace(c) for c in own]
+    own = [c / (t if normalized else np.mean(traces)) for c, t in zip(own, traces, strict=True)]
+    floor = ridge * np.mean(sum(w * c.diagonal() for w, c in zip(weight, own, strict=True))) / sum(weight)
+    own = [w * (c + floor * np.eye(len(c))) for w, c in zip(weight, own, strict=True)]
+    return np.linalg.solve(sum(own), sum(d @ c for d, c in zip(deltas, own, strict=True)).T).T
+
+
 def leading(matrix: Array, rank: int) -> tuple[Array, Array, Array]:
     u, s, vt = np.linalg.svd(matrix, full_matrices=False)
     return u[:, :rank], s[:rank], vt[:rank]
@@ -235,6 +245,81 @@ def test_wudi_is_regmean_with_the_moments_of_task_vectors(root: Path, ridge: flo
         else:
             wanted[name] = mean(own, [1.0] * 3)
     agrees(root, planned(root, recipe), wanted)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ridge"), [((1.0, 1.0, 1.0), 1.0), ((1.0, 1.5, 0.8), 0.1), ((0.2, 3.0, 1.0), 1.0), ((9.0, 0.1, 0.1), 0.1)]
+)
+@pytest.mark.parametrize("weight", [(1.0, 1.0, 1.0), (0.2, 1.5, 0.6)])
+def test_ace_matches_its_closed_form(
+    root: Path, tmp_path: Path, sizes: tuple[float, ...], ridge: float, weight: tuple[float, ...]
+) -> None:
+    """Models that changed a matrix by very different amounts have normalized covariances, others do not."""
+    base = load(root / "base")
+    save_checkpoint(tmp_path / "base", {name: torch.from_numpy(x).float() for name, x in base.items()})
+    for model, size in zip(NAMES, sizes, strict=True):
+        changed = {name: base[name] + size * (x - base[name]) for name, x in load(root / model).items()}
+        save_checkpoint(tmp_path / model, {name: torch.from_numpy(x).float() for name, x in changed.items()})
+    models = [{"model": name, "parameters": {"weight": own}} for name, own in zip(NAMES, weight, strict=True)]
+    parameters = {"ridge": ridge, "lambda": 0.8}
+    recipe = {"merge_method": "ace", "base_model": "base", "models": models, "parameters": parameters}
+    tuned = [load(tmp_path / name) for name in NAMES]
+    wanted = {}
+    for name in SHAPES:
+        deltas = [model[name] - base[name] for model in tuned]
+        if name in MATRICES:
+            normalized = np.var([np.log(((d - d.mean(0)) ** 2).sum()) for d in deltas], ddof=1) > 1
+            assert normalized == (max(sizes) > 2)
+            wanted[name] = base[name] + 0.8 * ace(deltas, list(weight), ridge, normalized=normalized)
+        else:
+            wanted[name] = base[name] + 0.8 * mean(deltas, list(weight))
+    agrees(tmp_path, planned(tmp_path, recipe), wanted)
+
+
+def test_ace_scales_with_its_task_vectors(tmp_path: Path) -> None:
+    """Task vectors 64 times smaller give a change 64 times smaller. The published program gives the mean instead."""
+    zero = {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+    found = []
+    for scale in (1.0, 1 / 64):
+        place = tmp_path / str(scale)
+        save_checkpoint(place / "base", zero)
+        for number, name in enumerate(("a", "b")):
+            save_checkpoint(place / name, {key: x * scale for key, x in drawn(number + 1).items()})
+        models = [{"model": "a"}, {"model": "b"}]
+        found.append(merged(planned(place, {"merge_method": "ace", "base_model": "base", "models": models})))
+    for name in SHAPES:
+        np.testing.assert_allclose(found[1][name] * 64, found[0][name], rtol=1e-6, atol=1e-7, err_msg=name)
+
+
+def test_ace_of_equal_models_is_that_model(tmp_path: Path) -> None:
+    """The published program returns neither its centered part nor its direction of equal inputs unchanged."""
+    base = drawn(0)
+    twin = drawn(1, base)
+    save_checkpoint(tmp_path / "base", base)
+    for name in ("a", "b"):
+        save_checkpoint(tmp_path / name, twin)
+    recipe = {"merge_method": "ace", "base_model": "base", "models": [{"model": "a"}, {"model": "b"}]}
+    for name, tensor in merged(planned(tmp_path, recipe)).items():
+        np.testing.assert_allclose(tensor, twin[name].double().numpy(), rtol=3e-7, err_msg=name)
+
+
+def test_ace_of_changes_without_variance_is_the_mean(tmp_path: Path) -> None:
+    """If a model changes all rows of a matrix equally, the covariance has only rounding errors, which do not count."""
+    base = drawn(0)
+    save_checkpoint(tmp_path / "base", base)
+    for number, name in enumerate(("a", "b")):
+        rows = {key: drawn(number + 1)[key][:1].expand_as(x) for key, x in base.items()}
+        save_checkpoint(tmp_path / name, {key: (x + rows[key]).contiguous() for key, x in base.items()})
+    recipe = {
+        "merge_method": "ace",
+        "base_model": "base",
+        "models": [{"model": "a"}, {"model": "b"}],
+        "parameters": {"ridge": 1e-3},
+    }
+    found, own = merged(planned(tmp_path, recipe)), [load(tmp_path / name) for name in ("a", "b")]
+    for name in SHAPES:
+        wanted = mean([model[name] for model in own], [1.0, 1.0])
+        np.testing.assert_allclose(found[name], wanted, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize(
@@ -353,7 +438,7 @@ def test_without_inputs_the_result_is_the_mean(root: Path, tmp_path: Path) -> No
     np.testing.assert_allclose(found[MATRICES[0]], wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["tsv_m", "svc", "wudi", "knots"])
+@pytest.mark.parametrize("method", ["tsv_m", "svc", "wudi", "ace", "knots"])
 def test_unchanged_matrices_keep_the_base(tmp_path: Path, method: str) -> None:
     base = drawn(0)
     save_checkpoint(tmp_path / "base", base)
@@ -383,7 +468,7 @@ def test_two_equal_models_give_that_model_up_to_truncation(tmp_path: Path) -> No
         assert cut_off < 0.2 * np.linalg.norm(delta)
 
 
-@pytest.mark.parametrize("method", ["regmean", "wudi", "tsv_m", "svc", "knots"])
+@pytest.mark.parametrize("method", ["regmean", "wudi", "ace", "tsv_m", "svc", "knots"])
 def test_a_resumed_matrix_merge_writes_the_same_bytes(root: Path, tmp_path: Path, method: str) -> None:
     if method == "regmean":
         plan = planned(root, regmean_recipe(), INPUTS)

@@ -13,7 +13,7 @@ from mergegate.merge_core.analysis.interference import Interference
 from mergegate.tasks.explain import Remedy
 from mergegate.tasks.explain.stage import Explanation
 from mergegate.tasks.gate.sequential import InterimLook
-from mergegate.tasks.merge import RouterDistance
+from mergegate.tasks.merge import RepairedRouting, RouterDistance
 from mergegate.tasks.report import explanation_text
 from mergegate.tasks.report.content import ReportContent
 from mergegate.tasks.report.heat_map import heat_map_caption, interference_plot, layer_table
@@ -60,6 +60,15 @@ def test_router_distances_of_mixtures_are_shown() -> None:
     assert "org/other: its experts have a mean cosine of 0.400 with the experts of the donor" in text
     assert "In the best order the cosine is 0.990, and that order differs in 3 of 24 layers." in text
     assert "Its merged routers have a cosine of 0.412 and differ by up to 25 %." in text
+
+
+def test_the_effect_of_a_router_repair_is_shown() -> None:
+    routing = RepairedRouting(layers=24, new_layers=23, divergence=(0.0251, 0.0073), agreement=(0.871, 0.94))
+    text = text_of(page_of(samples.explained().model_copy(update={"routers": routing})))
+    assert "23 of 24 layers have a new router." in text
+    assert "selected 87.1 % of the experts that the parents select, and now selects 94.0 %." in text
+    assert "was 0.0251 nats and is now 0.0073 nats." in text
+    assert "routers" not in samples.explained().model_dump()
 
 
 def test_document_text_is_escaped() -> None:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -63,6 +63,23 @@ _ROUTER = re.compile(
     r"^(?:(?:gate|router)(?:\.layer)?\.(?:weight|bias)|(?:gate\.|router\.|experts\.)?e_score_correction_bias"
     r"|expert_bias|router\.expert_bias)$"
 )
+
+
+@dataclass(frozen=True)
+class StoredRouter:
+    """Router of the module of experts ``module``: its matrix, ``[experts, width]``, and its biases, if it has them.
+
+    A correction bias, which only affects the selection, is not among the biases.
+    """
+
+    module: str
+    weight: AnyTensor
+    bias: AnyTensor | None
+
+    @property
+    def tensors(self) -> tuple[AnyTensor, ...]:
+        """The matrix and, if there are any, the biases."""
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
 
 @dataclass(frozen=True)
@@ -162,6 +179,33 @@ def match_experts(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> Matc
                 measured[name] = measurements
     recipe = replace(recipe, experts_in_order=True, measured=measured)
     return MatchedExperts(recipe, table, tuple(layers), tuple(findings))
+
+
+def find_routers(checkpoint: Checkpoint) -> dict[str, StoredRouter]:
+    """Return the router of each module of experts in ``checkpoint``, by the name of the module."""
+    routers = {}
+    for name, module in _modules(split_experts(checkpoint)).items():
+        matrices = [tensor for tensor in module.router.values() if len(tensor.shape) == 2]
+        if len(matrices) == 1 and matrices[0].dtype.kind == "float" and len(module.experts) > 1:
+            biases = [t for t in module.router.values() if t.name == f"{matrices[0].name.removesuffix('weight')}bias"]
+            routers[name] = StoredRouter(name, matrices[0], biases[0] if biases else None)
+    return routers
+
+
+def read_routers(routers: Iterable[StoredRouter]) -> dict[str, Floats]:
+    """Return the matrix of each router in float64, with the biases as the last column if it has them, by module.
+
+    Raises:
+        InvalidInput: A file cannot be read, or a router contains NaN or infinity.
+    """
+    matrices = {}
+    with _Samples() as samples:
+        for router in routers:
+            columns = [samples.read(tensor).reshape(tensor.shape[0], -1) for tensor in router.tensors]
+            matrices[router.module] = np.concatenate(columns, axis=1)
+            if not np.isfinite(matrices[router.module]).all():
+                raise InvalidInput(router.weight.name, found="a router with NaN or infinity", expected="finite numbers")
+    return matrices
 
 
 def assign(similarity: Floats, groups: int = 1) -> list[int]:
@@ -371,6 +415,10 @@ class _Samples:
                 cosine = float(_cosines(rows, other_rows).diagonal().mean())
                 return cosine, float(np.linalg.norm(other_rows - rows)) / norm
         return 0.0, 0.0
+
+    def read(self, tensor: AnyTensor) -> Floats:
+        """Return all elements of a tensor in one array."""
+        return self._read(tensor, [0], tensor.numel)
 
     def _rows(self, tensor: AnyTensor) -> Floats:
         rows, width = tensor.shape

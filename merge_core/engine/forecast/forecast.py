@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergegate.merge_core.architecture import is_projection
-from mergegate.merge_core.engine import HELD_BYTES, RETAINED_BYTES, WAITING_BYTES
+from mergegate.merge_core.engine import HELD_BYTES, RETAINED_BYTES, WAITING_BYTES, block_size
 from mergegate.merge_core.methods import GRAIN, Method, TensorTask
 from mergegate.merge_core.plan import MergePlan, TensorJob, step_of
 
@@ -302,6 +302,6 @@ def _block_bytes(kind: _Kind, settings: EngineSettings, further: int) -> int:
     """Return the bytes of one block of a job: inputs, output, and ``further`` bytes per input element."""
     job = kind.job
     grain = kind.plan.method.grain(job.output.shape, job.shared) if job.mode == "merge" else GRAIN
-    elements = min(max(1, settings.block_elements // grain) * grain, job.output.numel)
+    elements = min(block_size(job, grain, settings.block_elements), job.output.numel)
     inputs = sum(item.tensor.dtype.size + further for item in job.inputs) + (4 + further) * len(job.importance)
     return elements * (inputs + 4 + job.output.dtype.size)

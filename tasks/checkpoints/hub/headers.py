@@ -1,4 +1,4 @@
-"""Open checkpoints on the Hub as tables of tensors, without downloading their weights.
+"""Open checkpoints on the Hub as tables of tensors, and read single elements, without downloading their weights.
 
 For each weight file that is not in the cache, two ranged requests read only the header: first its length, then exactly
 that number of bytes. ``HF_ENDPOINT``, tokens and proxies work as in the rest of ``huggingface_hub``. Pickled weights
@@ -11,13 +11,19 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from mergegate.merge_core.checkpoint import StoredTensor, fetch_header
+import numpy as np
+
+from mergegate.merge_core.checkpoint import ReadStored, StoredTensor, fetch_header, read_into
 from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.parsing import open_plain
 from mergegate.tasks.checkpoints.hub.access import HubAccess, hub_access, is_offline
 from mergegate.tasks.checkpoints.hub.errors import client_errors, hub_refusal
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _TIMEOUT_S = 30.0
 _CONNECTIONS = 8
@@ -64,6 +70,38 @@ def _missing_headers(snapshot: Snapshot) -> Mapping[Path, Sequence[StoredTensor]
         )
     sizes = tuple((name, snapshot.files[name].size) for name in missing)
     return _fetch_headers(snapshot.repo, snapshot.commit, snapshot.directory, sizes)
+
+
+def element_reader(snapshot: Snapshot | None) -> ReadStored:
+    """Return a reader of elements of stored tensors, which requests a range from the Hub if the file is not local.
+
+    ``snapshot`` is None for a local directory. Several threads may call the reader.
+
+    The reader raises:
+        InvalidInput: The file cannot be read, or the server does not support ranged reads.
+        Refused: The Hub does not serve the range.
+    """
+
+    def read(tensor: StoredTensor, first: int, into: NDArray[np.uint8]) -> None:
+        start = tensor.offset + first * tensor.dtype.size
+        if snapshot is None or tensor.file.is_file():
+            try:
+                with open_plain(tensor.file) as file:
+                    read_into(file.fileno(), into.data, start, tensor.file)
+            except FileNotFoundError:
+                raise InvalidInput(str(tensor.file), found="the file does not exist") from None
+            return
+        from huggingface_hub import hf_hub_url
+
+        access = hub_access(writing=False)
+        name = tensor.file.relative_to(snapshot.directory).as_posix()
+        url = hf_hub_url(snapshot.repo, name, revision=snapshot.commit, endpoint=access.endpoint)
+        try:
+            into[:] = np.frombuffer(_read_range(url, start, len(into), access), np.uint8)
+        except client_errors() as error:
+            raise hub_refusal(f"{snapshot.repo}@{snapshot.commit[:12]}", snapshot.repo, error, access) from error
+
+    return read
 
 
 @lru_cache(maxsize=64)  # A commit never changes, and a recipe and its remedies have the same parents.

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
-from mergegate.merge_core.errors import Refused
+from mergegate.merge_core.errors import Finding, Refused
 from mergegate.merge_core.recipe import name_in_path
 from mergegate.tasks.checkpoints import ResolvedCheckpoint
 from mergegate.tasks.preflight.licenses.algebra import Combination, combine_licenses
@@ -17,6 +17,12 @@ from mergegate.tasks.preflight.licenses.case import LicensedParent
 from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, lineage, quote_text
 from mergegate.tasks.preflight.licenses.settings import LicenseSettings, Use
 from mergegate.tasks.preflight.licenses.table import LicenseTable, load_table
+from mergegate.tasks.preflight.licenses.weight_relations import (
+    KnownModels,
+    UndeclaredRelation,
+    find_undeclared,
+    with_undeclared,
+)
 from mergegate.tasks.stage import StageValue, value_stage
 from mergegate.tasks.store import NotInKey
 
@@ -25,13 +31,20 @@ class Declared(BaseModel):
     """Declarations in all readable cards.
 
     ``families`` holds, for each parent of the merge, by name, the parent and then its ancestors. ``texts`` holds the
-    content of their license files, by sha256.
+    content of their license files, by sha256. ``undeclared`` holds relations of the weights that no card declares.
+    ``families`` includes those ancestors.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     families: dict[str, tuple[LicensedParent, ...]]
     texts: Annotated[dict[str, str], NotInKey]  # The hashes are in the families.
+    undeclared: tuple[UndeclaredRelation, ...] = ()
+
+    def content_key(self) -> object:
+        """Return the fields that count in a key. Without undeclared relations, the key is that of the cards alone."""
+        fields = {"families": self.families}
+        return {**fields, "undeclared": self.undeclared} if self.undeclared else fields
 
 
 class Ancestor(BaseModel):
@@ -60,12 +73,14 @@ class LicenseVerdict(StageValue):
         licenses: Declared license of each parent, by the parent's name.
         ancestors: All further models that the parents descend from.
         unread: Reason for each ancestor that could not be read, by its name.
+        undeclared: Relations of the parents' weights that no card declares.
     """
 
     combination: Combination
     licenses: dict[str, str]
     ancestors: tuple[Ancestor, ...]
     unread: dict[str, str]
+    undeclared: Annotated[tuple[UndeclaredRelation, ...], Field(exclude_if=lambda relations: not relations)] = ()
 
     def summary(self) -> str:
         declared_licenses = ", ".join(dict.fromkeys(self.licenses.values()))
@@ -82,14 +97,20 @@ class LicenseVerdict(StageValue):
     @property
     def all_names(self) -> tuple[str, ...]:
         """Names of all models in the verdict, both as written in recipes and cards and as quoted in sentences."""
-        names = (*self.licenses, *(ancestor.name for ancestor in self.ancestors), *self.unread)
+        related = (relation.model for relation in self.undeclared)
+        names = (*self.licenses, *(ancestor.name for ancestor in self.ancestors), *self.unread, *related)
         return (*names, *map(quote_text, names))
+
+    def warnings(self) -> tuple[Finding, ...]:
+        """Return a warning for each undeclared relation that no user has dismissed."""
+        return tuple(finding for relation in self.undeclared if (finding := relation.finding()))
 
     def refusal(self) -> Refused | None:
         if self.combination.status == "allowed":
             return None
         worst, *other_reasons = [reason for reason in self.combination.reasons if reason.status != "allowed"]
-        details = "".join(f"\n  also: {reason.sentence}" for reason in other_reasons)
+        sentences = [reason.sentence for reason in other_reasons] + [warning.found for warning in self.warnings()]
+        details = "".join(f"\n  also: {sentence}" for sentence in sentences)
         return Refused(f"licenses ({worst.rule})", found=worst.sentence + details, remedy=worst.remedy)
 
 
@@ -118,6 +139,7 @@ def check_licenses(
         licenses={name: family[0].license.id for name, family in declared.families.items()},
         ancestors=tuple(ancestors[name] for name in sorted(ancestors)),
         unread={unread.name: unread.why for model in models for unread in model.unread},
+        undeclared=declared.undeclared,
     )
 
 
@@ -167,6 +189,28 @@ def read_licenses(
         families={name: family.models for name, family in lineages.items()},
         texts={digest: text for family in lineages.values() for digest, text in family.texts.items()},
     )
+
+
+def compare_weights(
+    declarations: Declared,
+    parents: Sequence[ResolvedCheckpoint],
+    known_models: KnownModels,
+    settings: LicenseSettings,
+    table: LicenseTable,
+) -> Declared:
+    """Return the declarations with all ancestors that only the weights reveal, or ``declarations`` itself without any.
+
+    Raises:
+        InvalidInput: Weights cannot be read.
+        Refused: The Hub does not serve them.
+    """
+    relations = find_undeclared(
+        parents, declarations.families, known_models.index, settings.unrelated, known_models.sample
+    )
+    if not relations:
+        return declarations
+    families = with_undeclared(declarations.families, relations, known_models.index, table)
+    return declarations.model_copy(update={"families": families, "undeclared": relations})
 
 
 def license_table(settings: LicenseSettings, root: Path) -> LicenseTable:

@@ -50,6 +50,17 @@ class LicenseSettings(BaseModel):
         default=None, description="File with entries that override those of the shipped license table."
     )
 
+    fingerprints: LocalPath | None = Field(
+        default=None,
+        description="File with fingerprints of further known models, as written by mergegate fingerprint --index. The "
+        "project's own index always counts.",
+    )
+    unrelated: dict[str, dict[str, str]] = Field(
+        default={},
+        description="Known models that a parent does not descend from although their weights are related, by parent "
+        "and known model, each with who and why: math: {acme/model: 'alice: trained from the same seed'}.",
+    )
+
     @field_validator("accepted")
     @classmethod
     def _check_accepted(cls, acceptances: dict[str, str]) -> dict[str, str]:
@@ -58,6 +69,18 @@ class LicenseSettings(BaseModel):
             if not user.strip() or not reason.strip():
                 raise ValueError(f"{key}: {value!r} does not name who accepted it and why. Write 'who: why'")
         return acceptances
+
+    @field_validator("unrelated")
+    @classmethod
+    def _check_unrelated(cls, statements: dict[str, dict[str, str]]) -> dict[str, dict[str, str]]:
+        for parent, models in statements.items():
+            for model, value in models.items():
+                user, _, reason = value.partition(":")
+                if not user.strip() or not reason.strip():
+                    raise ValueError(
+                        f"{parent}: {model}: {value!r} does not name who says so and why. Write 'who: why'"
+                    )
+        return statements
 
     def use(self, name: str) -> Use:
         return Use(

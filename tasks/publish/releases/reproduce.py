@@ -42,7 +42,7 @@ from mergegate.tasks.checkpoints import (
     pin_checkpoints,
 )
 from mergegate.tasks.checkpoints.hub import download_snapshots, find_snapshot
-from mergegate.tasks.merge import combine_parents, prepare_recipe
+from mergegate.tasks.merge import MergeSettings, combine_parents, numerics, prepare_recipe, with_new_routers
 from mergegate.tasks.publish import PROVENANCE, RECIPE
 from mergegate.tasks.publish.releases.verify import VerifiedRelease
 from mergegate.tasks.publish.releases.weights import require_equal_files
@@ -128,6 +128,7 @@ def rebuild_release(
     kind, seed = build.internal_parameters.device, build.internal_parameters.seeds.merge
     if device == "auto":
         device = kind if device_kind() == kind else "cpu"
+    recipe = with_new_routers(recipe, pin, numerics(MergeSettings(seed=seed, device=device)))
     started = time.monotonic()
     if recipe.output:
         adapters = [(ref, model, adapter) for ref, (model, adapter) in parents.items() if adapter]

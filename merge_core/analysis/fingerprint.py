@@ -1,0 +1,304 @@
+"""Take a small fingerprint of a model's weights, and find out whether two models are related.
+
+A fingerprint has the first 128 elements of up to 1,024 matrices. It does not depend on file names and shards, and
+hardly on the number format. Independently trained matrices are uncorrelated, whatever their shapes and norms. A copy,
+a fine-tune or a model with some layers of another one has matrices that correlate with matrices of the other model.
+So matrices are matched by content instead of by name::
+
+    fingerprint = take_fingerprint(checkpoint.tensors, read)
+    (relation,) = compare_fingerprints(fingerprint, [known])     # None if the models are unrelated
+
+Norms and biases are left out, because those of unrelated models are alike. The same is true of tensors with a fixed
+initialization, such as sinusoidal positions or the decay rates of a Mamba model. These are alike in all layers or occur
+once, and similar matrices of one model count as one matrix.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from mergegate.merge_core.checkpoint import AnyTensor, DerivedTensor, ReadStored, numbers, patterns
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ELEMENTS = 128
+"""Number of elements of a sample."""
+MOST_TENSORS = 1024
+"""Largest number of samples in a fingerprint."""
+
+# Layers of dense models have at most this many matrices.
+_MOST_PER_LAYER = 16
+# Smallest correlation of two samples of related matrices. Docs: benchmarks/ancestry.md. For independent values, 128
+# elements have a standard deviation of 0.09, and the largest of a million correlations is about 0.45.
+_RELATED = 0.6
+# Correlation from which two matrices of one model count as one. It is lower than the threshold above, so that matrices
+# that are alike in all models, and hence in all layers of a model, never count more than once.
+_ALIKE = 0.45
+LEAST_SHARE = 0.1
+"""Smallest share of related matrices that makes two models related."""
+_COUNT = 3  # Smallest number of them, unless they are half of all.
+# Share of matrices from which the whole model is related to another one.
+_WHOLE = 0.9
+# Largest relative distance that rounding to 16 bits can cause.
+_ROUNDING = 2.0**-8
+_OUTLIER = 3.0  # Standard deviations. A few large elements must not decide the correlation.
+_MOST_EXPONENT = 160  # The exponents of float32 are smaller.
+_NUMBER = re.compile(r"(?:^|(?<=[^a-zA-Z0-9]))\d+(?=[^a-zA-Z0-9]|$)")
+
+Kind = Literal["copy", "fine-tune", "prefix", "stack", "part"]
+"""``copy``: equal up to rounding. ``fine-tune``: the same layers with other values. ``prefix``: the first layers of a
+model with more layers. ``stack``: its layers in another order or number. ``part``: only some matrices are related."""
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Samples of the matrices of a model.
+
+    Args:
+        names: Names of the tensors, which only determine the layers.
+        columns: Size of the last dimension of each tensor.
+        values: Samples in float32, ``[tensors, ELEMENTS]``. Each row is float16 times a power of two.
+        layers: Number of layers of the model, also of those without samples.
+    """
+
+    names: tuple[str, ...]
+    columns: tuple[int, ...]
+    values: NDArray[np.float32]
+    layers: int
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the samples in hexadecimal, independent of names and order."""
+        rows = sorted(
+            column.to_bytes(8, "little") + row.tobytes()
+            for column, row in zip(self.columns, self.values.astype("<f4"), strict=True)
+        )
+        return hashlib.sha256(b"".join(rows)).hexdigest()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fingerprint as JSON types. Nothing is lost."""
+        exponents = _exponents(self.values)
+        stored = np.ldexp(self.values, -exponents[:, None]).astype("<f2")
+        return {
+            "layers": self.layers,
+            "tensors": [
+                [name, columns, int(exponent)]
+                for name, columns, exponent in zip(self.names, self.columns, exponents, strict=True)
+            ],
+            "values": base64.b64encode(stored.tobytes()).decode(),
+        }
+
+    @staticmethod
+    def from_json(content: Mapping[str, Any]) -> Fingerprint:
+        """Return the fingerprint that :meth:`to_json` has written.
+
+        Raises:
+            ValueError: The content is not a fingerprint.
+        """
+        rows = content["tensors"]
+        if len(rows) > MOST_TENSORS or not all(
+            isinstance(name, str) and type(columns) is int and type(exponent) is int and abs(exponent) < _MOST_EXPONENT
+            for name, columns, exponent in rows
+        ):
+            raise ValueError(f"expected at most {MOST_TENSORS} tensors, each with name, columns and exponent")
+        stored = np.frombuffer(base64.b64decode(content["values"], validate=True), "<f2").reshape(len(rows), ELEMENTS)
+        if not np.isfinite(stored).all() or type(content["layers"]) is not int:
+            raise ValueError("expected finite values and a number of layers")
+        exponents = np.array([exponent for _, _, exponent in rows], int).reshape(-1, 1)
+        values = np.ldexp(stored.astype(np.float32), exponents)
+        return Fingerprint(tuple(row[0] for row in rows), tuple(row[1] for row in rows), values, content["layers"])
+
+    @cached_property
+    def directions(self) -> NDArray[np.float32]:
+        """Samples with mean 0 and length 1, without outliers. Their inner products are correlations."""
+        return _standardize(np.clip(_standardize(self.values), -_OUTLIER / ELEMENTS**0.5, _OUTLIER / ELEMENTS**0.5))
+
+    @cached_property
+    def layer_numbers(self) -> tuple[int | None, ...]:
+        """Number of the layer of each tensor, from its name, or None."""
+        return tuple(int(match[0]) if (match := _NUMBER.search(name)) else None for name in self.names)
+
+
+@dataclass(frozen=True)
+class Relation:
+    """Relation of a model to another one, measured on the samples.
+
+    Args:
+        kind: Class of the relation.
+        share: Share of the model's matrices that are related to a matrix of the other model, from 0 to 1.
+        nearest: Share of the model's matrices that are nearer to the other model than to all further models.
+        distance: Relative distance ``‖a - b‖ / ‖b‖`` of a related matrix from that of the other model, as the root mean
+            square over all related matrices.
+        equal: Share of the related matrices that are equal up to rounding, from 0 to 1.
+    """
+
+    kind: Kind
+    share: float
+    nearest: float
+    distance: float
+    equal: float
+
+
+def select_tensors(tensors: Iterable[AnyTensor], most: int = MOST_TENSORS) -> tuple[AnyTensor, ...]:
+    """Return the tensors to sample: matrices of floats, from each layer the same number at most.
+
+    If a layer has too many, experts of a mixture are left out. With fewer than ``MOST_TENSORS``, the selection depends
+    only on the names, so two models with the same layers get the same selection.
+    """
+    groups: dict[str, list[AnyTensor]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.dtype.kind == "float" and len(tensor.shape) > 1 and tensor.numel >= ELEMENTS:
+            match = _NUMBER.search(tensor.name)
+            groups[tensor.name[: match.end()] if match else ""].append(tensor)
+    selected = [
+        tensor
+        for layer, group in groups.items()
+        for tensor in sorted(group, key=lambda item: (len(_NUMBER.findall(item.name)), _natural(item.name)))[
+            : _MOST_PER_LAYER if layer else MOST_TENSORS
+        ]
+    ]
+    selected.sort(key=lambda tensor: hashlib.sha256(tensor.name.encode(errors="surrogatepass")).digest())
+    return tuple(sorted(selected[:most], key=lambda tensor: _natural(tensor.name)))
+
+
+def take_fingerprint(
+    tensors: Mapping[str, AnyTensor], read: ReadStored, most: int = MOST_TENSORS, threads: int = 8
+) -> Fingerprint:
+    """Return the fingerprint of a checkpoint, reading 128 elements of each selected tensor.
+
+    Args:
+        tensors: Tensors of the checkpoint by name.
+        read: Function that reads elements of a stored tensor, locally or over the network.
+        most: Largest number of tensors to sample.
+        threads: Number of concurrent reads.
+
+    Raises:
+        InvalidInput: A tensor cannot be read.
+    """
+
+    def sample(tensor: AnyTensor) -> NDArray[np.float32]:
+        stored = np.empty(ELEMENTS * tensor.dtype.size, np.uint8)
+        if isinstance(tensor, DerivedTensor):
+            tensor.open(read)(0, stored)
+        else:
+            read(tensor, 0, stored)
+        values = numbers(patterns(stored, tensor.dtype), tensor.dtype).astype(np.float32)
+        if not np.isfinite(values).all():
+            return np.zeros(ELEMENTS, np.float32)
+        # Round as an index does, so that it makes no difference where a fingerprint comes from.
+        exponent = _exponents(values[None])[0]
+        rounded = np.ldexp(values, -exponent).astype(np.float16)
+        return np.asarray(np.ldexp(rounded.astype(np.float32), exponent), np.float32)
+
+    selected = select_tensors(tensors.values(), most)
+    with ThreadPoolExecutor(threads) as pool:
+        samples = list(pool.map(sample, selected))
+    # A constant sample says nothing about its model.
+    varied = [row for row, values in enumerate(samples) if np.ptp(values) > 0]
+    layers = {match[0] for name in tensors if (match := _NUMBER.search(name))}
+    return Fingerprint(
+        tuple(selected[row].name for row in varied),
+        tuple(selected[row].shape[-1] for row in varied),
+        np.array([samples[row] for row in varied], np.float32).reshape(len(varied), ELEMENTS),
+        len(layers),
+    )
+
+
+def compare_fingerprints(model: Fingerprint, known_models: Sequence[Fingerprint]) -> tuple[Relation | None, ...]:
+    """Return the relation of ``model`` to each known model, or None if the two are unrelated.
+
+    For each matrix of the model, the matrix with the highest correlation is found in each known model, among those with
+    the same number of columns. A matrix that is equally near to several known models is near to the first.
+    """
+    first_alike = _first_alike(model)
+    distinct = [row for row, first in enumerate(first_alike) if first == row]
+    if not distinct:
+        return (None,) * len(known_models)
+    matches = [_match(model, other, distinct) for other in known_models]
+    # Relative squared distance of each matrix to its match in each known model; infinite without a match.
+    distances = np.array([match.distances for match in matches]).reshape(len(known_models), len(distinct))
+    rounded = np.maximum(distances, _ROUNDING**2)
+    nearest = rounded.argmin(0) if len(known_models) else np.zeros(len(distinct), int)
+    relations: list[Relation | None] = []
+    for index, (other, match) in enumerate(zip(known_models, matches, strict=True)):
+        related = np.isfinite(match.distances)
+        count, share = int(related.sum()), float(related.mean())
+        if share < LEAST_SHARE or (count < _COUNT and share < 0.5):
+            relations.append(None)
+            continue
+        rows = np.array(distinct)[related]
+        distance = float(np.sqrt(match.distances[related].mean()))
+        equal = float((match.distances[related] <= _ROUNDING**2).mean())
+        offsets = {
+            two - one
+            for row, partner in zip(rows, match.partners[related], strict=True)
+            if first_alike.count(row) == 1
+            if (one := model.layer_numbers[row]) is not None and (two := other.layer_numbers[partner]) is not None
+        }
+        kind: Kind = "fine-tune" if equal < 1 else "copy"
+        if share < _WHOLE:
+            kind = "part"
+        elif offsets and model.layers < other.layers:
+            kind = "prefix" if offsets == {0} else "stack"
+        elif len(offsets) > 1 or (offsets and model.layers > other.layers):
+            kind = "stack"  # A constant offset between models of equal size only numbers the layers from 1.
+        nearest_share = float((related & (nearest == index)).mean())
+        relations.append(Relation(kind, share, nearest_share, distance, equal))
+    return tuple(relations)
+
+
+@dataclass(frozen=True)
+class _Match:
+    """For each distinct matrix of a model, its partner in another model and the relative squared distance."""
+
+    partners: NDArray[np.intp]
+    distances: NDArray[np.float64]
+
+
+def _match(model: Fingerprint, known_model: Fingerprint, rows: list[int]) -> _Match:
+    """Match the given rows of ``model`` with rows of ``known_model``."""
+    if not known_model.names:
+        return _Match(np.zeros(len(rows), np.intp), np.full(len(rows), np.inf))
+    correlations = model.directions[rows] @ known_model.directions.T
+    correlations[np.not_equal.outer(np.array(model.columns)[rows], np.array(known_model.columns))] = 0
+    partners = correlations.argmax(1)
+    best = correlations[np.arange(len(rows)), partners]
+    first, second = model.values[rows].astype(float), known_model.values[partners].astype(float)
+    distances = ((first - second) ** 2).sum(1) / (second**2).sum(1)
+    return _Match(partners, np.where(best >= _RELATED, distances, np.inf))
+
+
+def _first_alike(model: Fingerprint) -> list[int]:
+    """Return for each matrix the first matrix of the model that is alike, often the matrix itself."""
+    if not model.names:
+        return []
+    correlations = model.directions @ model.directions.T
+    correlations[np.not_equal.outer(np.array(model.columns), np.array(model.columns))] = 0
+    np.fill_diagonal(correlations, 1)
+    return [int(row) for row in (correlations >= _ALIKE).argmax(1)]
+
+
+def _standardize(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    centered = values - values.mean(1, keepdims=True)
+    lengths = np.sqrt((centered.astype(float) ** 2).sum(1, keepdims=True))
+    return np.asarray(centered / np.maximum(lengths, np.finfo(np.float32).tiny), np.float32)
+
+
+def _exponents(values: NDArray[np.float32]) -> NDArray[np.intc]:
+    """Return for each row the power of two that is just above its largest magnitude."""
+    return np.asarray(np.frexp(np.abs(values).max(1, initial=0))[1], np.intc)
+
+
+def _natural(name: str) -> tuple[tuple[int, str], ...]:
+    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name))

@@ -1,0 +1,335 @@
+"""Find ancestors that no card declares, by comparing samples of the parents' weights with those of known models.
+
+The known models are the other parents of the recipe and the models in an index of fingerprints. A parent that is a
+copy, a fine-tune or a part of one of them descends from it, so the license of the known model binds, too. A model is
+declared if a card or the recipe's base names it, or if a related model that is nearer is declared.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from mergegate.merge_core.analysis import LEAST_SHARE, MOST_TENSORS, Fingerprint, Relation, compare_fingerprints
+from mergegate.merge_core.errors import Finding, InvalidInput, Refused
+from mergegate.merge_core.recipe import name_in_path
+from mergegate.tasks.checkpoints import ResolvedCheckpoint, open_parent
+from mergegate.tasks.preflight.licenses.case import Licensed, LicensedParent, join_words
+from mergegate.tasks.preflight.licenses.fingerprint_index import IndexedModel, fingerprint_model, read_index
+from mergegate.tasks.preflight.licenses.resolve import quote_text
+from mergegate.tasks.preflight.licenses.table import LicenseTable
+
+# Samples of a parent on the Hub, each of which takes one request. A local parent has no limit.
+_HUB_SAMPLES = 64
+
+_PAGE = re.compile(r"^https?://(?:www\.)?huggingface\.co/")
+
+RelatedKind = Literal["copy", "fine-tune", "prefix", "stack", "part"]
+
+
+class UndeclaredRelation(BaseModel):
+    """A parent whose weights are related to a model that its card does not name.
+
+    Attributes:
+        parent: Name of the parent.
+        declared: License that the parent's card declares.
+        model: Name of the related model.
+        licenses: Identifiers of the licenses of that model and of its ancestors.
+        kind: See ``merge_core.analysis.fingerprint.Kind``.
+        share: Share of the parent's matrices that are related, from 0 to 1.
+        distance: Relative distance of the related matrices from those of the model.
+        equal: Share of the related matrices that are equal up to rounding, from 0 to 1.
+        is_ancestor: Whether the model counts as an ancestor. False for another parent of the merge, because either of
+            them may be derived from the other one, and both licenses bind the merge anyway.
+        dismissed: Statement of a user that the parent does not descend from the model, ``who: why``; empty if there is
+            none.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    parent: str
+    declared: str
+    model: str
+    licenses: tuple[str, ...]
+    kind: RelatedKind
+    share: float
+    distance: float
+    equal: float
+    is_ancestor: bool
+    dismissed: str = ""
+
+    @property
+    def sentence(self) -> str:
+        """Description of the relation."""
+        near = f"within {100 * self.distance:.2g} % of"
+        relation = {
+            "copy": f"its weights equal those of {self.model}",
+            "fine-tune": f"its weights are {near} {self.model}",
+            "prefix": f"its layers are {near} the first layers of {self.model}",
+            "stack": f"its layers are {near} layers of {self.model}, in another order or number",
+            "part": f"{100 * self.share:.0f} % of its matrices are {near} matrices of {self.model}",
+        }[self.kind]
+        licenses = join_words(self.licenses)
+        some_equal = f", and {100 * self.equal:.0f} % of them are equal" if 0 < self.equal < 1 else ""
+        end = (
+            "which its card does not name"
+            if self.is_ancestor
+            else "and neither card names the other model or a common base"
+        )
+        return f"{self.parent} declares {self.declared}, but {relation} ({licenses}){some_equal}, {end}"
+
+    def finding(self) -> Finding | None:
+        """Return a warning, or None if a user has dismissed the relation."""
+        if self.dismissed:
+            return None
+        return Finding(
+            "warn",
+            "licenses",
+            found=self.sentence,
+            expected="a card that names every model whose weights it contains",
+            remedy=(
+                f"add base_model: {self.model} to the card of {self.parent}; if it does not descend from that model, "
+                f"add it to checks.license, for example unrelated: {{{self.parent}: {{{self.model}: "
+                "'YOUR NAME: YOUR REASON'}}"
+            ),
+        )
+
+
+WeightSampler = Callable[[ResolvedCheckpoint], Fingerprint | None]
+
+
+def weight_sampler() -> WeightSampler:
+    """Return a function that samples the weights of each parent once.
+
+    It returns None for files that do not form a checkpoint. The check of the headers reports those.
+    """
+    samples: dict[Path, Fingerprint | None] = {}
+
+    def sample(parent: ResolvedCheckpoint) -> Fingerprint | None:
+        if parent.directory not in samples:
+            most = MOST_TENSORS if parent.snapshot is None else _HUB_SAMPLES
+            samples[parent.directory] = fingerprint_model(parent, most) if _is_readable(parent) else None
+        return samples[parent.directory]
+
+    return sample
+
+
+@dataclass(frozen=True)
+class KnownModels:
+    """Models of an index, and the samples of the parents that are compared with them."""
+
+    index: tuple[IndexedModel, ...] = ()
+    sample: WeightSampler = field(default_factory=weight_sampler)
+
+
+def read_known_models(own_index: Path, shared_index: Path | None = None) -> KnownModels:
+    """Return the models of the project's own index, if it exists, and of the index that a profile names.
+
+    Raises:
+        InvalidInput: An index is damaged, or the one that the profile names does not exist.
+    """
+    models = {model.name: model for model in (read_index(shared_index) if shared_index else ())}
+    if own_index.exists():
+        models |= {model.name: model for model in read_index(own_index)}
+    return KnownModels(tuple(models.values()))
+
+
+def _is_readable(parent: ResolvedCheckpoint) -> bool:
+    with suppress(InvalidInput, Refused):
+        open_parent(parent.model_copy(update={"adapter": None}))
+        return True
+    return False
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A model to compare with: an indexed model, or another parent with its name in the recipe.
+
+    ``above`` has the names of its ancestors.
+    """
+
+    name: str
+    names: frozenset[str]
+    above: frozenset[str]
+    licenses: tuple[str, ...]
+    fingerprint: Fingerprint
+    is_parent: bool
+
+
+def find_undeclared(
+    parents: Sequence[ResolvedCheckpoint],
+    families: Mapping[str, tuple[LicensedParent, ...]],
+    index: Sequence[IndexedModel],
+    dismissals: Mapping[str, Mapping[str, str]],
+    sample: WeightSampler,
+) -> tuple[UndeclaredRelation, ...]:
+    """Return the relations of the parents' weights that no card and no recipe declares.
+
+    Weights are read only if the index has a model, or if parents have different licenses and no declared relation.
+
+    Args:
+        parents: Parents of the merge.
+        families: The declarations of each parent and its ancestors, by the parent's name.
+        index: Known models.
+        dismissals: Statements ``who: why`` that a parent does not descend from a model, by parent and model.
+        sample: Function from :func:`weight_sampler`.
+
+    Raises:
+        InvalidInput: Weights cannot be read.
+        Refused: The Hub does not serve them.
+    """
+    models = {parent.name: parent for parent in parents if not parent.is_state and parent.name in families}
+    declarations = {name: _Declared.of(parent, families[name], models.values()) for name, parent in models.items()}
+    # Between parents with the same licenses, a relation changes nothing.
+    pairs = {
+        (first, second)
+        for first, second in combinations(models, 2)
+        if not declarations[first].all & declarations[second].all
+        if set(declarations[first].licenses) != set(declarations[second].licenses)
+    }
+    compared = models if index else {name: models[name] for name in models if any(name in pair for pair in pairs)}
+    samples = {name: taken for name, parent in compared.items() if (taken := sample(parent))}
+    known_models = [
+        _Known(
+            model.name,
+            _index_names(model.name),
+            frozenset().union(*(_index_names(ancestor.name) for ancestor in model.ancestors)),
+            tuple(dict.fromkeys(each.license for each in model.lineage)),
+            model.fingerprint,
+            is_parent=False,
+        )
+        for model in index
+    ]
+    for name, taken in samples.items():
+        own = declarations[name]
+        known_models.append(_Known(name, own.own, own.above, own.licenses, taken, is_parent=True))
+    return tuple(
+        UndeclaredRelation(
+            parent=name,
+            declared=families[name][0].license.id,
+            model=quote_text(known.name),
+            licenses=tuple(map(quote_text, known.licenses)),
+            kind=relation.kind,
+            share=round(relation.share, 3),
+            distance=float(f"{relation.distance:.2g}"),
+            equal=round(relation.equal, 3),
+            is_ancestor=not known.is_parent,
+            dismissed=dismissals.get(name, {}).get(known.name, ""),
+        )
+        for name, taken in samples.items()
+        for known, relation in _unexplained(name, taken, declarations[name], known_models)
+        if not known.is_parent or (name, known.name) in pairs
+    )
+
+
+@dataclass(frozen=True)
+class _Declared:
+    """Names and licenses that the files of one parent declare.
+
+    Args:
+        own: Names of the parent itself: its name in the recipe, and ``org/name`` on the Hub.
+        above: Names of the models that it descends from, and of the recipe's base.
+        licenses: Identifiers of all licenses that bind it.
+    """
+
+    own: frozenset[str]
+    above: frozenset[str]
+    licenses: tuple[str, ...]
+
+    @property
+    def all(self) -> frozenset[str]:
+        return self.own | self.above
+
+    @classmethod
+    def of(
+        cls, parent: ResolvedCheckpoint, family: Sequence[LicensedParent], parents: Iterable[ResolvedCheckpoint]
+    ) -> _Declared:
+        def own_names(model: ResolvedCheckpoint) -> set[str]:
+            return {model.name.lower(), *([model.snapshot.repo.lower()] if model.snapshot else [])}
+
+        ancestors = [model.name for model in family[1:]] + [item.name for model in family for item in model.unread]
+        above = {_normalized(name) for name in ancestors}
+        above.update(*(own_names(other) for other in parents if other.is_base and not parent.is_base))
+        licenses = tuple(dict.fromkeys(license.id for model in family for license in model.licenses))
+        return cls(frozenset(own_names(parent)), frozenset(above), licenses)
+
+
+def _unexplained(
+    name: str, fingerprint: Fingerprint, declarations: _Declared, known_models: Sequence[_Known]
+) -> Iterator[tuple[_Known, Relation]]:
+    """Yield the models that are related to a parent and nearest to some of its matrices, but not declared."""
+
+    def is_declared(candidate: _Known) -> bool:
+        if candidate.is_parent:
+            return bool(declarations.all & (candidate.names | candidate.above))
+        # The name of a local directory is not a declaration.
+        return bool((declarations.above | {own for own in declarations.own if "/" in own}) & candidate.names)
+
+    # Of equally near models, a declared one counts first, and then one from the index.
+    others = sorted(
+        (known for known in known_models if not (known.is_parent and known.name == name)),
+        key=lambda known: (not is_declared(known), known.is_parent),
+    )
+    measured = frozenset().union(*(known.names for known in others))
+    for known, relation in zip(
+        others, compare_fingerprints(fingerprint, [known.fingerprint for known in others]), strict=True
+    ):
+        if relation is None or relation.nearest < LEAST_SHARE or is_declared(known):
+            continue
+        # Both descend from a declared model whose weights are not available, or the known one from the parent.
+        common = declarations.all & known.above
+        if common - measured or common & declarations.own:
+            continue
+        # It is this very model, under its own license.
+        if relation.kind == "copy" and set(known.licenses) <= set(declarations.licenses):
+            continue
+        yield known, relation
+
+
+def with_undeclared(
+    families: Mapping[str, tuple[LicensedParent, ...]],
+    relations: Sequence[UndeclaredRelation],
+    index: Sequence[IndexedModel],
+    table: LicenseTable,
+) -> dict[str, tuple[LicensedParent, ...]]:
+    """Return ``families`` with the undeclared ancestors, as if the cards of the parents had named them."""
+    indexed = {quote_text(model.name): model for model in index}
+    extended = dict(families)
+    for relation in relations:
+        if not relation.is_ancestor or relation.dismissed:
+            continue
+        model = indexed[relation.model]
+        parent, *rest = extended[relation.parent]
+        known_names = {item.name for item in (parent, *rest)}
+        added = tuple(
+            Licensed(
+                name=quote_text(each.name),
+                license=table.lookup(each.license),
+                revision=model.revision if each.name == model.name else None,
+            )
+            for each in model.lineage
+            if quote_text(each.name) not in known_names
+        )
+        first = parent.model_copy(update={"ancestors": (*parent.ancestors, *added)})
+        family = [LicensedParent(**{field: getattr(item, field) for field in Licensed.model_fields}) for item in added]
+        extended[relation.parent] = (first, *rest, *family)
+    return extended
+
+
+def _normalized(text: str) -> str:
+    """Return the form under which names of models are compared: ``org/name`` in lower case, or the end of a path."""
+    name = _PAGE.sub("", text.strip().lower()).rstrip("/")
+    is_path = name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
+    return f"*/{name_in_path(name)}" if is_path else name
+
+
+def _index_names(text: str) -> frozenset[str]:
+    """Return all names that declare an indexed model: its own, and paths that end with it."""
+    return frozenset({_normalized(text), f"*/{name_in_path(text.lower())}"})
