@@ -46,6 +46,7 @@ from mergegate.tasks.gate.sensitivity import known_reference_strength
 from mergegate.tasks.gate.settings import (
     ALL_PARENTS,
     ANCHOR,
+    BEST_PARENT,
     CHAMPION,
     LAST_CHECKPOINT,
     MARGIN_ABOVE_MAX_DROP,
@@ -95,6 +96,7 @@ from mergegate.tasks.gate.verdict_record import (
 __all__ = [
     "ALL_PARENTS",
     "ANCHOR",
+    "BEST_PARENT",
     "BROKEN_LOSS",
     "CHAMPION",
     "EVIDENCE_RECORD",

@@ -173,6 +173,9 @@ def _sources(content: ReportContent, license: LicenseVerdict) -> str:
     if license.unread:
         names = ", ".join(f"{escape(name)} ({escape(reason)})" for name, reason in license.unread.items())
         parts.append(f"mergegate could not read the following models, which those cards name: {names}.")
+    if license.undeclared:
+        lines = [f"* {escape(relation.summary)}" for relation in license.undeclared]
+        parts.append("\n".join(["mergegate compared the weights with those of known models:\n", *lines]))
     return "\n\n".join(parts)
 
 
