@@ -1,7 +1,7 @@
 """Measure merges of many checkpoints: memory, reads, open files, and time compared with a plain copy.
 
     python benchmarks/many_inputs.py                             # 32 checkpoints of 135 M parameters in bfloat16
-    python benchmarks/many_inputs.py --counts 32,64,128 --layers 8
+    python benchmarks/many_inputs.py --counts 64,128 --distinct 32 --warm
     python benchmarks/many_inputs.py --methods linear,ties --warm
     python benchmarks/many_inputs.py --growth                    # one more checkpoint in a running mean
 
@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", default="linear")
     parser.add_argument("--layers", type=int, default=30, help="30 is SmolLM2-135M; fewer need less disk")
     parser.add_argument("--shards", type=int, default=1)
+    parser.add_argument("--distinct", type=int, help="further checkpoints are hard links to this many")
     parser.add_argument("--dtype", default="BF16", choices=("BF16", "F32"))
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--warm", action="store_true", help="leave the inputs in the page cache")
@@ -74,7 +75,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     counts = sorted(int(count) for count in options.counts.split(","))
     run = options.directory / f"run-{options.layers}-{options.shards}-{options.dtype}"
     try:
-        write_run(run, counts[-1], options.layers, options.shards, options.dtype)
+        distinct = min(options.distinct or counts[-1], counts[-1])
+        write_run(run, distinct, options.layers, options.shards, options.dtype)
+        for number in range(distinct + 1, counts[-1] + 1):
+            link = run / f"checkpoint-{100 * number}"
+            if not link.exists():
+                shutil.copytree(run / f"checkpoint-{100 * ((number - 1) % distinct + 1)}", link, copy_function=os.link)
         if options.growth:
             _measure_growth(run, counts, options)
             return
@@ -214,7 +220,54 @@ def _measure(run: Path, count: int, method: str, options: argparse.Namespace) ->
 
 
 def _measure_growth(run: Path, counts: Sequence[int], options: argparse.Namespace) -> None:
-    raise NotImplementedError
+    """Compare the mean of all checkpoints with its continuation: the stored sum plus the newest, then the mean."""
+    place = options.directory
+
+    def recipe(models: Sequence[str], weight: float, dtype: str) -> str:
+        entries = [{"model": model, "parameters": {"weight": weight}} for model in models]
+        document = {"merge_method": "linear", "models": entries, "parameters": {"normalize": False}, "dtype": dtype}
+        return json.dumps(document)
+
+    def merge(text: str, out: str) -> tuple[Measurement, int]:
+        (place / "recipe.yaml").write_text(text)
+        shutil.rmtree(place / out, ignore_errors=True)
+        command = [sys.executable, "-m", "mergegate", "merge", "recipe.yaml", out, "--device", "cpu", "--json"]
+        with _Peaks() as peaks:
+            measured = measure(command, cwd=place, environment={"MERGEGATE_HOME": str(place / "home")})
+        return measured, peaks.read
+
+    print(
+        f"{'checkpoints':>11}{'full':>8}{'read':>9}{'continued':>11}{'read':>9}{'state':>9}{'different':>11}{'load':>6}"
+    )
+    for count in counts:
+        models = [f"{run.name}/checkpoint-{100 * number}" for number in range(1, count + 1)]
+        merge(recipe(models[:-1], 1.0, "float32"), "sum")
+        times: dict[str, list[float]] = {"full": [], "continued": []}
+        for _ in range(options.repeat):
+            full, full_read = merge(recipe(models, 1 / count, "bfloat16"), "full")
+            added, added_read = merge(recipe(["sum", models[-1]], 1.0, "float32"), "next")
+            mean, mean_read = merge(recipe(["next"], 1 / count, "bfloat16"), "mean")
+            times["full"].append(full.seconds)
+            times["continued"].append(added.seconds + mean.seconds)
+        merge(recipe(models, 1.0, "float32"), "all")
+        same = all(
+            file.read_bytes() == (place / "all" / file.name).read_bytes() for file in weight_files(place / "next")
+        )
+        if not same:
+            raise SystemExit("the continued sum differs from the sum of all checkpoints")
+        pairs = zip(weight_files(place / "full"), weight_files(place / "mean"), strict=True)
+        patterns = [[np.fromfile(file, np.uint16) for file in pair] for pair in pairs]
+        different = sum(int((one != other).sum()) for one, other in patterns) / sum(one.size for one, _ in patterns)
+        state = sum(file.stat().st_size for file in weight_files(place / "next"))
+        print(
+            f"{count:11}{statistics.median(times['full']):7.2f}s{full_read / 1e9:6.2f} GB"
+            f"{statistics.median(times['continued']):10.2f}s{(added_read + mean_read) / 1e9:6.2f} GB"
+            f"{state / 1e9:6.2f} GB"
+            f"{different:11.3%}{os.getloadavg()[0]:6.1f}",
+            flush=True,
+        )
+    for name in ("sum", "full", "next", "mean", "all"):
+        shutil.rmtree(place / name, ignore_errors=True)
 
 
 if __name__ == "__main__":

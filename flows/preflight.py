@@ -49,11 +49,19 @@ from mergegate.tasks.evaluation import (
     resolve_prompt_settings,
     task_form,
 )
-from mergegate.tasks.gate import PastGuardOutcome, drift_findings, needs_champion, power_findings, wear_findings
+from mergegate.tasks.gate import (
+    ALL_PARENTS,
+    PastGuardOutcome,
+    drift_findings,
+    needs_champion,
+    power_findings,
+    wear_findings,
+)
 from mergegate.tasks.merge import MergeSettings, numerics
 from mergegate.tasks.perplexity import read_distinct
 from mergegate.tasks.preflight import (
     NEXT_TOKENS,
+    Comparisons,
     Compatibility,
     Evidence,
     HeaderDigest,
@@ -255,10 +263,12 @@ def preflight_profile(
                     remedy="remove variants, or merge the models instead of their adapters",
                 )
             if _is_complete(candidate.recipe, parents_of_candidate) and candidate not in other_candidates:
-                check_references(profile.evaluate, profile.perplexity, profile.judge, parents_of_candidate)
+                check_references(*comparisons(profile, candidate.windows, parents_of_candidate), parents_of_candidate)
         cleared.append(_clear(candidate, parents_of_candidate, rules, problems))
     if evidence:
-        measured = tuple(parent for parent in parents[0] if not parent.is_state)
+        measured = tuple(
+            parent for parent in parents[0] if not parent.is_state and parent.ref not in evidence.unmeasured
+        )
         evidence = _pin_data(evidence, measured, profile.checks.code.trusted, problems)
         _require_unread(profile, [candidate.recipe for candidate in all_candidates], evidence, problems)
         attempts, past = len(candidates) + profile.max_proposed_remedies, past_guards(profile.name)
@@ -313,7 +323,7 @@ def clear_further(candidate: Candidate, profile: Profile) -> ClearedCandidate:
     """
     problems = Problems(stop_at_once=True)
     (parents,) = _parents([candidate.recipe], problems)
-    check_references(profile.evaluate, profile.perplexity, profile.judge, parents)
+    check_references(*comparisons(profile, candidate.windows, parents), parents)
     cleared = _clear(candidate, parents, _Rules.of(profile), problems)
     assert cleared is not None  # otherwise its problem would have been raised
     return cleared
@@ -599,11 +609,21 @@ def pin_profile_evidence(
     Raises:
         InvalidInput: A guard, a task or a file does not exist.
     """
-    check_references(profile.evaluate, profile.perplexity, profile.judge, parents)
-    evidence = pin_evidence(profile.evaluate, profile.perplexity, profile.judge, profile.root, hashes)
-    # A round with one client takes its model as it is.
-    clients = tuple(parent.name for parent in parents if not parent.is_base) if profile.is_client_round else ()
-    evidence = evidence._replace(accepted_copies=(*profile.checks.copies.accepted, *clients))
+    # A comparison of two models has no recipe, and its only reference takes the place of every other one.
+    windows = [window for candidate in profile.candidates() for window in candidate.windows] if dtypes is None else []
+    compared = comparisons(profile, profile.candidates()[0].windows if dtypes is None else [(parents[0].ref,)], parents)
+    check_references(*compared, parents)
+    evidence = pin_evidence(*compared, profile.root, hashes)
+    # A round with one client takes its model as it is, and so does a window of one checkpoint.
+    copies = tuple(parent.name for parent in parents if not parent.is_base) if profile.is_client_round else ()
+    copies += tuple(parent.name for parent in parents if (parent.ref,) in windows)
+    named = compared.names()
+    measured = {window[-1] for window in windows} | {parent.ref for parent in parents if parent.name in named}
+    earlier = frozenset(ref for window in windows for ref in window if ref not in measured)
+    evidence = evidence._replace(
+        accepted_copies=(*profile.checks.copies.accepted, *copies),
+        unmeasured=frozenset() if ALL_PARENTS in named else earlier,
+    )
     if without_units := formats_without_units(device_kind()):
         if dtypes is None:
             declared = [candidate.recipe.out_dtype or candidate.recipe.dtype for candidate in profile.candidates()]
@@ -616,6 +636,19 @@ def pin_profile_evidence(
     return evidence._replace(
         tasks=swept.gate_tasks(evidence.tasks), documents=swept.select_text("gate") or evidence.documents
     )
+
+
+def comparisons(
+    profile: Profile, windows: Sequence[Sequence[str]], parents: Sequence[ResolvedCheckpoint]
+) -> Comparisons:
+    """Return the sections that compare the merge, with the name of the last checkpoint if there is one training run.
+
+    ``windows`` are the references of the checkpoints of each run, ordered by step.
+    """
+    sections = Comparisons(profile.evaluate, profile.perplexity, profile.judge)
+    last = [window[-1] for window in windows]
+    name = next((parent.name for parent in parents if [parent.ref] == last), None)
+    return sections.with_last_checkpoint(name) if name else sections
 
 
 def pin_profile_sweep(profile: Profile, evidence: Evidence, hashes: HashMemo) -> SweepEvidence:

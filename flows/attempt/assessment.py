@@ -81,7 +81,7 @@ def assess_merge(
 
     Args:
         merge: Merge to judge.
-        parents: Models that were merged.
+        parents: Models that were merged. Those in ``evidence.unmeasured`` are not evaluated.
         champion: Release that is published today. None before the first release.
         evidence: Pinned tasks and texts to measure, with the guards, drift limits and rule of the gate.
         anchor: Release that the profile anchors the champion's guards to. None if that is the champion itself.
@@ -97,6 +97,9 @@ def assess_merge(
     is_variant = isinstance(merge, QuantizedModel)
     copied = None if is_variant else find_copied_parent.build(merge, tuple(parents)).value.parent
     copy_of = parents[copied].name if copied is not None else ""
+    parents = [
+        parent for parent in parents if not (isinstance(parent, PinnedCheckpoint) and parent.ref in evidence.unmeasured)
+    ]
     is_refused_copy = bool(copy_of) and copy_of not in evidence.accepted_copies
     # Perplexity takes seconds and exposes a broken merge immediately. The expensive tasks are then not worth running.
     likelihoods: dict[str, Artifact[Likelihoods]] = {}

@@ -49,11 +49,14 @@ from mergegate.tasks.sweep import (
     make_objective,
     make_space,
     open_ledger,
+    read_soup_recipe,
     relocate_recipe,
     start_recipe,
     study_key,
     trial_sets,
 )
+
+UNIFORM_SOUP = "uniform soup"  # label of the average of all ingredients
 
 
 @contextmanager
@@ -79,7 +82,7 @@ def prepare_search(profile: Profile) -> PreparedSearch:
         raise InvalidInput(
             f"profile {profile.name}",
             found="it has no section 'sweep'",
-            expected="free values of the recipe, and an objective",
+            expected="free values of the recipe or a soup, and an objective",
             remedy="see docs/how-to/search-a-recipe.md; profiles/demo-sweep.yaml is an example",
         )
     recipe, candidates = profile.searched_recipe, sweep_candidates(profile)
@@ -115,8 +118,13 @@ def prepare_search(profile: Profile) -> PreparedSearch:
         for candidate in (*candidates.searched, *candidates.by_hand)
     ]
     space = make_space(recipe.document, settings, count_layers(job.output.name for job in first.jobs), recipe.location)
+    written = [(profile.name, space.fill_recipe(space.start))]
+    soup = read_soup_recipe(recipe.document, recipe.location) if settings.soup else None
+    if soup:
+        average = (UNIFORM_SOUP, soup.soup_of(range(len(soup.names))))
+        written = [average] if soup.is_uniform else [*written, average]
     hand_written = (
-        HandWritten(profile.name, space.fill_recipe(space.start), recipe.directory),
+        *(HandWritten(label, document, recipe.directory) for label, document in written),
         *(
             HandWritten(label, candidate.document or {}, recipe.directory)
             for label, candidate in zip(candidates.labels, candidates.by_hand, strict=True)
@@ -125,8 +133,8 @@ def prepare_search(profile: Profile) -> PreparedSearch:
     # Changes are measured from the base or, without a base, from the first parent.
     base = next((parent.name for parent in parents if parent.is_base), parents[0].name)
     return PreparedSearch(
-        problem=SearchProblem(space, settings, objective, hand_written),
-        method=candidates.searched[0].recipe.summary(),
+        problem=SearchProblem(space, settings, objective, hand_written, soup=soup),
+        method=f"{settings.soup} soup of {len(soup.names)}" if soup else candidates.searched[0].recipe.summary(),
         directory=recipe.directory,
         gate_documents={task.name: task.documents or 0 for task in ready.evidence.tasks},
         setting=TrialSetting(

@@ -35,6 +35,8 @@ class Candidate:
         text: The recipe as YAML.
         change: Change of the profile's own recipe that produces this one. None for an independent recipe.
         remarks: For a round of clients, which clients take part and which do not. For a training run, its window.
+        windows: References of the checkpoints of each training run, ordered by step.
+        written: The recipe with the keys of its training run, to which changes apply. None without a run.
     """
 
     remedy: str
@@ -42,6 +44,8 @@ class Candidate:
     text: str
     change: Mapping[str, Any] | None = None
     remarks: tuple[str, ...] = ()
+    windows: tuple[tuple[str, ...], ...] = ()
+    written: Mapping[str, Any] | None = None
 
     @property
     def document(self) -> Mapping[str, Any] | None:
@@ -54,12 +58,15 @@ class Candidate:
 class SearchedRecipe:
     """A recipe whose ``document`` has a placeholder ``$name`` for each free value of a sweep.
 
-    Paths in the recipe are relative to ``directory``. ``location`` is the name of the recipe in messages.
+    Paths in the recipe are relative to ``directory``. ``location`` is the name of the recipe in messages. ``windows``
+    and ``remarks`` are those of its training runs, which are already expanded.
     """
 
     document: Mapping[str, Any]
     directory: Path
     location: str
+    windows: tuple[tuple[str, ...], ...] = ()
+    remarks: tuple[str, ...] = ()
 
 
 def searched_recipe(source: Written, root: Path, location: str) -> SearchedRecipe:
@@ -81,7 +88,8 @@ def searched_recipe(source: Written, root: Path, location: str) -> SearchedRecip
             )
         document = documents[0]
     assert isinstance(document, Mapping)
-    return SearchedRecipe(expand_training_runs([document], directory, location).documents[0], directory, location)
+    expanded = expand_training_runs([document], directory, location)
+    return SearchedRecipe(expanded.documents[0], directory, location, expanded.windows, expanded.remarks)
 
 
 def candidate_recipes(
@@ -105,6 +113,7 @@ def candidate_recipes(
         first = own_recipe
     elif isinstance(own_recipe, SearchedRecipe):
         first = recipe_of_documents([own_recipe.document], own_recipe.directory, own_recipe.location)
+        first = replace(first, windows=own_recipe.windows, remarks=own_recipe.remarks)
     else:
         first = _candidate(own_recipe, "", root, f"{label}: recipe")
     first = replace(first, change={})
@@ -134,12 +143,15 @@ def candidate_recipes(
 def changed_candidate(original: Candidate, change: Mapping[str, Any], root: Path, location: str) -> Candidate:
     """Apply ``change`` to the single document of a candidate, and return the result as another candidate.
 
+    A change of a recipe with a training run applies to the recipe as it is written, unless it replaces the models.
+
     Raises:
         InvalidInput: The change does not fit the recipe.
     """
-    assert original.document is not None
+    document = original.document if original.written is None or "models" in change else original.written
+    assert document is not None
     words = ", ".join(f"{name}: {flow_yaml(value)}" for name, value in change.items())
-    documents = [apply_overrides(original.document, change, location)]
+    documents = [apply_overrides(document, change, location)]
     candidate = recipe_of_documents(documents, original.recipe.directory or root, location, words)
     return replace(candidate, change=None if original.change is None else {**original.change, **change})
 
@@ -177,4 +189,11 @@ def recipe_of_documents(
     plain = [dict(document) for document in expanded.documents]
     text = yaml.safe_dump_all(plain, sort_keys=False, allow_unicode=True)
     recipe = load_recipe(plain[0] if len(plain) == 1 else text, location=location)
-    return Candidate(remedy, replace(recipe, directory=directory), expanded.comments + text, remarks=expanded.remarks)
+    return Candidate(
+        remedy,
+        replace(recipe, directory=directory),
+        expanded.comments + text,
+        remarks=expanded.remarks,
+        windows=expanded.windows,
+        written=documents[0] if expanded.windows and len(documents) == 1 else None,
+    )

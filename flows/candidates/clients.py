@@ -38,7 +38,6 @@ from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.methods import PASSTHROUGH, TASK_ARITHMETIC, find_method
 from mergegate.merge_core.recipe import CLIENT_KEYS, expand_user_path
 from mergegate.tasks.checkpoints import adapter_files_digest, checkpoint_digest, read_card
-from mergegate.tasks.publish import CARD
 
 _PATTERN = frozenset("*?[")
 
@@ -100,6 +99,8 @@ def client_round(
             digest = digest_of(path)
             count: Any = samples.get(name)
             if count is None:
+                from mergegate.tasks.publish import CARD  # Imported late, because most commands need no publication.
+
                 card = read_card(path)
                 if card.problem and "samples" not in card.metadata:
                     expected = "a model card whose front matter is YAML"

@@ -10,7 +10,6 @@ from mergegate.merge_core.errors import InvalidInput, MergegateError
 from mergegate.merge_core.parsing import parse_json, read_plain, read_yaml
 from mergegate.merge_core.recipe import expand_user_path, parse_reference
 from mergegate.tasks.checkpoints import files_digest
-from mergegate.tasks.publish import PROVENANCE, RECIPE
 
 
 def used_digests(last_release: Path) -> frozenset[str]:
@@ -33,6 +32,8 @@ def last_recipe(last_release: Path) -> tuple[Mapping[str, Any], ...]:
     Raises:
         InvalidInput: The recipe cannot be read.
     """
+    from mergegate.tasks.publish import RECIPE  # Imported late, because 'mergegate merge' needs no publication.
+
     documents = read_yaml(last_release / RECIPE, "the recipe of the last release")
     mappings = tuple(document for document in documents if isinstance(document, Mapping))
     if not mappings or len(mappings) < len(documents):
@@ -45,6 +46,7 @@ def is_reproducible(last_release: Path, directory: Path, digest_of: Callable[[Pa
 
     Models on the Hub count as unchanged. A release without readable provenance counts as reproducible.
     """
+    from mergegate.tasks.publish import PROVENANCE
 
     def is_unchanged(parent: Mapping[str, Any]) -> bool:
         notes, digest = parent.get("annotations", {}), parent["digest"]
@@ -70,4 +72,6 @@ def is_reproducible(last_release: Path, directory: Path, digest_of: Callable[[Pa
 
 def read_predicate(last_release: Path) -> Any:
     """Return the predicate of a release's provenance, which describes how the release was built."""
+    from mergegate.tasks.publish import PROVENANCE
+
     return parse_json(read_plain(last_release / PROVENANCE, 64 << 20), PROVENANCE)["predicate"]

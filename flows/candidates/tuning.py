@@ -10,13 +10,15 @@ documents that no candidate saw, and judged by the gate before the release.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mergegate.flows.candidates.candidates import SearchedRecipe
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods import find_method, merge_methods
 from mergegate.merge_core.parsing import parse_yaml
-from mergegate.tasks.sweep import SweepSettings
+
+if TYPE_CHECKING:
+    from mergegate.tasks.sweep import SweepSettings
 
 TUNE: Mapping[str, str] = {"tune": "scale"}  # as a remedy
 SCALE = "lambda"  # key in recipes
@@ -43,6 +45,8 @@ def scale_search(
     Raises:
         InvalidInput: The recipe does not have exactly one scale.
     """
+    from mergegate.tasks.sweep import SweepSettings  # Imported late, because most commands need no sweep.
+
     start = _scale_in(recipe.document, recipe.location)
     parameters = {**(recipe.document.get("parameters") or {}), SCALE: f"${SCALE}"}
     settings = SweepSettings.model_validate(

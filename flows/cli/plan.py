@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from mergegate.flows.profile import Profile
     from mergegate.tasks.checkpoints import ResolvedCheckpoint
     from mergegate.tasks.gate import GatePower
-    from mergegate.tasks.merge import StatisticsNeeds
+    from mergegate.tasks.merge import RouterNeeds, StatisticsNeeds
 
 # Maximum age of measured rates, and the name of their file in the project's state.
 _RATES_AGE_S = 3600.0
@@ -64,7 +64,8 @@ class MergeForecast:
         prices: Dollars per hour, by the name that the user gave to each price.
         power: Power of the profile's gate. None for a recipe, or if no documents have been counted.
         is_adapter: Whether the result is an adapter, so that the needs are those of combining adapters.
-        statistics: Needs of the calibration statistics. None if the recipe lists no texts.
+        statistics: Needs of the calibration statistics. None if the recipe needs none.
+        routers: Needs of the router repair. None if the recipe has none.
         findings: Warnings about the recipe.
         power_is_unknown: Whether the power needs a count of documents that ``mergegate check`` makes.
         kind: Kind of the merge.
@@ -83,6 +84,7 @@ class MergeForecast:
     power: GatePower | None = None
     is_adapter: bool = False
     statistics: StatisticsNeeds | None = None
+    routers: RouterNeeds | None = None
     findings: tuple[Finding, ...] = ()
     power_is_unknown: bool = False
     kind: ModelKind = TEXT_GENERATOR
@@ -137,7 +139,7 @@ def plan_command(
             forecast = plan_file(recipe, options)
         if as_json:
             facts = {
-                **asdict(forecast),
+                **{key: value for key, value in asdict(forecast).items() if key != "routers" or value is not None},
                 "place": str(forecast.place),
                 "kind": forecast.kind.name,
                 "disk_missing": forecast.disk_missing,
@@ -177,7 +179,8 @@ def plan_file(file: Path | Profile, options: PlanOptions) -> MergeForecast:
     evidence = pin_profile_evidence(profile, parents, store().hashes)
     evidence = evidence._replace(tasks=tuple(find_pinned_data(task) or task for task in evidence.tasks))
     attempts = len(profile.candidates()) + profile.max_proposed_remedies
-    power = forecast_power(evidence, parents, attempts, past_guards(profile.name))
+    measured = tuple(parent for parent in parents if parent.ref not in evidence.unmeasured)
+    power = forecast_power(evidence, measured, attempts, past_guards(profile.name))
     return replace(forecast, power=power, power_is_unknown=profile.evaluate is not None and power is None)
 
 
@@ -240,11 +243,11 @@ def forecast_of(
             gpu_memory=0,
             disk=size.nbytes + size.scratch,
         )
-    statistics = None
+    statistics = routers = None
     if recipe.texts:
-        from mergegate.tasks.merge import statistics_needs
+        from mergegate.tasks.merge import router_needs, statistics_needs
 
-        statistics = statistics_needs(plan, store().hashes)
+        statistics, routers = statistics_needs(plan, store().hashes), router_needs(plan, store().hashes)
     return MergeForecast(
         recipe=plan.recipe.summary(),
         method=plan.method.name,
@@ -258,6 +261,7 @@ def forecast_of(
         prices=options.prices,
         is_adapter=bool(size),
         statistics=statistics,
+        routers=routers,
         kind=find_kind(plan.config, plan.companions),
     )
 
@@ -352,6 +356,9 @@ def _rows(forecast: MergeForecast) -> list[tuple[str, str, str]]:
     rows.append(("disk", format_bytes(needs.disk), f"{format_bytes(forecast.disk_free)} free at {forecast.place}"))
     if forecast.statistics:
         rows.append(("statistics", format_bytes(forecast.statistics.nbytes), forecast.statistics.summary()))
+    if forecast.routers:
+        rows.append(("routers", format_bytes(forecast.routers.states), forecast.routers.summary()))
+        rows.append(("", "", "memory for one layer; the store also holds the merge before the repair"))
 
     rates, took = forecast.rates, forecast.time
     if forecast.is_adapter:
@@ -378,6 +385,8 @@ def _rows(forecast: MergeForecast) -> list[tuple[str, str, str]]:
     if forecast.statistics and forecast.rates and memory:
         seconds = forecast.statistics.seconds(forecast.rates, memory.available // 2)
         rows += [("  statistics", _seconds(seconds), "before the merge, unless they are cached")] if seconds else []
+    if forecast.routers and rates and (seconds := forecast.routers.seconds(rates)):
+        rows.append(("  routers", _seconds(seconds), "after a first merge, unless they are cached"))
     return rows
 
 

@@ -39,6 +39,7 @@ from mergegate.tasks.merge import (
     merge,
     merged_model,
     numerics,
+    router_needs,
     statistics_needs,
 )
 from mergegate.tasks.perplexity import perplexity
@@ -175,11 +176,15 @@ def plan_run(profile: Profile, ready: Preflight, examples: Sequence[TaskExample]
     if reading := calibration_stage_name(written):
         stages.append(_planned_stage(reading, "", 0 if recipe else 1, last_seconds.get(reading), estimate.measuring))
     if written.router_repair:
-        stages.append(_planned_stage("routers", "", 0 if recipe else 1, last_seconds.get("routers"), None))
+        stages.append(
+            _planned_stage("routers", "", 0 if recipe else 1, last_seconds.get("routers"), estimate.repairing)
+        )
     merged = merge.find(pinned, numerics(profile.merge)) if recipe else None
     stages.append(_planned_stage(MERGE, "", 0 if merged else 1, last_seconds.get(MERGE), estimate.merging))
     models: dict[str, Model | None] = {
-        parent.name: by_name.get(parent.name) if is_complete else None for parent in cleared.parents
+        parent.name: by_name.get(parent.name) if is_complete else None
+        for parent in cleared.parents
+        if parent.ref not in evidence.unmeasured
     }
     models[MERGE] = merged_model(merged, pinned) if merged else None
     if evidence.documents is not None and evidence.windows is not None:
@@ -339,6 +344,13 @@ class _Estimate:
         if self._rates is None or needs is None or memory is None:
             return None
         return needs.seconds(self._rates, memory.available // 2)
+
+    @property
+    def repairing(self) -> float | None:
+        """Seconds of the router repair, without the first merge."""
+        _, plan = plan_recipe(self._cleared.candidate.recipe)
+        needs = router_needs(plan, store().hashes)
+        return needs.seconds(self._rates) if needs and self._rates else None
 
     @cached_property
     def reading(self) -> float | None:

@@ -34,6 +34,7 @@ from mergegate.tasks.report import (
     gate_notes,
     regenerated_answers,
     search_effort,
+    soup_table,
     sweep_outcome,
     sweep_sentence,
     sweep_table,
@@ -155,10 +156,9 @@ def _print_below(console: Console, line: str, label: str = "") -> None:
 
 
 def sweep_summary(content: SweepContent, *, with_verdict: bool = True) -> Iterator[RenderableType]:
-    """Yield a table for each objective, the verdict with its reason (if ``with_verdict``), and the search effort."""
+    """Yield a table per objective, that of a soup, the verdict with its reason (if ``with_verdict``), the effort."""
     outcome = sweep_outcome(content)
-    for objective in range(len(content.objectives)):
-        drawn = sweep_table(content, objective)
+    for drawn in (*(sweep_table(content, index) for index in range(len(content.objectives))), soup_table(content)):
         if not drawn.rows:
             continue
         yield Text(drawn.title, style="dim")

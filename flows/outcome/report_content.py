@@ -76,6 +76,7 @@ def report_content(
     """
     parent_names = {parent.ref: parent.name for parent in attempt.pinned.parents}
     license, merged, assessed = attempt.cleared.license.value, attempt.merged, attempt.assessment
+    related = tuple(f"{relation.summary}." for relation in license.undeclared)
 
     def measurements(name: str) -> dict[str, object]:
         scores = join_parts(assessed.scores[name]) if assessed.scores.get(name) else None
@@ -131,6 +132,7 @@ def report_content(
         recipe=names.rename_yaml(attempt.cleared.candidate.text),
         recipe_warnings=recipe_warnings(attempt.cleared.candidate.recipe),
         models=(*parents, merge_model),
+        runs=tuple(tuple(parent_names[ref] for ref in window) for window in attempt.cleared.candidate.windows),
         licence=license.result,
         obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in license.combination.obligations),
         verdict=verdict,
@@ -183,6 +185,7 @@ def report_content(
         overrides=profile.overrides,
         sections=(
             *([Section(title="Documents", sentences=attempt.sample_notes)] if attempt.sample_notes else []),
+            *([Section(title="Undeclared ancestors", sentences=related)] if related else []),
             *(verdict.section for verdict in attempt.verdicts if not isinstance(verdict.evidence, _DRAWN)),
         ),
     )

@@ -32,7 +32,7 @@ from mergegate.merge_core.files import FileIdentity, file_identity
 from mergegate.merge_core.parsing import read_yaml
 from mergegate.tasks.merge import find_optimizer_state
 from mergegate.tasks.stage import store
-from mergegate.tasks.sweep import relocate_recipe, start_recipe
+from mergegate.tasks.sweep import read_soup_recipe, relocate_recipe, start_recipe
 
 
 class Profile(ProfileSettings):
@@ -159,10 +159,13 @@ class Profile(ProfileSettings):
         """The recipe with unfilled placeholders.
 
         Raises:
-            InvalidInput: The recipe cannot be read or has several documents.
+            InvalidInput: The recipe cannot be read, has several documents, or does not fit the soup.
         """
         _ = self._recipes_read
-        return searched_recipe(self.recipe, self.root, f"profile {self.name}")
+        recipe = searched_recipe(self.recipe, self.root, f"profile {self.name}")
+        if self.sweep and self.sweep.soup:
+            read_soup_recipe(recipe.document, recipe.location)
+        return recipe
 
     def with_recipe(self, recipe: Mapping[str, Any]) -> Profile:
         """Return this profile with another recipe, whose paths are relative to ``root``, and without remedies."""

@@ -23,7 +23,7 @@ from pydantic import (
 from mergegate.flows.candidates import AUTO, MOST_PROPOSED, TUNE, Written
 from mergegate.merge_core.parsing import LocalPath
 from mergegate.tasks.evaluation import find_backend
-from mergegate.tasks.gate import EvaluateSettings
+from mergegate.tasks.gate import BEST_PARENT, RELEASES, EvaluateSettings
 from mergegate.tasks.judge import JudgeSettings
 from mergegate.tasks.merge import MergeSettings
 from mergegate.tasks.perplexity import PerplexitySettings
@@ -179,6 +179,16 @@ class ProfileSettings(ProfileSection):
             raise ValueError(
                 f"{name}: a search scores trials on lm-eval's tasks only: write the scale into the recipe, or search "
                 "on a task of lm-eval"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _require_guards_of_any_soup(self) -> Self:
+        guards = self.evaluate.tasks if self.evaluate and self.sweep and self.sweep.soup == "greedy" else ()
+        if guard := next((guard for guard in guards if guard.guarded_by not in (BEST_PARENT, *RELEASES)), None):
+            raise ValueError(
+                f"{guard.task}: guarded_by: {guard.guarded_by} is one model, which a greedy soup may leave out: write "
+                f"'guarded_by: {BEST_PARENT}'"
             )
         return self
 

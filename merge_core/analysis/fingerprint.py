@@ -1,16 +1,16 @@
 """Take a small fingerprint of a model's weights, and find out whether two models are related.
 
-A fingerprint has the first 128 elements of up to 1,024 matrices. It does not depend on file names and shards, and
-hardly on the number format. Independently trained matrices are uncorrelated, whatever their shapes and norms. A copy,
-a fine-tune or a model with some layers of another one has matrices that correlate with matrices of the other model.
-So matrices are matched by content instead of by name::
+A fingerprint contains the first 128 elements of up to 1,024 matrices. It does not depend on file names and shards, and
+hardly on the number format. Matrices of independently trained models are uncorrelated. A copy, a fine-tune or a model
+with some layers of another one has matrices that correlate with matrices of the other model. mergegate therefore
+matches matrices by content instead of by name::
 
     fingerprint = take_fingerprint(checkpoint.tensors, read)
     (relation,) = compare_fingerprints(fingerprint, [known])     # None if the models are unrelated
 
-Norms and biases are left out, because those of unrelated models are alike. The same is true of tensors with a fixed
-initialization, such as sinusoidal positions or the decay rates of a Mamba model. These are alike in all layers or occur
-once, and similar matrices of one model count as one matrix.
+The fingerprint has no norms and biases, because unrelated models have similar ones. Unrelated models can also share
+tensors with a fixed initialization, such as sinusoidal positions or the decay rates of a Mamba model. Such a tensor
+occurs once or is similar in all layers, and similar matrices of one model count as one matrix.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -41,10 +41,10 @@ MOST_TENSORS = 1024
 _MOST_PER_LAYER = 16
 # Smallest correlation of two samples of related matrices. Docs: benchmarks/ancestry.md. For independent values, 128
 # elements have a standard deviation of 0.09, and the largest of a million correlations is about 0.45.
-_RELATED = 0.6
-# Correlation from which two matrices of one model count as one. It is lower than the threshold above, so that matrices
-# that are alike in all models, and hence in all layers of a model, never count more than once.
-_ALIKE = 0.45
+_RELATED = 0.5
+# Correlation from which two matrices of one model count as one. It is below the threshold above. So a tensor that is
+# similar in all models, and therefore in all layers of each model, counts only once.
+_SIMILAR = 0.4
 LEAST_SHARE = 0.1
 """Smallest share of related matrices that makes two models related."""
 _COUNT = 3  # Smallest number of them, unless they are half of all.
@@ -52,7 +52,8 @@ _COUNT = 3  # Smallest number of them, unless they are half of all.
 _WHOLE = 0.9
 # Largest relative distance that rounding to 16 bits can cause.
 _ROUNDING = 2.0**-8
-_OUTLIER = 3.0  # Standard deviations. A few large elements must not decide the correlation.
+# Median absolute deviations in a standard deviation, and the largest value in standard deviations.
+_DEVIATION, _CLIP = 1.4826, 1.5
 _MOST_EXPONENT = 160  # The exponents of float32 are smaller.
 _NUMBER = re.compile(r"(?:^|(?<=[^a-zA-Z0-9]))\d+(?=[^a-zA-Z0-9]|$)")
 
@@ -69,7 +70,7 @@ class Fingerprint:
         names: Names of the tensors, which only determine the layers.
         columns: Size of the last dimension of each tensor.
         values: Samples in float32, ``[tensors, ELEMENTS]``. Each row is float16 times a power of two.
-        layers: Number of layers of the model, also of those without samples.
+        layers: Number of layers of the model, also of those without samples. 0 if the names do not tell.
     """
 
     names: tuple[str, ...]
@@ -87,7 +88,7 @@ class Fingerprint:
         return hashlib.sha256(b"".join(rows)).hexdigest()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the fingerprint as JSON types. Nothing is lost."""
+        """Return the fingerprint as JSON types, without loss."""
         exponents = _exponents(self.values)
         stored = np.ldexp(self.values, -exponents[:, None]).astype("<f2")
         return {
@@ -121,8 +122,18 @@ class Fingerprint:
 
     @cached_property
     def directions(self) -> NDArray[np.float32]:
-        """Samples with mean 0 and length 1, without outliers. Their inner products are correlations."""
-        return _standardize(np.clip(_standardize(self.values), -_OUTLIER / ELEMENTS**0.5, _OUTLIER / ELEMENTS**0.5))
+        """Samples with mean 0 and length 1, whose inner products are correlations.
+
+        Values are clipped first, because a few columns of large values must not decide the correlation.
+        """
+        centered = self.values - np.median(self.values, axis=1, keepdims=True)
+        scales = _DEVIATION * np.median(np.abs(centered), axis=1, keepdims=True)
+        # Most values may be equal, as in a ternary matrix.
+        scales = np.where(scales > 0, scales, centered.std(1, keepdims=True))
+        clipped = np.clip(centered / np.maximum(scales, np.finfo(np.float32).tiny), -_CLIP, _CLIP)
+        clipped -= clipped.mean(1, keepdims=True)
+        lengths = np.sqrt((clipped.astype(float) ** 2).sum(1, keepdims=True))
+        return np.asarray(clipped / np.maximum(lengths, np.finfo(np.float32).tiny), np.float32)
 
     @cached_property
     def layer_numbers(self) -> tuple[int | None, ...]:
@@ -206,12 +217,12 @@ def take_fingerprint(
         samples = list(pool.map(sample, selected))
     # A constant sample says nothing about its model.
     varied = [row for row, values in enumerate(samples) if np.ptp(values) > 0]
-    layers = {match[0] for name in tensors if (match := _NUMBER.search(name))}
+    numbered = Counter(match[0] for name in tensors if (match := _NUMBER.search(name)))
     return Fingerprint(
         tuple(selected[row].name for row in varied),
         tuple(selected[row].shape[-1] for row in varied),
         np.array([samples[row] for row in varied], np.float32).reshape(len(varied), ELEMENTS),
-        len(layers),
+        sum(count > 1 for count in numbered.values()),
     )
 
 
@@ -221,8 +232,8 @@ def compare_fingerprints(model: Fingerprint, known_models: Sequence[Fingerprint]
     For each matrix of the model, the matrix with the highest correlation is found in each known model, among those with
     the same number of columns. A matrix that is equally near to several known models is near to the first.
     """
-    first_alike = _first_alike(model)
-    distinct = [row for row, first in enumerate(first_alike) if first == row]
+    first_similar = _first_similar(model)
+    distinct = [row for row, first in enumerate(first_similar) if first == row]
     if not distinct:
         return (None,) * len(known_models)
     matches = [_match(model, other, distinct) for other in known_models]
@@ -240,10 +251,11 @@ def compare_fingerprints(model: Fingerprint, known_models: Sequence[Fingerprint]
         rows = np.array(distinct)[related]
         distance = float(np.sqrt(match.distances[related].mean()))
         equal = float((match.distances[related] <= _ROUNDING**2).mean())
+        has_layers = model.layers > 0 and other.layers > 0
         offsets = {
             two - one
             for row, partner in zip(rows, match.partners[related], strict=True)
-            if first_alike.count(row) == 1
+            if has_layers and first_similar.count(row) == 1
             if (one := model.layer_numbers[row]) is not None and (two := other.layer_numbers[partner]) is not None
         }
         kind: Kind = "fine-tune" if equal < 1 else "copy"
@@ -279,20 +291,14 @@ def _match(model: Fingerprint, known_model: Fingerprint, rows: list[int]) -> _Ma
     return _Match(partners, np.where(best >= _RELATED, distances, np.inf))
 
 
-def _first_alike(model: Fingerprint) -> list[int]:
-    """Return for each matrix the first matrix of the model that is alike, often the matrix itself."""
+def _first_similar(model: Fingerprint) -> list[int]:
+    """Return for each matrix the first matrix of the model that is similar to it, often the matrix itself."""
     if not model.names:
         return []
     correlations = model.directions @ model.directions.T
     correlations[np.not_equal.outer(np.array(model.columns), np.array(model.columns))] = 0
     np.fill_diagonal(correlations, 1)
-    return [int(row) for row in (correlations >= _ALIKE).argmax(1)]
-
-
-def _standardize(values: NDArray[np.float32]) -> NDArray[np.float32]:
-    centered = values - values.mean(1, keepdims=True)
-    lengths = np.sqrt((centered.astype(float) ** 2).sum(1, keepdims=True))
-    return np.asarray(centered / np.maximum(lengths, np.finfo(np.float32).tiny), np.float32)
+    return [int(row) for row in (correlations >= _SIMILAR).argmax(1)]
 
 
 def _exponents(values: NDArray[np.float32]) -> NDArray[np.intc]:

@@ -102,8 +102,13 @@ def positions_outside_layers(names: Iterable[str], stack: str, checkpoint: Check
         while shared < min(len(own_words), len(words)) - 1 and own_words[shared] == words[shared]:
             shared += 1
         other_prefixes += (".".join(words[: shared + 1]) + ".",)
-    # In a network with several parts, the tensors of the text network have its prefix or are the head.
-    own_prefix = stack.rsplit(".", 1)[0] + "." if "." in stack and (other_prefixes or text.key is not None) else ""
+    # In a network with several parts, the tensors of the text network have its prefix or are the head. The prefix is
+    # that of the innermost part with more than the layers, such as ``text_model.`` of ``text_model.encoder.layers``.
+    own_prefix = ""
+    for end in range(len(own_words) - 1, 0, -1) if other_prefixes or text.key is not None else ():
+        own_prefix = ".".join(own_words[:end]) + "."
+        if any(name.startswith(own_prefix) and not name.startswith(f"{stack}.") for name in checkpoint.tensors):
+            break
     sides: dict[str, Side] = {}
     for name in names:
         name_words = frozenset(name.split("."))

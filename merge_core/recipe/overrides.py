@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.merge_core.methods import Method, find_method
+from mergegate.merge_core.methods import LINEAR, Method, find_method
+from mergegate.merge_core.recipe.training_run import RUN_KEYS
 
 _SETTINGS = (
     "merge_method",
@@ -30,7 +31,8 @@ _TEXT_KEYS, _DISTANCE_KEY = ("text", "statistics"), "leave_out_beyond"
 def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], location: str) -> dict[str, Any]:
     """Return ``recipe`` with ``changes`` applied, as plain data.
 
-    A change sets a key of the recipe or a parameter of its method. A changed parameter gets the new value everywhere:
+    A change sets a key of the recipe or a parameter of its method. If the recipe has a training run, it may also set
+    ``window``, ``schedule`` and the other keys of the run. A changed parameter gets the new value everywhere:
     its values for single models, slices or modules are removed. If ``merge_method`` changes, parameters that the new
     method does not have are removed, and those that set the scale of the merged change (``lambda``, ``normalize``,
     ``rescale``) return to the defaults of the new method unless the change sets them.
@@ -47,20 +49,22 @@ def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], locat
             expected="changes of a recipe that merges models",
             remedy="use a complete recipe instead",
         )
-    method = find_method(changes.get("merge_method", recipe.get("merge_method")), f"{location}: merge_method")
-    settings = {name: value for name, value in changes.items() if name in _SETTINGS}
-    top_level = {name: value for name, value in changes.items() if name not in (*_SETTINGS, _PARAMETERS)}
+    keys = (*_SETTINGS, *RUN_KEYS) if "run" in recipe else _SETTINGS
+    current = recipe.get("merge_method", LINEAR.name if "run" in recipe else None)
+    method = find_method(changes.get("merge_method", current), f"{location}: merge_method")
+    settings = {name: value for name, value in changes.items() if name in keys}
+    top_level = {name: value for name, value in changes.items() if name not in (*keys, _PARAMETERS)}
     new = {**_parameters_in(changes, location), **top_level}
     for name in new:
         if method.parameter(name) is None:
-            names = [*_SETTINGS, *(parameter.name for parameter in method.parameters)]
+            names = [*keys, *(parameter.name for parameter in method.parameters)]
             raise InvalidInput(
                 location,
                 found=f"{name!r}",
                 expected=f"a setting of the recipe or a parameter of {method.name}",
                 remedy=suggest(name, names) or "use a complete recipe for other changes",
             )
-    is_switch = method.name != recipe.get("merge_method")
+    is_switch = method.name != current
     dropped_names = frozenset((*new, *(_SCALE if is_switch else ())))
     result: dict[str, Any] = {**_without(dict(recipe), method, dropped_names=dropped_names), **settings}
     if is_switch and isinstance(result.get("models"), list):

@@ -44,8 +44,11 @@ from mergegate.tasks.gate.sample_record import (
 )
 from mergegate.tasks.gate.sensitivity import known_reference_strength
 from mergegate.tasks.gate.settings import (
+    ALL_PARENTS,
     ANCHOR,
+    BEST_PARENT,
     CHAMPION,
+    LAST_CHECKPOINT,
     MARGIN_ABOVE_MAX_DROP,
     RELEASES,
     EvaluateSettings,
@@ -91,11 +94,14 @@ from mergegate.tasks.gate.verdict_record import (
 )
 
 __all__ = [
+    "ALL_PARENTS",
     "ANCHOR",
+    "BEST_PARENT",
     "BROKEN_LOSS",
     "CHAMPION",
     "EVIDENCE_RECORD",
     "EVIDENCE_TABLES",
+    "LAST_CHECKPOINT",
     "MARGIN_ABOVE_MAX_DROP",
     "POWER",
     "RELEASES",

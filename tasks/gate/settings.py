@@ -44,6 +44,7 @@ Population = Literal["new questions", "new subjects"]
 BEST_PARENT = "best parent"
 CHAMPION = "champion"
 ANCHOR = "anchor"
+LAST_CHECKPOINT = "last checkpoint"  # of a training run, replaced with its name before the gate
 RELEASES = (CHAMPION, ANCHOR)
 
 # Settings of ``reference`` other than names of parents.
@@ -67,7 +68,8 @@ class Guard(PromptSettings):
     )
     guarded_by: str = Field(
         description="Model that the merge is compared with: the name of a parent, 'best parent', 'champion' (the "
-        "release that is published today), or 'anchor' (the release that the profile names)."
+        "release that is published today), 'anchor' (the release that the profile names), or 'last checkpoint' (of the "
+        "training run in the recipe)."
     )
     max_drop: float = Field(
         default=2.0, ge=0, le=100, description="Largest allowed drop in points. A larger drop fails if it is not noise."
@@ -209,7 +211,7 @@ class GateRule(BaseModel):
     reference: str | tuple[str, ...] = Field(
         default=FINE_TUNES,
         description="Parents that 'best parent' chooses from: fine-tunes (merged models; the base only if it has a "
-        "weight of its own), all, or names.",
+        "weight of its own; of a training run, only the last checkpoint), all, or names.",
     )
     anchor: str | None = Field(
         default=None,

@@ -36,7 +36,7 @@ from mergegate.tasks.merge.stage import (
     repaired_routing,
 )
 from mergegate.tasks.merge.statistics import calibration_stage_name, pin_calibration_texts
-from mergegate.tasks.merge.statistics_cost import StatisticsNeeds, statistics_needs
+from mergegate.tasks.merge.statistics_cost import RouterNeeds, StatisticsNeeds, router_needs, statistics_needs
 
 __all__ = [
     "MERGED",
@@ -47,6 +47,7 @@ __all__ = [
     "RepairedLayer",
     "RepairedRouting",
     "RouterDistance",
+    "RouterNeeds",
     "RouterRepairSummary",
     "StatisticsNeeds",
     "calibration_stage_name",
@@ -64,6 +65,7 @@ __all__ = [
     "pin_calibration_texts",
     "prepare_recipe",
     "repaired_routing",
+    "router_needs",
     "select_named_parents",
     "statistics_needs",
     "with_new_routers",

@@ -75,7 +75,7 @@ class PerplexitySettings(BaseModel):
     reference: str | tuple[str, ...] = Field(
         default="fine-tunes",
         description="Parents from which the better one is chosen: fine-tunes (the merged models; the base only if it "
-        "has a weight), all, or names. Default: fine-tunes.",
+        "has a weight; of a training run, only the last checkpoint), all, or names. Default: fine-tunes.",
     )
     max_documents: int | None = Field(
         default=1000, ge=1, description="Number of distinct documents, from the first. null: all. Default: 1000."

@@ -20,6 +20,7 @@ from mergegate.tasks.preflight.duration import (
     merge_seconds,
 )
 from mergegate.tasks.preflight.evidence import (
+    Comparisons,
     Evidence,
     JudgeQuestions,
     check_references,
@@ -53,6 +54,7 @@ __all__ = [
     "SAMPLE",
     "STARTING",
     "CodeSettings",
+    "Comparisons",
     "Compatibility",
     "CopySettings",
     "Evidence",

@@ -33,6 +33,7 @@ from mergegate.tasks.evaluation import (
 )
 from mergegate.tasks.gate import (
     CHAMPION,
+    LAST_CHECKPOINT,
     EvaluateSettings,
     GateRule,
     Guard,
@@ -82,10 +83,48 @@ class Evidence(NamedTuple):
     # Reason why models are computed in another format than they are stored in; empty if they are not.
     computed: str = ""
     accepted_copies: tuple[str, ...] = ()  # Names of the parents that the merge may copy.
+    # References of the parents that nothing compares with: the earlier checkpoints of a training run.
+    unmeasured: frozenset[str] = frozenset()
 
     def scoring_of(self, model: Model) -> Scoring:
         """Return the settings with which ``model`` is scored. A quantized model has a backend of its own."""
         return self.scoring.for_backend(model.backend) if isinstance(model, QuantizedModel) else self.scoring
+
+
+class Comparisons(NamedTuple):
+    """Sections of a profile that compare the merge with other models."""
+
+    evaluate: EvaluateSettings | None
+    perplexity: PerplexitySettings | None
+    judge: JudgeSettings | None
+
+    def with_last_checkpoint(self, name: str) -> Comparisons:
+        """Return the sections with ``last checkpoint`` replaced by the name of that parent."""
+
+        def rename(reference: str) -> str:
+            return name if reference == LAST_CHECKPOINT else reference
+
+        def rename_all(reference: str | tuple[str, ...]) -> str | tuple[str, ...]:
+            return rename(reference) if isinstance(reference, str) else tuple(map(rename, reference))
+
+        evaluate, perplexity, judge = self
+        if evaluate:
+            tasks = tuple(guard.model_copy(update={"guarded_by": rename(guard.guarded_by)}) for guard in evaluate.tasks)
+            evaluate = evaluate.model_copy(update={"tasks": tasks, "reference": rename_all(evaluate.reference)})
+        if perplexity:
+            perplexity = perplexity.model_copy(update={"reference": rename_all(perplexity.reference)})
+        if judge:
+            judge = judge.model_copy(update={"guarded_by": rename(judge.guarded_by)})
+        return Comparisons(evaluate, perplexity, judge)
+
+    def names(self) -> frozenset[str]:
+        """Return the references that the sections name, including those that are not names of parents."""
+        guards = {guard.guarded_by for guard in self.evaluate.tasks} if self.evaluate else set()
+        guards |= {self.judge.guarded_by} if self.judge else set()
+        for settings in (self.evaluate, self.perplexity):
+            if settings:
+                guards |= {settings.reference} if isinstance(settings.reference, str) else set(settings.reference)
+        return frozenset(guards)
 
 
 def check_references(

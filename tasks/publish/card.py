@@ -14,7 +14,7 @@ from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation, Oblig
 from mergegate.tasks.publish.card_metadata import CardMetadata
 from mergegate.tasks.publish.card_scores import escape, markdown_table, quality_section, untested_sentence
 from mergegate.tasks.publish.loading_code import loading_code
-from mergegate.tasks.report import ReportContent
+from mergegate.tasks.report import ReportContent, ReportedModel
 from mergegate.tasks.serve import SERVED_AS_LORA
 
 # For each kind of obligation: what this release does about it, and what remains for anyone who redistributes the model.
@@ -146,12 +146,23 @@ def _loading(content: ReportContent, files: Sequence[str], publication: Publicat
 
 
 def _sources(content: ReportContent, license: LicenseVerdict) -> str:
-    rows = [
-        f"| {escape(model.ref)} | {model.role} | {escape(model.licence)} | `{model.revision or model.digest[:16]}` |"
-        for model in content.parents
-    ]
+    def row(model: ReportedModel) -> str:
+        identity = model.revision or model.digest[:16]
+        return f"| {escape(model.ref)} | {model.role} | {escape(model.licence)} | `{identity}` |"
+
     head = "| model | role | license | commit or digest |\n| :-- | :-- | :-- | :-- |\n"
-    parts = [head + "\n".join(rows)]
+    rows, folded = list[str](), list[str]()
+    for group in content.model_groups:
+        if len(group) == 1:
+            rows += [row(model) for model in group if model.role != "merge"]
+            continue
+        first, last, count = escape(group[0].ref), escape(group[-1].name), len(group)
+        licenses = ", ".join(dict.fromkeys(escape(model.licence) for model in group))
+        rows.append(f"| {first} to {last} ({count} checkpoints) | parents | {licenses} | listed below |")
+        table = head + "\n".join(map(row, group))
+        summary = f"{count} checkpoints of the training run, ordered by step"
+        folded.append(f"<details>\n<summary>{summary}</summary>\n\n{table}\n\n</details>")
+    parts = [head + "\n".join(rows), *folded]
     if license.ancestors:
         rows = [
             f"| {escape(model.name)} | {escape(model.license)} | {f'`{model.revision}`' if model.revision else ''} |"
@@ -162,6 +173,9 @@ def _sources(content: ReportContent, license: LicenseVerdict) -> str:
     if license.unread:
         names = ", ".join(f"{escape(name)} ({escape(reason)})" for name, reason in license.unread.items())
         parts.append(f"mergegate could not read the following models, which those cards name: {names}.")
+    if license.undeclared:
+        lines = [f"* {escape(relation.summary)}" for relation in license.undeclared]
+        parts.append("\n".join(["mergegate compared the weights with those of known models:\n", *lines]))
     return "\n\n".join(parts)
 
 

@@ -243,6 +243,7 @@ def _license(license: LicenseVerdict) -> dict[str, object]:
             for ancestor in license.ancestors
         ],
         "unread": license.unread,
+        **({"undeclared": [item.model_dump(mode="json") for item in license.undeclared]} if license.undeclared else {}),
         "accepted": [
             {"rule": reason.rule, "what": reason.sentence, "by": list(reason.accepted)}
             for reason in combination.reasons

@@ -51,6 +51,7 @@ from mergegate.tasks.report.sweep.page import render_sweep
 from mergegate.tasks.report.sweep.search_line import search_line
 from mergegate.tasks.report.sweep.wording import (
     search_effort,
+    soup_table,
     sweep_outcome,
     sweep_sentence,
     sweep_table,
@@ -150,6 +151,7 @@ __all__ = [
     "shadow_outcome",
     "shadow_rows",
     "shadow_sentence",
+    "soup_table",
     "sweep_content",
     "sweep_outcome",
     "sweep_sentence",

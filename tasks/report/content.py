@@ -143,6 +143,8 @@ class ReportContent(_Part):
     kind: Annotated[ModelKind, Field(exclude_if=lambda kind: kind == TEXT_GENERATOR)] = TEXT_GENERATOR
     recipe: str = ""  # YAML; empty if nothing was merged
     models: tuple[ReportedModel, ...]  # the merge and its parents, in the recipe's order
+    # Names of the checkpoints of each training run that was merged, ordered by step.
+    runs: Annotated[tuple[tuple[str, ...], ...], Field(exclude_if=lambda runs: not runs)] = ()
     licence: str = ""  # license the merge may carry: 'apache-2.0'; empty if licenses were not checked
     obligations: tuple[str, ...] = ()  # obligations of a publisher under this license, one sentence each
     verdict: GateVerdict
@@ -183,9 +185,20 @@ class ReportContent(_Part):
     def content_key(self) -> object:
         # The kind is in the key only if it is not a text generator, so that existing pages keep their keys.
         fields = type(self).model_fields
-        names = [name for name in fields if NotInKey not in fields[name].metadata and name != "kind"]
+        names = [name for name in fields if NotInKey not in fields[name].metadata and name not in ("kind", "runs")]
         key = {name: getattr(self, name) for name in names}
+        key |= {"runs": self.runs} if self.runs else {}
         return key if self.kind == TEXT_GENERATOR else {**key, "kind": asdict(self.kind)}
+
+    @property
+    def model_groups(self) -> tuple[tuple[ReportedModel, ...], ...]:
+        """Models in order. The checkpoints of a training run form one group, and each other model has its own."""
+        run_of = {name: run for run in self.runs for name in run}
+        groups: dict[object, tuple[ReportedModel, ...]] = {}
+        for model in self.models:
+            key = run_of.get(model.name, model.name)
+            groups[key] = (*groups.get(key, ()), model)
+        return tuple(groups.values())
 
     @property
     def parents(self) -> tuple[ReportedModel, ...]:

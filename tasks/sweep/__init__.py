@@ -1,10 +1,17 @@
-"""Sweep: search the free parameters of a recipe, and confirm the best candidate on held-out documents.
+"""Sweep: search the free parameters of a recipe or the ingredients of a soup, and confirm the result.
 
 No trial sees the documents of the confirmation. If the best candidate does not beat the hand-written recipes there, no
 candidate is confirmed.
 """
 
-from mergegate.tasks.sweep.confirmation import Confirmation, NothingToConfirm, confirm, reason_not_to_confirm
+from mergegate.tasks.sweep.confirmation import (
+    Confirmation,
+    IngredientResult,
+    NothingToConfirm,
+    SoupResult,
+    confirm,
+    reason_not_to_confirm,
+)
 from mergegate.tasks.sweep.confirmation_power import ConfirmationPower
 from mergegate.tasks.sweep.evidence import SweepEvidence, pin_sweep, trial_sets
 from mergegate.tasks.sweep.evolve import convert_evolve_file
@@ -12,9 +19,10 @@ from mergegate.tasks.sweep.ledger import Ledger, open_ledger, study_key
 from mergegate.tasks.sweep.objective import TEXT, MetricKey, Term, make_objective
 from mergegate.tasks.sweep.optuna_view import open_view, parameter_importances, serve_dashboard
 from mergegate.tasks.sweep.race import cumulative_shares
-from mergegate.tasks.sweep.recipes import relocate_recipe
+from mergegate.tasks.sweep.recipes import SoupRecipe, read_soup_recipe, relocate_recipe
 from mergegate.tasks.sweep.search import SearchProblem, search
 from mergegate.tasks.sweep.settings import SweepSettings
+from mergegate.tasks.sweep.soup import confirm_soup, search_soup
 from mergegate.tasks.sweep.space import count_layers, enumerate_recipes, make_space, recipe_key, start_recipe
 from mergegate.tasks.sweep.study import HandWritten, SearchProgress, Study, Trial, TrialRequest, TrialScores
 from mergegate.tasks.sweep.trial import TrialSetting
@@ -25,12 +33,15 @@ __all__ = [
     "Confirmation",
     "ConfirmationPower",
     "HandWritten",
+    "IngredientResult",
     "Ledger",
     "MetricKey",
     "NothingToConfirm",
     "PreparedSearch",
     "SearchProblem",
     "SearchProgress",
+    "SoupRecipe",
+    "SoupResult",
     "Study",
     "SweepEvidence",
     "SweepSettings",
@@ -41,6 +52,7 @@ __all__ = [
     "TrialScores",
     "TrialSetting",
     "confirm",
+    "confirm_soup",
     "convert_evolve_file",
     "count_layers",
     "cumulative_shares",
@@ -51,10 +63,12 @@ __all__ = [
     "open_view",
     "parameter_importances",
     "pin_sweep",
+    "read_soup_recipe",
     "reason_not_to_confirm",
     "recipe_key",
     "relocate_recipe",
     "search",
+    "search_soup",
     "serve_dashboard",
     "start_recipe",
     "study_key",

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.gate import (
@@ -36,7 +36,8 @@ from mergegate.tasks.gate import (
 )
 from mergegate.tasks.stage import Section, Verdict
 from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric, Term
-from mergegate.tasks.sweep.study import Study
+from mergegate.tasks.sweep.settings import SoupRule
+from mergegate.tasks.sweep.study import Study, Trial
 
 MIN_P_VALUE = 1e-6  # smallest reported p-value, because bounds are not reliable farther out in the tail
 _NAME = "sweep"
@@ -60,6 +61,36 @@ class ConfirmedTerm(BaseModel):
     high: float
 
 
+class IngredientResult(BaseModel):
+    """Result for one ingredient of a soup, in the unit of the scores.
+
+    ``first`` is the best model, with which the soup begins. ``kept`` and ``removed`` ingredients were tested on the
+    confirmation documents. Ingredients after the first removed one are ``not tested``, and do not belong to the soup.
+    ``not added`` ingredients lowered the score on the search documents.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    ingredient: str
+    outcome: Literal["first", "kept", "removed", "not tested", "not added", "no score"]
+    alone: float | None = None  # score of the ingredient alone on the search documents
+    searched: float | None = None  # change of the score on the search documents when it joined the soup
+    contribution: float | None = None  # change of the score on the confirmation documents
+    low: float | None = None  # one-sided lower bound of the contribution
+    problem: str = ""  # reason for a missing score
+
+
+class SoupResult(BaseModel):
+    """Result for the ingredients of a soup, best first. The unit is that of the scores."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    rule: SoupRule
+    margin: float  # the contribution of each ingredient must be above minus this
+    confidence: float  # one-sided, that every ingredient of the soup contributes more than minus the margin
+    ingredients: tuple[IngredientResult, ...]
+
+
 class Confirmation(BaseModel):
     """Result of the test of the winner against the best hand-written recipe, on documents that no trial used."""
 
@@ -79,6 +110,7 @@ class Confirmation(BaseModel):
     held_out_reference: float
     searched: float  # the winner's weighted mean on the documents of the search
     searched_reference: float
+    soup: SoupResult | None = Field(default=None, exclude_if=lambda soup: soup is None)
 
     @property
     def optimism(self) -> float:
@@ -140,6 +172,7 @@ class NothingToConfirm(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     why: str
+    soup: SoupResult | None = Field(default=None, exclude_if=lambda soup: soup is None)
 
     @property
     def confirmed(self) -> Literal[False]:
@@ -186,14 +219,17 @@ def confirm(
     winner: ScoresByMetric,
     reference: ScoresByMetric,
     clusters: Mapping[MetricKey, Sequence[str]] | None = None,
+    *,
+    against: Trial | None = None,
 ) -> Confirmation:
     """Test the winner of a search against its reference on the confirmation documents.
 
     Args:
         study: Search that has ended, with a best candidate.
         winner: Scores of ``study.best`` on the confirmation documents.
-        reference: Scores of ``study.reference`` on the same documents.
+        reference: Scores of the reference on the same documents.
         clusters: Cluster of each of these documents, for every term with ``cluster_by``. Default: none.
+        against: Trial of the reference. Default: ``study.reference``.
 
     Raises:
         InvalidInput: Documents of a clustered term have no known cluster or too few clusters, or scores are missing.
@@ -201,11 +237,10 @@ def confirm(
     if study.best is None:
         raise ValueError("the study has no candidate to confirm")
     objective, confidence = study.objective, study.settings.confidence
-    parts, terms = [], []
-    for term in objective.terms:
+    against = against or study.reference
+    parts, terms = make_parts(objective, winner, reference, clusters), []
+    for term, part in zip(objective.terms, parts, strict=True):
         labels = (clusters or {}).get(term.key) if term.cluster_by is not None else None
-        part = _make_part(term, winner, reference, labels)
-        parts.append(part)
         interval = part.interval(confidence)
         terms.append(
             ConfirmedTerm(
@@ -222,11 +257,11 @@ def confirm(
             )
         )
     gain, low, high = combine_parts(parts, confidence)
-    search_tables = study.tables[study.best.number], study.tables[study.reference.number]
+    search_tables = study.tables[study.best.number], study.tables[against.number]
     return Confirmation(
         winner=study.best.number,
-        reference=study.reference.number,
-        reference_label=study.reference.label,
+        reference=against.number,
+        reference_label=against.label,
         terms=tuple(terms),
         gain=gain,
         low=low,
@@ -239,6 +274,19 @@ def confirm(
         searched=weighted_mean(objective, search_tables[0]),
         searched_reference=weighted_mean(objective, search_tables[1]),
     )
+
+
+def make_parts(
+    objective: Objective,
+    winner: ScoresByMetric,
+    reference: ScoresByMetric,
+    clusters: Mapping[MetricKey, Sequence[str]] | None,
+) -> list[_Part]:
+    """Return the terms of ``winner`` minus ``reference``, for :func:`combine_parts`. See :func:`confirm`."""
+    return [
+        _make_part(term, winner, reference, (clusters or {}).get(term.key) if term.cluster_by is not None else None)
+        for term in objective.terms
+    ]
 
 
 def weighted_mean(objective: Objective, table: ScoresByMetric) -> float:

@@ -1,4 +1,4 @@
-"""Handle the recipes of a sweep: find and fill placeholders, and rewrite relative paths.
+"""Handle the recipes of a sweep: find and fill placeholders, list the ingredients of a soup, and rewrite paths.
 
 A placeholder such as ``$weight`` stands for a complete value, never for a part of a text. The value can be a number, a
 method or the name of a model. It is a list if the parameter has a value for each group of layers or for each filter
@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.methods import LINEAR
 
 _PLACEHOLDER = re.compile(r"\$([A-Za-z_]\w*)")
 _PARAMETERS = "parameters"
@@ -34,6 +36,86 @@ class Placeholder(NamedTuple):
     location: str
     takes_filters: bool
     takes_layers: bool
+
+
+@dataclass(frozen=True)
+class SoupRecipe:
+    """Recipe whose models are the ingredients of a soup. Create it with :func:`read_soup_recipe`.
+
+    Args:
+        document: Recipe as parsed YAML. Its method is ``linear``.
+        names: Model of each ingredient, in the order of the recipe.
+        is_uniform: Whether the recipe averages its models with equal weights.
+    """
+
+    document: Mapping[str, Any]
+    names: tuple[str, ...]
+    is_uniform: bool
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Short name of each ingredient for tables: the last part of its path, if this is different for each."""
+        short = tuple(name.rstrip("/").rpartition("/")[2] for name in self.names)
+        return short if len(set(short)) == len(short) else self.names
+
+    def soup_of(self, indices: Collection[int]) -> dict[str, Any]:
+        """Return the recipe of the average of the ingredients at ``indices``, with weight 1 for each.
+
+        The ingredients are in the order of the recipe, so a set of ingredients has one recipe.
+        """
+        entries = [entry for index, entry in enumerate(self.document["models"]) if index in indices]
+        models = [{**entry, _PARAMETERS: {**(entry.get(_PARAMETERS) or {}), "weight": 1.0}} for entry in entries]
+        shared = {
+            key: value
+            for key, value in (self.document.get(_PARAMETERS) or {}).items()
+            if key not in ("weight", "normalize")
+        }
+        replaced = {"models": models, _PARAMETERS: shared}
+        recipe = {key: replaced.get(key, value) for key, value in self.document.items()}
+        return recipe if shared else {key: value for key, value in recipe.items() if key != _PARAMETERS}
+
+
+def read_soup_recipe(recipe: Mapping[str, Any], location: str) -> SoupRecipe:
+    """Return the ingredients of a soup, which are the models of a linear recipe.
+
+    Args:
+        recipe: Recipe as parsed YAML. A training run is already replaced with its checkpoints.
+        location: Name of the recipe in error messages.
+
+    Raises:
+        InvalidInput: The recipe has another method, fewer than two models, the same model twice, or a placeholder.
+    """
+    if placeholder := next(find_placeholders(recipe, location), None):
+        raise InvalidInput(
+            placeholder.location,
+            found=f"the placeholder ${placeholder.name} in the recipe of a soup",
+            expected="a value, because a soup has no free parameters",
+            remedy="write the value, or replace 'soup' with 'parameters'",
+        )
+    if (method := recipe.get("merge_method")) != LINEAR.name:
+        raise InvalidInput(
+            f"{location}: merge_method",
+            found=f"{method!r:.60} in the recipe of a soup",
+            expected=f"{LINEAR.name}, because a soup is an average",
+            remedy=f"write 'merge_method: {LINEAR.name}'",
+        )
+    models = recipe.get("models")
+    names = [entry.get("model") if isinstance(entry, Mapping) else None for entry in models or ()]
+    if len(names) < 2 or not all(isinstance(name, str) for name in names):
+        raise InvalidInput(
+            f"{location}: models",
+            found=f"{len(names)} models" if all(names) else "an entry without 'model'",
+            expected="two or more models, the ingredients of the soup",
+            remedy="list the models under 'models', or name a training run under 'run'",
+        )
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise InvalidInput(
+            f"{location}: models", found=f"{repeated} twice", expected="each ingredient once", remedy="remove one"
+        )
+    shared = recipe.get(_PARAMETERS) or {}
+    weights = [(entry.get(_PARAMETERS) or {}).get("weight", shared.get("weight")) for entry in models or ()]
+    is_uniform = shared.get("normalize", True) is True and isinstance(weights[0], (int, float))
+    return SoupRecipe(recipe, tuple(map(str, names)), is_uniform and all(weight == weights[0] for weight in weights))
 
 
 def find_placeholders(node: Any, recipe_name: str, path: tuple[str | int, ...] = ()) -> Iterator[Placeholder]:

@@ -17,6 +17,7 @@ from mergegate.merge_core.errors import Refused
 from mergegate.tasks.sweep.ledger import Ledger, ScoreAll, request_key, score_once
 from mergegate.tasks.sweep.objective import HAND_WRITTEN, MetricKey, Objective, ScoresByMetric
 from mergegate.tasks.sweep.race import Race, best_third, cumulative_shares, halving_rounds
+from mergegate.tasks.sweep.recipes import SoupRecipe
 from mergegate.tasks.sweep.samplers import RandomSearch, TrialResult, generation_size, make_sampler
 from mergegate.tasks.sweep.settings import Point, SweepSettings
 from mergegate.tasks.sweep.space import Space, recipe_key
@@ -44,6 +45,7 @@ class SearchProblem:
     Args:
         hand_written: Recipes that the winner must beat. The first is the searched recipe with its start values.
         references: Scores, on the documents of the search, of the parents that constraints name. By name of parent.
+        soup: Ingredients, in the search of a soup. Default: free parameters are searched.
     """
 
     space: Space
@@ -51,6 +53,7 @@ class SearchProblem:
     objective: Objective
     hand_written: tuple[HandWritten, ...]
     references: Mapping[str, ScoresByMetric] = field(default_factory=dict)
+    soup: SoupRecipe | None = None
 
     @property
     def directory(self) -> Path | None:

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 # Kind of number that each document gives a model. More is better for all measures.
 Measure = Literal["exact", "probability", "log_likelihood", "entropy", "metric"]
 SamplerName = Literal["cma", "random", "tpe", "gp", "nsga2"]
+SoupRule = Literal["greedy", "uniform"]
 Value = bool | float | int | str
 Point = Mapping[str, Value]  # value by name of coordinate
 
@@ -125,8 +126,26 @@ class Racing(_Settings):
     first: float = Field(default=0.125, gt=0, le=1, description="Share of the documents at the first look.")
 
 
+# Settings of a search over free parameters. A soup has no free parameters, so it does not support them.
+_SEARCH_ONLY = (
+    "parameters",
+    "sum_to_one",
+    "multi_objective",
+    "change_penalty",
+    "constraints",
+    "sampler",
+    "seed",
+    "population",
+    "sigma",
+    "random_trials",
+    "budget",
+    "racing",
+    "optuna_storage",
+)
+
+
 class SweepSettings(_Settings):
-    """A search over the free parameters of a recipe."""
+    """A search over the free parameters of a recipe, or over the models of a soup."""
 
     renamed_keys: ClassVar[Mapping[str, str]] = {
         "hand_written": "baselines",
@@ -135,7 +154,24 @@ class SweepSettings(_Settings):
         "view": "optuna_storage",
     }
 
-    parameters: dict[str, FreeParameter] = Field(min_length=1)
+    parameters: dict[str, FreeParameter] = Field(
+        default={}, description="Free parameters of the recipe. At least one, unless the search is for a soup."
+    )
+    soup: SoupRule | None = Field(
+        default=None,
+        exclude_if=lambda rule: rule is None,
+        description="Search a soup, the average of models of the recipe, instead of free parameters. greedy: add one "
+        "model after another, best first, if the score does not fall, and keep those whose contribution is confirmed. "
+        "uniform: average all models, and confirm that this is better than the best of them. Default: no soup.",
+    )
+    margin: float = Field(
+        default=0.0,
+        ge=0,
+        exclude_if=lambda margin: margin == 0,
+        description="Largest drop, in points (for log-likelihoods: hundredths of a nat), that an ingredient of a "
+        "greedy soup may cause. The contribution of each ingredient must be shown to be above minus this value. "
+        "Default: 0, so each ingredient must be shown to help.",
+    )
     sum_to_one: tuple[tuple[str, ...], ...] = Field(
         default=(), description="Groups of parameters whose values sum to one."
     )
@@ -166,6 +202,20 @@ class SweepSettings(_Settings):
         description="File or database address to which the study is written for Optuna's dashboard. Default: none, "
         "unless the dashboard is started.",
     )
+
+    @model_validator(mode="after")
+    def _require_parameters_or_soup(self) -> Self:
+        if self.soup is None and not self.parameters:
+            raise ValueError("nothing to search: list free parameters under 'parameters', or write 'soup: greedy'")
+        fields = type(self).model_fields
+        changed = (name for name in _SEARCH_ONLY if getattr(self, name) != fields[name].default)
+        if self.soup and (name := next(changed, None)):
+            raise ValueError(
+                f"'{name}' cannot be combined with 'soup', which has no free parameters: remove one of them"
+            )
+        if self.margin and self.soup != "greedy":
+            raise ValueError("'margin' requires 'soup: greedy': write it, or remove 'margin'")
+        return self
 
     @property
     def task_names(self) -> tuple[str, ...]:

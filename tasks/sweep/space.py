@@ -170,7 +170,7 @@ def enumerate_recipes(recipe: Mapping[str, Any], settings: SweepSettings) -> Ite
     Together with the start recipe, these recipes name all models and methods of all candidates.
     """
     # The number of layers is not known here. One layer per group suffices to fill the recipe.
-    layers = max(free.layers or 1 for free in settings.parameters.values())
+    layers = max((free.layers or 1 for free in settings.parameters.values()), default=1)
     space = make_space(recipe, settings, layers, "recipe")
     for coordinate in space.coordinates:
         for choice in coordinate.free.choices:

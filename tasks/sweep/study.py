@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric
 from mergegate.tasks.sweep.race import Race
-from mergegate.tasks.sweep.settings import Point, SweepSettings
+from mergegate.tasks.sweep.settings import Point, SoupRule, SweepSettings
 from mergegate.tasks.sweep.space import Coordinate
 
 SearchedSet = Literal["search", "confirmation"]
@@ -66,8 +66,9 @@ class Trial:
     Args:
         number: Index from 0, in the order of proposal.
         generation: Generation in which the candidate was proposed, or -1 for a hand-written recipe.
-        origin: ``hand-written``, ``sampler`` or ``baseline`` (random search).
-        label: Name of a hand-written recipe. Empty for other trials.
+        origin: ``hand-written``, ``sampler`` or ``baseline`` (random search). In the search of a soup, ``ingredient``
+            or ``soup``.
+        label: Name of a hand-written recipe, or of an ingredient. Empty for other trials.
         point: Values by name of coordinate.
         scores: One number per objective; more is better. A dropped trial has the incumbent's score plus the observed
             mean difference. If there is a ``problem``, scores are NaN.
@@ -105,6 +106,40 @@ class HandWritten:
     label: str
     recipe: Mapping[str, Any]
     directory: Path | None = None
+
+
+@dataclass(frozen=True)
+class SoupStep:
+    """One ingredient of a soup, and what the search found about it.
+
+    Args:
+        ingredient: Short name of the model.
+        trial: Number of the trial of the ingredient alone.
+        gain: Change of the score on the search documents when the ingredient joined the soup. None for the first
+            ingredient, and for ingredients that did not join because one of the two recipes has no score.
+        chosen: Whether the ingredient joined the soup.
+    """
+
+    ingredient: str
+    trial: int
+    gain: float | None
+    chosen: bool
+
+
+@dataclass(frozen=True)
+class SoupSearch:
+    """Course of the search of a soup.
+
+    Args:
+        rule: Rule that chose the ingredients.
+        steps: Ingredients, best first.
+        chain: Numbers of the trials of nested soups: the best model, then the soup after each model that joined. With
+            the rule ``uniform``, only the best model and the average of all models.
+    """
+
+    rule: SoupRule
+    steps: tuple[SoupStep, ...]
+    chain: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -152,6 +187,7 @@ class Study:
         seconds: Seconds by activity. ``wall`` is the elapsed time of the search, others are totals over all trials.
         spent: Money that was spent. None without ``cost_per_hour``.
         stop_reason: Limit of the budget that ended the search.
+        soup: Course of the search of a soup. None if free parameters were searched.
     """
 
     settings: SweepSettings
@@ -169,6 +205,7 @@ class Study:
     seconds: Mapping[str, float]
     spent: float | None
     stop_reason: SearchEnd
+    soup: SoupSearch | None = None
 
     def summary(self) -> str:
         """Return ``60 trials, best -0.0049 (hand-written -0.0072) · 63 % of the documents evaluated``."""
@@ -178,6 +215,9 @@ class Study:
         effort = (
             "" if self.evaluated_share == 1 else f" · {100 * self.evaluated_share:.0f} % of the documents evaluated"
         )
+        if self.soup:
+            chosen = f"{sum(step.chosen for step in self.soup.steps)} of {len(self.soup.steps)} models"
+            return f"{self.soup.rule} soup of {chosen}, {len(self.trials)} trials{source}, {best}"
         return f"{len(self.trials)} trials{source}, {best} (hand-written {by_hand}){effort}"
 
     @property

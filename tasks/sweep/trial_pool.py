@@ -17,6 +17,7 @@ from mergegate.tasks.sweep.confirmation_power import ConfirmationPower, confirma
 from mergegate.tasks.sweep.ledger import Ledger, score_once
 from mergegate.tasks.sweep.objective import HAND_WRITTEN, TEXT, ScoresByMetric
 from mergegate.tasks.sweep.search import SearchProblem, score_hand_written, search
+from mergegate.tasks.sweep.soup import confirm_soup, search_soup
 from mergegate.tasks.sweep.study import SearchProgress, Study, Trial, TrialRequest, TrialScores
 from mergegate.tasks.sweep.trial import TrialSetting, score_trial
 
@@ -94,7 +95,8 @@ class TrialPool:
         names = [name for name in references if name != HAND_WRITTEN]
         requests = [self._search.setting.parent_request(name) for name in names]
         tables = self._score_tables(requests, "sweep.constraints")
-        return search(
+        run = search if problem.soup is None else search_soup
+        return run(
             replace(problem, references=dict(zip(names, tables, strict=True))),
             self._score_all,
             self._ledger,
@@ -107,15 +109,18 @@ class TrialPool:
         """Test the winner on documents that no trial used, if it beat the reference in the search.
 
         Raises:
-            Refused: The winner or its reference has no score on these documents.
+            Refused: The winner, its reference or a soup has no score on these documents.
         """
-        nothing = reason_not_to_confirm(study)
-        if nothing is not None or study.best is None:
-            return nothing or NothingToConfirm(why="the search has no candidate")
+        nothing = None if study.soup else reason_not_to_confirm(study)
+        if nothing is not None:
+            return nothing
         setting = self._search.setting
-        recipes = [study.recipes[trial.number] for trial in (study.best, study.reference)]
-        requests = [TrialRequest(recipe, "confirmation", directory=self._search.directory) for recipe in recipes]
-        winner, reference = self._score_tables(requests, "the confirmation")
+
+        def score(*trials: Trial) -> list[ScoresByMetric]:
+            recipes = [study.recipes[trial.number] for trial in trials]
+            requests = [TrialRequest(recipe, "confirmation", directory=self._search.directory) for recipe in recipes]
+            return self._score_tables(requests, "the confirmation")
+
         tasks = {task.name: task for task in setting.sets["confirmation"].tasks}
         clusters = {
             term.key: call_with_task_data(
@@ -128,6 +133,11 @@ class TrialPool:
             for term in self._search.problem.objective.terms
             if term.cluster_by is not None
         }
+        if study.soup:
+            return confirm_soup(study, lambda trial: score(trial)[0], clusters)
+        if study.best is None:
+            return NothingToConfirm(why="the search has no candidate")
+        winner, reference = score(study.best, study.reference)
         return confirm(study, winner, reference, clusters)
 
     def _score_tables(self, requests: Sequence[TrialRequest], location: str) -> list[ScoresByMetric]:

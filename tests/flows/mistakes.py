@@ -364,6 +364,23 @@ MISTAKES: tuple[Mistake, ...] = (
     in_profile("a limit of an unknown stage", limits={"stages": {"merg": "1 h"}}),
     in_profile("a duration without a unit", limits={"run": "5"}),
     in_profile("an empty sweep", sweep={"free": {}}),
+    in_profile("a sweep without parameters", sweep={"objective": [{"task": "demo/tasks/copy.yaml"}]}),
+    in_profile(
+        "a soup with a sampler",
+        sweep={"soup": "greedy", "sampler": "random", "objective": [{"task": "demo/tasks/copy.yaml"}]},
+    ),
+    in_profile(
+        "a greedy soup with a guard against one of its models",
+        recipe=RECIPE,
+        evaluate={"tasks": [GUARD]},
+        sweep={"soup": "greedy", "objective": [{"task": "demo/tasks/copy.yaml"}]},
+    ),
+    in_profile(
+        "a soup of another method",
+        recipe={**RECIPE, "merge_method": "karcher"},
+        evaluate={"tasks": [{**GUARD, "guarded_by": "best parent"}]},
+        sweep={"soup": "greedy", "objective": [{"task": "demo/tasks/copy.yaml"}]},
+    ),
     in_recipe("a misspelled method", merge_method="tie"),
     in_recipe(
         "several faults and warnings at once",

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import small_sweeps
 import yaml
-from demo_project import PROFILES, SOURCES, Printed, Project
+from demo_project import PROFILES, SOURCES, Printed, Project, make_project
 from kept import digest_of, kept
 from numpy.typing import NDArray
 
@@ -20,7 +20,7 @@ from mergegate.flows.profile import parse_profile
 from mergegate.merge_core import load_recipe, merge_weights, plan_merge
 from mergegate.merge_core.checkpoint import open_checkpoint
 from mergegate.tasks.evaluation.document_scores import SCORES_FILE, read_document_scores
-from mergegate.tasks.sweep import TrialRequest, start_recipe
+from mergegate.tasks.sweep import TrialRequest, start_recipe, trial_pool
 from mergegate.tasks.sweep.ledger import request_key
 from mergegate.tasks.sweep.settings import SweepSettings
 
@@ -232,3 +232,22 @@ def test_hand_written_recipes_may_share_a_file_name(tmp_path: Path) -> None:
     documents = [one.document for one in sweep_candidates(profile).by_hand]
     assert [one["parameters"] for one in documents if one] == [{"weight": 0.3}, {"weight": 0.6}]
     assert sweep_candidates(profile).labels == ("a/mean.yaml", "b/mean.yaml")
+
+
+@pytest.mark.slow
+def test_the_demo_soup_keeps_the_two_models_that_help_each_other(tmp_path: Path, prefect_api: None) -> None:
+    project = make_project(tmp_path / "project")
+    first = project.mergegate("sweep", "profiles/demo-soup.yaml", "--no-release")
+    assert first.exit_code == 0, first.output
+    results = {line.split()[0]: line.split()[-1] for line in first.output.splitlines() if len(line.split()) >= 5}
+    assert (results["shifter"], results["reverser"]) == ("first", "kept")
+    recipe = yaml.safe_load((project.home / "sweeps" / "demo-soup-winner.yaml").read_text())
+    models = [Path(entry["model"]).name for entry in recipe["models"]]
+    assert models == ["reverser", "shifter"]  # not base and thinker
+    assert all(entry["parameters"] == {"weight": 1.0} for entry in recipe["models"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trial_pool, "score_trial", None)  # scoring another trial would fail
+        again = project.mergegate("sweep", "profiles/demo-soup.yaml", "--no-release", "--json")
+    assert again.exit_code == 0, again.output
+    ingredients = json.loads(again.output)["sweep"]["soup"]["ingredients"]
+    assert [item["outcome"] for item in ingredients] == ["first", "kept", "not added", "not added"]

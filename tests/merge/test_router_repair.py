@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,16 @@ from mergegate.merge_core.engine.execution import require_prepared
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.merge_core.recipe import CalibrationReading, RouterRepair
+from mergegate.tasks.checkpoints import PinnedRecipe, pin_checkpoints, resolve_parents
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.merge.calibration import CalibrationJob
 from mergegate.tasks.merge.router_fitting import ParentRouters, RouterRepairSummary, repair_routers
+from mergegate.tasks.merge.router_repair import RepairRequest, new_routers
+from mergegate.tasks.merge.statistics import pin_calibration_texts
+from mergegate.tasks.merge.statistics_cost import router_needs
 from mergegate.tasks.perplexity import TextSetting, pin_text
+from mergegate.tasks.preflight.evidence import collect_calibration_texts
+from mergegate.tasks.stage import runtime
 
 Array = np.ndarray
 TEXTS = (SENTENCES, (*SENTENCES[:0:-1], "the shy fox likes the odd pig again."))
@@ -350,3 +357,58 @@ def test_a_merge_writes_the_new_routers_and_otherwise_the_same_bytes(
     repair(tmp_path / "plain", parents_of(tmp_path, family), tmp_path / "by-hand")
     for name, tensor in routers_in(tmp_path / "by-hand").items():
         np.testing.assert_allclose(changed[name], tensor, atol=1e-6 * np.abs(tensor).max())
+
+
+def test_the_texts_of_a_repair_must_not_contain_documents_of_the_gate(tmp_path: Path) -> None:
+    """The check of the gate's documents reads the same texts as the repair."""
+    for number, documents in enumerate(TEXTS):
+        written_text(tmp_path / f"{number}.jsonl", documents)
+    recipe = replace(load_recipe(RECIPE), directory=tmp_path)
+    read = collect_calibration_texts(recipe, HashMemo(tmp_path / "hashes.db"))
+    assert read is not None
+    assert read.texts == (*TEXTS[0], *TEXTS[1])
+
+
+def test_other_texts_and_settings_are_other_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
+    parents_of(tmp_path, "mixtral")
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
+    recipe = load_recipe(tmp_path / "recipe.yaml")
+    parents = pin_checkpoints(resolve_parents(recipe), HashMemo(tmp_path / "hashes.db"))
+    plain, model = (
+        PinnedRecipe(replace(recipe, router_repair=None), parents),
+        Model(name="m", digest="1", directory=tmp_path),
+    )
+
+    def key(off_diagonals: float = 0.9, dtype: str = "auto", documents: int = 256) -> str:
+        texts = tuple(
+            zip(
+                parents,
+                (text for _, text in pin_calibration_texts(recipe, HashMemo(tmp_path / "hashes.db"))),
+                strict=True,
+            )
+        )
+        request = RepairRequest(texts, CalibrationReading(documents), RouterRepair(off_diagonals))
+        return new_routers.key(model, plain, request, dtype, runtime())
+
+    keys = [key(), key(0.5), key(dtype="float32"), key(documents=3)]
+    written_text(tmp_path / "0.jsonl", TEXTS[0][:-1])
+    keys.append(key())
+    assert len(set(keys)) == len(keys)
+    written_text(tmp_path / "0.jsonl", TEXTS[0])
+    assert key() == keys[0]
+
+
+def test_the_forecast_counts_the_texts_and_the_passes(tmp_path: Path) -> None:
+    parents_of(tmp_path, "mixtral")
+    recipe = replace(load_recipe(RECIPE), directory=tmp_path)
+    opened = {str(ref): open_checkpoint(tmp_path / ref.path) for ref in recipe.references()}
+    needs = router_needs(plan_merge(recipe, opened), HashMemo(tmp_path / "hashes.db"))
+    assert needs is not None
+    assert (needs.texts, needs.layers) == (2, 2)
+    assert needs.states == 4 * 32 * needs.positions
+    parameters = sum(tensor.numel for name, tensor in opened["parent-0"].tensors.items() if ".experts." not in name)
+    experts = sum(tensor.numel for name, tensor in opened["parent-0"].tensors.items() if ".experts." in name)
+    assert needs.operations == pytest.approx(2 * needs.positions * (parameters + experts * 2 / mixtures.EXPERTS))
+    plain = plan_merge(replace(recipe, router_repair=None), opened)
+    assert router_needs(plain, HashMemo(tmp_path / "hashes.db")) is None

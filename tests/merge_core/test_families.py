@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from family import save_checkpoint
 from family_table import DONE, cells, merge_or_refuse, parents_of, parts, recipe_of, row_of, rows, tried
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -23,7 +24,14 @@ from tiny_families import BY_NAME, FAMILIES, LAYERS, load, logits, make
 from transformers import AutoConfig
 
 from containers import container, container_types
-from mergegate.merge_core.architecture import LayerOrigin, described_families, stacked_config, text_part
+from mergegate.merge_core import open_checkpoint
+from mergegate.merge_core.architecture import (
+    LayerOrigin,
+    described_families,
+    positions_outside_layers,
+    stacked_config,
+    text_part,
+)
 from mergegate.merge_core.errors import InvalidInput
 
 # One family for each way in which a layer's index can matter.
@@ -259,7 +267,7 @@ def test_a_container_with_a_key_for_single_layers_is_refused_by_this_key(contain
         stacked_config(config, origins(config, 6, [(0, 3), (2, 4)]), "slices")
 
 
-@pytest.mark.parametrize("name", sampled(container_types(), ("internvl", "lfm2_vl"), pytest.mark.long))
+@pytest.mark.parametrize("name", sampled(container_types(), ("internvl", "lfm2_vl", "qianfan_ocr"), pytest.mark.long))
 def test_containers_slice_their_described_text_family(name: str, tmp_path: Path) -> None:
     family = container(name)
     found = tried(family, parents_of(family, tmp_path), tmp_path)
@@ -268,6 +276,26 @@ def test_containers_slice_their_described_text_family(name: str, tmp_path: Path)
     assert text is not None
     keys = {text.refused[0]} if text.refused else {DONE, *REFUSED_KEYS.get(name, ())}
     assert set(found.values()) <= keys
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+@pytest.mark.parametrize("tower", ["vision_model.encoder.layers", "model.vision_tower.layers"])
+def test_the_ends_of_a_text_network_are_found_however_deep_its_layers_are(
+    depth: int, tower: str, tmp_path: Path
+) -> None:
+    stack = ".".join(["language_model", "model", "encoder", "text"][:depth]) + ".layers"
+    for end in range(1, depth + 1):  # The part that contains the embedding and the norm.
+        part = ".".join(stack.split(".")[:end])
+        sides = {
+            f"{part}.embed_tokens.weight": "before",
+            f"{part}.norm.weight": "after",
+            f"{tower.removesuffix('.layers')}.norm.weight": "beside",
+            "mlp1.norm.weight": "beside",
+        }
+        names = [*sides, f"{stack}.0.mlp.up_proj.weight", f"{tower}.0.mlp.up_proj.weight"]
+        tensors = {name: torch.zeros(2, 2) for name in names}
+        save_checkpoint(tmp_path / str(end), {**tensors, "model.embed_tokens.weight": torch.zeros(2, 2)})
+        assert positions_outside_layers(sides, stack, open_checkpoint(tmp_path / str(end))) == sides, part
 
 
 def test_an_undescribed_text_model_is_reported_in_a_described_container() -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
-from family import save_tokenizer
+from family import save_tokenizer, shapes
 from hub_family import RECIPE, header_sizes, mergegate, write_profile
 from hub_look_alike import READER, WRITER, LookAlike
 
@@ -142,3 +143,25 @@ def test_a_disk_that_cannot_hold_what_has_to_come_blocks(
     (finding,) = [remark for remark in remarks if remark["severity"] == "block"]
     assert "weights from the Hub" in finding["expected"]
     assert "the merged checkpoint" in finding["expected"]
+
+
+def test_undeclared_ancestors_on_the_hub_are_found_by_samples(
+    online: LookAlike, models: Path, tmp_path: Path, home: Path
+) -> None:
+    """The check reads 128 elements of each matrix in addition to the headers, and downloads no weights."""
+    assert (
+        mergegate("fingerprint", str(models / "base"), "--name", "corp/secret", "--license", "cc-by-nc-4.0").exit_code
+        == 0
+    )
+    recipe = "merge_method: linear\nmodels: [{model: acme/math}, {model: acme/code}]\nparameters: {weight: 0.5}\n"
+    code, remarks = checked(write_profile(tmp_path, recipe=recipe))
+    assert code == 3
+    assert any("cc-by-nc-4.0 (of corp/secret) forbids commercial use" in remark["found"] for remark in remarks)
+    assert (
+        sum("which its card does not name" in remark["found"] for remark in remarks if remark["severity"] == "warn")
+        == 2
+    )
+    matrices = sum(len(shape) > 1 and math.prod(shape) >= 128 for shape in shapes().values())
+    header = header_sizes(models)
+    extra = {sha256: count - header[sha256] for sha256, count in online.sent.items()}
+    assert set(extra.values()) == {matrices * 128 * 4}

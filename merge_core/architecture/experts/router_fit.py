@@ -13,8 +13,8 @@ The matrix has ``(experts * width)²`` elements, so it is never formed. Conjugat
 matrices of the router's shape, which two matrix products per text compute.
 
 As in RegMean, the elements of each ``A_i`` off the diagonal are multiplied by ``off_diagonals``. This makes the system
-regular: without it, adding one row to all rows of a router changes nothing. The iteration starts at the merged router,
-so what the texts do not determine stays as merged.
+regular: without it, adding one row to all rows of a router changes nothing. The iteration starts at the merged router.
+Directions without curvature keep its values.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MAX_ITERATIONS = 2000
 
 @dataclass(frozen=True)
 class RoutedText:
-    """What one parent's router should do with the states of the merge on that parent's text.
+    """States of the merge on the text of one parent, and the router of that parent.
 
     Args:
         inputs: States that enter the router, ``[positions, width]``, in any floating-point format.
@@ -87,7 +87,7 @@ def fit_router(
 
     Args:
         start: Router of the merge, ``[experts, width]``.
-        texts: One text per parent. All of them count the same, whatever their lengths.
+        texts: One text per parent. Long and short texts count the same.
         off_diagonals: Factor of the off-diagonal elements of each matrix, from 0 to 1. At 1, the system is singular.
         score: Function that turns logits into routing weights. With ``sigmoid``, each expert has its own weight and
             the curvature is ``diag(p (1 - p))``.

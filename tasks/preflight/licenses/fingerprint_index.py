@@ -9,7 +9,6 @@ matrix, but no weights that a model could be rebuilt from::
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -36,7 +35,7 @@ _Name = Annotated[str, Field(min_length=1, max_length=300)]
 class IndexedAncestor(BaseModel):
     """A model that an indexed model was derived from, as its card says."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: _Name
     license: _Name
@@ -103,8 +102,7 @@ def read_index(path: Path) -> tuple[IndexedModel, ...]:
         remedy = "remove the line, and run 'mergegate fingerprint' again"
         with parsing_errors(location, "not a fingerprint", expected=_EXPECTED, remedy=remedy):
             content = parse_json(line, location, bounds=JsonBounds(size=_LONGEST_LINE), expected=_EXPECTED)
-            # Lists of JSON become tuples only in the mode for JSON.
-            model = IndexedModel.model_validate_json(json.dumps(content))
+            model = IndexedModel.model_validate(content)
             digest = model.fingerprint.digest
         if digest != model.digest:
             raise InvalidInput(

@@ -26,7 +26,7 @@ from mergegate.tasks.preflight.licenses.fingerprint_index import IndexedModel, f
 from mergegate.tasks.preflight.licenses.resolve import quote_text
 from mergegate.tasks.preflight.licenses.table import LicenseTable
 
-# Samples of a parent on the Hub, each of which takes one request. A local parent has no limit.
+# Number of samples of a parent on the Hub. Each takes one request. A local parent has no limit.
 _HUB_SAMPLES = 64
 
 _PAGE = re.compile(r"^https?://(?:www\.)?huggingface\.co/")
@@ -85,6 +85,11 @@ class UndeclaredRelation(BaseModel):
         )
         return f"{self.parent} declares {self.declared}, but {relation} ({licenses}){some_equal}, {end}"
 
+    @property
+    def summary(self) -> str:
+        """Description of the relation, with the statement of the user who has dismissed it."""
+        return f"{self.sentence}; dismissed by {self.dismissed}" if self.dismissed else self.sentence
+
     def finding(self) -> Finding | None:
         """Return a warning, or None if a user has dismissed the relation."""
         if self.dismissed:
@@ -133,8 +138,15 @@ def read_known_models(own_index: Path, shared_index: Path | None = None) -> Know
     """Return the models of the project's own index, if it exists, and of the index that a profile names.
 
     Raises:
-        InvalidInput: An index is damaged, or the one that the profile names does not exist.
+        InvalidInput: An index is damaged, or the profile names a file that does not exist.
     """
+    if shared_index and not shared_index.exists():
+        raise InvalidInput(
+            f"checks.license.fingerprints: {shared_index}",
+            found="the file does not exist",
+            expected="an index of fingerprints",
+            remedy=f"create it with 'mergegate fingerprint MODEL --index {shared_index}', or correct the path",
+        )
     models = {model.name: model for model in (read_index(shared_index) if shared_index else ())}
     if own_index.exists():
         models |= {model.name: model for model in read_index(own_index)}

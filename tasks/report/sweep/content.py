@@ -10,7 +10,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mergegate.tasks.sweep import Trial
+from mergegate.tasks.sweep import SoupResult, Trial
 
 ParameterValue = bool | float | int | str  # types of a parameter's value
 
@@ -99,7 +99,9 @@ class SweepContent(_Part):
         ending: Reason why the search ended before its budget, or why there was no candidate to confirm, as a sentence.
             Empty if neither happened.
         winner: Number of the best trial; None if no candidate has a score.
-        reference: Number of the best hand-written trial, which the winner is tested against.
+        reference: Number of the best hand-written trial, which the winner is tested against. For a soup, it can also be
+            the best ingredient.
+        soup: Result for each ingredient of a soup; None if free parameters were searched.
         front: For several objectives, numbers of the trials that no other trial beats in all objectives.
         confirmation: Result of the confirmation; None if the search did not reach it.
         no_importances: Reason why there are no importances; empty if there are.
@@ -118,6 +120,7 @@ class SweepContent(_Part):
     trials: tuple[Trial, ...]
     winner: int | None = None
     reference: int | None = None
+    soup: SoupResult | None = Field(default=None, exclude_if=lambda soup: soup is None)
     front: tuple[int, ...] = ()
     held_out: tuple[HeldOut, ...] = ()
     confirmation: ReportedConfirmation | None = None

@@ -73,6 +73,7 @@ class SweepFacts:
 def sweep_content(study: Study, confirmation: Confirmation | NothingToConfirm, facts: SweepFacts) -> SweepContent:
     """Return the content of a sweep's page. ``facts`` adds what ``study`` does not record."""
     settings, ending, recipe, result = study.settings, [], "", None
+    tested = confirmation if isinstance(confirmation, Confirmation) else None
     if study.stop_reason != "trials":
         budget = "time" if study.stop_reason == "hours" else "cost"
         tried = f"{len(study.trials)} of {settings.budget.trials} trials"
@@ -93,7 +94,7 @@ def sweep_content(study: Study, confirmation: Confirmation | NothingToConfirm, f
             winner = dict(study.recipes[confirmation.winner])
             recipe = yaml.safe_dump(winner, sort_keys=False, default_flow_style=None, width=100)
     terms, several, rule = study.objective.terms, study.objective.multi_objective, settings.racing
-    racing = ReportedRacing(rule="none" if several else rule.rule)
+    racing = ReportedRacing(rule="none" if several or study.soup else rule.rule)
     if racing.rule == "paired":
         racing = ReportedRacing(rule="paired", error=rule.error, looks=cumulative_shares(rule))
     tasks = dict.fromkeys(task for counts in facts.sizes.values() for task in counts)
@@ -118,10 +119,11 @@ def sweep_content(study: Study, confirmation: Confirmation | NothingToConfirm, f
         objectives=tuple(_objective((term,)) for term in terms) if several else (_objective(terms),),
         constraints=_constraints(study),
         trials=study.trials,
-        winner=study.best.number if study.best else None,
-        reference=study.reference.number,
+        winner=tested.winner if tested else study.best.number if study.best else None,
+        reference=tested.reference if tested else study.reference.number,
+        soup=confirmation.soup,
         front=tuple(trial.number for trial in study.front),
-        held_out=_held_out(study, confirmation) if isinstance(confirmation, Confirmation) else (),
+        held_out=_held_out(study, tested) if tested else (),
         confirmation=result,
         power=f"Forecast before the sweep: {facts.power.sentence()}." if facts.power else "",
         sets=tuple(
@@ -135,7 +137,7 @@ def sweep_content(study: Study, confirmation: Confirmation | NothingToConfirm, f
         ),
         racing=racing,
         budget=ReportedBudget(
-            trials=settings.budget.trials,
+            trials=len(study.trials) if study.soup else settings.budget.trials,
             hours=settings.budget.hours,
             cost=settings.budget.cost,
             spent_hours=study.seconds.get("wall", 0.0) / 3600,

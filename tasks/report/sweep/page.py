@@ -36,7 +36,8 @@ def render_sweep(content: SweepContent) -> str:
         duration=format_duration,
         outcome_of_sweep=words.sweep_outcome(content),
         style=page_style("reading.css", "sweep/sweep.css"),
-        history=[safe(history_plot(content, index)) for index in objectives],
+        history=[] if content.soup else [safe(history_plot(content, index)) for index in objectives],
+        soup_rows=words.soup_table(content).rows,
         slices=[safe(slices_plot(content, index)) for index in objectives],
         parallel=[safe(parallel_plot(content, index)) for index in objectives]
         if len(content.parameters) > MAX_SLICES

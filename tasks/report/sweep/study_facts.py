@@ -16,6 +16,7 @@ from mergegate.tasks.sweep import Trial
 RecipeRole = Literal["hand-written", "reference", "winner", "baseline"]
 TrialState = Literal["asked", "dropped", "infeasible", "failed"]
 HAND_WRITTEN, SAMPLER, BASELINE = "hand-written", "sampler", "baseline"
+INGREDIENT, SOUP = "ingredient", "soup"
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,10 @@ def trial_numbered(content: SweepContent, number: int | None) -> Trial | None:
 
 
 def recipe_rows(content: SweepContent, objective: int) -> tuple[RecipeRow, ...]:
-    """Return rows for the hand-written recipes in order, the best trial of the random baseline, and the winner."""
+    """Return rows for the hand-written recipes in order, the best trial of the random baseline, and the winner.
+
+    For a soup, the best ingredient follows the hand-written recipes. The soup can itself be a hand-written recipe.
+    """
     held_out = {item.trial: item.scores[objective] for item in content.held_out if len(item.scores) > objective}
 
     def row(trial: Trial, label: str, detail: str, role: RecipeRole) -> RecipeRow:
@@ -89,15 +93,22 @@ def recipe_rows(content: SweepContent, objective: int) -> tuple[RecipeRow, ...]:
 
     rows = []
     for trial in by_origin(content.trials, HAND_WRITTEN):
+        if content.soup and trial.number == content.winner:
+            continue
         role: RecipeRole = "reference" if trial.number == content.reference else "hand-written"
         rows.append(row(trial, trial.label or "hand-written", "", role))
+    scored = [trial for trial in by_origin(content.trials, INGREDIENT) if state_of(trial) == "asked"]
+    if scored:
+        best = max(scored, key=lambda trial: score_in(trial, objective))
+        role = "reference" if best.number == content.reference else "hand-written"
+        rows.append(row(best, best.label, "best ingredient", role))
     baseline = by_origin(content.trials, BASELINE)
     scored = [trial for trial in baseline if state_of(trial) == "asked"]
-    best = max(scored, key=lambda trial: score_in(trial, objective), default=None)
-    if best is not None and best.number != content.winner:
-        rows.append(row(best, "random search", f"best of {len(baseline)}, trial {best.number}", "baseline"))
+    random = max(scored, key=lambda trial: score_in(trial, objective), default=None)
+    if random is not None and random.number != content.winner:
+        rows.append(row(random, "random search", f"best of {len(baseline)}, trial {random.number}", "baseline"))
     winner = trial_numbered(content, content.winner)
-    if winner is not None and winner.origin != HAND_WRITTEN:
+    if winner is not None and (content.soup or winner.origin != HAND_WRITTEN):
         origin = ", of the random baseline" if winner.origin == BASELINE else ""
         rows.append(row(winner, "winner", f"trial {winner.number}{origin}", "winner"))
     return tuple(rows)

@@ -18,7 +18,9 @@ from mergegate.tasks.report.sweep.content import (
 from mergegate.tasks.report.sweep.study_facts import (
     BASELINE,
     HAND_WRITTEN,
+    INGREDIENT,
     SAMPLER,
+    SOUP,
     by_origin,
     decimals_for,
     documents_used,
@@ -63,8 +65,10 @@ def sweep_sentence(content: SweepContent) -> str:
     if test is None:
         prefix = f"{count} {'was' if count == '1 candidate' else 'were'} tried. " if count else ""
         return f"{prefix}{content.ending or 'No candidate could be confirmed.'}"
-    hand_written = trial_numbered(content, content.reference)
-    reference = f"the hand-written recipe {hand_written.label if hand_written else ''}".rstrip()
+    rival = trial_numbered(content, content.reference)
+    reference = f"the hand-written recipe {rival.label if rival else ''}".rstrip()
+    if rival is not None and rival.origin == INGREDIENT:
+        reference = f"the best ingredient {rival.label}"
     if len(content.objectives) > 1:
         reference += " in the weighted sum of the objectives"
     shown, decimals = content.objectives[test.objective], decimals_for(content, test.objective)
@@ -74,6 +78,11 @@ def sweep_sentence(content: SweepContent) -> str:
         f"On {test.documents:,} documents that no trial has seen, its lead over {reference} is "
         f"{' '.join(part for part in parts if part)}, {p_text(test.p)}."
     )
+    note = test.note or "This lead is not shown to be more than chance."
+    if content.soup:
+        members = sum(result.outcome in ("first", "kept") for result in content.soup.ingredients)
+        start = f"The soup has {members} of {len(content.soup.ingredients)} models."
+        return f"{start} {lead}" if test.confirmed else f"{start} {lead} {note}"
     if test.confirmed:
         winner, value = trial_numbered(content, content.winner), ""
         if winner is not None and len(winner.point) == 1:  # A search with only one parameter says which value won.
@@ -81,7 +90,6 @@ def sweep_sentence(content: SweepContent) -> str:
             is_float = isinstance(number_or_choice, float)
             value = f" ({name} {number_or_choice:.4g})" if is_float else f" ({name} {number_or_choice})"
         return f"Trial {content.winner}{value} won among {count}. {lead}"
-    note = test.note or "This lead is not shown to be more than chance."
     return f"Trial {content.winner} had the best score on the search documents. {lead} {note}"
 
 
@@ -91,9 +99,10 @@ def sweep_consequence(content: SweepContent) -> str:
         return "Next: start the sweep again to continue. No trial is scored twice."
     if sweep_outcome(content) == "pass":
         return "Next: release the recipe of the winner. The gate of the release tests it on other documents."
+    changed = "models" if content.soup else "parameters"
     return (
         "The sweep released no recipe. Next: keep the best hand-written recipe, or search again with more documents or "
-        "with other parameters."
+        f"with other {changed}."
     )
 
 
@@ -168,6 +177,8 @@ def sentence_case(text: str) -> str:
 
 def search_text(content: SweepContent) -> str:
     """Return a sentence about the sampler, its seed and the runner."""
+    if content.soup:
+        return f"Search: {content.soup.rule} soup. Runner: {content.runner}."
     size = f" with {content.population} candidates per generation" if content.population else ""
     sampler = SAMPLERS.get(content.sampler, content.sampler)
     return f"Sampler: {sampler}{size}, seed {content.seed}. Runner: {content.runner}."
@@ -202,6 +213,8 @@ def counts_sentence(content: SweepContent) -> str:
         (HAND_WRITTEN, "hand-written"),
         (SAMPLER, f"by {SAMPLERS.get(content.sampler, content.sampler)}"),
         (BASELINE, "by the random baseline"),
+        (INGREDIENT, "of one model"),
+        (SOUP, "of several models"),
     ):
         count = len(by_origin(content.trials, origin))
         if count:
@@ -315,13 +328,59 @@ def sweep_table(content: SweepContent, objective: int = 0) -> ScoreTable:
             score_text(content, objective, row.held_out),
             difference_text(content, objective, row.optimism),
         )
-        name, note = row.label, {"reference": "best hand-written"}.get(row.role, "")
+        name, note = row.label, {"reference": "reference" if content.soup else "best hand-written"}.get(row.role, "")
         if row.role == "winner":
-            name = f"{winner_word(content)}, trial {row.trial}"
+            name = f"{'soup' if content.soup else winner_word(content)}, trial {row.trial}"
             note = {"pass": "confirmed", "fail": "not confirmed", "inconclusive": ""}[sweep_outcome(content)]
         rows.append(Row((name, *numbers, note), sweep_outcome(content) if row.role == "winner" else None))
     return ScoreTable(
         title=f"{title}, {unit}" if unit else title,
         columns=("recipe", "search", "held-out", "optimism", "result"),
         rows=tuple(rows),
+    )
+
+
+def soup_table(content: SweepContent) -> ScoreTable:
+    """Return one row per ingredient of a soup: its score alone, its contributions with a bound, and its outcome.
+
+    The table has no rows if free parameters were searched.
+    """
+    results = content.soup.ingredients if content.soup else ()
+    unit = content.objectives[0].unit
+
+    def text(value: float | None) -> str:
+        return NONE if value is None else difference_text(content, 0, value)
+
+    return ScoreTable(
+        title=f"contributions of the models, {unit}" if unit else "contributions of the models",
+        columns=("model", "alone", "search", "held-out", "at least", "result"),
+        rows=tuple(
+            Row(
+                (
+                    result.ingredient,
+                    NONE if result.alone is None else score_text(content, 0, result.alone),
+                    text(result.searched),
+                    text(result.contribution),
+                    text(result.low),
+                    result.outcome,
+                ),
+                "pass" if result.outcome in ("first", "kept") else None,
+            )
+            for result in results
+        ),
+    )
+
+
+def soup_sentence(content: SweepContent) -> str:
+    """Return a sentence about the rule that chose the ingredients of a soup, and its error."""
+    assert content.soup is not None
+    soup, shown = content.soup, content.objectives[0]
+    if soup.rule == "uniform":
+        return "A uniform soup averages all models. Only its lead is tested."
+    margin = f"{MINUS}{plain(round(shown.factor * soup.margin, 6))}" if soup.margin else "zero"
+    error = plain(round(100 * (1 - soup.confidence), 3))
+    return (
+        "The search adds a model if the score on the search documents does not fall. A test on the held-out documents "
+        f"then keeps it if its contribution is shown to be above {margin}. The tests have a fixed order and end with "
+        f"the first model that fails, so at most {error} % of soups contain a model whose true contribution is lower."
     )

@@ -1,0 +1,133 @@
+"""A training run is released by window: only its last checkpoint is a reference, and each run finds new checkpoints."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from demo_project import PROFILES, Project, make_project
+from safetensors.torch import load_file, save_file
+
+from mergegate.flows.profile import Profile, load_profile
+from mergegate.merge_core.errors import InvalidInput
+
+MODELS = PROFILES / "demo/models"
+PROFILE = """\
+name: trained
+recipe: {run: ../runs/a, window: 3, schedule: linear, dtype: bfloat16}
+remedies:
+  - {window: 2}
+  - {schedule: cosine}
+  - {window: {steps: 400}, merge_method: median, base_model: demo/models/base, schedule: mean}
+checks: {license: {purpose: research, visibility: private}}
+perplexity: {documents: demo/data/held-out.jsonl, reference: last checkpoint}
+evaluate:
+  documents: 100
+  tasks: [{task: demo/tasks/reverse.yaml, guarded_by: last checkpoint, max_drop: 3}]
+publish: {to: directory, path: ../releases/trained}
+"""
+
+
+def save(project: Project, step: int) -> None:
+    """Save a checkpoint that is ``step`` thousandths of the way from the demo's base to its reverser, and a bit off."""
+    directory = project.root / f"runs/a/checkpoint-{step}"
+    shutil.copytree(MODELS / "base", directory)
+    (directory / "README.md").write_text("---\nlicense: apache-2.0\n---\n")
+    base, tuned = (load_file(MODELS / name / "model.safetensors") for name in ("base", "reverser"))
+    generator = torch.Generator().manual_seed(step)
+    noisy = {
+        name: torch.lerp(tensor.float(), tuned[name].float(), step / 1000)
+        + 0.002 * torch.randn(tensor.shape, generator=generator)
+        for name, tensor in base.items()
+    }
+    save_file({name: tensor.bfloat16() for name, tensor in noisy.items()}, directory / "model.safetensors")
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    project = make_project(tmp_path)
+    for step in (700, 800, 900, 1000):
+        save(project, step)
+    (project.root / "profiles/trained.yaml").write_text(PROFILE)
+    return project
+
+
+def profile_of(project: Project, text: str = PROFILE) -> Profile:
+    (project.root / "profiles/trained.yaml").write_text(text)
+    return load_profile(project.root / "profiles/trained.yaml")
+
+
+def without_remedies(text: str) -> str:
+    return text.replace(text[text.index("remedies") : text.index("checks")], "")
+
+
+def test_remedies_change_the_recipe_as_it_is_written(project: Project) -> None:
+    first, smaller, cosine, median = profile_of(project).candidates()
+    assert [len(candidate.windows[0]) for candidate in (first, smaller, cosine, median)] == [3, 2, 3, 4]
+    assert first.document is not None
+    assert cosine.document is not None
+    assert median.document is not None
+    assert cosine.document["models"] != first.document["models"]
+    assert (median.document["merge_method"], first.document["merge_method"]) == ("median", "linear")
+    assert [remark.split(",")[0] for remark in smaller.remarks] == ["training run: 2 of 4 checkpoints"]
+    assert not {"run", "window", "schedule"} & first.document.keys()
+
+
+def test_a_document_of_several_may_be_a_run(project: Project) -> None:
+    documents = [
+        {"name": "averaged", "run": "../runs/a", "window": 2},
+        {
+            "merge_method": "task_arithmetic",
+            "base_model": "demo/models/base",
+            "models": [{"model": "averaged", "parameters": {"weight": 1}}],
+        },
+    ]
+    recipe = project.root / "profiles/recipe.yaml"
+    recipe.write_text(yaml.safe_dump_all(documents))
+    text = PROFILE.replace("{run: ../runs/a, window: 3, schedule: linear, dtype: bfloat16}", "recipe.yaml")
+    (candidate,) = profile_of(
+        project, text.replace(text[text.index("remedies") : text.index("checks")], "")
+    ).candidates()
+    assert candidate.windows == (("../runs/a/checkpoint-900", "../runs/a/checkpoint-1000"),)
+    assert len(candidate.recipe.steps) == 1
+
+
+def test_a_guard_against_the_last_checkpoint_needs_a_run(project: Project) -> None:
+    text = PROFILE.replace("{run: ../runs/a, window: 3, schedule: linear, dtype: bfloat16}", "demo/recipes/ties.yaml")
+    profile_of(project, without_remedies(text))
+    checked = project.mergegate("check", "profiles/trained.yaml")
+    assert checked.exit_code == 2
+    assert "'last checkpoint', which is not a model in this merge" in checked.output
+
+
+def test_a_typing_error_in_a_remedy_of_a_run_is_refused(project: Project) -> None:
+    with pytest.raises(InvalidInput, match="windwo"):
+        profile_of(project, PROFILE.replace("{window: 2}", "{windwo: 2}")).candidates()
+
+
+@pytest.mark.slow
+def test_each_run_merges_the_new_window_and_measures_only_the_last_checkpoint(project: Project) -> None:
+    first = project.mergegate("run", "profiles/trained.yaml")
+    assert first.exit_code == 0, first.output
+    assert "training run: 3 of 4 checkpoints, steps 800 to 1000, linear weights" in first.output
+    assert len(project.artifacts("perplexity")) == 2  # of the last checkpoint and of the merge
+    assert len(project.artifacts("evaluate")) == 2
+    latest = project.root / "releases/trained/latest"
+    assert yaml.safe_load((latest / "recipe.yaml").read_text())["models"][-1]["model"] == "../runs/a/checkpoint-1000"
+    assert "# training run: 3 of 4 checkpoints" in (latest / "recipe.yaml").read_text()
+    card = (latest / "README.md").read_text()
+    assert "| ../runs/a/checkpoint-800 to checkpoint-1000 (3 checkpoints) | parents | apache-2.0 |" in card
+
+    again = project.mergegate("run", "profiles/trained.yaml")
+    assert again.exit_code == 0
+    assert "nothing new" in again.output
+
+    save(project, 1100)
+    second = project.mergegate("run", "profiles/trained.yaml")
+    assert second.exit_code == 0, second.output
+    assert "steps 900 to 1100" in second.output
+    assert len(project.artifacts("perplexity")) == 4
+    assert project.mergegate("verify", str(latest)).exit_code == 0

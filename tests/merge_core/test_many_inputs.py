@@ -1,0 +1,151 @@
+"""A merge of many sharded checkpoints reads each byte once, with few open files and blocks of a limited size."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections import Counter
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from family import load, merge_text, random_tensors, save_checkpoint
+
+from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge, system
+from mergegate.merge_core.engine import InputFiles, block_size
+from mergegate.merge_core.engine import input_files as engine_files
+from mergegate.merge_core.errors import ChangedInput, InvalidInput
+
+COUNT, SHARDS = 32, 3
+EPSILON = 2.0**-24  # unit roundoff of float32
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A training run of 32 checkpoints in bfloat16, each in three files."""
+    root = tmp_path_factory.mktemp("run")
+    start = random_tensors(0)
+    for number in range(COUNT):
+        tensors = {name: tensor.bfloat16() for name, tensor in random_tensors(number + 1, start).items()}
+        save_checkpoint(root / f"checkpoint-{number}", tensors, shards=SHARDS)
+    return root
+
+
+def linear(models: list[str], weight: float, dtype: str) -> str:
+    entries = ", ".join(f"{{model: {model}, parameters: {{weight: {weight!r}}}}}" for model in models)
+    return f"merge_method: linear\nmodels: [{entries}]\nparameters: {{normalize: false}}\ndtype: {dtype}\n"
+
+
+def checkpoints(count: int) -> list[str]:
+    return [f"checkpoint-{number}" for number in range(count)]
+
+
+def test_each_input_is_read_once_with_few_open_files(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_files, "open_file_limit", lambda: 64)
+    read, most_open, read_at = Counter[str](), 0, os.preadv
+
+    def watched(fd: int, buffers: Any, offset: int) -> int:
+        nonlocal most_open
+        count = read_at(fd, buffers, offset)
+        if (path := str(Path(f"/proc/self/fd/{fd}").resolve())).startswith(str(run)):
+            read[path] += count
+            links = [str(link.resolve()) for link in Path("/proc/self/fd").iterdir()]
+            most_open = max(most_open, sum(link.startswith(str(run)) for link in links))
+        return count
+
+    monkeypatch.setattr(system.os, "preadv", watched)
+    merge_text(linear(checkpoints(COUNT), 1 / COUNT, "bfloat16"), run, str(tmp_path / "out"), threads=4)
+    stored = Counter[str]()
+    for model in checkpoints(COUNT):
+        for tensor in open_checkpoint(run / model).tensors.values():
+            stored[str(tensor.file)] += tensor.nbytes
+    assert len(stored) == COUNT * SHARDS
+    assert read == stored
+    assert most_open <= 64 // 4 + 4  # a quarter of the limit, and one file per thread
+
+
+def test_a_process_with_few_free_file_handles_can_merge_them(run: Path, tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    last = max(int(link.name) for link in Path("/proc/self/fd").iterdir())
+    merge_text(linear(checkpoints(COUNT), 1 / COUNT, "bfloat16"), run, str(tmp_path / "usual"))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (last + 12, hard))
+        merge_text(linear(checkpoints(COUNT), 1 / COUNT, "bfloat16"), run, str(tmp_path / "few"), threads=2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    for file in (tmp_path / "usual").glob("*.safetensors"):
+        assert (tmp_path / "few" / file.name).read_bytes() == file.read_bytes()
+
+
+@pytest.mark.parametrize("kernels", ["torch", "fused"])
+def test_the_mean_is_within_the_stated_rounding_of_float64(run: Path, tmp_path: Path, kernels: str) -> None:
+    merge_text(linear(checkpoints(COUNT), 1 / COUNT, "float32"), run, str(tmp_path / "out"), kernels=kernels)
+    inputs = [load(run / model) for model in checkpoints(COUNT)]
+    for name, merged in load(tmp_path / "out").items():
+        stacked = np.stack([tensors[name] for tensors in inputs])
+        bound = COUNT * EPSILON * np.abs(stacked).mean(0)
+        assert np.all(np.abs(merged - stacked.mean(0)) <= bound)
+
+
+def test_a_running_sum_gives_the_same_bytes_as_the_sum_of_all_checkpoints(run: Path, tmp_path: Path) -> None:
+    """The sum in float32 is the state: one more checkpoint costs one read of it, whatever the number of checkpoints."""
+    state = tmp_path / "sum-28"
+    merge_text(linear(checkpoints(28), 1.0, "float32"), run, str(state))
+    for count in range(29, COUNT + 1):
+        state, before = tmp_path / f"sum-{count}", state
+        merge_text(linear([str(before), f"checkpoint-{count - 1}"], 1.0, "float32"), run, str(state))
+    merge_text(linear(checkpoints(COUNT), 1.0, "float32"), run, str(tmp_path / "all"))
+    inputs = [load(run / model) for model in checkpoints(COUNT)]
+    for directory in (state, tmp_path / "all"):
+        for name, total in load(directory).items():
+            expected = np.zeros(total.shape, np.float32)
+            for tensors in inputs:
+                expected += tensors[name].astype(np.float32)
+            assert np.array_equal(total, expected)
+
+
+def test_blocks_have_whole_grains_and_a_limited_size(run: Path, tmp_path: Path) -> None:
+    recipe_file = tmp_path / "recipe.yaml"
+    recipe_file.write_text(linear([str(run / model) for model in checkpoints(COUNT)], 1.0, "bfloat16"))
+    recipe = load_recipe(recipe_file)
+    plan = plan_merge(recipe, {str(ref): open_checkpoint(Path(ref.path)) for ref in recipe.references()})
+    for count, grain in product((1, 2, 8, 32, 128, 4096), (1, 576, 16384, 1 << 22)):
+        job = replace(plan.jobs[0], inputs=(plan.jobs[0].inputs * 128)[:count])
+        size = block_size(job, grain, 1 << 20)
+        assert size % grain == 0
+        assert size == grain or (size <= 1 << 20 and size * job.inputs[0].tensor.dtype.size * count <= 16 << 20)
+    assert block_size(replace(plan.jobs[0], inputs=plan.jobs[0].inputs[:8]), 16384, 1 << 20) == 1 << 20
+
+
+def test_a_file_that_was_replaced_while_it_was_closed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_files, "open_file_limit", lambda: 4)  # one file stays open
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for path in paths:
+        path.write_bytes(b"old")
+
+    def read_all(files: InputFiles) -> None:
+        for path in paths:
+            with files.open(path) as fd:
+                os.pread(fd, 3, 0)
+
+    def exchange() -> None:
+        (tmp_path / "new").write_bytes(b"new")
+        (tmp_path / "new").replace(paths[0])
+
+    for change in (exchange, paths[0].unlink, lambda: paths[0].write_bytes(b"longer")):
+        paths[0].write_bytes(b"old")
+        # The exit must refuse the changed file too.
+        with pytest.raises(ChangedInput, match="changed or was"), InputFiles(paths) as files:  # noqa: PT012
+            read_all(files)
+            change()
+            with pytest.raises(ChangedInput, match="changed or was replaced"):
+                read_all(files)
+    with pytest.raises(InvalidInput, match="cannot be read"):
+        InputFiles([tmp_path / "missing"])
