@@ -19,7 +19,12 @@ from mergegate.flows.candidates.candidates import (
     searched_recipe,
 )
 from mergegate.flows.candidates.clients import client_digest, client_round
-from mergegate.flows.candidates.run_expansion import ExpandedRecipe, expand_training_runs, has_training_run
+from mergegate.flows.candidates.run_expansion import (
+    ExpandedRecipe,
+    expand_training_runs,
+    has_training_run,
+    names_training_run,
+)
 from mergegate.flows.candidates.tuning import SCALE, TUNE, TuningSize, has_searchable_scale, scale_search
 
 __all__ = [
@@ -39,6 +44,7 @@ __all__ = [
     "expand_training_runs",
     "has_searchable_scale",
     "has_training_run",
+    "names_training_run",
     "recipe_of_documents",
     "recipe_of_file",
     "scale_search",

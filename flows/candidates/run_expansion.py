@@ -90,6 +90,15 @@ def has_training_run(documents: Sequence[object]) -> bool:
     return any(isinstance(document, Mapping) and "run" in document for document in documents)
 
 
+def names_training_run(text: str) -> bool:
+    """Return whether ``text`` names a training run: revisions on the Hub, a pattern, or a directory of checkpoints."""
+    path = expand_user_path(text)
+    if path.is_dir():
+        is_model = (path / _CONFIG).exists() or is_adapter(path)
+        return not is_model and next(_directories(text, Path(), text), None) is not None
+    return bool(_PATTERN & set(text))
+
+
 def expand_training_runs(documents: Sequence[Mapping[str, Any]], directory: Path, location: str) -> ExpandedRecipe:
     """Replace each training run in a recipe with the checkpoints of its window.
 

@@ -9,7 +9,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from mergegate.flows.cli.profile_draft import RecipeDraft, ThinkingDraft, recipe_drafts
+from mergegate.flows.candidates import expand_training_runs
+from mergegate.flows.cli.profile_draft import RecipeDraft, ThinkingDraft, recipe_drafts, run_drafts
 from mergegate.flows.cli.recipe_parents import clear_recipe
 from mergegate.merge_core import Checkpoint, load_recipe
 from mergegate.merge_core.architecture import ModelKind, find_kind, text_part
@@ -23,19 +24,24 @@ _THINKING_BUDGET = 8192  # tokens of a thought and an answer, unless that is mor
 
 
 class FittingRecipe(NamedTuple):
-    """A recipe draft with its parents, the kind of the merge, and the settings for the first thinking model."""
+    """A recipe draft with its parents, the kind of the merge, and the settings for the first thinking model.
+
+    ``summary`` describes the recipe, whose training run is expanded.
+    """
 
     draft: RecipeDraft
     parents: tuple[ResolvedCheckpoint, ...]
     kind: ModelKind
     thinking: ThinkingDraft | None
+    summary: str
 
 
-def fitting_recipe(method: str, models: Sequence[ResolvedCheckpoint], out: Path, name: str) -> FittingRecipe:
+def fitting_recipe(method: str, models: Sequence[ResolvedCheckpoint] | str, out: Path, name: str) -> FittingRecipe:
     """Return the first draft that fits the models.
 
-    ``models`` starts with the base. An empty ``method`` allows any method. Paths in the recipe are relative to ``out``.
-    ``name`` is the name of the recipe in messages.
+    ``models`` starts with the base, or it is the path, the pattern or the revisions of a training run. An empty
+    ``method`` allows any method. Paths in the recipe are relative to ``out``. ``name`` is the name of the recipe in
+    messages.
 
     Raises:
         MergegateError: No draft fits. The error is that of the first draft.
@@ -49,7 +55,7 @@ def fitting_recipe(method: str, models: Sequence[ResolvedCheckpoint], out: Path,
         return path if path.startswith(".") else f"./{path}"
 
     written: list[object] = []  # the models as the recipe names them
-    for model in models:
+    for model in () if isinstance(models, str) else models:
         if model.adapter is not None:
             merged, _, adapter = model.ref.partition("+")
             written.append(f"{relative(merged)}+{relative(adapter)}")
@@ -57,10 +63,17 @@ def fitting_recipe(method: str, models: Sequence[ResolvedCheckpoint], out: Path,
             path = relative(model.ref)
             is_ambiguous = model.revision is None and ("@" in path or "+" in path)
             written.append({"model": {"path": path}} if is_ambiguous else path)
-    base, *tuned = written
     problems: list[MergegateError] = []
-    for draft in recipe_drafts(base, tuned, method):
-        recipe = replace(load_recipe(dict(draft.recipe), location=f"the recipe of {name}"), directory=out)
+    if isinstance(models, str):
+        is_on_hub = "@" in models and not expand_user_path(models).exists()
+        is_local = not is_on_hub and not expand_user_path(models).is_absolute()
+        drafts = run_drafts(Path(os.path.relpath(models, out)).as_posix() if is_local else models, method)
+    else:
+        drafts = recipe_drafts(written[0], written[1:], method)
+    for draft in drafts:
+        location = f"the recipe of {name}"
+        (plain,) = expand_training_runs([draft.recipe], out, location).documents
+        recipe = replace(load_recipe(dict(plain), location=location), directory=out)
         try:
             cleared = clear_recipe(recipe)
         except MergegateError as error:
@@ -86,7 +99,7 @@ def fitting_recipe(method: str, models: Sequence[ResolvedCheckpoint], out: Path,
         )
         kind = find_kind(cleared.plan.config, cleared.plan.companions)
         draft = replace(draft, recipe={**draft.recipe, "dtype": dtype})
-        return FittingRecipe(draft, cleared.parents, kind, thinking if kind.is_causal else None)
+        return FittingRecipe(draft, cleared.parents, kind, thinking if kind.is_causal else None, recipe.summary())
     raise problems[0]
 
 

@@ -27,6 +27,7 @@ from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.text import Text
 
+from mergegate.flows.candidates import names_training_run
 from mergegate.flows.cli.command import JsonOption, command_context, local_path
 from mergegate.flows.cli.fitting_recipe import fitting_recipe
 from mergegate.flows.cli.output import print_answer
@@ -44,13 +45,13 @@ from mergegate.flows.cli.profile_draft import (
 from mergegate.flows.cli.schema import schema_text
 from mergegate.flows.preflight import Problems, preflight_profile
 from mergegate.flows.profile import is_release_name, parse_profile
-from mergegate.merge_core import load_recipe
 from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind
 from mergegate.merge_core.errors import InvalidInput, MergegateError, suggest
 from mergegate.merge_core.files import state_directory, write_state
 from mergegate.merge_core.recipe import expand_user_path
 from mergegate.tasks.checkpoints import ResolvedCheckpoint, find_checkpoint, read_card
 from mergegate.tasks.evaluation import AnyBuiltInTask, generates_answers, pin_built_in, pin_data, pin_task
+from mergegate.tasks.gate import LAST_CHECKPOINT
 from mergegate.tasks.perplexity import PerplexitySettings, pin_documents
 from mergegate.tasks.preflight import SAMPLE, describe_judging, sample_queries
 from mergegate.tasks.preflight.licenses import LicenseSettings, check_licenses, license_table, read_licenses
@@ -65,8 +66,16 @@ _USES = (("commercial", "public"), ("commercial", "private"), ("research", "publ
 
 
 def init_command(
-    base: Annotated[str, typer.Argument(metavar="BASE", help="Model that the others were fine-tuned from.")],
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="Directories, org/name@rev, or adapters.")],
+    base: Annotated[
+        str,
+        typer.Argument(
+            metavar="BASE", help="Model that the others were fine-tuned from. Alone: the directory of a training run."
+        ),
+    ],
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL...", help="Directories, org/name@rev, or adapters.", show_default=False),
+    ] = None,
     out: Annotated[Path, typer.Option(parser=local_path, help="Directory for the recipe and the profile.")] = Path(),
     name: Annotated[str, typer.Option(help="Name of the release.", show_default="the models' names")] = "",
     method: Annotated[str, typer.Option(help="Merge method.", show_default="chosen by the headers")] = "",
@@ -100,13 +109,16 @@ def init_command(
     """
     with command_context(as_json, with_state=True) as console:
         prompts = not (as_json or yes) and sys.stdin.isatty() and sys.stdout.isatty()
-        request = InitRequest(base, tuple(models), out, name, method, data, tuple(task or ()), accept, prompts)
+        request = InitRequest(base, tuple(models or ()), out, name, method, data, tuple(task or ()), accept, prompts)
         raise typer.Exit(init_project(request, console, as_json))
 
 
 @dataclass(frozen=True)
 class InitRequest:
-    """Arguments of ``mergegate init``. An empty value means that the user did not specify it."""
+    """Arguments of ``mergegate init``. An empty value means that the user did not specify it.
+
+    Without ``models``, ``base`` is a training run.
+    """
 
     base: str
     models: tuple[str, ...]
@@ -126,10 +138,15 @@ def init_project(request: InitRequest, console: Console, as_json: bool) -> int:
         InvalidInput: A model does not exist, no recipe fits, or a file exists.
         Refused: A repository denies access, or the Hub is not available.
     """
-    if not request.models:
-        raise InvalidInput("mergegate init", found="no models", expected="the base, then the models to merge")
+    is_run = not request.models
+    if is_run and not names_training_run(request.base):
+        raise InvalidInput(
+            "mergegate init",
+            found=f"no models after {request.base}",
+            expected="the base and the models to merge, or the directory of a training run",
+        )
     models = []
-    for text in (request.base, *request.models):  # a directory with an adapter is applied to the base
+    for text in () if is_run else (request.base, *request.models):  # a directory with an adapter is applied to the base
         path = expand_user_path(text)
         is_adapter = (path / "adapter_config.json").is_file() and not (path / "config.json").is_file()
         models.append(find_checkpoint(f"{request.base}+{text}" if is_adapter else text))
@@ -145,15 +162,19 @@ def init_project(request: InitRequest, console: Console, as_json: bool) -> int:
         return name
 
     with directory_for_new_files(out):
-        stems = (Path(model.partition("@")[0]).name for model in request.models[:3])
+        named = request.models[:3] or (request.base.partition("/*")[0],)
+        stems = (Path(model.partition("@")[0]).name for model in named)
         parts = [re.sub(r"[^A-Za-z0-9._-]+", "-", stem).strip("-._") for stem in stems]
         default_name = "-".join(filter(None, parts)) or "merge"
         name = _answer(request, "name of the release", request.name, default_name, unused_name)
         files = files_of(name)
-        draft, parents, kind, thinking = fitting_recipe(request.method, models, out, name)
-        console.print(Text(f"recipe   {load_recipe(draft.recipe, location='draft').summary()}", style="bold"))
+        draft, parents, kind, thinking, summary = fitting_recipe(request.method, models or request.base, out, name)
+        console.print(Text(f"recipe   {summary}", style="bold"))
         console.print(f"         {draft.why}".replace("\n# ", "\n         "))
         license = _license(request, parents, name, out)
+        if is_run:
+            licenses = ", ".join(dict.fromkeys(license.declared.values()))
+            license = replace(license, declared={f"{len(parents)} checkpoints": licenses})
         console.print(Text(f"license  {license.purpose}, {license.visibility}", style="bold"))
         if kind.name != TEXT_GENERATOR.name:
             console.print(Text(f"kind     {kind.noun}, {describe_judging(kind)}", style="bold"))
@@ -330,7 +351,9 @@ def _guards(
     Raises:
         InvalidInput: A requested task or the model to compare with does not exist.
     """
-    references = ("best parent", *(parent.name for parent in parents))
+    # The names of the checkpoints of a training run change with every new one.
+    compared = {parent.name: parent for parent in parents} if request.models else {LAST_CHECKPOINT: parents[-1]}
+    references = ("best parent", *compared) if request.models else tuple(compared)
 
     def parse_guard(text: str, why: str) -> GuardDraft:
         task, _, reference = (text, "", "") if Path(text).is_file() else text.partition(":")
@@ -365,11 +388,11 @@ def _guards(
             guards.append(GuardDraft(sample, references[0], "mergegate's sample: replace it with queries of your own"))
         return tuple(guards)
     claimed: dict[str, GuardDraft] = {}
-    for parent in parents:
+    for name, parent in compared.items():
         card = read_card(parent.adapter.directory if parent.adapter else parent.directory)
         for task in claimed_tasks(card.fields):
             if all(guard.task != task for guard in guards):  # requested tasks are checked with the profile
-                claimed.setdefault(task, GuardDraft(task, parent.name, f"the model card of {parent.name} mentions it"))
+                claimed.setdefault(task, GuardDraft(task, name, f"the model card of {parent.name} mentions it"))
     for task, guard in claimed.items():
         console.print(Text(f"task     {task}: {guard.why}; checking whether its data is available", style="dim"))
         try:

@@ -161,6 +161,20 @@ def recipe_drafts(base: object, models: Sequence[object], method: str) -> Iterat
     yield RecipeDraft({**average, "tokenizer": {"source": "union"}}, f"{why} Rows are matched by token.")
 
 
+def run_drafts(run: str, method: str) -> Iterator[RecipeDraft]:
+    """Yield the recipe of a training run, as it is written in a recipe. Empty ``method``: the mean.
+
+    Raises:
+        InvalidInput: The method does not exist.
+    """
+    chosen = {"merge_method": find_method(method, "--method").name} if method else {}
+    why = (
+        "The newest checkpoints of a training run, with equal weights. Each run finds new checkpoints.\n"
+        "# window and schedule: docs/how-to/merge-a-training-run.md."
+    )
+    yield RecipeDraft({**chosen, "run": run, "window": 8, "schedule": "mean"}, why)
+
+
 def _first_choice(base: str) -> Method:
     """Return the method of a first recipe. ``base`` is how the method treats its base: ``required`` or ``ordinary``."""
     return next(method for method in merge_methods().values() if method.traits.first_draft and method.base == base)

@@ -230,7 +230,7 @@ def confirm_soup(
     score: Callable[[Trial], ScoresByMetric],
     clusters: Mapping[MetricKey, Sequence[str]] | None = None,
 ) -> Confirmation | NothingToConfirm:
-    """Test the contributions of the chosen ingredients in their order, then the lead of the remaining soup.
+    """Test the contribution of each chosen ingredient in order, then test the lead of the soup.
 
     Args:
         study: Search of a soup that has ended.

@@ -206,9 +206,9 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 def completed(fragment: Mapping[str, Any]) -> dict[str, Any]:
     """Return the smallest profile that contains ``fragment``."""
     sections = {
-        # Another target has other keys, and a recipe is replaced as a whole.
+        # Another target has other keys, a soup has no parameters, and a recipe is replaced as a whole.
         key: merged(SECTIONS[key], value)
-        if key in SECTIONS and isinstance(value, Mapping) and (key != "publish" or "to" not in value)
+        if key in SECTIONS and isinstance(value, Mapping) and {"publish": "to", "sweep": "soup"}.get(key) not in value
         else merged(MINIMAL[key], value)
         if key in ("checks", "perplexity") and isinstance(value, Mapping)
         else value

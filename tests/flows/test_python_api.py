@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -118,7 +118,10 @@ def test_every_public_name_exists_and_any_other_raises_an_attribute_error() -> N
         _ = mergegate.no_such_name
 
 
-def test_a_plain_script_in_another_directory_runs_the_flow_without_a_main_guard(demo: Path, tmp_path: Path) -> None:
+def test_a_plain_script_in_another_directory_runs_the_flow_without_a_main_guard(
+    demo: Path, tmp_path: Path, begin_records: Callable[[Path], None]
+) -> None:
+    begin_records(Project(demo).home)
     script = tmp_path / "script.py"
     script.write_text(
         "import sys, mergegate\n"
@@ -274,13 +277,16 @@ def test_a_notebook_without_widgets_gets_plain_lines(monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture(scope="module")
-def executed(tmp_path_factory: pytest.TempPathFactory, demo_release: Path) -> list[str]:
+def executed(
+    tmp_path_factory: pytest.TempPathFactory, demo_release: Path, begin_records: Callable[[Path], None]
+) -> list[str]:
     """The outputs of the tutorial's cells, executed in a fresh process on a project whose models were scored before."""
     root = make_project(tmp_path_factory.mktemp("tutorial") / "demo").root
     # `reproduce` finds parents below the project only if they are not behind a link.
     (root / "profiles" / "demo").unlink()
     shutil.copytree(PROFILES / "demo", root / "profiles" / "demo")
     shutil.copytree(demo_release / ".mergegate" / "store", root / ".mergegate" / "store")
+    begin_records(root / ".mergegate")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("PREFECT", "MERGEGATE"))}
     runner = Path(__file__).with_name("notebook_cells.py")
     done = subprocess.run(

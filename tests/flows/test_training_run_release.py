@@ -114,7 +114,7 @@ def test_each_run_merges_the_new_window_and_measures_only_the_last_checkpoint(pr
     assert first.exit_code == 0, first.output
     assert "training run: 3 of 4 checkpoints, steps 800 to 1000, linear weights" in first.output
     assert len(project.artifacts("perplexity")) == 2  # of the last checkpoint and of the merge
-    assert len(project.artifacts("evaluate")) == 2
+    assert "checkpoint-900" not in first.output
     latest = project.root / "releases/trained/latest"
     assert yaml.safe_load((latest / "recipe.yaml").read_text())["models"][-1]["model"] == "../runs/a/checkpoint-1000"
     assert "# training run: 3 of 4 checkpoints" in (latest / "recipe.yaml").read_text()
@@ -131,3 +131,16 @@ def test_each_run_merges_the_new_window_and_measures_only_the_last_checkpoint(pr
     assert "steps 900 to 1100" in second.output
     assert len(project.artifacts("perplexity")) == 4
     assert project.mergegate("verify", str(latest)).exit_code == 0
+
+
+def test_init_proposes_a_recipe_for_a_directory_of_checkpoints(project: Project) -> None:
+    written = project.mergegate("init", "runs/a", "--out", "new", "--task", "profiles/demo/tasks/copy.yaml", "--yes")
+    assert written.exit_code == 0, written.output
+    recipe = yaml.safe_load((project.root / "new/a.recipe.yaml").read_text())
+    assert {"run": "../runs/a", "window": 8, "schedule": "mean"}.items() <= recipe.items()
+    profile = yaml.safe_load((project.root / "new/a.yaml").read_text())
+    assert profile["evaluate"]["tasks"][0]["guarded_by"] == "last checkpoint"
+    assert project.mergegate("check", "new/a.yaml").exit_code == 0
+    refused = project.mergegate("init", "profiles/demo/models/base", "--out", "other")
+    assert refused.exit_code == 2
+    assert "the directory of a training run" in refused.output

@@ -243,7 +243,7 @@ def test_a_killed_search_continues_and_a_finished_one_scores_nothing(tmp_path: P
         again = search_soup(problem, scorer, ledger)
     fresh = search_soup(problem, DrawnSoups(scorer.truth, 0.5), Ledger(RecordJournal(None), ""))
     assert (again.new_count, resumed.soup, again.soup) == (0, fresh.soup, fresh.soup)
-    assert len(scorer.scored) == 1 + len(fresh.trials)  # the interrupted trial is the only one that is scored twice
+    assert len(scorer.scored) == 1 + len(fresh.trials)  # only the interrupted trial is scored twice
 
 
 # Recipes and settings.
