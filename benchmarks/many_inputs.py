@@ -85,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _measure_growth(run, counts, options)
             return
         print(
-            f"{'method':16}{'inputs':>7}{'files':>6}{'GB':>6}{'copy':>8}{'merge':>8}{'ratio':>7}"
-            f"{'least':>6}{'most':>6}{'cpu':>8}{'memory':>10}{'read':>7}{'open':>6}{'load':>6}"
+            f"{'method':16}{'inputs':>7}{'files':>6}{'GB':>6}{'copy':>8}{'merge':>8}{'engine':>8}{'ratio':>7}"
+            f"{'least':>6}{'most':>6}{'copy cpu':>9}{'cpu':>8}{'memory':>10}{'read':>7}{'open':>6}{'load':>6}"
         )
         for method in options.methods.split(","):
             for count in counts:
@@ -210,11 +210,13 @@ def _measure(run: Path, count: int, method: str, options: argparse.Namespace) ->
     ratios = [ours.seconds / copy.seconds for ours, copy in zip(runs["merge"], runs["copy"], strict=True)]
     size = sum(file.stat().st_size for file in files)
     medians = {name: statistics.median(one.seconds for one in measured) for name, measured in runs.items()}
+    engine = statistics.median(json.loads(one.output)["seconds"] for one in runs["merge"])
     memory = max(one.peak_anonymous for one in runs["merge"])
-    cpu = statistics.median(one.cpu_seconds for one in runs["merge"])
+    cpus = {name: statistics.median(one.cpu_seconds for one in measured) for name, measured in runs.items()}
     return (
         f"{method:16}{count:7}{len(files):6}{size / 1e9:6.2f}{medians['copy']:7.2f}s{medians['merge']:7.2f}s"
-        f"{statistics.median(ratios):7.2f}{min(ratios):6.2f}{max(ratios):6.2f}{cpu:7.2f}s{memory / 2**20:6.0f} MiB"
+        f"{engine:7.2f}s{statistics.median(ratios):7.2f}{min(ratios):6.2f}{max(ratios):6.2f}"
+        f"{cpus['copy']:8.2f}s{cpus['merge']:7.2f}s{memory / 2**20:6.0f} MiB"
         f"{peaks.read / size:6.2f}x{peaks.handles:6}{load:6.1f}"
     )
 

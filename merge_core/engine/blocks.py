@@ -47,7 +47,7 @@ _READ_AHEAD_BYTES, _READ_AHEAD_TOTAL = 128 << 20, 1 << 30
 # Largest number of bytes that Linux reads ahead per call.
 _ADVICE_BYTES = 1 << 20
 # Limit of the bytes of all inputs in a block, so that memory does not grow with the number of inputs.
-_BLOCK_BYTES = 16 << 20
+_BLOCK_BYTES = 32 << 20
 # Runs of rows up to this size are read with one call.
 _SINGLE_READ_BYTES = 1 << 16
 
