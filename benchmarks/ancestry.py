@@ -92,7 +92,7 @@ def demo(directories: Sequence[Path]) -> None:
     print("| model and known model | correlations | related | distance | class |\n| --- | --: | --: | --: | --- |")
     for one, two in pairs:
         print(row(f"`{one}`, `{two}`", compare(family[one], family[two])))
-    from curriculum import Phase, train, new_model
+    from curriculum import Phase, new_model, train
 
     with tempfile.TemporaryDirectory() as scratch:
         model = new_model(2)
