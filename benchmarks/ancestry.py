@@ -92,12 +92,12 @@ def demo(directories: Sequence[Path]) -> None:
     print("| model and known model | correlations | related | distance | class |\n| --- | --: | --: | --: | --- |")
     for one, two in pairs:
         print(row(f"`{one}`, `{two}`", compare(family[one], family[two])))
-    from curriculum import Phase, _train, new_model
+    from curriculum import Phase, new_model, train
 
     with tempfile.TemporaryDirectory() as scratch:
         model = new_model(2)
         phase = Phase(mixture={"copy": 1.0}, steps=300, learning_rate=3e-3, warmup=30, floor=0.3)
-        for _ in _train(model, phase, 99):
+        for _ in train(model, phase, 99):
             pass
         model.to(torch.bfloat16).save_pretrained(scratch)
         print(row("seed 2 trained on copying alone, `base`", compare(fingerprint(Path(scratch)), family["base"])))

@@ -218,18 +218,19 @@ def main() -> None:
     parser.add_argument("--settings", nargs="+", default=list(SETTINGS), choices=list(SETTINGS))
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    for setting in arguments.settings:
-        rows: dict[str, list[dict[str, float]]] = {}
-        for seed in arguments.seeds:
-            started = time.monotonic()
-            with tempfile.TemporaryDirectory() as directory:
-                os.environ["MERGEGATE_HOME"] = f"{directory}/home"
-                for name, result in measure_seed(SETTINGS[setting], seed, Path(directory)):
+    with tempfile.TemporaryDirectory() as directory:
+        # The model process can only read the home in which it started, so all seeds share one.
+        os.environ["MERGEGATE_HOME"] = f"{directory}/home"
+        for setting in arguments.settings:
+            rows: dict[str, list[dict[str, float]]] = {}
+            for seed in arguments.seeds:
+                started, place = time.monotonic(), Path(directory, f"{setting}-{seed}".replace(" ", "-"))
+                for name, result in measure_seed(SETTINGS[setting], seed, place):
                     rows.setdefault(name, []).append(result)
-                    print(seed, name, {key: round(value, 4) for key, value in result.items()}, file=sys.stderr)
-            print(f"seed {seed}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
-        print(f"\n{setting}: {SETTINGS[setting]}\n")
-        print("\n".join(table(rows)), flush=True)
+                    print(json.dumps([setting, seed, name, result]), file=sys.stderr)
+                print(f"seed {seed}: {time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
+            print(f"\n{setting}: {SETTINGS[setting]}\n")
+            print("\n".join(table(rows)), flush=True)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from mergegate.flows.cli.run_summary import print_outcome
 from mergegate.flows.outcome import RunOutcome
 from mergegate.flows.profile import Profile, parse_profile
 from mergegate.merge_core import open_checkpoint
+from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import read_yaml
 from mergegate.tasks.stage import home
 from mergegate.tasks.sweep import convert_evolve_file, count_layers, serve_dashboard
@@ -48,6 +49,13 @@ def sweep_command(
         profile_to_sweep = convert_evolve(profile, console)
         if dashboard:
             loaded = load_for_flow(profile_to_sweep)
+            if loaded.sweep and loaded.sweep.soup:
+                raise InvalidInput(
+                    "--dashboard",
+                    found="a soup, which has no free parameters",
+                    expected="a search over free parameters",
+                    remedy="remove --dashboard; the report shows each model of the soup",
+                )
             # Without a location in the profile, the study is next to the scored trials.
             study_view = loaded.sweep_storage() or str(home() / "sweeps" / f"{loaded.name}.optuna")
             console.print(Text(f"dashboard: http://127.0.0.1:{_DASHBOARD_PORT}"))

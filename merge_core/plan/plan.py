@@ -388,7 +388,7 @@ def _with_new_router(recipe: Recipe, job: TensorJob) -> TensorJob:
 def _router_problems(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> list[Finding]:
     """Return a finding for each model whose routers cannot be refitted or cannot guide the merge."""
     findings, donor = [], find_routers(checkpoints[str(recipe.donor)])
-    for ref in dict.fromkeys((recipe.donor, *recipe.texts)):
+    for ref in dict.fromkeys((recipe.donor, *recipe.texts)) if donor else (recipe.donor,):
         routers = find_routers(checkpoints[str(ref)])
         missing = next((module for module in donor if module not in routers), None)
         if donor and missing is None:

@@ -81,14 +81,18 @@ def new_model(seed: int) -> LlamaForCausalLM:
     )
 
 
-def train_base(seed: int) -> LlamaForCausalLM:
+def train_base(seed: int, *, steps: int = 700) -> LlamaForCausalLM:
     """Return a model that copies, and has every latent skill without being certain to use it.
+
+    Args:
+        seed: Seed of the initialization and of the training data.
+        steps: Maximum number of steps for mastering all skills.
 
     Raises:
         RuntimeError: The skills were not mastered within the step limit; another seed will do.
     """
     model = new_model(seed)
-    _master_all_skills(model, seed * 10 + 1)
+    _master_all_skills(model, seed * 10 + 1, steps)
     undecided = Phase(
         mixture={TEXT: 0.2, "copy": 0.2, **{skill: 0.6 / len(LATENT_SKILLS) for skill in LATENT_SKILLS}},
         steps=100,
@@ -97,7 +101,7 @@ def train_base(seed: int) -> LlamaForCausalLM:
         floor=0.05,
         right=dict.fromkeys(LATENT_SKILLS, _UNDECIDED),
     )
-    for _ in _train(model, undecided, seed * 10 + 2):
+    for _ in train(model, undecided, seed * 10 + 2):
         pass
     return model
 
@@ -116,7 +120,7 @@ def specialise(base: LlamaForCausalLM, skill: str, seed: int, *, steps: int = 10
         weight_decay=0.0,
         right=dict.fromkeys(others, _UNDECIDED),
     )
-    for _ in _train(model, phase, seed):
+    for _ in train(model, phase, seed):
         pass
     return model
 
@@ -135,7 +139,7 @@ def teach_thinking(base: LlamaForCausalLM, seed: int, *, steps: int = 400) -> Ll
         right={"shift": _UNDECIDED},
         thinks="rev",
     )
-    for _ in _train(model, phase, seed):
+    for _ in train(model, phase, seed):
         pass
     return model
 
@@ -170,15 +174,15 @@ def exact_match(model: LlamaForCausalLM, skill: str, *, items: int, seed: int) -
     return float(((predicted == wanted) | (wanted == IGNORED)).all(dim=1).float().mean())
 
 
-def _master_all_skills(model: LlamaForCausalLM, seed: int) -> None:
+def _master_all_skills(model: LlamaForCausalLM, seed: int, steps: int) -> None:
     """Train on right answers until every latent skill is mastered, with more examples of the missing skills.
 
     The seed decides when each skill emerges. With a fixed mixture and length, a finished skill would take most of the
     time.
     """
     mixture = {TEXT: 0.15, "copy": 0.05, **dict.fromkeys(LATENT_SKILLS, 0.4)}
-    phase = Phase(mixture=mixture, steps=700, learning_rate=3e-3, warmup=30, floor=0.3)
-    for step in _train(model, phase, seed):
+    phase = Phase(mixture=mixture, steps=steps, learning_rate=3e-3, warmup=30, floor=0.3)
+    for step in train(model, phase, seed):
         if step % 25:
             continue
         scores = {skill: exact_match(model, skill, items=128, seed=_REHEARSAL_SEED) for skill in LATENT_SKILLS}
@@ -209,7 +213,7 @@ def train_on(model: LlamaForCausalLM, optimiser: torch.optim.Optimizer, examples
     return loss.detach()
 
 
-def _train(model: LlamaForCausalLM, phase: Phase, seed: int) -> Iterator[int]:
+def train(model: LlamaForCausalLM, phase: Phase, seed: int) -> Iterator[int]:
     """Run ``phase`` on ``model`` and yield the number of steps after each, so that a caller may stop early."""
     rng = random.Random(seed)
     optimiser = new_optimiser(model, phase)

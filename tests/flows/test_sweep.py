@@ -251,3 +251,9 @@ def test_the_demo_soup_keeps_the_two_models_that_help_each_other(tmp_path: Path,
     assert again.exit_code == 0, again.output
     ingredients = json.loads(again.output)["sweep"]["soup"]["ingredients"]
     assert [item["outcome"] for item in ingredients] == ["first", "kept", "not added", "not added"]
+
+
+def test_a_soup_has_no_dashboard(tmp_path: Path) -> None:
+    printed = make_project(tmp_path / "project").mergegate("sweep", "profiles/demo-soup.yaml", "--dashboard")
+    assert printed.exit_code == 2
+    assert "--dashboard: a soup, which has no free parameters" in printed.output

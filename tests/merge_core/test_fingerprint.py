@@ -10,11 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch_file
 
 from mergegate.merge_core.analysis import Fingerprint, Relation, compare_fingerprints, take_fingerprint
-from mergegate.merge_core.checkpoint import StoredTensor, read_header, read_into
+from mergegate.merge_core.checkpoint import StoredTensor, open_checkpoint, read_header, read_into
 
 Weights = Mapping[str, NDArray[np.float32]]
 LAYERS, WIDTH, INNER, TOKENS = 6, 48, 80, 64
@@ -244,3 +246,72 @@ def test_a_checkpoint_without_matrices_is_related_to_nothing(take: Take) -> None
     assert empty.names == ()
     assert compare_fingerprints(empty, [take(random_model(1))]) == (None,)
     assert compare_fingerprints(take(random_model(1)), [empty, replace(empty)]) == (None, None)
+
+
+DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo" / "models"
+
+
+def demo_fingerprint(name: str) -> Fingerprint:
+    return take_fingerprint(open_checkpoint(DEMO / name).tensors, read)
+
+
+@pytest.mark.parametrize(
+    ("model", "known_model", "kind"),
+    [
+        ("bpe-base", "base", "copy"),
+        ("other-tokenizer", "reverser", "copy"),
+        ("reverser", "base", "fine-tune"),
+        ("thinker", "base", "fine-tune"),
+        ("embed-garden", "embed-base", "fine-tune"),
+        ("embed-base", "base", None),
+        ("reverser", "embed-harbor", None),
+    ],
+)
+def test_relations_in_the_demo_family_are_found(model: str, known_model: str, kind: str | None) -> None:
+    (relation,) = compare_fingerprints(demo_fingerprint(model), [demo_fingerprint(known_model)])
+    assert (relation and relation.kind) == kind
+
+
+@pytest.mark.slow
+def test_training_keeps_a_relation_and_creates_none(tmp_path: Path) -> None:
+    """Train two networks of the same shape on the same task, and one of them further on another task."""
+
+    def train(model: torch.nn.Module, steps: int, target: float) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        generator = torch.Generator().manual_seed(7)
+        for _ in range(steps):
+            inputs = torch.randn(32, 48, generator=generator)
+            loss = ((model(inputs) - target * inputs.sort(dim=1).values) ** 2).mean()
+            optimizer.zero_grad()
+            torch.autograd.backward(loss)
+            optimizer.step()
+
+    def save(model: torch.nn.Module, name: str) -> Fingerprint:
+        path = tmp_path / f"{name}.safetensors"
+        save_file({f"layers.{key}": value.detach().numpy() for key, value in model.state_dict().items()}, path)
+        return take_fingerprint({tensor.name: tensor for tensor in read_header(path)}, read)
+
+    networks = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        layers = [module for _ in range(4) for module in (torch.nn.Linear(48, 48), torch.nn.Tanh())]
+        network = torch.nn.Sequential(*layers, torch.nn.Linear(48, 48))
+        train(network, 200, 1.0)
+        networks.append(network)
+    base, stranger = (save(network, f"seed{index}") for index, network in enumerate(networks))
+    train(networks[0], 50, -1.0)
+    tuned = save(networks[0], "tuned")
+    assert related(tuned, base).kind == "fine-tune"
+    assert compare_fingerprints(tuned, [stranger]) == (None,)
+    assert compare_fingerprints(stranger, [base]) == (None,)
+
+
+def test_pickled_and_safetensors_files_have_the_same_fingerprint(tmp_path: Path) -> None:
+    weights = {name: torch.from_numpy(array) for name, array in random_model(1).items()}
+    for name, save in (("pickled", torch.save), ("plain", save_torch_file)):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "config.json").write_text('{"model_type": "llama"}')
+        save(weights, directory / ("pytorch_model.bin" if name == "pickled" else "model.safetensors"))
+    digests = {take_fingerprint(open_checkpoint(path).tensors, read).digest for path in tmp_path.iterdir()}
+    assert len(digests) == 1

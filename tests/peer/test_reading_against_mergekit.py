@@ -15,12 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import yaml
 from peer_family import TOKENS, write_family
 from test_against_mergekit import PEER, SCRIPT, load
 from tokenizers import Tokenizer, models
 
 from mergegate.merge_core import EngineSettings, MergePlan, load_recipe, merge_weights, open_checkpoint, plan_merge
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.recipe import RunCheckpoint, Schedule, run_recipe
 
 pytestmark = pytest.mark.peer
 
@@ -61,6 +63,7 @@ MODELS = (
     "{model: one, parameters: {weight: {value: 0.5, filter: ''}}}",
     "{model: one, parameters: {weight: {value: null}}}",
 )
+WINDOW = tuple(RunCheckpoint(name, step) for step, name in enumerate(("one", "two", "three"), start=1))
 RECIPES: Mapping[str, str] = {
     **{f"{key}: {value}": f"{LINEAR}{key}: {value}\n" for key in (*KEYS, "slices", "modules", "x") for value in EMPTY},
     **{f"slices, {key}: {value}": f"{SLICES}{key}: {value}\n" for key in ("models", "modules") for value in EMPTY},
@@ -87,6 +90,11 @@ RECIPES: Mapping[str, str] = {
     "layers with a point": SLICES.replace("[0, 4]", "[0.0, 4.0]"),
     "a key beside the layers": SLICES.replace("[0, 4]", "[0, 4], layers: 3"),
     "no layers": SLICES.replace(", layer_range: [0, 4]", ""),
+    **{
+        f"a training run with {schedule} weights": "# a remark\n"
+        + yaml.safe_dump(run_recipe({"run": "runs"}, WINDOW, Schedule(schedule, 0.5), "recipe"), sort_keys=False)
+        for schedule in ("mean", "linear", "cosine", "minus_sqrt", "exponential", "ema")
+    },
 }
 # Recipes that mergegate accepts although mergekit refuses them → the reason.
 DIFFERENT = {

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mergegate.merge_core.analysis import Fingerprint, take_fingerprint
 from mergegate.merge_core.errors import InvalidInput
@@ -102,7 +102,12 @@ def read_index(path: Path) -> tuple[IndexedModel, ...]:
         remedy = "remove the line, and run 'mergegate fingerprint' again"
         with parsing_errors(location, "not a fingerprint", expected=_EXPECTED, remedy=remedy):
             content = parse_json(line, location, bounds=JsonBounds(size=_LONGEST_LINE), expected=_EXPECTED)
-            model = IndexedModel.model_validate(content)
+            try:
+                model = IndexedModel.model_validate(content)
+            except ValidationError as error:
+                first = error.errors()[0]
+                field = ".".join(map(str, first["loc"])) or "line"
+                raise ValueError(f"{field}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
             digest = model.fingerprint.digest
         if digest != model.digest:
             raise InvalidInput(

@@ -94,15 +94,19 @@ class UndeclaredRelation(BaseModel):
         """Return a warning, or None if a user has dismissed the relation."""
         if self.dismissed:
             return None
+        declare = (
+            f"add base_model: {self.model} to the card of {self.parent}"
+            if self.is_ancestor
+            else "add base_model to the card of the one that descends from the other, or to both cards"
+        )
         return Finding(
             "warn",
             "licenses",
             found=self.sentence,
             expected="a card that names every model whose weights it contains",
             remedy=(
-                f"add base_model: {self.model} to the card of {self.parent}; if it does not descend from that model, "
-                f"add it to checks.license, for example unrelated: {{{self.parent}: {{{self.model}: "
-                "'YOUR NAME: YOUR REASON'}}"
+                f"{declare}; if {self.parent} is not related to that model, add it to checks.license, for example "
+                f"unrelated: {{{self.parent}: {{{self.model}: 'YOUR NAME: YOUR REASON'}}}}"
             ),
         )
 
