@@ -22,7 +22,6 @@ from mergegate.flows.candidates.clients import client_digest, client_round
 from mergegate.flows.candidates.run_expansion import (
     ExpandedRecipe,
     expand_training_runs,
-    has_training_run,
     names_training_run,
 )
 from mergegate.flows.candidates.tuning import SCALE, TUNE, TuningSize, has_searchable_scale, scale_search
@@ -43,7 +42,6 @@ __all__ = [
     "client_round",
     "expand_training_runs",
     "has_searchable_scale",
-    "has_training_run",
     "names_training_run",
     "recipe_of_documents",
     "recipe_of_file",

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import yaml
 
-from mergegate.flows.candidates.run_expansion import expand_training_runs, has_training_run
+from mergegate.flows.candidates.run_expansion import expand_training_runs
 from mergegate.merge_core import Recipe, load_recipe
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import MAX_YAML_BYTES, LocalPath, flow_yaml, parse_yaml, read_text, read_yaml
@@ -163,7 +163,7 @@ def recipe_of_file(file: Path, remedy: str = "") -> Candidate:
         InvalidInput: The recipe is invalid.
     """
     documents = read_yaml(file, "a recipe in YAML")
-    if has_training_run(documents):
+    if any(isinstance(document, Mapping) and "run" in document for document in documents):
         mappings = [plain_mapping(document, str(file)) for document in documents]
         return recipe_of_documents(mappings, file.resolve().parent, str(file), remedy)
     return Candidate(remedy, load_recipe(file), read_text(file, MAX_YAML_BYTES))

@@ -29,17 +29,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mergegate.flows.candidates.last_round import is_reproducible, last_recipe, used_digests
-from mergegate.flows.candidates.run_expansion import ExpandedRecipe
+from mergegate.flows.candidates.run_expansion import ExpandedRecipe, is_pattern, matching_directories
 from mergegate.flows.candidates.server_step import Adam, parse_adam, take_step
 from mergegate.merge_core import Checkpoint, open_checkpoint
 from mergegate.merge_core.adapters import apply_adapter, is_adapter, open_adapter
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.methods import PASSTHROUGH, TASK_ARITHMETIC, find_method
-from mergegate.merge_core.recipe import CLIENT_KEYS, expand_user_path
+from mergegate.merge_core.recipe import CLIENT_KEYS
 from mergegate.tasks.checkpoints import adapter_files_digest, checkpoint_digest, read_card
-
-_PATTERN = frozenset("*?[")
 
 
 @dataclass(frozen=True)
@@ -209,20 +207,10 @@ def _client_directories(
     """Yield each client once, with its name. Add a remark for each named client that does not exist."""
     seen: set[Path] = set()
     for pattern in patterns:
-        is_name = not _PATTERN & set(pattern)
-        try:
-            path = expand_user_path(pattern)
-            start = Path(path.anchor) if path.is_absolute() else directory
-            candidates = [directory / path] if is_name else sorted(start.glob(str(path.relative_to(path.anchor))))
-            directories = [candidate for candidate in candidates if candidate.is_dir()]
-        except (OSError, ValueError, RuntimeError) as error:
-            raise InvalidInput(
-                location,
-                found=f"{pattern!r:.60} cannot match a directory: {error}",
-                expected="directories or patterns",
-            ) from None
+        directories = matching_directories(pattern, directory, location)
         if not directories:
-            remarks.append(f"{pattern}: left out: " + ("it does not exist" if is_name else "no directory matches"))
+            reason = "no directory matches" if is_pattern(pattern) else "it does not exist"
+            remarks.append(f"{pattern}: left out: {reason}")
         for candidate in directories:
             if candidate.resolve() not in seen:
                 seen.add(candidate.resolve())

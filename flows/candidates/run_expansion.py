@@ -42,7 +42,6 @@ from mergegate.tasks.checkpoints.hub import RevisionList, list_revisions
 _CONFIG = "config.json"
 _TRAINER_STATE = "trainer_state.json"
 _STATE_BOUNDS = JsonBounds(size=256 << 20, values=5_000_000)  # the log history of a long run
-_PATTERN = frozenset("*?[")
 _ON_HUB = re.compile(r"([\w.-]+/[\w.-]+)@([^@+]+)")
 
 
@@ -85,18 +84,14 @@ class _Saved:
     state: tuple[int | None, int | None] | None = None
 
 
-def has_training_run(documents: Sequence[object]) -> bool:
-    """Return whether a document of a recipe merges the checkpoints of a training run."""
-    return any(isinstance(document, Mapping) and "run" in document for document in documents)
-
-
 def names_training_run(text: str) -> bool:
     """Return whether ``text`` names a training run: revisions on the Hub, a pattern, or a directory of checkpoints."""
+    if is_pattern(text):
+        return True
     path = expand_user_path(text)
-    if path.is_dir():
-        is_model = (path / _CONFIG).exists() or is_adapter(path)
-        return not is_model and next(_directories(text, Path(), text), None) is not None
-    return bool(_PATTERN & set(text))
+    if not matching_directories(text, Path(), text) or (path / _CONFIG).exists() or is_adapter(path):
+        return False
+    return next(_directories(text, Path(), text), None) is not None
 
 
 def expand_training_runs(documents: Sequence[Mapping[str, Any]], directory: Path, location: str) -> ExpandedRecipe:
@@ -140,7 +135,8 @@ def _saved_checkpoints(
     paths = list[tuple[str, Path]]()
     for pattern in settings.patterns:
         match = _ON_HUB.fullmatch(pattern)
-        if match and not (directory / expand_user_path(pattern)).exists() and not (directory / match[1]).is_dir():
+        # Path.exists raises for long names.
+        if match and not any(map(os.path.exists, (directory / expand_user_path(pattern), directory / match[1]))):
             revisions = list_revisions(match[1], match[2])
             saved += _saved_revisions(revisions, base, location)
             if revisions.access is None:
@@ -151,17 +147,15 @@ def _saved_checkpoints(
     distinct: dict[Path, tuple[str, Path]] = {}
     for name, path in sorted(paths, key=lambda entry: (entry[1].is_symlink(), entry[0])):
         distinct.setdefault(path.resolve(), (name, path))
+    is_absolute = any(expand_user_path(pattern).is_absolute() for pattern in settings.patterns)
     for name, path in distinct.values():
         adapter = is_adapter(path) and not (path / _CONFIG).exists()
-        is_absolute = any(expand_user_path(pattern).is_absolute() for pattern in settings.patterns)
         text = str(path) if is_absolute else os.path.relpath(path, directory)
-        opener = partial(_open_local, path, adapter)
+        model = _reference(text, None, _base_of_adapter(base, location) if adapter else None)
+        opener = partial(open_adapter if adapter else open_checkpoint, path)
         try:
-            model = _reference(text, None, _base_of_adapter(base, location) if adapter else None)
             saved.append(_Saved(name, model, opener, path, _trainer_state(path)))
         except (MergegateError, OSError) as error:
-            if isinstance(error, MergegateError) and error.where == f"{location}: run":
-                raise
             remarks.append(f"{name}: left out: {_reason(error, path)}")
     return tuple(saved)
 
@@ -186,7 +180,7 @@ def _with_steps(
     candidates: Sequence[_Saved], settings: RunSettings, directory: Path, location: str, remarks: list[str]
 ) -> tuple[tuple[_Saved, RunCheckpoint], ...]:
     """Return the checkpoints whose step is known: from the file of the user, the trainer state, or the names."""
-    listed = _read_steps(directory / settings.steps_file) if settings.steps_file else {}
+    listed = _read_steps(directory / expand_user_path(settings.steps_file)) if settings.steps_file else {}
     by_name = steps_in_names([checkpoint.name for checkpoint in candidates])
     known, unknown = list[tuple[_Saved, RunCheckpoint]](), list[_Saved]()
     for checkpoint in candidates:
@@ -224,6 +218,16 @@ def _complete_checkpoints(
     Training may be writing a checkpoint at this moment, so an incomplete one is left out. So is one of another model
     than the newest: the run was restarted. Of several copies of one step, the one with the plainest name is used.
     """
+    unit, distance = settings.every
+    eligible = [entry for entry in candidates if unit != "steps" or entry[1].step % distance == 0]
+    if not eligible:
+        raise InvalidInput(
+            f"{location}: {'every' if candidates else 'run'}",
+            found=f"no step is a multiple of {distance}" if candidates else f"no checkpoint in {settings.patterns[0]}",
+            expected="at least one checkpoint",
+            remedy="wait for the first checkpoint, or correct "
+            + ("'every'" if candidates else "the path: it is the directory that contains the checkpoints"),
+        )
     complete, reasons = list[RunCheckpoint](), list[str]()
     newest: tuple[str, dict[str, object]] | None = None
     with_state = sum(checkpoint.state is not None for checkpoint, _ in candidates)
@@ -233,9 +237,7 @@ def _complete_checkpoints(
         checkpoint, run_checkpoint = entry
         return -run_checkpoint.step, step_in_name(checkpoint.name) is None, len(checkpoint.name), checkpoint.name
 
-    for step, group in groupby(sorted(candidates, key=newest_first), key=lambda entry: entry[1].step):
-        if settings.every[0] == "steps" and step % settings.every[1]:
-            continue
+    for step, group in groupby(sorted(eligible, key=newest_first), key=lambda entry: entry[1].step):
         names = list[str]()
         for checkpoint, run_checkpoint in group:
             name = checkpoint.name
@@ -319,36 +321,53 @@ def _directories(pattern: str, directory: Path, location: str) -> Iterator[tuple
     These are the matches of a pattern, or the children of a directory that have the configuration of a model or of an
     adapter, or a step in their name.
     """
-    path = expand_user_path(pattern)
-    start = Path(path.anchor) if path.is_absolute() else directory
-    try:
-        if _PATTERN & set(pattern):
-            matches = sorted(start.glob(str(path.relative_to(path.anchor))))
-            fixed = next(index for index, part in enumerate(path.parts) if _PATTERN & set(part))
-            root = start.joinpath(*path.parts[:fixed])
-        elif not (directory / path).is_dir():
+    if not is_pattern(pattern):
+        if not matching_directories(pattern, directory, location):
             hint = "for a run on the Hub, write org/name@PATTERN" if pattern.count("/") == 1 else "correct the path"
             raise InvalidInput(
                 location,
-                found=f"no directory {pattern}",
+                found=f"no directory {pattern:.60}",
                 expected="the directory of a training run, or a pattern",
                 remedy=hint,
             )
-        else:
-            root = directory / path
-            matches = sorted(root.iterdir())
-        for match in matches:
-            name = match.relative_to(root).as_posix()
-            if match.is_dir() and ((match / _CONFIG).is_file() or is_adapter(match) or step_in_name(name) is not None):
-                yield name, match
+        pattern = f"{pattern}/*"
+    parts = expand_user_path(pattern).parts
+    root = directory.joinpath(*parts[: next(index for index, part in enumerate(parts) if is_pattern(part))])
+    for match in matching_directories(pattern, directory, location):
+        name = match.relative_to(root).as_posix()
+        # Path.is_file raises for a directory that may not be searched, such as lost+found.
+        has_config = os.path.isfile(match / _CONFIG)  # noqa: PTH113
+        if has_config or is_adapter(match) or step_in_name(name) is not None:
+            yield name, match
+
+
+def is_pattern(text: str) -> bool:
+    """Return whether a path contains wildcards, so that it can match several directories."""
+    return not frozenset("*?[").isdisjoint(text)
+
+
+def matching_directories(pattern: str, directory: Path, location: str) -> list[Path]:
+    """Return the directory with the path ``pattern``, or all directories that match it, in alphabetical order.
+
+    The list is empty if there is none.
+
+    Args:
+        pattern: Path, relative to ``directory`` or absolute. ``~`` is the home directory.
+        directory: Directory that the path is relative to.
+        location: Key of the pattern in messages.
+
+    Raises:
+        InvalidInput: The text is not a valid pattern.
+    """
+    path = expand_user_path(pattern)
+    start = Path(path.anchor) if path.is_absolute() else directory
+    try:
+        matches = sorted(start.glob(str(path.relative_to(path.anchor)))) if is_pattern(pattern) else [directory / path]
     except (OSError, ValueError, RuntimeError) as error:
         raise InvalidInput(
             location, found=f"{pattern!r:.60} cannot be searched: {error}", expected="a directory or a pattern"
         ) from None
-
-
-def _open_local(path: Path, adapter: bool) -> Checkpoint | Adapter:
-    return open_adapter(path) if adapter else open_checkpoint(path)
+    return [match for match in matches if os.path.isdir(match)]  # noqa: PTH112  # Path.is_dir raises for long names.
 
 
 def _trainer_state(checkpoint: Path) -> tuple[int | None, int | None] | None:

@@ -20,7 +20,6 @@ from mergegate.flows.candidates import (
     candidate_recipes,
     client_digest,
     client_round,
-    has_training_run,
     recipe_of_documents,
     scale_search,
     searched_recipe,
@@ -90,7 +89,8 @@ class Profile(ProfileSettings):
         """Whether no recipe file has changed since it was read. Always False for clients and training runs."""
         if self.__dict__.get("_client_round") is not None:  # the directories of clients may change at any time
             return False
-        if has_training_run(self._recipe_documents):  # so may the checkpoints of a training run
+        searched = self.__dict__.get("searched_recipe")  # so may the checkpoints of a training run
+        if any(recipe.windows for recipe in (*self.__dict__.get("_candidates", ()), *([searched] if searched else ()))):
             return False
         return "_recipes_read" not in self.__dict__ or self._recipes_read == self._recipe_files()
 
@@ -129,8 +129,12 @@ class Profile(ProfileSettings):
     @cached_property
     def _client_round(self) -> tuple[ExpandedRecipe, Path] | None:
         """The round of clients that the recipe describes, and the directory of its paths. None for any other recipe."""
-        documents = self._recipe_documents
-        directory = (self.root / self.recipe).parent if isinstance(self.recipe, Path) else self.root
+        documents: list[object] = [self.recipe]
+        directory = self.root
+        if isinstance(self.recipe, Path):
+            directory, documents = (self.root / self.recipe).parent, []
+            with suppress(MergegateError, OSError, ValueError):  # reading it as a recipe reports the error
+                documents = read_yaml(self.root / self.recipe, "a recipe in YAML")
         document = documents[0] if len(documents) == 1 else None
         if not isinstance(document, Mapping) or "clients" not in document:
             return None
@@ -144,15 +148,6 @@ class Profile(ProfileSettings):
             find_state=find_optimizer_state,
         )
         return new_round, directory
-
-    @cached_property
-    def _recipe_documents(self) -> list[object]:
-        """Documents of the recipe, as written. Empty if they cannot be read: parsing the recipe reports the error."""
-        if not isinstance(self.recipe, Path):
-            return [self.recipe]
-        with suppress(MergegateError, OSError, ValueError):
-            return read_yaml(self.root / self.recipe, "a recipe in YAML")
-        return []
 
     @cached_property
     def searched_recipe(self) -> SearchedRecipe:

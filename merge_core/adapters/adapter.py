@@ -6,6 +6,7 @@ The layout is PEFT's: ``adapter_config.json`` and ``adapter_model.safetensors``,
 
 from __future__ import annotations
 
+import os.path
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -87,7 +88,7 @@ class Adapter:
 
 def is_adapter(directory: Path) -> bool:
     """Return whether ``directory`` contains the configuration of an adapter."""
-    return (directory / CONFIG_FILE).is_file()
+    return os.path.isfile(directory / CONFIG_FILE)  # noqa: PTH113  # Path.is_file raises if it may not be searched.
 
 
 def adapter_files(names: Sequence[str]) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ from mergegate.merge_core.analysis.fingerprint import (
     MOST_TENSORS,
     Fingerprint,
     Relation,
+    RelationKind,
     compare_fingerprints,
     take_fingerprint,
 )
@@ -19,6 +20,7 @@ __all__ = [
     "Fingerprint",
     "Interference",
     "Relation",
+    "RelationKind",
     "Tally",
     "TensorGroup",
     "compare_fingerprints",

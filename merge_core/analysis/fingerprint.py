@@ -55,9 +55,9 @@ _ROUNDING = 2.0**-8
 # Median absolute deviations in a standard deviation, and the largest value in standard deviations.
 _DEVIATION, _CLIP = 1.4826, 1.5
 _MOST_EXPONENT = 160  # The exponents of float32 are smaller.
-_NUMBER = re.compile(r"(?:^|(?<=[^a-zA-Z0-9]))\d+(?=[^a-zA-Z0-9]|$)")
+_NUMBER = re.compile(r"(?:^|(?<=[^a-zA-Z0-9]))\d{1,9}(?=[^a-zA-Z0-9]|$)")
 
-Kind = Literal["copy", "fine-tune", "prefix", "stack", "part"]
+RelationKind = Literal["copy", "fine-tune", "prefix", "stack", "part"]
 """``copy``: equal up to rounding. ``fine-tune``: the same layers with other values. ``prefix``: the first layers of a
 model with more layers. ``stack``: its layers in another order or number. ``part``: only some matrices are related."""
 
@@ -114,10 +114,14 @@ class Fingerprint:
         ):
             raise ValueError(f"expected at most {MOST_TENSORS} tensors, each with name, columns and exponent")
         stored = np.frombuffer(base64.b64decode(content["values"], validate=True), "<f2").reshape(len(rows), ELEMENTS)
-        if not np.isfinite(stored).all() or type(content["layers"]) is not int:
-            raise ValueError("expected finite values and a number of layers")
         exponents = np.array([exponent for _, _, exponent in rows], int).reshape(-1, 1)
-        values = np.ldexp(stored.astype(np.float32), exponents)
+        with np.errstate(over="ignore"):
+            values = np.ldexp(stored.astype(np.float32), exponents)
+        # As in take_fingerprint, no sample is constant, so each has a norm above 0.
+        if not np.isfinite(values).all() or not (values != values[:, :1]).any(1).all():
+            raise ValueError("expected finite samples, each with different values")
+        if type(content["layers"]) is not int:
+            raise ValueError("expected a number of layers")
         return Fingerprint(tuple(row[0] for row in rows), tuple(row[1] for row in rows), values, content["layers"])
 
     @cached_property
@@ -154,7 +158,7 @@ class Relation:
         equal: Share of the related matrices that are equal up to rounding, from 0 to 1.
     """
 
-    kind: Kind
+    kind: RelationKind
     share: float
     nearest: float
     distance: float
@@ -258,7 +262,7 @@ def compare_fingerprints(model: Fingerprint, known_models: Sequence[Fingerprint]
             if has_layers and first_similar.count(row) == 1
             if (one := model.layer_numbers[row]) is not None and (two := other.layer_numbers[partner]) is not None
         }
-        kind: Kind = "fine-tune" if equal < 1 else "copy"
+        kind: RelationKind = "fine-tune" if equal < 1 else "copy"
         if share < _WHOLE:
             kind = "part"
         elif offsets and model.layers < other.layers:
@@ -307,4 +311,4 @@ def _exponents(values: NDArray[np.float32]) -> NDArray[np.intc]:
 
 
 def _natural(name: str) -> tuple[tuple[int, str], ...]:
-    return tuple((int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name))
+    return tuple((int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d{1,9})", name))

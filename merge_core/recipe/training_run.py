@@ -21,6 +21,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +37,7 @@ _STEP_IN_NAME = re.compile(
     re.IGNORECASE,
 )
 _TOKENS_IN_NAME = re.compile(r"tokens?[-_=]?(\d+(?:\.\d+)?)([KMBT]?)(?![a-z0-9])", re.IGNORECASE)
+_AMOUNT = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([KMBT]?)", re.IGNORECASE)
 _EPOCH_IN_NAME = re.compile(r"(?:^|[^a-z])(?:epoch|ep)s?[-_=]?(\d+)", re.IGNORECASE)
 _NUMBER = re.compile(r"(?<![\d.])\d+(?![\d.])")
 
@@ -148,9 +150,9 @@ def parse_amount(value: object) -> int | None:
     """Return a whole number above 0 that may be written with a unit, such as ``50B``, or None if it is not one."""
     if isinstance(value, bool):
         return None
-    if isinstance(value, str) and (match := re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMBT]?)\s*", value, re.IGNORECASE)):
-        value = float(match[1]) * _UNITS[match[2].upper()]
-    if not isinstance(value, (int, float)) or not 0 < value < 2**63 or int(value) != value:
+    if isinstance(value, str) and (match := _AMOUNT.fullmatch(value.strip())):
+        value = Fraction(match[1]) * _UNITS[match[2].upper()]
+    if not isinstance(value, (int, float, Fraction)) or not 0 < value < 2**63 or int(value) != value:
         return None
     return int(value)
 
@@ -187,7 +189,7 @@ def part_in_name(name: str) -> tuple[int, ...]:
 def tokens_in_name(name: str) -> int | None:
     """Return the number of tokens in a name such as ``step1000-tokens4B``, or None."""
     match = _TOKENS_IN_NAME.search(name)
-    return int(float(match[1]) * _UNITS[match[2].upper()]) if match else None
+    return int(Fraction(match[1]) * _UNITS[match[2].upper()]) if match else None
 
 
 def select_window(
@@ -342,6 +344,6 @@ def _parse_schedule(value: object, location: str) -> Schedule:
         raise InvalidInput(location, found=f"{value!r:.60}", expected=f"{name} without a value")
     low = 0.0 if name == "ema" else math.ulp(0.0)
     if isinstance(number, bool) or not isinstance(number, (int, float)) or not low <= number < 1:
-        expected = f"a number {'from 0' if name == 'ema' else 'above 0'} and below 1"
+        expected = "a number from 0 to below 1" if name == "ema" else "a number above 0 and below 1"
         raise InvalidInput(f"{location}.{name}", found=f"{number!r:.60}", expected=expected)
     return Schedule(name, float(number))

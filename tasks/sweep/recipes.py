@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods import LINEAR
+from mergegate.merge_core.recipe import parse_reference
 
 _PLACEHOLDER = re.compile(r"\$([A-Za-z_]\w*)")
 _PARAMETERS = "parameters"
@@ -99,23 +100,27 @@ def read_soup_recipe(recipe: Mapping[str, Any], location: str) -> SoupRecipe:
             expected=f"{LINEAR.name}, because a soup is an average",
             remedy=f"write 'merge_method: {LINEAR.name}'",
         )
-    models = recipe.get("models")
-    names = [entry.get("model") if isinstance(entry, Mapping) else None for entry in models or ()]
-    if len(names) < 2 or not all(isinstance(name, str) for name in names):
+    models = recipe.get("models") or []
+    models = models if isinstance(models, list) else [models]
+    is_valid = all(isinstance(entry, Mapping) and "model" in entry for entry in models)
+    if len(models) < 2 or not is_valid:
         raise InvalidInput(
             f"{location}: models",
-            found=f"{len(names)} models" if all(names) else "an entry without 'model'",
+            found=f"{len(models)} models" if is_valid else "an entry without 'model'",
             expected="two or more models, the ingredients of the soup",
             remedy="list the models under 'models', or name a training run under 'run'",
         )
+    names = [str(parse_reference(entry["model"], f"{location}: models")) for entry in models]
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise InvalidInput(
             f"{location}: models", found=f"{repeated} twice", expected="each ingredient once", remedy="remove one"
         )
-    shared = recipe.get(_PARAMETERS) or {}
-    weights = [(entry.get(_PARAMETERS) or {}).get("weight", shared.get("weight")) for entry in models or ()]
+    shared, *own = [entry.get(_PARAMETERS) or {} for entry in (recipe, *models)]
+    if faulty := next((each for each in (shared, *own) if not isinstance(each, Mapping)), None):
+        raise InvalidInput(f"{location}: {_PARAMETERS}", found=f"{faulty!r:.60}", expected="a mapping of parameters")
+    weights = [each.get("weight", shared.get("weight")) for each in own]
     is_uniform = shared.get("normalize", True) is True and isinstance(weights[0], (int, float))
-    return SoupRecipe(recipe, tuple(map(str, names)), is_uniform and all(weight == weights[0] for weight in weights))
+    return SoupRecipe(recipe, tuple(names), is_uniform and all(weight == weights[0] for weight in weights))
 
 
 def find_placeholders(node: Any, recipe_name: str, path: tuple[str | int, ...] = ()) -> Iterator[Placeholder]:

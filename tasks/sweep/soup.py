@@ -73,7 +73,7 @@ def search_soup(
     """
     if problem.soup is None:
         raise ValueError("the problem has no ingredients")
-    return _SoupSearch(problem, problem.soup, score_all, ledger, on_progress, on_generation).run()
+    return _SoupSearch(problem, problem.soup, score_all, ledger, on_progress, on_generation, ledger.used_seconds).run()
 
 
 @dataclass
@@ -84,6 +84,7 @@ class _SoupSearch:
     ledger: Ledger
     on_progress: Callable[[SearchProgress], None]
     on_generation: Callable[[Sequence[Trial]], object]
+    begun: float  # seconds that the ledger had used before this search
     trials: list[Trial] = field(default_factory=list)
     tables: dict[int, ScoresByMetric] = field(default_factory=dict)
     recipes: dict[int, Mapping[str, Any]] = field(default_factory=dict)
@@ -93,12 +94,10 @@ class _SoupSearch:
 
     def run(self) -> Study:
         objective, settings = self.problem.objective, self.problem.settings
-        begun = self.ledger.used_seconds
         results = score_hand_written(self.problem, self.score_all, self.ledger)
         for by_hand, scores in zip(self.problem.hand_written, results, strict=True):
             self._add(by_hand.recipe, scores, "hand-written", by_hand.label)
         count = len(self.recipe.names)
-        self.limit, self.begun = len(self.trials) + 2 * count - 1, begun
         alone = self._score([{index} for index in range(count)], INGREDIENT)
         ranked = sorted(alone, key=lambda number: (-_score_of(self.trials[number]), number))
         if not (best := self.trials[ranked[0]]).is_complete:
@@ -207,15 +206,16 @@ class _SoupSearch:
         best, total = best_of(self.trials, self.problem.objective), self.problem.objective.total
         by_hand = best_of([trial for trial in self.trials if trial.origin == "hand-written"], self.problem.objective)
         count, used = len(self.trials) + extra, self.ledger.used_seconds - self.begun
+        most = len(self.problem.hand_written) + 2 * len(self.recipe.names) - 1
         self.on_progress(
             SearchProgress(
-                trials=min(count, self.limit),
-                budget=max(count, self.limit),
+                trials=min(count, most),
+                budget=max(count, most),
                 generation=0,
                 best=total(best.scores) if best else None,
                 best_number=best.number if best else None,
                 hand_written=total(by_hand.scores) if by_hand else None,
-                seconds_left=used / self.new_count * max(0, self.limit - count) if self.new_count else None,
+                seconds_left=used / self.new_count * max(0, most - count) if self.new_count else None,
             )
         )
 

@@ -179,10 +179,8 @@ def test_only_the_window_is_opened(run: Path, monkeypatch: pytest.MonkeyPatch) -
     from mergegate.flows.candidates import run_expansion
 
     opened = []
-    original = run_expansion._open_local
-    monkeypatch.setattr(
-        run_expansion, "_open_local", lambda path, adapter: opened.append(path.name) or original(path, adapter)
-    )
+    original = run_expansion.open_checkpoint
+    monkeypatch.setattr(run_expansion, "open_checkpoint", lambda path: opened.append(path.name) or original(path))
     expand(run, window=2)
     assert opened == ["checkpoint-400", "checkpoint-300"]
 
@@ -252,3 +250,27 @@ def test_a_pattern_without_a_match_and_an_unknown_repository_are_refused(hub_run
         hub_models(run="acme/run@iter-*")
     with pytest.raises(InvalidInput, match="neither a local directory nor a Hub repository"):
         hub_models(run="acme/nothing@step-*")
+
+
+@pytest.mark.parametrize(
+    ("keys", "complaint"),
+    [
+        ({"every": {"steps": 70}}, "every: no step is a multiple of 70"),
+        ({"run": "runs/a/checkpoint-400"}, "no checkpoint in runs/a/checkpoint-400"),
+        ({"run": f"acme/{'x' * 5000}"}, "no directory acme/x"),
+        ({"run": f"acme/run@{'x' * 5000}"}, "no matching revision is in the Hub's cache"),
+    ],
+)
+def test_a_run_without_checkpoints_is_refused_with_the_reason(
+    run: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], complaint: str
+) -> None:
+    go_offline(monkeypatch)
+    with pytest.raises(InvalidInput, match=complaint):
+        expand(run, **keys)
+
+
+def test_the_file_of_steps_can_be_in_the_home_directory(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(run.parent))
+    (run.parent / "steps.yaml").write_text("{checkpoint-100: 900}")
+    models = expand(run, steps="~/steps.yaml", window=1).documents[0]["models"]
+    assert models[0]["model"] == "runs/a/checkpoint-100"

@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from mergegate.merge_core.analysis import LEAST_SHARE, MOST_TENSORS, Fingerprint, Relation, compare_fingerprints
+from mergegate.merge_core.analysis import (
+    LEAST_SHARE,
+    MOST_TENSORS,
+    Fingerprint,
+    Relation,
+    RelationKind,
+    compare_fingerprints,
+    take_fingerprint,
+)
 from mergegate.merge_core.errors import Finding, InvalidInput, Refused
 from mergegate.merge_core.recipe import name_in_path
 from mergegate.tasks.checkpoints import ResolvedCheckpoint, open_parent
+from mergegate.tasks.checkpoints.hub import element_reader
 from mergegate.tasks.preflight.licenses.case import Licensed, LicensedParent, join_words
-from mergegate.tasks.preflight.licenses.fingerprint_index import IndexedModel, fingerprint_model, read_index
+from mergegate.tasks.preflight.licenses.fingerprint_index import IndexedModel, read_index
 from mergegate.tasks.preflight.licenses.resolve import quote_text
 from mergegate.tasks.preflight.licenses.table import LicenseTable
 
@@ -30,8 +37,6 @@ from mergegate.tasks.preflight.licenses.table import LicenseTable
 _HUB_SAMPLES = 64
 
 _PAGE = re.compile(r"^https?://(?:www\.)?huggingface\.co/")
-
-RelatedKind = Literal["copy", "fine-tune", "prefix", "stack", "part"]
 
 
 class UndeclaredRelation(BaseModel):
@@ -42,7 +47,7 @@ class UndeclaredRelation(BaseModel):
         declared: License that the parent's card declares.
         model: Name of the related model.
         licenses: Identifiers of the licenses of that model and of its ancestors.
-        kind: See ``merge_core.analysis.fingerprint.Kind``.
+        kind: Class of the relation. See ``merge_core.analysis.fingerprint.RelationKind``.
         share: Share of the parent's matrices that are related, from 0 to 1.
         distance: Relative distance of the related matrices from those of the model.
         equal: Share of the related matrices that are equal up to rounding, from 0 to 1.
@@ -58,7 +63,7 @@ class UndeclaredRelation(BaseModel):
     declared: str
     model: str
     licenses: tuple[str, ...]
-    kind: RelatedKind
+    kind: RelationKind
     share: float
     distance: float
     equal: float
@@ -123,8 +128,13 @@ def weight_sampler() -> WeightSampler:
 
     def sample(parent: ResolvedCheckpoint) -> Fingerprint | None:
         if parent.directory not in samples:
+            try:
+                tensors = open_parent(parent.model_copy(update={"adapter": None})).tensors
+            except (InvalidInput, Refused):
+                samples[parent.directory] = None
+                return None
             most = MOST_TENSORS if parent.snapshot is None else _HUB_SAMPLES
-            samples[parent.directory] = fingerprint_model(parent, most) if _is_readable(parent) else None
+            samples[parent.directory] = take_fingerprint(tensors, element_reader(parent.snapshot), most)
         return samples[parent.directory]
 
     return sample
@@ -155,13 +165,6 @@ def read_known_models(own_index: Path, shared_index: Path | None = None) -> Know
     if own_index.exists():
         models |= {model.name: model for model in read_index(own_index)}
     return KnownModels(tuple(models.values()))
-
-
-def _is_readable(parent: ResolvedCheckpoint) -> bool:
-    with suppress(InvalidInput, Refused):
-        open_parent(parent.model_copy(update={"adapter": None}))
-        return True
-    return False
 
 
 @dataclass(frozen=True)
@@ -237,7 +240,10 @@ def find_undeclared(
             distance=float(f"{relation.distance:.2g}"),
             equal=round(relation.equal, 3),
             is_ancestor=not known.is_parent,
-            dismissed=dismissals.get(name, {}).get(known.name, ""),
+            # Messages shorten long names, so a user may have copied the short form.
+            dismissed={quote_text(model): why for model, why in dismissals.get(name, {}).items()}.get(
+                quote_text(known.name), ""
+            ),
         )
         for name, taken in samples.items()
         for known, relation in _unexplained(name, taken, declarations[name], known_models)

@@ -11,12 +11,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from mergegate.tasks.report.sweep.content import SweepContent
-from mergegate.tasks.sweep import Trial
+from mergegate.tasks.sweep import INGREDIENT, Trial
 
 RecipeRole = Literal["hand-written", "reference", "winner", "baseline"]
 TrialState = Literal["asked", "dropped", "infeasible", "failed"]
 HAND_WRITTEN, SAMPLER, BASELINE = "hand-written", "sampler", "baseline"
-INGREDIENT, SOUP = "ingredient", "soup"
 
 
 @dataclass(frozen=True)

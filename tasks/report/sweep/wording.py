@@ -18,9 +18,7 @@ from mergegate.tasks.report.sweep.content import (
 from mergegate.tasks.report.sweep.study_facts import (
     BASELINE,
     HAND_WRITTEN,
-    INGREDIENT,
     SAMPLER,
-    SOUP,
     by_origin,
     decimals_for,
     documents_used,
@@ -31,6 +29,7 @@ from mergegate.tasks.report.sweep.study_facts import (
 from mergegate.tasks.report.table import Row, ScoreTable
 from mergegate.tasks.report.wording import MINUS, NONE, interval, number, plain
 from mergegate.tasks.stage import Outcome
+from mergegate.tasks.sweep import INGREDIENT, SOUP
 
 SAMPLERS = {
     "cma": "CMA-ES",
