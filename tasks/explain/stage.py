@@ -25,7 +25,7 @@ from mergegate.tasks.evaluation import EvalTask, Scores, TaskScores, by_task, do
 from mergegate.tasks.explain.remedies import Diagnosis, Remedy, relative_movement, suggest_documents, suggest_remedies
 from mergegate.tasks.gate import GateVerdict
 from mergegate.tasks.preflight.licenses import CardSource, read_declaration
-from mergegate.tasks.stage import StageValue, advance, stage
+from mergegate.tasks.stage import StageValue, advance, join_progress, stage
 from mergegate.tasks.store import Artifact
 
 log = logging.getLogger(__name__)
@@ -41,11 +41,16 @@ class Weights(StageValue):
     interference: Interference
 
     def summary(self) -> str:
+        return self.summary_from("")
+
+    def summary_from(self, origin: str) -> str:
+        """Return the summary. ``origin`` is the name of the first model of a recipe without base, or empty."""
         tally = self.interference.network_tally
         parts = [] if tally.conflict is None else [f"sign conflict {100 * tally.conflict:.0f} %"]
         if (ratio := relative_movement(tally)) is not None:
+            far = f"as far from {origin} as any other parent" if origin else "as far as any parent"
             is_base = ratio < 0.005
-            parts.append("merge equals its base" if is_base else f"merge moved {ratio:.2f} times as far as any parent")
+            parts.append(f"merge equals {origin or 'its base'}" if is_base else f"merge moved {ratio:.2f} times {far}")
         return " · ".join(parts) or f"{len(self.interference.spots)} parts compared"
 
 
@@ -238,7 +243,12 @@ def explain_merge(
     parents = tuple(parent for parent in pinned_recipe.parents if parent is not origin)
     interference: Interference | None = None
     try:
-        interference = explain(origin, parents, merge).value.interference if parents else None
+        if parents:
+            # Names are not part of the cached value, because another run may name the same model differently.
+            with join_progress(explain.name, "", [1]) as report:
+                weights = explain(origin, parents, merge).value
+                report.summary = weights.summary_from("" if origin.is_base else origin.name)
+            interference = weights.interference
     except ChangedInput:
         raise
     except MergegateError as error:

@@ -109,9 +109,11 @@ class LicenseVerdict(StageValue):
         if self.combination.status == "allowed":
             return None
         worst, *other_reasons = [reason for reason in self.combination.reasons if reason.status != "allowed"]
-        sentences = [reason.sentence for reason in other_reasons] + [warning.found for warning in self.warnings()]
+        relations = [relation for relation in self.undeclared if not relation.dismissed]
+        sentences = [reason.sentence for reason in other_reasons] + [relation.sentence for relation in relations]
         details = "".join(f"\n  also: {sentence}" for sentence in sentences)
-        return Refused(f"licenses ({worst.rule})", found=worst.sentence + details, remedy=worst.remedy)
+        remedy = "; ".join([worst.remedy, *(relation.dismissal for relation in relations)])
+        return Refused(f"licenses ({worst.rule})", found=worst.sentence + details, remedy=remedy)
 
 
 @value_stage("licenses", version=3)
