@@ -363,11 +363,11 @@ def matching_directories(pattern: str, directory: Path, location: str) -> list[P
     start = Path(path.anchor) if path.is_absolute() else directory
     try:
         matches = sorted(start.glob(str(path.relative_to(path.anchor)))) if is_pattern(pattern) else [directory / path]
+        return [match for match in matches if match.is_dir()]
     except (OSError, ValueError, RuntimeError) as error:
         raise InvalidInput(
-            location, found=f"{pattern!r:.60} cannot be searched: {error}", expected="a directory or a pattern"
+            location, found=f"{pattern!r:.60} cannot match a directory: {error}", expected="a directory or a pattern"
         ) from None
-    return [match for match in matches if os.path.isdir(match)]  # noqa: PTH112  # Path.is_dir raises for long names.
 
 
 def _trainer_state(checkpoint: Path) -> tuple[int | None, int | None] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 from collections.abc import Callable, Mapping
@@ -239,6 +240,26 @@ def test_json_keeps_every_bit(take: Take) -> None:
     assert again.digest == fingerprint.digest
     np.testing.assert_array_equal(again.values, fingerprint.values)
     assert (again.names, again.columns, again.layers) == (fingerprint.names, fingerprint.columns, fingerprint.layers)
+
+
+@pytest.mark.parametrize(("row", "value"), [(0, [0.0] * 128), (1, [np.nan] * 128), (2, [np.inf] + [1.0] * 127)])
+def test_samples_that_no_model_has_are_refused(take: Take, row: int, value: list[float]) -> None:
+    fingerprint = take(random_model(1))
+    content = fingerprint.to_json()
+    stored = np.frombuffer(base64.b64decode(content["values"]), "<f2").reshape(-1, 128).copy()
+    stored[row] = value
+    with pytest.raises(ValueError, match="finite samples"):
+        Fingerprint.from_json(content | {"values": base64.b64encode(stored.tobytes()).decode()})
+    content["tensors"][0][2] = 150  # beyond float32
+    with pytest.raises(ValueError, match="finite samples"):
+        Fingerprint.from_json(content)
+
+
+def test_very_long_numbers_in_names_are_not_layers(take: Take) -> None:
+    weights = random_model(1)
+    known = take(weights)
+    renamed = take({f"{name}.{'9' * 5000}": values for name, values in weights.items()})
+    assert related(renamed, known).share == 1
 
 
 def test_a_checkpoint_without_matrices_is_related_to_nothing(take: Take) -> None:

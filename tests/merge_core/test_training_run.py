@@ -15,6 +15,7 @@ from mergegate.merge_core.recipe import (
     RunSettings,
     Schedule,
     load_recipe,
+    parse_amount,
     parse_run,
     run_recipe,
     schedule_weights,
@@ -78,6 +79,7 @@ def test_an_uneven_run_is_weighted_by_steps() -> None:
         ("checkpoint-1000", 1000, None),
         ("step1000-tokens4B", 1000, 4 * 10**9),
         ("stage1-step140000-tokens294B", 140000, 294 * 10**9),
+        ("step1000-tokens2.01B", 1000, 2_010_000_000),
         ("global_step1200", 1200, None),
         ("iter_0000500", 500, None),
         ("1500", 1500, None),
@@ -89,6 +91,11 @@ def test_an_uneven_run_is_weighted_by_steps() -> None:
 def test_step_and_tokens_are_read_from_names(name: str, step: int | None, tokens: int | None) -> None:
     assert step_in_name(name) == step
     assert tokens_in_name(name) == tokens
+
+
+@pytest.mark.parametrize(("text", "amount"), [("2.01K", 2010), ("8.2T", 82 * 10**11), ("9" * 5000, None), (0.5, None)])
+def test_amounts_with_units_are_exact(text: object, amount: int | None) -> None:
+    assert parse_amount(text) == amount
 
 
 def _run(*steps: int) -> list[RunCheckpoint]:

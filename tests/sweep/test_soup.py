@@ -265,11 +265,21 @@ def test_a_soup_keeps_all_other_keys_of_its_recipe() -> None:
     assert soup.soup_of({1}) == recipe_of("x/b", tokenizer={"source": "union"})
 
 
+def test_an_ingredient_can_be_a_path_with_a_sign_of_references() -> None:
+    document = {"run": "runs"}
+    window = [RunCheckpoint({"model": {"path": f"lr@1/step-{step}"}}, step) for step in (100, 200)]
+    soup = read_soup_recipe(run_recipe(document, window, Schedule("mean"), "r.yaml"), "r.yaml")
+    assert soup.labels == ("step-100", "step-200")
+
+
 @pytest.mark.parametrize(
     ("recipe", "message"),
     [
         (recipe_of("a", "b", merge_method="ties"), "merge_method: 'ties' in the recipe of a soup"),
         (recipe_of("a"), "models: 1 models"),
+        ({"merge_method": "linear", "models": 5}, "models: an entry without 'model'"),
+        (recipe_of("a", "b", parameters=[1]), r"parameters: \[1\]"),
+        ({"merge_method": "linear", "models": [{"model": "a", "parameters": 1}, {"model": "b"}]}, "parameters: 1"),
         (recipe_of("a", "b", "a"), "models: a twice"),
         ({"merge_method": "linear", "slices": []}, "models: 0 models"),
         (recipe_of("a", "$other"), r"the placeholder \$other in the recipe of a soup"),
