@@ -100,6 +100,7 @@ _PANELS: Mapping[str, Mapping[str, Entry]] = {
                 "mergegate init models/base models/math models/code",
                 "mergegate init acme/base acme/math --task gsm8k --data held-out.jsonl --yes",
                 'mergegate init base math code --task "gsm8k:best parent" --out release',
+                "mergegate init runs/pretrain --out profiles",
             ),
         ),
         "demo": Entry(
@@ -145,8 +146,8 @@ _PANELS: Mapping[str, Mapping[str, Entry]] = {
         ),
         "sweep": Entry(
             "sweep",
-            "Search the free values of a recipe, and release the winner.",
-            ("mergegate sweep profiles/demo-sweep.yaml", "mergegate sweep profiles/demo-sweep.yaml --no-release"),
+            "Search the free values of a recipe or the models of a soup, and release the winner.",
+            ("mergegate sweep profiles/demo-sweep.yaml", "mergegate sweep profiles/demo-soup.yaml --no-release"),
         ),
         "tune": Entry(
             "sweep",

@@ -101,6 +101,7 @@ def test_a_guard_against_the_last_checkpoint_needs_a_run(project: Project) -> No
     checked = project.mergegate("check", "profiles/trained.yaml")
     assert checked.exit_code == 2
     assert "'last checkpoint', which is not a model in this merge" in checked.output
+    assert "a recipe with one training run" in checked.output
 
 
 def test_a_typing_error_in_a_remedy_of_a_run_is_refused(project: Project) -> None:
