@@ -121,7 +121,7 @@ def test_each_run_merges_the_new_window_and_measures_only_the_last_checkpoint(pr
     latest = project.root / "releases/trained/latest"
     assert yaml.safe_load((latest / "recipe.yaml").read_text())["models"][-1]["model"] == "../runs/a/checkpoint-1000"
     assert "# training run: 3 of 4 checkpoints" in (latest / "recipe.yaml").read_text()
-    assert "from checkpoint-800 as any other parent" in " ".join(first.output.split())
+    assert "from checkpoint-800 as checkpoint-1000" in " ".join(first.output.split())
     card = (latest / "README.md").read_text()
     assert "| ../runs/a/checkpoint-800 to checkpoint-1000 (3 checkpoints) | parents | apache-2.0 |" in card
     assert "linear of 3 checkpoints, steps 800 to 1000" in card
