@@ -55,6 +55,7 @@ from mergegate.tasks.gate import (
     drift_findings,
     needs_champion,
     power_findings,
+    reference_findings,
     wear_findings,
 )
 from mergegate.tasks.merge import MergeSettings, numerics
@@ -263,7 +264,8 @@ def preflight_profile(
                     remedy="remove variants, or merge the models instead of their adapters",
                 )
             if _is_complete(candidate.recipe, parents_of_candidate) and candidate not in other_candidates:
-                check_references(*comparisons(profile, candidate.windows, parents_of_candidate), parents_of_candidate)
+                compared = comparisons(profile, candidate.last_checkpoints, parents_of_candidate)
+                check_references(*compared, parents_of_candidate)
         cleared.append(_clear(candidate, parents_of_candidate, rules, problems))
     if evidence:
         measured = tuple(
@@ -284,6 +286,7 @@ def preflight_profile(
         if not problems.stop_at_once and (power := forecast_power(evidence, measured, attempts, past)):
             problems.summary += power.lines()
             problems.add(power_findings(power))
+            problems.add(reference_findings(evidence.guards, evidence.rule.rule))
             problems.add(sensitivity_findings(evidence, measured))
             lines, worn = wear_findings(evidence.guards, evidence.tasks, evidence.scoring, resample=evidence.resample)
             problems.summary += lines
@@ -323,7 +326,7 @@ def clear_further(candidate: Candidate, profile: Profile) -> ClearedCandidate:
     """
     problems = Problems(stop_at_once=True)
     (parents,) = _parents([candidate.recipe], problems)
-    check_references(*comparisons(profile, candidate.windows, parents), parents)
+    check_references(*comparisons(profile, candidate.last_checkpoints, parents), parents)
     cleared = _clear(candidate, parents, _Rules.of(profile), problems)
     assert cleared is not None  # otherwise its problem would have been raised
     return cleared
@@ -541,15 +544,15 @@ def _clear(
         compared = compare_weights(declared, parents, rules.known, settings, rules.table)
         if compared != declared:
             allowed = problems.ask(check_licenses, compared, use, rules.table, settings.accepted)
-    problems.add(allowed.value.warnings())
-    if problems.stop_at_once:
-        for warning in allowed.value.warnings():
-            announce(f"warning: {warning}; {warning.remedy}")
-    if refusal := allowed.value.refusal():
+    if refusal := allowed.value.refusal():  # It contains the warnings.
         if rules.remedy:
             problems.findings.append(finding_of(refusal).as_warning(rules.remedy))
         else:
             problems.note(refusal)
+    else:
+        problems.add(allowed.value.warnings())
+        for warning in allowed.value.warnings() if problems.stop_at_once else ():
+            announce(f"warning: {warning}; {warning.remedy}")
     if not _is_complete(recipe, parents):
         return None  # An incomplete set of parents may be forbidden, but it can be neither allowed nor compared.
     with problems.collect_errors():
@@ -574,7 +577,7 @@ def _clear(
                 raise misfits[0].refusal()
             if kind.name != TEXT_GENERATOR.name:
                 problems.summary.append(f"kind: {kind.noun}, {describe_judging(kind)}")
-            problems.summary.append(f"{recipe.summary()}: {fits.value.summary()}")
+            problems.summary.append(f"{candidate.summary}: {fits.value.summary()}")
         if not refusal:
             problems.summary.append(f"licenses: {allowed.value.summary()}")
         return ClearedCandidate(candidate, parents, allowed, fits, headers)
@@ -610,8 +613,9 @@ def pin_profile_evidence(
         InvalidInput: A guard, a task or a file does not exist.
     """
     # A comparison of two models has no recipe, and its only reference takes the place of every other one.
-    windows = [window for candidate in profile.candidates() for window in candidate.windows] if dtypes is None else []
-    compared = comparisons(profile, profile.candidates()[0].windows if dtypes is None else [(parents[0].ref,)], parents)
+    candidates = profile.candidates() if dtypes is None else ()
+    windows = [window.checkpoints for candidate in candidates for window in candidate.windows]
+    compared = comparisons(profile, candidates[0].last_checkpoints if candidates else [parents[0].ref], parents)
     check_references(*compared, parents)
     evidence = pin_evidence(*compared, profile.root, hashes)
     # A round with one client takes its model as it is, and so does a window of one checkpoint.
@@ -639,15 +643,14 @@ def pin_profile_evidence(
 
 
 def comparisons(
-    profile: Profile, windows: Sequence[Sequence[str]], parents: Sequence[ResolvedCheckpoint]
+    profile: Profile, last_checkpoints: Sequence[str], parents: Sequence[ResolvedCheckpoint]
 ) -> Comparisons:
     """Return the sections that compare the merge, with the name of the last checkpoint if there is one training run.
 
-    ``windows`` are the references of the checkpoints of each run, ordered by step.
+    ``last_checkpoints`` are the references of the last checkpoint of each run.
     """
     sections = Comparisons(profile.evaluate, profile.perplexity, profile.judge)
-    last = [window[-1] for window in windows]
-    name = next((parent.name for parent in parents if [parent.ref] == last), None)
+    name = next((parent.name for parent in parents if [parent.ref] == list(last_checkpoints)), None)
     return sections.with_last_checkpoint(name) if name else sections
 
 

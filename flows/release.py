@@ -253,7 +253,7 @@ def make_attempt(
             sample = JudgedSample(merge=model.digest, champion=champion.digest if champion else "", **use)
             record_sample(task, evidence.scoring.seed, sample)
     # All task vectors of a training run would be read again, so only the first and the last checkpoint explain it.
-    first = {window[0] for window in cleared_candidate.candidate.windows}
+    first = {window.checkpoints[0] for window in cleared_candidate.candidate.windows}
     explained = tuple(parent for parent in parents if parent.ref in first or parent.ref not in evidence.unmeasured)
     adapted_recipe = replace(pinned, parents=explained)
     explanation = explain_merge(

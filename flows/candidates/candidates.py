@@ -13,7 +13,7 @@ from mergegate.flows.candidates.run_expansion import expand_training_runs, has_t
 from mergegate.merge_core import Recipe, load_recipe
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import MAX_YAML_BYTES, LocalPath, flow_yaml, parse_yaml, read_text, read_yaml
-from mergegate.merge_core.recipe import apply_overrides, plain_mapping
+from mergegate.merge_core.recipe import RunWindow, apply_overrides, plain_mapping
 
 # A recipe in a profile: a file or an inline recipe. A remedy may also be a set of changes to the profile's own recipe.
 Written = LocalPath | dict[str, Any]
@@ -35,7 +35,7 @@ class Candidate:
         text: The recipe as YAML.
         change: Change of the profile's own recipe that produces this one. None for an independent recipe.
         remarks: For a round of clients, which clients take part and which do not. For a training run, its window.
-        windows: References of the checkpoints of each training run, ordered by step.
+        windows: Window of each training run that the recipe merges.
         written: The recipe with the keys of its training run, to which changes apply. None without a run.
     """
 
@@ -44,8 +44,18 @@ class Candidate:
     text: str
     change: Mapping[str, Any] | None = None
     remarks: tuple[str, ...] = ()
-    windows: tuple[tuple[str, ...], ...] = ()
+    windows: tuple[RunWindow, ...] = ()
     written: Mapping[str, Any] | None = None
+
+    @property
+    def last_checkpoints(self) -> tuple[str, ...]:
+        """Reference of the last checkpoint of each training run."""
+        return tuple(window.checkpoints[-1] for window in self.windows)
+
+    @property
+    def summary(self) -> str:
+        """Short description of the recipe, for example ``linear of 8 checkpoints``."""
+        return self.recipe.summary("checkpoint" if self.windows and not self.recipe.steps else "")
 
     @property
     def document(self) -> Mapping[str, Any] | None:
@@ -65,7 +75,7 @@ class SearchedRecipe:
     document: Mapping[str, Any]
     directory: Path
     location: str
-    windows: tuple[tuple[str, ...], ...] = ()
+    windows: tuple[RunWindow, ...] = ()
     remarks: tuple[str, ...] = ()
 
 

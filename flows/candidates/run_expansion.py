@@ -25,6 +25,7 @@ from mergegate.merge_core.parsing import JsonBounds, parse_json, read_plain, rea
 from mergegate.merge_core.recipe import (
     RunCheckpoint,
     RunSettings,
+    RunWindow,
     expand_user_path,
     is_window_full,
     parse_amount,
@@ -53,12 +54,12 @@ class ExpandedRecipe:
     Args:
         documents: Plain documents.
         remarks: One line for each window, and one for each directory that is not a complete checkpoint.
-        windows: References of the checkpoints of each training run, ordered by step.
+        windows: Window of each training run.
     """
 
     documents: tuple[Mapping[str, Any], ...]
     remarks: tuple[str, ...]
-    windows: tuple[tuple[str, ...], ...] = ()
+    windows: tuple[RunWindow, ...] = ()
 
     @property
     def comments(self) -> str:
@@ -113,7 +114,7 @@ def expand_training_runs(documents: Sequence[Mapping[str, Any]], directory: Path
         InvalidInput: A key of a run is not valid, there is no complete checkpoint, or no step is known.
         Refused: The Hub denies access or is not reachable.
     """
-    expanded, remarks, windows = list[Mapping[str, Any]](), list[str](), list[tuple[str, ...]]()
+    expanded, remarks, windows = list[Mapping[str, Any]](), list[str](), list[RunWindow]()
     for document in documents:
         if "run" not in document:
             expanded.append(document)
@@ -124,11 +125,10 @@ def expand_training_runs(documents: Sequence[Mapping[str, Any]], directory: Path
         complete = _complete_checkpoints(known, settings, location, remarks)
         window = select_window(complete, settings, location)
         expanded.append(run_recipe(document, window, settings.schedule, location))
-        windows.append(tuple(str(parse_reference(checkpoint.model, location)) for checkpoint in window))
-        first, last = window[0].step, window[-1].step
-        steps = f"step {last}" if first == last else f"steps {first} to {last}"
+        references = tuple(str(parse_reference(checkpoint.model, location)) for checkpoint in window)
+        windows.append(RunWindow(references, window[0].step, window[-1].step, settings.schedule.name))
         count = f"{len(window)} of {len(known)} checkpoints"
-        remarks.append(f"training run: {count}, {steps}, {settings.schedule.name} weights")
+        remarks.append(f"training run: {count}, {windows[-1].steps}, {settings.schedule.name} weights")
     return ExpandedRecipe(tuple(expanded), tuple(remarks), tuple(windows))
 
 

@@ -11,11 +11,13 @@ from mergegate.flows.cli.command import JsonOption, command_context, local_path
 from mergegate.flows.cli.output import print_created, short_path
 from mergegate.merge_core.analysis import MOST_TENSORS, compare_fingerprints
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import require_printable
 from mergegate.merge_core.recipe import name_in_path
 from mergegate.merge_core.wording import format_bytes, format_count
 from mergegate.tasks.checkpoints import find_checkpoint
 from mergegate.tasks.preflight.licenses import (
     INDEX_FILE,
+    LONGEST_NAME,
     IndexedAncestor,
     IndexedModel,
     add_to_index,
@@ -65,17 +67,24 @@ def fingerprint_command(
         if not fingerprint.names:
             raise InvalidInput(model, found="no matrix with 128 elements", expected="a model with matrices of floats")
         directory_name = checkpoint.directory.resolve().name
-        entry = IndexedModel(
-            name=name or (checkpoint.snapshot.repo if checkpoint.snapshot else directory_name),
-            license=declared.id if declared.resolved else license,
-            # Others do not have the directories that a card names.
-            ancestors=tuple(
-                IndexedAncestor(
-                    name=name_in_path(item.name) if item.name.startswith((".", "/", "~")) else item.name,
-                    license=item.license.id,
+        names = {  # Others do not have the directories that a card names.
+            item.name: name_in_path(item.name) if item.name.startswith((".", "/", "~")) else item.name
+            for item in ancestors
+        }
+        entry_name = name or (checkpoint.snapshot.repo if checkpoint.snapshot else directory_name)
+        for text in (entry_name, license, *names.values()):
+            require_printable(text, model)
+            if len(text) > LONGEST_NAME:
+                raise InvalidInput(
+                    model,
+                    found=f"a name of {len(text)} characters: {text:.40}...",
+                    expected=f"names of models and licenses of at most {LONGEST_NAME} characters",
+                    remedy="shorten the name, or correct the card",
                 )
-                for item in ancestors
-            ),
+        entry = IndexedModel(
+            name=entry_name,
+            license=declared.id if declared.resolved else license,
+            ancestors=tuple(IndexedAncestor(name=names[item.name], license=item.license.id) for item in ancestors),
             revision=checkpoint.revision,
             digest=fingerprint.digest,
             samples=fingerprint.to_json(),

@@ -8,6 +8,7 @@ import os
 import platform
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from mergegate.flows.outcome.run_outcome import RunOutcome
 from mergegate.flows.prefect_api import page_of_run
@@ -106,6 +107,10 @@ def _run_record(outcome: RunOutcome, name: str, flow: str, seconds: float, stage
                 digest=parent.digest[:16],
             )
             for parent in (content.parents[:_MAX_ITEMS] if content else ())
+        ),
+        windows=tuple(
+            replace(run, checkpoints=tuple(map(to_printable, run.checkpoints[-_MAX_ITEMS:])))
+            for run in (content.runs if content else ())
         ),
         scores=_scores(content.verdict) if content else (),
         variants=_variants(content) if content else (),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +126,19 @@ def report_content(
     parents.sort(key=lambda model: model.role != "base")
     documents = (*attempt.pinned.recipe.steps, attempt.pinned.recipe)
     distances = {ref: distance for document in documents for ref, distance in (document.distances or {}).items()}
+    windows = attempt.cleared.candidate.windows
+    runs = tuple(replace(run, checkpoints=tuple(parent_names[ref] for ref in run.checkpoints)) for run in windows)
+    method = attempt.pinned.recipe.summary()
+    if runs and not attempt.pinned.recipe.steps:
+        method = f"{attempt.pinned.recipe.summary('checkpoint')}, {runs[0].steps}"
     content = ReportContent(
         name=profile.name,
-        method=attempt.pinned.recipe.summary(),
+        method=method,
         kind=released_kind(merged.directory, attempt.pinned.parents),
         recipe=names.rename_yaml(attempt.cleared.candidate.text),
         recipe_warnings=recipe_warnings(attempt.cleared.candidate.recipe),
         models=(*parents, merge_model),
-        runs=tuple(tuple(parent_names[ref] for ref in window) for window in attempt.cleared.candidate.windows),
+        runs=runs,
         licence=license.result,
         obligations=tuple(f"{item.text} ({', '.join(item.because)})" for item in license.combination.obligations),
         verdict=verdict,
@@ -158,7 +164,7 @@ def report_content(
         explanation=attempt.explanation.model_copy(update={"remedies": remedies}),
         attempts=tuple(
             ReportedAttempt(
-                recipe=each.cleared.candidate.recipe.summary(),
+                recipe=each.cleared.candidate.summary,
                 change=each.cleared.candidate.remedy,
                 outcome=each.outcome,
                 reason=each.reason,

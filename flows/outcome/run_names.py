@@ -45,7 +45,7 @@ def _method(profile: Profile | Path | str) -> str:
     """Return the method of a profile, such as ``ties of 3``, or an empty string if the recipe cannot be read."""
     try:
         candidate = load_profile(profile if isinstance(profile, Profile) else Path(profile)).candidates()[0]
-        return candidate.recipe.summary().partition(" over ")[0]
+        return candidate.summary.partition(" over ")[0]
     except Exception:  # the flow reports the error
         return ""
 

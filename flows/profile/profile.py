@@ -45,7 +45,7 @@ class Profile(ProfileSettings):
         more += ", then its best scale" if TUNE in self.remedies else ""
         more += ", then the proposals of a refusal" if self.max_proposed_remedies else ""
         overrides = f" · {', '.join(self.overrides)}" if self.overrides else ""
-        return f"{self.name} · {candidate.recipe.summary()}{more}{overrides}"
+        return f"{self.name} · {candidate.summary}{more}{overrides}"
 
     @cached_property
     def scale_search(self) -> Profile | None:

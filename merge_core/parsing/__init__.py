@@ -20,7 +20,7 @@ from mergegate.merge_core.parsing.files import (
     read_plain,
     read_text,
 )
-from mergegate.merge_core.parsing.input_errors import parsing_errors
+from mergegate.merge_core.parsing.input_errors import parsing_errors, require_printable
 from mergegate.merge_core.parsing.json_text import (
     JsonBounds,
     line_location,
@@ -72,5 +72,6 @@ __all__ = [
     "read_text",
     "read_yaml",
     "read_yaml_mapping",
+    "require_printable",
     "with_overrides",
 ]

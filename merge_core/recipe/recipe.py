@@ -24,6 +24,7 @@ from mergegate.merge_core.recipe.parameters import Condition, Parameters, Settin
 from mergegate.merge_core.recipe.reference import CheckpointRef
 from mergegate.merge_core.recipe.router_repair import RepairedRouters, RouterRepair
 from mergegate.merge_core.recipe.tokenizer_choice import TokenizerChoice
+from mergegate.merge_core.wording import format_count
 
 # Keys of a client round. A profile expands such a round into a recipe.
 CLIENT_KEYS = ("clients", "samples", "at_least", "momentum", "adam")
@@ -274,8 +275,8 @@ class Recipe:
                     merged[base] = None
         return tuple(ref for ref in self.references() if ref in merged and str(ref) not in self.states)
 
-    def summary(self) -> str:
-        """Return a short description, for example ``ties of 2 over llama-base``."""
+    def summary(self, noun: str = "") -> str:
+        """Return a short description, for example ``ties of 2 over llama-base``. ``noun`` names the inputs."""
         models = {source.model for source in self.sources}
         if self.mixture is not None:
             shared = f" and {len(self.mixture.shared)} shared" if self.mixture.shared else ""
@@ -285,8 +286,9 @@ class Recipe:
         cuts = len(self.slices)
         slices = f" in {cuts} slices" if cuts > len(self.modules) else ""
         steps = f" after {len(self.steps)} steps" if self.steps else ""
-        inputs = " adapters" if self.output else ""
-        return f"{self.merge_method} of {len(others) if base else len(models)}{inputs}{base}{slices}{steps}"
+        count = len(others) if base else len(models)
+        inputs = format_count(count, noun) if noun else f"{count} adapters" if self.output else str(count)
+        return f"{self.merge_method} of {inputs}{base}{slices}{steps}"
 
     def canonical(self) -> dict[str, Any]:
         """Return everything that determines the result, as JSON-compatible data. Equivalent recipes give equal data."""

@@ -59,6 +59,30 @@ class RunCheckpoint:
 
 
 @dataclass(frozen=True)
+class RunWindow:
+    """Checkpoints of one training run that are merged.
+
+    Args:
+        checkpoints: References of the checkpoints in a recipe, or their names in a report, ordered by step.
+        first_step: Training step of the first checkpoint.
+        last_step: Training step of the last checkpoint.
+        schedule: Name of the schedule that weights them.
+    """
+
+    checkpoints: tuple[str, ...]
+    first_step: int
+    last_step: int
+    schedule: str
+
+    @property
+    def steps(self) -> str:
+        """The range of steps: ``steps 225 to 400``."""
+        if self.first_step == self.last_step:
+            return f"step {self.last_step}"
+        return f"steps {self.first_step} to {self.last_step}"
+
+
+@dataclass(frozen=True)
 class Schedule:
     """Weights of the checkpoints in a window.
 

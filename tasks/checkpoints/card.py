@@ -10,11 +10,13 @@ import codecs
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import StrictLoader, open_plain, parse_yaml
+from mergegate.merge_core.recipe import step_in_name
 
 CARD_FILE = "README.md"
 NO_CARD = f"there is no {CARD_FILE}"
@@ -79,6 +81,19 @@ def card_path(directory: Path) -> Path | None:
     if os.path.lexists(directory / CARD_FILE):
         return directory / CARD_FILE
     return next((path for path in sorted(directory.iterdir()) if path.name.lower() == CARD_FILE.lower()), None)
+
+
+def card_directory(model: Path) -> Path:
+    """Return the directory whose card and license file apply to the local model in ``model``.
+
+    This is ``model``, or the directory of the training run that contains it: trainers write one card for the whole run.
+    A model counts as a checkpoint of a run if its trainer has stored its state with it, or if its name contains a step.
+    """
+    is_checkpoint = (model / "trainer_state.json").exists() or step_in_name(model.name) is not None
+    with suppress(OSError):
+        if is_checkpoint and card_path(model) is None and card_path(model.resolve().parent) is not None:
+            return model.resolve().parent
+    return model
 
 
 def parse_card(content: bytes) -> ModelCard:

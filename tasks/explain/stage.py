@@ -25,7 +25,7 @@ from mergegate.tasks.evaluation import EvalTask, Scores, TaskScores, by_task, do
 from mergegate.tasks.explain.remedies import Diagnosis, Remedy, relative_movement, suggest_documents, suggest_remedies
 from mergegate.tasks.gate import GateVerdict
 from mergegate.tasks.preflight.licenses import CardSource, read_declaration
-from mergegate.tasks.stage import StageValue, advance, stage
+from mergegate.tasks.stage import StageValue, advance, join_progress, stage
 from mergegate.tasks.store import Artifact
 
 log = logging.getLogger(__name__)
@@ -41,11 +41,21 @@ class Weights(StageValue):
     interference: Interference
 
     def summary(self) -> str:
+        return self.summary_from("", ())
+
+    def summary_from(self, origin: str, parents: Sequence[str]) -> str:
+        """Return the summary of a recipe without base. ``origin`` is its first model, and ``parents`` are the others.
+
+        Names are not part of this value, because another run may name the same models differently.
+        """
         tally = self.interference.network_tally
         parts = [] if tally.conflict is None else [f"sign conflict {100 * tally.conflict:.0f} %"]
         if (ratio := relative_movement(tally)) is not None:
+            far = "as far as any parent"
+            if origin:
+                far = f"as far from {origin} as {parents[max(range(tally.vectors), key=tally.norm)]}"
             is_base = ratio < 0.005
-            parts.append("merge equals its base" if is_base else f"merge moved {ratio:.2f} times as far as any parent")
+            parts.append(f"merge equals {origin or 'its base'}" if is_base else f"merge moved {ratio:.2f} times {far}")
         return " · ".join(parts) or f"{len(self.interference.spots)} parts compared"
 
 
@@ -238,7 +248,12 @@ def explain_merge(
     parents = tuple(parent for parent in pinned_recipe.parents if parent is not origin)
     interference: Interference | None = None
     try:
-        interference = explain(origin, parents, merge).value.interference if parents else None
+        if parents:
+            with join_progress(explain.name, "", [1]) as report:
+                weights = explain(origin, parents, merge).value
+                names = [parent.name for parent in parents]
+                report.summary = weights.summary() if origin.is_base else weights.summary_from(origin.name, names)
+            interference = weights.interference
     except ChangedInput:
         raise
     except MergegateError as error:

@@ -16,7 +16,7 @@ import yaml
 
 from mergegate.merge_core.architecture import ModelKind, kind_of_directory
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.checkpoints import PinnedCheckpoint, read_card
+from mergegate.tasks.checkpoints import PinnedCheckpoint, card_directory, read_card
 from mergegate.tasks.evaluation import TaskScore
 from mergegate.tasks.preflight.licenses import Combination
 from mergegate.tasks.publish.content import CARD
@@ -67,7 +67,7 @@ def released_kind(directory: Path, parents: Sequence[PinnedCheckpoint]) -> Model
     kind = kind_of_directory(parents[0].directory if is_adapter else directory)
     if kind.pipeline_tag:
         return kind
-    tags = [read_card(parent.directory).metadata.get("pipeline_tag") for parent in parents]
+    tags = [read_card(card_directory(parent.directory)).metadata.get("pipeline_tag") for parent in parents]
     known = isinstance(tags[0], str) and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", tags[0])
     return replace(kind, pipeline_tag=str(tags[0])) if known and all(tag == tags[0] for tag in tags) else kind
 
@@ -146,7 +146,7 @@ def _license_and_language(parents: Sequence[PinnedCheckpoint], license: Combinat
     metadata: dict[str, object] = {**license.card}
     languages = set()
     for parent in parents:
-        value = read_card(parent.directory).metadata.get("language")
+        value = read_card(card_directory(parent.directory)).metadata.get("language")
         words = value if isinstance(value, list) else [value]
         codes = {word for word in words if isinstance(word, str) and re.fullmatch(r"[a-z]{2,3}", word)}
         languages.add(tuple(sorted(codes)))

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import yaml
 
 from mergegate.merge_core.parsing import read_plain
-from mergegate.tasks.checkpoints import PinnedCheckpoint
+from mergegate.tasks.checkpoints import PinnedCheckpoint, card_directory
 from mergegate.tasks.preflight.licenses import (
     LICENSE_FILE,
     LicenseVerdict,
@@ -160,7 +160,7 @@ def _texts_of_parent(parent: PinnedCheckpoint, pattern: re.Pattern[str]) -> Iter
     if parent.adapter:
         models.append((parent.adapter.ref, parent.adapter.directory))
     for name, directory in models:
-        for file in sorted(directory.iterdir()):
+        for file in sorted(card_directory(directory).iterdir()):
             if pattern.fullmatch(file.name) and file.is_file():
                 yield name, file.name, read_plain(file, _MAX_TEXT_BYTES).decode(errors="replace")
 

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind
+from mergegate.merge_core.recipe import RunWindow
 from mergegate.tasks.evaluation import Scores, Scoring
 from mergegate.tasks.explain import Explanation
 from mergegate.tasks.gate import GateVerdict
@@ -143,8 +144,8 @@ class ReportContent(_Part):
     kind: Annotated[ModelKind, Field(exclude_if=lambda kind: kind == TEXT_GENERATOR)] = TEXT_GENERATOR
     recipe: str = ""  # YAML; empty if nothing was merged
     models: tuple[ReportedModel, ...]  # the merge and its parents, in the recipe's order
-    # Names of the checkpoints of each training run that was merged, ordered by step.
-    runs: Annotated[tuple[tuple[str, ...], ...], Field(exclude_if=lambda runs: not runs)] = ()
+    # Checkpoints of each training run that was merged, by name.
+    runs: Annotated[tuple[RunWindow, ...], Field(exclude_if=lambda runs: not runs)] = ()
     licence: str = ""  # license the merge may carry: 'apache-2.0'; empty if licenses were not checked
     obligations: tuple[str, ...] = ()  # obligations of a publisher under this license, one sentence each
     verdict: GateVerdict
@@ -187,13 +188,13 @@ class ReportContent(_Part):
         fields = type(self).model_fields
         names = [name for name in fields if NotInKey not in fields[name].metadata and name not in ("kind", "runs")]
         key = {name: getattr(self, name) for name in names}
-        key |= {"runs": self.runs} if self.runs else {}
+        key |= {"runs": [asdict(run) for run in self.runs]} if self.runs else {}
         return key if self.kind == TEXT_GENERATOR else {**key, "kind": asdict(self.kind)}
 
     @property
     def model_groups(self) -> tuple[tuple[ReportedModel, ...], ...]:
         """Models in order. The checkpoints of a training run form one group, and each other model has its own."""
-        run_of = {name: run for run in self.runs for name in run}
+        run_of = {name: run for run in self.runs for name in run.checkpoints}
         groups: dict[object, tuple[ReportedModel, ...]] = {}
         for model in self.models:
             key = run_of.get(model.name, model.name)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from mergegate.flows.candidates import ExpandedRecipe, expand_training_runs
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.recipe import steps_in_names
+from mergegate.merge_core.recipe import RunWindow, steps_in_names
 from mergegate.tasks.checkpoints import resolve_parents
 from mergegate.tasks.checkpoints.hub import download_snapshots
 from mergegate.tasks.stage import store
@@ -221,7 +221,7 @@ def test_an_incomplete_revision_is_left_out(hub_run: LookAlike, run: Path) -> No
     hub_run.add_model("acme/run", run / "checkpoint-300", branch="step-500")
     document = {"run": "acme/run@step-*", "window": 2}
     expanded = expand_training_runs([document], Path(), "recipe")
-    assert expanded.windows == (("acme/run@step-300", "acme/run@step-400"),)
+    assert expanded.windows == (RunWindow(("acme/run@step-300", "acme/run@step-400"), 300, 400, "mean"),)
     assert expanded.remarks[0].startswith("step-500: left out: ")
     assert "no config.json" in expanded.remarks[0]
 
@@ -241,7 +241,7 @@ def test_offline_the_revisions_in_the_cache_are_used(hub_run: LookAlike, monkeyp
     expanded = expand_training_runs([document], Path(), "recipe")
     repository = hub_run.repositories["acme/run"]
     commits = [repository.branches["step-300"], repository.tags["step-400"]]
-    assert expanded.windows == (tuple(f"acme/run@{commit}" for commit in commits),)
+    assert [window.checkpoints for window in expanded.windows] == [tuple(f"acme/run@{commit}" for commit in commits)]
     assert "only revisions in the Hub's cache are used" in expanded.remarks[0]
     with pytest.raises(InvalidInput, match="unset HF_HUB_OFFLINE for one run"):
         expand_training_runs([{"run": "acme/run@other-*"}], Path(), "recipe")

@@ -52,6 +52,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "open": [],
     "explain": ["1234"],
     "verify": ["nowhere"],
+    "fingerprint": ["profiles/demo/models/base", "--index", "known.jsonl"],
     "reproduce": ["nowhere"],
     "store ls": [],
     "store du": [],

@@ -66,7 +66,8 @@ def without_remedies(text: str) -> str:
 
 def test_remedies_change_the_recipe_as_it_is_written(project: Project) -> None:
     first, smaller, cosine, median = profile_of(project).candidates()
-    assert [len(candidate.windows[0]) for candidate in (first, smaller, cosine, median)] == [3, 2, 3, 4]
+    assert [len(candidate.windows[0].checkpoints) for candidate in (first, smaller, cosine, median)] == [3, 2, 3, 4]
+    assert (first.summary, first.windows[0].steps) == ("linear of 3 checkpoints", "steps 800 to 1000")
     assert first.document is not None
     assert cosine.document is not None
     assert median.document is not None
@@ -91,7 +92,9 @@ def test_a_document_of_several_may_be_a_run(project: Project) -> None:
     (candidate,) = profile_of(
         project, text.replace(text[text.index("remedies") : text.index("checks")], "")
     ).candidates()
-    assert candidate.windows == (("../runs/a/checkpoint-900", "../runs/a/checkpoint-1000"),)
+    (window,) = candidate.windows
+    assert window.checkpoints == ("../runs/a/checkpoint-900", "../runs/a/checkpoint-1000")
+    assert candidate.summary == candidate.recipe.summary()
     assert len(candidate.recipe.steps) == 1
 
 
@@ -119,8 +122,10 @@ def test_each_run_merges_the_new_window_and_measures_only_the_last_checkpoint(pr
     latest = project.root / "releases/trained/latest"
     assert yaml.safe_load((latest / "recipe.yaml").read_text())["models"][-1]["model"] == "../runs/a/checkpoint-1000"
     assert "# training run: 3 of 4 checkpoints" in (latest / "recipe.yaml").read_text()
+    assert "from checkpoint-800 as checkpoint-1000" in " ".join(first.output.split())
     card = (latest / "README.md").read_text()
     assert "| ../runs/a/checkpoint-800 to checkpoint-1000 (3 checkpoints) | parents | apache-2.0 |" in card
+    assert "linear of 3 checkpoints, steps 800 to 1000" in card
 
     again = project.mergegate("run", "profiles/trained.yaml")
     assert again.exit_code == 0
@@ -130,6 +135,10 @@ def test_each_run_merges_the_new_window_and_measures_only_the_last_checkpoint(pr
     second = project.mergegate("run", "profiles/trained.yaml")
     assert second.exit_code == 0, second.output
     assert "steps 900 to 1100" in second.output
+    page = (project.home / "reports" / "trained.html").read_text()
+    assert "<li>Training run: steps 800 to 1000 → steps 900 to 1100.</li>" in page
+    assert "was added" not in page
+    assert "Recipe:" not in page
     assert len(project.artifacts("perplexity")) == 4
     assert project.mergegate("verify", str(latest)).exit_code == 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 from collections import Counter
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -49,13 +50,19 @@ def test_each_input_is_read_once_with_few_open_files(
     monkeypatch.setattr(engine_files, "open_file_limit", lambda: 64)
     read, most_open, read_at = Counter[str](), 0, os.preadv
 
+    def open_inputs() -> int:
+        paths = set[str]()
+        for link in Path("/proc/self/fd").iterdir():
+            with suppress(OSError):  # Another thread has closed the file meanwhile.
+                paths.add(str(link.readlink()))
+        return sum(path.startswith(str(run)) for path in paths)
+
     def watched(fd: int, buffers: Any, offset: int) -> int:
         nonlocal most_open
         count = read_at(fd, buffers, offset)
-        if (path := str(Path(f"/proc/self/fd/{fd}").resolve())).startswith(str(run)):
+        if (path := str(Path(f"/proc/self/fd/{fd}").readlink())).startswith(str(run)):
             read[path] += count
-            links = [str(link.resolve()) for link in Path("/proc/self/fd").iterdir()]
-            most_open = max(most_open, sum(link.startswith(str(run)) for link in links))
+            most_open = max(most_open, open_inputs())
         return count
 
     monkeypatch.setattr(system.os, "preadv", watched)

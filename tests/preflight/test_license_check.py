@@ -77,3 +77,21 @@ def test_the_key_depends_on_declarations_and_not_on_paths(tmp_path: Path) -> Non
     other_card = _model(tmp_path / "d" / "chat", "license: apache-2.0", LICENSE="terms")
     assert _key(one) == _key(same)
     assert len({_key(one), _key(other_file), _key(other_card)}) == 3
+
+
+def test_checkpoints_without_cards_have_the_card_and_the_license_file_of_their_run(tmp_path: Path) -> None:
+    _model(tmp_path / "base", "license: apache-2.0")
+    _model(tmp_path / "run", "license: other\nlicense_name: acme\nbase_model: ../base", LICENSE="Our own terms.")
+    saved = []
+    for name in ("checkpoint-10", "final", "logs"):
+        (tmp_path / "run" / name).mkdir()
+        saved.append(ResolvedCheckpoint(name=name, ref=name, directory=tmp_path / "run" / name))
+    (tmp_path / "run" / "final" / "trainer_state.json").write_text("{}")
+    own = _model(tmp_path / "run" / "checkpoint-20", "license: mit")
+    families = read_licenses([*saved, own], TABLE).families
+    for name in ("checkpoint-10", "final"):
+        checkpoint, base = families[name]
+        assert (checkpoint.declared, base.license.id) == (families["checkpoint-10"][0].declared, "apache-2.0")
+        assert checkpoint.own_file is not None
+    assert families["logs"][0].declared == "there is no README.md"  # not a checkpoint of a run
+    assert families["checkpoint-20"][0].license.id == "mit"

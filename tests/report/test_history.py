@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pages import Page
 
+from mergegate.merge_core.recipe import RunWindow
 from mergegate.tasks.report import (
     EndedRun,
     EndedStage,
@@ -47,10 +48,12 @@ def record(**changes: object) -> RunRecord:
     return RunRecord.model_validate({**known, "status": "released", "message": "released demo v1", **changes})
 
 
-def score(task: str = "gsm8k", merge: float = 70.0, drop: float = 1.0, max_drop: float = 3.0) -> RunScore:
+def score(
+    task: str = "gsm8k", merge: float = 70.0, drop: float = 1.0, max_drop: float = 3.0, reference: str = "math"
+) -> RunScore:
     return RunScore(
         task=task,
-        reference="math",
+        reference=reference,
         merge=merge,
         drop=drop,
         low=drop - 1,
@@ -73,6 +76,20 @@ def measured(**changes: object) -> RunRecord:
         "recipe": "merge_method: ties\ndensity: 0.5\n",
     }
     return record(**{**known, **changes})
+
+
+def of_window(
+    first: int, last: int, *, schedule: str = "mean", method: str = "linear", scores: tuple[RunScore, ...] = ()
+) -> RunRecord:
+    """Return the record of a run that merged every 25th checkpoint from ``first`` to ``last``."""
+    names = tuple(f"checkpoint-{step}" for step in range(first, last + 1, 25))
+    models = "".join(f"- model: ../runs/{name}\n  parameters:\n    weight: {first}\n" for name in names)
+    return measured(
+        parents=tuple(parent(name, revision=None) for name in names),
+        recipe=f"# training run: {last}\nmerge_method: {method}\nmodels:\n{models}dtype: bfloat16\n",
+        windows=(RunWindow(names, first, last, schedule),),
+        scores=scores or (score("copy", drop=last / 200, reference=names[-1]),),
+    )
 
 
 class TestTheLines:
@@ -174,6 +191,32 @@ class TestWhatChanged:
         said = changes_since([measured()], measured(run="now", **changes))
         assert sentence in " ".join(said)
         assert len(said) == (3 if "version" in changes else 2)
+
+    def test_a_window_that_moved_is_one_sentence(self) -> None:
+        before, now = of_window(25, 200), of_window(225, 400)
+        assert changes_since([before], now)[1:] == (
+            "Training run: steps 25 to 200 → steps 225 to 400.",
+            "copy: score 70.0, drop 1.0 → 2.0 (reference checkpoint-400).",
+        )
+        assert (
+            changes_since([before], before.model_copy(update={"run": "now"}))[-1]
+            == "Parents, recipe, limits and scores are unchanged."
+        )
+
+    def test_a_window_of_another_size_and_schedule_is_one_sentence(self) -> None:
+        before, now = of_window(25, 200), of_window(325, 400, schedule="cosine")
+        assert changes_since([before], now)[1] == (
+            "Training run: steps 25 to 200 → steps 325 to 400, 8 checkpoints → 4 checkpoints, "
+            "mean weights → cosine weights."
+        )
+
+    def test_changes_outside_the_window_are_listed(self) -> None:
+        before = of_window(25, 200)
+        moved = of_window(225, 400, method="median", scores=(score("copy", reference="checkpoint-200"),))
+        changes = changes_since([before], moved.model_copy(update={"parents": (*moved.parents, parent("base"))}))
+        assert changes[2:] == ("Parent base was added.", "Recipe: merge_method: linear → median.")
+        rewritten = before.model_copy(update={"parents": (*before.parents[:-1], parent("checkpoint-200", digest="f"))})
+        assert changes_since([before], rewritten)[1].startswith("Parent checkpoint-200: its files changed")
 
     def test_scores_equal_to_a_tenth_of_a_point_are_unchanged(self) -> None:
         said = changes_since([measured()], measured(run="now", scores=(score(merge=70.02, drop=1.04),)))

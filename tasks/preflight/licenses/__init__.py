@@ -11,6 +11,7 @@ from mergegate.tasks.preflight.licenses.check import (
 )
 from mergegate.tasks.preflight.licenses.fingerprint_index import (
     INDEX_FILE,
+    LONGEST_NAME,
     IndexedAncestor,
     IndexedModel,
     add_to_index,
@@ -27,6 +28,7 @@ from mergegate.tasks.preflight.licenses.weight_relations import KnownModels, Und
 __all__ = [
     "INDEX_FILE",
     "LICENSE_FILE",
+    "LONGEST_NAME",
     "AncestorLookup",
     "CardSource",
     "Combination",

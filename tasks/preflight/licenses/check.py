@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import Finding, Refused
 from mergegate.merge_core.recipe import name_in_path
-from mergegate.tasks.checkpoints import ResolvedCheckpoint
+from mergegate.tasks.checkpoints import ResolvedAdapter, ResolvedCheckpoint, card_directory
 from mergegate.tasks.preflight.licenses.algebra import Combination, combine_licenses
 from mergegate.tasks.preflight.licenses.ancestors import AncestorLookup, hub_ancestors
 from mergegate.tasks.preflight.licenses.case import LicensedParent
@@ -109,9 +109,11 @@ class LicenseVerdict(StageValue):
         if self.combination.status == "allowed":
             return None
         worst, *other_reasons = [reason for reason in self.combination.reasons if reason.status != "allowed"]
-        sentences = [reason.sentence for reason in other_reasons] + [warning.found for warning in self.warnings()]
+        relations = [relation for relation in self.undeclared if not relation.dismissed]
+        sentences = [reason.sentence for reason in other_reasons] + [relation.sentence for relation in relations]
         details = "".join(f"\n  also: {sentence}" for sentence in sentences)
-        return Refused(f"licenses ({worst.rule})", found=worst.sentence + details, remedy=worst.remedy)
+        remedy = "; ".join([worst.remedy, *(relation.dismissal for relation in relations)])
+        return Refused(f"licenses ({worst.rule})", found=worst.sentence + details, remedy=remedy)
 
 
 @value_stage("licenses", version=3)
@@ -143,6 +145,10 @@ def check_licenses(
     )
 
 
+def _source(model: ResolvedCheckpoint | ResolvedAdapter) -> CardSource:
+    return CardSource(model.directory if model.revision else card_directory(model.directory), model.revision)
+
+
 def read_licenses(
     parents: Sequence[ResolvedCheckpoint], table: LicenseTable, look_up: AncestorLookup | None = None
 ) -> Declared:
@@ -153,17 +159,13 @@ def read_licenses(
     ``look_up`` finds ancestors on the Hub. It caches, so a recipe and its remedies share one. Default: a new one.
     """
     sources_by_name = {
-        key: CardSource(parent.directory, parent.revision)
+        key: _source(parent)
         for parent in parents
         for key in (parent.ref.partition("+")[0].partition("@")[0], parent.ref, parent.name)
     }
     # An adapter has its own card and binds like the model that it is applied to.
-    sources = {parent.name: CardSource(parent.directory, parent.revision) for parent in parents}
-    sources |= {
-        family.adapter.ref: CardSource(family.adapter.directory, family.adapter.revision)
-        for family in parents
-        if family.adapter
-    }
+    sources = {parent.name: _source(parent) for parent in parents}
+    sources |= {family.adapter.ref: _source(family.adapter) for family in parents if family.adapter}
     names = {parent.directory.resolve(): parent.name for parent in parents}
     look_up = look_up or hub_ancestors()
 
@@ -175,7 +177,7 @@ def read_licenses(
             # be that model. The parent's license binds the merge in any case.
             path_name = name_in_path(name)
             candidates = {
-                parent.directory: CardSource(parent.directory, parent.revision)
+                parent.directory: _source(parent)
                 for parent in parents
                 if path_name in (parent.directory.name, name_in_path(parent.ref.partition("+")[0].partition("@")[0]))
                 and parent.directory != descendant.directory

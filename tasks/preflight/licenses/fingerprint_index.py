@@ -29,7 +29,9 @@ INDEX_FILE = "fingerprints.jsonl"
 _LONGEST_LINE = 4 << 20  # Bytes. A fingerprint of 1,024 tensors takes half a MiB.
 _MOST_LINES = 100_000
 _EXPECTED = "a line that 'mergegate fingerprint' has written"
-_Name = Annotated[str, Field(min_length=1, max_length=300)]
+LONGEST_NAME = 300
+"""Largest number of characters in the name of a model or a license."""
+_Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
 
 
 class IndexedAncestor(BaseModel):

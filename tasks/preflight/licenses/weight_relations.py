@@ -90,6 +90,14 @@ class UndeclaredRelation(BaseModel):
         """Description of the relation, with the statement of the user who has dismissed it."""
         return f"{self.sentence}; dismissed by {self.dismissed}" if self.dismissed else self.sentence
 
+    @property
+    def dismissal(self) -> str:
+        """Instruction for a user who knows that the parent does not descend from the model."""
+        return (
+            f"if {self.parent} is not related to {self.model}, add it to checks.license, for example "
+            f"unrelated: {{{self.parent}: {{{self.model}: 'YOUR NAME: YOUR REASON'}}}}"
+        )
+
     def finding(self) -> Finding | None:
         """Return a warning, or None if a user has dismissed the relation."""
         if self.dismissed:
@@ -104,10 +112,7 @@ class UndeclaredRelation(BaseModel):
             "licenses",
             found=self.sentence,
             expected="a card that names every model whose weights it contains",
-            remedy=(
-                f"{declare}; if {self.parent} is not related to that model, add it to checks.license, for example "
-                f"unrelated: {{{self.parent}: {{{self.model}: 'YOUR NAME: YOUR REASON'}}}}"
-            ),
+            remedy=(f"{declare}; {self.dismissal}"),
         )
 
 

@@ -7,13 +7,18 @@ parents and scores are compared with the last run that has them, because a run t
 from __future__ import annotations
 
 import difflib
+import re
 import time
 from collections.abc import Sequence
 
+from mergegate.merge_core.recipe import RunWindow
+from mergegate.merge_core.wording import format_count
 from mergegate.tasks.report import wording
 from mergegate.tasks.report.history.record import RunRecord, RunScore
 
 _MAX_SENTENCES = 5  # per kind of change; the tables show all of them
+# Lines of a recipe that a training run determines: the remarks about its window, and its checkpoints.
+_RUN_LINES = re.compile(r"(?m)^(?:#.*|models:(?:\n[ -].*)*)\n?")
 
 
 def earlier_runs(records: Sequence[RunRecord], record: RunRecord) -> list[RunRecord]:
@@ -64,9 +69,15 @@ def format_run_time(record: RunRecord) -> str:
 
 def _content_changes(last: RunRecord, now: RunRecord) -> list[str]:
     """Return sentences about changes in parents, recipe, limits, scores and variants, in this order."""
+    # One sentence for each training run covers its checkpoints, their weights, and the name of the last one.
+    same_runs = len(last.windows) == len(now.windows)
+    windows = tuple(zip(last.windows, now.windows, strict=True)) if same_runs else ()
+    covered = {name for pair in windows for window in pair for name in window.checkpoints}
+    renamed = {old.checkpoints[-1]: new.checkpoints[-1] for old, new in windows}
     before, after = ({item.name: item for item in run.parents} for run in (last, now))
-    sentences = [f"Parent {name} was added." for name in after if name not in before]
-    sentences += [f"Parent {name} was removed." for name in before if name not in after]
+    sentences = [f"Training run: {_window_change(*pair)}." for pair in windows if pair[0] != pair[1]]
+    sentences += [f"Parent {name} was added." for name in after if name not in before and name not in covered]
+    sentences += [f"Parent {name} was removed." for name in before if name not in after and name not in covered]
     for name, parent in after.items():
         old = before.get(name)
         if old is None or old.digest == parent.digest:
@@ -77,11 +88,16 @@ def _content_changes(last: RunRecord, now: RunRecord) -> list[str]:
             sentences.append(f"Parent {name}: its files changed, digest {old.digest[:10]} → {parent.digest[:10]}.")
     changes = _limited(sentences, "parents")
 
-    if last.recipe != now.recipe:
-        sentences = [f"Recipe: {change}." for change in _recipe_changes(last.recipe, now.recipe)]
+    old_recipe, new_recipe = (_RUN_LINES.sub("", run.recipe) if windows else run.recipe for run in (last, now))
+    if old_recipe != new_recipe:
+        sentences = [f"Recipe: {change}." for change in _recipe_changes(old_recipe, new_recipe)]
         changes += _limited(sentences, "recipe lines") or ["Recipe: only comments or the layout changed."]
 
-    guards_before, guards = ({(score.task, score.reference): score for score in run.scores} for run in (last, now))
+    guards = {(score.task, score.reference): score for score in now.scores}
+    guards_before = {}
+    for score in last.scores:
+        guard = (score.task, score.reference)
+        guards_before[guard if guard in guards else (score.task, renamed.get(score.reference, score.reference))] = score
     sentences = [
         f"{guard[0]}: {_limits(guards_before[guard])} → {_limits(score)}."
         for guard, score in guards.items()
@@ -134,6 +150,14 @@ def _content_changes(last: RunRecord, now: RunRecord) -> list[str]:
     if variants:  # a refused merge has no variants, which says nothing about the profile
         sentences += [f"Variant {name} was removed." for name in variants_before if name not in variants]
     return changes + _limited(sentences, "variants")
+
+
+def _window_change(old: RunWindow, new: RunWindow) -> str:
+    """Return the changes of a window: ``steps 225 to 400 → 425 to 600``."""
+    counts = [format_count(len(window.checkpoints), "checkpoint") for window in (old, new)]
+    changes = [(old.steps, new.steps), (counts[0], counts[1]), (f"{old.schedule} weights", f"{new.schedule} weights")]
+    texts = [f"{before} → {after}" for before, after in changes if before != after]
+    return ", ".join(texts) or "other checkpoints of the same steps"
 
 
 def _recipe_changes(before: str, after: str) -> list[str]:

@@ -13,6 +13,7 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import Status
+from mergegate.merge_core.recipe import RunWindow
 from mergegate.tasks.report import wording
 
 RunStatus = Status
@@ -103,6 +104,8 @@ class RunRecord(_RecordPart):
     method: Short = ""  # 'ties of 3 over llama-base'
     recipe: Annotated[str, _cut(_MAX_RECIPE)] = ""
     parents: tuple[RunParent, ...] = Field(default=(), max_length=_MAX_ITEMS)
+    # Checkpoints of each training run, by name.
+    windows: Annotated[tuple[RunWindow, ...], Field(max_length=_MAX_ITEMS, exclude_if=lambda windows: not windows)] = ()
     scores: tuple[RunScore, ...] = Field(default=(), max_length=_MAX_ITEMS)
     variants: Annotated[
         tuple[RunVariant, ...], Field(max_length=_MAX_ITEMS, exclude_if=lambda variants: not variants)
