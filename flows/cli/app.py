@@ -146,7 +146,7 @@ _PANELS: Mapping[str, Mapping[str, Entry]] = {
         ),
         "sweep": Entry(
             "sweep",
-            "Search the free values of a recipe or the models of a soup, and release the winner.",
+            "Search a recipe or a soup, and release the winner.",
             ("mergegate sweep profiles/demo-sweep.yaml", "mergegate sweep profiles/demo-soup.yaml --no-release"),
         ),
         "tune": Entry(
