@@ -98,8 +98,7 @@ _PANELS: Mapping[str, Mapping[str, Entry]] = {
             "Write a recipe and a profile for your models.",
             (
                 "mergegate init models/base models/math models/code",
-                "mergegate init acme/base acme/math --task gsm8k --data held-out.jsonl --yes",
-                'mergegate init base math code --task "gsm8k:best parent" --out release',
+                'mergegate init acme/base acme/math --task "gsm8k:best parent" --out release',
                 "mergegate init runs/pretrain --out profiles",
             ),
         ),
