@@ -55,6 +55,7 @@ from mergegate.tasks.gate import (
     drift_findings,
     needs_champion,
     power_findings,
+    reference_findings,
     wear_findings,
 )
 from mergegate.tasks.merge import MergeSettings, numerics
@@ -285,6 +286,7 @@ def preflight_profile(
         if not problems.stop_at_once and (power := forecast_power(evidence, measured, attempts, past)):
             problems.summary += power.lines()
             problems.add(power_findings(power))
+            problems.add(reference_findings(evidence.guards, evidence.rule.rule))
             problems.add(sensitivity_findings(evidence, measured))
             lines, worn = wear_findings(evidence.guards, evidence.tasks, evidence.scoring, resample=evidence.resample)
             problems.summary += lines

@@ -1,8 +1,8 @@
 """Find the checkpoints of a training run, and replace the keys of the run in a recipe with a plain list of models.
 
 Every command expands a recipe when it reads it, so each scheduled run finds the checkpoints that training has saved
-since the last one. The result is a plain recipe in mergekit's dialect. A release stores it. If the window has not
-changed, the recipe is the same as that of the last release, so there is nothing new.
+since the last one. The result is a plain recipe in mergekit's dialect, which a release stores. An unchanged window
+expands to the recipe of the last release, so the run ends as "nothing new".
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class ExpandedRecipe:
 
 @dataclass(frozen=True)
 class _Saved:
-    """A checkpoint that a run has saved. It has not been opened, so it may be incomplete.
+    """A checkpoint that a run has saved, before it is opened. It may be incomplete.
 
     Args:
         name: Name in remarks: the path below the directory of the run, or the revision.
@@ -213,10 +213,11 @@ def _with_steps(
 def _complete_checkpoints(
     candidates: Sequence[tuple[_Saved, RunCheckpoint]], settings: RunSettings, location: str, remarks: list[str]
 ) -> list[RunCheckpoint]:
-    """Open the checkpoints from the newest on until the window is full, and return those that can be merged.
+    """Open the checkpoints from the newest on until the window is full, and return the complete ones of one model.
 
-    Training may be writing a checkpoint at this moment, so an incomplete one is left out. So is one of another model
-    than the newest: the run was restarted. Of several copies of one step, the one with the plainest name is used.
+    Training may be writing a checkpoint at this moment, so an incomplete one is left out. A checkpoint of another model
+    than the newest is left out too, because the run was restarted. If a step has several copies, the one with the
+    plainest name is used.
     """
     unit, distance = settings.every
     eligible = [entry for entry in candidates if unit != "steps" or entry[1].step % distance == 0]
@@ -274,7 +275,7 @@ def _complete_checkpoints(
 
 
 def _shape(checkpoint: Checkpoint | Adapter) -> dict[str, object]:
-    """Return what must be the same in all checkpoints of a run: the architecture, and the shape of each tensor."""
+    """Return the architecture and the shape of each tensor, which must be equal in all checkpoints of a run."""
     if isinstance(checkpoint, Adapter):
         return {tensor.name: tuple(tensor.shape) for tensor in checkpoint.stored_tensors}
     shape: dict[str, object] = {"model_type": checkpoint.config.get("model_type")}
@@ -323,7 +324,7 @@ def _directories(pattern: str, directory: Path, location: str) -> Iterator[tuple
     """
     if not is_pattern(pattern):
         if not matching_directories(pattern, directory, location):
-            hint = "for a run on the Hub, write org/name@PATTERN" if pattern.count("/") == 1 else "correct the path"
+            hint = "correct the path" + (", or write org/name@PATTERN for a run on the Hub" * (pattern.count("/") == 1))
             raise InvalidInput(
                 location,
                 found=f"no directory {pattern:.60}",

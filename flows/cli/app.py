@@ -98,8 +98,8 @@ _PANELS: Mapping[str, Mapping[str, Entry]] = {
             "Write a recipe and a profile for your models.",
             (
                 "mergegate init models/base models/math models/code",
-                "mergegate init acme/base acme/math --task gsm8k --data held-out.jsonl --yes",
-                'mergegate init base math code --task "gsm8k:best parent" --out release',
+                'mergegate init acme/base acme/math --task "gsm8k:best parent" --out release',
+                "mergegate init runs/pretrain --out profiles",
             ),
         ),
         "demo": Entry(
@@ -145,8 +145,8 @@ _PANELS: Mapping[str, Mapping[str, Entry]] = {
         ),
         "sweep": Entry(
             "sweep",
-            "Search the free values of a recipe, and release the winner.",
-            ("mergegate sweep profiles/demo-sweep.yaml", "mergegate sweep profiles/demo-sweep.yaml --no-release"),
+            "Search a recipe or a soup, and release the winner.",
+            ("mergegate sweep profiles/demo-sweep.yaml", "mergegate sweep profiles/demo-soup.yaml --no-release"),
         ),
         "tune": Entry(
             "sweep",

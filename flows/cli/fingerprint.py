@@ -94,7 +94,7 @@ def fingerprint_command(
         size = format_bytes(len(entry.model_dump_json()))
         console.print(
             f"{short_path(path)}: {entry.name} ({entry.license}), {len(fingerprint.names)} matrices, {size}; "
-            f"{format_count(len(known) + 1, 'model')}"
+            f"{format_count(len(known) + 1, 'model')} in the index"
         )
         if not declared.resolved:
             console.print(

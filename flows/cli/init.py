@@ -69,7 +69,7 @@ def init_command(
     base: Annotated[
         str,
         typer.Argument(
-            metavar="BASE", help="Model that the others were fine-tuned from. Alone: the directory of a training run."
+            metavar="BASE", help="Model that the others were fine-tuned from. Without MODEL, a training run."
         ),
     ],
     models: Annotated[
@@ -221,6 +221,9 @@ def _write_project(
     for kind in schemas:
         write_state(state_directory(directory) / f"{kind}.json", schema_text(kind).encode())
     sample = "".join(f"{line}\n\n" for line in SAMPLE if line.strip())
+    parameters = "# weight: factor of a model's difference; density: share of the difference that is kept.\n"
+    if "run" in draft.recipe:
+        parameters = ""
     write_new_files(
         {
             **({out / profile.documents: sample} if profile.is_sample else {}),
@@ -228,7 +231,7 @@ def _write_project(
             files[0]: SCHEMA_LINE.format(schemas["recipe"])
             + "# The merge, in mergekit's dialect. 'mergegate methods' lists all values of merge_method.\n"
             + f"# {draft.why}\n"
-            + "# weight: factor of a model's difference; density: share of the difference that is kept.\n"
+            + parameters
             + yaml.safe_dump(dict(draft.recipe), sort_keys=False, allow_unicode=True),
             files[1]: profile_text(replace(profile, schema=schemas["profile"])),
         }
@@ -273,7 +276,7 @@ def _answer(request: InitRequest, question: str, option: str, default: str, chec
 
 
 def _license(request: InitRequest, parents: Sequence[ResolvedCheckpoint], name: str, out: Path) -> LicenseDraft:
-    """Return the most demanding use that the licenses allow, or else one that a user can approve."""
+    """Return the most demanding use that the licenses allow, or else a use that a user can approve."""
     table = license_table(LicenseSettings(), out)
     declared = read_licenses(parents, table)
     verdicts = {}

@@ -169,8 +169,8 @@ def run_drafts(run: str, method: str) -> Iterator[RecipeDraft]:
     """
     chosen = {"merge_method": find_method(method, "--method").name} if method else {}
     why = (
-        "The newest checkpoints of a training run, with equal weights. Each run finds new checkpoints.\n"
-        "# window and schedule: docs/how-to/merge-a-training-run.md."
+        "It averages the newest checkpoints of a training run. Each run of the profile finds new ones.\n"
+        "# Other windows and schedules: docs/how-to/merge-a-training-run.md"
     )
     yield RecipeDraft({**chosen, "run": run, "window": 8, "schedule": "mean"}, why)
 

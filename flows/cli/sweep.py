@@ -40,7 +40,7 @@ def sweep_command(
     verbose: VerboseOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Search the free values of a recipe, and release the winner.
+    """Search a recipe or a soup, and release the winner.
 
     The winner is confirmed on documents that no trial saw.
     """

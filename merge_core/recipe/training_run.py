@@ -251,10 +251,11 @@ def select_window(
     else:
         chosen = ordered[::-1][::distance][::-1]
     if not chosen:
+        patterns = ", ".join(settings.patterns)
         every = f", and none of a step that is a multiple of {distance}" if ordered else ""
         raise InvalidInput(
             f"{location}: run",
-            found=f"{len(ordered)} complete checkpoints{every}",
+            found=f"{len(ordered)} complete checkpoints{every}" if ordered else f"no checkpoint in {patterns}",
             expected="at least one checkpoint",
             remedy="wait for the first checkpoint, or correct 'every'" if ordered else "check the path or the pattern",
         )

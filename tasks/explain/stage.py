@@ -41,14 +41,19 @@ class Weights(StageValue):
     interference: Interference
 
     def summary(self) -> str:
-        return self.summary_from("")
+        return self.summary_from("", ())
 
-    def summary_from(self, origin: str) -> str:
-        """Return the summary. ``origin`` is the name of the first model of a recipe without base, or empty."""
+    def summary_from(self, origin: str, parents: Sequence[str]) -> str:
+        """Return the summary of a recipe without base. ``origin`` is its first model, and ``parents`` are the others.
+
+        Names are not part of this value, because another run may name the same models differently.
+        """
         tally = self.interference.network_tally
         parts = [] if tally.conflict is None else [f"sign conflict {100 * tally.conflict:.0f} %"]
         if (ratio := relative_movement(tally)) is not None:
-            far = f"as far from {origin} as any other parent" if origin else "as far as any parent"
+            far = "as far as any parent"
+            if origin:
+                far = f"as far from {origin} as {parents[max(range(tally.vectors), key=tally.norm)]}"
             is_base = ratio < 0.005
             parts.append(f"merge equals {origin or 'its base'}" if is_base else f"merge moved {ratio:.2f} times {far}")
         return " · ".join(parts) or f"{len(self.interference.spots)} parts compared"
@@ -244,10 +249,10 @@ def explain_merge(
     interference: Interference | None = None
     try:
         if parents:
-            # Names are not part of the cached value, because another run may name the same model differently.
             with join_progress(explain.name, "", [1]) as report:
                 weights = explain(origin, parents, merge).value
-                report.summary = weights.summary_from("" if origin.is_base else origin.name)
+                names = [parent.name for parent in parents]
+                report.summary = weights.summary() if origin.is_base else weights.summary_from(origin.name, names)
             interference = weights.interference
     except ChangedInput:
         raise

@@ -76,7 +76,7 @@ from mergegate.tasks.gate.statistics import (
     share_bounds,
     student_quantile,
 )
-from mergegate.tasks.gate.suite import SuiteVerdict
+from mergegate.tasks.gate.suite import SuiteVerdict, reference_findings
 from mergegate.tasks.gate.verdict_record import (
     EVIDENCE_RECORD,
     EVIDENCE_TABLES,
@@ -163,6 +163,7 @@ __all__ = [
     "record_evidence",
     "record_refusal",
     "record_sample",
+    "reference_findings",
     "reference_models",
     "sample_start",
     "selection_inflation",

@@ -9,13 +9,14 @@ look is simulated, because an earlier decision would only save documents. Detect
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import Finding
 from mergegate.tasks.gate.regression import is_within
@@ -68,6 +69,8 @@ class TaskPower(BaseModel):
     detectable: float  # Smallest drop that is detected with power 0.8, in points.
     limit: float  # Largest drop of this task alone, in points.
     basis: str = ""  # Source of the discordance, in words.
+    # Reference of the guard. Empty if the task has only one guard.
+    reference: Annotated[str, Field(exclude_if=lambda name: not name)] = ""
 
     @property
     def is_weak(self) -> bool:
@@ -78,7 +81,8 @@ class TaskPower(BaseModel):
         """Return ``gsm8k: with 1,319 documents, a true drop of 2.4 points is caught 80 % of the time. …``."""
         basis = self.basis or f"{100 * self.discordance:g} % of answers differ"
         drop = f"a true drop of {self.detectable:.1f} points is caught {100 * POWER:.0f} % of the time"
-        return f"{self.task}: with {self.documents:,} documents, {drop}, if {basis}"
+        against = f" against {self.reference}" if self.reference else ""
+        return f"{self.task}{against}: with {self.documents:,} documents, {drop}, if {basis}"
 
 
 class GatePower(BaseModel):
@@ -125,6 +129,7 @@ def gate_power(planned_tasks: Sequence[PlannedTask], rule: GateRule, seed: int =
         if publication_chance(extended, rule, seed=seed) >= POWER:
             recommended = sum(entry.looks[-1] for entry in extended)
         times *= 2
+    guards = Counter(entry.guard.task for entry in planned_tasks)
     return GatePower(
         chance=chance,
         detectable=detectable_mean_drop(planned_tasks, rule),
@@ -136,6 +141,7 @@ def gate_power(planned_tasks: Sequence[PlannedTask], rule: GateRule, seed: int =
                 detectable=detectable_mean_drop([entry], rule),
                 limit=entry.guard.catastrophe,
                 basis=entry.basis,
+                reference=entry.guard.guarded_by if guards[entry.guard.task] > 1 else "",
             )
             for entry in planned_tasks
         ),

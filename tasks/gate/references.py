@@ -16,7 +16,16 @@ from pathlib import Path
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.evaluation import EvalTask, pin_built_in, pin_sound_tasks
-from mergegate.tasks.gate.settings import ALL_PARENTS, ANCHOR, BEST_PARENT, CHAMPION, FINE_TUNES, RELEASES, Guard
+from mergegate.tasks.gate.settings import (
+    ALL_PARENTS,
+    ANCHOR,
+    BEST_PARENT,
+    CHAMPION,
+    FINE_TUNES,
+    LAST_CHECKPOINT,
+    RELEASES,
+    Guard,
+)
 
 
 def check_guards(guards: Iterable[Guard], names: Iterable[str]) -> None:
@@ -40,11 +49,15 @@ def check_guards(guards: Iterable[Guard], names: Iterable[str]) -> None:
                     remedy="rename the parent's directory",
                 )
         elif guard.guarded_by not in parents:
+            is_last = guard.guarded_by == LAST_CHECKPOINT  # With a training run, it would have the checkpoint's name.
+            suggestion = suggest(guard.guarded_by, [*parents, BEST_PARENT, CHAMPION])
             raise InvalidInput(
                 location,
                 found=f"{guard.guarded_by!r}, which is not a model in this merge",
-                expected=f"the name of a parent, {BEST_PARENT!r} or {CHAMPION!r}",
-                remedy=suggest(guard.guarded_by, [*parents, BEST_PARENT, CHAMPION]),
+                expected="a recipe with one training run (key 'run')"
+                if is_last
+                else f"the name of a parent, {BEST_PARENT!r} or {CHAMPION!r}",
+                remedy=f"write {BEST_PARENT!r} or the name of a parent" if is_last else suggestion,
             )
 
 

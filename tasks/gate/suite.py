@@ -20,21 +20,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.wording import format_count
 from mergegate.tasks.gate.cut_answers import answer_cases, count_extensible, describe_remedy
 from mergegate.tasks.gate.evidence import CutAnswers, GuardEvidence, Points
 from mergegate.tasks.gate.regression import decide_guard
 from mergegate.tasks.gate.sentences import UNSAFE, JudgedDrop
 from mergegate.tasks.gate.sequential import InterimLook, chance_to_decide, look_levels
-from mergegate.tasks.gate.settings import Guard
+from mergegate.tasks.gate.settings import ANCHOR, Guard
 from mergegate.tasks.gate.statistics import POWER, normal_quantile
 from mergegate.tasks.stage import Outcome
 
@@ -86,6 +86,29 @@ class TaskDrop(NamedTuple):
     drop: Points
     low: Points
     high: Points
+
+
+def reference_findings(guards: Sequence[Guard], rule: str) -> Iterator[Finding]:
+    """Yield a warning for the tasks of a suite that are compared with several references.
+
+    The drops of such a task are averaged, so a gain over one reference can hide a loss against another. Guards against
+    the anchor have a mean of their own.
+    """
+    references = defaultdict[str, list[str]](list)
+    for guard in guards:
+        if not guard.advisory and guard.guarded_by != ANCHOR:
+            references[guard.task].append(guard.guarded_by)
+    tasks = [task for task, names in references.items() if len(names) > 1]
+    if rule == "suite" and len(references) > 1 and tasks:
+        others = f" (and {format_count(len(tasks) - 1, 'more task')})" if len(tasks) > 1 else ""
+        yield Finding(
+            "warn",
+            "evaluate.rule",
+            found=f"the mean averages the drops of {tasks[0]}{others} against {' and '.join(references[tasks[0]])}, so "
+            "a gain over one of them can hide a loss against another",
+            expected="one reference per task, or a decision on each guard",
+            remedy="set rule: each",
+        )
 
 
 def judge_suite(guard_evidence: Sequence[GuardEvidence], confidence: float) -> SuiteVerdict:

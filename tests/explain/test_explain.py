@@ -218,7 +218,7 @@ def test_weights_are_explained_layer_by_layer(parents: tuple[PinnedCheckpoint, .
     assert whole.cosine(0, 1) == pytest.approx(-1, abs=1e-6)
     assert whole.conflict == pytest.approx(1.0)
     assert found.summary() == "sign conflict 100 % · merge moved 0.50 times as far as any parent"
-    assert found.summary_from("a").endswith("· merge moved 0.50 times as far from a as any other parent")
+    assert found.summary_from("x", ("a", "b")).endswith("· merge moved 0.50 times as far from x as a")
     rows = pq.read_table(tmp_path / "out" / TABLE).to_pylist()
     assert [(row["layer"], row["kind"]) for row in rows] == [(s.layer, s.kind) for s in found.interference.spots]
     assert {row["layer"] for row in rows} == {None, 0, 1}

@@ -104,6 +104,7 @@ def test_a_guard_against_the_last_checkpoint_needs_a_run(project: Project) -> No
     checked = project.mergegate("check", "profiles/trained.yaml")
     assert checked.exit_code == 2
     assert "'last checkpoint', which is not a model in this merge" in checked.output
+    assert "a recipe with one training run" in checked.output
 
 
 def test_a_typing_error_in_a_remedy_of_a_run_is_refused(project: Project) -> None:
@@ -121,7 +122,7 @@ def test_each_run_merges_the_new_window_and_measures_only_the_last_checkpoint(pr
     latest = project.root / "releases/trained/latest"
     assert yaml.safe_load((latest / "recipe.yaml").read_text())["models"][-1]["model"] == "../runs/a/checkpoint-1000"
     assert "# training run: 3 of 4 checkpoints" in (latest / "recipe.yaml").read_text()
-    assert "from checkpoint-800 as any other parent" in " ".join(first.output.split())
+    assert "from checkpoint-800 as checkpoint-1000" in " ".join(first.output.split())
     card = (latest / "README.md").read_text()
     assert "| ../runs/a/checkpoint-800 to checkpoint-1000 (3 checkpoints) | parents | apache-2.0 |" in card
     assert "linear of 3 checkpoints, steps 800 to 1000" in card

@@ -176,6 +176,15 @@ def test_the_forecast_has_a_line_per_task() -> None:
     assert more == f"{documents}such a merge would pass 80 % of the time"
 
 
+def test_the_lines_of_a_task_with_several_references_name_them() -> None:
+    pairs = [("t0", "base"), ("t1", "base"), ("t1", "champion")]
+    tasks = [PlannedTask(Guard(task=task, guarded_by=reference), (164,), 0.2) for task, reference in pairs]
+    power = gate_power(tasks, GateRule())
+    starts = [line.partition(": with")[0] for line in power.lines() if ": with 164" in line]
+    assert starts == ["power: t0", "power: t1 against base", "power: t1 against champion"]
+    assert ["reference" in task for task in power.model_dump()["tasks"]] == [False, True, True]
+
+
 @pytest.mark.parametrize(
     ("documents", "extend", "remedy"), [(30, True, "add documents"), (30, False, "extend: true"), (400, True, "")]
 )

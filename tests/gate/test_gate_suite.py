@@ -20,7 +20,7 @@ from mergegate.tasks.gate.sequential import look_levels
 from mergegate.tasks.gate.settings import ANCHOR, CHAMPION, EvaluateSettings, GateRule, Guard
 from mergegate.tasks.gate.stage import GatePlan, gate, undecided_tasks
 from mergegate.tasks.gate.statistics import binary_difference
-from mergegate.tasks.gate.suite import TaskDrop, judge_suite, mean_drop, pooled_drops
+from mergegate.tasks.gate.suite import TaskDrop, judge_suite, mean_drop, pooled_drops, reference_findings
 
 
 def evidence(
@@ -52,6 +52,30 @@ def test_weights_change_the_mean_and_its_limits() -> None:
     verdict = judge_suite([light, heavy], 0.95)
     assert verdict.drop == pytest.approx(0.25 * 2.0)
     assert (verdict.max_drop, verdict.margin) == (0.25 * 2 + 0.75 * 4, 0.25 * 3 + 0.75 * 6)
+
+
+@pytest.mark.parametrize(
+    ("rule", "guards", "warns"),
+    [
+        ("suite", "a champion, a x, b x", True),
+        ("each", "a champion, a x, b x", False),
+        ("suite", "a champion, b x", False),
+        ("suite", "a champion, a anchor, b champion", False),
+        ("suite", "a champion, a x", False),  # a single task is decided by each guard
+    ],
+)
+def test_a_task_of_a_suite_with_several_references_is_a_warning(rule: str, guards: str, warns: bool) -> None:
+    pairs = [text.split() for text in guards.split(", ")]
+    built = [Guard(task=task, guarded_by=reference, max_drop=2) for task, reference in pairs]
+    assert [finding.remedy for finding in reference_findings(built, rule)] == ["set rule: each"] * warns
+    advisory = [guard.model_copy(update={"advisory": guard.guarded_by == "champion"}) for guard in built]
+    assert not list(reference_findings(advisory, rule))
+
+
+def test_a_gain_over_one_reference_can_hide_a_loss_against_another_in_the_mean() -> None:
+    hidden = [evidence("a", 25, 0, 500), evidence("a", 0, 150, 500), evidence("b", 0, 0, 500)]
+    assert judge_suite(hidden, 0.95).outcome == "pass"
+    assert judge_suite([hidden[0], hidden[2]], 0.95).outcome != "pass"
 
 
 def test_two_guards_of_a_task_count_once_and_share_its_documents() -> None:

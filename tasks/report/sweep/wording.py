@@ -98,10 +98,10 @@ def sweep_consequence(content: SweepContent) -> str:
         return "Next: start the sweep again to continue. No trial is scored twice."
     if sweep_outcome(content) == "pass":
         return "Next: release the recipe of the winner. The gate of the release tests it on other documents."
-    changed = "models" if content.soup else "parameters"
+    changed, best = ("models", "reference") if content.soup else ("parameters", "best hand-written recipe")
     return (
-        "The sweep released no recipe. Next: keep the best hand-written recipe, or search again with more documents or "
-        f"with other {changed}."
+        f"The sweep released no recipe. Next: keep the {best}, or search again with more documents or with other "
+        f"{changed}."
     )
 
 
