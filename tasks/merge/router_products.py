@@ -15,7 +15,8 @@ from torch.overrides import TorchFunctionMode
 
 from mergegate.merge_core.architecture.experts import RouterScore
 
-_PRODUCTS = frozenset({"linear", "matmul", "mm", "__matmul__"})
+_LINEAR = torch.nn.functional.linear.__name__  # multiplies by the transposed matrix
+_PRODUCTS = frozenset({_LINEAR, "matmul", "mm", "__matmul__"})
 _SCORES: Mapping[str, RouterScore] = {"softmax": "softmax", "sigmoid": "sigmoid"}
 
 
@@ -56,7 +57,7 @@ class RouterProducts(TorchFunctionMode):
     ) -> Any:
         function = getattr(func, "__name__", "")
         if self._is_inside and function in _PRODUCTS and len(args) > 1 and isinstance(args[1], torch.Tensor):
-            matrix = self._shape if function == "linear" else self._shape[::-1]
+            matrix = self._shape if function == _LINEAR else self._shape[::-1]
             if tuple(args[1].shape) == matrix and args[0].shape[-1] == self._shape[1]:
                 self.states = args[0].detach().reshape(-1, self._shape[1])
                 if self.score is not None:

@@ -180,9 +180,11 @@ def test_a_missing_override_is_refused(tmp_path: Path) -> None:
 
 def test_the_examples_of_the_documentation_are_valid(tmp_path: Path) -> None:
     page = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "check-licenses.md").read_text(encoding="utf-8")
-    profile, override = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    profile, dismissal, override = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
     settings = LicenseSettings.model_validate(yaml.safe_load(profile)["checks"]["license"])
     assert len(settings.accepted) == 2
+    dismissing = LicenseSettings.model_validate(yaml.safe_load(dismissal)["checks"]["license"])
+    assert dismissing.unrelated["chat"].keys() == {"acme/chat"}
     changed = load_table(_override(tmp_path, override))
     assert changed.licenses["qwen"].commercial == "allowed"
     assert changed.lookup("other", "acme-terms").id == "acme-internal"
