@@ -197,12 +197,12 @@ def repair_routers(
                 before = routing_error(start, texts, selected, score)
                 router.change(fit.router)
                 after = routing_error(router.matrix(), texts, selected, score)
-                if after.divergence < before.divergence:
+                replaced = after.divergence < before.divergence
+                if replaced:
                     save_file(router.tensors(), path)
                 else:
                     router.load(merged[router.module])
                     path.unlink(missing_ok=True)
-                replaced = after.divergence < before.divergence
                 final = after if replaced else before
                 layers.append(
                     RepairedLayer(

@@ -87,7 +87,7 @@ def with_new_routers(
     """
     if recipe.router_repair is None or recipe.repaired is not None:
         return recipe
-    texts = tuple((find(ref), text) for ref, text in tuple(pin_calibration_texts(recipe, store().hashes)))
+    texts = tuple((find(ref), text) for ref, text in pin_calibration_texts(recipe, store().hashes))
     parents = tuple(find(str(reference)) for reference in recipe.references())
     plain = PinnedRecipe(replace(recipe, router_repair=None), parents)
     model = merged_model(call(merge)(plain, numerics), plain)
