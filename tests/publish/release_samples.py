@@ -151,10 +151,10 @@ def license_verdict(
 
 
 # The library has its own environment, because its format checkers slow down every import of Prefect by seconds.
-CYCLONEDX = Path(__file__).resolve().parents[2] / ".venv-cyclonedx" / "bin" / "python"
+VALIDATORS = Path(__file__).resolve().parents[2] / ".venv-validators" / "bin" / "python"
 needs_cyclonedx = pytest.mark.skipif(
-    not CYCLONEDX.exists() and "MERGEGATE_REQUIRE_CYCLONEDX" not in os.environ,
-    reason="make .venv-cyclonedx/ready first",
+    not VALIDATORS.exists() and "MERGEGATE_REQUIRE_VALIDATORS" not in os.environ,
+    reason="make .venv-validators/ready first",
 )
 
 
@@ -167,7 +167,7 @@ def cyclonedx_finds(documents: list[str]) -> list[str | None]:
         "found = map(JsonStrictValidator(SchemaVersion.V1_6).validate_str, json.load(sys.stdin))\n"
         "json.dump([None if one is None else str(one) for one in found], sys.stdout)"
     )
-    done = subprocess.run([CYCLONEDX, "-c", script], input=json.dumps(documents), capture_output=True, text=True)
+    done = subprocess.run([VALIDATORS, "-c", script], input=json.dumps(documents), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found: list[str | None] = json.loads(done.stdout)
     return found
