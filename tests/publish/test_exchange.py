@@ -166,13 +166,13 @@ def random_release(root: Path, seed: int) -> Path:
     return release
 
 
-def export(release: Path, out: Path, organization: str | None = None, created: datetime = NOW) -> None:
+def export(release: Path, out: Path, organization: str | None = None, export_time: datetime = NOW) -> None:
     """Write both exports of a release."""
     opened = find_release(str(release))
     verified = check_release(opened)
     results = read_release_results(opened, verified.listing, verified.statement, organization)
     for format in EXPORT_FORMATS:
-        for name, content in exported_files(results, format, created):
+        for name, content in exported_files(results, format, export_time):
             path = out / format / name
             path.parent.mkdir(parents=True, exist_ok=True)
             assert not path.exists()
@@ -299,7 +299,7 @@ def test_an_export_identifies_models_and_contains_no_path_and_no_answer(exported
 def test_a_later_export_has_the_same_names_and_differs_in_its_time_only(tmp_path: Path) -> None:
     release = random_release(tmp_path, 1)
     export(release, tmp_path / "a")
-    export(release, tmp_path / "b", created=datetime(2032, 1, 1, tzinfo=UTC))
+    export(release, tmp_path / "b", export_time=datetime(2032, 1, 1, tzinfo=UTC))
     files = [
         {path.relative_to(tmp_path / side): path.read_text() for path in (tmp_path / side).rglob("*_samples.jsonl")}
         for side in ("a", "b")

@@ -74,25 +74,25 @@ class EvaluationRecord:
     rows: bytes
 
 
-def evaluation_records(release: ExportedRelease, created: datetime) -> Iterator[EvaluationRecord]:
-    """Yield the record of every model and task. ``created`` is the time of the export."""
+def evaluation_records(release: ExportedRelease, export_time: datetime) -> Iterator[EvaluationRecord]:
+    """Yield the record of every model and task. ``export_time`` is in UTC."""
     written: set[str] = set()
     for model in release.models:
         tasks: list[ExportedTask | ExportedText] = [*model.tasks]
         # A score that is not finite has no form in JSON.
         tasks += [model.text] if model.text and model.text.total.perplexity is not None else []
         for task in tasks:
-            record = _record(release, model, task, created)
+            record = _record(release, model, task, export_time)
             if record.path not in written:  # Variants of one merge may share the evidence of the merge.
                 written.add(record.path)
                 yield record
 
 
 def _record(
-    release: ExportedRelease, model: ExportedModel, task: ExportedTask | ExportedText, created: datetime
+    release: ExportedRelease, model: ExportedModel, task: ExportedTask | ExportedText, export_time: datetime
 ) -> EvaluationRecord:
     name = task.name if isinstance(task, ExportedTask) else "perplexity"
-    time = str(int(created.timestamp()))
+    time = str(int(export_time.timestamp()))
     evaluation_id = f"{name}/{model.id}/{time}"
     rows: list[dict[str, Any]] = []
     if isinstance(task, ExportedTask):

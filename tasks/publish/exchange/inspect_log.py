@@ -32,8 +32,8 @@ PERPLEXITY = "perplexity"
 CREATED_NOTE = "time of the export, because a release contains no dates"
 
 
-def inspect_logs(release: ExportedRelease, created: datetime) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield path and content of every log. ``created`` is the time of the export."""
+def inspect_logs(release: ExportedRelease, export_time: datetime) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield path and content of every log. ``export_time`` is in UTC."""
     folders: dict[str, int] = {}
     for model in release.models:
         parts = [portable_name(each) for each in (model.variant, model.name) if each]
@@ -43,9 +43,9 @@ def inspect_logs(release: ExportedRelease, created: datetime) -> Iterator[tuple[
         for task in model.tasks:
             tables = task.tables
             for leaf, rows in task.leaves.items():
-                yield _named(folder, _task_log(release, model, task, leaf, rows, tables[leaf], created))
+                yield _named(folder, _task_log(release, model, task, leaf, rows, tables[leaf], export_time))
         if model.text is not None:
-            yield _named(folder, _text_log(release, model, model.text, created))
+            yield _named(folder, _text_log(release, model, model.text, export_time))
 
 
 def _named(folder: str, log: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -62,7 +62,7 @@ def _task_log(
     leaf: str,
     rows: Sequence[DocumentScore],
     table: Sequence[TaskScore],
-    created: datetime,
+    export_time: datetime,
 ) -> dict[str, Any]:
     documents: dict[int, list[DocumentScore]] = {}
     for row in rows:
@@ -106,7 +106,7 @@ def _task_log(
         "sample_ids": list(documents),
         "shuffled": False,
     }
-    spec = _spec(release, model, leaf, task.data_digest[:16] or 0, dataset, scorers, metadata, created)
+    spec = _spec(release, model, leaf, task.data_digest[:16] or 0, dataset, scorers, metadata, export_time)
     spec["model_generate_config"] = {"max_tokens": min(budgets)} if len(budgets) == 1 else {}
     samples = [_sample(spec["model"], each) for each in documents.values()]
     return _log(spec, samples, scores)
@@ -160,7 +160,9 @@ def _sample(model: str, rows: Sequence[DocumentScore]) -> dict[str, Any]:
     }
 
 
-def _text_log(release: ExportedRelease, model: ExportedModel, text: ExportedText, created: datetime) -> dict[str, Any]:
+def _text_log(
+    release: ExportedRelease, model: ExportedModel, text: ExportedText, export_time: datetime
+) -> dict[str, Any]:
     """Return the log of the held-out text. A document without a finite likelihood has no score."""
     scorer = {
         "name": PERPLEXITY,
@@ -193,7 +195,7 @@ def _text_log(release: ExportedRelease, model: ExportedModel, text: ExportedText
     }
     ids = [row.doc_id for row in text.documents]
     dataset = {"name": "held-out text", "samples": len(ids), "sample_ids": ids, "shuffled": False}
-    spec = _spec(release, model, PERPLEXITY, 0, dataset, [scorer], metadata, created)
+    spec = _spec(release, model, PERPLEXITY, 0, dataset, [scorer], metadata, export_time)
     samples = []
     for row in text.documents:
         sample: dict[str, Any] = {
@@ -225,7 +227,7 @@ def _spec(
     dataset: Mapping[str, Any],
     scorers: Sequence[Mapping[str, Any]],
     metadata: Mapping[str, Any],
-    created: datetime,
+    export_time: datetime,
 ) -> dict[str, Any]:
     """Return the specification of an evaluation, whose ids are hashes over the release, the model and the task."""
     scoring = release.scoring
@@ -247,7 +249,7 @@ def _spec(
     return {
         "eval_id": _id(task_id, model.variant, model.name),
         "run_id": _id(release.version, model.variant, model.name),
-        "created": created.isoformat(timespec="seconds"),
+        "created": export_time.isoformat(timespec="seconds"),
         "task": task,
         "task_id": task_id,
         "task_version": version,
