@@ -48,7 +48,7 @@ REWRITE = "write the log again with read_eval_log and write_eval_log of the curr
 
 M = TypeVar("M", bound=BaseModel)
 SampleId = int | Annotated[str, Field(max_length=4096)]
-Value = bool | int | float | str | list[Any] | dict[str, Any] | None
+ScoreValue = bool | int | float | str | list[Any] | dict[str, Any] | None
 
 
 class _Written(BaseModel):
@@ -147,7 +147,7 @@ class LogHeader(_Written):
 class SampleScore(_Written):
     """Score of one sample by one scorer."""
 
-    value: Value
+    value: ScoreValue
     history: list[Any] = Field(default_factory=list)
 
 
@@ -201,7 +201,7 @@ class ReducedScore(_Written):
     """Score of one sample over all its epochs."""
 
     sample_id: SampleId | None = None
-    value: Value
+    value: ScoreValue
 
 
 class LoggedReduction(_Written):
@@ -219,7 +219,7 @@ class RepeatedScores(_Written):
     reductions: list[LoggedReduction] | None = None
 
 
-def read_header(path: Path) -> LogHeader:
+def read_log_header(path: Path) -> LogHeader:
     """Read all of a log except its samples.
 
     Raises:
@@ -310,7 +310,7 @@ class _JsonLog:
 
 
 class _EvalLog:
-    """A log in a zip. Nothing is extracted, so names of members are never used as paths."""
+    """A log in a zip. Names of members are never used as paths, because no member is extracted."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         self._file, self._path = file, path

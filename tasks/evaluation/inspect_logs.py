@@ -35,7 +35,7 @@ from mergegate.tasks.evaluation.inspect_files import (
     LoggedSpec,
     LogHeader,
     open_samples,
-    read_header,
+    read_log_header,
 )
 from mergegate.tasks.evaluation.inspect_scores import (
     Documents,
@@ -107,7 +107,7 @@ class InspectLog(LoggedResults):
 
 def open_log(path: Path) -> InspectLog:
     """Open a log of inspect_ai. Raise InvalidInput if it is not valid."""
-    content = read_header(path)
+    content = read_log_header(path)
     try:
         created = datetime.fromisoformat(content.eval.created).astimezone(UTC)
     except (ValueError, OverflowError):
@@ -228,7 +228,7 @@ def _text(value: object) -> str:
 
 
 def _require_sound(sample: LoggedSample, path: Path) -> None:
-    """Raise InvalidInput if a sample ended with an error, or if a person stopped, invalidated or edited it."""
+    """Raise InvalidInput if a sample ended with an error, or was stopped, invalidated or edited by hand."""
     edited = [name for name, score in (sample.scores or {}).items() if score.history]
     if sample.error is not None:
         found = "it ended with an error"
@@ -249,7 +249,7 @@ def _require_sound(sample: LoggedSample, path: Path) -> None:
 
 
 def _condense(sample: LoggedSample, path: Path, cluster_field: str | None) -> SampleEvidence:
-    """Return what a gate needs of a sample. Hashes of lm-eval in the metadata take precedence over the texts."""
+    """Return the values of a sample that a gate needs. Hashes of lm-eval in the metadata take precedence over the texts."""
     metadata = sample.metadata
     recorded = [metadata.get(name) for name in _HASHES]
     hashes = [each for each in recorded if isinstance(each, str) and _HASH.fullmatch(each)]

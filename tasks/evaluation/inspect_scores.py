@@ -133,7 +133,7 @@ def _document_means(
 def _as_number(value: object) -> float | None:
     """Return a score as a number, as inspect_ai's ``value_to_float`` does. NaN: not scored. None: not a number.
 
-    inspect_ai counts texts that are not numbers as 0, with a warning. The gate must not, because they are no answers.
+    inspect_ai counts texts that are not numbers as 0, with a warning. The gate refuses them.
     """
     if isinstance(value, str):
         known = _GRADES.get(value, _WORDS.get(value.lower()))

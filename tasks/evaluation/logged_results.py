@@ -1,6 +1,6 @@
-"""Define what a gate reads from the result files of another library, and compare the conditions of two results.
+"""Define the results that a gate reads from files of another library, and compare the conditions of two results.
 
-The formats have a module each: ``lm_eval_results`` and ``inspect_logs``. ``result_files`` picks the one that fits.
+The formats have a module each: ``lm_eval_results`` and ``inspect_logs``. ``result_files`` picks the format by the content of a file.
 """
 
 from __future__ import annotations
@@ -108,6 +108,6 @@ def precision_differences(reference: TaskResults, merge: TaskResults) -> tuple[s
 def _pairs(
     reference: Mapping[str, str], merge: Mapping[str, str], is_mixed: bool
 ) -> list[tuple[str, str | None, str | None]]:
-    """Return the values of each setting, or only of those that both formats have. None: not set."""
+    """Return the values of each setting, or only of the settings in both formats. None: not set."""
     names = [name for name in reference if name in merge] if is_mixed else dict.fromkeys((*reference, *merge))
     return [(name, reference.get(name), merge.get(name)) for name in names]
