@@ -28,6 +28,7 @@ from mergegate.tasks.publish.card_metadata import check_card, variant_metadata
 from mergegate.tasks.publish.content import (
     BOM,
     CARD,
+    KEYLESS_SIGNATURE,
     MAX_METADATA_BYTES,
     PROVENANCE,
     SIGNATURE,
@@ -148,7 +149,7 @@ class VariantParts(NamedTuple):
         return tuple(path for path in (*own, recipe) if path is not None)
 
 
-_RESERVED = frozenset({CARD, BOM, PROVENANCE, SUMS, SIGNATURE})
+_RESERVED = frozenset({CARD, BOM, PROVENANCE, SUMS, SIGNATURE, KEYLESS_SIGNATURE})
 
 
 def variant_content(
