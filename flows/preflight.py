@@ -236,6 +236,10 @@ def preflight_profile(
         if problems.stop_at_once:
             announce(remark)
     all_candidates = (*candidates, *other_candidates)
+    with problems.collect_errors():
+        if profile.publish:
+            refs = (str(ref) for candidate in all_candidates for ref in candidate.recipe.references())
+            profile.publish.about.require_parents(refs)
     for candidate in all_candidates:
         if not candidate.change:  # a change of the profile's own recipe inherits its warnings
             problems.add(candidate.recipe.all_findings)

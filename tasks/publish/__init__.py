@@ -17,6 +17,7 @@ from mergegate.tasks.publish.content import (
     parse_checksums,
     stored_files,
 )
+from mergegate.tasks.publish.facts import DatasetFacts
 from mergegate.tasks.publish.keyless import Signer, SignerPolicy, expected_signer, read_keyless
 from mergegate.tasks.publish.license_files import state_license_files
 from mergegate.tasks.publish.provenance import MergeRelease
@@ -48,6 +49,7 @@ __all__ = [
     "SUMS",
     "VERSION_DIGITS",
     "ApprovalSettings",
+    "DatasetFacts",
     "MergeRelease",
     "PassedVariant",
     "PendingRelease",

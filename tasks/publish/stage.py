@@ -22,9 +22,11 @@ from mergegate.tasks.preflight.licenses import LicenseVerdict
 from mergegate.tasks.publish.bom import bill_of_materials
 from mergegate.tasks.publish.card import Publication, model_card
 from mergegate.tasks.publish.card_metadata import card_metadata, check_card
+from mergegate.tasks.publish.compliance import compliance_section, compliance_sheet
 from mergegate.tasks.publish.content import (
     BOM,
     CARD,
+    COMPLIANCE,
     KEYLESS_SIGNATURE,
     PROVENANCE,
     RECIPE,
@@ -38,6 +40,7 @@ from mergegate.tasks.publish.content import (
     written_file,
 )
 from mergegate.tasks.publish.eval_results import eval_results
+from mergegate.tasks.publish.facts import DatasetFacts, ReleaseFacts, release_facts
 from mergegate.tasks.publish.keyless import read_keyless, sign_keyless
 from mergegate.tasks.publish.license_files import license_files, open_obligations
 from mergegate.tasks.publish.provenance import MergeOrigin, MergeRelease, provenance
@@ -54,7 +57,7 @@ class ReleaseParts(NamedTuple):
 
     ``evidence`` holds the files from which anyone can recompute the verdict. ``state`` is the optimizer state for the
     next merge, if there is any. The provenance names it, but it is not published. ``names`` are the public names of
-    local models and texts, as used in ``content``.
+    local models and texts, as used in ``content``. ``held_out`` identifies the held-out text, if there is one.
     """
 
     content: ReportContent
@@ -66,6 +69,7 @@ class ReleaseParts(NamedTuple):
     evidence: Artifact[RecordedEvidence]
     state: Artifact[OptimizerState] | None = None
     names: PublicNames = PublicNames({})
+    held_out: DatasetFacts | None = None
 
     @property
     def name(self) -> str:
@@ -78,6 +82,12 @@ class ReleaseParts(NamedTuple):
         recipe = self.pinned.recipe.directory
         parents = (path for parent in self.pinned.parents for path in parent.directories)
         return (*parents, *([recipe] if recipe else []))
+
+    def facts(self, target: PublishTarget) -> ReleaseFacts:
+        """Return the facts that the documents of the release state."""
+        license = self.names.apply(self.license.value)
+        inputs = (self.content, self.pinned, self.numerics, license, self.merge)
+        return release_facts(*inputs, target, self.names, self.held_out)
 
     def files(self, target: PublishTarget) -> list[ReleaseFile]:
         """Return all files before SHA256SUMS.
@@ -99,10 +109,11 @@ class ReleaseParts(NamedTuple):
         file_names = [file.name for file in files]
         metadata = card_metadata(content, parents, license.combination, is_adapter=pinned.recipe.output is not None)
         versions = {library.name: library.version for library in content.versions} | dict(numerics.versions)
-        publication = Publication(
-            target.address, target.sign_key is not None, numerics.device, versions, target.sigstore
-        )
-        card = model_card(content, metadata, license, open_obligations(parents, license), file_names, publication)
+        facts, missing = self.facts(target), open_obligations(parents, license)
+        files.append(written_file(COMPLIANCE, compliance_sheet(facts, content, license, missing, file_names)))
+        is_signed, summary = target.sign_key is not None, compliance_section(facts)
+        publication = Publication(target.address, is_signed, numerics.device, summary, versions, target.sigstore)
+        card = model_card(content, metadata, license, missing, file_names, publication)
         check_card(card, metadata, file_names)
         files.append(written_file(CARD, card))
         files.append(written_file(BOM, bill_of_materials(files, content, parents, license.combination.card)))

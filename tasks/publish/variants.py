@@ -25,9 +25,11 @@ from mergegate.tasks.gate import GateVerdict, RecordedEvidence
 from mergegate.tasks.preflight.licenses import LicenseVerdict
 from mergegate.tasks.publish.bom import variant_bill_of_materials
 from mergegate.tasks.publish.card_metadata import check_card, variant_metadata
+from mergegate.tasks.publish.compliance import compliance_section, compliance_sheet
 from mergegate.tasks.publish.content import (
     BOM,
     CARD,
+    COMPLIANCE,
     KEYLESS_SIGNATURE,
     MAX_METADATA_BYTES,
     PROVENANCE,
@@ -41,6 +43,7 @@ from mergegate.tasks.publish.content import (
     variant_evidence,
     written_file,
 )
+from mergegate.tasks.publish.facts import DatasetFacts, ReleaseFacts, variant_facts
 from mergegate.tasks.publish.license_files import license_files, open_obligations
 from mergegate.tasks.publish.provenance import MergeRelease, VariantOrigin, variant_provenance
 from mergegate.tasks.publish.public_names import PublicNames
@@ -64,7 +67,8 @@ class VariantParts(NamedTuple):
     """Inputs of a release of variants, independent of its target.
 
     ``content`` is that of the report on the variants of this place (see ``variant_content``). ``merge`` is the release
-    that they were quantized from. ``names`` are the public names of local models and texts.
+    that they were quantized from. ``names`` are the public names of local models and texts, and ``held_out`` identifies
+    the held-out text, if there is one.
     """
 
     content: ReportContent
@@ -75,11 +79,19 @@ class VariantParts(NamedTuple):
     license: StoredValue[LicenseVerdict]
     report: Artifact[Report]
     names: PublicNames = PublicNames({})
+    held_out: DatasetFacts | None = None
 
     @property
     def name(self) -> str:
         """Name of the release: that of the merge with the suffix of the place."""
         return self.content.name
+
+    def facts(self, target: PublishTarget) -> ReleaseFacts:
+        """Return the facts that the documents of the release state."""
+        files = {each.type: self._weights(each) for each in self.passed}
+        license = self.names.apply(self.license.value)
+        inputs = (self.content, self.pinned, license, self.merge, files)
+        return variant_facts(*inputs, target, self.names, self.held_out, self.settings.calibration)
 
     def files(self, target: PublishTarget) -> list[ReleaseFile]:
         """Return all files before SHA256SUMS, as ``ReleaseParts.files`` does."""
@@ -110,8 +122,10 @@ class VariantParts(NamedTuple):
         metadata = variant_metadata(
             content.kind, parents, license.combination, self.merge.hub_id, settings.library_name, tags
         )
-        missing = open_obligations(parents, license)
-        card = variant_card(self.name, content, metadata, license, missing, file_names, origin, target)
+        missing, facts = open_obligations(parents, license), self.facts(target)
+        files.append(written_file(COMPLIANCE, compliance_sheet(facts, content, license, missing, file_names)))
+        summary = compliance_section(facts)
+        card = variant_card(self.name, content, metadata, license, missing, file_names, origin, target, summary)
         check_card(card, metadata, file_names)
         files.append(written_file(CARD, card))
         bom = variant_bill_of_materials(files, content, self.merge, license.combination.card)
@@ -149,7 +163,7 @@ class VariantParts(NamedTuple):
         return tuple(path for path in (*own, recipe) if path is not None)
 
 
-_RESERVED = frozenset({CARD, BOM, PROVENANCE, SUMS, SIGNATURE, KEYLESS_SIGNATURE})
+_RESERVED = frozenset({CARD, COMPLIANCE, BOM, PROVENANCE, SUMS, SIGNATURE, KEYLESS_SIGNATURE})
 
 
 def variant_content(
