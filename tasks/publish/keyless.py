@@ -236,8 +236,8 @@ def expected_signer(settings: SigstoreSettings, root: Path) -> str:
     if account := environment.get("GOOGLE_SERVICE_ACCOUNT_NAME"):
         return str(Signer(account, "https://accounts.google.com"))
     try:
-        product = _PRODUCT_FILE.read_text().strip()
-    except (OSError, UnicodeDecodeError):
+        product = read_text(_PRODUCT_FILE, 1 << 12).strip()
+    except InvalidInput:
         product = ""
     if product in ("Google", "Google Compute Engine"):
         return "the service account of this virtual machine (issuer https://accounts.google.com)"

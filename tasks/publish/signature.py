@@ -1,4 +1,4 @@
-"""Sign all files of a release with a local key, in the format of OpenSSF Model Signing 1.0.
+"""Sign all files of a release with a local key, in the format of OpenSSF BundlePart Signing 1.0.
 
 ::
 
@@ -41,7 +41,7 @@ _STATEMENT = "https://in-toto.io/Statement/v1"
 _PREDICATE = "https://model_signing/signature/v1.0"
 # Never part of a release: files that git or a download leaves next to it.
 _IGNORED = (".cache", ".git", ".gitattributes", ".github", ".gitignore")
-Model = TypeVar("Model", bound=BaseModel)
+BundlePart = TypeVar("BundlePart", bound=BaseModel)
 _CURVES: Mapping[str, hashes.HashAlgorithm] = {
     "secp256r1": hashes.SHA256(),
     "secp384r1": hashes.SHA384(),
@@ -150,7 +150,7 @@ def read_statement(payload: bytes) -> Mapping[str, str]:
     return files
 
 
-def parse_bundle(kind: type[Model], content: bytes, problem: str) -> Model:
+def parse_bundle(kind: type[BundlePart], content: bytes, problem: str) -> BundlePart:
     """Parse JSON. Raise ValueError with ``problem`` and the first wrong field if it does not have the form ``kind``."""
     try:
         return kind.model_validate_json(content)
