@@ -1,4 +1,4 @@
-"""Sign all files of a release with a local key, in the format of OpenSSF BundlePart Signing 1.0.
+"""Sign all files of a release with a local key, in the format of OpenSSF Model Signing 1.0.
 
 ::
 
