@@ -249,7 +249,7 @@ def _require_sound(sample: LoggedSample, path: Path) -> None:
 
 
 def _condense(sample: LoggedSample, path: Path, cluster_field: str | None) -> SampleEvidence:
-    """Return the values of a sample that a gate needs. Hashes of lm-eval in the metadata take precedence over the texts."""
+    """Return the values of a sample that a gate needs. Hashes in the metadata take precedence over the texts."""
     metadata = sample.metadata
     recorded = [metadata.get(name) for name in _HASHES]
     hashes = [each for each in recorded if isinstance(each, str) and _HASH.fullmatch(each)]

@@ -1,6 +1,7 @@
 """Define the results that a gate reads from files of another library, and compare the conditions of two results.
 
-The formats have a module each: ``lm_eval_results`` and ``inspect_logs``. ``result_files`` picks the format by the content of a file.
+The formats have a module each: ``lm_eval_results`` and ``inspect_logs``. ``result_files`` picks the format by the
+content of a file.
 """
 
 from __future__ import annotations
