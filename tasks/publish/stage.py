@@ -35,6 +35,7 @@ from mergegate.tasks.publish.content import (
     written_file,
 )
 from mergegate.tasks.publish.eval_results import eval_results
+from mergegate.tasks.publish.facts import DatasetFacts, ReleaseFacts, release_facts
 from mergegate.tasks.publish.license_files import license_files, open_obligations
 from mergegate.tasks.publish.provenance import MergeOrigin, MergeRelease, provenance
 from mergegate.tasks.publish.public_names import PublicNames, require_no_private_paths
@@ -50,7 +51,7 @@ class ReleaseParts(NamedTuple):
 
     ``evidence`` holds the files from which anyone can recompute the verdict. ``state`` is the optimizer state for the
     next merge, if there is any. The provenance names it, but it is not published. ``names`` are the public names of
-    local models and texts, as used in ``content``.
+    local models and texts, as used in ``content``. ``held_out`` identifies the held-out text, if there is one.
     """
 
     content: ReportContent
@@ -62,6 +63,7 @@ class ReleaseParts(NamedTuple):
     evidence: Artifact[RecordedEvidence]
     state: Artifact[OptimizerState] | None = None
     names: PublicNames = PublicNames({})
+    held_out: DatasetFacts | None = None
 
     @property
     def name(self) -> str:
@@ -74,6 +76,12 @@ class ReleaseParts(NamedTuple):
         recipe = self.pinned.recipe.directory
         parents = (path for parent in self.pinned.parents for path in parent.directories)
         return (*parents, *([recipe] if recipe else []))
+
+    def facts(self, target: PublishTarget) -> ReleaseFacts:
+        """Return the facts that the documents of the release state."""
+        license = self.names.apply(self.license.value)
+        inputs = (self.content, self.pinned, self.numerics, license, self.merge)
+        return release_facts(*inputs, target, self.names, self.held_out)
 
     def files(self, target: PublishTarget) -> list[ReleaseFile]:
         """Return all files before SHA256SUMS.
