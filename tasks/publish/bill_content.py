@@ -15,6 +15,7 @@ from urllib.parse import quote
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import parse_json
+from mergegate.tasks.gate import GuardVerdict
 from mergegate.tasks.preflight.licenses import load_table
 from mergegate.tasks.publish.card_scores import score_interval
 from mergegate.tasks.publish.content import ReleaseFile, file_identities
@@ -142,7 +143,9 @@ class BillContent:
     @property
     def energy(self) -> str:
         """Estimate of the energy as text."""
-        return f"at most {self.facts.compute.energy_kwh:.3g} kWh for the merge and its evaluation (estimate, not measured)"
+        return (
+            f"at most {self.facts.compute.energy_kwh:.3g} kWh for the merge and its evaluation (estimate, not measured)"
+        )
 
     @property
     def training(self) -> str:
@@ -216,7 +219,9 @@ def merge_bill(
         license=str(license.get("license_name") or license.get("license") or ""),
         task=content.kind.pipeline_tag or "",
         metrics=tuple(metrics),
-        thresholds={guard.task: f"drop of at most {guard.max_drop:g} points from {guard.reference}" for guard in guards},
+        thresholds={
+            guard.task: f"drop of at most {guard.max_drop:g} points from {guard.reference}" for guard in guards
+        },
         tradeoffs=tuple(guard.reason for guard in guards),
         limits=_limits(content, facts),
         variant_types=(),
@@ -241,15 +246,16 @@ def variant_bill(
             BillMetric(f"{name}: {guard.task}", wording.metric_name(guard.metric, content.kind), guard.merge_score)
             for name, guard in guards
         ),
-        thresholds={
-            f"{name}: {guard.task}": f"drop of at most {guard.max_drop:g} points from {guard.reference}"
-            for name, guard in guards
-        },
+        thresholds={f"{name}: {guard.task}": _threshold(guard) for name, guard in guards},
         tradeoffs=tuple(f"{name}: {guard.reason}" for name, guard in guards),
         limits=_limits(content, facts),
         variant_types=types,
         libraries={library.name: library.version for library in content.versions},
     )
+
+
+def _threshold(guard: GuardVerdict) -> str:
+    return f"drop of at most {guard.max_drop:g} points from {guard.reference}"
 
 
 def _limits(content: ReportContent, facts: ReleaseFacts) -> tuple[str, ...]:

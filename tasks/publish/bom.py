@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from mergegate.tasks.publish.bill_content import (
     BillContent,
@@ -20,9 +20,11 @@ from mergegate.tasks.publish.bill_content import (
     spdx_id,
     web_address,
 )
-from mergegate.tasks.publish.content import CARD, COMPLIANCE, PROVENANCE, RECIPE, SPDX
+from mergegate.tasks.publish.content import BOM, CARD, COMPLIANCE, PROVENANCE, RECIPE, SPDX, ReleaseFile, written_file
 from mergegate.tasks.publish.parent_facts import ParentFacts
+from mergegate.tasks.publish.spdx import spdx_document
 
+MISSING_FACT = "mergegate:missing"  # property of the metadata, one for each fact without a source
 # Names in the taxonomy of the OWASP AIBOM project, and the keys of ``config.json`` with this size.
 _SIZES: Mapping[str, tuple[str, ...]] = {
     "vocabSize": ("vocab_size",),
@@ -34,7 +36,7 @@ _SIZES: Mapping[str, tuple[str, ...]] = {
     "feedForwardLength": ("intermediate_size", "n_inner", "d_ff", "ffn_dim"),
 }
 _MODEL_CARD, _DISTRIBUTION = "genai:aibom:modelcard:", "owasp:aibom:distribution:"
-# Types of references to files of the release. The last two are written after the bill of materials.
+# Types of references to files of the release.
 _DOCUMENTS = (
     ("documentation", CARD),
     ("model-card", CARD),
@@ -47,8 +49,14 @@ _DOCUMENTS = (
 )
 
 
-def bill_of_materials(bill: BillContent) -> str:
-    """Return the content of ``bom.json``."""
+def bill_files(bill: BillContent) -> list[ReleaseFile]:
+    """Return ``bom.spdx.json`` and ``bom.json``, which lists the former."""
+    spdx = written_file(SPDX, spdx_document(bill))
+    return [spdx, written_file(BOM, bill_of_materials(bill, [*bill.files, spdx]))]
+
+
+def bill_of_materials(bill: BillContent, files: Sequence[ReleaseFile]) -> str:
+    """Return the content of ``bom.json``. ``files`` are those of ``bill`` and the other bill of materials."""
     facts, supplier = bill.facts, _supplier(bill)
     about_model = {
         "type": "machine-learning-model",
@@ -58,7 +66,7 @@ def bill_of_materials(bill: BillContent) -> str:
         "licenses": _licenses(bill.license),
         **({"supplier": supplier, "manufacturer": supplier, "publisher": supplier["name"]} if supplier else {}),
     }
-    names = {file.name for file in bill.files}
+    names = {file.name for file in files}
     references = [{"type": kind, "url": name} for kind, name in _DOCUMENTS if name in names]
     references.append({"type": "attestation", "url": PROVENANCE})
     if bill.page:
@@ -85,14 +93,14 @@ def bill_of_materials(bill: BillContent) -> str:
             }.items()
         ),
     }
-    files = [
+    listed = [
         {
             "type": "file",
             "bom-ref": f"file:{file.name}",
             "name": file.name,
             "hashes": [{"alg": "SHA-256", "content": file.sha256}],
         }
-        for file in bill.files
+        for file in sorted(files, key=lambda file: file.name)
     ]
     bom = {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
@@ -118,14 +126,14 @@ def bill_of_materials(bill: BillContent) -> str:
                     ("informationAboutApplication", " ".join(facts.about.intended_use)),
                     ("metric", "; ".join(f"{metric.task}: {metric}" for metric in bill.metrics)),
                     ("metricDecisionThreshold", "; ".join(": ".join(pair) for pair in bill.thresholds.items())),
-                    *(("mergegate:missing", name) for name in bill.missing),
+                    *((MISSING_FACT, name) for name in bill.missing),
                 )
             ),
         },
-        "components": [model, *files],
+        "components": [model, *listed],
         "compositions": [{"aggregate": "complete", "assemblies": ["release"]}],
         "dependencies": [
-            {"ref": "release", "dependsOn": ["model", *(file["bom-ref"] for file in files)]},
+            {"ref": "release", "dependsOn": ["model", *(file["bom-ref"] for file in listed)]},
             {"ref": "model", "dependsOn": [f"parent:{number}" for number in range(1, len(facts.parents) + 1)]},
         ],
     }
@@ -245,7 +253,7 @@ def _ancestor(number: int, parent: ParentFacts) -> dict[str, object]:
 
 
 def _energy(activity: str, kilowatt_hours: float) -> dict[str, object]:
-    """Return the energy of an activity. The schema requires a provider, which nobody states."""
+    """Return the energy of an activity. The schema requires a provider, which is not known."""
     energy = {"value": float(f"{kilowatt_hours:.3g}"), "unit": "kWh"}
     provider = {"organization": {"name": "unknown"}, "energySource": "unknown", "energyProvided": energy}
     return {"activity": activity, "energyProviders": [provider], "activityEnergyCost": energy}

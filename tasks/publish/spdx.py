@@ -60,13 +60,15 @@ class _Graph:
         trained_on = {name: self._id("training-data", number) for number, name in enumerate(training_data, 1)}
         model = self._id("model")
         self._relate(model, "contains", [str(file["spdxId"]) for file in files], completeness="complete")
+        parents = [self._id("parent", number) for number in range(1, len(facts.parents) + 1)]
+        self._relate(model, "dependsOn", parents, type="LifecycleScopedRelationship", scope="build")
         for number, parent in enumerate(facts.parents, 1):
             self._relate(self._id("parent", number), "ancestorOf", [model])
             self._relate(self._id("parent", number), "trainedOn", [trained_on[name] for name in parent.datasets])
         for number, data in enumerate(facts.datasets, 1):
             kind = "other" if data.purpose == "calibration" else "testedOn"
-            comment = "The merge read this text for calibration." if data.purpose == "calibration" else ""
-            self._relate(model, kind, [self._id("dataset", number)], comment=comment)
+            note = {"comment": "A model read this text for the merge."} if data.purpose == "calibration" else {}
+            self._relate(model, kind, [self._id("dataset", number)], **note)
         agents = [
             self._element("Agent", identifier, name=name, **self._contact(name))
             for name, identifier in self.suppliers.items()
@@ -77,9 +79,7 @@ class _Graph:
             author = self._id("author")
             agents.append(self._element("SoftwareAgent", author, name="mergegate"))
         licenses = [
-            self._element(
-                "simplelicensing_LicenseExpression", identifier, simplelicensing_licenseExpression=expression
-            )
+            self._element("simplelicensing_LicenseExpression", identifier, simplelicensing_licenseExpression=expression)
             for expression, identifier in self.licenses.items()
         ]
         described = [*agents, tool, *licenses, *packages, *files, *self.relationships]
@@ -190,6 +190,7 @@ class _Graph:
             description="Training data that the card of a parent names.",
             software_downloadLocation=dataset_address(name),
             software_primaryPurpose="data",
+            suppliedBy=self._supplier(name.partition("/")[0] if "/" in name and dataset_address(name) else ""),
             dataset_datasetType=["noAssertion"],
             dataset_intendedUse="training",
         )
@@ -224,10 +225,9 @@ class _Graph:
 
     def _relate(self, source: str, kind: str, to: Sequence[str], **more: str) -> None:
         if to:
+            identifier = self._id("relationship", len(self.relationships) + 1)
             fields: dict[str, Any] = {"from": source, "relationshipType": kind, "to": list(to), **more}
-            self.relationships.append(
-                self._element("Relationship", self._id("relationship", len(self.relationships) + 1), **fields)
-            )
+            self.relationships.append({**self._element("Relationship", identifier), **fields})
 
     def _element(self, element_type: str, identifier: str, **fields: object) -> dict[str, object]:
         """Return an element with the fields that have a value."""

@@ -152,7 +152,7 @@ def license_verdict(
 
 # The library has its own environment, because its format checkers slow down every import of Prefect by seconds.
 VALIDATORS = Path(__file__).resolve().parents[2] / ".venv-validators" / "bin" / "python"
-needs_cyclonedx = pytest.mark.skipif(
+needs_validators = pytest.mark.skipif(
     not VALIDATORS.exists() and "MERGEGATE_REQUIRE_VALIDATORS" not in os.environ,
     reason="make .venv-validators/ready first",
 )

@@ -16,7 +16,7 @@ from release_samples import (
     content,
     cyclonedx_finds,
     license_verdict,
-    needs_cyclonedx,
+    needs_validators,
     publishable,
     sha,
     share,
@@ -133,7 +133,7 @@ def test_card_and_bill_of_materials_name_task_and_library(tmp_path: Path, name: 
     assert result.task_type == layout.tag
 
 
-@needs_cyclonedx
+@needs_validators
 def test_the_bills_of_materials_of_all_kinds_pass_the_strict_schema(tmp_path: Path) -> None:
     samples = [released(tmp_path / name, layout) for name, layout in (*LAYOUTS.items(), ("unknown", UNKNOWN))]
     found = cyclonedx_finds([release_files(sample)["bom.json"] for sample in samples])

@@ -18,7 +18,7 @@ from release_samples import (
     cyclonedx_finds,
     files,
     license_verdict,
-    needs_cyclonedx,
+    needs_validators,
     parents,
     sha,
     share,
@@ -183,7 +183,7 @@ def test_the_provenance_is_deterministic_and_contains_no_local_path(tmp_path: Pa
     assert not re.search(r"\d{4}-\d\d-\d\dT", here)
 
 
-@needs_cyclonedx
+@needs_validators
 def test_the_bill_of_materials_passes_the_strict_schema_of_cyclonedx(tmp_path: Path) -> None:
     said = content((share("arc_easy", 300, 400), share("gsm8k", 700, 1319, "exact_match,flexible-extract")))
     cards = ({"license": "mit"}, {"license": "other", "license_name": "a-and-b", "license_link": "LICENSE"})

@@ -40,7 +40,8 @@ from mergegate.tasks.publish import (
     public_key,
     read_signature,
 )
-from mergegate.tasks.publish.content import MERGE_BUILD, RELEASE_URN, VARIANT_BUILD, VARIANT_VERDICTS
+from mergegate.tasks.publish.bom import MISSING_FACT
+from mergegate.tasks.publish.content import MERGE_BUILD, RELEASE_URN, SPDX, VARIANT_BUILD, VARIANT_VERDICTS
 from mergegate.tasks.publish.releases.origin import MergeLink, find_merge, read_link, require_linked
 from mergegate.tasks.publish.releases.recompute import RecomputedVerdict, recompute_variants, recompute_verdict
 from mergegate.tasks.publish.releases.weights import is_rebuilt
@@ -72,6 +73,7 @@ class VerifiedRelease:
         variants: Verdicts that were decided again from a release of quantized variants, by type. Empty unless that was
             requested.
         merge: Release that quantized variants were made from. None for the release of a merge.
+        missing_facts: Facts that the bill of materials lists as missing.
     """
 
     reference: str
@@ -82,6 +84,7 @@ class VerifiedRelease:
     recomputed: RecomputedVerdict | None = None
     variants: Mapping[str, RecomputedVerdict] = field(default_factory=dict)
     merge: MergeLink | None = None
+    missing_facts: tuple[str, ...] = ()
 
     @property
     def files(self) -> int:
@@ -97,6 +100,8 @@ class VerifiedRelease:
         head = f"{self.reference}: {self.files} files, {self.bytes / 1e6:,.1f} MB, all as published"
         lines = [f"its content matches its version {self.version}" if self.version else _NO_DIGEST]
         lines += [_SIGNATURES[self.signed], *([str(self.merge)] if self.merge else [])]
+        if self.missing_facts:
+            lines.append(f"its bill of materials lists {len(self.missing_facts)} missing facts, see {BOM}")
         return "\n  ".join((head, *lines))
 
 
@@ -137,7 +142,14 @@ def check_release(
             remedy="do not use it; download it again from its target, or publish it again",
         )
     signed: Signed = "none" if SIGNATURE not in check.files else "valid" if key else "not checked"
-    verified = VerifiedRelease(release.reference, check.files, release.version, signed, check.statement)
+    verified = VerifiedRelease(
+        release.reference,
+        check.files,
+        release.version,
+        signed,
+        check.statement,
+        missing_facts=check.missing_facts(),
+    )
     if isinstance(check, _VariantCheck) and check.link:
         link = find_merge(release, check.link, merge)
         if not isinstance(link, MergeLink):
@@ -202,6 +214,7 @@ class _ReleaseCheck:
             for subject in _list(_at(self.statement, "subject"))
         }
         self.compare_files(listed, PROVENANCE, unlisted_files={PROVENANCE, SIGNATURE, SUMS})
+        self.compare_spdx()
         if BOM not in self.files:
             return
         bom = self._json(BOM)
@@ -215,12 +228,41 @@ class _ReleaseCheck:
             (_at(item, "name"), _at(item, "version"))
             for item in _list(_at(bom, "metadata", "component", "pedigree", "ancestors"))
         ]
-        parents = [
+        if ancestors != self._identities():
+            self.findings.append(f"{BOM}: its {self.origin} are not those of {PROVENANCE}")
+
+    def compare_spdx(self) -> None:
+        """Compare the second bill of materials with the files and the provenance. Earlier releases do not have it."""
+        if SPDX not in self.files:
+            return
+        elements = [item for item in _list(_at(self._json(SPDX), "@graph")) if isinstance(item, dict)]
+        listed = {
+            str(item.get("name")): str(_at(digest, "hashValue"))
+            for item in elements
+            if item.get("type") == "software_File"
+            for digest in _list(item.get("verifiedUsing"))
+        }
+        self.compare_files(listed, SPDX, unlisted_files={SPDX, BOM, PROVENANCE, SIGNATURE, SUMS})
+        packages = {
+            str(item.get("spdxId")): (item.get("name"), item.get("software_packageVersion")) for item in elements
+        }
+        ancestors = [
+            packages.get(str(item.get("from"))) for item in elements if item.get("relationshipType") == "ancestorOf"
+        ]
+        if ancestors != self._identities():
+            self.findings.append(f"{SPDX}: its {self.origin} are not those of {PROVENANCE}")
+
+    def _identities(self) -> list[tuple[object, object]]:
+        """Return name and version of each dependency in the provenance, except texts."""
+        return [
             (_at(item, "name"), _at(item, "digest", "gitCommit") or _at(item, "digest", "sha256"))
             for item in self.parents
         ]
-        if ancestors != parents:
-            self.findings.append(f"{BOM}: its {self.origin} are not those of {PROVENANCE}")
+
+    def missing_facts(self) -> tuple[str, ...]:
+        """Return the facts that the bill of materials lists as missing."""
+        properties = _list(_at(self._json(BOM), "metadata", "properties")) if BOM in self.files else []
+        return tuple(str(_at(item, "value")) for item in properties if _at(item, "name") == MISSING_FACT)
 
     def compare_card(self, card: str, metadata: Mapping[str, Any]) -> None:
         """Compare text and metadata of the card with the provenance."""
