@@ -30,7 +30,7 @@ _UNKNOWN_LAYERS = 128
 # Energy of a whole machine. CPU: 500 W at 0.5 · 10^12 operations per second. GPU: 1000 W at 100 · 10^12.
 _PER_JOULE = {"cpu": 1e9, "cuda": 1e11}
 _JOULE_PER_BYTE = 1e-6  # 500 W at 0.5 GB per second
-_JOULE_PER_START = 300_000.0  # 500 W for 10 minutes
+_JOULE_PER_START = 60_000.0  # 500 W for 2 minutes
 _JOULE_PER_KWH = 3.6e6
 
 
@@ -71,7 +71,7 @@ class ComputeEstimate:
 
 
 @dataclass(frozen=True)
-class NetworkSize:
+class NetworkDimensions:
     """Sizes of a network that determine the computation per token.
 
     Attributes:
@@ -89,7 +89,7 @@ class NetworkSize:
     nbytes: int = 0
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], parameters: int, nbytes: int = 0) -> NetworkSize:
+    def from_config(cls, config: Mapping[str, Any], parameters: int, nbytes: int = 0) -> NetworkDimensions:
         """Return the sizes in ``config.json``. An unknown size is replaced by a large one."""
 
         def largest(*names: str) -> int:
@@ -167,7 +167,7 @@ def adapter_part(shapes: Iterable[tuple[int, int]], inputs: int, method: str) ->
 
 
 def calibration_part(
-    name: str, network: NetworkSize, text_bytes: float, *, operations: float = 2.0, window: int | None = None
+    name: str, network: NetworkDimensions, text_bytes: float, *, operations: float = 2.0, window: int | None = None
 ) -> ComputePart:
     """Return the computation of a model that reads a text of ``text_bytes`` bytes for the merge.
 
@@ -186,14 +186,14 @@ def quantization_part(name: str, nbytes: float) -> ComputePart:
     return ComputePart("merge", name, 8.0 * nbytes * _QUANTIZATION, 40.0 * nbytes)
 
 
-def perplexity_part(model: str, network: NetworkSize, tokens: int, window: int | None) -> ComputePart:
+def perplexity_part(model: str, network: NetworkDimensions, tokens: int, window: int | None) -> ComputePart:
     """Return the computation of a model that reads ``tokens`` of held-out text, with overlapping windows."""
     flop = network.flop(2.0 * tokens, window)
     return ComputePart("evaluation", f"held-out text: {model}", flop, float(network.nbytes))
 
 
 def task_part(
-    model: str, task: str, network: NetworkSize, documents: int, *, answers: int | None, max_length: int | None
+    model: str, task: str, network: NetworkDimensions, documents: int, *, answers: int | None, max_length: int | None
 ) -> ComputePart:
     """Return the computation of a model that answers ``documents`` of a task.
 

@@ -25,7 +25,7 @@ from mergegate.tasks.preflight.licenses import LicenseVerdict
 from mergegate.tasks.publish.compute import (
     ComputeEstimate,
     ComputePart,
-    NetworkSize,
+    NetworkDimensions,
     adapter_part,
     calibration_part,
     estimate_compute,
@@ -43,7 +43,7 @@ from mergegate.tasks.publish.targets.contract import PublishTarget
 from mergegate.tasks.report import ReportContent
 from mergegate.tasks.stage import store
 from mergegate.tasks.store import Artifact
-from mergegate.tasks.variants import VariantVerdict
+from mergegate.tasks.variants import CalibrationSettings, VariantVerdict
 
 _SAFETENSORS, _GGUF = ".safetensors", ".gguf"
 # Keys of a configuration that are sizes, and those that are settings of the network.
@@ -112,7 +112,7 @@ class ReleaseFacts:
 
 def release_facts(
     content: ReportContent,
-    pinned: PinnedRecipe,
+    pinned_recipe: PinnedRecipe,
     numerics: Numerics,
     license: LicenseVerdict,
     merge: Artifact[MergeSummary],
@@ -124,10 +124,10 @@ def release_facts(
 
     ``content`` and ``license`` have public names. ``held_out`` identifies the held-out text, if there is one.
     """
-    is_adapter = pinned.recipe.output is not None
+    is_adapter = pinned_recipe.recipe.output is not None
     config = _read_config(merge.directory)
     if is_adapter:
-        base = next(parent for parent in pinned.parents if parent.adapter)
+        base = next(parent for parent in pinned_recipe.parents if parent.adapter)
         config = {**config, **_read_config(base.directory)}
     about, source = _statements(target, names)
     likelihoods = next((model.likelihoods for model in content.models if model.likelihoods), None)
@@ -136,7 +136,7 @@ def release_facts(
         *([_held_out_data(held_out, likelihoods.documents)] if likelihoods else []),
         *(
             DatasetFacts(names.rename_text(text), "calibration", sha256)
-            for text, sha256 in pinned.recipe.text_digests().items()
+            for text, sha256 in pinned_recipe.recipe.text_digests().items()
         ),
     ]
     return ReleaseFacts(
@@ -151,25 +151,27 @@ def release_facts(
         parameters=merge.value.parameters,
         dtypes=_dtypes(merge.directory / name for name in merge.files),
         method=content.method,
-        parents=_parents(content, pinned, license, about, names),
+        parents=_parents(content, pinned_recipe, license, about, names),
         datasets=tuple(datasets),
-        compute=_compute(content, pinned, numerics, merge, config, names),
+        compute=_compute(content, pinned_recipe, numerics, merge, config, names),
     )
 
 
 def variant_facts(
     content: ReportContent,
-    pinned: PinnedRecipe,
+    pinned_recipe: PinnedRecipe,
     license: LicenseVerdict,
     merge: MergeRelease,
     files: Mapping[str, Sequence[ReleaseFile]],
     target: PublishTarget,
     names: PublicNames,
     held_out: DatasetFacts | None = None,
+    calibration: CalibrationSettings | None = None,
 ) -> ReleaseFacts:
     """Return the facts about a release of quantized variants of ``merge``.
 
-    ``files`` holds the files of each published variant by its type. The other arguments are those of `release_facts`.
+    ``files`` holds the files of each published variant by its type. ``calibration`` names the text that the quantizer
+    reads. The other arguments are those of `release_facts`.
     """
     published = [verdict for verdict in content.variants if verdict.type in files]
     weights = [file for each in files.values() for file in each if isinstance(file.source, Path)]
@@ -186,7 +188,7 @@ def variant_facts(
             header = read_gguf_header(file.source)
             config = config or {"model_type": header.metadata.get("general.architecture", "")}
             parameters = (parameters or 0) + sum(_product(tensor.shape) for tensor in header.tensors)
-    donor = next((parent for parent in pinned.parents if parent.ref == str(pinned.recipe.donor)), None)
+    donor = next((parent for parent in pinned_recipe.parents if parent.ref == str(pinned_recipe.recipe.donor)), None)
     own_config = _read_config(donor.directory) if donor else {}
     config = {**own_config, **config}
     types: dict[str, int] = {}
@@ -195,12 +197,17 @@ def variant_facts(
             types[name] = types.get(name, 0) + count
     about, source = _statements(target, names)
     parts, datasets = list[ComputePart](), dict[DatasetFacts, None]()
-    size = NetworkSize.from_config(config, parameters or 8 * sum(file.size for file in weights))
+    size = NetworkDimensions.from_config(config, parameters or 8 * sum(file.size for file in weights))
     for verdict in published:
         nbytes = float(verdict.record.bytes) if verdict.record else 0.0
         parts.append(quantization_part(f"quantization to {verdict.type}", nbytes))
-        if verdict.record and verdict.record.calibration:
-            datasets[DatasetFacts("calibration text", "calibration", verdict.record.calibration)] = None
+        if verdict.record and verdict.record.calibration and calibration:
+            text = names.rename_text(str(calibration.documents))
+            tokens = calibration.samples * calibration.max_length
+            parts.append(calibration_part(f"calibration text: {verdict.type}", size, tokens / 2.0))
+            # GPTQ updates all columns of a row for each column.
+            parts.append(ComputePart("merge", f"GPTQ: {verdict.type}", 8.0 * nbytes * 8.0 * size.attention_width))
+            datasets[DatasetFacts(text, "calibration", verdict.record.calibration)] = None
         for model in (verdict.type, "merge"):
             parts += _variant_evaluation(verdict, model, size, content)
         for guard in verdict.gate.all_guards if verdict.gate else ():
@@ -231,7 +238,7 @@ def variant_facts(
         parents=(parent,),
         datasets=tuple(datasets),
         compute=estimate_compute(parts, "cpu", ["The computation of the merge is in the sheet of its release."]),
-        ancestors=_parents(content, pinned, license, about, names),
+        ancestors=_parents(content, pinned_recipe, license, about, names),
     )
 
 
@@ -248,11 +255,15 @@ def _statements(target: PublishTarget, names: PublicNames) -> tuple[AboutRelease
 
 
 def _parents(
-    content: ReportContent, pinned: PinnedRecipe, license: LicenseVerdict, about: AboutRelease, names: PublicNames
+    content: ReportContent,
+    pinned_recipe: PinnedRecipe,
+    license: LicenseVerdict,
+    about: AboutRelease,
+    names: PublicNames,
 ) -> tuple[ParentFacts, ...]:
     licenses = {model.ref: model.licence for model in content.parents} | dict(license.licenses)
     facts = []
-    for parent in pinned.parents:
+    for parent in pinned_recipe.parents:
         public = parent.rename(names.rename_text)
         own_license = licenses.get(public.ref) or licenses.get(public.name) or ""
         facts.append(parent_facts(public, own_license, about.training_compute.get(public.ref)))
@@ -287,33 +298,37 @@ def _held_out_data(held_out: DatasetFacts | None, documents: int) -> DatasetFact
 
 def _compute(
     content: ReportContent,
-    pinned: PinnedRecipe,
+    pinned_recipe: PinnedRecipe,
     numerics: Numerics,
     merge: Artifact[MergeSummary],
     config: Mapping[str, Any],
     names: PublicNames,
 ) -> ComputeEstimate:
     """Return the estimate for a merge and for the evaluation of the models in its report."""
-    public = {parent.ref: names.rename_text(parent.name) for parent in pinned.parents}
-    sizes = {public[parent.ref]: _network_size(parent) for parent in pinned.parents}
+    public = {parent.ref: names.rename_text(parent.name) for parent in pinned_recipe.parents}
+    sizes = {public[parent.ref]: _network_size(parent) for parent in pinned_recipe.parents}
     largest = max((size.parameters for size in sizes.values()), default=0)
-    merged = merge.value.parameters + (largest if pinned.recipe.output else 0)
-    own_size = NetworkSize.from_config(config, merged, merge.value.bytes_written)
+    merge_size = merge.value.parameters + (largest if pinned_recipe.recipe.output else 0)
+    own_size = NetworkDimensions.from_config(config, merge_size, merge.value.bytes_written)
     parts, notes = list[ComputePart](), list[str]()
-    if pinned.recipe.output:
+    if pinned_recipe.recipe.output:
         shapes = _adapted_shapes(merge.directory / name for name in merge.files)
-        inputs = sum(parent.adapter is not None for parent in pinned.parents)
-        parts.append(adapter_part(shapes, inputs, pinned.recipe.merge_method))
+        inputs = sum(parent.adapter is not None for parent in pinned_recipe.parents)
+        parts.append(adapter_part(shapes, inputs, pinned_recipe.recipe.merge_method))
     else:
         try:
-            plan = plan_merge(pinned.recipe, {parent.ref: parent.open() for parent in pinned.parents})
+            plan = plan_merge(pinned_recipe.recipe, {parent.ref: parent.open() for parent in pinned_recipe.parents})
             parts += plan_parts(plan)
         except InvalidInput:
             # The bound of a method on whole matrices, if the parents cannot be read any more.
             side = own_size.attention_width * 4
-            parts.append(adapter_part([(merged // side + 1, side)], len(pinned.parents), pinned.recipe.merge_method))
+            parts.append(
+                adapter_part(
+                    [(merge_size // side + 1, side)], len(pinned_recipe.parents), pinned_recipe.recipe.merge_method
+                )
+            )
             notes.append("The parents could not be read again, so the bound is that of a method on whole matrices.")
-    for document in (*pinned.recipe.steps, pinned.recipe):
+    for document in (*pinned_recipe.recipe.steps, pinned_recipe.recipe):
         parts += _calibration(document, public, sizes, own_size)
     for model in content.models:
         size = own_size if model.role == "merge" else sizes.get(model.name, own_size)
@@ -325,7 +340,9 @@ def _compute(
     return estimate_compute(parts, numerics.device, notes)
 
 
-def _task_evaluation(model: str, scores: Scores, size: NetworkSize, content: ReportContent) -> Iterator[ComputePart]:
+def _task_evaluation(
+    model: str, scores: Scores, size: NetworkDimensions, content: ReportContent
+) -> Iterator[ComputePart]:
     documents: dict[str, int] = {}
     for score in scores.tasks:
         documents[score.task] = max(score.n, documents.get(score.task, 0))
@@ -337,7 +354,7 @@ def _task_evaluation(model: str, scores: Scores, size: NetworkSize, content: Rep
 
 
 def _variant_evaluation(
-    verdict: VariantVerdict, model: str, size: NetworkSize, content: ReportContent
+    verdict: VariantVerdict, model: str, size: NetworkDimensions, content: ReportContent
 ) -> Iterator[ComputePart]:
     if (gate := verdict.gate) is None:
         return
@@ -352,7 +369,7 @@ def _variant_evaluation(
 
 
 def _calibration(
-    document: Recipe, names: Mapping[str, str], sizes: Mapping[str, NetworkSize], merged: NetworkSize
+    document: Recipe, names: Mapping[str, str], sizes: Mapping[str, NetworkDimensions], merge_size: NetworkDimensions
 ) -> Iterator[ComputePart]:
     """Yield the computation of the models that read the calibration texts of one recipe document.
 
@@ -364,7 +381,7 @@ def _calibration(
     for ref, text in pin_calibration_texts(document, store().hashes):
         size = text.path.stat().st_size
         if document.needs_statistics:
-            network = sizes.get(names[ref], merged)
+            network = sizes.get(names[ref], merge_size)
             yield calibration_part(
                 f"calibration text: {names[ref]}",
                 network,
@@ -374,21 +391,21 @@ def _calibration(
             )
         if document.router_repair is not None:
             yield calibration_part(
-                f"router repair: text of {names[ref]}", merged, size, window=document.reading.max_length
+                f"router repair: text of {names[ref]}", merge_size, size, window=document.reading.max_length
             )
 
 
-def _network_size(parent: PinnedCheckpoint) -> NetworkSize:
+def _network_size(parent: PinnedCheckpoint) -> NetworkDimensions:
     """Return the sizes of a parent with its adapter, or an upper bound from the size of its files."""
     config = _read_config(parent.directory)
     try:
         checkpoint = parent.open()
         numbers = sum(tensor.numel for tensor in checkpoint.tensors.values())
-        return NetworkSize.from_config(config, numbers, checkpoint.nbytes)
+        return NetworkDimensions.from_config(config, numbers, checkpoint.nbytes)
     except InvalidInput:
         files = [file for file in parent.directory.glob("*.*") if file.suffix in (_SAFETENSORS, ".bin", _GGUF)]
         size = sum(file.stat().st_size for file in files if file.is_file())
-        return NetworkSize.from_config(config, 2 * size, size)
+        return NetworkDimensions.from_config(config, 2 * size, size)
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

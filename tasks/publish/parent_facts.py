@@ -15,6 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import open_plain
+from mergegate.merge_core.recipe import parse_reference
 from mergegate.tasks.checkpoints import PinnedCheckpoint, card_directory, card_path, read_card
 from mergegate.tasks.publish.provenance import hub_id
 
@@ -52,7 +53,7 @@ class DocumentLink:
 
 
 @dataclass(frozen=True)
-class CardSource:
+class ParentCard:
     """The card that facts about a parent come from: the model that it describes, and the sha256 of the file."""
 
     model: str
@@ -95,7 +96,7 @@ class ParentFacts:
     energy: float | None = None
     emissions: float | None = None
     emissions_source: str = ""
-    cards: tuple[CardSource, ...] = ()
+    cards: tuple[ParentCard, ...] = ()
 
 
 def parent_facts(parent: PinnedCheckpoint, license: str, training_compute: float | None = None) -> ParentFacts:
@@ -105,10 +106,10 @@ def parent_facts(parent: PinnedCheckpoint, license: str, training_compute: float
     cannot be read is missing.
     """
     repository = hub_id(parent) if parent.revision is not None else ""
-    models = [(parent.ref, parent.directory)]
+    models = [(parse_reference(parent.ref, parent.name).path, parent.directory)]
     if parent.adapter:
         models.append((parent.adapter.ref, parent.adapter.directory))
-    cards, links, fields = list[CardSource](), list[DocumentLink](), dict[str, object]()
+    cards, links, fields = list[ParentCard](), list[DocumentLink](), dict[str, object]()
     datasets: dict[str, None] = {}
     for name, model_directory in models:
         directory = card_directory(model_directory)
@@ -123,7 +124,7 @@ def parent_facts(parent: PinnedCheckpoint, license: str, training_compute: float
                     digest.update(block)
         except (InvalidInput, OSError):
             continue
-        cards.append(CardSource(name, digest.hexdigest()))
+        cards.append(ParentCard(name, digest.hexdigest()))
         links += card_links(content.decode(errors="replace"))
         metadata = read_card(directory).fields
         value = metadata.get("datasets")

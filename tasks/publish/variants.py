@@ -90,7 +90,7 @@ class VariantParts(NamedTuple):
         files = {each.type: self._weights(each) for each in self.passed}
         license = self.names.apply(self.license.value)
         inputs = (self.content, self.pinned, license, self.merge, files)
-        return variant_facts(*inputs, target, self.names, self.held_out)
+        return variant_facts(*inputs, target, self.names, self.held_out, self.settings.calibration)
 
     def files(self, target: PublishTarget) -> list[ReleaseFile]:
         """Return all files before SHA256SUMS, as ``ReleaseParts.files`` does."""
