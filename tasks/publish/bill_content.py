@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from urllib.parse import quote
 
@@ -165,7 +165,7 @@ class BillContent:
             "supplier": about.supplier,
             "contact of the supplier": about.supplier and contact_of(self) != ("", ""),
             "download location": self.download,
-            "license": spdx_id(self.license),
+            "license": license_expression(self.license),
             "task": self.task,
             "forms of inputs and outputs": inputs and outputs,
             "architecture": facts.architecture,
@@ -185,7 +185,7 @@ class BillContent:
         }
         missing = [name for name, value in statements.items() if not value]
         for parent in facts.parents:
-            per_parent: dict[str, object] = {"supplier": parent.supplier, "license": spdx_id(parent.license)}
+            per_parent: dict[str, object] = {"supplier": parent.supplier, "license": license_expression(parent.license)}
             if parent.role != "merge":  # the release of the merge describes the training of its own parents
                 per_parent |= {"training data": parent.datasets, "training energy": parent.energy}
             missing += [f"{name} of {parent.name}" for name, value in per_parent.items() if not value]
@@ -204,13 +204,15 @@ def merge_bill(
     metrics = []
     for score in merge.scores.tasks if merge.scores else ():
         low, high = score_interval(score)
-        interval = (None, None) if math.isnan(low) else (low, high)
-        metrics.append(BillMetric(score.task, wording.metric_name(score.metric, content.kind), score.score, *interval))
+        metric = BillMetric(score.task, wording.metric_name(score.metric, content.kind), score.score)
+        metrics.append(metric if math.isnan(low) else replace(metric, low=low, high=high))
     if merge.likelihoods:
         measured = tuple(model for model in content.models if model.likelihoods)
         per_byte = compares_per_byte(measured, content.verdict.drift)
+        unit = "bits per byte" if per_byte else "perplexity"
         value = merge.likelihoods.bits_per_byte if per_byte else merge.likelihoods.perplexity
-        metrics.append(BillMetric("held-out text", "bits per byte" if per_byte else "perplexity", value))
+        if value is not None:
+            metrics.append(BillMetric("held-out text", unit, value))
     guards = content.verdict.all_guards
     return BillContent(
         facts=facts,
