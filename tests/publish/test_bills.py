@@ -101,7 +101,7 @@ COMPLETE = bill(facts())
 LOCAL = bill(facts(AboutRelease(), hub_id=None, address=".", parents=(HUB_PARENT, LOCAL_PARENT), datasets=()))
 OCI = bill(facts(hub_id=None, address="oci://registry.example/acme/demo"), "a license of ours")
 LICENSES = [license.id for license in load_table().licenses.values()]
-ALL_LICENSES = bill(facts(parents=tuple(replace(HUB_PARENT, name=name, license=name) for name in LICENSES)), "other")
+ALL_LICENSES = bill(facts(parents=tuple(replace(LOCAL_PARENT, name=name, license=name) for name in LICENSES)), "other")
 # Texts that no validator may stumble over.
 STRANGE = bill(
     facts(
