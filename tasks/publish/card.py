@@ -21,9 +21,9 @@ from mergegate.tasks.serve import SERVED_AS_LORA
 _DONE: dict[ObligationKind, str] = {
     "text": "The text is part of this release: {texts}.",
     "notice": "It is in [NOTICE](NOTICE).",
-    "display": "It is at the top of this page.",
+    "display": "It is at the top of {page}.",
     "use_policy": "This release passes it on.",
-    "changes": "The statement is at the top of this page and in [MODIFICATIONS](MODIFICATIONS).",
+    "changes": "The statement is at the top of {page} and in [MODIFICATIONS](MODIFICATIONS).",
     "name_prefix": "mergegate checked the name of this model.",
     "cap": "",
 }
@@ -52,6 +52,7 @@ class Publication:
     address: str  # reference to pass to mergegate: 'acme/demo' on the Hub, '.' in the release's directory
     signed: bool
     device: str  # kind of device that computed the merge
+    compliance: str  # summary of the compliance sheet
     versions: Mapping[str, str]  # libraries that determine the weights and the scores
 
 
@@ -110,6 +111,7 @@ def model_card(
         f"## Limits\n\n{_LIMITS}{f'{chr(10)}* {note}' if (note := untested_sentence(content)) else ''}",
         f"## How it was made\n\n{_sources(content, license)}\n\n{code_block(content.recipe.strip(), 'yaml')}",
         f"## License\n\n{license_section(license, missing, files)}",
+        f"## Compliance\n\n{publication.compliance}",
         f"## How to verify it\n\n{code_block(chr(10).join(commands), 'sh')}\n\n{notes}",
     ]
     return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
@@ -179,8 +181,13 @@ def _sources(content: ReportContent, license: LicenseVerdict) -> str:
     return "\n\n".join(parts)
 
 
-def license_section(license: LicenseVerdict, missing: Sequence[Obligation], files: Sequence[str]) -> str:
-    """Return the text under 'License'. ``missing`` and ``files`` are those of ``model_card``."""
+def license_section(
+    license: LicenseVerdict, missing: Sequence[Obligation], files: Sequence[str], page: str = "this page"
+) -> str:
+    """Return the text under 'License'. ``missing`` and ``files`` are those of ``model_card``.
+
+    ``page`` is how to refer to the card.
+    """
     combination = license.combination
     reasons = [reason.sentence for reason in combination.reasons if reason.rule.startswith("R7")]
     parts = [f"**{escape(license.result)}**" + (f": {escape(reasons[0])}." if reasons else "")]
@@ -195,7 +202,7 @@ def license_section(license: LicenseVerdict, missing: Sequence[Obligation], file
             sources = (*item.because, item.model)
             own = [name for name in texts if name.removeprefix("licenses/").removesuffix(".txt") in sources]
             links = ", ".join(f"[{name}]({quote(name)})" for name in own or texts)
-            outcome = f"{_DONE[item.kind].format(texts=links)} | {_LEFT.get(item.kind, '')}"
+            outcome = f"{_DONE[item.kind].format(texts=links, page=page)} | {_LEFT.get(item.kind, '')}"
         rows.append(f"| {escape(item.text)} | {escape(', '.join(item.because))} | {outcome} |")
     head = "| requirement | license | in this release | your part |\n| :-- | :-- | :-- | :-- |\n"
     parts.append(head + "\n".join(rows) if rows else "The license has no further requirements.")

@@ -21,8 +21,10 @@ from mergegate.tasks.publish.bill_content import merge_bill
 from mergegate.tasks.publish.bom import bill_files
 from mergegate.tasks.publish.card import Publication, model_card
 from mergegate.tasks.publish.card_metadata import card_metadata, check_card
+from mergegate.tasks.publish.compliance import compliance_section, compliance_sheet
 from mergegate.tasks.publish.content import (
     CARD,
+    COMPLIANCE,
     PROVENANCE,
     RECIPE,
     SIGNATURE,
@@ -103,11 +105,14 @@ class ReleaseParts(NamedTuple):
         file_names = [file.name for file in files]
         metadata = card_metadata(content, parents, license.combination, is_adapter=pinned.recipe.output is not None)
         versions = {library.name: library.version for library in content.versions} | dict(numerics.versions)
-        publication = Publication(target.address, target.sign_key is not None, numerics.device, versions)
-        card = model_card(content, metadata, license, open_obligations(parents, license), file_names, publication)
+        facts, missing = self.facts(target), open_obligations(parents, license)
+        files.append(written_file(COMPLIANCE, compliance_sheet(facts, content, license, missing, file_names)))
+        is_signed, summary = target.sign_key is not None, compliance_section(facts)
+        publication = Publication(target.address, is_signed, numerics.device, summary, versions)
+        card = model_card(content, metadata, license, missing, file_names, publication)
         check_card(card, metadata, file_names)
         files.append(written_file(CARD, card))
-        files += bill_files(merge_bill(files, content, self.facts(target), license.combination.card))
+        files += bill_files(merge_bill(files, content, facts, license.combination.card))
         origin = MergeOrigin(
             numerics,
             parents,

@@ -34,12 +34,13 @@ def variant_card(
     files: Sequence[str],
     origin: VariantOrigin,
     target: PublishTarget,
+    compliance: str,
 ) -> str:
     """Return the content of README.md for a release of variants, which contains no dates and no local paths.
 
     ``content`` has the verdicts on all variants of the place, including failed ones. ``missing`` lists the
     obligations that the release does not fulfill, and ``files`` names its files, as in ``model_card``. ``target`` is
-    the place of the variants.
+    the place of the variants, and ``compliance`` the summary of their compliance sheet.
     """
     front = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
     merge, published = origin.merge, [verdict for verdict in content.variants if verdict.type in origin.files]
@@ -65,6 +66,7 @@ def variant_card(
     sections += [
         f"## Limits\n\n{_LIMITS}",
         f"## License\n\n{license_section(license, missing, files)}",
+        f"## Compliance\n\n{compliance}",
         f"## How to verify it\n\n{_verification(origin, target)}",
     ]
     return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"

@@ -26,9 +26,11 @@ from mergegate.tasks.preflight.licenses import LicenseVerdict
 from mergegate.tasks.publish.bill_content import variant_bill
 from mergegate.tasks.publish.bom import bill_files
 from mergegate.tasks.publish.card_metadata import check_card, variant_metadata
+from mergegate.tasks.publish.compliance import compliance_section, compliance_sheet
 from mergegate.tasks.publish.content import (
     BOM,
     CARD,
+    COMPLIANCE,
     MAX_METADATA_BYTES,
     PROVENANCE,
     SIGNATURE,
@@ -121,11 +123,13 @@ class VariantParts(NamedTuple):
         metadata = variant_metadata(
             content.kind, parents, license.combination, self.merge.hub_id, settings.library_name, tags
         )
-        missing = open_obligations(parents, license)
-        card = variant_card(self.name, content, metadata, license, missing, file_names, origin, target)
+        missing, facts = open_obligations(parents, license), self.facts(target)
+        files.append(written_file(COMPLIANCE, compliance_sheet(facts, content, license, missing, file_names)))
+        summary = compliance_section(facts)
+        card = variant_card(self.name, content, metadata, license, missing, file_names, origin, target, summary)
         check_card(card, metadata, file_names)
         files.append(written_file(CARD, card))
-        files += bill_files(variant_bill(files, content, self.facts(target), license.combination.card))
+        files += bill_files(variant_bill(files, content, facts, license.combination.card))
         files.append(written_file(PROVENANCE, variant_provenance(files, content, origin, license, metadata)))
         return files
 
@@ -159,7 +163,7 @@ class VariantParts(NamedTuple):
         return tuple(path for path in (*own, recipe) if path is not None)
 
 
-_RESERVED = frozenset({CARD, BOM, SPDX, PROVENANCE, SUMS, SIGNATURE})
+_RESERVED = frozenset({CARD, COMPLIANCE, BOM, SPDX, PROVENANCE, SUMS, SIGNATURE})
 
 
 def variant_content(
