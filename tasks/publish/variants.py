@@ -31,6 +31,7 @@ from mergegate.tasks.publish.content import (
     BOM,
     CARD,
     COMPLIANCE,
+    KEYLESS_SIGNATURE,
     MAX_METADATA_BYTES,
     PROVENANCE,
     SIGNATURE,
@@ -163,7 +164,7 @@ class VariantParts(NamedTuple):
         return tuple(path for path in (*own, recipe) if path is not None)
 
 
-_RESERVED = frozenset({CARD, COMPLIANCE, BOM, SPDX, PROVENANCE, SUMS, SIGNATURE})
+_RESERVED = frozenset({CARD, COMPLIANCE, BOM, SPDX, PROVENANCE, SUMS, SIGNATURE, KEYLESS_SIGNATURE})
 
 
 def variant_content(
