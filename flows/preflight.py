@@ -100,6 +100,7 @@ from mergegate.tasks.preflight.licenses import (
     read_known_models,
     read_licenses,
 )
+from mergegate.tasks.publish import expected_signer
 from mergegate.tasks.publish.targets import CredentialUse, check_target
 from mergegate.tasks.report import read_history
 from mergegate.tasks.serve import server_of
@@ -223,6 +224,9 @@ def preflight_profile(
         suffixes = [variant.place_suffix for variant in profile.variants]
         problems.credentials += check_target(profile.publish, profile.root, suffixes, problems.collect_errors)
         problems.summary += [credential.summary() for credential in problems.credentials]
+    with problems.collect_errors():
+        if profile.publish and (sigstore := profile.publish.sigstore):
+            problems.summary.append(f"publish: signed by {expected_signer(sigstore, profile.root)}")
     with problems.collect_errors():
         if profile.publish and profile.evaluate and profile.evaluate.anchor:
             profile.publish.earlier_release(profile.root, profile.evaluate.anchor)

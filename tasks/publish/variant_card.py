@@ -9,7 +9,13 @@ import yaml
 
 from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation
-from mergegate.tasks.publish.card import code_block, display_lines, license_section
+from mergegate.tasks.publish.card import (
+    code_block,
+    display_lines,
+    license_section,
+    signature_note,
+    signature_options,
+)
 from mergegate.tasks.publish.card_metadata import CardMetadata
 from mergegate.tasks.publish.card_scores import escape, guard_note, guard_rows, markdown_table
 from mergegate.tasks.publish.content import variant_evidence
@@ -165,7 +171,7 @@ def _commands(metadata: CardMetadata, name: str, files: Mapping[str, Sequence[st
 
 
 def _verification(origin: VariantOrigin, target: PublishTarget) -> str:
-    key = " --key release.pub" if target.sign_key is not None else ""
+    key = signature_options(target.sigstore, has_key=target.sign_key is not None)
     verify = f"mergegate verify {target.address}{key}"
     commands = [
         (verify, "check all files and the provenance"),
@@ -177,6 +183,6 @@ def _verification(origin: VariantOrigin, target: PublishTarget) -> str:
     text = code_block("\n".join(f"{command:<48} # {what}" for command, what in commands), "sh")
     if target.address == ".":
         text += "\n\nRun these commands in the directory of the release."
-    if key:
-        text += "\n\nGet the public key from the publisher, but not from this release."
+    if note := signature_note(target.sigstore, has_key=target.sign_key is not None):
+        text += f"\n\n{note.lstrip()}"
     return text

@@ -333,6 +333,18 @@ class PublishTarget(PublishSettings, ABC):
                 head is not ``expected_head``, or the target rejects the request.
         """
 
+    def published_file(self, root: Path, version: str, name: str) -> bytes | None:
+        """Return a small file of a published version, or None without such a version or file.
+
+        Targets override this if they can read one file without listing the others. Raise Refused if the target is
+        unavailable.
+        """
+        try:
+            release = self.open(self.reference_to(version))
+        except InvalidInput:
+            return None
+        return release.read(name) if release is not None and name in release.files() else None
+
     @classmethod
     @abstractmethod
     def open(cls, reference: str) -> PublishedRelease | None:

@@ -161,6 +161,24 @@ class HubTarget(PublishTarget):
         published = publish_hub(request, self.repo, access, visibility=self.visibility, gated=gated)
         return Release(request.name, version, access.url(self.repo, version), self.repo, published.new)
 
+    def published_file(self, root: Path, version: str, name: str) -> bytes | None:
+        """Return a small file of the commit with a version's tag, or else of ``main``.
+
+        An interrupted publication may have moved ``main`` without creating the tag.
+        """
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        access = self._access()
+        try:
+            commit = self._tags(access).get(version) or main_commit(access, self.repo)
+            if commit is None or name not in access.listing(self.repo, commit):
+                return None
+            return HubRelease(access, self.repo, commit, None).read(name)
+        except RepositoryNotFoundError:
+            return None
+        except _client_errors() as error:
+            raise unreadable_release(self.repo, error, access) from None
+
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Move the tag ``name`` to the commit of the version."""
         from huggingface_hub.errors import RepositoryNotFoundError
