@@ -79,7 +79,9 @@ class ResultsFile(LoggedResults):
         """Return the tasks below a group, or the task itself; empty if the file contains neither."""
         leaves: dict[str, None] = {}
         visited: set[str] = set()
-        queue = [task]
+        # lm-eval 0.5 names a task below a group 'group::task'.
+        qualified = [name for name in self.content.configs if name.rpartition("::")[2] == task]
+        queue = qualified if len(qualified) == 1 else [task]
         while queue:  # visit each name once, because groups in a file from elsewhere may be circular
             name = queue.pop()
             if name in visited:
