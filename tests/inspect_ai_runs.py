@@ -85,8 +85,8 @@ def _main() -> None:
             epochs=task.get("epochs"),
             log_dir=task["log_dir"],
             log_format=task["format"],
-            max_connections=1,
-            max_samples=1,
+            log_realtime=False,
+            log_model_api=False,
             display="none",
             temperature=0.0,
         )
