@@ -17,7 +17,7 @@ from mergegate.flows.prefect_api import require_decision
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.errors import CannotDecide, MergegateError, finding_of
 from mergegate.tasks.gate import RecordedEvidence, record_evidence, verdict_record
-from mergegate.tasks.merge import numerics, optimizer_state, optimizer_steps
+from mergegate.tasks.merge import compare_weights, merged_model, numerics, optimizer_state, optimizer_steps
 from mergegate.tasks.publish import (
     MergeRelease,
     PassedVariant,
@@ -124,7 +124,10 @@ def _merge_parts(
     if optimizer_steps(attempt.pinned):  # for the next round of clients
         state = optimizer_state(attempt.pinned, numeric, state_license_files(attempt.pinned.parents, license.value))
     evidence = _record(attempt.assessment, attempt.verdicts[1:], names)
-    return ReleaseParts(content, attempt.pinned, numeric, license, attempt.merged, report, evidence, state, names)
+    weights = compare_weights.build(merged_model(attempt.merged, attempt.pinned), attempt.pinned.parents).value
+    return ReleaseParts(
+        content, attempt.pinned, numeric, license, attempt.merged, report, evidence, state, names, weights
+    )
 
 
 def _variant_places(

@@ -15,11 +15,19 @@ from typing import NamedTuple, Protocol
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import PinnedRecipe, checkpoint_digest
 from mergegate.tasks.gate import RecordedEvidence
-from mergegate.tasks.merge import MergeSummary, Numerics, OptimizerState, optimizer_state_paths
+from mergegate.tasks.merge import (
+    MergeSummary,
+    Numerics,
+    OptimizerState,
+    WeightComparison,
+    describe_changes,
+    optimizer_state_paths,
+)
 from mergegate.tasks.preflight.licenses import LicenseVerdict
 from mergegate.tasks.publish.bom import bill_of_materials
 from mergegate.tasks.publish.card import Publication, model_card
-from mergegate.tasks.publish.card_metadata import card_metadata, check_card
+from mergegate.tasks.publish.card_metadata import card_metadata, check_card, contributing_references
+from mergegate.tasks.publish.card_scores import escape
 from mergegate.tasks.publish.content import (
     BOM,
     CARD,
@@ -50,7 +58,8 @@ class ReleaseParts(NamedTuple):
 
     ``evidence`` holds the files from which anyone can recompute the verdict. ``state`` is the optimizer state for the
     next merge, if there is any. The provenance names it, but it is not published. ``names`` are the public names of
-    local models and texts, as used in ``content``.
+    local models and texts, as used in ``content``. ``weights`` compares the merge with its parents. None: it was not
+    compared, and the release claims nothing about it.
     """
 
     content: ReportContent
@@ -62,6 +71,7 @@ class ReleaseParts(NamedTuple):
     evidence: Artifact[RecordedEvidence]
     state: Artifact[OptimizerState] | None = None
     names: PublicNames = PublicNames({})
+    weights: WeightComparison | None = None
 
     @property
     def name(self) -> str:
@@ -86,17 +96,22 @@ class ReleaseParts(NamedTuple):
         parents = tuple(parent.rename(names.rename_text) for parent in pinned.parents)
         files = [
             *stored_files(self.merge),
-            *license_files(parents, license),
+            *license_files(parents, license, weights=self.weights),
             *(file for file in stored_files(self.report) if file.name == "report.html"),
             *stored_files(self.evidence),
-            *(written_file(name, text) for name, text in eval_results(content).items()),
+            *(written_file(name, text) for name, text in eval_results(content, target).items()),
             written_file(RECIPE, content.recipe),
         ]
         file_names = [file.name for file in files]
-        metadata = card_metadata(content, parents, license.combination, is_adapter=pinned.recipe.output is not None)
+        merged = contributing_references(pinned.recipe)
+        unused = {parent.ref for parent, own in zip(parents, pinned.parents, strict=True) if own.ref not in merged}
+        is_adapter = pinned.recipe.output is not None
+        metadata = card_metadata(content, parents, license.combination, is_adapter=is_adapter, unused=unused)
         versions = {library.name: library.version for library in content.versions} | dict(numerics.versions)
         publication = Publication(target.address, target.sign_key is not None, numerics.device, versions)
-        card = model_card(content, metadata, license, open_obligations(parents, license), file_names, publication)
+        missing = open_obligations(parents, license)
+        changes = describe_changes(self.weights, [escape(parent.ref) for parent in parents])
+        card = model_card(content, metadata, license, missing, file_names, publication, changes)
         check_card(card, metadata, file_names)
         files.append(written_file(CARD, card))
         files.append(written_file(BOM, bill_of_materials(files, content, parents, license.combination.card)))
@@ -108,6 +123,8 @@ class ReleaseParts(NamedTuple):
                 name: (checkpoint_digest(directory, store().hashes), stored)
                 for name, (stored, directory) in (optimizer_state_paths(self.state) if self.state else {}).items()
             },
+            unused=unused,
+            weights=self.weights,
         )
         files.append(written_file(PROVENANCE, provenance(files, content, origin, license, metadata)))
         return files
