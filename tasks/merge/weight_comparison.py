@@ -36,7 +36,7 @@ from mergegate.merge_core.checkpoint import (
 )
 from mergegate.merge_core.wording import format_count
 from mergegate.tasks.checkpoints import Model, PinnedCheckpoint
-from mergegate.tasks.stage import StageValue, advance, value_stage
+from mergegate.tasks.stage import StageValue, value_stage
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -201,8 +201,7 @@ def compare_tables(merged: Tensors, parents: Sequence[Tensors], *, is_adapter: b
     counts, parameters = Counter[int](), Counter[int]()
     rounded: set[int] = set()
     same_name = Counter[int]()  # tensors of the merge that are equal to the parent's tensor with the same name
-    for done, (name, tensor) in enumerate(merged.items()):
-        advance(done, len(merged), "tensors")
+    for name, tensor in merged.items():
         is_new = True
         for index, table in enumerate(parents):
             equality = compare_tensors(tensor, table[name]) if name in table else "different"
