@@ -17,8 +17,10 @@ from mergegate.flows.prefect_api import require_decision
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.errors import CannotDecide, MergegateError, finding_of
 from mergegate.tasks.gate import RecordedEvidence, record_evidence, verdict_record
-from mergegate.tasks.merge import compare_weights, merged_model, numerics, optimizer_state, optimizer_steps
+from mergegate.tasks.merge import compare_with_parents, merged_model, numerics, optimizer_state, optimizer_steps
+from mergegate.tasks.perplexity import pin_documents
 from mergegate.tasks.publish import (
+    DatasetFacts,
     MergeRelease,
     PassedVariant,
     PendingRelease,
@@ -38,7 +40,7 @@ from mergegate.tasks.publish import (
 )
 from mergegate.tasks.publish.targets import PublishTarget
 from mergegate.tasks.report import Report, ReportContent, write_report
-from mergegate.tasks.stage import Verdict
+from mergegate.tasks.stage import Verdict, store
 from mergegate.tasks.store import Artifact
 
 
@@ -124,10 +126,27 @@ def _merge_parts(
     if optimizer_steps(attempt.pinned):  # for the next round of clients
         state = optimizer_state(attempt.pinned, numeric, state_license_files(attempt.pinned.parents, license.value))
     evidence = _record(attempt.assessment, attempt.verdicts[1:], names)
-    weights = compare_weights.build(merged_model(attempt.merged, attempt.pinned), attempt.pinned.parents).value
     return ReleaseParts(
-        content, attempt.pinned, numeric, license, attempt.merged, report, evidence, state, names, weights
+        content,
+        attempt.pinned,
+        numeric,
+        license,
+        attempt.merged,
+        report,
+        evidence,
+        state,
+        names,
+        _held_out(profile, content, names),
+        compare_with_parents.build(merged_model(attempt.merged, attempt.pinned), attempt.pinned.parents).value,
     )
+
+
+def _held_out(profile: Profile, content: ReportContent, names: PublicNames) -> DatasetFacts | None:
+    """Return name and digest of the held-out text, or None if no model has read one."""
+    if profile.perplexity is None or content.windows is None:
+        return None
+    text = pin_documents(profile.perplexity, profile.root, store().hashes)
+    return DatasetFacts(names.rename_text(str(profile.perplexity.documents)), "perplexity", text.sha256)
 
 
 def _variant_places(
@@ -152,10 +171,11 @@ def _variant_places(
             verdicts = names.apply(tuple(variant.verdict for variant in variants))
             about = variant_content(content, f"{merge.name}-{suffix}", merge, verdicts)
             inputs = (attempt.pinned, attempt.cleared.license, write_report(about), names)
+            held_out = _held_out(profile, about, names)
             places.append(
                 _Place(
                     target.for_variants(suffix),
-                    VariantParts(about, settings, passed, merge, *inputs),
+                    VariantParts(about, settings, passed, merge, *inputs, held_out),
                     attempt.variant_heads.get(suffix),
                 )
             )

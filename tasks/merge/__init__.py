@@ -39,7 +39,7 @@ from mergegate.tasks.merge.statistics import calibration_stage_name, pin_calibra
 from mergegate.tasks.merge.statistics_cost import RouterNeeds, StatisticsNeeds, router_needs, statistics_needs
 from mergegate.tasks.merge.weight_comparison import (
     WeightComparison,
-    compare_weights,
+    compare_with_parents,
     describe_changes,
     find_copied_parent,
 )
@@ -59,7 +59,7 @@ __all__ = [
     "WeightComparison",
     "calibration_stage_name",
     "combine_parents",
-    "compare_weights",
+    "compare_with_parents",
     "describe_changes",
     "find_copied_parent",
     "find_optimizer_state",

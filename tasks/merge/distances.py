@@ -26,7 +26,7 @@ from mergegate.merge_core.engine import count_infinite, count_non_finite
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.recipe import RelativeDistance, select_models, value_for
 from mergegate.tasks.checkpoints import PinnedCheckpoint
-from mergegate.tasks.merge.weight_comparison import elements_of
+from mergegate.tasks.merge.weight_comparison import tensor_elements
 from mergegate.tasks.stage import StageValue, advance, value_stage
 from mergegate.tasks.store import NotInKey, StoredValue
 
@@ -122,7 +122,7 @@ def _non_finite(checkpoint: Checkpoint) -> dict[str, tuple[int, bool]]:
     for tensor in checkpoint.tensors.values():
         if tensor.dtype.kind != "float":
             continue
-        elements = elements_of(tensor)
+        elements = tensor_elements(tensor)
         size, count, infinite = tensor.dtype.size, 0, 0
         for first in range(0, tensor.numel, _PIECE // size):
             piece = np.empty(min(_PIECE, (tensor.numel - first) * size), np.uint8)

@@ -1,8 +1,8 @@
 """Compare the weights of a merge with those of its parents, tensor by tensor.
 
 The gate needs to know whether a merge is a copy of one parent (``find_copied_parent``). A release also states which of
-its tensors are new and which ones it takes over from a parent (``compare_weights``). Different tensors nearly always
-differ in their first numbers, so mergegate reads a tensor completely only if it is equal to a tensor of a parent.
+its tensors are new and which ones it takes over from a parent (``compare_with_parents``). Different tensors nearly
+always differ in their first numbers, so mergegate reads a tensor completely only if it is equal to that of a parent.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def describe_changes(comparison: WeightComparison | None, names: Sequence[str]) 
 
 
 @value_stage("weights", version=1)
-def compare_weights(merge: Model, parents: tuple[PinnedCheckpoint, ...]) -> WeightComparison:
+def compare_with_parents(merge: Model, parents: tuple[PinnedCheckpoint, ...]) -> WeightComparison:
     """Compare each tensor of ``merge`` with the tensors of all ``parents``.
 
     If the merge is an adapter, its tensors are compared with those of the parents' adapters.
@@ -193,15 +193,15 @@ def _all_tensors(checkpoint: Checkpoint) -> Tensors:
     return tensors
 
 
-def compare_tables(merged: Tensors, parents: Sequence[Tensors], *, is_adapter: bool = False) -> WeightComparison:
-    """Compare each tensor in ``merged`` with the tensors of all ``parents``, which are given by name."""
+def compare_tables(merge: Tensors, parents: Sequence[Tensors], *, is_adapter: bool = False) -> WeightComparison:
+    """Compare each tensor in ``merge`` with the tensors of all ``parents``, which are given by name."""
     shapes = {tensor.shape for table in parents for tensor in table.values()}
     probes = [_ProbeIndex(table) for table in parents]
     new, new_parameters, reshaped = 0, 0, 0
     counts, parameters = Counter[int](), Counter[int]()
     rounded: set[int] = set()
     same_name = Counter[int]()  # tensors of the merge that are equal to the parent's tensor with the same name
-    for name, tensor in merged.items():
+    for name, tensor in merge.items():
         is_new = True
         for index, table in enumerate(parents):
             equality = compare_tensors(tensor, table[name]) if name in table else "different"
@@ -218,8 +218,8 @@ def compare_tables(merged: Tensors, parents: Sequence[Tensors], *, is_adapter: b
             reshaped += tensor.shape not in shapes
     return WeightComparison(
         is_adapter=is_adapter,
-        tensors=len(merged),
-        parameters=sum(tensor.numel for tensor in merged.values()),
+        tensors=len(merge),
+        parameters=sum(tensor.numel for tensor in merge.values()),
         new=new,
         new_parameters=new_parameters,
         reshaped=reshaped,
@@ -232,8 +232,8 @@ def compare_tables(merged: Tensors, parents: Sequence[Tensors], *, is_adapter: b
         copy_of=tuple(
             index
             for index, table in enumerate(parents)
-            if all(is_head(name) for name in merged.keys() ^ table.keys())
-            and same_name[index] == len(merged.keys() & table.keys())
+            if all(is_head(name) for name in merge.keys() ^ table.keys())
+            and same_name[index] == len(merge.keys() & table.keys())
         ),
     )
 
@@ -263,7 +263,7 @@ class _ProbeIndex:
 
 def _probe(tensor: AnyTensor, dtype: DType) -> bytes:
     """Return the first numbers of a tensor in the format ``dtype``."""
-    block = _read_block(elements_of(tensor), tensor, 0, _PROBE)
+    block = _read_block(tensor_elements(tensor), tensor, 0, _PROBE)
     if tensor.dtype == dtype:
         return block.tobytes()
     if {tensor.dtype.kind, dtype.kind} != {"float"}:
@@ -274,36 +274,36 @@ def _probe(tensor: AnyTensor, dtype: DType) -> bytes:
     return values.to(getattr(torch, dtype.torch_name)).view(torch.uint8).numpy().tobytes()
 
 
-def compare_tensors(tensor: AnyTensor, other: AnyTensor) -> Equality:
+def compare_tensors(tensor: AnyTensor, reference: AnyTensor) -> Equality:
     """Return whether two tensors have the same bytes, or the same numbers up to the rounding of their formats."""
-    if tensor.shape != other.shape:
+    if tensor.shape != reference.shape:
         return "different"
-    readers = [(each, elements_of(each)) for each in (tensor, other)]
-    largest = max(tensor.dtype.size, other.dtype.size)
+    readers = [(each, tensor_elements(each)) for each in (tensor, reference)]
+    largest = max(tensor.dtype.size, reference.dtype.size)
     first = 0
     equality: Equality = "identical"
     while first < tensor.numel:
         count = min((_BLOCK if first else _FIRST_BLOCK) // largest, tensor.numel - first)
         blocks = [_read_block(elements, each, first, count) for each, elements in readers]
         first += count
-        if tensor.dtype == other.dtype and np.array_equal(blocks[0], blocks[1]):
+        if tensor.dtype == reference.dtype and np.array_equal(blocks[0], blocks[1]):
             continue
         equality = "rounded"
-        if {tensor.dtype.kind, other.dtype.kind} != {"float"}:
+        if {tensor.dtype.kind, reference.dtype.kind} != {"float"}:
             return "different"
         one, two = (
             numbers(patterns(block, each.dtype), each.dtype) for block, (each, _) in zip(blocks, readers, strict=True)
         )
         # Sums of float32 numbers may differ in their last bits. Rounded to 16 bits, equal numbers are equal.
-        relative = max(_ROUNDING.get(each.dtype.code, 0.0) for each in (tensor, other))
-        is_narrow = tensor.dtype == other.dtype and relative > 0
+        relative = max(_ROUNDING.get(each.dtype.code, 0.0) for each in (tensor, reference))
+        is_narrow = tensor.dtype == reference.dtype and relative > 0
         absolute = 0.0 if is_narrow else 1e-6 * float(np.abs(two).max())
         if not (np.abs(one - two) <= (0.0 if is_narrow else relative) * np.abs(two) + absolute).all():
             return "different"
     return equality
 
 
-def elements_of(tensor: AnyTensor) -> Callable[[int, Any], None]:
+def tensor_elements(tensor: AnyTensor) -> Callable[[int, Any], None]:
     """Return a function that fills a buffer with the elements of ``tensor``, from a given element on."""
     return tensor.open(_read) if isinstance(tensor, DerivedTensor) else partial(_read, tensor)
 

@@ -16,6 +16,7 @@ from mergegate.tasks.publish.content import (
     parse_checksums,
     stored_files,
 )
+from mergegate.tasks.publish.facts import DatasetFacts
 from mergegate.tasks.publish.license_files import state_license_files
 from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.public_names import PublicNames, recipe_paths
@@ -45,6 +46,7 @@ __all__ = [
     "SUMS",
     "VERSION_DIGITS",
     "ApprovalSettings",
+    "DatasetFacts",
     "MergeRelease",
     "PassedVariant",
     "PendingRelease",

@@ -116,18 +116,18 @@ def card_metadata(
     license: Combination,
     *,
     is_adapter: bool = False,
-    unused: Collection[str] = (),
+    unused_refs: Collection[str] = (),
 ) -> dict[str, object]:
     """Return the YAML front matter of the card as plain data.
 
-    ``is_adapter`` means that the release is an adapter of the parents' common base model. ``unused`` holds the
+    ``is_adapter`` means that the release is an adapter of the parents' common base model. ``unused_refs`` holds the
     references of parents whose weights do not contribute, so that ``base_model`` must not name them.
     """
     metadata = _license_and_language(parents, license)
     kind = content.kind
     library, tags = ("peft", ["lora"]) if is_adapter else (kind.library, list[str]())
     metadata |= _task(kind, library, [*tags, *_library_tags(kind), "merge", "mergegate"])
-    if base_model := base_models([each for each in parents if each.ref not in unused], is_adapter=is_adapter):
+    if base_model := base_models([each for each in parents if each.ref not in unused_refs], is_adapter=is_adapter):
         # Without this field, the Hub takes a merge with a single base for a fine-tuned model.
         metadata |= {"base_model": base_model, "base_model_relation": "adapter" if is_adapter else "merge"}
     scores = next(model for model in content.models if model.role == "merge").scores

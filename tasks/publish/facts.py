@@ -7,12 +7,49 @@ same facts, so they contain no dates and no measured times.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
-from mergegate.tasks.publish.compute import ComputeEstimate
-from mergegate.tasks.publish.parent_facts import ParentFacts
-from mergegate.tasks.publish.settings import AboutRelease
+from mergegate.merge_core import Recipe, plan_merge
+from mergegate.merge_core.checkpoint import config_parts, read_gguf_header, read_header
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import read_json
+from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe
+from mergegate.tasks.evaluation import Scores
+from mergegate.tasks.merge import MergeSummary, Numerics, pin_calibration_texts
+from mergegate.tasks.preflight.licenses import LicenseVerdict
+from mergegate.tasks.publish.compute import (
+    ComputeEstimate,
+    ComputePart,
+    NetworkDimensions,
+    adapter_part,
+    calibration_part,
+    estimate_compute,
+    perplexity_part,
+    plan_parts,
+    quantization_part,
+    task_part,
+)
+from mergegate.tasks.publish.content import ReleaseFile
+from mergegate.tasks.publish.parent_facts import ParentFacts, parent_facts
+from mergegate.tasks.publish.provenance import MergeRelease
+from mergegate.tasks.publish.public_names import PublicNames
+from mergegate.tasks.publish.settings import AboutRelease, Supplier
+from mergegate.tasks.publish.targets.contract import PublishTarget
+from mergegate.tasks.report import ReportContent
+from mergegate.tasks.stage import store
+from mergegate.tasks.store import Artifact
+from mergegate.tasks.variants import CalibrationSettings, VariantVerdict
+
+_SAFETENSORS, _GGUF = ".safetensors", ".gguf"
+# Keys of a configuration that are sizes, and those that are settings of the network.
+_SIZE_KEY = re.compile(r"(num|n|max|d)_[a-z0-9_]+|[a-z0-9_]+_(size|dim|rank|layers|heads|experts|window|embd)|r")
+_SETTING_KEYS = ("hidden_act", "rope_theta", "lora_alpha", "tie_word_embeddings")
+_NO_SIZES = re.compile(r".*(_id|_ids|token|labels|return_sequences|max_length|max_new).*")
 
 
 @dataclass(frozen=True)
@@ -47,11 +84,13 @@ class ReleaseFacts:
         model_type: Type in ``config.json``, such as ``llama``, or empty.
         hyperparameters: Sizes in ``config.json``, such as ``hidden_size``.
         parameters: Number of parameters of the released weights, or None if unknown.
-        dtypes: Types of the stored weights, such as ``BF16``.
+        dtypes: Types of the stored weights, such as ``BF16``, the most frequent first.
         method: Description of the merge, such as ``ties of 2 over base``.
-        parents: Facts about each parent, in the recipe's order.
+        parents: Facts about each parent, in the recipe's order. For variants, the release of the merge.
         datasets: Datasets of the evaluation, the perplexity check and the calibration.
         compute: Estimate of computation and energy.
+        ancestors: For variants, facts about the parents of the merge. Empty for a merge.
+        supplier_source: ``publish.about`` or ``Hub repository``. Empty if the supplier is unknown.
     """
 
     name: str
@@ -67,3 +106,364 @@ class ReleaseFacts:
     parents: tuple[ParentFacts, ...]
     datasets: tuple[DatasetFacts, ...]
     compute: ComputeEstimate
+    ancestors: tuple[ParentFacts, ...] = ()
+    supplier_source: str = ""
+
+
+def release_facts(
+    content: ReportContent,
+    pinned_recipe: PinnedRecipe,
+    numerics: Numerics,
+    license: LicenseVerdict,
+    merge: Artifact[MergeSummary],
+    target: PublishTarget,
+    names: PublicNames,
+    held_out: DatasetFacts | None = None,
+) -> ReleaseFacts:
+    """Return the facts about the release of a merge.
+
+    ``content`` and ``license`` have public names. ``held_out`` identifies the held-out text, if there is one.
+    """
+    is_adapter = pinned_recipe.recipe.output is not None
+    config = _read_config(merge.directory)
+    if is_adapter:
+        base = next(parent for parent in pinned_recipe.parents if parent.adapter)
+        config = {**config, **_read_config(base.directory)}
+    about, source = _statements(target, names)
+    likelihoods = next((model.likelihoods for model in content.models if model.likelihoods), None)
+    datasets = [
+        *_evaluation_data(model.scores for model in content.models),
+        *([_held_out_data(held_out, likelihoods.documents)] if likelihoods else []),
+        *(
+            DatasetFacts(names.rename_text(text), "calibration", sha256)
+            for text, sha256 in pinned_recipe.recipe.text_digests().items()
+        ),
+    ]
+    return ReleaseFacts(
+        name=content.name,
+        address=target.address,
+        hub_id=target.hub_id,
+        about=about,
+        supplier_source=source,
+        architecture=_architecture(config),
+        model_type=str(config.get("model_type") or ""),
+        hyperparameters=_hyperparameters(config),
+        parameters=merge.value.parameters,
+        dtypes=_dtypes(merge.directory / name for name in merge.files),
+        method=content.method,
+        parents=_parents(content, pinned_recipe, license, about, names),
+        datasets=tuple(datasets),
+        compute=_compute(content, pinned_recipe, numerics, merge, config, names),
+    )
+
+
+def variant_facts(
+    content: ReportContent,
+    pinned_recipe: PinnedRecipe,
+    license: LicenseVerdict,
+    merge: MergeRelease,
+    files: Mapping[str, Sequence[ReleaseFile]],
+    target: PublishTarget,
+    names: PublicNames,
+    held_out: DatasetFacts | None = None,
+    calibration: CalibrationSettings | None = None,
+) -> ReleaseFacts:
+    """Return the facts about a release of quantized variants of ``merge``.
+
+    ``files`` holds the files of each published variant by its type. ``calibration`` names the text that the quantizer
+    reads. The other arguments are those of `release_facts`.
+    """
+    published = [verdict for verdict in content.variants if verdict.type in files]
+    weights = [file for each in files.values() for file in each if isinstance(file.source, Path)]
+    config: dict[str, Any] = {}
+    parameters: int | None = None
+    for file in weights:
+        assert isinstance(file.source, Path)
+        if file.name.endswith("config.json"):
+            config = config or _read_config(file.source.parent)
+    with suppress(InvalidInput):
+        shards = [file for file in next(iter(files.values()), ()) if file.name.endswith(_GGUF)]
+        for file in shards:
+            assert isinstance(file.source, Path)
+            header = read_gguf_header(file.source)
+            config = config or {"model_type": header.metadata.get("general.architecture", "")}
+            parameters = (parameters or 0) + sum(_product(tensor.shape) for tensor in header.tensors)
+    donor = next((parent for parent in pinned_recipe.parents if parent.ref == str(pinned_recipe.recipe.donor)), None)
+    own_config = _read_config(donor.directory) if donor else {}
+    config = {**own_config, **config}
+    types: dict[str, int] = {}
+    for verdict in published:
+        for name, count in (verdict.record.tensor_types if verdict.record else {}).items():
+            types[name] = types.get(name, 0) + count
+    about, source = _statements(target, names)
+    parts, datasets = list[ComputePart](), dict[DatasetFacts, None]()
+    size = NetworkDimensions.from_config(config, parameters or 8 * sum(file.size for file in weights))
+    for verdict in published:
+        nbytes = float(verdict.record.bytes) if verdict.record else 0.0
+        parts.append(quantization_part(f"quantization to {verdict.type}", nbytes))
+        if verdict.record and verdict.record.calibration and calibration:
+            text = names.rename_text(str(calibration.documents))
+            tokens = calibration.samples * calibration.max_length
+            parts.append(calibration_part(f"calibration text: {verdict.type}", size, tokens / 2.0))
+            # GPTQ updates all columns of a row for each column.
+            parts.append(ComputePart("merge", f"GPTQ: {verdict.type}", 8.0 * nbytes * 8.0 * size.attention_width))
+            datasets[DatasetFacts(text, "calibration", verdict.record.calibration)] = None
+        for model in (verdict.type, "merge"):
+            parts += _variant_evaluation(verdict, model, size, content)
+        for guard in verdict.gate.all_guards if verdict.gate else ():
+            datasets[DatasetFacts(guard.task, "evaluation", documents=guard.n)] = None
+    if any(verdict.gate and verdict.gate.drift for verdict in published):
+        documents = max(v.gate.drift.documents for v in published if v.gate and v.gate.drift)
+        datasets[_held_out_data(held_out, documents)] = None
+    parent = ParentFacts(
+        name=merge.name,
+        role="merge",
+        identity=merge.sums,
+        url=f"https://huggingface.co/{merge.hub_id}" if merge.hub_id else "",
+        supplier=(merge.hub_id or "").partition("/")[0],
+        license=content.licence,
+    )
+    return ReleaseFacts(
+        name=content.name,
+        address=target.address,
+        hub_id=target.hub_id,
+        about=about,
+        supplier_source=source,
+        architecture=_architecture(config),
+        model_type=str(config.get("model_type") or ""),
+        hyperparameters=_hyperparameters(config),
+        parameters=parameters,
+        dtypes=tuple(sorted(types, key=lambda name: (-types[name], name))),
+        method=content.method,
+        parents=(parent,),
+        datasets=tuple(datasets),
+        compute=estimate_compute(parts, "cpu", ["The computation of the merge is in the sheet of its release."]),
+        ancestors=_parents(content, pinned_recipe, license, about, names),
+    )
+
+
+def _statements(target: PublishTarget, names: PublicNames) -> tuple[AboutRelease, str]:
+    """Return the publisher's statements with the supplier, and the source of the supplier."""
+    about = names.apply(target.about)
+    if about.supplier:
+        return about, "publish.about"
+    if not target.hub_id:
+        return about, ""
+    namespace = target.hub_id.partition("/")[0]
+    supplier = Supplier(name=namespace, url=f"https://huggingface.co/{namespace}")
+    return about.model_copy(update={"supplier": supplier}), "Hub repository"
+
+
+def _parents(
+    content: ReportContent,
+    pinned_recipe: PinnedRecipe,
+    license: LicenseVerdict,
+    about: AboutRelease,
+    names: PublicNames,
+) -> tuple[ParentFacts, ...]:
+    licenses = {model.ref: model.licence for model in content.parents} | dict(license.licenses)
+    facts = []
+    for parent in pinned_recipe.parents:
+        public = parent.rename(names.rename_text)
+        own_license = licenses.get(public.ref) or licenses.get(public.name) or ""
+        facts.append(parent_facts(public, own_license, about.training_compute.get(public.ref)))
+    return tuple(facts)
+
+
+def _evaluation_data(all_scores: Iterable[Scores | None]) -> Iterator[DatasetFacts]:
+    """Yield the data of each task that at least one model was evaluated on."""
+    by_task: dict[str, DatasetFacts] = {}
+    for scores in all_scores:
+        if scores is None:
+            continue
+        for score in scores.tasks:
+            data = scores.data.get(score.task)
+            sources = [
+                f"{source.path}@{source.revision}" if source.revision else source.path
+                for source in (data.sources if data else ())
+            ]
+            own = DatasetFacts(
+                score.task, "evaluation", data.digest if data else "", score.n, tuple(dict.fromkeys(sources))
+            )
+            known = by_task.get(score.task)
+            if known is None or (known.documents or 0) < score.n or (own.digest and not known.digest):
+                by_task[score.task] = own
+    yield from by_task.values()
+
+
+def _held_out_data(held_out: DatasetFacts | None, documents: int) -> DatasetFacts:
+    name, digest = (held_out.name, held_out.digest) if held_out else ("held-out text", "")
+    return DatasetFacts(name, "perplexity", digest, documents)
+
+
+def _compute(
+    content: ReportContent,
+    pinned_recipe: PinnedRecipe,
+    numerics: Numerics,
+    merge: Artifact[MergeSummary],
+    config: Mapping[str, Any],
+    names: PublicNames,
+) -> ComputeEstimate:
+    """Return the estimate for a merge and for the evaluation of the models in its report."""
+    public = {parent.ref: names.rename_text(parent.name) for parent in pinned_recipe.parents}
+    sizes = {public[parent.ref]: _network_size(parent) for parent in pinned_recipe.parents}
+    largest = max((size.parameters for size in sizes.values()), default=0)
+    merge_size = merge.value.parameters + (largest if pinned_recipe.recipe.output else 0)
+    own_size = NetworkDimensions.from_config(config, merge_size, merge.value.bytes_written)
+    parts, notes = list[ComputePart](), list[str]()
+    if pinned_recipe.recipe.output:
+        shapes = _adapted_shapes(merge.directory / name for name in merge.files)
+        inputs = sum(parent.adapter is not None for parent in pinned_recipe.parents)
+        parts.append(adapter_part(shapes, inputs, pinned_recipe.recipe.merge_method))
+    else:
+        try:
+            plan = plan_merge(pinned_recipe.recipe, {parent.ref: parent.open() for parent in pinned_recipe.parents})
+            parts += plan_parts(plan)
+        except InvalidInput:
+            # The bound of a method on whole matrices, if the parents cannot be read any more.
+            side = own_size.attention_width * 4
+            parts.append(
+                adapter_part(
+                    [(merge_size // side + 1, side)], len(pinned_recipe.parents), pinned_recipe.recipe.merge_method
+                )
+            )
+            notes.append("The parents could not be read again, so the bound is that of a method on whole matrices.")
+    for document in (*pinned_recipe.recipe.steps, pinned_recipe.recipe):
+        parts += _calibration(document, public, sizes, own_size)
+    for model in content.models:
+        size = own_size if model.role == "merge" else sizes.get(model.name, own_size)
+        if model.likelihoods:
+            window = model.likelihoods.window or (content.windows.max_length if content.windows else None)
+            parts.append(perplexity_part(model.name, size, model.likelihoods.tokens, window))
+        if model.scores:
+            parts += _task_evaluation(model.name, model.scores, size, content)
+    return estimate_compute(parts, numerics.device, notes)
+
+
+def _task_evaluation(
+    model: str, scores: Scores, size: NetworkDimensions, content: ReportContent
+) -> Iterator[ComputePart]:
+    documents: dict[str, int] = {}
+    for score in scores.tasks:
+        documents[score.task] = max(score.n, documents.get(score.task, 0))
+    max_length = content.scoring.max_length if content.scoring else None
+    for task, count in documents.items():
+        ends = scores.ends.get(task)
+        answers = ends.answers + ends.regenerated if ends and ends.answers else None
+        yield task_part(model, task, size, count, answers=answers, max_length=max_length)
+
+
+def _variant_evaluation(
+    verdict: VariantVerdict, model: str, size: NetworkDimensions, content: ReportContent
+) -> Iterator[ComputePart]:
+    if (gate := verdict.gate) is None:
+        return
+    name = f"{model} for {verdict.type}" if model != verdict.type else model
+    max_length = content.scoring.max_length if content.scoring else None
+    for task in dict.fromkeys(guard.task for guard in gate.all_guards):
+        documents = max(guard.n for guard in gate.all_guards if guard.task == task)
+        yield task_part(name, task, size, documents, answers=None, max_length=max_length)
+    if gate.drift:
+        tokens = gate.drift.documents * size.context
+        yield perplexity_part(name, size, tokens, content.windows.max_length if content.windows else None)
+
+
+def _calibration(
+    document: Recipe, names: Mapping[str, str], sizes: Mapping[str, NetworkDimensions], merge_size: NetworkDimensions
+) -> Iterator[ComputePart]:
+    """Yield the computation of the models that read the calibration texts of one recipe document.
+
+    ``names`` holds the public name of each parent by its reference.
+    """
+    if not document.reads_texts or not document.texts:
+        return
+    importance = document.method.traits.reads_text == "importance"
+    for ref, text in pin_calibration_texts(document, store().hashes):
+        size = text.path.stat().st_size
+        if document.needs_statistics:
+            network = sizes.get(names[ref], merge_size)
+            yield calibration_part(
+                f"calibration text: {names[ref]}",
+                network,
+                size,
+                operations=6.0 if importance else 2.0,
+                window=document.reading.max_length,
+            )
+        if document.router_repair is not None:
+            yield calibration_part(
+                f"router repair: text of {names[ref]}", merge_size, size, window=document.reading.max_length
+            )
+
+
+def _network_size(parent: PinnedCheckpoint) -> NetworkDimensions:
+    """Return the sizes of a parent with its adapter, or an upper bound from the size of its files."""
+    config = _read_config(parent.directory)
+    try:
+        checkpoint = parent.open()
+        numbers = sum(tensor.numel for tensor in checkpoint.tensors.values())
+        return NetworkDimensions.from_config(config, numbers, checkpoint.nbytes)
+    except InvalidInput:
+        files = [file for file in parent.directory.glob("*.*") if file.suffix in (_SAFETENSORS, ".bin", _GGUF)]
+        size = sum(file.stat().st_size for file in files if file.is_file())
+        return NetworkDimensions.from_config(config, 2 * size, size)
+
+
+def _read_config(directory: Path) -> dict[str, Any]:
+    """Return the configurations of a model and of an adapter, or an empty mapping if they cannot be read."""
+    config: dict[str, Any] = {}
+    for name in ("adapter_config.json", "config.json"):
+        with suppress(InvalidInput):
+            config |= read_json(directory / name)
+    return config
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    classes = config.get("architectures")
+    return str(classes[0] or "") if isinstance(classes, list) and classes else ""
+
+
+def _hyperparameters(config: Mapping[str, Any]) -> dict[str, int | float | str]:
+    """Return the sizes in a configuration and in those of the language model inside it, by key."""
+    found: dict[str, int | float | str] = {}
+    for part in config_parts(config):
+        for key, value in part.items():
+            if not isinstance(key, str) or key in found or len(key) > 60:
+                continue
+            is_size = isinstance(value, int) and not isinstance(value, bool) and _SIZE_KEY.fullmatch(key)
+            is_setting = key in _SETTING_KEYS and isinstance(value, int | float | str)
+            if (is_size and not _NO_SIZES.fullmatch(key)) or is_setting:
+                found[key] = value if not isinstance(value, str | bool) else str(value)[:100]
+    return dict(sorted(found.items()))
+
+
+def _dtypes(files: Iterable[Path]) -> tuple[str, ...]:
+    """Return the types in the headers of safetensors files, by the number of elements."""
+    counts: dict[str, int] = {}
+    for file in files:
+        if file.suffix == _SAFETENSORS:
+            with suppress(InvalidInput):
+                for tensor in read_header(file):
+                    counts[tensor.dtype.code] = counts.get(tensor.dtype.code, 0) + tensor.numel
+    return tuple(sorted(counts, key=lambda code: (-counts[code], code)))
+
+
+def _adapted_shapes(files: Iterable[Path]) -> Iterator[tuple[int, int]]:
+    """Yield the shape of each change in an adapter: rows of ``lora_B`` and columns of ``lora_A``."""
+    sides: dict[str, dict[str, tuple[int, ...]]] = {}
+    for file in files:
+        if file.suffix != _SAFETENSORS:
+            continue
+        with suppress(InvalidInput):
+            for tensor in read_header(file):
+                if match := re.match(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?$", tensor.name):
+                    sides.setdefault(match[1], {})[match[2]] = tensor.shape
+    for pair in sides.values():
+        if {"A", "B"} <= pair.keys():
+            yield max(pair["B"]), max(pair["A"])
+
+
+def _product(shape: Sequence[int]) -> int:
+    size = 1
+    for length in shape:
+        size *= length
+    return size

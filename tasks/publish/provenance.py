@@ -35,16 +35,16 @@ class MergeOrigin:
     """Inputs and byproducts of a merge.
 
     ``texts`` holds the sha256 of each text that models read for the merge, by its path in the recipe. ``byproducts``
-    holds digest and path in the store of each unpublished output that the next merge reads, by name. ``unused`` holds
-    the references of parents that were read, but whose weights do not contribute. ``weights`` compares the merge with
-    its parents. None: it was not compared.
+    holds digest and path in the store of each unpublished output that the next merge reads, by name. ``unused_refs``
+    holds the references of parents that were read, but whose weights do not contribute. ``weights`` compares the merge
+    with its parents. None: it was not compared.
     """
 
     numerics: Numerics
     parents: Sequence[PinnedCheckpoint]
     texts: Mapping[str, str] = field(default_factory=dict)
     byproducts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    unused: Collection[str] = ()
+    unused_refs: Collection[str] = ()
     weights: WeightComparison | None = None
 
 
@@ -104,7 +104,7 @@ def provenance(
                 "gitCommit": parent.adapter.revision,
                 "files": dict(parent.adapter.files),
             }
-        if parent.ref in origin.unused:
+        if parent.ref in origin.unused_refs:
             notes["contributes"] = False
         dependencies.append(
             {"name": parent.ref, "uri": uri, "digest": digest, "mediaType": LISTING, "annotations": notes}

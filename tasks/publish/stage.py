@@ -43,6 +43,7 @@ from mergegate.tasks.publish.content import (
     written_file,
 )
 from mergegate.tasks.publish.eval_results import eval_results
+from mergegate.tasks.publish.facts import DatasetFacts, ReleaseFacts, release_facts
 from mergegate.tasks.publish.license_files import license_files, open_obligations
 from mergegate.tasks.publish.provenance import MergeOrigin, MergeRelease, provenance
 from mergegate.tasks.publish.public_names import PublicNames, require_no_private_paths
@@ -58,8 +59,8 @@ class ReleaseParts(NamedTuple):
 
     ``evidence`` holds the files from which anyone can recompute the verdict. ``state`` is the optimizer state for the
     next merge, if there is any. The provenance names it, but it is not published. ``names`` are the public names of
-    local models and texts, as used in ``content``. ``weights`` compares the merge with its parents. None: it was not
-    compared, and the release claims nothing about it.
+    local models and texts, as used in ``content``. ``held_out`` identifies the held-out text, if there is one.
+    ``weights`` compares the merge with its parents. None: it was not compared, and the release claims nothing about it.
     """
 
     content: ReportContent
@@ -71,6 +72,7 @@ class ReleaseParts(NamedTuple):
     evidence: Artifact[RecordedEvidence]
     state: Artifact[OptimizerState] | None = None
     names: PublicNames = PublicNames({})
+    held_out: DatasetFacts | None = None
     weights: WeightComparison | None = None
 
     @property
@@ -84,6 +86,12 @@ class ReleaseParts(NamedTuple):
         recipe = self.pinned.recipe.directory
         parents = (path for parent in self.pinned.parents for path in parent.directories)
         return (*parents, *([recipe] if recipe else []))
+
+    def facts(self, target: PublishTarget) -> ReleaseFacts:
+        """Return the facts that the documents of the release state."""
+        license = self.names.apply(self.license.value)
+        inputs = (self.content, self.pinned, self.numerics, license, self.merge)
+        return release_facts(*inputs, target, self.names, self.held_out)
 
     def files(self, target: PublishTarget) -> list[ReleaseFile]:
         """Return all files before SHA256SUMS.
@@ -104,9 +112,9 @@ class ReleaseParts(NamedTuple):
         ]
         file_names = [file.name for file in files]
         merged = contributing_references(pinned.recipe)
-        unused = {parent.ref for parent, own in zip(parents, pinned.parents, strict=True) if own.ref not in merged}
+        unused_refs = {parent.ref for parent, own in zip(parents, pinned.parents, strict=True) if own.ref not in merged}
         is_adapter = pinned.recipe.output is not None
-        metadata = card_metadata(content, parents, license.combination, is_adapter=is_adapter, unused=unused)
+        metadata = card_metadata(content, parents, license.combination, is_adapter=is_adapter, unused_refs=unused_refs)
         versions = {library.name: library.version for library in content.versions} | dict(numerics.versions)
         publication = Publication(target.address, target.sign_key is not None, numerics.device, versions)
         missing = open_obligations(parents, license)
@@ -123,7 +131,7 @@ class ReleaseParts(NamedTuple):
                 name: (checkpoint_digest(directory, store().hashes), stored)
                 for name, (stored, directory) in (optimizer_state_paths(self.state) if self.state else {}).items()
             },
-            unused=unused,
+            unused_refs=unused_refs,
             weights=self.weights,
         )
         files.append(written_file(PROVENANCE, provenance(files, content, origin, license, metadata)))

@@ -40,6 +40,7 @@ from mergegate.tasks.publish.content import (
     variant_evidence,
     written_file,
 )
+from mergegate.tasks.publish.facts import DatasetFacts, ReleaseFacts, variant_facts
 from mergegate.tasks.publish.license_files import license_files, open_obligations
 from mergegate.tasks.publish.provenance import MergeRelease, VariantOrigin, variant_provenance
 from mergegate.tasks.publish.public_names import PublicNames
@@ -63,7 +64,8 @@ class VariantParts(NamedTuple):
     """Inputs of a release of variants, independent of its target.
 
     ``content`` is that of the report on the variants of this place (see ``variant_content``). ``merge`` is the release
-    that they were quantized from. ``names`` are the public names of local models and texts.
+    that they were quantized from. ``names`` are the public names of local models and texts, and ``held_out`` identifies
+    the held-out text, if there is one.
     """
 
     content: ReportContent
@@ -74,11 +76,19 @@ class VariantParts(NamedTuple):
     license: StoredValue[LicenseVerdict]
     report: Artifact[Report]
     names: PublicNames = PublicNames({})
+    held_out: DatasetFacts | None = None
 
     @property
     def name(self) -> str:
         """Name of the release: that of the merge with the suffix of the place."""
         return self.content.name
+
+    def facts(self, target: PublishTarget) -> ReleaseFacts:
+        """Return the facts that the documents of the release state."""
+        files = {each.type: self._weights(each) for each in self.passed}
+        license = self.names.apply(self.license.value)
+        inputs = (self.content, self.pinned, license, self.merge, files)
+        return variant_facts(*inputs, target, self.names, self.held_out, self.settings.calibration)
 
     def files(self, target: PublishTarget) -> list[ReleaseFile]:
         """Return all files before SHA256SUMS, as ``ReleaseParts.files`` does."""

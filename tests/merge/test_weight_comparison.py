@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from mergegate.merge_core.checkpoint import read_header
 from mergegate.tasks.checkpoints.adapter import PinnedAdapter
 from mergegate.tasks.checkpoints.pin import PinnedCheckpoint
-from mergegate.tasks.merge import WeightComparison, compare_weights, describe_changes
+from mergegate.tasks.merge import WeightComparison, compare_with_parents, describe_changes
 from mergegate.tasks.merge.weight_comparison import compare_tables
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -38,7 +38,7 @@ def pinned(directory: Path, adapter: Path | None = None) -> PinnedCheckpoint:
 
 
 def compare(merge: Path, *parents: Path) -> WeightComparison:
-    return compare_weights.build(pinned(merge), tuple(map(pinned, parents))).value
+    return compare_with_parents.build(pinned(merge), tuple(map(pinned, parents))).value
 
 
 def count_equal(merge: dict[str, torch.Tensor], parent: dict[str, torch.Tensor]) -> int:
@@ -177,11 +177,11 @@ def test_the_tensors_of_an_adapter_are_compared_with_those_of_adapters(tmp_path:
     shutil.copytree(tmp_path / "lora1", tmp_path / "out")
     parents = tuple(pinned(base, tmp_path / f"lora{seed}") for seed in range(2))
     merge = pinned(base, tmp_path / "out")
-    copied = compare_weights.build(merge, parents).value
+    copied = compare_with_parents.build(merge, parents).value
     assert (copied.is_adapter, copied.copy_of) == (True, (1,))
     weights = load_file(tmp_path / "out" / "adapter_model.safetensors")
     save_file({name: 2 * tensor for name, tensor in weights.items()}, tmp_path / "out" / "adapter_model.safetensors")
-    changed = compare_weights.work(merge, parents)
+    changed = compare_with_parents.work(merge, parents)
     assert (changed.tensors, changed.new) == (len(weights), len(weights))
     assert "none is equal to a tensor of their adapters" in changed.sentences(("a", "b"))
 

@@ -148,7 +148,7 @@ def test_base_models_are_those_whose_weights_contribute(tmp_path: Path) -> None:
         ((local,), {}, (None, None)),
         ((hub,), {}, (["acme/general"], "merge")),  # a stack of one model
         ((hub, step, step), {}, (["acme/general", "acme/run"], "merge")),  # checkpoints of one repository
-        ((hub, donor), {"unused": {"acme/tokenizer"}}, (["acme/general"], "merge")),
+        ((hub, donor), {"unused_refs": {"acme/tokenizer"}}, (["acme/general"], "merge")),
         ((tuned, local), {}, (["acme/general", "acme/lora"], "merge")),
         ((tuned,), {"is_adapter": True}, (["acme/general"], "adapter")),
     ]
