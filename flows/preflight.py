@@ -100,7 +100,8 @@ from mergegate.tasks.preflight.licenses import (
     read_known_models,
     read_licenses,
 )
-from mergegate.tasks.publish.targets import check_target
+from mergegate.tasks.publish import expected_signer
+from mergegate.tasks.publish.targets import CredentialUse, check_target
 from mergegate.tasks.report import read_history
 from mergegate.tasks.serve import server_of
 from mergegate.tasks.stage import announce, device_kind, formats_without_units, home, store
@@ -144,6 +145,7 @@ class Problems:
     stop_at_once: bool
     findings: list[Finding] = field(default_factory=list)
     summary: list[str] = field(default_factory=list)  # one line per successful check
+    credentials: list[CredentialUse] = field(default_factory=list)  # with which a release would be published
     examples: list[TaskExample] = field(default_factory=list)  # one document of each task, as each parent reads it
     status: Status = "passed"  # status of ``run``, which stops at the first problem
 
@@ -219,7 +221,12 @@ def preflight_profile(
     with problems.collect_errors():
         profile.limits.require_known_stages()
     with problems.collect_errors():
-        check_target(profile.publish, profile.root, [variant.place_suffix for variant in profile.variants])
+        suffixes = [variant.place_suffix for variant in profile.variants]
+        problems.credentials += check_target(profile.publish, profile.root, suffixes, problems.collect_errors)
+        problems.summary += [credential.summary() for credential in problems.credentials]
+    with problems.collect_errors():
+        if profile.publish and (sigstore := profile.publish.sigstore):
+            problems.summary.append(f"publish: signed by {expected_signer(sigstore, profile.root)}")
     with problems.collect_errors():
         if profile.publish and profile.evaluate and profile.evaluate.anchor:
             profile.publish.earlier_release(profile.root, profile.evaluate.anchor)
@@ -232,6 +239,10 @@ def preflight_profile(
         if problems.stop_at_once:
             announce(remark)
     all_candidates = (*candidates, *other_candidates)
+    with problems.collect_errors():
+        if profile.publish:
+            refs = (str(ref) for candidate in all_candidates for ref in candidate.recipe.references())
+            profile.publish.about.require_parents(refs)
     for candidate in all_candidates:
         if not candidate.change:  # a change of the profile's own recipe inherits its warnings
             problems.add(candidate.recipe.all_findings)

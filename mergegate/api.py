@@ -40,7 +40,7 @@ from mergegate.flows.cli.merge import MergeOptions, merge_recipe
 from mergegate.flows.cli.plan import MergeForecast, PlanOptions, plan_file
 from mergegate.flows.cli.run import ReleaseArguments, RunView, run_comparison, run_release
 from mergegate.flows.cli.sweep import convert_evolve, run_sweep
-from mergegate.flows.cli.verify import reproduce_release
+from mergegate.flows.cli.verify import reproduce_release, signer_policy
 from mergegate.flows.outcome import RunOutcome
 from mergegate.flows.prefect_api import configure
 from mergegate.flows.profile import Profile, RemedyChoice
@@ -344,25 +344,40 @@ def sweep(
 
 
 def verify(
-    release: FilePath, *, key: FilePath | None = None, verdict: bool = False, merge: FilePath | None = None
+    release: FilePath,
+    *,
+    key: FilePath | None = None,
+    verdict: bool = False,
+    merge: FilePath | None = None,
+    identity: str | None = None,
+    issuer: str | None = None,
+    trust_config: FilePath | None = None,
+    offline: bool = False,
 ) -> VerifiedRelease:
-    """Verify every byte, the provenance, the model card and the signature of a release.
+    """Verify every byte, the provenance, the model card and the signatures of a release.
 
     For quantized variants, also verify the release of their merge, if it is available.
 
     Args:
         release: Directory of the release, or ``org/name[@version]`` on the Hub.
-        key: Public key (EC P-256, PEM) that must have signed the release. Default: the signature is not checked.
+        key: Public key (EC P-256, PEM) that must have signed the release. Default: its signature is not checked.
         verdict: Whether to decide again from the outcomes in the release and compare the verdicts.
         merge: Release of the merge that quantized variants were made from. Default: the one next to them.
+        identity: Identity that must have signed the release without a key, exactly as in the certificate. Default: the
+            keyless signature is not checked.
+        issuer: OIDC issuer that must have confirmed ``identity``. Both are required together.
+        trust_config: Sigstore's client trust configuration of a private instance. Default: the public instance.
+        offline: Whether to use the stored trusted root of the public instance without updating it.
 
     Returns:
-        The number and size of the files, the version and the provenance of the release. ``recomputed`` is the verdict
-        that was decided again, and ``variants`` has those of quantized variants. ``merge`` is the release that they
-        were made from, and the reason if it was not checked.
+        The number and size of the files, the version and the provenance of the release. ``signed`` is the state of the
+        signature with a key, and ``keyless`` that of the keyless signature with its signer. ``recomputed`` is the
+        verdict that was decided again, and ``variants`` has those of quantized variants. ``merge`` is the release that
+        they were made from, and the reason if it was not checked.
 
     Raises:
-        InvalidInput: There is no such release, ``key`` is not a public key, or the verdict cannot be recomputed.
+        InvalidInput: There is no such release, ``key`` is not a public key, ``identity`` or ``issuer`` is missing, or
+            the verdict cannot be recomputed.
         Refused: The release differs from its records, or its verdict does not follow from its outcomes. The message
             lists every difference.
 
@@ -376,7 +391,10 @@ def verify(
     with _errors():
         public_key = None if key is None else parse_path(os.fspath(key))
         reference = None if merge is None else os.fspath(merge)
-        return check_release(find_release(os.fspath(release)), public_key, recompute=verdict, merge=reference)
+        trust = None if trust_config is None else parse_path(os.fspath(trust_config))
+        signer = signer_policy(identity, issuer, trust, offline=offline)
+        published = find_release(os.fspath(release))
+        return check_release(published, public_key, recompute=verdict, merge=reference, signer=signer)
 
 
 def reproduce(

@@ -196,6 +196,14 @@ _PANELS: Mapping[str, Mapping[str, Entry]] = {
             "Rebuild the weights of a release, and compare every byte.",
             ("mergegate reproduce releases/demo/latest",),
         ),
+        "export": Entry(
+            "export",
+            "Write the results in a release in the format of another tool.",
+            (
+                "mergegate export releases/demo/latest --format inspect --output logs",
+                "mergegate export acme/model --format every-eval-ever --output results",
+            ),
+        ),
         "fingerprint": Entry(
             "fingerprint",
             "Write the fingerprint of a known model to an index.",

@@ -21,6 +21,7 @@ from mergegate.flows.preflight import Problems, TaskExample, check_recipe, prefl
 from mergegate.flows.profile import Profile, is_recipe, load_profile
 from mergegate.merge_core import Finding
 from mergegate.merge_core.errors import EXIT_CODES, Status, to_printable
+from mergegate.tasks.publish.targets import CredentialUse
 
 _LONGEST = 2000  # characters of a prompt to show
 
@@ -36,6 +37,7 @@ class CheckReport(BaseModel):
         examples: One document of each task, as each parent reads it.
         seconds: Estimated duration of a run on this machine. None if unknown.
         rough: Whether the duration is a guess from sizes and a short measurement.
+        credentials: Credentials with which the release and its variants would be published, without any secret.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,6 +49,7 @@ class CheckReport(BaseModel):
     examples: tuple[TaskExample, ...] = ()
     seconds: float | None = None
     rough: bool = False
+    credentials: tuple[CredentialUse, ...] = ()
 
     @property
     def exit_code(self) -> int:
@@ -116,6 +119,7 @@ def check_file(file: Path | Profile, console: Console) -> CheckReport:
         examples=tuple(problems.examples),
         seconds=planned.seconds if planned else None,
         rough=bool(planned and planned.rough),
+        credentials=tuple(problems.credentials),
     )
 
 

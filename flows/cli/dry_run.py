@@ -47,6 +47,7 @@ def dry_run(profile: Profile, console: Console, as_json: bool, prices: Sequence[
             "cost": cost,
             "attempts": len(profile.candidates()) + profile.max_proposed_remedies,
             "overrides": profile.overrides,
+            "credentials": [credential.model_dump() for credential in problems.credentials],
         }
         print_answer(status, message, more, findings)
         return problems.exit_code

@@ -18,7 +18,9 @@ from rich.text import Text
 from mergegate.flows.cli.command import JsonOption, ReleaseArgument, command_context, local_path
 from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.score_table import print_table
+from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.gate import GuardVerdict, SuiteVerdict
+from mergegate.tasks.publish import Signer, SignerPolicy
 from mergegate.tasks.publish.releases import RecomputedVerdict, ReproducedRelease, VerifiedRelease, check_release
 from mergegate.tasks.publish.targets import find_release
 
@@ -41,16 +43,39 @@ def verify_command(
         bool, typer.Option("--verdict", help="Also decide again from the outcomes in the release, and compare.")
     ] = False,
     merge: MergeOption = None,
+    identity: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ID", help="Identity that must have signed it without a key, exactly as in the certificate."
+        ),
+    ] = None,
+    issuer: Annotated[
+        str | None, typer.Option(metavar="URL", help="OIDC issuer that must have confirmed --identity.")
+    ] = None,
+    trust_config: Annotated[
+        Path | None,
+        typer.Option(
+            parser=local_path,
+            help="Sigstore's client trust configuration of a private instance. Default: the public instance.",
+        ),
+    ] = None,
+    offline: Annotated[
+        bool,
+        typer.Option(
+            "--offline", help="Use the stored trusted root of the public instance of sigstore without updating it."
+        ),
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Verify a release against its own claims.
 
-    This checks every byte, the provenance, the model card and the signature. With --verdict, mergegate also recomputes
+    This checks every byte, the provenance, the model card and the signatures. With --verdict, mergegate also recomputes
     the gate's verdict from the files in evidence/, without a model. For quantized variants, mergegate also verifies
     the release of their merge if it is available.
     """
     with command_context(as_json) as console:
-        verified = check_release(find_release(release), key, recompute=verdict, merge=merge)
+        signer = signer_policy(identity, issuer, trust_config, offline=offline)
+        verified = check_release(find_release(release), key, recompute=verdict, merge=merge, signer=signer)
         if as_json:
             print_answer("verified", f"{release} is as it was published", _plain(verified))
             return
@@ -60,6 +85,27 @@ def verify_command(
         for variant_type, recomputed in verified.variants.items():
             console.print(f"\n{variant_type}", markup=False)
             _print_verdict(console, recomputed)
+
+
+def signer_policy(
+    identity: str | None, issuer: str | None, trust_config: Path | None, *, offline: bool
+) -> SignerPolicy | None:
+    """Return the signer that a keyless signature must have, or None if it is not verified.
+
+    Raises:
+        InvalidInput: An option is missing.
+    """
+    if identity and issuer:
+        return SignerPolicy(Signer(identity, issuer), trust_config, offline)
+    options = {"--identity": identity, "--issuer": issuer, "--trust-config": trust_config, "--offline": offline}
+    if present := [name for name, value in options.items() if value or value == ""]:
+        raise InvalidInput(
+            " and ".join(present),
+            found=f"no value for {' and '.join(name for name in ('--identity', '--issuer') if not options[name])}",
+            expected="both the identity and the issuer, because several issuers may confirm the same identity",
+            remedy="pass --identity ID --issuer URL; get them from the publisher, but not from the release",
+        )
+    return None
 
 
 def _print_verdict(console: Console, result: RecomputedVerdict) -> None:
@@ -150,6 +196,8 @@ def _plain(result: VerifiedRelease | ReproducedRelease) -> dict[str, object]:
             fields["verdict"] = result.recomputed.to_dict()
         if result.merge is None:
             del fields["merge"]
+        if result.keyless is None:
+            del fields["keyless"]
         if result.variants:
             fields["verdicts"] = {name: each.to_dict() for name, each in result.variants.items()}
     return {"where": fields.pop("reference")} | {name: value for name, value in fields.items() if name != "statement"}

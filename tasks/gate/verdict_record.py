@@ -75,6 +75,13 @@ class RecordedEvidence(StageValue):
         return f"{rows} of {self.models} models"
 
 
+class RecordedMeasurements(NamedTuple):
+    """Measurements of all models that a verdict is based on, by the name of the model in the run."""
+
+    scores: Mapping[str, Sequence[Artifact[Scores]]]  # one artifact for each part of a task
+    likelihoods: Mapping[str, Artifact[Likelihoods]]
+
+
 class VerdictDifference(NamedTuple):
     """Value in a stored verdict that the evidence does not lead to."""
 
@@ -227,24 +234,35 @@ def decide_again(record: VerdictRecord, tables: Mapping[str, Path | bytes]) -> G
         if name not in _TABLES
     }
     with TemporaryDirectory(prefix="mergegate-evidence-") as scratch:
-        outcomes = _Table(OUTCOMES, tables, Path(scratch))
-        scores = {
-            model: [
-                Artifact("evaluate", "", "", Scores(model=model, **value), outcomes.write(SCORES_FILE, model, part), {})
-                for part, value in enumerate(parts)
-            ]
-            for model, parts in record.inputs["scores"].items()
-        }
-        documents = _Table(LIKELIHOODS, tables, Path(scratch))
-        likelihoods = {
-            model: Artifact(
-                "perplexity", "", "", Likelihoods(model=model, **value), documents.write(LIKELIHOODS_FILE, model), {}
-            )
-            for model, value in record.inputs["likelihoods"].items()
-        }
-        outcomes.require_complete()
-        documents.require_complete()
-        return gate.work(*GateInputs(scores=scores, likelihoods=likelihoods, **inputs))
+        measurements = read_measurements(record, tables, Path(scratch))
+        return gate.work(*GateInputs(**measurements._asdict(), **inputs))
+
+
+def read_measurements(record: VerdictRecord, tables: Mapping[str, Path | bytes], scratch: Path) -> RecordedMeasurements:
+    """Return the measurements of all models, with artifacts in ``scratch`` as the stages wrote them.
+
+    The artifacts contain no texts. ``tables`` is as in ``decide_again``.
+
+    Raises:
+        ValueError: The record or a table does not have the form that ``record_evidence`` writes.
+    """
+    outcomes, documents = _Table(OUTCOMES, tables, scratch), _Table(LIKELIHOODS, tables, scratch)
+    scores = {
+        model: [
+            Artifact("evaluate", "", "", Scores(model=model, **value), outcomes.write(SCORES_FILE, model, part), {})
+            for part, value in enumerate(parts)
+        ]
+        for model, parts in record.inputs["scores"].items()
+    }
+    likelihoods = {
+        model: Artifact(
+            "perplexity", "", "", Likelihoods(model=model, **value), documents.write(LIKELIHOODS_FILE, model), {}
+        )
+        for model, value in record.inputs["likelihoods"].items()
+    }
+    outcomes.require_complete()
+    documents.require_complete()
+    return RecordedMeasurements(scores, likelihoods)
 
 
 class _Table:

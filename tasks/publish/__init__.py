@@ -6,6 +6,7 @@ from mergegate.tasks.publish.content import (
     BOM,
     CARD,
     DESCRIPTION_FILES,
+    KEYLESS_SIGNATURE,
     PROVENANCE,
     RECIPE,
     SIGNATURE,
@@ -17,6 +18,7 @@ from mergegate.tasks.publish.content import (
     stored_files,
 )
 from mergegate.tasks.publish.facts import DatasetFacts
+from mergegate.tasks.publish.keyless import Signer, SignerPolicy, expected_signer, read_keyless
 from mergegate.tasks.publish.license_files import state_license_files
 from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.public_names import PublicNames, recipe_paths
@@ -40,6 +42,7 @@ __all__ = [
     "BOM",
     "CARD",
     "DESCRIPTION_FILES",
+    "KEYLESS_SIGNATURE",
     "PROVENANCE",
     "RECIPE",
     "SIGNATURE",
@@ -55,16 +58,20 @@ __all__ = [
     "Release",
     "ReleaseFile",
     "ReleaseParts",
+    "Signer",
+    "SignerPolicy",
     "VariantParts",
     "checksums_text",
     "describe_merge",
     "escape",
+    "expected_signer",
     "joint_digest",
     "parse_checksums",
     "pending_release",
     "public_key",
     "publish",
     "published_merge",
+    "read_keyless",
     "read_signature",
     "recipe_paths",
     "release_digest",

@@ -14,7 +14,9 @@ from mergegate.tasks.merge import describe_changes
 from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation, ObligationKind
 from mergegate.tasks.publish.card_metadata import CardMetadata
 from mergegate.tasks.publish.card_scores import escape, markdown_table, quality_section, untested_sentence
+from mergegate.tasks.publish.content import KEYLESS_SIGNATURE
 from mergegate.tasks.publish.loading_code import loading_code
+from mergegate.tasks.publish.settings import SigstoreSettings
 from mergegate.tasks.report import ReportContent, ReportedModel
 from mergegate.tasks.serve import SERVED_AS_LORA
 
@@ -22,9 +24,9 @@ from mergegate.tasks.serve import SERVED_AS_LORA
 _DONE: dict[ObligationKind, str] = {
     "text": "The text is part of this release: {texts}.",
     "notice": "It is in [NOTICE](NOTICE).",
-    "display": "It is at the top of this page.",
+    "display": "It is at the top of {page}.",
     "use_policy": "This release passes it on.",
-    "changes": "The statement is at the top of this page and in [MODIFICATIONS](MODIFICATIONS).",
+    "changes": "The statement is at the top of {page} and in [MODIFICATIONS](MODIFICATIONS).",
     "name_prefix": "mergegate checked the name of this model.",
     "cap": "",
 }
@@ -51,9 +53,11 @@ class Publication:
     """Facts about the publication that the card states."""
 
     address: str  # reference to pass to mergegate: 'acme/demo' on the Hub, '.' in the release's directory
-    signed: bool
+    signed: bool  # with a key
     device: str  # kind of device that computed the merge
+    compliance: str  # summary of the compliance sheet
     versions: Mapping[str, str]  # libraries that determine the weights and the scores
+    keyless: SigstoreSettings | None = None  # settings of the keyless signature
 
 
 def model_card(
@@ -86,7 +90,7 @@ def model_card(
     ]
     address, is_signed = publication.address, publication.signed
     is_local = any(model.revision is None for model in content.parents)
-    verify = f"mergegate verify {address}" + (" --key release.pub" if is_signed else "")
+    verify = f"mergegate verify {address}" + signature_options(publication.keyless, has_key=is_signed)
     reproduce = f"mergegate reproduce {address}" + (" --parents DIR" if is_local else "")
     commands = [
         f"{verify:<48} # check all files and the provenance",
@@ -97,6 +101,12 @@ def model_card(
             "model_signing verify key . --signature model.sig --public_key release.pub    # check the signature with "
             "the tool of OpenSSF"
         )
+    if publication.keyless:
+        trust = " --trust_config FILE" if publication.keyless.trust_config else ""
+        commands.append(
+            f"model_signing verify sigstore . --signature {KEYLESS_SIGNATURE} --identity ID --identity_provider URL"
+            f"{trust}    # check the keyless signature with the tool of OpenSSF"
+        )
     commands += [
         f"{'sha256sum --check SHA256SUMS':<48} # check the files only, in the directory of the release",
         f"{reproduce:<48} # merge again and compare the weights byte by byte",
@@ -105,17 +115,35 @@ def model_card(
     libraries = ", ".join(f"{name} {version}" for name, version in publication.versions.items())
     notes = f"Built with {libraries} on {publication.device}."
     notes += " Paths in the recipe are relative to DIR." if is_local else ""
-    if is_signed:
-        notes += " Get the public key from the publisher, but not from this release."
+    notes += signature_note(publication.keyless, has_key=is_signed)
     sections += [
         f"## How to load it\n\n{_loading(content, files, publication, is_adapter=is_adapter)}",
         f"## Evaluation\n\n{quality_section(content)}",
         f"## Limits\n\n{_LIMITS}{f'{chr(10)}* {note}' if (note := untested_sentence(content)) else ''}",
         f"## How it was made\n\n{_sources(content, license)}\n\n{code_block(content.recipe.strip(), 'yaml')}",
         f"## License\n\n{license_section(license, missing, files)}",
+        f"## Compliance\n\n{publication.compliance}",
         f"## How to verify it\n\n{code_block(chr(10).join(commands), 'sh')}\n\n{notes}",
     ]
     return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
+
+
+def signature_options(keyless: SigstoreSettings | None, *, has_key: bool) -> str:
+    """Return the options of ``mergegate verify`` that check the signatures of a release."""
+    options = " --key release.pub" if has_key else ""
+    if keyless:
+        options += " --identity ID --issuer URL" + (" --trust-config FILE" if keyless.trust_config else "")
+    return options
+
+
+def signature_note(keyless: SigstoreSettings | None, *, has_key: bool) -> str:
+    """Return the sentence that says where the values of those options come from, or an empty string."""
+    parts = ["the public key"] if has_key else []
+    parts += ["the identity (ID) and issuer (URL) of the signer"] if keyless else []
+    parts += ["the trust configuration (FILE)"] if keyless and keyless.trust_config else []
+    *others, last = parts or [""]
+    listed = f"{', '.join(others)} and {last}" if others else last
+    return f" Get {listed} from the publisher, but not from this release." if parts else ""
 
 
 def display_lines(license: LicenseVerdict) -> tuple[str, ...]:
@@ -182,8 +210,13 @@ def _sources(content: ReportContent, license: LicenseVerdict) -> str:
     return "\n\n".join(parts)
 
 
-def license_section(license: LicenseVerdict, missing: Sequence[Obligation], files: Sequence[str]) -> str:
-    """Return the text under 'License'. ``missing`` and ``files`` are those of ``model_card``."""
+def license_section(
+    license: LicenseVerdict, missing: Sequence[Obligation], files: Sequence[str], page: str = "this page"
+) -> str:
+    """Return the text under 'License'. ``missing`` and ``files`` are those of ``model_card``.
+
+    ``page`` is how to refer to the card.
+    """
     combination = license.combination
     reasons = [reason.sentence for reason in combination.reasons if reason.rule.startswith("R7")]
     parts = [f"**{escape(license.result)}**" + (f": {escape(reasons[0])}." if reasons else "")]
@@ -198,7 +231,7 @@ def license_section(license: LicenseVerdict, missing: Sequence[Obligation], file
             sources = (*item.because, item.model)
             own = [name for name in texts if name.removeprefix("licenses/").removesuffix(".txt") in sources]
             links = ", ".join(f"[{name}]({quote(name)})" for name in own or texts)
-            outcome = f"{_DONE[item.kind].format(texts=links)} | {_LEFT.get(item.kind, '')}"
+            outcome = f"{_DONE[item.kind].format(texts=links, page=page)} | {_LEFT.get(item.kind, '')}"
         rows.append(f"| {escape(item.text)} | {escape(', '.join(item.because))} | {outcome} |")
     head = "| requirement | license | in this release | your part |\n| :-- | :-- | :-- | :-- |\n"
     parts.append(head + "\n".join(rows) if rows else "The license has no further requirements.")

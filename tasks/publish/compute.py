@@ -20,7 +20,7 @@ from mergegate.merge_core.methods import Costs
 from mergegate.merge_core.plan import TensorJob
 
 # Operations per unit of a method's costs (``Costs``), and the costs of a method that was not measured.
-_PER_UNIT = 32.0
+_PER_UNIT = 64.0
 _UNMEASURED = Costs(map=20.0, fold=20.0, folds=lambda task: 8)
 _DECOMPOSITION = 30.0  # operations for a decomposition of [m, n], by m · n · min(m, n)
 _QUANTIZATION = 1e4  # operations per weight: search for scales
@@ -43,12 +43,14 @@ class ComputePart:
         name: Description, such as ``ties, 2.1 M elements`` or ``reverse: merge``.
         flop: Upper bound of the floating-point operations.
         nbytes: Bytes that are read and written.
+        model: Model that is evaluated. Empty for the merge.
     """
 
     purpose: Literal["merge", "evaluation"]
     name: str
     flop: float
     nbytes: float = 0.0
+    model: str = ""
 
 
 @dataclass(frozen=True)
@@ -187,9 +189,12 @@ def quantization_part(name: str, nbytes: float) -> ComputePart:
 
 
 def perplexity_part(model: str, network: NetworkDimensions, tokens: int, window: int | None) -> ComputePart:
-    """Return the computation of a model that reads ``tokens`` of held-out text, with overlapping windows."""
-    flop = network.flop(2.0 * tokens, window)
-    return ComputePart("evaluation", f"held-out text: {model}", flop, float(network.nbytes))
+    """Return the computation of a model that reads ``tokens`` of held-out text.
+
+    Each token counts three times, because windows overlap and shorter documents of a batch are padded.
+    """
+    flop = network.flop(3.0 * tokens, window)
+    return ComputePart("evaluation", f"held-out text: {model}", flop, float(network.nbytes), model)
 
 
 def task_part(
@@ -203,7 +208,7 @@ def task_part(
     context = min(max_length or network.context, network.context) if network.context else max_length or 1
     requests = _REQUESTS * documents if answers is None else max(answers, documents)
     flop = network.flop(float(requests) * context, context)
-    return ComputePart("evaluation", f"{task}: {model}", flop, float(network.nbytes))
+    return ComputePart("evaluation", f"{task}: {model}", flop, float(network.nbytes), model)
 
 
 def estimate_compute(parts: Sequence[ComputePart], device: str, notes: Sequence[str] = ()) -> ComputeEstimate:

@@ -103,9 +103,20 @@ def variant_evidence(name: str, variant_type: str) -> str:
     return f"{folder}/{variant_type}/{file}"
 
 
+def content_digest(files: Mapping[str, tuple[int, str]]) -> str:
+    """Return the Merkle digest over the files of a release, except its keyless signature.
+
+    A keyless signature differs at every signing. Without it, the same files have the same version and the same digest.
+
+    Args:
+        files: Size in bytes and sha256 of each file, by name.
+    """
+    return merkle({name: identity for name, identity in files.items() if name != KEYLESS_SIGNATURE})
+
+
 def content_version(files: Iterable[ReleaseFile]) -> str:
-    """Return the version name for these files: the first 12 hex digits of the Merkle digest over all of them."""
-    return merkle(file_identities(files))[:VERSION_DIGITS]
+    """Return the version name for these files: the first 12 hex digits of their content digest."""
+    return content_digest(file_identities(files))[:VERSION_DIGITS]
 
 
 def is_content_version(name: str) -> bool:

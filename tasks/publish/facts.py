@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ from mergegate.tasks.store import Artifact
 from mergegate.tasks.variants import CalibrationSettings, VariantVerdict
 
 _SAFETENSORS, _GGUF = ".safetensors", ".gguf"
+_SPECIAL_TOKENS = 8  # tokens that a tokenizer adds to a prompt, at most
 # Keys of a configuration that are sizes, and those that are settings of the network.
 _SIZE_KEY = re.compile(r"(num|n|max|d)_[a-z0-9_]+|[a-z0-9_]+_(size|dim|rank|layers|heads|experts|window|embd)|r")
 _SETTING_KEYS = ("hidden_act", "rope_theta", "lora_alpha", "tie_word_embeddings")
@@ -321,12 +322,10 @@ def _compute(
             parts += plan_parts(plan)
         except InvalidInput:
             # The bound of a method on whole matrices, if the parents cannot be read any more.
-            side = own_size.attention_width * 4
-            parts.append(
-                adapter_part(
-                    [(merge_size // side + 1, side)], len(pinned_recipe.parents), pinned_recipe.recipe.merge_method
-                )
-            )
+            side = 4 * own_size.attention_width
+            shape, count = (merge_size // side + 1, side), len(pinned_recipe.parents)
+            bound = adapter_part([shape], count, pinned_recipe.recipe.merge_method)
+            parts.append(replace(bound, name=pinned_recipe.recipe.merge_method))
             notes.append("The parents could not be read again, so the bound is that of a method on whole matrices.")
     for document in (*pinned_recipe.recipe.steps, pinned_recipe.recipe):
         parts += _calibration(document, public, sizes, own_size)
@@ -375,6 +374,14 @@ def _calibration(
 
     ``names`` holds the public name of each parent by its reference.
     """
+    if (mixture := document.mixture) is not None and mixture.gate_mode.startswith("hidden"):
+        prompts = [
+            prompt for expert in (*mixture.experts, *mixture.shared) for prompt in (*expert.positive, *expert.negative)
+        ]
+        tokens = sum(len(prompt.encode()) + _SPECIAL_TOKENS for prompt in prompts)
+        network = sizes.get(names.get(str(document.base), ""), merge_size)
+        flop = network.flop(tokens)
+        yield ComputePart("merge", f"{len(prompts)} prompts for the routers", flop, float(network.nbytes))
     if not document.reads_texts or not document.texts:
         return
     importance = document.method.traits.reads_text == "importance"

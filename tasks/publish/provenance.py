@@ -25,6 +25,7 @@ from mergegate.tasks.publish.content import (
     ReleaseFile,
 )
 from mergegate.tasks.report import ReportContent
+from mergegate.tasks.store import canonical
 
 # Digest of a parent: sha256 of the canonical JSON {name: [size, sha256]} of the files that were read.
 LISTING = "application/vnd.mergegate.checkpoint-listing+json"
@@ -144,6 +145,7 @@ def provenance(
     }
     statements = {
         "mergegate_verdict": content.verdict.model_dump(mode="json"),
+        "mergegate_evaluation": _evaluation(content, {parent.name: parent.ref for parent in origin.parents}),
         "mergegate_licence": _license(license),
         "mergegate_card": card,
         **({"mergegate_routers": content.routers.model_dump(mode="json")} if content.routers else {}),
@@ -195,10 +197,24 @@ def variant_provenance(
     }
     statements = {
         VARIANT_VERDICTS: [verdict.model_dump(mode="json") for verdict in content.variants],
+        "mergegate_evaluation": _evaluation(content, {}),
         "mergegate_licence": _license(license),
         "mergegate_card": card,
     }
     return _statement(files, definition, versions["mergegate"], statements)
+
+
+def _evaluation(content: ReportContent, references: Mapping[str, str]) -> dict[str, object]:
+    """Return the settings with which the scores in ``evidence/`` were measured.
+
+    ``references`` holds the reference of each parent, by its name in the evidence.
+    """
+    return {
+        "models": dict(references),
+        "scoring": canonical(content.scoring),
+        "prompts": dict(content.asked),
+        "windows": canonical(content.windows),
+    }
 
 
 def _profile_parameters(content: ReportContent, profile: str) -> dict[str, object]:

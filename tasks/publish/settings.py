@@ -11,10 +11,12 @@ Each target adds settings of its own (see ``targets``).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.parsing import LocalPath
 from mergegate.merge_core.wording import parse_duration
 from mergegate.tasks.stage import TimeSpan
@@ -85,6 +87,18 @@ class AboutRelease(BaseModel):
         description="Floating-point operations of the original training, by parent as written in the recipe, such as "
         "{acme/base: 6.0e22}. Default: the value in the parent's card, if any.",
     )
+
+    def require_parents(self, references: Iterable[str]) -> None:
+        """Raise InvalidInput if ``training_compute`` names a model that is not one of these parents."""
+        known = set(references)
+        for name in self.training_compute:
+            if name not in known:
+                raise InvalidInput(
+                    f"publish.about.training_compute: {name}",
+                    found="a model that the recipe does not merge",
+                    expected="a parent as written in the recipe",
+                    remedy=suggest(name, known),
+                )
 
 
 class PublishSettings(BaseModel):

@@ -20,10 +20,10 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives import hashes, serialization
@@ -33,14 +33,15 @@ from pydantic.alias_generators import to_camel
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import read_plain
-from mergegate.tasks.publish.content import SIGNATURE
+from mergegate.tasks.publish.content import KEYLESS_SIGNATURE, SIGNATURE
 
-_BUNDLE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+BUNDLE_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 _PAYLOAD = "application/vnd.in-toto+json"
 _STATEMENT = "https://in-toto.io/Statement/v1"
 _PREDICATE = "https://model_signing/signature/v1.0"
-# Never part of a release: files that git or a download leaves next to it, and the signature itself.
-_IGNORED = (".cache", ".git", ".gitattributes", ".github", ".gitignore", SIGNATURE)
+# Never part of a release: files that git or a download leaves next to it.
+_IGNORED = (".cache", ".git", ".gitattributes", ".github", ".gitignore")
+BundlePart = TypeVar("BundlePart", bound=BaseModel)
 _CURVES: Mapping[str, hashes.HashAlgorithm] = {
     "secp256r1": hashes.SHA256(),
     "secp384r1": hashes.SHA384(),
@@ -64,6 +65,26 @@ def sign(name: str, files: Mapping[str, str], key_file: Path) -> str:
         InvalidInput: ``key_file`` is not such a key.
     """
     key = private_key(key_file)
+    payload = signed_statement(name, files, (SIGNATURE, KEYLESS_SIGNATURE))
+    algorithm = ec.ECDSA(_CURVES[key.curve.name], deterministic_signing=True)
+    bundle = {
+        "mediaType": BUNDLE_TYPE,
+        "verificationMaterial": {"publicKey": {"hint": _hint(key.public_key())}, "tlogEntries": []},
+        "dsseEnvelope": {
+            "payload": base64.b64encode(payload).decode(),
+            "payloadType": _PAYLOAD,
+            "signatures": [{"keyid": "", "sig": base64.b64encode(key.sign(_pae(payload), algorithm)).decode()}],
+        },
+    }
+    return json.dumps(bundle, indent=1, sort_keys=True) + "\n"
+
+
+def signed_statement(name: str, files: Mapping[str, str], signatures: Sequence[str]) -> bytes:
+    """Return the in-toto statement about the files that a signature covers, as JSON.
+
+    ``name`` and ``files`` are those of :func:`sign`. ``signatures`` names the files that the statement cannot cover,
+    because they are written later.
+    """
     listed = sorted(files.items(), key=lambda file: Path(file[0]))  # OpenSSF's library sorts by path, too
     statement = {
         "_type": _STATEMENT,
@@ -74,23 +95,12 @@ def sign(name: str, files: Mapping[str, str], key_file: Path) -> str:
                 "method": "files",
                 "hash_type": "sha256",
                 "allow_symlinks": False,
-                "ignore_paths": list(_IGNORED),
+                "ignore_paths": [*_IGNORED, *signatures],
             },
             "resources": [{"name": file, "algorithm": "sha256", "digest": sha256} for file, sha256 in listed],
         },
     }
-    payload = json.dumps(statement, sort_keys=True, ensure_ascii=False).encode()
-    algorithm = ec.ECDSA(_CURVES[key.curve.name], deterministic_signing=True)
-    bundle = {
-        "mediaType": _BUNDLE,
-        "verificationMaterial": {"publicKey": {"hint": _hint(key.public_key())}, "tlogEntries": []},
-        "dsseEnvelope": {
-            "payload": base64.b64encode(payload).decode(),
-            "payloadType": _PAYLOAD,
-            "signatures": [{"keyid": "", "sig": base64.b64encode(key.sign(_pae(payload), algorithm)).decode()}],
-        },
-    }
-    return json.dumps(bundle, indent=1, sort_keys=True) + "\n"
+    return json.dumps(statement, sort_keys=True, ensure_ascii=False).encode()
 
 
 @dataclass(frozen=True)
@@ -120,26 +130,34 @@ def read_signature(bundle: bytes) -> Signature:
 
     Raise ValueError if the bundle is not a signature of this kind, or has unknown fields, which could hide a change.
     """
-    problem = "not a signature that mergegate can read"
-    try:
-        parsed = _Bundle.model_validate_json(bundle)
-        problem = "the signed statement is not a list of files by sha256"
-        statement = _Statement.model_validate_json(parsed.dsse_envelope.payload)
-    except ValidationError as error:
-        first = error.errors()[0]
-        field = ".".join(map(str, first["loc"])) or "the whole document"
-        raise ValueError(f"{problem}: {field}: {first['msg']}") from None
+    parsed = parse_bundle(_Bundle, bundle, "not a signature that mergegate can read")
+    envelope = parsed.dsse_envelope
+    hint = parsed.verification_material.public_key.hint
+    return Signature(read_statement(envelope.payload), envelope.payload, envelope.signatures[0].sig, hint)
+
+
+def read_statement(payload: bytes) -> Mapping[str, str]:
+    """Return the sha256 of each file that a signed statement lists, by name.
+
+    Raise ValueError if the statement is not such a list, or contradicts itself.
+    """
+    statement = parse_bundle(_Statement, payload, "the signed statement is not a list of files by sha256")
     files = {entry.name: entry.digest for entry in statement.predicate.resources}
     if len(files) < len(statement.predicate.resources):
         raise ValueError("the signed statement lists a file twice")
     if statement.subject[0].digest.sha256 != _root([entry.digest for entry in statement.predicate.resources]):
         raise ValueError("the signed digest over all files does not match the listed files")
-    return Signature(
-        files,
-        parsed.dsse_envelope.payload,
-        parsed.dsse_envelope.signatures[0].sig,
-        parsed.verification_material.public_key.hint,
-    )
+    return files
+
+
+def parse_bundle(kind: type[BundlePart], content: bytes, problem: str) -> BundlePart:
+    """Parse JSON. Raise ValueError with ``problem`` and the first wrong field if it does not have the form ``kind``."""
+    try:
+        return kind.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "the whole document"
+        raise ValueError(f"{problem}: {field}: {first['msg']}") from None
 
 
 def private_key(file: Path) -> ec.EllipticCurvePrivateKey:
@@ -191,7 +209,7 @@ def _hint(key: ec.EllipticCurvePublicKey) -> str:
     return hashlib.sha256(pem).hexdigest()
 
 
-def _from_base64(value: object) -> object:
+def decode_base64(value: object) -> bytes:
     """Decode base64 in canonical form only. Otherwise, unused bits could be changed unnoticed."""
     if not isinstance(value, str):
         raise ValueError("not base64")
@@ -201,38 +219,42 @@ def _from_base64(value: object) -> object:
     return data
 
 
-_Base64 = Annotated[bytes, BeforeValidator(_from_base64)]
+Base64 = Annotated[bytes, BeforeValidator(decode_base64)]
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class _Strict(BaseModel):
+class StrictBundle(BaseModel):
+    """Base of the parts of a bundle. An unknown field is an error, because it could hide a change."""
+
     model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel)
 
 
-class _PublicKey(_Strict):
+class _PublicKey(StrictBundle):
     hint: str
 
 
-class _Material(_Strict):
+class _Material(StrictBundle):
     public_key: _PublicKey
     tlog_entries: tuple[()] = ()
 
 
-class _EnvelopeSignature(_Strict):
-    sig: _Base64
+class _EnvelopeSignature(StrictBundle):
+    sig: Base64
     keyid: Literal[""] = ""
 
 
-class _Envelope(_Strict):
-    payload: _Base64
+class Envelope(StrictBundle):
+    """DSSE envelope with an in-toto statement and exactly one signature."""
+
+    payload: Base64
     payload_type: Literal["application/vnd.in-toto+json"]
     signatures: tuple[_EnvelopeSignature]
 
 
-class _Bundle(_Strict):
+class _Bundle(StrictBundle):
     media_type: Literal["application/vnd.dev.sigstore.bundle.v0.3+json"]
     verification_material: _Material
-    dsse_envelope: _Envelope
+    dsse_envelope: Envelope
 
 
 class _SnakeCase(BaseModel):

@@ -1,18 +1,20 @@
 """Run the publish stage: bring checkpoint, card, provenance and report to the target, all or nothing.
 
 A request for approval names the release by the digest of all its files. The answer is valid for that digest only, and
-``publish`` compares it with the release again.
+``publish`` compares it with the release again. The digest does not cover a keyless signature, which ``publish`` creates
+after the approval (see :func:`_add_keyless`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from mergegate.merge_core.errors import Refused
+from mergegate.merge_core.files import read_state, state_directory, write_state
 from mergegate.tasks.checkpoints import PinnedRecipe, checkpoint_digest
 from mergegate.tasks.gate import RecordedEvidence
 from mergegate.tasks.merge import (
@@ -28,9 +30,12 @@ from mergegate.tasks.publish.bom import bill_of_materials
 from mergegate.tasks.publish.card import Publication, model_card
 from mergegate.tasks.publish.card_metadata import card_metadata, check_card, contributing_references
 from mergegate.tasks.publish.card_scores import escape
+from mergegate.tasks.publish.compliance import compliance_section, compliance_sheet
 from mergegate.tasks.publish.content import (
     BOM,
     CARD,
+    COMPLIANCE,
+    KEYLESS_SIGNATURE,
     PROVENANCE,
     RECIPE,
     SIGNATURE,
@@ -44,6 +49,7 @@ from mergegate.tasks.publish.content import (
 )
 from mergegate.tasks.publish.eval_results import eval_results
 from mergegate.tasks.publish.facts import DatasetFacts, ReleaseFacts, release_facts
+from mergegate.tasks.publish.keyless import read_keyless, sign_keyless
 from mergegate.tasks.publish.license_files import license_files, open_obligations
 from mergegate.tasks.publish.provenance import MergeOrigin, MergeRelease, provenance
 from mergegate.tasks.publish.public_names import PublicNames, require_no_private_paths
@@ -116,8 +122,10 @@ class ReleaseParts(NamedTuple):
         is_adapter = pinned.recipe.output is not None
         metadata = card_metadata(content, parents, license.combination, is_adapter=is_adapter, unused_refs=unused_refs)
         versions = {library.name: library.version for library in content.versions} | dict(numerics.versions)
-        publication = Publication(target.address, target.sign_key is not None, numerics.device, versions)
-        missing = open_obligations(parents, license)
+        facts, missing = self.facts(target), open_obligations(parents, license)
+        files.append(written_file(COMPLIANCE, compliance_sheet(facts, content, license, missing, file_names)))
+        is_signed, summary = target.sign_key is not None, compliance_section(facts)
+        publication = Publication(target.address, is_signed, numerics.device, summary, versions, target.sigstore)
         changes = describe_changes(self.weights, [escape(parent.ref) for parent in parents])
         card = model_card(content, metadata, license, missing, file_names, publication, changes)
         check_card(card, metadata, file_names)
@@ -194,7 +202,7 @@ def publish(
     ``approved_digest`` is the digest of the release that a reviewer approved. None: approval is not required.
 
     Raises:
-        InvalidInput: The Hub token or the signing key is missing.
+        InvalidInput: The Hub token, the signing key, or the identity for a keyless signature is missing.
         Refused: The version exists with different content, a file differs from the one that passed the gate, the
             release is not the approved one, the Hub would misread the card, the target rejects the release, or its head
             is not ``expected_head``.
@@ -202,8 +210,9 @@ def publish(
     files = _release_files(target, root, parts)
     version = target.version or content_version(files)
     require_approved(parts.name, merkle(file_identities(files)), approved_digest)
+    pending = home() / "signatures" / f"{merkle(file_identities(files))}.json"
     request = PublishRequest(
-        files=files,
+        files=_add_keyless(target, root, parts.name, version, files, pending),
         name=parts.name,
         version=version,
         root=root,
@@ -211,7 +220,16 @@ def publish(
         expected_head=expected_head,
         on_progress=lambda sent, total: advance(sent, total, "B"),
     )
-    return target.publish(request)
+    try:
+        release = target.publish(request)
+    except Refused:
+        # Another publisher may have published the same files in the meantime, with a signature of its own.
+        signed = _add_keyless(target, root, parts.name, version, files, pending)
+        if signed == request.files:
+            raise
+        release = target.publish(replace(request, files=signed))
+    pending.unlink(missing_ok=True)
+    return release
 
 
 def pending_release(target: PublishTarget, root: Path, parts: Releasable) -> PendingRelease:
@@ -258,8 +276,30 @@ def describe_merge(target: PublishTarget, root: Path, parts: ReleaseParts) -> Me
     return MergeRelease(parts.name, version, sums, target.reference_to(version), target.hub_id)
 
 
+def _add_keyless(
+    target: PublishTarget, root: Path, name: str, version: str, files: tuple[ReleaseFile, ...], pending: Path
+) -> tuple[ReleaseFile, ...]:
+    """Return the files of a release with its keyless signature, if the profile sets one.
+
+    Signing again gives other bytes, but a version never changes its content. So a signature of the same files is used
+    again: that of the published version, or that of an interrupted publication, which is in the file ``pending``.
+    """
+    if target.sigstore is None:
+        return files
+    hashes = {file.name: file.sha256 for file in files}
+    stored = read_state(pending, bytes)
+    for bundle in (target.published_file(root, version, KEYLESS_SIGNATURE), stored):
+        with suppress(ValueError):
+            if isinstance(bundle, bytes) and read_keyless(bundle).files == hashes:
+                return (*files, written_file(KEYLESS_SIGNATURE, bundle.decode()))
+    signature = sign_keyless(name, hashes, target.sigstore, root)
+    state_directory(pending.parent, private=True)
+    write_state(pending, signature)
+    return (*files, written_file(KEYLESS_SIGNATURE, signature.decode()))
+
+
 def _release_files(target: PublishTarget, root: Path, parts: Releasable) -> tuple[ReleaseFile, ...]:
-    """Return all files of a release. The same inputs give the same bytes.
+    """Return all files of a release except a keyless signature. The same inputs give the same bytes.
 
     SHA256SUMS covers all files of ``parts``, and the signature covers everything.
     """

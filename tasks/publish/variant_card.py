@@ -9,7 +9,13 @@ import yaml
 
 from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation
-from mergegate.tasks.publish.card import code_block, display_lines, license_section
+from mergegate.tasks.publish.card import (
+    code_block,
+    display_lines,
+    license_section,
+    signature_note,
+    signature_options,
+)
 from mergegate.tasks.publish.card_metadata import CardMetadata
 from mergegate.tasks.publish.card_scores import escape, guard_note, guard_rows, markdown_table
 from mergegate.tasks.publish.content import variant_evidence
@@ -34,12 +40,13 @@ def variant_card(
     files: Sequence[str],
     origin: VariantOrigin,
     target: PublishTarget,
+    compliance: str,
 ) -> str:
     """Return the content of README.md for a release of variants, which contains no dates and no local paths.
 
     ``content`` has the verdicts on all variants of the place, including failed ones. ``missing`` lists the
     obligations that the release does not fulfill, and ``files`` names its files, as in ``model_card``. ``target`` is
-    the place of the variants.
+    the place of the variants, and ``compliance`` the summary of their compliance sheet.
     """
     front = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
     merge, published = origin.merge, [verdict for verdict in content.variants if verdict.type in origin.files]
@@ -65,6 +72,7 @@ def variant_card(
     sections += [
         f"## Limits\n\n{_LIMITS}",
         f"## License\n\n{license_section(license, missing, files)}",
+        f"## Compliance\n\n{compliance}",
         f"## How to verify it\n\n{_verification(origin, target)}",
     ]
     return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
@@ -163,7 +171,7 @@ def _commands(metadata: CardMetadata, name: str, files: Mapping[str, Sequence[st
 
 
 def _verification(origin: VariantOrigin, target: PublishTarget) -> str:
-    key = " --key release.pub" if target.sign_key is not None else ""
+    key = signature_options(target.sigstore, has_key=target.sign_key is not None)
     verify = f"mergegate verify {target.address}{key}"
     commands = [
         (verify, "check all files and the provenance"),
@@ -175,6 +183,6 @@ def _verification(origin: VariantOrigin, target: PublishTarget) -> str:
     text = code_block("\n".join(f"{command:<48} # {what}" for command, what in commands), "sh")
     if target.address == ".":
         text += "\n\nRun these commands in the directory of the release."
-    if key:
-        text += "\n\nGet the public key from the publisher, but not from this release."
+    if note := signature_note(target.sigstore, has_key=target.sign_key is not None):
+        text += f"\n\n{note.lstrip()}"
     return text

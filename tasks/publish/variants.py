@@ -25,9 +25,12 @@ from mergegate.tasks.gate import GateVerdict, RecordedEvidence
 from mergegate.tasks.preflight.licenses import LicenseVerdict
 from mergegate.tasks.publish.bom import variant_bill_of_materials
 from mergegate.tasks.publish.card_metadata import check_card, variant_metadata
+from mergegate.tasks.publish.compliance import compliance_section, compliance_sheet
 from mergegate.tasks.publish.content import (
     BOM,
     CARD,
+    COMPLIANCE,
+    KEYLESS_SIGNATURE,
     MAX_METADATA_BYTES,
     PROVENANCE,
     SIGNATURE,
@@ -119,8 +122,10 @@ class VariantParts(NamedTuple):
         metadata = variant_metadata(
             content.kind, parents, license.combination, self.merge.hub_id, settings.library_name, tags
         )
-        missing = open_obligations(parents, license)
-        card = variant_card(self.name, content, metadata, license, missing, file_names, origin, target)
+        missing, facts = open_obligations(parents, license), self.facts(target)
+        files.append(written_file(COMPLIANCE, compliance_sheet(facts, content, license, missing, file_names)))
+        summary = compliance_section(facts)
+        card = variant_card(self.name, content, metadata, license, missing, file_names, origin, target, summary)
         check_card(card, metadata, file_names)
         files.append(written_file(CARD, card))
         bom = variant_bill_of_materials(files, content, self.merge, license.combination.card)
@@ -158,7 +163,7 @@ class VariantParts(NamedTuple):
         return tuple(path for path in (*own, recipe) if path is not None)
 
 
-_RESERVED = frozenset({CARD, BOM, PROVENANCE, SUMS, SIGNATURE})
+_RESERVED = frozenset({CARD, COMPLIANCE, BOM, PROVENANCE, SUMS, SIGNATURE, KEYLESS_SIGNATURE})
 
 
 def variant_content(

@@ -23,7 +23,7 @@ from mergegate.tasks.publish import PendingRelease
 def asking(released: tuple[Project, Printed]) -> tuple[Project, str]:
     """Return the demo project and a profile that requires approval."""
     project, _ = released
-    return project, project.edit("demo.yaml", "releases/demo}", "releases/demo, approval: true}")
+    return project, project.edit("demo.yaml", "releases/demo\n", "releases/demo\n  approval: true\n")
 
 
 def published(project: Project) -> set[str]:

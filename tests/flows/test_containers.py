@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -225,6 +226,41 @@ def test_the_example_gates_a_profile_that_would_publish_and_publishes_nothing(tm
     assert upload["if"] == "always()"
     assert upload["with"]["path"] == ".mergegate/reports"
     assert said["permissions"] == {"contents": "read"}
+
+
+def test_the_nightly_release_needs_no_secret_and_calls_what_there_is(tmp_path: Path) -> None:
+    import typer
+
+    from mergegate.flows.cli.app import app
+    from mergegate.flows.outcome import RunOutcome
+
+    text = (PROJECT / "docs" / "examples" / "nightly-release.yml").read_text()
+    workflow = yaml.safe_load(text)
+    assert workflow["permissions"] == {"contents": "read", "id-token": "write"}
+    assert "secrets." not in text
+    assert "pull_request" not in workflow[True], "YAML reads the key `on` as true"
+    steps = workflow["jobs"]["release"]["steps"]
+    runs = [step["run"] for step in steps if "run" in step]
+    called = re.findall(r"mergegate (\w+) (?:\"\$PROFILE\")((?: --[a-z-]+)*)", "\n".join(runs))
+    commands: Any = typer.main.get_command(app)
+    for name, options in called:
+        known = {option for parameter in commands.commands[name].params for option in parameter.opts}
+        assert set(options.split()) <= known
+    assert [name for name, _ in called] == ["check", "run"]
+
+    # The summary is written by the step's own script from the object that `run --json` prints.
+    (script,) = [step["run"] for step in steps if step.get("name") == "Summarize the outcome"]
+    summary = tmp_path / "summary.md"
+    environment = {"PATH": os.environ["PATH"], "GITHUB_STEP_SUMMARY": str(summary)}
+    if shutil.which("jq"):
+        keys = {"status": "released", "message": "released demo 6c6e", "location": "https://hub.example/acme/demo"}
+        assert keys.keys() - {"message"} <= RunOutcome.model_fields.keys()
+        (tmp_path / "outcome.json").write_text(json.dumps(keys))
+        subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, env=environment, check=True)
+        assert summary.read_text() == "## released\n\nreleased demo 6c6e\n\nhttps://hub.example/acme/demo\n"
+        (tmp_path / "outcome.json").unlink()
+    subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, env=environment, check=True)
+    assert "did not start" in summary.read_text()
 
 
 def test_the_weekly_job_calls_what_there_is() -> None:

@@ -58,7 +58,7 @@ class Said:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Yield the directory for all mistakes. They share one store, so their valid parts are checked only once."""
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("HF_TOKEN", "AWS_ACCESS_KEY_ID", "AWS_PROFILE"):
+        for name in ("HF_TOKEN", "HF_OIDC_ID_TOKEN", "GITHUB_ACTIONS", "AWS_ACCESS_KEY_ID", "AWS_PROFILE"):
             patch.delenv(name, raising=False)
         yield tmp_path_factory.mktemp("mistakes")
 

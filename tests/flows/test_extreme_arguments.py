@@ -52,6 +52,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "open": [],
     "explain": ["1234"],
     "verify": ["nowhere"],
+    "export": ["nowhere", "--format", "inspect", "--output", "exported"],
     "fingerprint": ["profiles/demo/models/base", "--index", "known.jsonl"],
     "reproduce": ["nowhere"],
     "store ls": [],

@@ -180,8 +180,8 @@ def test_two_of_a_kind_are_told_apart(project: Path) -> None:
 
 def test_a_profile_with_approval_has_a_rule_for_its_timeout(project: Path) -> None:
     text = (project / "profiles" / "demo.yaml").read_text()
-    assert "releases/demo}" in text
-    asked = text.replace("releases/demo}", "releases/demo, approval: {timeout: 12 h}}")
+    assert "releases/demo\n" in text
+    asked = text.replace("releases/demo\n", "releases/demo\n  approval: {timeout: 12 h}\n")
     (project / "profiles" / "demo.yaml").write_text(asked)
     file = nights(DEMO)
     rule = desired_rules(file, desired_deployments(file, project))[2]

@@ -263,7 +263,7 @@ def test_a_key_in_the_profile_signs_the_release_and_signing_again_is_nothing_new
 ) -> None:
     project, _ = released
     shutil.copy(keys[0], project.root / "profiles" / "release.key")
-    profile = project.edit("demo.yaml", "path: ../releases/demo}", "path: ../releases/demo, sign_key: release.key}")
+    profile = project.edit("demo.yaml", "path: ../releases/demo\n", "path: ../releases/demo\n  sign_key: release.key\n")
     first = project.mergegate("run", profile, "--json")
     again = project.mergegate("run", profile, "--json")
     assert [json.loads(run.stdout)["status"] for run in (first, again)] == ["released", "nothing new"]
@@ -274,7 +274,7 @@ def test_a_key_in_the_profile_signs_the_release_and_signing_again_is_nothing_new
 
 def test_whoever_watches_sees_the_bytes_of_the_publication(released: Released, monkeypatch: pytest.MonkeyPatch) -> None:
     project, _ = released
-    profile = project.edit("demo.yaml", "path: ../releases/demo}", "path: ../releases/demo-watched}")
+    profile = project.edit("demo.yaml", "path: ../releases/demo\n", "path: ../releases/demo-watched\n")
     monkeypatch.chdir(project.root)
     monkeypatch.setenv("MERGEGATE_HOME", str(project.home))
     seen = Watched()

@@ -3,7 +3,7 @@
 The stand-in supports tokens with permissions, private and gated repositories, commits, branches, tags, LFS (in one or
 several parts, whole or in ranges), Xet (the real hf_xet writes into a directory) and paged listings. It counts the
 bytes of each large file that it sends. At a chosen request it can fail, drop the answer or call a function. It logs
-every request and the files on ``main`` after each one.
+every request and the files on ``main`` after each one. ``oidc_look_alike`` models trusted publishers.
 
 The stand-in was written from the client's expectations, so it proves our requests correct. It does not cover further
 checks of the real Hub (scans, quotas, its card schema).
@@ -28,6 +28,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 import yaml
 from look_alike_repository import LARGE, Commit, Denied, Objects, Repository, Stored, plain, pointer
 from loopback import answering
+from oidc_look_alike import REQUEST_TOKEN, IssuedToken, OidcExchange
 
 WRITER, READER, STRANGER = "hf_writer_of_acme", "hf_reader_of_acme", "hf_somebody_else"
 NARROW, NARROW_READER = "hf_writer_of_acme_alone", "hf_fine_grained_reader"
@@ -111,6 +112,7 @@ class LookAlike(ThreadingHTTPServer):
         self.objects = Objects(root, xet)
         self.part_size, self.page = part_size, page
         self.repositories: dict[str, Repository] = {}
+        self.oidc = OidcExchange()
         self.log: list[Logged] = []
         self.sent: Counter[str] = Counter()  # bytes of large files, by sha256
         self.listings: list[dict[str, str]] = []  # files on main after every request: name -> blob
@@ -170,19 +172,29 @@ class LookAlike(ThreadingHTTPServer):
 
     def namespace(self, request: Request) -> tuple[str, bool]:
         token = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if token and token not in _ROLES:
+        issued = self.oidc.tokens.get(token)
+        if (token and token not in _ROLES and not issued) or (issued and issued.expires_at < self.oidc.now()):
             raise Denied(401, "Invalid credentials in Authorization header")
         return _ROLES.get(token, ("", False))
+
+    def publisher(self, request: Request, repo: str) -> IssuedToken | None:
+        """Return the token of a trusted publisher in a request, which must be for this repository."""
+        issued = self.oidc.tokens.get(request.headers.get("Authorization", "").removeprefix("Bearer "))
+        if issued and "/" in issued.resource and issued.resource != repo:
+            raise Denied(403, f"the token is for {issued.resource} only")
+        return issued
 
     def find(self, request: Request, repo: str, *, write: bool = False, content: bool = False) -> Repository:
         namespace, may_write = self.namespace(request)
         ours = repo.partition("/")[0] == namespace
         found = self.repositories.get(repo)
+        if issued := self.publisher(request, repo):
+            ours, may_write = issued.resource == repo, issued.may_write
         if found is None or (found.private and not ours):
             raise Denied(404 if namespace else 401, "Repository not found", "RepoNotFound")
         if write and not (ours and may_write):
             raise Denied(403, "you must use a write token")
-        if content and found.gated and not ours:
+        if content and found.gated and not (ours or (issued and "/" not in issued.resource)):
             raise Denied(403, f"Access to model {repo} is restricted", "GatedRepo")
         return found
 
@@ -197,7 +209,16 @@ class LookAlike(ThreadingHTTPServer):
             tree[name] = self.objects.keep(path) if LARGE.fullmatch(name) else plain(path.read_bytes())
         return found.add(branch, found.branches.get(branch), "by hand", tree)
 
-    # Accounts
+    # Accounts and trusted publishers
+
+    def on_id_token(self, request: Request) -> Answer:
+        if request.headers.get("Authorization") != f"Bearer {REQUEST_TOKEN}" or "api-version" not in request.query:
+            raise Denied(403, "Forbidden")
+        return _json({"value": self.oidc.issue(request.query["audience"][0])})
+
+    def on_exchange(self, request: Request) -> Answer:
+        status, body = self.oidc.exchange(json.loads(request.body), request.url)
+        return _json(body, status)
 
     def on_whoami(self, request: Request) -> Answer:
         namespace, _ = self.namespace(request)
@@ -232,6 +253,8 @@ class LookAlike(ThreadingHTTPServer):
 
     def on_settings(self, request: Request, repo: str) -> Answer:
         found, wanted = self.find(request, repo, write=True), json.loads(request.body)
+        if self.publisher(request, repo):
+            raise Denied(403, "a trusted publisher cannot change settings")
         found.gated = wanted.get("gated", found.gated)
         found.private = wanted.get("visibility", "private" if found.private else "public") == "private"
         return _json(wanted)
@@ -425,6 +448,8 @@ _ROUTES = [
         ("POST", r"/api/repos/create", "create"),
         ("POST", r"/api/validate-yaml", "validate"),
         ("GET", r"/api/whoami-v2", "whoami"),
+        ("POST", r"/oauth/token", "exchange"),
+        ("GET", r"/_github/id-token", "id_token"),
         ("GET", _REPO + r"/auth-check(/(?P<write>write))?", "auth_check"),
         ("PUT", _REPO + r"/settings", "settings"),
         ("GET", _REPO, "info"),

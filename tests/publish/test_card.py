@@ -22,7 +22,9 @@ from mergegate.tasks.publish.card_metadata import card_metadata, check_card
 from mergegate.tasks.publish.card_scores import score_interval
 from mergegate.tasks.report.content import ReportContent
 
-HERE = Publication(address="acme/demo", signed=False, device="cpu", versions={"torch": "2.13.0"})
+HERE = Publication(
+    address="acme/demo", signed=False, device="cpu", compliance="See the sheet.", versions={"torch": "2.13.0"}
+)
 SCORES = (
     share("gsm8k", 700, 1319, "exact_match,flexible-extract"),
     share("gsm8k", 650, 1319, "exact_match,strict-match"),

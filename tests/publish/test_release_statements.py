@@ -67,7 +67,7 @@ def test_every_card_states_what_was_found_and_is_read_by_the_hub(
     both, verdict = parents(tmp_path_factory.getbasetemp() / "statements"), license_verdict("apache-2.0", "mit")
     metadata = card_metadata(content(), both, verdict.combination)
     text = compared.sentences([escape(parent.ref) for parent in both])
-    here = Publication(address=".", signed=False, device="cpu", versions={})
+    here = Publication(address=".", signed=False, device="cpu", compliance="", versions={})
     card = model_card(content(), metadata, verdict, (), ("LICENSE",), here, text)
     check_card(card, metadata, ("LICENSE",))
     assert text in card

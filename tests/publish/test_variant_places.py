@@ -120,6 +120,7 @@ def test_a_release_of_variants_has_the_weights_that_passed_and_everything_about_
 ) -> None:
     files = texts(variant_parts(tmp_path, MERGE, "Q8_0", "Q4_0", "Q6_K", failed=["Q4_0"]))
     assert sorted(files) == [
+        "COMPLIANCE.md",
         "LICENSE",
         "MODIFICATIONS",
         "README.md",

@@ -1,9 +1,10 @@
-"""Connect to the Hub: find its endpoint and a token, and describe its errors.
+"""Connect to the Hub: find its endpoint and a credential, and describe its errors.
 
 The token never appears in a text that this module returns. The client would read ``HF_ENDPOINT`` and ``HF_TOKEN`` only
 once, at import, so this module reads them at each use and passes them on. For reading, a login on this machine
-(``hf auth login``) can replace ``HF_TOKEN``. For writing, the token must be set explicitly. The client transfers files
-with Xet or LFS; ``HF_HUB_DISABLE_XET=1`` selects LFS.
+(``hf auth login``) can replace ``HF_TOKEN``. For writing, the credential is a Secret block, ``HF_TOKEN``, or the OIDC
+identity of a CI job (``trusted_publisher``). The client transfers files with Xet or LFS; ``HF_HUB_DISABLE_XET=1``
+selects LFS.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.checkpoints.hub.trusted_publisher import ID_TOKEN, RESOURCE, TrustedPublisher, find_publisher
 from mergegate.tasks.http import TRANSIENT_STATUSES, exception_chain, is_transient, status_of
 
 if TYPE_CHECKING:
@@ -60,13 +62,39 @@ def snapshots_directory(repo: str) -> Path:
 
 @dataclass(frozen=True)
 class HubAccess:
-    """Endpoint of the Hub and token for it. ``repr`` does not show the token."""
+    """Endpoint of the Hub and credential for it. ``repr`` does not show the token.
+
+    Attributes:
+        fixed_token: Token of ``HF_TOKEN``, a Secret block or a login. None: no token, or that of ``publisher``.
+        publisher: Source of short-lived tokens, or None.
+        block: Name of the Secret block that holds the token. Empty if there is none.
+    """
 
     endpoint: str
-    token: str | None = field(default=None, repr=False)
+    fixed_token: str | None = field(default=None, repr=False)
+    publisher: TrustedPublisher | None = None
+    block: str = ""
     _listings: dict[tuple[str, str], dict[str, RemoteFile]] = field(
         default_factory=dict, repr=False, compare=False, hash=False
     )
+
+    @property
+    def token(self) -> str | None:
+        """Token that is valid now. A short-lived one is renewed before it expires."""
+        return self.publisher.token() if self.publisher else self.fixed_token
+
+    def discard_token(self) -> bool:
+        """Discard a short-lived token that the Hub rejects. Return False if the token is not short-lived."""
+        if self.publisher is None:
+            return False
+        self.publisher.discard_token()
+        return True
+
+    def mask(self, text: str) -> str:
+        """Return ``text`` without the token."""
+        if self.publisher:
+            return self.publisher.mask(text)
+        return text.replace(self.fixed_token, "***") if self.fixed_token else text
 
     def api(self) -> HfApi:
         """Return the ``huggingface_hub`` client for this endpoint and token."""
@@ -101,16 +129,23 @@ def _client(endpoint: str, token: str | None) -> HfApi:
     return HfApi(endpoint=endpoint, token=token or False, library_name="mergegate")
 
 
-def hub_access(token_block: str | None = None, *, writing: bool) -> HubAccess:
-    """Return the endpoint and the token for the Hub.
+def hub_access(token_block: str | None = None, *, writing: bool, repo: str | None = None) -> HubAccess:
+    """Return the endpoint and the credential for the Hub.
+
+    For writing, the credential is the first of these: the Secret block, an OIDC identity if ``HF_OIDC_RESOURCE`` names
+    a repository, ``HF_TOKEN``, and any OIDC identity of this process. For reading, it is ``HF_TOKEN``, an OIDC identity
+    if ``HF_OIDC_RESOURCE`` names ``repo`` or a user, or a login on this machine.
 
     Args:
-        token_block: Name of a Prefect Secret block that holds the token. Default: use ``HF_TOKEN``.
-        writing: Whether the caller writes to the Hub, which requires a token.
+        token_block: Name of a Prefect Secret block that holds the token. Default: no block.
+        writing: Whether the caller writes to the Hub, which requires a credential.
+        repo: Repository that the caller accesses, as ``org/name``. A token from an OIDC identity is valid for this
+            repository only. None: use no identity for writing.
 
     Raises:
-        InvalidInput: A token is required but not set, the Secret block does not exist, or the environment forbids
-            network access.
+        InvalidInput: A credential is required but there is none, the Secret block does not exist, ``HF_OIDC_RESOURCE``
+            names another repository, or the environment forbids network access.
+        Refused: The Hub does not exchange the OIDC identity for a token.
     """
     if is_offline():
         raise InvalidInput(
@@ -119,7 +154,8 @@ def hub_access(token_block: str | None = None, *, writing: bool) -> HubAccess:
             expected="access to the Hub",
             remedy="unset HF_HUB_OFFLINE, or publish to a directory" if writing else "unset HF_HUB_OFFLINE",
         )
-    token = os.environ.get("HF_TOKEN", "").strip()
+    endpoint = os.environ.get("HF_ENDPOINT", _PUBLIC).rstrip("/")
+    token, resource = os.environ.get("HF_TOKEN", "").strip(), os.environ.get(RESOURCE, "").strip()
     if token_block:
         from prefect.blocks.system import Secret
 
@@ -133,18 +169,59 @@ def hub_access(token_block: str | None = None, *, writing: bool) -> HubAccess:
                 remedy="create it in Prefect's dashboard, or remove token_block and export HF_TOKEN",
             ) from None
         token = str(block.get()).strip()  # type: ignore[union-attr]  # a block, after the synchronous load
-    if writing and not token:
-        raise InvalidInput(
-            "HF_TOKEN",
-            found="the variable is not set",
-            expected="a token with write access to the repository",
-            remedy="export HF_TOKEN, or set publish.token_block to a Prefect Secret block",
-        )
-    if not (writing or token):
+        if not token:
+            raise InvalidInput(
+                f"publish.token_block: {token_block}",
+                found="the Secret block is empty",
+                expected="a Prefect Secret block that contains the token",
+                remedy="enter the token in Prefect's dashboard",
+            )
+        return HubAccess(endpoint, token, block=token_block)
+    is_repository = "/" in resource
+    if writing and repo and is_repository:
+        if resource != repo:
+            raise InvalidInput(
+                RESOURCE,
+                found=f"{resource}, but the release is published to {repo}",
+                expected=f"no value, or {repo}, because a token is valid for one repository",
+                remedy=f"unset {RESOURCE}; mergegate then requests a token for each repository that it writes to",
+            )
+        publisher = _require_publisher(endpoint, resource)
+    elif token:
+        return HubAccess(endpoint, token)
+    elif writing:
+        identity = find_publisher(endpoint, repo) if repo else None
+        if identity is None:
+            raise InvalidInput(
+                "HF_TOKEN",
+                found="the variable is not set, the profile has no publish.token_block, and this process has no OIDC "
+                "identity",
+                expected=f"a token or an identity with write access to {repo or 'the repository'}",
+                remedy="export HF_TOKEN, or set publish.token_block to a Prefect Secret block. In a CI job, you can "
+                f"instead add a trusted publisher on {endpoint}/{repo or 'org/name'}/settings, and let the job request "
+                "an id token",
+            )
+        publisher = identity
+    elif resource and (not is_repository or resource == repo):
+        publisher = _require_publisher(endpoint, resource)
+    else:
         from huggingface_hub import get_token
 
-        token = get_token() or ""
-    return HubAccess(os.environ.get("HF_ENDPOINT", _PUBLIC).rstrip("/"), token or None)
+        # With a resource, the client would request a token for it, which is of no use for another repository.
+        return HubAccess(endpoint, None if resource else get_token())
+    publisher.token()  # A refusal is reported here instead of in the middle of an operation.
+    return HubAccess(endpoint, publisher=publisher)
+
+
+def _require_publisher(endpoint: str, resource: str) -> TrustedPublisher:
+    if (publisher := find_publisher(endpoint, resource)) is None:
+        raise InvalidInput(
+            RESOURCE,
+            found=f"it is set to {resource}, but this process has no OIDC identity",
+            expected=f"a job of GitHub Actions, or an id token in {ID_TOKEN}",
+            remedy=f"set {ID_TOKEN} to the id token of the CI provider, or unset {RESOURCE} and export HF_TOKEN",
+        )
+    return publisher
 
 
 def is_offline() -> bool:
@@ -180,4 +257,4 @@ def describe_hub_error(error: BaseException, access: HubAccess) -> str:
             break
         lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
         text = " ".join(lines[:2]) or type(cause).__name__
-    return text.replace(access.token, "***") if access.token else text
+    return access.mask(text)

@@ -54,12 +54,13 @@ def download_snapshots(
     unique = {(snapshot.repo, snapshot.commit): snapshot for snapshot in snapshots}.values()
     jobs = [(snapshot, name) for snapshot in unique for name in snapshot.files]
     missing = {(snapshot.repo, name): file.size for snapshot in unique for name, file in snapshot.missing().items()}
-    access = None if is_offline() else hub_access(writing=False)
+    repos = {snapshot.repo for snapshot in unique}
+    accesses = {} if is_offline() else {repo: hub_access(writing=False, repo=repo) for repo in repos}
     progress = _progress_class(sum(missing.values()), on_progress)
 
     def fetch(job: tuple[Snapshot, str]) -> MergegateError | None:
         snapshot, name = job
-        path = snapshot.directory / name
+        path, access = snapshot.directory / name, accesses.get(snapshot.repo)
         try:
             if not path.is_file():
                 retry_transient(_TRIES, sleep=wait)(_download, snapshot, name, access, progress)

@@ -117,8 +117,16 @@ def combine_hub_errors(problems: Sequence[MergegateError]) -> MergegateError:
     return type(first)(first.where, found=first.found + also, expected=first.expected, remedy=first.remedy)
 
 
-def rejected_token(access: HubAccess) -> InvalidInput:
+def rejected_token(access: HubAccess) -> MergegateError:
     """Return the error for a token that the Hub rejects because it is mistyped, expired or revoked."""
+    if access.publisher:
+        return Refused(
+            f"trusted publisher of {access.publisher.resource}",
+            found="the Hub rejects the token that it issued for this job",
+            expected="read access with this token",
+            remedy="run again later. If it happens again, export HF_TOKEN, or unset HF_OIDC_RESOURCE to read public "
+            "models only",
+        )
     return InvalidInput(
         "HF_TOKEN",
         found="the Hub does not know this token",

@@ -1,7 +1,9 @@
-"""Check that a token may write to a repository, so that a release does not fail hours after its start.
+"""Check that a credential may write to a repository, so that a release does not fail hours after its start.
 
 This module asks the Hub about the token (``/api/whoami-v2``) and about the repository (``auth-check``). If a
-self-hosted Hub supports neither endpoint, the check passes.
+self-hosted Hub supports neither endpoint, the check passes. A token of a trusted publisher belongs to no account, so
+only the repository is checked. The Hub does not document whether ``auth-check`` accepts such a token: a denial (403)
+refuses the release, and any other answer leaves the question open, as long as the token can read the repository.
 """
 
 from __future__ import annotations
@@ -96,18 +98,25 @@ def find_write_refusal(account: Account, repo: str, endpoint: str) -> Refused | 
     return None
 
 
-def require_write_access(repo: str, access: HubAccess) -> None:
-    """Raise an error unless the token is valid and may write to ``repo``, which need not exist yet.
+def require_write_access(repo: str, access: HubAccess) -> bool | None:
+    """Raise an error unless the credential is valid and may write to ``repo``.
+
+    The repository need not exist yet, unless the credential is a trusted publisher.
+
+    Returns:
+        True if the Hub confirms the permission, or None if it supports no such question.
 
     Raises:
         InvalidInput: The Hub does not know the token.
-        Refused: The token may not write to the repository, or the Hub is not reachable.
+        Refused: The credential may not write to the repository, or the Hub is not reachable.
     """
+    if access.publisher is not None:
+        return _require_publisher_access(repo, access)
     try:
         answer = access.api().whoami()
     except client_errors() as error:
         if status_of(error) == 404:
-            return
+            return None
         raise rejected_token(access) if status_of(error) == 401 else _unanswered(repo, error, access) from None
     if (refusal := find_write_refusal(parse_account(answer), repo, access.endpoint)) is not None:
         raise refusal
@@ -116,7 +125,7 @@ def require_write_access(repo: str, access: HubAccess) -> None:
     except client_errors() as error:
         # The repository does not exist and will be created. In its own namespace, an account sees all repositories.
         if status_of(error) == 404:
-            return
+            return True
         if status_of(error) in (401, 403):
             raise Refused(
                 f"publish.repo: {repo}",
@@ -125,6 +134,37 @@ def require_write_access(repo: str, access: HubAccess) -> None:
                 remedy=f"open {access.endpoint}/{repo}/settings with that account",
             ) from None
         raise _unanswered(repo, error, access) from None
+    return True
+
+
+def _require_publisher_access(repo: str, access: HubAccess) -> bool | None:
+    api, settings = access.api(), f"{access.endpoint}/{repo}/settings"
+    try:
+        api.auth_check(repo, write=True)
+        return True
+    except client_errors() as error:
+        if status_of(error) == 403:
+            raise Refused(
+                f"publish.repo: {repo}",
+                found=f"the trusted publisher may not write: {describe_hub_error(error, access)}",
+                expected="a trusted publisher with write access",
+                remedy=f"clear 'Read-only' for this publisher on {settings}",
+            ) from None
+        if status_of(error) not in (400, 401, 404, 405):
+            raise _unanswered(repo, error, access) from None
+    try:
+        api.model_info(repo)
+    except client_errors() as error:
+        if status_of(error) in (401, 403, 404):
+            raise Refused(
+                f"publish.repo: {repo}",
+                found="the repository does not exist, or the trusted publisher has no access to it: "
+                f"{describe_hub_error(error, access)}",
+                expected="an existing repository, because a trusted publisher cannot create one",
+                remedy=f"create the repository on {access.endpoint}/new, and add a trusted publisher on {settings}",
+            ) from None
+        raise _unanswered(repo, error, access) from None
+    return None
 
 
 def _unanswered(repo: str, error: Exception, access: HubAccess) -> MergegateError:

@@ -90,7 +90,7 @@ def list_revisions(repo: str, pattern: str) -> RevisionList:
         Refused: The Hub denies access or is not reachable.
     """
     location = f"{repo}@{pattern}"
-    access = None if is_offline() else hub_access(writing=False)
+    access = None if is_offline() else hub_access(writing=False, repo=repo)
     if access is None:
         refs = snapshots_directory(repo).parent / "refs"
         commits = {

@@ -79,7 +79,7 @@ def find_snapshot(repo: str, revision: str | None, *, adapter: bool = False) -> 
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]  # documented, not in the types
 
     location = f"{repo}@{revision}" if revision else repo
-    access = None if is_offline() else hub_access(writing=False)
+    access = None if is_offline() else hub_access(writing=False, repo=repo)
     try:
         commit = _resolve_commit(repo, revision, access)
         detail("%s: %s is commit %s", access.endpoint if access else "the Hub's cache", location, commit)

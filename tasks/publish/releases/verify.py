@@ -8,7 +8,8 @@ The following changes to a release are detected:
   agree with it;
 * a provenance and SHA256SUMS that were edited consistently: by the version, if that is a content hash, because users
   know it as the name of the directory or tag;
-* a complete rebuild under another version: only by a signature, verified with a key from another channel.
+* a complete rebuild under another version: only by a signature, verified with a key or for an identity from another
+  channel.
 
 The files and statements that a release must have depend on ``buildType`` in its provenance. That of a merge has a
 recipe, and a card that names the parents. That of quantized variants has one verdict and the files of each variant, and
@@ -32,18 +33,29 @@ from mergegate.tasks.merge import WeightComparison
 from mergegate.tasks.publish import (
     BOM,
     CARD,
+    KEYLESS_SIGNATURE,
     PROVENANCE,
     RECIPE,
     SIGNATURE,
     SUMS,
     VERSION_DIGITS,
+    Signer,
+    SignerPolicy,
     checksums_text,
     escape,
     parse_checksums,
     public_key,
+    read_keyless,
     read_signature,
 )
-from mergegate.tasks.publish.content import MERGE_BUILD, MODIFICATIONS, RELEASE_URN, VARIANT_BUILD, VARIANT_VERDICTS
+from mergegate.tasks.publish.content import (
+    MERGE_BUILD,
+    MODIFICATIONS,
+    RELEASE_URN,
+    VARIANT_BUILD,
+    VARIANT_VERDICTS,
+    content_digest,
+)
 from mergegate.tasks.publish.releases.origin import MergeLink, find_merge, read_link, require_linked
 from mergegate.tasks.publish.releases.recompute import RecomputedVerdict, recompute_variants, recompute_verdict
 from mergegate.tasks.publish.releases.weights import is_rebuilt
@@ -58,7 +70,29 @@ _SIGNATURES: Mapping[Signed, str] = {
     "not checked": "it is signed; pass the public key (--key) to check the signature",
     "none": "it is not signed",
 }
+_UNLISTED = frozenset({SIGNATURE, KEYLESS_SIGNATURE})  # written after SHA256SUMS, so no other file lists them
 _NO_DIGEST = "its name is not a digest, so it is compared only with its own records"
+
+
+@dataclass(frozen=True)
+class KeylessSignatureState:
+    """Keyless signature of a release, which covers exactly its files.
+
+    Attributes:
+        status: Whether certificate, log entry and signer are ``valid``, or ``not checked``.
+        signer: Identity and issuer in the certificate. They are only a claim unless ``status`` is ``valid``.
+    """
+
+    status: Literal["valid", "not checked"]
+    signer: Signer
+
+    def __str__(self) -> str:
+        if self.status == "valid":
+            return f"the keyless signature is valid: signed by {self.signer}"
+        return (
+            f"it has a keyless signature that claims to be by {self.signer}; pass the signer that you expect "
+            "(--identity and --issuer) to check it"
+        )
 
 
 @dataclass(frozen=True)
@@ -69,12 +103,13 @@ class VerifiedRelease:
         reference: Directory or URL of the release.
         listing: Size and sha256 of each file.
         version: Version of the release. None unless its name is a content hash.
-        signed: Whether the signature is ``valid`` or ``not checked``, or ``none`` if there is none.
+        signed: Whether the signature with a key is ``valid`` or ``not checked``, or ``none`` if there is none.
         statement: Provenance of the release, an in-toto statement.
         recomputed: Verdict that was decided again from the release of a merge. None unless that was requested.
         variants: Verdicts that were decided again from a release of quantized variants, by type. Empty unless that was
             requested.
         merge: Release that quantized variants were made from. None for the release of a merge.
+        keyless: State of the keyless signature. None if there is none.
     """
 
     reference: str
@@ -85,6 +120,7 @@ class VerifiedRelease:
     recomputed: RecomputedVerdict | None = None
     variants: Mapping[str, RecomputedVerdict] = field(default_factory=dict)
     merge: MergeLink | None = None
+    keyless: KeylessSignatureState | None = None
 
     @property
     def files(self) -> int:
@@ -99,12 +135,18 @@ class VerifiedRelease:
     def __str__(self) -> str:
         head = f"{self.reference}: {self.files} files, {self.bytes / 1e6:,.1f} MB, all as published"
         lines = [f"its content matches its version {self.version}" if self.version else _NO_DIGEST]
-        lines += [_SIGNATURES[self.signed], *([str(self.merge)] if self.merge else [])]
+        lines += [_SIGNATURES[self.signed]] if self.signed != "none" or not self.keyless else []
+        lines += [str(part) for part in (self.keyless, self.merge) if part]
         return "\n  ".join((head, *lines))
 
 
 def check_release(
-    release: PublishedRelease, key: Path | None = None, *, recompute: bool = False, merge: str | None = None
+    release: PublishedRelease,
+    key: Path | None = None,
+    *,
+    recompute: bool = False,
+    merge: str | None = None,
+    signer: SignerPolicy | None = None,
 ) -> VerifiedRelease:
     """Verify all files and statements of a release, and the merge's release if it is one of variants.
 
@@ -114,11 +156,13 @@ def check_release(
         recompute: Whether to recompute the verdicts from the outcomes in the release. Default: false.
         merge: Reference to the release of the merge that variants were quantized from. None: mergegate looks next to
             the release.
+        signer: Signer that must have created the keyless signature. None: the keyless signature is not verified.
 
     Raises:
         Refused: Files or statements disagree, a verdict does not follow from the outcomes, or the merge's release is
             another one. The message lists every finding.
-        InvalidInput: ``key`` is not a public key, a verdict cannot be recomputed, or there is no release at ``merge``.
+        InvalidInput: ``key`` is not a public key, ``signer`` cannot be verified on this machine, a verdict cannot be
+            recomputed, or there is no release at ``merge``.
     """
     check = _open_check(release)
     if key is not None:
@@ -130,7 +174,7 @@ def check_release(
             expected="a release of quantized variants",
             remedy="omit --merge",
         )
-    check.compare_all(key)
+    check.compare_all(key, signer)
     if check.findings:
         first, *more = dict.fromkeys(check.findings)
         raise Refused(
@@ -140,11 +184,16 @@ def check_release(
             remedy="do not use it; download it again from its target, or publish it again",
         )
     signed: Signed = "none" if SIGNATURE not in check.files else "valid" if key else "not checked"
-    verified = VerifiedRelease(release.reference, check.files, release.version, signed, check.statement)
+    keyless = None
+    if check.claimed_signer:
+        keyless = KeylessSignatureState("valid" if signer else "not checked", check.claimed_signer)
+    verified = VerifiedRelease(
+        release.reference, check.files, release.version, signed, check.statement, keyless=keyless
+    )
     if isinstance(check, _VariantCheck) and check.link:
         link = find_merge(release, check.link, merge)
         if not isinstance(link, MergeLink):
-            verified_merge = check_release(link, key)
+            verified_merge = check_release(link, key, signer=signer)
             require_linked(check.link, link, verified_merge.statement)
             link = replace(check.link, reference=link.reference)
         verified = replace(verified, merge=link)
@@ -165,21 +214,23 @@ class _ReleaseCheck:
     def __init__(self, release: PublishedRelease, files: Files, statement: Mapping[str, Any]) -> None:
         self.release, self.files, self.statement = release, files, statement
         self.findings: list[str] = []
+        self.claimed_signer: Signer | None = None  # of the keyless signature
         dependencies = _list(_at(statement, "predicate", "buildDefinition", "resolvedDependencies"))
         self.parents = [item for item in dependencies if _at(item, "annotations", "role") != "text"]
 
-    def compare_all(self, key: Path | None) -> None:
-        """Make every comparison. ``key`` must have signed the release; None: the signature is not verified."""
+    def compare_all(self, key: Path | None, signer: SignerPolicy | None) -> None:
+        """Make every comparison. ``key`` and ``signer`` must have signed the release; None: not verified."""
         if SUMS in self.files:
             text = self.text(SUMS)
-            # The signature is written last and covers SHA256SUMS, so SHA256SUMS cannot list it.
-            is_equal = self.compare_files(parse_checksums(text), SUMS, unlisted_files={SUMS, SIGNATURE})
+            # Signatures are written last and cover SHA256SUMS, so SHA256SUMS cannot list them.
+            is_equal = self.compare_files(parse_checksums(text), SUMS, unlisted_files={SUMS, *_UNLISTED})
             if is_equal and text != checksums_text(parse_checksums(text)):
                 self.findings.append(f"{SUMS}: not in the form that mergegate writes")
         else:
             self.findings.append(f"{SUMS}: missing")
-        content = merkle(self.files)[:VERSION_DIGITS]
-        if self.release.version not in (None, content):
+        content = content_digest(self.files)[:VERSION_DIGITS]
+        # A bucket records the digest over all files for a release with a name.
+        if self.release.version not in (None, content, merkle(self.files)[:VERSION_DIGITS]):
             self.findings.append(f"its version is {self.release.version}, its content is {content}")
         self.compare_statements()
         reported = {finding.partition(":")[0] for finding in self.findings}
@@ -192,11 +243,22 @@ class _ReleaseCheck:
             except ValueError as error:
                 self.findings.append(f"{SIGNATURE}: {error}")
             else:
-                self.compare_files(signature.files, SIGNATURE, unlisted_files={SIGNATURE})
+                self.compare_files(signature.files, SIGNATURE, unlisted_files=_UNLISTED)
                 if key and not signature.matches_key(key):
                     self.findings.append(f"{SIGNATURE}: not signed with the key {key.name}")
         elif key is not None:
             self.findings.append(f"{SIGNATURE}: missing; the release is not signed")
+        if KEYLESS_SIGNATURE in self.files:
+            try:
+                keyless = read_keyless(self.read(KEYLESS_SIGNATURE))
+                self.claimed_signer = keyless.signer
+                self.compare_files(keyless.files, KEYLESS_SIGNATURE, unlisted_files={KEYLESS_SIGNATURE})
+                if signer is not None:
+                    keyless.require_signer(signer)
+            except ValueError as error:
+                self.findings.append(f"{KEYLESS_SIGNATURE}: {error}")
+        elif signer is not None:
+            self.findings.append(f"{KEYLESS_SIGNATURE}: missing; expected a keyless signature by {signer.signer}")
 
     def compare_statements(self) -> None:
         """Compare provenance and bill of materials with the files and each other."""
@@ -204,7 +266,7 @@ class _ReleaseCheck:
             str(_at(subject, "name")): str(_at(subject, "digest", "sha256"))
             for subject in _list(_at(self.statement, "subject"))
         }
-        self.compare_files(listed, PROVENANCE, unlisted_files={PROVENANCE, SIGNATURE, SUMS})
+        self.compare_files(listed, PROVENANCE, unlisted_files={PROVENANCE, SUMS, *_UNLISTED})
         if BOM not in self.files:
             return
         bom = self._json(BOM)
@@ -213,7 +275,7 @@ class _ReleaseCheck:
             for component in _list(_at(bom, "components"))
             for digest in _list(_at(component, "hashes"))
         }
-        self.compare_files(listed, BOM, unlisted_files={BOM, PROVENANCE, SIGNATURE, SUMS})
+        self.compare_files(listed, BOM, unlisted_files={BOM, PROVENANCE, SUMS, *_UNLISTED})
         ancestors = [
             (_at(item, "name"), _at(item, "version"))
             for item in _list(_at(bom, "metadata", "component", "pedigree", "ancestors"))

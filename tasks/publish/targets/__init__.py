@@ -5,6 +5,7 @@ Other packages register targets under the entry point ``mergegate.targets``.
 
 from mergegate.tasks.publish.targets.contract import (
     ALIAS_NAME,
+    CredentialUse,
     CurrentRelease,
     OnProgress,
     PublishedRelease,
@@ -17,6 +18,7 @@ from mergegate.tasks.publish.targets.registry import Target, find_release, publi
 
 __all__ = [
     "ALIAS_NAME",
+    "CredentialUse",
     "CurrentRelease",
     "OnProgress",
     "PublishRequest",

@@ -29,11 +29,12 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Protocol, Self
+from typing import ClassVar, Literal, Protocol, Self
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from mergegate.merge_core.errors import InvalidInput, Refused, suggest
 from mergegate.merge_core.files import HashMemo
@@ -122,6 +123,38 @@ class PublishedRelease(Protocol):
     def download(self) -> Path: ...  # a local directory with all of its files
 
 
+class CredentialUse(BaseModel):
+    """Credential that a publication will use at one place, without any secret.
+
+    Attributes:
+        place: Place of the release, such as a repository.
+        kind: ``token`` of the environment, Secret ``block``, or ``oidc`` identity of a CI job.
+        name: Environment variable, name of the block, or subject of the identity.
+        issuer: Provider of the OIDC identity. Empty for other credentials.
+        can_write: Whether the target confirms that the credential may write. None: the target does not say.
+        renewable: Whether an OIDC identity obtains new tokens for as long as the run takes. None: other credentials.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    place: str
+    kind: Literal["token", "block", "oidc"]
+    name: str
+    issuer: str = ""
+    can_write: bool | None = None
+    renewable: bool | None = None
+
+    def summary(self) -> str:
+        credential = {
+            "token": f"the token of {self.name}",
+            "block": f"the Secret block {self.name}",
+            "oidc": f"the OIDC identity {self.name} of {self.issuer}",
+        }[self.kind]
+        permission = "which may write" if self.can_write else "whose write access the target does not confirm"
+        limit = "; it cannot be renewed after its id token expires" if self.renewable is False else ""
+        return f"publish: {self.place} with {credential}, {permission}{limit}"
+
+
 @dataclass(frozen=True)
 class PublicationBlocked:
     """Reason why continuing would break a guarantee, so that an operator must decide."""
@@ -182,10 +215,13 @@ class PublishTarget(PublishSettings, ABC):
         """Reference in the model card for ``mergegate verify``, or '.' for a local directory."""
 
     @abstractmethod
-    def check(self, root: Path) -> None:
+    def check(self, root: Path) -> CredentialUse | None:
         """Raise an error if publishing would fail for a reason that can be known now. Leave no trace at the target.
 
         ``root`` is the directory of the profile, where relative paths start.
+
+        Returns:
+            Credential that a publication will use, for ``mergegate check``. None: the target does not name one.
 
         Raises:
             InvalidInput: A prerequisite, such as a token, is missing.
@@ -297,6 +333,18 @@ class PublishTarget(PublishSettings, ABC):
                 head is not ``expected_head``, or the target rejects the request.
         """
 
+    def published_file(self, root: Path, version: str, name: str) -> bytes | None:
+        """Return a small file of a published version, or None without such a version or file.
+
+        Targets override this if they can read one file without listing the others. Raise Refused if the target is
+        unavailable.
+        """
+        try:
+            release = self.open(self.reference_to(version))
+        except InvalidInput:
+            return None
+        return release.read(name) if release is not None and name in release.files() else None
+
     @classmethod
     @abstractmethod
     def open(cls, reference: str) -> PublishedRelease | None:
@@ -306,15 +354,29 @@ class PublishTarget(PublishSettings, ABC):
         """
 
 
-def check_target(target: PublishTarget | None, root: Path, suffixes: Sequence[str] = ()) -> None:
+def check_target(
+    target: PublishTarget | None,
+    root: Path,
+    suffixes: Sequence[str] = (),
+    collect_errors: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> tuple[CredentialUse, ...]:
     """Check the signing key, then the target and each place of variants, and raise an error if publishing would fail.
 
-    ``target`` is None if nothing is published. ``root`` is the directory of the profile, where relative paths start.
-    ``suffixes`` are those of the places of quantized variants. The errors are InvalidInput for a missing signing key or
-    for two places that are the same, and those of ``PublishTarget.for_variants`` and ``PublishTarget.check``.
+    Args:
+        target: Target to check, or None if nothing is published.
+        root: Directory of the profile, where relative paths start.
+        suffixes: Suffixes of the places of quantized variants.
+        collect_errors: Context in which each place is checked. It may record an error instead of raising it.
+
+    Returns:
+        Credentials of the places that passed.
+
+    Raises:
+        InvalidInput: The signing key is missing, two places are the same, or a setting of a place is invalid.
+        Refused: A place denies write access or is unavailable.
     """
     if target is None:
-        return
+        return ()
     if target.sign_key is not None:
         private_key(root / target.sign_key)
     places = [target, *(target.for_variants(suffix) for suffix in suffixes)]
@@ -327,8 +389,11 @@ def check_target(target: PublishTarget | None, root: Path, suffixes: Sequence[st
                 expected="a place of its own for each entry",
                 remedy="set another 'suffix' for one of them",
             )
+    credentials = []
     for place in places:
-        place.check(root)
+        with collect_errors():
+            credentials.append(place.check(root))
+    return tuple(credential for credential in credentials if credential)
 
 
 def require_alias_name(name: str, reserved_names: Collection[str]) -> None:

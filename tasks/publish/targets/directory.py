@@ -158,6 +158,11 @@ class DirectoryTarget(PublishTarget):
             fsync(directory)
         return Release(request.name, request.version, destination, f"{directory.name}/", new=is_new or has_moved)
 
+    def published_file(self, root: Path, version: str, name: str) -> bytes | None:
+        """Return a small file in the directory of a version, or None if it does not exist."""
+        directory = root / self.path / version
+        return DirectoryRelease(directory).read(name) if (directory / name).is_file() else None
+
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Point a symlink called ``name`` to the version, in one step."""
         directory = (root / self.path).resolve()

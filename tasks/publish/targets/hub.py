@@ -1,4 +1,4 @@
-"""Define the Hub target: resolve the token, check its permissions, read and publish releases, and move aliases.
+"""Define the Hub target: resolve the credential, check its permissions, read and publish releases, and move aliases.
 
 Each operation creates its own access object, because hours may pass between two operations, and the second must see
 commits in between.
@@ -31,6 +31,7 @@ from mergegate.tasks.publish.content import is_content_version
 from mergegate.tasks.publish.targets.contract import (
     ALIAS_NAME,
     FIRST,
+    CredentialUse,
     CurrentRelease,
     PublishRequest,
     PublishTarget,
@@ -51,7 +52,8 @@ _ATTEMPTS, _MAX_WAIT_S = 6, 16.0
 class HubTarget(PublishTarget):
     """A model repository on the Hugging Face Hub. ``main`` is the latest release, and every version is a tag.
 
-    The endpoint comes from ``HF_ENDPOINT``, and the token from ``HF_TOKEN`` or a Prefect Secret block.
+    The endpoint comes from ``HF_ENDPOINT``. The credential is a Prefect Secret block, ``HF_TOKEN``, or the OIDC
+    identity of a CI job.
     """
 
     reference_form: ClassVar[str] = "org/name@version on the Hub"
@@ -72,7 +74,8 @@ class HubTarget(PublishTarget):
     )
     token_block: str | None = Field(
         default=None,
-        description="Prefect Secret block that holds the token. Default: the environment variable HF_TOKEN.",
+        description="Prefect Secret block that holds the token. Default: the environment variable HF_TOKEN, or else "
+        "the OIDC identity of the CI job.",
     )
 
     @model_validator(mode="after")
@@ -93,9 +96,22 @@ class HubTarget(PublishTarget):
     def hub_id(self) -> str:
         return self.repo
 
-    def check(self, root: Path) -> None:
-        """Raise an error if the token may not write to the repository."""
-        require_write_access(self.repo, self._access())
+    def check(self, root: Path) -> CredentialUse:
+        """Raise an error if the credential may not write to the repository. Return the credential without the token."""
+        access = self._access()
+        can_write = require_write_access(self.repo, access)
+        if access.publisher and (identity := access.publisher.identity):
+            return CredentialUse(
+                place=self.repo,
+                kind="oidc",
+                name=identity.subject,
+                issuer=identity.issuer,
+                can_write=can_write,
+                renewable=access.publisher.is_renewable,
+            )
+        if access.block:
+            return CredentialUse(place=self.repo, kind="block", name=access.block, can_write=can_write)
+        return CredentialUse(place=self.repo, kind="token", name="HF_TOKEN", can_write=can_write)
 
     def current_release(self, root: Path) -> CurrentRelease | None:
         """Download the latest commit of ``main``. Return None if the repository is empty or missing.
@@ -145,6 +161,24 @@ class HubTarget(PublishTarget):
         published = publish_hub(request, self.repo, access, visibility=self.visibility, gated=gated)
         return Release(request.name, version, access.url(self.repo, version), self.repo, published.new)
 
+    def published_file(self, root: Path, version: str, name: str) -> bytes | None:
+        """Return a small file of the commit with a version's tag, or else of ``main``.
+
+        An interrupted publication may have moved ``main`` without creating the tag.
+        """
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        access = self._access()
+        try:
+            commit = self._tags(access).get(version) or main_commit(access, self.repo)
+            if commit is None or name not in access.listing(self.repo, commit):
+                return None
+            return HubRelease(access, self.repo, commit, None).read(name)
+        except RepositoryNotFoundError:
+            return None
+        except _client_errors() as error:
+            raise unreadable_release(self.repo, error, access) from None
+
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Move the tag ``name`` to the commit of the version."""
         from huggingface_hub.errors import RepositoryNotFoundError
@@ -193,7 +227,7 @@ class HubTarget(PublishTarget):
         """Open ``org/name`` (the head of ``main``) or ``org/name@revision``. A public repository needs no token."""
         if not (match := _NAME.fullmatch(reference)):
             return None
-        access, repo = hub_access(writing=False), match["repo"]
+        access, repo = hub_access(writing=False, repo=match["repo"]), match["repo"]
         try:
             api = access.api()
             info = api.model_info(repo, revision=match["revision"])
@@ -214,7 +248,7 @@ class HubTarget(PublishTarget):
         return HubRelease(access, repo, str(info.sha), next((tag for tag in versions if is_content_version(tag)), None))
 
     def _access(self) -> HubAccess:
-        return hub_access(self.token_block, writing=True)
+        return hub_access(self.token_block, writing=True, repo=self.repo)
 
     def _tags(self, access: HubAccess) -> dict[str, str]:
         return {tag.name: tag.target_commit for tag in access.api().list_repo_refs(self.repo).tags}

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints.hub import HubAccess, describe_hub_error, git_blob, is_retryable
+from mergegate.tasks.http import status_of
 from mergegate.tasks.publish.content import CARD, ReleaseFile
 from mergegate.tasks.publish.targets.contract import PublicationBlocked, PublishRequest, undone
 from mergegate.tasks.publish.targets.hub_state import (
@@ -112,6 +113,8 @@ def publish_hub(
             changed = changed or not isinstance(step, DeleteBranch) or step.branch == desired.branch
         except _client_errors() as error:
             accepted, failures = False, failures + 1
+            if failures < _FAILURES and status_of(error) == 401 and access.discard_token():
+                continue  # The token expired during the step. The next step uses a new one, or says why there is none.
             if failures >= _FAILURES or not is_retryable(error):
                 raise _refusal(repo, error, access) from None
             wait(min(2.0 ** (failures - 1), _MAX_WAIT))

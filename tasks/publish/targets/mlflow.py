@@ -115,6 +115,10 @@ class MlflowTarget(PublishTarget):
         location = f"models:/{self.model}/{number}"
         return Release(request.name, version, location, f"{self.model} in MLflow", release.new or has_changed)
 
+    def published_file(self, root: Path, version: str, name: str) -> bytes | None:
+        """Return a small file of a version at ``storage``, or None."""
+        return self.storage.published_file(root, version, name)
+
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Move an alias of the registered model. MLflow's versions are numbers, so no alias can be a version."""
         require_alias_name(name, {self.alias, "latest"})

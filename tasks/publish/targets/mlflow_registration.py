@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import Any, Literal
 
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.publish.content import PROVENANCE, ReleaseFile, file_identities
-from mergegate.tasks.store import digest, merkle
+from mergegate.tasks.publish.content import PROVENANCE, ReleaseFile, content_digest, file_identities
+from mergegate.tasks.store import digest
 from mergegate.tasks.telemetry import (
     MlflowClient,
     MlflowError,
@@ -87,7 +87,7 @@ def describe_release(files: Sequence[ReleaseFile], model: str, version: str, ali
     for number, parent in enumerate(member(predicate, "buildDefinition", "resolvedDependencies") or ()):
         facts[f"mergegate.parent.{number}"] = f"{parent['name']} {parent['uri']}"
     facts = {name: value for name, value in facts.items() if value}
-    return Registration(model, version, alias, source, merkle(file_identities(files)), metrics, facts)
+    return Registration(model, version, alias, source, content_digest(file_identities(files)), metrics, facts)
 
 
 def next_registry_write(observed_state: ObservedRegistry) -> NextWrite:

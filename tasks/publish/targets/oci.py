@@ -26,6 +26,7 @@ from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.publish.content import (
     MAX_METADATA_BYTES,
     VERSION_DIGITS,
+    content_digest,
     file_identities,
     is_content_version,
 )
@@ -44,7 +45,6 @@ from mergegate.tasks.publish.targets.contract import (
 )
 from mergegate.tasks.publish.targets.download import download_release
 from mergegate.tasks.publish.targets.oci_registry import MANIFEST_TYPE, REPOSITORY, Registry, digest_of
-from mergegate.tasks.store import merkle
 
 _NAME = re.compile(
     rf"oci://(?P<repository>{REPOSITORY})(?:[:](?P<tag>[\w.-]+))?(?:@(?P<digest>sha256:[0-9a-f]{{64}}))?"
@@ -176,6 +176,14 @@ class OciTarget(PublishTarget):
                 request.on_progress(sent, total)
         raise AssertionError("each write is taken once")
 
+    def published_file(self, root: Path, version: str, name: str) -> bytes | None:
+        """Return a small file of the manifest with a version's tag, or None."""
+        registry = self._registry()
+        if (manifest := registry.manifest(version)) is None:
+            return None
+        files = parse_manifest(manifest[0], self.reference_to(version))
+        return OciRelease(registry, manifest[1], None, files).read(name) if name in files else None
+
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Tag the version's manifest with ``name``. Like ``latest``, this tag has no guard."""
         require_alias_name(name, {_LATEST})
@@ -222,7 +230,7 @@ class OciTarget(PublishTarget):
         if (manifest := registry.manifest(tag)) is None:
             return None
         files = parse_manifest(manifest[0], f"{self.address}:{tag}")
-        version = merkle(files)[:VERSION_DIGITS]
+        version = content_digest(files)[:VERSION_DIGITS]
         directory = OciRelease(registry, manifest[1], version, files).download()
         return CurrentRelease(directory, manifest[1], version, f"{self.address}@{manifest[1]}")
 

@@ -164,6 +164,16 @@ class S3Target(PublishTarget):
                 has_changed = True
         raise undone(location.url)
 
+    def published_file(self, root: Path, version: str, name: str) -> bytes | None:
+        """Return a small file of a version that the pointer lists, or None."""
+        location = self._location()
+        stored = read_pointer(location)
+        if stored is None or (entry := stored[0].find(version)) is None:
+            return None
+        with explained_errors(location):
+            content = location.read(f"{entry.path}/{name}")
+        return content[0] if content else None
+
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Write the object ``name.json`` next to the pointer."""
         require_alias_name(name, {POINTER.removesuffix(".json")})

@@ -14,7 +14,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.publish.content import MAX_METADATA_BYTES
+from mergegate.tasks.publish.content import MAX_METADATA_BYTES, VERSION_DIGITS, is_content_version
 from mergegate.tasks.publish.targets.contract import (
     alias_conflict,
     no_such_version,
@@ -101,7 +101,10 @@ def read_alias(location: S3Location, name: str) -> tuple[ReleasedVersion, str] |
 
 @dataclass(frozen=True)
 class S3Release:
-    """A version in a bucket. ``version`` is the start of the content hash in the pointer."""
+    """A version in a bucket.
+
+    ``version`` is its name if that is a content hash, or else the start of the digest in the pointer over all files.
+    """
 
     location: S3Location
     entry: ReleasedVersion
@@ -112,7 +115,8 @@ class S3Release:
 
     @property
     def version(self) -> str:
-        return self.entry.digest[:12]
+        name = self.entry.version
+        return name if is_content_version(name) else self.entry.digest[:VERSION_DIGITS]
 
     def files(self) -> Mapping[str, tuple[int, str]]:
         """Return size and sha256 of every object below the version's path, even if it is not part of the release."""

@@ -1,0 +1,91 @@
+"""``mergegate export``: write the results in a release as inspect_ai logs or in the schema of Every Eval Ever."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mergegate.flows.cli.command import JsonOption, ReleaseArgument, command_context, local_path
+from mergegate.flows.cli.output import print_created, short_path
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.files import new_directory
+from mergegate.merge_core.parsing import require_printable
+from mergegate.merge_core.wording import format_bytes, format_count
+
+
+class ExportFormat(Enum):
+    """Format of another tool."""
+
+    INSPECT = "inspect"
+    EVERY_EVAL_EVER = "every-eval-ever"
+
+
+_LONGEST_NAME = 200  # characters of an organization
+
+
+def export_command(
+    release: ReleaseArgument,
+    format: Annotated[
+        ExportFormat,
+        typer.Option(
+            help="inspect: logs of inspect_ai. every-eval-ever: records in the schema of Every Eval Ever, in the "
+            "layout of its data store.",
+        ),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", parser=local_path, help="Directory to create.")],
+    organization: Annotated[
+        str,
+        typer.Option(
+            help="Organization that publishes the results. Default: the supplier that the release states, or its "
+            "namespace on the Hub.",
+        ),
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Write the results in a release in the format of another tool.
+
+    mergegate verifies the release first. The export has the scores of all models in its evidence, by document, without
+    texts. It states the time of the export, because a release contains no dates.
+    """
+    with command_context(as_json) as console:
+        from mergegate.tasks.publish.exchange import exported_files, read_release_results
+        from mergegate.tasks.publish.releases import check_release
+        from mergegate.tasks.publish.targets import find_release
+
+        require_printable(organization, "--organization")
+        if len(organization) > _LONGEST_NAME or organization != organization.strip():
+            raise InvalidInput(
+                "--organization",
+                found=f"{organization!r:.60}",
+                expected=f"a name of at most {_LONGEST_NAME} characters without spaces around it",
+            )
+        published = find_release(release)
+        verified = check_release(published)
+        results = read_release_results(published, verified.listing, verified.statement, organization or None)
+        files, size = 0, 0
+        with new_directory(output) as directory:
+            for path, content in exported_files(results, format.value, datetime.now(UTC)):
+                target = directory / path
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content)
+                files, size = files + 1, size + len(content)
+        tasks = sum(len(model.tasks) for model in results.models)
+        if as_json:
+            record = {
+                "where": str(output),
+                "files": files,
+                "bytes": size,
+                "models": len(results.models),
+                "tasks": tasks,
+            }
+            print_created(record)
+            return
+        models = format_count(len(results.models), "model")
+        console.print(
+            f"{short_path(output)}: {format_count(files, 'file')}, {format_bytes(size)}, the results of {models}",
+            markup=False,
+        )

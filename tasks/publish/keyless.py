@@ -1,0 +1,511 @@
+"""Sign a release with sigstore, and verify who signed it: an OIDC identity takes the place of a key.
+
+::
+
+    publish: {to: hub, repo: acme/demo, sign: sigstore}      # in a profile
+    mergegate verify acme/demo --identity ID --issuer URL
+
+A certificate authority (Fulcio) certifies a new key for the identity, and a transparency log (Rekor) records the
+signature while the certificate is valid. ``model.sigstore.json`` is a sigstore bundle (v0.3) with the certificate, the
+log entry and the same in-toto statement as in ``model.sig``. ``model_signing verify sigstore`` accepts it.
+
+The bytes of this signature differ at every signing. So no other file lists it, and ``content.content_digest`` ignores
+it. ``stage.publish`` uses a signature of the same files again, because a version never changes its content.
+
+The library ``sigstore`` signs and verifies. This module parses bundles itself, so that ``mergegate verify`` can tell
+without the library who claims to have signed a release.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+import sys
+import time
+from base64 import urlsafe_b64decode
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cryptography import x509
+from pydantic import Field
+
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.parsing import read_text
+from mergegate.merge_core.wording import format_duration
+from mergegate.tasks.publish.content import KEYLESS_SIGNATURE
+from mergegate.tasks.publish.settings import SigstoreSettings
+from mergegate.tasks.publish.signature import (
+    Base64,
+    Envelope,
+    StrictBundle,
+    decode_base64,
+    parse_bundle,
+    read_statement,
+    signed_statement,
+)
+
+if TYPE_CHECKING:
+    from sigstore.models import ClientTrustConfig
+    from sigstore.oidc import IdentityToken
+
+TOKEN_VARIABLE = "SIGSTORE_ID_TOKEN"
+_GITHUB_ISSUER = "https://token.actions.githubusercontent.com"
+_PRODUCT_FILE = Path("/sys/class/dmi/id/product_name")  # names the cloud of a virtual machine
+_ISSUER = x509.ObjectIdentifier("1.3.6.1.4.1.57264.1.1")
+_NOTE = re.compile(
+    r"(?P<origin>\S[^\n]*)\n(?P<size>\d+)\n(?P<text>(?:[^\n]+\n)+)\n(?P<signatures>(?:[^\n ]+ [^\n ]+ [^\n ]+\n)+)"
+)
+_SETTING = "publish.sign"
+_HOW_TO = "docs/how-to/sign-and-verify.md"
+
+
+@dataclass(frozen=True)
+class Signer:
+    """Identity in a certificate, and the OIDC provider that confirmed it."""
+
+    identity: str
+    issuer: str
+
+    def __str__(self) -> str:
+        return f"{self.identity} (issuer {self.issuer})"
+
+
+@dataclass(frozen=True)
+class SignerPolicy:
+    """Signer that must have signed a release.
+
+    Attributes:
+        signer: Identity and issuer, compared exactly.
+        trust_config: Sigstore's client trust configuration of a private instance. None: the public instance.
+        offline: Whether to use the stored trusted root of the public instance without a network request.
+    """
+
+    signer: Signer
+    trust_config: Path | None = None
+    offline: bool = False
+
+
+@dataclass(frozen=True)
+class KeylessSignature:
+    """A parsed keyless signature that is not verified yet (see :meth:`require_signer`)."""
+
+    files: Mapping[str, str]  # name -> sha256, as signed
+    signer: Signer  # as claimed by the certificate
+    bundle: bytes
+    parsed: _Bundle
+
+    def require_signer(self, policy: SignerPolicy) -> None:
+        """Verify the certificate chain, its SCT, the log entry, the signature, and who signed.
+
+        Raises:
+            ValueError: One of them is not valid. The message names what was found and what was expected.
+            InvalidInput: The library sigstore is not installed, or the trust configuration is not valid.
+            Refused: The trusted root of the public instance cannot be updated.
+        """
+        if self.signer != policy.signer:
+            raise ValueError(f"signed by {self.signer}; expected {policy.signer}")
+        location = "--trust-config" if policy.trust_config else "--identity"
+        trust = _trust_config(policy.trust_config, location, offline=policy.offline)
+        instance = str(policy.trust_config) if policy.trust_config else "the public instance of sigstore"
+        self.require_valid(trust, instance)
+
+    def require_valid(self, trust: ClientTrustConfig, instance: str) -> None:
+        """Verify the signature with the trust configuration of an ``instance``, for the signer that it claims.
+
+        Raises:
+            ValueError: The signature is not valid.
+        """
+        from sigstore.models import Bundle
+        from sigstore.verify import Verifier
+
+        material = self.parsed.verification_material
+        if len(material.tlog_entries) != 1:
+            count = len(material.tlog_entries) or "no"
+            raise ValueError(f"it has {count} entries of a transparency log; expected one, which records the signature")
+        material.tlog_entries[0].require_consistent()
+        try:
+            verifier = Verifier(trusted_root=trust.trusted_root)
+            _, payload = verifier.verify_dsse(Bundle.from_json(self.bundle), _CertificateOf(self.signer))
+        except Exception as error:  # the library has no common base for the errors that a damaged bundle can cause
+            raise ValueError(self._explain(error, instance)) from None
+        if payload != self.parsed.dsse_envelope.payload:
+            raise ValueError("the verified statement is not the one that lists the files")
+
+    def _explain(self, error: Exception, instance: str) -> str:
+        """Return what is wrong, and what was expected, for an error of the library."""
+        text = " ".join(str(error).split()) or type(error).__name__
+        if "certificate chain" in text:
+            certificate = self.parsed.verification_material.certificate.x509()
+            start, end = certificate.not_valid_before_utc, certificate.not_valid_after_utc
+            recorded = self.parsed.verification_material.tlog_entries[0].time
+            if recorded and not start <= recorded <= end:
+                return (
+                    f"the transparency log recorded the signature at {recorded:%Y-%m-%d %H:%M:%S} UTC; expected a time "
+                    f"at which its certificate was valid, {start:%Y-%m-%d %H:%M:%S} to {end:%H:%M:%S} UTC"
+                )
+            return (
+                f"its certificate was issued by {certificate.issuer.rfc4514_string() or 'an unknown authority'} and is "
+                f"not from the expected instance; expected an authority of {instance}"
+            )
+        causes = {
+            "SCT": f"its certificate is not in the expected CT log; expected a log of {instance}",
+            "DSSE: invalid": "the signature does not match the statement; expected the statement as it was signed",
+        }
+        default = f"the transparency log does not confirm it; expected an entry in a log of {instance}"
+        return f"{next((cause for fragment, cause in causes.items() if fragment in text), default)} ({text[:200]})"
+
+
+def read_keyless(bundle: bytes) -> KeylessSignature:
+    """Parse a keyless signature.
+
+    Raise ValueError if the bundle is not a signature of this kind, or has unknown fields, which could hide a change.
+    """
+    parsed = parse_bundle(_Bundle, bundle, "not a keyless signature that mergegate can read")
+    files = read_statement(parsed.dsse_envelope.payload)
+    return KeylessSignature(files, _certified_signer(parsed.verification_material.certificate.x509()), bundle, parsed)
+
+
+def sign_keyless(name: str, files: Mapping[str, str], settings: SigstoreSettings, root: Path) -> bytes:
+    """Sign a release with the identity of the CI job or user, and return the bundle as JSON.
+
+    Args:
+        name: Name of the release, for display only.
+        files: sha256 (64 hex digits) of every file, by name.
+        settings: Instance of sigstore.
+        root: Directory where a relative path in ``settings`` starts.
+
+    Raises:
+        InvalidInput: The library, an identity or a valid trust configuration is missing.
+        Refused: A service does not answer as expected.
+    """
+    trust = _trust_config(*_location(settings, root))
+    from sigstore.dsse import Statement
+    from sigstore.sign import SigningContext
+
+    token = _identity_token(trust)
+    try:
+        with SigningContext.from_trust_config(trust).signer(token) as signer:
+            statement = Statement(signed_statement(name, files, (KEYLESS_SIGNATURE,)))
+            bundle = json.loads(signer.sign_dsse(statement).to_json())
+        data = (json.dumps(bundle, indent=1, sort_keys=True) + "\n").encode()
+        # A release cannot be signed again, so it must not be published with an answer that no one can verify.
+        read_keyless(data).require_valid(trust, "the instance that answered")
+    except Exception as error:  # the library and its HTTP client have no common base for their errors
+        problem = " ".join(str(error).split()).replace(str(token), "TOKEN") or type(error).__name__
+        raise Refused(
+            _SETTING,
+            found=f"sigstore did not sign the release: {problem[:400]}",
+            expected="a certificate for the identity, and an entry in the transparency log",
+            remedy="run again; mergegate publishes nothing before it has the signature",
+        ) from None
+    return data
+
+
+def expected_signer(settings: SigstoreSettings, root: Path) -> str:
+    """Return who will sign a release, as far as it can be determined without a network request.
+
+    Raises:
+        InvalidInput: A keyless signature will not be possible: the library is missing, the trust configuration is not
+            valid, or there is neither an identity of a CI job nor a user at a terminal.
+    """
+    if settings.trust_config:
+        _trust_config(*_location(settings, root))
+    else:
+        _require_library()
+    environment = os.environ
+    if token := environment.get(TOKEN_VARIABLE):
+        _require_token(token)
+        claims = _claims(token)
+        left = format_duration(max(0.0, float(claims["exp"]) - time.time()))
+        return f"{_token_signer(claims)}, by the token in {TOKEN_VARIABLE}, which is valid for {left}"
+    if environment.get("GITHUB_ACTIONS"):
+        if not (environment.get("ACTIONS_ID_TOKEN_REQUEST_TOKEN") and environment.get("ACTIONS_ID_TOKEN_REQUEST_URL")):
+            raise _no_identity("a job of GitHub Actions without the permission to request an identity")
+        workflow = environment.get("GITHUB_WORKFLOW_REF", "")
+        if not workflow:
+            return "the workflow of this job in GitHub Actions"
+        server = environment.get("GITHUB_SERVER_URL", "https://github.com")
+        return f"{Signer(f'{server}/{workflow}', _GITHUB_ISSUER)}, unless the job runs a reusable workflow"
+    if account := environment.get("GOOGLE_SERVICE_ACCOUNT_NAME"):
+        return str(Signer(account, "https://accounts.google.com"))
+    try:
+        product = read_text(_PRODUCT_FILE, 1 << 12).strip()
+    except InvalidInput:
+        product = ""
+    if product in ("Google", "Google Compute Engine"):
+        return "the service account of this virtual machine (issuer https://accounts.google.com)"
+    for variable, program, service in (
+        ("BUILDKITE", "buildkite-agent", "Buildkite"),
+        ("CIRCLECI", "circleci", "CircleCI"),
+    ):
+        if environment.get(variable):
+            if shutil.which(program) is None:
+                raise _no_identity(f"a job of {service} without the program {program}")
+            return f"the identity of this job in {service}"
+    if environment.get("GITLAB_CI"):
+        raise _no_identity(f"a job of GitLab CI without {TOKEN_VARIABLE}")
+    if _has_user():
+        return "the user who logs in with a browser"
+    raise _no_identity("no identity of a CI job, and no terminal for a login with a browser")
+
+
+def _identity_token(trust: ClientTrustConfig) -> IdentityToken:
+    """Return the identity of the CI job, or let a user at the terminal log in with a browser."""
+    from sigstore.oidc import IdentityError, Issuer, detect_credential
+
+    if token := os.environ.get(TOKEN_VARIABLE):
+        return _require_token(token)
+    try:
+        token = detect_credential()
+    except IdentityError as error:
+        raise _no_identity(" ".join(str(error).split())) from None
+    if token:
+        return _require_token(token)
+    if not _has_user():
+        raise _no_identity("no identity of a CI job, and no terminal for a login with a browser")
+    try:
+        return Issuer(trust.signing_config.get_oidc_url()).identity_token()
+    except Exception as error:  # the library and its HTTP client have no common base for their errors
+        raise Refused(
+            _SETTING,
+            found=f"the login failed: {' '.join(str(error).split())[:400] or type(error).__name__}",
+            expected="a login at the identity provider",
+            remedy="run again; mergegate publishes nothing before it has the signature",
+        ) from None
+
+
+def _require_token(token: str) -> IdentityToken:
+    from sigstore.oidc import IdentityError, IdentityToken
+
+    try:
+        return IdentityToken(token)
+    except IdentityError as error:
+        reasons = f"{error}: {error.__cause__}" if error.__cause__ else str(error)
+        raise InvalidInput(
+            f"{_SETTING}: identity token",
+            found=" ".join(reasons.split()).replace(token, "TOKEN"),
+            expected="an OIDC token with the audience sigstore that has not expired",
+            remedy=f"request a new token with this audience, and set {TOKEN_VARIABLE} or let the job request it",
+        ) from None
+
+
+def _claims(token: str) -> Mapping[str, Any]:
+    """Return the claims of a token that :func:`_require_token` accepted. The authority verifies its signature."""
+    payload = token.split(".")[1]
+    claims: Mapping[str, Any] = json.loads(urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
+    return claims
+
+
+def _token_signer(claims: Mapping[str, Any]) -> Signer:
+    """Return the signer that Fulcio is expected to certify for a token.
+
+    Certificates of CI jobs name the workflow or the configuration that ran, not the subject of the token.
+    """
+    issuer = str(claims["iss"])
+    if issuer == _GITHUB_ISSUER and "job_workflow_ref" in claims:
+        return Signer(f"https://github.com/{claims['job_workflow_ref']}", issuer)
+    if "ci_config_ref_uri" in claims:
+        return Signer(f"https://{claims['ci_config_ref_uri']}", issuer)
+    return Signer(str(claims.get("email") or claims["sub"]), issuer)
+
+
+def _has_user() -> bool:
+    """Return whether a user can log in: both input and messages are at a terminal."""
+    return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
+
+
+def _no_identity(found: str) -> InvalidInput:
+    return InvalidInput(
+        _SETTING,
+        found=found,
+        expected="an OIDC identity that signs the release",
+        remedy=f"GitHub Actions: set 'permissions: id-token: write'; GitLab CI: set 'id_tokens: {TOKEN_VARIABLE}: aud: "
+        f"sigstore'; elsewhere: export {TOKEN_VARIABLE}, or run at a terminal (see {_HOW_TO})",
+    )
+
+
+def _location(settings: SigstoreSettings, root: Path) -> tuple[Path | None, str]:
+    """Return the trust configuration and the name of its setting."""
+    file = settings.trust_config
+    return (root / file, f"{_SETTING}.trust_config") if file else (None, _SETTING)
+
+
+def _require_library() -> None:
+    if find_spec("sigstore") is None:
+        raise InvalidInput(
+            _SETTING,
+            found="the library sigstore is not installed",
+            expected="sigstore, which signs and verifies without a key",
+            remedy="pip install 'mergegate[sigstore]'",
+        )
+
+
+def _trust_config(file: Path | None, setting: str, *, offline: bool = False) -> ClientTrustConfig:
+    """Return the services and the trusted keys of an instance.
+
+    Raises:
+        InvalidInput: The library is missing, or ``file`` is not a trust configuration.
+        Refused: The trusted root of the public instance cannot be updated.
+    """
+    _require_library()
+    from sigstore.models import ClientTrustConfig
+    from sigstore.verify import Verifier
+
+    if file is None:
+        logging.getLogger("sigstore._internal.tuf").setLevel(logging.ERROR)  # it warns about every offline use
+        try:
+            return ClientTrustConfig.production(offline=offline)
+        except Exception as error:  # the library has no common base for its errors
+            reason = error.__cause__ or error
+            raise Refused(
+                setting,
+                found=f"the trusted root of the public instance of sigstore cannot be updated: {str(reason)[:200]}",
+                expected="an answer from sigstore's TUF repository",
+                remedy="run again later; to verify without a network, pass --offline or --trust-config",
+            ) from None
+    expected = "sigstore's client trust configuration (JSON), with a trusted root and a signing configuration"
+    text = read_text(file, 16 << 20, expected=expected)
+    try:
+        trust = ClientTrustConfig.from_json(text)
+        Verifier(trusted_root=trust.trusted_root)
+        _ = trust.signing_config
+    except Exception as error:  # the library has no common base for its errors
+        raise InvalidInput(
+            f"{setting}: {file}",
+            found=f"not a trust configuration: {' '.join(str(error).split())[:300]}",
+            expected=expected,
+            remedy="get the file from the operator of the instance",
+        ) from None
+    return trust
+
+
+@dataclass(frozen=True)
+class _CertificateOf:
+    """Policy of the library: the verified certificate is one of ``signer``."""
+
+    signer: Signer
+
+    def verify(self, cert: x509.Certificate) -> None:
+        if (certified := _certified_signer(cert)) != self.signer:
+            raise ValueError(f"the certificate is for {certified}; expected {self.signer}")
+
+
+def _certified_signer(certificate: x509.Certificate) -> Signer:
+    """Return the identity and the issuer in a certificate. Raise ValueError if it does not name exactly one."""
+    try:
+        extensions = certificate.extensions
+        names = extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        issuer = extensions.get_extension_for_oid(_ISSUER).value
+        identities = [
+            *names.get_values_for_type(x509.RFC822Name),
+            *names.get_values_for_type(x509.UniformResourceIdentifier),
+        ]
+        if len(identities) != 1 or len(names) != 1 or not isinstance(issuer, x509.UnrecognizedExtension):
+            raise ValueError(f"it names {len(names)} identities")
+        return Signer(identities[0], issuer.value.decode())
+    except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as error:
+        raise ValueError(f"its certificate does not name one identity and its issuer: {str(error)[:200]}") from None
+
+
+_Number = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,18})$")]
+
+
+class _Certificate(StrictBundle):
+    raw_bytes: Base64
+
+    def x509(self) -> x509.Certificate:
+        """Return the certificate. Raise ValueError if it is malformed."""
+        try:
+            return x509.load_der_x509_certificate(self.raw_bytes)
+        except (ValueError, x509.InvalidVersion) as error:
+            raise ValueError(f"its certificate is malformed: {str(error)[:200]}") from None
+
+
+class _LogId(StrictBundle):
+    key_id: Base64
+
+
+class _KindVersion(StrictBundle):
+    kind: str
+    version: str
+
+
+class _Promise(StrictBundle):
+    signed_entry_timestamp: Base64
+
+
+class _Checkpoint(StrictBundle):
+    envelope: str
+
+
+class _Proof(StrictBundle):
+    log_index: _Number
+    root_hash: Base64
+    tree_size: _Number
+    hashes: tuple[Base64, ...]
+    checkpoint: _Checkpoint
+
+
+class _LogEntry(StrictBundle):
+    log_index: _Number
+    log_id: _LogId
+    kind_version: _KindVersion
+    integrated_time: _Number | None = None
+    inclusion_promise: _Promise | None = None
+    inclusion_proof: _Proof
+    canonicalized_body: Base64
+
+    @property
+    def time(self) -> datetime | None:
+        """Time at which the log recorded the entry, if it states one."""
+        try:
+            return datetime.fromtimestamp(int(self.integrated_time), UTC) if self.integrated_time else None
+        except (ValueError, OverflowError, OSError):
+            return None
+
+    def require_consistent(self) -> None:
+        """Raise ValueError if statements disagree that the library does not compare with signed ones."""
+        proof = self.inclusion_proof
+        note = _NOTE.fullmatch(proof.checkpoint.envelope)
+        if note is None:
+            raise ValueError("its checkpoint is not a signed note; expected one of the transparency log")
+        if note["size"] != proof.tree_size:
+            raise ValueError(f"its proof is for a log of {proof.tree_size} entries; expected {note['size']}, as signed")
+        own = [
+            signature
+            for dash, name, signature in (line.split(" ") for line in note["signatures"].splitlines())
+            if dash == "\N{EM DASH}" and name == note["origin"].split(" ")[0]
+        ]
+        if not any(decode_base64(signature)[:4] == self.log_id.key_id[:4] for signature in own):
+            raise ValueError("its checkpoint is not signed by the log of the entry; expected a signature of that log")
+        if (self.integrated_time is None) != (self.inclusion_promise is None):
+            raise ValueError("its log entry has a time without a promise; expected both or neither")
+        if self.inclusion_promise is None and self.log_index != proof.log_index:
+            raise ValueError(f"its log entry is number {self.log_index}; expected {proof.log_index}, as proven")
+
+
+class _Timestamp(StrictBundle):
+    signed_timestamp: Base64
+
+
+class _Timestamps(StrictBundle):
+    rfc3161_timestamps: tuple[_Timestamp, ...] = ()
+
+
+class _Material(StrictBundle):
+    certificate: _Certificate
+    tlog_entries: tuple[_LogEntry, ...] = ()
+    timestamp_verification_data: _Timestamps | None = None
+
+
+class _Bundle(StrictBundle):
+    media_type: Literal["application/vnd.dev.sigstore.bundle.v0.3+json"]
+    verification_material: _Material
+    dsse_envelope: Envelope

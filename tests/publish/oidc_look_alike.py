@@ -1,0 +1,130 @@
+"""Model the OIDC side of the Hub stand-in: a CI provider that issues id tokens, and the exchange for Hub tokens.
+
+The exchange follows the Hub's documentation of trusted publishers: exact claims, the audience is the Hub, one error for
+all reasons, and a token that is valid for one hour and for one resource. Where the documentation is silent, the
+stand-in is strict: such a token cannot read other repositories, belongs to no account, and can change no settings.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import hmac
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+GITHUB = "https://token.actions.githubusercontent.com"
+REQUEST_TOKEN = "ghs_request_token_of_this_job"
+CLAIMS = {
+    "iss": GITHUB,
+    "sub": "repo:acme/models:ref:refs/heads/main",
+    "repository": "acme/models",
+    "ref": "refs/heads/main",
+    "workflow": "Nightly release",
+}
+_KEY = b"signing key of the provider"
+_PARTS = {
+    "grant_type": "urn:ietf:params:oauth:grant-type:token-exchange",
+    "subject_token_type": "urn:ietf:params:oauth:token-type:id_token",
+}
+
+
+@dataclass(frozen=True)
+class PublisherEntry:
+    """A trusted publisher in the settings of a repository, or of a user's CI/CD access."""
+
+    resource: str
+    claims: Mapping[str, str] = field(default_factory=lambda: {"iss": GITHUB, "repository": "acme/models"})
+    read_only: bool = False
+
+
+@dataclass(frozen=True)
+class IssuedToken:
+    """A Hub token for one resource."""
+
+    resource: str
+    may_write: bool
+    expires_at: float
+
+
+@dataclass
+class OidcExchange:
+    """The provider and the exchange. Tests set the claims of the job, the publishers, and the time.
+
+    Attributes:
+        lifetime: Seconds for which the Hub's answers say that a token is valid.
+        offset: Seconds by which this clock is ahead of the machine's.
+    """
+
+    publishers: list[PublisherEntry] = field(default_factory=list)
+    claims: dict[str, Any] = field(default_factory=lambda: dict(CLAIMS))
+    lifetime: int = 3600
+    offset: float = 0.0
+    tokens: dict[str, IssuedToken] = field(default_factory=dict)
+    id_tokens: list[str] = field(default_factory=list)
+    exchanges: list[str] = field(default_factory=list)  # the resource of each exchange that succeeded
+
+    def now(self) -> float:
+        return time.time() + self.offset
+
+    def issue(self, audience: str, seconds: float = 300, **claims: object) -> str:
+        """Return a signed id token of the job."""
+        number = len(self.id_tokens)
+        payload = {
+            **self.claims,
+            "aud": audience,
+            "exp": int(self.now() + seconds),
+            "jti": f"number {number}",
+            **claims,
+        }
+        head = f"{_encoded({'alg': 'HS256', 'typ': 'JWT'})}.{_encoded(payload)}"
+        self.id_tokens.append(f"{head}.{_signature(head)}")
+        return self.id_tokens[-1]
+
+    def exchange(self, request: Mapping[str, str], hub: str) -> tuple[int, dict[str, object]]:
+        """Return the status and the body of ``POST /oauth/token``."""
+        if any(request.get(name) != value for name, value in _PARTS.items()) or not request.get("resource"):
+            return 400, {"error": "invalid_request", "error_description": "a parameter is missing or malformed"}
+        head, _, signature = request["subject_token"].rpartition(".")
+        refused = {"error": "invalid_grant", "error_description": "no trusted publisher accepts the token"}
+        if not hmac.compare_digest(signature, _signature(head)):
+            return 400, refused
+        payload = json.loads(base64.urlsafe_b64decode(head.split(".")[1] + "=="))
+        if payload["aud"] != hub or payload["exp"] < self.now():
+            return 400, refused
+        for entry in self.publishers:
+            if entry.resource == request["resource"] and entry.claims.items() <= payload.items():
+                break
+        else:
+            return 400, refused
+        token = f"hf_jwt_{len(self.tokens)}_{hashlib.sha256(request['subject_token'].encode()).hexdigest()[:24]}"
+        may_write = "/" in entry.resource and not entry.read_only
+        self.tokens[token] = IssuedToken(entry.resource, may_write, self.now() + self.lifetime)
+        self.exchanges.append(entry.resource)
+        return 200, {"access_token": token, "token_type": "bearer", "expires_in": self.lifetime}
+
+    def secrets(self) -> list[str]:
+        """Return every id token and Hub token so far, the signatures of id tokens, and the job's request token."""
+        signatures = [token.rpartition(".")[2] for token in self.id_tokens]
+        return [REQUEST_TOKEN, *self.tokens, *self.id_tokens, *signatures]
+
+
+def job_environment(hub: str) -> dict[str, str]:
+    """Return the variables that GitHub Actions sets in a job that may request id tokens."""
+    url = f"{hub}/_github/id-token?api-version=2.0"
+    return {
+        "GITHUB_ACTIONS": "true",
+        "ACTIONS_ID_TOKEN_REQUEST_URL": url,
+        "ACTIONS_ID_TOKEN_REQUEST_TOKEN": REQUEST_TOKEN,
+    }
+
+
+def _encoded(content: object) -> str:
+    return base64.urlsafe_b64encode(json.dumps(content).encode()).decode().rstrip("=")
+
+
+def _signature(head: str) -> str:
+    return base64.urlsafe_b64encode(hmac.digest(_KEY, head.encode(), "sha256")).decode().rstrip("=")

@@ -1,0 +1,351 @@
+"""The results in a release are exported as other tools read them: inspect_ai, and the validator of Every Eval Ever."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import random
+import statistics
+import subprocess
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+from gate_samples import PARENT, part, read, worse
+from release_samples import COMMIT, VALIDATORS, needs_cyclonedx, publishable, stored
+
+from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.gate.settings import GateRule, Guard
+from mergegate.tasks.gate.stage import GateInputs, GatePlan, gate
+from mergegate.tasks.gate.verdict_record import OUTCOMES, record_evidence, verdict_record
+from mergegate.tasks.perplexity.settings import DriftLimits
+from mergegate.tasks.publish.content import SUMS, checksums_text, content_version, written_file
+from mergegate.tasks.publish.exchange import EXPORT_FORMATS, exported_files, read_release_results
+from mergegate.tasks.publish.releases import check_release
+from mergegate.tasks.publish.stage import ReleaseParts
+from mergegate.tasks.publish.targets import find_release
+from mergegate.tasks.publish.targets.directory import DirectoryTarget
+
+NOW = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)
+DOCUMENTS = 24
+SEEDS = range(3)
+# Metrics of each task, and the direction and the values of each metric: shares, grades, error rates, marks.
+TASKS: Mapping[str, Mapping[str, str]] = {
+    "arc": {"acc,none": "share", "acc_norm,none": "grade"},
+    "gsm8k": {"exact_match,strict-match": "share", "exact_match,flexible-extract": "share"},  # a thinking model
+    "speech": {"wer,none": "error"},
+    "search": {"ndcg@10,none": "grade", "mrr@10,none": "grade", "recall@5,none": "grade"},
+    "essay": {"marks,none": "marks"},
+}
+GROUP = {"bbh": {"acc_norm,none": "share"}, "math": {"exact_match,none": "grade"}, "noise": {"cer,none": "error"}}
+CHECK = """
+import json, sys
+from pathlib import Path
+import jsonschema
+from inspect_ai.log import list_eval_logs, read_eval_log, recompute_metrics, write_eval_log
+from every_eval_ever.validator.validation_core import validate_file
+import every_eval_ever.schemas as schemas
+
+def metrics(log):
+    return {s.name: {m.name: m.value for m in s.metrics.values()} for s in log.results.scores}
+
+def read(root):
+    found = {"logs": [], "faults": []}
+    for info in list_eval_logs(str(root / "inspect")):
+        log = read_eval_log(info)
+        write_eval_log(log, str(root / "converted.eval"))
+        again = read_eval_log(str(root / "converted.eval"))
+        samples = [{"id": s.id, "scores": {n: v.value for n, v in s.scores.items()}, "metadata": s.metadata,
+                    "stops": [c.stop_reason for c in s.output.choices]} for s in again.samples]
+        stated = metrics(log)
+        recompute_metrics(again)
+        found["logs"].append({"model": log.eval.metadata["mergegate"]["model"], "task": log.eval.task,
+            "id": log.eval.eval_id, "created": log.eval.created,
+            "stated": stated, "recomputed": metrics(again), "samples": samples})
+    store = root / "every-eval-ever"
+    files = {p.relative_to(store).as_posix() for p in store.rglob("*.json*")}
+    for name in sorted(files):
+        path = store / name
+        report = validate_file(path, repo_path=name, available_files=files,
+            read_repo_file=lambda n: (store / n).read_text(), run_semantic_checks=True)
+        found["faults"] += [f"{name}: {fault}" for fault in (*report.errors, *report.warnings)]
+        for line in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
+            faults = schema[path.suffix].iter_errors(json.loads(line))
+            found["faults"] += [f"{name}: {fault.message}" for fault in faults]
+    return found
+
+folder = Path(schemas.__file__).parent
+schema = {suffix: jsonschema.Draft7Validator(json.loads((folder / name).read_text())) for suffix, name in
+          ((".json", "eval.schema.json"), (".jsonl", "instance_level_eval.schema.json"))}
+json.dump([read(Path(root)) for root in sys.argv[1:]], sys.stdout)
+"""
+
+
+def random_scores(rng: random.Random, task: str, leaf: str, kinds: Mapping[str, str]) -> list[DocumentScore]:
+    """Return the scores of one model on one task, as a real evaluation might give them."""
+    rows = []
+    for doc in range(DOCUMENTS):
+        answer = {"answer": f"secret {rng.randrange(3)}", "prompt_cut": rng.choice([None, 0, 3])}
+        if task == "gsm8k":
+            answer |= {"ended": (rng.choice(["stop", "eos", "length", "context"]),), "answer_tokens": (doc + 3,)}
+            answer |= {"thinking_tokens": (rng.randrange(1, doc + 3),), "budgets": (64, 128)}
+        for metric, kind in kinds.items():
+            value = {
+                "share": float(rng.random() < 0.7),
+                "grade": rng.random(),
+                "error": min(3.0, rng.expovariate(2)),
+                "marks": rng.uniform(1, 10),
+            }[kind]
+            rows.append(
+                DocumentScore(
+                    leaf,
+                    metric,
+                    7 * doc,
+                    *(
+                        hashlib.sha256(f"{part}{leaf}{doc}".encode()).hexdigest()
+                        for part in ("doc", "prompt", "target")
+                    ),
+                    value,
+                    cluster=f"passage {doc // 4}" if task == "arc" else "",
+                    higher_is_better=kind != "error",
+                    **answer,
+                    chance=0.25 if task == "arc" else 0.0,
+                )
+            )
+    return rows
+
+
+def random_release(root: Path, seed: int) -> Path:
+    """Publish a release with random results of four models, one of which has a broken likelihood."""
+    rng = random.Random(seed)
+    tasks = rng.sample(sorted(TASKS), rng.randint(1, len(TASKS)) if seed else len(TASKS))
+    models = ["general", "local_one", "champion", "merge"]
+    scores = {}
+    for model in models:
+        parts = [random_scores(rng, task, task, TASKS[task]) for task in tasks]
+        if seed % 2:
+            leaves = [random_scores(rng, "suite", leaf, kinds) for leaf, kinds in GROUP.items()]
+            parts.append([row for rows in leaves for row in rows])
+        scores[model] = [
+            part(root / f"{model}-{number}-{half}", rows)
+            for number, whole in enumerate(parts)
+            for half, rows in enumerate((whole[: len(whole) // 6 * 3], whole[len(whole) // 6 * 3 :]))
+        ]
+        if seed % 2:
+            for artifact in scores[model][-2:]:
+                table = tuple(score.model_copy(update={"task": "suite"}) for score in artifact.value.tasks)
+                object.__setattr__(artifact, "value", artifact.value.model_copy(update={"tasks": table}))
+    likelihoods = {"general": read(root / "a", PARENT), "merge": read(root / "merge", worse(0.01))}
+    ranges = {"essay": (1.0, 10.0), "speech": (0.0, 3.0)}
+    guards = tuple(
+        Guard(task=task, guarded_by="general", score_range=ranges.get(task, (0.0, 1.0)), advisory=True)
+        for task in tasks
+    )
+    plan = GatePlan(GateRule(on_inconclusive="pass"), parents=("general", "local_one"))
+    inputs = GateInputs(guards, scores, likelihoods, DriftLimits(), plan)
+    record = verdict_record(inputs, gate.work(*inputs), ())
+    (root / "evidence").mkdir()
+    summary = record_evidence.work(root / "evidence", record, scores, likelihoods)
+    names = ("evidence/gate.json", "evidence/outcomes.parquet", "evidence/likelihoods.parquet")
+    contents = {name.replace(".", "__"): (root / "evidence" / name).read_bytes() for name in names}
+    sample = publishable(root / "sample")
+    artifact = stored("evidence", root / "stored", summary, **contents)
+    inputs_of_release = (sample.content, sample.pinned, sample.numerics, sample.license, sample.merged, sample.report)
+    files = ReleaseParts(*inputs_of_release, artifact).files(DirectoryTarget(path=root))
+    files.append(written_file(SUMS, checksums_text({file.name: file.sha256 for file in files})))
+    release = root / content_version(files)
+    for file in files:
+        (release / file.name).parent.mkdir(parents=True, exist_ok=True)
+        (release / file.name).write_bytes(file.read())
+    return release
+
+
+def export(release: Path, out: Path, organization: str | None = None, export_time: datetime = NOW) -> None:
+    """Write both exports of a release."""
+    opened = find_release(str(release))
+    verified = check_release(opened)
+    results = read_release_results(opened, verified.listing, verified.statement, organization)
+    for format in EXPORT_FORMATS:
+        for name, content in exported_files(results, format, export_time):
+            path = out / format / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            assert not path.exists()
+            path.write_bytes(content)
+
+
+def checked(outs: Sequence[Path]) -> list[dict[str, Any]]:
+    """Return what the real libraries read from the exports in each directory."""
+    done = subprocess.run([VALIDATORS, "-c", CHECK, *map(str, outs)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: list[dict[str, Any]] = json.loads(done.stdout)
+    return found
+
+
+@pytest.fixture(scope="module")
+def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, Path]]:
+    """Return a release and the directory of its exports, by seed."""
+    made = {}
+    for seed in SEEDS:
+        root = tmp_path_factory.mktemp(f"exchange-{seed}")
+        release = random_release(root, seed)
+        export(release, root / "out")
+        made[seed] = (release, root / "out")
+    return made
+
+
+@pytest.fixture(params=SEEDS)
+def exported(request: pytest.FixtureRequest, exports: dict[int, tuple[Path, Path]]) -> tuple[Path, Path]:
+    return exports[request.param]
+
+
+@needs_cyclonedx
+def test_the_real_libraries_read_every_score_bit_for_bit(exports: dict[int, tuple[Path, Path]]) -> None:
+    found = checked([out for _, out in exports.values()])
+    for (release, _), contents in zip(exports.values(), found, strict=True):
+        require_equal_scores(release, contents)
+
+
+def require_equal_scores(release: Path, found: dict[str, Any]) -> None:
+    assert found["faults"] == []
+    rows = pq.read_table(release / OUTCOMES).to_pylist()
+    values: dict[tuple[str, str], dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
+    for row in rows:
+        values[row["model"], row["task"]][row["doc_id"]][row["metric"]] = row["outcome"]
+    by_document = {(row["model"], row["task"], row["doc_id"]): row for row in rows}
+    logs = {(log["model"], log["task"]): log for log in found["logs"]}
+    assert logs.keys() == {*values, ("general", "perplexity"), ("merge", "perplexity")}
+    assert len({log["id"] for log in found["logs"]}) == len(found["logs"])
+    assert {log["created"] for log in found["logs"]} == {"2031-05-06T07:08:09+00:00"}
+    for (model, task), documents in values.items():
+        log = logs[model, task]
+        assert {sample["id"]: sample["scores"] for sample in log["samples"]} == documents
+        for sample in log["samples"]:
+            row = by_document[model, task, sample["id"]]
+            for name in ("doc_hash", "prompt_hash", "target_hash", "chance"):
+                assert sample["metadata"][name] == row[name]
+            ends = {"stop": "stop", "eos": "stop", "length": "max_tokens", "context": "model_length"}
+            assert sample["stops"] == [ends[end] for end in row["ended"]]
+        for metric, stated in log["stated"].items():
+            scores = [each[metric] for each in documents.values()]
+            assert stated["mean"] == pytest.approx(statistics.fmean(scores), rel=1e-12)
+            assert stated["stderr"] == pytest.approx(statistics.stdev(scores) / math.sqrt(len(scores)), rel=1e-12)
+    for log in found["logs"]:
+        for metric, stated in log["stated"].items():
+            assert log["recomputed"][metric] == pytest.approx(stated, rel=1e-12)
+
+
+def test_records_have_the_scores_of_the_release(exported: tuple[Path, Path]) -> None:
+    release, out = exported
+    rows = pq.read_table(release / OUTCOMES).to_pylist()
+    outcomes: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    higher = {(row["task"], row["metric"]): row["higher_is_better"] for row in rows}
+    for row in rows:
+        outcomes[row["model"], row["task"], row["metric"]].append(row["outcome"])
+    seen: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    for path in (out / "every-eval-ever").rglob("*.json"):
+        record = json.loads(path.read_text())
+        model = record["model_info"]["additional_details"]["name_in_run"]
+        results = {each["evaluation_result_id"]: each for each in record["evaluation_results"]}
+        assert len(results) == len(record["evaluation_results"])
+        if "detailed_evaluation_results" not in record:
+            assert [each["metric_config"]["lower_is_better"] for each in results.values()] == [True, True]
+            continue
+        detail = record["detailed_evaluation_results"]
+        data = (out / "every-eval-ever" / detail["file_path"]).read_bytes()
+        assert hashlib.sha256(data).hexdigest() == detail["checksum"]
+        for line in data.splitlines():
+            row = json.loads(line)
+            metric = results[row["evaluation_result_id"]]["metric_config"]
+            label = row["metadata"]["metric"]
+            assert metric["lower_is_better"] != higher[row["evaluation_name"], label]
+            seen[model, row["evaluation_name"], label].append(row["evaluation"]["score"])
+        for result in results.values():
+            metric = result["metric_config"]
+            label = f"{metric['metric_name']},{metric['metric_parameters'].get('filter', 'none')}"
+            if (values := outcomes.get((model, result["evaluation_name"], label))) is not None:
+                assert result["score_details"]["score"] == math.fsum(values) / len(values)
+                assert result["score_details"]["uncertainty"]["num_samples"] == len(values)
+    assert {key: sorted(values) for key, values in seen.items()} == {
+        key: sorted(values) for key, values in outcomes.items()
+    }
+
+
+def test_an_export_identifies_models_and_contains_no_path_and_no_answer(exported: tuple[Path, Path]) -> None:
+    release, out = exported
+    texts = {path: path.read_text() for path in out.rglob("*.json*")}
+    assert not [path for path, text in texts.items() if "secret" in text or str(release.parents[1]) in text]
+    roles = {}
+    for path in (out / "every-eval-ever").rglob("*.json"):
+        record = json.loads(path.read_text())
+        about = record["model_info"]
+        relationship = record["source_metadata"]["evaluator_relationship"]
+        roles[about["additional_details"]["name_in_run"]] = (about["id"], relationship)
+        if about["id"] == "acme/general":
+            assert about["additional_details"]["identity"] == COMMIT
+    assert roles == {
+        "general": ("acme/general", "third_party"),
+        "local_one": ("local/local_one", "other"),
+        "champion": ("local/champion", "first_party"),
+        "merge": ("local/demo", "first_party"),
+    }
+
+
+def test_a_later_export_has_the_same_names_and_differs_in_its_time_only(tmp_path: Path) -> None:
+    release = random_release(tmp_path, 1)
+    export(release, tmp_path / "a")
+    export(release, tmp_path / "b", export_time=datetime(2032, 1, 1, tzinfo=UTC))
+    files = [
+        {path.relative_to(tmp_path / side): path.read_text() for path in (tmp_path / side).rglob("*_samples.jsonl")}
+        for side in ("a", "b")
+    ]
+    earlier = {name: text.replace("1935817689", "1956528000") for name, text in files[0].items()}
+    assert earlier == files[1] != files[0]
+
+
+def test_an_organization_is_the_developer_of_the_release(tmp_path: Path) -> None:
+    release = random_release(tmp_path, 0)
+    export(release, tmp_path / "out", "Acme Labs: München")
+    records = [json.loads(path.read_text()) for path in (tmp_path / "out" / "every-eval-ever").rglob("*.json")]
+    assert {record["source_metadata"]["source_organization_name"] for record in records} == {"Acme Labs: München"}
+    assert "Acme-Labs-M-nchen/demo" in {record["model_info"]["id"] for record in records}
+
+
+def test_a_release_without_results_or_with_damaged_results_is_refused(tmp_path: Path) -> None:
+    release = find_release(str(random_release(tmp_path, 0)))
+    verified = check_release(release)
+    with pytest.raises(InvalidInput, match="no results to export"):
+        read_release_results(release, {}, verified.statement, None)
+
+    class Damaged:
+        reference, version = "demo", None
+
+        def __init__(self, name: str, content: bytes) -> None:
+            self.name, self.content = name, content
+
+        def files(self) -> Mapping[str, tuple[int, str]]:
+            return release.files()
+
+        def read(self, name: str) -> bytes:
+            return self.content if name == self.name else release.read(name)
+
+        def download(self) -> Path:
+            raise NotImplementedError
+
+    record = json.loads(release.read("evidence/gate.json"))
+    broken = [
+        ("evidence/gate.json", b"{}"),
+        ("evidence/gate.json", json.dumps(record | {"inputs": {}}).encode()),
+        ("evidence/gate.json", json.dumps(record | {"inputs": record["inputs"] | {"scores": {}}}).encode()),
+        (OUTCOMES, release.read(OUTCOMES)[:-100]),
+        (OUTCOMES, b""),
+        ("bom.json", b"[]"),
+    ]
+    for name, content in broken:
+        with pytest.raises(Refused, match="cannot be read"):
+            read_release_results(Damaged(name, content), verified.listing, verified.statement, None)

@@ -1,0 +1,351 @@
+"""Test publishing to the Hub with the OIDC identity of a CI job instead of a stored token.
+
+The real client talks to the stand-in. It checks signatures, claims, the audience and the expiry of every token.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from hashlib import sha256
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from hub_look_alike import READER, WRITER, Fault, LookAlike, hub
+from look_alike_repository import Repository, plain
+from oidc_look_alike import CLAIMS, GITHUB, PublisherEntry, job_environment
+
+from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
+from mergegate.merge_core.files import HashMemo
+from mergegate.tasks.checkpoints.hub import hub_access, trusted_publisher
+from mergegate.tasks.publish.content import ReleaseFile
+from mergegate.tasks.publish.targets import PublishRequest, check_target
+from mergegate.tasks.publish.targets.hub import HubTarget
+from mergegate.tasks.publish.targets.hub_publication import PublishedCommit, publish_hub
+
+DEMO = HubTarget(to="hub", repo="acme/demo")
+VARIABLES = ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_OIDC_RESOURCE", "HF_OIDC_ID_TOKEN", "GITHUB_ACTIONS")
+
+
+@pytest.fixture
+def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LookAlike]:
+    """Make the stand-in this process's Hub, with an empty private repository for the demo and one for its variants."""
+    from huggingface_hub import constants
+
+    with hub(tmp_path / "hub") as stand_in:
+        for name in ("acme/demo", "acme/demo-GGUF"):
+            stand_in.repositories[name] = Repository(name, private=True)
+            stand_in.oidc.publishers.append(PublisherEntry(name))
+        for name in VARIABLES:
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("HF_ENDPOINT", stand_in.url)
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        # The client's clock is that of the stand-in, and nothing waits.
+        clock = SimpleNamespace(time=stand_in.oidc.now, sleep=lambda seconds: None)
+        monkeypatch.setattr(trusted_publisher, "time", clock)
+        monkeypatch.setattr("time.sleep", lambda seconds: None)
+        trusted_publisher._publisher.cache_clear()
+        yield stand_in
+
+
+@pytest.fixture
+def job(server: LookAlike, monkeypatch: pytest.MonkeyPatch) -> LookAlike:
+    """Make this process a job of GitHub Actions that may request id tokens."""
+    for name, value in job_environment(server.url).items():
+        monkeypatch.setenv(name, value)
+    return server
+
+
+def test_every_repository_is_written_with_a_token_of_its_own_and_the_check_says_whose(job: LookAlike) -> None:
+    credentials = check_target(DEMO, Path(), ["GGUF"])
+    assert [use.model_dump() for use in credentials] == [
+        {
+            "place": place,
+            "kind": "oidc",
+            "name": CLAIMS["sub"],
+            "issuer": GITHUB,
+            "can_write": True,
+            "renewable": True,
+        }
+        for place in ("acme/demo", "acme/demo-GGUF")
+    ]
+    assert credentials[0].summary() == (
+        f"publish: acme/demo with the OIDC identity {CLAIMS['sub']} of {GITHUB}, which may write"
+    )
+    tokens = {hub_access(writing=True, repo=use.place).token for use in credentials}
+    assert len(tokens) == 2
+    assert job.oidc.exchanges == ["acme/demo", "acme/demo-GGUF"], "operations share the token of a repository"
+    assert not any("whoami" in entry.path for entry in job.log)
+
+
+def test_the_credential_is_the_block_or_the_explicit_identity_or_the_token_or_any_identity(
+    job: LookAlike, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", WRITER)
+    assert DEMO.check(Path()).summary() == "publish: acme/demo with the token of HF_TOKEN, which may write"
+    assert job.oidc.exchanges == []
+    monkeypatch.setenv("HF_OIDC_RESOURCE", "alice")  # A user publisher only reads, so the token writes.
+    assert DEMO.check(Path()).kind == "token"
+    monkeypatch.setenv("HF_OIDC_RESOURCE", "acme/demo")
+    assert DEMO.check(Path()).kind == "oidc"
+    assert hub_access(writing=False, repo="acme/demo").token == WRITER, "for reading, the token suffices"
+
+
+def refused_without_id_token(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
+    """No credential at all."""
+
+
+def refused_permission(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("GITHUB_ACTIONS", "true")
+
+
+def refused_resource(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
+    in_job(server, patch)
+    patch.setenv("HF_OIDC_RESOURCE", "acme/other")
+
+
+def refused_identity(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("HF_OIDC_RESOURCE", "acme/demo")
+
+
+def refused_expiry(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("HF_OIDC_ID_TOKEN", server.oidc.issue(server.url, seconds=-600))
+
+
+def refused_form(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("HF_OIDC_ID_TOKEN", "$HF_ID_TOKEN")
+
+
+def refused_audience(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("HF_OIDC_ID_TOKEN", server.oidc.issue("https://gitlab.example"))
+
+
+def refused_claims(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
+    in_job(server, patch)
+    server.repositories["acme/demo"].private = False
+    server.oidc.claims["repository"] = "mallory/models"
+
+
+def refused_repository(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
+    in_job(server, patch)
+    del server.repositories["acme/demo"]
+    server.oidc.publishers.clear()
+
+
+def refused_writing(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
+    in_job(server, patch)
+    server.oidc.publishers[0] = PublisherEntry("acme/demo", read_only=True)
+
+
+def refused_lost_repository(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
+    in_job(server, patch)
+    del server.repositories["acme/demo"]
+
+
+def refused_busy_hub(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
+    in_job(server, patch)
+    server.set_faults([Fault("fail", path="/oauth/token", times=99)])
+
+
+def refused_old_hub(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
+    in_job(server, patch)
+    server.set_faults([Fault("fail", path="/oauth/token", status=404)])
+
+
+def refused_page(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
+    in_job(server, patch)
+    server.set_faults([Fault("fail", path="/oauth/token", status=200, body="<html>")])
+
+
+def refused_connection(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
+    patch.setenv("HF_OIDC_ID_TOKEN", server.oidc.issue("http://127.0.0.1:9"))
+    patch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+
+
+def refused_by_github(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
+    in_job(server, patch)
+    patch.setenv("ACTIONS_ID_TOKEN_REQUEST_TOKEN", "ghs_of_an_ended_job")
+
+
+def in_job(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
+    for name, value in job_environment(server.url).items():
+        patch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "kind", "words"),
+    [
+        (refused_without_id_token, InvalidInput, ["export HF_TOKEN", "publish.token_block", "trusted publisher on"]),
+        (refused_permission, InvalidInput, ["id-token: write", "HF_TOKEN", "token_block"]),
+        (refused_resource, InvalidInput, ["HF_OIDC_RESOURCE: acme/other", "published to acme/demo"]),
+        (refused_identity, InvalidInput, ["no OIDC identity", "HF_OIDC_ID_TOKEN"]),
+        (refused_expiry, InvalidInput, ["HF_OIDC_ID_TOKEN: the id token expired", "10 min ago", "cannot be renewed"]),
+        (refused_form, InvalidInput, ["HF_OIDC_ID_TOKEN: it is not a JSON Web Token"]),
+        (refused_audience, Refused, ["400 invalid_grant", "aud=https://gitlab.example", "request the id token with"]),
+        (refused_claims, Refused, ["repository=mallory/models", "add a trusted publisher", "/acme/demo/settings"]),
+        (refused_repository, Refused, ["invalid_grant", "create the repository if it does not exist"]),
+        (refused_writing, Refused, ["the trusted publisher may not write: 403", "'Read-only'"]),
+        (refused_lost_repository, Refused, ["the repository does not exist", "cannot create one"]),
+        (refused_busy_hub, Refused, ["503", "run again later"]),
+        (refused_old_hub, Refused, ["does not exchange id tokens: 404", "export HF_TOKEN"]),
+        (refused_page, Refused, ["not the expected JSON"]),
+        (refused_connection, Refused, ["check HF_ENDPOINT and the network"]),
+        (refused_by_github, Refused, ["GitHub Actions does not issue it: 403", "run the job again"]),
+    ],
+)
+def test_the_check_refuses_what_a_publication_would_fail_on(
+    server: LookAlike,
+    monkeypatch: pytest.MonkeyPatch,
+    prepare: Callable[[LookAlike, pytest.MonkeyPatch], None],
+    kind: type[MergegateError],
+    words: list[str],
+) -> None:
+    prepare(server, monkeypatch)
+    with pytest.raises(kind) as caught:
+        check_target(DEMO, Path())
+    message = str(caught.value)
+    assert [word for word in words if word not in message] == [], message
+    assert caught.value.remedy
+    assert [secret for secret in [*server.oidc.secrets(), "ghs_of_an_ended_job"] if secret in message] == []
+    assert not any("/commit/" in entry.path or "repos/create" in entry.path for entry in server.log)
+
+
+@pytest.mark.parametrize("status", [401, 404])
+def test_a_hub_that_does_not_say_whether_the_publisher_may_write_passes(job: LookAlike, status: int) -> None:
+    job.set_faults([Fault("fail", path="/auth-check", status=status)])
+    (use,) = check_target(DEMO, Path())
+    assert use.can_write is None
+    assert "does not confirm" in use.summary()
+
+
+def test_the_token_is_renewed_before_it_expires(job: LookAlike) -> None:
+    access = hub_access(writing=True, repo="acme/demo")
+    first = access.token
+    job.oidc.offset = 29 * 60
+    assert access.token == first
+    job.oidc.offset = 31 * 60
+    job.set_faults([Fault("fail", path="/oauth/token", times=4)])
+    assert access.token == first, "while the Hub exchanges nothing, the present token is still valid"
+    job.oidc.offset += 61
+    second = access.token
+    assert second not in (first, None)
+    job.oidc.offset += 3 * 3600
+    third = hub_access(writing=True, repo="acme/demo").token
+    assert third not in (first, second), "hours may pass between the check and the publication"
+    assert len({token.rpartition(".")[0] for token in job.oidc.id_tokens}) == len(job.oidc.id_tokens) >= 3
+    assert access.mask(f"{first} {second} {third}") == "*** *** ***"
+
+
+def test_an_id_token_issued_in_advance_is_used_until_the_hub_token_expires(
+    server: LookAlike, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_OIDC_ID_TOKEN", server.oidc.issue(server.url, seconds=2000))
+    (use,) = check_target(DEMO, Path())
+    assert use.summary().endswith("which may write; it cannot be renewed after its id token expires")
+    access = hub_access(writing=True, repo="acme/demo")
+    first = access.token
+    server.oidc.offset = 1900
+    second = access.token
+    assert second != first, "the id token can still be exchanged"
+    server.oidc.offset = 1900 + 3500
+    assert access.token == second
+    server.oidc.offset = 1900 + 3700
+    with pytest.raises(InvalidInput, match="cannot be renewed"):
+        _ = access.token
+
+
+def publish(access_repo: str, tmp_path: Path) -> PublishedCommit:
+    contents = {"README.md": b"---\nlicense: mit\n---\n# demo\n", "model.safetensors": b"\0" * 3000}
+    files = tuple(
+        ReleaseFile(name, len(data), sha256(data).hexdigest(), data if name == "README.md" else tmp_path / name)
+        for name, data in contents.items()
+    )
+    (tmp_path / "model.safetensors").write_bytes(contents["model.safetensors"])
+    request = PublishRequest(files, "demo", "v1", tmp_path, HashMemo(tmp_path / "memo"))
+    access = hub_access(writing=True, repo=access_repo)
+    return publish_hub(request, access_repo, access, wait=lambda seconds: None)
+
+
+@pytest.mark.parametrize("path", ["/branch/", "/preupload/", "/commit/mergegate", "/commit/main", "/tag/", "batch"])
+def test_a_token_that_expires_at_any_step_of_the_publication_is_replaced(
+    job: LookAlike, tmp_path: Path, path: str
+) -> None:
+    """The Hub revokes the token just after a request, so the next one is denied."""
+    revoked: list[str] = []
+
+    def revoke(request: object) -> None:
+        if path in getattr(request, "path", "") and not revoked:
+            revoked.extend(job.oidc.tokens)
+            job.oidc.tokens.clear()
+
+    job.after.append(revoke)
+    assert publish("acme/demo", tmp_path).new
+    repository = job.repositories["acme/demo"]
+    assert [commit.title for commit in repository.history()] == ["Release v1", "initial commit"]
+    assert repository.tags == {"v1": repository.branches["main"]}
+    assert len(revoked) == 1
+    assert job.oidc.exchanges == ["acme/demo"] * 2
+    assert any(entry.status == 401 for entry in job.log)
+
+
+def test_a_publication_that_loses_its_only_token_is_refused_and_can_be_completed(
+    server: LookAlike, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_OIDC_ID_TOKEN", server.oidc.issue(server.url))
+
+    def expire(request: object) -> None:
+        if "/preupload/" in getattr(request, "path", ""):
+            server.oidc.offset = 2 * 3600
+
+    server.after.append(expire)
+    with pytest.raises(MergegateError, match="the id token expired") as caught:
+        publish("acme/demo", tmp_path)
+    server.after.clear()
+    assert [secret for secret in server.oidc.secrets() if secret in str(caught.value)] == []
+    monkeypatch.setenv("HF_OIDC_ID_TOKEN", server.oidc.issue(server.url))
+    assert publish("acme/demo", tmp_path).new
+
+
+def test_reading_uses_an_identity_only_for_its_own_resource(job: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
+    private, gated, public = (
+        Repository("acme/x", private=True),
+        Repository("meta/g", False, "auto"),
+        Repository("a/b", False),
+    )
+    for repository in (private, gated, public):
+        repository.add("main", repository.branches["main"], "files", {"config.json": plain(b"{}")})
+        job.repositories[repository.id] = repository
+    job.oidc.publishers.append(PublisherEntry("alice"))
+    assert hub_access(writing=False, repo="acme/demo").token is None, "no resource is named"
+    monkeypatch.setenv("HF_OIDC_RESOURCE", "acme/demo")
+    assert hub_access(writing=False, repo="acme/demo").api().model_info("acme/demo").private
+    other = hub_access(writing=False, repo="a/b")
+    assert (other.token, other.api().model_info("a/b").id) == (None, "a/b")
+    monkeypatch.setenv("HF_OIDC_RESOURCE", "alice")
+    access = hub_access(writing=False)
+    access.api().auth_check("meta/g")
+    assert job.oidc.exchanges == ["acme/demo", "alice"]
+    monkeypatch.setenv("HF_TOKEN", READER)
+    assert hub_access(writing=False).token == READER
+
+
+def test_no_representation_and_no_log_shows_a_token(
+    job: LookAlike, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_DEBUG", True)  # The client then logs requests with their bodies.
+    job.oidc.claims["job_workflow_ref"] = "x" * 2000  # The client cuts bodies of this length before it redacts them.
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "propagate", True)
+    with caplog.at_level(logging.DEBUG), caplog.at_level(logging.DEBUG, "huggingface_hub"):
+        access = hub_access(writing=True, repo="acme/demo")
+        assert access.api().model_info("acme/demo").private
+    shown = json.dumps([f"{access} {access!r} {access.publisher!r}", DEMO.check(Path()).model_dump_json(), caplog.text])
+    assert "/oauth/token" in shown
+    assert "Send: curl" in shown
+    heads = [token[:200] for token in job.oidc.id_tokens]
+    assert [secret for secret in [*job.oidc.secrets(), *heads] if secret in shown] == []
