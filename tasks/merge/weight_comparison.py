@@ -92,7 +92,7 @@ class CopiedTensors(BaseModel):
 
 
 class WeightComparison(StageValue):
-    """Which tensors of a merge are new, and which ones are equal to tensors of its parents.
+    """Number of tensors of a merge that are new, or equal to tensors of its parents.
 
     Tensors are compared as a whole, with all tensors of the parents that have the same shape.
     """
@@ -110,7 +110,7 @@ class WeightComparison(StageValue):
         return f"{self.new:,} of {self.tensors:,} tensors are new"
 
     def sentences(self, names: Sequence[str]) -> str:
-        """Return what the comparison found, for the statement of changes.
+        """Return the result of the comparison as sentences for the statement of changes.
 
         ``names`` are the names of all parents, in the recipe's order.
         """
@@ -134,7 +134,9 @@ class WeightComparison(StageValue):
             share = f"{percent:.1f}" if percent in (0, 100) or 0.05 <= percent < 99.95 else f"{percent:.4g}"
             verb = "is" if tensors == 1 else "are"
             what = "copied unchanged from" if is_identical else "equal, up to rounding, to those of"
-            sources = " and ".join(group) if len(group) <= _NAMED else f"each of {len(group)} models"
+            sources = f"each of {len(group)} models"
+            if len(group) <= _NAMED:
+                sources = ("each of " if len(group) > 1 else "") + " and ".join(group)
             lines.append(f"{tensors:,} of {self.tensors:,} ({share} % of the parameters) {verb} {what} {sources}.")
         if not self.new:
             lines.append("The recipe only selected and arranged tensors. None of them is new.")

@@ -153,7 +153,7 @@ def display_lines(license: LicenseVerdict) -> tuple[str, ...]:
 
 
 def _copied_files(content: ReportContent, files: Sequence[str]) -> str:
-    """Return what a merge takes over from its parents except weights: 'Configuration and tokenizer were'."""
+    """Return the start of the sentence about all files except weights: 'Configuration and tokenizer were'."""
     kinds = {companion_kind(name) for name in files}
     names = ["tokenizer"] if "tokenizer" in kinds or content.kind == TEXT_GENERATOR else []
     names += ["processor"] if "processor" in kinds and content.kind != TEXT_GENERATOR else []

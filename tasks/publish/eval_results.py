@@ -4,9 +4,9 @@ A leaderboard compares models on a complete benchmark under one metric, with val
 the documents or under another metric are not written. ``BENCHMARKS`` maps tasks to benchmarks. Scores of other tasks
 appear only in the model index of the card.
 
-Of the optional fields, an entry has the revision of the dataset that was loaded, a source and notes. It has no
-``date``, because a release contains none. The Hub then shows that of the commit. It has no ``verifyToken``, because
-only the Hub issues one, for evaluations that ran in its own jobs.
+An entry has the revision of the dataset that was loaded, a source and notes, which are optional. It has no ``date``,
+because a release contains none. The Hub then shows the date of the commit. It has no ``verifyToken``, because only the
+Hub issues one, for evaluations that ran in its own jobs.
 
 Sources: https://huggingface.co/docs/hub/eval-results; the ``eval.yaml`` of each dataset (ids of its tasks).
 """
