@@ -62,6 +62,7 @@ def read(root):
         write_eval_log(log, str(root / "converted.eval"))
         again = read_eval_log(str(root / "converted.eval"))
         samples = [{"id": s.id, "scores": {n: v.value for n, v in s.scores.items()}, "metadata": s.metadata,
+                    "chances": {n: {**s.metadata, **(v.metadata or {})}.get("chance") for n, v in s.scores.items()},
                     "stops": [c.stop_reason for c in s.output.choices]} for s in again.samples]
         stated = metrics(log)
         recompute_metrics(again)
@@ -115,7 +116,7 @@ def random_scores(rng: random.Random, task: str, leaf: str, kinds: Mapping[str, 
                     cluster=f"passage {doc // 4}" if task == "arc" else "",
                     higher_is_better=kind != "error",
                     **answer,
-                    chance=0.25 if task == "arc" else 0.0,
+                    chance={"arc": 0.25, "search": len(metric) / 100}.get(task, 0.0),  # that of a ranking differs
                 )
             )
     return rows
@@ -217,6 +218,9 @@ def require_equal_scores(release: Path, found: dict[str, Any]) -> None:
     values: dict[tuple[str, str], dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
     for row in rows:
         values[row["model"], row["task"]][row["doc_id"]][row["metric"]] = row["outcome"]
+    chances: dict[tuple[str, str, int], dict[str, float]] = defaultdict(dict)
+    for row in rows:
+        chances[row["model"], row["task"], row["doc_id"]][row["metric"]] = row["chance"]
     by_document = {(row["model"], row["task"], row["doc_id"]): row for row in rows}
     logs = {(log["model"], log["task"]): log for log in found["logs"]}
     assert logs.keys() == {*values, ("general", "perplexity"), ("merge", "perplexity")}
@@ -227,8 +231,9 @@ def require_equal_scores(release: Path, found: dict[str, Any]) -> None:
         assert {sample["id"]: sample["scores"] for sample in log["samples"]} == documents
         for sample in log["samples"]:
             row = by_document[model, task, sample["id"]]
-            for name in ("doc_hash", "prompt_hash", "target_hash", "chance"):
+            for name in ("doc_hash", "prompt_hash", "target_hash"):
                 assert sample["metadata"][name] == row[name]
+            assert sample["chances"] == chances[model, task, sample["id"]]
             ends = {"stop": "stop", "eos": "stop", "length": "max_tokens", "context": "model_length"}
             assert sample["stops"] == [ends[end] for end in row["ended"]]
         for metric, stated in log["stated"].items():

@@ -119,8 +119,9 @@ def _sample(model: str, rows: Sequence[DocumentScore]) -> dict[str, Any]:
         "doc_hash": first.doc_hash,
         "prompt_hash": first.prompt_hash,
         "target_hash": first.target_hash,
-        "chance": first.chance,
     }
+    has_one_chance = len({row.chance for row in rows}) == 1
+    metadata |= {"chance": first.chance} if has_one_chance else {}
     metadata |= {"cluster": first.cluster} if first.cluster else {}
     lengths = {"answer_tokens": first.answer_tokens, "thinking_tokens": first.thinking_tokens, "budgets": first.budgets}
     metadata |= {name: list(values) for name, values in lengths.items() if values}
@@ -132,14 +133,12 @@ def _sample(model: str, rows: Sequence[DocumentScore]) -> dict[str, Any]:
         }
         for end in first.ended
     ]
-    scores = {
-        row.metric: {
-            "value": row.outcome,
-            # Two models have the same number if they gave the same answer to the document.
-            **({"metadata": {"answer_number": int(row.answer)}} if row.answer.isdecimal() else {}),
-        }
-        for row in rows
-    }
+    scores: dict[str, dict[str, Any]] = {}
+    for row in rows:
+        # Two models have the same number if they gave the same answer to the document.
+        notes: dict[str, Any] = {"answer_number": int(row.answer)} if row.answer.isdecimal() else {}
+        notes |= {} if has_one_chance else {"chance": row.chance}
+        scores[row.metric] = {"value": row.outcome, **({"metadata": notes} if notes else {})}
     return {
         "id": first.doc_id,
         "epoch": 1,
@@ -284,5 +283,5 @@ def _id(*parts: str) -> str:
 
 
 def withheld(sha256: str) -> str:
-    """Return the text that stands for one that the evidence does not contain."""
+    """Return the text that replaces a text outside the evidence."""
     return f"withheld (sha256 {sha256})" if sha256 else "withheld"
