@@ -1,135 +1,283 @@
 """Write the machine-learning bill of materials of a release: CycloneDX 1.6 (ECMA-424), as plain JSON.
 
-Its main component is the released model; the other components are the files. The pedigree of a merge is its parents,
-and that of quantized variants is the release of the merge. The file has no dates and no random serial number, so the
-same release gives the same bytes.
+``metadata.component`` is the release, with its parents as pedigree. The first of ``components`` is the model with its
+model card, and the others are the files. Properties of the model have names from the taxonomy of the OWASP AIBOM
+project, and those without such a name begin with ``mergegate:``. The file has no dates, and its serial number is a hash
+of the content, so the same release gives the same bytes.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from typing import Any
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
 
-from mergegate.tasks.checkpoints import PinnedCheckpoint
-from mergegate.tasks.publish.content import ReleaseFile
-from mergegate.tasks.publish.provenance import MergeRelease
-from mergegate.tasks.report import ReportContent, wording
+from mergegate.tasks.publish.bill_content import (
+    BillContent,
+    ancestor_package_url,
+    contact_of,
+    dataset_address,
+    spdx_id,
+    web_address,
+)
+from mergegate.tasks.publish.content import BOM, CARD, COMPLIANCE, PROVENANCE, RECIPE, SPDX, ReleaseFile, written_file
+from mergegate.tasks.publish.parent_facts import ParentFacts
+from mergegate.tasks.publish.spdx import spdx_document
 
-
-def bill_of_materials(
-    files: Sequence[ReleaseFile],
-    content: ReportContent,
-    parents: Sequence[PinnedCheckpoint],
-    license: Mapping[str, object],
-) -> str:
-    """Return the content of ``bom.json`` for ``files``.
-
-    ``license`` is in the notation of the model card: ``license``, or ``license: other`` with ``license_name``.
-    """
-    parent_licenses = {model.ref: model.licence for model in content.parents}
-    merge = next(model for model in content.models if model.role == "merge")
-    ancestors = [
-        _ancestor(
-            f"parent:{parent.name}",
-            parent.ref,
-            parent.revision or parent.digest,
-            parent_licenses.get(parent.ref, "unknown"),
-        )
-        for parent in parents
-    ]
-    metrics = {
-        f"{score.task}: {wording.metric_name(score.metric, content.kind)}": score.score
-        for score in (merge.scores.tasks if merge.scores else ())
-    }
-    description = f"A merge made without training: {content.method}."
-    return _bill(files, content, _model(content, description, license, ancestors, metrics))
-
-
-def variant_bill_of_materials(
-    files: Sequence[ReleaseFile],
-    content: ReportContent,
-    merge: MergeRelease,
-    license: Mapping[str, object],
-) -> str:
-    """Return the content of ``bom.json`` for a release of quantized variants, whose only ancestor is ``merge``."""
-    metrics = {
-        f"{verdict.type}: {guard.task}: {wording.metric_name(guard.metric, content.kind)}": guard.merge_score
-        for verdict in content.variants
-        if verdict.publishable and verdict.gate
-        for guard in verdict.gate.all_guards
-    }
-    types = ", ".join(verdict.type for verdict in content.variants if verdict.publishable)
-    ancestor = _ancestor("merge", merge.name, merge.sums, content.licence)
-    description = f"Quantized variants of {merge.name} {merge.version}: {types}."
-    return _bill(files, content, _model(content, description, license, [ancestor], metrics))
+MISSING_FACT = "mergegate:missing"  # property of the metadata, one for each fact without a source
+# Names in the taxonomy of the OWASP AIBOM project, and the keys of ``config.json`` with this size.
+_SIZES: Mapping[str, tuple[str, ...]] = {
+    "vocabSize": ("vocab_size",),
+    "contextLength": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
+    "embeddingLength": ("hidden_size", "n_embd", "d_model", "dim"),
+    "blockCount": ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    "attentionHeadCount": ("num_attention_heads", "n_head", "n_heads"),
+    "attentionHeadCountKV": ("num_key_value_heads",),
+    "feedForwardLength": ("intermediate_size", "n_inner", "d_ff", "ffn_dim"),
+}
+_MODEL_CARD, _DISTRIBUTION = "genai:aibom:modelcard:", "owasp:aibom:distribution:"
+# Types of references to files of the release.
+_DOCUMENTS = (
+    ("documentation", CARD),
+    ("model-card", CARD),
+    ("license", "LICENSE"),
+    ("quality-metrics", "report.html"),
+    ("evidence", "evidence/gate.json"),
+    ("formulation", RECIPE),
+    ("risk-assessment", COMPLIANCE),
+    ("bom", SPDX),
+)
 
 
-def _ancestor(reference: str, name: str, version: str, license: str) -> dict[str, object]:
-    return {
+def bill_files(bill: BillContent) -> list[ReleaseFile]:
+    """Return ``bom.spdx.json`` and ``bom.json``, which lists the former."""
+    spdx = written_file(SPDX, spdx_document(bill))
+    return [spdx, written_file(BOM, bill_of_materials(bill, [*bill.files, spdx]))]
+
+
+def bill_of_materials(bill: BillContent, files: Sequence[ReleaseFile]) -> str:
+    """Return the content of ``bom.json``. ``files`` are those of ``bill`` and the other bill of materials."""
+    facts, supplier = bill.facts, _supplier(bill)
+    about_model = {
         "type": "machine-learning-model",
-        "bom-ref": reference,
-        "name": name,
-        "version": version,
-        "licenses": [_license(license)],
+        "name": facts.name,
+        "version": bill.version,
+        "description": bill.description,
+        "licenses": _licenses(bill.license),
+        **({"supplier": supplier, "manufacturer": supplier, "publisher": supplier["name"]} if supplier else {}),
     }
-
-
-def _model(
-    content: ReportContent,
-    description: str,
-    license: Mapping[str, object],
-    ancestors: Sequence[Mapping[str, object]],
-    metrics: Mapping[str, float],
-) -> dict[str, object]:
-    """Return the main component. ``metrics`` holds scores in [0, 1] by task and metric."""
-    return {
-        "type": "machine-learning-model",
+    names = {file.name for file in files}
+    references = [{"type": kind, "url": name} for kind, name in _DOCUMENTS if name in names]
+    references.append({"type": "attestation", "url": PROVENANCE})
+    if bill.page:
+        references += [{"type": "website", "url": bill.page}, {"type": "vcs", "url": bill.page}]
+    if bill.download:
+        references.append({"type": "distribution", "url": bill.download})
+    release = {
+        **about_model,
+        "bom-ref": "release",
+        "pedigree": {"ancestors": [_ancestor(number, parent) for number, parent in enumerate(facts.parents, 1)]},
+        "externalReferences": references,
+    }
+    model = {
+        **about_model,
         "bom-ref": "model",
-        "name": content.name,
-        "description": description,
-        "licenses": [_license(str(license.get("license_name") or license.get("license") or "unknown"))],
-        "pedigree": {"ancestors": ancestors},
-        "modelCard": {
-            "modelParameters": {"task": content.kind.pipeline_tag} if content.kind.pipeline_tag else {},
-            "quantitativeAnalysis": {
-                "performanceMetrics": [{"type": name, "value": f"{score:.4f}"} for name, score in metrics.items()]
-            },
-        },
+        "purl": bill.package_url,
+        "externalReferences": references,
+        "modelCard": _model_card(bill),
+        "properties": _properties(
+            {
+                "mergegate:method": facts.method,
+                "mergegate:parameters": facts.parameters,
+                "mergegate:dtypes": ", ".join(facts.dtypes),
+            }.items()
+        ),
     }
-
-
-def _bill(files: Sequence[ReleaseFile], content: ReportContent, model: Mapping[str, Any]) -> str:
+    listed = [
+        {
+            "type": "file",
+            "bom-ref": f"file:{file.name}",
+            "name": file.name,
+            "hashes": [{"alg": "SHA-256", "content": file.sha256}],
+        }
+        for file in sorted(files, key=lambda file: file.name)
+    ]
     bom = {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
         "version": 1,
         "metadata": {
-            "component": model,
+            "component": release,
+            **({"supplier": supplier, "manufacturer": supplier} if supplier else {}),
+            "lifecycles": [{"phase": "build"}],
             "tools": {
                 "components": [
-                    {"type": "application", "name": library.name, "version": library.version}
-                    for library in content.versions
+                    {"type": "application", "name": name, "version": version}
+                    for name, version in bill.libraries.items()
                 ]
             },
+            "properties": _properties(
+                (
+                    ("energyConsumption", bill.energy),
+                    ("energyQuantity", f"{facts.compute.energy_kwh:.3g}"),
+                    ("energyUnit", "kWh"),
+                    ("informationAboutTraining", bill.training),
+                    ("informationAboutApplication", " ".join(facts.about.intended_use)),
+                    ("metric", "; ".join(f"{metric.task}: {metric}" for metric in bill.metrics)),
+                    ("metricDecisionThreshold", "; ".join(": ".join(pair) for pair in bill.thresholds.items())),
+                    *((MISSING_FACT, name) for name in bill.missing),
+                )
+            ),
         },
-        "components": [
-            {
-                "type": "file",
-                "bom-ref": f"file:{file.name}",
-                "name": file.name,
-                "hashes": [{"alg": "SHA-256", "content": file.sha256}],
-            }
-            for file in sorted(files, key=lambda file: file.name)
-        ],
+        "components": [model, *listed],
+        "compositions": [{"aggregate": "complete", "assemblies": ["release"]}],
         "dependencies": [
-            {"ref": "model", "dependsOn": [ancestor["bom-ref"] for ancestor in model["pedigree"]["ancestors"]]}
+            {"ref": "release", "dependsOn": ["model", *(file["bom-ref"] for file in listed)]},
+            {"ref": "model", "dependsOn": [f"parent:{number}" for number in range(1, len(facts.parents) + 1)]},
         ],
     }
-    return json.dumps(bom, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+    # A version 5 UUID, as RFC 9562 defines it for names: the name is the content.
+    content = json.dumps(bom, sort_keys=True, ensure_ascii=False)
+    bom["serialNumber"] = uuid.uuid5(uuid.NAMESPACE_URL, f"urn:mergegate:bom:{content}").urn
+    return json.dumps(bom, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _license(name: str) -> dict[str, object]:
-    # Use the name, not the id: an id must be an SPDX identifier, and the Hub's lowercase identifiers only partly match.
-    return {"license": {"name": name}}
+def _model_card(bill: BillContent) -> dict[str, object]:
+    facts, (inputs, outputs) = bill.facts, bill.formats
+    parameters = {
+        "task": bill.task,
+        "architectureFamily": facts.model_type,
+        "modelArchitecture": facts.architecture,
+        "inputs": [{"format": name} for name in inputs],
+        "outputs": [{"format": name} for name in outputs],
+        "datasets": [
+            {
+                "type": "dataset",
+                "bom-ref": f"dataset:{number}",
+                "name": data.name,
+                "contents": {
+                    **({"url": url} if (url := next(filter(None, map(dataset_address, data.sources)), "")) else {}),
+                    "properties": _properties(
+                        (
+                            ("mergegate:purpose", data.purpose),
+                            ("mergegate:sha256", data.digest),
+                            ("mergegate:documents", data.documents),
+                            *(("mergegate:source", source) for source in data.sources),
+                        )
+                    ),
+                },
+            }
+            for number, data in enumerate(facts.datasets, 1)
+        ],
+    }
+    considerations = {
+        "useCases": list(facts.about.intended_use),
+        "technicalLimitations": list(bill.limits),
+        "performanceTradeoffs": list(bill.tradeoffs),
+        "environmentalConsiderations": {
+            "energyConsumptions": [_energy("other", facts.compute.energy_kwh)],
+            "properties": _properties(("mergegate:assumption", text) for text in facts.compute.assumptions),
+        },
+    }
+    metrics = [
+        {
+            "type": metric.metric,
+            "slice": metric.task,
+            "value": f"{metric.value:.4f}",
+            **(
+                {"confidenceInterval": {"lowerBound": f"{metric.low:.4f}", "upperBound": f"{metric.high:.4f}"}}
+                if metric.low is not None and metric.high is not None
+                else {}
+            ),
+        }
+        for metric in bill.metrics
+    ]
+    sizes = {
+        _MODEL_CARD + name: next((facts.hyperparameters[key] for key in keys if key in facts.hyperparameters), None)
+        for name, keys in _SIZES.items()
+    }
+    names = [file.name for file in bill.files]
+    runtime = "llm-stack" if any(name.endswith(".gguf") for name in names) else "python"
+    properties = {
+        f"{_MODEL_CARD}hyperparameter": json.dumps(dict(facts.hyperparameters), sort_keys=True)
+        if facts.hyperparameters
+        else "",
+        **sizes,
+        f"{_MODEL_CARD}tokenizerClass": bill.tokenizer_class,
+        f"{_MODEL_CARD}quantizationFileType": ", ".join(bill.variant_types),
+        f"{_DISTRIBUTION}modelFileSize": bill.weight_bytes,
+        f"{_DISTRIBUTION}runtimeRequirement": runtime,
+    }
+    return {
+        "bom-ref": "model-card",
+        "modelParameters": {name: value for name, value in parameters.items() if value},
+        **({"quantitativeAnalysis": {"performanceMetrics": metrics}} if metrics else {}),
+        "considerations": {name: value for name, value in considerations.items() if value},
+        "properties": _properties(properties.items()),
+    }
+
+
+def _ancestor(number: int, parent: ParentFacts) -> dict[str, object]:
+    """Return a parent with the facts that its card states."""
+    reference, purl = f"parent:{number}", ancestor_package_url(parent)
+    datasets = [
+        {
+            "type": "dataset",
+            "bom-ref": f"{reference}:dataset:{position}",
+            "name": name,
+            **({"contents": {"url": url}} if (url := dataset_address(name)) else {}),
+        }
+        for position, name in enumerate(parent.datasets, 1)
+    ]
+    links = [("website", parent.url), *(("documentation", link.url) for link in parent.training_summaries)]
+    links += [("other", link.url) for link in parent.copyright_policies]
+    references = [{"type": kind, "url": url} for kind, link in links if (url := web_address(link))]
+    card: dict[str, object] = {"modelParameters": {"datasets": datasets}} if datasets else {}
+    if parent.energy:
+        card["considerations"] = {
+            "environmentalConsiderations": {"energyConsumptions": [_energy("training", parent.energy)]}
+        }
+    return {
+        "type": "machine-learning-model",
+        "bom-ref": reference,
+        "name": parent.name,
+        "version": parent.identity,
+        "licenses": _licenses(parent.license),
+        **({"supplier": {"name": parent.supplier}} if parent.supplier else {}),
+        **({"purl": purl} if purl else {}),
+        **({"externalReferences": references} if references else {}),
+        **({"modelCard": card} if card else {}),
+        "properties": _properties({"mergegate:role": parent.role}.items()),
+    }
+
+
+def _energy(activity: str, kilowatt_hours: float) -> dict[str, object]:
+    """Return the energy of an activity. The schema requires a provider, which is not known."""
+    energy = {"value": float(f"{kilowatt_hours:.3g}"), "unit": "kWh"}
+    provider = {"organization": {"name": "unknown"}, "energySource": "unknown", "energyProvided": energy}
+    return {"activity": activity, "energyProviders": [provider], "activityEnergyCost": energy}
+
+
+def _supplier(bill: BillContent) -> dict[str, object]:
+    supplier = bill.facts.about.supplier
+    if supplier is None:
+        return {}
+    email, page = contact_of(bill)
+    pages = list(dict.fromkeys(filter(None, (web_address(supplier.url), page))))
+    return {
+        "name": supplier.name,
+        **({"url": pages} if pages else {}),
+        **({"contact": [{"email": email}]} if email else {}),
+    }
+
+
+def _licenses(license: str) -> list[dict[str, object]]:
+    # An id must be an SPDX identifier, and not every identifier of the Hub is one.
+    identifier = spdx_id(license)
+    return [{"license": {"id": identifier} if identifier else {"name": license or "unknown"}}]
+
+
+def _properties(items: Iterable[tuple[str, object]]) -> list[dict[str, str]]:
+    """Return the properties that have a value."""
+    return [{"name": name, "value": str(value)} for name, value in items if value not in (None, "")]

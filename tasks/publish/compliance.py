@@ -17,7 +17,7 @@ from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation
 from mergegate.tasks.publish.card import license_section
 from mergegate.tasks.publish.card_scores import escape, untested_sentence
 from mergegate.tasks.publish.content import COMPLIANCE, RECIPE
-from mergegate.tasks.publish.facts import ReleaseFacts
+from mergegate.tasks.publish.facts import PROMPTS, ReleaseFacts
 from mergegate.tasks.publish.parent_facts import DocumentLink, ParentFacts
 from mergegate.tasks.report import ReportContent
 
@@ -68,8 +68,8 @@ class ModificationThreshold:
         which = "a parent" if len(parents) == 1 or unknown < len(parents) else "the parents"
         return cls(
             _GENERAL_PURPOSE / 3,
-            f"a third of 10^23, because the training compute of {which} is unknown. For models with systemic risk, it "
-            "would be a third of 10^25",
+            f"a third of 10^23, because the training compute of {which} is unknown; for models with systemic risk, "
+            "a third of 10^25 would count",
         )
 
 
@@ -113,13 +113,14 @@ def compliance_section(facts: ReleaseFacts) -> str:
     summaries = sum(bool(parent.training_summaries) for parent in originals)
     policies = sum(bool(parent.copyright_policies) for parent in originals)
     use = " ".join(map(escape, facts.about.intended_use)) or f"{_NOT_STATED}."
-    evaluation = f", the evaluation {flop_text(compute.evaluation_flop)}" if compute.evaluation_flop else ""
+    evaluation = "nothing was evaluated"
+    if compute.evaluation_flop is not None:
+        evaluation = f"at most {flop_text(compute.evaluation_flop)} operations"
     lines = [
         f"* Modification: at most {flop_text(compute.merge_flop)} floating-point operations, "
         f"{flop_text(compute.merge_flop / threshold.flop)} of the threshold ({threshold.reason}).",
-        f"* Energy: at most {_kwh(compute.energy_kwh)} kWh in total{evaluation} operations (estimates)."
-        if evaluation
-        else f"* Energy: at most {_kwh(compute.energy_kwh)} kWh (estimate).",
+        f"* Evaluation, which is not part of the modification: {evaluation}. Energy of both: at most "
+        f"{_kwh(compute.energy_kwh)} kWh.",
         f"* Links in the cards of {len(originals)} parents: {summaries} with a summary of the training content, "
         f"{policies} with a copyright policy.",
         f"* Intended use: {use}",
@@ -150,6 +151,7 @@ def _modification(facts: ReleaseFacts, content: ReportContent) -> str:
     how = "[provenance.json](provenance.json)" if is_variant else f"[{RECIPE}]({RECIPE})"
     training = "none" if content.routers is None else "none, except for routers that were fitted on calibration texts"
     calibration = [data.name for data in facts.datasets if data.purpose == "calibration"]
+    calibration += [part.name for part in compute.parts if part.name.endswith(PROMPTS)]
     evaluation = "nothing was evaluated" if compute.evaluation_flop is None else flop_text(compute.evaluation_flop)
     computation = "section Computation"
     rows = [

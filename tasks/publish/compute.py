@@ -22,6 +22,8 @@ from mergegate.merge_core.plan import TensorJob
 # Operations per unit of a method's costs (``Costs``), and the costs of a method that was not measured.
 _PER_UNIT = 64.0
 _UNMEASURED = Costs(map=20.0, fold=20.0, folds=lambda task: 8)
+_COPY = 32.0  # operations per element of a tensor that is copied: conversion, and checks of its values
+_NOISE = 512.0  # operations per element for random noise, which the costs do not include
 _DECOMPOSITION = 30.0  # operations for a decomposition of [m, n], by m · n · min(m, n)
 _QUANTIZATION = 1e4  # operations per weight: search for scales
 _REQUESTS = 16  # requests per document of a task that compares answers, or windows of a long document
@@ -121,12 +123,15 @@ def plan_parts(plan: MergePlan) -> tuple[ComputePart, ...]:
         costs = document.method.costs or _UNMEASURED
         flop, passes = 0.0, 1
         for job in document.jobs:
-            if job.mode == "merge":
+            if job.mode != "merge":
+                flop += _COPY * job.output.numel * len(job.inputs)
+            else:
                 task = job.task()
                 folds = costs.folds(task)
                 passes = max(passes, 1 + folds)
                 elements = task.numel * len(job.inputs)
                 flop += elements * _PER_UNIT * (costs.map + folds * costs.fold)
+                flop += _NOISE * task.numel * any(values.get("noise") for values in job.per_input)
                 flop += (1 + folds) * _adapter_products(job)
                 flop += 2.0 * costs.products(task) if costs.products else 0.0
         recipe, parameters = document.recipe, float(document.parameters)
@@ -223,7 +228,7 @@ def estimate_compute(parts: Sequence[ComputePart], device: str, notes: Sequence[
         "Models that read text: 2 operations per parameter and token, and 4 per layer, token, token of context and "
         "width of the attention. All experts of a mixture count.",
         f"Tasks: every request counts the whole context. A task that compares given answers counts {_REQUESTS} "
-        "requests per document.",
+        "requests per document. Held-out text counts three times, because windows overlap and batches are padded.",
         f"Energy: {rate:.0e} operations per joule, {_JOULE_PER_BYTE:.0e} joule per byte that is read or written, and "
         f"{_JOULE_PER_START / 1000:g} kJ for each part, for the whole machine.",
         "Recipes and trials that were not released are not counted.",

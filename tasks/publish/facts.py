@@ -46,6 +46,11 @@ from mergegate.tasks.store import Artifact
 from mergegate.tasks.variants import CalibrationSettings, VariantVerdict
 
 _SAFETENSORS, _GGUF = ".safetensors", ".gguf"
+PROMPTS = "prompts of the recipe for the routers"  # end of the name of a part
+_VARIANT_NOTES = (
+    "The computation of the merge is in the sheet of its release.",
+    "Quantization: 10,000 operations per weight. Each weight takes at least one bit.",
+)
 _SPECIAL_TOKENS = 8  # tokens that a tokenizer adds to a prompt, at most
 # Keys of a configuration that are sizes, and those that are settings of the network.
 _SIZE_KEY = re.compile(r"(num|n|max|d)_[a-z0-9_]+|[a-z0-9_]+_(size|dim|rank|layers|heads|experts|window|embd)|r")
@@ -238,7 +243,7 @@ def variant_facts(
         method=content.method,
         parents=(parent,),
         datasets=tuple(datasets),
-        compute=estimate_compute(parts, "cpu", ["The computation of the merge is in the sheet of its release."]),
+        compute=estimate_compute(parts, "cpu", _VARIANT_NOTES),
         ancestors=_parents(content, pinned_recipe, license, about, names),
     )
 
@@ -328,7 +333,9 @@ def _compute(
             parts.append(replace(bound, name=pinned_recipe.recipe.merge_method))
             notes.append("The parents could not be read again, so the bound is that of a method on whole matrices.")
     for document in (*pinned_recipe.recipe.steps, pinned_recipe.recipe):
-        parts += _calibration(document, public, sizes, own_size)
+        parts += (reading := tuple(_calibration(document, public, sizes, own_size)))
+        if reading:
+            notes.append("Texts that models read for the merge: two tokens per byte, once for each layer.")
     for model in content.models:
         size = own_size if model.role == "merge" else sizes.get(model.name, own_size)
         if model.likelihoods:
@@ -381,7 +388,7 @@ def _calibration(
         tokens = sum(len(prompt.encode()) + _SPECIAL_TOKENS for prompt in prompts)
         network = sizes.get(names.get(str(document.base), ""), merge_size)
         flop = network.flop(tokens)
-        yield ComputePart("merge", f"{len(prompts)} prompts for the routers", flop, float(network.nbytes))
+        yield ComputePart("merge", f"{len(prompts)} {PROMPTS}", flop, float(network.nbytes))
     if not document.reads_texts or not document.texts:
         return
     importance = document.method.traits.reads_text == "importance"

@@ -19,12 +19,12 @@ from mergegate.tasks.checkpoints import PinnedRecipe, checkpoint_digest
 from mergegate.tasks.gate import RecordedEvidence
 from mergegate.tasks.merge import MergeSummary, Numerics, OptimizerState, optimizer_state_paths
 from mergegate.tasks.preflight.licenses import LicenseVerdict
-from mergegate.tasks.publish.bom import bill_of_materials
+from mergegate.tasks.publish.bill_content import merge_bill
+from mergegate.tasks.publish.bom import bill_files
 from mergegate.tasks.publish.card import Publication, model_card
 from mergegate.tasks.publish.card_metadata import card_metadata, check_card
 from mergegate.tasks.publish.compliance import compliance_section, compliance_sheet
 from mergegate.tasks.publish.content import (
-    BOM,
     CARD,
     COMPLIANCE,
     KEYLESS_SIGNATURE,
@@ -116,7 +116,7 @@ class ReleaseParts(NamedTuple):
         card = model_card(content, metadata, license, missing, file_names, publication)
         check_card(card, metadata, file_names)
         files.append(written_file(CARD, card))
-        files.append(written_file(BOM, bill_of_materials(files, content, parents, license.combination.card)))
+        files += bill_files(merge_bill(files, content, facts, license.combination.card))
         origin = MergeOrigin(
             numerics,
             parents,

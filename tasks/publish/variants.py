@@ -23,7 +23,8 @@ from mergegate.merge_core.parsing import read_plain
 from mergegate.tasks.checkpoints import PinnedRecipe
 from mergegate.tasks.gate import GateVerdict, RecordedEvidence
 from mergegate.tasks.preflight.licenses import LicenseVerdict
-from mergegate.tasks.publish.bom import variant_bill_of_materials
+from mergegate.tasks.publish.bill_content import variant_bill
+from mergegate.tasks.publish.bom import bill_files
 from mergegate.tasks.publish.card_metadata import check_card, variant_metadata
 from mergegate.tasks.publish.compliance import compliance_section, compliance_sheet
 from mergegate.tasks.publish.content import (
@@ -34,6 +35,7 @@ from mergegate.tasks.publish.content import (
     MAX_METADATA_BYTES,
     PROVENANCE,
     SIGNATURE,
+    SPDX,
     SUMS,
     ReleaseFile,
     content_version,
@@ -128,8 +130,7 @@ class VariantParts(NamedTuple):
         card = variant_card(self.name, content, metadata, license, missing, file_names, origin, target, summary)
         check_card(card, metadata, file_names)
         files.append(written_file(CARD, card))
-        bom = variant_bill_of_materials(files, content, self.merge, license.combination.card)
-        files.append(written_file(BOM, bom))
+        files += bill_files(variant_bill(files, content, facts, license.combination.card))
         files.append(written_file(PROVENANCE, variant_provenance(files, content, origin, license, metadata)))
         return files
 
@@ -163,7 +164,7 @@ class VariantParts(NamedTuple):
         return tuple(path for path in (*own, recipe) if path is not None)
 
 
-_RESERVED = frozenset({CARD, COMPLIANCE, BOM, PROVENANCE, SUMS, SIGNATURE, KEYLESS_SIGNATURE})
+_RESERVED = frozenset({CARD, COMPLIANCE, BOM, SPDX, PROVENANCE, SUMS, SIGNATURE, KEYLESS_SIGNATURE})
 
 
 def variant_content(

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from demo_project import PROFILES, Project, make_project
 from safetensors.torch import load_file
+from sheet_sources import require_correct_sheet
 from test_release import exact_match
 
 DEMO = PROFILES / "demo"
@@ -106,6 +107,8 @@ def test_adapters_are_released_as_an_adapter(tmp_path: Path, prefect_api: None) 
     card = (release / "README.md").read_text()
     assert "library_name: peft" in card
     assert not (release / "model.safetensors").exists()
+    # Seven matrices of 96 x 96 to 192 x 96 in each of three layers, two adapters, products of rank 96 at most, ties.
+    require_correct_sheet(release, project.root / "profiles" / "demo-adapters.yaml", (1e7, 1e11))
     base = AutoModelForCausalLM.from_pretrained(DEMO / "models" / "base")
     whole = tmp_path / "whole"
     shutil.copytree(DEMO / "models" / "base", whole)

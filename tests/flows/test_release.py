@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from demo_project import PROFILES, Printed, Project
+from sheet_sources import require_correct_sheet
 
 from mergegate.tasks.report import read_history
 
@@ -65,6 +66,15 @@ def test_the_release_says_where_it_comes_from(released: Released) -> None:
     for text in (json.dumps(provenance), card, (project.latest / "report.html").read_text()):
         assert str(project.root) not in text
         assert str(PROFILES) not in text
+
+
+def test_the_compliance_sheet_agrees_with_its_sources(released: Released) -> None:
+    project, _ = released
+    # Elements · three models · 64 operations · the units of ties: 2.6 for the result, 1.2 for each of up to 6 passes.
+    elements = 280_416 * 3 * 64
+    require_correct_sheet(
+        project.latest, project.root / "profiles" / "demo.yaml", (elements * 2.6, elements * (2.6 + 6 * 1.2))
+    )
 
 
 def test_the_history_knows_what_the_report_says(released: Released) -> None:

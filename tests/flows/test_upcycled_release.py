@@ -9,6 +9,7 @@ import json
 
 import pytest
 from demo_project import Printed, Project, make_project
+from sheet_sources import require_correct_sheet
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +43,14 @@ def test_it_is_released(upcycled: Upcycled) -> None:
     card = (latest / "README.md").read_text()
     assert "positive_prompts" in card
     assert "license: apache-2.0" in card
+
+
+def test_its_compliance_sheet_agrees_with_its_sources(upcycled: Upcycled) -> None:
+    project, _ = upcycled
+    # 59 tensors of 779,232 parameters, a third of them with noise, and 24 prompts of about 20 tokens for 280,416.
+    release = project.root / "releases" / "demo-upcycled" / "latest"
+    require_correct_sheet(release, project.root / "profiles" / "demo-upcycled.yaml", (5e7, 1e10))
+    assert "| texts that models read for it | 24 prompts of the recipe" in (release / "COMPLIANCE.md").read_text()
 
 
 def test_a_second_run_uses_only_the_cache(upcycled: Upcycled) -> None:

@@ -15,7 +15,17 @@ from signing_keys import write_keys
 
 from mergegate.flows.release import release as release_flow
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.publish.content import BOM, CARD, PROVENANCE, RECIPE, SIGNATURE, SUMS, checksums_text, sha256_of
+from mergegate.tasks.publish.content import (
+    BOM,
+    CARD,
+    PROVENANCE,
+    RECIPE,
+    SIGNATURE,
+    SPDX,
+    SUMS,
+    checksums_text,
+    sha256_of,
+)
 from mergegate.tasks.publish.releases.verify import check_release
 from mergegate.tasks.publish.signature import sign
 from mergegate.tasks.publish.targets.directory import DirectoryRelease
@@ -62,7 +72,16 @@ def forge(release: Path, *changed: str) -> Path:
     The release moves to another name, so that its version cannot give the change away.
     """
     bom = json.loads((release / BOM).read_text())
-    for part in bom["components"]:
+    files = [part for part in bom["components"] if "hashes" in part]
+    if SPDX not in changed and (release / SPDX).exists():
+        spdx = json.loads((release / SPDX).read_text())
+        spdx["@graph"] = [element for element in spdx["@graph"] if element["type"] != "software_File"]
+        for part in files:
+            if part["name"] != SPDX:
+                digest = {"hashValue": sha256_of((release / part["name"]).read_bytes())}
+                spdx["@graph"].append({"type": "software_File", "name": part["name"], "verifiedUsing": [digest]})
+        (release / SPDX).write_text(json.dumps(spdx))
+    for part in files:
         part["hashes"][0]["content"] = sha256_of((release / part["name"]).read_bytes())
     if BOM not in changed:
         (release / BOM).write_text(json.dumps(bom))
@@ -208,6 +227,35 @@ def test_a_bill_of_materials_that_the_provenance_does_not_know_is_refused(releas
     found = refusal_of(forge(release, BOM))
     assert "bom.json: its parents are not those of provenance.json" in found
     assert "not listed by bom.json" in found
+
+
+def test_a_second_bill_of_materials_that_the_provenance_does_not_know_is_refused(release: Path) -> None:
+    spdx = json.loads((release / SPDX).read_text())
+    parents = [item["from"] for item in spdx["@graph"] if item.get("relationshipType") == "ancestorOf"]
+    for element in spdx["@graph"]:
+        if element.get("spdxId") == parents[0]:
+            element["software_packageVersion"] = "0" * 64
+        if element["type"] == "software_File" and element["name"] == CARD:
+            element["verifiedUsing"][0]["hashValue"] = "0" * 64
+    (release / SPDX).write_text(json.dumps(spdx))
+    found = refusal_of(forge(release, SPDX))
+    assert "bom.spdx.json: its parents are not those of provenance.json" in found
+    assert "README.md: sha256 is" in found
+    assert "bom.spdx.json specifies 000000000000…" in found
+
+
+def test_a_release_of_a_version_without_a_second_bill_of_materials_is_verified(
+    release: Path, released: Released
+) -> None:
+    (release / SPDX).unlink()
+    for name, key in ((BOM, "components"), (PROVENANCE, "subject")):
+        content = json.loads((release / name).read_text())
+        content[key] = [item for item in content[key] if item["name"] != SPDX]
+        content.get("metadata", {}).pop("properties", None)
+        (release / name).write_text(json.dumps(content))
+    result = released[0].mergegate("verify", str(forge(release)))
+    assert result.exit_code == 0, result.output
+    assert "missing facts" not in result.output
 
 
 def test_a_signature_detects_changes_that_nothing_else_detects(
@@ -388,7 +436,8 @@ def test_the_bill_of_materials_lists_every_file_and_every_parent(release: Path) 
     names = [ancestor["name"] for ancestor in model["pedigree"]["ancestors"]]
     statement = json.loads((release / PROVENANCE).read_text())
     assert names == [d["name"] for d in statement["predicate"]["buildDefinition"]["resolvedDependencies"]]
-    hashes = {part["name"]: part["hashes"][0]["content"] for part in bom["components"]}
+    files = [part for part in bom["components"] if part["type"] == "file"]
+    hashes = {part["name"]: part["hashes"][0]["content"] for part in files}
     assert hashes == {
         path.relative_to(release).as_posix(): sha256_of(path.read_bytes())
         for path in files_of(release)

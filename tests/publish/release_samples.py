@@ -152,13 +152,21 @@ def license_verdict(
 
 # The library has its own environment, because its format checkers slow down every import of Prefect by seconds.
 VALIDATORS = Path(__file__).resolve().parents[2] / ".venv-validators" / "bin" / "python"
-needs_cyclonedx = pytest.mark.skipif(
+needs_validators = pytest.mark.skipif(
     not VALIDATORS.exists() and "MERGEGATE_REQUIRE_VALIDATORS" not in os.environ,
     reason="make .venv-validators/ready first",
 )
 
 
-def cyclonedx_finds(documents: list[str]) -> list[str | None]:
+def validator_answers(script: str, documents: Sequence[str]) -> list[Any]:
+    """Run a script in the environment of the validators. It reads a JSON list of documents and writes answers."""
+    done = subprocess.run([VALIDATORS, "-c", script], input=json.dumps(documents), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    answers: list[Any] = json.loads(done.stdout)
+    return answers
+
+
+def cyclonedx_finds(documents: Sequence[str]) -> list[str | None]:
     """Return the error of the CycloneDX library for each bill of materials, or None."""
     script = (
         "import json, sys\n"
@@ -167,10 +175,32 @@ def cyclonedx_finds(documents: list[str]) -> list[str | None]:
         "found = map(JsonStrictValidator(SchemaVersion.V1_6).validate_str, json.load(sys.stdin))\n"
         "json.dump([None if one is None else str(one) for one in found], sys.stdout)"
     )
-    done = subprocess.run([VALIDATORS, "-c", script], input=json.dumps(documents), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    found: list[str | None] = json.loads(done.stdout)
-    return found
+    return validator_answers(script, documents)
+
+
+def spdx_finds(documents: Sequence[str]) -> list[str | None]:
+    """Return the error of SPDX's own types for each document, or None.
+
+    They are generated from the SHACL model of SPDX 3.0.1 and reject unknown fields and types, values outside their
+    vocabulary, missing required fields and references to missing elements. spdx3-validate needs the network.
+    """
+    script = """
+import json, sys
+from spdx_python_model.bindings import v3_0_1 as spdx
+
+def error_of(text):
+    try:
+        elements = spdx.SHACLObjectSet()
+        spdx.JSONLDDeserializer().deserialize_data(json.loads(text), elements)
+        spdx.JSONLDSerializer().serialize_data(elements)
+        missing = elements.link()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return f"missing elements: {sorted(missing)}" if missing else None
+
+json.dump([error_of(text) for text in json.load(sys.stdin)], sys.stdout)
+"""
+    return validator_answers(script, documents)
 
 
 def files() -> tuple[ReleaseFile, ...]:

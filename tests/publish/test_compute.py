@@ -109,6 +109,20 @@ def test_no_method_takes_more_operations_than_estimated(four_models: Path, metho
     assert 0 < counter.operations <= part.flop
 
 
+@pytest.mark.parametrize("noise", ["0", "0.001"])
+def test_no_mixture_takes_more_operations_than_estimated(four_models: Path, noise: str) -> None:
+    text = (DEMO / "recipes" / "upcycled.yaml").read_text().replace("gate_mode: hidden", "gate_mode: random")
+    text = text.replace("../models/", "").replace("noise_scale: 0.001", f"noise_scale: {noise}")
+    recipe = read_recipe(text, DEMO)
+    models = DEMO / "models"
+    plan = plan_merge(recipe, {str(ref): open_checkpoint(models / ref.path) for ref in recipe.references()})
+    with ElementCounter() as counter:
+        for _ in merge_tensors(plan, settings=EngineSettings(kernels="torch")):
+            pass
+    (part,) = plan_parts(plan)
+    assert 0 < counter.operations <= part.flop
+
+
 @pytest.mark.parametrize("tokens", [1, 7, 64])
 def test_a_network_takes_at_most_the_estimated_operations_and_at_least_half(tokens: int) -> None:
     config = LlamaConfig(

@@ -125,6 +125,7 @@ def test_a_release_of_variants_has_the_weights_that_passed_and_everything_about_
         "MODIFICATIONS",
         "README.md",
         "bom.json",
+        "bom.spdx.json",
         "demo-Q6_K.gguf",
         "demo-Q8_0.gguf",
         "evidence/Q6_K/gate.json",

@@ -45,9 +45,11 @@ from mergegate.tasks.publish import (
     read_keyless,
     read_signature,
 )
+from mergegate.tasks.publish.bom import MISSING_FACT
 from mergegate.tasks.publish.content import (
     MERGE_BUILD,
     RELEASE_URN,
+    SPDX,
     VARIANT_BUILD,
     VARIANT_VERDICTS,
     content_digest,
@@ -106,6 +108,7 @@ class VerifiedRelease:
             requested.
         merge: Release that quantized variants were made from. None for the release of a merge.
         keyless: State of the keyless signature. None if there is none.
+        missing_facts: Facts that the bill of materials lists as missing.
     """
 
     reference: str
@@ -117,6 +120,7 @@ class VerifiedRelease:
     variants: Mapping[str, RecomputedVerdict] = field(default_factory=dict)
     merge: MergeLink | None = None
     keyless: KeylessSignatureState | None = None
+    missing_facts: tuple[str, ...] = ()
 
     @property
     def files(self) -> int:
@@ -133,6 +137,8 @@ class VerifiedRelease:
         lines = [f"its content matches its version {self.version}" if self.version else _NO_DIGEST]
         lines += [_SIGNATURES[self.signed]] if self.signed != "none" or not self.keyless else []
         lines += [str(part) for part in (self.keyless, self.merge) if part]
+        if self.missing_facts:
+            lines.append(f"its bill of materials lists {len(self.missing_facts)} missing facts, see {BOM}")
         return "\n  ".join((head, *lines))
 
 
@@ -184,7 +190,13 @@ def check_release(
     if check.claimed_signer:
         keyless = KeylessSignatureState("valid" if signer else "not checked", check.claimed_signer)
     verified = VerifiedRelease(
-        release.reference, check.files, release.version, signed, check.statement, keyless=keyless
+        release.reference,
+        check.files,
+        release.version,
+        signed,
+        check.statement,
+        keyless=keyless,
+        missing_facts=check.missing_facts(),
     )
     if isinstance(check, _VariantCheck) and check.link:
         link = find_merge(release, check.link, merge)
@@ -263,6 +275,7 @@ class _ReleaseCheck:
             for subject in _list(_at(self.statement, "subject"))
         }
         self.compare_files(listed, PROVENANCE, unlisted_files={PROVENANCE, SUMS, *_UNLISTED})
+        self.compare_spdx()
         if BOM not in self.files:
             return
         bom = self._json(BOM)
@@ -276,12 +289,41 @@ class _ReleaseCheck:
             (_at(item, "name"), _at(item, "version"))
             for item in _list(_at(bom, "metadata", "component", "pedigree", "ancestors"))
         ]
-        parents = [
+        if ancestors != self._identities():
+            self.findings.append(f"{BOM}: its {self.origin} are not those of {PROVENANCE}")
+
+    def compare_spdx(self) -> None:
+        """Compare the second bill of materials with the files and the provenance. Earlier releases do not have it."""
+        if SPDX not in self.files:
+            return
+        elements = [item for item in _list(_at(self._json(SPDX), "@graph")) if isinstance(item, dict)]
+        listed = {
+            str(item.get("name")): str(_at(digest, "hashValue"))
+            for item in elements
+            if item.get("type") == "software_File"
+            for digest in _list(item.get("verifiedUsing"))
+        }
+        self.compare_files(listed, SPDX, unlisted_files={SPDX, BOM, PROVENANCE, SUMS, *_UNLISTED})
+        packages = {
+            str(item.get("spdxId")): (item.get("name"), item.get("software_packageVersion")) for item in elements
+        }
+        ancestors = [
+            packages.get(str(item.get("from"))) for item in elements if item.get("relationshipType") == "ancestorOf"
+        ]
+        if ancestors != self._identities():
+            self.findings.append(f"{SPDX}: its {self.origin} are not those of {PROVENANCE}")
+
+    def _identities(self) -> list[tuple[object, object]]:
+        """Return name and version of each dependency in the provenance, except texts."""
+        return [
             (_at(item, "name"), _at(item, "digest", "gitCommit") or _at(item, "digest", "sha256"))
             for item in self.parents
         ]
-        if ancestors != parents:
-            self.findings.append(f"{BOM}: its {self.origin} are not those of {PROVENANCE}")
+
+    def missing_facts(self) -> tuple[str, ...]:
+        """Return the facts that the bill of materials lists as missing."""
+        properties = _list(_at(self._json(BOM), "metadata", "properties")) if BOM in self.files else []
+        return tuple(str(_at(item, "value")) for item in properties if _at(item, "name") == MISSING_FACT)
 
     def compare_card(self, card: str, metadata: Mapping[str, Any]) -> None:
         """Compare text and metadata of the card with the provenance."""

@@ -1,0 +1,278 @@
+"""Test both bills of materials: official validators read them, they agree, and missing facts are listed as missing."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from release_samples import (
+    COMMIT,
+    content,
+    cyclonedx_finds,
+    files,
+    needs_validators,
+    publishable,
+    sha,
+    share,
+    spdx_finds,
+    validator_answers,
+)
+
+from mergegate.tasks.preflight.licenses import load_table
+from mergegate.tasks.publish.bill_content import BillContent, merge_bill, web_address
+from mergegate.tasks.publish.bom import MISSING_FACT, bill_files
+from mergegate.tasks.publish.compute import ComputeEstimate
+from mergegate.tasks.publish.facts import DatasetFacts, ReleaseFacts
+from mergegate.tasks.publish.parent_facts import DocumentLink, ParentFacts
+from mergegate.tasks.publish.settings import AboutRelease, Supplier
+from mergegate.tasks.publish.targets.directory import DirectoryTarget
+
+HUB_PARENT = ParentFacts(
+    name="acme/general@main",
+    role="base",
+    identity=COMMIT,
+    url="https://huggingface.co/acme/general",
+    supplier="acme",
+    license="apache-2.0",
+    datasets=("acme/corpus", "A corpus of ours"),
+    training_summaries=(DocumentLink("summary of the training content", "https://acme.example/summary"),),
+    energy=12.5,
+)
+OTHER_PARENT = replace(HUB_PARENT, name="acme/other", role="parent", identity=COMMIT[::-1])
+LOCAL_PARENT = ParentFacts(name="../models/local_one", role="parent", identity=sha("local"))
+STATEMENTS = AboutRelease(
+    supplier=Supplier(name="Acme", url="https://acme.example/models", contact="models@acme.example"),
+    intended_use=("Answer support questions.",),
+    out_of_scope=("Medical advice.",),
+    limits=("Was tested in English only.",),
+)
+# Facts that mergegate cannot know, so that even a complete profile leaves them open.
+ALWAYS_MISSING = {
+    "release date",
+    "learning approach",
+    "users",
+    "ethical considerations",
+    "assessment of safety risks",
+    "measured energy and its provider",
+    "personal data in the training data",
+}
+
+
+def facts(about: AboutRelease = STATEMENTS, **update: Any) -> ReleaseFacts:
+    """Return the facts about a release on the Hub whose parents are on the Hub."""
+    known = ReleaseFacts(
+        name="demo",
+        address="acme/demo",
+        hub_id="acme/demo",
+        about=about,
+        architecture="LlamaForCausalLM",
+        model_type="llama",
+        hyperparameters={"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "rope_theta": 1e4},
+        parameters=1234,
+        dtypes=("BF16",),
+        method="linear of 2",
+        parents=(HUB_PARENT, OTHER_PARENT),
+        datasets=(
+            DatasetFacts("arc_easy", "evaluation", sha("arc"), 400, (f"allenai/ai2_arc@{COMMIT}",)),
+            DatasetFacts("texts/own.jsonl", "calibration", sha("own")),
+        ),
+        compute=ComputeEstimate(1e9, 1e12, 0.0123456, ("All numbers are upper bounds.",)),
+    )
+    return replace(known, **update)
+
+
+def bill(about: ReleaseFacts, license: str = "apache-2.0") -> BillContent:
+    judged = content((share("arc_easy", 300, 400), share("gsm8k", 700, 1319, "exact_match,flexible-extract")))
+    return merge_bill(files(), judged, about, {"license": license})
+
+
+def documents(content: BillContent) -> tuple[str, str]:
+    """Return the CycloneDX and the SPDX document."""
+    spdx, cyclonedx = bill_files(content)
+    return cyclonedx.read().decode(), spdx.read().decode()
+
+
+COMPLETE = bill(facts())
+LOCAL = bill(facts(AboutRelease(), hub_id=None, address=".", parents=(HUB_PARENT, LOCAL_PARENT), datasets=()))
+OCI = bill(facts(hub_id=None, address="oci://registry.example/acme/demo"), "a license of ours")
+LICENSES = [license.id for license in load_table().licenses.values()]
+ALL_LICENSES = bill(facts(parents=tuple(replace(LOCAL_PARENT, name=name, license=name) for name in LICENSES)), "other")
+# Texts that no validator may stumble over.
+STRANGE = bill(
+    facts(
+        AboutRelease(
+            supplier=Supplier(name="Ä“ \\ \n<b>", url="http://[not-an-address", contact="b@c"),
+            limits=("Grüße, 100 % \x7f",),
+        ),
+        name="my model #1/ü",
+        parents=(replace(HUB_PARENT, datasets=("../x y", "ü", "a/b@c d"), supplier="a b"),),
+    )
+)
+SAMPLES = (COMPLETE, LOCAL, OCI, ALL_LICENSES, STRANGE)
+
+
+def graph(document: str) -> list[dict[str, Any]]:
+    elements: list[dict[str, Any]] = json.loads(document)["@graph"]
+    return elements
+
+
+def set_field(kind: str, **fields: object) -> Callable[[list[dict[str, Any]]], None]:
+    def change(elements: list[dict[str, Any]]) -> None:
+        next(element for element in elements if element["type"] == kind).update(fields)
+
+    return change
+
+
+@needs_validators
+def test_both_documents_pass_the_official_validators_which_find_every_mistake() -> None:
+    cyclonedx, spdx = zip(*map(documents, SAMPLES), strict=True)
+    unknown_type, more, no_address = (json.loads(cyclonedx[0]) for _ in range(3))
+    unknown_type["metadata"]["component"]["type"] = "weights"
+    more["components"][0]["modelCard"]["more"] = 1
+    # Only a format checker finds this error. The library silently skips format checks if the checkers are missing.
+    no_address["externalReferences"] = [{"type": "website", "url": "http://[not an address"}]
+    found = cyclonedx_finds([*cyclonedx, *map(json.dumps, (unknown_type, more, no_address))])
+    assert found[: len(SAMPLES)] == [None] * len(SAMPLES)
+    assert all(found[len(SAMPLES) :]), found
+
+    wrong = []
+    for change in (
+        set_field("CreationInfo", created=None),
+        set_field("Relationship", relationshipType="madeFrom"),
+        set_field("Relationship", to=["urn:mergegate:spdx:nothing"]),
+        set_field("ai_AIPackage", suppliedBy="urn:x", more="1"),
+        set_field("software_File", verifiedUsing=[{"type": "Hash", "algorithm": "sha9", "hashValue": "0"}]),
+    ):
+        elements = copy.deepcopy(graph(spdx[0]))
+        change(elements)
+        wrong.append(json.dumps({**json.loads(spdx[0]), "@graph": elements}))
+    found = spdx_finds([*spdx, *wrong])
+    assert found[: len(SAMPLES)] == [None] * len(SAMPLES)
+    assert all(found[len(SAMPLES) :]), found
+
+
+@needs_validators
+def test_a_published_checker_finds_what_the_documents_call_missing(tmp_path: Path) -> None:
+    script = """
+import json, sys, tempfile
+from ntia_conformance_checker import SbomChecker
+
+def results(text):
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        file.write(text)
+        file.flush()
+        checker = SbomChecker(file.name, compliance="ntia", sbom_spec="spdx3")
+        missing = [name for name, _ in checker.components_without_suppliers]
+        return dict(checker.table_elements), checker.compliant, missing
+
+json.dump([results(text) for text in json.load(sys.stdin)], sys.stdout)
+"""
+    complete, local = validator_answers(script, [documents(COMPLETE)[1], documents(LOCAL)[1]])
+    assert complete[1:] == [True, []]
+    assert len(complete[0]) >= 7
+    assert [name for name, is_met in local[0].items() if not is_met] == ["All component suppliers provided?"]
+    assert set(local[2]) == {"demo", "../models/local_one"}
+    assert {"supplier", "supplier of ../models/local_one"} <= set(LOCAL.missing)
+
+
+def test_missing_facts_are_listed_in_both_documents() -> None:
+    assert set(COMPLETE.missing) == ALWAYS_MISSING
+    of_parent = {f"{name} of ../models/local_one" for name in ("supplier", "license", "training data")}
+    assert {"supplier", "intended use", "download location"} | of_parent | ALWAYS_MISSING < set(LOCAL.missing)
+    for sample in SAMPLES:
+        cyclonedx, spdx = documents(sample)
+        properties = json.loads(cyclonedx)["metadata"]["properties"]
+        assert [item["value"] for item in properties if item["name"] == MISSING_FACT] == list(sample.missing)
+        model = next(element for element in graph(spdx) if element.get("spdxId", "").endswith("#model"))
+        assert model["comment"] == f"Missing facts: {', '.join(sample.missing)}."
+
+
+def test_the_documents_state_the_facts_in_the_fields_of_their_standards() -> None:
+    cyclonedx, spdx = documents(COMPLETE)
+    bom, elements = json.loads(cyclonedx), graph(spdx)
+    model = bom["components"][0]
+    assert (model["supplier"]["name"], model["purl"]) == ("Acme", "pkg:huggingface/acme/demo")
+    assert model["licenses"] == [{"license": {"id": "Apache-2.0"}}]
+    card = model["modelCard"]
+    assert card["considerations"]["useCases"] == ["Answer support questions."]
+    assert card["considerations"]["technicalLimitations"][:2] == [
+        "Was tested in English only.",
+        "Out of scope: Medical advice.",
+    ]
+    (energy,) = card["considerations"]["environmentalConsiderations"]["energyConsumptions"]
+    assert energy["activityEnergyCost"] == {"value": 0.0123, "unit": "kWh"}
+    metric = card["quantitativeAnalysis"]["performanceMetrics"][0]
+    assert (metric["slice"], metric["type"], metric["value"]) == ("arc_easy", "acc,none", "0.7500")
+    # Wilson's interval for 300 of 400, from statsmodels 0.14: proportion_confint(300, 400, method="wilson").
+    assert metric["confidenceInterval"] == {"lowerBound": "0.7053", "upperBound": "0.7899"}
+    data = card["modelParameters"]["datasets"][0]
+    assert data["contents"]["url"] == f"https://huggingface.co/datasets/allenai/ai2_arc/tree/{COMMIT}"
+    ancestor = bom["metadata"]["component"]["pedigree"]["ancestors"][0]
+    assert ancestor["purl"] == f"pkg:huggingface/acme/general@{COMMIT}"
+    assert [item["name"] for item in ancestor["modelCard"]["modelParameters"]["datasets"]] == list(HUB_PARENT.datasets)
+
+    names = {element["spdxId"]: element.get("name") for element in elements if "spdxId" in element}
+    relations = {
+        (names[item["from"]], item["relationshipType"], names.get(to))
+        for item in elements
+        if "relationshipType" in item
+        for to in item["to"]
+    }
+    assert {
+        ("acme/general@main", "ancestorOf", "demo"),
+        ("acme/other", "ancestorOf", "demo"),
+        ("acme/general@main", "trainedOn", "acme/corpus"),
+        ("demo", "testedOn", "arc_easy"),
+        ("demo", "contains", "model.safetensors"),
+    } <= relations
+    expressions = [
+        item["simplelicensing_licenseExpression"]
+        for item in graph(documents(OCI)[1])
+        if item["type"] == "simplelicensing_LicenseExpression"
+    ]
+    assert set(expressions) == {"Apache-2.0", "LicenseRef-a-license-of-ours"}
+
+
+def test_every_package_has_both_licenses_that_the_ai_profile_requires() -> None:
+    for sample in SAMPLES:
+        elements = graph(documents(sample)[1])
+        packages = [item["spdxId"] for item in elements if item["type"] in ("ai_AIPackage", "dataset_DatasetPackage")]
+        for kind in ("hasDeclaredLicense", "hasConcludedLicense"):
+            assert sorted(item["from"] for item in elements if item.get("relationshipType") == kind) == sorted(packages)
+
+
+def test_the_only_date_is_the_placeholder_of_spdx_and_the_same_release_gives_the_same_bytes(tmp_path: Path) -> None:
+    def texts(name: str, weights: bytes = b"weights") -> tuple[str, str]:
+        parts = publishable(tmp_path / name, weights).parts
+        released = {file.name: file for file in parts.files(DirectoryTarget(to="directory", path=Path("out")))}
+        return released["bom.json"].read().decode(), released["bom.spdx.json"].read().decode()
+
+    first, second, other = texts("first"), texts("second"), texts("other", b"others")
+    assert first == second
+    creation = graph(first[1])[0]
+    assert creation["created"] == "1970-01-01T00:00:00Z"
+    assert "placeholder" in creation["comment"]
+    assert "1970-01" not in first[0]
+    assert json.loads(first[0])["serialNumber"] != json.loads(other[0])["serialNumber"]
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("https://acme.example/a%20b?c=d#e", True),
+        ("http://localhost:8080", True),
+        ("http://[not an address", False),
+        ("https://acme.example/a b", False),
+        ("https://acme.example/%zz", False),
+        ("https://acme.example/#a#b", False),
+        ("javascript:alert(1)", False),
+        (None, False),
+    ],
+)
+def test_only_addresses_that_every_reader_accepts_are_stated(url: str | None, expected: bool) -> None:
+    assert bool(web_address(url)) == expected
