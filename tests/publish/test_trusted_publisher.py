@@ -11,12 +11,15 @@ from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hub_look_alike import READER, WRITER, Fault, LookAlike, hub
 from look_alike_repository import Repository, plain
 from oidc_look_alike import CLAIMS, GITHUB, PublisherEntry, job_environment
+from typer.testing import CliRunner
 
+from mergegate.flows.cli.app import app
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints.hub import hub_access, trusted_publisher
@@ -26,6 +29,14 @@ from mergegate.tasks.publish.targets.hub import HubTarget
 from mergegate.tasks.publish.targets.hub_publication import PublishedCommit, publish_hub
 
 DEMO = HubTarget(to="hub", repo="acme/demo")
+MODELS = Path(__file__).resolve().parents[2] / "profiles" / "demo"
+PROFILE = f"""\
+name: demo
+recipe: {MODELS}/recipes/ties.yaml
+perplexity: {{documents: {MODELS}/data/held-out.jsonl, max_increase: 5%}}
+publish: {{to: hub, repo: acme/demo}}
+variants: [{{format: gguf, types: [Q8_0]}}]
+"""
 VARIABLES = ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_OIDC_RESOURCE", "HF_OIDC_ID_TOKEN", "GITHUB_ACTIONS")
 
 
@@ -93,6 +104,32 @@ def test_the_credential_is_the_block_or_the_explicit_identity_or_the_token_or_an
     monkeypatch.setenv("HF_OIDC_RESOURCE", "acme/demo")
     assert DEMO.check(Path()).kind == "oidc"
     assert hub_access(writing=False, repo="acme/demo").token == WRITER, "for reading, the token suffices"
+
+
+def test_check_and_dry_run_name_the_credential_of_every_repository(
+    job: LookAlike, tmp_path: Path, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.oidc.publishers[1] = PublisherEntry("acme/demo-GGUF", read_only=True)
+    (tmp_path / "demo.yaml").write_text(PROFILE)
+
+    def answer(*arguments: str) -> dict[str, Any]:
+        parsed: dict[str, Any] = json.loads(
+            CliRunner().invoke(app, [*arguments, str(tmp_path / "demo.yaml"), "--json"]).stdout
+        )
+        return parsed
+
+    for command in (["check"], ["run", "--dry-run"]):
+        found = answer(*command)
+        (use,) = found["credentials"]
+        assert (use["place"], use["kind"], use["name"], use["can_write"]) == ("acme/demo", "oidc", CLAIMS["sub"], True)
+        refused = [one["found"] for one in found["findings"] if one["where"] == "publish.repo: acme/demo-GGUF"]
+        assert len(refused) == 1
+        assert "the trusted publisher may not write" in refused[0]
+    shown = CliRunner().invoke(app, ["check", str(tmp_path / "demo.yaml")], env={"COLUMNS": "1000"}).output
+    assert f"publish: acme/demo with the OIDC identity {CLAIMS['sub']} of {GITHUB}, which may write" in shown
+    monkeypatch.delenv("GITHUB_ACTIONS")
+    found = answer("check")
+    assert (found["status"], found["credentials"]) == ("invalid", [])
 
 
 def refused_without_id_token(server: LookAlike, patch: pytest.MonkeyPatch) -> None:

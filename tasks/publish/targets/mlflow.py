@@ -13,6 +13,7 @@ from pydantic import Field
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.publish.targets.contract import (
+    CredentialUse,
     CurrentRelease,
     PublishedRelease,
     PublishRequest,
@@ -71,11 +72,12 @@ class MlflowTarget(PublishTarget):
         """Return the reference to the version at ``storage``."""
         return self.storage.reference_to(version)
 
-    def check(self, root: Path) -> None:
-        """Check ``storage``, and that MLflow's server answers."""
+    def check(self, root: Path) -> CredentialUse | None:
+        """Check ``storage``, and that MLflow's server answers. Return the credential of ``storage``."""
         registry = self._registry()
-        self.storage.check(root)
+        credential = self.storage.check(root)
         registry.check()
+        return credential
 
     def current_release(self, root: Path) -> CurrentRelease | None:
         """Return the current release at ``storage``. It is complete if the alias points to it."""
