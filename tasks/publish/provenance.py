@@ -214,6 +214,7 @@ def _evaluation(content: ReportContent, references: Mapping[str, str]) -> dict[s
         "scoring": canonical(content.scoring),
         "prompts": dict(content.asked),
         "windows": canonical(content.windows),
+        "task_forms": list(content.kind.task_forms),  # without 'text', mergegate's own tasks scored the models
     }
 
 
