@@ -280,12 +280,13 @@ def gate(
     progress: bool = True,
     project: FilePath | None = None,
 ) -> RunResult:
-    """Judge results that lm-eval has already written, with the guards of a profile. No model runs.
+    """Judge results that lm-eval or inspect_ai has already written, with the guards of a profile. No model runs.
 
-    lm-eval must have run with ``--log_samples``.
+    lm-eval 0.4 or 0.5 must have run with ``--log_samples``. Logs of inspect_ai may be ``.eval`` or ``.json`` files.
 
     Args:
-        results: lm-eval's output directory by model: ``merge``, and ``reference`` or the models of the guards.
+        results: Directory with the results, by model: ``merge``, and ``reference`` or the models of the guards. A log
+            or results file also works.
         profile: Profile with the guards, or its path.
         overrides: Settings to override, as a mapping or as texts of the form ``KEY=VALUE``.
         progress: Whether to print warnings about differences between the results.

@@ -1,13 +1,14 @@
-"""``mergegate gate``: judge results that lm-eval has already written. No model is run, nothing is published.
+"""``mergegate gate``: judge results that lm-eval or inspect_ai has already written. No model is run.
 
 ::
 
     mergegate gate merge=out/merge reverser=out/reverser shifter=out/shifter --profile profiles/demo.yaml
     mergegate gate merge=out/merge reference=out/parent --profile profiles/demo.yaml
 
-Each directory is the output of ``lm_eval run --output_path`` for one model, with ``--log_samples``. The guards of the
-profile (including ``best parent`` and ``champion``) judge the results by the rule of the stage ``gate``. If
-``reference`` is the only other model, every guard compares with it.
+Each directory has the results of one model: the output of ``lm_eval run --output_path`` with ``--log_samples``, or logs
+of inspect_ai. The content of the files tells the format. The guards of the profile (including ``best parent`` and
+``champion``) judge the results by the rule of the stage ``gate``. If ``reference`` is the only other model, every guard
+compares with it.
 """
 
 from __future__ import annotations
@@ -49,14 +50,17 @@ MERGE, REFERENCE = "merge", "reference"
 def gate_command(
     results: Annotated[
         list[str],
-        typer.Argument(metavar="NAME=DIR", help="lm-eval's output by model: merge=DIR reference=DIR."),
+        typer.Argument(
+            metavar="NAME=DIR", help="Results by model: merge=DIR reference=DIR. A log or results file also works."
+        ),
     ],
     profile: GuardsOption,
     as_json: JsonOption = False,
 ) -> None:
-    """Judge the output of lm-eval with the guards of a profile.
+    """Judge results of lm-eval or inspect_ai with the guards of a profile.
 
-    lm-eval must have run with --log_samples. mergegate does not run any model.
+    A directory contains the output of lm-eval 0.4 or 0.5 with --log_samples, or .eval or .json logs of inspect_ai.
+    mergegate does not run any model.
     """
     with command_context(as_json, with_state=True) as console:
         loaded, location = load_guards(profile)
@@ -83,8 +87,8 @@ def judge_results(
 ) -> RunOutcome:
     """Judge results on disk with the guards of a profile.
 
-    ``directories`` has lm-eval's output directory of each model. The names are ``merge``, and either ``reference`` or
-    the models that the guards compare with. The profile and its location are those of ``load_guards``.
+    ``directories`` has the directory with the results of each model. The names are ``merge``, and either ``reference``
+    or the models that the guards compare with. The profile and its location are those of ``load_guards``.
 
     Raises:
         InvalidInput: A model is missing, or results are invalid or not comparable.
@@ -110,7 +114,9 @@ def judge_results(
             warning = f"! {location}: {difference}; this difference alone can move scores by tenths of a point"
             console.print(warning, style="yellow")
     if profile.perplexity:
-        console.print("! perplexity is not judged, because lm-eval's output does not include it", style="yellow")
+        console.print("! perplexity is not judged, because the results do not include it", style="yellow")
+    for warning in dict.fromkeys(warning for result in results.values() for warning in result.warnings):
+        console.print(f"! {warning}", style="yellow")
     with TemporaryDirectory(prefix="mergegate-gate-") as scratch:
         # Convert the results to artifacts of the stage "evaluate", which the gate judges.
         scores: dict[str, list[Artifact[Scores]]] = {}
@@ -121,7 +127,7 @@ def judge_results(
             value = Scores(
                 model=model,
                 tasks=score_table(task, result.outcomes),
-                lm_eval_version=result.conditions.lm_eval_version,
+                lm_eval_version=result.version,
             )
             content_digest = digest([list(outcome) for outcome in result.outcomes])
             artifact = Artifact("evaluate", content_digest, content_digest, value, part, {})
@@ -140,7 +146,7 @@ def judge_results(
         ]
     content = ReportContent(
         name=profile.name,
-        method="results of lm-eval",
+        method=f"results of {' and '.join(sorted({result.format for result in results.values()}))}",
         recipe="",
         models=tuple(models),
         licence="",
@@ -189,7 +195,7 @@ def _require_models(directories: Mapping[str, Path]) -> None:
 def _guards(
     profile_guards: Sequence[Guard], root: Path, location: str, directories: Mapping[str, Path]
 ) -> tuple[Guard, ...]:
-    """Return the guards with lm-eval's task names. Raise InvalidInput if results of a reference are missing."""
+    """Return guards with task names as in the results. Raise InvalidInput if results of a reference are missing."""
     references = set(directories) - {MERGE}
     alone = references == {REFERENCE}
     guards = []
@@ -197,8 +203,8 @@ def _guards(
         if guard.built_in is not None:
             raise InvalidInput(
                 f"{location}[{position}].task",
-                found=f"a {guard.built_in.kind} task, which mergegate scores itself, so lm-eval has no results of it",
-                expected="tasks of lm-eval",
+                found=f"a {guard.built_in.kind} task, which only mergegate itself scores",
+                expected="tasks of lm-eval or inspect_ai",
                 remedy="judge the merge with mergegate run or mergegate compare, or remove the guard",
             )
         if not alone and not reference_models(guard, directories, MERGE):

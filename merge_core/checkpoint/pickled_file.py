@@ -19,14 +19,13 @@ from typing import Any, BinaryIO
 from mergegate.merge_core.checkpoint.dtypes import BY_TORCH_NAME, DType
 from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import open_plain, parsing_errors
+from mergegate.merge_core.parsing import check_zip_directory, open_plain, parsing_errors
 
 # A description takes about 200 bytes and 40 instructions per tensor. These limits bound the memory and the time that a
 # hostile file can cost.
 MAX_PICKLE_BYTES = 32_000_000
 MAX_INSTRUCTIONS = 2_000_000
 _MAX_MEMBERS = 100_000
-_MAX_DIRECTORY_BYTES = 32_000_000  # Size limit of the zip's central directory.
 _MAX_DIMENSIONS = 64
 _UNSAFE = "do not load the file, because a pickle can run any program. Ask its author for safetensors"
 _DAMAGED = "download or copy the file again"
@@ -112,7 +111,7 @@ def parse_pickled(file: BinaryIO, size: int, path: Path) -> tuple[StoredTensor, 
     with parsing_errors(
         str(path), "not a readable zip file", expected="a file of torch.save (PyTorch 1.6 or newer)", remedy=remedy
     ):
-        _check_directory_size(file, size, path)
+        check_zip_directory(file, size, path, most=_MAX_MEMBERS, remedy=_RESAVE)
         with zipfile.ZipFile(file) as archive:
             members = _members(archive, path)
             root = next((name[: -len("data.pkl")] for name in members if name.endswith("/data.pkl")), None)
@@ -153,39 +152,6 @@ def parse_pickled(file: BinaryIO, size: int, path: Path) -> tuple[StoredTensor, 
             raise InvalidInput(tensor.full_name, found="the tensor extends beyond its storage", remedy=_DAMAGED)
         tensors.append(tensor)
     return tuple(sorted(tensors, key=lambda tensor: tensor.offset))
-
-
-def _check_directory_size(file: BinaryIO, size: int, path: Path) -> None:
-    """Raise InvalidInput if the central directory of the zip is too large, before zipfile allocates memory for it.
-
-    The record at the end of the file (PKZIP application note, 4.3.16, or 4.3.14 for 64 bits) declares the number of
-    members and the size of their list. The last 64 kB of the file may be a comment that contains the signature of such
-    a record again, so every occurrence is checked.
-    """
-    start = max(0, size - (1 << 16) - 22 - 20 - 56)
-    file.seek(start)
-    tail = file.read(size - start)
-    declared = []
-    position = tail.find(b"PK\x05\x06")
-    while position >= 0:
-        if len(tail) >= position + 22:
-            members, length = struct.unpack("<HI", tail[position + 10 : position + 16])
-            declared.append((0 if members == 0xFFFF else members, 0 if length == 0xFFFFFFFF else length))
-        position = tail.find(b"PK\x05\x06", position + 1)
-    position = tail.find(b"PK\x06\x06")
-    while position >= 0:
-        if len(tail) >= position + 56:
-            declared.append(struct.unpack("<QQ", tail[position + 32 : position + 48]))
-        position = tail.find(b"PK\x06\x06", position + 1)
-    members, length = (max((record[part] for record in declared), default=0) for part in (0, 1))
-    if members > _MAX_MEMBERS or length > _MAX_DIRECTORY_BYTES:
-        raise InvalidInput(
-            str(path),
-            found=f"a zip of {members} members, whose list has {length} bytes",
-            expected=f"at most {_MAX_MEMBERS} members",
-            remedy=_RESAVE,
-        )
-    file.seek(0)
 
 
 def _members(archive: zipfile.ZipFile, path: Path) -> dict[str, zipfile.ZipInfo]:

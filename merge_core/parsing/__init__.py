@@ -40,6 +40,7 @@ from mergegate.merge_core.parsing.yaml_text import (
     read_yaml,
     read_yaml_mapping,
 )
+from mergegate.merge_core.parsing.zip_directory import check_zip_directory
 
 __all__ = [
     "MAX_CODE_BYTES",
@@ -50,6 +51,7 @@ __all__ = [
     "SelectedBy",
     "StrictLoader",
     "check_entries",
+    "check_zip_directory",
     "collect_settings",
     "describe_kind",
     "expectation",

@@ -28,12 +28,10 @@ from mergegate.tasks.evaluation.document_scores import (
     write_document_scores,
 )
 from mergegate.tasks.evaluation.download import FetchedDataset, fetch_datasets
-from mergegate.tasks.evaluation.lm_eval_results import (
-    ResultsFile,
+from mergegate.tasks.evaluation.logged_results import (
+    LoggedResults,
     TaskResults,
-    find_results,
     precision_differences,
-    read_task,
     require_same_conditions,
 )
 from mergegate.tasks.evaluation.metrics import (
@@ -44,6 +42,7 @@ from mergegate.tasks.evaluation.preview import PromptWarning, TaskPreview, Token
 from mergegate.tasks.evaluation.process import call_with_task_data
 from mergegate.tasks.evaluation.regeneration import lengthen_answers
 from mergegate.tasks.evaluation.repetition import find_repetition, repetition_findings
+from mergegate.tasks.evaluation.result_files import find_results, read_task
 from mergegate.tasks.evaluation.settings import (
     EvaluationSettings,
     PromptSettings,
@@ -112,11 +111,11 @@ __all__ = [
     "EvalTask",
     "EvaluationSettings",
     "FetchedDataset",
+    "LoggedResults",
     "MeanOver",
     "PairedScores",
     "PromptSettings",
     "PromptWarning",
-    "ResultsFile",
     "SampleUse",
     "Scores",
     "Scoring",

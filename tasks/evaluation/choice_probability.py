@@ -118,7 +118,7 @@ def choice_from_log(config: Mapping[str, Any], sample: Mapping[str, Any]) -> Ans
     if not (isinstance(arguments, Mapping) and all(isinstance(each, Mapping) for each in arguments.values())):
         return None
     requests = [(each.get("arg_0", ""), each.get("arg_1", "")) for each in arguments.values()]
-    answers = sample.get("filtered_resps")
+    answers = _single_answers(sample.get("filtered_resps"))
     if not isinstance(answers, list):
         return None
     texts = [text for pair in requests for text in pair]
@@ -166,9 +166,16 @@ def _right(target: object, choices: Sequence[str]) -> frozenset[int]:
     return frozenset(int(each) for each in positions if isinstance(each, int) and 0 <= each < len(choices))
 
 
+def _single_answers(answers: Any) -> Any:
+    """Return one answer per choice. lm-eval 0.5 writes a list with one answer for each choice, unless a filter ran."""
+    if isinstance(answers, list) and answers and all(isinstance(each, list) and len(each) == 1 for each in answers):
+        return [each[0] for each in answers]
+    return answers
+
+
 def likelihoods_of(sample: Mapping[str, Any], choices: int) -> tuple[float, ...]:
     """Return the log-likelihood of each choice in a sample, in nats; empty if a filter changed the answers."""
-    answers = sample.get("filtered_resps") or ()
+    answers = _single_answers(sample.get("filtered_resps") or ())
     try:
         likelihoods = tuple(float(likelihood) for likelihood, _ in answers[:choices])
     except (TypeError, ValueError, OverflowError):

@@ -52,6 +52,7 @@ class WrittenTask(_Written):
     process_results: str | None = None  # source of a function
     metric_list: list[ListedMetric] | None = None
     doc_to_target: str | int | list[Any] | None = None
+    repeats: int | None = None
 
 
 class SampleCount(_Written):

@@ -1,11 +1,8 @@
 """Read the scores of each document from the output files of lm-eval, without running any model.
 
 ``lm_eval run --output_path DIR --log_samples`` writes ``results_DATE.json`` and, next to it, one
-``samples_TASK_DATE.jsonl`` per task into a directory below ``DIR`` that is named after the model::
-
-    files = find_results(Path("DIR"))
-    results = read_task(files, "gsm8k")          # for a group such as mmlu: the documents of all tasks below it
-    require_same_conditions(reference, results, "gsm8k: merge against reverser")
+``samples_TASK_DATE.jsonl`` per task into a directory below ``DIR`` that is named after the model. lm-eval 0.5 writes
+the same files with additional keys.
 
 A samples file is accepted only if it belongs to its results file. The results file contains a hash over all samples,
 the number of documents and the means of their scores; this module recomputes and compares each of them.
@@ -25,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.merge_core.parsing import format_value, line_location, read_lines, read_plain
+from mergegate.merge_core.parsing import format_value, line_location, read_lines
 from mergegate.tasks.evaluation.choice_probability import (
     PROBABILITY,
     AnsweredChoice,
@@ -36,35 +33,55 @@ from mergegate.tasks.evaluation.choice_probability import (
 from mergegate.tasks.evaluation.declared_metrics import registered_metric
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.lm_eval_files import (
-    MAX_RESULTS_BYTES,
     MAX_SAMPLE_BYTES,
     MAX_SAMPLES,
     WrittenResults,
     WrittenSample,
     parse_written,
 )
+from mergegate.tasks.evaluation.logged_results import LM_EVAL, LoggedResults, TaskResults
 from mergegate.tasks.evaluation.metrics import check_all_scored, checked_score
 
-_DATE = re.compile(r"_(\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(?:\.\d+)?)\.json$")
+RESULTS_NAME = re.compile(r"_(\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(?:\.\d+)?)\.json$")
 _ALTERED = "one of the two files was altered: copy both again, or run lm-eval again"
-_LOGGED = "run lm-eval with --output_path and --log_samples"
+LOGGED = "run lm-eval with --output_path and --log_samples"
 # Metrics of lm-eval whose score of a document is a fraction between 0 and 1.
 SHARES = frozenset(("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "acc_all", "em", "exact_match", "exact", "f1"))
 
 
 @dataclass(frozen=True)
-class ResultsFile:
+class ResultsFile(LoggedResults):
     """A results file of lm-eval, with the date in its name, which its samples files share."""
 
     path: Path
     date: str
     content: WrittenResults
 
+    @property
+    def model(self) -> str:
+        """Directory and name of the model."""
+        return f"{self.path.parent}: {self.content.model_name}"
+
+    @property
+    def task_names(self) -> tuple[str, ...]:
+        """Names of all tasks and groups in the file."""
+        return (*self.content.configs, *self.content.group_subtasks)
+
+    def has(self, task: str) -> bool:
+        """Return whether the file has results of a task or a group of tasks."""
+        return bool(self.leaves(task))
+
+    def read(self, task: str, cluster_field: str | None) -> TaskResults:
+        """Read the results of a task or a group of tasks, from the samples files."""
+        return _read(self, task, cluster_field)
+
     def leaves(self, task: str) -> tuple[str, ...]:
         """Return the tasks below a group, or the task itself; empty if the file contains neither."""
         leaves: dict[str, None] = {}
         visited: set[str] = set()
-        queue = [task]
+        # lm-eval 0.5 names a task below a group 'group::task'.
+        qualified = [name for name in self.content.configs if name.rpartition("::")[2] == task]
+        queue = qualified if len(qualified) == 1 else [task]
         while queue:  # visit each name once, because groups in a file from elsewhere may be circular
             name = queue.pop()
             if name in visited:
@@ -77,88 +94,7 @@ class ResultsFile:
         return tuple(leaves)
 
 
-class Conditions(NamedTuple):
-    """Conditions under which a model was evaluated. Scores are comparable only if all of them are equal."""
-
-    lm_eval_version: str
-    task_versions: tuple[tuple[str, str], ...]
-    model_source: str  # 'hf', 'vllm'
-    chat_template_sha: str
-    fewshot_as_multiturn: str
-    system_instruction_sha: str
-    gen_kwargs: str
-    higher_is_better: str
-
-
-class Precision(NamedTuple):
-    """Settings that move scores by tenths of a point. Scores are comparable despite differences, which are reported."""
-
-    model_dtype: str
-    batch_size: str
-    max_length: str
-    transformers_version: str
-
-
-@dataclass(frozen=True)
-class TaskResults:
-    """Results of one task, or one group of tasks, from lm-eval's files."""
-
-    task: str
-    outcomes: tuple[DocumentScore, ...]  # under metrics that are means over documents
-    conditions: Conditions
-    precision: Precision
-    file: Path
-
-
-def find_results(output_path: Path) -> tuple[ResultsFile, ...]:
-    """Find the results files of one model, newest first.
-
-    ``output_path`` is the directory given as ``--output_path``, the model's directory below it, or one results file.
-
-    Raises:
-        InvalidInput: If there is no results file, one cannot be read, or the files belong to several models.
-    """
-    if output_path.is_file():
-        paths = [output_path]
-    elif output_path.is_dir():
-        paths = [path for pattern in ("*.json", "*/*.json") for path in sorted(output_path.glob(pattern))]
-    else:
-        raise InvalidInput(str(output_path), found="no such directory", expected="lm-eval's output", remedy=_LOGGED)
-    dated = [(match.group(1), path) for path in paths if (match := _DATE.search(path.name))]
-    if not dated:
-        raise InvalidInput(str(output_path), found="no results_DATE.json", expected="lm-eval's output", remedy=_LOGGED)
-    files = [
-        ResultsFile(path, date, parse_written(WrittenResults, read_plain(path, MAX_RESULTS_BYTES), str(path))[0])
-        for date, path in dated
-    ]
-    models = {(file.path.parent, str(file.content.model_name)): file for file in files}
-    if len(models) > 1:
-        several = sorted(str(file.path.relative_to(output_path)) for file in models.values())
-        raise InvalidInput(
-            str(output_path),
-            found=f"results of {len(models)} models: {', '.join(several)}",
-            expected="results of one model",
-            remedy="use the directory of one model, or one results file",
-        )
-    return tuple(sorted(files, key=lambda file: file.date, reverse=True))
-
-
-def read_task(files: Sequence[ResultsFile], task: str, cluster_field: str | None = None) -> TaskResults:
-    """Read the newest results for a task or a group of tasks.
-
-    The result contains only metrics that are means over documents, because a gate needs the contribution of each
-    document. Choice tasks have an additional metric, the probability of the right answer, if the samples reveal which
-    answer is right. ``cluster_field`` is the document field that names the cluster of a document.
-
-    Raises:
-        InvalidInput: If there are no results, or the samples files are truncated, altered or from another run.
-    """
-    file = next((file for file in files if file.leaves(task)), None)
-    if file is None:
-        names = {name for file in files for name in (*file.content.configs, *file.content.group_subtasks)}
-        raise InvalidInput(
-            f"{files[0].path.parent}: task {task}", found="no results for this task", remedy=suggest(task, names)
-        )
+def _read(file: ResultsFile, task: str, cluster_field: str | None) -> TaskResults:
     leaves = file.leaves(task)
     outcomes: list[DocumentScore] = []
     count = 0
@@ -193,52 +129,25 @@ def read_task(files: Sequence[ResultsFile], task: str, cluster_field: str | None
                 if probability is not None
             ]
     content = file.content
-    conditions = Conditions(
-        lm_eval_version=content.lm_eval_version,
-        task_versions=tuple((leaf, str(content.versions.get(leaf))) for leaf in leaves),
-        model_source=str(content.model_source),
-        chat_template_sha=str(content.chat_template_sha),
+    conditions = {
+        "lm_eval_version": content.lm_eval_version,
+        "task_versions": json.dumps({leaf: str(content.versions.get(leaf)) for leaf in leaves}),
+        "model_source": str(content.model_source),
+        "chat_template_sha": str(content.chat_template_sha),
         # Matters only with a chat template; without one, lm-eval's library and command line record different values.
-        fewshot_as_multiturn=str(bool(content.chat_template_sha and content.fewshot_as_multiturn)),
-        system_instruction_sha=str(content.system_instruction_sha),
-        gen_kwargs=json.dumps(content.config.gen_kwargs or {}, sort_keys=True),
-        higher_is_better=json.dumps([content.higher_is_better.get(leaf) for leaf in leaves], sort_keys=True),
-    )
-    precision = Precision(
-        model_dtype=str(content.config.model_dtype),
-        batch_size=str(content.config.batch_size),
-        max_length=str(content.max_length),
-        transformers_version=str(content.transformers_version),
-    )
-    return TaskResults(task, tuple(outcomes), conditions, precision, file.path)
-
-
-def require_same_conditions(reference: TaskResults, merge: TaskResults, location: str) -> None:
-    """Check that two models were evaluated under the same conditions.
-
-    Documents and prompts are compared later, when they are paired.
-
-    Raises:
-        InvalidInput: If a condition differs; the message names the first one.
-    """
-    for name, *values in zip(Conditions._fields, reference.conditions, merge.conditions, strict=True):
-        if values[0] != values[1]:
-            texts = [text if len(text := str(value)) <= 40 else f"{text[:12]}…" for value in values]
-            raise InvalidInput(
-                location,
-                found=f"different {name}: {texts[0]} in {reference.file}, {texts[1]} in {merge.file}",
-                expected="the same conditions for both models",
-                remedy="run lm-eval on both with the same version and settings",
-            )
-
-
-def precision_differences(reference: TaskResults, merge: TaskResults) -> tuple[str, ...]:
-    """Describe each ``precision`` setting that differs between two results, in one phrase each."""
-    return tuple(
-        f"{name} {first} and {second}"
-        for name, first, second in zip(Precision._fields, reference.precision, merge.precision, strict=True)
-        if first != second
-    )
+        "fewshot_as_multiturn": str(bool(content.chat_template_sha and content.fewshot_as_multiturn)),
+        "system_instruction_sha": str(content.system_instruction_sha),
+        "gen_kwargs": json.dumps(content.config.gen_kwargs or {}, sort_keys=True),
+        "repeats": json.dumps([content.configs[leaf].repeats for leaf in leaves]),
+        "higher_is_better": json.dumps([content.higher_is_better.get(leaf) for leaf in leaves], sort_keys=True),
+    }
+    precision = {
+        "model_dtype": str(content.config.model_dtype),
+        "batch_size": str(content.config.batch_size),
+        "max_length": str(content.max_length),
+        "transformers_version": str(content.transformers_version),
+    }
+    return TaskResults(task, tuple(outcomes), LM_EVAL, content.lm_eval_version, conditions, precision, file.path)
 
 
 class _Sample(NamedTuple):
@@ -271,7 +180,7 @@ def _read_samples(file: ResultsFile, task: str, cluster_field: str | None, most:
             str(path),
             found="no such file",
             expected=f"the samples of {file.path.name}",
-            remedy=_LOGGED,
+            remedy=LOGGED,
         )
     config = file.content.configs[task].model_dump()
     hasher, samples = hashlib.sha256(), []

@@ -29,8 +29,8 @@ from mergegate.tasks.evaluation.choice_probability import AnsweredChoice, chance
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore, pair_documents
 from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
-from mergegate.tasks.evaluation.lm_eval_results import find_results, read_task
 from mergegate.tasks.evaluation.metrics import choose_metrics
+from mergegate.tasks.evaluation.result_files import find_results, read_task
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.task_definition import pin_task
 from mergegate.tasks.evaluation.task_loading import inspect_data

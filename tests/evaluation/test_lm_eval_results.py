@@ -25,14 +25,9 @@ from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
-from mergegate.tasks.evaluation.lm_eval_results import (
-    TaskResults,
-    find_results,
-    precision_differences,
-    read_task,
-    require_same_conditions,
-)
+from mergegate.tasks.evaluation.logged_results import TaskResults, precision_differences, require_same_conditions
 from mergegate.tasks.evaluation.metrics import choose_metrics, metrics_by_leaf
+from mergegate.tasks.evaluation.result_files import find_results, read_task
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.task_definition import pin_task
 from mergegate.tasks.evaluation.task_loading import inspect_data

@@ -283,5 +283,5 @@ def _id(*parts: str) -> str:
 
 
 def withheld(sha256: str) -> str:
-    """Return the text that stands for one that the evidence does not contain."""
+    """Return the text that replaces a text outside the evidence."""
     return f"withheld (sha256 {sha256})" if sha256 else "withheld"
