@@ -309,7 +309,7 @@ UNBOUNDED_READERS = {
     "tasks.evaluation.lm_eval_index": _SHIPPED,
     "tasks.judge.answers": _OWN,
     "tasks.judge.stage": _OWN,
-    "tasks.merge.distances": _PINNED,
+    "tasks.merge.weight_comparison": _PINNED,
     "tasks.merge.gates": _PINNED,
     "tasks.sandbox.gpu_lock": _KERNEL,
     "tasks.sandbox.supervision": _KERNEL,

@@ -17,7 +17,7 @@ from mergegate.flows.prefect_api import require_decision
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.errors import CannotDecide, MergegateError, finding_of
 from mergegate.tasks.gate import RecordedEvidence, record_evidence, verdict_record
-from mergegate.tasks.merge import numerics, optimizer_state, optimizer_steps
+from mergegate.tasks.merge import compare_with_parents, merged_model, numerics, optimizer_state, optimizer_steps
 from mergegate.tasks.perplexity import pin_documents
 from mergegate.tasks.publish import (
     DatasetFacts,
@@ -137,6 +137,7 @@ def _merge_parts(
         state,
         names,
         _held_out(profile, content, names),
+        compare_with_parents.build(merged_model(attempt.merged, attempt.pinned), attempt.pinned.parents).value,
     )
 
 

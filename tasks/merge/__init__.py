@@ -5,13 +5,13 @@
 * ``gates.py``: router rows of a mixture of experts, computed from prompts.
 * ``statistics.py``: statistics of a model on its calibration text. ``input_statistics.py`` and
   ``gradient_statistics.py`` compute them in the model process, with the windows and runs of ``calibration.py``.
-* ``distances.py``: distances between models, and copies of a parent.
+* ``distances.py``: distances between models.
+* ``weight_comparison.py``: which tensors of a merge are new, and which ones are copies of a parent's.
 * ``router_repair.py``: new routers for a merged mixture of experts. ``router_fitting.py`` computes them in the model
   process, from the states that ``router_products.py`` observes.
 * ``optimizer.py``: the stage that stores the state of a server optimizer for the next merge.
 """
 
-from mergegate.tasks.merge.distances import find_copied_parent
 from mergegate.tasks.merge.optimizer import (
     OptimizerState,
     find_optimizer_state,
@@ -37,6 +37,12 @@ from mergegate.tasks.merge.stage import (
 )
 from mergegate.tasks.merge.statistics import calibration_stage_name, pin_calibration_texts
 from mergegate.tasks.merge.statistics_cost import RouterNeeds, StatisticsNeeds, router_needs, statistics_needs
+from mergegate.tasks.merge.weight_comparison import (
+    WeightComparison,
+    compare_with_parents,
+    describe_changes,
+    find_copied_parent,
+)
 
 __all__ = [
     "MERGED",
@@ -50,8 +56,11 @@ __all__ = [
     "RouterNeeds",
     "RouterRepairSummary",
     "StatisticsNeeds",
+    "WeightComparison",
     "calibration_stage_name",
     "combine_parents",
+    "compare_with_parents",
+    "describe_changes",
     "find_copied_parent",
     "find_optimizer_state",
     "find_prepared_recipe",

@@ -1,4 +1,4 @@
-"""Measure distances between models, for rules that leave models out or weight them, and to find copies.
+"""Measure distances between models, for rules that leave models out or weight them.
 
 mergegate reads all weights once. If some are not finite, it reads them again to find out which models contain them. The
 results are cached by content::
@@ -9,12 +9,11 @@ results are cached by content::
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from functools import partial
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
 import numpy as np
 
-from mergegate.merge_core import Recipe, open_checkpoint
+from mergegate.merge_core import Recipe
 from mergegate.merge_core.analysis import (
     NOT_FINITE,
     find_outliers,
@@ -22,20 +21,12 @@ from mergegate.merge_core.analysis import (
     measure_interference,
     normalized_lengths_and_distances,
 )
-from mergegate.merge_core.checkpoint import (
-    AnyTensor,
-    Checkpoint,
-    DerivedTensor,
-    StoredTensor,
-    is_head,
-    numbers,
-    patterns,
-    read_into,
-)
+from mergegate.merge_core.checkpoint import Checkpoint
 from mergegate.merge_core.engine import count_infinite, count_non_finite
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.recipe import RelativeDistance, select_models, value_for
-from mergegate.tasks.checkpoints import Model, PinnedCheckpoint
+from mergegate.tasks.checkpoints import PinnedCheckpoint
+from mergegate.tasks.merge.weight_comparison import tensor_elements
 from mergegate.tasks.stage import StageValue, advance, value_stage
 from mergegate.tasks.store import NotInKey, StoredValue
 
@@ -131,7 +122,7 @@ def _non_finite(checkpoint: Checkpoint) -> dict[str, tuple[int, bool]]:
     for tensor in checkpoint.tensors.values():
         if tensor.dtype.kind != "float":
             continue
-        elements = _elements_of(tensor)
+        elements = tensor_elements(tensor)
         size, count, infinite = tensor.dtype.size, 0, 0
         for first in range(0, tensor.numel, _PIECE // size):
             piece = np.empty(min(_PIECE, (tensor.numel - first) * size), np.uint8)
@@ -141,75 +132,6 @@ def _non_finite(checkpoint: Checkpoint) -> dict[str, tuple[int, bool]]:
         if count:
             counts[tensor.name] = count, infinite == tensor.numel
     return counts
-
-
-class CopiedParent(StageValue):
-    """Parent that a merge copies."""
-
-    parent: int | None  # Index of the first parent with the same weights; None if the merge differs from all of them.
-
-    def summary(self) -> str:
-        return "no parent has the same weights" if self.parent is None else "the merge is a copy"
-
-
-@value_stage("copies", version=1)
-def find_copied_parent(merge: Model, parents: tuple[Model, ...]) -> CopiedParent:
-    """Find out whether ``merge`` has the weights of one of ``parents``, up to the rounding of their number formats.
-
-    For a merge that differs, the first differing block of weights ends the comparison.
-
-    Raises:
-        InvalidInput: A checkpoint cannot be read.
-    """
-    merged = open_checkpoint(merge.directory).tensors
-    for index, parent in enumerate(parents):
-        opened = parent.open() if isinstance(parent, PinnedCheckpoint) else open_checkpoint(parent.directory)
-        if any(not is_head(name) for name in merged.keys() ^ opened.tensors.keys()):
-            continue
-        pairs = [(tensor, opened.tensors[name]) for name, tensor in merged.items() if name in opened.tensors]
-        if any(tensor.shape != other.shape for tensor, other in pairs):
-            continue
-        if all(_are_equal(tensor, other) for tensor, other in pairs):
-            return CopiedParent(parent=index)
-    return CopiedParent(parent=None)
-
-
-# Largest relative error of rounding a number to a format, for the comparison of numbers in different formats.
-_ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-10}
-
-
-def _are_equal(tensor: AnyTensor, parent_tensor: AnyTensor) -> bool:
-    readers = [(each, _elements_of(each)) for each in (tensor, parent_tensor)]
-    step = _PIECE // max(tensor.dtype.size, parent_tensor.dtype.size)
-    for first in range(0, tensor.numel, step):
-        blocks = []
-        for each, elements in readers:
-            block = np.empty(min(step, tensor.numel - first) * each.dtype.size, np.uint8)
-            elements(first, block)
-            blocks.append(block)
-        if tensor.dtype == parent_tensor.dtype and np.array_equal(blocks[0], blocks[1]):
-            continue
-        if {tensor.dtype.kind, parent_tensor.dtype.kind} != {"float"}:
-            return False
-        one, two = (
-            numbers(patterns(block, each.dtype), each.dtype) for block, (each, _) in zip(blocks, readers, strict=True)
-        )
-        # Sums of float32 numbers may differ in their last bits. Rounded to 16 bits, equal numbers are equal.
-        relative = max(_ROUNDING.get(each.dtype.code, 0.0) for each in (tensor, parent_tensor))
-        is_narrow = tensor.dtype == parent_tensor.dtype and relative > 0
-        absolute = 0.0 if is_narrow else 1e-6 * float(np.abs(two).max())
-        if not (np.abs(one - two) <= (0.0 if is_narrow else relative) * np.abs(two) + absolute).all():
-            return False
-    return True
-
-
-def _elements_of(tensor: AnyTensor) -> Callable[[int, Any], None]:
-    return tensor.open(_read) if isinstance(tensor, DerivedTensor) else partial(_read, tensor)
-
-
-def _read(tensor: StoredTensor, first: int, into: Any) -> None:
-    with tensor.file.open("rb") as file:
-        read_into(file.fileno(), into.data, tensor.offset + first * tensor.dtype.size, tensor.file)
 
 
 def with_distances(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], measure: Measure | None = None) -> Recipe:

@@ -119,6 +119,9 @@ def bill_of_materials(bill: BillContent, files: Sequence[ReleaseFile]) -> str:
             },
             "properties": _properties(
                 (
+                    ("primaryPurpose", bill.task),
+                    ("suppliedBy", supplier.get("name")),
+                    ("intendedUse", " ".join(facts.about.intended_use)),
                     ("energyConsumption", bill.energy),
                     ("energyQuantity", f"{facts.compute.energy_kwh:.3g}"),
                     ("energyUnit", "kWh"),

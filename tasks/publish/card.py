@@ -10,6 +10,7 @@ import yaml
 
 from mergegate.merge_core.architecture import TEXT_GENERATOR
 from mergegate.merge_core.checkpoint import MODULES_FILE, companion_kind
+from mergegate.tasks.merge import describe_changes
 from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation, ObligationKind
 from mergegate.tasks.publish.card_metadata import CardMetadata
 from mergegate.tasks.publish.card_scores import escape, markdown_table, quality_section, untested_sentence
@@ -66,11 +67,13 @@ def model_card(
     missing: Sequence[Obligation],
     files: Sequence[str],
     publication: Publication,
+    changes: str = describe_changes(None, ()),
 ) -> str:
     """Return the content of README.md, which contains no dates and no local paths.
 
     ``missing`` lists the obligations that the release does not fulfill: license texts that a user must add. ``files``
-    names the files of the release that exist before the card is written.
+    names the files of the release that exist before the card is written. ``changes`` says which weights are new.
+    Default: that is unknown.
     """
     front = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
     is_adapter = metadata.get("library_name") == "peft"
@@ -81,8 +84,8 @@ def model_card(
         f"{escape(content.method)}. mergegate tested it before the release. The [report](report.html) shows every "
         "result, [provenance.json](provenance.json) identifies the inputs, and [evidence](evidence/gate.json) has the "
         "outcomes of all documents, without texts.",
-        "**Statement of changes.** The weights of this model are new. They were computed with the recipe below from "
-        f"the models listed with it, and replace their weights. {_copied_files(content, files)} copied or adapted."
+        "**Statement of changes.** The weights were computed with the recipe below from the models listed with it. "
+        f"{changes} {_copied_files(content, files)} copied or adapted."
         + (f" {content.routers.sentences}" if content.routers else ""),
     ]
     address, is_signed = publication.address, publication.signed
@@ -150,7 +153,7 @@ def display_lines(license: LicenseVerdict) -> tuple[str, ...]:
 
 
 def _copied_files(content: ReportContent, files: Sequence[str]) -> str:
-    """Return what a merge takes over from its parents except weights: 'Configuration and tokenizer were'."""
+    """Return the start of the sentence about all files except weights: 'Configuration and tokenizer were'."""
     kinds = {companion_kind(name) for name in files}
     names = ["tokenizer"] if "tokenizer" in kinds or content.kind == TEXT_GENERATOR else []
     names += ["processor"] if "processor" in kinds and content.kind != TEXT_GENERATOR else []

@@ -14,8 +14,10 @@ from pathlib import Path
 
 import yaml
 
+from mergegate.merge_core import Recipe
 from mergegate.merge_core.architecture import ModelKind, kind_of_directory
 from mergegate.merge_core.errors import Refused
+from mergegate.merge_core.recipe import parse_reference
 from mergegate.tasks.checkpoints import PinnedCheckpoint, card_directory, read_card
 from mergegate.tasks.evaluation import TaskScore
 from mergegate.tasks.preflight.licenses import Combination
@@ -34,6 +36,7 @@ _METRICS = {
     "f1": ("f1", "F1"),
     "word_perplexity": ("perplexity", "word perplexity"),
 }
+_RELATIONS = ("adapter", "finetune", "merge", "quantized")  # values of base_model_relation on the Hub
 # Names for people of the tasks that mergegate scores models on.
 TASK_NAMES = {
     "any-to-any": "Any-to-Any",
@@ -72,21 +75,61 @@ def released_kind(directory: Path, parents: Sequence[PinnedCheckpoint]) -> Model
     return replace(kind, pipeline_tag=str(tags[0])) if known and all(tag == tags[0] for tag in tags) else kind
 
 
+def contributing_references(recipe: Recipe) -> frozenset[str]:
+    """Return the references of all models whose weights contribute to the merge, including every base.
+
+    A model that only provides the tokenizer, that a rule left out or that is an optimizer state does not contribute.
+    """
+    references = {str(reference) for reference in recipe.merged_references()}
+    left_out: set[str] = set()
+    for document in (*recipe.steps, recipe):
+        left_out |= document.left_out.keys()
+        if document.mixture is not None:
+            references |= {str(reference) for reference in document.own_references()}
+            continue
+        bases = [cut.base or document.base for cut in document.slices]
+        references |= {str(base) for base in bases if base and document.method.base in ("required", "optional")}
+    return frozenset(references - left_out - set(recipe.states))
+
+
+def base_models(parents: Sequence[PinnedCheckpoint], *, is_adapter: bool = False) -> list[str]:
+    """Return the ids on the Hub for ``base_model``, without duplicates, in the recipe's order.
+
+    The base of an adapter is the model that it is loaded on. The bases of a merge are all models and adapters whose
+    weights it contains. The Hub accepts only its own ids, so local models are not named.
+
+    Args:
+        parents: Parents whose weights contribute to the merge.
+        is_adapter: Whether the release is an adapter of the parents' common base model.
+    """
+    ids: list[str] = []
+    for parent in parents:
+        ids += [hub_id(parent)] if parent.revision is not None else []
+        if parent.adapter and parent.adapter.revision is not None and not is_adapter:
+            ids.append(parse_reference(parent.adapter.ref, parent.name).path)
+    return list(dict.fromkeys(ids))
+
+
 def card_metadata(
-    content: ReportContent, parents: Sequence[PinnedCheckpoint], license: Combination, *, is_adapter: bool = False
+    content: ReportContent,
+    parents: Sequence[PinnedCheckpoint],
+    license: Combination,
+    *,
+    is_adapter: bool = False,
+    unused_refs: Collection[str] = (),
 ) -> dict[str, object]:
     """Return the YAML front matter of the card as plain data.
 
-    ``is_adapter`` means that the release is an adapter of the parents' common base model.
+    ``is_adapter`` means that the release is an adapter of the parents' common base model. ``unused_refs`` holds the
+    references of parents whose weights do not contribute, so that ``base_model`` must not name them.
     """
     metadata = _license_and_language(parents, license)
     kind = content.kind
     library, tags = ("peft", ["lora"]) if is_adapter else (kind.library, list[str]())
     metadata |= _task(kind, library, [*tags, *_library_tags(kind), "merge", "mergegate"])
-    # The Hub accepts only its own ids as base_model and rejects local paths.
-    if hub := list(dict.fromkeys(hub_id(parent) for parent in parents if parent.revision is not None)):
-        # For adapters, the id of each parent is that of their common base model.
-        metadata |= {"base_model": hub, "base_model_relation": "adapter" if is_adapter else "merge"}
+    if base_model := base_models([each for each in parents if each.ref not in unused_refs], is_adapter=is_adapter):
+        # Without this field, the Hub takes a merge with a single base for a fine-tuned model.
+        metadata |= {"base_model": base_model, "base_model_relation": "adapter" if is_adapter else "merge"}
     scores = next(model for model in content.models if model.role == "merge").scores
     # One entry per dataset: the Hub's library merges all metrics of a dataset, even under different names.
     by_dataset: dict[str, list[TaskScore]] = {}
@@ -184,6 +227,9 @@ def check_card(card: str, metadata: CardMetadata, names: Collection[str]) -> Non
             validate_repo_id(model)
         except HFValidationError:
             problem = problem or f"base_model: {model!r} is not an id on the Hub"
+    relation = metadata.get("base_model_relation")
+    if (relation in _RELATIONS) != bool(base) or (relation is None) == bool(base):
+        problem = problem or f"base_model_relation: {relation!r} with the base models {base!r}"
     link = str(metadata.get("license_link", ""))
     if not metadata.get("license"):
         problem = problem or "the license is missing"

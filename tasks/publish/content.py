@@ -34,6 +34,7 @@ SIGNATURE = "model.sig"
 KEYLESS_SIGNATURE = "model.sigstore.json"  # differs at every signing, so no version and no other file covers it
 COMPLIANCE = "COMPLIANCE.md"
 SPDX = "bom.spdx.json"
+MODIFICATIONS = "MODIFICATIONS"
 SUMS = "SHA256SUMS"
 # JSON files in a release that describe the checkpoint and are not part of it.
 DESCRIPTION_FILES = frozenset({BOM, SPDX, PROVENANCE, KEYLESS_SIGNATURE})

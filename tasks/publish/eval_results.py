@@ -4,15 +4,22 @@ A leaderboard compares models on a complete benchmark under one metric, with val
 the documents or under another metric are not written. ``BENCHMARKS`` maps tasks to benchmarks. Scores of other tasks
 appear only in the model index of the card.
 
+An entry has the revision of the dataset that was loaded, a source and notes, which are optional. It has no ``date``,
+because a release contains none. The Hub then shows the date of the commit. It has no ``verifyToken``, because only the
+Hub issues one, for evaluations that ran in its own jobs.
+
 Sources: https://huggingface.co/docs/hub/eval-results; the ``eval.yaml`` of each dataset (ids of its tasks).
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from urllib.parse import quote
 
 import yaml
 
+from mergegate.tasks.publish.targets.contract import PublishTarget
 from mergegate.tasks.report import ReportContent
 
 
@@ -26,9 +33,14 @@ class Benchmark:
     documents: int  # number of documents in the complete benchmark
 
 
+_GSM8K = Benchmark("openai/gsm8k", "gsm8k", "exact_match,flexible-extract", 1319)
 _GPQA = Benchmark("Idavidrein/gpqa", "diamond", "exact_match,flexible-extract", 198)
 BENCHMARKS: dict[str, Benchmark] = {
-    "gsm8k": Benchmark("openai/gsm8k", "gsm8k", "exact_match,flexible-extract", 1319),
+    # The prompts differ, which the notes of an entry tell. Documents and metric are the same.
+    "gsm8k": _GSM8K,
+    "gsm8k_cot": _GSM8K,
+    "gsm8k_cot_zeroshot": _GSM8K,
+    "gsm8k_cot_llama": _GSM8K,
     "mmlu_pro": Benchmark("TIGER-Lab/MMLU-Pro", "mmlu_pro", "exact_match,custom-extract", 12032),
     "gpqa_diamond_cot_zeroshot": _GPQA,
     "gpqa_diamond_cot_n_shot": _GPQA,
@@ -36,8 +48,12 @@ BENCHMARKS: dict[str, Benchmark] = {
 }
 
 
-def eval_results(content: ReportContent) -> dict[str, str]:
-    """Return the content of each YAML file, by name. Empty if no registered benchmark was evaluated completely."""
+def eval_results(content: ReportContent, target: PublishTarget | None = None) -> dict[str, str]:
+    """Return the content of each YAML file, by name. Empty if no registered benchmark was evaluated completely.
+
+    On the Hub, the source of an entry is the evidence in the release at ``target``: under the tag of its version, or on
+    ``main`` if the version follows from the content, which includes these files. Default: the entries have no source.
+    """
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
     files: dict[str, str] = {}
@@ -57,11 +73,20 @@ def eval_results(content: ReportContent) -> dict[str, str]:
             notes.append(f"task settings: {settings}")
         error = f"standard error {100 * score.stderr:.2f}"
         notes.append(f"{error}; measured by the publisher with mergegate before release")
+        data = scores.data.get(score.task) if scores else None
+        revisions = {source.revision for source in data.sources if source.path == benchmark.dataset} if data else set()
+        revision = revisions.pop() if len(revisions) == 1 else ""
+        source: dict[str, str] = {}
+        if target is not None and target.hub_id:
+            url = f"https://huggingface.co/{target.hub_id}/tree/{quote(target.version or 'main', safe='')}/evidence"
+            source = {"source_url": url, "source_name": "Outcomes of all documents"}
         entry = EvalResultEntry(
             dataset_id=benchmark.dataset,
             task_id=benchmark.task_id,
             value=round(100 * score.score, 2),
+            dataset_revision=revision if re.fullmatch(r"[0-9a-f]{40}", revision) else None,
             notes="; ".join(notes),
+            **source,
         )
         name = f".eval_results/{benchmark.dataset.rpartition('/')[2].lower()}.yaml"
         # If there are two variants of one benchmark, the first in the profile counts.

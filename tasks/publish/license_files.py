@@ -19,6 +19,7 @@ import yaml
 
 from mergegate.merge_core.parsing import read_plain
 from mergegate.tasks.checkpoints import PinnedCheckpoint, card_directory
+from mergegate.tasks.merge import WeightComparison, describe_changes
 from mergegate.tasks.preflight.licenses import (
     LICENSE_FILE,
     LicenseVerdict,
@@ -27,7 +28,7 @@ from mergegate.tasks.preflight.licenses import (
     license_texts,
     load_table,
 )
-from mergegate.tasks.publish.content import CARD, ReleaseFile, written_file
+from mergegate.tasks.publish.content import CARD, MODIFICATIONS, ReleaseFile, written_file
 
 _LICENSE = "LICENSE"
 _NOTICE_FILE = re.compile(r"notice(\.(md|txt|rst))?", re.IGNORECASE)
@@ -52,11 +53,19 @@ class _ModelLicenseFile:
 
 
 def license_files(
-    parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict, *, quantized_from: str = ""
+    parents: Sequence[PinnedCheckpoint],
+    verdict: LicenseVerdict,
+    *,
+    weights: WeightComparison | None = None,
+    quantized_from: str = "",
 ) -> tuple[ReleaseFile, ...]:
     """Return the license files of a release, with unique names.
 
-    ``quantized_from`` names the release of the merge if the weights are quantized variants of it.
+    Args:
+        parents: Parents of the merge.
+        verdict: Verdict on their licenses.
+        weights: Comparison of the weights with those of the parents. Default: the weights were not compared.
+        quantized_from: Name of the release of the merge, if the weights are quantized variants of it.
     """
     own_files = tuple(_own_files(parents, verdict))
     obligations = verdict.combination.obligations
@@ -88,11 +97,10 @@ def license_files(
         work = "computed with recipe.yaml by merging"
         if quantized_from:
             work = f"quantized from {quantized_from}, which was computed by merging"
-        files["MODIFICATIONS"] = (
-            "The files of this model differ from the files of the models that it was computed from.\n\n"
-            f"The weights were {work} the weights of\n\n{names}\n\n"
-            "This release contains none of their weight files. Configuration and tokenizer files were\n"
-            "rewritten or adapted. provenance.json identifies the exact inputs.\n"
+        files[MODIFICATIONS] = (
+            f"The weights of this model were {work} the weights of\n\n{names}\n\n"
+            f"{describe_changes(weights, [parent.ref for parent in parents])}\n\n"
+            "Configuration and tokenizer files were copied or adapted. provenance.json identifies the exact inputs.\n"
         )
     return tuple(written_file(name, text) for name, text in files.items())
 

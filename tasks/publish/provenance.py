@@ -9,13 +9,13 @@ specification requires. The file has no dates and no local paths, so the same in
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mergegate.merge_core.parsing import parse_yaml
 from mergegate.merge_core.recipe import parse_reference
 from mergegate.tasks.checkpoints import PinnedCheckpoint
-from mergegate.tasks.merge import Numerics
+from mergegate.tasks.merge import Numerics, WeightComparison
 from mergegate.tasks.preflight.licenses import LicenseVerdict
 from mergegate.tasks.publish.content import (
     MERGE_BUILD,
@@ -36,13 +36,17 @@ class MergeOrigin:
     """Inputs and byproducts of a merge.
 
     ``texts`` holds the sha256 of each text that models read for the merge, by its path in the recipe. ``byproducts``
-    holds digest and path in the store of each unpublished output that the next merge reads, by name.
+    holds digest and path in the store of each unpublished output that the next merge reads, by name. ``unused_refs``
+    holds the references of parents that were read, but whose weights do not contribute. ``weights`` compares the merge
+    with its parents. None: it was not compared.
     """
 
     numerics: Numerics
     parents: Sequence[PinnedCheckpoint]
     texts: Mapping[str, str] = field(default_factory=dict)
     byproducts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    unused_refs: Collection[str] = ()
+    weights: WeightComparison | None = None
 
 
 @dataclass(frozen=True)
@@ -101,6 +105,8 @@ def provenance(
                 "gitCommit": parent.adapter.revision,
                 "files": dict(parent.adapter.files),
             }
+        if parent.ref in origin.unused_refs:
+            notes["contributes"] = False
         dependencies.append(
             {"name": parent.ref, "uri": uri, "digest": digest, "mediaType": LISTING, "annotations": notes}
         )
@@ -143,6 +149,7 @@ def provenance(
         "mergegate_licence": _license(license),
         "mergegate_card": card,
         **({"mergegate_routers": content.routers.model_dump(mode="json")} if content.routers else {}),
+        **({"mergegate_weights": origin.weights.model_dump(mode="json")} if origin.weights else {}),
     }
     return _statement(files, definition, versions["mergegate"], statements, byproducts)
 
@@ -207,6 +214,7 @@ def _evaluation(content: ReportContent, references: Mapping[str, str]) -> dict[s
         "scoring": canonical(content.scoring),
         "prompts": dict(content.asked),
         "windows": canonical(content.windows),
+        "task_forms": list(content.kind.task_forms),  # without 'text', mergegate's own tasks scored the models
     }
 
 

@@ -17,12 +17,20 @@ from mergegate.merge_core.errors import Refused
 from mergegate.merge_core.files import read_state, state_directory, write_state
 from mergegate.tasks.checkpoints import PinnedRecipe, checkpoint_digest
 from mergegate.tasks.gate import RecordedEvidence
-from mergegate.tasks.merge import MergeSummary, Numerics, OptimizerState, optimizer_state_paths
+from mergegate.tasks.merge import (
+    MergeSummary,
+    Numerics,
+    OptimizerState,
+    WeightComparison,
+    describe_changes,
+    optimizer_state_paths,
+)
 from mergegate.tasks.preflight.licenses import LicenseVerdict
 from mergegate.tasks.publish.bill_content import merge_bill
 from mergegate.tasks.publish.bom import bill_files
 from mergegate.tasks.publish.card import Publication, model_card
-from mergegate.tasks.publish.card_metadata import card_metadata, check_card
+from mergegate.tasks.publish.card_metadata import card_metadata, check_card, contributing_references
+from mergegate.tasks.publish.card_scores import escape
 from mergegate.tasks.publish.compliance import compliance_section, compliance_sheet
 from mergegate.tasks.publish.content import (
     CARD,
@@ -58,6 +66,7 @@ class ReleaseParts(NamedTuple):
     ``evidence`` holds the files from which anyone can recompute the verdict. ``state`` is the optimizer state for the
     next merge, if there is any. The provenance names it, but it is not published. ``names`` are the public names of
     local models and texts, as used in ``content``. ``held_out`` identifies the held-out text, if there is one.
+    ``weights`` compares the merge with its parents. None: it was not compared, and the release claims nothing about it.
     """
 
     content: ReportContent
@@ -70,6 +79,7 @@ class ReleaseParts(NamedTuple):
     state: Artifact[OptimizerState] | None = None
     names: PublicNames = PublicNames({})
     held_out: DatasetFacts | None = None
+    weights: WeightComparison | None = None
 
     @property
     def name(self) -> str:
@@ -100,20 +110,24 @@ class ReleaseParts(NamedTuple):
         parents = tuple(parent.rename(names.rename_text) for parent in pinned.parents)
         files = [
             *stored_files(self.merge),
-            *license_files(parents, license),
+            *license_files(parents, license, weights=self.weights),
             *(file for file in stored_files(self.report) if file.name == "report.html"),
             *stored_files(self.evidence),
-            *(written_file(name, text) for name, text in eval_results(content).items()),
+            *(written_file(name, text) for name, text in eval_results(content, target).items()),
             written_file(RECIPE, content.recipe),
         ]
         file_names = [file.name for file in files]
-        metadata = card_metadata(content, parents, license.combination, is_adapter=pinned.recipe.output is not None)
+        merged = contributing_references(pinned.recipe)
+        unused_refs = {parent.ref for parent, own in zip(parents, pinned.parents, strict=True) if own.ref not in merged}
+        is_adapter = pinned.recipe.output is not None
+        metadata = card_metadata(content, parents, license.combination, is_adapter=is_adapter, unused_refs=unused_refs)
         versions = {library.name: library.version for library in content.versions} | dict(numerics.versions)
         facts, missing = self.facts(target), open_obligations(parents, license)
         files.append(written_file(COMPLIANCE, compliance_sheet(facts, content, license, missing, file_names)))
         is_signed, summary = target.sign_key is not None, compliance_section(facts)
         publication = Publication(target.address, is_signed, numerics.device, summary, versions, target.sigstore)
-        card = model_card(content, metadata, license, missing, file_names, publication)
+        changes = describe_changes(self.weights, [escape(parent.ref) for parent in parents])
+        card = model_card(content, metadata, license, missing, file_names, publication, changes)
         check_card(card, metadata, file_names)
         files.append(written_file(CARD, card))
         files += bill_files(merge_bill(files, content, facts, license.combination.card))
@@ -125,6 +139,8 @@ class ReleaseParts(NamedTuple):
                 name: (checkpoint_digest(directory, store().hashes), stored)
                 for name, (stored, directory) in (optimizer_state_paths(self.state) if self.state else {}).items()
             },
+            unused_refs=unused_refs,
+            weights=self.weights,
         )
         files.append(written_file(PROVENANCE, provenance(files, content, origin, license, metadata)))
         return files

@@ -16,14 +16,14 @@ import mergegate
 from mergegate.tasks.publish.keyless import TOKEN_VARIABLE
 
 IDENTITY = "https://ci.example.org/acme/models/release"
-SIGNED = "path: ../releases/signed, sign: {trust_config: trust.json}}"
+SIGNED = "path: ../releases/signed\n  sign: {trust_config: trust.json}\n"
 
 
 @pytest.fixture(scope="module")
 def signed(released: tuple[Project, Printed]) -> Iterator[tuple[Project, str, str]]:
     """Yield a project whose demo was released twice with a signature, its issuer, and the identity token."""
     project, _ = released
-    profile = project.edit("demo.yaml", "path: ../releases/demo}", SIGNED)
+    profile = project.edit("demo.yaml", "path: ../releases/demo\n", SIGNED)
     log: list[str] = []
     handler = logging.Handler(logging.DEBUG)
     handler.emit = lambda record: log.append(record.getMessage())  # type: ignore[method-assign]

@@ -354,3 +354,20 @@ def test_a_release_without_results_or_with_damaged_results_is_refused(tmp_path: 
     for name, content in broken:
         with pytest.raises(Refused, match="cannot be read"):
             read_release_results(Damaged(name, content), verified.listing, verified.statement, None)
+
+
+@pytest.mark.parametrize(("forms", "library"), [(["text"], "lm_eval"), (["retrieval"], "mergegate"), (None, "lm_eval")])
+def test_the_library_is_the_one_that_scored(tmp_path: Path, forms: list[str] | None, library: str) -> None:
+    release = find_release(str(random_release(tmp_path, 0)))
+    verified = check_release(release)
+    statement = json.loads(json.dumps(verified.statement))
+    statement["predicate"]["mergegate_evaluation"]["task_forms"] = forms
+    if forms is None:  # as in releases of earlier versions
+        del statement["predicate"]["mergegate_evaluation"]
+    results = read_release_results(release, verified.listing, statement, None)
+    contents = [
+        json.loads(data) for path, data in exported_files(results, "every-eval-ever", NOW) if path.endswith(".json")
+    ]
+    libraries = {each["eval_library"]["name"] for each in contents if "/perplexity/" not in f"/{each['evaluation_id']}"}
+    assert libraries == {library}
+    assert {each["model_info"]["id"] for each in contents} >= {"acme/general", "local/demo"}

@@ -1,4 +1,4 @@
-"""Test a whole run that releases to the Hub despite faults and leaves no trace of the token."""
+"""Test whole runs that release to the Hub, with a token or as a trusted publisher, and leave no trace of any token."""
 
 from __future__ import annotations
 
@@ -7,16 +7,25 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Event, Thread
+from typing import Any
 
 import pytest
 from hub_look_alike import WRITER, Fault, LookAlike, hub
 from look_alike_repository import Repository, large, plain
+from oidc_look_alike import PublisherEntry, job_environment
 from signing_keys import write_keys
 
 from mergegate.tasks.checkpoints import read_card
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "variants"))
+from rounded_format import rounded_registered
+
+sys.path.pop(0)
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
 PROFILE = """\
@@ -48,13 +57,15 @@ class Project:
     root: Path
     stand_in: LookAlike
 
-    def mergegate(self, *arguments: str, token: str = WRITER) -> subprocess.CompletedProcess[str]:
-        """Run the command in a separate process, as a user would."""
+    def mergegate(
+        self, *arguments: str, credential: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run the command in a separate process, as a user would. The default credential is the token of a writer."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PREFECT_"))}
         ours = {
+            **({"HF_TOKEN": WRITER} if credential is None else credential),
             "HF_ENDPOINT": self.stand_in.url,
             "HF_HOME": str(self.root / "hf"),
-            "HF_TOKEN": token,
             "HF_HUB_DISABLE_XET": "1",
             "MERGEGATE_HOME": str(self.root / "state"),
             # Log as much as possible, because a test searches the logs for the token.
@@ -216,3 +227,86 @@ def test_the_token_is_in_no_command_line(project: Project) -> None:
         project.stand_in.after.remove(look)
     assert any(b"mergegate.flows.cli" in line for line in seen)
     assert not any(WRITER.encode() in line for line in seen)
+
+
+@pytest.fixture(scope="module")
+def publisher(tmp_path_factory: pytest.TempPathFactory, begin_records: Callable[[Path], None]) -> Iterator[Project]:
+    """Yield a project whose two repositories trust the CI job ``job_environment``."""
+    root = tmp_path_factory.mktemp("publisher")
+    write_keys(root)
+    begin_records(root / "state")
+    profile = PROFILE.format(demo=DEMO, repo="acme/demo") + "variants: [{format: rounded, bits: 8}]\n"
+    (root / "demo.yaml").write_text(profile)
+    with hub(tmp_path_factory.mktemp("hub")) as stand_in, rounded_registered(tmp_path_factory.mktemp("rounded") / "s"):
+        for name in ("acme/demo", "acme/demo-Rounded"):
+            stand_in.repositories[name] = Repository(name, private=True)
+            stand_in.oidc.publishers.append(PublisherEntry(name))
+        yield Project(root, stand_in)
+
+
+@contextmanager
+def environments_of_children(home: Path) -> Iterator[dict[bytes, set[bytes]]]:
+    """Collect the environments of all processes with this state directory, by command line, while the block runs."""
+    seen: dict[bytes, set[bytes]] = {}
+    ended = Event()
+
+    def look() -> None:
+        while not ended.wait(0.2):
+            for path in Path("/proc").glob("[0-9]*/environ"):
+                with suppress(OSError):  # the process has ended
+                    if str(home).encode() in (data := path.read_bytes()):
+                        seen.setdefault(path.with_name("cmdline").read_bytes(), set()).add(data)
+
+    thread = Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_a_job_without_a_token_releases_a_merge_and_its_variants(publisher: Project) -> None:
+    server = publisher.stand_in
+    job = job_environment(server.url)
+    # The token that the run obtained for its checks expires in the middle of the publication.
+    lost: list[str] = []
+
+    def revoke(request: Any) -> None:
+        if "/preupload/" in request.path and not lost:
+            lost.extend(server.oidc.tokens)
+            server.oidc.tokens.clear()
+
+    server.after.append(revoke)
+    with environments_of_children(publisher.root / "state") as environments:
+        done = publisher.mergegate("run", "demo.yaml", "--events", "-v", credential=job)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert lost
+    for name in ("acme/demo", "acme/demo-Rounded"):
+        repository = server.repositories[name]
+        (version,) = repository.tags
+        assert [commit.title for commit in repository.history()] == [f"Release {version}", "initial commit"]
+
+    # A provider that issues one id token in advance: nothing is new, and the release can be verified.
+    issued = {"HF_OIDC_ID_TOKEN": server.oidc.issue(server.url)}
+    again = publisher.mergegate("run", "demo.yaml", "--json", credential=issued)
+    assert json.loads(again.stdout)["status"] == "nothing new"
+    reader = {**issued, "HF_OIDC_RESOURCE": "acme/demo"}
+    assert publisher.mergegate("verify", "acme/demo", "--key", "release.pub", credential=reader).returncode == 0
+
+    secrets = [secret.encode() for secret in [*server.oidc.secrets(), *lost]]
+    files = [path for path in publisher.root.rglob("*") if path.is_file()]
+    assert {"prefect.db", "report.html", "output-2.log"} <= {path.name for path in files}
+    assert [path for path in files if any(secret in path.read_bytes() for secret in secrets)] == []
+    stored = [file.data for repository in server.repositories.values() for file in repository.at("main").tree.values()]
+    stored += [path.read_bytes() for path in server.objects.root.rglob("*") if path.is_file()]
+    assert not any(secret in data for data in stored for secret in secrets)
+    # The supervisor of a confined process is mergegate's own code. The confined process sees none of its environment.
+    request_token = job["ACTIONS_ID_TOKEN_REQUEST_TOKEN"].encode()
+    programs = {line for line, found in environments.items() if any(request_token in data for data in found)}
+    assert len(environments) > len(programs), "confined processes were seen"
+    (own,) = (line for line in programs if b"sandbox/supervision.py" not in line)
+    assert b"demo.yaml" in own
+    assert not any(
+        word in data for found in environments.values() for data in found for word in (b"HF_TOKEN=", b"hf_jwt")
+    )

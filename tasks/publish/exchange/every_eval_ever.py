@@ -56,6 +56,8 @@ _METRICS = {
     "f1": _Metric("f1"),
     "wer": _Metric("wer", 0.0, _INFINITE),
     "cer": _Metric("cer", 0.0, _INFINITE),
+    "accuracy": _Metric(),  # of a ranking: whether the first text is relevant
+    "mrr": _Metric(),
     "mcc": _Metric(low=-1.0, unit=""),
     "perplexity": _Metric("perplexity", 1.0, _INFINITE, ""),
     "bits_per_byte": _Metric("", 0.0, _INFINITE, "bits_per_byte"),

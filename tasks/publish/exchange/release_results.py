@@ -197,6 +197,7 @@ def _read(
     name = str(component.get("name") or definition["externalParameters"]["profile"])
     namespace = portable_name(publisher) if publisher != UNKNOWN_ORGANIZATION else LOCAL
     version = files[SUMS][1]
+    is_built_in = "text" not in evaluation.get("task_forms", ["text"])
     models: list[ExportedModel] = []
     for path in records:
         variant = path.removeprefix("evidence/").rpartition("/")[0]
@@ -207,7 +208,7 @@ def _read(
             for table in EVIDENCE_TABLES
             if (f"evidence/{variant}/{Path(table).name}" if variant else table) in files
         }
-        for model, tasks, text in _measured_models(record, tables):
+        for model, tasks, text in _measured_models(record, tables, is_built_in):
             on_hub, reference, identity = False, references.get(model, ""), ""
             role: Role = "earlier release" if model in _EARLIER_RELEASES else "unknown"
             model_id = f"{LOCAL}/{portable_name(model)}"
@@ -244,7 +245,7 @@ def _read(
 
 
 def _measured_models(
-    record: VerdictRecord, tables: Mapping[str, bytes]
+    record: VerdictRecord, tables: Mapping[str, bytes], is_built_in: bool
 ) -> Iterator[tuple[str, tuple[ExportedTask, ...], ExportedText | None]]:
     """Yield name, tasks and likelihoods of every model in a record, in the order of the record."""
     guards = {guard["task"]: guard for guard in record.inputs["guards"]}
@@ -252,7 +253,7 @@ def _measured_models(
         scores, likelihoods = read_measurements(record, tables, Path(scratch))
         for model in dict.fromkeys((*scores, *likelihoods)):
             tasks = tuple(
-                _exported_task(task, measured.rows, measured.parts, guards.get(task, {}))
+                _exported_task(task, measured.rows, measured.parts, guards.get(task, {}), is_built_in)
                 for task, measured in by_task(model, scores.get(model, ())).items()
             )
             artifact = likelihoods.get(model)
@@ -261,7 +262,11 @@ def _measured_models(
 
 
 def _exported_task(
-    task: str, rows: Sequence[DocumentScore], parts: Sequence[Artifact[Scores]], guard: Mapping[str, Any]
+    task: str,
+    rows: Sequence[DocumentScore],
+    parts: Sequence[Artifact[Scores]],
+    guard: Mapping[str, Any],
+    is_built_in: bool,
 ) -> ExportedTask:
     leaves: dict[str, list[DocumentScore]] = {}
     for row in rows:
@@ -276,7 +281,7 @@ def _exported_task(
         leaves={leaf: tuple(sorted(each, key=lambda row: row.doc_id)) for leaf, each in leaves.items()},
         table=score_table(task, rows),
         lm_eval_version=value.lm_eval_version,
-        is_built_in=bool(guard.get("built_in")),
+        is_built_in=is_built_in,
         data_digest=data.digest if data else "",
         datasets=tuple((each.path, each.name or "", each.revision) for each in data.sources) if data else (),
         first_document=value.part.first if value.part else None,

@@ -18,15 +18,18 @@ names the release of the merge, which is verified, too, if it is available.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+from pydantic import ValidationError
+
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.parsing import parse_json, parse_yaml
 from mergegate.tasks.checkpoints import parse_card
+from mergegate.tasks.merge import WeightComparison
 from mergegate.tasks.publish import (
     BOM,
     CARD,
@@ -48,6 +51,7 @@ from mergegate.tasks.publish import (
 from mergegate.tasks.publish.bom import MISSING_FACT
 from mergegate.tasks.publish.content import (
     MERGE_BUILD,
+    MODIFICATIONS,
     RELEASE_URN,
     SPDX,
     VARIANT_BUILD,
@@ -333,14 +337,14 @@ class _ReleaseCheck:
             differences = ", ".join(name for name in both if _at(metadata, name) != _at(stated, name))
             detail = differences or "none can be read"
             self.findings.append(f"{CARD}: its metadata is not that of {PROVENANCE} ({detail})")
-        if (_at(metadata, "base_model") or []) != self.base_models():
+        if (_at(metadata, "base_model") or []) not in self.base_models():
             self.findings.append(f"{CARD}: its base_model differs from the {self.origin} in {PROVENANCE}")
         license = _at(self.statement, "predicate", "mergegate_licence", "card")
         if not isinstance(license, dict) or any(_at(metadata, name) != value for name, value in license.items()):
             self.findings.append(f"{CARD}: its license is not that of {PROVENANCE}")
 
-    def base_models(self) -> list[str]:
-        """Return the Hub ids that the card must have as ``base_model``."""
+    def base_models(self) -> Sequence[list[str]]:
+        """Return the lists of Hub ids that the card may have as ``base_model``."""
         raise NotImplementedError
 
     def compare_files(self, listed_digests: Mapping[str, str], source: str, unlisted_files: Collection[str]) -> bool:
@@ -403,13 +407,37 @@ class _MergeCheck(_ReleaseCheck):
             if f"| {escape(str(_at(parent, 'name')))} |" not in card or digest not in card:
                 self.findings.append(f"{CARD}: does not name the parent {_at(parent, 'name')} of {PROVENANCE}")
 
-    def base_models(self) -> list[str]:
-        hub_ids = [
-            str(_at(parent, "uri")).removeprefix("pkg:huggingface/").rpartition("@")[0]
-            for parent in self.parents
-            if _at(parent, "digest", "gitCommit")
-        ]
-        return list(dict.fromkeys(hub_ids))
+        if (weights := _at(self.statement, "predicate", "mergegate_weights")) is not None:
+            try:
+                stated = WeightComparison.model_validate(weights)
+                names = [str(_at(parent, "name")) for parent in self.parents]
+                statements = {
+                    CARD: stated.sentences([escape(name) for name in names]),
+                    **({MODIFICATIONS: stated.sentences(names)} if MODIFICATIONS in self.files else {}),
+                }
+            except (ValidationError, IndexError):
+                self.findings.append(f"{PROVENANCE}: mergegate_weights is not a comparison with its {self.origin}")
+            else:
+                texts = {CARD: card, MODIFICATIONS: self.text(MODIFICATIONS) if MODIFICATIONS in self.files else ""}
+                self.findings += [
+                    f"{name}: its statement of changes is not that of {PROVENANCE}"
+                    for name, statement in statements.items()
+                    if statement not in texts[name]
+                ]
+
+    def base_models(self) -> Sequence[list[str]]:
+        models, with_adapters = list[str](), list[str]()
+        for parent in self.parents:
+            adapter = _at(parent, "annotations", "adapter")
+            if _at(parent, "annotations", "contributes") is False:
+                continue
+            if _at(parent, "digest", "gitCommit"):
+                models.append(str(_at(parent, "uri")).removeprefix("pkg:huggingface/").rpartition("@")[0])
+                with_adapters.append(models[-1])
+            if _at(adapter, "gitCommit"):
+                with_adapters.append(str(_at(adapter, "name")).partition("@")[0])
+        # An adapter, and a merge by an earlier version of mergegate, does not name the adapters of its parents.
+        return [list(dict.fromkeys(ids)) for ids in (with_adapters, models)]
 
 
 class _VariantCheck(_ReleaseCheck):
@@ -456,8 +484,8 @@ class _VariantCheck(_ReleaseCheck):
         if _at(metadata, "base_model") and _at(metadata, "base_model_relation") != "quantized":
             self.findings.append(f"{CARD}: its base_model_relation is not 'quantized'")
 
-    def base_models(self) -> list[str]:
-        return [self.link.hub_id] if self.link and self.link.hub_id else []
+    def base_models(self) -> Sequence[list[str]]:
+        return ([self.link.hub_id] if self.link and self.link.hub_id else [],)
 
 
 _KINDS: Mapping[object, type[_ReleaseCheck]] = {MERGE_BUILD: _MergeCheck, VARIANT_BUILD: _VariantCheck}

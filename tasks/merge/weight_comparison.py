@@ -1,0 +1,321 @@
+"""Compare the weights of a merge with those of its parents, tensor by tensor.
+
+The gate needs to know whether a merge is a copy of one parent (``find_copied_parent``). A release also states which of
+its tensors are new and which ones it takes over from a parent (``compare_with_parents``). Different tensors nearly
+always differ in their first numbers, so mergegate reads a tensor completely only if it is equal to that of a parent.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field
+
+from mergegate.merge_core import open_checkpoint
+from mergegate.merge_core.adapters import open_adapter
+from mergegate.merge_core.checkpoint import (
+    PICKLED_SINGLE_NAME,
+    SINGLE_NAME,
+    AnyTensor,
+    Checkpoint,
+    DerivedTensor,
+    DType,
+    StoredTensor,
+    is_head,
+    is_module_file,
+    numbers,
+    patterns,
+    read_header,
+    read_into,
+    read_pickled,
+)
+from mergegate.merge_core.wording import format_count
+from mergegate.tasks.checkpoints import Model, PinnedCheckpoint
+from mergegate.tasks.stage import StageValue, value_stage
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_FIRST_BLOCK, _BLOCK = 64 << 10, 16 << 20  # bytes that are compared first, and in each further step
+_PROBE = 1024  # leading numbers by which equal tensors with different names are found
+_NAMED = 5  # models that a sentence names
+# Largest relative error of rounding a number to a format, for the comparison of numbers in different formats.
+_ROUNDING = {"BF16": 2.0**-8, "F16": 2.0**-10}
+
+Tensors: TypeAlias = Mapping[str, AnyTensor]
+Equality = Literal["identical", "rounded", "different"]
+
+
+class CopiedParent(StageValue):
+    """Parent that a merge copies."""
+
+    parent: int | None  # Index of the first parent with the same weights; None if the merge differs from all of them.
+
+    def summary(self) -> str:
+        return "no parent has the same weights" if self.parent is None else "the merge is a copy"
+
+
+@value_stage("copies", version=1)
+def find_copied_parent(merge: Model, parents: tuple[Model, ...]) -> CopiedParent:
+    """Find out whether ``merge`` has the weights of one of ``parents``, up to the rounding of their number formats.
+
+    For a merge that differs, the first differing block of weights ends the comparison.
+
+    Raises:
+        InvalidInput: A checkpoint cannot be read.
+    """
+    merged = open_checkpoint(merge.directory).tensors
+    for index, parent in enumerate(parents):
+        opened = parent.open() if isinstance(parent, PinnedCheckpoint) else open_checkpoint(parent.directory)
+        if any(not is_head(name) for name in merged.keys() ^ opened.tensors.keys()):
+            continue
+        pairs = [(tensor, opened.tensors[name]) for name, tensor in merged.items() if name in opened.tensors]
+        if all(compare_tensors(tensor, other) != "different" for tensor, other in pairs):
+            return CopiedParent(parent=index)
+    return CopiedParent(parent=None)
+
+
+class CopiedTensors(BaseModel):
+    """Tensors of a merge that are equal to tensors of one parent. Several parents can have the same tensor."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    parent: int = Field(ge=0)  # Index of the parent, in the recipe's order.
+    tensors: int = Field(ge=1)
+    parameters: int = Field(ge=0)
+    identical: bool  # Whether all of them have the same bytes. Otherwise, some are equal up to rounding.
+
+
+class WeightComparison(StageValue):
+    """Number of tensors of a merge that are new, or equal to tensors of its parents.
+
+    Tensors are compared as a whole, with all tensors of the parents that have the same shape.
+    """
+
+    is_adapter: bool = False  # Whether the tensors are those of adapters.
+    tensors: int = Field(ge=1)  # Tensors of the merge.
+    parameters: int = Field(ge=0)
+    new: int = Field(ge=0)  # Tensors that no parent has.
+    new_parameters: int = Field(ge=0)
+    reshaped: int = Field(ge=0)  # New tensors with a shape that no tensor of a parent has.
+    copied: tuple[CopiedTensors, ...]  # In the recipe's order. Empty if all tensors are new.
+    copy_of: tuple[int, ...] = ()  # Parents whose weights are all those of the merge, under the same names.
+
+    def summary(self) -> str:
+        return f"{self.new:,} of {self.tensors:,} tensors are new"
+
+    def sentences(self, names: Sequence[str]) -> str:
+        """Return the result of the comparison as sentences for the statement of changes.
+
+        ``names`` are the names of all parents, in the recipe's order.
+        """
+        adapter = " of the adapter" if self.is_adapter else ""
+        whose = "a tensor of their adapters" if self.is_adapter else "a tensor of these models"
+        total = format_count(self.tensors, "tensor")
+        if self.copy_of:
+            is_exact = all(each.identical for each in self.copied if each.parent in self.copy_of)
+            sources = " and ".join(names[index] for index in self.copy_of)
+            return (
+                f"This release is a copy. Its weights{adapter} are {'' if is_exact else 'up to rounding '}those of "
+                f"{sources}. The merge changed none of its {total}."
+            )
+        lines = [f"mergegate compared the {total}{adapter} with those of all these models."]
+        # Models that share their frozen tensors are named in one sentence.
+        groups: dict[tuple[int, int, bool], list[str]] = {}
+        for each in self.copied:
+            groups.setdefault((each.tensors, each.parameters, each.identical), []).append(names[each.parent])
+        for (tensors, parameters, is_identical), group in groups.items():
+            percent = 100 * parameters / max(self.parameters, 1)
+            share = f"{percent:.1f}" if percent in (0, 100) or 0.05 <= percent < 99.95 else f"{percent:.4g}"
+            verb = "is" if tensors == 1 else "are"
+            what = "copied unchanged from" if is_identical else "equal, up to rounding, to those of"
+            sources = f"each of {len(group)} models"
+            if len(group) <= _NAMED:
+                sources = ("each of " if len(group) > 1 else "") + " and ".join(group)
+            lines.append(f"{tensors:,} of {self.tensors:,} ({share} % of the parameters) {verb} {what} {sources}.")
+        if not self.new:
+            lines.append("The recipe only selected and arranged tensors. None of them is new.")
+        elif self.new == 1:
+            lines.append(f"{'The other' if self.copied else 'This'} one is new: it is not equal to {whose}.")
+        else:
+            which = f"The other {self.new:,}" if self.copied else "All of them"
+            lines.append(f"{which} are new: none is equal to {whose}.")
+        if self.reshaped:
+            have = "has" if self.reshaped == 1 else "have"
+            lines.append(
+                f"{self.reshaped:,} of the new tensors {have} a shape that no tensor of these models has. "
+                "Parts of such a tensor can be copies."
+            )
+        return " ".join(lines)
+
+
+def describe_changes(comparison: WeightComparison | None, names: Sequence[str]) -> str:
+    """Return which weights of a merge are new, or that this is unknown if there is no ``comparison``."""
+    if comparison is None:
+        return "mergegate did not compare them with the weights of these models."
+    return comparison.sentences(names)
+
+
+@value_stage("weights", version=1)
+def compare_with_parents(merge: Model, parents: tuple[PinnedCheckpoint, ...]) -> WeightComparison:
+    """Compare each tensor of ``merge`` with the tensors of all ``parents``.
+
+    If the merge is an adapter, its tensors are compared with those of the parents' adapters.
+
+    Raises:
+        InvalidInput: A checkpoint cannot be read.
+    """
+    adapter = merge.adapter if isinstance(merge, PinnedCheckpoint) else None
+    if adapter:
+        merged: Tensors = {tensor.name: tensor for tensor in open_adapter(adapter.directory).stored_tensors}
+        adapters = [parent.adapter and open_adapter(parent.adapter.directory) for parent in parents]
+        tables: list[Tensors] = [
+            {tensor.name: tensor for tensor in each.stored_tensors} if each else {} for each in adapters
+        ]
+    else:
+        merged = _all_tensors(open_checkpoint(merge.directory))
+        tables = [_all_tensors(parent.open()) for parent in parents]
+    return compare_tables(merged, tables, is_adapter=adapter is not None)
+
+
+def _all_tensors(checkpoint: Checkpoint) -> Tensors:
+    """Return the tensors of a model, including those of sentence-transformers modules in folders of their own."""
+    tensors: dict[str, AnyTensor] = dict(checkpoint.tensors)
+    for name in sorted(filter(is_module_file, checkpoint.companions)):  # safetensors comes last and takes precedence
+        folder, _, file = name.partition("/")
+        source = checkpoint.companions.sources[name]
+        if file in (SINGLE_NAME, PICKLED_SINGLE_NAME) and not isinstance(source, bytes):
+            header = (read_header if file == SINGLE_NAME else read_pickled)(source / name, within=source)
+            tensors |= {f"{folder}/{tensor.name}": replace(tensor, name=f"{folder}/{tensor.name}") for tensor in header}
+    return tensors
+
+
+def compare_tables(merge: Tensors, parents: Sequence[Tensors], *, is_adapter: bool = False) -> WeightComparison:
+    """Compare each tensor in ``merge`` with the tensors of all ``parents``, which are given by name."""
+    shapes = {tensor.shape for table in parents for tensor in table.values()}
+    probes = [_ProbeIndex(table) for table in parents]
+    new, new_parameters, reshaped = 0, 0, 0
+    counts, parameters = Counter[int](), Counter[int]()
+    rounded: set[int] = set()
+    same_name = Counter[int]()  # tensors of the merge that are equal to the parent's tensor with the same name
+    for name, tensor in merge.items():
+        is_new = True
+        for index, table in enumerate(parents):
+            equality = compare_tensors(tensor, table[name]) if name in table else "different"
+            same_name[index] += equality != "different"
+            if equality == "different":
+                equality = probes[index].find(tensor)
+            if equality != "different":
+                is_new = False
+                counts[index] += 1
+                parameters[index] += tensor.numel
+                rounded |= {index} if equality == "rounded" else set()
+        if is_new:
+            new, new_parameters = new + 1, new_parameters + tensor.numel
+            reshaped += tensor.shape not in shapes
+    return WeightComparison(
+        is_adapter=is_adapter,
+        tensors=len(merge),
+        parameters=sum(tensor.numel for tensor in merge.values()),
+        new=new,
+        new_parameters=new_parameters,
+        reshaped=reshaped,
+        copied=tuple(
+            CopiedTensors(
+                parent=index, tensors=counts[index], parameters=parameters[index], identical=index not in rounded
+            )
+            for index in sorted(counts)
+        ),
+        copy_of=tuple(
+            index
+            for index, table in enumerate(parents)
+            if all(is_head(name) for name in merge.keys() ^ table.keys())
+            and same_name[index] == len(merge.keys() & table.keys())
+        ),
+    )
+
+
+class _ProbeIndex:
+    """Index of a parent's tensors by shape and first numbers, to find a tensor that has another name in the merge."""
+
+    def __init__(self, table: Tensors) -> None:
+        self._by_shape: dict[tuple[int, ...], list[AnyTensor]] = {}
+        for tensor in table.values():
+            self._by_shape.setdefault(tensor.shape, []).append(tensor)
+        self._by_probe: dict[tuple[tuple[int, ...], str], dict[bytes, list[AnyTensor]]] = {}
+
+    def find(self, tensor: AnyTensor) -> Equality:
+        """Return how ``tensor`` is equal to one of the parent's tensors after rounding those to its format."""
+        candidates = self._by_shape.get(tensor.shape, [])
+        if not candidates:
+            return "different"
+        key = (tensor.shape, tensor.dtype.code)
+        if key not in self._by_probe:
+            index = self._by_probe[key] = {}
+            for candidate in candidates:
+                index.setdefault(_probe(candidate, tensor.dtype), []).append(candidate)
+        results = [compare_tensors(tensor, each) for each in self._by_probe[key].get(_probe(tensor, tensor.dtype), ())]
+        return "identical" if "identical" in results else "rounded" if "rounded" in results else "different"
+
+
+def _probe(tensor: AnyTensor, dtype: DType) -> bytes:
+    """Return the first numbers of a tensor in the format ``dtype``."""
+    block = _read_block(tensor_elements(tensor), tensor, 0, _PROBE)
+    if tensor.dtype == dtype:
+        return block.tobytes()
+    if {tensor.dtype.kind, dtype.kind} != {"float"}:
+        return b""
+    import torch
+
+    values = torch.from_numpy(numbers(patterns(block, tensor.dtype), tensor.dtype).copy())
+    return values.to(getattr(torch, dtype.torch_name)).view(torch.uint8).numpy().tobytes()
+
+
+def compare_tensors(tensor: AnyTensor, reference: AnyTensor) -> Equality:
+    """Return whether two tensors have the same bytes, or the same numbers up to the rounding of their formats."""
+    if tensor.shape != reference.shape:
+        return "different"
+    readers = [(each, tensor_elements(each)) for each in (tensor, reference)]
+    largest = max(tensor.dtype.size, reference.dtype.size)
+    first = 0
+    equality: Equality = "identical"
+    while first < tensor.numel:
+        count = min((_BLOCK if first else _FIRST_BLOCK) // largest, tensor.numel - first)
+        blocks = [_read_block(elements, each, first, count) for each, elements in readers]
+        first += count
+        if tensor.dtype == reference.dtype and np.array_equal(blocks[0], blocks[1]):
+            continue
+        equality = "rounded"
+        if {tensor.dtype.kind, reference.dtype.kind} != {"float"}:
+            return "different"
+        one, two = (
+            numbers(patterns(block, each.dtype), each.dtype) for block, (each, _) in zip(blocks, readers, strict=True)
+        )
+        # Sums of float32 numbers may differ in their last bits. Rounded to 16 bits, equal numbers are equal.
+        relative = max(_ROUNDING.get(each.dtype.code, 0.0) for each in (tensor, reference))
+        is_narrow = tensor.dtype == reference.dtype and relative > 0
+        absolute = 0.0 if is_narrow else 1e-6 * float(np.abs(two).max())
+        if not (np.abs(one - two) <= (0.0 if is_narrow else relative) * np.abs(two) + absolute).all():
+            return "different"
+    return equality
+
+
+def tensor_elements(tensor: AnyTensor) -> Callable[[int, Any], None]:
+    """Return a function that fills a buffer with the elements of ``tensor``, from a given element on."""
+    return tensor.open(_read) if isinstance(tensor, DerivedTensor) else partial(_read, tensor)
+
+
+def _read_block(elements: Callable[[int, Any], None], tensor: AnyTensor, first: int, count: int) -> NDArray[np.uint8]:
+    block = np.empty(min(count, tensor.numel - first) * tensor.dtype.size, np.uint8)
+    elements(first, block)
+    return block
+
+
+def _read(tensor: StoredTensor, first: int, into: Any) -> None:
+    with tensor.file.open("rb") as file:
+        read_into(file.fileno(), into.data, tensor.offset + first * tensor.dtype.size, tensor.file)
