@@ -64,7 +64,7 @@ _LIMITS = (
     "cost_limit",
 )
 # Model arguments that name the model, or may be secret.
-_UNCOMPARED = re.compile(r"path|base_url|key|secret|password|credential|auth|token$", re.IGNORECASE)
+_UNCOMPARED = re.compile(r"path|revision|base_url|key|secret|password|credential|auth|token$", re.IGNORECASE)
 _SELF_GRADED = frozenset(("model_graded_qa", "model_graded_fact"))
 _UNSTABLE = frozenset(("id", "source", "model", "metadata"))  # keys of a message
 _ATTACHMENT = "attachment://"
