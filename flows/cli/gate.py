@@ -114,7 +114,7 @@ def judge_results(
             warning = f"! {location}: {difference}; this difference alone can move scores by tenths of a point"
             console.print(warning, style="yellow")
     if profile.perplexity:
-        console.print("! perplexity is not judged, because the results do not include it", style="yellow")
+        console.print("! perplexity is not judged, because this command compares tasks only", style="yellow")
     for warning in dict.fromkeys(warning for result in results.values() for warning in result.warnings):
         console.print(f"! {warning}", style="yellow")
     with TemporaryDirectory(prefix="mergegate-gate-") as scratch:

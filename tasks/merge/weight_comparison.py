@@ -119,7 +119,7 @@ class WeightComparison(StageValue):
         total = format_count(self.tensors, "tensor")
         if self.copy_of:
             is_exact = all(each.identical for each in self.copied if each.parent in self.copy_of)
-            sources = " and ".join(names[index] for index in self.copy_of)
+            sources = _listed([names[index] for index in self.copy_of])
             return (
                 f"This release is a copy. Its weights{adapter} are {'' if is_exact else 'up to rounding '}those of "
                 f"{sources}. The merge changed none of its {total}."
@@ -136,7 +136,7 @@ class WeightComparison(StageValue):
             what = "copied unchanged from" if is_identical else "equal, up to rounding, to those of"
             sources = f"each of {len(group)} models"
             if len(group) <= _NAMED:
-                sources = ("each of " if len(group) > 1 else "") + " and ".join(group)
+                sources = ("each of " if len(group) > 1 else "") + _listed(group)
             lines.append(f"{tensors:,} of {self.tensors:,} ({share} % of the parameters) {verb} {what} {sources}.")
         if not self.new:
             lines.append("The recipe only selected and arranged tensors. None of them is new.")
@@ -152,6 +152,12 @@ class WeightComparison(StageValue):
                 "Parts of such a tensor can be copies."
             )
         return " ".join(lines)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names as in a sentence: 'a, b and c'."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def describe_changes(comparison: WeightComparison | None, names: Sequence[str]) -> str:

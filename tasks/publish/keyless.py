@@ -363,10 +363,11 @@ def _trust_config(file: Path | None, setting: str, *, offline: bool = False) -> 
         try:
             return ClientTrustConfig.production(offline=offline)
         except Exception as error:  # the library has no common base for its errors
-            reason = error.__cause__ or error
+            cause = error.__cause__ or error
+            reason = str(cause)[:200] or type(cause).__name__
             raise Refused(
                 setting,
-                found=f"the trusted root of the public instance of sigstore cannot be updated: {str(reason)[:200]}",
+                found=f"the trusted root of the public instance of sigstore cannot be updated: {reason}",
                 expected="an answer from sigstore's TUF repository",
                 remedy="run again later; to verify without a network, pass --offline or --trust-config",
             ) from None
