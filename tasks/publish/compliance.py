@@ -24,6 +24,7 @@ from mergegate.tasks.report import ReportContent
 _GENERAL_PURPOSE = 1e23  # indicative criterion of the guidelines for a general-purpose model
 _ACT = "https://eur-lex.europa.eu/eli/reg/2024/1689/oj"
 _GUIDELINES = "https://digital-strategy.ec.europa.eu/en/policies/guidelines-gpai-providers"
+_USES = {"Intended use": "intended_use", "Out of scope": "out_of_scope", "Known limits": "limits"}
 _NOT_STATED = "not stated by the publisher"
 _DISCLAIMER = (
     "**This sheet is not legal advice.** mergegate computed each fact, or copied it from the source that is named next "
@@ -32,13 +33,13 @@ _DISCLAIMER = (
 )
 _LAW = f"""Sources of the requirements:
 
-* [Regulation (EU) 2024/1689]({_ACT}) (AI Act), as amended. Article 53 requires technical documentation, a policy on
-  copyright, and a public summary of the training content from providers of general-purpose models. The last two apply
-  to open models, too. Article 55 has further requirements for models with systemic risk.
-* [Guidelines of the Commission on general-purpose models]({_GUIDELINES}), C(2025) 5045 of 18 July 2025, adopted as
-  C(2025) 7719 of 19 November 2025, section "downstream modifiers". They are not binding. The amount of computation is
-  an indicative criterion: what counts is whether the modification changes the generality, the capabilities or the
-  systemic risk of the model significantly."""
+* [Regulation (EU) 2024/1689]({_ACT}) (AI Act), as amended. Article 53 requires technical documentation, a policy on \
+copyright, and a public summary of the training content from providers of general-purpose models. The last two apply \
+to open models, too. Article 55 has further requirements for models with systemic risk.
+* [Guidelines of the Commission on general-purpose models]({_GUIDELINES}), C(2025) 5045 of 18 July 2025, adopted as \
+C(2025) 7719 of 19 November 2025, section "downstream modifiers". They are not binding. The amount of computation is \
+an indicative criterion: what counts is whether the modification changes the generality, the capabilities or the \
+systemic risk of the model significantly."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,6 @@ def compliance_section(facts: ReleaseFacts) -> str:
     threshold = ModificationThreshold.from_parents(originals)
     summaries = sum(bool(parent.training_summaries) for parent in originals)
     policies = sum(bool(parent.copyright_policies) for parent in originals)
-    use = " ".join(map(escape, facts.about.intended_use)) or f"{_NOT_STATED}."
     evaluation = "nothing was evaluated"
     if compute.evaluation_flop is not None:
         evaluation = f"at most {flop_text(compute.evaluation_flop)} operations"
@@ -121,9 +121,12 @@ def compliance_section(facts: ReleaseFacts) -> str:
         f"{flop_text(compute.merge_flop / threshold.flop)} of the threshold ({threshold.reason}).",
         f"* Evaluation, which is not part of the modification: {evaluation}. Energy of both: at most "
         f"{_kwh(compute.energy_kwh)} kWh.",
-        f"* Links in the cards of {len(originals)} parents: {summaries} with a summary of the training content, "
-        f"{policies} with a copyright policy.",
-        f"* Intended use: {use}",
+        f"* Cards of parents with a link to a summary of the training content: {summaries} of {len(originals)}; to a "
+        f"copyright policy: {policies} of {len(originals)}.",
+        *(
+            f"* {title}: {' '.join(map(escape, getattr(facts.about, field))) or f'{_NOT_STATED}.'}"
+            for title, field in _USES.items()
+        ),
     ]
     return (
         f"[{COMPLIANCE}]({COMPLIANCE}) has these facts with their sources, and lists what is missing. It is not legal "
@@ -152,7 +155,9 @@ def _modification(facts: ReleaseFacts, content: ReportContent) -> str:
     training = "none" if content.routers is None else "none, except for routers that were fitted on calibration texts"
     calibration = [data.name for data in facts.datasets if data.purpose == "calibration"]
     calibration += [part.name for part in compute.parts if part.name.endswith(PROMPTS)]
-    evaluation = "nothing was evaluated" if compute.evaluation_flop is None else flop_text(compute.evaluation_flop)
+    evaluation = "nothing was evaluated"
+    if compute.evaluation_flop is not None:
+        evaluation = f"at most {flop_text(compute.evaluation_flop)}"
     computation = "section Computation"
     rows = [
         ("what was modified", what, how),
@@ -164,7 +169,7 @@ def _modification(facts: ReleaseFacts, content: ReportContent) -> str:
         ("number formats", escape(", ".join(facts.dtypes)) or "unknown", weights),
         ("operations of the modification", f"at most {flop_text(compute.merge_flop)}", computation),
         ("threshold", f"{flop_text(threshold.flop)}: {threshold.reason}", "guidelines, see Requirements"),
-        ("operations relative to the threshold", flop_text(compute.merge_flop / threshold.flop), "quotient"),
+        ("share of the threshold", f"at most {flop_text(compute.merge_flop / threshold.flop)}", "quotient"),
         ("operations of the evaluation", evaluation, f"{computation}; not part of the modification"),
         ("energy", f"at most {_kwh(compute.energy_kwh)} kWh", computation),
     ]
@@ -185,7 +190,8 @@ def _modification(facts: ReleaseFacts, content: ReportContent) -> str:
 def _parents(facts: ReleaseFacts) -> str:
     columns = ("model", "role", "license", "training compute", "summary of the training content", "copyright policy")
     groups: dict[object, list[ParentFacts]] = {}
-    for parent in (*(facts.parents if facts.ancestors else ()), *(facts.ancestors or facts.parents)):
+    originals = sorted(facts.ancestors or facts.parents, key=lambda parent: parent.role != "base")  # as in the card
+    for parent in (*(facts.parents if facts.ancestors else ()), *originals):
         # Checkpoints of a training run share one card.
         key = replace(parent, name="", identity="", cards=tuple(replace(card, model="") for card in parent.cards))
         groups.setdefault(key if parent.cards and not parent.url else parent, []).append(parent)
@@ -233,15 +239,11 @@ def _links(links: Sequence[DocumentLink]) -> str:
 
 
 def _uses(facts: ReleaseFacts) -> str:
-    about = facts.about
-    parts = []
-    for title, field, sentences in (
-        ("Intended use", "intended_use", about.intended_use),
-        ("Out of scope", "out_of_scope", about.out_of_scope),
-        ("Known limits", "limits", about.limits),
-    ):
-        parts.append(f"**{title}** (`publish.about.{field}`)\n\n{_bullets(map(escape, sentences), _NOT_STATED)}")
-    return "\n\n".join(parts)
+    return "\n\n".join(
+        f"**{title}** (`publish.about.{field}`)\n\n"
+        + _bullets(map(escape, getattr(facts.about, field)), f"{_NOT_STATED[0].upper()}{_NOT_STATED[1:]}.")
+        for title, field in _USES.items()
+    )
 
 
 def _evaluation(facts: ReleaseFacts, content: ReportContent) -> str:
@@ -278,7 +280,7 @@ def _computation(facts: ReleaseFacts) -> str:
             by_model.setdefault(part.model, []).append(part.flop)
     rows = [(escape(part.name), part.purpose, flop_text(part.flop)) for part in merges]
     rows += [
-        (f"evaluation of {escape(model)} ({len(flop)} tasks and texts)", "evaluation", flop_text(sum(flop)))
+        (f"evaluation of {escape(model)} ({len(flop)} tasks or texts)", "evaluation", flop_text(sum(flop)))
         for model, flop in by_model.items()
     ]
     rows.append(("all", "merge", flop_text(facts.compute.merge_flop)))
@@ -293,15 +295,16 @@ def _missing(facts: ReleaseFacts) -> Iterator[str]:
     about = facts.about
     if about.supplier is None:
         yield "Publisher: set `publish.about.supplier`."
-    for field in ("intended_use", "out_of_scope", "limits"):
+    for title, field in _USES.items():
         if not getattr(about, field):
-            yield f"{field.replace('_', ' ').capitalize()}: set `publish.about.{field}`."
+            yield f"{title}: set `publish.about.{field}`."
     if facts.parameters is None:
         yield "Number of parameters: the stored weights do not show it."
     if facts.compute.evaluation_flop is None:
         yield "Evaluation: no model was evaluated."
+    names_by_absent_facts: dict[str, list[str]] = {}
     for parent in {parent.cards or parent.name: parent for parent in facts.ancestors or facts.parents}.values():
-        absent = [
+        absent = ", ".join(
             name
             for name, value in (
                 ("license", parent.license),
@@ -312,9 +315,11 @@ def _missing(facts: ReleaseFacts) -> Iterator[str]:
                 ("energy or emissions of the training", parent.energy or parent.emissions),
             )
             if not value
-        ]
+        )
         if absent:
-            yield f"{escape(parent.name)}: {', '.join(absent)}."
+            names_by_absent_facts.setdefault(absent, []).append(escape(parent.name))
+    for absent, names in names_by_absent_facts.items():
+        yield f"{', '.join(names)}: {absent}."
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[str]] | Iterator[Sequence[str]]) -> str:

@@ -446,7 +446,7 @@ def _hyperparameters(config: Mapping[str, Any]) -> dict[str, int | float | str]:
             is_size = isinstance(value, int) and not isinstance(value, bool) and _SIZE_KEY.fullmatch(key)
             is_setting = key in _SETTING_KEYS and isinstance(value, int | float | str)
             if (is_size and not _NO_SIZES.fullmatch(key)) or is_setting:
-                found[key] = value if not isinstance(value, str | bool) else str(value)[:100]
+                found[key] = value[:100] if isinstance(value, str) else value
     return dict(sorted(found.items()))
 
 

@@ -171,7 +171,7 @@ class _Graph:
             "dataset_DatasetPackage",
             identifier,
             name=data.name,
-            description=f"Data for the {data.purpose}.{documents}",
+            description=f"Data for {data.purpose}.{documents}",
             software_packageVersion=data.digest,
             software_downloadLocation=address,
             software_primaryPurpose="data",

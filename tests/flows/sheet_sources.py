@@ -57,6 +57,9 @@ def require_correct_sheet(release: Path, profile: Path, merge_flop: tuple[float,
     named += [recipe["base_model"]] if recipe.get("base_model") else []
     rows = tables(sheet, "Parents")
     assert sorted(row[0] for row in rows) == sorted(set(named))
+    assert [row[0] for row in rows] == [
+        row[0] for row in tables((release / "README.md").read_text(), "How it was made")
+    ]
     for row in rows:
         paths = row[0].split("+")
         cards = [(recipe_directory / path / "README.md").read_bytes() for path in paths]
@@ -72,7 +75,7 @@ def require_correct_sheet(release: Path, profile: Path, merge_flop: tuple[float,
     flop = number(facts["operations of the modification"])
     assert merge_flop[0] <= flop <= merge_flop[1]
     assert facts["threshold"].startswith("3.3 · 10^22: a third of 10^23, because")
-    assert math.isclose(number(facts["operations relative to the threshold"]), flop / (1e23 / 3), rel_tol=0.1)
+    assert math.isclose(number(facts["share of the threshold"]), flop / (1e23 / 3), rel_tol=0.1)
 
     # Evaluation: the evidence has one row per document and model.
     outcomes = pq.read_table(release / "evidence" / "outcomes.parquet").to_pylist()
@@ -102,7 +105,7 @@ def require_correct_sheet(release: Path, profile: Path, merge_flop: tuple[float,
     for field in ("intended_use", "out_of_scope", "limits"):
         text = sheet.partition(f"(`publish.about.{field}`)\n\n")[2].partition("\n\n")[0]
         stated = [re.sub(r"\\(.)", r"\1", line.removeprefix("* ")) for line in text.splitlines()]
-        assert stated == about.get(field, ["not stated by the publisher"])
+        assert stated == about.get(field, ["Not stated by the publisher."])
 
 
 def escaped(text: str) -> str:

@@ -87,16 +87,17 @@ def test_statements_of_the_publisher_are_shown_literally(tmp_path: Path) -> None
     assert "| name | ACME \\<b\\>\\& Sons | `publish.about` |" in sheet
     assert "* Answer questions \\| in chats." in sheet
     assert "* It was \\*not\\* tested in French." in sheet
-    assert "**Out of scope** (`publish.about.out_of_scope`)\n\nnot stated by the publisher" in sheet
+    assert "**Out of scope** (`publish.about.out_of_scope`)\n\nNot stated by the publisher." in sheet
     assert "* Out of scope: set `publish.about.out_of_scope`." in sheet
-    assert "* Limits: set" not in sheet
+    assert "* Known limits: set" not in sheet
 
 
 def test_facts_without_a_source_are_listed_as_missing(tmp_path: Path) -> None:
     missing = texts(publishable(tmp_path).parts)["COMPLIANCE.md"].partition("## Missing facts")[2].partition("## ")[0]
-    for fact in ("Publisher:", "Intended use:", "Out of scope:", "Limits:", "Evaluation:"):
+    for fact in ("Publisher:", "Intended use:", "Out of scope:", "Known limits:", "Evaluation:"):
         assert f"* {fact}" in missing
-    assert "* ../models/local\\_one: training compute, summary of the training content, copyright policy" in missing
+    both = "acme/general@main, ../models/local\\_one"
+    assert f"* {both}: training compute, summary of the training content, copyright policy" in missing
 
 
 def test_the_license_table_is_that_of_the_card(tmp_path: Path) -> None:
@@ -161,7 +162,7 @@ def test_the_sheet_says_on_which_side_of_the_threshold_the_modification_is(sampl
     below, above = (sheet_of(replace_parents(sample_facts, each)) for each in (small, large))
     assert "is below the indicative threshold" in below
     assert "is **above** the indicative threshold" in above
-    assert "| operations relative to the threshold | 3.0 · 10^0 | quotient |" in above
+    assert "| share of the threshold | at most 3.0 · 10^0 | quotient |" in above
     assert "| threshold | 2.0 · 10^22: a third of 6.0 · 10^22 for m (publish.about) |" in below
     summary = compliance_section(replace_parents(sample_facts, small))
     assert "of the threshold (a third of 6.0 · 10^22 for m (publish.about))." in summary
