@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from gate_samples import PARENT, part, read, worse
-from release_samples import COMMIT, VALIDATORS, needs_cyclonedx, publishable, stored
+from release_samples import COMMIT, VALIDATORS, needs_validators, publishable, stored
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.evaluation.document_scores import DocumentScore
@@ -205,7 +205,7 @@ def exported(request: pytest.FixtureRequest, exports: dict[int, tuple[Path, Path
     return exports[request.param]
 
 
-@needs_cyclonedx
+@needs_validators
 def test_the_real_libraries_read_every_score_bit_for_bit(exports: dict[int, tuple[Path, Path]]) -> None:
     found = checked([out for _, out in exports.values()])
     for (release, _), contents in zip(exports.values(), found, strict=True):
