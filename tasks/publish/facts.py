@@ -26,7 +26,7 @@ from mergegate.tasks.publish.content import ReleaseFile
 from mergegate.tasks.publish.parent_facts import ParentFacts, parent_facts
 from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.public_names import PublicNames
-from mergegate.tasks.publish.release_compute import GGUF, SAFETENSORS, merged_config, read_config, variant_compute
+from mergegate.tasks.publish.release_compute import GGUF, SAFETENSORS, merged_config, readable_config, variant_compute
 from mergegate.tasks.publish.settings import AboutRelease, Supplier
 from mergegate.tasks.publish.targets.contract import PublishTarget
 from mergegate.tasks.report import ReportContent
@@ -164,7 +164,7 @@ def variant_facts(
     for file in weights:
         assert isinstance(file.source, Path)
         if file.name.endswith("config.json"):
-            config = config or read_config(file.source.parent)
+            config = config or readable_config(file.source.parent)
     with suppress(InvalidInput):
         shards = [file for file in next(iter(files.values()), ()) if file.name.endswith(GGUF)]
         for file in shards:
@@ -173,7 +173,7 @@ def variant_facts(
             config = config or {"model_type": header.metadata.get("general.architecture", "")}
             parameters = (parameters or 0) + sum(math.prod(tensor.shape) for tensor in header.tensors)
     donor = next((parent for parent in pinned_recipe.parents if parent.ref == str(pinned_recipe.recipe.donor)), None)
-    own_config = read_config(donor.directory) if donor else {}
+    own_config = readable_config(donor.directory) if donor else {}
     config = {**own_config, **config}
     types: dict[str, int] = {}
     for verdict in published:

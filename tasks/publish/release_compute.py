@@ -95,7 +95,7 @@ def merge_compute(
 
 def variant_compute(
     content: ReportContent,
-    published: Sequence[VariantVerdict],
+    verdicts: Sequence[VariantVerdict],
     size: NetworkDimensions,
     calibration: CalibrationSettings | None,
 ) -> ComputeEstimate:
@@ -104,7 +104,7 @@ def variant_compute(
     ``size`` is that of the merge. ``calibration`` describes the text that the quantizer reads.
     """
     parts: list[ComputePart] = []
-    for verdict in published:
+    for verdict in verdicts:
         nbytes = float(verdict.record.bytes) if verdict.record else 0.0
         parts.append(quantization_part(f"quantization to {verdict.type}", nbytes))
         if verdict.record and verdict.record.calibration and calibration:
@@ -182,7 +182,7 @@ def _calibration(
 
 def _network_size(parent: PinnedCheckpoint) -> NetworkDimensions:
     """Return the sizes of a parent with its adapter, or an upper bound from the size of its files."""
-    config = read_config(parent.directory)
+    config = readable_config(parent.directory)
     try:
         checkpoint = parent.open()
         numbers = sum(tensor.numel for tensor in checkpoint.tensors.values())
@@ -195,13 +195,13 @@ def _network_size(parent: PinnedCheckpoint) -> NetworkDimensions:
 
 def merged_config(pinned_recipe: PinnedRecipe, merge: Artifact[MergeSummary]) -> dict[str, Any]:
     """Return the configuration of the merged model. That of an adapter includes the one of its base model."""
-    config = read_config(merge.directory)
+    config = readable_config(merge.directory)
     if pinned_recipe.recipe.output:
-        config |= read_config(next(parent for parent in pinned_recipe.parents if parent.adapter).directory)
+        config |= readable_config(next(parent for parent in pinned_recipe.parents if parent.adapter).directory)
     return config
 
 
-def read_config(directory: Path) -> dict[str, Any]:
+def readable_config(directory: Path) -> dict[str, Any]:
     """Return the configurations of a model and of an adapter, or an empty mapping if they cannot be read."""
     config: dict[str, Any] = {}
     for name in ("adapter_config.json", "config.json"):
