@@ -221,9 +221,7 @@ def merge_bill(
         license=str(license.get("license_name") or license.get("license") or ""),
         task=content.kind.pipeline_tag or "",
         metrics=tuple(metrics),
-        thresholds={
-            guard.task: f"drop of at most {guard.max_drop:g} points from {guard.reference}" for guard in guards
-        },
+        thresholds={guard.task: _threshold(guard) for guard in guards},
         tradeoffs=tuple(guard.reason for guard in guards),
         limits=_limits(content, facts),
         variant_types=(),

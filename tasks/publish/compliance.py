@@ -17,8 +17,9 @@ from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation
 from mergegate.tasks.publish.card import license_section
 from mergegate.tasks.publish.card_scores import escape, untested_sentence
 from mergegate.tasks.publish.content import COMPLIANCE, RECIPE
-from mergegate.tasks.publish.facts import PROMPTS, ReleaseFacts
+from mergegate.tasks.publish.facts import ReleaseFacts
 from mergegate.tasks.publish.parent_facts import DocumentLink, ParentFacts
+from mergegate.tasks.publish.release_compute import PROMPTS
 from mergegate.tasks.report import ReportContent
 
 _GENERAL_PURPOSE = 1e23  # indicative criterion of the guidelines for a general-purpose model
@@ -135,7 +136,7 @@ def compliance_section(facts: ReleaseFacts) -> str:
 
 
 def _publisher(facts: ReleaseFacts) -> Iterator[tuple[str, ...]]:
-    supplier, source = facts.about.supplier, _code(facts.supplier_source or "publish.about")
+    supplier, source = facts.about.supplier, f"`{facts.supplier_source or 'publish.about'}`"
     yield "name", escape(supplier.name) if supplier else _NOT_STATED, source
     if supplier and supplier.url:
         yield "web page", escape(supplier.url), source
@@ -330,10 +331,6 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]] | Iterator[Sequ
 
 def _bullets(lines: Sequence[str] | Iterator[str], default: str) -> str:
     return "\n".join(f"* {line}" for line in lines) or default
-
-
-def _code(text: str) -> str:
-    return f"`{text}`"
 
 
 def _kwh(value: float) -> str:

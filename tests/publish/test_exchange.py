@@ -17,7 +17,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from gate_samples import PARENT, part, read, worse
-from release_samples import COMMIT, VALIDATORS, needs_cyclonedx, publishable, stored
+from release_samples import COMMIT, VALIDATORS, needs_validators, publishable, stored
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.evaluation.document_scores import DocumentScore
@@ -28,7 +28,6 @@ from mergegate.tasks.perplexity.settings import DriftLimits
 from mergegate.tasks.publish.content import SUMS, checksums_text, content_version, written_file
 from mergegate.tasks.publish.exchange import EXPORT_FORMATS, exported_files, read_release_results
 from mergegate.tasks.publish.releases import check_release
-from mergegate.tasks.publish.stage import ReleaseParts
 from mergegate.tasks.publish.targets import find_release
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 
@@ -157,8 +156,7 @@ def random_release(root: Path, seed: int) -> Path:
     contents = {name.replace(".", "__"): (root / "evidence" / name).read_bytes() for name in names}
     sample = publishable(root / "sample")
     artifact = stored("evidence", root / "stored", summary, **contents)
-    inputs_of_release = (sample.content, sample.pinned, sample.numerics, sample.license, sample.merged, sample.report)
-    files = ReleaseParts(*inputs_of_release, artifact).files(DirectoryTarget(path=root))
+    files = sample.parts._replace(evidence=artifact).files(DirectoryTarget(path=root))
     files.append(written_file(SUMS, checksums_text({file.name: file.sha256 for file in files})))
     release = root / content_version(files)
     for file in files:
@@ -205,7 +203,7 @@ def exported(request: pytest.FixtureRequest, exports: dict[int, tuple[Path, Path
     return exports[request.param]
 
 
-@needs_cyclonedx
+@needs_validators
 def test_the_real_libraries_read_every_score_bit_for_bit(exports: dict[int, tuple[Path, Path]]) -> None:
     found = checked([out for _, out in exports.values()])
     for (release, _), contents in zip(exports.values(), found, strict=True):
