@@ -10,6 +10,7 @@ context and width of the attention.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -229,8 +230,8 @@ def estimate_compute(parts: Sequence[ComputePart], device: str, notes: Sequence[
         "width of the attention. All experts of a mixture count.",
         f"Tasks: every request counts the whole context. A task that compares given answers counts {_REQUESTS} "
         "requests per document. Held-out text counts three times, because windows overlap and batches are padded.",
-        f"Energy: {rate:.0e} operations per joule, {_JOULE_PER_BYTE:.0e} joule per byte that is read or written, and "
-        f"{_JOULE_PER_START / 1000:g} kJ for each part, for the whole machine.",
+        f"Energy of the whole machine: 10^{math.log10(rate):g} operations per joule, {_JOULE_PER_BYTE * 1e6:g} kJ per "
+        f"GB that is read or written, and {_JOULE_PER_START / 1000:g} kJ for each part.",
         "Recipes and trials that were not released are not counted.",
         *notes,
     ]
