@@ -205,6 +205,7 @@ def exported(request: pytest.FixtureRequest, exports: dict[int, tuple[Path, Path
 
 
 @needs_validators
+@pytest.mark.slow  # the libraries need 8 s to load
 def test_the_real_libraries_read_every_score_bit_for_bit(exports: dict[int, tuple[Path, Path]]) -> None:
     found = checked([out for _, out in exports.values()])
     for (release, _), contents in zip(exports.values(), found, strict=True):
