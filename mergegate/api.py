@@ -364,8 +364,8 @@ def verify(
         key: Public key (EC P-256, PEM) that must have signed the release. Default: its signature is not checked.
         verdict: Whether to decide again from the outcomes in the release and compare the verdicts.
         merge: Release of the merge that quantized variants were made from. Default: the one next to them.
-        identity: Identity that must have signed the release without a key, exactly as in the certificate. Default: the
-            keyless signature is not checked.
+        identity: Identity that must have created the keyless signature, exactly as in the certificate. Default: the
+            signature is not checked.
         issuer: OIDC issuer that must have confirmed ``identity``. Both are required together.
         trust_config: Sigstore's client trust configuration of a private instance. Default: the public instance.
         offline: Whether to use the stored trusted root of the public instance without updating it.

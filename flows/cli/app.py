@@ -198,7 +198,7 @@ _PANELS: Mapping[str, Mapping[str, Entry]] = {
         ),
         "export": Entry(
             "export",
-            "Write the results in a release in the format of another tool.",
+            "Export the results in a release to the format of another tool.",
             (
                 "mergegate export releases/demo/latest --format inspect --output logs",
                 "mergegate export acme/model --format every-eval-ever --output results",

@@ -32,8 +32,8 @@ def export_command(
     format: Annotated[
         ExportFormat,
         typer.Option(
-            help="inspect: logs of inspect_ai. every-eval-ever: records in the schema of Every Eval Ever, in the "
-            "layout of its data store.",
+            help="inspect for logs of inspect_ai, or every-eval-ever for records in the schema of Every Eval Ever, in "
+            "the layout of its data store.",
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", parser=local_path, help="Directory to create.")],
@@ -46,10 +46,10 @@ def export_command(
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Write the results in a release in the format of another tool.
+    """Export the results in a release to the format of another tool.
 
     mergegate verifies the release first. The export has the scores of all models in its evidence, by document, without
-    texts. It states the time of the export, because a release contains no dates.
+    texts. Its date is the time of the export, because a release contains none.
     """
     with command_context(as_json) as console:
         from mergegate.tasks.publish.exchange import exported_files, read_release_results

@@ -46,7 +46,7 @@ def verify_command(
     identity: Annotated[
         str | None,
         typer.Option(
-            metavar="ID", help="Identity that must have signed it without a key, exactly as in the certificate."
+            metavar="ID", help="Identity that must have created the keyless signature, exactly as in the certificate."
         ),
     ] = None,
     issuer: Annotated[

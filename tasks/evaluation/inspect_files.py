@@ -340,7 +340,9 @@ class _EvalLog:
             location = f"{self._path}: {name!r:.200}"
             total += info.file_size
             if total > _MAX_TOTAL_BYTES:
-                raise InvalidInput(str(self._path), found=f"samples of over {_MAX_TOTAL_BYTES} bytes", expected="fewer")
+                raise InvalidInput(
+                    str(self._path), found="samples that are too large", expected=f"at most {_MAX_TOTAL_BYTES} bytes"
+                )
             match = _SAMPLE_NAME.fullmatch(name)
             if match is None:
                 raise InvalidInput(
@@ -383,7 +385,7 @@ class _EvalLog:
                 with self._zip.open(info) as member:
                     data = member.read(info.file_size + 1)
         if len(data) != info.file_size or zlib.crc32(data) != info.CRC:
-            raise InvalidInput(location, found="other bytes than the zip lists", remedy=DAMAGED)
+            raise InvalidInput(location, found="the bytes differ from their checksum in the zip", remedy=DAMAGED)
         return parse_json(data, location, bounds=bounds)
 
     def _decompress(self, info: zipfile.ZipInfo) -> bytes:

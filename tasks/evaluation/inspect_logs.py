@@ -362,8 +362,8 @@ def _combined_hashes(epochs: Mapping[int, SampleEvidence], document: int | str, 
     if len({*docs}) > 1 or len({*targets}) > 1:
         raise InvalidInput(
             f"{path}: sample {document!r:.80}",
-            found="another input or target in each epoch",
-            expected="the same sample in each epoch",
+            found="its epochs have different inputs or targets",
+            expected="the same input and target in each epoch",
             remedy=DAMAGED,
         )
     return docs[0], prompts[0] if len({*prompts}) == 1 else plain_digest(prompts), targets[0]

@@ -196,7 +196,7 @@ def require_equal_reductions(
                 ):
                     raise InvalidInput(
                         f"{path}: reductions of {metric.scorer:.80}",
-                        found=f"another score of sample {document!r:.80}",
+                        found=f"a different score of sample {document!r:.80}",
                         expected="the mean of the scores of the sample",
                         remedy=DAMAGED,
                     )

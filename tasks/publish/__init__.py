@@ -22,6 +22,7 @@ from mergegate.tasks.publish.keyless import Signer, SignerPolicy, expected_signe
 from mergegate.tasks.publish.license_files import state_license_files
 from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.public_names import PublicNames, recipe_paths
+from mergegate.tasks.publish.release_compute import merge_compute
 from mergegate.tasks.publish.settings import ApprovalSettings
 from mergegate.tasks.publish.signature import public_key, read_signature
 from mergegate.tasks.publish.stage import (
@@ -66,6 +67,7 @@ __all__ = [
     "escape",
     "expected_signer",
     "joint_digest",
+    "merge_compute",
     "parse_checksums",
     "pending_release",
     "public_key",

@@ -217,7 +217,7 @@ def merge_bill(
     return BillContent(
         facts=facts,
         files=tuple(sorted(files, key=lambda file: file.name)),
-        description=f"A merge made without training: {content.method}.",
+        description=f"A merge, computed without training: {content.method}.",
         license=str(license.get("license_name") or license.get("license") or ""),
         task=content.kind.pipeline_tag or "",
         metrics=tuple(metrics),

@@ -137,7 +137,7 @@ def signature_options(keyless: SigstoreSettings | None, *, has_key: bool) -> str
 
 
 def signature_note(keyless: SigstoreSettings | None, *, has_key: bool) -> str:
-    """Return the sentence that says where the values of those options come from, or an empty string."""
+    """Return a sentence that says where to get the values of those options, or an empty string."""
     parts = ["the public key"] if has_key else []
     parts += ["the identity (ID) and issuer (URL) of the signer"] if keyless else []
     parts += ["the trust configuration (FILE)"] if keyless and keyless.trust_config else []

@@ -1,11 +1,11 @@
 """Write the compliance sheet of a release: what was modified and how, its parents, licenses, uses and tests.
 
-The sheet collects what the AI Act (Regulation (EU) 2024/1689) expects a modifier of a general-purpose model to record.
-Each fact has a source, and each missing fact is listed. The sheet draws no legal conclusion.
+The sheet collects facts that a modifier of a general-purpose model may need under the AI Act (Regulation (EU)
+2024/1689). Each fact has a source, and each missing fact is listed. The sheet draws no legal conclusion.
 
 The Commission's guidelines name an indicative criterion: a modifier becomes the provider of a general-purpose model if
-the modification takes more than a third of the training compute of the original model. If the modifier cannot know that
-number, a third of 10^23 operations replaces it, and a third of 10^25 for models with systemic risk.
+the modification takes more than a third of the training compute of the original model. If that number cannot be known
+or estimated, a third of 10^23 operations is the threshold, and a third of 10^25 for models with systemic risk.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation
 from mergegate.tasks.publish.card import license_section
 from mergegate.tasks.publish.card_scores import escape, untested_sentence
 from mergegate.tasks.publish.content import COMPLIANCE, RECIPE
-from mergegate.tasks.publish.facts import PROMPTS, ReleaseFacts
+from mergegate.tasks.publish.facts import ReleaseFacts
 from mergegate.tasks.publish.parent_facts import DocumentLink, ParentFacts
+from mergegate.tasks.publish.release_compute import PROMPTS
 from mergegate.tasks.report import ReportContent
 
 _GENERAL_PURPOSE = 1e23  # indicative criterion of the guidelines for a general-purpose model
@@ -31,15 +32,18 @@ _DISCLAIMER = (
     "to it. mergegate did not check the statements of the publisher and of the providers of the parents, and did not "
     "open any link."
 )
-_LAW = f"""Sources of the requirements:
+_LAW = f"""mergegate does not decide whether these requirements apply to this release or to its publisher.
 
-* [Regulation (EU) 2024/1689]({_ACT}) (AI Act), as amended. Article 53 requires technical documentation, a policy on \
-copyright, and a public summary of the training content from providers of general-purpose models. The last two apply \
-to open models, too. Article 55 has further requirements for models with systemic risk.
+* [Regulation (EU) 2024/1689]({_ACT}) (AI Act), as amended. Article 53 requires from providers of general-purpose \
+models technical documentation, information for providers who integrate the model, a policy on copyright, and a public \
+summary of the training content. Models under a free and open-source license are exempt from the first two under the \
+conditions of Article 53(2), but not from the last two. Article 55 has further requirements for models with systemic \
+risk.
 * [Guidelines of the Commission on general-purpose models]({_GUIDELINES}), C(2025) 5045 of 18 July 2025, adopted as \
-C(2025) 7719 of 19 November 2025, section "downstream modifiers". They are not binding. The amount of computation is \
-an indicative criterion: what counts is whether the modification changes the generality, the capabilities or the \
-systemic risk of the model significantly."""
+C(2025) 7719 of 19 November 2025, on downstream modifiers. They are not binding. What counts is whether the \
+modification changes the generality, the capabilities or the systemic risk of the model significantly. The indicative \
+criterion is that the training compute of the modification is greater than a third of that of the original model. This \
+sheet counts all operations of the modification, whether they train or not."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class ModificationThreshold:
 
     @classmethod
     def from_parents(cls, parents: Sequence[ParentFacts]) -> ModificationThreshold:
-        """Return the smallest threshold of all parents. A parent without a known training compute has the fallback."""
+        """Return the smallest threshold of all parents. For an unknown training compute, a third of 10^23 counts."""
         known = [parent for parent in parents if parent.training_compute is not None]
         smallest = min(known, key=lambda parent: parent.training_compute or 0.0, default=None)
         unknown = len(parents) - len(known)
@@ -121,7 +125,7 @@ def compliance_section(facts: ReleaseFacts) -> str:
         f"{flop_text(compute.merge_flop / threshold.flop)} of the threshold ({threshold.reason}).",
         f"* Evaluation, which is not part of the modification: {evaluation}. Energy of both: at most "
         f"{_kwh(compute.energy_kwh)} kWh.",
-        f"* Cards of parents with a link to a summary of the training content: {summaries} of {len(originals)}; to a "
+        f"* Parents whose card links to a summary of the training content: {summaries} of {len(originals)}; to a "
         f"copyright policy: {policies} of {len(originals)}.",
         *(
             f"* {title}: {' '.join(map(escape, getattr(facts.about, field))) or f'{_NOT_STATED}.'}"
@@ -135,7 +139,7 @@ def compliance_section(facts: ReleaseFacts) -> str:
 
 
 def _publisher(facts: ReleaseFacts) -> Iterator[tuple[str, ...]]:
-    supplier, source = facts.about.supplier, _code(facts.supplier_source or "publish.about")
+    supplier, source = facts.about.supplier, f"`{facts.supplier_source or 'publish.about'}`"
     yield "name", escape(supplier.name) if supplier else _NOT_STATED, source
     if supplier and supplier.url:
         yield "web page", escape(supplier.url), source
@@ -171,13 +175,13 @@ def _modification(facts: ReleaseFacts, content: ReportContent) -> str:
         ("threshold", f"{flop_text(threshold.flop)}: {threshold.reason}", "guidelines, see Requirements"),
         ("share of the threshold", f"at most {flop_text(compute.merge_flop / threshold.flop)}", "quotient"),
         ("operations of the evaluation", evaluation, f"{computation}; not part of the modification"),
-        ("energy", f"at most {_kwh(compute.energy_kwh)} kWh", computation),
+        ("energy of modification and evaluation", f"at most {_kwh(compute.energy_kwh)} kWh", computation),
     ]
     verdict = "below" if compute.merge_flop < threshold.flop else "**above**"
     notes = [_table(("fact", "value", "source"), rows)]
     notes.append(
-        f"The computation of the modification is {verdict} the indicative threshold. It is an upper bound, so the true "
-        "number is smaller."
+        f"The upper bound of the operations is {verdict} the indicative threshold. The true number is smaller than the "
+        "bound."
     )
     if is_variant:
         notes.append(
@@ -229,7 +233,7 @@ def _parents(facts: ReleaseFacts) -> str:
         details.append(f"{name}: " + "; ".join(lines) + ".")
     text = (
         "The links are those in the cards of the models. mergegate found them by their words, so a document with "
-        "another name is missing here. The training data are the field `datasets` of each card."
+        "another name is missing here. The training data is the field `datasets` of each card."
     )
     return "\n\n".join([_table(columns, rows), text, _bullets(details, "")])
 
@@ -330,10 +334,6 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]] | Iterator[Sequ
 
 def _bullets(lines: Sequence[str] | Iterator[str], default: str) -> str:
     return "\n".join(f"* {line}" for line in lines) or default
-
-
-def _code(text: str) -> str:
-    return f"`{text}`"
 
 
 def _kwh(value: float) -> str:

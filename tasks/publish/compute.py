@@ -230,9 +230,9 @@ def estimate_compute(parts: Sequence[ComputePart], device: str, notes: Sequence[
         "width of the attention. All experts of a mixture count.",
         f"Tasks: every request counts the whole context. A task that compares given answers counts {_REQUESTS} "
         "requests per document. Held-out text counts three times, because windows overlap and batches are padded.",
-        f"Energy: 10^{math.log10(rate):g} operations per joule, 10^{math.log10(_JOULE_PER_BYTE):g} joule per byte that "
-        f"is read or written, and {_JOULE_PER_START / 1000:g} kJ for each step of the merge and each model and task or "
-        "text, for the whole machine.",
+        f"Energy of the whole machine: 10^{math.log10(rate):g} operations per joule, {_JOULE_PER_BYTE * 1e6:g} kJ per "
+        f"GB that is read or written, and {_JOULE_PER_START / 1000:g} kJ for each step of the merge, and for each "
+        "model and task or text.",
         "Recipes and trials that were not released are not counted.",
         *notes,
     ]

@@ -7,51 +7,32 @@ same facts, so they contain no dates and no measured times.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mergegate.merge_core import Recipe, plan_merge
 from mergegate.merge_core.checkpoint import config_parts, read_gguf_header, read_header
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import read_json
-from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe
+from mergegate.tasks.checkpoints import PinnedRecipe
 from mergegate.tasks.evaluation import Scores
-from mergegate.tasks.merge import MergeSummary, Numerics, pin_calibration_texts
+from mergegate.tasks.merge import MergeSummary
 from mergegate.tasks.preflight.licenses import LicenseVerdict
-from mergegate.tasks.publish.compute import (
-    ComputeEstimate,
-    ComputePart,
-    NetworkDimensions,
-    adapter_part,
-    calibration_part,
-    estimate_compute,
-    perplexity_part,
-    plan_parts,
-    quantization_part,
-    task_part,
-)
+from mergegate.tasks.publish.compute import ComputeEstimate, NetworkDimensions
 from mergegate.tasks.publish.content import ReleaseFile
 from mergegate.tasks.publish.parent_facts import ParentFacts, parent_facts
 from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.public_names import PublicNames
+from mergegate.tasks.publish.release_compute import GGUF, SAFETENSORS, merged_config, readable_config, variant_compute
 from mergegate.tasks.publish.settings import AboutRelease, Supplier
 from mergegate.tasks.publish.targets.contract import PublishTarget
 from mergegate.tasks.report import ReportContent
-from mergegate.tasks.stage import store
 from mergegate.tasks.store import Artifact
-from mergegate.tasks.variants import CalibrationSettings, VariantVerdict
+from mergegate.tasks.variants import CalibrationSettings
 
-_SAFETENSORS, _GGUF = ".safetensors", ".gguf"
-PROMPTS = "prompts of the recipe for the routers"  # end of the name of a part
-_VARIANT_NOTES = (
-    "The computation of the merge is in the sheet of its release.",
-    "Quantization: 10,000 operations per weight. Each weight takes at least one bit.",
-)
-_SPECIAL_TOKENS = 8  # tokens that a tokenizer adds to a prompt, at most
 # Keys of a configuration that are sizes, and those that are settings of the network.
 _SIZE_KEY = re.compile(r"(num|n|max|d)_[a-z0-9_]+|[a-z0-9_]+_(size|dim|rank|layers|heads|experts|window|embd)|r")
 _SETTING_KEYS = ("hidden_act", "rope_theta", "lora_alpha", "tie_word_embeddings")
@@ -119,22 +100,19 @@ class ReleaseFacts:
 def release_facts(
     content: ReportContent,
     pinned_recipe: PinnedRecipe,
-    numerics: Numerics,
     license: LicenseVerdict,
     merge: Artifact[MergeSummary],
+    compute: ComputeEstimate,
     target: PublishTarget,
     names: PublicNames,
     held_out: DatasetFacts | None = None,
 ) -> ReleaseFacts:
     """Return the facts about the release of a merge.
 
-    ``content`` and ``license`` have public names. ``held_out`` identifies the held-out text, if there is one.
+    ``content`` and ``license`` have public names. ``compute`` is the value of ``merge_compute``. ``held_out``
+    identifies the held-out text, if there is one.
     """
-    is_adapter = pinned_recipe.recipe.output is not None
-    config = _read_config(merge.directory)
-    if is_adapter:
-        base = next(parent for parent in pinned_recipe.parents if parent.adapter)
-        config = {**config, **_read_config(base.directory)}
+    config = merged_config(pinned_recipe, merge)
     about, source = _statements(target, names)
     likelihoods = next((model.likelihoods for model in content.models if model.likelihoods), None)
     datasets = [
@@ -159,7 +137,7 @@ def release_facts(
         method=content.method,
         parents=_parents(content, pinned_recipe, license, about, names),
         datasets=tuple(datasets),
-        compute=_compute(content, pinned_recipe, numerics, merge, config, names),
+        compute=compute,
     )
 
 
@@ -186,36 +164,28 @@ def variant_facts(
     for file in weights:
         assert isinstance(file.source, Path)
         if file.name.endswith("config.json"):
-            config = config or _read_config(file.source.parent)
+            config = config or readable_config(file.source.parent)
     with suppress(InvalidInput):
-        shards = [file for file in next(iter(files.values()), ()) if file.name.endswith(_GGUF)]
+        shards = [file for file in next(iter(files.values()), ()) if file.name.endswith(GGUF)]
         for file in shards:
             assert isinstance(file.source, Path)
             header = read_gguf_header(file.source)
             config = config or {"model_type": header.metadata.get("general.architecture", "")}
-            parameters = (parameters or 0) + sum(_product(tensor.shape) for tensor in header.tensors)
+            parameters = (parameters or 0) + sum(math.prod(tensor.shape) for tensor in header.tensors)
     donor = next((parent for parent in pinned_recipe.parents if parent.ref == str(pinned_recipe.recipe.donor)), None)
-    own_config = _read_config(donor.directory) if donor else {}
+    own_config = readable_config(donor.directory) if donor else {}
     config = {**own_config, **config}
     types: dict[str, int] = {}
     for verdict in published:
         for name, count in (verdict.record.tensor_types if verdict.record else {}).items():
             types[name] = types.get(name, 0) + count
     about, source = _statements(target, names)
-    parts, datasets = list[ComputePart](), dict[DatasetFacts, None]()
     size = NetworkDimensions.from_config(config, parameters or 8 * sum(file.size for file in weights))
+    datasets: dict[DatasetFacts, None] = {}
     for verdict in published:
-        nbytes = float(verdict.record.bytes) if verdict.record else 0.0
-        parts.append(quantization_part(f"quantization to {verdict.type}", nbytes))
         if verdict.record and verdict.record.calibration and calibration:
             text = names.rename_text(str(calibration.documents))
-            tokens = calibration.samples * calibration.max_length
-            parts.append(calibration_part(f"calibration text: {verdict.type}", size, tokens / 2.0))
-            # GPTQ updates all columns of a row for each column.
-            parts.append(ComputePart("merge", f"GPTQ: {verdict.type}", 8.0 * nbytes * 8.0 * size.attention_width))
             datasets[DatasetFacts(text, "calibration", verdict.record.calibration)] = None
-        for model in (verdict.type, "merge"):
-            parts += _variant_evaluation(verdict, model, size, content)
         for guard in verdict.gate.all_guards if verdict.gate else ():
             datasets[DatasetFacts(guard.task, "evaluation", documents=guard.n)] = None
     if any(verdict.gate and verdict.gate.drift for verdict in published):
@@ -243,7 +213,7 @@ def variant_facts(
         method=content.method,
         parents=(parent,),
         datasets=tuple(datasets),
-        compute=estimate_compute(parts, "cpu", _VARIANT_NOTES),
+        compute=variant_compute(content, published, size, calibration),
         ancestors=_parents(content, pinned_recipe, license, about, names),
     )
 
@@ -302,135 +272,6 @@ def _held_out_data(held_out: DatasetFacts | None, documents: int) -> DatasetFact
     return DatasetFacts(name, "perplexity", digest, documents)
 
 
-def _compute(
-    content: ReportContent,
-    pinned_recipe: PinnedRecipe,
-    numerics: Numerics,
-    merge: Artifact[MergeSummary],
-    config: Mapping[str, Any],
-    names: PublicNames,
-) -> ComputeEstimate:
-    """Return the estimate for a merge and for the evaluation of the models in its report."""
-    public = {parent.ref: names.rename_text(parent.name) for parent in pinned_recipe.parents}
-    sizes = {public[parent.ref]: _network_size(parent) for parent in pinned_recipe.parents}
-    largest = max((size.parameters for size in sizes.values()), default=0)
-    merge_size = merge.value.parameters + (largest if pinned_recipe.recipe.output else 0)
-    own_size = NetworkDimensions.from_config(config, merge_size, merge.value.bytes_written)
-    parts, notes = list[ComputePart](), list[str]()
-    if pinned_recipe.recipe.output:
-        shapes = _adapted_shapes(merge.directory / name for name in merge.files)
-        inputs = sum(parent.adapter is not None for parent in pinned_recipe.parents)
-        parts.append(adapter_part(shapes, inputs, pinned_recipe.recipe.merge_method))
-    else:
-        try:
-            plan = plan_merge(pinned_recipe.recipe, {parent.ref: parent.open() for parent in pinned_recipe.parents})
-            parts += plan_parts(plan)
-        except InvalidInput:
-            # The bound of a method on whole matrices, if the parents cannot be read any more.
-            side = 4 * own_size.attention_width
-            shape, count = (merge_size // side + 1, side), len(pinned_recipe.parents)
-            bound = adapter_part([shape], count, pinned_recipe.recipe.merge_method)
-            parts.append(replace(bound, name=pinned_recipe.recipe.merge_method))
-            notes.append("The parents could not be read again, so the bound is that of a method on whole matrices.")
-    for document in (*pinned_recipe.recipe.steps, pinned_recipe.recipe):
-        parts += (reading := tuple(_calibration(document, public, sizes, own_size)))
-        if reading:
-            notes.append("Texts that models read for the merge: two tokens per byte, once for each layer.")
-    for model in content.models:
-        size = own_size if model.role == "merge" else sizes.get(model.name, own_size)
-        if model.likelihoods:
-            window = model.likelihoods.window or (content.windows.max_length if content.windows else None)
-            parts.append(perplexity_part(model.name, size, model.likelihoods.tokens, window))
-        if model.scores:
-            parts += _task_evaluation(model.name, model.scores, size, content)
-    return estimate_compute(parts, numerics.device, notes)
-
-
-def _task_evaluation(
-    model: str, scores: Scores, size: NetworkDimensions, content: ReportContent
-) -> Iterator[ComputePart]:
-    documents: dict[str, int] = {}
-    for score in scores.tasks:
-        documents[score.task] = max(score.n, documents.get(score.task, 0))
-    max_length = content.scoring.max_length if content.scoring else None
-    for task, count in documents.items():
-        ends = scores.ends.get(task)
-        answers = ends.answers + ends.regenerated if ends and ends.answers else None
-        yield task_part(model, task, size, count, answers=answers, max_length=max_length)
-
-
-def _variant_evaluation(
-    verdict: VariantVerdict, model: str, size: NetworkDimensions, content: ReportContent
-) -> Iterator[ComputePart]:
-    if (gate := verdict.gate) is None:
-        return
-    name = f"{model} for {verdict.type}" if model != verdict.type else model
-    max_length = content.scoring.max_length if content.scoring else None
-    for task in dict.fromkeys(guard.task for guard in gate.all_guards):
-        documents = max(guard.n for guard in gate.all_guards if guard.task == task)
-        yield task_part(name, task, size, documents, answers=None, max_length=max_length)
-    if gate.drift:
-        tokens = gate.drift.documents * size.context
-        yield perplexity_part(name, size, tokens, content.windows.max_length if content.windows else None)
-
-
-def _calibration(
-    document: Recipe, names: Mapping[str, str], sizes: Mapping[str, NetworkDimensions], merge_size: NetworkDimensions
-) -> Iterator[ComputePart]:
-    """Yield the computation of the models that read the calibration texts of one recipe document.
-
-    ``names`` holds the public name of each parent by its reference.
-    """
-    if (mixture := document.mixture) is not None and mixture.gate_mode.startswith("hidden"):
-        prompts = [
-            prompt for expert in (*mixture.experts, *mixture.shared) for prompt in (*expert.positive, *expert.negative)
-        ]
-        tokens = sum(len(prompt.encode()) + _SPECIAL_TOKENS for prompt in prompts)
-        network = sizes.get(names.get(str(document.base), ""), merge_size)
-        flop = network.flop(tokens)
-        yield ComputePart("merge", f"{len(prompts)} {PROMPTS}", flop, float(network.nbytes))
-    if not document.reads_texts or not document.texts:
-        return
-    importance = document.method.traits.reads_text == "importance"
-    for ref, text in pin_calibration_texts(document, store().hashes):
-        size = text.path.stat().st_size
-        if document.needs_statistics:
-            network = sizes.get(names[ref], merge_size)
-            yield calibration_part(
-                f"calibration text: {names[ref]}",
-                network,
-                size,
-                operations=6.0 if importance else 2.0,
-                window=document.reading.max_length,
-            )
-        if document.router_repair is not None:
-            yield calibration_part(
-                f"router repair: text of {names[ref]}", merge_size, size, window=document.reading.max_length
-            )
-
-
-def _network_size(parent: PinnedCheckpoint) -> NetworkDimensions:
-    """Return the sizes of a parent with its adapter, or an upper bound from the size of its files."""
-    config = _read_config(parent.directory)
-    try:
-        checkpoint = parent.open()
-        numbers = sum(tensor.numel for tensor in checkpoint.tensors.values())
-        return NetworkDimensions.from_config(config, numbers, checkpoint.nbytes)
-    except InvalidInput:
-        files = [file for file in parent.directory.glob("*.*") if file.suffix in (_SAFETENSORS, ".bin", _GGUF)]
-        size = sum(file.stat().st_size for file in files if file.is_file())
-        return NetworkDimensions.from_config(config, 2 * size, size)
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    """Return the configurations of a model and of an adapter, or an empty mapping if they cannot be read."""
-    config: dict[str, Any] = {}
-    for name in ("adapter_config.json", "config.json"):
-        with suppress(InvalidInput):
-            config |= read_json(directory / name)
-    return config
-
-
 def _architecture(config: Mapping[str, Any]) -> str:
     classes = config.get("architectures")
     return str(classes[0] or "") if isinstance(classes, list) and classes else ""
@@ -454,30 +295,8 @@ def _dtypes(files: Iterable[Path]) -> tuple[str, ...]:
     """Return the types in the headers of safetensors files, by the number of elements."""
     counts: dict[str, int] = {}
     for file in files:
-        if file.suffix == _SAFETENSORS:
+        if file.suffix == SAFETENSORS:
             with suppress(InvalidInput):
                 for tensor in read_header(file):
                     counts[tensor.dtype.code] = counts.get(tensor.dtype.code, 0) + tensor.numel
     return tuple(sorted(counts, key=lambda code: (-counts[code], code)))
-
-
-def _adapted_shapes(files: Iterable[Path]) -> Iterator[tuple[int, int]]:
-    """Yield the shape of each change in an adapter: rows of ``lora_B`` and columns of ``lora_A``."""
-    sides: dict[str, dict[str, tuple[int, ...]]] = {}
-    for file in files:
-        if file.suffix != _SAFETENSORS:
-            continue
-        with suppress(InvalidInput):
-            for tensor in read_header(file):
-                if match := re.match(r"(.+)\.lora_(?:embedding_)?([AB])(?:\.weight)?$", tensor.name):
-                    sides.setdefault(match[1], {})[match[2]] = tensor.shape
-    for pair in sides.values():
-        if {"A", "B"} <= pair.keys():
-            yield max(pair["B"]), max(pair["A"])
-
-
-def _product(shape: Sequence[int]) -> int:
-    size = 1
-    for length in shape:
-        size *= length
-    return size

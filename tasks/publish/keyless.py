@@ -12,8 +12,7 @@ log entry and the same in-toto statement as in ``model.sig``. ``model_signing ve
 The bytes of this signature differ at every signing. So no other file lists it, and ``content.content_digest`` ignores
 it. ``stage.publish`` uses a signature of the same files again, because a version never changes its content.
 
-The library ``sigstore`` signs and verifies. This module parses bundles itself, so that ``mergegate verify`` can tell
-without the library who claims to have signed a release.
+The library ``sigstore`` signs and verifies. ``sigstore_bundle`` parses bundles without it.
 """
 
 from __future__ import annotations
@@ -21,20 +20,17 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 import sys
 import time
 from base64 import urlsafe_b64decode
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from cryptography import x509
-from pydantic import Field
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.parsing import read_text
@@ -42,14 +38,11 @@ from mergegate.merge_core.wording import format_duration
 from mergegate.tasks.publish.content import KEYLESS_SIGNATURE
 from mergegate.tasks.publish.settings import SigstoreSettings
 from mergegate.tasks.publish.signature import (
-    Base64,
-    Envelope,
-    StrictBundle,
-    decode_base64,
     parse_bundle,
     read_statement,
     signed_statement,
 )
+from mergegate.tasks.publish.sigstore_bundle import SigstoreBundle
 
 if TYPE_CHECKING:
     from sigstore.models import ClientTrustConfig
@@ -59,9 +52,6 @@ TOKEN_VARIABLE = "SIGSTORE_ID_TOKEN"
 _GITHUB_ISSUER = "https://token.actions.githubusercontent.com"
 _PRODUCT_FILE = Path("/sys/class/dmi/id/product_name")  # names the cloud of a virtual machine
 _ISSUER = x509.ObjectIdentifier("1.3.6.1.4.1.57264.1.1")
-_NOTE = re.compile(
-    r"(?P<origin>\S[^\n]*)\n(?P<size>\d+)\n(?P<text>(?:[^\n]+\n)+)\n(?P<signatures>(?:[^\n ]+ [^\n ]+ [^\n ]+\n)+)"
-)
 _SETTING = "publish.sign"
 _HOW_TO = "docs/how-to/sign-and-verify.md"
 
@@ -99,7 +89,7 @@ class KeylessSignature:
     files: Mapping[str, str]  # name -> sha256, as signed
     signer: Signer  # as claimed by the certificate
     bundle: bytes
-    parsed: _Bundle
+    parsed: SigstoreBundle
 
     def require_signer(self, policy: SignerPolicy) -> None:
         """Verify the certificate chain, its SCT, the log entry, the signature, and who signed.
@@ -167,7 +157,7 @@ def read_keyless(bundle: bytes) -> KeylessSignature:
 
     Raise ValueError if the bundle is not a signature of this kind, or has unknown fields, which could hide a change.
     """
-    parsed = parse_bundle(_Bundle, bundle, "not a keyless signature that mergegate can read")
+    parsed = parse_bundle(SigstoreBundle, bundle, "not a keyless signature that mergegate can read")
     files = read_statement(parsed.dsse_envelope.payload)
     return KeylessSignature(files, _certified_signer(parsed.verification_material.certificate.x509()), bundle, parsed)
 
@@ -413,100 +403,3 @@ def _certified_signer(certificate: x509.Certificate) -> Signer:
         return Signer(identities[0], issuer.value.decode())
     except (ValueError, x509.ExtensionNotFound, x509.DuplicateExtension, x509.UnsupportedGeneralNameType) as error:
         raise ValueError(f"its certificate does not name one identity and its issuer: {str(error)[:200]}") from None
-
-
-_Number = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,18})$")]
-
-
-class _Certificate(StrictBundle):
-    raw_bytes: Base64
-
-    def x509(self) -> x509.Certificate:
-        """Return the certificate. Raise ValueError if it is malformed."""
-        try:
-            return x509.load_der_x509_certificate(self.raw_bytes)
-        except (ValueError, x509.InvalidVersion) as error:
-            raise ValueError(f"its certificate is malformed: {str(error)[:200]}") from None
-
-
-class _LogId(StrictBundle):
-    key_id: Base64
-
-
-class _KindVersion(StrictBundle):
-    kind: str
-    version: str
-
-
-class _Promise(StrictBundle):
-    signed_entry_timestamp: Base64
-
-
-class _Checkpoint(StrictBundle):
-    envelope: str
-
-
-class _Proof(StrictBundle):
-    log_index: _Number
-    root_hash: Base64
-    tree_size: _Number
-    hashes: tuple[Base64, ...]
-    checkpoint: _Checkpoint
-
-
-class _LogEntry(StrictBundle):
-    log_index: _Number
-    log_id: _LogId
-    kind_version: _KindVersion
-    integrated_time: _Number | None = None
-    inclusion_promise: _Promise | None = None
-    inclusion_proof: _Proof
-    canonicalized_body: Base64
-
-    @property
-    def time(self) -> datetime | None:
-        """Time at which the log recorded the entry, if it states one."""
-        try:
-            return datetime.fromtimestamp(int(self.integrated_time), UTC) if self.integrated_time else None
-        except (ValueError, OverflowError, OSError):
-            return None
-
-    def require_consistent(self) -> None:
-        """Raise ValueError if statements disagree that the library does not compare with signed ones."""
-        proof = self.inclusion_proof
-        note = _NOTE.fullmatch(proof.checkpoint.envelope)
-        if note is None:
-            raise ValueError("its checkpoint is not a signed note; expected one of the transparency log")
-        if note["size"] != proof.tree_size:
-            raise ValueError(f"its proof is for a log of {proof.tree_size} entries; expected {note['size']}, as signed")
-        own = [
-            signature
-            for dash, name, signature in (line.split(" ") for line in note["signatures"].splitlines())
-            if dash == "\N{EM DASH}" and name == note["origin"].split(" ")[0]
-        ]
-        if not any(decode_base64(signature)[:4] == self.log_id.key_id[:4] for signature in own):
-            raise ValueError("its checkpoint is not signed by the log of the entry; expected a signature of that log")
-        if (self.integrated_time is None) != (self.inclusion_promise is None):
-            raise ValueError("its log entry has a time without a promise; expected both or neither")
-        if self.inclusion_promise is None and self.log_index != proof.log_index:
-            raise ValueError(f"its log entry is number {self.log_index}; expected {proof.log_index}, as proven")
-
-
-class _Timestamp(StrictBundle):
-    signed_timestamp: Base64
-
-
-class _Timestamps(StrictBundle):
-    rfc3161_timestamps: tuple[_Timestamp, ...] = ()
-
-
-class _Material(StrictBundle):
-    certificate: _Certificate
-    tlog_entries: tuple[_LogEntry, ...] = ()
-    timestamp_verification_data: _Timestamps | None = None
-
-
-class _Bundle(StrictBundle):
-    media_type: Literal["application/vnd.dev.sigstore.bundle.v0.3+json"]
-    verification_material: _Material
-    dsse_envelope: Envelope

@@ -118,7 +118,7 @@ class PublishSettings(BaseModel):
     sign: Literal["sigstore"] | SigstoreSettings | None = Field(
         default=None,
         description="Keyless signature: sigstore, or {trust_config: FILE} for a private instance. mergegate uses the "
-        "identity of the CI job, or a browser. Default: no keyless signature.",
+        "identity of the CI job, or of a user who logs in with a browser. Default: no keyless signature.",
     )
     about: AboutRelease = Field(
         default_factory=AboutRelease,

@@ -32,6 +32,7 @@ from mergegate.tasks.publish.card import Publication, model_card
 from mergegate.tasks.publish.card_metadata import card_metadata, check_card, contributing_references
 from mergegate.tasks.publish.card_scores import escape
 from mergegate.tasks.publish.compliance import compliance_section, compliance_sheet
+from mergegate.tasks.publish.compute import ComputeEstimate
 from mergegate.tasks.publish.content import (
     CARD,
     COMPLIANCE,
@@ -63,8 +64,9 @@ from mergegate.tasks.store import Artifact, StoredValue, digest, merkle
 class ReleaseParts(NamedTuple):
     """Inputs of a release, independent of its target.
 
-    ``evidence`` holds the files from which anyone can recompute the verdict. ``state`` is the optimizer state for the
-    next merge, if there is any. The provenance names it, but it is not published. ``names`` are the public names of
+    ``evidence`` holds the files from which anyone can recompute the verdict. ``compute`` is the value of
+    ``merge_compute``, which reads all parents, so a release computes it only once. ``state`` is the optimizer state for
+    the next merge, if there is any. The provenance names it, but it is not published. ``names`` are the public names of
     local models and texts, as used in ``content``. ``held_out`` identifies the held-out text, if there is one.
     ``weights`` compares the merge with its parents. None: it was not compared, and the release claims nothing about it.
     """
@@ -76,6 +78,7 @@ class ReleaseParts(NamedTuple):
     merge: Artifact[MergeSummary]
     report: Artifact[Report]
     evidence: Artifact[RecordedEvidence]
+    compute: ComputeEstimate
     state: Artifact[OptimizerState] | None = None
     names: PublicNames = PublicNames({})
     held_out: DatasetFacts | None = None
@@ -96,7 +99,7 @@ class ReleaseParts(NamedTuple):
     def facts(self, target: PublishTarget) -> ReleaseFacts:
         """Return the facts that the documents of the release state."""
         license = self.names.apply(self.license.value)
-        inputs = (self.content, self.pinned, self.numerics, license, self.merge)
+        inputs = (self.content, self.pinned, license, self.merge, self.compute)
         return release_facts(*inputs, target, self.names, self.held_out)
 
     def files(self, target: PublishTarget) -> list[ReleaseFile]:

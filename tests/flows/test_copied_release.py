@@ -58,3 +58,7 @@ def test_an_accepted_copy_is_released(project: Project) -> None:
     result = project.mergegate("run", name)
     assert result.exit_code == 0, result.output
     assert "released copied" in result.output
+    release = project.root / "releases" / "copied" / "latest"
+    assert "This release is a copy. Its weights are those of " in (release / "README.md").read_text()
+    assert "This release is a copy. Its weights are those of " in (release / "MODIFICATIONS").read_text()
+    assert project.mergegate("verify", str(release)).exit_code == 0

@@ -46,7 +46,8 @@ def test_scores_and_settings_are_those_of_the_run(release: Path) -> None:
     scoring = predicate["mergegate_evaluation"]["scoring"]
     for log in logs:
         spec = log["eval"]
-        assert spec["model"].startswith("hf/local/")
+        namespace = "mergegate-demo" if spec["metadata"]["mergegate"]["role"] == "release" else "local"
+        assert spec["model"].startswith(f"hf/{namespace}/")
         assert spec["task_args"] == {name: value for name, value in scoring.items() if value is not None}
     sources = {log["eval"]["metadata"]["mergegate"]["reference"] for log in logs}
     parents = {item["name"] for item in predicate["buildDefinition"]["resolvedDependencies"]}

@@ -32,7 +32,7 @@ from mergegate.tasks.stage.stages import DeclaredStage, Stage, StageCall
 pytestmark = pytest.mark.slow
 
 WEIGHTS = "model.safetensors"
-READING = {"merge", "copies", "perplexity", "ensemble", "evaluate", "explain", "answer", "serve", "measure"}
+READING = {"merge", "copies", "weights", "perplexity", "ensemble", "evaluate", "explain", "answer", "serve", "measure"}
 
 
 @dataclass(frozen=True)

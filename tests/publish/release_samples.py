@@ -31,6 +31,8 @@ from mergegate.tasks.preflight.licenses.settings import Use
 from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.publish.content import ReleaseFile, written_file
 from mergegate.tasks.publish.provenance import MergeRelease
+from mergegate.tasks.publish.public_names import PublicNames
+from mergegate.tasks.publish.release_compute import merge_compute
 from mergegate.tasks.publish.stage import ReleaseParts, publish
 from mergegate.tasks.publish.targets.contract import PublishTarget, Release
 from mergegate.tasks.publish.variants import PassedVariant, VariantParts, variant_content
@@ -237,7 +239,8 @@ class Publishable:
     @property
     def parts(self) -> ReleaseParts:
         inputs = (self.content, self.pinned, self.numerics, self.license)
-        return ReleaseParts(*inputs, self.merged, self.report, self.evidence)
+        compute = merge_compute(self.content, self.pinned, self.numerics, self.merged, PublicNames({}))
+        return ReleaseParts(*inputs, self.merged, self.report, self.evidence, compute)
 
 
 def publishable(root: Path, weights: bytes = b"weights", **files: bytes) -> Publishable:

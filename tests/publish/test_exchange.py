@@ -10,6 +10,7 @@ import statistics
 import subprocess
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from gate_samples import PARENT, part, read, worse
-from release_samples import COMMIT, VALIDATORS, needs_cyclonedx, publishable, stored
+from release_samples import COMMIT, VALIDATORS, needs_validators, publishable, stored
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.evaluation.document_scores import DocumentScore
@@ -27,14 +28,13 @@ from mergegate.tasks.gate.verdict_record import OUTCOMES, record_evidence, verdi
 from mergegate.tasks.perplexity.settings import DriftLimits
 from mergegate.tasks.publish.content import SUMS, checksums_text, content_version, written_file
 from mergegate.tasks.publish.exchange import EXPORT_FORMATS, exported_files, read_release_results
-from mergegate.tasks.publish.releases import check_release
-from mergegate.tasks.publish.stage import ReleaseParts
-from mergegate.tasks.publish.targets import find_release
+from mergegate.tasks.publish.releases import VerifiedRelease, check_release
+from mergegate.tasks.publish.targets import PublishedRelease, find_release
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 
 NOW = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)
 DOCUMENTS = 24
-SEEDS = range(3)
+SEEDS = range(2)  # all tasks; a random sample of them and a group
 # Metrics of each task, and the direction and the values of each metric: shares, grades, error rates, marks.
 TASKS: Mapping[str, Mapping[str, str]] = {
     "arc": {"acc,none": "share", "acc_norm,none": "grade"},
@@ -157,8 +157,7 @@ def random_release(root: Path, seed: int) -> Path:
     contents = {name.replace(".", "__"): (root / "evidence" / name).read_bytes() for name in names}
     sample = publishable(root / "sample")
     artifact = stored("evidence", root / "stored", summary, **contents)
-    inputs_of_release = (sample.content, sample.pinned, sample.numerics, sample.license, sample.merged, sample.report)
-    files = ReleaseParts(*inputs_of_release, artifact).files(DirectoryTarget(path=root))
+    files = sample.parts._replace(evidence=artifact).files(DirectoryTarget(path=root))
     files.append(written_file(SUMS, checksums_text({file.name: file.sha256 for file in files})))
     release = root / content_version(files)
     for file in files:
@@ -205,7 +204,8 @@ def exported(request: pytest.FixtureRequest, exports: dict[int, tuple[Path, Path
     return exports[request.param]
 
 
-@needs_cyclonedx
+@needs_validators
+@pytest.mark.slow  # the libraries need 8 s to load
 def test_the_real_libraries_read_every_score_bit_for_bit(exports: dict[int, tuple[Path, Path]]) -> None:
     found = checked([out for _, out in exports.values()])
     for (release, _), contents in zip(exports.values(), found, strict=True):
@@ -301,73 +301,83 @@ def test_an_export_identifies_models_and_contains_no_path_and_no_answer(exported
     }
 
 
-def test_a_later_export_has_the_same_names_and_differs_in_its_time_only(tmp_path: Path) -> None:
-    release = random_release(tmp_path, 1)
-    export(release, tmp_path / "a")
-    export(release, tmp_path / "b", export_time=datetime(2032, 1, 1, tzinfo=UTC))
-    files = [
-        {path.relative_to(tmp_path / side): path.read_text() for path in (tmp_path / side).rglob("*_samples.jsonl")}
-        for side in ("a", "b")
-    ]
-    earlier = {name: text.replace("1935817689", "1956528000") for name, text in files[0].items()}
-    assert earlier == files[1] != files[0]
+def test_a_later_export_has_the_same_names_and_differs_in_its_time_only(
+    exports: dict[int, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    release, out = exports[1]
+    export(release, tmp_path, export_time=datetime(2032, 1, 1, tzinfo=UTC))
+    first, second = (
+        {path.relative_to(root): path.read_text() for path in root.rglob("*_samples.jsonl")} for root in (out, tmp_path)
+    )
+    assert {name: text.replace("1935817689", "1956528000") for name, text in first.items()} == second != first
 
 
-def test_an_organization_is_the_developer_of_the_release(tmp_path: Path) -> None:
-    release = random_release(tmp_path, 0)
-    export(release, tmp_path / "out", "Acme Labs: München")
-    records = [json.loads(path.read_text()) for path in (tmp_path / "out" / "every-eval-ever").rglob("*.json")]
-    assert {record["source_metadata"]["source_organization_name"] for record in records} == {"Acme Labs: München"}
-    assert "Acme-Labs-M-nchen/demo" in {record["model_info"]["id"] for record in records}
+@dataclass(frozen=True)
+class Altered:
+    """A release in which files have another content."""
+
+    release: PublishedRelease
+    contents: Mapping[str, bytes]
+    reference: str = "demo"
+    version: str | None = None
+
+    def files(self) -> Mapping[str, tuple[int, str]]:
+        return self.release.files()
+
+    def read(self, name: str) -> bytes:
+        return self.contents.get(name) or self.release.read(name)
+
+    def download(self) -> Path:
+        raise NotImplementedError
 
 
-def test_a_release_without_results_or_with_damaged_results_is_refused(tmp_path: Path) -> None:
-    release = find_release(str(random_release(tmp_path, 0)))
-    verified = check_release(release)
+@pytest.fixture(scope="module")
+def verified(exports: dict[int, tuple[Path, Path]]) -> tuple[PublishedRelease, VerifiedRelease]:
+    release = find_release(str(exports[0][0]))
+    return release, check_release(release)
+
+
+def test_a_release_without_results_or_with_damaged_results_is_refused(
+    verified: tuple[PublishedRelease, VerifiedRelease],
+) -> None:
+    release, checked_release = verified
     with pytest.raises(InvalidInput, match="no results to export"):
-        read_release_results(release, {}, verified.statement, None)
-
-    class Damaged:
-        reference, version = "demo", None
-
-        def __init__(self, name: str, content: bytes) -> None:
-            self.name, self.content = name, content
-
-        def files(self) -> Mapping[str, tuple[int, str]]:
-            return release.files()
-
-        def read(self, name: str) -> bytes:
-            return self.content if name == self.name else release.read(name)
-
-        def download(self) -> Path:
-            raise NotImplementedError
-
+        read_release_results(release, {}, checked_release.statement, None)
     record = json.loads(release.read("evidence/gate.json"))
     broken = [
         ("evidence/gate.json", b"{}"),
         ("evidence/gate.json", json.dumps(record | {"inputs": {}}).encode()),
         ("evidence/gate.json", json.dumps(record | {"inputs": record["inputs"] | {"scores": {}}}).encode()),
         (OUTCOMES, release.read(OUTCOMES)[:-100]),
-        (OUTCOMES, b""),
+        (OUTCOMES, b"PAR1"),
         ("bom.json", b"[]"),
     ]
     for name, content in broken:
         with pytest.raises(Refused, match="cannot be read"):
-            read_release_results(Damaged(name, content), verified.listing, verified.statement, None)
+            read_release_results(
+                Altered(release, {name: content}), checked_release.listing, checked_release.statement, None
+            )
 
 
 @pytest.mark.parametrize(("forms", "library"), [(["text"], "lm_eval"), (["retrieval"], "mergegate"), (None, "lm_eval")])
-def test_the_library_is_the_one_that_scored(tmp_path: Path, forms: list[str] | None, library: str) -> None:
-    release = find_release(str(random_release(tmp_path, 0)))
-    verified = check_release(release)
-    statement = json.loads(json.dumps(verified.statement))
+def test_developer_and_library_are_those_of_the_run(
+    verified: tuple[PublishedRelease, VerifiedRelease], forms: list[str] | None, library: str
+) -> None:
+    release, checked_release = verified
+    statement = json.loads(json.dumps(checked_release.statement))
     statement["predicate"]["mergegate_evaluation"]["task_forms"] = forms
-    if forms is None:  # as in releases of earlier versions
-        del statement["predicate"]["mergegate_evaluation"]
-    results = read_release_results(release, verified.listing, statement, None)
-    contents = [
+    bom = json.loads(release.read("bom.json"))
+    if forms is None:  # as in releases of earlier versions, which name the parents in the bill of materials
+        references = statement["predicate"].pop("mergegate_evaluation")["models"]
+        for ancestor in bom["metadata"]["component"]["pedigree"]["ancestors"]:
+            (name,) = (name for name, reference in references.items() if reference == ancestor["name"])
+            ancestor["bom-ref"] = f"parent:{name}"
+    opened = Altered(release, {"bom.json": json.dumps(bom).encode()})
+    results = read_release_results(opened, checked_release.listing, statement, "Acme Labs: München")
+    records = [
         json.loads(data) for path, data in exported_files(results, "every-eval-ever", NOW) if path.endswith(".json")
     ]
-    libraries = {each["eval_library"]["name"] for each in contents if "/perplexity/" not in f"/{each['evaluation_id']}"}
-    assert libraries == {library}
-    assert {each["model_info"]["id"] for each in contents} >= {"acme/general", "local/demo"}
+    tasks = [record for record in records if "/perplexity/" not in f"/{record['evaluation_id']}"]
+    assert {record["eval_library"]["name"] for record in tasks} == {library}
+    assert {record["source_metadata"]["source_organization_name"] for record in records} == {"Acme Labs: München"}
+    assert {record["model_info"]["id"] for record in records} >= {"acme/general", "Acme-Labs-M-nchen/demo"}

@@ -26,6 +26,7 @@ from mergegate.tasks.publish.targets import PublishTarget, Target, find_release
 from mergegate.tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
 
 IDENTITY = "https://ci.example.org/acme/models/release"
+REMOTE = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("hub", "s3", "oci")]
 
 
 @pytest.fixture(scope="module")
@@ -140,11 +141,11 @@ def test_a_release_is_signed_once_however_often_and_wherever_it_is_published(
         )
 
 
+@pytest.mark.parametrize("target", ["directory", *REMOTE], indirect=True)
 def test_an_interrupted_publication_uses_its_signature_again(
     target: PublishTarget, tmp_path: Path, home: Path, instance: SigstoreInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    version = None if isinstance(target, ShelfTarget) else "v1"
-    named = target.model_copy(update={"version": version})
+    named = target.model_copy(update={"version": "v1"})
     release = publishable(tmp_path / "one")
     with monkeypatch.context() as patch:
 
@@ -162,6 +163,7 @@ def test_an_interrupted_publication_uses_its_signature_again(
     check_release(published(named, tmp_path, done.version), signer=signed_by(instance, tmp_path))
 
 
+@pytest.mark.parametrize("target", ["directory", *REMOTE], indirect=True)
 def test_of_two_publishers_at_once_the_second_takes_over_the_signature_of_the_first(
     target: PublishTarget, tmp_path: Path, home: Path, instance: SigstoreInstance, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -201,7 +201,7 @@ class TrustedPublisher:
                 source,
                 found=f"it is not a JSON Web Token: {error}",
                 expected="the id token that the CI provider issued for this job",
-                remedy="set it to the provider's variable, for example $HF_ID_TOKEN of GitLab's id_tokens",
+                remedy="let the provider set it, for example with id_tokens in GitLab's .gitlab-ci.yml",
             ) from None
         if now >= self.identity.expires_at:
             ended = datetime.fromtimestamp(self.identity.expires_at, UTC)

@@ -39,7 +39,7 @@ _INFINITE = "Infinity"
 
 @dataclass(frozen=True)
 class _Metric:
-    """What a metric's name tells: its id in the registry of the project, and its bounds."""
+    """Properties that follow from the name of a metric: its id in the registry of the project, and its bounds."""
 
     id: str = ""
     low: float | str | None = 0.0
@@ -151,7 +151,7 @@ def _relationship(release: ExportedRelease, model: ExportedModel) -> str:
     """Return the relationship between the publisher, who evaluated, and the model."""
     if model.role == "release" or model.namespace == portable_name(release.organization) != UNKNOWN_ORGANIZATION:
         return "first_party"
-    if model.role in ("merge", "earlier release"):  # The publisher made it, too.
+    if model.role in ("merge", "earlier release"):  # The publisher built it, too.
         return "first_party"
     return "other" if model.namespace == LOCAL else "third_party"
 

@@ -1,7 +1,7 @@
 """Write all files of an export.
 
 A release contains no dates, and both formats require one. An export is therefore not part of a release. Anyone can
-make it from the release, and it states the time of the export.
+create it from the release, and it states the time of the export.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class ExportedRelease:
         name: Name of the release.
         version: Digest of its SHA256SUMS.
         organization: Publisher, or ``unknown``.
-        base_models: References of the models that it was made from.
+        base_models: References of the models that it was merged from.
         versions: Versions of the libraries, by name.
         scoring: Settings of the evaluation. Empty if the release does not state them.
         prompts: Prompt settings that differ from ``scoring``, by task.
