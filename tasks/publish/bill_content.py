@@ -154,7 +154,7 @@ class BillContent:
             f"{parent.name}: {', '.join(parent.datasets)}" for parent in self.facts.parents if parent.datasets
         )
         known = f" Training data of the parents, as their cards name it: {data}." if data else ""
-        return f"{self.description} Nothing was trained. Estimated energy: {self.energy}.{known}"
+        return f"{self.description} Estimated energy: {self.energy}.{known}"
 
     @cached_property
     def missing(self) -> tuple[str, ...]:
@@ -217,7 +217,8 @@ def merge_bill(
     return BillContent(
         facts=facts,
         files=tuple(sorted(files, key=lambda file: file.name)),
-        description=f"A merge, computed without training: {content.method}.",
+        description=f"A merge of weights: {content.method}. "
+        + (content.routers.sentences if content.routers else "Nothing was trained."),
         license=str(license.get("license_name") or license.get("license") or ""),
         task=content.kind.pipeline_tag or "",
         metrics=tuple(metrics),
@@ -239,7 +240,7 @@ def variant_bill(
     return BillContent(
         facts=facts,
         files=tuple(sorted(files, key=lambda file: file.name)),
-        description=f"Quantized variants, {content.method}: {', '.join(types)}.",
+        description=f"Quantized variants, {content.method}: {', '.join(types)}. Nothing was trained.",
         license=str(license.get("license_name") or license.get("license") or ""),
         task=content.kind.pipeline_tag or "",
         metrics=tuple(
