@@ -235,6 +235,14 @@ def flush_data(fd: int) -> None:
         os.fsync(fd)
 
 
+def product_name() -> str:
+    """Return the product name of this machine, which names the cloud of a virtual machine. Empty if it is unknown."""
+    try:
+        return Path("/sys/class/dmi/id/product_name").read_text().strip()
+    except (OSError, ValueError):
+        return ""
+
+
 def boot_id() -> str:
     """Return the ID of the current boot of the system, or an empty string if the system does not report it."""
     try:

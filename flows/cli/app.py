@@ -140,7 +140,7 @@ _PANELS: Mapping[str, Mapping[str, Entry]] = {
         ),
         "gate": Entry(
             "gate",
-            "Judge the output of lm-eval with the guards of a profile.",
+            "Judge results of lm-eval or inspect_ai by guards.",
             ("mergegate gate merge=out/merge reference=out/parent -p profiles/demo.yaml",),
         ),
         "sweep": Entry(
@@ -198,7 +198,7 @@ _PANELS: Mapping[str, Mapping[str, Entry]] = {
         ),
         "export": Entry(
             "export",
-            "Export the results in a release to the format of another tool.",
+            "Export the results of a release to another tool.",
             (
                 "mergegate export releases/demo/latest --format inspect --output logs",
                 "mergegate export acme/model --format every-eval-ever --output results",

@@ -32,8 +32,8 @@ def export_command(
     format: Annotated[
         ExportFormat,
         typer.Option(
-            help="inspect for logs of inspect_ai, or every-eval-ever for records in the schema of Every Eval Ever, in "
-            "the layout of its data store.",
+            help="Format: inspect for logs of inspect_ai, or every-eval-ever for records in the schema of Every Eval "
+            "Ever, in the layout of its data store.",
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", parser=local_path, help="Directory to create.")],
@@ -46,7 +46,7 @@ def export_command(
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Export the results in a release to the format of another tool.
+    """Export the results of a release to another tool.
 
     mergegate verifies the release first. The export has the scores of all models in its evidence, by document, without
     texts. Its date is the time of the export, because a release contains none.

@@ -57,10 +57,10 @@ def gate_command(
     profile: GuardsOption,
     as_json: JsonOption = False,
 ) -> None:
-    """Judge results of lm-eval or inspect_ai with the guards of a profile.
+    """Judge results of lm-eval or inspect_ai by guards.
 
-    A directory contains the output of lm-eval 0.4 or 0.5 with --log_samples, or .eval or .json logs of inspect_ai.
-    mergegate does not run any model.
+    The guards are those of a profile. A directory contains the output of lm-eval 0.4 or 0.5 with --log_samples, or
+    .eval or .json logs of inspect_ai. mergegate does not run any model.
     """
     with command_context(as_json, with_state=True) as console:
         loaded, location = load_guards(profile)

@@ -34,6 +34,7 @@ from cryptography import x509
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.parsing import read_text
+from mergegate.merge_core.system import product_name
 from mergegate.merge_core.wording import format_duration
 from mergegate.tasks.publish.content import KEYLESS_SIGNATURE
 from mergegate.tasks.publish.settings import SigstoreSettings
@@ -50,7 +51,6 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "SIGSTORE_ID_TOKEN"
 _GITHUB_ISSUER = "https://token.actions.githubusercontent.com"
-_PRODUCT_FILE = Path("/sys/class/dmi/id/product_name")  # names the cloud of a virtual machine
 _ISSUER = x509.ObjectIdentifier("1.3.6.1.4.1.57264.1.1")
 _SETTING = "publish.sign"
 _HOW_TO = "docs/how-to/sign-and-verify.md"
@@ -225,11 +225,7 @@ def expected_signer(settings: SigstoreSettings, root: Path) -> str:
         return f"{Signer(f'{server}/{workflow}', _GITHUB_ISSUER)}, unless the job runs a reusable workflow"
     if account := environment.get("GOOGLE_SERVICE_ACCOUNT_NAME"):
         return str(Signer(account, "https://accounts.google.com"))
-    try:
-        product = read_text(_PRODUCT_FILE, 1 << 12).strip()
-    except InvalidInput:
-        product = ""
-    if product in ("Google", "Google Compute Engine"):
+    if product_name() in ("Google", "Google Compute Engine"):
         return "the service account of this virtual machine (issuer https://accounts.google.com)"
     for variable, program, service in (
         ("BUILDKITE", "buildkite-agent", "Buildkite"),

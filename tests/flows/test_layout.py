@@ -229,7 +229,7 @@ def described(command: object) -> Iterator[tuple[str, object]]:
 
 HELP_GROUPS = ("Release", "Merge", "Evaluate", "Inspect", "Operate", "Watch")
 VERBS = (
-    "Approve Check Compare Explain Extract Fetch Find Forecast Give Judge List Merge Open Print Promote Rebuild "
+    "Approve Check Compare Explain Export Extract Fetch Find Forecast Give Judge List Merge Open Print Promote Rebuild "
     "Release Remove Return Run Search Send Serve Show Start Test Update Verify Write"
 )
 COMMANDS = dict(described(typer.main.get_command(app)))
