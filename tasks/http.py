@@ -12,6 +12,7 @@ The API key is sent in one header and never appears in a message. Callers interp
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import time
@@ -50,6 +51,24 @@ def plain_address(url: str) -> str:
     if parts.username or parts.password:
         raise ValueError("the address contains credentials. Put them in an environment variable and set api_key_env")
     return url
+
+
+def token_claims(token: str) -> dict[str, Any]:
+    """Return the claims of a JSON Web Token. This does not check its signature.
+
+    Raises:
+        ValueError: The text is not a JSON Web Token. The message does not contain it.
+    """
+    parts = token.split(".")
+    if len(parts) != 3:
+        raise ValueError("it does not have three parts separated by dots")
+    try:
+        payload = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
+    except ValueError:
+        raise ValueError("its second part is not encoded JSON") from None
+    if not isinstance(payload, dict):
+        raise ValueError("its second part is not a JSON object")
+    return payload
 
 
 class Unreachable(Exception):

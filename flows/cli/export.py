@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
-from enum import Enum
 from pathlib import Path
 from typing import Annotated
 
@@ -15,14 +14,9 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import new_directory
 from mergegate.merge_core.parsing import require_printable
 from mergegate.merge_core.wording import format_bytes, format_count
-
-
-class ExportFormat(Enum):
-    """Format of another tool."""
-
-    INSPECT = "inspect"
-    EVERY_EVAL_EVER = "every-eval-ever"
-
+from mergegate.tasks.publish.exchange import ExportFormat, exported_files, read_release_results
+from mergegate.tasks.publish.releases import check_release
+from mergegate.tasks.publish.targets import find_release
 
 _LONGEST_NAME = 200  # characters of an organization
 
@@ -52,10 +46,6 @@ def export_command(
     texts. Its date is the time of the export, because a release contains none.
     """
     with command_context(as_json) as console:
-        from mergegate.tasks.publish.exchange import exported_files, read_release_results
-        from mergegate.tasks.publish.releases import check_release
-        from mergegate.tasks.publish.targets import find_release
-
         require_printable(organization, "--organization")
         if len(organization) > _LONGEST_NAME or organization != organization.strip():
             raise InvalidInput(
@@ -68,7 +58,7 @@ def export_command(
         results = read_release_results(published, verified.listing, verified.statement, organization or None)
         files, size = 0, 0
         with new_directory(output) as directory:
-            for path, content in exported_files(results, format.value, datetime.now(UTC)):
+            for path, content in exported_files(results, format, datetime.now(UTC)):
                 target = directory / path
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_bytes(content)

@@ -23,7 +23,6 @@ import os
 import shutil
 import sys
 import time
-from base64 import urlsafe_b64decode
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -36,6 +35,7 @@ from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.parsing import read_text
 from mergegate.merge_core.system import product_name
 from mergegate.merge_core.wording import format_duration
+from mergegate.tasks.http import token_claims
 from mergegate.tasks.publish.content import KEYLESS_SIGNATURE
 from mergegate.tasks.publish.settings import SigstoreSettings
 from mergegate.tasks.publish.signature import (
@@ -212,7 +212,7 @@ def expected_signer(settings: SigstoreSettings, root: Path) -> str:
     environment = os.environ
     if token := environment.get(TOKEN_VARIABLE):
         _require_token(token)
-        claims = _claims(token)
+        claims = token_claims(token)
         left = format_duration(max(0.0, float(claims["exp"]) - time.time()))
         return f"{_token_signer(claims)}, by the token in {TOKEN_VARIABLE}, which is valid for {left}"
     if environment.get("GITHUB_ACTIONS"):
@@ -280,13 +280,6 @@ def _require_token(token: str) -> IdentityToken:
             expected="an OIDC token with the audience sigstore that has not expired",
             remedy=f"request a new token with this audience, and set {TOKEN_VARIABLE} or let the job request it",
         ) from None
-
-
-def _claims(token: str) -> Mapping[str, Any]:
-    """Return the claims of a token that :func:`_require_token` accepted. The authority verifies its signature."""
-    payload = token.split(".")[1]
-    claims: Mapping[str, Any] = json.loads(urlsafe_b64decode(payload + "=" * (-len(payload) % 4)))
-    return claims
 
 
 def _token_signer(claims: Mapping[str, Any]) -> Signer:

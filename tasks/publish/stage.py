@@ -212,8 +212,9 @@ def publish(
     """
     files = _release_files(target, root, parts)
     version = target.version or content_version(files)
-    require_approved(parts.name, merkle(file_identities(files)), approved_digest)
-    pending = home() / "signatures" / f"{merkle(file_identities(files))}.json"
+    own_digest = merkle(file_identities(files))
+    require_approved(parts.name, own_digest, approved_digest)
+    pending = home() / "signatures" / f"{own_digest}.json"
     request = PublishRequest(
         files=_add_keyless(target, root, parts.name, version, files, pending),
         name=parts.name,

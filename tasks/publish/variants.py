@@ -45,7 +45,7 @@ from mergegate.tasks.publish.content import (
     variant_evidence,
     written_file,
 )
-from mergegate.tasks.publish.facts import DatasetFacts, ReleaseFacts, variant_facts
+from mergegate.tasks.publish.facts import DatasetFacts, variant_facts
 from mergegate.tasks.publish.license_files import license_files, open_obligations
 from mergegate.tasks.publish.provenance import MergeRelease, VariantOrigin, variant_provenance
 from mergegate.tasks.publish.public_names import PublicNames
@@ -88,13 +88,6 @@ class VariantParts(NamedTuple):
         """Name of the release: that of the merge with the suffix of the place."""
         return self.content.name
 
-    def facts(self, target: PublishTarget) -> ReleaseFacts:
-        """Return the facts that the documents of the release state."""
-        files = {each.type: self._weights(each) for each in self.passed}
-        license = self.names.apply(self.license.value)
-        inputs = (self.content, self.pinned, license, self.merge, files)
-        return variant_facts(*inputs, target, self.names, self.held_out, self.settings.calibration)
-
     def files(self, target: PublishTarget) -> list[ReleaseFile]:
         """Return all files before SHA256SUMS, as ``ReleaseParts.files`` does."""
         content, names, settings = self.content, self.names, self.settings
@@ -124,7 +117,9 @@ class VariantParts(NamedTuple):
         metadata = variant_metadata(
             content.kind, parents, license.combination, self.merge.hub_id, settings.library_name, tags
         )
-        missing, facts = open_obligations(parents, license), self.facts(target)
+        missing = open_obligations(parents, license)
+        inputs = (content, self.pinned, license, self.merge, weights)
+        facts = variant_facts(*inputs, target, names, self.held_out, settings.calibration)
         files.append(written_file(COMPLIANCE, compliance_sheet(facts, content, license, missing, file_names)))
         summary = compliance_section(facts)
         card = variant_card(self.name, content, metadata, license, missing, file_names, origin, target, summary)

@@ -27,7 +27,7 @@ from mergegate.tasks.gate.stage import GateInputs, GatePlan, gate
 from mergegate.tasks.gate.verdict_record import OUTCOMES, record_evidence, verdict_record
 from mergegate.tasks.perplexity.settings import DriftLimits
 from mergegate.tasks.publish.content import SUMS, checksums_text, content_version, written_file
-from mergegate.tasks.publish.exchange import EXPORT_FORMATS, exported_files, read_release_results
+from mergegate.tasks.publish.exchange import ExportFormat, exported_files, read_release_results
 from mergegate.tasks.publish.releases import VerifiedRelease, check_release
 from mergegate.tasks.publish.targets import PublishedRelease, find_release
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
@@ -171,9 +171,9 @@ def export(release: Path, out: Path, organization: str | None = None, export_tim
     opened = find_release(str(release))
     verified = check_release(opened)
     results = read_release_results(opened, verified.listing, verified.statement, organization)
-    for format in EXPORT_FORMATS:
+    for format in ExportFormat:
         for name, content in exported_files(results, format, export_time):
-            path = out / format / name
+            path = out / format.value / name
             path.parent.mkdir(parents=True, exist_ok=True)
             assert not path.exists()
             path.write_bytes(content)

@@ -12,9 +12,6 @@ Both tokens exist in the memory of this process only. No ``repr`` and no message
 
 from __future__ import annotations
 
-import base64
-import binascii
-import json
 import logging
 import os
 import time
@@ -29,7 +26,7 @@ from urllib.parse import urlencode
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.wording import detail
-from mergegate.tasks.http import exception_chain, is_transient, retry_transient, status_of
+from mergegate.tasks.http import exception_chain, is_transient, retry_transient, status_of, token_claims
 
 RESOURCE, ID_TOKEN = "HF_OIDC_RESOURCE", "HF_OIDC_ID_TOKEN"
 _REQUEST_URL, _REQUEST_TOKEN = "ACTIONS_ID_TOKEN_REQUEST_URL", "ACTIONS_ID_TOKEN_REQUEST_TOKEN"
@@ -73,15 +70,7 @@ def parse_id_token(id_token: str) -> OidcIdentity:
     Raises:
         ValueError: The text is not a JSON Web Token.
     """
-    parts = id_token.split(".")
-    if len(parts) != 3:
-        raise ValueError("it does not have three parts separated by dots")
-    try:
-        payload = json.loads(base64.urlsafe_b64decode(parts[1] + "=" * (-len(parts[1]) % 4)))
-    except (ValueError, binascii.Error):
-        raise ValueError("its second part is not encoded JSON") from None
-    if not isinstance(payload, dict):
-        raise ValueError("its second part is not a JSON object")
+    payload = token_claims(id_token)
     audience = payload.get("aud", ())
     expires_at = payload.get("exp")
     return OidcIdentity(

@@ -9,24 +9,32 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping
 from datetime import datetime
+from enum import Enum
 from typing import Any
 
 from mergegate.tasks.publish.exchange.every_eval_ever import evaluation_records
 from mergegate.tasks.publish.exchange.inspect_log import inspect_logs
 from mergegate.tasks.publish.exchange.release_results import ExportedRelease
 
-EXPORT_FORMATS = ("inspect", "every-eval-ever")
+
+class ExportFormat(Enum):
+    """Format of another tool."""
+
+    INSPECT = "inspect"
+    EVERY_EVAL_EVER = "every-eval-ever"
 
 
-def exported_files(release: ExportedRelease, format: str, export_time: datetime) -> Iterator[tuple[str, bytes]]:
+def exported_files(
+    release: ExportedRelease, format: ExportFormat, export_time: datetime
+) -> Iterator[tuple[str, bytes]]:
     """Yield relative path and content of each file of an export.
 
     Args:
         release: Results of the release.
-        format: One of ``EXPORT_FORMATS``.
+        format: Format of the files.
         export_time: Time of the export, in UTC. The files of both formats state it.
     """
-    if format == "inspect":
+    if format is ExportFormat.INSPECT:
         for path, log in inspect_logs(release, export_time):
             yield path, _json(log)
         return

@@ -17,9 +17,9 @@ from typing import Any, Literal
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.parsing import JsonBounds, parse_json_object
 from mergegate.tasks.evaluation import DocumentScore, Scores, TaskScore, by_task, score_table
-from mergegate.tasks.gate import EVIDENCE_RECORD, EVIDENCE_TABLES, VerdictRecord, read_measurements
+from mergegate.tasks.gate import EVIDENCE_RECORD, EVIDENCE_TABLES, RELEASES, VerdictRecord, read_measurements
 from mergegate.tasks.perplexity import DocumentLikelihood, Likelihoods, read_documents
-from mergegate.tasks.publish.content import BOM, MAX_METADATA_BYTES, SUMS
+from mergegate.tasks.publish.content import BOM, MAX_METADATA_BYTES, SUMS, variant_evidence
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.publish.targets.hub_release import HubRelease
 from mergegate.tasks.store import Artifact
@@ -28,7 +28,6 @@ Role = Literal["release", "parent", "base", "merge", "earlier release", "unknown
 LOCAL = "local"  # namespace of models that are not on the Hub and have no known organization
 UNKNOWN_ORGANIZATION = "unknown"
 _BOUNDS = JsonBounds(size=MAX_METADATA_BYTES)
-_EARLIER_RELEASES = ("champion", "anchor")  # names of models in a run
 
 
 @dataclass(frozen=True)
@@ -203,14 +202,11 @@ def _read(
         variant = path.removeprefix("evidence/").rpartition("/")[0]
         record = VerdictRecord.model_validate(parse_json_object(release.read(path), path, bounds=_BOUNDS))
         merged = record.inputs["plan"]["merged"]
-        tables = {
-            table: release.read(f"evidence/{variant}/{Path(table).name}" if variant else table)
-            for table in EVIDENCE_TABLES
-            if (f"evidence/{variant}/{Path(table).name}" if variant else table) in files
-        }
+        names = {table: variant_evidence(table, variant) if variant else table for table in EVIDENCE_TABLES}
+        tables = {table: release.read(name) for table, name in names.items() if name in files}
         for model, tasks, text in _measured_models(record, tables, is_built_in):
             on_hub, reference, identity = False, references.get(model, ""), ""
-            role: Role = "earlier release" if model in _EARLIER_RELEASES else "unknown"
+            role: Role = "earlier release" if model in RELEASES else "unknown"
             model_id = f"{LOCAL}/{portable_name(model)}"
             if model == merged:
                 own_id = f"{namespace}/{portable_name(f'{name}-{variant}' if variant else name)}"
