@@ -118,7 +118,7 @@ def test_only_as_many_least_recently_used_entries_as_necessary_are_removed(
     went = [one for one, _ in plan.removals]
     spared = [one for one, why in plan.retained if why in ("in its grace period", "within the quota")]
     assert all(old.used <= young.used for old in went for young in spared)
-    if went and rule.quota is not None and (rule.grace_s is None or NOW - went[-1].used < rule.grace_s):
+    if went and rule.quota is not None and (rule.grace_s is None or max(0, NOW - went[-1].used) < rule.grace_s):
         assert plan.bytes_after + went[-1].bytes > rule.quota, "the last one had to go"
     if rule.quota is None:
         assert all(rule.grace_s is not None and max(0, NOW - one.used) >= rule.grace_s for one in went)
