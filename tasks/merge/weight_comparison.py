@@ -175,11 +175,11 @@ class WeightComparison(StageValue):
             groups.setdefault((each.tensors, each.parameters, each.identical), []).append(each)
         return groups.values()
 
-    def _counts(self, copied: CopiedTensors) -> tuple[str, str, str]:
+    def _counts(self, source: CopiedTensors) -> tuple[str, str, str]:
         """Return the number of copied tensors, that of all tensors, and the share of the parameters in percent."""
-        percent = 100 * copied.parameters / max(self.parameters, 1)
+        percent = 100 * source.parameters / max(self.parameters, 1)
         share = f"{percent:.1f}" if percent in (0, 100) or 0.05 <= percent < 99.95 else f"{percent:.4g}"
-        return f"{copied.tensors:,}", f"{self.tensors:,}", share
+        return f"{source.tensors:,}", f"{self.tensors:,}", share
 
 
 def _listed(names: Sequence[str]) -> str:
