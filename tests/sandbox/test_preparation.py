@@ -115,7 +115,7 @@ def test_a_killed_run_leaves_no_compiling_process(libraries: Path) -> None:
     command = [sys.executable, "-c", ASKS, IMPORTS, last, str(libraries)]
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     run = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**environment, "PYTHONPATH": str(PROJECT)})
-    pid = int(Path(gate).read_text())
+    pid = int((libraries / "gate").read_text())
     descriptor = os.pidfd_open(pid)
     run.kill()
     run.wait()
