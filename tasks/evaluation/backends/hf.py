@@ -134,7 +134,7 @@ def shared_prefix_type() -> type[Any]:
             logits = self.row_logits(row, indices)
             # A few positions at a time stay in the processor's cache.
             summaries = [
-                (part.logsumexp(1), part.amax(1)) for part in map(torch.Tensor.float, logits.split(_LOGIT_ROWS))
+                (part.logsumexp(1), part.amax(1)) for part in map(torch.Tensor.float, torch.split(logits, _LOGIT_ROWS))
             ]
             normalizers, largest = (torch.cat(parts) for parts in zip(*summaries, strict=True))
             results = []
