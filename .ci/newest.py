@@ -1,14 +1,19 @@
-"""Test the newest version of each dependency. For a scheduled CI job.
+"""Test the newest release of each dependency, and say which release breaks what. For a scheduled CI job.
 
 ::
 
-    make newest                                               # every direct dependency, one at a time, then together
+    make newest                                               # each direct dependency alone, then everything together
     make newest NEWEST="--only prefect --tests tests/flows"   # one of them, and fewer tests
 
-For each package, the script creates an environment that sees ``.venv``, installs the newest version of the package
-with its dependencies, and runs the fast tests. It writes a table to standard output and to ``newest.md``, including
-packages that could not be installed. The exit code is 1 if a newer version does not pass. The script does not change
-bounds or pins. A maintainer raises them.
+For each package, the script creates an environment that sees ``.venv``, installs the newest release and only those
+other packages that the release needs, and runs the fast tests. The last row upgrades everything within the bounds of
+``pyproject.toml``. If it works, ``newest-constraints.txt`` contains the versions for ``constraints.txt``.
+
+The table goes to standard output and to ``newest.md``. A release that ``pyproject.toml`` excludes is tested too, to
+find out whether the bound can go. Pins of other environments are only listed.
+
+Exit codes: 0 if every release within the bounds works, 1 if one breaks tests, 2 if none does but one could not be
+installed. The script does not change bounds or pins.
 """
 
 from __future__ import annotations
@@ -24,85 +29,114 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+
 ROOT = Path(__file__).resolve().parents[1]
 FAST = ("-m", "not slow and not gpu and not peer and not serve and not ray and not variants")
-# Some builds of torch need other hardware. vLLM has its own environment.
-LEFT_OUT = {"torch", "mergegate"}
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+TOGETHER = "everything"
+_NOT_TRIED = {
+    "torch": "only `make` chooses a build for this machine: raise the pin, delete .venv, run `make test`",
+    "ray": "has its own environment: raise the pin, run `make test-ray`",
+    "prefect-ray": "has its own environment: raise the pin, run `make test-ray`",
+}
 _LIMIT_S = 3 * 3600
+
+WORKS = "works"
+BREAKS = "**breaks**"
+NOT_INSTALLED = "cannot be installed"
+NOT_TRIED = "not tried"
+STILL_EXCLUDED = "breaks, as pyproject.toml says"
+BOUND_CAN_GO = "works: the bound can go"
 
 
 @dataclass(frozen=True)
-class Tried:
-    """Result of the test of one package, or of all packages together."""
+class Result:
+    """Result of one release, or of all releases together.
+
+    Attributes:
+        name: Normal name of the package.
+        pinned: Version in ``constraints.txt``, or in the file that pins the package.
+        newest: Newest release.
+        outcome: One of the constants above.
+        reason: First failed test, conflict, or what else was installed.
+    """
 
     name: str
     pinned: str
     newest: str
-    outcome: str  # passes, fails, cannot be installed
-    why: str = ""
+    outcome: str
+    reason: str = ""
 
     def row(self) -> str:
         """Return the row of the table."""
-        return f"| {self.name} | {self.pinned} | {self.newest} | {self.outcome} | {self.why.replace('|', '/')} |"
+        return f"| {self.name} | {self.pinned} | {self.newest} | {self.outcome} | {self.reason.replace('|', '/')} |"
 
 
-def normal(name: str) -> str:
-    """Return a package name in the normal form of PEP 503."""
-    return re.sub(r"[-_.]+", "-", name).lower()
-
-
-def direct_dependencies(pyproject: Mapping[str, object]) -> list[str]:
-    """Return the names of the direct dependencies, including extras, in the order of the file."""
+def direct_dependencies(pyproject: Mapping[str, object]) -> dict[str, Requirement]:
+    """Return the requirement of each direct dependency, with those of all extras, in the order of the file."""
     project = pyproject["project"]
     assert isinstance(project, Mapping)
-    asked = [*project["dependencies"], *(one for extra in project["optional-dependencies"].values() for one in extra)]
-    names = [normal(found[0]) for one in asked if (found := _NAME.match(one))]
-    return [name for name in dict.fromkeys(names) if name not in LEFT_OUT]
+    extras = [line for extra in project["optional-dependencies"].values() for line in extra]
+    direct: dict[str, Requirement] = {}
+    for requirement in map(Requirement, [*project["dependencies"], *extras]):
+        merged = direct.setdefault(canonicalize_name(requirement.name), requirement)
+        merged.specifier &= requirement.specifier
+        merged.extras |= requirement.extras
+    del direct["mergegate"]
+    return direct
 
 
-def pins(constraints: str) -> dict[str, str]:
-    """Return the version of each pinned package."""
-    lines = (line.partition("#")[0].strip() for line in constraints.splitlines())
-    return {normal(name): version for name, _, version in (line.partition("==") for line in lines if "==" in line)}
+def pins(text: str) -> dict[str, str]:
+    """Return the version of each package that a Makefile or a file of constraints pins."""
+    lines = "\n".join(line.partition("#")[0] for line in text.splitlines())
+    found = re.findall(r"([A-Za-z0-9][\w.-]*)(?:\[[\w,-]*\])?==(\d[\w.!+-]*)", lines)
+    return {canonicalize_name(name): version for name, version in found}
 
 
-def newest_version(said: str) -> str:
+def newest_version(output: str) -> str:
     """Return the newest version in the output of ``pip index versions``, or an empty string."""
-    found = re.search(r"^\S+ \(([^)]+)\)", said, re.MULTILINE)
+    found = re.search(r"^\S+ \(([^)]+)\)", output, re.MULTILINE)
     return found[1] if found else ""
 
 
-def conflict(said: str) -> str:
+def conflict(output: str) -> str:
     """Return the reason why pip could not install a package, in one line."""
-    lines = [line.strip() for line in said.splitlines()]
+    lines = [line.strip() for line in output.splitlines()]
     for line in lines:
         if " depends on " in line or "No matching distribution" in line:
             return line.removeprefix("ERROR: ")
     return next((line for line in reversed(lines) if line), "pip gave no reason")
 
 
-def broken_tests(said: str) -> str:
+def broken_bounds(output: str) -> list[str]:
+    """Return the requirements of installed packages that the new release does not meet, as pip lists them."""
+    return re.findall(r"^((?!mergegate )\S+ \S+ requires .*), but you have .* incompatible\.$", output, re.MULTILINE)
+
+
+def also_installed(output: str, name: str) -> list[str]:
+    """Return what pip installed in addition to a package, as ``name-version``."""
+    found = re.search(r"^Successfully installed (.*)$", output, re.MULTILINE)
+    packages = found[1].split() if found else []
+    return [package for package in packages if canonicalize_name(package.rpartition("-")[0]) != name]
+
+
+def broken_tests(output: str) -> str:
     """Return the first failure in pytest's output, and the number of the others."""
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", said, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output, re.MULTILINE)
     if not failed:
-        return next((line for line in reversed(said.splitlines()) if line.strip()), "no test ran")
+        return next((line for line in reversed(output.splitlines()) if line.strip()), "no test ran")
     return failed[0] + (f" and {len(failed) - 1} more" if len(failed) > 1 else "")
 
 
-def loosened(constraints: Mapping[str, str], wanted: Mapping[str, str]) -> str:
-    """Return the constraints, with the versions of ``wanted`` instead of the pinned ones."""
-    return "".join(f"{name}=={version}\n" for name, version in {**constraints, **wanted}.items())
-
-
-def environment_beside(place: Path, base: Path) -> Path:
+def environment_beside(directory: Path, base: Path) -> Path:
     """Create an environment that sees the packages of ``base`` and may hold newer ones. Return its Python."""
-    venv.create(place, with_pip=True, clear=True)
-    python = place / "bin" / "python"
-    library = sysconfig.get_path("purelib", vars={"base": str(place), "platbase": str(place)})
-    seen = sysconfig.get_path("purelib", vars={"base": str(base), "platbase": str(base)})
-    Path(library, "beside.pth").write_text(f"import site; site.addsitedir({seen!r})\n")
-    return python
+    venv.create(directory, with_pip=True, clear=True)
+    library = sysconfig.get_path("purelib", vars={"base": str(directory), "platbase": str(directory)})
+    visible = sysconfig.get_path("purelib", vars={"base": str(base), "platbase": str(base)})
+    Path(library, "beside.pth").write_text(f"import site; site.addsitedir({visible!r})\n")
+    return directory / "bin" / "python"
 
 
 def run(command: Sequence[str | Path]) -> tuple[int, str]:
@@ -119,54 +153,88 @@ def run(command: Sequence[str | Path]) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def try_out(
-    name: str, wanted: Mapping[str, str], pinned: Mapping[str, str], place: Path, tests: Sequence[str]
-) -> Tried:
-    """Install ``wanted`` into a new environment, and run the tests."""
-    before = ", ".join(pinned.get(one, "-") for one in wanted) if len(wanted) == 1 else ""
-    after = ", ".join(wanted.values()) if len(wanted) == 1 else f"{len(wanted)} packages"
-    python = environment_beside(place / name, ROOT / ".venv")
-    constraints = place / f"{name}.txt"
-    constraints.write_text(loosened(pinned, wanted))
-    newer = [f"{one}=={version}" for one, version in wanted.items()]
-    code, said = run([python, "-m", "pip", "install", "--constraint", constraints, *newer])
+def install_and_test(name: str, requirements: Sequence[str], tests: Sequence[str], directory: Path) -> tuple[str, str]:
+    """Install packages into a new environment next to ``.venv``, and run the tests. Return outcome and reason."""
+    python = environment_beside(directory / name, ROOT / ".venv")
+    code, output = run([python, "-m", "pip", "install", "--constraint", directory / "torch.txt", *requirements])
     if code:
-        return Tried(name, before, after, "cannot be installed", conflict(said))
+        return NOT_INSTALLED, conflict(output)
+    moved = also_installed(output, name)
+    unmet = broken_bounds(output)
     # The test cache contains results of other versions, so this environment has its own.
-    code, said = run([python, "-m", "pytest", "-q", "-o", f"cache_dir={place / name / 'cache'}", *tests])
-    return Tried(name, before, after, "fails" if code else "passes", broken_tests(said) if code else "")
+    code, output = run([python, "-m", "pytest", "-q", "-o", f"cache_dir={directory / name / 'cache'}", *tests])
+    if code:
+        return BREAKS, "; ".join([broken_tests(output), *unmet])
+    if name == TOGETHER:
+        exclude = [f"--exclude={package}" for package in ("mergegate", "pip", "setuptools")]
+        versions = run([python, "-m", "pip", "list", "--format", "freeze", *exclude])[1]
+        (ROOT / "newest-constraints.txt").write_text(versions)
+        return WORKS, f"{len(moved)} packages moved, listed in newest-constraints.txt"
+    return WORKS, "; ".join([f"with {' '.join(moved)}"] * bool(moved) + unmet)
 
 
-def table(tried: Iterable[Tried]) -> str:
+def within_bounds(result: Result, bounds: SpecifierSet) -> Result:
+    """Return the result of a single release in view of the bounds in ``pyproject.toml``."""
+    if bounds.contains(result.newest, prereleases=True) or result.outcome == NOT_INSTALLED:
+        return result
+    outcome = BOUND_CAN_GO if result.outcome == WORKS else STILL_EXCLUDED
+    return Result(result.name, result.pinned, result.newest, outcome, f"{bounds}: {result.reason}")
+
+
+def table(results: Iterable[Result]) -> str:
     """Return the results as a Markdown table."""
-    head = ["| package | pinned | newest | outcome | failed test or reason |", "| --- | --- | --- | --- | --- |"]
-    return "\n".join([*head, *(one.row() for one in tried)]) + "\n"
+    head = [
+        "| package | pinned | newest | result | first failed test, conflict or note |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    return "\n".join([*head, *(result.row() for result in results)]) + "\n"
+
+
+def exit_code(results: Iterable[Result]) -> int:
+    """Return 1 if a release within the bounds breaks tests, 2 if one could not be installed, otherwise 0."""
+    outcomes = {result.outcome for result in results}
+    return 1 if BREAKS in outcomes else 2 if NOT_INSTALLED in outcomes else 0
 
 
 def main() -> int:
-    """Test the packages, and return 1 if a newer version does not pass."""
+    """Test the packages, write the table, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", type=normal, help="Names of packages. Default: all.")
+    parser.add_argument("--only", nargs="*", type=canonicalize_name, help="Names of packages. Default: all.")
     parser.add_argument("--tests", nargs="*", default=FAST, help="Arguments of pytest. Default: the fast tests.")
     arguments = parser.parse_args()
     pinned = pins((ROOT / "constraints.txt").read_text())
-    names = arguments.only or direct_dependencies(tomllib.loads((ROOT / "pyproject.toml").read_text()))
-    newer: dict[str, str] = {}
-    for name in names:
+    direct = direct_dependencies(tomllib.loads((ROOT / "pyproject.toml").read_text()))
+    elsewhere = pins((ROOT / "Makefile").read_text() + (ROOT / "tests/tokenizer-packages.txt").read_text())
+    for name in set(arguments.only or ()) - {*pinned, *elsewhere}:
+        parser.error(f"unknown package {name!r} in --only. Name a package of constraints.txt or of the Makefile")
+    directory = ROOT / ".venv-newest"
+    directory.mkdir(exist_ok=True)
+    (directory / "torch.txt").write_text(f"torch=={pinned['torch']}\n")
+    results: list[Result] = []
+    for name in arguments.only or [*direct, *elsewhere]:
+        before = pinned.get(name) or elsewhere[name]
         newest = newest_version(run([sys.executable, "-m", "pip", "index", "versions", name])[1])
-        if newest and newest != pinned.get(name):
-            newer[name] = newest
-    place = ROOT / ".venv-newest"
-    tried = []
-    for name, newest in newer.items():
-        tried.append(try_out(name, {name: newest}, pinned, place, arguments.tests))
-        print(tried[-1].row(), flush=True)
-    installable = {one.name: newer[one.name] for one in tried if one.outcome != "cannot be installed"}
-    if len(installable) > 1:
-        tried.append(try_out("all-of-them", installable, pinned, place, arguments.tests))
-    (ROOT / "newest.md").write_text(table(tried))
-    print(table(tried) if tried else "All packages have their newest version.")
-    return int(any(one.outcome != "passes" for one in tried))
+        if newest == before:
+            continue
+        if not newest:
+            results.append(
+                Result(name, before, "-", NOT_INSTALLED, "the package index offers no release for this Python")
+            )
+        elif name in _NOT_TRIED or name not in pinned:
+            reason = _NOT_TRIED.get(name, "has its own environment: raise the pin in the Makefile, run its tests")
+            results.append(Result(name, before, newest, NOT_TRIED, reason))
+        else:
+            tried = install_and_test(name, [f"{name}=={newest}"], arguments.tests, directory)
+            bounds = direct[name].specifier if name in direct else SpecifierSet()
+            results.append(within_bounds(Result(name, before, newest, *tried), bounds))
+        print(results[-1].row(), flush=True)
+    if not arguments.only:
+        wanted = [str(requirement) for name, requirement in direct.items() if name not in _NOT_TRIED]
+        upgrade = ["--upgrade", "--upgrade-strategy", "eager", *wanted]
+        results.append(Result(TOGETHER, "", "", *install_and_test(TOGETHER, upgrade, arguments.tests, directory)))
+    (ROOT / "newest.md").write_text(table(results))
+    print(table(results) if results else "All packages have their newest version.")
+    return exit_code(results)
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mergegate.api import (
         check,
         compare,
+        export,
         gate,
         load_profile,
         merge,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
         verify,
     )
     from mergegate.flows.cli.check import CheckReport
+    from mergegate.flows.cli.export import ExportResult
     from mergegate.flows.cli.plan import MergeForecast
     from mergegate.flows.profile import Profile
     from mergegate.merge_core.errors import (
@@ -56,12 +58,13 @@ if TYPE_CHECKING:
 # Public name → the module that defines it.
 _HOMES = {
     **dict.fromkeys(("load_profile", "check", "plan", "merge", "run", "compare", "gate"), "api"),
-    **dict.fromkeys(("sweep", "verify", "reproduce"), "api"),
+    **dict.fromkeys(("sweep", "verify", "reproduce", "export"), "api"),
     **dict.fromkeys(("MergeResult", "RunResult"), "results"),
     **dict.fromkeys(("CannotDecide", "ChangedInput", "DiskUnavailable", "Finding"), "merge_core.errors"),
     **dict.fromkeys(("InvalidInput", "MergegateError", "OutOfTime", "Refused"), "merge_core.errors"),
     **dict.fromkeys(("ReproducedRelease", "VerifiedRelease"), "tasks.publish.releases"),
     "CheckReport": "flows.cli.check",
+    "ExportResult": "flows.cli.export",
     "GuardVerdict": "tasks.gate",
     "MergeForecast": "flows.cli.plan",
     "Profile": "flows.profile",
@@ -74,6 +77,7 @@ __all__ = [
     "ChangedInput",
     "CheckReport",
     "DiskUnavailable",
+    "ExportResult",
     "Finding",
     "GuardVerdict",
     "InvalidInput",
@@ -90,6 +94,7 @@ __all__ = [
     "VerifiedRelease",
     "check",
     "compare",
+    "export",
     "gate",
     "load_profile",
     "merge",

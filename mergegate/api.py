@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import yaml
 from rich.console import Console
@@ -35,6 +35,7 @@ from rich.console import Console
 from mergegate.flows.cli.check import CheckReport, check_file
 from mergegate.flows.cli.command import convert_os_error
 from mergegate.flows.cli.console import FittingConsole
+from mergegate.flows.cli.export import ExportResult, export_release
 from mergegate.flows.cli.gate import judge_results, load_guards
 from mergegate.flows.cli.merge import MergeOptions, merge_recipe
 from mergegate.flows.cli.plan import MergeForecast, PlanOptions, plan_file
@@ -48,6 +49,7 @@ from mergegate.flows.profile import load_profile as read_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import parse_path
 from mergegate.results import MergeResult, RunResult
+from mergegate.tasks.publish.exchange import ExportFormat
 from mergegate.tasks.publish.releases import ReproducedRelease, VerifiedRelease, check_release
 from mergegate.tasks.publish.targets import find_release
 
@@ -434,6 +436,42 @@ def reproduce(
         directory = None if parents is None else parse_path(os.fspath(parents))
         reference = None if merge is None else os.fspath(merge)
         return reproduce_release(os.fspath(release), directory, device, console, reference)
+
+
+def export(
+    release: FilePath,
+    format: Literal["inspect", "every-eval-ever"],
+    output: FilePath,
+    *,
+    organization: str = "",
+) -> ExportResult:
+    """Export the results of a release to another tool. mergegate verifies the release first.
+
+    Args:
+        release: Directory of the release, or ``org/name[@version]`` on the Hub.
+        format: Format: ``inspect`` for logs of inspect_ai, or ``every-eval-ever`` for records in that schema.
+        output: Directory to create.
+        organization: Organization that publishes the results. Default: the supplier that the release states, or its
+            namespace on the Hub.
+
+    Returns:
+        The directory, and the number and size of its files.
+
+    Raises:
+        InvalidInput: There is no such release, it has no results, or ``output`` exists.
+        Refused: The release differs from its records.
+
+    Example:
+        >>> exported = mergegate.export("releases/demo/latest", "inspect", "logs")
+        >>> exported.files, exported.models, exported.tasks
+        (15, 4, 12)
+    """
+    with _errors():
+        formats = [each.value for each in ExportFormat]
+        if format not in formats:
+            raise InvalidInput("format", found=f"{format!r:.60}", expected=" or ".join(formats))
+        directory = parse_path(os.fspath(output))
+        return export_release(os.fspath(release), ExportFormat(format), directory, organization)
 
 
 def _result(outcome: RunOutcome) -> RunResult:

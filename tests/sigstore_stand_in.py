@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Event
 from typing import Any
 from urllib.parse import parse_qs, urlencode, urlparse
 
@@ -61,12 +62,14 @@ class SigstoreInstance:
     """Keys, log and settings of an instance.
 
     ``log_delay`` is the time between a certificate and the entry of its signature in the log. ``outage`` is the path of
-    a service that does not answer.
+    a service that is down, and ``silence`` that of one that does not answer until ``answers`` is set.
     """
 
     url: str = ""
     log_delay: timedelta = timedelta()
     outage: str = ""
+    silence: str = ""
+    answers: Event = field(default_factory=Event)
     requests: list[str] = field(default_factory=list)  # method and path of each request
     leaves: list[bytes] = field(default_factory=lambda: [b"\0earlier entry"] * 5)
     authority_key: ec.EllipticCurvePrivateKey = field(default_factory=new_key)
@@ -284,6 +287,8 @@ class _Handler(BaseHTTPRequestHandler):
         instance, path = self.server.instance, urlparse(self.path).path
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         instance.requests.append(f"POST {path}")
+        if instance.silence and path.startswith(instance.silence):
+            instance.answers.wait()
         if instance.outage and path.startswith(instance.outage):
             self._answer(503, {"code": 503, "message": "the service is down"})
         elif path == "/api/v2/signingCert":

@@ -25,37 +25,74 @@ def newest() -> Any:
     return module
 
 
-def test_every_direct_dependency_is_tried_and_pinned(newest: Any) -> None:
-    names = newest.direct_dependencies(tomllib.loads((ROOT / "pyproject.toml").read_text()))
-    assert {"prefect", "transformers", "lm-eval", "huggingface-hub", "safetensors"} <= set(names)
-    assert "torch" not in names
-    unpinned = [name for name in names if name not in newest.pins((ROOT / "constraints.txt").read_text())]
+def test_every_direct_dependency_is_pinned(newest: Any) -> None:
+    direct = newest.direct_dependencies(tomllib.loads((ROOT / "pyproject.toml").read_text()))
+    assert {"prefect", "transformers", "lm-eval", "huggingface-hub", "safetensors"} <= set(direct)
+    assert direct["lm-eval"].extras == {"hf", "ifeval", "math"}
+    unpinned = [name for name in direct if name not in newest.pins((ROOT / "constraints.txt").read_text())]
     assert not unpinned
 
 
+def test_each_excluded_release_has_its_reason_in_the_docs(newest: Any) -> None:
+    direct = newest.direct_dependencies(tomllib.loads((ROOT / "pyproject.toml").read_text()))
+    limited = {
+        name for name, requirement in direct.items() for one in requirement.specifier if one.operator in {"<", "=="}
+    }
+    table = (ROOT / "docs/reference/dependencies.md").read_text()
+    assert sorted(name for name in limited if f"| `{name}` |" not in table) == []
+
+
+def test_pins_are_read_from_constraints_and_from_the_makefile(newest: Any) -> None:
+    text = (
+        'SQLAlchemy==2.0.58  # not ==2.1\n\t@.ci/install .venv-x "cyclonedx-python-lib[json-validation]==11.12.0" \\\n'
+    )
+    assert newest.pins(text) == {"sqlalchemy": "2.0.58", "cyclonedx-python-lib": "11.12.0"}
+
+
 def test_the_newest_version_is_the_one_in_brackets(newest: Any) -> None:
-    said = "WARNING: odd\nprefect (3.9.1)\nAvailable versions: 3.9.1, 3.9.0, 3.8.8\n"
-    assert newest.newest_version(said) == "3.9.1"
+    output = "WARNING: odd\nprefect (3.9.1)\nAvailable versions: 3.9.1, 3.9.0, 3.8.8\n"
+    assert newest.newest_version(output) == "3.9.1"
     assert newest.newest_version("ERROR: No matching distribution found for nothing\n") == ""
 
 
-def test_a_conflict_names_what_is_in_the_way(newest: Any) -> None:
-    said = (
+def test_a_conflict_names_the_package_in_the_way(newest: Any) -> None:
+    output = (
         "ERROR: Cannot install prefect==3.9.1 because these package versions have conflicting dependencies.\n"
         "The conflict is caused by:\n    prefect 3.9.1 depends on certifi>=2026.10.19\n"
         "    The user requested (constraint) certifi==2026.10.18\n"
     )
-    assert newest.conflict(said) == "prefect 3.9.1 depends on certifi>=2026.10.19"
+    assert newest.conflict(output) == "prefect 3.9.1 depends on certifi>=2026.10.19"
 
 
-def test_what_failed_is_counted(newest: Any) -> None:
-    said = "....F\nFAILED tests/a.py::test_one - boom\nERROR tests/b.py - boom\n2 failed\n"
-    assert newest.broken_tests(said) == "tests/a.py::test_one and 1 more"
+def test_requirements_that_a_release_does_not_meet_are_listed(newest: Any) -> None:
+    output = (
+        "prefect 3.9.1 requires fastapi<0.151,>=0.139.0, but you have fastapi 0.165.0 which is incompatible.\n"
+        "Successfully installed fastapi-0.165.0 starlette-1.11.0\n"
+    )
+    assert newest.broken_bounds(output) == ["prefect 3.9.1 requires fastapi<0.151,>=0.139.0"]
+    assert newest.also_installed(output, "fastapi") == ["starlette-1.11.0"]
+
+
+def test_failed_tests_are_counted(newest: Any) -> None:
+    output = "....F\nFAILED tests/a.py::test_one - boom\nERROR tests/b.py - boom\n2 failed\n"
+    assert newest.broken_tests(output) == "tests/a.py::test_one and 1 more"
     assert newest.broken_tests("collected 0 items\n") == "collected 0 items"
 
 
+def test_only_a_release_within_the_bounds_fails_the_job(newest: Any) -> None:
+    def judged(bounds: str, outcome: str) -> tuple[str, int]:
+        result = newest.within_bounds(newest.Result("x", "1", "2", outcome), newest.SpecifierSet(bounds))
+        return result.outcome, newest.exit_code([result])
+
+    assert judged(">=1", newest.WORKS) == (newest.WORKS, 0)
+    assert judged(">=1", newest.BREAKS) == (newest.BREAKS, 1)
+    assert judged("<2", newest.BREAKS) == (newest.STILL_EXCLUDED, 0)
+    assert judged("<2", newest.WORKS) == (newest.BOUND_CAN_GO, 0)
+    assert judged("<2", newest.NOT_INSTALLED) == (newest.NOT_INSTALLED, 2)
+
+
 @pytest.mark.slow
-def test_the_environment_has_what_the_other_has_and_may_have_it_newer(newest: Any, tmp_path: Path) -> None:
+def test_the_environment_sees_another_and_prefers_its_own_packages(newest: Any, tmp_path: Path) -> None:
     other = tmp_path / "other"
     library = other / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
     library.mkdir(parents=True)
@@ -65,5 +102,5 @@ def test_the_environment_has_what_the_other_has_and_may_have_it_newer(newest: An
     own = tmp_path / "new" / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
     (own / "ours.py").write_text("version = 2\n")
     script = "import ours, theirs; print(ours.version, theirs.version)"
-    said = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True)
-    assert said.stdout == "2 1\n"
+    output = subprocess.run([python, "-c", script], capture_output=True, text=True, check=True)
+    assert output.stdout == "2 1\n"

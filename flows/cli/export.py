@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
@@ -19,6 +20,25 @@ from mergegate.tasks.publish.releases import check_release
 from mergegate.tasks.publish.targets import find_release
 
 _LONGEST_NAME = 200  # characters of an organization
+
+
+@dataclass(frozen=True)
+class ExportResult:
+    """Files with the results of a release, as ``mergegate export`` writes them.
+
+    Attributes:
+        output: Directory of the files.
+        files: Number of files.
+        bytes: Size of all files in bytes.
+        models: Number of models with results.
+        tasks: Number of results of a model on a task.
+    """
+
+    output: Path
+    files: int
+    bytes: int
+    models: int
+    tasks: int
 
 
 def export_command(
@@ -46,36 +66,41 @@ def export_command(
     texts. Its date is the time of the export, because a release contains none.
     """
     with command_context(as_json) as console:
-        require_printable(organization, "--organization")
-        if len(organization) > _LONGEST_NAME or organization != organization.strip():
-            raise InvalidInput(
-                "--organization",
-                found=f"{organization!r:.60}",
-                expected=f"a name of at most {_LONGEST_NAME} characters without spaces around it",
-            )
-        published = find_release(release)
-        verified = check_release(published)
-        results = read_release_results(published, verified.listing, verified.statement, organization or None)
-        files, size = 0, 0
-        with new_directory(output) as directory:
-            for path, content in exported_files(results, format, datetime.now(UTC)):
-                target = directory / path
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(content)
-                files, size = files + 1, size + len(content)
-        tasks = sum(len(model.tasks) for model in results.models)
+        result = export_release(release, format, output, organization)
         if as_json:
-            record = {
-                "where": str(output),
-                "files": files,
-                "bytes": size,
-                "models": len(results.models),
-                "tasks": tasks,
-            }
-            print_created(record)
+            counts = {"files": result.files, "bytes": result.bytes, "models": result.models, "tasks": result.tasks}
+            print_created({"where": str(output), **counts})
             return
-        models = format_count(len(results.models), "model")
+        models = format_count(result.models, "model")
         console.print(
-            f"{short_path(output)}: {format_count(files, 'file')}, {format_bytes(size)}, the results of {models}",
+            f"{short_path(output)}: {format_count(result.files, 'file')}, {format_bytes(result.bytes)}, the results of "
+            f"{models}",
             markup=False,
         )
+
+
+def export_release(reference: str, format: ExportFormat, output: Path, organization: str = "") -> ExportResult:
+    """Verify a release, and write its results to the new directory ``output``.
+
+    Raises:
+        InvalidInput: There is no such release, it has no results, ``output`` exists, or ``organization`` is not a name.
+        Refused: The release differs from its records.
+    """
+    require_printable(organization, "--organization")
+    if len(organization) > _LONGEST_NAME or organization != organization.strip():
+        raise InvalidInput(
+            "--organization",
+            found=f"{organization!r:.60}",
+            expected=f"a name of at most {_LONGEST_NAME} characters without spaces around it",
+        )
+    published = find_release(reference)
+    verified = check_release(published)
+    results = read_release_results(published, verified.listing, verified.statement, organization or None)
+    files, size = 0, 0
+    with new_directory(output) as directory:
+        for path, content in exported_files(results, format, datetime.now(UTC)):
+            target = directory / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(content)
+            files, size = files + 1, size + len(content)
+    return ExportResult(output, files, size, len(results.models), sum(len(model.tasks) for model in results.models))

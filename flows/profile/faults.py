@@ -82,7 +82,8 @@ def _describe_fault(fault: Any, model: type[BaseModel]) -> tuple[str, str, str]:
         # pydantic's tag for a member of a union, which the user did not write
         is_tag = isinstance(part, str) and bool(_UNION_TAG.fullmatch(part) if is_inside else _VALUE_TAG.fullmatch(part))
         if not is_tag:
-            location += f"[{part}]" if isinstance(part, int) else f".{part}" if location else str(part)
+            is_plain = isinstance(part, str) and re.fullmatch(r"[\w-]+", part)  # others: indices, ../models/base
+            location = f"{location}{f'.{part}' if is_plain else f'[{part!r}]'}" if location else str(part)
         if isinstance(part, str) and is_inside and depth < len(parents):
             field = section.model_fields.get(part)
             inner = _settings_in(field.annotation) if field else None

@@ -144,10 +144,17 @@ class LogHeader(_Written):
     config_updates: list[dict[str, Any]] | None = None
 
 
+class ScoreNotes(_Written):
+    """Metadata of a score, as far as a gate reads it. The rest, such as explanations, can be large."""
+
+    chance: Any = None
+
+
 class SampleScore(_Written):
     """Score of one sample by one scorer."""
 
     value: ScoreValue
+    metadata: ScoreNotes | None = None
     history: list[Any] = Field(default_factory=list)
 
 

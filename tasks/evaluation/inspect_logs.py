@@ -34,6 +34,7 @@ from mergegate.tasks.evaluation.inspect_files import (
     LoggedSample,
     LoggedSpec,
     LogHeader,
+    SampleScore,
     open_samples,
     read_log_header,
 )
@@ -163,7 +164,7 @@ def _read(log: InspectLog, task: str, cluster_field: str | None) -> TaskResults:
             outcome=metric.scores[document],
             cluster=epochs[1].cluster,
             higher_is_better=metric.higher_is_better,
-            chance=epochs[1].chance,
+            chance=epochs[1].chances.get(metric.scorer, 0.0),
         )
         for metric in metrics
         for document, epochs in documents.items()
@@ -278,20 +279,28 @@ def _condense(sample: LoggedSample, path: Path, cluster_field: str | None) -> Sa
             )
         cluster = _text(metadata[name])
     # A question with several right answers has no known chance level.
-    chance: object = 1 / len(sample.choices) if sample.choices and isinstance(sample.target, str) else 0.0
-    if is_exported:
-        chance = metadata.get("chance", 0.0)
-        if isinstance(chance, bool) or not isinstance(chance, int | float) or not 0 <= chance <= 1:
-            raise InvalidInput(
-                f"{path}: {_name(sample)}: metadata.chance",
-                found=format_value(chance),
-                expected="a number from 0 to 1",
-                remedy=DAMAGED,
-            )
-    assert isinstance(chance, int | float)
-    return SampleEvidence(
-        (hashes[0], hashes[1], hashes[2]), is_exported, cluster, float(chance), sample.scores or {}, sample.uuid
-    )
+    chance = 1 / len(sample.choices) if sample.choices and isinstance(sample.target, str) else 0.0
+    scores = sample.scores or {}
+    chances = {
+        scorer: _exported_chance(sample, scorer, score, path) if is_exported else chance
+        for scorer, score in scores.items()
+    }
+    return SampleEvidence((hashes[0], hashes[1], hashes[2]), is_exported, cluster, chances, scores, sample.uuid)
+
+
+def _exported_chance(sample: LoggedSample, scorer: str, score: SampleScore, path: Path) -> float:
+    """Return the chance level of a score, which is in its own metadata if those of a sample differ."""
+    chance, location = sample.metadata.get("chance", 0.0), "metadata.chance"
+    if score.metadata is not None and score.metadata.chance is not None:
+        chance, location = score.metadata.chance, f"scores.{scorer:.80}.metadata.chance"
+    if isinstance(chance, bool) or not isinstance(chance, int | float) or not 0 <= chance <= 1:
+        raise InvalidInput(
+            f"{path}: {_name(sample)}: {location}",
+            found=format_value(chance),
+            expected="a number from 0 to 1",
+            remedy=DAMAGED,
+        )
+    return float(chance)
 
 
 def _messages(messages: Sequence[Mapping[str, Any]], sample: LoggedSample) -> list[Any]:

@@ -31,7 +31,7 @@ class SampleEvidence(NamedTuple):
     hashes: tuple[str, str, str]  # of document, prompt and target
     has_lm_eval_hashes: bool
     cluster: str
-    chance: float  # score of a random choice, see ``DocumentScore``
+    chances: Mapping[str, float]  # score of a random choice by scorer, see ``DocumentScore``
     scores: Mapping[str, SampleScore]
     uuid: str | None
 

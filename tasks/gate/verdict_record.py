@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
@@ -34,6 +35,7 @@ EVIDENCE_RECORD = "evidence/gate.json"  # names in a release
 OUTCOMES, LIKELIHOODS = "evidence/outcomes.parquet", "evidence/likelihoods.parquet"
 EVIDENCE_TABLES = (OUTCOMES, LIKELIHOODS)
 _TABLES = ("scores", "likelihoods")  # inputs of the gate that are in tables
+_SENTENCES = frozenset(("reason", "reasons", "notes"))  # fields of a verdict
 _MAX_ROWS = 20_000_000  # A larger table in a release is not read.
 _DICTIONARY_BYTES = 64 << 20  # A hash is stored once, however many models have scores of its document.
 
@@ -312,7 +314,8 @@ def compare_verdicts(
 ) -> tuple[VerdictDifference, ...]:
     """Return all values of two verdicts in plain JSON that are not exactly equal, the most important ones first.
 
-    Guards come first, then the mean and the perplexity. Of each, numbers come before sentences.
+    Guards come first, then the mean and the perplexity. Of each, numbers come before sentences. Sentences are equal if
+    they state the same numbers, because their words depend on the version of mergegate.
     """
 
     def rank(difference: tuple[tuple[Any, ...], Any, Any]) -> tuple[int, int, int]:
@@ -332,12 +335,20 @@ def compare_verdicts(
 def _differences(path: tuple[Any, ...], old: Any, new: Any) -> Iterator[tuple[tuple[Any, ...], Any, Any]]:
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         for name in {**new, **old}:
+            if name in _SENTENCES and _numbers(old.get(name)) == _numbers(new.get(name)):
+                continue
             yield from _differences((*path, name), old.get(name), new.get(name))
     elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         for at, pair in enumerate(zip(old, new, strict=True)):
             yield from _differences((*path, at), *pair)
     elif old != new or type(old) is not type(new):
         yield path, old, new
+
+
+def _numbers(sentences: object) -> tuple[bool, list[str]]:
+    """Return whether there are sentences, and the numbers in them in ascending order."""
+    text = json.dumps(sentences, ensure_ascii=False)
+    return bool(sentences), sorted(re.findall(r"\d+(?:[.,]\d+)*", text))
 
 
 def _subject(path: tuple[Any, ...], verdict: Mapping[str, Any]) -> str:

@@ -8,7 +8,7 @@ always differ in their first numbers, so mergegate reads a tensor completely onl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -112,7 +112,8 @@ class WeightComparison(StageValue):
     def sentences(self, names: Sequence[str]) -> str:
         """Return the result of the comparison as sentences for the statement of changes.
 
-        ``names`` are the names of all parents, in the recipe's order.
+        ``names`` are the names of all parents, in the recipe's order. The words may change between versions. The
+        numbers and names must be those of :meth:`figures`.
         """
         adapter = " of the adapter" if self.is_adapter else ""
         whose = "a tensor of their adapters" if self.is_adapter else "a tensor of these models"
@@ -125,19 +126,14 @@ class WeightComparison(StageValue):
                 f"{sources}. The merge changed none of its {total}."
             )
         lines = [f"mergegate compared the {total}{adapter} with those of all these models."]
-        # Models that share their frozen tensors are named in one sentence.
-        groups: dict[tuple[int, int, bool], list[str]] = {}
-        for each in self.copied:
-            groups.setdefault((each.tensors, each.parameters, each.identical), []).append(names[each.parent])
-        for (tensors, parameters, is_identical), group in groups.items():
-            percent = 100 * parameters / max(self.parameters, 1)
-            share = f"{percent:.1f}" if percent in (0, 100) or 0.05 <= percent < 99.95 else f"{percent:.4g}"
-            verb = "is" if tensors == 1 else "are"
-            what = "copied unchanged from" if is_identical else "equal, up to rounding, to those of"
+        for group in self._groups():
+            verb = "is" if group[0].tensors == 1 else "are"
+            what = "copied unchanged from" if group[0].identical else "equal, up to rounding, to those of"
             sources = f"each of {len(group)} models"
             if len(group) <= _NAMED:
-                sources = ("each of " if len(group) > 1 else "") + _listed(group)
-            lines.append(f"{tensors:,} of {self.tensors:,} ({share} % of the parameters) {verb} {what} {sources}.")
+                sources = ("each of " if len(group) > 1 else "") + _listed([names[each.parent] for each in group])
+            count, whole, share = self._counts(group[0])
+            lines.append(f"{count} of {whole} ({share} % of the parameters) {verb} {what} {sources}.")
         if not self.new:
             lines.append("The recipe only selected and arranged tensors. None of them is new.")
         elif self.new == 1:
@@ -152,6 +148,38 @@ class WeightComparison(StageValue):
                 "Parts of such a tensor can be copies."
             )
         return " ".join(lines)
+
+    def figures(self, names: Sequence[str]) -> tuple[str, ...]:
+        """Return the numbers and the names of parents that ``sentences`` states, in the same order.
+
+        ``mergegate verify`` compares them with a release of any version, so they must not change.
+
+        Raises:
+            IndexError: ``names`` has no name for a parent.
+        """
+        total = f"{self.tensors:,}"
+        if self.copy_of:
+            return (*(names[index] for index in self.copy_of), total)
+        figures = [total]
+        for group in self._groups():
+            sources = [names[each.parent] for each in group]
+            figures += (*self._counts(group[0]), *(sources if len(group) <= _NAMED else (str(len(group)),)))
+        figures += [f"{self.new:,}"] if self.new > 1 and self.copied else []
+        figures += [f"{self.reshaped:,}"] if self.reshaped else []
+        return tuple(figures)
+
+    def _groups(self) -> Iterable[Sequence[CopiedTensors]]:
+        """Return the parents that one sentence names, because the merge shares as many tensors with each of them."""
+        groups: dict[tuple[int, int, bool], list[CopiedTensors]] = {}
+        for each in self.copied:
+            groups.setdefault((each.tensors, each.parameters, each.identical), []).append(each)
+        return groups.values()
+
+    def _counts(self, source: CopiedTensors) -> tuple[str, str, str]:
+        """Return the number of copied tensors, that of all tensors, and the share of the parameters in percent."""
+        percent = 100 * source.parameters / max(self.parameters, 1)
+        share = f"{percent:.1f}" if percent in (0, 100) or 0.05 <= percent < 99.95 else f"{percent:.4g}"
+        return f"{source.tensors:,}", f"{self.tensors:,}", share
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -305,7 +305,6 @@ def dataset_address(source: str) -> str:
 
 def ancestor_package_url(ancestor: ParentFacts) -> str:
     """Return the package URL of a model on the Hub, or empty for a local model."""
-    repository = ancestor.url.removeprefix("https://huggingface.co/")
-    if not ancestor.url or repository == ancestor.url:
+    if not ancestor.hub_id:
         return ""
-    return f"pkg:huggingface/{repository}" + (f"@{ancestor.identity}" if ancestor.role != "merge" else "")
+    return f"pkg:huggingface/{ancestor.hub_id}" + (f"@{ancestor.identity}" if ancestor.role != "merge" else "")

@@ -14,7 +14,7 @@ from mergegate.tasks.merge import describe_changes
 from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation, ObligationKind
 from mergegate.tasks.publish.card_metadata import CardMetadata
 from mergegate.tasks.publish.card_scores import escape, markdown_table, quality_section, untested_sentence
-from mergegate.tasks.publish.content import KEYLESS_SIGNATURE
+from mergegate.tasks.publish.content import KEYLESS_SIGNATURE, STATEMENT_OF_CHANGES
 from mergegate.tasks.publish.loading_code import loading_code
 from mergegate.tasks.publish.settings import SigstoreSettings
 from mergegate.tasks.report import ReportContent, ReportedModel
@@ -84,7 +84,7 @@ def model_card(
         f"{escape(content.method)}. mergegate tested it before the release. The [report](report.html) shows every "
         "result, [provenance.json](provenance.json) identifies the inputs, and [evidence](evidence/gate.json) has the "
         "outcomes of all documents, without texts.",
-        "**Statement of changes.** The weights were computed with the recipe below from the models listed with it. "
+        f"{STATEMENT_OF_CHANGES} The weights were computed with the recipe below from the models listed with it. "
         f"{changes} {_copied_files(content, files)} copied or adapted."
         + (f" {content.routers.sentences}" if content.routers else ""),
     ]

@@ -35,6 +35,7 @@ KEYLESS_SIGNATURE = "model.sigstore.json"  # differs at every signing, so no ver
 COMPLIANCE = "COMPLIANCE.md"
 SPDX = "bom.spdx.json"
 MODIFICATIONS = "MODIFICATIONS"
+STATEMENT_OF_CHANGES = "**Statement of changes.**"  # before the statement in a card, for ``mergegate verify``
 SUMS = "SHA256SUMS"
 # JSON files in a release that describe the checkpoint and are not part of it.
 DESCRIPTION_FILES = frozenset({BOM, SPDX, PROVENANCE, KEYLESS_SIGNATURE})

@@ -113,7 +113,6 @@ def release_facts(
     identifies the held-out text, if there is one.
     """
     config = merged_config(pinned_recipe, merge)
-    about, source = _statements(target, names)
     likelihoods = next((model.likelihoods for model in content.models if model.likelihoods), None)
     datasets = [
         *_evaluation_data(model.scores for model in content.models),
@@ -123,19 +122,14 @@ def release_facts(
             for text, sha256 in pinned_recipe.recipe.text_digests().items()
         ),
     ]
-    return ReleaseFacts(
-        name=content.name,
-        address=target.address,
-        hub_id=target.hub_id,
-        about=about,
-        supplier_source=source,
-        architecture=_architecture(config),
-        model_type=str(config.get("model_type") or ""),
-        hyperparameters=_hyperparameters(config),
+    return _facts(
+        content,
+        config,
+        target,
+        names,
         parameters=merge.value.parameters,
         dtypes=_dtypes(merge.directory / name for name in merge.files),
-        method=content.method,
-        parents=_parents(content, pinned_recipe, license, about, names),
+        parents=_parents(content, pinned_recipe, license, target, names),
         datasets=tuple(datasets),
         compute=compute,
     )
@@ -179,7 +173,6 @@ def variant_facts(
     for verdict in published:
         for name, count in (verdict.record.tensor_types if verdict.record else {}).items():
             types[name] = types.get(name, 0) + count
-    about, source = _statements(target, names)
     size = NetworkDimensions.from_config(config, parameters or 8 * sum(file.size for file in weights))
     datasets: dict[DatasetFacts, None] = {}
     for verdict in published:
@@ -195,10 +188,37 @@ def variant_facts(
         name=merge.name,
         role="merge",
         identity=merge.sums,
-        url=f"https://huggingface.co/{merge.hub_id}" if merge.hub_id else "",
-        supplier=(merge.hub_id or "").partition("/")[0],
+        hub_id=merge.hub_id or "",
         license=content.licence,
     )
+    return _facts(
+        content,
+        config,
+        target,
+        names,
+        parameters=parameters,
+        dtypes=tuple(sorted(types, key=lambda name: (-types[name], name))),
+        parents=(parent,),
+        datasets=tuple(datasets),
+        compute=variant_compute(content, published, size, calibration),
+        ancestors=_parents(content, pinned_recipe, license, target, names),
+    )
+
+
+def _facts(
+    content: ReportContent,
+    config: Mapping[str, Any],
+    target: PublishTarget,
+    names: PublicNames,
+    *,
+    parameters: int | None,
+    dtypes: tuple[str, ...],
+    parents: tuple[ParentFacts, ...],
+    datasets: tuple[DatasetFacts, ...],
+    compute: ComputeEstimate,
+    ancestors: tuple[ParentFacts, ...] = (),
+) -> ReleaseFacts:
+    about, source = _statements(target, names)
     return ReleaseFacts(
         name=content.name,
         address=target.address,
@@ -209,12 +229,12 @@ def variant_facts(
         model_type=str(config.get("model_type") or ""),
         hyperparameters=_hyperparameters(config),
         parameters=parameters,
-        dtypes=tuple(sorted(types, key=lambda name: (-types[name], name))),
+        dtypes=dtypes,
         method=content.method,
-        parents=(parent,),
-        datasets=tuple(datasets),
-        compute=variant_compute(content, published, size, calibration),
-        ancestors=_parents(content, pinned_recipe, license, about, names),
+        parents=parents,
+        datasets=datasets,
+        compute=compute,
+        ancestors=ancestors,
     )
 
 
@@ -234,15 +254,15 @@ def _parents(
     content: ReportContent,
     pinned_recipe: PinnedRecipe,
     license: LicenseVerdict,
-    about: AboutRelease,
+    target: PublishTarget,
     names: PublicNames,
 ) -> tuple[ParentFacts, ...]:
     licenses = {model.ref: model.licence for model in content.parents} | dict(license.licenses)
-    facts = []
+    computes, facts = names.apply(target.about).training_compute, []
     for parent in pinned_recipe.parents:
         public = parent.rename(names.rename_text)
         own_license = licenses.get(public.ref) or licenses.get(public.name) or ""
-        facts.append(parent_facts(public, own_license, about.training_compute.get(public.ref)))
+        facts.append(parent_facts(public, own_license, computes.get(public.ref)))
     return tuple(facts)
 
 

@@ -23,11 +23,14 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from threading import Thread
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cryptography import x509
 
@@ -48,12 +51,29 @@ from mergegate.tasks.publish.sigstore_bundle import SigstoreBundle
 if TYPE_CHECKING:
     from sigstore.models import ClientTrustConfig
     from sigstore.oidc import IdentityToken
+    from sigstore.sign import Signer as CertifiedSigner
 
 TOKEN_VARIABLE = "SIGSTORE_ID_TOKEN"
 _GITHUB_ISSUER = "https://token.actions.githubusercontent.com"
 _ISSUER = x509.ObjectIdentifier("1.3.6.1.4.1.57264.1.1")
 _SETTING = "publish.sign"
 _HOW_TO = "docs/how-to/sign-and-verify.md"
+_SIGNING_TIME = timedelta(minutes=2)  # longest time until all services have answered
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class _Login:
+    """Certificate of a user who logged in with a browser. It signs all releases of a run, such as those of variants.
+
+    ``expires`` leaves enough time for signing.
+    """
+
+    signer: CertifiedSigner
+    expires: datetime
+
+
+_logins: dict[Path | None, _Login] = {}  # by the trust configuration
 
 
 @dataclass(frozen=True)
@@ -175,18 +195,33 @@ def sign_keyless(name: str, files: Mapping[str, str], settings: SigstoreSettings
         InvalidInput: The library, an identity or a valid trust configuration is missing.
         Refused: A service does not answer as expected.
     """
-    trust = _trust_config(*_location(settings, root))
     from sigstore.dsse import Statement
+    from sigstore.sign import Signer as CertifiedSigner
     from sigstore.sign import SigningContext
 
-    token = _identity_token(trust)
+    file, setting = _location(settings, root)
+    trust = _trust_config(file, setting)
+    token, login = _job_token(), None
+    if is_user := token is None:
+        login = _logins.pop(file, None)
+        if login is None or login.expires < datetime.now(UTC):
+            token = _user_token(trust)
+    statement = Statement(signed_statement(name, files, (KEYLESS_SIGNATURE,)))
+
+    def sign() -> tuple[CertifiedSigner, str]:
+        if token:
+            signer = CertifiedSigner(token, SigningContext.from_trust_config(trust))
+        else:
+            assert login
+            signer = login.signer
+        return signer, signer.sign_dsse(statement).to_json()
+
     try:
-        with SigningContext.from_trust_config(trust).signer(token) as signer:
-            statement = Statement(signed_statement(name, files, (KEYLESS_SIGNATURE,)))
-            bundle = json.loads(signer.sign_dsse(statement).to_json())
-        data = (json.dumps(bundle, indent=1, sort_keys=True) + "\n").encode()
+        signer, bundle = _in_time(sign)
+        data = (json.dumps(json.loads(bundle), indent=1, sort_keys=True) + "\n").encode()
         # A release cannot be signed again, so it must not be published with an answer that no one can verify.
-        read_keyless(data).require_valid(trust, "the instance that answered")
+        signature = read_keyless(data)
+        signature.require_valid(trust, "the instance that answered")
     except Exception as error:  # the library and its HTTP client have no common base for their errors
         problem = " ".join(str(error).split()).replace(str(token), "TOKEN") or type(error).__name__
         raise Refused(
@@ -195,7 +230,32 @@ def sign_keyless(name: str, files: Mapping[str, str], settings: SigstoreSettings
             expected="a certificate for the identity, and an entry in the transparency log",
             remedy="run again; mergegate publishes nothing before it has the signature",
         ) from None
+    if is_user:
+        certificate = signature.parsed.verification_material.certificate.x509()
+        _logins[file] = _Login(signer, certificate.not_valid_after_utc - _SIGNING_TIME)
     return data
+
+
+def _in_time(work: Callable[[], _Result]) -> _Result:
+    """Return the result of ``work``. It runs in a thread, because the library's HTTP client has no time limit.
+
+    Raises:
+        TimeoutError: ``work`` takes longer than ``_SIGNING_TIME``.
+    """
+    result: Future[_Result] = Future()
+
+    def run() -> None:
+        try:
+            result.set_result(work())
+        except BaseException as error:
+            result.set_exception(error)
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds := _SIGNING_TIME.total_seconds())
+    if not result.done():
+        raise TimeoutError(f"no answer within {format_duration(seconds)}")
+    return result.result()
 
 
 def expected_signer(settings: SigstoreSettings, root: Path) -> str:
@@ -242,9 +302,9 @@ def expected_signer(settings: SigstoreSettings, root: Path) -> str:
     raise _no_identity("no identity of a CI job, and no terminal for a login with a browser")
 
 
-def _identity_token(trust: ClientTrustConfig) -> IdentityToken:
-    """Return the identity of the CI job, or let a user at the terminal log in with a browser."""
-    from sigstore.oidc import IdentityError, Issuer, detect_credential
+def _job_token() -> IdentityToken | None:
+    """Return the identity of the CI job, or None if there is none."""
+    from sigstore.oidc import IdentityError, detect_credential
 
     if token := os.environ.get(TOKEN_VARIABLE):
         return _require_token(token)
@@ -252,8 +312,13 @@ def _identity_token(trust: ClientTrustConfig) -> IdentityToken:
         token = detect_credential()
     except IdentityError as error:
         raise _no_identity(" ".join(str(error).split())) from None
-    if token:
-        return _require_token(token)
+    return _require_token(token) if token else None
+
+
+def _user_token(trust: ClientTrustConfig) -> IdentityToken:
+    """Let a user at the terminal log in with a browser."""
+    from sigstore.oidc import Issuer
+
     if not _has_user():
         raise _no_identity("no identity of a CI job, and no terminal for a login with a browser")
     try:

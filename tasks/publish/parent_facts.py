@@ -68,8 +68,7 @@ class ParentFacts:
         name: Public reference, as in the recipe.
         role: ``base`` or ``parent``. ``merge`` for the release that variants were quantized from.
         identity: Commit on the Hub, or sha256 of the files.
-        url: Page of the model on the Hub, or empty for a local model.
-        supplier: Namespace on the Hub, or empty for a local model.
+        hub_id: Id ``org/name`` on the Hub, or empty for a local model.
         license: License identifier, or empty if licenses were not checked.
         datasets: Training datasets that the card names (``datasets``).
         training_summaries: Links to summaries of the training content.
@@ -85,8 +84,7 @@ class ParentFacts:
     name: str
     role: str
     identity: str
-    url: str = ""
-    supplier: str = ""
+    hub_id: str = ""
     license: str = ""
     datasets: tuple[str, ...] = ()
     training_summaries: tuple[DocumentLink, ...] = ()
@@ -98,6 +96,16 @@ class ParentFacts:
     emissions_source: str = ""
     cards: tuple[ParentCard, ...] = ()
 
+    @property
+    def url(self) -> str:
+        """Page of the model on the Hub, or empty for a local model."""
+        return f"https://huggingface.co/{self.hub_id}" if self.hub_id else ""
+
+    @property
+    def supplier(self) -> str:
+        """Namespace on the Hub, or empty for a local model."""
+        return self.hub_id.partition("/")[0]
+
 
 def parent_facts(parent: PinnedCheckpoint, license: str, training_compute: float | None = None) -> ParentFacts:
     """Return the facts about ``parent``, which has its public name.
@@ -105,7 +113,6 @@ def parent_facts(parent: PinnedCheckpoint, license: str, training_compute: float
     ``training_compute`` is the value in the profile, in floating-point operations. Reading a card never fails: what
     cannot be read is missing.
     """
-    repository = hub_id(parent) if parent.revision is not None else ""
     models = [(parse_reference(parent.ref, parent.name).path, parent.directory)]
     if parent.adapter:
         models.append((parent.adapter.ref, parent.adapter.directory))
@@ -143,8 +150,7 @@ def parent_facts(parent: PinnedCheckpoint, license: str, training_compute: float
         name=parent.ref,
         role="base" if parent.is_base else "parent",
         identity=parent.revision or parent.digest,
-        url=f"https://huggingface.co/{repository}" if repository else "",
-        supplier=repository.partition("/")[0],
+        hub_id=hub_id(parent) if parent.revision is not None else "",
         license=license,
         datasets=tuple(datasets),
         training_summaries=_links_about(_TRAINING_SUMMARY, links),

@@ -43,6 +43,10 @@ _VARIANT_NOTES = (
     "The computation of the merge is in the sheet of its release.",
     "Quantization: 10,000 operations per weight. Each weight takes at least one bit.",
 )
+_RETRIEVAL_NOTE = (
+    "Exception: a model reads all texts that a retrieval task ranks, which can be more than those requests, so the "
+    "numbers of such tasks are not upper bounds."
+)
 _SPECIAL_TOKENS = 8  # tokens that a tokenizer adds to a prompt, at most
 
 
@@ -90,7 +94,7 @@ def merge_compute(
             parts.append(perplexity_part(model.name, size, model.likelihoods.tokens, window))
         if model.scores:
             parts += _task_evaluation(model.name, model.scores, size, content)
-    return estimate_compute(parts, numerics.device, notes)
+    return estimate_compute(parts, numerics.device, [*notes, *_retrieval_notes(content)])
 
 
 def variant_compute(
@@ -114,7 +118,11 @@ def variant_compute(
             parts.append(ComputePart("merge", f"GPTQ: {verdict.type}", 8.0 * nbytes * 8.0 * size.attention_width))
         for model in (verdict.type, "merge"):
             parts += _variant_evaluation(verdict, model, size, content)
-    return estimate_compute(parts, "cpu", _VARIANT_NOTES)
+    return estimate_compute(parts, "cpu", [*_VARIANT_NOTES, *_retrieval_notes(content)])
+
+
+def _retrieval_notes(content: ReportContent) -> Sequence[str]:
+    return [_RETRIEVAL_NOTE] if "retrieval" in content.kind.task_forms else []
 
 
 def _task_evaluation(

@@ -94,7 +94,7 @@ class AboutRelease(BaseModel):
         for name in self.training_compute:
             if name not in known:
                 raise InvalidInput(
-                    f"publish.about.training_compute: {name}",
+                    f"publish.about.training_compute[{name!r}]",
                     found="a model that the recipe does not merge",
                     expected="a parent as written in the recipe",
                     remedy=suggest(name, known),

@@ -132,6 +132,14 @@ def test_all_faults_are_named_at_once() -> None:
     assert "evaluate.tasks[0].max_drop: 'x'" in str(caught.value)
 
 
+def test_a_key_that_is_not_a_word_is_quoted_in_the_place_of_a_fault() -> None:
+    about = {"training_compute": {"../models/base": "much"}}
+    publish = {"to": "directory", "path": "out", "about": about}
+    with pytest.raises(InvalidInput) as caught:
+        parse_profile({**GOOD, "publish": publish}, "profile.yaml")
+    assert caught.value.where == "profile.yaml: publish.about.training_compute['../models/base']"
+
+
 @pytest.mark.parametrize("text", ["", "- a", "name: [", "a: 1\n---\nb: 2\n"])
 def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
     file = tmp_path / "profile.yaml"

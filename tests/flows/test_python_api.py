@@ -63,7 +63,7 @@ EXAMPLES = {test.name: test for test in documented() if test.examples}
 
 def test_every_function_has_an_example() -> None:
     functions = {name for name in mergegate.__all__ if getattr(mergegate, name).__module__ == "mergegate.api"}
-    assert len(functions) == 10
+    assert len(functions) == 11
     assert functions - set(EXAMPLES) == set()
 
 
@@ -185,6 +185,10 @@ def test_a_release_refused_by_a_check_is_a_result(demo: Path) -> None:
         lambda: mergegate.sweep("profiles/demo.yaml", progress=False),
         lambda: mergegate.verify("nope"),
         lambda: mergegate.reproduce("nope"),
+        lambda: mergegate.export("nope", "inspect", "new"),
+        lambda: mergegate.export("releases/demo/latest", "helm", "new"),  # type: ignore[arg-type]
+        lambda: mergegate.export("releases/demo/latest", "inspect", "profiles"),
+        lambda: mergegate.export("releases/demo/latest", "inspect", "new", organization=" x"),
     ],
 )
 def test_invalid_input_raises(call: object, demo: Path) -> None:

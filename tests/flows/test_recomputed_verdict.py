@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 from demo_project import Printed, Project
 from forged_evidence import FORGERIES, Columns, Evidence, flip_one_outcome, row_of
+from other_words import read_with_other_words
 from test_verify_and_reproduce import forge
 from typer.testing import CliRunner
 
@@ -129,6 +130,15 @@ def test_a_verdict_of_another_version_of_the_gate_is_not_refused(release: Path) 
 
     Evidence(release).edit_record(change)
     check_release(DirectoryRelease(forge(release)), recompute=True)  # The numbers are equal nevertheless.
+
+
+def test_a_version_with_other_words_verifies_the_release_and_its_verdict(release: Path) -> None:
+    (read,) = read_with_other_words(release)
+    assert read["differences"] == []
+    files = "".join(
+        path.read_text() for path in (release / "README.md", release / "MODIFICATIONS", release / EVIDENCE_RECORD)
+    )
+    assert not any(sentence in files for sentence in read["sentences"])
 
 
 def test_different_numbers_of_another_version_name_the_mergegate_to_install(release: Path) -> None:

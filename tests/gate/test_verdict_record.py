@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import random
+import re
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -14,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from gate_samples import PARENT, part, read, worse
+from other_words import read_with_other_words
 
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.evaluation.document_scores import DocumentScore
@@ -114,6 +116,31 @@ def test_the_record_leads_to_exactly_the_same_verdict(tmp_path: Path, seed: int)
     stored, _ = record(inputs, tmp_path / "out")
     assert stored.verdict == plain_verdict(gate.work(*inputs))
     assert compare_verdicts(stored.verdict, plain_verdict(decide_again(stored, tables_in(tmp_path / "out")))) == ()
+
+
+def test_words_of_another_version_make_no_difference(tmp_path: Path) -> None:
+    records = {}
+    for seed in SEEDS[:4]:
+        records[tmp_path / f"out{seed}"], _ = record(random_inputs(tmp_path / str(seed), seed), tmp_path / f"out{seed}")
+    read = read_with_other_words(*records)
+    for stored, other in zip(records.values(), read, strict=True):
+        assert other["differences"] == []
+        assert other["sentences"][-1] not in json.dumps(stored.verdict)
+    assert {stored.verdict["outcome"] for stored in records.values()} >= {"fail", "inconclusive"}
+
+
+def test_a_changed_number_in_a_sentence_is_a_difference(tmp_path: Path) -> None:
+    verdict = record(random_inputs(tmp_path, 1), tmp_path / "out")[0].verdict
+    guard = verdict["guards"][0]
+    for change in (
+        re.sub(r"\d", "7", guard["reason"], count=1),
+        f"{guard['reason']}. 3",
+        "",
+        re.sub(r"\d", "", guard["reason"]),
+    ):
+        changed = verdict | {"guards": [guard | {"reason": change}, *verdict["guards"][1:]]}
+        (difference,) = compare_verdicts(changed, verdict)
+        assert difference.stored == change
 
 
 @pytest.mark.parametrize("seed", SEEDS[:3])

@@ -34,7 +34,21 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parent), str(HERE.pare
 
 import corpus  # noqa: E402  # found by the line above
 from gguf_samples import F32, Q8_0, gguf  # noqa: E402
-from honest import CONFIG, DATE, PROFILE, RECIPE, SHAPES, TASK, TOKENIZER, checkpoint, results, safetensors  # noqa: E402
+from honest import (  # noqa: E402  # noqa: E402
+    CONFIG,
+    DATE,
+    PROFILE,
+    RECIPE,
+    SHAPES,
+    TASK,
+    TOKENIZER,
+    checkpoint,
+    eval_log,
+    exported_log,
+    inspect_log,
+    results,
+    safetensors,
+)
 from honest import samples as sample_lines  # noqa: E402
 from honest import weights as torch_weights  # noqa: E402
 from mutations import mutated  # noqa: E402
@@ -50,6 +64,7 @@ from mergegate.merge_core.files import JournalLocation, open_journal  # noqa: E4
 from mergegate.merge_core.parsing import parse_line, parse_yaml  # noqa: E402
 from mergegate.merge_core.recipe import parse_reference, resolve_local  # noqa: E402
 from mergegate.tasks.checkpoints import parse_card  # noqa: E402
+from mergegate.tasks.evaluation.metrics import choose_metrics  # noqa: E402
 from mergegate.tasks.evaluation.result_files import find_results, read_task  # noqa: E402
 from mergegate.tasks.evaluation.task_definition import read_definition  # noqa: E402
 from mergegate.tasks.evaluation.task_file import local_imports  # noqa: E402
@@ -191,6 +206,14 @@ def targets(place: Path, release: Path | None) -> dict[str, Target]:
 
         return parse
 
+    def log(data: bytes, name: str = "log.json") -> object:
+        (place / name).write_bytes(data)
+        read = read_task(find_results(place / name), "letters", "kind")
+        return [choose_metrics(read.outcomes, row.metric, name).judge(read.outcomes, name) for row in read.outcomes[:1]]
+
+    def log_part(part: str) -> Callable[[bytes], object]:
+        return lambda data: log(eval_log(**{part: data}), "log.eval")
+
     def reference(data: bytes) -> object:
         return resolve_local(parse_reference(data.decode(errors="surrogateescape"), "r"), place)
 
@@ -252,6 +275,7 @@ def targets(place: Path, release: Path | None) -> dict[str, Target]:
         texts_or_json = (one if isinstance(one, (bytes, str)) else json.dumps(one) for one in seeds)
         return Target(parse, tuple(one if isinstance(one, bytes) else one.encode() for one in texts_or_json))
 
+    parts = ("samples", "reductions")
     group = "group: g\ntask: [{task: a, dataset_path: b}, {group: h, task: [x]}]\n"
     template = {"chat_template": "{{ a }}", "tokenizer_class": "A"}
     read_card = "---\nlicense: apache-2.0\nbase_model: [a/b, c/d]\nlanguage: [en]\n---\n# x\n"
@@ -275,6 +299,12 @@ def targets(place: Path, release: Path | None) -> dict[str, Target]:
         "pickle": target(description, of_one),
         "results": target(of_results("results", f"results_{DATE}.json"), result),
         "samples": target(of_results("samples", f"samples_letters_{DATE}.jsonl"), line, every_line),
+        "inspect log": target(log, inspect_log()),
+        "inspect export": target(log, exported_log()),
+        "inspect zip": target(lambda data: log(data, "log.eval"), eval_log()),
+        "inspect header": target(log_part("header"), {n: v for n, v in inspect_log().items() if n not in parts}),
+        "inspect sample": target(log_part("sample"), inspect_log()["samples"][0]),
+        "inspect reductions": target(log_part("reductions"), inspect_log()["reductions"]),
         "manifest": of_store(kept.directory("made", made) / MANIFEST, lambda: kept.open("made", made, Note)),
         "artifact's value": of_store(kept.directory("made", made) / VALUE, lambda: kept.open("made", made, Note)),
         "value": of_store(kept.root / "said" / f"{said[:32]}.json", lambda: kept.open_value("said", said, Note)),

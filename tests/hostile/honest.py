@@ -166,6 +166,97 @@ def results(place: Path, lines: list[dict[str, Any]] | None = None, **changes: A
     return place
 
 
+def inspect_log() -> dict[str, Any]:
+    """Return a log of inspect_ai with two epochs: a scorer with one score, and one with a dictionary of scores."""
+    scores = [({"value": "C" if n % 2 else "I"}, {"value": {"a": 0.5, "b": n}}) for n in range(4)]
+    samples = [
+        {
+            "id": n,
+            "epoch": epoch,
+            "input": f"question {n}",
+            "choices": ["x", "y"],
+            "target": "A",
+            "messages": [{"id": "1", "role": "user", "content": "attachment://1"}],
+            "output": {"choices": [{"stop_reason": "max_tokens" if n else "stop"}]},
+            "scores": {"match": match, "several": several},
+            "metadata": {"kind": n % 2},
+            "attachments": {"1": f"question {n}"},
+            "uuid": f"{n}-{epoch}",
+        }
+        for n, (match, several) in enumerate(scores)
+        for epoch in (1, 2)
+    ]
+    means = {"match": 0.5, "a": 0.5, "b": 1.5}
+    return {
+        "version": 2,
+        "status": "success",
+        "eval": {
+            "task": "letters",
+            "created": "2026-11-27T00:00:00+00:00",
+            "dataset": {"sample_ids": [0, 1, 2, 3]},
+            "model": "hf/one",
+            "config": {"epochs": 2},
+            "packages": {"inspect_ai": "0.3.285"},
+            "scorers": [{"name": "match"}, {"name": "several", "options": {"model": None}}],
+        },
+        "plan": {"steps": [{"solver": "generate", "params": {"cache": False}}], "config": {"max_tokens": 8}},
+        "results": {
+            "total_samples": 8,
+            "completed_samples": 8,
+            "scores": [
+                {
+                    "name": name,
+                    "scorer": "match" if name == "match" else "several",
+                    "metrics": {"mean": {"name": "mean", "value": mean}},
+                    "metadata": {"higher_is_better": True},
+                }
+                for name, mean in means.items()
+            ],
+        },
+        "samples": samples,
+        "reductions": [
+            {"scorer": "match", "reducer": "mean", "samples": [{"sample_id": n, "value": n % 2} for n in range(4)]}
+        ],
+    }
+
+
+def exported_log() -> dict[str, Any]:
+    """Return a log as ``mergegate export`` writes it, in which each score has its chance level."""
+    log = inspect_log()
+    log["eval"] |= {"config": {}, "metadata": {"task": "letters", "lm_eval_version": "0.4.13"}}
+    log["results"] |= {"total_samples": 4, "completed_samples": 4}
+    log["results"]["scores"] = [
+        {"name": "acc,none", "scorer": "acc,none", "metrics": {"mean": {"name": "mean", "value": 0.5}}}
+    ]
+    hashes = dict.fromkeys(("doc_hash", "prompt_hash", "target_hash"), "0" * 64)
+    log["samples"] = [
+        {
+            **sample,
+            "metadata": {**hashes, "kind": 0},
+            "scores": {"acc,none": {"value": sample["id"] % 2, "metadata": {"chance": 0.25}}},
+        }
+        for sample in log["samples"]
+        if sample["epoch"] == 1
+    ]
+    return {name: value for name, value in log.items() if name != "reductions"}
+
+
+def eval_log(**parts: bytes) -> bytes:
+    """Return a log in the format ``.eval``: a zip. ``parts`` replace parts: header, sample, summaries or reductions."""
+    log = inspect_log()
+    samples, reductions = log.pop("samples"), log.pop("reductions")
+    names = {f"samples/{sample['id']}_epoch_{sample['epoch']}.json": sample for sample in samples}
+    summaries = [{name: sample[name] for name in ("id", "epoch", "scores", "uuid")} for sample in samples]
+    contents = {"header.json": log, **names, "summaries.json": summaries, "reductions.json": reductions}
+    files = {"sample": "samples/0_epoch_1.json"}
+    changed = {files.get(name, f"{name}.json"): content for name, content in parts.items()}
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in contents.items():
+            archive.writestr(name, changed.get(name) or json.dumps(content))
+    return file.getvalue()
+
+
 def release(place: Path) -> Path:
     """Publish a release to a directory."""
     from release_samples import publishable

@@ -36,8 +36,7 @@ HUB_PARENT = ParentFacts(
     name="acme/general@main",
     role="base",
     identity=COMMIT,
-    url="https://huggingface.co/acme/general",
-    supplier="acme",
+    hub_id="acme/general",
     license="apache-2.0",
     datasets=("acme/corpus", "A corpus of ours"),
     training_summaries=(DocumentLink("summary of the training content", "https://acme.example/summary"),),
@@ -110,7 +109,7 @@ STRANGE = bill(
             limits=("Grüße, 100 % \x7f",),
         ),
         name="my model #1/ü",
-        parents=(replace(HUB_PARENT, datasets=("../x y", "ü", "a/b@c d"), supplier="a b"),),
+        parents=(replace(HUB_PARENT, datasets=("../x y", "ü", "a/b@c d")),),
     )
 )
 SAMPLES = (COMPLETE, LOCAL, OCI, ALL_LICENSES, STRANGE)

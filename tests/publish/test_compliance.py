@@ -125,7 +125,7 @@ def test_links_energy_and_data_of_a_parent_have_their_source(sample_facts: Relea
     own = parent(
         "acme/base",
         3e22,
-        url="https://huggingface.co/acme/base",
+        hub_id="acme/base",
         license="apache-2.0",
         datasets=("acme/web_pages",),
         training_summaries=(DocumentLink("Summary](x)", "https://acme.example/s_1"),),
@@ -197,6 +197,6 @@ def test_training_compute_of_a_model_that_is_no_parent_is_refused() -> None:
     about = AboutRelease.model_validate({"training_compute": {"acme/bas": 1e22}})
     with pytest.raises(InvalidInput) as error:
         about.require_parents(["acme/base", "acme/tuned"])
-    assert error.value.where == "publish.about.training_compute: acme/bas"
+    assert error.value.where == "publish.about.training_compute['acme/bas']"
     assert error.value.remedy == "did you mean 'acme/base'?"
     about.require_parents(["acme/bas"])

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from release_samples import publishable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mergegate.merge_core import open_checkpoint, plan_merge
+from mergegate.merge_core.architecture.model_kinds import TEXT_GENERATOR, ModelKind
 from mergegate.merge_core.engine import EngineSettings, merge_tensors
 from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.merge_core.methods import merge_methods
@@ -36,6 +38,8 @@ from mergegate.tasks.publish.compute import (
     plan_parts,
     task_part,
 )
+from mergegate.tasks.publish.public_names import PublicNames
+from mergegate.tasks.publish.release_compute import merge_compute
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "merge_core"))
 from family import read_recipe, recipe_of, save_checkpoint
@@ -200,3 +204,17 @@ def test_unknown_sizes_are_replaced_by_large_ones() -> None:
     unknown = NetworkDimensions.from_config({}, 1_000)
     known = NetworkDimensions.from_config({"hidden_size": 4096, "num_hidden_layers": 32, "head_dim": True}, 1_000)
     assert unknown.flop(1) > known.flop(1) > 0
+
+
+def test_only_the_sheet_of_a_model_that_ranks_texts_says_which_numbers_are_no_bounds(tmp_path: Path) -> None:
+    sample = publishable(tmp_path)
+    ranking = ModelKind("embedding model", "sentence-similarity", "SentenceTransformer", task_forms=("retrieval",))
+    notes = {}
+    for kind in (TEXT_GENERATOR, ranking):
+        content = sample.content.model_copy(update={"kind": kind})
+        estimate = merge_compute(content, sample.pinned, sample.numerics, sample.merged, PublicNames({}))
+        notes[kind] = set(estimate.assumptions)
+    (note,) = notes[ranking] - notes[TEXT_GENERATOR]
+    assert notes[TEXT_GENERATOR] < notes[ranking]
+    assert "retrieval" in note
+    assert "not upper bounds" in note

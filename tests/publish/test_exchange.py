@@ -22,6 +22,7 @@ from release_samples import COMMIT, VALIDATORS, needs_validators, publishable, s
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.result_files import find_results, read_task
 from mergegate.tasks.gate.settings import GateRule, Guard
 from mergegate.tasks.gate.stage import GateInputs, GatePlan, gate
 from mergegate.tasks.gate.verdict_record import OUTCOMES, record_evidence, verdict_record
@@ -210,6 +211,32 @@ def test_the_real_libraries_read_every_score_bit_for_bit(exports: dict[int, tupl
     found = checked([out for _, out in exports.values()])
     for (release, _), contents in zip(exports.values(), found, strict=True):
         require_equal_scores(release, contents)
+
+
+def test_a_gate_reads_the_evidence_of_the_release_from_its_logs(exported: tuple[Path, Path]) -> None:
+    release, out = exported
+    read_by_gate = [
+        "metric",
+        "doc_id",
+        "doc_hash",
+        "prompt_hash",
+        "target_hash",
+        "outcome",
+        "higher_is_better",
+        "chance",
+    ]
+    expected: dict[tuple[str, str], set[tuple[Any, ...]]] = defaultdict(set)
+    for row in pq.read_table(release / OUTCOMES).to_pylist():
+        expected[row["model"], row["task"]].add(tuple(row[name] for name in read_by_gate))
+    found = {}
+    for path in (out / "inspect").rglob("*.json"):
+        spec = json.loads(path.read_text())["eval"]
+        if (task := spec["task"]) != "perplexity":
+            rows = read_task(find_results(path), task).outcomes
+            found[spec["metadata"]["mergegate"]["model"], task] = {
+                tuple(getattr(row, name) for name in read_by_gate) for row in rows
+            }
+    assert found == expected
 
 
 def require_equal_scores(release: Path, found: dict[str, Any]) -> None:

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -303,8 +304,19 @@ class TestIdentity:
         monkeypatch.setattr("mergegate.tasks.publish.keyless._has_user", lambda: True)
         monkeypatch.setattr("webbrowser.open", log_in)
         assert self.expect(trust) == "the user who logs in with a browser"
-        signature = read_keyless(sign_keyless("demo", {}, SigstoreSettings(trust_config=trust), Path("/")))
-        assert signature.signer == Signer("alice@example.org", instance.issuer)
+        names, before = ("demo", "demo-GGUF", "demo-FP8"), instance.requests.count("GET /oidc/auth")
+        settings = SigstoreSettings(trust_config=trust)
+        bundles = [sign_keyless(name, {name: "0" * 64}, settings, Path("/")) for name in names]
+        for name, bundle in zip(names, bundles, strict=True):
+            assert read_keyless(bundle).files == {name: "0" * 64}
+            assert not problem_of(bundle, SignerPolicy(Signer("alice@example.org", instance.issuer), trust))
+        assert instance.requests.count("GET /oidc/auth") == before + 1  # one login for a release and its variants
+        monkeypatch.setattr("mergegate.tasks.publish.keyless._SIGNING_TIME", timedelta(minutes=10))
+        for _ in range(2):  # The certificate is valid for 10 minutes, so it is too old for another signature.
+            sign_keyless("demo", {}, settings, Path("/"))
+        assert instance.requests.count("GET /oidc/auth") == before + 2
+        signature = sign_as(instance.token(IDENTITY), trust, {})
+        assert read_keyless(signature).signer.identity == IDENTITY  # a token takes precedence over the login
 
     def test_without_an_identity_the_error_says_what_to_set(self, trust: Path) -> None:
         for attempt in (self.expect, lambda trust: sign_as("", trust, {})):
@@ -332,6 +344,20 @@ class TestIdentity:
         monkeypatch.setattr("mergegate.tasks.publish.keyless.find_spec", lambda _: None)
         with pytest.raises(InvalidInput, match=r"mergegate\[sigstore\]"):
             self.expect(None)
+
+
+@pytest.mark.parametrize("service", ["/api/v2/signingCert", "/api/v1/log"])
+def test_a_service_that_never_answers_is_an_error(
+    service: str, instance: SigstoreInstance, trust: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("mergegate.tasks.publish.keyless._SIGNING_TIME", timedelta(seconds=0.3))
+    monkeypatch.setattr(instance, "silence", service)
+    monkeypatch.setattr(instance, "answers", Event())
+    try:
+        with pytest.raises(Refused, match=r"sigstore did not sign the release: no answer within 0\.3 s"):
+            sign_as(instance.token(IDENTITY), trust, {})
+    finally:
+        instance.answers.set()
 
 
 @pytest.mark.parametrize("service", ["/api/v2/signingCert", "/api/v1/log", "token"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import parse_card
 from mergegate.tasks.checkpoints.adapter import PinnedAdapter
 from mergegate.tasks.merge import WeightComparison
+from mergegate.tasks.merge.weight_comparison import CopiedTensors
 from mergegate.tasks.publish.card import Publication, model_card
 from mergegate.tasks.publish.card_metadata import card_metadata, check_card, contributing_references
 from mergegate.tasks.publish.card_scores import escape
@@ -117,6 +119,35 @@ def test_verify_refuses_a_statement_that_was_changed_in_one_file(released: Path,
         check_release(DirectoryRelease(released))
     named = "README.md" if file == "provenance.json" else file
     assert f"{named}: its statement of changes is not that of provenance.json" in str(refusal.value)
+
+
+def test_verify_notices_a_change_of_any_number_and_of_no_word(released: Path) -> None:
+    for file, names in (("README.md", [escape(name) for name in NAMES]), ("MODIFICATIONS", NAMES)):
+        text, statement = (released / file).read_text(), MIXED.sentences(names)
+        for change in (statement.upper(), statement.replace("is equal", "gleicht"), f"Seit heute: {statement}"):
+            (released / file).write_text(text.replace(statement, change.replace(names[1].upper(), names[1])))
+            with pytest.raises(Refused) as refusal:
+                check_release(DirectoryRelease(released))
+            assert "statement of changes" not in str(refusal.value)  # only the checksums differ
+        for number in re.finditer(r"\d+(\.\d+)?", statement):
+            for other in ("", "0", f"1{number[0]}", f"{number[0]}0", f"{number[0]}.5"):
+                change = statement[: number.start()] + other + statement[number.end() :]
+                (released / file).write_text(text.replace(statement, change))
+                with pytest.raises(Refused, match=f"{file}: its statement of changes is not that of provenance"):
+                    check_release(DirectoryRelease(released))
+        (released / file).write_text(text)
+    check_release(DirectoryRelease(released))
+
+
+@given(comparisons())
+def test_the_figures_are_the_numbers_and_names_in_the_sentences(compared: WeightComparison) -> None:
+    names = ("acme/one", "acme/two")
+    text = re.findall(r"acme/one|acme/two|\d+(?:,\d+)*(?:\.\d+)?", compared.sentences(names))
+    assert text == list(compared.figures(names))
+    many = tuple(CopiedTensors(parent=index, tensors=1, parameters=1, identical=True) for index in range(6))
+    shared = compared.model_copy(update={"copied": many, "copy_of": ()})
+    assert shared.figures("abcdef")[4] == "6"
+    assert "each of 6 models" in shared.sentences("abcdef")
 
 
 @pytest.mark.parametrize("value", ["x", {}, {**MIXED.model_dump(), "copied": [], "copy_of": [7]}])
