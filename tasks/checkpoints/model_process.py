@@ -91,7 +91,7 @@ _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # Libraries then
 # Torch threads that have finished their share of a layer spin for some microseconds while they wait for the others, and
 # then sleep. Without spinning, waking a thread takes a fifth of a layer's time. Threads that spin until the others have
 # finished occupy the cores that those need. GNU's OpenMP reads the count, others only the policy.
-_WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
+WAITING = {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}
 
 A = TypeVar("A")
 TellProgress = Callable[[int, int], None]
@@ -380,7 +380,7 @@ def compile_libraries() -> None:
 def _environment() -> dict[str, str]:
     path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
     passed_on = environment_of_child()
-    waiting = {} if _WAITING.keys() & passed_on.keys() else _WAITING
+    waiting = {} if WAITING.keys() & passed_on.keys() else WAITING
     return {**waiting, **passed_on, "PYTHONPATH": path.rstrip(os.pathsep)}
 
 
