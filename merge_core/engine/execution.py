@@ -20,7 +20,7 @@ from itertools import count
 from pathlib import Path
 
 from mergegate.merge_core.engine import journal
-from mergegate.merge_core.engine.blocks import BufferPool, read_ahead
+from mergegate.merge_core.engine.blocks import BufferPool, read_ahead, read_ahead_limit
 from mergegate.merge_core.engine.devices import Devices, EngineSettings, SingleThreadedTorch, own_stream
 from mergegate.merge_core.engine.health import TensorHealth
 from mergegate.merge_core.engine.input_files import InputFiles
@@ -133,6 +133,13 @@ def held_bytes(method: Method, job: TensorJob) -> int:
     if job.mode != "merge" or method.costs is None or method.costs.held_bytes is None:
         return 0
     return method.costs.held_bytes(job.task())
+
+
+def is_read_once(method: Method, job: TensorJob) -> bool:
+    """Return whether the tensor of ``job`` is computed in one pass over its inputs."""
+    if job.mode != "merge":
+        return True
+    return method.costs is not None and method.costs.folds(job.task()) == 0
 
 
 class Workers:
@@ -294,6 +301,8 @@ class DocumentRun:
         extra_bytes = held_bytes(self._plan.method, job)
         if not self._has_room(_STARTED_BYTES, extra_bytes):
             self._wait(lambda: self._has_room(_STARTED_BYTES // 2, extra_bytes))
+        pages = self._context.pages
+        bypasses = pages is not None and pages.admit(job, self._context.files) and is_read_once(self._plan.method, job)
         with self._condition:
             order = self._started
             self._started += 1
@@ -301,11 +310,11 @@ class DocumentRun:
             self._held_bytes += extra_bytes
             device = min(self._load, key=lambda device: self._load[device])
             self._load[device] += job.nbytes_in
-        run = TensorRun(self._context, job, device, order)
-        if self._context.pages is not None:
-            self._context.pages.admit(job, self._context.files)
+            # Until the first tensor is finished, the kernels may still have to be loaded, so the disk works ahead.
+            ahead_bytes = read_ahead_limit(job) if self._tensors == self._started or not bypasses else 0
+        run = TensorRun(self._context, job, device, order, ahead_bytes if bypasses else None)
         self._submit(run, run.begin)
-        read_ahead(job, self._context.files)
+        read_ahead(job, self._context.files, ahead_bytes)
 
     def _submit(self, run: TensorRun, work: Callable[[], None]) -> None:
         def work_on_stream() -> None:
