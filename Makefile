@@ -36,7 +36,7 @@ test-slow: $(VENV)/ready .tokenizers/ready ## run the slow tests: servers, sched
 	$(REQUIRED_BY_SLOW) $(BIN)/pytest $(PARALLEL) --ignore tests/publish/test_mlflow.py -m "slow and $(ELSEWHERE)"
 
 test-both: $(VENV)/ready .venv-validators/ready .tokenizers/ready ## run test and test-slow together, with shared fixtures
-	MERGEGATE_REQUIRE_VALIDATORS=1 $(REQUIRED_BY_SLOW) $(BIN)/pytest $(PARALLEL) --ignore tests/publish/test_mlflow.py -m "$(ELSEWHERE)"
+	MERGEGATE_REQUIRE_VALIDATORS=1 $(REQUIRED_BY_SLOW) $(BIN)/pytest $(PARALLEL) --durations 40 --durations-min 1 --ignore tests/publish/test_mlflow.py -m "$(ELSEWHERE)"
 
 test-long: $(VENV)/ready .tokenizers/ready ## run the longest tests: a fault at every request, a kill at every stage, every family (about an hour)
 	MERGEGATE_REQUIRE_TOKENIZERS=1 $(BIN)/pytest $(PARALLEL) -m "long and not gpu and not peer and not fusionbench and not serve and not ray and not variants"

@@ -2,13 +2,15 @@
 
     python benchmarks/evaluation.py --data ../../shared/data                    # docs/benchmarks/evaluation-speed.md
     python benchmarks/evaluation.py --data DATA --tasks piqa --documents 40     # a short one
+    python benchmarks/evaluation.py --data DATA --shape qwen2.5-0.5b            # a larger random model
     python benchmarks/evaluation.py --data DATA --model SMOLLM2                 # a checkpoint that is there
 
 ``DATA`` contains ``arc_easy_test.jsonl``, ``piqa_test.jsonl``, ``gsm8k_test.jsonl``, ``mmlu_hub/``. Without
-``--model``, the script creates a Llama of the size and shape of SmolLM2-135M (30 layers of 576, 49,152 tokens) with
-random weights and its own tokenizer. Each side is one process, measured from start to end. lm-eval's side is
-``lm-eval run`` with YAML files that include the shipped ones and point to the same rows. Our side works like
-a run's scoring process. The sides take turns, and the smallest of ``--repeat`` measurements counts.
+``--model``, the script creates a model with the shape of SmolLM2-135M (30 layers of 576, 49,152 tokens) or, with
+``--shape``, of Qwen2.5-0.5B (24 layers of 896, 151,936 tokens), with random weights and its own tokenizer. Each side is
+one process, measured from start to end. lm-eval's side is ``lm-eval run`` with YAML files that include the shipped ones
+and point to the same rows. Our side works like a run's scoring process, in the environment of that process. The sides
+take turns, and the smallest of ``--repeat`` measurements counts.
 """
 
 from __future__ import annotations
@@ -34,6 +36,16 @@ import yaml
 PROJECT = Path(__file__).resolve().parent.parent
 # Task → number of examples in its prompt.
 TASKS = {"arc_easy": 0, "piqa": 0, "mmlu_anatomy": 5, "mmlu_philosophy": 5, "gsm8k": 2, "gsm8k_cot": 8, "wikitext": 0}
+SHAPES: dict[str, dict[str, Any]] = {
+    "smollm2-135m": {
+        "model_type": "llama", "vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536,
+        "num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "max_position_embeddings": 2048,
+    },
+    "qwen2.5-0.5b": {
+        "model_type": "qwen2", "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864,
+        "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "max_position_embeddings": 32768,
+    },
+}  # fmt: skip
 BATCH = 16
 _ALIKE = 1e-3  # relative tolerance of a log-likelihood: other batch sizes change its last digits
 
@@ -67,11 +79,11 @@ def _alike(one: float | None, other: float | None) -> bool:
     return one is not None and other is not None and math.isclose(one, other, rel_tol=_ALIKE, abs_tol=_ALIKE)
 
 
-def make_model(place: Path, data: Path) -> Path:
-    """Create a random model with the shape of SmolLM2-135M, and a byte-pair tokenizer trained on the tasks' text."""
+def make_model(place: Path, data: Path, shape: str) -> Path:
+    """Create a random model of a shape in ``SHAPES``, and a byte-pair tokenizer trained on the tasks' text."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
     texts = [path.read_text() for path in (data / "arc_easy_test.jsonl", data / "gsm8k_test.jsonl")]
     backend = Tokenizer(models.BPE())
@@ -82,12 +94,10 @@ def make_model(place: Path, data: Path) -> Path:
     backend.train_from_iterator((line for text in texts for line in text.splitlines()), trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>", pad_token="<|end|>")
     torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-        num_key_value_heads=3, max_position_embeddings=2048, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
-        initializer_range=0.05,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(place)
+    config = AutoConfig.for_model(
+        **SHAPES[shape], tie_word_embeddings=True, bos_token_id=0, eos_token_id=0, initializer_range=0.05
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(place)
     tokenizer.save_pretrained(place)
     return place
 
@@ -117,7 +127,10 @@ def ours(task: str, model: Path, mirror: Path, folder: Path, dtype: str) -> Side
     told = json.dumps([task, str(model), str(mirror), str(folder), str(out), dtype])
     before = os.times()
     began = time.monotonic()
-    subprocess.run([sys.executable, __file__, "--score", told], check=True, cwd=PROJECT)
+    from mergegate.tasks.checkpoints.model_process import WAITING
+
+    environment = {**WAITING, **os.environ}
+    subprocess.run([sys.executable, __file__, "--score", told], check=True, cwd=PROJECT, env=environment)
     return Side(time.monotonic() - began, _children(before), _scores(json.loads(out.read_text())))
 
 
@@ -219,6 +232,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--model", type=Path)
+    parser.add_argument("--shape", default="smollm2-135m", choices=list(SHAPES))
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--documents", type=int, default=100)
     parser.add_argument("--repeat", type=int, default=1)
@@ -234,7 +248,7 @@ def main() -> int:
     compared = []
     with tempfile.TemporaryDirectory() as scratch:
         folder, mirror = Path(scratch), Path(scratch) / "mirror"
-        model = said.model.resolve() if said.model else make_model(folder / "model", said.data)
+        model = said.model.resolve() if said.model else make_model(folder / "model", said.data, said.shape)
         for task in said.tasks:
             where = agreement.lay_out(task, said.data, mirror, folder / "theirs")
             turns = [

@@ -58,25 +58,29 @@ def read_with_other_words(*directories: Path | str) -> list[dict[str, Any]]:
 
 
 def _read(directory: Path) -> dict[str, Any]:
-    """Return the sentences of a recomputed verdict, and its differences from the recorded one."""
+    """Verify a release with its verdicts, or decide again from evidence. Both fail if the words make a difference."""
     from mergegate.tasks.gate import VerdictRecord, compare_verdicts, decide_again, plain_verdict
     from mergegate.tasks.gate.verdict_record import EVIDENCE_RECORD, EVIDENCE_TABLES
     from mergegate.tasks.merge import WeightComparison
     from mergegate.tasks.publish.releases import check_release
     from mergegate.tasks.publish.targets.directory import DirectoryRelease
 
-    record = VerdictRecord.model_validate(json.loads((directory / EVIDENCE_RECORD).read_text()))
-    tables = {name: directory / name for name in EVIDENCE_TABLES if (directory / name).exists()}
-    verdict = decide_again(record, tables)
-    differences = compare_verdicts(record.verdict, plain_verdict(verdict))
-    sentences = [*verdict.reasons, *verdict.notes, *(guard.reason for guard in verdict.all_guards)]
-    provenance = directory / "provenance.json"
+    provenance, sentences, differences = directory / "provenance.json", list[str](), list[str]()
     if provenance.exists():
-        check_release(DirectoryRelease(directory), recompute=True)
-        predicate = json.loads(provenance.read_text())["predicate"]
-        weights = WeightComparison.model_validate(predicate["mergegate_weights"])
-        sentences.append(weights.sentences([f"m{index}" for index in range(9)]))
-    return {"sentences": sentences, "differences": [str(difference) for difference in differences]}
+        release = check_release(DirectoryRelease(directory), recompute=True)
+        recomputed = [each for each in (release.recomputed, *release.variants.values()) if each]
+        verdicts = [each.verdict for each in recomputed]
+        differences = [str(difference) for each in recomputed for difference in each.rounding]
+        if weights := json.loads(provenance.read_text())["predicate"].get("mergegate_weights"):
+            sentences.append(WeightComparison.model_validate(weights).sentences([f"m{index}" for index in range(9)]))
+    else:
+        record = VerdictRecord.model_validate(json.loads((directory / EVIDENCE_RECORD).read_text()))
+        tables = {name: directory / name for name in EVIDENCE_TABLES if (directory / name).exists()}
+        verdicts = [decide_again(record, tables)]
+        differences = list(map(str, compare_verdicts(record.verdict, plain_verdict(verdicts[0]))))
+    for verdict in verdicts:
+        sentences += [*verdict.reasons, *verdict.notes, *(guard.reason for guard in verdict.all_guards)]
+    return {"sentences": sentences, "differences": differences}
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from inspect import signature
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     import torch
 
 _LOGITS = 1 << 28  # largest number of logits per batch, overriding batch_size: 1 GB in float32
-_SLICE = 512  # number of positions per log-softmax
+_SLICE = 16  # number of positions per log-softmax, few enough for the processor's cache
 
 
 class WindowSettings(BaseModel):
@@ -260,14 +261,17 @@ def read_batch(loaded_model: LoadedModel, batch: Sequence[TextWindow]) -> list[t
     for row, window in enumerate(batch):
         ids[row, : len(window.inputs)] = torch.tensor(window.inputs)
         mask[row, : len(window.inputs)] = 1
+    # Only positions from the first target of any window on need logits.
+    scored = longest - min(len(window.inputs) - len(window.targets) for window in batch)
+    selection = {"logits_to_keep": scored} if "logits_to_keep" in signature(network.forward).parameters else {}
     with torch.inference_mode():
         logits = network(
-            input_ids=ids.to(network.device), attention_mask=mask.to(network.device), use_cache=False
+            input_ids=ids.to(network.device), attention_mask=mask.to(network.device), use_cache=False, **selection
         ).logits
         logliks = []
         for row, window in enumerate(batch):
             targets = torch.tensor(window.targets, device=logits.device)
-            first = len(window.inputs) - len(targets)
+            first = len(window.inputs) - len(targets) - longest + logits.shape[1]
             parts = []
             for start in range(0, len(targets), _SLICE):  # log softmax in float32
                 part = targets[start : start + _SLICE]

@@ -307,9 +307,21 @@ def test_a_small_network_uses_one_thread_and_the_setting_is_restored(parameters:
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("said", [None, "ACTIVE"])
-def test_waiting_threads_sleep_unless_the_user_overrides_it(monkeypatch: pytest.MonkeyPatch, said: str | None) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    if said is not None:
-        monkeypatch.setenv("OMP_WAIT_POLICY", said)
-    assert model_process._environment()["OMP_WAIT_POLICY"] == (said or "PASSIVE")
+@pytest.mark.parametrize(
+    ("settings", "waiting"),
+    [
+        ({}, {"OMP_WAIT_POLICY": "PASSIVE", "GOMP_SPINCOUNT": "10000"}),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, {"OMP_WAIT_POLICY": "ACTIVE"}),
+        ({"GOMP_SPINCOUNT": "5"}, {"GOMP_SPINCOUNT": "5"}),
+    ],
+)
+def test_waiting_threads_spin_briefly_unless_the_user_overrides_it(
+    monkeypatch: pytest.MonkeyPatch, settings: dict[str, str], waiting: dict[str, str]
+) -> None:
+    names = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    environment = model_process._environment()
+    assert {name: environment[name] for name in names if name in environment} == waiting

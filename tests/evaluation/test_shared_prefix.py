@@ -85,6 +85,21 @@ def test_answers_are_those_of_whole_sequences(family: str, dtype: torch.dtype) -
         assert one == pytest.approx(other, abs=bound)
 
 
+def test_of_two_equal_logits_only_the_first_is_the_argmax() -> None:
+    torch.manual_seed(0)
+    network = tf.AutoModelForCausalLM.from_config(FAMILIES["llama"][0]()).eval()
+    context = [3, 1, 4]
+    with torch.no_grad():
+        largest = int(network(torch.tensor([context])).logits[0, -1].argmax())
+        first, second = sorted((largest, 127 - largest))
+        network.lm_head.weight[127 - largest] = network.lm_head.weight[largest]
+    requests = [(("", str(token)), context, [token]) for token in (first, second)]
+    answers = opened(shared_prefix_type(), network)._loglikelihood_tokens(requests, disable_tqdm=True)
+    whole = opened(HFLM, network)._loglikelihood_tokens(requests, disable_tqdm=True)
+    assert answers[0][0] == answers[1][0] == pytest.approx(whole[0][0], abs=1e-4)
+    assert [is_argmax for _, is_argmax in answers] == [is_argmax for _, is_argmax in whole] == [True, False]
+
+
 def test_a_shared_prefix_is_computed_once() -> None:
     network = tf.AutoModelForCausalLM.from_config(FAMILIES["llama"][0]())
     lm = opened(shared_prefix_type(), network)

@@ -157,6 +157,7 @@ PLAIN = (
 )
 
 
+@pytest.mark.slow
 def test_no_line_is_wider_than_80_columns_and_no_word_is_broken(released: tuple[Project, Printed]) -> None:
     project, _ = released
     project.mergegate("run", "profiles/demo.yaml")

@@ -140,6 +140,7 @@ def test_a_parent_in_the_home_of_an_unknown_user_is_reported(tmp_path: Path) -> 
     assert_one_message(run("merge", "recipe.yaml", "out", cwd=tmp_path), "~nobody-of-that-name", "user", code=2)
 
 
+@pytest.mark.slow
 def test_a_file_name_that_is_not_text_does_not_fail_the_run(tmp_path: Path) -> None:
     done = run("merge", RECIPE, os.fsdecode(b"\xff\xfe"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -15,6 +15,7 @@ import yaml
 from demo_project import Printed, Project
 from forged_evidence import FORGERIES, Columns, Evidence, row_of
 from gguf_samples import METADATA, gguf
+from other_words import read_with_other_words
 from safetensors.torch import load_file, save_file
 from signing_keys import write_keys
 from test_verify_and_reproduce import files_of, forge, hashes_of, write_sums
@@ -425,6 +426,9 @@ def test_the_verdict_of_each_variant_follows_from_the_release_alone(
     for name, recomputed in verified.variants.items():
         assert recomputed.verdict.model_dump(mode="json") == stated[name]
         assert {guard.reference for guard in recomputed.verdict.guards} == {"merge"}
+    (read,) = read_with_other_words(places.variants)
+    assert read["differences"] == []
+    assert len(read["sentences"]) >= len(stated)
     assert verified.recomputed is None
     assert mergegate.verify(places.variants).variants == {}
     assert not (tmp_path / "no-store").exists()

@@ -73,6 +73,7 @@ def test_the_best_of_several_parents_counts_as_one_question_per_parent() -> None
     assert alarm_confidences([measured(30, 20, 500, candidates=3)], 0.95) == [pytest.approx(1 - 0.05 / 3)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("guards", sampled([5, 12], [5]))
 def test_an_equal_merge_raises_no_more_alarms_on_many_tasks_than_on_one(guards: int) -> None:
     rng = np.random.default_rng(22)

@@ -181,6 +181,7 @@ def test_every_format_of_weights_is_read(tmp_path: Path, dtype: torch.dtype) -> 
     assert whole.cosine(0, 1) == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), abs=1e-9)
 
 
+@pytest.mark.slow
 def test_fused_kernels_read_from_disk_what_numpy_reads(
     tmp_path: Path, family: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +198,7 @@ def assert_alike(one: Tally, other: Tally) -> None:
     assert np.asarray(one.gram) == pytest.approx(np.asarray(other.gram), rel=1e-9, abs=1e-12)
 
 
+@pytest.mark.slow
 @given(
     length=st.integers(1, 3 * 4096 + 700),
     models=st.integers(2, 5),

@@ -130,6 +130,7 @@ def tensor_bytes() -> int:
     return sum(tensor.numel() * (2 + 4) for tensor in base.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", sampled(range(4), [0], pytest.mark.long))
 def test_the_shards_of_a_killed_participant_are_taken_over(parents: Path, seed: int) -> None:
     alone = merge_text(STEPS, parents, "alone", kernels="torch")
@@ -139,6 +140,7 @@ def test_the_shards_of_a_killed_participant_are_taken_over(parents: Path, seed: 
     assert {path.name for path in (parents / "out").iterdir()} == set(alone.files)
 
 
+@pytest.mark.slow
 def test_when_all_are_killed_the_next_one_resumes(parents: Path) -> None:
     alone = merge_text(STEPS, parents, "alone", kernels="torch")
     codes, reports = together(parents, 2, 2)

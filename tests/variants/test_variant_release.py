@@ -140,6 +140,7 @@ def test_verify_notices_one_changed_byte_of_a_variant_and_reproduce_makes_its_we
             assert weights.name in refused.output
 
 
+@pytest.mark.slow
 def test_a_failed_required_variant_refuses_the_release_and_nothing_is_published(
     registered: None, prefect_api: None, tmp_path: Path
 ) -> None:
@@ -158,6 +159,7 @@ def test_a_failed_required_variant_refuses_the_release_and_nothing_is_published(
     assert published_places(project) == {"tiny", "tiny-Rounded"}
 
 
+@pytest.mark.slow
 def test_a_reason_that_names_a_file_in_the_store_does_not_keep_the_good_variants_from_being_published(
     registered: None, prefect_api: None, tmp_path: Path
 ) -> None:
@@ -170,6 +172,7 @@ def test_a_reason_that_names_a_file_in_the_store_does_not_keep_the_good_variants
     assert str(tmp_path) not in page
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
 def test_every_damaged_variant_is_refused_with_a_reason_and_only_the_intact_one_is_published(
     registered: None, prefect_api: None, tmp_path: Path, seed: int

@@ -42,6 +42,8 @@ if TYPE_CHECKING:
 _STEP = 32
 # Tokens in a row per request of the batch size: about the length of a short question.
 _TOKENS_PER_REQUEST = 24
+# Number of positions whose logits are normalized together.
+_LOGIT_ROWS = 16
 # Types of rotary embeddings that depend on the length of the batch.
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 # Tokens at the beginning of every sequence that tests a network.
@@ -130,12 +132,21 @@ def shared_prefix_type() -> type[Any]:
             ]
             indices = np.unique(np.concatenate(target_indices))
             logits = self.row_logits(row, indices)
+            # A few positions at a time stay in the processor's cache.
+            summaries = [
+                (part.logsumexp(1), part.amax(1)) for part in map(torch.Tensor.float, torch.split(logits, _LOGIT_ROWS))
+            ]
+            normalizers, largest = (torch.cat(parts) for parts in zip(*summaries, strict=True))
             results = []
             for at, (_, _, continuation) in zip(target_indices, requests, strict=True):
-                target_logits = logits[torch.from_numpy(np.searchsorted(indices, at)).to(logits.device)].float()
+                rows = torch.from_numpy(np.searchsorted(indices, at)).to(logits.device)
                 targets = torch.tensor(continuation, device=logits.device)
-                log_probabilities = target_logits.gather(1, targets[:, None])[:, 0] - target_logits.logsumexp(1)
-                results.append((float(log_probabilities.sum()), bool((target_logits.argmax(1) == targets).all())))
+                target_logits = logits[rows, targets].float()
+                # argmax, which takes the first of equal logits, is slow, so it runs only if all targets are largest.
+                is_argmax = bool((target_logits == largest[rows]).all()) and bool(
+                    (logits[rows].argmax(1) == targets).all()
+                )
+                results.append((float((target_logits - normalizers[rows]).sum()), is_argmax))
             return results
 
         def row_logits(self, row: SharedRow, indices: Any) -> torch.Tensor:
