@@ -3,8 +3,8 @@
     python benchmarks/start_up.py                        # this copy
     python benchmarks/start_up.py ../before . --turns 15  # two copies in turns
 
-The commands run in ``profiles/`` of each copy, with warm page caches and written bytecode. The table has medians of the
-wall time, then of user and system CPU.
+The commands run in each copy, with warm page caches, written bytecode and compiled kernels. The table has medians of
+the wall time, and of user and system CPU.
 """
 
 from __future__ import annotations
@@ -38,11 +38,24 @@ COMMANDS = (
     "merge profiles/demo/recipes/ties.yaml OUT",
 )
 
+COMPILE = """
+from pathlib import Path
+from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge, resolve_local
+for name in ("linear", "ties"):
+    recipe = load_recipe(Path(f"profiles/demo/recipes/{name}.yaml"))
+    parents = {str(ref): open_checkpoint(resolve_local(ref, recipe.directory)) for ref in recipe.references()}
+    merge_weights(plan_merge(recipe, parents), Path(OUT, name), device="cpu", settings=EngineSettings(kernels="fused"))
+"""
+
 
 def run(copy: Path, command: str, out: Path) -> tuple[float, float]:
     """Run a command of one copy, and return its wall and CPU seconds."""
     words = [str(out) if word == "OUT" else word for word in command.split()]
-    arguments = ["-c", words[1].replace("-", " ")] if words[0] == "-c" else ["-m", "mergegate", *words]
+    arguments = ["-m", "mergegate", *words]
+    if command == "compile":
+        arguments = ["-c", COMPILE.replace("OUT", repr(str(out)))]
+    elif words[0] == "-c":
+        arguments = ["-c", words[1].replace("-", " ")]
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     shutil.rmtree(out, ignore_errors=True)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -70,6 +83,9 @@ def main() -> None:
     copies = [copy.resolve() for copy in options.copies]
     times: dict[tuple[str, Path], list[tuple[float, float]]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as scratch:
+        if any(options.only in command for command in COMMANDS if "OUT" in command):
+            for copy in copies:
+                run(copy, "compile", Path(scratch) / "out")
         for turn in range(options.turns + 1):
             for command in COMMANDS:
                 for copy in copies:
