@@ -132,10 +132,16 @@ clean: ## delete every artifact, run and release of this clone
 	@.uv/bin/python -m pip install -qq uv==0.13.9 || echo "uv is not available; installing takes 1 to 2 minutes longer"
 	touch $@
 
+# Slow imports of a run outside the model process, compiled side by side with those of the model process.
+IMPORTS_OF_A_RUN := mergegate.flows.cli.run, mergegate.flows.release, prefect.server.api.server, matplotlib.figure, \
+  numba, pyarrow, scipy.stats
+
 $(VENV)/ready: pyproject.toml constraints.txt | .uv/ready
-	$(PYTHON) -m venv $(VENV)
-	@echo "installing into $(VENV) (15 seconds plus downloads, once)"
+	@echo "installing into $(VENV) (30 seconds plus downloads, once)"
 	@.ci/install --torch $(VENV) --constraint constraints.txt --editable ".[dev]"
+	@echo "compiling what a run imports (15 seconds, once)"
+	@$(BIN)/python -c "from mergegate.tasks.checkpoints.model_process import compile_libraries; compile_libraries()" & \
+	$(BIN)/python -c "import $(IMPORTS_OF_A_RUN)"; wait
 	touch $@
 
 # Official validators and readers of the files of a release. Their format checkers, which every schema library loads,

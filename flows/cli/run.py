@@ -32,6 +32,7 @@ from mergegate.flows.cli.run_summary import outcome_json, print_outcome
 from mergegate.flows.outcome import RunOutcome, flow_outcome
 from mergegate.flows.prefect_api import approval_function, configured_url, local_api, require_writable
 from mergegate.flows.profile import Profile, RemedyChoice, load_profile
+from mergegate.tasks.checkpoints import start_model_process
 
 
 class RemedyOption(StrEnum):
@@ -148,6 +149,7 @@ def run_release(arguments: ReleaseArguments, view: RunView, console: Console) ->
         view,
         console,
         dry_pass=partial(run_release_dry_pass, *arguments),
+        prepare=partial(start_models_early, loaded),
     )
 
 
@@ -161,6 +163,13 @@ def run_comparison(
     name = profile.name if isinstance(profile, Profile) else profile
     headline = (f"{Path(candidate).name} against {Path(reference).name}", f"profile {name}")
     return run_flow(partial(compare, reference, candidate, profile, return_state=True), headline, view, console)
+
+
+def start_models_early(profile: Profile) -> None:
+    """Start the model process while Prefect's API starts, if the profile lets it use this machine without limits."""
+    # A cluster evaluates elsewhere, and a memory limit applies only inside the flow.
+    if profile.runner.kind == "local" and profile.limits.memory is None:
+        start_model_process()
 
 
 def headline_of(profile: Profile, source: Path | Profile) -> tuple[str, str]:
@@ -182,11 +191,12 @@ def run_flow(
     console: Console,
     *,
     dry_pass: Callable[[], RunOutcome | None] = lambda: None,
+    prepare: Callable[[], None] = lambda: None,
 ) -> RunOutcome:
     """Run a flow with progress on the console and Prefect's API available, and return its outcome.
 
     ``headline`` is the line above the progress, in two parts. First try ``dry_pass``. If it returns an outcome, there
-    is no work and the flow does not run.
+    is no work and the flow does not run. ``prepare`` starts work in the background that the flow needs in any case.
     """
     progress = TerminalProgress(console, verbose=view.verbose)
     watching: Callable[[], AbstractContextManager[None]] = nullcontext if view.silent else progress.watching
@@ -197,6 +207,7 @@ def run_flow(
         with watching():
             if (cached_outcome := dry_pass()) is not None:
                 return cached_outcome
+    prepare()
     with ExitStack() as stack:
         with console.status("starting Prefect's API") if console.is_terminal else nullcontext():
             stack.enter_context(local_api())

@@ -12,6 +12,7 @@ waits for the shards that another participant has claimed until they are complet
 from __future__ import annotations
 
 import heapq
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -29,9 +30,10 @@ from mergegate.merge_core.engine.tensor_run import RunContext, TensorRun
 from mergegate.merge_core.engine.writer import WAITING_BYTES, ShardFiles
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods import Method
+from mergegate.merge_core.methods.kernel_cache import has_kernels, record_kernels
 from mergegate.merge_core.plan import MergePlan, Shard, TensorJob, step_of
 
-# Input size below which compiling fused kernels takes longer than it saves.
+# Input size below which compiling fused kernels takes longer than it saves. Loading them takes less time than torch.
 _FUSE_FROM_BYTES = 256 << 20
 _PROGRESS_SECONDS = 0.1
 # Limit of the memory for blocks that stay until the next pass over their tensor.
@@ -124,8 +126,17 @@ class ComputeContext:
 
 def uses_fused_kernels(plan: MergePlan, devices: Devices, settings: EngineSettings) -> bool:
     """Return whether fused kernels compute ``plan``. The written bytes are the same either way."""
-    is_worthwhile = settings.kernels == "auto" and plan.bytes_read >= _FUSE_FROM_BYTES
-    return devices.kind == "cpu" and (settings.kernels == "fused" or is_worthwhile)
+    if devices.kind != "cpu" or settings.kernels == "torch":
+        return False
+    if settings.kernels == "fused" or plan.bytes_read >= _FUSE_FROM_BYTES:
+        return True
+    return "torch" not in sys.modules and has_kernels(_kernel_use(plan))
+
+
+def _kernel_use(plan: MergePlan) -> str:
+    """Return what determines the kernels of ``plan``, as text."""
+    dtypes = {(job.mode, job.output.dtype.code, *(item.tensor.dtype.code for item in job.inputs)) for job in plan.jobs}
+    return f"{plan.recipe.merge_method} {sorted(dtypes)}"
 
 
 def held_bytes(method: Method, job: TensorJob) -> int:
@@ -217,16 +228,15 @@ class DocumentRun:
     ) -> None:
         self._plan, self._directory, self._on_progress = plan, directory, on_progress
         devices, self._settings = context.devices, context.settings
-        fused = uses_fused_kernels(plan, devices, self._settings)
-        mode = f"seed {context.seed}, {devices.kind}, {'fused' if fused else 'torch'}"
-        self._identity = journal.merge_identity(plan, files.identities, mode)
+        self._is_fused = uses_fused_kernels(plan, devices, self._settings)
+        self._identity = journal.merge_identity(plan, files.identities, f"seed {context.seed}, {devices.kind}")
         # On a GPU, a retained block would also occupy GPU memory.
         retained_bytes = RETAINED_BYTES if devices.kind == "cpu" else 0
         self._context = RunContext(
             method=plan.method,
             step=plan.recipe.name,
             seed=context.seed,
-            fused=fused,
+            fused=self._is_fused,
             settings=self._settings,
             files=files,
             torch=context.torch,
@@ -272,6 +282,8 @@ class DocumentRun:
                 claimed.close()
             self._context.pool.close()
         self._on_progress(self._plan.bytes_written)
+        if self._is_fused and "torch" not in sys.modules:  # Otherwise, this merge may need torch as well.
+            record_kernels(_kernel_use(self._plan))
         health_by_name = {name: health for claimed in self._claims.values() for name, health in claimed.tensors.items()}
         return ExecutedPlan(
             digests={name: str(claimed.digest) for name, claimed in self._claims.items()},

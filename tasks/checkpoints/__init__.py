@@ -38,7 +38,13 @@ from mergegate.tasks.checkpoints.model_cache import (
     torch_threads,
     unload_models,
 )
-from mergegate.tasks.checkpoints.model_process import CallNeeds, TellProgress, call_model_process, end_model_process
+from mergegate.tasks.checkpoints.model_process import (
+    CallNeeds,
+    TellProgress,
+    call_model_process,
+    end_model_process,
+    start_model_process,
+)
 from mergegate.tasks.checkpoints.pin import (
     PinnedCheckpoint,
     PinnedRecipe,
@@ -113,6 +119,7 @@ __all__ = [
     "resolve_parents",
     "search_parents",
     "size_of_adapter",
+    "start_model_process",
     "tokenizer_digest",
     "torch_threads",
     "unload_models",

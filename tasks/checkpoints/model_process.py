@@ -5,6 +5,7 @@ A call that hangs is killed at a time limit, and a crash of the process does not
 process starts when it is first needed. It keeps models in memory for later calls, so perplexity, all tasks and all
 interim looks load each model once. It ends with the parent process, however that ends (``tasks.sandbox``)::
 
+    start_model_process()  # Optional: import its libraries while this process does other work.
     answer = call_model_process(function, arguments, location="task gsm8k on merge", models=[merge])
     end_model_process()  # Release the memory of the models.
 
@@ -33,7 +34,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -56,6 +57,7 @@ from mergegate.tasks.checkpoints.model_cache import (
 from mergegate.tasks.runners import Cancelled, WorkerSlot, current_slot, on_slot_end
 from mergegate.tasks.sandbox import (
     Confinement,
+    NotStarted,
     ProcessOptions,
     SupervisedProcess,
     acquire_gpus,
@@ -78,10 +80,19 @@ _POLL_S = 1.0  # Seconds between checks that the process is alive.
 _PROGRESS_EVERY_S = 0.1
 _START = "from mergegate.tasks.checkpoints.model_process import answer_questions; answer_questions()"
 _ALONE = "one at a time"
-_IMPORTS = (
-    "import datasets, lm_eval.tasks, torch, transformers; "
-    "import mergegate.tasks.evaluation.harness, mergegate.tasks.perplexity.measurement; "
-    "transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM; import lm_eval.models.huggingface"
+EARLY_START = "early start of the model process"  # Name of its thread, and of its call in details.
+_IMPORT = "from mergegate.tasks.checkpoints.model_process import import_libraries; import_libraries()"
+# Modules that most calls import, in order. The last one shows whether all of them are compiled.
+_LIBRARIES = (
+    "datasets",
+    "lm_eval.tasks",
+    "mergegate.tasks.evaluation.harness",
+    "mergegate.tasks.perplexity.measurement",
+    "accelerate",
+    "transformers.modeling_utils",
+    "transformers.models.auto.modeling_auto",
+    "transformers.models.llama.modeling_llama",
+    "lm_eval.models.huggingface",
 )
 # Maximum time without progress if the call has no time limit. The largest models load within this time.
 _SILENCE_S = 3600.0
@@ -168,6 +179,27 @@ def call_model_process(
             locks.enter_context(process.lock)
             process.end()
         return cast(A, slot_process.call(request, kind, set(digests), slot))
+
+
+def start_model_process() -> None:
+    """Start the model process in a background thread, and let it import its libraries.
+
+    Nothing starts if a GPU would be reserved before it is needed. A failure is ignored here, because the first call
+    then starts the process again and reports the reason.
+    """
+
+    def start() -> None:
+        with suppress(MergegateError, NotStarted, OSError):
+            call_model_process(import_libraries, (), location=EARLY_START)
+
+    if not has_cuda_driver():
+        # A daemon, so that a run that is refused or interrupted does not wait for the imports.
+        threading.Thread(target=start, name=EARLY_START, daemon=True).start()
+
+
+def import_libraries(on_progress: TellProgress = lambda done, total: None) -> None:
+    """Import what most calls need. Called in the model process."""
+    import_lean(*_LIBRARIES)
 
 
 def end_model_process() -> None:
@@ -374,7 +406,7 @@ def compile_libraries() -> None:
     """Compile the modules that the model process imports, because it may not write the bytecode itself."""
     package = importlib.util.find_spec("lm_eval.models")
     for directory in package.submodule_search_locations or () if package else ():
-        compile_imports(sys.executable, _IMPORTS, Path(directory) / "huggingface.py", _environment())
+        compile_imports(sys.executable, _IMPORT, Path(directory) / "huggingface.py", _environment())
 
 
 def _environment() -> dict[str, str]:

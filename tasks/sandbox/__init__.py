@@ -6,7 +6,7 @@ limits on memory and time. The package also shares the GPUs of a host between pr
 
 from mergegate.tasks.sandbox.confinement import Confinement, environment_of_child
 from mergegate.tasks.sandbox.gpu_lock import GpuLease, acquire_gpus
-from mergegate.tasks.sandbox.preparation import compile_imports, require_linux
+from mergegate.tasks.sandbox.preparation import compile_imports
 from mergegate.tasks.sandbox.programs import ProgramEnd, ProgramLimits, run_program
 from mergegate.tasks.sandbox.supervision import (
     Gpus,
@@ -15,6 +15,7 @@ from mergegate.tasks.sandbox.supervision import (
     ProcessOptions,
     SupervisedProcess,
     output_tail,
+    require_linux,
 )
 
 __all__ = [

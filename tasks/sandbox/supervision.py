@@ -120,6 +120,24 @@ class ProcessOptions:
     inherited: tuple[int, ...] = ()
 
 
+def require_linux(system: str = sys.platform) -> None:
+    """Raise Refused unless this system is Linux.
+
+    Child processes are confined and supervised by system interfaces that only Linux has: prctl(2), unshare(2) and
+    ``/proc``. Without them, a killed run would leave processes that hold a GPU, and third-party code would have network
+    access. So models and tasks run on Linux only. The commands ``merge`` and ``plan`` work on all systems.
+    """
+    from mergegate.merge_core.errors import Refused
+
+    if system != "linux":
+        raise Refused(
+            "this system",
+            found=f"{system} cannot run models and tasks",
+            expected="Linux, whose prctl(2) and /proc are needed to supervise child processes",
+            remedy="run mergegate in a container (the image is in containers/). The commands plan and merge work here",
+        )
+
+
 class SupervisedProcess:
     """A running process with a supervisor that ends it. Creating the object starts the process.
 
@@ -134,7 +152,6 @@ class SupervisedProcess:
     ) -> None:
         # Imported locally, because the supervisor runs this file without the package.
         from mergegate.merge_core.wording import detail
-        from mergegate.tasks.sandbox.preparation import require_linux
 
         require_linux()
         self._patience = options.grace + _SLACK

@@ -56,3 +56,7 @@ def die_unless_alone(model: Model, notes: Path, on_progress: object) -> int:
 
 def _held() -> int:
     return sum(map(model_cache._bytes_of, model_cache._loaded.values()))
+
+
+def process_id(on_progress: object) -> int:
+    return os.getpid()

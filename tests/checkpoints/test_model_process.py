@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -12,6 +13,7 @@ from types import SimpleNamespace
 import process_functions as functions
 import pytest
 import torch
+from patience import HANG_S
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 from traps import parent_of
 
@@ -21,7 +23,7 @@ from mergegate.merge_core.files.records import JOURNAL, JournalLocation, open_jo
 from mergegate.merge_core.system import Capacity
 from mergegate.tasks.checkpoints import model_cache, model_process
 from mergegate.tasks.checkpoints.model import Model, files_fingerprint
-from mergegate.tasks.checkpoints.model_process import call_model_process, end_model_process
+from mergegate.tasks.checkpoints.model_process import call_model_process, end_model_process, start_model_process
 from mergegate.tasks.evaluation import process
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.harness import ScoringJob
@@ -325,3 +327,30 @@ def test_waiting_threads_spin_briefly_unless_the_user_overrides_it(
         monkeypatch.setenv(name, value)
     environment = model_process._environment()
     assert {name: environment[name] for name in names if name in environment} == waiting
+
+
+def test_a_call_uses_the_process_that_was_started_early(new_process: None) -> None:
+    start_model_process()
+    slot = wait_for_early_process()
+    pid = slot.current.child.pid if slot.current else 0
+    assert call_model_process(functions.process_id, (), location="a call") == pid
+
+
+def test_a_failed_early_start_is_reported_by_the_first_call_only(
+    new_process: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(model_process, "_START", "raise SystemExit('no libraries')")
+    start_model_process()
+    wait_for_early_process()
+    assert caplog.records == []
+    with pytest.raises(InvalidInput, match="a call: the model process ended with exit code 1: no libraries"):
+        call_model_process(functions.process_id, (), location="a call")
+
+
+def wait_for_early_process() -> model_process._SlotProcess:
+    """Wait for the thread of ``start_model_process``, and return the process of the first slot."""
+    for thread in threading.enumerate():
+        if thread.name == model_process.EARLY_START:
+            thread.join(HANG_S)
+            assert not thread.is_alive()
+    return model_process._slot_processes[0]

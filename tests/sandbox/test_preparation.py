@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -102,3 +103,21 @@ def test_a_missing_library_is_not_imported(libraries: Path) -> None:
 def test_a_failed_import_is_ignored(libraries: Path, python: str, imports: str) -> None:
     compile_them(libraries, python, imports)
     assert compiled(libraries) == set()
+
+
+def test_a_killed_run_leaves_no_compiling_process(libraries: Path) -> None:
+    os.mkfifo(libraries / "gate")
+    (libraries / "early.py").write_text(
+        f"import os; open({str(libraries / 'gate')!r}, 'w').write(f'{{os.getpid()}}')\n"
+    )
+    (libraries / "package" / "last.py").write_text("import time; time.sleep(1000)")
+    last = str(libraries / "package" / "last.py")
+    command = [sys.executable, "-c", ASKS, IMPORTS, last, str(libraries)]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**environment, "PYTHONPATH": str(PROJECT)})
+    pid = int((libraries / "gate").read_text())
+    descriptor = os.pidfd_open(pid)
+    run.kill()
+    run.wait()
+    assert select.select([descriptor], [], [], HANG_S)[0], "the process has not ended"
+    os.close(descriptor)
