@@ -126,13 +126,16 @@ def read_ahead_limit(job: TensorJob) -> int:
     return min(_READ_AHEAD_BYTES, _READ_AHEAD_TOTAL // max(len(job.stored_tensors), 1))
 
 
-def read_ahead(job: TensorJob, files: InputFiles, limit: int) -> None:
+def read_ahead(job: TensorJob, files: InputFiles, limit: int | None = None) -> None:
     """Ask the system to read the first ``limit`` bytes of each input into the page cache in the background.
+
+    The default is :func:`read_ahead_limit`.
 
     The disk then works while this process loads kernels or computes other tensors. The first parts of all inputs come
     first, because the first block needs them.
     """
     tensors = job.stored_tensors
+    limit = read_ahead_limit(job) if limit is None else limit
     for start in range(0, min(limit, max((tensor.nbytes for tensor in tensors), default=0)), _ADVICE_BYTES):
         for tensor in tensors:
             count = min(_ADVICE_BYTES, limit - start, tensor.nbytes - start)
