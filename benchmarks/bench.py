@@ -3,6 +3,7 @@
     python benchmarks/bench.py                                  # all methods, 1.24 B parameters in bfloat16
     python benchmarks/bench.py --size small --repeat 1          # a few minutes
     python benchmarks/bench.py --methods linear,ties --peer     # against mergekit 0.1.5 (make .venv-peer/ready)
+    python benchmarks/bench.py --methods linear --avx2          # as on a processor without AVX-512
     python benchmarks/bench.py --giant 4e9                      # one tensor of 4 GB: is memory independent of it?
 
 Every run is a separate process, started as a user starts it: ``mergegate merge RECIPE OUT``, including its startup.
@@ -33,6 +34,13 @@ from recipes import METHODS, Case, case
 PROJECT = Path(__file__).resolve().parent.parent
 PEER = PROJECT / ".venv-peer" / "bin" / "mergekit-yaml"
 SIZES = {"small": 2e8}
+# Environment in which numba and torch compile and select code as for AMD's Zen 3, which has AVX2 but not AVX-512.
+_AVX2 = {
+    "NUMBA_CPU_NAME": "znver3",
+    "NUMBA_CPU_FEATURES": "+sse3,+ssse3,+sse4.1,+sse4.2,+popcnt,+avx,+avx2,+fma,+f16c,+bmi,+bmi2,+lzcnt",
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+}
 
 
 class Spread(NamedTuple):
@@ -122,6 +130,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--peer-repeat", type=int, default=1, help="its runs: it takes minutes where we take seconds")
     parser.add_argument("--warm", action="store_true", help="leave the inputs in the page cache")
     parser.add_argument("--pause", type=float, default=5.0, help="seconds without anything before each run")
+    parser.add_argument("--avx2", action="store_true", help="compute as on a processor without AVX-512")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--markdown", type=Path, help="write the table of docs/benchmarks/merge-speed.md")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()) / "mergegate-bench")
@@ -143,6 +152,7 @@ def _measure_method(
         "ours": lambda: measure(
             [Path(sys.executable).with_name("mergegate"), "merge", recipe, out, "--device", device, "--json"],
             cwd=place,
+            environment=_AVX2 if options.avx2 else {},
             gauge=gauge,
         ),
     }
@@ -153,7 +163,7 @@ def _measure_method(
         contenders["peer"] = lambda: measure(
             [PEER, recipe, out, *how],
             cwd=place,
-            environment={"HF_HUB_OFFLINE": "1"},
+            environment={"HF_HUB_OFFLINE": "1", **(_AVX2 if options.avx2 else {})},
             gauge=gauge,
         )
     _remove(out)

@@ -22,6 +22,9 @@ from pathlib import Path
 
 from mergegate.merge_core.errors import Refused
 
+# Sizes, offsets and addresses of uncached reads are multiples of this: no disk has larger sectors.
+UNCACHED_ALIGN = 4096
+_SYNC_FILE_RANGE_WRITE = 2
 _CACHESTAT = 451  # the same number on every architecture but one
 _CONTROL_GROUPS = Path("/sys/fs/cgroup")  # only on Linux
 
@@ -58,6 +61,25 @@ def read_at(fd: int, into: memoryview, offset: int) -> int:
     return len(data)
 
 
+def read_uncached(fd: int, into: memoryview, offset: int) -> int:
+    """Read bytes of an open file from ``offset`` on into existing memory, without a copy in the system's cache.
+
+    Offset, size and address must be multiples of ``UNCACHED_ALIGN``.
+
+    Returns:
+        Number of bytes that were read. It is 0 if the system or the file does not support such reads.
+    """
+    if not (hasattr(os, "O_DIRECT") and hasattr(os, "preadv")):
+        return 0
+    with suppress(OSError):  # The caller reads through the cache instead, which reports real errors.
+        direct_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        try:
+            return os.preadv(direct_fd, [into], offset)
+        finally:
+            os.close(direct_fd)
+    return 0
+
+
 def read_soon(fd: int, start: int, count: int) -> bool:
     """Ask the system to read ``count`` bytes of a file into its cache soon, and return without waiting.
 
@@ -69,6 +91,12 @@ def read_soon(fd: int, start: int, count: int) -> bool:
     with suppress(OSError):  # A hint only: the read itself will report errors.
         os.posix_fadvise(fd, start, count, os.POSIX_FADV_WILLNEED)
     return True
+
+
+def write_soon(fd: int, start: int, count: int) -> None:
+    """Ask the system to start to write ``count`` cached bytes of a file to the disk, and return without waiting."""
+    if sys.platform == "linux":  # A hint only, so errors do not matter.
+        _libc().sync_file_range(fd, ctypes.c_int64(start), ctypes.c_int64(count), _SYNC_FILE_RANGE_WRITE)
 
 
 def forget_cached(fd: int, start: int = 0, count: int = 0) -> None:

@@ -13,6 +13,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
 
@@ -219,7 +220,9 @@ def test_the_architecture_page_draws_every_component() -> None:
 def test_every_package_has_a_docstring_and_exports_what_it_imports() -> None:
     for package in sorted(PACKAGES - set(LAYERS)):
         assert ast.get_docstring(tree(package)), package
-        lines = (node for node in tree(package).body if isinstance(node, ast.ImportFrom))
+        body = tree(package).body  # lazy exports are imported in a block for type checkers
+        statements = next((node.body for node in body if isinstance(node, ast.If)), body)
+        lines = (node for node in statements if isinstance(node, ast.ImportFrom))
         imported = {name.asname or name.name for line in lines for name in line.names}
         assert exports(package) == imported - {"annotations"}, package
 
@@ -264,8 +267,12 @@ EVERY_PACKAGE = tuple(sorted(PACKAGES - {"flows", "merge_core.methods.kernels"})
 
 @pytest.mark.parametrize(
     ("modules", "heavy"),
-    [(("flows.cli",), (*LIBRARIES, "pydantic")), (("flows.preflight", *EVERY_PACKAGE), LIBRARIES)],
-    ids=["command line", "packages"],
+    [
+        (("flows.cli",), (*LIBRARIES, "pydantic")),
+        (("flows.cli.merge",), (*LIBRARIES, f"{NAMESPACE}tasks.evaluation.stage")),
+        (("flows.preflight", *EVERY_PACKAGE), LIBRARIES),
+    ],
+    ids=["command line", "merge", "packages"],
 )
 def test_packages_import_without_heavy_libraries(modules: tuple[str, ...], heavy: tuple[str, ...]) -> None:
     """The output names the first module in one process that imports a heavy library."""
@@ -281,6 +288,17 @@ for module in {modules!r}:
 """
     seen = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=PROJECT)
     assert seen.stdout == ""
+
+
+def test_every_exported_name_exists() -> None:
+    """A package with lazy exports imports a module only when one of its names is used."""
+    missing = [
+        f"{package}.{name}"
+        for package in EVERY_PACKAGE
+        for name in exports(package)
+        if not hasattr(import_module(NAMESPACE + package), name)
+    ]
+    assert missing == []
 
 
 # Modules that read files without the bounded opener of merge_core.parsing, and why users never choose these files.

@@ -29,7 +29,7 @@ from mergegate.merge_core.engine.finite import PIECE_BYTES, count_non_finite, ta
 from mergegate.merge_core.engine.input_files import InputFiles
 from mergegate.merge_core.methods import Block, StoredBlock
 from mergegate.merge_core.plan import MEAN, SEVERAL, ZERO, Input, RowMap, TensorJob
-from mergegate.merge_core.system import prefer_large_pages, read_at, read_soon
+from mergegate.merge_core.system import UNCACHED_ALIGN, prefer_large_pages, read_at, read_soon, read_uncached
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 # Rows of a buffer start at multiples of this, the size of a cache line. That also aligns every number format.
 _ALIGN = 64
+# Kernels inspect numbers in words of this size, which must be aligned.
+_WORD_BYTES = 8
 # Buffer sizes are multiples of this, so that buffers can be reused.
 _BUFFER_UNIT = 1 << 20
 # Limits of the read-ahead per input and of all inputs of a tensor, so that a few huge tensors do not evict each other
@@ -119,14 +121,21 @@ def block_size(job: TensorJob, grain: int, elements: int) -> int:
     return max(1, min(elements, _BLOCK_BYTES // max(size, 1)) // grain) * grain
 
 
-def read_ahead(job: TensorJob, files: InputFiles) -> None:
-    """Ask the system to read the beginning of each input into the page cache in the background.
+def read_ahead_limit(job: TensorJob) -> int:
+    """Return the number of bytes of each input to read ahead."""
+    return min(_READ_AHEAD_BYTES, _READ_AHEAD_TOTAL // max(len(job.stored_tensors), 1))
+
+
+def read_ahead(job: TensorJob, files: InputFiles, limit: int | None = None) -> None:
+    """Ask the system to read the first ``limit`` bytes of each input into the page cache in the background.
+
+    The default is :func:`read_ahead_limit`.
 
     The disk then works while this process loads kernels or computes other tensors. The first parts of all inputs come
     first, because the first block needs them.
     """
     tensors = job.stored_tensors
-    limit = min(_READ_AHEAD_BYTES, _READ_AHEAD_TOTAL // max(len(tensors), 1))
+    limit = read_ahead_limit(job) if limit is None else limit
     for start in range(0, min(limit, max((tensor.nbytes for tensor in tensors), default=0)), _ADVICE_BYTES):
         for tensor in tensors:
             count = min(_ADVICE_BYTES, limit - start, tensor.nbytes - start)
@@ -160,34 +169,68 @@ class JobInputs:
         self._means: dict[int, NDArray[np.float64]] = {}  # Mean rows of inputs that lack rows of the output.
         self._means_lock = threading.Lock()
 
-    def load(self, index: int, *, check_finite: bool = False, fused: bool = False) -> LoadedBlock:
+    def load(
+        self, index: int, *, check_finite: bool = False, fused: bool = False, uncached: bool = False
+    ) -> LoadedBlock:
         """Read a block into memory. Use it in a ``with`` statement, or close it.
 
         Args:
             index: Index of the block, from 0.
             check_finite: Whether to count the NaN and infinite elements of each input (see :mod:`.finite`).
             fused: Whether to count them with compiled kernels.
+            uncached: Whether to read past the page cache if possible. All inputs must be stored in the output's order.
         """
         start = index * self.block
         length = min(self.block, self.numel - start)
         sizes = [dtype.size for dtype in self.dtypes]
-        buffer = self._pool.take(sum(_aligned(length * size) for size in sizes))
-        rows, position = [], 0
-        for size in sizes:
-            rows.append(buffer[position : position + length * size])
-            position += _aligned(length * size)
+        shifts = self._uncached_shifts(start) if uncached else None
+        align = _ALIGN if shifts is None else UNCACHED_ALIGN
+        buffer_ends = np.cumsum(
+            [
+                -(-(shift + length * size) // align) * align
+                for shift, size in zip(shifts or [0] * len(sizes), sizes, strict=True)
+            ]
+        ).tolist()
+        buffer = self._pool.take(buffer_ends[-1])
+        areas = [buffer[begin:end] for begin, end in zip([0, *buffer_ends], buffer_ends, strict=False)]
+        rows = [
+            area[shift : shift + length * size]
+            for area, shift, size in zip(areas, shifts or [0] * len(sizes), sizes, strict=True)
+        ]
         non_finite = np.zeros(len(rows), np.int64)
         for number, (dtype, row_map, row) in enumerate(zip(self.dtypes, self._row_maps, rows, strict=True)):
             if row_map is not None:
                 self._read_rows(number, row_map, row, start, non_finite, fused)
                 non_finite[number] += count_non_finite(row, dtype, fused=fused) if check_finite else 0
                 continue
+            is_read = shifts is not None and self._read_uncached(number, areas[number], start, shifts[number], len(row))
             step = PIECE_BYTES if check_finite else max(len(row), 1)
             for first in range(0, len(row), step):
                 piece = row[first : first + step]
-                self._read_elements[number](start + first // dtype.size, piece)
+                if not is_read:
+                    self._read_elements[number](start + first // dtype.size, piece)
                 non_finite[number] += count_non_finite(piece, dtype, fused=fused) if check_finite else 0
         return LoadedBlock(self, buffer, rows, start, length, self._pool, non_finite)
+
+    def _uncached_shifts(self, start: int) -> list[int] | None:
+        """Return the distance of each input's elements from ``start`` on to the last multiple of the read alignment.
+
+        None: an input is not stored in the output's order, or kernels could not address its elements.
+        """
+        stored = self.job.stored_tensors
+        if len(stored) != len(self.dtypes) or any(row_map is not None for row_map in self._row_maps):
+            return None
+        shifts = [(tensor.offset + start * tensor.dtype.size) % UNCACHED_ALIGN for tensor in stored]
+        return None if any(shift % _WORD_BYTES for shift in shifts) else shifts
+
+    def _read_uncached(self, number: int, area: Bytes, start: int, shift: int, count: int) -> bool:
+        """Fill ``area`` past the page cache from ``shift`` bytes before an input's element ``start``.
+
+        Return False unless at least ``count`` bytes of the input could be read.
+        """
+        tensor = self.job.stored_tensors[number]
+        with self._files.open(tensor.file) as fd:
+            return read_uncached(fd, area.data, tensor.offset + start * tensor.dtype.size - shift) >= shift + count
 
     def _read_rows(
         self, index: int, row_map: RowMap, target: Bytes, start: int, counts: NDArray[np.int64], fused: bool
@@ -434,7 +477,3 @@ class LoadedBlock:
             return tensors
         self._on_device = [tensor.to(device, non_blocking=True) for tensor in tensors]
         return self._on_device
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN

@@ -12,6 +12,7 @@ waits for the shards that another participant has claimed until they are complet
 from __future__ import annotations
 
 import heapq
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -20,7 +21,7 @@ from itertools import count
 from pathlib import Path
 
 from mergegate.merge_core.engine import journal
-from mergegate.merge_core.engine.blocks import BufferPool, read_ahead
+from mergegate.merge_core.engine.blocks import BufferPool, read_ahead, read_ahead_limit
 from mergegate.merge_core.engine.devices import Devices, EngineSettings, SingleThreadedTorch, own_stream
 from mergegate.merge_core.engine.health import TensorHealth
 from mergegate.merge_core.engine.input_files import InputFiles
@@ -29,9 +30,10 @@ from mergegate.merge_core.engine.tensor_run import RunContext, TensorRun
 from mergegate.merge_core.engine.writer import WAITING_BYTES, ShardFiles
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods import Method
+from mergegate.merge_core.methods.kernel_cache import has_kernels, record_kernels
 from mergegate.merge_core.plan import MergePlan, Shard, TensorJob, step_of
 
-# Input size below which compiling fused kernels takes longer than it saves.
+# Input size below which compiling fused kernels takes longer than it saves. Loading them takes less time than torch.
 _FUSE_FROM_BYTES = 256 << 20
 _PROGRESS_SECONDS = 0.1
 # Limit of the memory for blocks that stay until the next pass over their tensor.
@@ -124,8 +126,17 @@ class ComputeContext:
 
 def uses_fused_kernels(plan: MergePlan, devices: Devices, settings: EngineSettings) -> bool:
     """Return whether fused kernels compute ``plan``. The written bytes are the same either way."""
-    is_worthwhile = settings.kernels == "auto" and plan.bytes_read >= _FUSE_FROM_BYTES
-    return devices.kind == "cpu" and (settings.kernels == "fused" or is_worthwhile)
+    if devices.kind != "cpu" or settings.kernels == "torch":
+        return False
+    if settings.kernels == "fused" or plan.bytes_read >= _FUSE_FROM_BYTES:
+        return True
+    return "torch" not in sys.modules and has_kernels(_kernel_use(plan))
+
+
+def _kernel_use(plan: MergePlan) -> str:
+    """Return what determines the kernels of ``plan``, as text."""
+    dtypes = {(job.mode, job.output.dtype.code, *(item.tensor.dtype.code for item in job.inputs)) for job in plan.jobs}
+    return f"{plan.recipe.merge_method} {sorted(dtypes)}"
 
 
 def held_bytes(method: Method, job: TensorJob) -> int:
@@ -133,6 +144,13 @@ def held_bytes(method: Method, job: TensorJob) -> int:
     if job.mode != "merge" or method.costs is None or method.costs.held_bytes is None:
         return 0
     return method.costs.held_bytes(job.task())
+
+
+def is_read_once(method: Method, job: TensorJob) -> bool:
+    """Return whether the tensor of ``job`` is computed in one pass over its inputs."""
+    if job.mode != "merge":
+        return True
+    return method.costs is not None and method.costs.folds(job.task()) == 0
 
 
 class Workers:
@@ -210,16 +228,15 @@ class DocumentRun:
     ) -> None:
         self._plan, self._directory, self._on_progress = plan, directory, on_progress
         devices, self._settings = context.devices, context.settings
-        fused = uses_fused_kernels(plan, devices, self._settings)
-        mode = f"seed {context.seed}, {devices.kind}, {'fused' if fused else 'torch'}"
-        self._identity = journal.merge_identity(plan, files.identities, mode)
+        self._is_fused = uses_fused_kernels(plan, devices, self._settings)
+        self._identity = journal.merge_identity(plan, files.identities, f"seed {context.seed}, {devices.kind}")
         # On a GPU, a retained block would also occupy GPU memory.
         retained_bytes = RETAINED_BYTES if devices.kind == "cpu" else 0
         self._context = RunContext(
             method=plan.method,
             step=plan.recipe.name,
             seed=context.seed,
-            fused=fused,
+            fused=self._is_fused,
             settings=self._settings,
             files=files,
             torch=context.torch,
@@ -265,6 +282,8 @@ class DocumentRun:
                 claimed.close()
             self._context.pool.close()
         self._on_progress(self._plan.bytes_written)
+        if self._is_fused and "torch" not in sys.modules:  # Otherwise, this merge may need torch as well.
+            record_kernels(_kernel_use(self._plan))
         health_by_name = {name: health for claimed in self._claims.values() for name, health in claimed.tensors.items()}
         return ExecutedPlan(
             digests={name: str(claimed.digest) for name, claimed in self._claims.items()},
@@ -294,6 +313,8 @@ class DocumentRun:
         extra_bytes = held_bytes(self._plan.method, job)
         if not self._has_room(_STARTED_BYTES, extra_bytes):
             self._wait(lambda: self._has_room(_STARTED_BYTES // 2, extra_bytes))
+        pages = self._context.pages
+        bypasses = pages is not None and pages.admit(job, self._context.files) and is_read_once(self._plan.method, job)
         with self._condition:
             order = self._started
             self._started += 1
@@ -301,11 +322,11 @@ class DocumentRun:
             self._held_bytes += extra_bytes
             device = min(self._load, key=lambda device: self._load[device])
             self._load[device] += job.nbytes_in
-        run = TensorRun(self._context, job, device, order)
-        if self._context.pages is not None:
-            self._context.pages.admit(job, self._context.files)
+            # Until the first tensor is finished, the kernels may still have to be loaded, so the disk works ahead.
+            ahead_bytes = read_ahead_limit(job) if self._tensors == self._started or not bypasses else 0
+        run = TensorRun(self._context, job, device, order, ahead_bytes if bypasses else None)
         self._submit(run, run.begin)
-        read_ahead(job, self._context.files)
+        read_ahead(job, self._context.files, ahead_bytes)
 
     def _submit(self, run: TensorRun, work: Callable[[], None]) -> None:
         def work_on_stream() -> None:

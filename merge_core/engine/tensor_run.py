@@ -80,12 +80,14 @@ class TensorRun:
         job: Job of the tensor.
         device: Device that computes the tensor.
         order: Number of the tensor. Work with lower numbers runs first.
+        cached_bytes: Number of bytes of each input that are read through the page cache. None: all.
     """
 
     context: RunContext
     job: TensorJob
     device: str
     order: int
+    cached_bytes: int | None = None
     step: Fold | Map | Solve | None = None
     parts: list[Any] = field(default_factory=list)
     retained: dict[int, LoadedBlock] = field(default_factory=dict)  # Blocks in memory for the next pass, by index.
@@ -164,7 +166,9 @@ class TensorRun:
         block = (
             retained.reclaim()
             if retained
-            else self.pass_inputs.load(number, check_finite=check_finite, fused=self.context.fused)
+            else self.pass_inputs.load(
+                number, check_finite=check_finite, fused=self.context.fused, uncached=self._is_uncached(number)
+            )
         )
         try:
             # Release the pages that were read. If inputs store elements in another order than the output,
@@ -217,6 +221,11 @@ class TensorRun:
             self._advance(result)
         else:
             self._finish()
+
+    def _is_uncached(self, number: int) -> bool:
+        if self.cached_bytes is None or not (isinstance(self.step, Map) and self.first_pass):
+            return False
+        return number * self.inputs.block * min(dtype.size for dtype in self.inputs.dtypes) >= self.cached_bytes
 
     @cached_property
     def _reads_in_order(self) -> bool:

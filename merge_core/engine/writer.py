@@ -24,12 +24,14 @@ from typing import Literal
 
 from mergegate.merge_core.files import disk_refusal
 from mergegate.merge_core.plan import Shard
-from mergegate.merge_core.system import forget_cached, read_at, reserve_space
+from mergegate.merge_core.system import forget_cached, read_at, reserve_space, write_soon
 
 PARTIAL = ".partial"
 _HASH_BYTES = 4 << 20
 # Limit of the memory for written blocks that wait to be hashed.
 WAITING_BYTES = 32 << 20
+# Size of the parts of a shard that the system is asked to write to the disk. Each stays cached during the next few.
+_FLUSH_BYTES, _FLUSHING_PARTS = 16 << 20, 4
 
 
 @dataclass(order=True)
@@ -170,7 +172,7 @@ class ShardFiles:
 
     def _hash(self, open_shard: _OpenShard, buffer: memoryview) -> bool:
         """Hash a shard to its end. Return False if the merge was abandoned."""
-        digest, written = hashlib.sha256(), open_shard.written
+        digest, written, flushed = hashlib.sha256(), open_shard.written, 0
         while open_shard.hashed < open_shard.shard.size:
             with self._condition:
                 self._condition.wait_for(
@@ -192,6 +194,12 @@ class ShardFiles:
                     start += count
             with self._condition:
                 open_shard.hashed = run.end
+            # Keep the disk busy, so that the flush at the end is short.
+            while open_shard.hashed - flushed >= _FLUSH_BYTES:
+                write_soon(open_shard.fd, flushed, _FLUSH_BYTES)
+                flushed += _FLUSH_BYTES
+                if not self._keep_pages and (written_end := flushed - _FLUSHING_PARTS * _FLUSH_BYTES) > 0:
+                    forget_cached(open_shard.fd, written_end - _FLUSH_BYTES, _FLUSH_BYTES)
         with refuse_disk_errors(self._directory / f"{open_shard.shard.name}{PARTIAL}"):
             os.fsync(open_shard.fd)
         if not self._keep_pages:

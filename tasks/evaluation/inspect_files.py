@@ -54,7 +54,7 @@ ScoreValue = bool | int | float | str | list[Any] | dict[str, Any] | None
 class _Written(BaseModel):
     """Part of a log. Types are strict: text is never read as a number, nor a number as a boolean."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", defer_build=True)  # most commands read no log
 
 
 class LoggedDataset(_Written):

@@ -26,12 +26,12 @@ from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
-from mergegate.tasks.evaluation.preview import TaskPreview, TokenizerSource, _render
 from mergegate.tasks.evaluation.settings import PromptSettings, Scoring, resolve_prompt_settings
 from mergegate.tasks.evaluation.splits import DocumentSplits
 from mergegate.tasks.evaluation.support import require_effect
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 from mergegate.tasks.evaluation.task_loading import inspect_data
+from mergegate.tasks.evaluation.task_preview import TaskPreview, TokenizerSource, _render
 from mergegate.tasks.evaluation.task_setup import BUDGET_NAMES, require_known_generation, room_for_prompt
 from mergegate.tasks.gate.references import pin_tasks
 from mergegate.tasks.gate.settings import EvaluateSettings, Guard

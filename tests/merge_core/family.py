@@ -42,7 +42,7 @@ from pathlib import Path
 from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
 recipe = load_recipe(Path("recipe.yaml"))
 plan = plan_merge(recipe, {str(ref): open_checkpoint(Path(ref.path)) for ref in recipe.references()})
-merge_weights(plan, Path("out"), device="cpu", settings=EngineSettings(kernels="fused"))
+record = merge_weights(plan, Path("out"), device="cpu", settings=EngineSettings(kernels="fused"))
 """
 
 
