@@ -24,11 +24,10 @@ def kernel_directory() -> str | None:
     try:
         configured = os.environ.get("NUMBA_CACHE_DIR")
         user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        directory = (
-            Path(configured) if configured else user_cache / "mergegate"
-        ) / f"kernels-{digest.hexdigest()[:16]}"
+        parent = Path(configured) if configured else user_cache / "mergegate"
+        directory = parent / f"kernels-{digest.hexdigest()[:16]}"
         directory.mkdir(parents=True, exist_ok=True)
-        return str(directory) if os.access(directory, os.W_OK) else None
+        return str(directory) if os.access(directory, os.W_OK | os.X_OK) else None
     except (OSError, RuntimeError):
         return None
 
