@@ -317,7 +317,7 @@ UNBOUNDED_READERS = {
     "merge_core.architecture.model_kinds": _SHIPPED,
     "merge_core.checkpoint.measurements": _OWN,
     "merge_core.engine.forecast.probe": _OWN,
-    "merge_core.methods.kernels.compilation": _SHIPPED,
+    "merge_core.methods.kernel_cache": _SHIPPED,
     "merge_core.files.new_directory": "the mark of a partial directory, whose size is checked first",
     "merge_core.parsing.json_text": "a descriptor of the bounded opener",
     "merge_core.files.hashing": "it checks first that the path names a plain file",

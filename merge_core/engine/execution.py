@@ -29,8 +29,7 @@ from mergegate.merge_core.engine.pages import InputPages
 from mergegate.merge_core.engine.tensor_run import RunContext, TensorRun
 from mergegate.merge_core.engine.writer import WAITING_BYTES, ShardFiles
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.methods import Method
-from mergegate.merge_core.methods.kernel_cache import has_kernels, record_kernels
+from mergegate.merge_core.methods import Method, has_kernels, record_kernels
 from mergegate.merge_core.plan import MergePlan, Shard, TensorJob, step_of
 
 # Input size below which compiling fused kernels takes longer than it saves. Loading them takes less time than torch.

@@ -27,6 +27,7 @@ from mergegate.merge_core.methods.contract import (
     map_only,
     row_length,
 )
+from mergegate.merge_core.methods.kernel_cache import has_kernels, kernel_directory, record_kernels
 from mergegate.merge_core.methods.masks import mask_key
 from mergegate.merge_core.methods.registry import BUILT_IN, find_method, merge_methods
 from mergegate.merge_core.methods.task_vectors import TASK_ARITHMETIC
@@ -59,8 +60,11 @@ __all__ = [
     "fold_counts",
     "fold_grains",
     "fold_sums",
+    "has_kernels",
+    "kernel_directory",
     "map_only",
     "mask_key",
     "merge_methods",
+    "record_kernels",
     "row_length",
 ]

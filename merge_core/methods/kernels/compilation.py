@@ -16,7 +16,7 @@ from typing import Any
 
 import numba
 
-from mergegate.merge_core.methods.kernel_cache import kernel_directory
+from mergegate.merge_core.methods import kernel_directory
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
