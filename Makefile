@@ -137,6 +137,7 @@ IMPORTS_OF_A_RUN := mergegate.flows.cli.run, mergegate.flows.release, prefect.se
   numba, pyarrow, scipy.stats
 
 $(VENV)/ready: pyproject.toml constraints.txt | .uv/ready
+	$(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (30 seconds plus downloads, once)"
 	@.ci/install --torch $(VENV) --constraint constraints.txt --editable ".[dev]"
 	@echo "compiling what a run imports (20 seconds, once)"
