@@ -185,18 +185,11 @@ class JobInputs:
         sizes = [dtype.size for dtype in self.dtypes]
         shifts = self._uncached_shifts(start) if uncached else None
         align = _ALIGN if shifts is None else UNCACHED_ALIGN
-        buffer_ends = np.cumsum(
-            [
-                -(-(shift + length * size) // align) * align
-                for shift, size in zip(shifts or [0] * len(sizes), sizes, strict=True)
-            ]
-        ).tolist()
-        buffer = self._pool.take(buffer_ends[-1])
-        areas = [buffer[begin:end] for begin, end in zip([0, *buffer_ends], buffer_ends, strict=False)]
-        rows = [
-            area[shift : shift + length * size]
-            for area, shift, size in zip(areas, shifts or [0] * len(sizes), sizes, strict=True)
-        ]
+        spans = [(shift, shift + length * size) for shift, size in zip(shifts or [0] * len(sizes), sizes, strict=True)]
+        area_ends = np.cumsum([-(-end // align) * align for _, end in spans]).tolist()
+        buffer = self._pool.take(area_ends[-1])
+        areas = [buffer[begin:end] for begin, end in zip([0, *area_ends], area_ends, strict=False)]
+        rows = [area[begin:end] for area, (begin, end) in zip(areas, spans, strict=True)]
         non_finite = np.zeros(len(rows), np.int64)
         for number, (dtype, row_map, row) in enumerate(zip(self.dtypes, self._row_maps, rows, strict=True)):
             if row_map is not None:

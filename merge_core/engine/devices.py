@@ -34,8 +34,8 @@ class EngineSettings:
         block_elements: Number of elements in a block.
         tile_elements: Number of elements that torch processes at a time on a CPU, so that they stay in the cache.
         keep_output: Whether the result stays in the page cache for the next reader.
-        kernels: ``fused``, ``torch``, or ``auto``: fused on a CPU if the input is large
-            or the kernels are compiled.
+        kernels: ``fused``, ``torch``, or ``auto``: fused on a CPU if the input is large or the kernels
+            are compiled.
     """
 
     threads: int | None = None

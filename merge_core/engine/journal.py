@@ -141,8 +141,8 @@ def exists(out: Path) -> bool:
 def merge_identity(plan: MergePlan, files: Mapping[Path, FileIdentity], mode: str) -> str:
     """Return a digest of everything that the bytes of a merge depend on.
 
-    ``files`` has the identity of each input file. ``mode`` is a text with the seed and the device. The
-    bytes do not depend on the kernels.
+    ``files`` has the identity of each input file. ``mode`` is a text with the seed and the device. The bytes do not
+    depend on the kind of kernels.
     """
     inputs = {}
     for path, identity in files.items():

@@ -104,7 +104,7 @@ class InputPages:
         Returns:
             Whether no part is cached, and none is read for another tensor too.
         """
-        is_cached = is_shared = False
+        is_alone = True
         for tensor in job.stored_tensors:
             was_cached, size = self._was_cached[tensor.file], files.identities[tensor.file].size
             with files.open(tensor.file) as fd:
@@ -114,9 +114,9 @@ class InputPages:
                     if part not in was_cached:
                         count = min(PART_BYTES, size - part * PART_BYTES)
                         was_cached[part] = 2 * (cached_bytes(fd, part * PART_BYTES, count) or 0) > count
-                    is_cached |= was_cached[part]
-                    is_shared |= bool(self._remaining[tensor.file][part] > PART_BYTES)
-        return not (is_cached or is_shared)
+                    if was_cached[part] or self._remaining[tensor.file][part] > PART_BYTES:
+                        is_alone = False
+        return is_alone
 
     def release(self, job: TensorJob, files: InputFiles, first: int = 0, last: int | None = None) -> None:
         """Release elements of each stored input of ``job`` that will not be read again.
