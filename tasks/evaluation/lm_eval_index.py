@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from mergegate.tasks.evaluation.local_groups import task_overrides
@@ -56,17 +57,15 @@ def shipped_leaves(name: str) -> tuple[LeafConfig, ...]:
 
 
 def _leaves(name: str, leaf_overrides: Mapping[str, Any], depth: int) -> Iterator[LeafConfig]:
-    from lm_eval.tasks._yaml_loader import load_yaml
-
     names = shipped_names()
     if depth > _DEEPEST:
         return
     if name in names.tasks:
         path = names.tasks[name]
-        yield LeafConfig(name, {**load_yaml(path, resolve_func=False), **leaf_overrides}, path, leaf_overrides)
+        yield LeafConfig(name, {**read_shipped(path), **leaf_overrides}, path, leaf_overrides)
     elif name in names.groups:
         path = names.groups[name]
-        yield from _members(name, load_yaml(path, resolve_func=False), path, leaf_overrides, depth)
+        yield from _members(name, read_shipped(path), path, leaf_overrides, depth)
     else:
         for task in names.tags.get(name, ()):
             yield from _leaves(task, leaf_overrides, depth + 1)
@@ -98,10 +97,7 @@ def shipped_names() -> ShippedNames:
     groups: dict[str, Path] = {}
     tags: dict[str, list[str]] = {}
     inherited: dict[Path, tuple[str, ...]] = {}
-    spec = importlib.util.find_spec("lm_eval")
-    if spec is None or spec.origin is None:
-        return ShippedNames(tasks, groups, {})
-    for path in sorted((Path(spec.origin).parent / "tasks").rglob("*.yaml")):
+    for path in sorted(_shipped_tasks().rglob("*.yaml")):
         text = path.read_bytes()
         values: dict[str, str] = {}
         for key, value in _NAMED.findall(text):
@@ -113,6 +109,29 @@ def shipped_names() -> ShippedNames:
             for tag in _tags_of(path, inherited, text):
                 tags.setdefault(tag, []).append(values["task"])
     return ShippedNames(tasks, groups, {tag: tuple(dict.fromkeys(members)) for tag, members in tags.items()})
+
+
+def read_shipped(path: Path) -> dict[str, Any]:
+    """Return the configuration in a YAML file that lm-eval ships, including its includes, with functions as text."""
+    config: dict[str, Any] = _shipped_reader().load_yaml(path, resolve_func=False)
+    return config
+
+
+@lru_cache(maxsize=1)
+def _shipped_reader() -> ModuleType:
+    """Import lm-eval's reader of YAML files without the package around it, whose import takes 1.7 seconds."""
+    spec = importlib.util.spec_from_file_location("lm_eval_yaml_loader", _shipped_tasks() / "_yaml_loader.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def _shipped_tasks() -> Path:
+    """Return the directory of the tasks that lm-eval ships."""
+    spec = importlib.util.find_spec("lm_eval")
+    assert spec is not None and spec.origin is not None  # lm-eval is a dependency
+    return Path(spec.origin).parent / "tasks"
 
 
 def _tags_of(path: Path, cache: dict[Path, tuple[str, ...]], text: bytes | None, depth: int = 0) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.evaluation.backends import find_backend
 from mergegate.tasks.evaluation.code_permission import allow_code, allow_code_advice, find_unconfined_code
 from mergegate.tasks.evaluation.declared_metrics import declared_metrics
-from mergegate.tasks.evaluation.lm_eval_index import LeafConfig, shipped_leaves, shipped_names
+from mergegate.tasks.evaluation.lm_eval_index import LeafConfig, read_shipped, shipped_leaves, shipped_names
 from mergegate.tasks.evaluation.mirror import base_names, find_dataset
 from mergegate.tasks.evaluation.settings import PromptSettings, Scoring, resolve_prompt_settings
 from mergegate.tasks.evaluation.task_definition import (
@@ -320,14 +320,12 @@ def require_declared_mean(task: str, mean_over: MeanOver | None, root: Path) -> 
     Raises:
         InvalidInput: If all tasks of the group have equal weight and ``mean_over`` is None, or if the list is invalid.
     """
-    from lm_eval.tasks._yaml_loader import load_yaml
-
     is_file, names = is_file_name(task), shipped_names()
     config: Mapping[str, Any] = {}
     if is_file:
         config = read_definition((root / task).absolute()).config
     elif task in names.groups and task not in names.tasks:
-        config = load_yaml(names.groups[task], resolve_func=False)
+        config = read_shipped(names.groups[task])
     if "group" not in config:
         return
     location = f"evaluate.tasks: {task}: aggregate_metric_list"
