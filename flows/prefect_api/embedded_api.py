@@ -14,6 +14,7 @@ not depend on whether that server is up.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -40,7 +41,10 @@ from mergegate.merge_core.files import (
     set_sqlite_aside,
     sqlite_fault,
     state_directory,
+    user_cache,
+    write_state,
 )
+from mergegate.merge_core.wording import detail
 
 START_TIMEOUT_S = 900.0
 DEFAULT_HOME = ".mergegate"
@@ -160,6 +164,8 @@ def local_api() -> Iterator[None]:
             database = _database()
             if database and (why := sqlite_fault(database, patience_s=_PATIENCE_S)):
                 forget_records(database, why)
+            if database and not database.exists():
+                _create_database(database)
         try:
             url, stop = _start_server(database)
         except _NotStarted as failure:
@@ -168,6 +174,8 @@ def local_api() -> Iterator[None]:
             if database is None or not database.exists():
                 raise RuntimeError(str(failure)) from None
             forget_records(database, str(failure))
+            with suppress(OSError, RuntimeError):
+                _empty_database().unlink()  # The database may be a copy of it.
             url, stop = _start_server(database)
     # Services are off because a process that ends soon must not schedule anything. Heartbeats are off because they cost
     # one second per flow.
@@ -225,6 +233,38 @@ def _start_server(database: Path | None) -> tuple[str, Callable[[], None]]:
                 stop()
                 raise _NotStarted(f"Prefect's database has no {table.name}.{missing[0]}")
     return url, stop
+
+
+def _create_database(database: Path) -> None:
+    """Copy the empty database that an earlier run kept, because the migrations of a new one take eight seconds.
+
+    Without such a copy, create a database and keep a copy of it for later projects. If this fails, Prefect creates its
+    database when it starts.
+    """
+    from prefect.server.database import provide_database_interface
+
+    try:
+        empty = _empty_database()
+        if empty.exists() and not sqlite_fault(empty, patience_s=_PATIENCE_S):
+            write_state(database, _content(empty))
+            return
+        asyncio.run(provide_database_interface().create_db())
+        empty.parent.mkdir(parents=True, exist_ok=True)
+        write_state(empty, _content(database))
+    except Exception as error:  # also those of alembic and SQLAlchemy
+        detail("Prefect's database is not copied: %s", error)
+
+
+def _empty_database() -> Path:
+    """Return the path of the empty database that all projects of this user copy."""
+    import prefect
+
+    return user_cache() / f"prefect-{prefect.__version__}.db"
+
+
+def _content(database: Path) -> bytes:
+    with closing(sqlite3.connect(database)) as connection:
+        return connection.serialize()  # Unlike the file, this includes what is only in the write-ahead log.
 
 
 def require_writable(path: Path) -> None:

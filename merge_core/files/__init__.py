@@ -44,6 +44,7 @@ from mergegate.merge_core.files.state import (
     remove_any,
     set_aside_damaged,
     state_directory,
+    user_cache,
     write_state,
 )
 
@@ -87,5 +88,6 @@ __all__ = [
     "state_directory",
     "try_open_locked",
     "unlock_file",
+    "user_cache",
     "write_state",
 ]

@@ -167,6 +167,15 @@ def set_aside_damaged(path: Path, reason: str) -> None:
         _log.warning("%s: %s; %s", path, reason, f"set aside as {aside.name}" if aside else "removed")
 
 
+def user_cache() -> Path:
+    """Return the directory for what all projects of this user share and can create again, which may not exist yet.
+
+    Raises:
+        RuntimeError: The user has no home directory.
+    """
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "mergegate"
+
+
 def state_directory(path: Path, *, private: bool = False) -> Path:
     """Create the directory ``path`` and its parents, and set aside anything at ``path`` that is not a directory.
 

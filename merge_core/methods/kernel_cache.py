@@ -14,6 +14,8 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
+from mergegate.merge_core.files import user_cache
+
 
 @cache
 def kernel_directory() -> str | None:
@@ -23,9 +25,7 @@ def kernel_directory() -> str | None:
         digest.update(source.read_bytes())
     try:
         configured = os.environ.get("NUMBA_CACHE_DIR")
-        user_cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        parent = Path(configured) if configured else user_cache / "mergegate"
-        directory = parent / f"kernels-{digest.hexdigest()[:16]}"
+        directory = (Path(configured) if configured else user_cache()) / f"kernels-{digest.hexdigest()[:16]}"
         directory.mkdir(parents=True, exist_ok=True)
         return str(directory) if os.access(directory, os.W_OK | os.X_OK) else None
     except (OSError, RuntimeError):

@@ -1,10 +1,18 @@
-"""Only a run itself can use its embedded API. Other programs that know the port are rejected."""
+"""Only a run itself can use its embedded API, and its database is a copy of the user's empty one."""
 
 from __future__ import annotations
 
+import os
+import shutil
+import sqlite3
+import subprocess
+import sys
 import urllib.error
 import urllib.request
+from contextlib import closing
+from pathlib import Path
 
+import prefect
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.settings import get_current_settings
@@ -38,3 +46,49 @@ def test_no_page_of_another_origin_is_let_in(prefect_api: None) -> None:
 def test_the_run_itself_knows_the_secret(prefect_api: None) -> None:
     with get_client(sync_client=True) as client:
         assert isinstance(client.read_flow_runs(), list)
+
+
+START = """
+import sys
+from pathlib import Path
+from mergegate.flows.prefect_api import configure, local_api
+configure(Path(sys.argv[1]))
+with local_api():
+    from prefect.client.orchestration import get_client
+    with get_client(sync_client=True) as client:
+        print("runs:", len(client.read_flow_runs()))
+"""
+
+
+def tables(database: Path) -> set[str]:
+    with closing(sqlite3.connect(database)) as connection:
+        return {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+
+
+@pytest.mark.slow  # a new database needs about a hundred migrations
+@pytest.mark.parametrize("kept", ["intact", "no database", "a table is gone"])
+def test_a_new_project_copies_the_empty_database_of_the_user(prefect_database: Path, tmp_path: Path, kept: str) -> None:
+    empty = tmp_path / "cache" / "mergegate" / f"prefect-{prefect.__version__}.db"
+    empty.parent.mkdir(parents=True)
+    shutil.copy(prefect_database, empty)
+    if kept == "no database":
+        empty.write_bytes(b"no database" * 1000)
+    else:
+        with closing(sqlite3.connect(empty)) as connection:
+            connection.execute("CREATE TABLE mark (id)" if kept == "intact" else "DROP TABLE log")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MERGEGATE_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", START, str(tmp_path / "home")],
+        env={**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "runs: 0\n"), done.stderr
+    created = tables(tmp_path / "home" / "prefect" / "prefect.db")
+    assert "log" in created
+    assert ("mark" in created) == (kept == "intact")
+    if kept == "no database":
+        assert tables(empty) == tables(prefect_database)
+    else:
+        assert empty.exists() == (kept == "intact")
