@@ -121,7 +121,8 @@ def read_shipped(path: Path) -> dict[str, Any]:
 def _shipped_reader() -> ModuleType:
     """Import lm-eval's reader of YAML files without the package around it, whose import takes 1.7 seconds."""
     spec = importlib.util.spec_from_file_location("lm_eval_yaml_loader", _shipped_tasks() / "_yaml_loader.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -130,7 +131,8 @@ def _shipped_reader() -> ModuleType:
 def _shipped_tasks() -> Path:
     """Return the directory of the tasks that lm-eval ships."""
     spec = importlib.util.find_spec("lm_eval")
-    assert spec is not None and spec.origin is not None  # lm-eval is a dependency
+    assert spec is not None  # lm-eval is a dependency
+    assert spec.origin is not None
     return Path(spec.origin).parent / "tasks"
 
 
