@@ -1,11 +1,10 @@
-"""Measure which part of a run and which of its processes uses how much time.
+"""Measure how much time each part of a run takes, and which of its processes computes.
 
-    python benchmarks/run_parts.py                             # docs/benchmarks/run-parts.md
+    python benchmarks/run_parts.py                             # docs/benchmarks/start-up.md
     python benchmarks/run_parts.py profiles/demo.yaml --again  # and a second run, which has nothing new
 
-The run has no state: it gets new directories for its caches, its Prefect database and its releases, and works on a copy
-of the profile's directory. A part begins when the run prints a line, so each stage counts until the stage's own line.
-Processor time is read from ``/proc`` every 50 ms, for each process of the run.
+The run works on a copy of the profile's directory and has a new state directory, but it uses the user's cache of
+compiled kernels and of Prefect's empty database. A part ends when the run prints the line of a stage.
 """
 
 from __future__ import annotations
@@ -16,92 +15,53 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from dataclasses import dataclass, field
+from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from measure import family
 
 PROJECT = Path(__file__).resolve().parent.parent
-_INTERVAL = 0.05
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-@dataclass
-class Processors:
-    """Processor seconds of each process so far, by its role."""
+class Moment(NamedTuple):
+    """Seconds since the start of a run when it printed a line: wall time, and CPU of the run and its model process."""
 
-    root: int
-    seconds: dict[int, float] = field(default_factory=dict)
-    roles: dict[int, str] = field(default_factory=dict)
+    name: str
+    wall: float
+    run: float
+    models: float
 
-    def read(self) -> dict[str, float]:
-        """Return the processor seconds of each role, including processes that have ended."""
-        for pid in family(self.root):
-            try:
-                words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-                command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-            except OSError:
-                continue  # The process ended during the scan.
-            self.seconds[pid] = (int(words[11]) + int(words[12])) / _TICKS
-            self.roles[pid] = self._role(pid, command)
-        total: dict[str, float] = {}
-        for pid, seconds in self.seconds.items():
-            total[self.roles[pid]] = total.get(self.roles[pid], 0.0) + seconds
-        return total
-
-    def _role(self, pid: int, command: str) -> str:
-        if pid == self.root:
-            return "run"
-        if "prefect" in command or "uvicorn" in command:
-            return "Prefect"
-        return "models"
+    def row(self, since: Moment) -> str:
+        """Return the row of the table."""
+        wall, run, models = self.wall - since.wall, self.run - since.run, self.models - since.models
+        return f"| {self.name} | {wall:.1f} s | {run:.1f} s | {models:.1f} s |"
 
 
-def parts(command: list[str], cwd: Path, environment: dict[str, str]) -> list[tuple[str, float, dict[str, float]]]:
-    """Run a command, and return the name, wall seconds and processor seconds by role of each part."""
-    lines: list[str] = []
-    process = subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, bufsize=1
-    )
+def moments(command: list[str], cwd: Path, environment: dict[str, str]) -> list[Moment]:
+    """Run a command, and return the moments at which it printed the headline and the lines of stages, and its end."""
+    before, began = os.times(), time.monotonic()
+    process = subprocess.Popen(command, cwd=cwd, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
-    output = process.stdout
-    reader = threading.Thread(target=lambda: lines.extend(iter(output.readline, "")), daemon=True)
-    reader.start()
-    processors = Processors(process.pid)
-    began = last = time.monotonic()
-    used: dict[str, float] = {}
-    found: list[tuple[str, float, dict[str, float]]] = []
-    seen = 0
-    while True:
-        ended = process.poll() is not None
-        now, cpu = time.monotonic(), processors.read()
-        for line in lines[seen:]:
-            words = line.split()
-            name = words[1] if words[:1] == ["✓"] else "headline" if not found else ""
-            if name:
-                found.append((name, now - last, {role: cpu[role] - used.get(role, 0.0) for role in cpu}))
-                last, used = now, cpu
-        seen = len(lines)
-        if ended:
-            found.append(("end", now - last, {role: cpu[role] - used.get(role, 0.0) for role in cpu}))
-            found.append(("total", now - began, cpu))
-            break
-        time.sleep(_INTERVAL)
-    if process.returncode:
-        raise SystemExit(f"exit code {process.returncode}\n{''.join(lines)}")
-    return found
-
-
-def table(found: list[tuple[str, float, dict[str, float]]]) -> str:
-    """Return the parts as Markdown."""
-    roles = sorted({role for _, _, cpu in found for role in cpu}, reverse=True)
-    header = "".join(f" CPU, {role} |" for role in roles)
-    lines = [f"| until | wall |{header}", "|---|--:|" + "--:|" * len(roles)]
-    for name, wall, cpu in found:
-        lines.append(f"| {name} | {wall:.1f} s | " + " | ".join(f"{cpu.get(role, 0.0):.1f} s" for role in roles) + " |")
-    return "\n".join(lines)
+    seconds: dict[int, float] = {}
+    found: list[Moment] = []
+    for line in process.stdout:
+        words = line.split()
+        if found and words[:1] != ["✓"]:
+            continue
+        for pid in family(process.pid):
+            with suppress(OSError):  # The process ended during the scan.
+                stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                seconds[pid] = (int(stat[11]) + int(stat[12])) / _TICKS
+        models = sum(seconds.values()) - seconds[process.pid]
+        found.append(Moment(words[1] if found else "headline", time.monotonic() - began, seconds[process.pid], models))
+    if process.wait():
+        raise SystemExit(f"exit code {process.returncode} of {' '.join(command)}")
+    after = os.times()
+    cpu = after.children_user - before.children_user + after.children_system - before.children_system
+    return [*found, Moment("end", time.monotonic() - began, cpu - found[-1].models, found[-1].models)]
 
 
 def main() -> None:
@@ -116,7 +76,17 @@ def main() -> None:
         environment.pop("PREFECT_API_URL", None)
         command = [sys.executable, "-u", "-m", "mergegate", "run", str(copy / said.profile.name)]
         for _ in range(1 + said.again):
-            print(table(parts(command, Path(scratch), environment)), end="\n\n")
+            start = Moment("start", 0.0, 0.0, 0.0)
+            found = moments(command, Path(scratch), environment)
+            rows = [moment.row(since) for moment, since in zip(found, [start, *found], strict=False)]
+            total = found[-1]._replace(name="total").row(start)
+            print(
+                "| until the line of | wall | CPU, run | CPU, model process |",
+                "|---|--:|--:|--:|",
+                *rows,
+                total,
+                sep="\n",
+            )
 
 
 if __name__ == "__main__":
