@@ -44,6 +44,7 @@ _NOT_TRIED = {
 _LIMIT_S = 3 * 3600
 
 WORKS = "works"
+EXCLUDED = "works, but another package excludes it"
 BREAKS = "**breaks**"
 NOT_INSTALLED = "cannot be installed"
 NOT_TRIED = "not tried"
@@ -170,15 +171,16 @@ def install_and_test(name: str, requirements: Sequence[str], tests: Sequence[str
         versions = run([python, "-m", "pip", "list", "--format", "freeze", *exclude])[1]
         (ROOT / "newest-constraints.txt").write_text(versions)
         return WORKS, f"{len(moved)} packages moved, listed in newest-constraints.txt"
-    return WORKS, "; ".join([f"with {' '.join(moved)}"] * bool(moved) + unmet)
+    return EXCLUDED if unmet else WORKS, "; ".join([f"with {' '.join(moved)}"] * bool(moved) + unmet)
 
 
 def within_bounds(result: Result, bounds: SpecifierSet) -> Result:
     """Return the result of a single release in view of the bounds in ``pyproject.toml``."""
-    if bounds.contains(result.newest, prereleases=True) or result.outcome == NOT_INSTALLED:
+    if bounds.contains(result.newest, prereleases=True) or result.outcome in (NOT_INSTALLED, EXCLUDED):
         return result
     outcome = BOUND_CAN_GO if result.outcome == WORKS else STILL_EXCLUDED
-    return Result(result.name, result.pinned, result.newest, outcome, f"{bounds}: {result.reason}")
+    reason = f"{bounds}: {result.reason}" if result.reason else str(bounds)
+    return Result(result.name, result.pinned, result.newest, outcome, reason)
 
 
 def table(results: Iterable[Result]) -> str:

@@ -88,6 +88,7 @@ def test_only_a_release_within_the_bounds_fails_the_job(newest: Any) -> None:
     assert judged(">=1", newest.BREAKS) == (newest.BREAKS, 1)
     assert judged("<2", newest.BREAKS) == (newest.STILL_EXCLUDED, 0)
     assert judged("<2", newest.WORKS) == (newest.BOUND_CAN_GO, 0)
+    assert judged("<2", newest.EXCLUDED) == (newest.EXCLUDED, 0)
     assert judged("<2", newest.NOT_INSTALLED) == (newest.NOT_INSTALLED, 2)
 
 
