@@ -53,6 +53,7 @@ def model_in(directory: Path, runs_code: bool = False) -> Model:
     return Model(name="m", digest=str(directory), directory=directory, runs_code=runs_code)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", LOADED_BY_SENTENCE_TRANSFORMERS)
 def test_a_complete_model_is_loaded_without_network(
     kind: str, checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch

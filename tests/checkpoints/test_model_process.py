@@ -329,6 +329,7 @@ def test_waiting_threads_spin_briefly_unless_the_user_overrides_it(
     assert {name: environment[name] for name in names if name in environment} == waiting
 
 
+@pytest.mark.slow
 def test_a_call_uses_the_process_that_was_started_early(new_process: None) -> None:
     start_model_process()
     slot = wait_for_early_process()

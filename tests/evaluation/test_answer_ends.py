@@ -153,6 +153,7 @@ def test_the_journal_gives_back_how_answers_ended(tmp_path: Path) -> None:
     assert first[0].ended == ("length",)
 
 
+@pytest.mark.slow
 def test_a_served_answer_says_how_it_ended(tmp_path: Path) -> None:
     model = model_that_writes(tmp_path / "merge", A, B, DOT)
     for budget, end in ((6, "stop"), (2, "length")):
@@ -329,6 +330,7 @@ def test_a_prompt_is_not_cut_to_make_room_for_a_longer_answer(tmp_path: Path) ->
     assert lengths == {doc: 20 - len(tokenizer(word)["input_ids"]) for doc, word in enumerate(words)}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_answers_are_lengthened_until_they_end_or_the_limit_is_reached(tmp_path: Path) -> None:
     endless = model_that_writes(tmp_path / "endless", A, B, C)

@@ -272,6 +272,7 @@ def test_a_logged_target_is_interpreted_like_lm_eval_or_not_at_all(
     assert (answer and set(answer.right)) == right
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.15, 0.35])
 def test_a_merge_at_its_margin_is_published_within_the_error_rate(noise: float) -> None:
     """Holds for plain probability and accuracy; no guard uses the probability as a control variate for accuracy.

@@ -197,6 +197,7 @@ def test_overlapping_ranges_count_once(known: list[tuple[int, int]], look: int) 
     assert sorted(new) == [at for at in range(look) if at not in there]
 
 
+@pytest.mark.slow
 def test_no_document_is_scored_again_after_any_history(
     tmp_path: Path, model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -271,6 +272,7 @@ def test_an_excerpt_of_scores_that_lack_a_document_is_refused(model: Model, task
         excerpt.work(Path(), lacking, DocumentRange(first=0, last=5))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_parts_of_different_versions_are_not_joined(model: Model, task: EvalTask) -> None:
     _, (parts,) = in_flow(lambda: evaluate_documents(model, task, FIRST_TEN, 20, CPU))

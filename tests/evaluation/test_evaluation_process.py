@@ -177,6 +177,7 @@ def test_a_silent_process_is_stopped_without_a_time_limit(
         score(model, task, 0, 10)
 
 
+@pytest.mark.slow
 def test_a_task_has_no_access_to_secrets_network_or_files(tmp_path: Path, model: Model) -> None:
     require_confinement()
     secret = "hf_planted_where_nobody_may_look"

@@ -164,6 +164,7 @@ def values_in(value: Any, place: tuple[str | int, ...] = ()) -> list[tuple[str |
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["one", "json"])
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)

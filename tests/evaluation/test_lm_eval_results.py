@@ -332,6 +332,7 @@ def originals(written: Path) -> dict[str, TaskResults]:
     return {task: read(written / "one", task) for task in ("both", "endings")}
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_an_altered_results_file_never_changes_scores(
@@ -344,6 +345,7 @@ def test_an_altered_results_file_never_changes_scores(
     check_other_value(mutable, path, json.dumps(replaced(content, place, value)), originals)
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_an_altered_sample_never_changes_scores(

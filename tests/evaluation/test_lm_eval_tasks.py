@@ -162,6 +162,7 @@ def test_mergegate_has_its_own_extras_under_the_names_of_lm_eval() -> None:
         assert project["optional-dependencies"][name] == [f"lm_eval[{name}]"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module",
     [

@@ -67,6 +67,7 @@ def found(repetition: Repetition, clustered_by: str | None = None) -> list[Findi
     return findings
 
 
+@pytest.mark.slow
 def test_distinct_documents_have_no_findings(tmp_path: Path) -> None:
     assert found(repetition(tmp_path, [row(number) for number in range(100)])) == []
 

@@ -59,7 +59,7 @@ def task_on(directory: Path, lines: list[Any], corpus: list[Any] | None = None, 
         ('{"query": "\\ud800", "positives": ["w1"], "negatives": ["w2"]}', "line 2"),
         ({**GOOD, "query": "w" * (17 << 20)}, "line 2: over 16777216 bytes"),
     ],
-    ids=str,
+    ids=lambda value: str(value)[:80],
 )
 def test_a_damaged_line_is_an_error_that_names_the_field(line: Any, message: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput) as raised:

@@ -153,6 +153,7 @@ def test_the_verdict_contains_its_evidence(
     assert TaskScores("", "letters", tuple(parts)).data == guard.data
 
 
+@pytest.mark.slow
 def test_a_new_commit_with_equal_documents_needs_no_new_measurement(hub: CachedHub, task: EvalTask, home: Path) -> None:
     before = pin_data(task)
     hub.fetch(COMMITS[1], right=0)
@@ -185,6 +186,7 @@ def test_local_data_is_not_loaded_a_second_time(tmp_path: Path, home: Path) -> N
     assert pin_data(task).sources == ()
 
 
+@pytest.mark.slow
 def test_a_changed_dataset_is_counted_again(hub: CachedHub, task: EvalTask, home: Path) -> None:
     before = data_revisions(task, CountLimit())
     hub.fetch(COMMITS[1], right=1)

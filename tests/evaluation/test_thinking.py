@@ -194,6 +194,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.VLLM, "__init__", opened)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [80, 40, 12])
 @pytest.mark.parametrize("until", [("\n",), (" ",), ("c", "z")])
 @pytest.mark.usefixtures("fake_vllm")
@@ -221,6 +222,7 @@ def test_every_backend_records_the_same_thoughts_and_answers(tmp_path: Path, unt
             assert row.outcome == (expected[0] == WORDS[row.doc_id]["answer"])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("fake_vllm")
 @pytest.mark.parametrize("backend", ["hf", "vllm", "served"])
 @pytest.mark.parametrize(("max_length", "budget"), [(128, 80), (60, 48), (20, 10), (14, 12)])
@@ -309,6 +311,7 @@ def test_a_journal_restores_thoughts_and_truncated_prompts(tmp_path: Path) -> No
     assert any(row.thinking_tokens == row.answer_tokens == (20,) for row in first)
 
 
+@pytest.mark.slow
 def test_a_summary_names_thoughts_and_those_that_never_end(tmp_path: Path) -> None:
     rows = scored(pinned(written_task(tmp_path / "task", budget=20)), think_end_token="z")
     (ends,) = answer_ends("t", rows).values()
@@ -319,6 +322,7 @@ def test_a_summary_names_thoughts_and_those_that_never_end(tmp_path: Path) -> No
     assert 0 < unfinished < DOCUMENTS
 
 
+@pytest.mark.slow
 def test_the_end_of_a_thought_may_be_a_token_id(tmp_path: Path) -> None:
     task = pinned(written_task(tmp_path / "task"))
     token = AutoTokenizer.from_pretrained(THINKER).convert_tokens_to_ids("z")

@@ -317,6 +317,7 @@ def test_the_first_release_is_not_held_against_a_champion(judged: Callable[..., 
     assert result.verdict.value.notes == ("reverse: no release to compare with yet",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rule", ["each", "suite"])
 @pytest.mark.parametrize("lost", [(), ("reverse",), ("copy", "sort")], ids=["none", "one", "two"])
 def test_side_by_side_nothing_else_is_asked_and_nothing_else_comes_out(
@@ -415,6 +416,7 @@ def cut_benches(monkeypatch: pytest.MonkeyPatch, needed: int) -> list[CutBench]:
     return benches
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("needed", [1, 3])
 def test_cut_off_answers_are_lengthened_at_the_same_look_for_all_models(
     judged: Callable[..., tuple[Assessment, Bench]], monkeypatch: pytest.MonkeyPatch, needed: int

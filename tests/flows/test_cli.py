@@ -30,6 +30,7 @@ def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedP
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "environment", "code", "words"),
     [

@@ -206,6 +206,7 @@ def test_a_run_without_work_needs_no_prefect_and_is_archived(own: Project, monke
     assert {"merge", "gate", "publish"} <= {one["stage"] for one in lines[:-1]}
 
 
+@pytest.mark.slow
 def test_a_run_that_was_not_published_has_something_to_do_when_it_may(own: Project) -> None:
     own.mergegate("run", PROFILE, "--no-publish")
     said = looked(own, publish=False)

@@ -48,6 +48,7 @@ def gate(project: Project, *results: str, profile: str = "profiles/reverser.yaml
     return done.exit_code, json.loads(done.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("merge", "code"), [pytest.param("merged", 0, marks=pytest.mark.slow), ("base", 3)])
 def test_the_verdict_is_that_of_the_stages(judged: tuple[Project, Path], merge: str, code: int) -> None:
     project, out = judged

@@ -29,6 +29,7 @@ def with_a_token_of_its_own(model: Path) -> None:
     tokenizer.save_pretrained(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("differs", [False, True], ids=["one tokenizer", "two tokenizers"])
 def test_a_pair_made_by_transformers_passes_the_check_unedited(project: Project, family: str, differs: bool) -> None:

@@ -51,6 +51,7 @@ def signed(released: tuple[Project, Printed]) -> Iterator[tuple[Project, str, st
         yield project, instance.issuer, token
 
 
+@pytest.mark.slow
 def test_the_release_verifies_for_its_signer_only(signed: tuple[Project, str, str]) -> None:
     project, issuer, _ = signed
     release = "releases/edited-signed/latest"

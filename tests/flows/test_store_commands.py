@@ -195,6 +195,7 @@ def told(project: Project, *arguments: str) -> dict[str, object]:
     return answer
 
 
+@pytest.mark.slow
 def test_the_store_of_a_release_is_listed_measured_verified_and_kept(released: tuple[Project, Printed]) -> None:
     project, _ = released
     listed = project.mergegate("store", "ls")

@@ -72,6 +72,7 @@ def test_a_closed_stream_does_not_give_its_number_to_another_file(tmp_path: Path
     assert [file.read_bytes() for file in files] == [(tmp_path / "other" / file.name).read_bytes() for file in files]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "environment", sampled([ASCII, {"LC_ALL": "C"}, ASCII | {"PYTHONIOENCODING": "ascii"}], [ASCII])
 )

@@ -5,16 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from samples import sampled
 from served_site import free_port
 from walkthrough import PROJECT, blocks_of, reader
 
 TUTORIALS = {page.stem: page for page in sorted((PROJECT / "docs" / "tutorials").glob("*.md"))}
 ELSEWHERE = ("release-quantized-variants",)  # tests/variants/test_tutorial.py follows it in other environments
+SHORT = ("first-release",)  # the slow suite follows this one, and the long suite all
 MAX_WORDS = 1200
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in TUTORIALS if name not in ELSEWHERE])
+@pytest.mark.parametrize(
+    "name", sampled([name for name in TUTORIALS if name not in ELSEWHERE], SHORT, pytest.mark.long)
+)
 def test_a_tutorial_works_as_written(name: str, tmp_path: Path) -> None:
     port = str(free_port())  # of the page that starts a server
     user = reader(tmp_path, {"mergegate server": f"mergegate server --port {port}"})

@@ -110,6 +110,7 @@ def edited(content: bytes, change: Callable[[dict[str, list[Any]]], object]) -> 
     return bytes(sink.getvalue())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_record_leads_to_exactly_the_same_verdict(tmp_path: Path, seed: int) -> None:
     inputs = random_inputs(tmp_path, seed)
@@ -118,6 +119,7 @@ def test_the_record_leads_to_exactly_the_same_verdict(tmp_path: Path, seed: int)
     assert compare_verdicts(stored.verdict, plain_verdict(decide_again(stored, tables_in(tmp_path / "out")))) == ()
 
 
+@pytest.mark.slow
 def test_words_of_another_version_make_no_difference(tmp_path: Path) -> None:
     records = {}
     for seed in SEEDS[:4]:
@@ -129,6 +131,7 @@ def test_words_of_another_version_make_no_difference(tmp_path: Path) -> None:
     assert {stored.verdict["outcome"] for stored in records.values()} >= {"fail", "inconclusive"}
 
 
+@pytest.mark.slow
 def test_a_changed_number_in_a_sentence_is_a_difference(tmp_path: Path) -> None:
     verdict = record(random_inputs(tmp_path, 1), tmp_path / "out")[0].verdict
     guard = verdict["guards"][0]
@@ -143,6 +146,7 @@ def test_a_changed_number_in_a_sentence_is_a_difference(tmp_path: Path) -> None:
         assert difference.stored == change
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS[:3])
 def test_the_same_inputs_give_the_same_bytes_in_any_directory(tmp_path: Path, seed: int) -> None:
     files = []
@@ -153,6 +157,7 @@ def test_the_same_inputs_give_the_same_bytes_in_any_directory(tmp_path: Path, se
     assert sorted(files[0]) == ["gate.json", "likelihoods.parquet", "outcomes.parquet"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", SEEDS[:4])
 def test_a_changed_outcome_of_a_compared_model_changes_the_verdict(tmp_path: Path, seed: int) -> None:
     inputs = random_inputs(tmp_path, seed)

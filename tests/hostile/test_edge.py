@@ -100,6 +100,7 @@ def test_an_alias_is_good_for_a_few_values_and_not_for_a_million() -> None:
         parse_yaml("a: &a " + "x" * 50_000 + "\nb: [" + "*a, " * 1000 + "]", "x")
 
 
+@pytest.mark.slow
 def test_many_plain_values_are_read_and_a_text_over_the_limit_is_refused_by_its_size() -> None:
     values = "a: &a [" + "1," * 200_000 + "1]"
     assert len(parse_yaml(values, "x")[0]["a"]) == 200_001

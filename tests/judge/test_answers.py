@@ -59,6 +59,7 @@ def greedy(model: Model, text: str, most: int, special: bool = True) -> tuple[st
     return str(tokenizer.decode(ids[len(start) :], skip_special_tokens=True)).strip(), True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_answers_are_the_greedy_ones_in_any_batch(tmp_path: Path, model: Model, batch_size: int) -> None:
     asked = words(12, seed=1)

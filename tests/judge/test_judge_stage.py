@@ -106,6 +106,7 @@ def test_the_counts_of_a_consistent_judge_are_exact(tmp_path: Path, models: tupl
     assert len(asked.bodies) == 2 * (PROMPTS - verdict.identical + verdict.controls.pairs)
 
 
+@pytest.mark.slow
 def test_every_answer_and_judgment_is_kept(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(alphabetical) as asked:
         judged = run(tmp_path, models, asked.url)
@@ -128,6 +129,7 @@ def test_every_answer_and_judgment_is_kept(tmp_path: Path, models: tuple[Model, 
     assert any("reference answer" in body["messages"][1]["content"] for body in asked.bodies)
 
 
+@pytest.mark.slow
 def test_a_judge_with_a_position_bias_decides_nothing(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(prefers(lambda a, b: True)) as asked:
         verdict = run(tmp_path, models, asked.url).verdict
@@ -161,6 +163,7 @@ def test_nothing_is_judged_twice_and_a_threshold_needs_no_requests(tmp_path: Pat
     assert moved.bodies == []
 
 
+@pytest.mark.slow
 def test_a_parent_answers_once(tmp_path: Path, models: tuple[Model, Model], tmp_path_factory: Any) -> None:
     ended: list[tuple[str, str, StageStatus]] = []
 
@@ -176,6 +179,7 @@ def test_a_parent_answers_once(tmp_path: Path, models: tuple[Model, Model], tmp_
     assert ended == [("answer", "base", "cached"), ("answer", "merge", "made"), ("judge", "", "made")]
 
 
+@pytest.mark.slow
 def test_judging_resumes_after_the_server_was_unreachable(tmp_path: Path, models: tuple[Model, Model]) -> None:
     left = 10
 

@@ -248,6 +248,7 @@ def test_a_picture_task_needs_a_backend_that_reads_pictures_and_a_chat_template(
         require_effect(path.name, own, tmp_path, Scoring(**settings))
 
 
+@pytest.mark.slow
 def test_the_form_of_a_task_follows_its_documents(tmp_path: Path) -> None:
     assert pinned(write_task(tmp_path)).form == "pictures"
     assert task_form("mmmu_val", None) == task_form("chartqa", None) == "pictures"

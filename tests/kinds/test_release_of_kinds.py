@@ -139,11 +139,13 @@ def require_a_changed_byte_to_be_found(project: Project, release: Path) -> None:
     assert weights.relative_to(release).as_posix() in damaged.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(REFUSED, ["clip"]))
 def test_a_kind_that_no_task_can_judge_is_refused_before_the_merge(begin: Callable[..., Project], name: str) -> None:
     require_refusal(begin(name), "mergegate cannot evaluate", "mergegate merge")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "form"), sampled_rows(UNSUITABLE, UNSUITABLE[:1]))
 def test_a_task_of_a_form_that_does_not_suit_the_kind_is_refused(
     begin: Callable[..., Project], name: str, form: TaskForm

@@ -91,6 +91,7 @@ def test_importance_is_the_mean_square_of_the_gradient_of_each_document(
     assert set(load_stored_importance(tmp_path / "out")) <= set(open_checkpoint(REVERSER).tensors)
 
 
+@pytest.mark.slow
 def test_the_mean_importance_is_the_fisher_information(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     """For one context, many draws approach the exact expectation over all tokens that the model could generate."""
     network, tokenizer = loaded

@@ -51,6 +51,7 @@ def test_sampled_families_are_stacked_exactly_or_refused(name: str, tmp_path: Pa
     assert list(cells(tried(BY_NAME[name], models, tmp_path))) == rows()[name][:2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(PARTS_SAMPLE, PARTS_SAMPLE[:2]))
 def test_sampled_families_handle_vocabularies_adapters_and_experts_exactly_or_refuse(name: str, tmp_path: Path) -> None:
     assert list(parts(BY_NAME[name], parents_of(BY_NAME[name], tmp_path), tmp_path)) == rows()[name][2:]

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from family import MERGE_FUSED, recipe_of
 
 INSPECT = (
@@ -38,6 +39,7 @@ def test_kernels_work_without_a_writable_cache() -> None:
     run(XDG_CACHE_HOME="/dev/null/nowhere")
 
 
+@pytest.mark.slow
 def test_rules_that_keep_everything_compile_no_code_for_masks(wide: Path) -> None:
     """Compiling the unneeded drop rules would take most of the seconds before a first merge."""
     (wide / "recipe.yaml").write_text(recipe_of("task_arithmetic"))

@@ -81,6 +81,7 @@ def parents(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [15, pytest.param(100, marks=pytest.mark.long)])
 def test_a_merge_killed_anywhere_is_resumed_to_the_same_bytes(parents: Path, kills: int) -> None:
     for number, name in enumerate(("base", "a", "b")):

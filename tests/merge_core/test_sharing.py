@@ -111,6 +111,7 @@ def together(root: Path, count: int, kills: int, seed: int = 0) -> tuple[list[in
     return codes, [json.loads(path.read_text()) for path in sorted(root.glob("report*.json"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", sampled([2, 3], [2]))
 def test_processes_divide_a_merge_and_all_return_the_same_result(parents: Path, count: int) -> None:
     alone = merge_text(STEPS, parents, "alone", kernels="torch")

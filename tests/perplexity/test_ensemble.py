@@ -50,6 +50,7 @@ def probabilities(model: Model, plain: list[int], length: int) -> np.ndarray:
     return np.array(found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [7, 64])
 def test_the_ensemble_is_the_mean_of_plain_transformers_probabilities(
     tmp_path: Path, documents: HeldOutText, length: int

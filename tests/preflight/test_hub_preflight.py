@@ -42,6 +42,7 @@ def test_a_forbidden_license_on_the_hub_blocks_the_check(online: LookAlike, mode
     assert any("cc-by-nd-4.0" in remark["found"] for remark in remarks)
 
 
+@pytest.mark.slow
 def test_a_forbidden_license_ends_the_run_before_even_a_header_is_asked_for(
     online: LookAlike, models: Path, tmp_path: Path, prefect_api: None
 ) -> None:

@@ -79,6 +79,7 @@ def download(url: str, cache: Path, token: str, *arguments: str, xet: bool) -> d
     return {name: bytes.fromhex(data) for name, data in json.loads(done.stdout.splitlines()[0]).items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "by",
     ["lfs", pytest.param("xet", marks=pytest.mark.slow), pytest.param("lfs in parts", marks=pytest.mark.long)],
@@ -106,6 +107,7 @@ def test_a_published_release_downloads_byte_for_byte_and_loads(
     assert not any(entry.authorised for entry in stored), "the token goes to the Hub, never to storage"
 
 
+@pytest.mark.slow
 def test_the_current_release_is_main_and_its_commit(
     tmp_path: Path, lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
 ) -> None:
@@ -210,6 +212,7 @@ def test_a_hub_that_stores_other_bytes_is_detected(
     assert sum("/commit/" in entry.path for entry in stand_in.log) < 20
 
 
+@pytest.mark.slow
 def test_a_writer_that_undoes_every_step_ends_the_publication(
     lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
 ) -> None:

@@ -106,6 +106,7 @@ def signature_of(target: PublishTarget, root: Path, version: str) -> bytes:
     return content
 
 
+@pytest.mark.slow
 def test_a_release_is_signed_once_however_often_and_wherever_it_is_published(
     target: PublishTarget, tmp_path: Path, home: Path, instance: SigstoreInstance
 ) -> None:

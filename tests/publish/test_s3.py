@@ -297,6 +297,7 @@ def test_an_invalid_setting_is_reported_with_its_field(settings: dict[str, Any],
         target(**settings)
 
 
+@pytest.mark.slow
 def test_a_release_flows_through_it(bucket: S3OnLoopback, home: Path, tmp_path: Path, prefect_api: None) -> None:
     one, two = publishable(tmp_path / "one"), publishable(tmp_path / "two", weights=b"others")
     place, hashes = target(), HashMemo(tmp_path / "hashes.sqlite")

@@ -93,6 +93,7 @@ def alive(pid: int) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("children", "home")
 def test_every_slot_keeps_its_own_process_and_share() -> None:
     slots = slots_for(2, 8, ("0", "1"))

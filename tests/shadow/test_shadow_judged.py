@@ -50,6 +50,7 @@ def test_a_win_survives_the_swap_and_equal_answers_need_no_judge(tmp_path: Path)
     assert found == {f"request-{n}": one for n, one in enumerate(wanted)}
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @for_all(deaths=st.lists(st.integers(1, 9), max_size=4))
 def test_an_unreliable_judge_gets_each_prompt_once(tmp_path_factory: pytest.TempPathFactory, deaths: list[int]) -> None:

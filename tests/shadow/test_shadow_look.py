@@ -76,6 +76,7 @@ def told(result: Any) -> dict[str, Any]:
     return answer
 
 
+@pytest.mark.slow
 def test_a_better_candidate_is_promoted_once(tmp_path: Path, prefect_api: None, judge: Asked, aliases: None) -> None:
     watch = watched(tmp_path, judge.url, rule=RULE, alias="production")
     watch.record(traffic(watch, 100, better=5), rows(watch.began, 100))
@@ -108,6 +109,7 @@ def test_a_better_candidate_is_promoted_once(tmp_path: Path, prefect_api: None, 
     assert alias_of(watch) == "before"
 
 
+@pytest.mark.slow
 def test_a_worse_candidate_is_rolled_back_with_its_losses_only_on_the_page(
     tmp_path: Path, prefect_api: None, judge: Asked
 ) -> None:
@@ -141,6 +143,7 @@ def test_equal_answers_wait_for_both_minima_and_a_look_is_bounded(
     assert judge.bodies == []
 
 
+@pytest.mark.slow
 def test_a_position_biased_judge_promotes_no_candidate(tmp_path: Path, prefect_api: None) -> None:
     with serving(lambda body: completion({"reasoning": "it is first", "verdict": "A"})) as first:
         watch = watched(tmp_path, first.url, rule={**RULE, "margin": 20.0})

@@ -277,6 +277,7 @@ def test_one_of_many_concurrent_workers_acquires_the_lease(tmp_path: Path) -> No
             lease.release()
 
 
+@pytest.mark.slow
 def test_three_concurrent_workers_build_each_artifact_once(tmp_path: Path, address: str) -> None:
     count = tmp_path / "count"
     workers = [worker(tmp_path / str(number), address, count) for number in range(3)]

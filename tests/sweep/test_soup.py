@@ -336,6 +336,7 @@ def test_false_inclusions_are_as_rare_as_stated(simulation: ModuleType, soups: i
     assert sum(one.is_wrong for one in found) <= binom.ppf(0.999, soups, 0.1)
 
 
+@pytest.mark.slow
 def test_useful_models_are_kept(simulation: ModuleType) -> None:
     found = simulation.run(simulation.SCENARIOS["mixed, log-likelihood"], 8)
     assert sum(one.is_confirmed for one in found) >= 5

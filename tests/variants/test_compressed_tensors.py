@@ -416,6 +416,7 @@ NO_KERNEL = "ValueError: Failed to find a kernel that can implement the WNA16 li
 WRONG_SIZE = "ValueError: Weight output_partition_size = 64 is not divisible by weight quantization block_n = 128."
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("home", "prefect_api")
 @pytest.mark.parametrize(("cause", "outcome"), [(NO_KERNEL, "not offered"), (WRONG_SIZE, "fail")])
 def test_a_scheme_that_this_build_of_the_server_lacks_is_not_offered(

@@ -22,9 +22,14 @@ REAL_MOMENTS = (
 )
 
 
+@pytest.mark.parametrize(
+    "moments", [("stage:variant", "publish:tiny"), pytest.param(ROUNDED_MOMENTS, marks=pytest.mark.long)]
+)
 @pytest.mark.usefixtures("rounded_variants")
-def test_killed_at_one_moment_after_the_other_the_published_variants_are_byte_identical(tmp_path: Path) -> None:
-    require_same_bytes(tmp_path, ROUNDED, ROUNDED_MOMENTS)
+def test_killed_at_one_moment_after_the_other_the_published_variants_are_byte_identical(
+    tmp_path: Path, moments: Sequence[str]
+) -> None:
+    require_same_bytes(tmp_path, ROUNDED, moments)
 
 
 @pytest.mark.long

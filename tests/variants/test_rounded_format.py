@@ -42,6 +42,7 @@ def test_without_the_fixture_the_format_is_unknown() -> None:
         rounded()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("rounded_variants")
 def test_a_child_process_accepts_the_format_too() -> None:
     script = "from mergegate.flows.profile import parse_profile; "

@@ -85,6 +85,7 @@ def own(released: tuple[str, Path, dict[str, Any]], tmp_path: Path) -> tuple[str
     return kind, Project(tmp_path / "project")
 
 
+@pytest.mark.slow
 def test_good_variants_are_published_with_their_verdicts(released: tuple[str, Path, dict[str, Any]]) -> None:
     kind, root, outcome = released
     verdicts = verdicts_of(outcome)
@@ -110,6 +111,7 @@ def test_a_bad_optional_variant_is_named_with_its_reason_and_not_published(
     assert "R7" not in page  # the release of the merge does not mention its variants
 
 
+@pytest.mark.slow
 def test_a_second_run_says_nothing_new_and_starts_no_process(own: tuple[str, Project]) -> None:
     _, project = own
     before = files_of(project.root / "releases")
