@@ -29,16 +29,16 @@ REQUIRED_BY_SLOW = MERGEGATE_REQUIRE_TOKENIZERS=1 $(if $(wildcard .registry/read
 # Exclude tests that need another machine, another environment, or hours.
 ELSEWHERE := not long and not night and not gpu and not peer and not fusionbench and not serve and not ray and not variants
 
-test: $(VENV)/ready .venv-validators/ready ## run the test suite
+test: $(VENV)/ready .venv-validators/ready ## run the fast tests
 	MERGEGATE_REQUIRE_VALIDATORS=1 $(BIN)/pytest $(PARALLEL) -m "not slow and $(ELSEWHERE)"
 
-test-slow: $(VENV)/ready .tokenizers/ready ## run the slow tests: servers, schedules, kills (with a real registry after make .registry/ready)
+test-slow: $(VENV)/ready .tokenizers/ready ## run the slow tests: whole releases, servers, schedules, kills (with a real registry after make .registry/ready)
 	$(REQUIRED_BY_SLOW) $(BIN)/pytest $(PARALLEL) --ignore tests/publish/test_mlflow.py -m "slow and $(ELSEWHERE)"
 
 test-both: $(VENV)/ready .venv-validators/ready .tokenizers/ready ## run test and test-slow together, with shared fixtures
 	MERGEGATE_REQUIRE_VALIDATORS=1 $(REQUIRED_BY_SLOW) $(BIN)/pytest $(PARALLEL) --durations 40 --durations-min 1 --ignore tests/publish/test_mlflow.py -m "$(ELSEWHERE)"
 
-test-long: $(VENV)/ready .tokenizers/ready ## run the longest tests: a fault at every request, a kill at every stage, every family (about an hour)
+test-long: $(VENV)/ready .tokenizers/ready ## run the longest tests: a fault at every request, a kill at every stage, every family and tutorial (over an hour)
 	MERGEGATE_REQUIRE_TOKENIZERS=1 $(BIN)/pytest $(PARALLEL) -m "long and not gpu and not peer and not fusionbench and not serve and not ray and not variants"
 
 test-nights: $(VENV)/ready ## kill scheduled runs on a server at every step (15 minutes)

@@ -22,6 +22,8 @@ import mergegate
 from mergegate.api import _override_texts
 from mergegate.flows.outcome import RunOutcome
 
+pytestmark = pytest.mark.slow
+
 PROJECT = PROFILES.parent
 NOTEBOOK = PROJECT / "docs" / "tutorials" / "python-api.ipynb"
 MODELS = PROFILES / "demo" / "models"
@@ -67,10 +69,7 @@ def test_every_function_has_an_example() -> None:
     assert functions - set(EXAMPLES) == set()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name == "sweep")) for name in EXAMPLES]
-)
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_the_example_works(name: str, demo: Path, lm_eval_results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each example runs on the demo project, inside an event loop, as in a notebook."""
     if not (demo / "lm-eval").exists():
@@ -119,7 +118,6 @@ def test_every_public_name_exists_and_any_other_raises_an_attribute_error() -> N
         _ = mergegate.no_such_name
 
 
-@pytest.mark.slow
 def test_a_plain_script_in_another_directory_runs_the_flow_without_a_main_guard(
     demo: Path, tmp_path: Path, begin_records: Callable[[Path], None]
 ) -> None:
@@ -141,7 +139,6 @@ def test_a_plain_script_in_another_directory_runs_the_flow_without_a_main_guard(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["script.py"]  # all state is in the project
 
 
-@pytest.mark.slow
 def test_the_text_of_a_result_is_the_summary_of_the_command(demo: Path) -> None:
     result = mergegate.run("profiles/demo.yaml", progress=False)
     printed = Project(demo).mergegate("run", "profiles/demo.yaml")
@@ -152,7 +149,6 @@ def test_the_text_of_a_result_is_the_summary_of_the_command(demo: Path) -> None:
     assert result.to_dict()["message"] == result.message
 
 
-@pytest.mark.slow
 def test_progress_is_plain_lines_in_a_log(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mergegate.run("profiles/demo.yaml")
     output = capsys.readouterr().out
@@ -222,7 +218,6 @@ def test_an_error_of_the_disk_is_converted(demo: Path, monkeypatch: pytest.Monke
         mergegate.run("profiles/demo.yaml")
 
 
-@pytest.mark.slow
 def test_a_project_argument_selects_the_state_for_one_call(tmp_path: Path, demo: Path) -> None:
     project = make_project(tmp_path / "second")
     assert mergegate.run(demo / "profiles/demo.yaml", progress=False).status == "nothing new"
@@ -233,7 +228,6 @@ def test_a_project_argument_selects_the_state_for_one_call(tmp_path: Path, demo:
     assert mergegate.run(demo / "profiles/demo.yaml", progress=False).status == "nothing new"
 
 
-@pytest.mark.slow
 def test_a_profile_can_be_constructed_in_python(demo: Path) -> None:
     loaded = mergegate.load_profile("profiles/demo.yaml")
     profile = mergegate.Profile(

@@ -26,6 +26,8 @@ from mergegate.tasks.publish.content import PROVENANCE
 from mergegate.tasks.publish.releases.verify import check_release
 from mergegate.tasks.publish.targets.directory import DirectoryRelease
 
+pytestmark = pytest.mark.slow
+
 Released = tuple[Project, Printed]
 
 

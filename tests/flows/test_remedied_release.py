@@ -18,6 +18,8 @@ from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.pin import pin_checkpoints, resolve_parents
 from mergegate.tasks.merge import MERGED
 
+pytestmark = pytest.mark.slow
+
 Released = tuple[Project, Printed]
 
 
@@ -71,7 +73,6 @@ def test_parents_are_not_evaluated_again_for_a_remedy(remedied: Released) -> Non
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_when_every_remedy_is_refused_nothing_is_released(released: Released) -> None:
     project, _ = released
     profile = project.edit("demo-remedied.yaml", "{merge_method: ties, base_model: ../models/base, ", "{")
@@ -92,7 +93,6 @@ def test_a_misspelt_remedy_is_found_before_anything_is_merged(project: Project) 
     assert project.artifacts("merge") == set()
 
 
-@pytest.mark.slow
 def test_a_merge_is_compared_with_the_current_release(released: Released) -> None:
     project, _ = released
     profile = project.edit("demo.yaml", "guarded_by: reverser", "guarded_by: champion")
@@ -113,7 +113,6 @@ def test_a_merge_is_compared_with_the_current_release(released: Released) -> Non
     assert (project.root / "releases" / "edited-demo" / "latest").readlink() == champion
 
 
-@pytest.mark.slow
 def test_noise_in_the_weights_is_refused_and_the_same_merge_without_it_passes(released: Released) -> None:
     import torch
     from safetensors.torch import load_file, save_file
@@ -151,7 +150,6 @@ def test_noise_in_the_weights_is_refused_and_the_same_merge_without_it_passes(re
 
 
 @pytest.mark.long
-@pytest.mark.slow
 def test_what_a_refusal_proposes_is_new_and_is_tried_when_asked_for(released: Released) -> None:
     """The proposal is a merge over the base, not the plain average, which another profile has already seen refused."""
     project, _ = released

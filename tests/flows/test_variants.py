@@ -22,6 +22,8 @@ from mergegate.flows import release
 sys.path.append(str(Path(__file__).resolve().parents[1] / "variants"))
 from rounded_format import rounded_registered
 
+pytestmark = pytest.mark.slow
+
 GOOD, BAD = "{format: rounded, bits: [8, 6]}", "{format: rounded, bits: 7, suffix: Bad, fault: scales}"
 # Stages that a variant needs.
 STAGES = ("agreement", "variant", "perplexity", "evaluate")
@@ -208,7 +210,6 @@ def test_a_dry_run_lists_the_stages_of_each_variant(gained: Gained) -> None:
     with_variants(project, GOOD, BAD)
 
 
-@pytest.mark.slow
 def test_a_champion_that_gains_a_variant_publishes_only_that(demo_release: Path, tmp_path: Path) -> None:
     shutil.copytree(demo_release, tmp_path / "project", symlinks=True)
     project = Project(tmp_path / "project")
@@ -228,7 +229,6 @@ def test_a_champion_that_gains_a_variant_publishes_only_that(demo_release: Path,
     assert "variant R7: perplexity" in refused["message"]
 
 
-@pytest.mark.slow
 @pytest.mark.long
 def test_a_run_that_was_killed_while_it_built_variants_resumes(gained: Gained, tmp_path: Path) -> None:
     undisturbed, outcome, _ = gained

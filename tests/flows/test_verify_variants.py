@@ -35,6 +35,8 @@ from mergegate.tasks.variants.gguf import GgufFormat
 sys.path.append(str(Path(__file__).resolve().parents[1] / "variants"))
 from rounded_format import rounded_registered
 
+pytestmark = pytest.mark.slow
+
 
 @dataclass(frozen=True)
 class Places:
