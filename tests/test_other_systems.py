@@ -98,6 +98,7 @@ def found() -> dict[str, set[tuple[str, str]]]:
     return every
 
 
+@pytest.mark.slow
 def test_what_only_linux_has_is_asked_for_in_few_files() -> None:
     stray = {
         file: names

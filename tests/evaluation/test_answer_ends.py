@@ -124,6 +124,7 @@ def test_choices_have_no_end(tmp_path: Path) -> None:
     assert answer_ends("letters", scored) == {}
 
 
+@pytest.mark.slow
 def test_mixed_answers_are_each_given_their_own_end(tmp_path: Path) -> None:
     """The reference runs plain transformers on one prompt at a time, so batching, order and padding must not matter."""
     model, task = make_model(tmp_path / "m", seed=3), generation_task(tmp_path / "t", "{until: [a], max_gen_toks: 9}")
@@ -317,6 +318,7 @@ def test_a_longer_budget_replaces_that_of_the_task_for_selected_documents(tmp_pa
     assert all(row.prompt_hash == prompts[row.doc_id] for row in rows)
 
 
+@pytest.mark.slow
 def test_a_prompt_is_not_cut_to_make_room_for_a_longer_answer(tmp_path: Path) -> None:
     model = model_that_writes(tmp_path / "model", A, B, C)
     task = generation_task(tmp_path / "tasks", '{until: ["."], max_gen_toks: 4}')

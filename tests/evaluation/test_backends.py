@@ -82,6 +82,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[float, bool]]]:
     return runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["bos added by the tokenizer", "eos only"])
 def test_a_served_model_scores_as_it_does_here(
     tmp_path: Path, task: EvalTask, monkeypatch: pytest.MonkeyPatch, prefix: Prefix
@@ -96,6 +97,7 @@ def test_a_served_model_scores_as_it_does_here(
     assert [greedy for _, greedy in runs[1]] == [greedy for _, greedy in runs[0]]
 
 
+@pytest.mark.slow
 def test_a_served_model_generates_as_it_does_here(tmp_path: Path, model: Model) -> None:
     write_choices(tmp_path / "tasks")
     path = tmp_path / "tasks" / "free.yaml"
@@ -117,6 +119,7 @@ def test_a_served_model_generates_as_it_does_here(tmp_path: Path, model: Model) 
     assert 0 < sum(o.outcome for o in here) < 40
 
 
+@pytest.mark.slow
 def test_a_server_receives_its_own_model_name_and_tokens(model: Model, task: EvalTask) -> None:
     with serving({"acme/merge-7": model}) as server:
         told: list[tuple[int, int]] = []

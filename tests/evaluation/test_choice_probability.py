@@ -200,6 +200,7 @@ def test_a_guard_judges_probabilities_as_graded_scores(outcomes: dict[str, tuple
     assert verdict.metric == "prob,none"
 
 
+@pytest.mark.slow
 def test_the_gate_judges_lm_eval_files_by_probability(tmp_path: Path, model: Model, tasks: dict[str, Path]) -> None:
     other = make_model(tmp_path / "other", seed=4)
     for name, one in (("reference", model), ("merge", other)):

@@ -110,6 +110,7 @@ def test_pass_at_k_is_the_share_of_draws_that_have_a_right_answer(drawn: tuple[i
     assert pass_at(k, n, passed) == pytest.approx(float(Fraction(sum(map(any, draws)), len(draws))), abs=1e-12)
 
 
+@pytest.mark.slow
 def test_the_replacement_scores_like_code_eval() -> None:
     require_confinement()
     right, wrong = "def add(a, b): return a + b", "def add(a, b): return a * b"

@@ -235,6 +235,7 @@ def test_no_document_is_scored_again_after_any_history(
     assert all(one == verdicts[0] for one in verdicts)  # the gate sees the same after every history
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_fewer_documents_cost_nothing_and_score_as_they_did(model: Model, task: EvalTask) -> None:
     watching, (more, fewer, again, back) = in_flow(
@@ -252,6 +253,7 @@ def test_fewer_documents_cost_nothing_and_score_as_they_did(model: Model, task: 
     assert len(scores_of(back)) == 40
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_damaged_scores_are_evaluated_again(model: Model, task: EvalTask) -> None:
     _, (parts,) = in_flow(lambda: evaluate_documents(model, task, Scoring(documents=30), 30, CPU))
@@ -291,6 +293,7 @@ def test_progress_runs_once_over_all_parts(model: Model, task: EvalTask) -> None
     assert {total for _, total in watching.how_far} == {80}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_each_model_and_task_is_evaluated_once_whatever_is_added_or_renamed(
     tmp_path: Path, model: Model, task: EvalTask

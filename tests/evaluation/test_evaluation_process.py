@@ -118,6 +118,7 @@ def test_a_dead_process_is_explained_and_the_next_part_is_scored(
     assert len(documents_of(score(model, task, 10, 20))) == 10
 
 
+@pytest.mark.slow
 def test_an_error_of_the_harness_reaches_the_caller_and_keeps_the_process(tmp_path: Path, model: Model) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
     with pytest.raises(InvalidInput, match="has no chat template"):
@@ -350,6 +351,7 @@ note("watched")
     assert not [path for place in (home, tmp_path / "scratch") for path in place.rglob("*") if path.is_file()]
 
 
+@pytest.mark.slow
 def test_the_scoring_process_imports_only_what_it_needs() -> None:
     """Prefect alone takes as long to import as everything else together."""
     script = (

@@ -83,6 +83,7 @@ def results_of(written: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.slow
 def test_every_document_is_scored_as_by_lm_eval_itself(scored: tuple[DocumentScore, ...], written: Path) -> None:
     theirs = read_task(find_results(written), "board").outcomes
     plain: dict[str, Any] = {"answer": "", "prompt_cut": None} | dict.fromkeys(
@@ -142,6 +143,7 @@ def test_lower_is_better_is_reversed_in_a_mixed_group(tasks: Path, written: Path
     assert (only.score, only.higher_is_better) == (pytest.approx(rate), False)
 
 
+@pytest.mark.slow
 def test_inline_tasks_and_overrides_match_lm_eval(tasks: Path, tmp_path: Path) -> None:
     """The reference is lm-eval itself, which reads the group's file with absolute paths."""
     from lm_eval.tasks import TaskManager

@@ -109,6 +109,7 @@ def copied(tmp_path: Path, logs: dict[str, dict[str, Any]]) -> Callable[[str], P
     return lambda name: Path(shutil.copy(logs[name]["path"], tmp_path))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "task"), [("one", "letters"), ("json", "letters"), ("graded", "grades")])
 def test_logs_give_the_scores_of_inspect_ai(logs: dict[str, dict[str, Any]], name: str, task: str) -> None:
     results = read(logs[name]["path"], task)

@@ -48,6 +48,7 @@ def groups(draw: st.DrawFn) -> tuple[list[DocumentScore], list[DocumentScore]]:
     return sides
 
 
+@pytest.mark.slow
 @given(groups())
 def test_every_document_counts_once_under_the_metric_of_its_leaf(
     sides: tuple[list[DocumentScore], list[DocumentScore]],

@@ -72,6 +72,7 @@ def test_distinct_documents_have_no_findings(tmp_path: Path) -> None:
     assert found(repetition(tmp_path, [row(number) for number in range(100)])) == []
 
 
+@pytest.mark.slow
 def test_repeated_prompts_are_reported_above_1_percent(tmp_path: Path) -> None:
     """The documents differ in their numbers, but not in what the model reads."""
     measured = repetition(tmp_path, [row(number, number % 90) for number in range(100)])

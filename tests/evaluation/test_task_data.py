@@ -162,6 +162,7 @@ def test_a_new_commit_with_equal_documents_needs_no_new_measurement(hub: CachedH
     assert [source.revision for source in (*before.sources, *after.sources)] == list(COMMITS)
 
 
+@pytest.mark.slow
 def test_unchanged_data_is_not_loaded_again(
     hub: CachedHub, task: EvalTask, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +172,7 @@ def test_unchanged_data_is_not_loaded_again(
     assert pin_data(task) == first
 
 
+@pytest.mark.slow
 def test_data_replaced_during_a_run_is_refused(hub: CachedHub, task: EvalTask, model: Model, home: Path) -> None:
     pinned = pin_data(task)
     hub.fetch(COMMITS[1], right=1)
@@ -180,6 +182,7 @@ def test_data_replaced_during_a_run_is_refused(hub: CachedHub, task: EvalTask, m
         )
 
 
+@pytest.mark.slow
 def test_local_data_is_not_loaded_a_second_time(tmp_path: Path, home: Path) -> None:
     task = pin_task(write_choices(tmp_path).name, tmp_path, HashMemo(tmp_path / "hashes.db"))
     assert data_revisions(task, CountLimit()) == ()

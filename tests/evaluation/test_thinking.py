@@ -105,6 +105,7 @@ def written(prompt: str, budget: int, directory: Path = THINKER) -> Written:
     return Written(new, tokenizer.decode(new, skip_special_tokens=True))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("enable_thinking", [None, True, False])
 def test_scores_equal_those_of_lm_eval_with_the_same_arguments(tmp_path: Path, enable_thinking: bool | None) -> None:
     path = written_task(tmp_path / "task")
@@ -296,6 +297,7 @@ def test_a_thought_ends_at_the_last_end_token_before_the_answer_stops(
         assert postprocess_generated_text(cut, stop, "z") == answer
 
 
+@pytest.mark.slow
 def test_a_journal_restores_thoughts_and_truncated_prompts(tmp_path: Path) -> None:
     from mergegate.merge_core.files.records import JournalLocation
 

@@ -41,6 +41,7 @@ def with_another_cut(project: Project) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_cuts_in_another_way_is_refused_with_the_share_and_accepted_by_name(project: Project) -> None:
     profile = with_another_cut(project)
     refused = project.mergegate("check", str(profile), "--json")

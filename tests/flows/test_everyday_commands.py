@@ -80,6 +80,7 @@ def test_no_command_prints_json_in_a_shape_of_its_own() -> None:
     assert printing == {"output.py", "json_events.py", "run_summary.py"}
 
 
+@pytest.mark.slow
 def test_a_dry_run_says_what_is_cached_and_what_is_left(released: tuple[Project, Printed]) -> None:
     project, _ = released
 

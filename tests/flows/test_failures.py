@@ -95,6 +95,7 @@ def quiet() -> Iterator[None]:
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("names_survive", [True, False], ids=["names overtake bytes", "nothing but what was flushed"])
 class TestPowerLoss:
+    @pytest.mark.slow
     def test_the_store_believes_nothing_that_was_not_flushed_and_makes_it_again(
         self, tmp_path: Path, names_survive: bool
     ) -> None:

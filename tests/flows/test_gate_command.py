@@ -118,6 +118,7 @@ def test_documents_of_two_formats_cannot_be_matched(judged: tuple[Project, Path]
     assert "both in one format, because the documents of the two cannot be matched" in " ".join(done.output.split())
 
 
+@pytest.mark.slow
 def test_an_exported_log_is_compared_with_lm_eval_by_its_hashes(judged: tuple[Project, Path], tmp_path: Path) -> None:
     project, out = judged
     for file in (out / "merged").rglob("samples_*.jsonl"):

@@ -70,6 +70,7 @@ def test_the_release_verifies_for_its_signer_only(signed: tuple[Project, str, st
     assert f"signed by {IDENTITY} (issuer {issuer}); expected mallory@example.org (issuer {issuer})" in wrong.output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options", [["--identity", "x"], ["--issuer", "x"], ["--offline"], ["--identity", "", "--issuer", "x"]]
 )

@@ -40,6 +40,7 @@ def test_other_interim_looks_reuse_all_scores(released: Released) -> None:
         assert scored(project) == before
 
 
+@pytest.mark.slow
 def test_check_forecasts_the_power_of_each_guard(released: Released) -> None:
     project, _ = released
     checked = json.loads(project.mergegate("check", "profiles/demo.yaml", "--json").stdout)["summary"]
@@ -121,6 +122,7 @@ def missing(planned: dict[str, Any]) -> dict[str, int]:
     return {stage["subject"]: stage["missing"] for stage in planned["stages"] if stage["stage"] == "evaluate"}
 
 
+@pytest.mark.slow
 def test_the_forecast_counts_the_documents_that_an_inconclusive_gate_adds(released: Released) -> None:
     project, _ = released
     cached = dry_run(project)
@@ -136,6 +138,7 @@ def test_the_forecast_counts_the_documents_that_an_inconclusive_gate_adds(releas
     assert dry_run(project, "evaluate.seed=1", "evaluate.documents=all")["further_documents"] == 0
 
 
+@pytest.mark.slow
 def test_a_guard_has_its_own_number_of_documents(released: Released) -> None:
     project, _ = released
     guard = "task: demo/tasks/copy.yaml,"

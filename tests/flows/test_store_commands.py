@@ -93,6 +93,7 @@ def stages() -> set[str]:
 
 @pytest.mark.usefixtures("prefect_api", "home")
 class TestRunsOfStages:
+    @pytest.mark.slow
     def test_a_run_notes_all_that_it_used_also_what_was_cached(self) -> None:
         night(10)
         night(10)
@@ -159,6 +160,7 @@ class TestRunsOfStages:
         assert grow.find(50_004) is not None
         assert night(50_004)[1].lines == [], "nothing to do, nothing said"
 
+    @pytest.mark.slow
     def test_an_unreachable_quota_does_not_fail_the_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MERGEGATE_STORE_QUOTA", "1kB")
         outcome, said = night(50_000)

@@ -143,6 +143,7 @@ def _likelihoods(model: Path, rows: list[dict[str, str]]) -> NDArray[np.float64]
     return np.array(found)
 
 
+@pytest.mark.slow
 def test_a_forbidden_choice_is_refused_before_any_merge(project: Project) -> None:
     recipe = {
         "merge_method": "$method",

@@ -143,6 +143,7 @@ def test_each_run_merges_the_new_window_and_measures_only_the_last_checkpoint(pr
     assert project.mergegate("verify", str(latest)).exit_code == 0
 
 
+@pytest.mark.slow
 def test_init_proposes_a_recipe_for_a_directory_of_checkpoints(project: Project) -> None:
     written = project.mergegate("init", "runs/a", "--out", "new", "--task", "profiles/demo/tasks/copy.yaml", "--yes")
     assert written.exit_code == 0, written.output

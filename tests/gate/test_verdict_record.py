@@ -195,6 +195,7 @@ def test_the_tables_have_every_column_of_a_score_and_no_text(tmp_path: Path) -> 
         assert (numbers[key] == numbers[other]) == (answers[key] == answers[other])
 
 
+@pytest.mark.slow
 def test_a_document_takes_about_a_hundred_bytes_for_any_number_of_models(tmp_path: Path) -> None:
     """Hashes are random, so they cannot be compressed. The models share them."""
     rng, sizes, documents = random.Random(0), [], 2000
@@ -223,6 +224,7 @@ def test_a_document_takes_about_a_hundred_bytes_for_any_number_of_models(tmp_pat
     assert sizes[1] < 1.2 * sizes[0]
 
 
+@pytest.mark.slow
 def test_the_order_of_metric_patterns_is_recorded(tmp_path: Path) -> None:
     """Sorted patterns would choose another metric, because the first matching pattern applies."""
     inputs = random_inputs(tmp_path, 1)
@@ -244,6 +246,7 @@ def test_prompt_settings_and_durations_are_not_recorded(tmp_path: Path) -> None:
     assert "seconds" not in stored.inputs["scores"]["merge"][0]
 
 
+@pytest.mark.slow
 def test_a_verdict_that_does_not_follow_is_not_published(tmp_path: Path) -> None:
     inputs = random_inputs(tmp_path, 3)
     verdict = gate.work(*inputs)
@@ -265,6 +268,7 @@ def test_a_broken_merge_and_a_gate_without_guards_can_be_recorded(tmp_path: Path
         assert summary.summary() == ("1,000 likelihoods of 2 models", "no documents of 0 models")[number]
 
 
+@pytest.mark.slow
 def test_a_judge_is_part_of_the_joint_verdict_but_not_recomputed(tmp_path: Path) -> None:
     inputs = random_inputs(tmp_path, 4)
     judge = Verdict(

@@ -209,6 +209,7 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
+@pytest.mark.slow
 def test_a_pickle_takes_time_as_it_has_bytes(tmp_path: Path) -> None:
     """Marks far below a long stack: a search from the bottom took one second for 16 kB and four for 32 kB."""
 

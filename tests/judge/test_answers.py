@@ -72,6 +72,7 @@ def test_answers_are_the_greedy_ones_in_any_batch(tmp_path: Path, model: Model, 
     assert 0 < value.cut_off < 12  # Some answers end by themselves and some do not, so this check can fail.
 
 
+@pytest.mark.slow
 def test_the_second_turn_follows_the_answer_to_the_first(tmp_path: Path, model: Model) -> None:
     _, found = ask(tmp_path, model, [["abc", "def"], ["once only"]])
     first, second = found["1"].answers

@@ -138,6 +138,7 @@ def test_a_judge_with_a_position_bias_decides_nothing(tmp_path: Path, models: tu
     assert "same choice in both orders for 0 %" in verdict.reason
 
 
+@pytest.mark.slow
 def test_equal_answers_are_not_sent_to_the_judge(tmp_path: Path, models: tuple[Model, Model]) -> None:
     twin = models[0].model_copy(update={"name": "merge"})
     with serving(alphabetical) as asked:
@@ -199,6 +200,7 @@ def test_judging_resumes_after_the_server_was_unreachable(tmp_path: Path, models
     assert len(lines(resumed, "judgements.jsonl")) == total
 
 
+@pytest.mark.slow
 def test_replies_that_state_no_verdict_are_counted(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(lambda body: completion("I would rather not say.")) as asked:
         verdict = run(tmp_path, models, asked.url).verdict
@@ -207,6 +209,7 @@ def test_replies_that_state_no_verdict_are_counted(tmp_path: Path, models: tuple
     assert (verdict.ties, verdict.consistency, verdict.outcome) == (PROMPTS, 0.0, "inconclusive")
 
 
+@pytest.mark.slow
 def test_the_key_is_stored_nowhere(
     tmp_path: Path, home: Path, models: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:

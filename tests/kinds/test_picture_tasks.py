@@ -128,6 +128,7 @@ class Oracle:
         return float(logits.log_softmax(-1).gather(1, targets).sum())
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_transformers(llava: Path, tmp_path: Path) -> None:
     rows = scored(pinned(write_task(tmp_path)), llava)
     oracle = Oracle(llava)

@@ -89,6 +89,7 @@ def transcripts_of(family: str, directory: Path, sounds: list[Any]) -> list[str]
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_those_of_transformers(data: Path, parents: Parents, family: str) -> None:
     lines = [json.loads(line) for line in data.read_text().splitlines()]

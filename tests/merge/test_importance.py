@@ -109,6 +109,7 @@ def test_the_mean_importance_is_the_fisher_information(loaded: tuple[Any, Any], 
     assert float(squares.sum()) == pytest.approx(float(exact.sum()) / ids.shape[1], rel=0.15)
 
 
+@pytest.mark.slow
 def test_importance_does_not_depend_on_the_number_of_runs(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +127,7 @@ class Stopped(BaseException):
     pass
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["", "cut", "gone"])
 def test_a_killed_importance_measurement_resumes(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str

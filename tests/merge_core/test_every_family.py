@@ -34,6 +34,7 @@ def test_most_families_are_tried() -> None:
     assert len(untried) < len(rows()) / 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(every_family.families(), SAMPLE, pytest.mark.long))
 def test_trials_repeat_the_cells_of_a_family(name: str, tmp_path: Path) -> None:
     row: Row = rows()[name]

@@ -45,6 +45,7 @@ REFUSED_KEYS = {
 PARTS_SAMPLE = ("gpt_neox", "phimoe", "bert", "mamba2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(SAMPLE, SAMPLE[::2]))
 def test_sampled_families_are_stacked_exactly_or_refused(name: str, tmp_path: Path) -> None:
     models = parents_of(BY_NAME[name], tmp_path)
@@ -268,6 +269,7 @@ def test_a_container_with_a_key_for_single_layers_is_refused_by_this_key(contain
         stacked_config(config, origins(config, 6, [(0, 3), (2, 4)]), "slices")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sampled(container_types(), ("internvl", "lfm2_vl", "qianfan_ocr"), pytest.mark.long))
 def test_containers_slice_their_described_text_family(name: str, tmp_path: Path) -> None:
     family = container(name)
@@ -403,6 +405,7 @@ def check_any_cut(name: str, root: Path, models: dict[str, Any], picks: list[tup
 CUT_ANYWHERE = ["jamba", "qwen3_next, unlisted", "llama4, unlisted", "deepseek_v3", "nemotron_h"]
 
 
+@pytest.mark.slow
 def test_slices_of_a_family_without_lists_equal_the_stacked_layers(
     parents: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

@@ -206,6 +206,7 @@ def test_a_sibling_is_farther_away_than_the_common_base(take: Take) -> None:
     assert sibling.distance == pytest.approx(2**0.5 * base.distance, rel=0.1)
 
 
+@pytest.mark.slow
 def test_unrelated_models_of_the_same_shape_are_not_related(take: Take) -> None:
     """No false alarm among 40 models, which all have the same norms, decay rates and outlier columns."""
     fingerprints = [take(random_model(seed)) for seed in range(40)]

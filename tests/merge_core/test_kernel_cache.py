@@ -27,6 +27,7 @@ def kept(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in directory.rglob("*.nbc")}
 
 
+@pytest.mark.slow
 def test_a_kernel_is_compiled_once_and_cached_for_the_user(tmp_path: Path) -> None:
     run(XDG_CACHE_HOME=str(tmp_path))
     first = kept(tmp_path / "mergegate")
@@ -35,6 +36,7 @@ def test_a_kernel_is_compiled_once_and_cached_for_the_user(tmp_path: Path) -> No
     assert kept(tmp_path / "mergegate") == first
 
 
+@pytest.mark.slow
 def test_kernels_work_without_a_writable_cache() -> None:
     run(XDG_CACHE_HOME="/dev/null/nowhere")
 

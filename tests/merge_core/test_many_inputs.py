@@ -45,6 +45,7 @@ def checkpoints(count: int) -> list[str]:
     return [f"checkpoint-{number}" for number in range(count)]
 
 
+@pytest.mark.slow
 def test_each_input_is_read_once_with_few_open_files(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

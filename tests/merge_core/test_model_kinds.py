@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from mergegate.merge_core import architecture
 from mergegate.merge_core.architecture import find_kind
 from mergegate.merge_core.checkpoint import Companions
@@ -98,6 +100,7 @@ ENTRIES: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], tuple[str,
 )
 
 
+@pytest.mark.slow
 def test_kinds_lists_the_classes_of_transformers() -> None:
     expected = list(generated_entries())
     if os.environ.get("UPDATE_KINDS"):

@@ -70,6 +70,7 @@ def test_the_ensemble_is_the_mean_of_plain_transformers_probabilities(
     assert value.perplexity == pytest.approx(math.exp(-everything.mean()), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_ensemble_of_a_model_with_itself_is_the_model(tmp_path: Path, documents: HeldOutText) -> None:
     model = make_model(tmp_path / "m")
     (tmp_path / "one").mkdir()

@@ -213,6 +213,7 @@ def test_the_real_libraries_read_every_score_bit_for_bit(exports: dict[int, tupl
         require_equal_scores(release, contents)
 
 
+@pytest.mark.slow
 def test_a_gate_reads_the_evidence_of_the_release_from_its_logs(exported: tuple[Path, Path]) -> None:
     release, out = exported
     read_by_gate = [

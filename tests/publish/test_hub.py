@@ -131,6 +131,7 @@ print(found and found.head, found and sorted(p.name for p in found.directory.ite
     assert current() == f"{commit} ['.gitattributes', 'README.md', 'model.safetensors']"
 
 
+@pytest.mark.slow
 def test_a_new_repository_is_private(lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]) -> None:
     lfs.publish(stand_in.url, WRITER, files, "v1")
     assert stand_in.repository.private
@@ -235,6 +236,7 @@ def test_a_rejected_card_is_detected_before_any_upload(
     assert not any("/objects/batch" in entry.path or entry.method == "PUT" for entry in stand_in.log)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["lfs", "xet"])
 def test_progress_reports_the_bytes_sent(
     tmp_path: Path, request: pytest.FixtureRequest, files: dict[str, Path], by: str

@@ -251,6 +251,7 @@ def test_a_release_is_registered_with_its_scores_and_found_by_its_alias(
         find_release("models:/full/9")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "stride"),
     [

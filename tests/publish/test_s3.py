@@ -320,6 +320,7 @@ def test_a_release_flows_through_it(bucket: S3OnLoopback, home: Path, tmp_path: 
         find_release(f"s3://{BUCKET}/elsewhere")
 
 
+@pytest.mark.slow
 def test_no_message_contains_a_secret(bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access, "READ_S", 0.2)
     from faulty_proxy import FAULTS, ProxyFault
@@ -343,6 +344,7 @@ def _sha256(path: Path) -> str:
     return sha256_file(path)
 
 
+@pytest.mark.slow
 def test_an_alias_is_an_object_next_to_the_pointer(bucket: S3OnLoopback) -> None:
     for files, version in ((ONE, "v1"), (TWO, "spring"), (TWO, "v2")):
         publish(files, version)
@@ -359,6 +361,7 @@ def test_an_alias_is_an_object_next_to_the_pointer(bucket: S3OnLoopback) -> None
         find_release(f"{URL}@{ALIAS}")
 
 
+@pytest.mark.slow
 def test_an_alias_is_moved_despite_lost_requests_and_concurrent_writers(
     bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch
 ) -> None:

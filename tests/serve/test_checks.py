@@ -85,6 +85,7 @@ def test_a_good_model_passes_every_check(smoke: Smoke) -> None:
     assert verdict.measured.machine == ""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "name", "seen"),
     [
@@ -124,6 +125,7 @@ def test_a_server_without_chats_is_refused_where_the_model_must_chat(smoke: Smok
     assert "serve.chat is true" in verdict.failures[0].expected
 
 
+@pytest.mark.slow
 def test_an_ignored_bias_is_not_a_missing_stop(smoke: Smoke) -> None:
     check = named(smoke("unbiased"), "end of sequence")
     assert (check.outcome, check.seen) == ("not offered", "the server ignores logit_bias")

@@ -224,6 +224,7 @@ def test_a_server_restarts_on_another_port_if_the_port_is_in_use(
     assert ports == []
 
 
+@pytest.mark.slow
 def test_nothing_survives_a_flow_that_is_killed(tmp_path: Path, traces: Traces) -> None:
     with flow(tmp_path / "log", traces, stand_in(traces, "--workers", "2")) as parent:
         assert parent.stdout is not None

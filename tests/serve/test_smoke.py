@@ -74,6 +74,7 @@ def test_a_good_checkpoint_is_served_and_passes(checkpoint: Path, tmp_path: Path
     assert verdict.summary().endswith(f"measured {today()}")
 
 
+@pytest.mark.slow
 def test_a_static_failure_needs_no_server(checkpoint: Path, tmp_path: Path) -> None:
     missing_tensor(checkpoint)
     verdict = smoke(checkpoint, tmp_path / "server.log", settings())
@@ -81,6 +82,7 @@ def test_a_static_failure_needs_no_server(checkpoint: Path, tmp_path: Path) -> N
     assert not (tmp_path / "server.log").exists(), "no server was started"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [
@@ -98,6 +100,7 @@ def test_a_server_that_dies_while_it_is_asked_is_the_models_failure(
     assert cause.rpartition(": ")[2] in (tmp_path / "server.log").read_text()
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_is_the_models_failure(checkpoint: Path, tmp_path: Path) -> None:
     verdict = smoke(checkpoint, tmp_path / "server.log", settings("--fault", "silent", request_timeout=0.5))
     assert verdict.checks[-1].seen == "no answer in 0.5 s"
@@ -294,6 +297,7 @@ class TestCommand:
         monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "state"))
         monkeypatch.setenv("COLUMNS", "200")
 
+    @pytest.mark.slow
     def test_a_url_is_smoked_against_its_checkpoint(self, checkpoint: Path) -> None:
         with standing_in(Tiny(checkpoint)) as server:
             done = CliRunner().invoke(app, ["smoke", server.url, "--checkpoint", str(checkpoint)])

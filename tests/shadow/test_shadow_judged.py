@@ -103,6 +103,7 @@ def test_another_judge_starts_a_new_ledger_but_another_address_does_not(tmp_path
         assert len(moved.bodies) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reliable", [True, False])
 def test_controls_are_judged_once_and_show_whether_the_judge_sees_damage(tmp_path: Path, reliable: bool) -> None:
     pairs = pairs_of(*[(f"a good one {n}", f"also good {n}") for n in range(30)])

@@ -153,6 +153,7 @@ def test_a_position_biased_judge_promotes_no_candidate(tmp_path: Path, prefect_a
     assert "the same judgment in both orders for only 0 % of the pairs" in told(result)["message"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("failing", "first", "says"), [(0.2, 0.02, "requests failed"), (0.0, 0.5, "times slower")], ids=["fails", "slow"]
 )
@@ -167,6 +168,7 @@ def test_a_failing_or_slow_candidate_is_killed(
     assert "killed" in result.output
 
 
+@pytest.mark.slow
 def test_a_candidate_killed_by_the_proxy_is_reported_once(tmp_path: Path, prefect_api: None, judge: Asked) -> None:
     watch = watched(tmp_path, judge.url)
     watch.watch(serving="killed", why="the switch")

@@ -65,6 +65,7 @@ def test_concurrent_starts_create_the_tables_once(url: str) -> None:
         assert list(records.pairs("v1")) == []
 
 
+@pytest.mark.slow
 def test_concurrent_proxies_wait_for_each_other_on_a_new_file(tmp_path: Path) -> None:
     with ThreadPoolExecutor(6) as pool:
         for number in range(15):

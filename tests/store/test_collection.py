@@ -307,6 +307,7 @@ def filled(home: Home) -> tuple[list[EntryName], list[EntryName]]:
     return needed, loose
 
 
+@pytest.mark.slow
 def test_a_collector_killed_at_any_call_leaves_no_partial_artifact(tmp_path: Path) -> None:
     original = Home(tmp_path / "original")
     needed, loose = filled(original)

@@ -118,6 +118,7 @@ def flaky(machine: Machine, at: int) -> Flaky:
     return failing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stride", [pytest.param(4, id="some"), pytest.param(1, id="each", marks=pytest.mark.slow)])
 def test_a_run_survives_any_failed_request_and_uses_no_incomplete_artifact(
     tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, stride: int
@@ -294,6 +295,7 @@ def test_three_concurrent_workers_build_each_artifact_once(tmp_path: Path, addre
     assert len(count.read_text().split()) == 4
 
 
+@pytest.mark.slow
 def test_the_lease_of_a_killed_worker_passes_to_the_next(tmp_path: Path, address: str) -> None:
     count = tmp_path / "count"
     killed = worker(tmp_path / "1", address, count, "kill", lease_s=0.5)
@@ -316,6 +318,7 @@ def bucket() -> Iterator[Any]:
         yield there
 
 
+@pytest.mark.slow
 def test_a_bucket_can_be_the_shared_store(tmp_path: Path, bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(PROJECT / "tests" / "publish")
     with bucket.found_by_clients(monkeypatch):

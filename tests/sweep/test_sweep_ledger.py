@@ -121,6 +121,7 @@ with open_ledger(KEY, "s", root=Path(sys.argv[1])) as ledger:
 """
 
 
+@pytest.mark.slow
 def test_every_acknowledged_record_survives_a_kill(tmp_path: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent)], stdout=subprocess.PIPE, cwd=PROJECT

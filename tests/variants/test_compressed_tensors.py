@@ -364,6 +364,7 @@ def fake_quantize(inputs: torch.Tensor, scheme: str) -> torch.Tensor:
     return (inputs / scales).round().clamp(-128, 127) * scales
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "tolerance"), [("W4A16", 1e-6), ("W8A16", 1e-6), ("W8A8", 1e-3), ("W4A8", 1e-3), ("FP8_DYNAMIC", 1e-5)]
 )

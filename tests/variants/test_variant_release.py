@@ -97,6 +97,7 @@ def test_good_variants_are_published_with_their_verdicts(released: tuple[str, Pa
     assert {name for one in outcome["variants"] for name in one["types"]} == set(GOOD[kind])
 
 
+@pytest.mark.slow
 def test_a_bad_optional_variant_is_named_with_its_reason_and_not_published(
     released: tuple[str, Path, dict[str, Any]],
 ) -> None:
