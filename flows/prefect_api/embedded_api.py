@@ -26,6 +26,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -164,7 +165,8 @@ def local_api() -> Iterator[None]:
             database = _database()
             if database and (why := sqlite_fault(database, patience_s=_PATIENCE_S)):
                 forget_records(database, why)
-            if database and not database.exists():
+            is_new = database is not None and not database.exists()
+            if database and is_new:
                 _create_database(database)
         try:
             url, stop = _start_server(database)
@@ -174,8 +176,9 @@ def local_api() -> Iterator[None]:
             if database is None or not database.exists():
                 raise RuntimeError(str(failure)) from None
             forget_records(database, str(failure))
-            with suppress(OSError, RuntimeError):
-                _empty_database().unlink()  # The database may be a copy of it.
+            if is_new:
+                with suppress(OSError, RuntimeError):
+                    _empty_database().unlink()  # The database is probably a copy of it.
             url, stop = _start_server(database)
     # Services are off because a process that ends soon must not schedule anything. Heartbeats are off because they cost
     # one second per flow.
@@ -248,11 +251,12 @@ def _create_database(database: Path) -> None:
         if empty.exists() and not sqlite_fault(empty, patience_s=_PATIENCE_S):
             write_state(database, _content(empty))
             return
-        asyncio.run(provide_database_interface().create_db())
+        with ThreadPoolExecutor(1) as thread:  # This thread may have an event loop already, as in a notebook.
+            thread.submit(asyncio.run, provide_database_interface().create_db()).result()
         empty.parent.mkdir(parents=True, exist_ok=True)
         write_state(empty, _content(database))
-    except Exception as error:  # also those of alembic and SQLAlchemy
-        detail("Prefect's database is not copied: %s", error)
+    except Exception as error:  # Prefect, alembic and SQLAlchemy raise their own.
+        detail("Prefect's empty database was not copied or kept: %s", error)
 
 
 def _empty_database() -> Path:

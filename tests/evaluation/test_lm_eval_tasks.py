@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,6 +34,26 @@ from mergegate.tasks.evaluation.task_requirements import Requirements
 PROJECT = Path(__file__).resolve().parents[2]
 MEAN = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
 CHOICE = {"output_type": "multiple_choice", "test_split": "test", "metric_list": MEAN}
+
+
+# Reads files of tasks and groups without importing lm-eval's tasks or datasets, and then compares with lm-eval.
+READ = """
+import sys
+from mergegate.tasks.evaluation.lm_eval_index import read_shipped, shipped_names
+names = shipped_names()
+files = [*[*names.tasks.values()][::500], *[*names.groups.values()][::50]]
+ours = [read_shipped(file) for file in files]
+assert not {"lm_eval.tasks", "datasets", "pandas"} & set(sys.modules)
+from lm_eval.tasks._yaml_loader import load_yaml
+assert ours == [load_yaml(file, resolve_func=False) for file in files]
+assert len(files) > 20
+"""
+
+
+@pytest.mark.slow
+def test_task_files_are_read_as_lm_eval_does_without_importing_its_tasks() -> None:
+    read = subprocess.run([sys.executable, "-c", READ], capture_output=True, text=True, check=False)
+    assert read.returncode == 0, read.stderr
 
 
 def pinned(task: str, data: Path) -> EvalTask:

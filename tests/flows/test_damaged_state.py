@@ -6,15 +6,14 @@ import os
 import random
 import shutil
 import sqlite3
-import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from api_start import start_api
 from demo_project import Project
 from garbage import DAMAGE
-from patience import HANG_S
 from typer.testing import Result
 
 LASTING = [name for name in DAMAGE if name != "unreadable"]
@@ -117,17 +116,6 @@ PREFECT = {
     "of a later version": (of_the_future, ""),
     "without a table": (without_a_table, ""),
 }
-# Starts the API on the given home and queries it.
-ASKS = """
-import os, sys
-from pathlib import Path
-from mergegate.flows.prefect_api import configure, local_api
-configure(Path(sys.argv[1]))
-with local_api():
-    from prefect.client.orchestration import get_client
-    with get_client(sync_client=True) as client:
-        print("runs:", len(client.read_flow_runs()))
-"""
 
 
 @pytest.mark.long
@@ -139,15 +127,7 @@ def test_prefect_runs_whatever_has_become_of_its_database(prefect_database: Path
     shutil.copy(prefect_database, database)
     damage, suffix = PREFECT[kind]
     damage(database.with_name(database.name + suffix))
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MERGEGATE_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", ASKS, str(tmp_path)],
-        env={**environment, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+    done = start_api(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "runs: 0" in done.stdout
     assert tmp_path.joinpath("prefect").stat().st_mode & 0o077 == 0

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sqlite3
-import subprocess
-import sys
 import urllib.error
 import urllib.request
 from contextlib import closing
@@ -14,6 +11,7 @@ from pathlib import Path
 
 import prefect
 import pytest
+from api_start import start_api
 from prefect.client.orchestration import get_client
 from prefect.settings import get_current_settings
 
@@ -48,18 +46,6 @@ def test_the_run_itself_knows_the_secret(prefect_api: None) -> None:
         assert isinstance(client.read_flow_runs(), list)
 
 
-START = """
-import sys
-from pathlib import Path
-from mergegate.flows.prefect_api import configure, local_api
-configure(Path(sys.argv[1]))
-with local_api():
-    from prefect.client.orchestration import get_client
-    with get_client(sync_client=True) as client:
-        print("runs:", len(client.read_flow_runs()))
-"""
-
-
 def tables(database: Path) -> set[str]:
     with closing(sqlite3.connect(database)) as connection:
         return {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
@@ -76,14 +62,7 @@ def test_a_new_project_copies_the_empty_database_of_the_user(prefect_database: P
     else:
         with closing(sqlite3.connect(empty)) as connection:
             connection.execute("CREATE TABLE mark (id)" if kept == "intact" else "DROP TABLE log")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MERGEGATE_"))}
-    done = subprocess.run(
-        [sys.executable, "-c", START, str(tmp_path / "home")],
-        env={**environment, "XDG_CACHE_HOME": str(tmp_path / "cache")},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = start_api(tmp_path / "home", XDG_CACHE_HOME=str(tmp_path / "cache"))
     assert (done.returncode, done.stdout) == (0, "runs: 0\n"), done.stderr
     created = tables(tmp_path / "home" / "prefect" / "prefect.db")
     assert "log" in created
