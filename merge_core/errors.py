@@ -7,10 +7,13 @@ traceback.
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from difflib import get_close_matches
+from pathlib import Path
 from typing import ClassVar, Literal
 
 _LONGEST = 4000
@@ -312,6 +315,21 @@ def group_findings(findings: Iterable[Finding]) -> tuple[FindingGroup, ...]:
 
 def _model_of(finding: Finding) -> str:
     return finding.where.partition(": ")[0]
+
+
+def pip_command(*requirements: str) -> str:
+    """Return the command that installs packages into the environment of mergegate, for a remedy.
+
+    Environments of ``uv tool`` have no pip, and plain ``pip`` does not install into those of ``uv tool`` and ``pipx``.
+    """
+    environment = Path(sys.prefix)
+    if (environment / "uv-receipt.toml").is_file():
+        command = f'uv pip install --python "$(uv tool dir)/{environment.name}"'
+    elif (environment / "pipx_metadata.json").is_file():
+        command = f"pipx runpip {environment.name} install"
+    else:
+        command = "pip install"
+    return f"{command} {shlex.join(requirements)}"
 
 
 def suggest(word: str, names: Iterable[str]) -> str:

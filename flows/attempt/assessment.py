@@ -82,7 +82,7 @@ def assess_merge(
     Args:
         merge: Merge to judge.
         parents: Models that were merged. The parents in ``evidence.unmeasured`` are not evaluated.
-        champion: Release that is published today. None before the first release.
+        champion: Current release. None before the first release.
         evidence: Pinned tasks and texts to measure, with the guards, drift limits and rule of the gate.
         anchor: Release that the profile anchors the champion's guards to. None if that is the champion itself.
         runner: Runner that measures. Default: this process, one model after another.

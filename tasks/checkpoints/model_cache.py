@@ -32,7 +32,7 @@ from typing import Any
 
 from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, is_of_tower, kind_of_directory
 from mergegate.merge_core.checkpoint import MODULES_FILE
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, pip_command
 from mergegate.merge_core.parsing import JsonBounds, parse_json, read_json, read_plain
 from mergegate.merge_core.system import Capacity, system_memory
 from mergegate.tasks.checkpoints.model import Model, QuantizedModel
@@ -293,7 +293,7 @@ def _require_dequantizer(model: Model, location: str) -> None:
             location,
             found="the weights are quantized, and compressed-tensors is not installed",
             expected="the package with which transformers loads such weights",
-            remedy="pip install 'mergegate[variants]'",
+            remedy=pip_command("mergegate[variants]"),
         )
 
 
@@ -416,7 +416,7 @@ def _load_sentence_transformer(model: Model, kind: ModelKind, dtype: str, device
             f"{model.name} ({model.directory})",
             found=f"{kind.noun}, and sentence-transformers {_SENTENCE_TRANSFORMERS} or newer is not installed",
             expected="the package that loads such models",
-            remedy="pip install 'mergegate[embeddings]'",
+            remedy=pip_command("mergegate[embeddings]"),
         )
     import_lean("sentence_transformers", exceptions=("scipy",))
     import sentence_transformers

@@ -9,13 +9,15 @@ code reveal, such as a dataset without the fields that a template names, are rep
 from __future__ import annotations
 
 import importlib.util
+import shlex
+import sys
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, pip_command
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.evaluation.backends import find_backend
 from mergegate.tasks.evaluation.code_permission import allow_code, allow_code_advice, find_unconfined_code
@@ -94,7 +96,7 @@ def refusal_of(
         return Refusal(
             UnsupportedReason.PACKAGE,
             "documents with pictures, for which Pillow is not installed",
-            "pip install 'mergegate[pictures]'; or remove the task",
+            f"{pip_command('mergegate[pictures]')}; or remove the task",
         )
     if config.get("unsafe_code"):
         functions = [text.rpartition(".") for text in texts_in(config) if text.startswith("/")]
@@ -146,8 +148,9 @@ def refusal_of(
         return Refusal(
             UnsupportedReason.NLTK_DATA,
             f"functions that need NLTK data that is not installed: {', '.join(missing.nltk_data)}",
-            f"with a network, run `python -m nltk.downloader {resources}` as the user who runs mergegate, or copy "
-            "~/nltk_data from another machine (NLTK_DATA names another directory); or remove the task",
+            f"with a network, run `{shlex.quote(sys.executable)} -m nltk.downloader {resources}` as the user who runs "
+            "mergegate, or copy ~/nltk_data from another machine (NLTK_DATA names another directory); or remove the "
+            "task",
         )
     return None
 

@@ -11,6 +11,7 @@ from importlib.metadata import metadata, requires
 from pathlib import Path
 from typing import NamedTuple
 
+from mergegate.merge_core.errors import pip_command
 from mergegate.merge_core.parsing import MAX_CODE_BYTES, read_plain
 from mergegate.tasks.evaluation.task_file import local_imports
 
@@ -119,6 +120,6 @@ def install_command(packages: Sequence[str]) -> str:
         if all(any(name.startswith(f"{canonicalize_name(package)}-") for name in names) for package in packages):
             extras[extra] = distributions
     if not extras:
-        return f"pip install {' '.join(packages)}"
+        return pip_command(*packages)
     extra = min(extras, key=lambda extra: len(extras[extra]))
-    return f"pip install '{'mergegate' if extra in OWN_EXTRAS else 'lm_eval'}[{extra}]'"
+    return pip_command(f"{'mergegate' if extra in OWN_EXTRAS else 'lm_eval'}[{extra}]")

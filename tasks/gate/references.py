@@ -1,6 +1,6 @@
 """Resolve the names in guards: pin their tasks, and choose the reference model that each guard compares with.
 
-The reference is a parent, the best parent on the guard's task, the champion (the release that is published today) or
+The reference is a parent, the best parent on the guard's task, the champion (the current release) or
 the anchor (a release that stays the same over many runs).
 
 ``best parent`` is chosen on the documents that judge the merge. If several parents are equally good, the luckiest is
@@ -93,7 +93,7 @@ def comparable_parents(
 
 
 def needs_champion(guards: Iterable[Guard]) -> bool:
-    """Return whether any guard compares with the release that is published today."""
+    """Return whether any guard compares with the current release."""
     return any(guard.guarded_by == CHAMPION for guard in guards)
 
 

@@ -68,8 +68,8 @@ class Guard(PromptSettings):
     )
     guarded_by: str = Field(
         description="Model that the merge is compared with: the name of a parent, 'best parent', 'champion' (the "
-        "release that is published today), 'anchor' (the release that the profile names), or 'last checkpoint' (of the "
-        "training run in the recipe)."
+        "current release), 'anchor' (the release that the profile names), or 'last checkpoint' (of the training run in "
+        "the recipe)."
     )
     max_drop: float = Field(
         default=2.0, ge=0, le=100, description="Largest allowed drop in points. A larger drop fails if it is not noise."

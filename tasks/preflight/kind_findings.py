@@ -9,6 +9,7 @@ from typing import Literal
 
 from mergegate.merge_core import Finding
 from mergegate.merge_core.architecture import ModelKind, TaskForm
+from mergegate.merge_core.errors import pip_command
 
 # Ability of a model that a part of a profile needs: a type of task, or next-token prediction (``ModelKind.is_causal``).
 Ability = TaskForm | Literal["next tokens"]
@@ -89,7 +90,7 @@ def kind_findings(kind: ModelKind, demands: Sequence[KindDemand], model: str = "
             f"the kind of {model}",
             found=f"{kind.noun}, but {kind.loading_library}, which loads it, is not installed",
             expected="the extra that evaluates such models",
-            remedy=f"pip install 'mergegate[{extra}]'",
+            remedy=pip_command(f"mergegate[{extra}]"),
             is_invalid=True,
         )
 

@@ -34,7 +34,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cryptography import x509
 
-from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.errors import InvalidInput, Refused, pip_command
 from mergegate.merge_core.parsing import read_text
 from mergegate.merge_core.system import product_name
 from mergegate.merge_core.wording import format_duration
@@ -387,7 +387,7 @@ def _require_library() -> None:
             _SETTING,
             found="the library sigstore is not installed",
             expected="sigstore, which signs and verifies without a key",
-            remedy="pip install 'mergegate[sigstore]'",
+            remedy=pip_command("mergegate[sigstore]"),
         )
 
 

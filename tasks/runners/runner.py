@@ -26,7 +26,7 @@ from typing import Literal, Protocol, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, pip_command
 from mergegate.merge_core.system import cores_of_process
 from mergegate.tasks.runners.slots import WorkerSlot, end_slot, slots_for, use_slot, visible_gpus
 
@@ -110,7 +110,7 @@ def open_runner(settings: RunnerSettings) -> Iterator[Runner]:
         raise InvalidInput(
             f"runner.kind: {settings.kind}",
             found=f"{package} is not installed",
-            remedy=f"pip install 'mergegate[{settings.kind}]', on this machine and on every machine with workers",
+            remedy=f"{pip_command(f'mergegate[{settings.kind}]')}, on this machine and on every machine with workers",
         )
     from mergegate.tasks.runners.cluster import ClusterRunner
 

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, pip_command
 from mergegate.tasks.sweep.objective import Objective
 from mergegate.tasks.sweep.settings import Point, SweepSettings
 from mergegate.tasks.sweep.space import Space
@@ -282,7 +282,7 @@ class OptunaSearch:
 
 
 def import_optional(package: str, extra: str = "sweep") -> Any:
-    """Import and return ``package``, which ``pip install mergegate[extra]`` installs.
+    """Import and return ``package``, which the extra ``extra`` installs.
 
     Raises:
         InvalidInput: The package is not installed.
@@ -296,7 +296,7 @@ def import_optional(package: str, extra: str = "sweep") -> Any:
             "sweep",
             found=f"the package {error.name} is not installed",
             expected=f"the packages of the extra '{extra}'",
-            remedy=f"pip install mergegate[{extra}]",
+            remedy=pip_command(f"mergegate[{extra}]"),
         ) from None
 
 

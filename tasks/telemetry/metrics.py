@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from mergegate.merge_core.errors import EXIT_CODES
+from mergegate.merge_core.errors import EXIT_CODES, pip_command
 from mergegate.merge_core.files import hold_lock
 from mergegate.tasks.report import RunRecord
 
@@ -96,7 +96,7 @@ def export_metrics(record: RunRecord, home: Path, environment: Mapping[str, str]
             from opentelemetry.sdk.metrics import MeterProvider
             from opentelemetry.sdk.metrics.export import PeriodicExportingMetricReader
         except ImportError:
-            _log.warning('%s is set, but OpenTelemetry is not installed: pip install "mergegate[otel]"', OTEL)
+            _log.warning("%s is set, but OpenTelemetry is not installed: %s", OTEL, pip_command("mergegate[otel]"))
             return
         reader = PeriodicExportingMetricReader(OTLPMetricExporter(timeout=10))
         provider = MeterProvider([reader], shutdown_on_exit=False)

@@ -22,6 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from mergegate.merge_core.errors import pip_command
 from mergegate.tasks.report import RunRecord
 from mergegate.tasks.telemetry.mlflow import (
     MlflowClient,
@@ -75,7 +76,7 @@ def export_to_trackers(record: RunRecord, home: Path, environment: Mapping[str, 
             is_good = record.status in ("released", "passed", "nothing new", "promoted", "waiting")
             run.finish(exit_code=0 if is_good else 1)
         except ImportError:
-            _log.warning("%s is set, but wandb is not installed: pip install 'mergegate[wandb]'", WANDB)
+            _log.warning("%s is set, but wandb is not installed: %s", WANDB, pip_command("mergegate[wandb]"))
         except Exception as failure:
             _log.warning("could not send this run to Weights & Biases: %s", failure)
     if experiment := environment.get(MLFLOW, "").strip():

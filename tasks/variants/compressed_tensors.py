@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from mergegate.merge_core.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
-from mergegate.merge_core.errors import CannotDecide, InvalidInput, Refused, suggest
+from mergegate.merge_core.errors import CannotDecide, InvalidInput, Refused, pip_command, suggest
 from mergegate.merge_core.parsing import read_json
 from mergegate.tasks.checkpoints import Model, QuantizedModel, deciding_files
 from mergegate.tasks.sandbox import (
@@ -141,7 +141,7 @@ class CompressedTensorsFormat(VariantFormat):
                 f"variants: {self.scheme}",
                 found="compressed-tensors is not installed, with which transformers loads the variant",
                 expected="compressed-tensors in the environment of mergegate",
-                remedy="pip install 'mergegate[variants]'",
+                remedy=pip_command("mergegate[variants]"),
             )
         self.pin_calibration(root, store().hashes)
         return f"llm-compressor {self._quantizer(root).versions[_QUANTIZER]}"

@@ -203,7 +203,7 @@ def test_missing_nltk_data_is_reported_with_the_download_command(
     task_with_function(tmp_path, f"import nltk\n{module}")
     with pytest.raises(InvalidInput, match=r"not installed: .*small_tab") as refused:
         require_supported("t.yaml", tmp_path)
-    assert "python -m nltk.downloader small_tab`" in refused.value.remedy
+    assert f"{sys.executable} -m nltk.downloader small_tab`" in refused.value.remedy
     (tmp_path / "nltk_data" / "tokenizers" / "small_tab").mkdir(parents=True)
     require_supported("t.yaml", tmp_path)
 

@@ -2,10 +2,22 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergegate.merge_core.errors import Finding, InvalidInput, Refused, finding_of, group_findings, worst_first
+from mergegate.merge_core.errors import (
+    Finding,
+    InvalidInput,
+    Refused,
+    finding_of,
+    group_findings,
+    pip_command,
+    worst_first,
+)
 
 TEXTS = st.sampled_from(["", "a: x", "a: y", "b: x", "size"])
 FINDINGS = st.lists(
@@ -46,3 +58,22 @@ def test_a_finding_becomes_the_error_that_it_was_created_from() -> None:
 def test_a_cause_is_not_part_of_a_key() -> None:
     one, other = (Finding("block", "a", "b", cause=cause) for cause in ("", "size"))
     assert one.content_key() == other.content_key()
+
+
+@pytest.mark.parametrize(
+    ("receipt", "start"),
+    [
+        ("", "pip install"),
+        ("uv-receipt.toml", 'uv pip install --python "$(uv tool dir)/mergegate"'),
+        ("pipx_metadata.json", "pipx runpip mergegate install"),
+    ],
+)
+def test_the_command_for_an_extra_reaches_the_environment_of_mergegate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, receipt: str, start: str
+) -> None:
+    environment = tmp_path / "mergegate"
+    environment.mkdir()
+    if receipt:
+        (environment / receipt).touch()
+    monkeypatch.setattr(sys, "prefix", str(environment))
+    assert pip_command("mergegate[ifeval]", "six") == f"{start} 'mergegate[ifeval]' six"

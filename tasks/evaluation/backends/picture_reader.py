@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, pip_command
 from mergegate.tasks.evaluation.pictures import PicturePrompt, split_at_placeholders
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ def load_processor(name: str, directory: Path, *, runs_code: bool = False) -> An
         if missing and isinstance(error, ImportError):
             cause = f"it needs {missing[0].replace('PIL', 'Pillow')}, which is not installed"
             expected = "the packages of the processor"
-            remedy = "pip install 'mergegate[pictures]'" + (
+            remedy = pip_command("mergegate[pictures]") + (
                 " and the torchvision that belongs to your torch (docs/how-to/gate-vision-language-models.md)"
                 if missing == ["torchvision"]
                 else ""

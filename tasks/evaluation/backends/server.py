@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, pip_command
 from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, AnswerReason, Backend, BackendScoring
 from mergegate.tasks.evaluation.backends.thinking import ThoughtEnd, require_visible
 
@@ -90,7 +90,7 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
         raise InvalidInput(
             "evaluate.backend: served",
             found=f"a missing library: {error.name}",
-            remedy="pip install 'mergegate[served]'",
+            remedy=pip_command("mergegate[served]"),
         ) from error
 
     class Client(LocalCompletionsAPI):  # type: ignore[misc]  # lm-eval's base classes are untyped

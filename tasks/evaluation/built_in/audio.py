@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, pip_command
 from mergegate.merge_core.parsing import read_plain
 
 MAX_BYTES = 1 << 30
@@ -51,7 +51,7 @@ def decode_audio(path: Path, content: bytes) -> tuple[NDArray[np.float64], int]:
             str(path),
             found="a recording that is not a WAV file",
             expected="WAV, or the package that reads other formats",
-            remedy="pip install soundfile",
+            remedy=pip_command("soundfile"),
         )
     try:
         samples, rate = (_read_wave if is_wave else _read_other)(content)

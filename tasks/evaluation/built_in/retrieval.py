@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field
 
 from mergegate.merge_core.architecture import TaskForm
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, pip_command
 from mergegate.merge_core.parsing import LocalPath, describe_kind, line_location, parse_line, plain_file, read_lines
 from mergegate.tasks.evaluation.built_in.contract import BuiltInScore, BuiltInTask, TaskDocument
 from mergegate.tasks.evaluation.built_in.ranking import (
@@ -112,7 +112,7 @@ def require_package(package: str, extra: str) -> Path:
             "the environment",
             found=f"no package {package.replace('_', '-')}",
             expected="the package that evaluates this task",
-            remedy=f"pip install 'mergegate[{extra}]'",
+            remedy=pip_command(f"mergegate[{extra}]"),
         )
     return Path(spec.origin).parent
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 from pydantic import Field
 
 from mergegate.merge_core.architecture import TaskForm
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, pip_command
 from mergegate.merge_core.parsing import LocalPath, parse_line, plain_file, read_lines, read_plain
 from mergegate.tasks.evaluation.built_in.audio import MAX_BYTES, decode_audio, read_audio
 from mergegate.tasks.evaluation.built_in.contract import BuiltInScore, BuiltInTask, TaskDocument
@@ -137,7 +137,7 @@ class TranscriptionTask(BuiltInTask):
                 if packages
                 else f"cannot be used: {' '.join(str(error).split())[:300]}",
                 expected="a processor that prepares recordings for the model (preprocessor_config.json)",
-                remedy=f"pip install {' '.join(packages)}"
+                remedy=pip_command(*packages)
                 if packages
                 else "download or copy the files of the processor from the base model",
             ) from error

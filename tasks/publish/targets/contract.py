@@ -9,7 +9,7 @@
         place: Path                               # its settings: strict, frozen, each with a description
 
         def check(self, root): ...                # before the merge: would publishing fail?
-        def current_release(self, root): ...      # the release that is published today (the champion)
+        def current_release(self, root): ...      # the current release (the champion)
         def publish(self, request): ...           # all of a release or nothing, and never twice
         def for_variants(self, suffix): ...       # the place of quantized variants, next to the release
         @classmethod
@@ -87,7 +87,7 @@ class Release:
 
 @dataclass(frozen=True)
 class CurrentRelease:
-    """The release that is published today, downloaded to this machine.
+    """The current release, downloaded to this machine.
 
     Attributes:
         directory: Directory of the complete checkpoint.
@@ -230,7 +230,7 @@ class PublishTarget(PublishSettings, ABC):
 
     @abstractmethod
     def current_release(self, root: Path) -> CurrentRelease | None:
-        """Return the release that is published today, or None before the first.
+        """Return the current release, or None before the first.
 
         Raise Refused if the target is unavailable, because no merge may pass without a comparison with its champion.
         """

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql, sqlite
 
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, pip_command
 from mergegate.merge_core.files import hold_lock
 from mergegate.tasks.shadow.recorded_traffic import ArmRow, RecordedAnswer, RecordedPair, ShadowRecord
 
@@ -158,7 +158,7 @@ def open_records(url: str) -> Records:
             raise InvalidInput(
                 "shadow.records",
                 found="a PostgreSQL address, but its driver psycopg is not installed",
-                remedy="pip install 'mergegate[postgresql]'",
+                remedy=pip_command("mergegate[postgresql]"),
             ) from None
         url = f"postgresql+psycopg://{rest}"
     timeout = "timeout" if scheme.startswith("sqlite") else "connect_timeout"
