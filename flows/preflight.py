@@ -284,7 +284,7 @@ def preflight_profile(
         )
         evidence = _pin_data(evidence, measured, profile.checks.code.trusted, problems)
         _require_unread(profile, [candidate.recipe for candidate in all_candidates], evidence, problems)
-        attempts, past = len(candidates) + profile.max_proposed_remedies, past_guards(profile.name)
+        attempts, past = len(candidates) + profile.max_further_attempts, past_guards(profile.name)
         if never := forecast_undecidable(evidence, attempts):
             problems.add([never])
             if problems.stop_at_once:

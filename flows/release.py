@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 from prefect import flow
@@ -145,7 +146,7 @@ def make_release(
             preflight.evidence,
             judgments,
             runner,
-            limit=len(preflight.cleared) + bool(profile.scale_search) + profile.max_proposed_remedies,
+            limit=len(preflight.cleared) + profile.max_further_attempts,
         )
     if isinstance(attempt, AlreadyReleased):
         page = attempt.release.directory / "report.html"
@@ -180,10 +181,14 @@ def try_candidates(
 ) -> tuple[Attempt | AlreadyReleased, list[Attempt | FailedMerge]]:
     """Return the attempt that passes, or else the one that came closest, and all attempts in order.
 
-    Try at most ``limit`` recipes: first ``candidates``, then remedies that mergegate proposes after the refusals.
+    Try first ``candidates``, then remedies that mergegate proposes after the refusals, if the profile allows them.
+    ``limit`` is the maximum number of attempts. All together have the error rate of one.
     """
     attempts: list[Attempt | AlreadyReleased | FailedMerge] = []
-    while len(attempts) < limit and (cleared := next(candidates, None) or proposed_remedy(_refused(attempts), profile)):
+    proposals = (proposed_remedy(_judged_or_failed(attempts), profile) for _ in range(profile.max_proposed_remedies))
+    for cleared in chain(candidates, proposals):
+        if cleared is None:
+            break  # No remedy is left.
         if attempts:
             announce(f"remedy {len(attempts)}: {cleared.candidate.remedy}")
         # A merge could pass by chance. All attempts together must not do so more often than a single one.
@@ -195,15 +200,16 @@ def try_candidates(
             evidence = evidence._replace(tasks=tasks, resample=False)  # all attempts share the documents of the first
     last = attempts[-1]
     if last.is_good and not isinstance(last, FailedMerge):
-        return last, _refused(attempts)
+        return last, _judged_or_failed(attempts)
     judged = [attempt for attempt in attempts if isinstance(attempt, Attempt)]
     if not judged:
         assert isinstance(last, FailedMerge)  # an existing release would have ended the loop
         raise last.refusal
-    return min(judged, key=distance_from_passing), _refused(attempts)
+    return min(judged, key=distance_from_passing), _judged_or_failed(attempts)
 
 
-def _refused(attempts: Sequence[Attempt | AlreadyReleased | FailedMerge]) -> list[Attempt | FailedMerge]:
+def _judged_or_failed(attempts: Sequence[Attempt | AlreadyReleased | FailedMerge]) -> list[Attempt | FailedMerge]:
+    """Return the attempts that were not released before."""
     return [attempt for attempt in attempts if not isinstance(attempt, AlreadyReleased)]
 
 

@@ -45,7 +45,7 @@ def dry_run(profile: Profile, console: Console, as_json: bool, prices: Sequence[
             "further_documents": planned.further_documents if planned else 0,
             "rough": planned.rough if planned else False,
             "cost": cost,
-            "attempts": len(profile.candidates()) + profile.max_proposed_remedies,
+            "attempts": len(profile.candidates()) + profile.max_further_attempts,
             "overrides": profile.overrides,
             "credentials": [credential.model_dump() for credential in problems.credentials],
         }

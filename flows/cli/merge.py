@@ -21,7 +21,7 @@ from mergegate.flows.cli.recipe_parents import ClearedRecipe, clear_recipe
 from mergegate.merge_core import Recipe, merge_weights, plan_merge
 from mergegate.merge_core.architecture.experts import match_experts
 from mergegate.merge_core.engine import EngineSettings, start_or_resume
-from mergegate.merge_core.errors import DiskUnavailable
+from mergegate.merge_core.errors import DiskUnavailable, InvalidInput
 from mergegate.merge_core.files import FileIdentity, new_directory, remove_contents
 from mergegate.merge_core.wording import format_bytes, format_count
 from mergegate.tasks.checkpoints import (
@@ -97,6 +97,13 @@ def merge_recipe(recipe_file: Path, options: MergeOptions, console: Console) -> 
     for remark in candidate.remarks:
         console.print(remark, markup=False)
     cleared = clear_recipe(candidate.recipe)
+    if options.share and cleared.recipe.output:
+        raise InvalidInput(
+            f"{recipe_file}: output",
+            found="an adapter, with --share",
+            expected="a merge of models, because processes cannot divide a combination of adapters",
+            remedy="run the command without --share",
+        )
     for finding in cleared.findings:
         remedy = f"; {finding.remedy}" if finding.remedy else ""
         console.print(Text(f"{finding.severity}: {finding}{remedy}"))

@@ -178,7 +178,7 @@ def plan_file(file: Path | Profile, options: PlanOptions) -> MergeForecast:
 
     evidence = pin_profile_evidence(profile, parents, store().hashes)
     evidence = evidence._replace(tasks=tuple(find_pinned_data(task) or task for task in evidence.tasks))
-    attempts = len(profile.candidates()) + profile.max_proposed_remedies
+    attempts = len(profile.candidates()) + profile.max_further_attempts
     measured = tuple(parent for parent in parents if parent.ref not in evidence.unmeasured)
     power = forecast_power(evidence, measured, attempts, past_guards(profile.name))
     return replace(forecast, power=power, power_is_unknown=profile.evaluate is not None and power is None)

@@ -230,6 +230,14 @@ class ProfileSettings(ProfileSection):
         """Maximum number of remedies that mergegate proposes after refusals, in addition to the written ones."""
         return MOST_PROPOSED if AUTO in self.remedies else 0
 
+    @property
+    def max_further_attempts(self) -> int:
+        """Maximum number of merges after the written recipes: at the scale that a search finds, and proposed ones.
+
+        All merges of a run share the error rate of the gate.
+        """
+        return (TUNE in self.remedies) + self.max_proposed_remedies
+
     def with_remedies(self, choice: RemedyChoice | None) -> Self:
         """Return this profile with another choice of remedies.
 

@@ -33,14 +33,23 @@ def attempt(outcome: Outcome, drop: float, name: str = "") -> Attempt:
     )
 
 
-def tried(monkeypatch: pytest.MonkeyPatch, *attempts: Attempt | FailedMerge) -> tuple[Any, list[Any]]:
-    """Return the result of a run whose candidates end with ``attempts``."""
+def tried(
+    monkeypatch: pytest.MonkeyPatch, *attempts: Attempt | FailedMerge, proposals: int = 0
+) -> tuple[Any, list[Any]]:
+    """Return the result of a run whose candidates, and then up to ``proposals`` remedies, end with ``attempts``."""
     remaining = iter(attempts)
     monkeypatch.setattr(release, "make_attempt", lambda *_: next(remaining))
     evidence = SimpleNamespace(rule=GateRule(), _replace=lambda rule: None)
-    cleared = iter([each.cleared for each in attempts])
+    cleared = [each.cleared for each in attempts]
+    written, proposed = iter(cleared[: len(cleared) - proposals]), iter([*cleared[len(cleared) - proposals :], None])
+    monkeypatch.setattr(release, "proposed_remedy", lambda *_: next(proposed))
     return release.try_candidates(
-        cast("Any", cleared), cast("Any", None), cast("Any", evidence), (), cast("Any", None), limit=len(attempts)
+        cast("Any", written),
+        cast("Any", SimpleNamespace(max_proposed_remedies=proposals)),
+        cast("Any", evidence),
+        (),
+        cast("Any", None),
+        limit=len(attempts),
     )
 
 
@@ -68,3 +77,16 @@ def test_a_broken_last_merge_does_not_hide_the_attempts_before_it(monkeypatch: p
     assert tried(monkeypatch, judged, broken) == (judged, [judged, broken])
     with pytest.raises(Refused, match="NaN"):
         tried(monkeypatch, broken)
+
+
+def test_only_as_many_remedies_are_proposed_as_the_profile_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts = [attempt("fail", 9), attempt("fail", 5), attempt("fail", 30)]
+    assert tried(monkeypatch, *attempts, proposals=2)[1] == attempts
+    # A search for the scale may find nothing: its attempt is not replaced by a proposal that the profile forbids.
+    proposed: list[object] = []
+    monkeypatch.setattr(release, "make_attempt", lambda *_: attempts[0])
+    monkeypatch.setattr(release, "proposed_remedy", lambda *arguments: proposed.append(arguments))
+    evidence = SimpleNamespace(rule=GateRule(), _replace=lambda rule: None)
+    profile = SimpleNamespace(max_proposed_remedies=0)
+    release.try_candidates(iter([attempts[0].cleared]), profile, evidence, (), None, limit=2)  # type: ignore[arg-type]
+    assert proposed == []

@@ -44,9 +44,12 @@ def test_the_demo_is_released(released: Released) -> None:
 
 
 @pytest.mark.parametrize("task", ["copy", "reverse", "shift"])
-def test_the_released_model_has_the_skills_that_its_report_states(released: Released, task: str) -> None:
+def test_the_released_model_has_the_skills_that_its_report_states(
+    released: Released, demo_release: Path, task: str
+) -> None:
     project, _ = released
-    report = json.loads((next((project.home / "store" / "report").iterdir()) / "report.json").read_text())
+    (path,) = (Project(demo_release).home / "store" / "report").iterdir()  # Other tests add reports to ``project``.
+    report = json.loads((path / "report.json").read_text())
     merged = next(model for model in report["models"] if model["role"] == "merge")
     stated = next(score["score"] for score in merged["scores"]["tasks"] if score["task"] == task)
     # lm-eval runs in batches. In bfloat16 this can flip a close call, in at most two documents of 400.
@@ -151,12 +154,19 @@ def test_prompts_that_are_cut_to_eight_tokens_release_nothing(released: Released
 @pytest.mark.slow
 def test_parents_are_evaluated_once_ever(released: Released) -> None:
     project, _ = released
+    models = [
+        {"model": f"demo/models/{name}", "parameters": {"weight": weight}}
+        for name, weight in (("reverser", 0.91), ("shifter", 0.09))  # A merge without scores in the store.
+    ]
+    text = (project.root / "profiles" / "demo-lopsided.yaml").read_text().replace("name: demo-lopsided", "name: once")
+    recipe = json.dumps({"merge_method": "linear", "dtype": "bfloat16", "models": models})
+    (project.root / "profiles" / "once.yaml").write_text(text.replace("demo/recipes/lopsided.yaml", recipe))
     project.mergegate("run", "profiles/demo-refused.yaml")
     before = project.artifacts("evaluate")
-    result = project.mergegate("run", "profiles/demo-lopsided.yaml")
+    result = project.mergegate("run", "profiles/once.yaml")
     new = project.artifacts("evaluate") - before
     assert re.search(r"cached: reverser, shifter · merge", result.output)
-    verdict = json.loads(project.mergegate("run", "profiles/demo-lopsided.yaml", "--json").stdout)["content"]["verdict"]
+    verdict = json.loads(project.mergegate("run", "profiles/once.yaml", "--json").stdout)["content"]["verdict"]
     judged = {guard["task"] for guard in verdict["guards"]}
     skipped = {one["task"] for one in verdict["not_run"]}  # The order of tasks depends on how long they took.
     assert judged | skipped == {"copy", "reverse", "shift"}

@@ -152,6 +152,8 @@ def test_the_gate_never_sees_what_the_remedy_searches_on(tmp_path: Path) -> None
     )
     assert remedied.scale_search is not None
     assert len(remedied.candidates()) == 2
+    # All attempts share the error rate: both candidates, the searched scale, and three proposals.
+    assert remedied.max_further_attempts == 1 + 3
     parents = resolve_parents(plain.candidates()[0].recipe)
     before, after = (pin_profile_evidence(one, parents, hashes).tasks for one in (plain, remedied))
     searched = pin_profile_sweep(remedied.scale_search, pin_profile_evidence(plain, parents, hashes), hashes)

@@ -373,7 +373,7 @@ RECIPES: Mapping[str, str | bytes] = {
     "model-passwd": RECIPE.replace("./other", "/etc/passwd"),
     "model-dev-zero": RECIPE.replace("./other", "/dev/zero"),
     "models-many": "merge_method: linear\nmodels:\n" + "".join(f"  - model: ./m{n}\n" for n in range(3000)),
-    "model-twice-many": "merge_method: linear\nmodels:\n" + "  - model: ./base\n" * 10_000,
+    "model-twice-many": "merge_method: linear\nmodels:\n" + "  - model: ./base\n" * 3000,
     "documents-1500": "---\n".join(
         f"name: s{n}\nmerge_method: linear\nmodels: [{{model: s{n - 1}, parameters: {{weight: 1}}}}]\n"
         for n in range(1500)

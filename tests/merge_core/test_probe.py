@@ -20,7 +20,7 @@ from mergegate.merge_core.engine.forecast.probe import (
 )
 from mergegate.merge_core.errors import InvalidInput
 
-RATES = Rates(read=1.0, write=2.0, copy=3.0, hash=4.0, units=5.0, same_disk=False, measured_at=time.time())
+RATES = Rates(read=1.0, write=2.0, copy=3.0, hash=4.0, units=5.0, same_disk=False, measured_at=0.0)
 
 
 class FakeDisk:
@@ -102,10 +102,10 @@ def test_more_elements_take_longer() -> None:
 
 def test_rates_are_stored_per_machine_and_expire(tmp_path: Path) -> None:
     memory = tmp_path / "state" / "rates.json"
-    old = replace(RATES, measured_at=time.time() - 7200)
-    save_rates(memory, "here", RATES)
+    new, old = (replace(RATES, measured_at=time.time() - age) for age in (0, 7200))
+    save_rates(memory, "here", new)
     save_rates(memory, "there", old)
-    assert load_rates(memory, "here", max_age=3600) == RATES
+    assert load_rates(memory, "here", max_age=3600) == new
     assert load_rates(memory, "there", max_age=3600) is None
     assert load_rates(memory, "there", max_age=10_000) == old
     assert load_rates(memory, "elsewhere", max_age=3600) is None
@@ -117,8 +117,9 @@ def test_a_damaged_rates_file_is_ignored(tmp_path: Path, content: str) -> None:
     memory = tmp_path / "rates.json"
     memory.write_text(content)
     assert load_rates(memory, "here", max_age=3600) is None
-    save_rates(memory, "here", RATES)
-    assert load_rates(memory, "here", max_age=3600) == RATES
+    new = replace(RATES, measured_at=time.time())
+    save_rates(memory, "here", new)
+    assert load_rates(memory, "here", max_age=3600) == new
 
 
 def test_the_machine_key_has_machine_disks_and_device(tmp_path: Path, weights: Path) -> None:

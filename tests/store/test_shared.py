@@ -322,7 +322,7 @@ def bucket() -> Iterator[Any]:
 def test_a_bucket_can_be_the_shared_store(tmp_path: Path, bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(PROJECT / "tests" / "publish")
     with bucket.found_by_clients(monkeypatch):
-        one, two = Machine(tmp_path / "1", "s3://models/store"), Machine(tmp_path / "2", "s3://models/store")
+        one, two = (Machine(tmp_path / name, "s3://models/store", lease_s=60) for name in ("1", "2"))
         look_at_bucket(bucket, one, two)
 
 
