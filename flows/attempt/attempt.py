@@ -210,8 +210,8 @@ def proposed_remedy(attempts: Sequence[Attempt | FailedMerge], profile: Profile)
             if remedy.kind != "recipe":
                 continue
             location = f"profile {profile.name}: the proposed remedy"
-            candidate = changed_candidate(attempt.cleared.candidate, remedy.change, profile.root, location)
             try:
+                candidate = changed_candidate(attempt.cleared.candidate, remedy.change, profile.root, location)
                 return clear_further(candidate, profile)
             except CannotDecide:
                 raise

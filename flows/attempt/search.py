@@ -25,7 +25,7 @@ from mergegate.flows.preflight import (
 )
 from mergegate.flows.profile import Profile
 from mergegate.merge_core import plan_merge
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import CannotDecide, InvalidInput, MergegateError
 from mergegate.merge_core.system import cores_of_process
 from mergegate.tasks.checkpoints import fetch_weights, pin_checkpoints
 from mergegate.tasks.merge import numerics, prepare_recipe
@@ -226,12 +226,20 @@ def with_tuned_candidate(
         return
     require_work_allowed("search for a scale")
     announce("remedy: a search for the scale")
-    search = prepare_search(profile.scale_search)
-    with open_trial_pool(search, profile.scale_search, runner) as pool:
-        study = run_search(pool)
-        verdict = run_confirmation(pool, study)
-    if isinstance(verdict, Confirmation) and verdict.confirmed:
+    try:
+        search = prepare_search(profile.scale_search)
+        with open_trial_pool(search, profile.scale_search, runner) as pool:
+            study = run_search(pool)
+            verdict = run_confirmation(pool, study)
+        if not (isinstance(verdict, Confirmation) and verdict.confirmed):
+            return
         change = {SCALE: study.recipes[verdict.winner]["parameters"][SCALE]}
         location = f"profile {profile.name}: tune: scale"
         candidate = changed_candidate(candidates[0].candidate, change, profile.root, location)
-        yield clear_further(replace(candidate, remedy=f"{candidate.remedy}, which a search found"), profile)
+        tuned = clear_further(replace(candidate, remedy=f"{candidate.remedy}, which a search found"), profile)
+    except CannotDecide:
+        raise
+    except MergegateError as error:  # The verdicts on the other candidates are still the result of the run.
+        announce(f"skipped the search for a scale: {error.found}")
+        return
+    yield tuned

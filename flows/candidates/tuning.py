@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 TUNE: Mapping[str, str] = {"tune": "scale"}  # as a remedy
 SCALE = "lambda"  # key in recipes
+# Keys that need distances between the models, or the finished merge.
+_NOT_IN_TRIALS = ("leave_out_beyond", "router_repair")
 _RANGE = 2.5  # factor below and above the written value
 
 
@@ -75,6 +77,15 @@ def _scale_in(recipe: Mapping[str, Any], location: str) -> float:
     if "clients" in recipe:
         raise InvalidInput(location, found="a round of clients", expected="the same recipe in every run")
     method = find_method(recipe.get("merge_method"), f"{location}: merge_method")
+    needs_more = [key for key in _NOT_IN_TRIALS if recipe.get(key) is not None]
+    needs_more += [method.name] if method.traits.weights_by_distance else []
+    if needs_more:
+        raise InvalidInput(
+            location,
+            found=f"{needs_more[0]}, and a search for the scale",
+            expected="a recipe that is merged in memory for every trial, with the same models",
+            remedy=f"search without {needs_more[0]}",
+        )
     parameter = method.parameter(SCALE)
     if parameter is None:
         scaled = ", ".join(name for name, candidate in merge_methods().items() if candidate.parameter(SCALE))

@@ -74,8 +74,8 @@ def approve_command(
             facts = {"profile": waiting_run.profile, "version": waiting_run.version, "run": str(waiting_run.id)}
             print_answer(decision, f"{decision} {name}", {**facts, "page": page})
         else:
-            console.print(f"{decision} {name}; a worker continues the run", markup=False)
-            console.print(f"  {page}", markup=False)
+            console.print(f"{decision} {name}; a worker continues the run")
+            console.print(f"  {page}")
 
 
 def current_user() -> str:

@@ -102,7 +102,10 @@ def fit_table(table: Table, width: int) -> Iterator[Table | Text]:
 class FittingConsole(Console):
     """A console whose text and tables fit its width."""
 
-    def print(self, *objects: Any, sep: str = " ", markup: bool | None = None, **options: Any) -> None:
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, **options)  # Text contains names and paths of users, also with brackets.
+
+    def print(self, *objects: Any, sep: str = " ", **options: Any) -> None:
         """Print text wrapped at words, and tables with columns that fit.
 
         Text with ``no_wrap`` is printed as it is, for example lines to paste into a file. Other options are rich's.
@@ -112,13 +115,9 @@ class FittingConsole(Console):
                 super().print(part, **options) if isinstance(part, Table) else self.print(part, **options)
             return
         if objects and all(isinstance(item, str | Text) for item in objects):
-            texts = (
-                item if isinstance(item, Text) else Text(item) if markup is False else Text.from_markup(item)
-                for item in objects
-            )
-            text = Text(sep).join(texts)
+            text = Text(sep).join(item if isinstance(item, Text) else Text(item) for item in objects)
             if not options.get("no_wrap"):
                 lines = text.split(allow_blank=True)
                 text = Text("\n").join(part for line in lines for part in wrap_line(line, self.width))
             objects, options = (text,), {**options, "soft_wrap": True}  # already wrapped
-        super().print(*objects, sep=sep, markup=markup, **options)
+        super().print(*objects, sep=sep, **options)

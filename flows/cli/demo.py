@@ -34,7 +34,7 @@ def demo_command(
     with command_context(as_json) as console:
         is_new = copy_demo(directory)
         where = "copied the demo into" if is_new else "the demo is in"
-        console.print(f"{where} {directory}; run other commands about it there (cd {directory})", markup=False)
+        console.print(f"{where} {directory}; run other commands about it there (cd {directory})")
         # The state is in the demo, but the working directory stays, so that printed paths are relative to it.
         os.environ.setdefault("MERGEGATE_HOME", str((directory / ".mergegate").absolute()))
     run_command(directory / PROFILE, as_json=as_json)

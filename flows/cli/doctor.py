@@ -79,13 +79,13 @@ def doctor_command(
             for finding, action in pairs:
                 ending = f" → {action}" if action else ""
                 details = f"{finding.path} ({format_bytes(finding.bytes)}): {finding.explanation}{ending}"
-                console.print(f"  {finding.kind:<10}  {details}", markup=False)
+                console.print(f"  {finding.kind:<10}  {details}")
             if not findings:
                 console.print("  no damaged and no leftover files")
             elif is_damaged:
                 console.print("  the next run rebuilds what it needs; mergegate doctor --repair cleans up now")
             for purpose, tool, remedy in _optional_tools():
-                console.print(f"  {purpose:<22} {tool or f'not installed: {remedy}'}", markup=False)
+                console.print(f"  {purpose:<22} {tool or f'not installed: {remedy}'}")
         raise typer.Exit(3 if is_damaged else 0)
 
 

@@ -75,7 +75,6 @@ def export_command(
         console.print(
             f"{short_path(output)}: {format_count(result.files, 'file')}, {format_bytes(result.bytes)}, the results of "
             f"{models}",
-            markup=False,
         )
 
 

@@ -66,7 +66,7 @@ def fetch_profile_data(file: Path, console: Console) -> tuple[Path, list[Fetched
     def note(dataset: FetchedDataset) -> None:
         fetched.append(dataset)
         status = f"fetched at {dataset.revision[:12]}" if dataset.revision else "already there"
-        console.print(f"{dataset.name}: {status}", markup=False)
+        console.print(f"{dataset.name}: {status}")
 
     fetch_datasets(datasets, root, note)
     return root, fetched

@@ -95,7 +95,7 @@ def merge_recipe(recipe_file: Path, options: MergeOptions, console: Console) -> 
     out.absolute()  # Report a deleted working directory before parents appear to be missing in it.
     candidate = recipe_of_file(recipe_file)
     for remark in candidate.remarks:
-        console.print(remark, markup=False)
+        console.print(remark)
     cleared = clear_recipe(candidate.recipe)
     if options.share and cleared.recipe.output:
         raise InvalidInput(
@@ -108,7 +108,7 @@ def merge_recipe(recipe_file: Path, options: MergeOptions, console: Console) -> 
         remedy = f"; {finding.remedy}" if finding.remedy else ""
         console.print(Text(f"{finding.severity}: {finding}{remedy}"))
     if snapshots := [snapshot for parent in cleared.parents for snapshot in parent.snapshots]:
-        with _bar("fetch", console) as bar:
+        with _bar(console) as bar:
             job = bar.add_task("fetch", total=None)
             downloaded = download_snapshots(
                 snapshots, store().hashes, lambda done, total: bar.update(job, completed=done, total=total)
@@ -147,9 +147,9 @@ def _merge_into(
     settings = MergeSettings(seed=options.seed, device=options.device)
     recipe = with_new_routers(prepare_recipe(cleared_recipe.recipe, find), find, numerics(settings))
     if routing := repaired_routing(recipe):
-        console.print(routing.sentences, markup=False)
+        console.print(routing.sentences)
     for model, why in recipe.left_out.items():
-        console.print(f"left out: {model}: {why}", markup=False)
+        console.print(f"left out: {model}: {why}")
     if recipe.output:
         return _combine(recipe, directory, cleared_recipe, identities, options, console)
     # The headers of downloaded parents must be read again from the local files.
@@ -176,8 +176,8 @@ def _merge_into(
 
     if not options.share:
         start_or_resume(directory, plan)
-    with _bar(recipe.summary(), console) as bar:
-        job = bar.add_task("merge", total=None)
+    with _bar(console) as bar:
+        job = bar.add_task(recipe.summary(), total=None)
         record = merge_weights(
             plan,
             directory,
@@ -229,8 +229,8 @@ def _combine(
     parents = [
         (parent.ref, parent.directory, parent.adapter.directory) for parent in cleared_recipe.parents if parent.adapter
     ]
-    with _bar(recipe.summary(), console) as bar:
-        job = bar.add_task("merge", total=None)
+    with _bar(console) as bar:
+        job = bar.add_task(recipe.summary(), total=None)
         combined = combine_parents(
             recipe,
             parents,
@@ -252,6 +252,7 @@ def _combine(
     }
 
 
-def _bar(label: str, console: Console) -> Progress:
-    columns = (TextColumn(label), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+def _bar(console: Console) -> Progress:
+    label = TextColumn("{task.description}", markup=False)
+    columns = (label, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     return Progress(*columns, console=console)

@@ -64,10 +64,10 @@ def status_command(as_json: JsonOption = False) -> None:
             console.print("running  nothing")
         for entry in due:
             if not entry.missing:
-                console.print(f"due      {entry.profile}  {entry.schedule}", markup=False)
+                console.print(f"due      {entry.profile}  {entry.schedule}")
         for missing in dict.fromkeys(entry.missing for entry in due if entry.missing):
             profiles = ", ".join(entry.profile for entry in due if entry.missing == missing)
-            console.print(f"due      not {profiles}: {missing}", markup=False)
+            console.print(f"due      not {profiles}: {missing}")
         if not due:
             console.print(f"due      nothing: no {SCHEDULES_FILE} in this directory")
         for record in last.values():

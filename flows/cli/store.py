@@ -126,7 +126,7 @@ def store_verify_command(as_json: JsonOption = False) -> None:
             print_answer("damaged" if damaged else "sound", message, {"read": len(entries), "damaged": rows})
         else:
             for finding in damaged:
-                console.print(f"  damaged  {finding.path}: {finding.explanation}", markup=False)
+                console.print(f"  damaged  {finding.path}: {finding.explanation}")
             if damaged:
                 console.print("  the next run that needs them rebuilds them; mergegate doctor --repair sets them aside")
             else:
@@ -193,17 +193,17 @@ def store_gc_command(
         for entry, why in plan.removals:
             name = f"{entry.stage}/{entry.name}" if entry.stage else entry.name
             verb = "would remove" if dry_run else "removed"
-            console.print(f"  {verb}  {name} ({format_bytes(entry.bytes)}): {why}", markup=False)
+            console.print(f"  {verb}  {name} ({format_bytes(entry.bytes)}): {why}")
         reasons: dict[str, list[int]] = defaultdict(list)
         for entry, why in plan.retained:
             reasons[why].append(entry.bytes)
         for why, entry_sizes in sorted(reasons.items(), key=lambda item: -sum(item[1])):
-            console.print(f"  kept  {len(entry_sizes)} ({format_bytes(sum(entry_sizes))}): {why}", markup=False)
+            console.print(f"  kept  {len(entry_sizes)} ({format_bytes(sum(entry_sizes))}): {why}")
         change = "{} now, {} after mergegate store gc" if dry_run else "{} before, {} now"
         before_after = (format_bytes(plan.bytes_before), format_bytes(plan.bytes_after))
-        console.print(f"{root}: {change.format(*before_after)}", markup=False)
+        console.print(f"{root}: {change.format(*before_after)}")
         if plan.over_quota:
-            console.print(f"  {format_bytes(plan.over_quota)} over the quota, because the rest is needed", markup=False)
+            console.print(f"  {format_bytes(plan.over_quota)} over the quota, because the rest is needed")
 
 
 def _reason(entry: StoreEntry, reasons: Mapping[EntryName, str]) -> str:

@@ -79,11 +79,11 @@ def verify_command(
         if as_json:
             print_answer("verified", f"{release} is as it was published", _plain(verified))
             return
-        console.print(str(verified), markup=False)
+        console.print(str(verified))
         if verified.recomputed:
             _print_verdict(console, verified.recomputed)
         for variant_type, recomputed in verified.variants.items():
-            console.print(f"\n{variant_type}", markup=False)
+            console.print(f"\n{variant_type}")
             _print_verdict(console, recomputed)
 
 
@@ -155,7 +155,7 @@ def reproduce_command(
         if as_json:
             print_answer("reproduced", f"the rebuilt weights of {release} are identical", _plain(rebuilt))
             return
-        console.print(str(rebuilt), markup=False)
+        console.print(str(rebuilt))
 
 
 def reproduce_release(

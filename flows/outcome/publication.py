@@ -8,6 +8,7 @@ names the failed one. Running again publishes only that one.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 from mergegate.flows.attempt import Assessment, Attempt
@@ -209,10 +210,10 @@ def _publish_variants(
         parts = place.parts
         try:
             release = publish(place.target, profile.root, parts, expected_head=place.expected_head)
-        except CannotDecide:  # the disk is full or a time limit expired, so the other places would fail, too
-            raise
         except MergegateError as error:
             problems[parts.name] = error
+            if isinstance(error, CannotDecide):  # The disk is full or a time limit expired: other places would fail.
+                break
             continue
         types = tuple(variant.type for variant in parts.passed)
         published.append(
@@ -224,7 +225,9 @@ def _publish_variants(
                 new=release.new,
             )
         )
-    update: dict[str, object] = {"variants": tuple(published), "reasons": _kept_places(profile, target, places, merge)}
+    update: dict[str, object] = {"variants": tuple(published)}
+    with suppress(MergegateError):  # Everything is published, and these sentences are only additional.
+        update["reasons"] = _kept_places(profile, target, places, merge)
     new_types = [variant_type for each in published if each.new for variant_type in each.types]
     if new_types and not merge.new:
         update |= {"status": "released", "message": f"released {', '.join(new_types)} of {merge.name} {merge.version}"}

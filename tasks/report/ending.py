@@ -31,7 +31,7 @@ _CONSEQUENCES = {
     "interrupted": f"A user or the system stopped this run. {_RESUMES}",
     "failed": f"This is an error in mergegate or its environment, not a verdict on the merge. {_RESUMES}",
 }
-_REFUSED_LATE = f"This run published nothing. {_RESUMES}"
+_ENDED_LATE = f"This run published nothing. {_RESUMES}"
 _STAGES = "<!--stages--><!--/stages-->"
 
 
@@ -68,6 +68,7 @@ class EndedRun(BaseModel):
 def render_ending(content: EndedRun) -> str:
     """Return the page about the run as HTML, without scripts or external resources. Equal content gives equal text."""
     first, _, rest = content.message.partition("\n")
+    consequence = _CONSEQUENCES.get(content.status, "")
     merged = any(stage.name == "merge" and stage.status in ("made", "cached", "rebuilt") for stage in content.stages)
     return page_template("ending.html").render(
         content=content,
@@ -75,7 +76,7 @@ def render_ending(content: EndedRun) -> str:
         first=first,
         rest=rest,
         outcome=outcome_of_status(content.status),
-        consequence=_REFUSED_LATE if merged and content.status == "refused" else _CONSEQUENCES.get(content.status, ""),
+        consequence=_ENDED_LATE if merged and content.status in ("refused", "invalid") else consequence,
         style=page_style("ending.css"),
         **_stage_variables(content.stages),
     )

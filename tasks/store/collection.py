@@ -161,20 +161,18 @@ def _move_to_trash(root: Path, entry: StoreEntry, needs: _Needs) -> bool:
     """Move an entry into the trash. Return False if another process has locked it or a run now needs it."""
     path = root / entry.stage / entry.name
     trash = state_directory(root / TRASH) / f"{entry.stage}-{entry.name}-{time.time_ns()}"
-    # No run needs a set-aside entry, even while a run rebuilds the artifact of the same key.
-    is_aside = entry.kind == "set aside"
     lock = root / LOCKS / (f"{entry.stage}-{entry.key}" if entry.key else _COLLECTION + "-other")
     descriptor = try_open_locked(lock, os.O_RDWR | os.O_CREAT)
     if descriptor is None:
         return False
     try:
-        if not is_aside and entry.entry_name in needs.now():
+        if not entry.is_unused and entry.entry_name in needs.now():
             return False
         try:
             path.rename(trash)
         except FileNotFoundError:
             return not os.path.lexists(path)  # Already gone.
-        if not is_aside and entry.entry_name in needs.now():
+        if not entry.is_unused and entry.entry_name in needs.now():
             with suppress(FileNotFoundError):
                 trash.rename(path)
             return False

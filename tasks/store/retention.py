@@ -77,6 +77,11 @@ class StoreEntry:
     def entry_name(self) -> EntryName:
         return EntryName(self.stage, self.key)
 
+    @property
+    def is_unused(self) -> bool:
+        """Whether no run reads the entry, even if a run needs the artifact of the same key."""
+        return self.kind in ("set aside", "left over")
+
 
 @dataclass(frozen=True)
 class RetentionRule:
@@ -173,7 +178,7 @@ def plan_retention(
     retained: list[tuple[StoreEntry, str]] = []
     for entry in oldest_first:
         age = max(0.0, now - entry.used)
-        if (why := reasons_to_keep.get(entry.entry_name)) and entry.kind not in ("set aside", "left over"):
+        if (why := reasons_to_keep.get(entry.entry_name)) and not entry.is_unused:
             retained.append((entry, why))
         elif (entry.stage, entry.name) in busy:
             retained.append((entry, "in use"))

@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 from mergegate.flows.cli import progress
 from mergegate.flows.cli.app import app
 from mergegate.flows.cli.console import FittingConsole, wrap_line
+from mergegate.flows.cli.merge import _bar
 from mergegate.flows.cli.progress import TerminalProgress, fit_text
 from mergegate.flows.cli.score_table import print_scores, print_table
 from mergegate.tasks.report import DECISION_COLUMNS, Row, ScoreTable
@@ -132,6 +133,15 @@ def test_a_stage_has_its_time_in_a_column_and_a_long_result_below_itself(width: 
 )
 def test_a_long_line_continues_below_its_text(text: str, lines: list[str]) -> None:
     assert [line.plain for line in wrap_line(Text(text), 28)] == lines
+
+
+@pytest.mark.parametrize("text", ["out/[v2]/m", "out[/b]", "[bold]models[/bold]", r"a\[b]", "{task.fields}"])
+def test_text_with_brackets_is_printed_as_it_is(text: str) -> None:
+    assert printed(80, lambda console: console.print(text)) == [text]
+    assert printed(80, lambda console: console.print(f"{text}:", 7)) == [f"{text}: 7"]
+    with _bar(FittingConsole(file=io.StringIO(), width=200, force_terminal=True, color_system=None)) as bar:
+        bar.add_task(text, total=None)
+    assert text in bar.console.file.getvalue()  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("width", [30, 45, 60, 200])

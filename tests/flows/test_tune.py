@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
 from demo_project import PROFILES, Project, make_project
 
+from mergegate.flows.attempt import search
 from mergegate.flows.candidates import TuningSize, has_searchable_scale
 from mergegate.flows.preflight import pin_profile_evidence, pin_profile_sweep
 from mergegate.flows.profile import Profile, load_profile, parse_profile
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import resolve_parents
 
@@ -93,6 +94,9 @@ def test_a_recipe_in_a_file_names_the_same_models(tmp_path: Path) -> None:
         ({**AVERAGE, "merge_method": "linear"}, {}, "linear, which does not have 'lambda'"),
         (scaled([0.5, 1.0]), {}, "one number above 0"),
         (scaled(0), {}, "one number above 0"),
+        ({**scaled(1), "leave_out_beyond": 3}, {}, "search without leave_out_beyond"),
+        ({**scaled(1), "router_repair": {"text": "demo/data/held-out.jsonl"}}, {}, "search without router_repair"),
+        ({**scaled(1), "merge_method": "geometric_median"}, {}, "search without geometric_median"),
         (scaled(-1), {}, "one number above 0"),
         (scaled(True), {}, "one number above 0"),
         (scaled("much"), {}, "one number above 0"),
@@ -254,6 +258,18 @@ def test_a_plain_average_that_forgets_becomes_a_release_at_the_scale_that_is_fou
     winner = yaml.safe_load((project.home / "sweeps/plain-winner.yaml").read_text())
     assert 1.4 < winner["parameters"]["lambda"] < 2.1, "1.7 is best by right answers"
     assert min(exact(released).values()) > 98
+
+
+@pytest.mark.parametrize("error", [InvalidInput("recipe", found="no layers"), Refused("merge", found="NaN")])
+def test_a_search_that_cannot_run_leaves_the_verdicts_on_the_other_candidates(
+    monkeypatch: pytest.MonkeyPatch, error: MergegateError
+) -> None:
+    def prepare(profile: Profile) -> None:
+        raise error
+
+    monkeypatch.setattr(search, "prepare_search", prepare)
+    prepared = profile(AVERAGE, remedies=[{"tune": "scale"}])
+    assert [*search.with_tuned_candidate([cast("Any", "written")], prepared, cast("Any", None))] == ["written"]
 
 
 @pytest.mark.slow

@@ -579,3 +579,13 @@ def test_the_history_page_lists_the_variants_of_a_run() -> None:
     page = Page(render_history(History((record(variants=(variant("Q8_0", "pass"), variant("Q4_K_M", "fail"))),), 0)))
     assert "Q8_0 pass" in page.text
     assert "Q4_K_M fail, not published" in page.text
+
+
+@pytest.mark.parametrize("status", ["refused", "invalid"])
+@pytest.mark.parametrize("stages", [("licenses",), ("licenses", "merge")])
+def test_the_page_of_an_ended_run_says_that_nothing_was_merged_only_if_it_is_true(
+    status: str, stages: tuple[str, ...]
+) -> None:
+    ended = [EndedStage(name=name, subject="", status="made", seconds=1, summary="") for name in stages]
+    page = Page(render_ending(EndedRun(name="demo", flow="release", status=status, message="x", stages=tuple(ended))))
+    assert ("merged and published nothing" in page.text) == ("merge" not in stages)
