@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from uuid import UUID
@@ -34,13 +35,18 @@ class WaitingRun:
 
 def waiting_runs(client: SyncPrefectClient) -> tuple[WaitingRun, ...]:
     """Return all runs that wait for approval, the oldest first."""
+    from prefect.exceptions import ObjectNotFound
+
     waiting = []
     for run in suspended_runs(client):
         if keys := question_keys(run):
             summary = json.loads(client.read_flow_run_input(run.id, keys["description"]))
             form = json.loads(client.read_flow_run_input(run.id, keys["schema"]))
             version = form["properties"]["version"]["default"]
-            profile = client.read_deployment(run.deployment_id).name if run.deployment_id else ""
+            profile = ""
+            if run.deployment_id:
+                with suppress(ObjectNotFound):  # the run outlives its deployment
+                    profile = client.read_deployment(run.deployment_id).name
             waiting.append(WaitingRun(run.id, run.name, profile, str(version), str(summary)))
     return tuple(waiting)
 

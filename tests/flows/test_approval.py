@@ -10,11 +10,13 @@ from uuid import UUID
 
 import pytest
 from demo_project import Printed, Project
+from prefect.client.orchestration import get_client
+from prefect.client.schemas.objects import State, StateDetails, StateType
 from rich.console import Console
 
 from mergegate.flows.cli.approve import TerminalApproval
 from mergegate.flows.cli.progress import TerminalProgress
-from mergegate.flows.prefect_api import ApprovalRequest, Decision, WaitingRun, select_waiting_run
+from mergegate.flows.prefect_api import ApprovalRequest, Decision, WaitingRun, select_waiting_run, waiting_runs
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.publish import PendingRelease
 
@@ -105,3 +107,21 @@ def test_several_waiting_runs_require_a_name(named: str | None) -> None:
 def test_approve_reports_that_no_run_waits(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="waits for approval"):
         select_waiting_run((), None)
+
+
+def test_a_run_whose_deployment_was_deleted_still_waits(prefect_api: None) -> None:
+    with get_client(sync_client=True) as client:
+        deployment = client.create_deployment(client.create_flow_from_name("release"), "removed-profile")
+        run = client.create_flow_run_from_deployment(deployment)
+        keys = {"schema": "run-publish-1-schema", "description": "run-publish-1-description"}
+        client.create_flow_run_input(run.id, keys["schema"], '{"properties": {"version": {"default": "version-1"}}}')
+        client.create_flow_run_input(run.id, keys["description"], '"# Evidence"')
+        details = StateDetails(run_input_keyset=keys)
+        suspended: State[object] = State(type=StateType.PAUSED, name="Suspended", state_details=details)
+        client.set_flow_run_state(run.id, suspended, force=True)
+        client.delete_deployment(deployment)
+        try:
+            found = [waiting for waiting in waiting_runs(client) if waiting.id == run.id]
+        finally:
+            client.delete_flow_run(run.id)
+    assert found == [WaitingRun(run.id, run.name, "", "version-1", "# Evidence")]
