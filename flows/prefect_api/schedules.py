@@ -42,6 +42,19 @@ Occasion = Literal["released", "refused", "failed", "late", "approval"]
 OCCASIONS: tuple[Occasion, ...] = ("released", "refused", "failed", "late", "approval")
 
 
+def is_server_address(address: str) -> bool:
+    """Return whether ``address`` is the URL of an HTTP server that a client can connect to: a host and a valid port."""
+    import httpx
+
+    try:
+        parts = urlsplit(address)
+        httpx.URL(address)
+        (parts.hostname or "").encode("idna")
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except (ValueError, httpx.InvalidURL):
+        return False
+
+
 def _require_known_zone(name: str) -> str:
     if name not in available_timezones():
         raise ValueError(f"unknown time zone; {suggest(name, [*available_timezones()])}"[:200])
@@ -135,7 +148,8 @@ class SiteSettings(SchedulesSection):
 
     @model_validator(mode="after")
     def _require_addresses_without_secrets(self) -> Self:
-        if self.address is not None and not re.fullmatch(r"https?://[^/@]+/?", self.address):
+        is_bare = re.fullmatch(r"https?://[^/@]+/?", self.address or "")
+        if self.address is not None and not (is_bare and is_server_address(self.address)):
             raise ValueError(f"address {self.address!r}: expected http://host:port")
         if self.database is not None:
             if urlsplit(self.database).password:

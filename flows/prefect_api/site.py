@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from mergegate.flows.prefect_api.schedules import Schedules
+from mergegate.flows.prefect_api.schedules import Schedules, is_server_address
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import disk_errors_refused, state_directory
 from mergegate.merge_core.parsing import open_plain, read_text
@@ -125,7 +125,7 @@ def find_site(schedules: Schedules | None = None, *, address: str | None = None)
     default = ("", f"http://127.0.0.1:{PORT}")
     source, url = next(((source, value) for source, value in addresses.items() if value), default)
     plain = url.rstrip("/").removesuffix("/api")
-    if urlsplit(plain).scheme not in ("http", "https") or not urlsplit(plain).hostname:
+    if not is_server_address(plain):
         raise InvalidInput(source, found=repr(url), expected="an address such as http://127.0.0.1:4200/api")
     secret = os.environ.get("PREFECT_API_AUTH_STRING") or _read_secret(_secret_file())
     return Site(Path.cwd(), home(), plain, secret)

@@ -97,13 +97,36 @@ def test_the_address_is_what_is_said_nearest(here: Path, monkeypatch: pytest.Mon
     assert find_site(file, address="http://said:3").api == "http://said:3/api"
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1:4200", "ftp://x", "http://", "http://:4200"])
+MALFORMED = (
+    "http://[::1",
+    "http://[zz]:1",
+    "http://host:abc",
+    "http://host:65536",
+    "http://host:0",
+    "http://256.1.1.1:1",
+    f"http://{'a' * 64}",
+)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:4200", "ftp://x", "http://", "http://:4200", *MALFORMED])
 def test_an_invalid_address_is_refused_with_its_source(
     here: Path, monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     monkeypatch.setenv("PREFECT_API_URL", address)
     with pytest.raises(InvalidInput, match="PREFECT_API_URL"):
         find_site()
+
+
+@pytest.mark.parametrize("address", MALFORMED)
+def test_a_malformed_address_in_the_schedules_file_is_refused(address: str) -> None:
+    with pytest.raises(InvalidInput, match="expected http://host:port"):
+        parse_schedules({"profiles": [], "server": {"address": address}}, "schedules.yaml")
+
+
+@pytest.mark.parametrize("address", ["http://[::1]:4200", "https://server_1", "http://bücher.example:1"])
+def test_a_valid_address_is_accepted_from_every_source(here: Path, address: str) -> None:
+    file = parse_schedules({"profiles": [], "server": {"address": address}}, "schedules.yaml")
+    assert find_site(file).address == find_site(address=address).address == address
 
 
 def test_a_server_that_does_not_answer_is_one_clear_error(here: Path) -> None:
