@@ -18,7 +18,6 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from mergegate.flows.prefect_api.schedules import Schedules, is_server_address
 from mergegate.merge_core.errors import InvalidInput
@@ -225,10 +224,11 @@ def require_database(url: str) -> None:
 
     try:
         asyncio.run(connect())
-    except (OSError, ValueError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
-        address = urlsplit(plain)
+    except (OSError, OverflowError, ValueError, asyncpg.PostgresError, asyncpg.InterfaceError) as error:
+        # Do not parse the address, because it may be the malformed part. The password ends at the last '@'.
+        address = plain.partition("://")[2].rpartition("@")[2].partition("?")[0]
         raise InvalidInput(
-            f"the database at {address.hostname}:{address.port or 5432}{address.path}",
+            f"the database at {address}",
             found=str(error).splitlines()[0] if str(error) else type(error).__name__,
             expected="a PostgreSQL server that grants access",
             remedy="start the server, correct the address, or set PGPASSWORD",

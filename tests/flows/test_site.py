@@ -14,6 +14,7 @@ from mergegate.flows.prefect_api import (
     database_url,
     find_site,
     load_or_create_secret,
+    require_database,
     require_site,
     write_settings,
 )
@@ -157,3 +158,13 @@ def test_the_database_comes_from_the_environment_or_the_schedules_file(
     monkeypatch.setenv("MERGEGATE_DATABASE", "sqlite:///x")
     with pytest.raises(InvalidInput, match="MERGEGATE_DATABASE"):
         database_url(file)
+
+
+@pytest.mark.parametrize(
+    "hosts", ["127.0.0.1:abc", "127.0.0.1:65536", "127.0.0.1:1,127.0.0.1:2", "[::1", "127.0.0.1:1"]
+)
+def test_a_database_that_cannot_be_reached_is_named_without_its_password(hosts: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        require_database(f"postgresql+asyncpg://me:secret@{hosts}/records?ssl=disable")
+    assert caught.value.where == f"the database at {hosts}/records"
+    assert "secret" not in str(caught.value)
