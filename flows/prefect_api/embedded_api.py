@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import http.client
 import logging
 import os
 import secrets
@@ -139,7 +140,7 @@ def local_api() -> Iterator[None]:
                 pass
         except urllib.error.HTTPError:
             pass  # the server answers; Prefect reports an access error
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             raise InvalidInput(
                 f"PREFECT_API_URL: {url}",
                 found=f"no server answers ({error})",

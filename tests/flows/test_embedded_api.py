@@ -6,14 +6,20 @@ import shutil
 import sqlite3
 import urllib.error
 import urllib.request
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
+from socketserver import BaseRequestHandler, TCPServer
 
 import prefect
 import pytest
 from api_start import start_api
+from loopback import answering
 from prefect.client.orchestration import get_client
 from prefect.settings import get_current_settings
+
+from mergegate.flows.prefect_api import embedded_api, local_api
+from mergegate.merge_core.errors import InvalidInput
 
 FOREIGN = "http://somebody.example"
 
@@ -71,3 +77,31 @@ def test_a_new_project_copies_the_empty_database_of_the_user(prefect_database: P
         assert tables(empty) == tables(prefect_database)
     else:
         assert empty.exists() == (kept == "intact")
+
+
+@contextmanager
+def server_of_another_protocol() -> Iterator[str]:
+    """Yield the URL of a server that greets its clients like a mail server."""
+
+    class Greeting(BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(1024)
+            self.request.sendall(b"220 mail.example ESMTP\r\n")
+
+    with answering(TCPServer(("127.0.0.1", 0), Greeting)) as server:
+        yield f"http://127.0.0.1:{server.server_address[1]}/api"
+
+
+def require_refusal(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(embedded_api, "configured_url", lambda: url)
+    with pytest.raises(InvalidInput, match="no server answers"), local_api():
+        pass
+
+
+def test_a_configured_address_with_an_invalid_port_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    require_refusal("http://127.0.0.1:abc/api", monkeypatch)
+
+
+def test_a_configured_server_of_another_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with server_of_another_protocol() as url:
+        require_refusal(url, monkeypatch)
