@@ -121,6 +121,7 @@ def local_api() -> Iterator[None]:
     Raises:
         InvalidInput: The configured server does not answer.
         DiskUnavailable: The database cannot be written.
+        ApiNotStarted: The API does not start, even with a new database.
     """
     from prefect.events.worker import EventsWorker
     from prefect.settings import (
@@ -171,11 +172,11 @@ def local_api() -> Iterator[None]:
                 _create_database(database)
         try:
             url, stop = _start_server(database)
-        except _NotStarted as failure:
+        except ApiNotStarted as failure:
             # The database may have content that Prefect cannot read. Its records are lost, but the run can continue.
             require_writable(home)
             if database is None or not database.exists():
-                raise RuntimeError(str(failure)) from None
+                raise
             forget_records(database, str(failure))
             if is_new:
                 with suppress(OSError, RuntimeError):
@@ -195,14 +196,15 @@ def local_api() -> Iterator[None]:
             stop()
 
 
-class _NotStarted(Exception):
+class ApiNotStarted(RuntimeError):
     """Prefect's API did not start in this process."""
 
 
 def _start_server(database: Path | None) -> tuple[str, Callable[[], None]]:
     """Start the API in a thread, and return its URL and a function that stops it.
 
-    Raise _NotStarted if it does not start, or if the migrated database still lacks tables or columns.
+    Raises:
+        ApiNotStarted: The API does not start, or the migrated database still lacks tables or columns.
     """
     import uvicorn
     from prefect.server.api.server import create_app
@@ -225,7 +227,7 @@ def _start_server(database: Path | None) -> tuple[str, Callable[[], None]]:
         if not thread.is_alive() or time.monotonic() > deadline:
             stop()
             listener.close()
-            raise _NotStarted("Prefect's API did not start in this process; see its log above")
+            raise ApiNotStarted("Prefect's API did not start in this process; see its log above")
         time.sleep(0.02)
     if database is None:
         return url, stop
@@ -235,7 +237,7 @@ def _start_server(database: Path | None) -> tuple[str, Callable[[], None]]:
             rows = connection.execute("SELECT name FROM pragma_table_info(?)", (table.name,)).fetchall()
             if missing := sorted({column.name for column in table.columns} - {name for (name,) in rows}):
                 stop()
-                raise _NotStarted(f"Prefect's database has no {table.name}.{missing[0]}")
+                raise ApiNotStarted(f"Prefect's database has no {table.name}.{missing[0]}")
     return url, stop
 
 

@@ -16,7 +16,7 @@ import pytest
 from api_start import start_api
 from loopback import answering
 from prefect.client.orchestration import get_client
-from prefect.settings import get_current_settings
+from prefect.settings import PREFECT_HOME, get_current_settings, temporary_settings
 
 from mergegate.flows.prefect_api import embedded_api, local_api
 from mergegate.merge_core.errors import InvalidInput
@@ -105,3 +105,30 @@ def test_a_configured_address_with_an_invalid_port_is_refused(monkeypatch: pytes
 def test_a_configured_server_of_another_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with server_of_another_protocol() as url:
         require_refusal(url, monkeypatch)
+
+
+@pytest.mark.parametrize("exists", [True, False], ids=["damaged database", "no database"])
+def test_an_api_that_never_starts_raises_a_public_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exists: bool
+) -> None:
+    """The API starts at most twice: on the existing database, and on a new one."""
+    database = tmp_path / "prefect.db"
+    if exists:
+        database.touch()
+    starts = []
+
+    def fail(database: Path | None) -> None:
+        starts.append(database)
+        raise embedded_api.ApiNotStarted("Prefect's API did not start")
+
+    monkeypatch.setattr(embedded_api, "configured_url", lambda: None)
+    monkeypatch.setattr(embedded_api, "_database", lambda: database)
+    monkeypatch.setattr(embedded_api, "_create_database", lambda database: None)
+    monkeypatch.setattr(embedded_api, "_start_server", fail)
+    with (
+        temporary_settings({PREFECT_HOME: tmp_path}),
+        pytest.raises(RuntimeError, match="did not start"),
+        local_api(),
+    ):
+        pass
+    assert len(starts) == (2 if exists else 1)
