@@ -286,7 +286,10 @@ def _has_fields(existing: DeploymentResponse, fields: Mapping[str, Any]) -> bool
 
 def deployments_on_server(client: SyncPrefectClient) -> dict[str, DeploymentResponse]:
     """Return all deployments of mergegate's flows on the server, by full name."""
-    flows = {flow.id: flow.name for flow in client.read_flows() if flow.name in RESERVED}
+    from prefect.client.schemas.filters import FlowFilter, FlowFilterName
+
+    ours = FlowFilter(name=FlowFilterName(any_=list(RESERVED)))  # without it, the server returns any 200 flows
+    flows = {flow.id: flow.name for flow in client.read_flows(flow_filter=ours)}
     deployments: dict[str, DeploymentResponse] = {}
     while page := client.read_deployments(limit=200, offset=len(deployments)):
         deployments |= {

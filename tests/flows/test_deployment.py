@@ -190,6 +190,17 @@ def test_another_project_keeps_its_deployments(served: Served, tmp_path: Path) -
         served.deploy(nights(DEMO), replace(served.site, root=tmp_path))
 
 
+def test_a_server_with_many_flows_still_knows_ours(served: Served, tmp_path: Path) -> None:
+    """Prefect returns at most 200 flows at once, in the order of their names."""
+    served.deploy(nights(DEMO))
+    for number in range(200):
+        served.client.create_flow_from_name(f"another-team-{number}")
+    assert len(served.client.read_flows()) == 200
+    assert "release/demo" in deployments_on_server(served.client)
+    with pytest.raises(InvalidInput, match="it belongs to another project"):
+        served.deploy(nights(DEMO), replace(served.site, root=tmp_path))
+
+
 def test_an_invalid_cron_is_refused_with_the_name_of_its_profile(served: Served) -> None:
     with pytest.raises(InvalidInput, match="schedule of demo"):
         served.deploy(nights({**DEMO, "schedule": "99 3 * * *"}))
