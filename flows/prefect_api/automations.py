@@ -20,6 +20,7 @@ from mergegate.merge_core.errors import InvalidInput
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import BlockDocument
     from prefect.events.schemas.automations import Automation, AutomationCore
 
 # The server processes an event again if its database was busy the first time. This period, counted from the time of the
@@ -49,7 +50,11 @@ def sync_rules(
     owner = f"Kept by mergegate deploy in {site.root}. The next deploy reverts manual changes."
     # Prefect requires short and plain block names.
     prefix = f"mergegate-{hashlib.sha256(str(site.root).encode()).hexdigest()[:8]}-"
-    blocks = [_block(client, recipient, number, prefix) for number, recipient in enumerate(recipients)]
+    documents: list[BlockDocument] = []
+    while batch := client.read_block_documents(limit=200, offset=len(documents), include_secrets=False):
+        documents += batch
+    existing_blocks = {document.name: str(document.id) for document in documents if document.name}
+    blocks = [_block(recipient, number, prefix, existing_blocks) for number, recipient in enumerate(recipients)]
     on_server: list[Automation] = []
     while page := client.request(
         "POST", "/automations/filter", json={"limit": 200, "offset": len(on_server), "sort": "NAME_ASC"}
@@ -72,9 +77,9 @@ def sync_rules(
     for name in sorted(existing_rules.keys() - {rule.name for rule in rules}):
         client.delete_automation(existing_rules[name].id)
         changes.append((name, "removed"))
-    for block in client.read_block_documents(limit=200):  # delete the blocks of removed recipients
-        if block.name and block.name.startswith(prefix) and str(block.id) not in blocks:
-            client.delete_block_document(block.id)
+    for document in documents:  # delete the blocks of removed recipients
+        if document.name and document.name.startswith(prefix) and str(document.id) not in blocks:
+            client.delete_block_document(document.id)
     return tuple(changes)
 
 
@@ -122,10 +127,11 @@ def _sorted(value: Any) -> Any:
     return value
 
 
-def _block(client: SyncPrefectClient, recipient: Recipient, number: int, prefix: str) -> str:
+def _block(recipient: Recipient, number: int, prefix: str, existing_blocks: Mapping[str, str]) -> str:
     """Return the ID of the block that sends to the recipient.
 
     If the address is in the environment, create or update the block. Otherwise, use the existing one.
+    ``existing_blocks`` maps names of blocks to their IDs.
     """
     from prefect.blocks.core import Block
     from prefect.blocks.notifications import CustomWebhookNotificationBlock, SlackWebhook
@@ -153,15 +159,14 @@ def _block(client: SyncPrefectClient, recipient: Recipient, number: int, prefix:
             expected=" or ".join(kinds) + "…",
         )
     if not address:
-        ids = [document.id for document in client.read_block_documents(limit=200) if document.name == name]
-        if not ids:
+        if name not in existing_blocks:
             raise InvalidInput(
                 f"{SCHEDULES_FILE}: notify[{number}].address",
                 found=f"the environment variable {recipient.variable} is not set",
                 expected="the address of the recipient",
                 remedy=f"export {recipient.variable}=… and run mergegate deploy again; Prefect stores the address",
             )
-        return str(ids[0])
+        return existing_blocks[name]
     block: Block
     if recipient.to == "mail":
         # Prefect has no block for SMTP. This one passes any address to Apprise, which supports it.

@@ -15,6 +15,7 @@ import pytest
 from demo_project import make_project
 from patience import HANG_S
 from prefect.client.orchestration import SyncPrefectClient
+from prefect.client.schemas.actions import BlockDocumentCreate
 from prefect.client.schemas.objects import State, StateType
 from prefect.states import Scheduled
 from served_site import (
@@ -222,6 +223,31 @@ def told(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Received]:
     with webhook() as received:
         monkeypatch.setenv("HOOK", received.url)
         yield received
+
+
+def test_the_block_of_a_recipient_is_found_among_many(
+    served: Served, told: Received, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prefect returns at most 200 blocks at once. Names of mergegate's blocks come after those of another team."""
+    served.deploy(nights(DEMO, notify=[{"to": "webhook", "address": "$HOOK"}]))
+    kind = served.client.read_block_type_by_slug("secret")
+    schema = served.client.get_most_recent_block_schema_for_block_type(kind.id)
+    assert schema is not None
+    for number in range(200):
+        document = BlockDocumentCreate(
+            name=f"another-team-{number}", data={"value": "x"}, block_type_id=kind.id, block_schema_id=schema.id
+        )
+        served.client.create_block_document(document)
+
+    def of_mergegate() -> list[str]:
+        names = [block.name or "" for block in served.client.read_block_documents(limit=200, offset=200)]
+        return [name for name in names if name.startswith("mergegate-")]
+
+    assert len(of_mergegate()) == 1
+    monkeypatch.delenv("HOOK")  # the address is only in the block
+    assert "made" not in served.deploy(nights(DEMO, notify=[{"to": "webhook", "address": "$HOOK"}])).values()
+    served.deploy(nights(DEMO))
+    assert of_mergegate() == []
 
 
 def test_each_recipient_is_notified_once_per_occasion(served: Served, told: Received) -> None:
