@@ -1,13 +1,20 @@
-"""Send requests to an OpenAI-compatible server and parse the answers. A field that a server omits becomes None."""
+"""Send requests to an OpenAI-compatible server and parse the answers. A field that a server omits becomes None.
+
+A field whose value has another type than the API's counts as omitted, because the server can be any program.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from types import UnionType
+from typing import Any, TypeVar
 
 from mergegate.tasks.http import Answer, JsonClient
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -57,12 +64,9 @@ def parse_models(answer: Answer) -> dict[str, int | None]:
 
     The result is empty for any other answer.
     """
-    listed = answer.body.get("data") if answer.status == 200 and isinstance(answer.body, Mapping) else None
-    return {
-        str(model["id"]): model.get("max_model_len")
-        for model in listed or ()
-        if isinstance(model, Mapping) and "id" in model
-    }
+    listed = _field(answer.body, "data", list) if answer.status == 200 else None
+    names = [(_field(model, "id", str), _count(model, "max_model_len")) for model in listed or ()]
+    return {name: longest for name, longest in names if name is not None}
 
 
 def parse_completion(answer: Answer, *, is_chat: bool = False) -> Completion | None:
@@ -70,38 +74,69 @@ def parse_completion(answer: Answer, *, is_chat: bool = False) -> Completion | N
 
     With ``is_chat``, parse an answer to ``/v1/chat/completions``. The text then includes the reasoning.
     """
-    choices = answer.body.get("choices") if answer.status == 200 and isinstance(answer.body, Mapping) else None
-    choice = choices[0] if isinstance(choices, list) and choices else None
-    message = choice.get("message") if is_chat and isinstance(choice, Mapping) else choice
-    if not isinstance(choice, Mapping) or not isinstance(message, Mapping):
+    choices = _field(answer.body, "choices", list) if answer.status == 200 else None
+    choice = choices[0] if choices else None
+    message = _field(choice, "message", dict) if is_chat else choice
+    if not isinstance(choice, dict) or not isinstance(message, dict):
         return None
     parts = ("reasoning_content", "reasoning", "content") if is_chat else ("text",)
-    text = "".join(str(message.get(part) or "") for part in parts)
-    token_data = choice.get("logprobs") or {}
-    logprobs = token_data.get("token_logprobs")
-    if is_chat and (content := token_data.get("content")) is not None:
-        logprobs = [entry.get("logprob") for entry in content]
-    tokens, ids = token_data.get("tokens"), choice.get("token_ids")
+    text = "".join(_field(message, part, str) or "" for part in parts)
+    token_data = _field(choice, "logprobs", dict)
+    logprobs = _field(token_data, "token_logprobs", list)
+    if is_chat and (content := _field(token_data, "content", list)) is not None:
+        logprobs = [_field(entry, "logprob", object) for entry in content]
+    tokens, ids = _list_of(token_data, "tokens", str), _list_of(choice, "token_ids", int)
     identity = ids if ids is not None else tokens if tokens is not None else [text]
-    usage = answer.body.get("usage") or {}
-    # vLLM's format for the prompt: log-probabilities by token id for each position except the first, the prompt's own
-    # id first.
-    positions = choice.get("prompt_logprobs")
-    token_count = usage.get("completion_tokens")
+    token_count = _count(_field(answer.body, "usage", dict), "completion_tokens")
     return Completion(
         text=text,
         identity=tuple(identity),
         exact=ids is not None,
-        logprobs=_numbers(logprobs),
-        prompt_logprobs=_numbers([next(iter(entry.values()))["logprob"] for entry in positions if entry])
-        if isinstance(positions, Sequence)
-        else None,
-        finish_reason=str(choice.get("finish_reason") or ""),
-        tokens=int(token_count) if token_count is not None else len(ids or tokens or ()),
+        logprobs=None if logprobs is None else tuple(map(_number, logprobs)),
+        prompt_logprobs=_prompt_logprobs(choice),
+        finish_reason=_field(choice, "finish_reason", str) or "",
+        tokens=token_count if token_count is not None else len(ids or tokens or ()),
     )
 
 
-def _numbers(values: Sequence[Any] | None) -> tuple[float, ...] | None:
-    if values is None:
+def _prompt_logprobs(choice: Mapping[str, Any]) -> tuple[float, ...] | None:
+    """Return the log-probabilities of a prompt in vLLM's format.
+
+    Each position except the first holds log-probabilities by token id, the prompt's own id first.
+    """
+    positions = _list_of(choice, "prompt_logprobs", dict | None)
+    if positions is None:
         return None
-    return tuple(float(value) if isinstance(value, (int, float)) else math.nan for value in values)
+    own = [next(iter(entry.values())) for entry in positions if entry]
+    if not all(isinstance(entry, dict) for entry in own):
+        return None
+    return tuple(_number(entry.get("logprob")) for entry in own)
+
+
+def _field(container: Any, name: str, kind: type[T]) -> T | None:
+    """Return a field of a JSON object, or None if the field or the object is missing or has another type."""
+    value = container.get(name) if isinstance(container, dict) else None
+    return value if isinstance(value, kind) else None
+
+
+def _list_of(container: Any, name: str, kind: type | UnionType) -> list[Any] | None:
+    """Return a field if it is a list and all of its items have the type ``kind``, or else None."""
+    items = _field(container, name, list)
+    if items is None or not all(isinstance(item, kind) and not isinstance(item, bool) for item in items):
+        return None
+    return items
+
+
+def _count(container: Any, name: str) -> int | None:
+    """Return a field if it is an integer of at least 0, or else None."""
+    value = _field(container, name, int)
+    return value if value is not None and not isinstance(value, bool) and value >= 0 else None
+
+
+def _number(value: object) -> float:
+    """Return ``value`` as a float, or NaN if it is not a number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return math.nan
+    with suppress(OverflowError):  # JSON's integers have no limit
+        return float(value)
+    return math.nan

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +19,9 @@ from variants import DEMO, copied, model_in, with_config
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import load_model
+from mergegate.tasks.http import Answer
 from mergegate.tasks.serve.checks import ServedSubject, looped_share
-from mergegate.tasks.serve.client import Client
+from mergegate.tasks.serve.client import Client, Completion, parse_completion, parse_models
 from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.serve.smoke import RunningServer, smoke_url
 from mergegate.tasks.serve.speed import Speed, measure_speed
@@ -257,3 +261,121 @@ def test_the_share_of_a_repeated_pattern(tokens: list[int], share: float) -> Non
 def test_a_pattern_that_is_repeated_long_enough_is_always_found(start: list[int], pattern: list[int]) -> None:
     tokens = start + pattern * 40
     assert looped_share(tokens) >= len(pattern) * 40 / len(tokens) - 1e-9
+
+
+MODELS = {"data": [{"id": "served", "max_model_len": 4096}]}
+COMPLETION = {
+    "choices": [
+        {
+            "text": "pig",
+            "logprobs": {"token_logprobs": [-0.5, -0.25], "tokens": ["pi", "g"]},
+            "token_ids": [7, 8],
+            "prompt_logprobs": [None, {"5": {"logprob": -1.5}}],
+            "finish_reason": "stop",
+        }
+    ],
+    "usage": {"completion_tokens": 2},
+}
+CHAT = {
+    "choices": [
+        {
+            "message": {"reasoning_content": "a ", "reasoning": "pink ", "content": "pig"},
+            "logprobs": {"content": [{"logprob": -0.5}]},
+            "finish_reason": "stop",
+        }
+    ],
+    "usage": {"completion_tokens": 1},
+}
+FIELDS: dict[tuple[str, str], Callable[[Any], bool]] = {  # whether a value has the right type
+    ("models", "data"): lambda value: isinstance(value, list),
+    ("models", "data 0 id"): lambda value: isinstance(value, str),
+    ("models", "data 0 max_model_len"): lambda value: value == 5,
+    ("completion", "choices"): lambda value: isinstance(value, list),
+    ("completion", "choices 0 text"): lambda value: isinstance(value, str),
+    ("completion", "choices 0 logprobs"): lambda value: isinstance(value, dict),
+    ("completion", "choices 0 logprobs token_logprobs"): lambda value: isinstance(value, list),
+    ("completion", "choices 0 logprobs tokens"): lambda value: value in ([], ["text"]),
+    ("completion", "choices 0 token_ids"): lambda value: value in ([], [5]),
+    ("completion", "choices 0 prompt_logprobs"): lambda value: value in ([], [None], [{}]),
+    ("completion", "choices 0 finish_reason"): lambda value: isinstance(value, str),
+    ("completion", "usage"): lambda value: isinstance(value, dict),
+    ("completion", "usage completion_tokens"): lambda value: value == 5,
+    ("chat", "choices 0 message"): lambda value: isinstance(value, dict),
+    ("chat", "choices 0 message reasoning_content"): lambda value: isinstance(value, str),
+    ("chat", "choices 0 message reasoning"): lambda value: isinstance(value, str),
+    ("chat", "choices 0 message content"): lambda value: isinstance(value, str),
+    ("chat", "choices 0 logprobs content"): lambda value: isinstance(value, list),
+}
+VALUES = json.loads(
+    """[null, true, false, 5, -5, 2.5, NaN, "text", "4096", {}, {"5": 5}, {"logprob": []},
+        [], [null], [true], [5], [-2.5], ["text"], [[]], [{}], [{"5": 5}], [{"5": []}]]"""
+)
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.just(10**400) | st.floats() | st.text(),
+    lambda parts: st.lists(parts, max_size=3) | st.dictionaries(st.text(max_size=3), parts, max_size=3),
+    max_leaves=5,
+)
+
+
+def parsed(kind: str, body: Any) -> dict[str, int | None] | Completion | None:
+    answer = Answer(200, body)
+    return parse_models(answer) if kind == "models" else parse_completion(answer, is_chat=kind == "chat")
+
+
+def edited(kind: str, path: str, *values: Any) -> Any:
+    """Return a well-formed answer in which one value is replaced by ``values[0]``, or removed without ``values``."""
+    body = copy.deepcopy({"models": MODELS, "completion": COMPLETION, "chat": CHAT}[kind])
+    *parents, last = path.split()
+    at: Any = body
+    for name in parents:
+        at = at[int(name) if isinstance(at, list) else name]
+    last_key = int(last) if isinstance(at, list) else last
+    if values:
+        at[last_key] = values[0]
+    else:
+        del at[last_key]
+    return body
+
+
+def test_a_well_formed_answer_is_parsed_completely() -> None:
+    assert parsed("models", MODELS) == {"served": 4096}
+    assert parsed("completion", COMPLETION) == Completion("pig", (7, 8), True, (-0.5, -0.25), (-1.5,), "stop", 2)
+    assert parsed("chat", CHAT) == Completion("a pink pig", ("a pink pig",), False, (-0.5,), None, "stop", 1)
+
+
+@pytest.mark.parametrize(("kind", "path"), FIELDS)
+def test_a_field_of_a_wrong_type_counts_as_omitted(kind: str, path: str) -> None:
+    omitted = parsed(kind, edited(kind, path))
+    wrong = [value for value in VALUES if not FIELDS[kind, path](value)]
+    assert len(wrong) >= len(VALUES) / 2
+    for value in wrong:
+        assert parsed(kind, edited(kind, path, value)) == omitted, value
+
+
+@given(
+    st.sampled_from(
+        [
+            *FIELDS,
+            ("models", "data 0"),
+            ("completion", "choices 0"),
+            ("completion", "choices 0 logprobs token_logprobs 0"),
+            ("completion", "choices 0 prompt_logprobs 1"),
+            ("completion", "choices 0 prompt_logprobs 1 5"),
+            ("completion", "choices 0 prompt_logprobs 1 5 logprob"),
+            ("chat", "choices 0 logprobs content 0"),
+            ("chat", "choices 0 logprobs content 0 logprob"),
+        ]
+    ),
+    JSON,
+)
+def test_any_answer_is_parsed_to_values_of_the_documented_types(field: tuple[str, str], value: Any) -> None:
+    kind, path = field
+    for body in (value, edited(kind, path, value)):
+        result = parsed(kind, body)
+        if isinstance(result, dict):
+            assert all(type(name) is str and type(longest) in (int, type(None)) for name, longest in result.items())
+        elif result is not None:
+            assert type(result.text) is type(result.finish_reason) is str
+            assert type(result.tokens) is int
+            numbers = (*(result.logprobs or ()), *(result.prompt_logprobs or ()))
+            assert all(type(number) is float for number in numbers)
