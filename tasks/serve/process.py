@@ -154,11 +154,11 @@ class ServerProcess:
         return ServerEnded(cause, assign_blame(cause, returncode, had_answered=self._answered), returncode)
 
     def stop(self) -> None:
-        """End the server and all of its children, if it runs."""
+        """End the server and all of its children, if it runs, and release the GPUs."""
         if self._process is not None:
             self._end = self._process.end()
             self._process = None
-            self._gpus.release()
+        self._gpus.release()  # even if an error prevented the start
 
     def _start(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:  # a port on which no process listens at the moment

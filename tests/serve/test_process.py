@@ -18,7 +18,9 @@ import pytest
 from patience import HANG_S
 from traces import MARK, Traces, flow, listens, stand_in
 
-from mergegate.tasks.sandbox import Gpus
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.sandbox import GpuLease, Gpus
+from mergegate.tasks.serve import process
 from mergegate.tasks.serve.client import Client, parse_models
 from mergegate.tasks.serve.launch import Launch
 from mergegate.tasks.serve.process import ServerEnded, ServerProcess
@@ -151,6 +153,25 @@ def test_a_missing_command_is_blamed_on_the_machine(tmp_path: Path, traces: Trac
         server.await_ready()
     assert end.value.blame == "machine"
     assert traces.files() == []
+
+
+@pytest.mark.parametrize("error", [OSError("Too many open files"), InvalidInput("serve", found="no Linux")])
+def test_a_start_that_fails_for_any_reason_releases_the_gpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    released: list[str] = []
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(process, "acquire_gpus", lambda: GpuLease((), lambda: released.append("GPUs")))
+    monkeypatch.setattr(process, "SupervisedProcess", fail)
+    server = ServerProcess(Launch(("server", "{port}"), {}), tmp_path / "log", settings())
+    with pytest.raises(type(error)), server:
+        pass
+    assert released == ["GPUs"]
+    server.stop()
+    assert released == ["GPUs"], "a lease is released once"
 
 
 @pytest.mark.slow
