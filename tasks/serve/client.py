@@ -49,7 +49,7 @@ class Client:
     """
 
     def __init__(self, url: str, timeout: float, key: str = "") -> None:
-        self._http = JsonClient(url.rstrip("/").removesuffix("/v1"), timeout, key)
+        self._http = JsonClient(base_address(url), timeout, key)
 
     def request(self, path: str, body: Mapping[str, Any] | None = None) -> Answer:
         """Send a GET request, or POST ``body``. Raise Unreachable if the server does not answer.
@@ -57,6 +57,11 @@ class Client:
         This never retries a request, because a missing answer is itself a test result.
         """
         return self._http.request(path, body)
+
+
+def base_address(url: str) -> str:
+    """Return the address of a server without ``/v1``, which every path of the API starts with."""
+    return url.rstrip("/").removesuffix("/v1")
 
 
 def parse_models(answer: Answer) -> dict[str, int | None]:

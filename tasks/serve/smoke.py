@@ -15,7 +15,7 @@ from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, call_model_proc
 from mergegate.tasks.http import Unreachable
 from mergegate.tasks.serve import checks
 from mergegate.tasks.serve.checks import ServedSubject, ServerCheck
-from mergegate.tasks.serve.client import Client, parse_models
+from mergegate.tasks.serve.client import Client, base_address, parse_models
 from mergegate.tasks.serve.launch import ServerKind, compile_server, context_length, launch, serving_dtype
 from mergegate.tasks.serve.lora import ServedAdapter, base_name, plan_lora
 from mergegate.tasks.serve.measurements import ServingCost, machine_name, today
@@ -132,27 +132,28 @@ def smoke_url(
     ``checkpoint`` is the model that the server should be serving. Without it, no checks that need a reference run.
     Raise InvalidInput if the server does not answer, or does not list the model.
     """
-    client = Client(server.url, settings.request_timeout, server.key)
+    url = base_address(server.url)
+    client = Client(url, settings.request_timeout, server.key)
     try:
         answer = client.request("/v1/models")
     except Unreachable as error:
         raise InvalidInput(
-            server.url,
+            url,
             found=str(error),
             expected="a server with the OpenAI API",
             remedy="check the address, and that the server is running",
         ) from None
     if answer.status != 200:
         raise InvalidInput(
-            f"{server.url}/v1/models",
+            f"{url}/v1/models",
             found=answer.complaint,
             expected="a list of models",
-            remedy="pass the address without /v1, and --api-key-env if the server requires a key",
+            remedy="check the address, and pass --api-key-env if the server requires a key",
         )
     models = parse_models(answer)
     if not models or (server.model is not None and server.model not in models):
         raise InvalidInput(
-            f"{server.url}/v1/models",
+            f"{url}/v1/models",
             found=f"the server serves {', '.join(models) or 'no model'}",
             expected=server.model or "a model",
         )
@@ -173,7 +174,7 @@ def smoke_url(
     except Unreachable as error:
         probe.record_no_answer(str(error))
     measured = probe.cost().model_copy(update={"when": today()})
-    return serve_verdict(name, server.url, [*results, *probe.checks], measured)
+    return serve_verdict(name, url, [*results, *probe.checks], measured)
 
 
 def _reference(model: Model, checkpoint: Checkpoint, settings: ServeSettings, device: str, longest: int) -> Reference:

@@ -228,6 +228,24 @@ def test_a_model_that_is_not_served_is_invalid() -> None:
         smoke_url(RunningServer(server.url, "huge"), SETTINGS)
 
 
+@pytest.mark.parametrize("suffix", ["", "/", "/v1", "/v1/"])
+def test_an_address_may_end_with_v1_and_errors_name_the_page_once(suffix: str) -> None:
+    with standing_in(Canned()) as server:
+        with pytest.raises(InvalidInput) as missing:
+            smoke_url(RunningServer(f"{server.url}/elsewhere{suffix}"), SETTINGS)
+        with pytest.raises(InvalidInput) as unlisted:
+            smoke_url(RunningServer(f"{server.url}{suffix}", "huge"), SETTINGS)
+        verdict = smoke_url(RunningServer(f"{server.url}{suffix}"), SETTINGS)
+    with pytest.raises(InvalidInput) as unreachable:
+        smoke_url(RunningServer(f"{server.url}{suffix}"), SETTINGS)
+    assert missing.value.where == f"{server.url}/elsewhere/v1/models"
+    assert missing.value.found == "HTTP 404 Not Found"
+    assert "check the address" in missing.value.remedy
+    assert "/v1" not in missing.value.remedy
+    assert unlisted.value.where == f"{server.url}/v1/models"
+    assert (verdict.server, unreachable.value.where) == (server.url, server.url)
+
+
 def test_the_reference_is_the_plain_sum_over_the_softmax(model: Model) -> None:
     from mergegate.tasks.serve.reference import ReferenceRequest, make_reference
 
