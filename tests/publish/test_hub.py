@@ -5,6 +5,7 @@ Covered are round trips, refusals and settings, and that no token appears anywhe
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -339,6 +340,49 @@ def released(stand_in: LookAlike, monkeypatch: pytest.MonkeyPatch) -> LookAlike:
         files = {"README.md": plain(version.encode())}
         repository.tags[version] = repository.add("main", repository.branches["main"], f"Release {version}", files).id
     return stand_in
+
+
+@pytest.mark.parametrize("kind", ["fail", "drop"])
+@pytest.mark.parametrize("path", ["/tree/", "/resolve/"])
+def test_a_release_is_refused_if_the_hub_is_lost_after_it_is_opened(released: LookAlike, kind: str, path: str) -> None:
+    released.set_faults([Fault(kind, path=path, times=99)])
+    release = HubTarget.open("acme/demo@v1")
+    assert release is not None
+    for read in (release.files, lambda: release.read("README.md")):
+        with pytest.raises(Refused) as lost:
+            read()
+        assert lost.value.where == "acme/demo on the Hub"
+        assert lost.value.found.startswith("the release cannot be read: ")
+        assert lost.value.remedy == "run again later"
+    released.set_faults([])
+    assert release.read("README.md") == b"v1"
+    assert set(release.files()) == {"README.md"}
+
+
+@pytest.mark.parametrize("kind", ["fail", "drop"])
+def test_a_head_is_refused_if_the_hub_does_not_list_its_files(released: LookAlike, kind: str) -> None:
+    target = HubTarget(to="hub", repo="acme/demo")
+    released.set_faults([Fault(kind, path="/tree/", times=99)])
+    with pytest.raises(Refused, match="the release cannot be read"):
+        target.current_head(Path())
+    with pytest.raises(Refused, match="the release cannot be read"):
+        target.published_file(Path(), "v1", "README.md")
+    released.set_faults([])
+    assert target.current_head(Path()) == released.repository.branches["main"]
+    assert target.published_file(Path(), "v1", "README.md") == b"v1"
+    assert target.published_file(Path(), "v1", "missing") is None
+
+
+def test_a_full_disk_is_not_a_lost_hub(released: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
+    release = HubTarget.open("acme/demo@v1")
+    assert release is not None
+
+    def fail(*_: object, **__: object) -> str:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("huggingface_hub.HfApi.hf_hub_download", fail)
+    with pytest.raises(OSError, match="No space left"):
+        release.files()
 
 
 def test_an_alias_is_a_tag_that_moves(released: LookAlike) -> None:

@@ -42,7 +42,7 @@ from mergegate.tasks.publish.targets.contract import (
     require_alias_name,
 )
 from mergegate.tasks.publish.targets.hub_publication import publish_hub
-from mergegate.tasks.publish.targets.hub_release import HubRelease, download_commit, main_commit, unreadable_release
+from mergegate.tasks.publish.targets.hub_release import HubRelease, download_commit, explained_hub_errors, main_commit
 from mergegate.tasks.publish.targets.hub_state import MAIN, WRITTEN_BY_HUB
 
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
@@ -129,14 +129,12 @@ class HubTarget(PublishTarget):
         access = self._access()
         if main_commit(access, self.repo) is None:
             return None
-        try:
+        with explained_hub_errors(self.repo, access):
             tags = self._tags(access)
             commit = tags.get(version)
             if version == FIRST and tags:
                 history = [item.commit_id for item in access.api().list_repo_commits(self.repo)]  # newest first
                 commit = max(tags.values(), key=lambda item: history.index(item) if item in history else -1)
-        except Exception as error:
-            raise unreadable_release(self.repo, error, access) from None
         if not tags:
             return None
         if commit is None:
@@ -144,11 +142,17 @@ class HubTarget(PublishTarget):
         return CurrentRelease(download_commit(self.repo, commit, access), commit)
 
     def current_head(self, root: Path) -> str | None:
-        """Return the latest commit of ``main``, or None if the repository is empty or missing."""
+        """Return the latest commit of ``main``, or None if the repository is empty or missing.
+
+        Raises:
+            Refused: The Hub is unavailable.
+        """
         access = self._access()
-        commit = main_commit(access, self.repo)
-        has_files = commit is not None and set(access.listing(self.repo, commit)) - WRITTEN_BY_HUB
-        return commit if has_files else None
+        if (commit := main_commit(access, self.repo)) is None:
+            return None
+        with explained_hub_errors(self.repo, access):
+            listing = access.listing(self.repo, commit)
+        return commit if set(listing) - WRITTEN_BY_HUB else None
 
     def for_variants(self, suffix: str) -> HubTarget:
         """Return the repository ``org/name-SUFFIX``, with the same visibility."""
@@ -169,15 +173,14 @@ class HubTarget(PublishTarget):
         from huggingface_hub.errors import RepositoryNotFoundError
 
         access = self._access()
-        try:
-            commit = self._tags(access).get(version) or main_commit(access, self.repo)
-            if commit is None or name not in access.listing(self.repo, commit):
+        with explained_hub_errors(self.repo, access):
+            try:
+                commit = self._tags(access).get(version) or main_commit(access, self.repo)
+                if commit is None or name not in access.listing(self.repo, commit):
+                    return None
+            except RepositoryNotFoundError:
                 return None
             return HubRelease(access, self.repo, commit, None).read(name)
-        except RepositoryNotFoundError:
-            return None
-        except _client_errors() as error:
-            raise unreadable_release(self.repo, error, access) from None
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Move the tag ``name`` to the commit of the version."""

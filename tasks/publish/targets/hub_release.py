@@ -6,12 +6,14 @@ downloaded and compared with their git blob id, which proves that the bytes matc
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from mergegate.merge_core.errors import Refused
+from mergegate.merge_core.errors import MergegateError, Refused
+from mergegate.merge_core.files import is_disk_error
 from mergegate.tasks.checkpoints.hub import HubAccess, describe_hub_error, git_blob
 from mergegate.tasks.publish.content import sha256_of
 from mergegate.tasks.publish.targets.hub_state import WRITTEN_BY_HUB
@@ -19,14 +21,31 @@ from mergegate.tasks.publish.targets.hub_state import WRITTEN_BY_HUB
 _SMALL = 1 << 22  # bytes
 
 
+@contextmanager
+def explained_hub_errors(repo: str, access: HubAccess) -> Iterator[None]:
+    """Raise Refused, which says that the release cannot be read, for an error of the Hub's client inside the block.
+
+    Errors of mergegate and of the local disk pass.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(error, MergegateError) or is_disk_error(error):
+            raise
+        raise Refused(
+            f"{repo} on the Hub",
+            found=f"the release cannot be read: {describe_hub_error(error, access)}",
+            expected="an answer from the Hub",
+            remedy="run again later",
+        ) from None
+
+
 def download_commit(repo: str, commit: str, access: HubAccess) -> Path:
     """Download a commit. Raise Refused if the Hub is unavailable."""
     from huggingface_hub import snapshot_download
 
-    try:
+    with explained_hub_errors(repo, access):
         directory = snapshot_download(repo, revision=commit, token=access.token or False, endpoint=access.endpoint)
-    except Exception as error:
-        raise unreadable_release(repo, error, access) from None
     return Path(directory)
 
 
@@ -34,22 +53,11 @@ def main_commit(access: HubAccess, repo: str) -> str | None:
     """Return the head of ``main``, or None without a repository. Raise Refused if the Hub is unavailable."""
     from huggingface_hub.errors import RepositoryNotFoundError
 
-    try:
-        return access.api().model_info(repo).sha
-    except RepositoryNotFoundError:
-        return None
-    except Exception as error:
-        raise unreadable_release(repo, error, access) from None
-
-
-def unreadable_release(repo: str, error: Exception, access: HubAccess) -> Refused:
-    """Return the error for a release that cannot be read from the Hub."""
-    return Refused(
-        f"{repo} on the Hub",
-        found=f"the current release cannot be read: {describe_hub_error(error, access)}",
-        expected="the release that the merge is compared with",
-        remedy="run again later",
-    )
+    with explained_hub_errors(repo, access):
+        try:
+            return access.api().model_info(repo).sha
+        except RepositoryNotFoundError:
+            return None
 
 
 @dataclass(frozen=True)
@@ -67,8 +75,13 @@ class HubRelease:
         return f"{self.repo}@{self.version or self.commit[:12]}"
 
     def files(self) -> Mapping[str, tuple[int, str]]:
-        """Return size and sha256 of every file. Small files are downloaded and hashed."""
-        listing = self.access.listing(self.repo, self.commit)
+        """Return size and sha256 of every file. Small files are downloaded and hashed.
+
+        Raises:
+            Refused: The Hub is unavailable, or sends other bytes than it lists.
+        """
+        with explained_hub_errors(self.repo, self.access):
+            listing = self.access.listing(self.repo, self.commit)
         return {
             name: (file.size, file.sha256 if file.sha256 is not None else sha256_of(self.read(name)))
             for name, file in listing.items()
@@ -76,11 +89,17 @@ class HubRelease:
         }
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file; small files are cached. Raise Refused if it does not match the Hub's hash."""
+        """Return the content of a file; small files are cached.
+
+        Raises:
+            Refused: The Hub is unavailable, or the content does not match its hash.
+        """
         if name in self._small_files:
             return self._small_files[name]
-        entry = self.access.listing(self.repo, self.commit)[name]
-        with TemporaryDirectory(prefix="mergegate-verify-") as directory:
+        with explained_hub_errors(self.repo, self.access):
+            listing = self.access.listing(self.repo, self.commit)
+        entry = listing[name]
+        with explained_hub_errors(self.repo, self.access), TemporaryDirectory(prefix="mergegate-verify-") as directory:
             file = self.access.api().hf_hub_download(self.repo, name, revision=self.commit, local_dir=directory)
             data = Path(file).read_bytes()
         if (sha256_of(data) if entry.sha256 else git_blob(data)) != (entry.sha256 or entry.blob):
