@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mergegate.merge_core.files import HashMemo
-from mergegate.merge_core.wording import format_bytes
+from mergegate.merge_core.wording import format_bytes, format_count
 from mergegate.tasks.checkpoints.hub.download import Downloaded, download_snapshots
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
 from mergegate.tasks.checkpoints.pin import ResolvedCheckpoint
@@ -33,9 +33,9 @@ class FetchedWeights:
         """Return a line such as ``base@3f1c09a2, math@77a0b1ce · 2.5 GB in 4 files``."""
         downloaded = self.downloaded
         amount = (
-            f"{format_bytes(downloaded.bytes)} in {downloaded.new_files} files"
+            f"{format_bytes(downloaded.bytes)} in {format_count(downloaded.new_files, 'file')}"
             if self.new
-            else f"all {downloaded.files} files were cached"
+            else f"{format_count(downloaded.files, 'file')} already cached"
         )
         return f"{', '.join(self.commits)} · {amount}"
 
@@ -43,7 +43,7 @@ class FetchedWeights:
 def fetch_weights(parents: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> FetchedWeights | None:
     """Download the missing weights of ``parents`` and check every file against the Hub's listing.
 
-    Returns None if no parent is on the Hub.
+    Return None if no parent is on the Hub.
 
     Raises:
         Refused: A file is not available, or differs from the Hub's listing.

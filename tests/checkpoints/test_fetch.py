@@ -13,6 +13,7 @@ from hub_look_alike import WRITER, Fault, LookAlike, hub
 from mergegate.merge_core import load_recipe, open_checkpoint
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.checkpoints.fetch import FetchedWeights
 from mergegate.tasks.checkpoints.hub.download import Downloaded, download_snapshots
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
 from mergegate.tasks.checkpoints.pin import (
@@ -52,6 +53,19 @@ def test_only_files_of_the_checkpoint_are_downloaded(online: LookAlike, models: 
     assert (come.new_files, come.bytes) == (len(weights), sum(weights.values()))
     for parent in found:
         assert open_parent(parent).nbytes == open_checkpoint(models / parent.name).nbytes
+
+
+@pytest.mark.parametrize(
+    ("downloaded", "amount"),
+    [
+        (Downloaded(files=1, new_files=1, bytes=2_000), "2 kB in 1 file"),
+        (Downloaded(files=6, new_files=4, bytes=2_000), "2 kB in 4 files"),
+        (Downloaded(files=1, new_files=0, bytes=0), "1 file already cached"),
+        (Downloaded(files=6, new_files=0, bytes=0), "6 files already cached"),
+    ],
+)
+def test_the_summary_counts_files(downloaded: Downloaded, amount: str) -> None:
+    assert FetchedWeights(downloaded, ("base@3f1c09a2",)).summary() == f"base@3f1c09a2 · {amount}"
 
 
 def test_a_hub_parent_has_the_digest_of_its_local_files(online: LookAlike, models: Path, memo: HashMemo) -> None:
