@@ -203,7 +203,7 @@ class ServerProbe:
             Unreachable: The server still runs but does not answer.
         """
         try:
-            self._on_progress(3, f"asking for {self.step}")
+            self._on_progress(3, f"checking {self.step}")
             # Find out whether the server accepts or ignores vLLM's additional fields. The request also warms it up.
             # Use the longest prompt: vLLM 0.32 on a CPU with AMX may use AMX only from the first larger multiplication
             # on, and dies of SIGILL if its very first prompt has only a few tokens.
@@ -212,7 +212,7 @@ class ServerProbe:
                 plain = replace(subject, extended=False)
                 subject = plain if plain.complete(prompt, 1).status == 200 else subject
             for done, (self.step, check) in enumerate(_CHECKS, start=3):
-                self._on_progress(done, f"asking for {self.step}")
+                self._on_progress(done, f"checking {self.step}")
                 results = check(subject)
                 self.checks += results
                 # A dying engine answers with HTTP 5xx and exits a moment later.
@@ -308,7 +308,7 @@ def _serve(
             seen = f"ended before it answered: {end.cause}"
             results = [Check.failed_check("ready", seen, expected, _SEE_LOG, log.name)]
         else:
-            seen = f"ended when asked for {probe.step}: {end.cause}"
+            seen = f"ended while mergegate checked {probe.step}: {end.cause}"
             expected = "a server that continues to answer"
             probe.checks.append(Check.failed_check("server lives", seen, expected, _SEE_LOG, log.name))
     except Unreachable as error:

@@ -128,7 +128,7 @@ class ServedModels(BaseModel):
             section=Section(
                 title=f"Served by {self.verdict.server}",
                 sentences=tuple(part for part in (self.verdict.count(), self.verdict.way) if part),
-                columns=("check", "outcome", "right is"),
+                columns=("check", "outcome", "expected"),
                 rows=tuple((check.name, check.outcome, check.expected) for check in self.verdict.checks),
             ),
         )

@@ -25,7 +25,7 @@ from mergegate.tasks.serve.client import Client, Completion, parse_completion, p
 from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.serve.smoke import RunningServer, smoke_url
 from mergegate.tasks.serve.speed import Speed, measure_speed
-from mergegate.tasks.serve.verdict import Check, ServeVerdict
+from mergegate.tasks.serve.verdict import Check, ServedModels, ServeVerdict
 
 torch.set_num_threads(1)
 
@@ -114,6 +114,16 @@ def test_each_fault_is_refused_with_its_own_reason(smoke: Smoke, fault: str, nam
     refusal = verdict.publication_error()
     assert refusal is not None
     assert refusal.exit_code == 3
+
+
+def test_progress_and_the_section_of_the_report_say_what_is_checked(tiny: Tiny) -> None:
+    steps: list[str] = []
+    with standing_in(tiny, "no chat") as server:
+        verdict = smoke_url(RunningServer(server.url), SETTINGS, on_progress=lambda _, step: steps.append(step))
+    assert steps[:2] == ["checking a first answer", "checking text"]
+    section = ServedModels(verdict=verdict).as_verdict().section
+    assert section is not None
+    assert section.columns == ("check", "outcome", "expected")
 
 
 def test_what_a_server_lacks_is_not_offered_and_not_passed(smoke: Smoke) -> None:

@@ -86,8 +86,8 @@ def test_a_static_failure_needs_no_server(checkpoint: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [
-        ("dies", "ended when asked for text: RuntimeError: the floor is gone"),
-        ("swallows", "ended when asked for over-long prompt: IndexError: index out of range in self"),
+        ("dies", "ended while mergegate checked text: RuntimeError: the floor is gone"),
+        ("swallows", "ended while mergegate checked over-long prompt: IndexError: index out of range in self"),
     ],
 )
 def test_a_server_that_dies_while_it_is_asked_is_the_models_failure(
