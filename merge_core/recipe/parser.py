@@ -32,6 +32,8 @@ from mergegate.merge_core.recipe.tokenizer_choice import parse_tokenizer_choice
 _EXPECTED = "a recipe in YAML"
 # Limited because mergegate looks up each model, possibly on the Hub.
 _MAX_MODELS = 256
+# Longer names leave too little room for suffixes: file systems limit the name of a directory to 255 bytes.
+_MAX_NAME_BYTES = 200
 _FORMS = ("models", "slices", "modules")
 _MODEL_KEYS = ("model", "parameters", "text")
 _LAYERED_KEYS = ("model", "layer_range", "parameters", "text")
@@ -639,11 +641,33 @@ def _text(content: Mapping[str, Any], key: str, location: str, log: FindingLog) 
 
 
 def _name(content: Mapping[str, Any], location: str, log: FindingLog) -> str | None:
-    """Return the name of a document. Like mergekit, ignore a value that is not text: nothing can refer to it."""
+    """Return the name of a document. The merge writes the result of a step to a directory with this name.
+
+    Like mergekit, ignore a value that is not text: nothing can refer to it.
+    """
     value = content.get("name")
-    if value is None or (isinstance(value, str) and value.strip()):
+    if value is None:
+        return None
+    if not isinstance(value, str) or not value.strip():
+        log.warn(
+            f"{location}: name", found=f"{value!r:.60}, to which nothing can refer", expected="text", remedy="remove it"
+        )
+        return None
+    size = len(value.encode(errors="surrogatepass"))
+    if "/" in value or "\0" in value:
+        problem = "contains a slash or a null character"
+    elif value in (".", ".."):
+        problem = "refers to an existing directory"
+    elif size > _MAX_NAME_BYTES:
+        problem = f"has {size} bytes"
+    elif any("\ud800" <= character <= "\udfff" for character in value):
+        problem = "contains an incomplete character"
+    else:
         return value
-    log.warn(
-        f"{location}: name", found=f"{value!r:.60}, to which nothing can refer", expected="text", remedy="remove it"
+    log.fault(
+        f"{location}: name",
+        found=f"{value!r:.60} {problem}",
+        expected=f"a valid directory name of at most {_MAX_NAME_BYTES} bytes",
+        remedy="choose another name, and use it in the documents that refer to this one",
     )
     return None

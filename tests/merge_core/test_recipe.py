@@ -152,6 +152,44 @@ models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {weight: 1}
     assert [str(ref) for ref in recipe.references()] == ["a", "b", "c"]
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../../victim",
+        "/victim",
+        "a/b",
+        "a/",
+        ".",
+        "..",
+        "a\0b",
+        "\0",
+        "n" * 201,
+        "\N{SNOWMAN}" * 67,
+        "\ud800",
+        "a\udfff",
+    ],
+)
+@pytest.mark.parametrize("form", ["linear", "mixture"])
+def test_a_name_that_cannot_be_a_directory_is_refused(name: str, form: str) -> None:
+    content: dict[str, Any] = {"merge_method": "linear", "models": [{"model": "a"}], "parameters": {"weight": 1}}
+    if form == "mixture":
+        content = {"base_model": "a", "experts": [{"source_model": "a"}, {"source_model": "b"}], "gate_mode": "random"}
+    assert not any(finding.severity == "block" for finding in findings(content))
+    (fault,) = [finding for finding in findings({**content, "name": name}) if finding.severity == "block"]
+    assert fault.where == "r: name"
+    assert fault.found
+    assert fault.expected
+    assert fault.remedy
+
+
+@pytest.mark.parametrize("name", ["...", ".a", "a b", "n" * 200, "\N{SNOWMAN}" * 66, "a\\b"])
+def test_any_other_text_is_a_name(name: str) -> None:
+    recipe = load_recipe(
+        {"merge_method": "linear", "models": [{"model": "a"}], "parameters": {"weight": 1}, "name": name}
+    )
+    assert recipe.name == name
+
+
 def test_documents_are_sorted_by_their_dependencies() -> None:
     def text(name: str, models: str) -> str:
         return f"{name}merge_method: linear\nmodels: {models}\nparameters: {{weight: 1}}\n"
