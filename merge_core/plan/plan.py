@@ -350,7 +350,7 @@ def _job(document: _Document, spec: OutputSpec) -> TensorJob | None:
         if (unknown := next(filter(None, unknown_findings), None)) is not None:
             problems.append(unknown)
             return None
-    if dtype is None or (not maps and not _same_shape(spec.name, inputs, problems)):
+    if dtype is None or not _same_shape(spec.name, inputs, problems, by_token=bool(maps)):
         return None
     shape = (alignment.size, *tensors[0].shape[1:]) if alignment is not None and maps else tensors[0].shape
     min_models, _ = method.models
@@ -459,14 +459,20 @@ def _output_dtype(
     return tensor.dtype
 
 
-def _same_shape(name: str, inputs: Sequence[tuple[Source, AnyTensor]], problems: list[Finding]) -> bool:
+def _same_shape(
+    name: str, inputs: Sequence[tuple[Source, AnyTensor]], problems: list[Finding], *, by_token: bool
+) -> bool:
+    """Return whether all inputs have one shape, and add a finding for each other shape.
+
+    With ``by_token``, rows are matched by token, so the number of rows may differ.
+    """
     first_source, first = inputs[0]
     same = True
     for source, tensor in inputs[1:]:
-        if tensor.shape == first.shape:
+        same_width = len(first.shape) == len(tensor.shape) and first.shape[1:] == tensor.shape[1:]
+        if tensor.shape == first.shape or (by_token and same_width):
             continue
         same = False
-        same_width = len(first.shape) == len(tensor.shape) and first.shape[1:] == tensor.shape[1:]
         vocabulary = same_width and (is_before_layers(name) or is_head(name))
         cause = different_vocabulary if vocabulary else different_size
         problems.append(
@@ -474,7 +480,11 @@ def _same_shape(name: str, inputs: Sequence[tuple[Source, AnyTensor]], problems:
                 "block",
                 f"{source.model}: {name}",
                 found=f"shape {list(tensor.shape)}",
-                expected=f"{list(first.shape)}, as in {first_source.model}",
+                expected=(
+                    f"rows of shape {list(first.shape[1:])}, as in {first_source.model}"
+                    if by_token
+                    else f"{list(first.shape)}, as in {first_source.model}"
+                ),
                 remedy=(
                     "resize the embeddings of one model, or set tokenizer_source"
                     if vocabulary

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from family import load, merge_text, random_tensors, save_checkpoint, save_tokenizer
+from safetensors.torch import load_file, save_file
 
-from mergegate.merge_core import load_recipe, open_checkpoint, preflight
+from mergegate.merge_core import load_recipe, open_checkpoint, plan_with_findings, preflight
 from mergegate.merge_core.errors import InvalidInput
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -61,6 +63,20 @@ def test_a_token_that_the_base_lacks_gets_the_mean_of_its_owners(shuffled: Path)
 def test_with_a_tokenizer_source_different_ids_do_not_block(shuffled: Path) -> None:
     recipe = load_recipe(LINEAR + "tokenizer_source: a")
     assert preflight(recipe, {name: open_checkpoint(shuffled / name) for name in "ab"}) == ()
+
+
+@pytest.mark.parametrize("name", [EMBED, HEAD])
+@pytest.mark.parametrize("shape", [(26, 2), (26, 32), (26, 1), (26,), (26, 16, 1), (26, 4, 4)])
+def test_rows_of_another_shape_are_refused_even_if_they_follow_their_tokens(
+    shuffled: Path, name: str, shape: tuple[int, ...]
+) -> None:
+    file = shuffled / "b/model.safetensors"
+    save_file({**load_file(file), name: torch.ones(shape)}, file, {"format": "pt"})
+    checkpoints = {model: open_checkpoint(shuffled / model) for model in "ab"}
+    reported = plan_with_findings(load_recipe(LINEAR + "tokenizer_source: a"), checkpoints).findings
+    assert [(finding.where, finding.found) for finding in reported if finding.severity == "block"] == [
+        (f"b: {name}", f"shape {list(shape)}")
+    ]
 
 
 def test_a_union_of_different_vocabularies_is_refused(shuffled: Path) -> None:
