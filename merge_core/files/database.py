@@ -18,7 +18,13 @@ _ENVIRONMENT_ERRORS = frozenset(
         sqlite3.SQLITE_FULL,
         sqlite3.SQLITE_PERM,
         sqlite3.SQLITE_NOMEM,
+        sqlite3.SQLITE_IOERR,
+        sqlite3.SQLITE_PROTOCOL,
     }
+)
+# Kinds of SQLITE_IOERR for invalid content: a file that ends too early, a corrupt file system, a wrong checksum.
+_INVALID_CONTENT = frozenset(
+    {sqlite3.SQLITE_IOERR_SHORT_READ, sqlite3.SQLITE_IOERR_CORRUPTFS, sqlite3.SQLITE_IOERR_DATA}
 )
 
 
@@ -27,10 +33,11 @@ def sqlite_is_damaged(error: sqlite3.Error, database: Path) -> bool:
 
     A database that is locked, or that the machine cannot read or write at the moment, is not damaged.
     """
-    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF  # The low byte is the primary code.
+    extended_code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT)
+    code = extended_code & 0xFF  # The low byte is the primary code.
     if code == sqlite3.SQLITE_CANTOPEN:
         return bool(misplaced_file(database))
-    return code not in _ENVIRONMENT_ERRORS
+    return code not in _ENVIRONMENT_ERRORS or extended_code in _INVALID_CONTENT
 
 
 def sqlite_fault(database: Path, *, patience_s: float) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import sqlite3
 import subprocess
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from mergegate.merge_core.files import (
     state_directory,
     write_state,
 )
+from mergegate.merge_core.files.database import sqlite_is_damaged
 from mergegate.merge_core.files.records import JOURNAL, JournalLocation
 from mergegate.tasks.store import MANIFEST, VALUE, Store, examine_store, mend_state
 
@@ -300,6 +302,37 @@ def test_a_locked_table_is_not_touched(
         "weights",
     ]
     holder.close()
+
+
+@pytest.mark.parametrize(
+    ("code", "is_damage"),
+    [
+        *((code, False) for code in ("BUSY_SNAPSHOT", "FULL", "IOERR", "PROTOCOL", "READONLY_DBMOVED")),
+        *((f"IOERR_{kind}", False) for kind in ("READ", "WRITE", "FSYNC", "LOCK", "NOMEM", "ACCESS", "SHMMAP")),
+        *((f"IOERR_{kind}", True) for kind in ("SHORT_READ", "CORRUPTFS", "DATA")),
+        *((code, True) for code in ("CORRUPT", "NOTADB", "ERROR", "SCHEMA")),
+    ],
+)
+def test_only_invalid_content_is_damage_to_a_database(tmp_path: Path, code: str, is_damage: bool) -> None:
+    error = sqlite3.OperationalError("refused")
+    error.sqlite_errorcode = getattr(sqlite3, f"SQLITE_{code}")
+    assert sqlite_is_damaged(error, tmp_path / "hashes.sqlite") is is_damage
+
+
+def test_a_table_that_the_machine_cannot_write_keeps_its_rows(tmp_path: Path) -> None:
+    """The limit on the size of a file makes SQLite fail with an I/O error, as an exhausted disk quota does."""
+    weights, database = tmp_path / "weights", tmp_path / "hashes.sqlite"
+    weights.write_bytes(b"abc")
+    HashMemo(database).sha256(weights)
+    code = "import resource, sys; from pathlib import Path; from mergegate.merge_core.files import HashMemo\n"
+    code += "resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))\n"
+    code += "print(HashMemo(Path(sys.argv[1])).sha256(Path(sys.argv[2]), trust=False))"
+    command = [sys.executable, "-c", code, str(database), str(weights)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert "disk I/O error" in done.stderr
+    assert done.stdout.strip() == sha256_file(weights)
+    assert not [name for name in names(tmp_path) if "damaged" in name]
+    assert HashMemo(database).recall(weights) == sha256_file(weights)
 
 
 @damages
