@@ -112,6 +112,8 @@ def _open(path: Path, flags: int) -> int:
     try:
         descriptor = os.open(path, all_flags, 0o644)
     except PermissionError:
+        if not os.path.lexists(path):
+            raise  # The directory is read-only, so there is nothing to set aside.
         if path.parent.stat().st_uid != os.geteuid() or path.lstat().st_uid != os.geteuid():
             raise  # The file belongs to another user, who may hold the lock.
     except OSError as error:

@@ -110,3 +110,24 @@ def test_a_file_system_without_locks_is_an_error_unless_they_are_not_required(
         pass
     with hold_lock(path, required=False):
         assert "does not support locks" in caplog.text
+
+
+@pytest.fixture
+def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate directories in which no file can be created, even for root."""
+    real_open = os.open
+
+    def open_existing(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_CREAT and not os.path.lexists(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real_open(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", open_existing)
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_a_lock_in_a_read_only_directory_is_a_permission_error(path: Path, read_only: None, required: bool) -> None:
+    with pytest.raises(PermissionError), hold_lock(path, required=required):
+        pass
+    with pytest.raises(PermissionError):
+        try_open_locked(path, FLAGS, required=required)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -131,6 +133,23 @@ def test_a_run_that_cannot_resume_starts_empty(tmp_path: Path) -> None:
     leave_half(tmp_path / "o")
     with new_directory(tmp_path / "o") as output:
         assert list(output.iterdir()) == []
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_read_only_partial_directory_is_a_permission_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, resume: bool
+) -> None:
+    (tmp_path / "out.partial").mkdir()
+    attempts = []
+
+    def refuse(path: Path, flags: int, mode: int = 0o777) -> int:
+        attempts.append(path)
+        assert len(attempts) < 9, "it tries again and again"
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(PermissionError), new_directory(tmp_path / "out", resume=resume):
+        pass
 
 
 @pytest.mark.parametrize("flushed", [None, b"", MARK_CONTENT[:20], MARK_CONTENT])
