@@ -52,8 +52,36 @@ class StrictLoader(_SafeLoader):
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self.key_faults: list[_KeyFault] = []  # Reported together at the end of the text.
+        self._flat_nodes: set[yaml.MappingNode] = set()
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Check the keys of a mapping, then replace each ``<<`` by the entries of the mappings that it refers to.
+
+        Own keys override merged ones, and earlier mappings in a list override later ones, as YAML specifies. PyYAML
+        6.0.4 does not always follow these rules. It calls this method again for a mapping that is already flat, which
+        may then contain a key and the value that it overrides.
+        """
+        if node in self._flat_nodes:
+            return
+        self._flat_nodes.add(node)
+        self._check_keys(node)
+        own: list[tuple[yaml.Node, yaml.Node]] = []
+        merged: list[tuple[yaml.Node, yaml.Node]] = []
+        for key_node, value_node in node.value:
+            if key_node.tag != f"{_TAG}merge":
+                own.append((key_node, value_node))
+                continue
+            mappings = value_node.value if isinstance(value_node, yaml.SequenceNode) else [value_node]
+            for mapping in reversed(mappings):  # Of two entries with one key, the last counts.
+                if not isinstance(mapping, yaml.MappingNode):
+                    raise yaml.constructor.ConstructorError(
+                        problem="'<<' needs a mapping or a list of mappings", problem_mark=mapping.start_mark
+                    )
+                self.flatten_mapping(mapping)
+                merged += mapping.value
+        node.value = merged + own
+
+    def _check_keys(self, node: yaml.MappingNode) -> None:
         keys: set[Hashable] = set()
         for key_node, _ in node.value:
             if key_node.tag == f"{_TAG}merge":
@@ -69,7 +97,6 @@ class StrictLoader(_SafeLoader):
                     _KeyFault(f"the key {key!r} appears twice", key_node.start_mark, "each key once")
                 )
             keys.add(key)
-        return super().construct_mapping(node, deep)
 
     def number(self, node: yaml.ScalarNode) -> Any:
         """Construct a number, or record a fault if it is too long for Python to print or convert to a float."""

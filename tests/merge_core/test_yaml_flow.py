@@ -1,13 +1,15 @@
-"""A value written as one line of YAML reads back as an equal value, alone and inside braces."""
+"""YAML is read strictly, and a value written as one line of YAML reads back as an equal value."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergegate.merge_core.errors import InvalidInput, findings_of
 from mergegate.merge_core.parsing import flow_yaml, parse_yaml
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=150)
@@ -45,3 +47,53 @@ def test_flow_yaml_writes_one_line_that_parses_to_the_same_value(value: Any) -> 
 )
 def test_flow_yaml_quotes_only_when_necessary(value: object, line: str) -> None:
     assert flow_yaml(value) == line
+
+
+# A mapping that ``<<`` refers to has a ``<<`` itself, and each level overrides a key.
+CHAIN = "base: &B {x: 0, y: 1}\nouter: {a: &A {<<: *B, x: 1}}\nc: {<<: *A, y: 2}\n"
+
+
+def anchors_used_first_and_last(text: str) -> list[str]:
+    """Return ``text`` in versions that construct its mappings in different orders, with short and long keys."""
+    texts = [
+        text,
+        f"first: [{{z: 1}}]\n{text}",
+        f"{text}e: [*A, *B, {{<<: *A}}]\n",
+        f"{text}e: {{f: {{<<: *A, x: 7}}}}\n",
+    ]
+    return [*texts, *(text.replace("x:", "weight:").replace("y:", "density:") for text in texts)]
+
+
+@pytest.mark.parametrize("text", anchors_used_first_and_last(CHAIN))
+def test_a_key_may_override_a_merged_key_at_any_level(text: str) -> None:
+    (read,) = parse_yaml(text, "a text")
+    x, y = read["base"]
+    assert (read["base"], read["outer"]["a"], read["c"]) == ({x: 0, y: 1}, {x: 1, y: 1}, {x: 1, y: 2})
+
+
+@pytest.mark.parametrize("text", anchors_used_first_and_last(CHAIN.replace("x: 1", "x: 1, x: 4")))
+def test_a_duplicate_key_in_a_merged_mapping_is_reported_once(text: str) -> None:
+    with pytest.raises(InvalidInput, match="appears twice") as caught:
+        parse_yaml(text, "a text")
+    assert len(findings_of(caught.value)) == 1
+
+
+MAPPINGS = st.lists(st.dictionaries(st.sampled_from(["x", "weight", "y", "density"]), st.integers(0, 9)), max_size=4)
+
+
+@given(MAPPINGS, st.dictionaries(st.sampled_from(["x", "weight", "z"]), st.integers(10, 19)), st.booleans())
+def test_own_keys_come_before_merged_ones_and_earlier_mappings_before_later_ones(
+    mappings: list[dict[str, int]], own: dict[str, int], merge_last: bool
+) -> None:
+    entries = [f"<<: {flow_yaml(mappings)}", *(f"{key}: {value}" for key, value in own.items())]
+    (read,) = parse_yaml("\n".join(reversed(entries) if merge_last else entries), "a text")
+    expected: dict[str, int] = {}
+    for mapping in (own, *mappings):
+        expected = {**mapping, **expected}
+    assert read == expected
+
+
+@pytest.mark.parametrize("value", ["text", "[1]", "3", "[{a: 1}, 2]", "null"])
+def test_only_mappings_are_merged(value: str) -> None:
+    with pytest.raises(InvalidInput, match="line 2, column.*needs a mapping"):
+        parse_yaml(f"a: 1\n<<: {value}", "a text")
