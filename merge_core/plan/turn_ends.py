@@ -42,6 +42,8 @@ def with_turn_ends(
         if vocabulary is not None and TURN_ENDS[choice] in vocabulary.ids:
             extra_ends.append(vocabulary.ids[TURN_ENDS[choice]])
     for name, parent in parents.items():
+        if alignment is not None and name not in alignment.vocabularies:
+            continue  # A base that is named only to measure differences. None of its tokens are matched.
         if parent.chat_template is not None and parent.chat_template == templates.get(DEFAULT):
             parent_ends = _token_ids((parent.companions.json(GENERATION) or {}).get(_END))
             extra_ends += _translate_ends(parent_ends or _token_ids(parent.config.get(_END)), name, alignment)

@@ -131,6 +131,23 @@ def test_the_end_of_a_turn_follows_its_token_if_rows_move(family: Path) -> None:
     assert ends_of(family / "out") == [1, 9]
 
 
+@pytest.mark.parametrize(
+    "tokenizer", ["tokenizer_source: base", "tokenizer: {source: a}", "tokenizer: {source: union}"]
+)
+@pytest.mark.parametrize("base", ["a", "b"])
+def test_a_base_that_only_a_slice_names_adds_no_end_token(family: Path, tokenizer: str, base: str) -> None:
+    for name, end in {"a": 1, "b": 5, "c": 2}.items():
+        (family / name / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
+    (family / "b" / "chat_template.jinja").write_text("of b {{ x }}")
+    text = (
+        f"merge_method: linear\nslices: [{{base_model: {base}, sources: [{{model: a, layer_range: [0, 3]}},"
+        " {model: c, layer_range: [0, 3]}]}]\nparameters: {weight: 1}\n"
+        f"chat_template: 'of b {{{{ x }}}}'\n{tokenizer}\n"
+    )
+    merge_text(text, family)
+    assert ends_of(family / "out") == 1
+
+
 texts = st.sampled_from(["{{ one }}", "{{ two }}", "{% for m in messages %}{{ m }}{% endfor %}", ""])
 named = st.dictionaries(st.sampled_from(["default", "tool_use", "rag", "a b"]), texts, max_size=3)
 declared = st.one_of(
