@@ -166,6 +166,14 @@ def _split_modules(recipe: Recipe, donor: Checkpoint) -> list[tuple[Module, str 
                 expected="the name of a part of this network",
                 remedy=suggest(str(module.name), sorted(parts)) if parts else "use 'models'",
             )
+        owner = next((name for name, stack in stack_by_module.items() if stack == own_stacks[0]), None)
+        if owner is not None:
+            raise InvalidInput(
+                f"{recipe.location}: modules.{module.name}",
+                found=f"it selects {own_stacks[0]}, which the module {owner} already selects",
+                expected="one module for each stack of layers",
+                remedy="remove one of the two modules, or rename it after another part of the network",
+            )
         stack_by_module[module.name] = own_stacks[0]
     prefixes = {name: stack.rsplit(".", 1)[0] + "." if "." in stack else "" for name, stack in stack_by_module.items()}
     for stack in depths:

@@ -57,6 +57,28 @@ def test_a_part_that_no_module_covers_is_refused(seeing: Path) -> None:
         merge_text(MODULES.split("  vision_tower")[0], seeing)
 
 
+@pytest.mark.parametrize("first_is_alias", [True, False])
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("text_decoder", "text"),
+        ("text_decoder", "language_model"),
+        ("vision_tower", "visual"),
+        ("vision", "vision_tower"),
+    ],
+)
+def test_a_part_that_two_modules_select_is_refused(seeing: Path, first: str, second: str, first_is_alias: bool) -> None:
+    names = [first, second] if first_is_alias else [second, first]
+    names.append("visual" if first.startswith("text") else "text_decoder")
+    modules = "".join(f"  {name}:\n    models: [{{model: a}}, {{model: b}}]\n" for name in names)
+    text = f"merge_method: linear\nbase_model: a\nmodules:\n{modules}parameters: {{weight: 1}}\n"
+    with pytest.raises(InvalidInput, match=f"which the module {names[0]} already selects") as caught:
+        merge_text(text, seeing)
+    assert caught.value.where.endswith(f"modules.{names[1]}")
+    assert caught.value.expected
+    assert caught.value.remedy
+
+
 def test_the_only_part_of_a_plain_language_model_is_called_default(tmp_path: Path) -> None:
     for seed, model in enumerate("ab"):
         generator = torch.Generator().manual_seed(seed)
