@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from tokenizers import Tokenizer
 
 from mergegate.merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
 from mergegate.merge_core.checkpoint.vocabulary import read_tokenizer
+from mergegate.merge_core.errors import InvalidInput
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {
     "byte-level": byte_level,
@@ -259,6 +261,65 @@ def test_ids_are_those_that_the_library_assigns(
     assert set(definition.misnumbered) == {
         token for token, number in added if token and library.token_to_id(token) != number
     }
+
+
+def vocabulary_with_id(number: object) -> dict[str, Any]:
+    return {"tokenizer.json": {"model": {"type": "WordLevel", "vocab": {"u": 0, "a": number}}}}
+
+
+def added_token_with_id(number: object) -> dict[str, Any]:
+    added = [{"content": "X", "id": number}]
+    return {"tokenizer.json": {"added_tokens": added, "model": {"type": "WordLevel", "vocab": {"u": 0}}}}
+
+
+def older_vocabulary_with_id(number: object) -> dict[str, Any]:
+    return {"vocab.json": {"u": 0, "a": number}}
+
+
+def older_added_token_with_id(number: object) -> dict[str, Any]:
+    return {"vocab.json": {"u": 0}, "added_tokens.json": {"X": number}}
+
+
+def setting_with_id(number: object) -> dict[str, Any]:
+    return {"vocab.json": {"u": 0}, "tokenizer_config.json": {"added_tokens_decoder": {str(number): {"content": "X"}}}}
+
+
+PLACES = [
+    vocabulary_with_id,
+    added_token_with_id,
+    older_vocabulary_with_id,
+    older_added_token_with_id,
+    setting_with_id,
+]
+
+
+def write_files(directory: Path, files: dict[str, Any]) -> None:
+    for name, content in files.items():
+        (directory / name).write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize(
+    ("place", "number"),
+    [
+        *((place, -1) for place in PLACES if place is not setting_with_id),  # A key that is not a number is ignored.
+        *itertools.product(PLACES, [1 << 24, 4_000_000_000, (1 << 63) - 1, 1 << 63, 10**20]),
+    ],
+)
+def test_an_id_that_no_vocabulary_has_is_refused(
+    tmp_path: Path, place: Callable[[object], dict[str, Any]], number: int
+) -> None:
+    write_files(tmp_path, place(number))
+    with pytest.raises(InvalidInput, match="whole numbers from 0 to 16777215"):
+        read_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("number", [1, 300_000, (1 << 24) - 1])
+def test_a_gap_in_the_ids_is_accepted(tmp_path: Path, place: Callable[[object], dict[str, Any]], number: int) -> None:
+    write_files(tmp_path, place(number))
+    definition = read_tokenizer(tmp_path)
+    assert definition is not None
+    assert len(definition.ids) == 2
 
 
 def test_ids_that_the_library_does_not_assign_are_reported(pair: Path) -> None:

@@ -27,6 +27,9 @@ SPECIAL = "special_tokens_map.json"
 MERGES = "merges.txt"
 _FILES = (NAME, SETTINGS, SPECIAL, "vocab.json", MERGES, "vocab.txt", "added_tokens.json")
 _MAX_MERGES_BYTES = 64 << 20
+# The largest vocabularies have 300,000 tokens. Tables are allocated with one entry for each possible id.
+_MAX_IDS = 1 << 24
+_ID_RANGE = f"whole numbers from 0 to {_MAX_IDS - 1}"
 # Flags of an added token, with their defaults. They control how the token is matched in a text.
 FLAGS = MappingProxyType({"single_word": False, "lstrip": False, "rstrip": False, "normalized": True, "special": False})
 
@@ -152,13 +155,13 @@ def added_ids(files: Companions, settings: Mapping[str, Any]) -> dict[str, int]:
     """Return the ids of the added tokens in ``added_tokens.json`` and ``settings`` (``tokenizer_config.json``).
 
     Raises:
-        InvalidInput: An id is not a non-negative integer.
+        InvalidInput: An id is not an integer from 0 to 2**24 - 1.
     """
     content = files.json("added_tokens.json", TOKENIZER_BOUNDS) or {}
-    if not all(type(number) is int and number >= 0 for number in content.values()):
+    if not all(type(number) is int and 0 <= number < _MAX_IDS for number in content.values()):
         raise InvalidInput(
             files.location("added_tokens.json"),
-            found="ids that are not whole numbers from 0",
+            found=f"ids that are not {_ID_RANGE}",
             expected="an object: token → id",
         )
     ids = {token: number for token, number in content.items() if token}
@@ -184,11 +187,11 @@ def define(content: Mapping[str, Any], settings: Mapping[str, Any], location: st
                 f"{location}: model.vocab", found="entries that are not pairs", expected="pairs [token, score]"
             )
         model_ids = {str(token): number for number, token in enumerate(tokens)}
-    elif all(type(number) is int and number >= 0 for number in vocab.values()):
+    elif all(type(number) is int and 0 <= number < _MAX_IDS for number in vocab.values()):
         model_ids = dict(vocab)
     else:
         raise InvalidInput(
-            f"{location}: model.vocab", found="ids that are not whole numbers from 0", expected="an object: token → id"
+            f"{location}: model.vocab", found=f"ids that are not {_ID_RANGE}", expected="an object: token → id"
         )
     # Older files have no type, but their content reveals it.
     kind = "Unigram" if isinstance(vocab, list) else "BPE" if model.get("merges") is not None else ""
@@ -200,8 +203,8 @@ def define(content: Mapping[str, Any], settings: Mapping[str, Any], location: st
     for entry in declared:
         if not isinstance(entry, dict) or not isinstance(entry.get("content"), str) or type(entry.get("id")) is not int:
             raise InvalidInput(added_location, found=f"{entry!r:.60}", expected="{content: text, id: number, …}")
-        if entry["id"] < 0:
-            raise InvalidInput(added_location, found=f"id {entry['id']}", expected="ids that are whole numbers from 0")
+        if not 0 <= entry["id"] < _MAX_IDS:
+            raise InvalidInput(added_location, found=f"id {entry['id']}", expected=f"ids that are {_ID_RANGE}")
         if entry["content"]:  # The library ignores an empty token.
             by_token.setdefault(entry["content"], entry)
     entries = list(by_token.values())
@@ -242,8 +245,12 @@ def _settings_entries(settings: Mapping[str, Any], listed_tokens: set[str], loca
     entries = []
     for number, entry in decoder.items():
         if isinstance(entry, Mapping) and isinstance(entry.get("content"), str) and str(number).isdecimal():
-            if len(str(number)) > 12:
-                raise InvalidInput(f"{location}: added_tokens_decoder", found=f"id {number!r:.40}", expected="an id")
+            if len(str(number)) > 12 or int(number) >= _MAX_IDS:
+                raise InvalidInput(
+                    f"{location}: added_tokens_decoder",
+                    found=f"id {number!r:.40}",
+                    expected=f"ids that are {_ID_RANGE}",
+                )
             if entry["content"] and entry["content"] not in listed_tokens:
                 entries.append({**entry, "id": int(number)})
     return sorted(entries, key=lambda entry: int(entry["id"]))
