@@ -176,6 +176,13 @@ class _Application:
         if (values := tensors.get("token_rows")) is None:
             return
         rows = self._config.tokens_of(module.name)
+        if len(values.shape) != 2:
+            raise InvalidInput(
+                values.full_name,
+                found=f"shape {list(values.shape)}",
+                expected=f"a matrix with one row for each of the trainable_token_indices for {module.name}",
+                remedy="save the adapter again with PEFT",
+            )
         if rows is None or len(rows) != values.shape[0]:
             raise InvalidInput(
                 values.full_name,
@@ -210,10 +217,10 @@ class _Application:
             )
         weight = self._weight(module, a)
         rank = self._config.rank_of(module.name)
-        for own_rank in (a.shape[0], b.shape[-1]):
+        for factor, own_rank in ((a, a.shape[0]), (b, b.shape[-1])):
             if own_rank != rank:
                 raise InvalidInput(
-                    a.full_name,
+                    factor.full_name,
                     found=f"rank {own_rank}",
                     expected=f"rank {rank}, according to r and rank_pattern in {self._config.location}",
                 )
@@ -400,7 +407,8 @@ class _Application:
     ) -> None:
         if tuple(shape) == tuple(target_shape):
             return
-        if has_vocabulary_rows(target.name) and shape[0] > target_shape[0] and shape[1:] == target_shape[1:]:
+        same_width = len(shape) == len(target_shape) > 0 and shape[1:] == target_shape[1:]
+        if has_vocabulary_rows(target.name) and same_width and shape[0] > target_shape[0]:
             raise self._vocabulary_error(own_tensor.full_name, shape[0], target)
         raise InvalidInput(
             own_tensor.full_name,

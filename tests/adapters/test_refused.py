@@ -154,6 +154,28 @@ def test_a_tensor_without_a_target_is_refused_by_name(
         applied(kept, with_tensors(adapter, change))
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (2,), (2, 32, 1), (1, 2, 32), (2, 1, 1, 32), (2, 16)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "embed_tokens.token_adapter.trainable_tokens_delta",
+        "embed_tokens.weight",
+        "layers.0.self_attn.q_proj.base_layer.weight",
+        "layers.0.self_attn.q_proj.lora_A.weight",
+        "layers.0.self_attn.q_proj.lora_B.weight",
+        "norm.weight",
+    ],
+)
+def test_a_tensor_of_any_other_shape_is_refused_by_name(
+    kept: Path, adapter: Path, name: str, shape: tuple[int, ...]
+) -> None:
+    configured(adapter, trainable_token_indices={"embed_tokens": [1, 5]})
+    with pytest.raises(InvalidInput) as caught:
+        applied(kept, with_tensors(adapter, put(f"base_model.model.model.{name}", *shape)))
+    assert name in caught.value.where
+    assert caught.value.expected
+
+
 def test_an_unknown_name_in_an_existing_layer_does_not_blame_the_base(kept: Path, adapter: Path) -> None:
     def add(layer: int) -> Path:
         module = f"base_model.model.model.layers.{layer}.mixer.in_proj"
