@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -95,5 +94,5 @@ def test_own_keys_come_before_merged_ones_and_earlier_mappings_before_later_ones
 
 @pytest.mark.parametrize("value", ["text", "[1]", "3", "[{a: 1}, 2]", "null"])
 def test_only_mappings_are_merged(value: str) -> None:
-    with pytest.raises(InvalidInput, match="line 2, column.*needs a mapping"):
+    with pytest.raises(InvalidInput, match=r"line 2, column.*needs a mapping"):
         parse_yaml(f"a: 1\n<<: {value}", "a text")
