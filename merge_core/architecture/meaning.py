@@ -187,7 +187,8 @@ def _apply_window_flag(result: dict[str, ModelSetting], part: TextPart, defaults
     is_off = flag is not None and flag.is_read and not flag.value
     list_keys = {kind.listed_in for kind in part.family.kinds} if part.family is not None else set()
     reads_layer_types = "layer_types" in list_keys or (defaults is not None and "layer_types" in defaults.values)
-    kinds: list[Any] = part.config.get("layer_types") or []
+    stated_kinds = part.config.get("layer_types")
+    kinds: list[Any] = stated_kinds if isinstance(stated_kinds, list) else []
     if not kinds and reads_layer_types and not is_off:
         depth = min(layer_count(part.config) or 0, _MOST_LAYERS)
         try:
@@ -209,7 +210,9 @@ def _rope_settings(config: Mapping[str, Any], defaults: FamilyDefaults | None, p
         return {}
     default_values = defaults.values if defaults is not None else {}
     source = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    stated = config.get(source) or {}
+    value = config.get(source) or {}
+    # Only the top level and the text part are known to have valid types. Elsewhere, compare any other value as it is.
+    stated = value if isinstance(value, Mapping) else {"value": value}
     groups = {key: value for key, value in stated.items() if isinstance(value, Mapping)}
     usual_groups = {key: value for key, value in (usual or {}).items() if isinstance(value, Mapping)}
     result: dict[str, ModelSetting] = {}
@@ -236,7 +239,7 @@ def _rope_settings(config: Mapping[str, Any], defaults: FamilyDefaults | None, p
         # The scaling consists of its type and the parameters that the type reads.
         rope = own if "type" in own else {**default, **own}
         kind = rope.get("rope_type") or rope.get("type") or "default"
-        kind = _ROPE_TYPES.get(kind, kind)
+        kind = _ROPE_TYPES.get(kind, kind) if isinstance(kind, str) else kind
         ignored = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *(_SCALING if kind == "default" else ())}
         values = {key: value for key, value in rope.items() if key not in ignored and value is not None}
         values = {key: value for key, value in values.items() if _SCALING.get(key) != value}

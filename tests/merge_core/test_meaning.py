@@ -6,6 +6,7 @@ import ast
 import copy
 import dataclasses
 import inspect
+import itertools
 import json
 import os
 import re
@@ -317,6 +318,27 @@ def test_the_text_part_is_compared_regardless_of_its_position() -> None:
     assert reported(nested, {**nested, "vision_config": {"depth": 3}}) == ["vision_config.depth"]
     changed = {**nested, "text_config": {**text, "rms_norm_eps": 1e-5}}
     assert reported(nested, changed) == ["text_config.rms_norm_eps"]
+
+
+ANY_JSON: tuple[Any, ...] = (
+    *(None, False, True, 0, 5, -1.5, 10**400, "", "linear", [], [1], ["x"], [[]], {}, {"a": 1}),
+    *({"type": value} for value in ([], {}, 5, True)),
+    *({"full_attention": {"rope_type": value}} for value in ([], {}, 5)),
+    *({"full_attention": value} for value in ([], "x", 5)),
+)
+
+
+@pytest.mark.parametrize("kind", [None, [], "llama", "gemma3_text", "gpt_oss", "unheard-of"])
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters", "layer_types", "sliding_window", "model_type"])
+def test_any_value_in_a_part_other_than_the_text_is_compared(key: str, kind: Any) -> None:
+    for value, place in itertools.product(ANY_JSON, ("vision_config", "audio_config", "x")):
+        inner = {"model_type": kind, "sliding_window": 4, "max_position_embeddings": 8, key: value}
+        for config in ({place: inner}, {place: {"deeper": inner}}, {"text_config": {}, place: inner}):
+            assert reported(config, copy.deepcopy(config)) == []
+            other = copy.deepcopy(config)
+            other[place].get("deeper", other[place])[key] = "other"
+            if key in _ROPE_KEYS:
+                assert reported(config, other)
 
 
 def found(root: Path, first: dict[str, Any], other: dict[str, Any]) -> list[Finding]:
