@@ -208,7 +208,8 @@ def processor_settings(files: Companions) -> FileSettings:
         for part, content in parts.items():
             for key, item in content.items():
                 if item is not None and key not in _FORM_KEYS and key not in INCIDENTAL_KEYS:
-                    shown = item.removesuffix("Fast").removesuffix("Pil") if key in _CLASS_KEYS else item
+                    is_class = key in _CLASS_KEYS and isinstance(item, str)
+                    shown = item.removesuffix("Fast").removesuffix("Pil") if is_class else item
                     settings[part, key] = FileSetting(file, shown)
     return settings
 

@@ -183,6 +183,17 @@ def test_a_processor_setting_that_differs_is_a_finding(family: Path, settings: d
         assert found(family, key) == [("info", f"b: {name}: {key}")]
 
 
+@pytest.mark.parametrize("value", [False, 0, 5, -1.5, [], ["x"], {}, {"a": 1}])
+@pytest.mark.parametrize("key", ["image_processor_type", "video_processor_type", "feature_extractor_type"])
+def test_a_processor_class_of_any_type_is_compared(family: Path, key: str, value: Any) -> None:
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        for model, class_name in (("a", "ImageProcessorFast"), ("b", value)):
+            write(family / model, {name: {**IMAGES, key: class_name}})
+    assert found(family) == [
+        ("warn", f"b: {name}: {key}") for name in ("preprocessor_config.json", "video_preprocessor_config.json")
+    ]
+
+
 @pytest.mark.parametrize("key", ["sampling_rate", "feature_size"])
 def test_feature_extractors_are_compared(family: Path, key: str) -> None:
     write(family / "a", {"preprocessor_config.json": SOUND})
