@@ -202,7 +202,7 @@ def _network_transforms(
         if part is not None:
             inner = config.get(part)
             key = inner.get("model_type") if isinstance(inner, Mapping) else None
-            key = _content()["classes"].get(key, key)
+            key = _content()["classes"].get(key, key) if isinstance(key, str) else None
         if key in table and key != root:
             scope, base = (f"{prefix}." if prefix else "" for prefix in (path, structure["prefix"]))
             yield from (_read_transform(entry, (base + scope, scope)) for entry in _entries(key))

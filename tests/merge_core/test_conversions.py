@@ -213,6 +213,15 @@ def test_experts_have_their_own_number_in_memory() -> None:
     )
 
 
+@pytest.mark.parametrize("value", [None, True, 5, 1.5, "unheard-of", [], ["x"], {}, {"a": 1}])
+def test_a_part_with_a_model_type_of_any_json_type_has_no_conversions(value: Any) -> None:
+    structures = json.loads(CONVERSIONS.read_text())["structures"]
+    for kind, part in {(kind, part) for kind, entry in structures.items() for _, _, part in entry["parts"] if part}:
+        expected = Conversions({"model_type": kind, part: {}}, "", ()).transforms
+        for inner in (value, {"model_type": value}):
+            assert Conversions({"model_type": kind, part: inner}, "", ()).transforms == expected
+
+
 @pytest.mark.slow
 def test_transforms_of_a_network_are_those_that_transformers_applies_in_its_order() -> None:
     compared = 0
