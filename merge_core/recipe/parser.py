@@ -486,7 +486,7 @@ def _source(item: object, context: _Context, location: str, *, layered: bool) ->
         # Like mergekit, accept whole numbers that are written as text or with a decimal point.
         written, ends = content.get("layer_range"), list[int]()
         for end in written if isinstance(written, list) else ():
-            is_digits = isinstance(end, str) and end.isascii() and end.isdigit()
+            is_digits = isinstance(end, str) and end.isascii() and end.isdigit() and len(end) < 10
             if is_digits or type(end) is int or (isinstance(end, float) and end.is_integer()):
                 ends.append(int(end))
         if isinstance(written, list) and len(written) == len(ends) == 2 and 0 <= ends[0] <= ends[1]:

@@ -125,6 +125,14 @@ def test_a_backward_layer_range_is_refused(layer_range: str) -> None:
         load_recipe(f"merge_method: passthrough\nslices: [{{sources: [{{model: a, layer_range: {layer_range}}}]}}]")
 
 
+@pytest.mark.parametrize("digits", [10, 4300, 4301, 5000, 100_000])
+@pytest.mark.parametrize("digit", "019")
+def test_a_layer_number_with_too_many_digits_is_refused(digit: str, digits: int) -> None:
+    for layer_range in (f'["{digit * digits}", 4]', f'[0, "{digit * digits}"]'):
+        with pytest.raises(InvalidInput, match="layer_range"):
+            load_recipe(f"merge_method: passthrough\nslices: [{{sources: [{{model: a, layer_range: {layer_range}}}]}}]")
+
+
 def test_slices_without_a_single_layer_are_refused() -> None:
     empty = "{sources: [{model: a, layer_range: [0, 0]}]}, {sources: [{model: b, layer_range: [3, 3]}]}"
     with pytest.raises(InvalidInput, match="every layer_range is empty"):
