@@ -11,6 +11,7 @@ import json
 import os
 import struct
 import sys
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from operator import itemgetter
@@ -197,8 +198,8 @@ def _json_object(text: bytes, path: Path) -> dict[str, Any]:
             )
         result = dict(pairs)
         if len(result) < len(pairs):
-            keys = [key for key, _ in pairs]
-            duplicate = next(key for number, key in enumerate(keys) if key in keys[:number])
+            counts = Counter(key for key, _ in pairs)
+            duplicate = next(key for key, count in counts.items() if count > 1)
             raise InvalidInput(f"{path}: {duplicate}", found="the header contains the name twice", remedy=_DAMAGED)
         return result
 

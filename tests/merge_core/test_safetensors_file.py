@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from mergegate.merge_core.checkpoint.safetensors_file import parse_header, read_header, render_header
+from mergegate.merge_core.checkpoint.safetensors_file import MAX_TENSORS, parse_header, read_header, render_header
 from mergegate.merge_core.errors import InvalidInput
 
 
@@ -62,6 +62,16 @@ def test_a_file_written_by_safetensors_is_read_as_it_says(tmp_path: Path) -> Non
 def test_a_header_that_lies_is_refused(header: object, data: int, said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
         parsed(header, data)
+
+
+@pytest.mark.parametrize("position", [0, MAX_TENSORS // 2, MAX_TENSORS - 2])
+def test_a_name_that_occurs_twice_is_found_quickly_among_many(position: int) -> None:
+    """Comparing each name with all names before it would take minutes."""
+    entries = [f'"t{number}":0' for number in range(MAX_TENSORS - 1)]
+    header = f"{{{','.join([*entries, entries[position]])}}}".encode()
+    with pytest.raises(InvalidInput, match="twice") as caught:
+        parsed(header, 0)
+    assert caught.value.where == f"x.safetensors: t{position}"
 
 
 @pytest.mark.parametrize("content", [b"", b"1234567", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 50) + b"{}"])
