@@ -122,7 +122,7 @@ class BlockScaled(DerivedTensor):
             values = E4M3_VALUES[payload]
             for row in range(top // high, -(-bottom // high)):
                 part = values[max(row * high - top, 0) : (row + 1) * high - top]
-                part *= np.repeat(factors[row], wide)[:width]
+                part *= np.repeat(factors[row], min(wide, width))[:width]
             _store(values.reshape(-1)[first - top * width :][:count], into)
 
         return elements

@@ -93,6 +93,18 @@ def test_blocks_of_fp8_are_what_their_factors_say(tmp_path: Path, block: int) ->
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
 
 
+@pytest.mark.parametrize("size", [70, 71, 1 << 45, 1 << 63, 10**30])
+def test_a_block_larger_than_the_matrix_needs_no_memory(tmp_path: Path, size: int) -> None:
+    weights = fp8_weights(0)
+    scales = weights[f"{MATRIX}_scale_inv"][:1, :1].contiguous()
+    place = saved(
+        tmp_path / "a", {**weights, f"{MATRIX}_scale_inv": scales}, {**FP8, "weight_block_size": [size, size]}
+    )
+    merged([place], tmp_path / "out", "passthrough", block_elements=1000)
+    expected = (weights[MATRIX].float() * scales).bfloat16()
+    assert torch.equal(load_file(tmp_path / "out/model.safetensors")[MATRIX], expected)
+
+
 @pytest.mark.parametrize("block", [64, 1000, 5000, 1 << 20])
 def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path, block: int) -> None:
     weights = mxfp4_weights(0)
