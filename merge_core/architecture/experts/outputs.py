@@ -129,7 +129,7 @@ OUTPUT_FAMILIES = (
         },
     ),
 )
-_ALIASES = {"qwen2moe": "qwenmoe", "glm4moe": "glm4moe"}
+_ALIASES = {"qwen2moe": "qwenmoe"}
 
 # Defaults of the dense families for missing keys. The mixture families have other defaults.
 _DEFAULTS: Mapping[str, Any] = {
@@ -186,10 +186,10 @@ def choose_output(architecture: str | None, source: str, *, shared: bool, prompt
             expected="; ".join(_describe(family) for family in OUTPUT_FAMILIES),
             remedy=_remedy(source, shared),
         )
-    wanted_name = _plain(architecture)
-    wanted_name = _ALIASES.get(wanted_name.removesuffix("forcausallm"), wanted_name)
-    matches = [family for family in OUTPUT_FAMILIES if _plain(family.name).startswith(wanted_name)]
-    if not matches or not architecture.strip():
+    wanted_name = _plain(architecture).removesuffix("forcausallm")
+    wanted_name = _ALIASES.get(wanted_name, wanted_name)
+    matches = [family for family in OUTPUT_FAMILIES if wanted_name and _plain(family.name).startswith(wanted_name)]
+    if not matches:
         is_deepseek = _plain(architecture).startswith("deepseek")
         raise InvalidInput(
             f"{location}: architecture",

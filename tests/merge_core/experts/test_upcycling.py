@@ -18,6 +18,8 @@ from mixtures import logits, related
 from safetensors.torch import load_file
 
 from mergegate.merge_core import MergePlan, load_recipe, merge_weights, open_checkpoint, plan_merge, plan_with_findings
+from mergegate.merge_core.architecture.experts import OutputFamily, choose_output
+from mergegate.merge_core.architecture.experts.outputs import OUTPUT_FAMILIES
 from mergegate.merge_core.engine import EngineSettings
 from mergegate.merge_core.errors import InvalidInput
 
@@ -255,6 +257,22 @@ def test_models_that_no_family_can_represent_are_refused(models: Path, content: 
     recipe = load_recipe(content)
     opened = {str(ref): open_checkpoint(models / ref.path) for ref in recipe.references()}
     assert plan_with_findings(recipe, opened).blocking
+
+
+@pytest.mark.parametrize("suffix", ["", "ForCausalLM"])
+@pytest.mark.parametrize("architecture", ["", " ", "-", "--", "_", "...", "\n"])
+def test_an_architecture_without_a_letter_is_refused(architecture: str, suffix: str) -> None:
+    with pytest.raises(InvalidInput, match="architecture(.|\n)*a prefix of Mixtral"):
+        choose_output(f"{architecture}{suffix}", "llama", shared=False, prompts=False, location="recipe.yaml")
+
+
+@pytest.mark.parametrize("family", OUTPUT_FAMILIES, ids=lambda family: family.name)
+def test_every_spelling_of_a_family_is_accepted(family: OutputFamily) -> None:
+    spellings = (family.name, family.model_type, family.architecture, family.name.upper(), family.name.replace(" ", ""))
+    for spelling in (*spellings, f"{family.name}ForCausalLM"):
+        for source in family.sources:
+            shared = bool(family.shared)
+            assert choose_output(spelling, source, shared=shared, prompts=False, location="r") is family
 
 
 def test_a_bias_without_a_counterpart_is_refused(models: Path, tmp_path: Path) -> None:
