@@ -158,6 +158,8 @@ class TensorRun:
         return isinstance(self.step, Fold) and self.step.in_order
 
     def _compute_block(self, number: int) -> None:
+        # After the lock is released below, the thread of the last block may already have started the next pass.
+        in_order = self._in_order
         is_full_pass = self.pass_inputs is self.inputs
         first_pass = self.first_pass and is_full_pass
         # On a GPU, :meth:`_check_finite` counts on the device. Integers are always finite.
@@ -205,7 +207,7 @@ class TensorRun:
             self.remaining_blocks -= 1
             last = self.remaining_blocks == 0
         if not last:
-            if self._in_order:
+            if in_order:
                 self.context.submit(self, lambda: self._compute_block(number + 1))
             return
         if len(self.job.inputs) == 1 and 0 < self.constants < self.inputs.numel:

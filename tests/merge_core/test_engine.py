@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import subprocess
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,59 @@ def test_partial_results_are_freed_before_the_next_pass(wide: Path, monkeypatch:
     merge_text(LINEAR, wide, threads=1, block_elements=16384)
     assert len(parts) > len(held) > 0, "some tensors have several blocks"
     assert set(held) == {0}
+
+
+Run = tensor_run.TensorRun
+
+
+def test_each_block_of_each_pass_is_computed_once_in_any_order_of_threads(
+    wide: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The last block of a pass may start the next pass before the thread of another block continues."""
+    passes: dict[int, tuple[object, list[int]]] = {}
+
+    def steps(orders: tuple[bool, ...]) -> Steps:
+        for in_order in orders:
+            yield Fold(lambda block: block.base, lambda parts: np.zeros(1), in_order=in_order)
+        return Map(lambda block: block.base)
+
+    class Lock:
+        """A lock after whose release all waiting blocks of the pass are computed."""
+
+        def __init__(self, run: Run, waiting: list[Callable[[], None]]) -> None:
+            self.run, self.waiting = run, waiting
+
+        def __enter__(self) -> None:
+            pass
+
+        def __exit__(self, *_: object) -> None:
+            step = self.run.step
+            while self.waiting and self.run.step is step:
+                self.waiting.pop()()
+
+    def begin(run: Run) -> None:
+        waiting: list[Callable[[], None]] = []
+        run.context = replace(run.context, submit=lambda _, work: waiting.append(work))
+        run.lock = Lock(run, waiting)  # type: ignore[assignment]  # It has the methods of a lock.
+        original_begin(run)
+        while waiting:
+            waiting.pop()()
+
+    def compute_block(run: Run, number: int) -> None:
+        passes.setdefault(id(run.step), (run.step, []))[1].append(number)
+        original_compute_block(run, number)
+
+    original_begin, original_compute_block = Run.begin, Run._compute_block
+    monkeypatch.setattr(Run, "begin", begin)
+    monkeypatch.setattr(Run, "_compute_block", compute_block)
+    for orders in itertools.product((False, True), repeat=3):
+        passes.clear()
+        monkeypatch.setattr(Run, "_steps", lambda run, orders=orders: steps(orders))
+        merge_text(LINEAR, wide, "".join("ny"[order] for order in orders), threads=1, block_elements=16384)
+        assert len(passes) == 4
+        for (_, numbers), in_order in zip(passes.values(), (*orders, False), strict=True):
+            assert (numbers if in_order else sorted(numbers)) == list(range(len(numbers)))
+            assert len(numbers) > 2
 
 
 def test_the_seed_changes_random_masks_and_nothing_else(wide: Path) -> None:
