@@ -262,7 +262,7 @@ def test_models_that_no_family_can_represent_are_refused(models: Path, content: 
 @pytest.mark.parametrize("suffix", ["", "ForCausalLM"])
 @pytest.mark.parametrize("architecture", ["", " ", "-", "--", "_", "...", "\n"])
 def test_an_architecture_without_a_letter_is_refused(architecture: str, suffix: str) -> None:
-    with pytest.raises(InvalidInput, match="architecture(.|\n)*a prefix of Mixtral"):
+    with pytest.raises(InvalidInput, match=r"architecture(.|\n)*a prefix of Mixtral"):
         choose_output(f"{architecture}{suffix}", "llama", shared=False, prompts=False, location="recipe.yaml")
 
 
