@@ -11,6 +11,7 @@ again from the page cache.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import heapq
 import os
@@ -173,6 +174,7 @@ class ShardFiles:
     def _hash(self, open_shard: _OpenShard, buffer: memoryview) -> bool:
         """Hash a shard to its end. Return False if the merge was abandoned."""
         digest, written, flushed = hashlib.sha256(), open_shard.written, 0
+        path = self._directory / f"{open_shard.shard.name}{PARTIAL}"
         while open_shard.hashed < open_shard.shard.size:
             with self._condition:
                 self._condition.wait_for(
@@ -188,10 +190,13 @@ class ShardFiles:
                     self._waiting -= len(run.data)
             else:
                 start = run.start
-                while start < run.end:
-                    count = read_at(open_shard.fd, buffer[: min(run.end - start, _HASH_BYTES)], start)
-                    digest.update(buffer[:count])
-                    start += count
+                with refuse_disk_errors(path):
+                    while start < run.end:
+                        count = read_at(open_shard.fd, buffer[: min(run.end - start, _HASH_BYTES)], start)
+                        if count == 0:
+                            raise OSError(errno.EIO, "the file was truncated while it was written")
+                        digest.update(buffer[:count])
+                        start += count
             with self._condition:
                 open_shard.hashed = run.end
             # Keep the disk busy, so that the flush at the end is short.
@@ -200,7 +205,7 @@ class ShardFiles:
                 flushed += _FLUSH_BYTES
                 if not self._keep_pages and (written_end := flushed - _FLUSHING_PARTS * _FLUSH_BYTES) > 0:
                     forget_cached(open_shard.fd, written_end - _FLUSH_BYTES, _FLUSH_BYTES)
-        with refuse_disk_errors(self._directory / f"{open_shard.shard.name}{PARTIAL}"):
+        with refuse_disk_errors(path):
             os.fsync(open_shard.fd)
         if not self._keep_pages:
             forget_cached(open_shard.fd)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import json
+import os
 import subprocess
 import sys
 import weakref
@@ -20,7 +22,7 @@ from family import HIDDEN, MERGE_FUSED, TOKENS, load, merge_text, random_tensors
 from samples import sampled
 
 from mergegate.merge_core import EngineSettings, load_recipe, merge_methods, merge_weights, open_checkpoint, plan_merge
-from mergegate.merge_core.engine import blocks, execution, tensor_run
+from mergegate.merge_core.engine import blocks, execution, tensor_run, writer
 from mergegate.merge_core.errors import DiskUnavailable, InvalidInput
 from mergegate.merge_core.methods import Fold, Map, Steps
 from mergegate.merge_core.methods.masks import MaskCache
@@ -307,9 +309,6 @@ def test_a_shard_that_shrinks_after_planning_leaves_nothing_that_loads(family: P
 def test_a_full_disk_stops_the_merge_and_leaves_nothing_that_loads(
     family: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import errno
-    import os
-
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -317,6 +316,35 @@ def test_a_full_disk_stops_the_merge_and_leaves_nothing_that_loads(
     with pytest.raises(DiskUnavailable, match="disk is full"):
         merge_text(LINEAR, family)
     assert not (family / "out/config.json").exists()
+
+
+@pytest.mark.parametrize("position", ["first", "later", "end of a range"])
+@pytest.mark.parametrize("problem", ["truncated", errno.EIO, errno.ESTALE, errno.EBADF])
+def test_a_shard_that_cannot_be_read_back_stops_the_merge(
+    wide: Path, monkeypatch: pytest.MonkeyPatch, problem: int | str, position: str
+) -> None:
+    reads: list[int] = []
+
+    def read_at(fd: int, into: memoryview, offset: int) -> int:
+        reads.append(offset)
+        assert len(reads) < 100, "the loop does not end"
+        if position == "later" and len(reads) == 1:
+            return original(fd, into[: len(into) // 2], offset)
+        if position == "end of a range" and len(reads) == 1:
+            return original(fd, into[:-1], offset)
+        if isinstance(problem, int):
+            raise OSError(problem, os.strerror(problem))
+        return 0
+
+    original = writer.read_at
+    monkeypatch.setattr(writer, "read_at", read_at)
+    monkeypatch.setattr(writer, "WAITING_BYTES", 0)
+    with pytest.raises(DiskUnavailable) as caught:
+        merge_text(LINEAR, wide)
+    reason = os.strerror(problem) if isinstance(problem, int) else "the file was truncated while it was written"
+    assert caught.value.where.endswith(".safetensors.partial")
+    assert reason in caught.value.found
+    assert not (wide / "out/config.json").exists()
 
 
 def test_an_output_directory_with_other_files_is_refused(family: Path) -> None:
