@@ -16,6 +16,8 @@ from mergegate.merge_core.errors import FindingLog, InvalidInput, suggest
 from mergegate.merge_core.methods import Method, Parameter, Scalar
 from mergegate.merge_core.recipe.keys import RECIPE_KEYS, known_mapping
 
+_INT_LIMIT = 2**31  # No method needs more, and kernels cannot take integers of any size.
+
 
 @dataclass(frozen=True)
 class Condition:
@@ -196,11 +198,11 @@ def _scalar(value: object, parameter: Parameter, location: str) -> Scalar:
     elif kind != "choice" and isinstance(value, (int, float, str)) and not isinstance(value, bool):
         with suppress(ValueError, OverflowError):
             number = float(value)  # YAML 1.1 reads 1e-5 as text.
-            if math.isfinite(number) and (kind != "int" or number.is_integer()):
+            if math.isfinite(number) and (kind != "int" or (number.is_integer() and abs(number) < _INT_LIMIT)):
                 result = int(number) if kind == "int" else number
     if result is None:
         # A value of None is often an indentation mistake: YAML reads a key with nothing below it as null.
-        kinds = {"float": "a number", "int": "a whole number", "bool": "true or false"}
+        kinds = {"float": "a number", "int": "a whole number between -2**31 and 2**31", "bool": "true or false"}
         expected = kinds.get(kind, f"one of {parameter.range}")
         remedy = suggest(value, parameter.choices) if isinstance(value, str) and parameter.choices else ""
         if isinstance(value, str) and value.startswith("$"):

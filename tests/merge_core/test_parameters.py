@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergegate.merge_core import merge_methods
 from mergegate.merge_core.errors import FindingLog, InvalidInput
-from mergegate.merge_core.methods.contract import REQUIRED, Parameter
+from mergegate.merge_core.methods.contract import REQUIRED, Method, Parameter
 from mergegate.merge_core.methods.registry import find_method
 from mergegate.merge_core.recipe.parameters import Parameters, gradient, parse_parameters, value_for
 
@@ -82,6 +83,32 @@ def test_a_whole_number_that_becomes_a_fraction_between_layers_is_refused() -> N
     assert value_for(steps, [scope], "x", 1.0) == 2
     with pytest.raises(InvalidInput, match="whole number"):
         value_for(steps, [scope], "x", 0.5)
+
+
+COUNTS = [
+    (method, parameter)
+    for method in merge_methods().values()
+    for parameter in method.parameters
+    if parameter.kind == "int"
+]
+
+
+@pytest.mark.parametrize(("method", "parameter"), COUNTS, ids=lambda item: item.name)
+def test_a_whole_number_that_does_not_fit_into_32_bits_is_refused(method: Method, parameter: Parameter) -> None:
+    def read(value: Any) -> Any:
+        log, is_own = FindingLog(), parameter.scope != "shared"
+        parameters = parse_parameters({parameter.name: value}, method, "p", log, per_model=is_own)
+        log.raise_faults("p")
+        return value_for(parameter, [parameters], "x", 0.0)
+
+    for sign in (1, -1):
+        for size in (2**31, 2**31 + 0.0, 2**63, 1e30, "1e30", "9" * 5000, 10**400):
+            value = f"-{size}" if isinstance(size, str) and sign < 0 else size * sign if sign < 0 else size
+            for content in (value, [1, value], {"filter": "x", "value": value}):
+                with pytest.raises(InvalidInput, match="expected"):
+                    read(content)
+    largest = 2**31 - 1 if parameter.maximum is None else int(parameter.maximum)
+    assert [read(size) for size in (largest, float(largest), str(largest))] == [largest] * 3
 
 
 @pytest.mark.parametrize(
