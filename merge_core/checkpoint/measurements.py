@@ -194,4 +194,4 @@ def _read_owners(path: Path, pattern: str, expected: str) -> dict[str, StoredTen
     tensors = {tensor.name: tensor for file in sorted(path.parent.glob(pattern)) for tensor in read_header(file)}
     if not isinstance(owners, Mapping):
         raise InvalidInput(str(path), found=f"the key {key!r} is missing", expected=expected, remedy=_RERUN)
-    return {str(name): tensors.get(owner) for name, owner in owners.items()}
+    return {name: tensors.get(owner) if isinstance(owner, str) else None for name, owner in owners.items()}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ from family import load, merge_text, read_recipe, save_checkpoint
 from safetensors.torch import load_file, save_file
 
 from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
-from mergegate.merge_core.checkpoint import IMPORTANCE, measurement_file_name, open_importance
+from mergegate.merge_core.checkpoint import IMPORTANCE, measurement_file_name, open_importance, open_moments
 from mergegate.merge_core.engine.forecast import estimate_needs
 from mergegate.merge_core.errors import InvalidInput
 
@@ -122,6 +124,23 @@ def test_mismatched_importance_files_are_refused(root: Path) -> None:
     (root / "importance/a" / measurement_file_name(IMPORTANCE, 0)).unlink()
     with pytest.raises(InvalidInput, match="no stored tensor"):
         open_importance(root / "importance/a")
+
+
+ANY_JSON = (None, True, 5, 1.5, "unheard-of", "", [], ["x"], {}, {"a": 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "read"), [("importance.json", "tensors", open_importance), ("inputs.json", "inputs", open_moments)]
+)
+def test_a_damaged_index_of_a_measurement_is_refused(
+    tmp_path: Path, name: str, key: str, read: Callable[[Path], object]
+) -> None:
+    indexes = [{key: {"w": owner}} for owner in ANY_JSON]
+    indexes += [{key: owners} for owners in ANY_JSON if not isinstance(owners, dict)]
+    for index in (*indexes, {}, {"positions": 1}, [], "x", 5, None):
+        (tmp_path / name).write_text(json.dumps(index))
+        with pytest.raises(InvalidInput, match=name):
+            read(tmp_path)
 
 
 def test_importance_is_included_in_the_forecast_and_in_the_record(root: Path) -> None:
