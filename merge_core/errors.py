@@ -292,15 +292,15 @@ class FindingGroup:
     def severity(self) -> Severity:
         return self.first.severity
 
-    def others_line(self, limit: int = 3) -> str:
-        """Return a line like ``and 271 more with this cause: model.norm.weight, …``, with at most ``limit`` locations.
+    def others_line(self) -> str:
+        """Return a line like ``and 271 more with this cause: model.norm.weight, …``, with at most three locations.
 
         The line is empty if the group has only one finding.
         """
         if not self.others:
             return ""
-        locations = [finding.where.removeprefix(f"{_model_of(finding)}: ") for finding in self.others[:limit]]
-        more = ", …" if len(self.others) > limit else ""
+        locations = [finding.where.removeprefix(f"{_model_of(finding)}: ") for finding in self.others[:3]]
+        more = ", …" if len(self.others) > 3 else ""
         return f"and {len(self.others):,} more with this cause: {', '.join(locations)}{more}"
 
 

@@ -36,6 +36,7 @@ ELEMENTS = 128
 """Number of elements of a sample."""
 MOST_TENSORS = 1024
 """Largest number of samples in a fingerprint."""
+_CONCURRENT_READS = 8
 
 # Layers of dense models have at most this many matrices.
 _MOST_PER_LAYER = 16
@@ -187,16 +188,13 @@ def select_tensors(tensors: Iterable[AnyTensor], most: int = MOST_TENSORS) -> tu
     return tuple(sorted(selected[:most], key=lambda tensor: _natural(tensor.name)))
 
 
-def take_fingerprint(
-    tensors: Mapping[str, AnyTensor], read: ReadStored, most: int = MOST_TENSORS, threads: int = 8
-) -> Fingerprint:
+def take_fingerprint(tensors: Mapping[str, AnyTensor], read: ReadStored, most: int = MOST_TENSORS) -> Fingerprint:
     """Return the fingerprint of a checkpoint, reading 128 elements of each selected tensor.
 
     Args:
         tensors: Tensors of the checkpoint by name.
         read: Function that reads elements of a stored tensor, locally or over the network.
         most: Largest number of tensors to sample.
-        threads: Number of concurrent reads.
 
     Raises:
         InvalidInput: A tensor cannot be read.
@@ -217,7 +215,7 @@ def take_fingerprint(
         return np.asarray(np.ldexp(rounded.astype(np.float32), exponent), np.float32)
 
     selected = select_tensors(tensors.values(), most)
-    with ThreadPoolExecutor(threads) as pool:
+    with ThreadPoolExecutor(_CONCURRENT_READS) as pool:
         samples = list(pool.map(sample, selected))
     # A constant sample says nothing about its model.
     varied = [row for row, values in enumerate(samples) if np.ptp(values) > 0]

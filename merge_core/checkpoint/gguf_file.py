@@ -150,17 +150,15 @@ class GgufHeader:
     data_offset: int
 
 
-def read_gguf_header(path: Path, *, within: Path | None = None) -> GgufHeader:
+def read_gguf_header(path: Path) -> GgufHeader:
     """Return the header of a GGUF file. Any file needs less than 64 MiB of memory.
-
-    If ``within`` is set, that directory must contain the file after all links are resolved.
 
     Raises:
         InvalidInput: The file is missing, truncated or longer than it declares, its header is inconsistent or exceeds a
             limit, or it has a version or a type that this reader does not know.
     """
     try:
-        with open_buffered(path, within=within) as file:
+        with open_buffered(path) as file:
             return parse_gguf_header(file, os.fstat(file.fileno()).st_size, path)
     except FileNotFoundError:
         raise InvalidInput(str(path), found="the file does not exist", expected="a GGUF file") from None

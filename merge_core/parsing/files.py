@@ -118,9 +118,9 @@ def read_plain(path: Path, most: int, *, within: Path | None = None, expected: s
         ) from None
 
 
-def open_buffered(path: Path, *, within: Path | None = None) -> BinaryIO:
+def open_buffered(path: Path) -> BinaryIO:
     """Open a plain file like :func:`open_plain`, but with a buffer, for example to read lines."""
-    return io.BufferedReader(open_plain(path, within=within))  # type: ignore[type-var]  # open_plain returns a FileIO.
+    return io.BufferedReader(open_plain(path))  # type: ignore[type-var]  # open_plain returns a FileIO.
 
 
 def content_of(file: BinaryIO, path: Path, most: int) -> bytes:
@@ -145,14 +145,14 @@ def content_of(file: BinaryIO, path: Path, most: int) -> bytes:
     return content
 
 
-def read_text(path: Path, most: int, *, within: Path | None = None, expected: str = "", remedy: str = "") -> str:
+def read_text(path: Path, most: int, *, expected: str = "", remedy: str = "") -> str:
     """Return the UTF-8 text of a plain file.
 
     Raises:
         InvalidInput: :func:`read_plain` rejects the file, or it is not UTF-8 text.
     """
     try:
-        return read_plain(path, most, within=within, expected=expected, remedy=remedy).decode()
+        return read_plain(path, most, expected=expected, remedy=remedy).decode()
     except UnicodeDecodeError:
         raise InvalidInput(
             str(path), found="cannot be read: not UTF-8 text", expected=expected, remedy=remedy

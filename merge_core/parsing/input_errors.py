@@ -11,14 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from json import JSONDecodeError
-from typing import TypeVar
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError
 
 # Digits of one number. ``model_max_length`` in real tokenizers has 31 digits; Python does not print more than 4,300.
 MAX_DIGITS = 40
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -50,13 +47,6 @@ def parsing_errors(location: str, problem: str, *, expected: str = "", remedy: s
         needs_type = isinstance(error, LookupError | TypeError | AttributeError) or not str(error)
         kind = f"{type(error).__name__}: " if needs_type else ""
         raise InvalidInput(location, found=f"{problem}: {kind}{error}", expected=expected, remedy=remedy) from None
-
-
-def require_type(value: object, kind: type[T], location: str, expected: str, *, remedy: str = "") -> T:
-    """Return ``value``, or raise InvalidInput unless its type is exactly ``kind``. True is not an int here."""
-    if type(value) is not kind:
-        raise InvalidInput(location, found=f"{value!r:.60}", expected=expected, remedy=remedy)
-    return value
 
 
 def require_printable(value: object, location: str) -> None:

@@ -62,12 +62,6 @@ class RowMap:
         breaks = np.flatnonzero(~(same & (follows | is_constant))) + 1
         return np.concatenate([[0], breaks, [len(self)]]).astype(np.int64)
 
-    @cached_property
-    def lenders(self) -> frozenset[str]:
-        """References of the models whose rows are read."""
-        single = {self.models[number] for number in np.unique(self.lender).tolist() if number >= 0}
-        return frozenset(single | {self.models[number] for rows in self.shared for number, _ in rows})
-
 
 def map_rows(
     own_rows: int, ids: NDArray[np.int64], preferred_rows: int | None

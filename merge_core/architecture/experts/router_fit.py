@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 RouterScore = Literal["softmax", "sigmoid"]
 
 _CHUNK = 8192  # rows that are converted to float64 at a time
-_TOLERANCE = 1e-10
+_TOLERANCE = 1e-10  # residual at which the iteration ends, as a share of that at the start
 _MAX_ITERATIONS = 2000
 
 
@@ -81,7 +81,6 @@ def fit_router(
     *,
     off_diagonals: float = 0.9,
     score: RouterScore = "softmax",
-    tolerance: float = _TOLERANCE,
 ) -> RouterFit:
     """Return the router that minimizes the curvature-weighted distance to the routers of all parents.
 
@@ -91,7 +90,6 @@ def fit_router(
         off_diagonals: Factor of the off-diagonal elements of each matrix, from 0 to 1. At 1, the system is singular.
         score: Function that turns logits into routing weights. With ``sigmoid``, each expert has its own weight and
             the curvature is ``diag(p (1 - p))``.
-        tolerance: Residual at which the iteration ends, as a share of that at the start.
     """
     import torch
 
@@ -132,7 +130,7 @@ def fit_router(
     preconditioned = inverse * residual
     direction, energy = preconditioned, float((residual * preconditioned).sum())
     iterations, remaining = 0, first
-    while first and remaining > tolerance * first and energy > 0 and iterations < _MAX_ITERATIONS:
+    while first and remaining > _TOLERANCE * first and energy > 0 and iterations < _MAX_ITERATIONS:
         image = product([direction] * len(texts))
         curvature = float((direction * image).sum())
         if curvature <= 0:

@@ -31,11 +31,6 @@ class Vocabulary:
     is_complete: bool = True
     model_tokens: frozenset[str] | None = None
 
-    @property
-    def added_tokens(self) -> dict[str, int]:
-        """Ids of the tokens that are not in the tokenizer's own vocabulary, by token."""
-        return {token: number for token, number in self.ids.items() if token not in (self.model_tokens or ())}
-
 
 def read_vocabulary(source: Companions | Path) -> Vocabulary | None:
     """Return the vocabulary of a checkpoint, given its files or its directory. None if it has no tokenizer files.
