@@ -333,8 +333,13 @@ def pip_command(*requirements: str) -> str:
 
 
 def suggest(word: str, names: Iterable[str]) -> str:
-    """Return a remedy for an unknown ``word``: ``did you mean 'density'?``, or all ``names`` if none is similar."""
+    """Return a remedy for an unknown ``word``: ``did you mean 'density'?``, or all ``names`` if none is similar.
+
+    The remedy is empty if there are no names.
+    """
     names = sorted(names)
+    if not names:
+        return ""
     close_matches = get_close_matches(word, names, n=1, cutoff=0.6)
     return f"did you mean {close_matches[0]!r}?" if close_matches else f"choose one of {', '.join(names)}"
 

@@ -16,6 +16,7 @@ from mergegate.merge_core.errors import (
     finding_of,
     group_findings,
     pip_command,
+    suggest,
     worst_first,
 )
 
@@ -77,3 +78,12 @@ def test_the_command_for_an_extra_reaches_the_environment_of_mergegate(
         (environment / receipt).touch()
     monkeypatch.setattr(sys, "prefix", str(environment))
     assert pip_command("mergegate[ifeval]", "six") == f"{start} 'mergegate[ifeval]' six"
+
+
+@given(st.text(max_size=8), st.lists(st.text("abcde", min_size=1, max_size=6), max_size=4))
+def test_a_suggestion_names_one_or_all_names_and_is_empty_without_names(word: str, names: list[str]) -> None:
+    assert suggest(word, iter(())) == ""
+    closest = {f"did you mean {name!r}?" for name in names}
+    every = {f"choose one of {', '.join(sorted(names))}"} if names else {""}
+    assert suggest(word, iter(names)) in closest | every
+    assert all(suggest(name, names) == f"did you mean {name!r}?" for name in names)
