@@ -39,7 +39,7 @@ def history_command(
             raise InvalidInput(
                 "mergegate history",
                 found=f"no recorded run of {profile!r}",
-                expected=suggest(profile, names) if names else "a profile that has already run here",
+                expected=suggest(profile, names) or "a profile that has already run here",
             )
         if as_json:
             rows = [run.model_dump(mode="json") for run in runs[:last]]

@@ -169,7 +169,9 @@ def store_gc_command(
         for profile in forget or ():
             if profile not in names:
                 raise InvalidInput(
-                    "--forget", found=f"no recorded run of {profile!r}", expected=suggest(profile, names)
+                    "--forget",
+                    found=f"no recorded run of {profile!r}",
+                    expected=suggest(profile, names) or "a profile that has already run here",
                 )
             if dry_run:
                 raise InvalidInput("--forget", found="it has no effect in a dry run", remedy="omit one of the options")
