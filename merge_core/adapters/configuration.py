@@ -47,13 +47,13 @@ _WITHOUT_EFFECT = frozenset(
         "auto_mapping", "base_model_class", "parent_library", "inference_mode", "lora_dropout", "target_modules",
         "exclude_modules", "modules_to_save", "modules_to_tie", "target_modules_to_tie", "layers_to_transform",
         "layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
-        "qalora_group_size", "runtime_config", "peft_version", "ensure_weight_tying",
+        "qalora_group_size", "runtime_config", "peft_version", "ensure_weight_tying", "fan_in_fan_out",
     )
 )  # fmt: skip
 _KNOWN_KEYS = frozenset(
     (
         "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora",
-        "fan_in_fan_out", "bias", "lora_bias", "init_lora_weights", "trainable_token_indices",
+        "bias", "lora_bias", "init_lora_weights", "trainable_token_indices",
         "target_parameters", "base_model_name_or_path", "revision", "task_type",
     )
 )  # fmt: skip
@@ -78,7 +78,6 @@ class AdapterConfig:
         parameters: Name suffixes of parameters that are adapted directly (``target_parameters``).
         base: Base model that the adapter declares (``base_model_name_or_path``), or an empty string.
         task: ``task_type``, or an empty string.
-        fan_in_fan_out: Value in the file. mergegate derives from the model whether a weight is stored transposed.
     """
 
     location: str
@@ -94,7 +93,6 @@ class AdapterConfig:
     parameters: tuple[str, ...] = ()
     base: str = ""
     task: str = ""
-    fan_in_fan_out: bool = False
 
     def rank_of(self, module: str) -> int:
         """Return the rank of the factors for the module or parameter called ``module`` in memory."""
@@ -145,7 +143,6 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
         parameters=_texts(content.get("target_parameters"), f"{location}: target_parameters"),
         base=_text(content.get("base_model_name_or_path"), f"{location}: base_model_name_or_path"),
         task=_text(content.get("task_type"), f"{location}: task_type"),
-        fan_in_fan_out=_switch(content, "fan_in_fan_out", location),
     )
 
 

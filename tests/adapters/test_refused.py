@@ -102,6 +102,12 @@ def test_initializations_that_keep_the_base_are_accepted(kept: Path, adapter: Pa
     assert applied(kept, configured(adapter, init_lora_weights=value))
 
 
+@pytest.mark.parametrize("value", [None, True, 0, 5, "yes", [], {"a": 1}])
+def test_any_value_of_fan_in_fan_out_is_accepted(kept: Path, adapter: Path, value: object) -> None:
+    """The orientation of a weight follows from the model."""
+    assert applied(kept, configured(adapter, fan_in_fan_out=value))
+
+
 def test_unset_keys_of_a_later_version_are_accepted(kept: Path, adapter: Path) -> None:
     assert applied(kept, configured(adapter, invented=None, another={}, third=False))
 
