@@ -61,6 +61,8 @@ def test_stopping_waits_for_running_work_and_drops_queued_work() -> None:
     assert began.wait(HANG_S)
     stopper = threading.Thread(target=workers.stop)
     stopper.start()
+    with workers._condition:
+        assert workers._condition.wait_for(lambda: workers._stopped, HANG_S)
     gate.set()
     stopper.join(HANG_S)
     assert seen == ["ended"]

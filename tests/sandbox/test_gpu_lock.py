@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -116,6 +117,9 @@ def test_a_second_job_waits_until_the_first_is_done(
     waiting = threading.Thread(target=wait)
     waiting.start()
     elsewhere = GpuLocks(driver)
+    deadline = time.monotonic() + HANG_S
+    while "waiting until it ends" not in caplog.text and not came.wait(0.01):
+        assert time.monotonic() < deadline
     assert not came.is_set()
     held.release()
     held.release()  # A second release has no effect.
