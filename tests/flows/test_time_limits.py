@@ -108,8 +108,8 @@ class TestTimeLimits:
         script = (
             "import signal, time, mergegate.tasks.stage.limits as limits\n"
             "limits._SHUTDOWN_S = 0.1\n"
+            "signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n"  # Simulates a call that never returns.
             "with limits.apply_limits(limits.Limits(run='0.1 s')):\n"
-            "    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])\n"  # Simulates a call that never returns.
             "    time.sleep(1000)\n"
         )
         done = subprocess.run(
@@ -185,12 +185,12 @@ def test_a_run_out_of_time_is_refused_and_the_next_one_goes_on(released: tuple[P
     project, _ = released
     profile = project.edit("demo.yaml", "recipes/ties.yaml", "recipes/dare_ties.yaml")  # Needs a new perplexity.
     path = project.root / profile
-    path.write_text(path.read_text() + "limits: {stages: {perplexity: 0.3 s}}\n")
+    path.write_text(path.read_text() + "limits: {stages: {perplexity: 0.01 s}}\n")
     refused = project.mergegate("run", profile)
     assert refused.exit_code == 3, refused.output
     assert "limits.stages.perplexity" in refused.output
     assert "Traceback" not in refused.output
-    path.write_text(path.read_text().replace("0.3 s", "1 h"))
+    path.write_text(path.read_text().replace("0.01 s", "1 h"))
     done = project.mergegate("run", profile)
     assert done.exit_code in (0, 3), done.output
     assert "limits" not in done.output

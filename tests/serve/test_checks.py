@@ -221,8 +221,8 @@ def test_a_template_that_cannot_be_rendered_is_refused(tmp_path: Path, tiny: Tin
 
 def test_a_server_that_does_not_answer_is_not_waited_for_twice(tmp_path: Path) -> None:
     with standing_in(Canned(), "silent") as server:
-        verdict = smoke_url(RunningServer(server.url), SETTINGS.model_copy(update={"request_timeout": 0.3}))
-    assert [(check.name, check.seen) for check in verdict.checks] == [("a first answer", "no answer in 0.3 s")]
+        verdict = smoke_url(RunningServer(server.url), SETTINGS.model_copy(update={"request_timeout": 2}))
+    assert [(check.name, check.seen) for check in verdict.checks] == [("a first answer", "no answer in 2 s")]
     assert verdict.outcome == "fail"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -176,23 +177,26 @@ def test_a_start_that_fails_for_any_reason_releases_the_gpus(
 
 @pytest.mark.slow
 def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path, traces: Traces) -> None:
-    with (
-        ServerProcess(
-            stand_in(traces, "--fault", "never ready", "--workers", "1"), tmp_path / "log", settings(startup_timeout=5)
-        ) as server,
-        pytest.raises(ServerEnded, match="not ready within 5 s; last log line: loading weights") as end,
-    ):
-        server.await_ready()
+    launch = stand_in(traces, "--fault", "never ready", "--workers", "1")
+    with ServerProcess(launch, tmp_path / "log", settings(startup_timeout=1)) as server:
+        while "loading weights" not in (tmp_path / "log").read_text():
+            pause(0.02)
+        with pytest.raises(ServerEnded, match="not ready within 1 s; last log line: loading weights") as end:
+            server.await_ready()
     assert end.value.blame == "machine"
     assert traces.processes() == []
 
 
 @pytest.mark.slow
 def test_the_total_limit_ends_a_server_that_is_ready(tmp_path: Path, traces: Traces) -> None:
-    with ServerProcess(stand_in(traces), tmp_path / "log", settings(timeout=2)) as server:
+    with ServerProcess(stand_in(traces), tmp_path / "log", settings()) as server:
+        server.await_ready()
+        assert server.seconds_to_ready is not None
+        limit = math.ceil(3 + 10 * server.seconds_to_ready)  # The limit includes the start.
+    with ServerProcess(stand_in(traces), tmp_path / "log", settings(timeout=limit)) as server:
         server.await_ready()
         assert server.has_died(within=HANG_S)
-        assert "longer than 2 s" in server.diagnose().cause
+        assert f"longer than {limit} s" in server.diagnose().cause
 
 
 def test_sockets_of_a_server_have_short_paths(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
