@@ -96,10 +96,13 @@ def test_the_time_is_linear_in_the_texts() -> None:
     documents = [(" ".join(draw(rng, 40)), "") for _ in range(300)] + [(" ".join(draw(rng, 5)), "") for _ in range(300)]
     texts = [" ".join(draw(rng, 1000)) for _ in range(160)]
 
-    def seconds(count: int) -> float:
-        began = time.perf_counter()
+    def sample(count: int) -> float:
+        began = time.thread_time()  # Not the wall clock, so other programs cannot fail this test.
         find_occurring(documents, texts[:count])
-        return time.perf_counter() - began
+        return time.thread_time() - began
 
-    seconds(10)
+    def seconds(count: int) -> float:
+        return min(sample(count) for _ in range(3))
+
+    sample(10)
     assert seconds(160) < 12 * seconds(40) + 0.2

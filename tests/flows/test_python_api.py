@@ -100,16 +100,14 @@ def test_an_event_loop_and_its_task_go_on_after_a_call(demo: Path) -> None:
 
 def test_importing_the_package_imports_no_library() -> None:
     code = """
-import sys, time
-began = time.perf_counter()
+import sys
 import mergegate
-seconds = time.perf_counter() - began
 assert set(mergegate.__all__) <= set(dir(mergegate))
 heavy = {"torch", "prefect", "pydantic", "typer", "rich"} & set(sys.modules)
-print(seconds < 0.2, sorted(heavy))
+print(sorted(heavy))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "True []\n"
+    assert done.stdout == "[]\n"
 
 
 def test_every_public_name_exists_and_any_other_raises_an_attribute_error() -> None:
