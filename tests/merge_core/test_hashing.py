@@ -140,7 +140,7 @@ def test_a_locked_hash_table_only_costs_time(tmp_path: Path, monkeypatch: pytest
         holder.execute("BEGIN EXCLUSIVE")
         assert memo.sha256(file) == hashlib.sha256(b"abc").hexdigest()
     assert place.is_file()
-    assert not list(tmp_path.glob("*.old"))
+    assert not list(tmp_path.glob("*.damaged-*"))
 
 
 @pytest.mark.slow
