@@ -254,8 +254,11 @@ def environments_of_children(home: Path) -> Iterator[dict[bytes, set[bytes]]]:
         while not ended.wait(0.2):
             for path in Path("/proc").glob("[0-9]*/environ"):
                 with suppress(OSError):  # the process has ended
-                    if str(home).encode() in (data := path.read_bytes()):
-                        seen.setdefault(path.with_name("cmdline").read_bytes(), set()).add(data)
+                    command = path.with_name("cmdline")
+                    before, data = command.read_bytes(), path.read_bytes()
+                    # A process that starts another program between the reads has two command lines.
+                    if str(home).encode() in data and command.read_bytes() == before:
+                        seen.setdefault(before, set()).add(data)
 
     thread = Thread(target=look)
     thread.start()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import HANG_S
 from recorded_traffic import RecordedPair, Response, chat, pair, prefer_good_answers, recorded_answer, serving, stream
 from watched_project import WatchedProject, rows, watched
 
@@ -65,7 +66,7 @@ def test_a_killed_look_resumes_without_repeating_judgments(
         watch = watched(tmp_path, judge.url, rule={"minimum_pairs": 50, "margin": 10.0, "pairs_per_look": 400})
         watch.record(streams(watch, 160, wrong=wrong), rows(watch.began, 200))
         killed = look(watch)
-        assert reached.wait(120)
+        assert reached.wait(HANG_S)
         killed.send_signal(signal.SIGKILL)
         killed.wait()
         assert watch.routing.serving == "watch"
