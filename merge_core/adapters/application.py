@@ -463,4 +463,4 @@ class _Application:
         return f"if the adapter was trained on {self._base.directory.name}, {_USE_PEFT}. Otherwise, {_NAME_BASE}"
 
     def _missing_factor_error(self, tensor: StoredTensor, expected: str) -> InvalidInput:
-        return InvalidInput(tensor.full_name, found="the adapter has it without its factor", expected=expected)
+        return InvalidInput(tensor.full_name, found="its counterpart is missing in the adapter", expected=expected)

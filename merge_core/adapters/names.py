@@ -217,9 +217,9 @@ def _rows_in_memory(tensor: AnyTensor, place: InMemory, config: Mapping[str, Any
             permutation = operation.settings
         elif position or operation.name != "Chunk" or operation.settings.get("dim", 0):
             return []
-    heads = config
+    settings = config
     if permutation is not None:
-        heads = config.get(permutation.get("subconfig_key", ""), config)
+        settings = config.get(permutation.get("subconfig_key", ""), config)
     if not place.operations or rows % chunks or (permutation is not None and permutation.get("inverse")):
         return []
     parts = []
@@ -227,7 +227,7 @@ def _rows_in_memory(tensor: AnyTensor, place: InMemory, config: Mapping[str, Any
         only = permutation.get("permute_layer_names") if permutation is not None else ()
         count = 0
         if permutation is not None and (only is None or any(word in name for word in only)):
-            value = heads.get("num_attention_heads") if isinstance(heads, Mapping) else None
+            value = settings.get("num_attention_heads") if isinstance(settings, Mapping) else None
             if type(value) is not int or value < 1 or rows // chunks % (2 * value):
                 return []
             count = value

@@ -60,7 +60,7 @@ def combined_size(recipe: Recipe, base: Checkpoint, adapters: Mapping[str, Adapt
         exact = recipe.output.is_sum and (max_rank is None or max_rank >= total_rank)
         rank = total_rank if exact or max_rank is None else min(max_rank, rows, columns)
         numbers += rank * (rows + columns)
-    sides = [base.tensors[name].numel for name in ranks]
+    element_counts = [base.tensors[name].numel for name in ranks]
     plan = plan_full_tensors(recipe, base, {ref: full_tensors for ref, (_, full_tensors) in parts.items()})
     outputs = [job.output for job in plan.jobs] if plan else []
     stored = {id(tensor): tensor for adapter in adapters.values() for tensor in adapter.stored_tensors}
@@ -71,6 +71,6 @@ def combined_size(recipe: Recipe, base: Checkpoint, adapters: Mapping[str, Adapt
         nbytes=numbers * width + sum(output.nbytes for output in outputs),
         read=sum(tensor.nbytes for tensor in stored.values()),
         files=len({tensor.file for tensor in stored.values()}),
-        scratch=0 if recipe.output.is_sum else _CHANGE_BYTES * sum(sides),
-        largest=max(sides, default=0),
+        scratch=0 if recipe.output.is_sum else _CHANGE_BYTES * sum(element_counts),
+        largest=max(element_counts, default=0),
     )

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
-from mergegate.merge_core.checkpoint.companions import TEMPLATE_FILE, TEMPLATE_FOLDER, Companions, is_read_template
+from mergegate.merge_core.checkpoint.companions import TEMPLATE_FILE, TEMPLATE_FOLDER, Companions, is_template_file
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.parsing import JsonBounds
 
@@ -189,7 +189,7 @@ def with_chat_templates(files: Companions, templates: ChatTemplates) -> Companio
     Raises:
         InvalidInput: ``tokenizer_config.json`` is not a JSON object.
     """
-    changes: dict[str, bytes | None] = dict.fromkeys(filter(is_read_template, files))
+    changes: dict[str, bytes | None] = dict.fromkeys(filter(is_template_file, files))
     for name, template in templates.items():
         changes[TEMPLATE_FILE if name == DEFAULT else f"{TEMPLATE_FOLDER}/{name}.jinja"] = template.encode()
     if (settings := files.json(_SETTINGS, _SETTINGS_BOUNDS)) is not None:

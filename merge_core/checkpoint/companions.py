@@ -75,7 +75,7 @@ def companion_kind(name: str) -> Kind | None:
     return None if _LEFTOVER.fullmatch(name.lower()) else "other"
 
 
-def travels(name: str) -> bool:
+def is_copyable(name: str) -> bool:
     """Return whether a merge may copy the file called ``name``. The model's digest covers all such files."""
     kind = companion_kind(name)
     return kind is not None and (kind != "other" or ("/" not in name and name.endswith(_PLAIN_SUFFIXES)))
@@ -91,7 +91,7 @@ def is_binary_vocabulary(name: str) -> bool:
     return _BINARY_VOCABULARY.fullmatch(name) is not None
 
 
-def is_read_template(name: str) -> bool:
+def is_template_file(name: str) -> bool:
     """Return whether transformers reads a chat template from files called ``name``."""
     return name in (TEMPLATE_FILE, "chat_template.json") or name.startswith(f"{TEMPLATE_FOLDER}/")
 
@@ -190,7 +190,7 @@ def list_companions(directory: Path) -> Companions:
     """
     with parsing_errors(str(directory), "not a directory that can be listed"):
         all_names = [*os.listdir(directory), *nested_names(directory)]  # noqa: PTH208
-    names = sorted(name for name in all_names if travels(name))
+    names = sorted(name for name in all_names if is_copyable(name))
     check_entries(directory, names)
     return Companions({name: directory for name in names if (directory / name).is_file()})
 
@@ -205,10 +205,10 @@ def list_uncopied(directory: Path, names: Collection[str] | None = None) -> tupl
             top = {f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries}
     else:
         top = {name.partition("/")[0] + ("/" if "/" in name else "") for name in names}
-    uncopied = (name for name in top if companion_kind(name) is not None and not travels(name))
+    uncopied = (name for name in top if companion_kind(name) is not None and not is_copyable(name))
     return tuple(sorted(name for name in uncopied if not (name.endswith("/") and _has_companions(name[:-1]))))
 
 
 def _has_companions(folder: str) -> bool:
     """Return whether a merge may copy files from a folder with this name."""
-    return any(travels(f"{folder}/x{suffix}") for suffix in (".json", ".jinja"))
+    return any(is_copyable(f"{folder}/x{suffix}") for suffix in (".json", ".jinja"))

@@ -178,7 +178,7 @@ class JobInputs:
             index: Index of the block, from 0.
             check_finite: Whether to count the NaN and infinite elements of each input (see :mod:`.finite`).
             fused: Whether to count them with compiled kernels.
-            uncached: Whether to read past the page cache if possible. All inputs must be stored in the output's order.
+            uncached: Whether to bypass the page cache if possible. All inputs must be stored in the output's order.
         """
         start = index * self.block
         length = min(self.block, self.numel - start)
@@ -217,7 +217,7 @@ class JobInputs:
         return None if any(shift % _WORD_BYTES for shift in shifts) else shifts
 
     def _read_uncached(self, number: int, area: Bytes, start: int, shift: int, count: int) -> bool:
-        """Fill ``area`` past the page cache from ``shift`` bytes before an input's element ``start``.
+        """Fill ``area`` from ``shift`` bytes before an input's element ``start``, bypassing the page cache.
 
         Return False unless at least ``count`` bytes of the input could be read.
         """

@@ -1,11 +1,11 @@
 """Release input files from the page cache after they are read, so that a merge leaves the cache as it found it.
 
-The system caches every page of a file that is read. Finding memory for these pages can take half of a merge's time
+The system caches every page of a file that is read. Allocating memory for these pages can take half of a merge's time
 (``docs/benchmarks/merge-speed.md``). Therefore each part of an input is released after its last use, and the system
 reuses its memory for the next part. Pages that were cached before the merge stay cached, because another program may
 need them.
 
-All pages stay cached if the merge is small or the disk is slow. On a slow disk, finding memory costs little in
+All pages stay cached if the merge is small or the disk is slow. On a slow disk, allocating memory costs little in
 comparison, and the next merge of the same models would have to wait for the disk again.
 """
 
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 PART_BYTES = 16 << 20
 # Input size below which releasing pages is not worthwhile.
 _MIN_INPUT_BYTES = 256 << 20
-# Bytes per second of one reader on a fast disk. Finding memory takes up to 1 s per GB, half the time that such a disk
-# needs to fill it.
+# Bytes per second of one reader on a fast disk. Allocating memory takes up to 1 s per GB, half the time that such a
+# disk needs to fill it.
 _FAST_DISK = 500e6
 _PROBES, _PROBE_BYTES = 4, 1 << 20
 # Share of the available memory that one tensor may leave cached for its next pass.

@@ -99,9 +99,8 @@ def read_json(path: Path, *, bounds: JsonBounds = SMALL) -> dict[str, Any]:
         with open_plain(path, within=path.parent) as file:
             content = content_of(file, path, bounds.size)
     except FileNotFoundError:
-        raise InvalidInput(
-            str(path), found="no such file", expected="a file that every Hugging Face checkpoint has"
-        ) from None
+        expected = "a file that every Hugging Face checkpoint has" if path.name == "config.json" else ""
+        raise InvalidInput(str(path), found="no such file", expected=expected) from None
     return parse_json_object(content, str(path), bounds=bounds)
 
 

@@ -19,7 +19,7 @@ from mergegate.merge_core.checkpoint import (
     companion_kind,
     has_vocabulary,
     is_binary_vocabulary,
-    is_read_template,
+    is_template_file,
 )
 from mergegate.merge_core.errors import Finding, InvalidInput, to_printable
 from mergegate.merge_core.parsing import parse_json
@@ -97,7 +97,7 @@ def lost_files(
     for reference, parent in parents.items():
         for name in (*parent.companions, *parent.uncopied):
             kind = companion_kind(name)
-            if kind is None or (kind == "chat template" and is_read_template(name)):
+            if kind is None or (kind == "chat template" and is_template_file(name)):
                 continue
             if kind == "module" and MODULES_FILE in parent.companions:
                 continue

@@ -136,9 +136,9 @@ def compare_file_settings(
             expected, settings = read_settings(parents[reference].companions), read_settings(parent.companions)
             if expected and settings:  # Another finding reports a missing file.
                 differences += _differences(reference, expected, settings)
-        absent = {one.file for one in differences if one.setting is None and one.file not in parent.companions}
+        absent = {each.file for each in differences if each.setting is None and each.file not in parent.companions}
         for file in sorted(absent):
-            yield _absent_file(name, file, [one for one in differences if one.file == file])
+            yield _absent_file(name, file, [each for each in differences if each.file == file])
         for difference in differences:
             if difference.file not in absent:
                 yield _different_setting(name, difference, difference.key in accepted_differences)
@@ -148,7 +148,7 @@ def _absent_file(name: str, file: str, differences: Sequence[_Difference]) -> Fi
     """Return the finding for a file that the model ``name`` lacks. ``differences`` are its settings."""
     reference = differences[0].reference
     return Finding(
-        "block" if any(_severity(one) == "block" for one in differences) else "warn",
+        "block" if any(_severity(each) == "block" for each in differences) else "warn",
         f"{name}: {file}",
         found="no such file",
         expected=f"the settings of {reference}, which the result gets",

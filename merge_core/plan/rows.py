@@ -64,17 +64,17 @@ class RowMap:
 
 
 def map_rows(
-    own_rows: int, ids: NDArray[np.int64], preferred_rows: int | None
+    own_index: int, ids: NDArray[np.int64], base_index: int | None
 ) -> tuple[NDArray[np.int32], NDArray[np.int64], list[tuple[tuple[int, int], ...]]]:
-    """Return the lender, row and shared rows for each token of a vocabulary, from the view of one model.
+    """Return the lender, row and shared rows for each token of a vocabulary, from the perspective of one model.
 
     The model uses its own row. If it has none, it uses the row of the base, then that of the only model that has one,
     then the mean over all models that have one.
 
     Args:
-        own_rows: Index of the model.
+        own_index: Index of the model.
         ids: Row of each token in each model, or -1 for none [models, tokens].
-        preferred_rows: Index of the base, if there is one.
+        base_index: Index of the base, if there is one.
 
     Returns:
         Lender, row and shared rows as in :class:`RowMap`. The lender of a token without any row is ``MEAN``.
@@ -88,7 +88,7 @@ def map_rows(
     lender[has_single] = has[:, has_single].argmax(0)
     several = count > 1
     lender[several] = SEVERAL
-    for number in (preferred_rows, own_rows):
+    for number in (base_index, own_index):
         if number is not None:
             lender[has[number]] = number
     single = np.flatnonzero(lender >= 0)

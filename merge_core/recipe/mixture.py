@@ -34,7 +34,7 @@ _EXPERT = ("source_model", "positive_prompts", "negative_prompts", "noise_scale"
 _KEYS = ("gate_mode", "experts_per_token", "architecture", "experts", "shared_experts")
 # All top-level keys of a document that describes a mixture.
 MIXTURE_KEYS = ("base_model", "dtype", "out_dtype", "chat_template", "name", *_KEYS)
-# Servers allocate one row of every router per expert. The largest published models have 512.
+# Servers allocate one row of every router per expert. The largest published models have 512 experts.
 _MOST = 1024
 _MOST_PROMPTS = 4096
 

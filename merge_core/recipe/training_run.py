@@ -8,8 +8,8 @@ A recipe of a training run looks like this::
     schedule: minus_sqrt        # weights that imitate a learning-rate decay. Default: mean
 
 Training with a constant learning rate and merging the last checkpoints with suitable weights has the same effect as
-decaying the learning rate. If the updates between the checkpoints ``j - 1`` and ``j`` shall count ``w_j`` times, with
-``1 = w_0 >= w_1 >= ... >= w_k >= 0``, then checkpoint ``j`` gets the weight ``c_j = w_j - w_{j+1}``, where
+decaying the learning rate. If the updates between the checkpoints ``j - 1`` and ``j`` are to be weighted by ``w_j``,
+with ``1 = w_0 >= w_1 >= ... >= w_k >= 0``, then checkpoint ``j`` gets the weight ``c_j = w_j - w_{j+1}``, where
 ``w_{k+1} = 0`` (WSM, https://arxiv.org/abs/2507.17634). ``w_j`` is the decay curve at the position of the
 checkpoint in the window. This module only decides; it reads no file.
 """
@@ -249,14 +249,14 @@ def select_window(
                 f"{location}: run",
                 found=f"{earlier.model} and {later.model}, both of step {later.step}",
                 expected="one checkpoint per step",
-                remedy="narrow the pattern, or give each its step with 'steps: FILE'",
+                remedy="narrow the pattern, or list the step of each checkpoint in a file ('steps: FILE')",
             )
         if len(earlier.part) == len(later.part) and later.part < earlier.part:
             raise InvalidInput(
                 f"{location}: run",
                 found=f"{earlier.model}, which has a lower step than {later.model}",
                 expected="steps that continue from one stage or epoch to the next",
-                remedy="narrow the pattern to one stage, or give each checkpoint its step with 'steps: FILE'",
+                remedy="narrow the pattern to one stage, or list the step of each checkpoint in a file ('steps: FILE')",
             )
     unit, distance = settings.every
     if unit == "steps":
@@ -265,7 +265,7 @@ def select_window(
         chosen = ordered[::-1][::distance][::-1]
     if not chosen:
         patterns = ", ".join(settings.patterns)
-        every = f", and none of a step that is a multiple of {distance}" if ordered else ""
+        every = f", but no step is a multiple of {distance}" if ordered else ""
         raise InvalidInput(
             f"{location}: run",
             found=f"{len(ordered)} complete checkpoints{every}" if ordered else f"no checkpoint in {patterns}",

@@ -18,9 +18,9 @@ from mergegate.merge_core.checkpoint import (
     PICKLED_INDEX_NAME,
     PICKLED_SINGLE_NAME,
     SINGLE_NAME,
+    is_copyable,
     is_module_file,
     nested_names,
-    travels,
 )
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import FileIdentity, require_unchanged
@@ -134,6 +134,6 @@ def _determines_behavior(name: PurePosixPath) -> bool:
 
     This includes files that a merge does not copy, so that digests do not depend on what a merge copies.
     """
-    if travels(name.as_posix()):
+    if is_copyable(name.as_posix()):
         return True
     return len(name.parts) == 1 and not name.name.startswith(".") and name.suffix in _BESIDE

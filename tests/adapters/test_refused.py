@@ -134,9 +134,9 @@ def put(name: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], Any]:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (drop(f"{PREFIX}.lora_A.weight"), "q_proj.lora_B.weight: the adapter has it without its factor"),
-        (drop(f"{PREFIX}.lora_B.weight"), "q_proj.lora_A.weight: the adapter has it without its factor"),
-        (put("base_model.model.model.layers.7.mlp.up_proj.lora_A.weight", 4, 32), "without its factor"),
+        (drop(f"{PREFIX}.lora_A.weight"), "q_proj.lora_B.weight: its counterpart is missing in the adapter"),
+        (drop(f"{PREFIX}.lora_B.weight"), "q_proj.lora_A.weight: its counterpart is missing in the adapter"),
+        (put("base_model.model.model.layers.7.mlp.up_proj.lora_A.weight", 4, 32), "its counterpart is missing"),
         (put("base_model.model.model.layers.0.router.weight", 4, 32), "has no tensor model.layers.0.router.weight"),
         (put("model.layers.0.self_attn.o_proj.lora_A.weight", 4, 32), "names that start with base_model.model."),
         (put(f"{PREFIX}.lora_C.weight", 4, 4), "an unknown kind of tensor"),

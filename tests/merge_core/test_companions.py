@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mergegate.merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
-from mergegate.merge_core.checkpoint import companion_kind, has_vocabulary, travels
+from mergegate.merge_core.checkpoint import companion_kind, has_vocabulary, is_copyable
 
 LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 POOLING = {
@@ -149,10 +149,10 @@ def test_files_of_one_kind_are_one_finding(family: Path) -> None:
 
 
 def test_only_small_plain_files_of_known_kinds_are_carried() -> None:
-    assert travels("1_Pooling/config.json")
-    assert travels("additional_chat_templates/tool_use.jinja")
-    assert not travels("1_Pooling/notes.md")
-    assert not travels("config.json")
-    assert not travels("model.safetensors")
+    assert is_copyable("1_Pooling/config.json")
+    assert is_copyable("additional_chat_templates/tool_use.jinja")
+    assert not is_copyable("1_Pooling/notes.md")
+    assert not is_copyable("config.json")
+    assert not is_copyable("model.safetensors")
     assert has_vocabulary(["spiece.model"])
     assert not has_vocabulary(["tokenizer_config.json", "special_tokens_map.json"])

@@ -41,7 +41,7 @@ class Watched:
     found: set[tuple[str, int]] = field(default_factory=set)
     reads: list[tuple[str, int, int]] = field(default_factory=list)  # (file, part, number of parts evicted before)
     gone: list[tuple[str, int]] = field(default_factory=list)
-    uncached: set[tuple[str, int]] = field(default_factory=set)  # Parts read past the cache, or next to such parts.
+    uncached: set[tuple[str, int]] = field(default_factory=set)  # Parts read without the cache, or next to such parts.
 
     def name(self, fd: int) -> str:
         return os.path.relpath(Path(f"/proc/self/fd/{fd}").readlink(), self.root)

@@ -1,7 +1,7 @@
 """Measure the speed of this machine's disks, memory and cores in half a second, without leaving files.
 
 Disk measurements start with few bytes and double them as long as time is left, so that slow and fast disks are both
-measured well. Input files are read past the page cache if the system allows it. So the cache does not make the disk
+measured well. Reads of input files bypass the page cache if the system allows it. So the cache does not make the disk
 look faster, and the probe does not evict anything from it. The output file has no name.
 """
 
