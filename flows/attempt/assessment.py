@@ -92,8 +92,7 @@ def assess_merge(
     guards = tuple(guard for guard in evidence.guards if anchor or guard.guarded_by != ANCHOR)
     refusals = count_refusals(anchor.digest, except_merge=merge.digest) if anchor else 0
     stricter = anchor_confidence(rule.confidence, refusals) if anchor else None
-    # A copy needs no evaluation, and comparing the weights of any other merge takes a moment. A variant should be a
-    # copy.
+    # Compare the weights first, because this is cheap and a copy needs no evaluation. Variants are meant to be copies.
     is_variant = isinstance(merge, QuantizedModel)
     copied = None if is_variant else find_copied_parent.build(merge, tuple(parents)).value.parent
     copy_of = parents[copied].name if copied is not None else ""

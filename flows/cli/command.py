@@ -45,7 +45,10 @@ VerboseOption = Annotated[
     bool, typer.Option("--verbose", "-v", help="Log cache keys, store accesses, file reads and subprocesses.")
 ]
 ApproveOption = Annotated[
-    bool, typer.Option("--approve", help="Approve publication or promotion without a prompt, if the profile asks.")
+    bool,
+    typer.Option(
+        "--approve", help="Approve publication or promotion without a prompt, if the profile requires approval."
+    ),
 ]
 GuardsOption = Annotated[
     Path, typer.Option("--profile", "-p", parser=local_path, help="Profile with the evidence and the guards.")

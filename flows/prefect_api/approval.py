@@ -68,20 +68,20 @@ class Decision:
         return f"{verb}{by}{f': {reason}' if reason else ''}"
 
 
-AskPerson = Callable[[ApprovalRequest], Decision]
+RequestDecision = Callable[[ApprovalRequest], Decision]
 """Function that prompts a user for a decision. It raises ``Refused`` if no one answers."""
 
-_asker: ContextVar[AskPerson | None] = ContextVar("asker", default=None)
+_decision_source: ContextVar[RequestDecision | None] = ContextVar("decision_source", default=None)
 
 
 @contextmanager
-def approval_function(ask: AskPerson) -> Iterator[None]:
+def approval_function(ask: RequestDecision) -> Iterator[None]:
     """Use ``ask`` for all approvals in the block, except in deployed runs."""
-    token = _asker.set(ask)
+    token = _decision_source.set(ask)
     try:
         yield
     finally:
-        _asker.reset(token)
+        _decision_source.reset(token)
 
 
 def require_decision(
@@ -125,7 +125,7 @@ def request_decision(request: ApprovalRequest) -> Decision:
     run = context.flow_run if context else None
     if run is not None and run.deployment_id is not None:  # only a deployed run can be started again
         return _suspend_for_decision(request, run)
-    if (ask := _asker.get()) is not None:
+    if (ask := _decision_source.get()) is not None:
         return ask(request)
     command = "run" if request.verb == "publish" else "shadow evaluate"
     raise Refused(

@@ -97,7 +97,7 @@ _LIBRARIES = (
 # Maximum time without progress if the call has no time limit. The largest models load within this time.
 _SILENCE_S = 3600.0
 # Stages that write a journal in the model process and resume from it.
-_JOURNALLED = ("evaluate", "perplexity", "ensemble", "statistics", "importance", "routers")
+_JOURNALED = ("evaluate", "perplexity", "ensemble", "statistics", "importance", "routers")
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # Libraries then do not wait for a missing network.
 # Torch threads that have finished their share of a layer spin for some microseconds while they wait for the others, and
 # then sleep. Without spinning, waking a thread takes a fifth of a layer's time. Threads that spin until the others have
@@ -365,7 +365,7 @@ class _ModelProcess:
         # With CUDA there is no default limit, because the driver also maps the memory of the GPU, of any size.
         confinement = Confinement(
             # Only existing directories can be allowed, so state_directory creates them.
-            write=tuple(str(state_directory(root / stage)) for stage in _JOURNALLED),
+            write=tuple(str(state_directory(root / stage)) for stage in _JOURNALED),
             hide=(str(home() / "prefect"),),
             network=kind.network,
             memory=memory_of_child(None) if has_cuda_driver() else memory_of_mapping_child(),

@@ -1,4 +1,4 @@
-"""Find what occurs twice: a document among those of a guard, and a parent in its merge. Pure functions."""
+"""Find repeated documents of a guard, and parents that the merge copies. All functions are pure."""
 
 from __future__ import annotations
 

@@ -72,10 +72,10 @@ def binary_bounds(
 
     ``losses`` and ``wins`` are counts of equal shape, which the returned ``low`` and ``high`` (in [-1, 1]) share.
     """
-    centre, variance = _adjusted(losses, wins, n)
+    center, variance = _adjusted(losses, wins, n)
     half = normal_quantile(confidence) * np.sqrt(variance / (n + 2))
-    low = np.minimum(centre - half, -_score_bound(wins, losses, n, confidence))
-    high = np.maximum(centre + half, _score_bound(losses, wins, n, confidence))
+    low = np.minimum(center - half, -_score_bound(wins, losses, n, confidence))
+    high = np.maximum(center + half, _score_bound(losses, wins, n, confidence))
     return np.maximum(-1.0, low), np.minimum(1.0, high)
 
 
@@ -84,8 +84,8 @@ def _adjusted(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the adjusted mean and variance of one document's difference by Bonett and Price."""
     p_lost, p_won = (losses + 1) / (n + 2), (wins + 1) / (n + 2)
-    centre = p_lost - p_won
-    return centre, p_lost + p_won - centre**2
+    center = p_lost - p_won
+    return center, p_lost + p_won - center**2
 
 
 def _score_bound(

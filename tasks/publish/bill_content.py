@@ -233,7 +233,7 @@ def merge_bill(
 def variant_bill(
     files: Sequence[ReleaseFile], content: ReportContent, facts: ReleaseFacts, license: Mapping[str, object]
 ) -> BillContent:
-    """Return the content of the bills of materials of quantized variants. The other arguments are as above."""
+    """Return the content of the bills of materials of quantized variants, from the arguments of ``merge_bill``."""
     published = [verdict for verdict in content.variants if verdict.publishable]
     guards = [(verdict.type, guard) for verdict in published if verdict.gate for guard in verdict.gate.all_guards]
     types = tuple(verdict.type for verdict in published)

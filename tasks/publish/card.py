@@ -73,7 +73,7 @@ def model_card(
 
     ``missing`` lists the obligations that the release does not fulfill: license texts that a user must add. ``files``
     names the files of the release that exist before the card is written. ``changes`` says which weights are new.
-    Default: that is unknown.
+    Default: a sentence that says it is unknown.
     """
     front = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
     is_adapter = metadata.get("library_name") == "peft"

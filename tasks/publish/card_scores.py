@@ -76,9 +76,9 @@ def score_interval(score: TaskScore) -> tuple[float, float]:
     if not is_share:
         return p - quantile * score.stderr, p + quantile * score.stderr
     square = quantile**2
-    centre = (p + square / (2 * n)) / (1 + square / n)
+    center = (p + square / (2 * n)) / (1 + square / n)
     half = quantile * math.sqrt(variance / n + square / (4 * n * n)) / (1 + square / n)
-    return max(0.0, centre - half), min(1.0, centre + half)
+    return max(0.0, center - half), min(1.0, center + half)
 
 
 def escape(text: str) -> str:

@@ -91,7 +91,7 @@ def test_released_variants_and_their_merge_are_what_they_say(project: Project) -
     result = project.mergegate("verify", "releases/demo-Rounded/latest")
     assert result.exit_code == 0, result.output
     merge = (project.root / "releases/demo/latest").resolve()
-    assert f"quantized from demo {merge.name}, whose release is as published, too:" in result.output
+    assert f"quantized from demo {merge.name}, whose release was verified, too:" in result.output
     assert f"    releases/demo/{merge.name}" in result.output.splitlines()
     answer = json.loads(project.mergegate("verify", "releases/demo-Rounded/latest", "--json").stdout)
     assert answer["merge"]["version"] == merge.name

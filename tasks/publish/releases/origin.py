@@ -1,7 +1,7 @@
 """Find the release of the merge that a release of quantized variants was made from, and verify the link between them.
 
 The provenance of variants names the merge's release by the sha256 of its SHA256SUMS, and by its address. The address is
-untrusted. mergegate opens it without being told to only if it is the place next to the variants, whose name is that of
+untrusted. mergegate opens it automatically only if it is the place next to the variants, whose name is that of
 the variants' place without its suffix: the sibling directory, or another repository of the same owner.
 """
 
@@ -52,7 +52,7 @@ class MergeLink:
         head = f"quantized from {self.name} {self.version}, whose release"
         if self.problem:
             return f"{head} was not checked:\n    {self.problem}"
-        return f"{head} is as published, too:\n    {self.reference}"
+        return f"{head} was verified, too:\n    {self.reference}"
 
 
 def read_link(statement: Mapping[str, Any]) -> MergeLink | None:
