@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.publish.targets import download
 from mergegate.tasks.publish.targets.contract import check_target
 from mergegate.tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
 from mergegate.tasks.publish.targets.hub import HubTarget
@@ -91,3 +97,32 @@ def test_only_the_registry_distinguishes_targets(floor: str) -> None:
         if own not in file.parents and re.search(r"\b(Hub|Directory|S3|Oci|Mlflow)Target\b", file.read_text())
     ]
     assert asking == []
+
+
+@pytest.mark.parametrize("used_meanwhile", [True, False])
+def test_a_downloaded_release_is_removed_only_if_no_process_has_used_it_lately(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, used_meanwhile: bool
+) -> None:
+    def release(data: bytes) -> Path:
+        files = {"model.safetensors": (len(data), hashlib.sha256(data).hexdigest())}
+
+        def fetch(name: str, path: Path) -> None:
+            path.write_bytes(data)
+
+        return download.download_release("s3://models/demo", files, fetch)
+
+    monkeypatch.setattr(download, "home", lambda: tmp_path)
+    old = release(b"old")
+    os.utime(old, (1, 1))
+    hold = download.hold_lock
+
+    @contextmanager
+    def hold_late(path: Path, **options: Any) -> Iterator[None]:
+        with hold(path, **options):
+            if used_meanwhile and old.name in path.name:
+                os.utime(old)  # Another process had the lock and used the release.
+            yield
+
+    monkeypatch.setattr(download, "hold_lock", hold_late)
+    assert release(b"new").is_dir()
+    assert old.is_dir() is used_meanwhile

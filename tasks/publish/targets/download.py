@@ -56,9 +56,14 @@ def download_release(location: str, files: Mapping[str, tuple[int, str]], fetch:
         os.utime(directory)
     try:
         for path in root.iterdir():
-            if path != directory and path.is_dir() and path.stat().st_mtime < time.time() - _RETENTION_S:
+            if path != directory and _is_unused(path):
                 with hold_lock(root / f".{path.name}.lock", remove=True):
-                    remove_any(path)
+                    if _is_unused(path):  # Another process may have used it while this one waited for the lock.
+                        remove_any(path)
     except OSError as error:
         _log.warning("unused releases in %s were not removed: %s", root, error)
     return directory
+
+
+def _is_unused(path: Path) -> bool:
+    return path.is_dir() and path.stat().st_mtime < time.time() - _RETENTION_S
