@@ -31,7 +31,7 @@ _TYPES: dict[str, dict[str, Any]] = {
         "type": "string",
         "description": "Chat template of the result: auto, a known name, or the template.",
     },
-    "name": {"type": "string", "description": "Name by which other documents of this recipe refer to this one."},
+    "name": {"type": "string", "description": "Name by which other documents refer to this one, without slashes."},
     "align_experts": {
         "type": "boolean",
         "description": "Whether to reorder the experts of mixtures so that they correspond. Default: false.",
