@@ -12,11 +12,31 @@ calls that pass None.
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import numba
 
 from mergegate.merge_core.methods import kernel_directory
+
+
+def _import_array_functions() -> None:
+    """Import numba's array functions, which loading a kernel needs, without ``scipy.linalg``.
+
+    numba imports it (0.2 s, a tenth of a small merge) only to find out whether a BLAS library is available. Kernels use
+    none, and mergegate requires scipy, which contains one.
+    """
+    linalg: Any = import_module("numba.np.linalg")
+    if (check := getattr(linalg, "ensure_blas", None)) is None:
+        return  # another version of numba
+    linalg.ensure_blas = lambda: None
+    try:
+        import_module("numba.np.arraymath")
+    finally:
+        linalg.ensure_blas = check
+
+
+_import_array_functions()
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
