@@ -36,7 +36,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, pip_command
 from mergegate.merge_core.files import regular_files, state_directory, write_state
 from mergegate.tasks.store.manifest import MANIFEST, ArtifactManifest, ContentMismatch, receive_directory
 
@@ -364,5 +364,5 @@ def require_shared(address: str, setting: str) -> None:
             setting,
             found=f"{address!r}: {error}",
             expected="an address that fsspec supports, such as s3://bucket/prefix",
-            remedy="install mergegate[s3]" if protocol == "s3" else "correct it, or install the package for it",
+            remedy=pip_command("mergegate[s3]") if protocol == "s3" else "correct it, or install the package for it",
         ) from None

@@ -278,7 +278,7 @@ def test_missing_prerequisites_are_found_before_the_merge(
     with pytest.raises(InvalidInput, match="no credentials"):
         check_target(target(), tmp_path)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(InvalidInput, match=r"install mergegate\[s3\]"):
+    with pytest.raises(InvalidInput, match=r"pip install 'mergegate\[s3\]'"):
         check_target(target(), tmp_path)
 
 

@@ -166,7 +166,7 @@ def test_a_missing_package_is_named_with_its_install_command(
     kind: str, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(InvalidInput, match=r"pip install mergegate\[sweep\]"):
+    with pytest.raises(InvalidInput, match=r"pip install 'mergegate\[sweep\]'"):
         sampler_of(kind, SPACES["floats"])
 
 

@@ -85,7 +85,7 @@ def test_too_few_trials_have_no_importances(tmp_path: Path) -> None:
 
 def test_the_dashboard_is_served_only_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna_dashboard", None)
-    with pytest.raises(InvalidInput, match=r"pip install mergegate\[dashboard\]"):
+    with pytest.raises(InvalidInput, match=r"pip install 'mergegate\[dashboard\]'"):
         serve_dashboard(str(tmp_path / "log"))
     served: list[tuple[str, int]] = []
     fake = SimpleNamespace(run_server=lambda storage, host, port: served.append((host, port)))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from pydantic import ValidationError
 
-from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
+from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused, pip_command
 from mergegate.tasks.http import TRANSIENT_STATUSES, retry_transient
 from mergegate.tasks.publish.targets.s3_state import POINTER, Pointer
 
@@ -263,7 +263,7 @@ def require_boto3(location: str) -> None:
 
     if find_spec("boto3") is None:
         raise InvalidInput(
-            location, found="boto3 is not installed", expected="the client for S3", remedy="install mergegate[s3]"
+            location, found="boto3 is not installed", expected="the client for S3", remedy=pip_command("mergegate[s3]")
         )
 
 
