@@ -164,7 +164,7 @@ def _split_modules(recipe: Recipe, donor: Checkpoint) -> list[tuple[Module, str 
                 f"{recipe.location}: modules.{module.name}",
                 found=f"no part of the network has this name; layers are in {', '.join(depths) or 'no part'}",
                 expected="the name of a part of this network",
-                remedy=suggest(str(module.name), sorted(parts)) if parts else "use 'models'",
+                remedy=suggest(str(module.name), parts) or "use 'models'",
             )
         owner = next((name for name, stack in stack_by_module.items() if stack == own_stacks[0]), None)
         if owner is not None:

@@ -62,7 +62,7 @@ def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], locat
                 location,
                 found=f"{name!r}",
                 expected=f"a setting of the recipe or a parameter of {method.name}",
-                remedy=suggest(name, names) or "use a complete recipe for other changes",
+                remedy=suggest(name, names),
             )
     is_switch = method.name != current
     dropped_names = frozenset((*new, *(_SCALE if is_switch else ())))

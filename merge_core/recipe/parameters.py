@@ -83,7 +83,7 @@ def parse_parameters(
         parameter = method.parameter(str(name))
         key_location = f"{location}.{name}"
         if parameter is None:
-            suggestion = suggest(str(name), names) if names else ""
+            suggestion = suggest(str(name), names)
             remedy, expected = suggestion, ""
             if name in RECIPE_KEYS:
                 remedy = "move it to the top level of the recipe"
@@ -204,7 +204,7 @@ def _scalar(value: object, parameter: Parameter, location: str) -> Scalar:
         # A value of None is often an indentation mistake: YAML reads a key with nothing below it as null.
         kinds = {"float": "a number", "int": "a whole number between -2**31 and 2**31", "bool": "true or false"}
         expected = kinds.get(kind, f"one of {parameter.range}")
-        remedy = suggest(value, parameter.choices) if isinstance(value, str) and parameter.choices else ""
+        remedy = suggest(value, parameter.choices) if isinstance(value, str) else ""
         if isinstance(value, str) and value.startswith("$"):
             remedy = "list the values to search under 'sweep' of a profile; a sweep fills them in"
         raise InvalidInput(location, found=f"{value!r}", expected=expected, remedy=remedy)

@@ -275,7 +275,7 @@ def _condense(sample: LoggedSample, path: Path, cluster_field: str | None) -> Sa
                 f"{path}: {_name(sample)}",
                 found=f"no field {cluster_field!r} in its metadata",
                 expected="the field of cluster_by in every sample",
-                remedy=suggest(cluster_field, metadata) if metadata else "",
+                remedy=suggest(cluster_field, metadata),
             )
         cluster = _text(metadata[name])
     # A question with several right answers has no known chance level.

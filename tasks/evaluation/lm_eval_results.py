@@ -195,7 +195,7 @@ def _read_samples(file: ResultsFile, task: str, cluster_field: str | None, most:
                     f"{line_location(path, number)}: document {written.doc_id}",
                     found=f"no field {cluster_field!r}",
                     expected="the field of cluster_by in every document",
-                    remedy=suggest(cluster_field, document) if isinstance(document, dict) and document else "",
+                    remedy=suggest(cluster_field, document) if isinstance(document, dict) else "",
                 )
             cluster = str(document[cluster_field])
         scores = [content.get(metric) for metric in written.metrics]

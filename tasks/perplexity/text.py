@@ -228,5 +228,5 @@ def _document_of_line(line: bytes, number: int, text: HeldOutText, setting: str)
         line_location(text.path, number),
         found=f"no field {field!r}" if field not in document else f"{describe_kind(value)} in field {field!r}",
         expected=f"{kinds} in the field that {setting} names",
-        remedy=suggest(field, document) if field not in document and document else "",
+        remedy=suggest(field, document) if field not in document else "",
     )

@@ -227,7 +227,7 @@ def make_space(recipe: Mapping[str, Any], settings: SweepSettings, layers: int |
                 location,
                 found="a parameter that the recipe does not use",
                 expected=f"the placeholder ${name} in {recipe_name}",
-                remedy=suggest(f"${name}", [f"${item.name}" for item in placeholders]) if placeholders else "",
+                remedy=suggest(f"${name}", [f"${item.name}" for item in placeholders]),
             )
         _check_parameter(free, location)
         for placeholder in matching:

@@ -158,7 +158,7 @@ def added_ids(files: Companions, settings: Mapping[str, Any]) -> dict[str, int]:
         InvalidInput: An id is not an integer from 0 to 2**24 - 1.
     """
     content = files.json("added_tokens.json", TOKENIZER_BOUNDS) or {}
-    if not all(type(number) is int and 0 <= number < _MAX_IDS for number in content.values()):
+    if not all(map(_is_id, content.values())):
         raise InvalidInput(
             files.location("added_tokens.json"),
             found=f"ids that are not {_ID_RANGE}",
@@ -187,7 +187,7 @@ def define(content: Mapping[str, Any], settings: Mapping[str, Any], location: st
                 f"{location}: model.vocab", found="entries that are not pairs", expected="pairs [token, score]"
             )
         model_ids = {str(token): number for number, token in enumerate(tokens)}
-    elif all(type(number) is int and 0 <= number < _MAX_IDS for number in vocab.values()):
+    elif all(map(_is_id, vocab.values())):
         model_ids = dict(vocab)
     else:
         raise InvalidInput(
@@ -203,7 +203,7 @@ def define(content: Mapping[str, Any], settings: Mapping[str, Any], location: st
     for entry in declared:
         if not isinstance(entry, dict) or not isinstance(entry.get("content"), str) or type(entry.get("id")) is not int:
             raise InvalidInput(added_location, found=f"{entry!r:.60}", expected="{content: text, id: number, …}")
-        if not 0 <= entry["id"] < _MAX_IDS:
+        if not _is_id(entry["id"]):
             raise InvalidInput(added_location, found=f"id {entry['id']}", expected=f"ids that are {_ID_RANGE}")
         if entry["content"]:  # The library ignores an empty token.
             by_token.setdefault(entry["content"], entry)
@@ -245,7 +245,7 @@ def _settings_entries(settings: Mapping[str, Any], listed_tokens: set[str], loca
     entries = []
     for number, entry in decoder.items():
         if isinstance(entry, Mapping) and isinstance(entry.get("content"), str) and str(number).isdecimal():
-            if len(str(number)) > 12 or int(number) >= _MAX_IDS:
+            if len(str(number)) > 12 or not _is_id(int(number)):
                 raise InvalidInput(
                     f"{location}: added_tokens_decoder",
                     found=f"id {number!r:.40}",
@@ -268,3 +268,7 @@ def _merges(value: object, location: str) -> tuple[tuple[str, str], ...]:
             raise InvalidInput(location, found=f"{entry!r:.60}", expected="a pair of tokens")
         pairs.append((parts[0], parts[1]))
     return tuple(pairs)
+
+
+def _is_id(number: object) -> bool:
+    return type(number) is int and 0 <= number < _MAX_IDS

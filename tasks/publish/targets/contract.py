@@ -433,7 +433,7 @@ def no_such_version(version: str, location: str, versions: Collection[str] = ())
         _ALIAS_SETTING,
         found=f"no version {version!r} at {location}",
         expected="a version that was published there",
-        remedy=suggest(version, versions) if versions else "check the spelling",
+        remedy=suggest(version, versions) or "check the spelling",
     )
 
 
