@@ -14,7 +14,7 @@ PARALLEL := -n 3 --dist worksteal
 # Keep the tests of a file in one worker, so that they share a server.
 TOGETHER := -n 3 --dist loadfile
 
-.PHONY: help pictures demo demo-sweep test test-slow test-both test-long test-nights test-damage fuzz test-peer test-fusionbench test-serve test-serve-long test-ray test-ray-long test-mlflow newest serve-env gguf-env quantize-env test-variants test-variants-long lint format family bench bench-gpu bench-install server worker deploy docs clean
+.PHONY: help pictures demo demo-sweep test test-stories test-all fuzz test-peer test-fusionbench test-serve test-ray test-mlflow test-variants newest serve-env gguf-env quantize-env lint format family bench bench-gpu bench-install server worker deploy docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -25,54 +25,42 @@ demo: $(VENV)/ready ## release the demo: check, merge, evaluate, gate and publis
 demo-sweep: $(VENV)/ready ## search the demo's free values, confirm the winner and release it
 	$(BIN)/mergegate sweep profiles/demo-sweep.yaml
 
-REQUIRED_BY_SLOW = MERGEGATE_REQUIRE_TOKENIZERS=1 $(if $(wildcard .registry/ready),MERGEGATE_REQUIRE_REGISTRY=1)
-# Exclude tests that need another machine, another environment, or hours.
-ELSEWHERE := not long and not night and not gpu and not peer and not fusionbench and not serve and not ray and not variants
+# Each tier includes the one above it: tests without a marker, then `story`, then `proof`.
+# ELSEWHERE are tests that need another environment or a GPU. Each environment has a target of its own below.
+ELSEWHERE := not gpu and not peer and not fusionbench and not serve and not ray and not variants
+# `make test-all` empties this condition, so that the targets of the environments run their proofs too.
+WITHOUT_PROOFS = and not proof
+REQUIRED_BY_STORIES = MERGEGATE_REQUIRE_VALIDATORS=1 MERGEGATE_REQUIRE_TOKENIZERS=1 $(if $(wildcard .registry/ready),MERGEGATE_REQUIRE_REGISTRY=1)
 
-test: $(VENV)/ready .venv-validators/ready ## run the fast tests
-	MERGEGATE_REQUIRE_VALIDATORS=1 $(BIN)/pytest $(PARALLEL) -m "not slow and $(ELSEWHERE)"
+test: $(VENV)/ready ## run the tests that a change is likely to break (4 minutes)
+	$(BIN)/pytest $(PARALLEL) -m "not story $(WITHOUT_PROOFS) and $(ELSEWHERE)"
 
-test-slow: $(VENV)/ready .tokenizers/ready ## run the slow tests: whole releases, servers, schedules, kills (with a real registry after make .registry/ready)
-	$(REQUIRED_BY_SLOW) $(BIN)/pytest $(PARALLEL) --ignore tests/publish/test_mlflow.py -m "slow and $(ELSEWHERE)"
+test-stories: $(VENV)/ready .venv-validators/ready .tokenizers/ready ## run make test, and one of each story: release, refusal, resume, schedule, sweep (10 minutes)
+	$(REQUIRED_BY_STORIES) $(BIN)/pytest $(PARALLEL) --durations 40 --durations-min 1 --ignore tests/publish/test_mlflow.py -m "$(ELSEWHERE) $(WITHOUT_PROOFS)"
 
-test-both: $(VENV)/ready .venv-validators/ready .tokenizers/ready ## run test and test-slow together, with shared fixtures
-	MERGEGATE_REQUIRE_VALIDATORS=1 $(REQUIRED_BY_SLOW) $(BIN)/pytest $(PARALLEL) --durations 40 --durations-min 1 --ignore tests/publish/test_mlflow.py -m "$(ELSEWHERE)"
-
-test-long: $(VENV)/ready .tokenizers/ready ## run the longest tests: a fault at every request, a kill at every stage, every family and tutorial (over an hour)
-	MERGEGATE_REQUIRE_TOKENIZERS=1 $(BIN)/pytest $(PARALLEL) -m "long and not gpu and not peer and not fusionbench and not serve and not ray and not variants"
-
-test-nights: $(VENV)/ready ## kill scheduled runs on a server at every step (15 minutes)
-	$(BIN)/pytest -m night tests/flows/test_failures.py
+test-all: ## run every proof: families, tutorials, faults at every request, kills at every stage, damage, fuzzing (hours)
+	MERGEGATE_EVERY_DAMAGE=1 $(MAKE) --keep-going WITHOUT_PROOFS= test-stories test-serve test-variants test-peer test-mlflow test-ray test-fusionbench fuzz
 
 fuzz: $(VENV)/ready ## parse a million mutated files (FUZZ="--executions 10000 --only recipe" for less)
 	$(BIN)/python tests/hostile/fuzz.py $(FUZZ)
 
-test-damage: $(VENV)/ready ## run with every file of the state damaged in every way (an hour)
-	MERGEGATE_EVERY_DAMAGE=1 $(BIN)/pytest $(PARALLEL) -m slow tests/flows/test_damaged_state.py
-
 test-peer: $(VENV)/ready .venv-peer/ready ## compare the merges with those of mergekit
-	MERGEGATE_REQUIRE_PEER=1 $(BIN)/pytest -m peer tests/peer
+	MERGEGATE_REQUIRE_PEER=1 $(BIN)/pytest -m "peer $(WITHOUT_PROOFS)" tests/peer
 
 test-fusionbench: $(VENV)/ready .venv-fusionbench/ready ## compare the merges with those of FusionBench (1.8 GB on disk)
 	MERGEGATE_REQUIRE_FUSIONBENCH=1 $(BIN)/pytest -m fusionbench tests/peer -s
 
-test-serve: $(VENV)/ready .venv-vllm/ready ## serve a merge and a broken merge with vLLM
-	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest $(TOGETHER) -m "serve and not long" tests/serve
+test-serve: $(VENV)/ready .venv-vllm/ready ## serve a merge and broken merges with vLLM
+	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest $(TOGETHER) -m "serve $(WITHOUT_PROOFS)" tests/serve
 
-test-serve-long: $(VENV)/ready .venv-vllm/ready ## serve every kind of broken merge with vLLM
-	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest $(TOGETHER) -m "serve and long" tests/serve
-
-test-ray: .venv-ray/ready ## run stages on a Ray cluster, and kill a worker
-	MERGEGATE_REQUIRE_RAY=1 .venv-ray/bin/python -m pytest -m "ray and not long" tests/runners
-
-test-ray-long: .venv-ray/ready ## run a sweep on Ray, and kill a worker
-	MERGEGATE_REQUIRE_RAY=1 .venv-ray/bin/python -m pytest -m "ray and long" tests/runners
+test-ray: .venv-ray/ready ## run stages on a Ray cluster
+	MERGEGATE_REQUIRE_RAY=1 .venv-ray/bin/python -m pytest -m "ray $(WITHOUT_PROOFS)" tests/runners
 
 newest: $(VENV)/ready ## test the newest version of each dependency (NEWEST="--only prefect" for one)
 	$(BIN)/python .ci/newest.py $(NEWEST)
 
 test-mlflow: $(VENV)/ready .venv-mlflow/ready ## register a release in MLflow
-	MERGEGATE_REQUIRE_MLFLOW=1 $(BIN)/pytest -m "slow or not slow" tests/publish/test_mlflow.py
+	MERGEGATE_REQUIRE_MLFLOW=1 $(BIN)/pytest tests/publish/test_mlflow.py
 
 serve-env: .venv-vllm/ready ## install vLLM for the serve stage into its own environment (3.4 GB on disk)
 
@@ -81,10 +69,7 @@ gguf-env: .venv-gguf/ready ## install llama.cpp for GGUF variants into its own e
 quantize-env: .venv-quantize/ready ## install llm-compressor for FP8 and INT8 variants into its own environment (1.5 GB)
 
 test-variants: $(VENV)/ready .venv-gguf/ready .venv-quantize/ready ## quantize, evaluate and release variants with the real libraries
-	MERGEGATE_REQUIRE_GGUF=1 MERGEGATE_REQUIRE_QUANTIZE=1 $(BIN)/pytest $(TOGETHER) -m "variants and not long" tests/variants
-
-test-variants-long: $(VENV)/ready .venv-gguf/ready .venv-quantize/ready ## follow the tutorial, quantize by more schemes, and kill real quantizers
-	MERGEGATE_REQUIRE_GGUF=1 MERGEGATE_REQUIRE_QUANTIZE=1 $(BIN)/pytest $(TOGETHER) -m "variants and long" tests/variants
+	MERGEGATE_REQUIRE_GGUF=1 MERGEGATE_REQUIRE_QUANTIZE=1 $(BIN)/pytest $(TOGETHER) -m "variants $(WITHOUT_PROOFS)" tests/variants
 
 lint: $(VENV)/ready ## run ruff and mypy --strict
 	$(BIN)/ruff check .

@@ -34,7 +34,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
-FAST = ("-m", "not slow and not gpu and not peer and not serve and not ray and not variants")
+FAST = ("-m", "not story and not proof and not gpu and not peer and not serve and not ray and not variants")
 TOGETHER = "everything"
 _NOT_TRIED = {
     "torch": "only `make` chooses a build for this machine: raise the pin, delete .venv, run `make test`",

@@ -98,7 +98,7 @@ def found() -> dict[str, set[tuple[str, str]]]:
     return every
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_what_only_linux_has_is_asked_for_in_few_files() -> None:
     stray = {
         file: names
@@ -175,7 +175,7 @@ SERVER = ("prefect", "prefect.server.api.server", "uvicorn", "torch", "numba", "
 COMMAND = "from mergegate.flows.cli import main\nmain()\n"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_merging_works_elsewhere_with_the_same_bytes(tmp_path: Path) -> None:
     script = """
 import importlib, json
@@ -216,7 +216,7 @@ def test_on_windows_every_command_says_where_it_runs(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_check_says_elsewhere_what_it_cannot_do_there(tmp_path: Path) -> None:
     shutil.copytree(PROJECT / "profiles", tmp_path / "profiles")
     done = on_a_mac(COMMAND, tmp_path, "check", "profiles/demo.yaml", libraries=SERVER)

@@ -69,10 +69,10 @@ def pinned(place: Path, trusted: tuple[str, ...]) -> Model:
     return pin_checkpoints([found], HashMemo(place.parent / "hashes.sqlite"), trusted)[0]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(
     "trusted",
-    sampled([(), (f"acme/other@{COMMIT}",), WRONG_COMMIT, OWN], [WRONG_COMMIT, OWN], pytest.mark.long),
+    sampled([(), (f"acme/other@{COMMIT}",), WRONG_COMMIT, OWN], [WRONG_COMMIT, OWN], pytest.mark.proof),
 )
 def test_code_is_run_of_the_repository_that_is_named_at_its_commit_and_of_no_other(
     own: Path, trusted: tuple[str, ...]

@@ -90,10 +90,10 @@ def both(
     return read_all(base), ours, unloaded_by_peft(base, adapter, place / "theirs", dtype)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(
     "dtype",
-    [pytest.param(torch.float32, marks=pytest.mark.slow, id="float32"), pytest.param(torch.bfloat16, id="bfloat16")],
+    [pytest.param(torch.float32, marks=pytest.mark.story, id="float32"), pytest.param(torch.bfloat16, id="bfloat16")],
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_applied_adapters_equal_those_of_peft(
@@ -119,7 +119,7 @@ def test_an_embedding_is_rounded_twice_as_peft_rounds_it(
     assert differences(applied_by_us(tmp_path / "base", tmp_path / "adapter", tmp_path / "compiled"), theirs) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("kind", COLUMN_NORMS)
 @pytest.mark.parametrize(("dtype", "within"), [(torch.float32, 1e-6), (torch.bfloat16, 2**-8)])
 def test_column_norms_equal_those_of_peft_up_to_rounding(
@@ -131,7 +131,7 @@ def test_column_norms_equal_those_of_peft_up_to_rounding(
     assert differences(ours, base) != {}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("kind", ["dora", "transposed", "tokens", "experts of mixtral", "experts of gpt-oss"])
 def test_blocks_of_any_size_give_the_same_bytes(tmp_path: Path, kind: str) -> None:
     family, model, config = KINDS[kind]
@@ -200,7 +200,7 @@ def test_older_names_of_a_vision_language_model_are_accepted(tmp_path: Path) -> 
     assert differences(applied_by_us(base, adapter, tmp_path / "old"), new) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_merge_of_models_with_adapters_is_the_merge_of_the_unloaded_models(tmp_path: Path) -> None:
     base = make_base(tmp_path / "base", "llama", torch.bfloat16)
     applied, unloaded = {"base": open_checkpoint(base)}, {"base": open_checkpoint(base)}

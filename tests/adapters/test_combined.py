@@ -86,7 +86,7 @@ def merged_whole(family: Path, recipe: dict[str, Any], out: Path) -> dict[str, t
         "ties",
         "dare_ties",
         *(
-            pytest.param(name, marks=pytest.mark.slow)
+            pytest.param(name, marks=pytest.mark.story)
             for name in ("task_arithmetic", "dare_linear", "della", "della_linear", "breadcrumbs")
         ),
     ],

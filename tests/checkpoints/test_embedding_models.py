@@ -53,7 +53,7 @@ def model_in(directory: Path, runs_code: bool = False) -> Model:
     return Model(name="m", digest=str(directory), directory=directory, runs_code=runs_code)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("kind", LOADED_BY_SENTENCE_TRANSFORMERS)
 def test_a_complete_model_is_loaded_without_network(
     kind: str, checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
@@ -172,7 +172,7 @@ def test_an_old_or_missing_package_is_an_error_that_names_the_extra(
         assert "pip install 'mergegate[embeddings]'" in raised.value.remedy
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_other_models_do_not_import_sentence_transformers(checkpoints: Callable[[str], Path]) -> None:
     directory = checkpoints("text generator")
     program = (

@@ -326,7 +326,7 @@ def test_a_moved_branch_is_a_different_parent(online: LookAlike, models: Path, m
     assert (after["base"], after["code"]) == (before["base"], before["code"])
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_an_impossible_merge_downloads_nothing(online: LookAlike, models: Path, tmp_path: Path) -> None:
     from family import save_tokenizer
 

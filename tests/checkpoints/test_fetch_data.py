@@ -56,7 +56,7 @@ def add_piqa(server: LookAlike, place: Path, goal: str) -> str:
     return server.add_model("baber/piqa", place).id
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_task_finds_its_fetched_data(online: LookAlike, tmp_path: Path) -> None:
     commit = add_piqa(online, tmp_path / "piqa", "first")
     (tmp_path / "p.yaml").write_text(PROFILE)

@@ -61,7 +61,7 @@ def plan(tmp_path: Path, recipe: str, **environment: str) -> tuple[int, dict[str
     return done.returncode, json.loads(done.stdout), done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_no_weight_is_read_from_the_hub(tmp_path: Path, repositories: dict[str, Path]) -> None:
     with serving(repositories) as hub:
         code, _, errors = plan(tmp_path, RECIPE, HF_ENDPOINT=hub.url)
@@ -71,7 +71,7 @@ def test_no_weight_is_read_from_the_hub(tmp_path: Path, repositories: dict[str, 
     assert {name: hub.served[name] for name in files} == {name: header_bytes(file) for name, file in files.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_remote_plan_is_the_plan_of_the_same_files_here(tmp_path: Path, repositories: dict[str, Path]) -> None:
     with serving(repositories) as hub:
         _, remote, _ = plan(tmp_path, RECIPE, HF_ENDPOINT=hub.url)
@@ -81,7 +81,7 @@ def test_a_remote_plan_is_the_plan_of_the_same_files_here(tmp_path: Path, reposi
     assert (remote["bytes_to_download"], local["bytes_to_download"]) == (weights, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_what_was_fetched_once_is_not_fetched_again(tmp_path: Path, repositories: dict[str, Path]) -> None:
     with serving(repositories) as hub:
         _, first, _ = plan(tmp_path, RECIPE, HF_ENDPOINT=hub.url)
@@ -91,14 +91,14 @@ def test_what_was_fetched_once_is_not_fetched_again(tmp_path: Path, repositories
     assert second["bytes_to_download"] == first["bytes_to_download"]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_token_goes_with_every_request(tmp_path: Path, repositories: dict[str, Path]) -> None:
     with serving(repositories) as hub:
         plan(tmp_path, RECIPE, HF_ENDPOINT=hub.url, HF_TOKEN="hf_secret")
         assert hub.tokens == {"Bearer hf_secret"}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_preflight_sees_remote_checkpoints_too(tmp_path: Path, repositories: dict[str, Path]) -> None:
     other = {f"t{number}": 15 - number for number in range(16)}
     tokenizer = {"model": {"type": "WordLevel", "vocab": other}}
@@ -125,7 +125,7 @@ def test_preflight_sees_remote_checkpoints_too(tmp_path: Path, repositories: dic
     assert done.stdout.strip() == f"['acme/math: tokenizer.json'] {revisions}"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_server_without_ranges_is_refused_before_it_sends_weights(
     tmp_path: Path, repositories: dict[str, Path]
 ) -> None:
@@ -136,7 +136,7 @@ def test_a_server_without_ranges_is_refused_before_it_sends_weights(
     assert hub.served["code/model.safetensors"] < weights_of(repositories["acme/code"])[0].stat().st_size
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_lying_header_on_the_hub_is_refused(tmp_path: Path, repositories: dict[str, Path]) -> None:
     file = weights_of(repositories["acme/code"])[0]
     os.truncate(file, file.stat().st_size - 1)
@@ -146,7 +146,7 @@ def test_a_lying_header_on_the_hub_is_refused(tmp_path: Path, repositories: dict
     assert "truncated" in str(answer["message"])
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_an_unknown_repository_is_named(tmp_path: Path, repositories: dict[str, Path]) -> None:
     with serving(repositories) as hub:
         code, answer, _ = plan(tmp_path, RECIPE.replace("acme/math", "acme/maths"), HF_ENDPOINT=hub.url)
@@ -154,14 +154,14 @@ def test_an_unknown_repository_is_named(tmp_path: Path, repositories: dict[str, 
     assert str(answer["message"]).startswith("acme/maths: neither a local directory nor a Hub repository")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_offline_says_so(tmp_path: Path) -> None:
     code, answer, _ = plan(tmp_path, RECIPE, HF_HUB_OFFLINE="1")
     assert code == 2
     assert "HF_HUB_OFFLINE forbids" in str(answer["message"])
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_an_unreachable_hub_is_refused(tmp_path: Path) -> None:
     with socket.socket() as taken:  # A port without a listener.
         taken.bind(("127.0.0.1", 0))

@@ -103,7 +103,7 @@ def cards(draw: st.DrawFn) -> bytes:
     return text.encode(draw(st.sampled_from(["utf-8"] * 6 + ["utf-16", "utf-8-sig", "utf-16-le"])))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(content=cards())
 @settings(max_examples=300)
 def test_a_license_that_the_library_reads_is_never_replaced_by_the_license_file(content: bytes) -> None:

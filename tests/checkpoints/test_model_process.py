@@ -78,7 +78,7 @@ def score(model: Model, task: EvalTask, first: int) -> None:
     score_in_child(ScoringJob(model, task, Scoring(), part, "cpu"), lambda done, total: None)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_all_stages_load_each_model_once(tmp_path: Path, documents: HeldOutText, task: EvalTask) -> None:
     """Runs the order of an evaluation: perplexity of all models, two looks at all models, then the ensemble."""
     models = tuple(make_model(tmp_path / name, seed=seed) for seed, name in enumerate(("a", "b", "merge")))
@@ -94,8 +94,8 @@ def test_all_stages_load_each_model_once(tmp_path: Path, documents: HeldOutText,
     assert call_model_process(functions.loads, (), location="here") == ["a", "b", "merge"]
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_models_take_turns_if_only_one_fits(tmp_path: Path, task: EvalTask) -> None:
     models = [make_model(tmp_path / name) for name in ("a", "b")]
     size = sum(file.stat().st_size for file in models[0].directory.glob("*.safetensors"))
@@ -109,7 +109,7 @@ def test_models_take_turns_if_only_one_fits(tmp_path: Path, task: EvalTask) -> N
     end_model_process()  # discards its faked memory size
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("new_process")
 def test_if_memory_runs_out_with_several_models_one_at_a_time_is_loaded(tmp_path: Path) -> None:
     models = [make_model(tmp_path / name) for name in ("a", "b")]
@@ -119,7 +119,7 @@ def test_if_memory_runs_out_with_several_models_one_at_a_time_is_loaded(tmp_path
     assert notes.read_text().splitlines() == ["a 1", "b 2", "b 1", "a 1", "b 1"]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("new_process")
 def test_a_process_that_dies_with_one_model_is_not_tried_again(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="killed by signal 9") as caught:
@@ -127,8 +127,8 @@ def test_a_process_that_dies_with_one_model_is_not_tried_again(tmp_path: Path) -
     assert "batch_size" in caught.value.remedy
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 @pytest.mark.usefixtures("new_process")
 def test_a_kill_during_perplexity_is_reported_as_for_a_task(
     tmp_path: Path, documents: HeldOutText, monkeypatch: pytest.MonkeyPatch
@@ -155,7 +155,7 @@ class Killed(BaseException):
     """Simulated SIGKILL in this process."""
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("kind", ["one", "together"])
 def test_a_killed_stage_resumes_with_identical_results(
     tmp_path: Path, documents: HeldOutText, kind: str, monkeypatch: pytest.MonkeyPatch
@@ -200,7 +200,7 @@ def test_a_killed_stage_resumes_with_identical_results(
         model_cache.unload_models()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_complete_journal_needs_no_evaluation(tmp_path: Path, documents: HeldOutText) -> None:
     model = make_model(tmp_path / "m")
     (tmp_path / "out").mkdir()
@@ -265,7 +265,7 @@ def keep(
     return [name for name, _, _ in held]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("capacity", "asked", "held"),
     [
@@ -284,12 +284,12 @@ def test_models_are_held_up_to_half_of_the_memory(
     assert keep(monkeypatch, tmp_path, capacity, dict.fromkeys("abcd", 10), asked) == list(held)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_large_model_drops_as_many_models_as_necessary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert keep(monkeypatch, tmp_path, 100, {"a": 10, "b": 20, "c": 15, "d": 25}, "abcd") == ["c", "d"]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_limit_of_one_model_applies_even_if_more_fit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(model_cache, "_max_models", 1)
     assert keep(monkeypatch, tmp_path, 10**6, dict.fromkeys("abcd", 1), "abc") == ["c"]
@@ -329,7 +329,7 @@ def test_waiting_threads_spin_briefly_unless_the_user_overrides_it(
     assert {name: environment[name] for name in names if name in environment} == waiting
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_call_uses_the_process_that_was_started_early(new_process: None) -> None:
     start_model_process()
     slot = wait_for_early_process()

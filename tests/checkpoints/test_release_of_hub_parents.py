@@ -17,7 +17,7 @@ from hub_look_alike import LookAlike
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
 PARENTS = ("base", "reverser", "shifter")
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def test_hub_parents_are_fetched_once_and_named_by_commit(project: Project, monk
     assert merges_of(project) == 1, "names and revisions are no part of a merge, content is"
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_a_moved_branch_is_merged_again(project: Project) -> None:
     profile = project.write()
     first = project.run(profile)[2]

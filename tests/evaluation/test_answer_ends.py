@@ -124,7 +124,7 @@ def test_choices_have_no_end(tmp_path: Path) -> None:
     assert answer_ends("letters", scored) == {}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_mixed_answers_are_each_given_their_own_end(tmp_path: Path) -> None:
     """The reference runs plain transformers on one prompt at a time, so batching, order and padding must not matter."""
     model, task = make_model(tmp_path / "m", seed=3), generation_task(tmp_path / "t", "{until: [a], max_gen_toks: 9}")
@@ -154,7 +154,7 @@ def test_the_journal_gives_back_how_answers_ended(tmp_path: Path) -> None:
     assert first[0].ended == ("length",)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_served_answer_says_how_it_ended(tmp_path: Path) -> None:
     model = model_that_writes(tmp_path / "merge", A, B, DOT)
     for budget, end in ((6, "stop"), (2, "length")):
@@ -318,7 +318,7 @@ def test_a_longer_budget_replaces_that_of_the_task_for_selected_documents(tmp_pa
     assert all(row.prompt_hash == prompts[row.doc_id] for row in rows)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_prompt_is_not_cut_to_make_room_for_a_longer_answer(tmp_path: Path) -> None:
     model = model_that_writes(tmp_path / "model", A, B, C)
     task = generation_task(tmp_path / "tasks", '{until: ["."], max_gen_toks: 4}')
@@ -332,7 +332,7 @@ def test_a_prompt_is_not_cut_to_make_room_for_a_longer_answer(tmp_path: Path) ->
     assert lengths == {doc: 20 - len(tokenizer(word)["input_ids"]) for doc, word in enumerate(words)}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_answers_are_lengthened_until_they_end_or_the_limit_is_reached(tmp_path: Path) -> None:
     endless = model_that_writes(tmp_path / "endless", A, B, C)

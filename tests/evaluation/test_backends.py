@@ -82,7 +82,7 @@ def heard(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[float, bool]]]:
     return runs
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("prefix", ["bos added by the tokenizer", "eos only"])
 def test_a_served_model_scores_as_it_does_here(
     tmp_path: Path, task: EvalTask, monkeypatch: pytest.MonkeyPatch, prefix: Prefix
@@ -97,7 +97,7 @@ def test_a_served_model_scores_as_it_does_here(
     assert [greedy for _, greedy in runs[1]] == [greedy for _, greedy in runs[0]]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_served_model_generates_as_it_does_here(tmp_path: Path, model: Model) -> None:
     write_choices(tmp_path / "tasks")
     path = tmp_path / "tasks" / "free.yaml"
@@ -119,7 +119,7 @@ def test_a_served_model_generates_as_it_does_here(tmp_path: Path, model: Model) 
     assert 0 < sum(o.outcome for o in here) < 40
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_server_receives_its_own_model_name_and_tokens(model: Model, task: EvalTask) -> None:
     with serving({"acme/merge-7": model}) as server:
         told: list[tuple[int, int]] = []
@@ -178,7 +178,7 @@ def test_an_error_names_a_server_that_stops_answering(
         outcomes_by(model, task, backend="served", server={"url": server.url})
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_scoring_process_reaches_servers(model: Model, task: EvalTask) -> None:
     with serving({"merge": model}) as server:
         settings = Scoring(backend="served", server=ServerSettings(url=server.url))

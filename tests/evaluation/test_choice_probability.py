@@ -200,7 +200,7 @@ def test_a_guard_judges_probabilities_as_graded_scores(outcomes: dict[str, tuple
     assert verdict.metric == "prob,none"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_gate_judges_lm_eval_files_by_probability(tmp_path: Path, model: Model, tasks: dict[str, Path]) -> None:
     other = make_model(tmp_path / "other", seed=4)
     for name, one in (("reference", model), ("merge", other)):
@@ -273,7 +273,7 @@ def test_a_logged_target_is_interpreted_like_lm_eval_or_not_at_all(
     assert (answer and set(answer.right)) == right
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("noise", [0.15, 0.35])
 def test_a_merge_at_its_margin_is_published_within_the_error_rate(noise: float) -> None:
     """Holds for plain probability and accuracy; no guard uses the probability as a control variate for accuracy.

@@ -110,7 +110,7 @@ def test_pass_at_k_is_the_share_of_draws_that_have_a_right_answer(drawn: tuple[i
     assert pass_at(k, n, passed) == pytest.approx(float(Fraction(sum(map(any, draws)), len(draws))), abs=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_replacement_scores_like_code_eval() -> None:
     require_confinement()
     right, wrong = "def add(a, b): return a + b", "def add(a, b): return a * b"
@@ -213,7 +213,7 @@ def coder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
     added_backends.cache_clear()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("home")
 def test_each_document_is_scored_by_what_its_program_does(tmp_path: Path, coder: Model) -> None:
     require_confinement()
@@ -230,8 +230,8 @@ def test_each_document_is_scored_by_what_its_program_does(tmp_path: Path, coder:
     assert not (owner / "taken").exists()
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 @pytest.mark.usefixtures("home")
 def test_mbpp_runs_programs_in_the_same_sandbox(tmp_path: Path, coder: Model) -> None:
     require_confinement()

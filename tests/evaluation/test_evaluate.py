@@ -85,7 +85,7 @@ def reference_choices(model: Model, document: dict[str, Any], bos: int | None) -
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("prefix", ["bos added by the tokenizer", "eos only"])
 def test_every_document_is_scored_as_plain_transformers_do(tmp_path: Path, task: EvalTask, prefix: Prefix) -> None:
     model = make_model(tmp_path / "m", prefix=prefix)
@@ -173,7 +173,7 @@ def test_a_prompt_that_begins_with_begin_of_text_is_not_given_another(
     assert not {o.prompt_hash for o in plain} & {o.prompt_hash for o in chat}  # so the gate cannot pair them
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_answers_of_two_models_are_never_mixed(tmp_path: Path, task: EvalTask) -> None:
     models = [make_model(tmp_path / f"{seed}", seed=seed) for seed in (0, 1)]
     scored = [[o.outcome for o in measure(models[which], task)] for which in (0, 1, 0, 1)]

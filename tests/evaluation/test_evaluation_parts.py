@@ -110,8 +110,8 @@ def made() -> dict[str, tuple[int, int]]:
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_more_documents_cost_only_those_that_are_new(model: Model, task: EvalTask) -> None:
     watching, (ten, twenty, everything, again) = in_flow(
@@ -130,7 +130,7 @@ def test_more_documents_cost_only_those_that_are_new(model: Model, task: EvalTas
     assert sorted(row.doc_id for row in rows if row.metric == "acc,none") == list(range(40))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_joined_parts_score_as_all_their_documents(
     model: Model, task: EvalTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -197,7 +197,7 @@ def test_overlapping_ranges_count_once(known: list[tuple[int, int]], look: int) 
     assert sorted(new) == [at for at in range(look) if at not in there]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_no_document_is_scored_again_after_any_history(
     tmp_path: Path, model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,7 +235,7 @@ def test_no_document_is_scored_again_after_any_history(
     assert all(one == verdicts[0] for one in verdicts)  # the gate sees the same after every history
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_fewer_documents_cost_nothing_and_score_as_they_did(model: Model, task: EvalTask) -> None:
     watching, (more, fewer, again, back) = in_flow(
@@ -253,7 +253,7 @@ def test_fewer_documents_cost_nothing_and_score_as_they_did(model: Model, task: 
     assert len(scores_of(back)) == 40
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_damaged_scores_are_evaluated_again(model: Model, task: EvalTask) -> None:
     _, (parts,) = in_flow(lambda: evaluate_documents(model, task, Scoring(documents=30), 30, CPU))
@@ -274,7 +274,7 @@ def test_an_excerpt_of_scores_that_lack_a_document_is_refused(model: Model, task
         excerpt.work(Path(), lacking, DocumentRange(first=0, last=5))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_parts_of_different_versions_are_not_joined(model: Model, task: EvalTask) -> None:
     _, (parts,) = in_flow(lambda: evaluate_documents(model, task, FIRST_TEN, 20, CPU))
@@ -293,7 +293,7 @@ def test_progress_runs_once_over_all_parts(model: Model, task: EvalTask) -> None
     assert {total for _, total in watching.how_far} == {80}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_each_model_and_task_is_evaluated_once_whatever_is_added_or_renamed(
     tmp_path: Path, model: Model, task: EvalTask
@@ -366,8 +366,8 @@ TELL_ONCE = """if not (HERE / "killed").exists():
     signal.pause()"""
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_killed_in_the_middle_of_a_task_only_the_missing_parts_are_scored_again(
     tmp_path: Path, home: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,7 +58,7 @@ def score(model: Model, task: EvalTask, first: int, last: int, **scoring: object
     )
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_scores_are_those_of_this_process_and_progress_arrives(tmp_path: Path, model: Model) -> None:
     path = write_choices(tmp_path / "tasks")
     task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
@@ -71,7 +71,7 @@ def test_scores_are_those_of_this_process_and_progress_arrives(tmp_path: Path, m
     assert process.inspect_in_child(task).documents == 40
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_process_stays_for_the_next_part(tmp_path: Path, model: Model) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
     for first in (0, 10, 20):
@@ -79,7 +79,7 @@ def test_the_process_stays_for_the_next_part(tmp_path: Path, model: Model) -> No
     assert len({process for process, _ in asked(task)}) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_timeout_stops_the_process_and_its_children(tmp_path: Path, model: Model) -> None:
     deed = f'{SLEEPER}\n(HERE / "child").write_text(str(child.pid))\nchild.wait()'
     task = write_trap(tmp_path / "tasks", deed, at=12)
@@ -93,16 +93,16 @@ def test_a_timeout_stops_the_process_and_its_children(tmp_path: Path, model: Mod
     assert ends(int((tmp_path / "tasks" / "child").read_text()))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("deed", "found", "remedy"),
     [
         ("os.kill(os.getpid(), signal.SIGKILL)", "killed by signal 9", "batch_size"),
         pytest.param(
-            "os.kill(os.getpid(), signal.SIGSEGV)", "signal 11 (SIGSEGV)", "batch_size", marks=pytest.mark.long
+            "os.kill(os.getpid(), signal.SIGSEGV)", "signal 11 (SIGSEGV)", "batch_size", marks=pytest.mark.proof
         ),
         pytest.param(
-            'os.write(2, b"device lost\\n"); os._exit(7)', "exit code 7: device lost", "", marks=pytest.mark.long
+            'os.write(2, b"device lost\\n"); os._exit(7)', "exit code 7: device lost", "", marks=pytest.mark.proof
         ),
     ],
 )
@@ -118,7 +118,7 @@ def test_a_dead_process_is_explained_and_the_next_part_is_scored(
     assert len(documents_of(score(model, task, 10, 20))) == 10
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_an_error_of_the_harness_reaches_the_caller_and_keeps_the_process(tmp_path: Path, model: Model) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
     with pytest.raises(InvalidInput, match="has no chat template"):
@@ -145,16 +145,16 @@ def test_a_failing_template_of_a_task_is_reported_with_its_file(tmp_path: Path, 
     assert (caught.value.where, caught.value.found) == (str(path), "UndefinedError: 'colour' is undefined")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("deed", "found"),
     [
         ("class Panic(BaseException): pass\nraise Panic('index out of bounds')", "Panic: index out of bounds"),
-        pytest.param("sys.exit(3)", "SystemExit: 3", marks=pytest.mark.long),
+        pytest.param("sys.exit(3)", "SystemExit: 3", marks=pytest.mark.proof),
         pytest.param(
             "class Bare(BaseException): pass\nraise Bare",
             r"Bare: raise Bare \(prompts.py, line \d+\)",
-            marks=pytest.mark.long,
+            marks=pytest.mark.proof,
         ),
     ],
     ids=["a panic of a library", "an exit", "one that says nothing"],
@@ -168,7 +168,7 @@ def test_an_unusual_exception_ends_the_part_and_not_the_run(
     assert len(documents_of(score(model, task, 10, 20))) == 10
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_a_silent_process_is_stopped_without_a_time_limit(
     tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,7 +178,7 @@ def test_a_silent_process_is_stopped_without_a_time_limit(
         score(model, task, 0, 10)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_task_has_no_access_to_secrets_network_or_files(tmp_path: Path, model: Model) -> None:
     require_confinement()
     secret = "hf_planted_where_nobody_may_look"
@@ -219,7 +219,7 @@ attempt("merged weights", lambda: open(Path(os.environ["MERGEGATE_HOME"]) / "sto
     assert set(found.values()) == {"PermissionError"}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_data_that_are_never_loaded_are_not_waited_for(tmp_path: Path) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
     (tmp_path / "tasks" / "prompts.py").write_text(f"import time\ntime.sleep({LONGER_THAN_HANG_S})\n")
@@ -228,8 +228,8 @@ def test_data_that_are_never_loaded_are_not_waited_for(tmp_path: Path) -> None:
         process.inspect_in_child(task, 2)
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_a_cancelled_call_never_returns_another_answer(tmp_path: Path, model: Model) -> None:
     path = write_choices(tmp_path / "tasks")
     task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
@@ -242,8 +242,8 @@ def test_a_cancelled_call_never_returns_another_answer(tmp_path: Path, model: Mo
     assert len(documents_of(score(model, task, 10, 15))) == 5
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_the_old_model_is_unloaded_before_a_new_one_is_loaded(tmp_path: Path, model: Model) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
     score(model, task, 0, 5)
@@ -273,10 +273,10 @@ def flow(model: Model, task: EvalTask) -> str:
     return FLOW.format(model=model.model_dump_json(), task=task.model_dump_json())
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(
     "hang",
-    [pytest.param("signal.pause()", marks=pytest.mark.long), f"ctypes.PyDLL(None).sleep({LONGER_THAN_HANG_S})"],
+    [pytest.param("signal.pause()", marks=pytest.mark.proof), f"ctypes.PyDLL(None).sleep({LONGER_THAN_HANG_S})"],
     ids=["waiting", "in code that does not let go of the interpreter"],
 )
 def test_it_dies_with_the_flow_even_when_that_is_killed(
@@ -300,8 +300,8 @@ def test_it_dies_with_the_flow_even_when_that_is_killed(
     assert not list(scratch.glob("mergegate-*"))
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_nothing_runs_on_when_the_flow_is_done(tmp_path: Path, model: Model) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
     with in_another_process(flow(model, task), tmp_path) as running:
@@ -310,8 +310,8 @@ def test_nothing_runs_on_when_the_flow_is_done(tmp_path: Path, model: Model) -> 
     assert ends(asked(task)[-1][0])
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_evaluation_works_offline_silently_and_leaves_no_files(tmp_path: Path, model: Model) -> None:
     """Runs outside any repository, without the test suite's offline switches, and records every name lookup."""
     task = write_trap(tmp_path / "tasks", "pass", at=0)
@@ -351,7 +351,7 @@ note("watched")
     assert not [path for place in (home, tmp_path / "scratch") for path in place.rglob("*") if path.is_file()]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_scoring_process_imports_only_what_it_needs() -> None:
     """Prefect alone takes as long to import as everything else together."""
     script = (

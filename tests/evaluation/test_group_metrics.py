@@ -83,7 +83,7 @@ def results_of(written: Path) -> dict[str, Any]:
     return content
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_every_document_is_scored_as_by_lm_eval_itself(scored: tuple[DocumentScore, ...], written: Path) -> None:
     theirs = read_task(find_results(written), "board").outcomes
     plain: dict[str, Any] = {"answer": "", "prompt_cut": None} | dict.fromkeys(
@@ -143,7 +143,7 @@ def test_lower_is_better_is_reversed_in_a_mixed_group(tasks: Path, written: Path
     assert (only.score, only.higher_is_better) == (pytest.approx(rate), False)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_inline_tasks_and_overrides_match_lm_eval(tasks: Path, tmp_path: Path) -> None:
     """The reference is lm-eval itself, which reads the group's file with absolute paths."""
     from lm_eval.tasks import TaskManager
@@ -245,11 +245,13 @@ def graded(tmp_path: Path, deed: str) -> Path:
             "task own: no metric that is a mean over documents .*only acc, other",
         ),
         pytest.param(
-            "return {'acc': (1, 0)}", "task g: document scores that lm-eval cannot average", marks=pytest.mark.slow
+            "return {'acc': (1, 0)}", "task g: document scores that lm-eval cannot average", marks=pytest.mark.story
         ),
         ("return {'acc': float('nan')}", r"model: task own: acc,none of document \d is nan(.|\n)*perplexity"),
         pytest.param(
-            "return {'acc': float('-inf')}", r"model: task own: acc,none of document \d is -inf", marks=pytest.mark.slow
+            "return {'acc': float('-inf')}",
+            r"model: task own: acc,none of document \d is -inf",
+            marks=pytest.mark.story,
         ),
     ],
 )

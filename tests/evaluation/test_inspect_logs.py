@@ -109,7 +109,7 @@ def copied(tmp_path: Path, logs: dict[str, dict[str, Any]]) -> Callable[[str], P
     return lambda name: Path(shutil.copy(logs[name]["path"], tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(("name", "task"), [("one", "letters"), ("json", "letters"), ("graded", "grades")])
 def test_logs_give_the_scores_of_inspect_ai(logs: dict[str, dict[str, Any]], name: str, task: str) -> None:
     results = read(logs[name]["path"], task)
@@ -165,7 +165,7 @@ def values_in(value: Any, place: tuple[str | int, ...] = ()) -> list[tuple[str |
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("name", ["one", "json"])
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)

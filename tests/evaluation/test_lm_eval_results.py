@@ -332,7 +332,7 @@ def originals(written: Path) -> dict[str, TaskResults]:
     return {task: read(written / "one", task) for task in ("both", "endings")}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_an_altered_results_file_never_changes_scores(
@@ -345,7 +345,7 @@ def test_an_altered_results_file_never_changes_scores(
     check_other_value(mutable, path, json.dumps(replaced(content, place, value)), originals)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
 def test_an_altered_sample_never_changes_scores(
@@ -424,8 +424,8 @@ def test_a_different_batch_size_is_reported(copied: Path, written: Path) -> None
     assert precision_differences(ours, theirs) == ("batch_size 16 and 4",)
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_the_command_line_of_lm_eval_writes_the_same(
     written: Path, definitions: dict[str, Path], tmp_path: Path
 ) -> None:

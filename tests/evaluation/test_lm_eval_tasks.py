@@ -50,7 +50,7 @@ assert len(files) > 20
 """
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_task_files_are_read_as_lm_eval_does_without_importing_its_tasks() -> None:
     read = subprocess.run([sys.executable, "-c", READ], capture_output=True, text=True, check=False)
     assert read.returncode == 0, read.stderr
@@ -184,7 +184,7 @@ def test_mergegate_has_its_own_extras_under_the_names_of_lm_eval() -> None:
         assert project["optional-dependencies"][name] == [f"lm_eval[{name}]"]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(
     "module",
     [
@@ -245,7 +245,7 @@ def _as_text(config: Mapping[str, Any]) -> str:
 COLLAPSED = {"openllm", "toksuite_abridged"}
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_every_name_means_what_lm_evals_own_index_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     from lm_eval.tasks import TaskManager, _factory
 
@@ -358,7 +358,7 @@ def test_task_files_in_the_documentation_are_valid(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_five_tasks_by_name_score_as_lm_eval_scores_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     agreement = load_benchmark("lm_eval_agreement")
     monkeypatch.setattr(agreement, "DOCUMENTS", 3)

@@ -187,7 +187,7 @@ def test_metrics_of_own_functions_are_supported(root: Path) -> None:
     require_supported("w.yaml", root)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("kind", sampled(["multiple_choice", "loglikelihood", "generate_until"], ["multiple_choice"]))
 def test_a_metric_is_supported_where_lm_eval_has_a_number_of_each_document(tmp_path: Path, kind: str) -> None:
     """For every lm-eval metric taken as a mean, the check of the configuration agrees with an actual evaluation."""

@@ -48,7 +48,7 @@ def groups(draw: st.DrawFn) -> tuple[list[DocumentScore], list[DocumentScore]]:
     return sides
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(groups())
 def test_every_document_counts_once_under_the_metric_of_its_leaf(
     sides: tuple[list[DocumentScore], list[DocumentScore]],
@@ -69,7 +69,7 @@ def test_every_document_counts_once_under_the_metric_of_its_leaf(
         assert sign * (reference - merge) == pytest.approx(worse_by)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(groups(), st.sampled_from(METRICS))
 def test_one_metric_name_applies_to_all_leaves_that_have_it(
     sides: tuple[list[DocumentScore], list[DocumentScore]], wanted: str
@@ -85,7 +85,7 @@ def test_one_metric_name_applies_to_all_leaves_that_have_it(
     }
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(groups(), st.data())
 def test_an_error_names_the_document_without_a_score(
     sides: tuple[list[DocumentScore], list[DocumentScore]], data: st.DataObject
@@ -104,7 +104,7 @@ def test_an_error_names_the_document_without_a_score(
         )
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(groups())
 def test_the_table_has_a_line_for_the_whole_group_where_its_metrics_differ(
     sides: tuple[list[DocumentScore], list[DocumentScore]],

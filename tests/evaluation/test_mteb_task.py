@@ -16,7 +16,7 @@ from mergegate.tasks.evaluation import EvalTask
 from mergegate.tasks.evaluation.built_in import MtebTask, mteb_task
 from mergegate.tasks.evaluation.task_loading import load_task
 
-pytestmark = pytest.mark.slow  # Importing mteb takes 10 to 30 seconds.
+pytestmark = pytest.mark.story  # Importing mteb takes 10 to 30 seconds.
 
 
 @pytest.fixture(scope="module", autouse=True)

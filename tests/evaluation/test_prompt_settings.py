@@ -125,10 +125,10 @@ def theirs(root: Path, name: str, scratch: Path, said: dict[str, Any]) -> dict[t
         pytest.param(
             "written",
             {"num_fewshot": 2, "apply_chat_template": True, "system_instruction": "be kind"},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.story,
         ),
         ("written", {"num_fewshot": 2, "apply_chat_template": True, "fewshot_as_multiturn": False}),
-        pytest.param("letters", {"num_fewshot": 3, "system_instruction": "be kind"}, marks=pytest.mark.slow),
+        pytest.param("letters", {"num_fewshot": 3, "system_instruction": "be kind"}, marks=pytest.mark.story),
         ("letters", {"apply_chat_template": True, "system_instruction": "be kind"}),
     ],
 )

@@ -67,12 +67,12 @@ def found(repetition: Repetition, clustered_by: str | None = None) -> list[Findi
     return findings
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_distinct_documents_have_no_findings(tmp_path: Path) -> None:
     assert found(repetition(tmp_path, [row(number) for number in range(100)])) == []
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_repeated_prompts_are_reported_above_1_percent(tmp_path: Path) -> None:
     """The documents differ in their numbers, but not in what the model reads."""
     measured = repetition(tmp_path, [row(number, number % 90) for number in range(100)])

@@ -141,7 +141,7 @@ def texts_scored(model: LoadedModel, task: RetrievalTask, batch_size: int) -> np
     return np.concatenate(list(score_texts(model, queries, batch_size, lambda *_: None)))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("kind", ["bert embedding", "modernbert embedding", "qwen3 embedding", "sparse encoder"])
 def test_scores_of_texts_are_those_of_sentence_transformers(
     kind: str, loaded: Callable[..., LoadedModel], tmp_path: Path
@@ -167,7 +167,7 @@ def test_scores_of_pairs_are_those_of_sentence_transformers_before_the_activatio
         np.testing.assert_allclose(row, model.network.predict(pairs, activation_fn=torch.nn.Identity()), atol=2e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("kind", ["bert embedding", "qwen3 embedding", "sparse encoder", "cross-encoder"])
 def test_the_batch_size_does_not_change_scores(
     kind: str, loaded: Callable[..., LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

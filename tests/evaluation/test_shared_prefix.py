@@ -238,7 +238,7 @@ def test_the_length_limit_for_sharing_follows_the_configuration(config: dict[str
     assert max_shared_length(config) == (longest or 1 << 31)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_finished_answers_generate_no_further_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     network = writer("llama")
     monkeypatch.setattr(hf, "_STEP", 4)

@@ -115,8 +115,8 @@ def model(tmp_path: Path) -> Model:
     return make_model(tmp_path / "model")
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_a_replaced_dataset_is_measured_again(
     hub: CachedHub, task: EvalTask, model: Model, home: Path, prefect_api: None
 ) -> None:
@@ -139,7 +139,7 @@ def test_a_replaced_dataset_is_measured_again(
         )
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_verdict_contains_its_evidence(
     hub: CachedHub, task: EvalTask, model: Model, home: Path, prefect_api: None
 ) -> None:
@@ -153,7 +153,7 @@ def test_the_verdict_contains_its_evidence(
     assert TaskScores("", "letters", tuple(parts)).data == guard.data
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_new_commit_with_equal_documents_needs_no_new_measurement(hub: CachedHub, task: EvalTask, home: Path) -> None:
     before = pin_data(task)
     hub.fetch(COMMITS[1], right=0)
@@ -162,7 +162,7 @@ def test_a_new_commit_with_equal_documents_needs_no_new_measurement(hub: CachedH
     assert [source.revision for source in (*before.sources, *after.sources)] == list(COMMITS)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_unchanged_data_is_not_loaded_again(
     hub: CachedHub, task: EvalTask, home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,7 +172,7 @@ def test_unchanged_data_is_not_loaded_again(
     assert pin_data(task) == first
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_data_replaced_during_a_run_is_refused(hub: CachedHub, task: EvalTask, model: Model, home: Path) -> None:
     pinned = pin_data(task)
     hub.fetch(COMMITS[1], right=1)
@@ -182,14 +182,14 @@ def test_data_replaced_during_a_run_is_refused(hub: CachedHub, task: EvalTask, m
         )
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_local_data_is_not_loaded_a_second_time(tmp_path: Path, home: Path) -> None:
     task = pin_task(write_choices(tmp_path).name, tmp_path, HashMemo(tmp_path / "hashes.db"))
     assert data_revisions(task, CountLimit()) == ()
     assert pin_data(task).sources == ()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_changed_dataset_is_counted_again(hub: CachedHub, task: EvalTask, home: Path) -> None:
     before = data_revisions(task, CountLimit())
     hub.fetch(COMMITS[1], right=1)

@@ -105,7 +105,7 @@ def written(prompt: str, budget: int, directory: Path = THINKER) -> Written:
     return Written(new, tokenizer.decode(new, skip_special_tokens=True))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("enable_thinking", [None, True, False])
 def test_scores_equal_those_of_lm_eval_with_the_same_arguments(tmp_path: Path, enable_thinking: bool | None) -> None:
     path = written_task(tmp_path / "task")
@@ -195,7 +195,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.VLLM, "__init__", opened)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("budget", [80, 40, 12])
 @pytest.mark.parametrize("until", [("\n",), (" ",), ("c", "z")])
 @pytest.mark.usefixtures("fake_vllm")
@@ -223,7 +223,7 @@ def test_every_backend_records_the_same_thoughts_and_answers(tmp_path: Path, unt
             assert row.outcome == (expected[0] == WORDS[row.doc_id]["answer"])
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("fake_vllm")
 @pytest.mark.parametrize("backend", ["hf", "vllm", "served"])
 @pytest.mark.parametrize(("max_length", "budget"), [(128, 80), (60, 48), (20, 10), (14, 12)])
@@ -297,7 +297,7 @@ def test_a_thought_ends_at_the_last_end_token_before_the_answer_stops(
         assert postprocess_generated_text(cut, stop, "z") == answer
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_journal_restores_thoughts_and_truncated_prompts(tmp_path: Path) -> None:
     from mergegate.merge_core.files.records import JournalLocation
 
@@ -313,7 +313,7 @@ def test_a_journal_restores_thoughts_and_truncated_prompts(tmp_path: Path) -> No
     assert any(row.thinking_tokens == row.answer_tokens == (20,) for row in first)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_summary_names_thoughts_and_those_that_never_end(tmp_path: Path) -> None:
     rows = scored(pinned(written_task(tmp_path / "task", budget=20)), think_end_token="z")
     (ends,) = answer_ends("t", rows).values()
@@ -324,7 +324,7 @@ def test_a_summary_names_thoughts_and_those_that_never_end(tmp_path: Path) -> No
     assert 0 < unfinished < DOCUMENTS
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_end_of_a_thought_may_be_a_token_id(tmp_path: Path) -> None:
     task = pinned(written_task(tmp_path / "task"))
     token = AutoTokenizer.from_pretrained(THINKER).convert_tokens_to_ids("z")

@@ -83,7 +83,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     forget()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_a_backend_of_another_package_scores_and_its_version_is_in_the_key(tmp_path: Path, site: Path) -> None:
     path = write_choices(tmp_path / "tasks", n=12)

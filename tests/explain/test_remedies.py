@@ -217,7 +217,7 @@ def test_a_merge_that_passed_needs_no_remedy() -> None:
     assert changes(recipe("linear"), tally(conflict=0.5), refused(outcome="pass")) == []
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(
     method=st.sampled_from(
         ["linear", "task_arithmetic", "ties", "dare_ties", "dare_linear", "slerp", "multislerp", "karcher"]

@@ -59,7 +59,7 @@ def test_a_profile_with_adapters_is_checked_and_planned(tmp_path: Path, profile:
     assert planned.exit_code == 0, planned.output
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_size_of_an_adapter_is_its_own(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     recipe, out = str(_recipe(project, "demo-adapters")), project.root / "out"
@@ -79,8 +79,8 @@ def _recipe(project: Project, profile: str) -> Path:
     return project.root / "profiles" / "demo" / "recipes" / f"{profile.removeprefix('demo-')}.yaml"
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_a_merge_of_a_model_with_an_adapter_is_released(tmp_path: Path, prefect_api: None) -> None:
     project = make_project(tmp_path)
     done = project.mergegate("run", "profiles/demo-adapter.yaml")
@@ -95,7 +95,7 @@ def test_a_merge_of_a_model_with_an_adapter_is_released(tmp_path: Path, prefect_
     assert "nothing new" in project.mergegate("run", "profiles/demo-adapter.yaml").output
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_adapters_are_released_as_an_adapter(tmp_path: Path, prefect_api: None) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

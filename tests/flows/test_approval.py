@@ -33,7 +33,7 @@ def published(project: Project) -> set[str]:
     return {one.name for one in place.iterdir()} if place.exists() else set()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_release_that_has_to_be_approved_is_published_only_then(asking: tuple[Project, str]) -> None:
     """A run without a terminal is refused, ``--approve`` publishes, and a run with nothing new needs no approval."""
     project, profile = asking

@@ -132,7 +132,7 @@ def sometimes_wrong(name: str, task: str, doc: int) -> bool:
     return task == "copy" or (doc % 20 != 3 if name == "merge" else doc % 20 != 7)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_only_the_inconclusive_task_is_extended(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
     result, bench = judged(sometimes_wrong, guards=(COPY, REVERSE))
     assert result.verdict.value.outcome == "pass"
@@ -169,7 +169,7 @@ def test_when_a_task_is_lost_those_to_come_are_not_run(
     assert all(part.value.tasks[0].task != "sort" for parts in result.scores.values() for part in parts)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_what_decides_most_in_a_second_comes_first(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
     wide = SORT.model_copy(update={"max_drop": 9.0})  # a drop of 10 points is detected sooner than one of 3
     _, bench = judged(sometimes_wrong, guards=(COPY, REVERSE, wide), rule=GateRule())
@@ -188,7 +188,7 @@ def test_tasks_that_are_run_later_are_told_in_the_order_of_the_profile(
         assert list(dict.fromkeys(part.value.tasks[0].task for part in parts)) == ["copy", "reverse", "sort"]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_task_that_is_lost_at_the_second_look_leaves_the_others_where_they_were(
     judged: Callable[..., tuple[Assessment, Bench]],
 ) -> None:
@@ -210,7 +210,7 @@ def test_a_task_that_is_lost_at_the_second_look_leaves_the_others_where_they_wer
     assert verdict.suites == ()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_what_costs_nothing_is_never_left_out(
     judged: Callable[..., tuple[Assessment, Bench]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,7 +224,7 @@ def test_what_costs_nothing_is_never_left_out(
     assert result.verdict.value.not_run == ()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_where_each_model_has_a_process_of_its_own_references_are_loaded_once(
     judged: Callable[..., tuple[Assessment, Bench]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +234,7 @@ def test_where_each_model_has_a_process_of_its_own_references_are_loaded_once(
     assert [name for name, *_ in bench.asked[:4]] == ["base", "base", "reverser", "reverser"]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_what_no_look_decides_ends_with_the_last_one(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
     def noisy(name: str, task: str, doc: int) -> bool:
         return doc % 2 == (name == "merge")  # they disagree on every document, and neither is better
@@ -292,7 +292,7 @@ def test_all_documents_at_once_are_one_look(judged: Callable[..., tuple[Assessme
     assert {documents for *_, documents in bench.asked} == {SIZE}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_interim_looks_are_the_default(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
     _, bench = judged(sometimes_wrong, guards=(REVERSE,), first=None)
     assert {documents for *_, documents in bench.asked} == {500, 1000}
@@ -310,7 +310,7 @@ def test_interim_looks_that_cannot_decide_are_skipped(judged: Callable[..., tupl
     assert ({documents for *_, documents in bench.asked} == {1300}) == (guard.chance_left < 0.02)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_champion_is_scored_where_a_guard_asks_for_it(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
     reigning = REVERSE.model_copy(update={"guarded_by": CHAMPION})
     result, bench = judged(sometimes_wrong, guards=(COPY, reigning), champion=model(CHAMPION))
@@ -325,7 +325,7 @@ def test_the_first_release_is_not_held_against_a_champion(judged: Callable[..., 
     assert result.verdict.value.notes == ("reverse: no release to compare with yet",)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("rule", ["each", "suite"])
 @pytest.mark.parametrize("lost", [(), ("reverse",), ("copy", "sort")], ids=["none", "one", "two"])
 def test_side_by_side_nothing_else_is_asked_and_nothing_else_comes_out(
@@ -424,7 +424,7 @@ def cut_benches(monkeypatch: pytest.MonkeyPatch, needed: int) -> list[CutBench]:
     return benches
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("needed", [1, 3])
 def test_cut_off_answers_are_lengthened_at_the_same_look_for_all_models(
     judged: Callable[..., tuple[Assessment, Bench]], monkeypatch: pytest.MonkeyPatch, needed: int

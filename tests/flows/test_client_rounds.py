@@ -499,8 +499,8 @@ def scores(project: Project, method: str) -> dict[str, float]:
     return {one["task"]: one["merge_score"] for one in said["predicate"]["mergegate_verdict"]["guards"]}
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_five_rounds_with_one_absurd_client_keep_both_skills(project: Project) -> None:
     name = make_profile(project, "median", leave_out_beyond=5)
     clients = Clients(project.root / "clients-median")
@@ -540,8 +540,8 @@ def test_five_rounds_with_one_absurd_client_keep_both_skills(project: Project) -
     )
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_rounds_of_models_and_adapters_are_released_and_made_again(project: Project) -> None:
     """One skill is contributed as adapters on the last release, the other as full checkpoints."""
     name = make_profile(project, "median", leave_out_beyond=5, at_least=2)
@@ -584,8 +584,8 @@ def test_rounds_of_models_and_adapters_are_released_and_made_again(project: Proj
     assert "clients-median/ben: left out: the last round already includes" in checked, checked
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_a_round_with_momentum_is_released_and_made_again(project: Project) -> None:
     name = make_profile(project, "median", leave_out_beyond=5, momentum=0.4)
     clients, home = Clients(project.root / "clients-median"), project.root / "releases/median"
@@ -609,7 +609,7 @@ def test_a_round_with_momentum_is_released_and_made_again(project: Project) -> N
     assert made.exit_code == 0, made.output
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_rounds_by_adam_are_released_made_again_and_begin_anew_without_what_was_kept(project: Project) -> None:
     name = make_profile(project, "median", leave_out_beyond=5, adam={"rate": 0.02})
     clients, home = Clients(project.root / "clients-median"), project.root / "releases/median"
@@ -658,8 +658,8 @@ def test_rounds_by_adam_are_released_made_again_and_begin_anew_without_what_was_
     assert lost.exit_code == 0, lost.output  # the last round started Adam from scratch and needs no state
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("method", "keeps"), [("median", True), ("geometric_median", True), ("task_arithmetic", False)]
 )

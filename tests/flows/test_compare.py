@@ -94,7 +94,7 @@ def test_the_output_shows_lines_a_table_and_the_page(compared: Compared) -> None
         assert words in done.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_other_way_round_nothing_is_measured_again(compared: Compared) -> None:
     project, first = compared
     before = {stage: project.artifacts(stage) for stage in ("perplexity", "evaluate")}
@@ -106,7 +106,7 @@ def test_the_other_way_round_nothing_is_measured_again(compared: Compared) -> No
     assert drops[0]["reverse"] > 50
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_checkpoint_passes_against_itself(compared: Compared) -> None:
     project, _ = compared
     code, outcome = compare(project, MODELS / "reverser", MODELS / "reverser")

@@ -43,7 +43,7 @@ def write_profile(project: Project, weights: dict[str, float], **checks: object)
     return "profiles/copied.yaml"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(("name", "weights"), CHANGES.values(), ids=CHANGES)
 def test_a_copy_is_refused_before_any_evaluation(project: Project, name: str, weights: dict[str, float]) -> None:
     result = project.mergegate("run", write_profile(project, weights))
@@ -54,7 +54,7 @@ def test_a_copy_is_refused_before_any_evaluation(project: Project, name: str, we
     assert not (project.root / "releases" / "copied").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_an_accepted_copy_is_released(project: Project) -> None:
     name = write_profile(project, CHANGES["one parent alone"][1], copies={"accepted": ["reverser"]})
     result = project.mergegate("run", name)

@@ -20,7 +20,7 @@ LASTING = [name for name in DAMAGE if name != "unreadable"]
 BIN = Path(sys.executable).parent
 
 
-# Every combination of file and damage needs its own run, about an hour in total (``make test-damage``). By default,
+# Every combination of file and damage needs its own run, about an hour in total (``make test-all``). By default,
 # the tests use a sample.
 EVERY = bool(os.environ.get("MERGEGATE_EVERY_DAMAGE"))
 FEW = 4
@@ -47,7 +47,7 @@ def copied(released: tuple[Project, Result], tmp_path: Path) -> Project:
     return Project(tmp_path / "project")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_what_is_cheap_to_make_again_is_damaged_at_once_and_nothing_is_lost(copied: Project) -> None:
     before = version_of(copied)
     cheap = [path for path in state_files(copied) if not {"evaluate", "perplexity", "merge"} & set(path.parts)]
@@ -63,7 +63,7 @@ def test_what_is_cheap_to_make_again_is_damaged_at_once_and_nothing_is_lost(copi
     assert "✓" not in "".join(line[:4] for line in again.output.splitlines())
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_everything_is_damaged_at_once_and_the_release_is_the_same_to_the_byte(copied: Project) -> None:
     before, release = version_of(copied), files_of(copied.latest)
     shutil.rmtree(copied.root / "releases")
@@ -75,8 +75,8 @@ def test_everything_is_damaged_at_once_and_the_release_is_the_same_to_the_byte(c
     assert files_of(copied.latest) == release
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_one_file_after_the_other_is_damaged_and_the_release_stays_what_it_is(copied: Project) -> None:
     before, draw = version_of(copied), random.Random(14)
     files = state_files(copied)
@@ -118,8 +118,8 @@ PREFECT = {
 }
 
 
-@pytest.mark.long
-@pytest.mark.slow  # a new database needs about a hundred migrations
+@pytest.mark.proof
+@pytest.mark.story  # a new database needs about a hundred migrations
 @pytest.mark.parametrize("kind", PREFECT if EVERY else list(PREFECT)[::78])
 def test_prefect_runs_whatever_has_become_of_its_database(prefect_database: Path, tmp_path: Path, kind: str) -> None:
     database = tmp_path / "prefect" / "prefect.db"

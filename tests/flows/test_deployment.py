@@ -49,7 +49,7 @@ from mergegate.flows.prefect_api.schedules import parse_schedules
 from mergegate.flows.prefect_api.site import write_settings
 from mergegate.merge_core.errors import InvalidInput
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 Begin = Callable[[Path], None]
 DEMO = {"profile": "profiles/demo.yaml", "schedule": "0 3 * * *", "timezone": "Europe/Berlin"}
@@ -316,7 +316,7 @@ def test_each_recipient_is_notified_once_per_occasion(served: Served, told: Rece
             "name: support\nrecepe: x\n",
             "Invalid",
             "unknown key 'recepe'",
-            marks=pytest.mark.long,
+            marks=pytest.mark.proof,
         ),
     ],
 )
@@ -343,7 +343,7 @@ def test_a_refused_run_does_not_look_like_a_crash_in_logs(
     assert state in page.read_text(encoding="utf-8")
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_one_of_several_missed_scheduled_runs_is_made_up_for(served_alone: Served) -> None:
     """After two scheduled runs without a worker, one is executed and the other is cancelled."""
     served = served_alone

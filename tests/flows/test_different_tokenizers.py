@@ -41,7 +41,7 @@ def with_another_cut(project: Project) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_tokenizer_that_cuts_in_another_way_is_refused_with_the_share_and_accepted_by_name(project: Project) -> None:
     profile = with_another_cut(project)
     refused = project.mergegate("check", str(profile), "--json")
@@ -60,7 +60,7 @@ def test_a_tokenizer_that_cuts_in_another_way_is_refused_with_the_share_and_acce
     assert remark["severity"] == "info"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_union_of_the_demo_keeps_both_skills_and_the_token_of_one_parent(released: Released) -> None:
     project, _ = released
     planned = project.mergegate("plan", "profiles/demo-union.yaml", "--no-probe")

@@ -279,7 +279,7 @@ doctor
 """
 
 
-@pytest.mark.slow  # merges and evaluates models
+@pytest.mark.story  # merges and evaluates models
 @pytest.mark.usefixtures("prefect_api")
 def test_each_everyday_command_ends_well_after_a_release(
     released: tuple[Project, Printed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -160,8 +160,8 @@ CHANGES: dict[str, tuple[Change, bool]] = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", sampled(CHANGES, list(CHANGES)[::24], pytest.mark.long))
+@pytest.mark.story
+@pytest.mark.parametrize("kind", sampled(CHANGES, list(CHANGES)[::24], pytest.mark.proof))
 def test_a_dry_pass_returns_the_outcome_of_the_run_or_nothing(
     own: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
@@ -177,7 +177,7 @@ def test_a_dry_pass_returns_the_outcome_of_the_run_or_nothing(
     assert found in (None, said)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_after_a_release_a_dry_pass_is_enough(own: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     project = Project(tmp_path / "project")
     shutil.copytree(own.root, project.root, symlinks=True)
@@ -188,7 +188,7 @@ def test_after_a_release_a_dry_pass_is_enough(own: Project, tmp_path: Path, monk
     assert found.status == "nothing new"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_run_without_work_needs_no_prefect_and_is_archived(own: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     before = read_history(own.home / "reports").records
     log = own.root / "machines.jsonl"
@@ -207,7 +207,7 @@ def test_a_run_without_work_needs_no_prefect_and_is_archived(own: Project, monke
     assert {"merge", "gate", "publish"} <= {one["stage"] for one in lines[:-1]}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_run_that_was_not_published_has_something_to_do_when_it_may(own: Project) -> None:
     own.mergegate("run", PROFILE, "--no-publish")
     said = looked(own, publish=False)
@@ -216,7 +216,7 @@ def test_a_run_that_was_not_published_has_something_to_do_when_it_may(own: Proje
     assert looked(own, overrides=("publish.path=../releases/new",)) is None
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_what_other_people_look_at_is_told_to_their_server(own: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mergegate.flows.prefect_api.configured_url", lambda: "http://127.0.0.1:4200/api")
     before = looked(own)
@@ -232,7 +232,7 @@ def test_an_invalid_setting_is_refused_as_in_a_run(own: Project, monkeypatch: py
     assert own.mergegate("run", PROFILE).exit_code == 2
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_newer_libraries_or_a_newer_stage_are_something_to_do(own: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     from mergegate.tasks.gate import gate
 

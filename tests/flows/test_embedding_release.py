@@ -12,7 +12,7 @@ import torch
 from demo_project import PROFILES, Project, make_project
 from safetensors.torch import load_file, save_file
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 Released = tuple[Project, Path]
 

@@ -141,7 +141,7 @@ def _page(said: dict[str, Said]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_every_error_message_matches_the_reviewed_file(said: dict[str, Said]) -> None:
     page = _page(said)
     if os.environ.get("UPDATE_GOLDEN"):

@@ -82,7 +82,7 @@ def test_no_command_prints_json_in_a_shape_of_its_own() -> None:
     assert printing == {"output.py", "json_events.py", "run_summary.py"}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_dry_run_says_what_is_cached_and_what_is_left(released: tuple[Project, Printed]) -> None:
     project, _ = released
 
@@ -160,7 +160,7 @@ PLAIN = (
 )
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_no_line_is_wider_than_80_columns_and_no_word_is_broken(demo_release: Path, tmp_path: Path) -> None:
     # A project of its own, because another run of the profile changes what other tests expect of its last run.
     project = Project(tmp_path / "project")

@@ -84,7 +84,7 @@ def test_ctrl_c_ends_any_other_command_with_a_line(tmp_path: Path, monkeypatch: 
     }
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_ctrl_c_in_the_middle_leaves_nothing_half_made_and_the_next_run_goes_on(project: Project) -> None:
     command = [MERGEGATE, "run", "profiles/demo.yaml"]
     run = subprocess.Popen(

@@ -26,7 +26,7 @@ def release(released: Released, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return Path(shutil.copytree(version, tmp_path / version.name))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_scores_and_settings_are_those_of_the_run(release: Path) -> None:
     result = CliRunner().invoke(app, ["export", release.name, "--format", "inspect", "--output", "logs", "--json"])
     assert result.exit_code == 0, result.output

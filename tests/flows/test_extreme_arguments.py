@@ -185,12 +185,12 @@ def test_every_command_has_valid_arguments_here() -> None:
 
 
 # ``compare`` starts Prefect's API before it reads its arguments.
-@pytest.mark.parametrize("name", sampled(COMMANDS, set(COMMANDS) - {"compare"}, pytest.mark.long))
+@pytest.mark.parametrize("name", sampled(COMMANDS, set(COMMANDS) - {"compare"}, pytest.mark.proof))
 def test_extreme_arguments_end_in_an_exit_code(project: Project, name: str) -> None:
     check_command(project, name, quick=True)
 
 
-@pytest.mark.long
+@pytest.mark.proof
 @pytest.mark.parametrize("name", COMMANDS)
 def test_all_other_extreme_arguments_end_in_an_exit_code(project: Project, name: str) -> None:
     check_command(project, name, quick=False)

@@ -95,7 +95,7 @@ def quiet() -> Iterator[None]:
 @pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize("names_survive", [True, False], ids=["names overtake bytes", "nothing but what was flushed"])
 class TestPowerLoss:
-    @pytest.mark.slow
+    @pytest.mark.story
     def test_the_store_believes_nothing_that_was_not_flushed_and_makes_it_again(
         self, tmp_path: Path, names_survive: bool
     ) -> None:
@@ -144,7 +144,7 @@ class TestPowerLoss:
             assert (after / "releases" / "latest").is_symlink()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_clock_jumps_neither_rebuild_nor_lose_artifacts(
     released: tuple[Project, Printed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,7 +173,7 @@ def stages_made(project: Project) -> list[dict[str, int]]:
     return [{stage: number for stage, number in run.items() if number} for run in made]
 
 
-@pytest.mark.long
+@pytest.mark.proof
 @pytest.mark.parametrize("number", [2, 8])
 def test_runs_at_once_make_each_artifact_once_and_end_alike(
     tmp_path: Path, released: tuple[Project, Printed], number: int
@@ -282,8 +282,8 @@ def in_the_middle(site: Any) -> str:
     return run
 
 
-@pytest.mark.night
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 class TestNights:
     def test_killed_in_turn_flow_models_and_worker_cost_a_night_at_most_and_no_byte(
         self, kills: ModuleType, site: Any, wanted: dict[str, str]

@@ -57,7 +57,7 @@ def assert_one_message(done: subprocess.CompletedProcess[str], *words: str, code
 
 @pytest.mark.parametrize(
     "number",
-    [errno.ENOSPC, *(pytest.param(number, marks=pytest.mark.slow) for number in (errno.EROFS, errno.EIO))],
+    [errno.ENOSPC, *(pytest.param(number, marks=pytest.mark.story) for number in (errno.EROFS, errno.EIO))],
     ids=errno.errorcode.get,
 )
 def test_a_merge_on_a_failing_disk_ends_in_one_message_and_the_next_one_in_the_same_bytes(
@@ -140,7 +140,7 @@ def test_a_parent_in_the_home_of_an_unknown_user_is_reported(tmp_path: Path) -> 
     assert_one_message(run("merge", "recipe.yaml", "out", cwd=tmp_path), "~nobody-of-that-name", "user", code=2)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_file_name_that_is_not_text_does_not_fail_the_run(tmp_path: Path) -> None:
     done = run("merge", RECIPE, os.fsdecode(b"\xff\xfe"), cwd=tmp_path)
     assert done.returncode == 0, done.stderr

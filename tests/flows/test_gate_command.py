@@ -48,8 +48,8 @@ def gate(project: Project, *results: str, profile: str = "profiles/reverser.yaml
     return done.exit_code, json.loads(done.stdout)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("merge", "code"), [pytest.param("merged", 0, marks=pytest.mark.slow), ("base", 3)])
+@pytest.mark.story
+@pytest.mark.parametrize(("merge", "code"), [pytest.param("merged", 0, marks=pytest.mark.story), ("base", 3)])
 def test_the_verdict_is_that_of_the_stages(judged: tuple[Project, Path], merge: str, code: int) -> None:
     project, out = judged
     found, ours = gate(project, f"merge={out / merge}", f"reverser={out / 'reverser'}")
@@ -93,7 +93,7 @@ def inspect_logs(judged: tuple[Project, Path], tmp_path_factory: pytest.TempPath
     return root
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(("merge", "code"), [("merged", 0), ("base", 3)])
 def test_the_verdict_on_logs_of_inspect_ai_is_that_on_lm_eval_results(
     judged: tuple[Project, Path], inspect_logs: Path, merge: str, code: int
@@ -109,7 +109,7 @@ def test_the_verdict_on_logs_of_inspect_ai_is_that_on_lm_eval_results(
     assert sides[0][1]["message"] == sides[1][1]["message"]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_documents_of_two_formats_cannot_be_matched(judged: tuple[Project, Path], inspect_logs: Path) -> None:
     project, out = judged
     results = [f"merge={inspect_logs / 'merged'}", f"reverser={out / 'reverser'}"]
@@ -118,7 +118,7 @@ def test_documents_of_two_formats_cannot_be_matched(judged: tuple[Project, Path]
     assert "both in one format, because the documents of the two cannot be matched" in " ".join(done.output.split())
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_an_exported_log_is_compared_with_lm_eval_by_its_hashes(judged: tuple[Project, Path], tmp_path: Path) -> None:
     project, out = judged
     for file in (out / "merged").rglob("samples_*.jsonl"):

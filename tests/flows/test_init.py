@@ -29,7 +29,7 @@ def with_a_token_of_its_own(model: Path) -> None:
     tokenizer.save_pretrained(model)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("differs", [False, True], ids=["one tokenizer", "two tokenizers"])
 def test_a_pair_made_by_transformers_passes_the_check_unedited(project: Project, family: str, differs: bool) -> None:
@@ -56,8 +56,8 @@ def test_a_pair_made_by_transformers_passes_the_check_unedited(project: Project,
     assert "it exists" in again.output
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", sampled(FAMILIES, ["qwen2"], pytest.mark.long))
+@pytest.mark.story
+@pytest.mark.parametrize("family", sampled(FAMILIES, ["qwen2"], pytest.mark.proof))
 def test_a_run_of_what_was_drafted_ends_in_a_verdict(project: Project, family: str) -> None:
     models = write_family(project.root / "models", FAMILIES[family], claims="openai/gsm8k")  # not available offline
     assert project.mergegate("init", *(f"models/{name}" for name in models), "--yes", "--name", "both").exit_code == 0
@@ -78,7 +78,7 @@ def test_an_undeclared_license_needs_acceptance(project: Project) -> None:
     assert accepted.exit_code == 0, accepted.output
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_demo_family_ends_in_a_verdict(project: Project) -> None:
     models = [os.path.relpath(FAMILY / "models" / name, project.root) for name in ("base", "reverser", "shifter")]
     assert project.mergegate("init", *models, "--yes", "--name", "mine").exit_code == 0

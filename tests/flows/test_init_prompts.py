@@ -54,7 +54,7 @@ def files_in(place: Path) -> dict[str, str]:
     return {file.name: file.read_text() for file in place.iterdir()} if place.exists() else {}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_enter_accepts_the_default(root: Path) -> None:
     shutil.copy(root / "models/base/README.md", root / "models/verse/README.md")
     with terminal(root, "init", *MODELS, "--out", "asked") as screen:
@@ -71,7 +71,7 @@ def test_enter_accepts_the_default(root: Path) -> None:
     assert set(files_in(root / "asked")) == {"sums-verse.yaml", "sums-verse.recipe.yaml", "held-out.sample.txt"}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_an_invalid_answer_is_prompted_again(tasks: Path) -> None:
     root = tasks
     (root / "taken.yaml").write_text("ours\n")
@@ -101,7 +101,7 @@ def test_an_invalid_answer_is_prompted_again(tasks: Path) -> None:
     assert "{task: more.yaml, guarded_by: best parent, max_drop: 3}" in profile
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("last", [NAME, WHO, TEXT, TASKS])
 def test_ctrl_c_at_a_question_ends_it_and_leaves_nothing(root: Path, last: str) -> None:
     before = set(root.iterdir())
@@ -117,7 +117,7 @@ def test_ctrl_c_at_a_question_ends_it_and_leaves_nothing(root: Path, last: str) 
     assert set(root.iterdir()) - before <= {root / ".mergegate"}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_flags_answer_on_a_terminal_too(tasks: Path) -> None:
     root = tasks
     (root / "own.txt").write_text("A text.\n")

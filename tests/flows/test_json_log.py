@@ -71,7 +71,7 @@ def test_every_line_names_run_flow_and_profile_and_those_of_a_stage_its_key(
     assert (lines[-1]["event"], lines[-1]["status"]) == ("run ended", "passed")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_log_distinguishes_cache_hits_and_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "log.jsonl"
     monkeypatch.setenv("MERGEGATE_LOG", str(file))
@@ -97,7 +97,7 @@ def test_no_handler_is_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert [list(logging.getLogger(name).handlers) for name in ("", "prefect")] == before
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("place", ["nowhere/log.jsonl", ".", "/dev/full"])
 def test_an_unwritable_log_does_not_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     monkeypatch.chdir(tmp_path)

@@ -51,7 +51,7 @@ def signed(released: tuple[Project, Printed]) -> Iterator[tuple[Project, str, st
         yield project, instance.issuer, token
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_release_verifies_for_its_signer_only(signed: tuple[Project, str, str]) -> None:
     project, issuer, _ = signed
     release = "releases/edited-signed/latest"
@@ -70,7 +70,7 @@ def test_the_release_verifies_for_its_signer_only(signed: tuple[Project, str, st
     assert f"signed by {IDENTITY} (issuer {issuer}); expected mallory@example.org (issuer {issuer})" in wrong.output
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(
     "options", [["--identity", "x"], ["--issuer", "x"], ["--offline"], ["--identity", "", "--issuer", "x"]]
 )

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from benchmark_scripts import load_benchmark
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 KILLS = 3
 
@@ -26,7 +26,7 @@ def reference(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> An
     return bench.undisturbed(tmp_path_factory.mktemp("undisturbed") / "project")
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_a_whole_release_loads_each_model_once(reference: Any) -> None:
     """One process loads each model for its perplexity and all of its tasks."""
     loads = [note for note in reference.notes() if note.what == "load"]
@@ -34,7 +34,7 @@ def test_a_whole_release_loads_each_model_once(reference: Any) -> None:
     assert len({note.process for note in loads}) == 1
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_killed_while_it_measures_it_repeats_a_batch_a_kill_and_changes_no_bit(
     bench: ModuleType, reference: Any, tmp_path: Path
 ) -> None:

@@ -16,7 +16,7 @@ from demo_project import Project, make_project
 from patience import HANG_S
 from typer.testing import Result
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 BIN = Path(sys.executable).parent
 STAGES = ("licenses", "compat", "documents", "merge", "perplexity", "evaluate", "gate", "report", "evidence")
@@ -67,7 +67,7 @@ def files_of(release: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize(
-    "moments", [("stage:merge", "publish:releases"), pytest.param(MOMENTS, marks=pytest.mark.long)]
+    "moments", [("stage:merge", "publish:releases"), pytest.param(MOMENTS, marks=pytest.mark.proof)]
 )
 def test_killed_at_one_stage_after_the_other_the_release_is_byte_identical(
     tmp_path: Path,
@@ -108,7 +108,7 @@ def test_killed_at_one_stage_after_the_other_the_release_is_byte_identical(
     assert not list((project.home / "store").glob("*/*.partial"))
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_two_runs_at_once_make_everything_once(tmp_path: Path) -> None:
     project = make_project(tmp_path)
     runs = [

@@ -121,7 +121,7 @@ def test_a_missing_library_is_found_with_the_command_that_installs_it(
     assert finding.remedy == "pip install 'mergegate[embeddings]'"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_check_accepts_a_retrieval_guard_on_embedding_models_and_names_their_kind(project: Project) -> None:
     result = project.mergegate("check", write_profile(project, "embedding", evaluate={"tasks": [RETRIEVAL]}))
     assert result.exit_code == 0, result.output
@@ -170,7 +170,7 @@ def test_a_plan_says_the_kind(project: Project) -> None:
     assert json.loads(project.mergegate("plan", profile, "--no-probe", "--json").output)["kind"] == "embedding"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("kind", ["embedding", "t5", "classifier"])
 def test_init_writes_a_profile_that_check_accepts(project: Project, kind: str) -> None:
     result = project.mergegate("init", f"{kind}/a", f"{kind}/b", "--yes", "--name", "new", "--out", "new")

@@ -104,7 +104,7 @@ def family(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> Famil
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_small_budget_does_not_decide(family: Family) -> None:
     code, verdict, _ = family.run("short", family.documents, max_answer_tokens=40)
     (guard,) = verdict["guards"]
@@ -123,7 +123,7 @@ def test_a_small_budget_does_not_decide(family: Family) -> None:
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_only_cut_off_answers_are_generated_again_and_the_merge_is_refused(family: Family) -> None:
     code, verdict, _ = family.run("long", family.documents)
     (guard,) = verdict["guards"]
@@ -143,7 +143,7 @@ def test_only_cut_off_answers_are_generated_again_and_the_merge_is_refused(famil
     assert (family.project.artifacts("regenerate"), family.project.artifacts("evaluate")) == known
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_comparison_of_two_checkpoints_generates_answers_again(family: Family) -> None:
     family.run("long", family.documents)
     models = family.models()
@@ -182,14 +182,14 @@ def check_both_budgets(family: Family, backend: str, **evaluate: Any) -> None:
     assert guard["answers"]["reference"]["regenerated"] == expected["answers"]["reference"]["regenerated"] > 20
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_served_model_is_judged_in_the_same_way(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with serving(family.models()) as server:
         check_both_budgets(family, "served", server={"url": server.url})
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_a_model_on_vllm_is_judged_in_the_same_way(family: Family, engine: None) -> None:
     check_both_budgets(family, "vllm")

@@ -81,7 +81,7 @@ def test_what_was_removed_is_made_again(project: Project) -> None:
     assert "nothing new" not in again.output
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_another_text_is_another_merge(project: Project) -> None:
     """The calibration texts that models read before a merge determine the result as much as their weights do."""
     recipe = "profiles/demo/recipes/regmean.yaml"

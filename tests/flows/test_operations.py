@@ -30,7 +30,7 @@ from served_site import (
     webhook,
 )
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 WRITTEN_ADDRESS = "postgresql://mergegate@127.0.0.1:5432/mergegate"
 WRITTEN_HOOK = "https://chat.example/hooks/123"
@@ -91,7 +91,7 @@ class Person:
         return done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_the_page_word_for_word(clone: Path, database: str) -> None:
     activate, server, worker, deploy, by_hand, refused, report = blocks(
         "schedule-runs.md", "From a new machine to the first report"

@@ -26,7 +26,7 @@ def everything(released_with_everything: Path) -> tuple[Project, dict[str, Any]]
     return Project(released_with_everything), json.loads((released_with_everything / "outcome.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_report_compares_the_merge_with_the_ensemble(everything: tuple[Project, dict[str, Any]]) -> None:
     project, ended = everything
     together = ended["content"]["ensemble"]
@@ -34,7 +34,7 @@ def test_the_report_compares_the_merge_with_the_ensemble(everything: tuple[Proje
     assert "An ensemble that averages the token" in (project.home / "reports" / "everything.html").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_judge_with_position_bias_is_inconclusive(released: Released) -> None:
     project, _ = released
     with serving(lambda body: says("A")) as asked:
@@ -57,7 +57,7 @@ def test_a_judge_with_an_unknown_reference_is_rejected_at_once(project: Project)
     assert "shifter" in result.output
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_merge_that_the_gate_refuses_is_not_judged(released: Released) -> None:
     project, _ = released
     recipe = {"recipe": "demo/recipes/linear.yaml"}
@@ -84,7 +84,7 @@ def speeds(ended: dict[str, Any]) -> dict[str, float]:
     return {model["name"]: model["measured"]["tokens_per_second"] for model in ended["content"]["serving"]}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_merge_is_released_if_its_server_answers_like_the_model(
     everything: tuple[Project, dict[str, Any]],
 ) -> None:
@@ -98,7 +98,7 @@ def test_a_merge_is_released_if_its_server_answers_like_the_model(
     assert "Tokens/s" not in (version / "report.html").read_text(), "a release does not change with the machine"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_merge_whose_server_answers_differently_is_refused(released: Released) -> None:
     """Without a model, the stand-in server returns canned answers, so it does not serve the merge."""
     project, _ = released

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from demo_project import Project, make_project
 
-pytestmark = [pytest.mark.slow, pytest.mark.long]
+pytestmark = [pytest.mark.story, pytest.mark.proof]
 
 MEASURED = ("merge", "perplexity", "evaluate", "gate")  # Stages whose artifacts must be identical.
 

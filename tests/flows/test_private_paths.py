@@ -92,7 +92,7 @@ def paths(machine: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_models_adapter_base_tokenizer_and_a_remedy(machine: Path) -> None:
     model = paths(machine)
     released = release(
@@ -131,7 +131,7 @@ def test_models_adapter_base_tokenizer_and_a_remedy(machine: Path) -> None:
     assert "pass --parents DIR with the merged checkpoint at DIR/base" in " ".join(without.output.split())
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_calibration_texts_and_two_models_of_one_name(machine: Path) -> None:
     model, texts = paths(machine), f"{machine}/texts/data/texts"
     released = release(

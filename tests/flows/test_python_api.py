@@ -22,7 +22,7 @@ import mergegate
 from mergegate.api import _override_texts
 from mergegate.flows.outcome import RunOutcome
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 PROJECT = PROFILES.parent
 NOTEBOOK = PROJECT / "docs" / "tutorials" / "python-api.ipynb"

@@ -19,7 +19,7 @@ REPLACED = {
 TRIED = ("Install", "Write a profile")
 SHOWN = ("Example output",)
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 
 def test_its_commands_work(tmp_path: Path) -> None:

@@ -26,7 +26,7 @@ from mergegate.tasks.publish.content import PROVENANCE
 from mergegate.tasks.publish.releases.verify import check_release
 from mergegate.tasks.publish.targets.directory import DirectoryRelease
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 Released = tuple[Project, Printed]
 

@@ -42,7 +42,7 @@ def own_profile(project: Project, name: str, **changes: object) -> str:
     return f"profiles/{name}.yaml"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_it_is_released_with_both_skills(released: Released) -> None:
     project, printed = released
     assert printed.exit_code == 0, printed.output
@@ -56,7 +56,7 @@ def test_it_is_released_with_both_skills(released: Released) -> None:
     assert "text: ../data/texts/reverser.jsonl" in (latest / "README.md").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_provenance_names_the_texts(released: Released) -> None:
     project, _ = released
     latest = project.root / "releases/demo-regmean/latest"
@@ -70,7 +70,7 @@ def test_the_provenance_names_the_texts(released: Released) -> None:
     assert project.mergegate("verify", "releases/demo-regmean/latest").exit_code == 0
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_second_run_reads_nothing_and_makes_nothing(released: Released) -> None:
     project, _ = released
     before = {stage: project.artifacts(stage) for stage in ("statistics", "overlap", "merge", "evaluate")}
@@ -83,7 +83,7 @@ def test_a_second_run_reads_nothing_and_makes_nothing(released: Released) -> Non
     assert "are cached" in dry.output
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_another_share_of_off_diagonals_merges_anew_and_reads_nothing(released: Released) -> None:
     project, _ = released
     before = {stage: project.artifacts(stage) for stage in ("statistics", "merge")}
@@ -93,7 +93,7 @@ def test_another_share_of_off_diagonals_merges_anew_and_reads_nothing(released: 
     assert len(project.artifacts("merge") - before["merge"]) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_it_is_reproduced_from_its_texts_or_says_which_is_another(released: Released) -> None:
     project, _ = released
     recipes = str(project.root / "profiles/demo/recipes")
@@ -111,8 +111,8 @@ def test_it_is_reproduced_from_its_texts_or_says_which_is_another(released: Rele
     assert "a text that differs from the one in the provenance" in result.output
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_a_search_looks_at_the_texts_once(released: Released) -> None:
     """The scale of a merge that uses calibration data can be searched like any other."""
     project, _ = released

@@ -134,7 +134,7 @@ def test_the_plain_average_is_refused_for_the_skill_it_loses(released: Released)
     assert (project.home / "reports" / "demo-refused.html").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_prompts_that_are_cut_to_eight_tokens_release_nothing(released: Released) -> None:
     project, _ = released
     profile = project.root / "profiles" / "short.yaml"
@@ -151,7 +151,7 @@ def test_prompts_that_are_cut_to_eight_tokens_release_nothing(released: Released
     assert "reverse: reverser scores 0.0, and an empty answer would score 0.0, so a loss could not show" in checked
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_parents_are_evaluated_once_ever(released: Released) -> None:
     project, _ = released
     models = [
@@ -182,7 +182,7 @@ def test_a_lost_skill_that_perplexity_cannot_see_is_refused(released: Released) 
     assert {guard["task"]: guard["outcome"] for guard in verdict["guards"]}["shift"] == "fail"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_broken_merge_is_refused_by_perplexity_before_any_task_is_run(released: Released) -> None:
     project, _ = released
     before = project.artifacts("evaluate")
@@ -252,7 +252,7 @@ def test_a_changed_threshold_runs_only_the_gate(released: Released) -> None:
     assert len(project.artifacts("gate") - gates) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("damage", ["deleted", "truncated", "altered"])
 def test_a_damaged_merge_is_noticed_and_rebuilt_to_the_same_release(released: Released, damage: str) -> None:
     project, _ = released

@@ -18,7 +18,7 @@ from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.pin import pin_checkpoints, resolve_parents
 from mergegate.tasks.merge import MERGED
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 Released = tuple[Project, Printed]
 
@@ -72,7 +72,7 @@ def test_parents_are_not_evaluated_again_for_a_remedy(remedied: Released) -> Non
     )
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_when_every_remedy_is_refused_nothing_is_released(released: Released) -> None:
     project, _ = released
     profile = project.edit("demo-remedied.yaml", "{merge_method: ties, base_model: ../models/base, ", "{")
@@ -149,7 +149,7 @@ def test_noise_in_the_weights_is_refused_and_the_same_merge_without_it_passes(re
     assert not broken.publishable
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_what_a_refusal_proposes_is_new_and_is_tried_when_asked_for(released: Released) -> None:
     """The proposal is a merge over the base, not the plain average, which another profile has already seen refused."""
     project, _ = released

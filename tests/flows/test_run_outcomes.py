@@ -124,7 +124,7 @@ class TestEveryEnding:
             assert (outcome.exit_code, outcome.report) == (code, home() / "reports" / "demo.html")
             assert ended.message == outcome.text
 
-    @pytest.mark.slow
+    @pytest.mark.story
     def test_a_usage_error_of_an_attended_run_is_not_recorded(self) -> None:
         run_of(passed, deployed=False)
         page = (home() / "reports" / "demo.html").read_bytes()
@@ -138,13 +138,13 @@ class TestEveryEnding:
         run_of(invalid_weights, deployed=False)
         assert [record.status for record in read_history(home() / "reports").records] == ["invalid"]
 
-    @pytest.mark.slow
+    @pytest.mark.story
     def test_a_refusal_without_evidence_is_not_recorded_as_judged(self) -> None:
         for story, judged in ((refused, False), (invalid, False), (passed, True)):
             run_of(story)
             assert read_runs(runs_directory())[-1].judged is judged
 
-    @pytest.mark.slow
+    @pytest.mark.story
     def test_stages_and_what_they_added_to_the_store_are_told(self) -> None:
         run_of(passed)
         run_of(passed)
@@ -154,7 +154,7 @@ class TestEveryEnding:
         assert [(one.name, one.calls, one.cached) for one in first.stages] == [("merge", 1, 0)]
         assert [(one.name, one.calls, one.cached) for one in second.stages] == [("merge", 1, 1)]
 
-    @pytest.mark.slow
+    @pytest.mark.story
     def test_errors_of_the_history_do_not_fail_the_run(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -102,7 +102,7 @@ def test_a_profile_file_must_not_contain_overrides(tmp_path: Any) -> None:
         load_profile(path)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_run_records_its_overrides_and_no_publish_is_respected(
     released: tuple[Project, Printed],
 ) -> None:

@@ -62,7 +62,7 @@ def evaluated(project: Project) -> list[tuple[str, str, int, int]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_each_new_merge_is_judged_on_the_next_documents_and_a_repeated_one_on_its_own(released: Released) -> None:
     project, _ = released
     first = run(project, write_profile(project, 0.5))

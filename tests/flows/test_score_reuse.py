@@ -26,8 +26,8 @@ def run(project: Project, profile: str) -> tuple[int, dict[str, Any]]:
     return result.exit_code, found
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_other_interim_looks_reuse_all_scores(released: Released) -> None:
     project, _ = released
     before = scored(project)
@@ -40,7 +40,7 @@ def test_other_interim_looks_reuse_all_scores(released: Released) -> None:
         assert scored(project) == before
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_check_forecasts_the_power_of_each_guard(released: Released) -> None:
     project, _ = released
     checked = json.loads(project.mergegate("check", "profiles/demo.yaml", "--json").stdout)["summary"]
@@ -69,9 +69,9 @@ def test_where_nothing_was_scored_the_guess_is_told_as_one(project: Project) -> 
     assert sum("10 % of answers differ (assumed, see evaluate.discordance)" in line for line in checked) == 3
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(
-    "profile", sampled(["demo-lopsided.yaml", "demo-refused.yaml"], ["demo-refused.yaml"], pytest.mark.long)
+    "profile", sampled(["demo-lopsided.yaml", "demo-refused.yaml"], ["demo-refused.yaml"], pytest.mark.proof)
 )
 def test_a_lost_skill_ends_the_tasks(released: Released, profile: str) -> None:
     project, _ = released
@@ -88,7 +88,7 @@ def test_a_lost_skill_ends_the_tasks(released: Released, profile: str) -> None:
     assert scored(project) == before
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_what_was_not_run_stands_in_the_table_and_on_the_page(released: Released) -> None:
     project, _ = released
     models = [
@@ -122,7 +122,7 @@ def missing(planned: dict[str, Any]) -> dict[str, int]:
     return {stage["subject"]: stage["missing"] for stage in planned["stages"] if stage["stage"] == "evaluate"}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_forecast_counts_the_documents_that_an_inconclusive_gate_adds(released: Released) -> None:
     project, _ = released
     cached = dry_run(project)
@@ -138,7 +138,7 @@ def test_the_forecast_counts_the_documents_that_an_inconclusive_gate_adds(releas
     assert dry_run(project, "evaluate.seed=1", "evaluate.documents=all")["further_documents"] == 0
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_guard_has_its_own_number_of_documents(released: Released) -> None:
     project, _ = released
     guard = "task: demo/tasks/copy.yaml,"
@@ -153,7 +153,7 @@ def test_a_guard_has_its_own_number_of_documents(released: Released) -> None:
     assert set(missing(dry_run(project, profile=profile)).values()) == {0}
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_the_forecast_uses_the_keys_of_the_evaluation(released: Released) -> None:
     project, _ = released
     guard = "task: demo/tasks/copy.yaml,"

@@ -22,7 +22,7 @@ def test_plan_tells_the_size_of_a_stack_before(project: Project) -> None:
     assert needs["parameters"] == sum(tensor.numel() for tensor in (*parent.values(), *last))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_stack_is_checked_evaluated_and_released(project: Project) -> None:
     from transformers import AutoModelForCausalLM
 

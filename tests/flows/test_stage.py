@@ -80,7 +80,7 @@ def run(number: int, **options: object) -> tuple[Artifact[Counted] | Exception, 
     return one(return_state=True).result(raise_on_failure=False), spy, len(calls) - before
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_second_run_is_served_from_the_store() -> None:
     first, spy, ran = run(1)
     again, spy_again, ran_again = run(1)
@@ -90,12 +90,12 @@ def test_the_second_run_is_served_from_the_store() -> None:
     assert spy_again.seen == [("started", "count", ""), ("ended", "count", "", "cached", "number 1")]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_different_inputs_are_a_cache_miss() -> None:
     assert run(1)[2] + run(2)[2] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("damage", ["delete", "truncate", "alter", "value"])
 def test_a_damaged_artifact_is_rebuilt_with_a_log_line(
     damage: str, home: Path, caplog: pytest.LogCaptureFixture
@@ -121,7 +121,7 @@ def test_a_damaged_artifact_is_rebuilt_with_a_log_line(
     assert ("the stage runs again" in caplog.text) == (damage != "delete")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_user_errors_are_raised_without_a_traceback_and_not_cached(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -132,7 +132,7 @@ def test_user_errors_are_raised_without_a_traceback_and_not_cached(
     assert run(5, fail=True)[2] == 1
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_cached_refusal_refuses_again() -> None:
     for expected_runs in (1, 0):
         error, spy, ran = run(6, allowed=False)
@@ -244,7 +244,7 @@ def test_result_raises_the_error_of_a_submitted_stage() -> None:
     one()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_unexpected_errors_are_retried_if_the_stage_has_retries() -> None:
     tries: list[int] = []
 
@@ -298,7 +298,7 @@ def state_names(task_runs: dict[str, Emitted]) -> tuple[str | None, str | None]:
     return task_runs["count"].state.name, task_runs["double"].state.name
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_prefect_distinguishes_a_miss_a_hit_and_a_rebuild(task_runs: dict[str, Emitted]) -> None:
     two_stages(21)
     assert state_names(task_runs) == ("Made", "Made")
@@ -317,7 +317,7 @@ def test_prefect_shows_a_refusal_as_a_failure_with_its_reason(task_runs: dict[st
     assert (name, state.type, state.name, state.message) == ("count", StateType.FAILED, "Refused", "here: no")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_prefects_graph_shows_dependencies_between_stages(task_runs: dict[str, Emitted]) -> None:
     for _ in range(2):  # The second time, both come from the store.
         two_stages(23)
@@ -338,7 +338,7 @@ def upstream_of(emitted: Emitted) -> list[UUID]:
     return [one.id for one in emitted.run.task_inputs.get("wait_for", []) if isinstance(one, TaskRunResult)]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_value_stage_has_no_directory_but_is_verified(home: Path, task_runs: dict[str, Emitted]) -> None:
     two_stages(26)
     (file,) = (home / "store" / "double").iterdir()

@@ -93,7 +93,7 @@ def stages() -> set[str]:
 
 @pytest.mark.usefixtures("prefect_api", "home")
 class TestRunsOfStages:
-    @pytest.mark.slow
+    @pytest.mark.story
     def test_a_run_notes_all_that_it_used_also_what_was_cached(self) -> None:
         night(10)
         night(10)
@@ -109,7 +109,7 @@ class TestRunsOfStages:
         collect()
         assert stages() == {"grow", "copy", "weigh"}, "it is the last run of its profile"
 
-    @pytest.mark.slow
+    @pytest.mark.story
     def test_what_only_older_runs_used_goes(self) -> None:
         for size in (1, 2, 3, 4):
             night(size)
@@ -135,7 +135,7 @@ class TestRunsOfStages:
         assert outcome.status == "refused"
         assert "changed since it was pinned" in outcome.message
 
-    @pytest.mark.slow
+    @pytest.mark.story
     def test_a_refused_run_that_was_not_judged_displaces_nothing(self) -> None:
         night(1)
         for size in (2, 3, 4):
@@ -145,7 +145,7 @@ class TestRunsOfStages:
         assert grow.find(4) is not None, "the last one"
         assert grow.find(2) is None
 
-    @pytest.mark.slow
+    @pytest.mark.story
     def test_a_run_enforces_the_quota_and_reports_it_in_one_line(self, monkeypatch: pytest.MonkeyPatch) -> None:
         for size in (50_001, 50_002, 50_003):
             night(size)
@@ -160,7 +160,7 @@ class TestRunsOfStages:
         assert grow.find(50_004) is not None
         assert night(50_004)[1].lines == [], "nothing to do, nothing said"
 
-    @pytest.mark.slow
+    @pytest.mark.story
     def test_an_unreachable_quota_does_not_fail_the_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MERGEGATE_STORE_QUOTA", "1kB")
         outcome, said = night(50_000)
@@ -197,7 +197,7 @@ def told(project: Project, *arguments: str) -> dict[str, object]:
     return answer
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_store_of_a_release_is_listed_measured_verified_and_kept(released: tuple[Project, Printed]) -> None:
     project, _ = released
     listed = project.mergegate("store", "ls")
@@ -250,8 +250,8 @@ def test_commands_work_in_an_empty_home(tmp_path: Path) -> None:
     assert not (tmp_path / ".mergegate").exists()
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_collecting_all_the_time_beside_a_run_changes_nothing(
     tmp_path: Path, released: tuple[Project, Printed]
 ) -> None:

@@ -63,7 +63,7 @@ def test_a_stream_that_cannot_be_written_is_no_traceback(tmp_path: Path, line: s
     assert "Exception ignored" not in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_closed_stream_does_not_give_its_number_to_another_file(tmp_path: Path) -> None:
     """Otherwise the first opened file would get descriptor 1, and with it all printed output."""
     assert shell(f"$m merge {PROFILES}/demo/recipes/linear.yaml out >&- 2>&-", tmp_path).returncode == 0
@@ -72,7 +72,7 @@ def test_a_closed_stream_does_not_give_its_number_to_another_file(tmp_path: Path
     assert [file.read_bytes() for file in files] == [(tmp_path / "other" / file.name).read_bytes() for file in files]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(
     "environment", sampled([ASCII, {"LC_ALL": "C"}, ASCII | {"PYTHONIOENCODING": "ascii"}], [ASCII])
 )
@@ -87,7 +87,7 @@ def test_valid_utf8_names_work_in_every_locale(tmp_path: Path, environment: dict
     assert "rename it" not in refused.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_terminal_without_a_character_gets_its_number(tmp_path: Path) -> None:
     done = shell("$m plan '✓.yaml'", tmp_path, **ASCII, PYTHONIOENCODING="ascii")
     assert done.returncode == 2

@@ -29,7 +29,7 @@ from mergegate.tasks.merge import merge
 from mergegate.tasks.stage.input_guard import PinnedInput, pinned_inputs
 from mergegate.tasks.stage.stages import DeclaredStage, Stage, StageCall
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 WEIGHTS = "model.safetensors"
 READING = {"merge", "copies", "weights", "perplexity", "ensemble", "evaluate", "explain", "answer", "serve", "measure"}
@@ -111,7 +111,7 @@ def pairs() -> list[Any]:
     stages, changes = sorted(READING), list(CHANGES)
     every = [(stage, change) for stage in stages for change in changes]
     often = [(stage, changes[place % len(changes)]) for place, stage in enumerate(stages)]
-    return sampled_rows(every, often, pytest.mark.long)
+    return sampled_rows(every, often, pytest.mark.proof)
 
 
 def models_of(call: StageCall) -> list[Model]:
@@ -183,7 +183,7 @@ def test_a_merge_whose_parents_are_touched_is_the_same_merge(release: Release, t
 
 
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("block", sampled([0, 7], [7], pytest.mark.long))
+@pytest.mark.parametrize("block", sampled([0, 7], [7], pytest.mark.proof))
 def test_a_merge_does_not_end_with_mixed_bytes(
     release: Release, change: Callable[[Path], None], block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

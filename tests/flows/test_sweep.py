@@ -43,7 +43,7 @@ def swept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return Project(root), {name: Printed(*one) for name, one in said.items()}, scored
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_confirmed_winner_is_released(swept: Swept) -> None:
     _, printed, scored = swept
     assert printed["first"].exit_code == 0, printed["first"].output
@@ -53,7 +53,7 @@ def test_a_confirmed_winner_is_released(swept: Swept) -> None:
     assert scored == 10 + 2  # Ten recipes, and two of them on the confirmation documents.
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_recipe_file_of_the_winner_reproduces_the_release(swept: Swept, tmp_path: Path) -> None:
     project, _, _ = swept
     file = project.home / "sweeps" / f"{small_sweeps.NAME}-winner.yaml"
@@ -67,7 +67,7 @@ def test_the_recipe_file_of_the_winner_reproduces_the_release(swept: Swept, tmp_
         assert (tmp_path / "merged" / name).read_bytes() == (released / name).read_bytes()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_repeated_sweep_scores_and_releases_nothing_new(swept: Swept) -> None:
     project, printed, scored = swept
     assert printed["again"].exit_code == 0, printed["again"].output
@@ -79,7 +79,7 @@ def test_a_repeated_sweep_scores_and_releases_nothing_new(swept: Swept) -> None:
     assert len(keys) == scored
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_sweep_without_a_better_candidate_confirms_none(swept: Swept) -> None:
     project, printed, _ = swept
     assert printed["saturated"].exit_code == 3
@@ -90,7 +90,7 @@ def test_a_sweep_without_a_better_candidate_confirms_none(swept: Swept) -> None:
     assert len(project.artifacts("merge")) == 1  # The merge of the confirmed sweep.
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_search_confirmation_and_gate_partition_the_documents(swept: Swept, tmp_path: Path) -> None:
     """The search scores the hand-written recipe on both sets of documents.
 
@@ -143,7 +143,7 @@ def _likelihoods(model: Path, rows: list[dict[str, str]]) -> NDArray[np.float64]
     return np.array(found)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_forbidden_choice_is_refused_before_any_merge(project: Project) -> None:
     recipe = {
         "merge_method": "$method",
@@ -205,7 +205,7 @@ def test_check_lists_missing_data_of_a_sweep(project: Project) -> None:
     assert "letters_test.jsonl" in told["expected"]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_sweep_uses_data_from_the_data_directory(project: Project) -> None:
     name = sweep_by_name(project)
     (project.root / "profiles" / "eval-data").mkdir()
@@ -235,7 +235,7 @@ def test_hand_written_recipes_may_share_a_file_name(tmp_path: Path) -> None:
     assert sweep_candidates(profile).labels == ("a/mean.yaml", "b/mean.yaml")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_demo_soup_keeps_the_two_models_that_help_each_other(tmp_path: Path, prefect_api: None) -> None:
     project = make_project(tmp_path / "project")
     first = project.mergegate("sweep", "profiles/demo-soup.yaml", "--no-release")

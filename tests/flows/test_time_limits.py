@@ -180,7 +180,7 @@ def unused_asker() -> Connection:
     return ours
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_run_out_of_time_is_refused_and_the_next_one_goes_on(released: tuple[Project, Printed]) -> None:
     project, _ = released
     profile = project.edit("demo.yaml", "recipes/ties.yaml", "recipes/dare_ties.yaml")  # Needs a new perplexity.
@@ -196,7 +196,7 @@ def test_a_run_out_of_time_is_refused_and_the_next_one_goes_on(released: tuple[P
     assert "limits" not in done.output
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_process_cannot_exceed_its_memory_limit(project: Project) -> None:
     end_model_process()  # A process left by an earlier test may have a higher limit.
     profile = project.edit("demo.yaml", "max_increase: 5%", "max_increase: 5%")

@@ -77,7 +77,7 @@ def release_with(project: Project, most: int, monkeypatch: pytest.MonkeyPatch) -
     return my_release(Path("profiles/demo.yaml")), weighed
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_custom_stage_can_refuse_a_release(
     released: tuple[Project, Printed], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -91,7 +91,7 @@ def test_a_custom_stage_can_refuse_a_release(
     assert project.artifacts("weigh")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_custom_section_is_in_report_summary_and_prefects_page(
     released: tuple[Project, Printed], monkeypatch: pytest.MonkeyPatch
 ) -> None:

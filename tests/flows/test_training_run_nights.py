@@ -65,8 +65,8 @@ def three_nights(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) ->
     return Nights(project, tuple(nights), repeated)
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.story
+@pytest.mark.proof
 def test_each_night_releases_the_newest_checkpoints(three_nights: Nights) -> None:
     for number, night in enumerate(three_nights.nights):
         assert "released demo-training-run" in night.output
@@ -76,14 +76,14 @@ def test_each_night_releases_the_newest_checkpoints(three_nights: Nights) -> Non
     assert len({night.release for night in three_nights.nights}) == NIGHTS
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.story
+@pytest.mark.proof
 def test_a_night_without_new_checkpoints_publishes_nothing(three_nights: Nights) -> None:
     assert f"nothing new: {three_nights.nights[1].release.name} is released" in three_nights.repeated
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.story
+@pytest.mark.proof
 def test_later_nights_are_compared_with_the_release_of_the_night_before(three_nights: Nights) -> None:
     for number, night in enumerate(three_nights.nights):
         verdict = json.loads((night.release / "evidence" / "gate.json").read_text())["verdict"]
@@ -92,8 +92,8 @@ def test_later_nights_are_compared_with_the_release_of_the_night_before(three_ni
         assert references == ({last} if number == 0 else {"champion", last})
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.story
+@pytest.mark.proof
 def test_a_release_is_the_mean_of_its_window(three_nights: Nights) -> None:
     """A linear decay over equal distances weights all checkpoints equally."""
     last = three_nights.nights[-1].release
@@ -105,8 +105,8 @@ def test_a_release_is_the_mean_of_its_window(three_nights: Nights) -> None:
         assert ((tensor.double() - mean).abs() <= mean.abs() * (2.0**-8 + 2.0**-20) + 1e-38).all(), name
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.story
+@pytest.mark.proof
 def test_the_merge_predicts_held_out_text_better_than_the_last_checkpoint(three_nights: Nights) -> None:
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -128,15 +128,15 @@ def test_the_merge_predicts_held_out_text_better_than_the_last_checkpoint(three_
     assert gains.mean() > 3 * gains.std() / len(gains) ** 0.5
 
 
-@pytest.mark.slow
-@pytest.mark.long
+@pytest.mark.story
+@pytest.mark.proof
 def test_every_release_of_the_run_can_be_verified(three_nights: Nights) -> None:
     for night in three_nights.nights:
         result = three_nights.project.mergegate("verify", str(night.release), "--verdict")
         assert result.exit_code == 0, result.output
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_run_that_continues_has_the_checkpoints_of_one_that_did_not_stop(tmp_path: Path) -> None:
     train(tmp_path / "nights", 1)
     train(tmp_path / "nights", 2)
@@ -145,7 +145,7 @@ def test_a_run_that_continues_has_the_checkpoints_of_one_that_did_not_stop(tmp_p
         assert weights(tmp_path / "nights" / f"checkpoint-{step}") == weights(tmp_path / "whole" / f"checkpoint-{step}")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_decayed_run_ends_at_a_learning_rate_near_zero(tmp_path: Path) -> None:
     train(tmp_path, 5)
     train(tmp_path, 10, "--decay")

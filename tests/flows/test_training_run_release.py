@@ -112,7 +112,7 @@ def test_a_typing_error_in_a_remedy_of_a_run_is_refused(project: Project) -> Non
         profile_of(project, PROFILE.replace("{window: 2}", "{windwo: 2}")).candidates()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_each_run_merges_the_new_window_and_measures_only_the_last_checkpoint(project: Project) -> None:
     first = project.mergegate("run", "profiles/trained.yaml")
     assert first.exit_code == 0, first.output
@@ -143,7 +143,7 @@ def test_each_run_merges_the_new_window_and_measures_only_the_last_checkpoint(pr
     assert project.mergegate("verify", str(latest)).exit_code == 0
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_init_proposes_a_recipe_for_a_directory_of_checkpoints(project: Project) -> None:
     written = project.mergegate("init", "runs/a", "--out", "new", "--task", "profiles/demo/tasks/copy.yaml", "--yes")
     assert written.exit_code == 0, written.output

@@ -243,8 +243,8 @@ def exact(outcome: dict[str, Any]) -> dict[str, float]:
     return {score["task"]: 100 * score["score"] for score in merge["scores"]["tasks"] if score["metric"] == "acc,none"}
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_a_plain_average_that_forgets_becomes_a_release_at_the_scale_that_is_found(project: Project) -> None:
     """Without any reference answer, the search finds the scale at which the simplest method keeps both skills."""
     refused = json.loads(project.mergegate("run", "profiles/plain.yaml", "--json").stdout)
@@ -272,7 +272,7 @@ def test_a_search_that_cannot_run_leaves_the_verdicts_on_the_other_candidates(
     assert [*search.with_tuned_candidate([cast("Any", "written")], prepared, cast("Any", None))] == ["written"]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_refused_average_is_tuned_in_the_same_run(project: Project) -> None:
     remedied = {
         **PLAIN,

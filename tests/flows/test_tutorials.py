@@ -15,9 +15,9 @@ SHORT = ("first-release",)  # the slow suite follows this one, and the long suit
 MAX_WORDS = 1200
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(
-    "name", sampled([name for name in TUTORIALS if name not in ELSEWHERE], SHORT, pytest.mark.long)
+    "name", sampled([name for name in TUTORIALS if name not in ELSEWHERE], SHORT, pytest.mark.proof)
 )
 def test_a_tutorial_works_as_written(name: str, tmp_path: Path) -> None:
     port = str(free_port())  # of the page that starts a server

@@ -52,7 +52,7 @@ def findings(project: Project, profile: str) -> tuple[int, list[str]]:
     return result.exit_code, [remark["found"] for remark in json.loads(result.stdout)["remarks"]]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_check_and_run_refuse_a_hidden_copy(hidden: Project) -> None:
     profile = write_profile(hidden, {"purpose": "commercial"})
     code, found = findings(hidden, profile)

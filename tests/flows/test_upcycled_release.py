@@ -11,7 +11,7 @@ import pytest
 from demo_project import Printed, Project, make_project
 from sheet_sources import require_correct_sheet
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 
 @pytest.fixture(scope="module")

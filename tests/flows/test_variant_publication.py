@@ -19,7 +19,7 @@ from test_variants import run, with_variants
 sys.path.append(str(Path(__file__).resolve().parents[1] / "variants"))
 from rounded_format import rounded_registered
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 FIRST, SECOND = "{format: rounded, bits: [8, 6]}", "{format: rounded, bits: 7, suffix: Second}"
 BROKEN = "{format: rounded, bits: 7, suffix: Second, fault: scales}"
@@ -107,7 +107,7 @@ def test_a_place_without_a_new_variant_keeps_its_release_and_the_run_says_so(pub
     assert files_of(place(published, "Second")) == before
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_killed_before_each_step_of_the_publication_every_place_is_whole_and_the_bytes_are_the_same(
     published: Project, tmp_path: Path
 ) -> None:

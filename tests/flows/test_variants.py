@@ -22,7 +22,7 @@ from mergegate.flows import release
 sys.path.append(str(Path(__file__).resolve().parents[1] / "variants"))
 from rounded_format import rounded_registered
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 GOOD, BAD = "{format: rounded, bits: [8, 6]}", "{format: rounded, bits: 7, suffix: Bad, fault: scales}"
 # Stages that a variant needs.
@@ -229,7 +229,7 @@ def test_a_champion_that_gains_a_variant_publishes_only_that(demo_release: Path,
     assert "variant R7: perplexity" in refused["message"]
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_a_run_that_was_killed_while_it_built_variants_resumes(gained: Gained, tmp_path: Path) -> None:
     undisturbed, outcome, _ = gained
     project = Project(tmp_path / "project")

@@ -126,7 +126,7 @@ def test_plain_sha256sum_can_check_it_too(release: Path) -> None:
     assert len((release / SUMS).read_text().splitlines()) == len(files_of(release)) - 1
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("signed", [False, True])
 def test_a_byte_flipped_in_any_file_is_found(release: Path, keys: tuple[Path, Path], signed: bool) -> None:
     assert check_release(DirectoryRelease(release)).files == len(files_of(release))
@@ -307,7 +307,7 @@ def test_openssf_model_signing_accepts_a_signed_release_and_we_accept_what_it_si
         verifying.Config().use_elliptic_key_verifier(public_key=public).verify(elsewhere, elsewhere / SIGNATURE)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_key_in_the_profile_signs_the_release_and_signing_again_is_nothing_new(
     released: Released, keys: tuple[Path, Path]
 ) -> None:
@@ -322,7 +322,7 @@ def test_a_key_in_the_profile_signs_the_release_and_signing_again_is_nothing_new
     assert json.loads(told.stdout)["signed"] == "valid"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_whoever_watches_sees_the_bytes_of_the_publication(released: Released, monkeypatch: pytest.MonkeyPatch) -> None:
     project, _ = released
     profile = project.edit("demo.yaml", "path: ../releases/demo\n", "path: ../releases/demo-watched\n")
@@ -375,7 +375,7 @@ def test_the_demo_is_reproduced_to_the_byte(released: Released) -> None:
     assert re.search(r"rebuilt in .* on (cpu|cuda); \d+ files, all identical", result.output)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_parents_are_found_beside_the_same_recipe_in_the_project(released: Released) -> None:
     project, _ = released
     shutil.copytree(PROFILES / "demo" / "recipes", project.root / "sources" / "recipes", dirs_exist_ok=True)

@@ -35,7 +35,7 @@ from mergegate.tasks.variants.gguf import GgufFormat
 sys.path.append(str(Path(__file__).resolve().parents[1] / "variants"))
 from rounded_format import rounded_registered
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 
 @dataclass(frozen=True)

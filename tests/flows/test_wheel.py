@@ -25,7 +25,7 @@ def tracked(*places: str) -> set[str]:
     return set(listed.stdout.splitlines())
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_wheel_has_every_file_of_the_floors_and_of_the_demo(tmp_path: Path) -> None:
     source = tmp_path / "source"
     public = {f"mergegate/{name}" for name in ("__init__.py", "__main__.py", "api.py", "results.py", "py.typed")}
@@ -70,8 +70,8 @@ def test_a_users_own_package_does_not_hide_ours(tmp_path: Path, folder: str) -> 
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_the_wheel_alone_is_all_that_a_first_hour_needs(tmp_path: Path) -> None:
     bare = load_benchmark("bare_wheel")
     programs = bare.bare_environment(tmp_path / "environment", bare.build(tmp_path))

@@ -161,7 +161,7 @@ def test_graded_scores_are_counted_as_the_ends_of_their_range() -> None:
 answers = st.sampled_from([RIGHT, WRONG, CUT, ENDLESS, (1.0, "length", 40, (40,)), (1.0, "context", 40, (40,))])
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @settings(max_examples=60, deadline=None)
 @given(
     pairs=st.lists(st.tuples(answers, answers), min_size=4, max_size=60),
@@ -279,7 +279,7 @@ def script() -> ModuleType:
     return load_benchmark("cut_answers")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_script_decides_like_the_gate(script: ModuleType) -> None:
     rng, runs, n = np.random.default_rng(3), 12, 400
     right = rng.random((2, runs, n)) < np.array([0.70, 0.69])[:, None, None]

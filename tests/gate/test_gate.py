@@ -135,7 +135,7 @@ def test_an_unknown_metric_is_rejected_with_the_available_ones(tmp_path: Path) -
         gate.work((guard,), found, {}, None, GatePlan(GateRule()))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_a_changed_threshold_gives_a_new_verdict_on_the_same_evidence(tmp_path: Path) -> None:
     found = {"reverser": [scores(tmp_path / "r", 400)], "merge": [scores(tmp_path / "m", 380)]}

@@ -31,7 +31,7 @@ def test_a_single_guard_is_tested_at_the_confidence_of_the_profile() -> None:
     assert alarm_confidences([measured(30, 10, 500)], 0.95) == [0.95]
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_alarms_follow_holms_procedure() -> None:
     rng = np.random.default_rng(21)
     differing = 0
@@ -73,7 +73,7 @@ def test_the_best_of_several_parents_counts_as_one_question_per_parent() -> None
     assert alarm_confidences([measured(30, 20, 500, candidates=3)], 0.95) == [pytest.approx(1 - 0.05 / 3)]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("guards", sampled([5, 12], [5]))
 def test_an_equal_merge_raises_no_more_alarms_on_many_tasks_than_on_one(guards: int) -> None:
     rng = np.random.default_rng(22)

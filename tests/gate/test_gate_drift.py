@@ -132,7 +132,7 @@ def test_a_language_that_loses_too_little_to_break_its_documents_still_fails() -
     assert verdict.outcome == "fail"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_correction_for_many_strata_keeps_equal_merges() -> None:
     failed = 0
     for seed in range(60):
@@ -216,7 +216,7 @@ def published(rng: np.random.Generator, runs: int, documents: int, kind: str) ->
     return passed / runs
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("documents", [24, 100])
 @pytest.mark.parametrize("kind", ["few lose all", "equal loss"])
 def test_a_merge_at_the_limit_is_rarely_published_with_heavy_tailed_lengths(documents: int, kind: str) -> None:

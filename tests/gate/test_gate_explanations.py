@@ -82,7 +82,7 @@ def test_the_errors_of_attempts_and_of_an_anchor() -> None:
         assert f"| {refusals} | {error} % | {confidence} % |" in page("scheduled-runs-and-anchors")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_example_of_graded_scores() -> None:
     rng, bounds = np.random.default_rng(0), []
     for _ in range(200):
@@ -96,7 +96,7 @@ def test_the_example_of_graded_scores() -> None:
     assert [graded_difference(np.zeros(n), 0.95).high <= 0.03 for n in (104, 105)] == [False, True]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_example_of_clusters() -> None:
     differences: list[float] = []
     for extra in (*(0,) * 14, 2, 2, 3, 3, 4, 6):

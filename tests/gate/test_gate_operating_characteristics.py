@@ -55,7 +55,7 @@ def test_interim_looks_save_most_documents_in_clear_cases(script: ModuleType) ->
     assert found.documents < 14042 / 5
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("n", [500, 1000, 1319])
 def test_the_script_decides_like_the_gate(script: ModuleType, n: int) -> None:
     schedule = interim_looks(1319, 500) if n < 1319 else (1319,)
@@ -89,7 +89,7 @@ def test_the_tables_in_the_docs_match_the_script(script: ModuleType) -> None:
     assert shape(kept[1].splitlines()) == shape(made)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("name", ["suites", "attempts"])
 def test_the_tables_about_suites_and_attempts_match_the_script(name: str) -> None:
     page = PAGE.with_name("suite-and-anchor-error-rates.md").read_text(encoding="utf-8").splitlines()

@@ -39,7 +39,7 @@ def evidence(guard: Guard, lost: int, won: int, n: int) -> GuardEvidence:
     return measure_guard(guard, "acc,none", PairedScores(documents, tuple(reference), tuple(merge)), True)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("as_suite", [True, False])
 def test_a_batch_of_merges_is_judged_like_single_merges(as_suite: bool) -> None:
     rng = np.random.default_rng(5)
@@ -69,7 +69,7 @@ def test_a_run_that_is_usually_undecided_is_a_warning_with_a_remedy() -> None:
     assert list(power_findings(gate_power(planned(6, 1000, 0.10), GateRule()))) == []
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_tasks_that_cannot_detect_their_limit_are_a_warning_before_the_run() -> None:
     small = PlannedTask(Guard(task="small", guarded_by="base"), (24,), 0.10)
     finding, _ = power_findings(gate_power([*planned(6, 1000, 0.10), small], GateRule()))

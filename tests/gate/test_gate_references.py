@@ -67,7 +67,7 @@ def test_merge_and_champion_are_not_parents(tmp_path: Path) -> None:
     assert (guard.reference, guard.candidates) == ("base", 1)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_choosing_among_equal_parents_does_not_make_alarms_more_frequent() -> None:
     rng = np.random.default_rng(31)
     strict = GUARD.model_copy(update={"max_drop": 0.0, "guarded_by": BEST_PARENT})

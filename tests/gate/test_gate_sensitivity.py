@@ -185,7 +185,7 @@ def test_an_equal_merge_is_published_as_often_as_before_if_its_reference_is_abov
     assert (before == after).all()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("skill", [4, 6, 10, 20])
 def test_the_simulation_decides_like_the_gate(script: ModuleType, skill: float) -> None:
     rng = np.random.default_rng(skill)

@@ -44,7 +44,7 @@ def merges(place: Path, drops: tuple[float, ...], seed: int) -> dict[str, list[A
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("rule", sampled(["each", "suite"], ["suite"]))
 def test_only_runs_that_would_fail_stop_early(tmp_path: Path, rule: Literal["each", "suite"]) -> None:
     stopped = 0

@@ -53,7 +53,7 @@ def most_wealth(differences: list[float], mean: float, confidence: float) -> flo
     return most
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(st.integers(0, 10_000), st.integers(1, 120), st.sampled_from([0.8, 0.95]))
 @settings(max_examples=40)
 def test_a_mean_is_refuted_if_a_plain_martingale_reaches_its_target(seed: int, n: int, confidence: float) -> None:
@@ -107,7 +107,7 @@ def test_exact_enumeration_refutes_the_truth_no_more_often_than_allowed(
         assert wrong.any()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_bets_are_finite_for_every_plan() -> None:
     for schedule in ((1,), (2, 3), (10, 20, 40, 80, 160, 14042), (5000, 5001)):
         for confidence in (0.6, 0.95, 0.9999):

@@ -327,7 +327,7 @@ def script() -> ModuleType:
     return load_benchmark("gate_alarms")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("as_suite", [False, True])
 def test_the_script_judges_groups_like_the_gate(script: ModuleType, as_suite: bool) -> None:
     rng = np.random.default_rng(8)

@@ -120,7 +120,7 @@ def test_equal_prompts_in_two_clusters_join_the_clusters() -> None:
     assert join_clusters(["a", "a", "b", "c", "d"], [0, 1, 1, 2, 3]) == ("a", "a", "a", "c", "d")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("sizes", "today"),
     [([2] * 500, 0.10), ([11] * 120, 0.25), ([1] * 1000 + [10] * 50, 0.2), (list(range(1, 11)) * 20, 0.2)],
@@ -132,7 +132,7 @@ def test_a_merge_at_its_margin_passes_in_at_most_5_percent(sizes: list[int], tod
     assert published(sizes, 0.065, 0.035, 300, units=False) > today - 0.04  # what the rule prevents
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_an_equal_merge_passes_as_often_as_with_the_distinct_documents_alone() -> None:
     twice, once = published([2] * 500, 0.05, 0.05, 600), published([1] * 500, 0.05, 0.05, 600)
     assert twice == pytest.approx(once, abs=0.06)

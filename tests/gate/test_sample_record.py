@@ -148,7 +148,7 @@ def test_the_expected_inflation_is_that_of_simulated_merges_that_pass(discordanc
     assert luck[passes].mean() == pytest.approx(wanted, abs=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_equal_merges_are_not_blocked_more_and_more_on_changing_samples() -> None:
     script = load_benchmark("gate_suites")
     test_set = script.TestSet(1, 6000, (500,), 0.10)

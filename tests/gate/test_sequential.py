@@ -32,7 +32,7 @@ def test_a_single_look_has_the_requested_confidence() -> None:
     assert plan_looks((1319,), 0.95) == (InterimLook(number=1, of=1, documents=1319, confidence=0.95),)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("confidence", sampled([0.95, 0.99], [0.95]))
 def test_every_look_spends_its_part_of_the_error(schedule: tuple[int, ...], confidence: float) -> None:
@@ -51,7 +51,7 @@ def test_simulated_errors_match_the_bounds() -> None:
     assert np.mean((walk > bounds).any(axis=1)) == pytest.approx(0.05, abs=3 * math.sqrt(0.05 * 0.95 / 200_000))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_repeated_tests_at_the_same_level_would_err_far_more_often() -> None:
     level = [stats.norm.ppf(0.95)] * 6
     assert 1 - never_crossed((500, 1000, 2000, 4000, 8000, 14042), level) > 0.13

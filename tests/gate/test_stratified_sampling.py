@@ -29,7 +29,7 @@ def table(name: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_stratified_drop_is_unbiased_however_the_answers_change(script: ModuleType) -> None:
     rng = np.random.default_rng(1)
     for name, merge in [*script.patterns(0.1, 0.03).items(), *script.adversaries(0.1, 0.03, rng)]:

@@ -110,7 +110,7 @@ def edited(content: bytes, change: Callable[[dict[str, list[Any]]], object]) -> 
     return bytes(sink.getvalue())
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_record_leads_to_exactly_the_same_verdict(tmp_path: Path, seed: int) -> None:
     inputs = random_inputs(tmp_path, seed)
@@ -119,7 +119,7 @@ def test_the_record_leads_to_exactly_the_same_verdict(tmp_path: Path, seed: int)
     assert compare_verdicts(stored.verdict, plain_verdict(decide_again(stored, tables_in(tmp_path / "out")))) == ()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_words_of_another_version_make_no_difference(tmp_path: Path) -> None:
     records = {}
     for seed in SEEDS[:4]:
@@ -131,7 +131,7 @@ def test_words_of_another_version_make_no_difference(tmp_path: Path) -> None:
     assert {stored.verdict["outcome"] for stored in records.values()} >= {"fail", "inconclusive"}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_changed_number_in_a_sentence_is_a_difference(tmp_path: Path) -> None:
     verdict = record(random_inputs(tmp_path, 1), tmp_path / "out")[0].verdict
     guard = verdict["guards"][0]
@@ -146,7 +146,7 @@ def test_a_changed_number_in_a_sentence_is_a_difference(tmp_path: Path) -> None:
         assert difference.stored == change
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("seed", SEEDS[:3])
 def test_the_same_inputs_give_the_same_bytes_in_any_directory(tmp_path: Path, seed: int) -> None:
     files = []
@@ -157,7 +157,7 @@ def test_the_same_inputs_give_the_same_bytes_in_any_directory(tmp_path: Path, se
     assert sorted(files[0]) == ["gate.json", "likelihoods.parquet", "outcomes.parquet"]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("seed", SEEDS[:4])
 def test_a_changed_outcome_of_a_compared_model_changes_the_verdict(tmp_path: Path, seed: int) -> None:
     inputs = random_inputs(tmp_path, seed)
@@ -195,7 +195,7 @@ def test_the_tables_have_every_column_of_a_score_and_no_text(tmp_path: Path) -> 
         assert (numbers[key] == numbers[other]) == (answers[key] == answers[other])
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_document_takes_about_a_hundred_bytes_for_any_number_of_models(tmp_path: Path) -> None:
     """Hashes are random, so they cannot be compressed. The models share them."""
     rng, sizes, documents = random.Random(0), [], 2000
@@ -224,7 +224,7 @@ def test_a_document_takes_about_a_hundred_bytes_for_any_number_of_models(tmp_pat
     assert sizes[1] < 1.2 * sizes[0]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_order_of_metric_patterns_is_recorded(tmp_path: Path) -> None:
     """Sorted patterns would choose another metric, because the first matching pattern applies."""
     inputs = random_inputs(tmp_path, 1)
@@ -246,7 +246,7 @@ def test_prompt_settings_and_durations_are_not_recorded(tmp_path: Path) -> None:
     assert "seconds" not in stored.inputs["scores"]["merge"][0]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_verdict_that_does_not_follow_is_not_published(tmp_path: Path) -> None:
     inputs = random_inputs(tmp_path, 3)
     verdict = gate.work(*inputs)
@@ -268,7 +268,7 @@ def test_a_broken_merge_and_a_gate_without_guards_can_be_recorded(tmp_path: Path
         assert summary.summary() == ("1,000 likelihoods of 2 models", "no documents of 0 models")[number]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_judge_is_part_of_the_joint_verdict_but_not_recomputed(tmp_path: Path) -> None:
     inputs = random_inputs(tmp_path, 4)
     judge = Verdict(

@@ -100,7 +100,7 @@ def test_an_alias_is_good_for_a_few_values_and_not_for_a_million() -> None:
         parse_yaml("a: &a " + "x" * 50_000 + "\nb: [" + "*a, " * 1000 + "]", "x")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_many_plain_values_are_read_and_a_text_over_the_limit_is_refused_by_its_size() -> None:
     values = "a: &a [" + "1," * 200_000 + "1]"
     assert len(parse_yaml(values, "x")[0]["a"]) == 200_001
@@ -209,7 +209,7 @@ def seconds(work: Callable[[], object]) -> float:
     return time.process_time() - started
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_pickle_takes_time_as_it_has_bytes(tmp_path: Path) -> None:
     """Marks far below a long stack: a search from the bottom took one second for 16 kB and four for 32 kB."""
 

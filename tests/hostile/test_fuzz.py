@@ -13,7 +13,7 @@ from mergegate.merge_core.errors import InvalidInput
 SECONDS = 6
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_every_parser_ends_in_a_value_or_a_message(tmp_path: Path) -> None:
     found = fuzz(targets(tmp_path, None), executions=1_000_000, seconds=SECONDS, seed=0)
     assert [(name, data[:200], said) for name, data, said in found.failures] == []

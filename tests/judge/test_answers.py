@@ -59,7 +59,7 @@ def greedy(model: Model, text: str, most: int, special: bool = True) -> tuple[st
     return str(tokenizer.decode(ids[len(start) :], skip_special_tokens=True)).strip(), True
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_answers_are_the_greedy_ones_in_any_batch(tmp_path: Path, model: Model, batch_size: int) -> None:
     asked = words(12, seed=1)
@@ -72,7 +72,7 @@ def test_answers_are_the_greedy_ones_in_any_batch(tmp_path: Path, model: Model, 
     assert 0 < value.cut_off < 12  # Some answers end by themselves and some do not, so this check can fail.
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_second_turn_follows_the_answer_to_the_first(tmp_path: Path, model: Model) -> None:
     _, found = ask(tmp_path, model, [["abc", "def"], ["once only"]])
     first, second = found["1"].answers
@@ -95,7 +95,7 @@ def test_a_missing_chat_template_is_reported_with_a_remedy(tmp_path: Path, model
         ask(tmp_path, model, [["abc"], ["def"]], chat_template=True)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_models_own_sampling_and_penalties_play_no_part(tmp_path: Path, model: Model) -> None:
     asked = [[word] for word in words(6, seed=2)]
     _, plain = ask(tmp_path, model, asked)

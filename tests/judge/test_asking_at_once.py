@@ -21,7 +21,7 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_unfinished_requests_never_exceed_the_concurrency() -> None:
     lock, beyond = threading.Lock(), 0
     asked = heard = 0

@@ -205,7 +205,7 @@ def test_one_prompt_is_too_few() -> None:
         verdict(both("p", "merge", "merge"))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(st.lists(st.tuples(st.sampled_from(SAID), st.sampled_from(SAID)), min_size=2, max_size=40))
 def test_swapping_the_two_models_mirrors_the_verdict(pairs: list[tuple[Winner | None, Winner | None]]) -> None:
     other: dict[Winner | None, Winner | None] = {"reference": "merge", "merge": "reference", "tie": "tie", None: None}

@@ -85,8 +85,8 @@ def lines(judged: JudgedAnswers, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_the_counts_of_a_consistent_judge_are_exact(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(alphabetical) as asked:
         judged = run(tmp_path, models, asked.url)
@@ -106,7 +106,7 @@ def test_the_counts_of_a_consistent_judge_are_exact(tmp_path: Path, models: tupl
     assert len(asked.bodies) == 2 * (PROMPTS - verdict.identical + verdict.controls.pairs)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_every_answer_and_judgment_is_kept(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(alphabetical) as asked:
         judged = run(tmp_path, models, asked.url)
@@ -129,7 +129,7 @@ def test_every_answer_and_judgment_is_kept(tmp_path: Path, models: tuple[Model, 
     assert any("reference answer" in body["messages"][1]["content"] for body in asked.bodies)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_judge_with_a_position_bias_decides_nothing(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(prefers(lambda a, b: True)) as asked:
         verdict = run(tmp_path, models, asked.url).verdict
@@ -138,7 +138,7 @@ def test_a_judge_with_a_position_bias_decides_nothing(tmp_path: Path, models: tu
     assert "same choice in both orders for 0 %" in verdict.reason
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_equal_answers_are_not_sent_to_the_judge(tmp_path: Path, models: tuple[Model, Model]) -> None:
     twin = models[0].model_copy(update={"name": "merge"})
     with serving(alphabetical) as asked:
@@ -147,7 +147,7 @@ def test_equal_answers_are_not_sent_to_the_judge(tmp_path: Path, models: tuple[M
     assert (verdict.identical, verdict.ties, verdict.win_rate) == (PROMPTS, PROMPTS, 0.5)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_nothing_is_judged_twice_and_a_threshold_needs_no_requests(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(alphabetical) as asked:
         first = run(tmp_path, models, asked.url)
@@ -164,7 +164,7 @@ def test_nothing_is_judged_twice_and_a_threshold_needs_no_requests(tmp_path: Pat
     assert moved.bodies == []
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_parent_answers_once(tmp_path: Path, models: tuple[Model, Model], tmp_path_factory: Any) -> None:
     ended: list[tuple[str, str, StageStatus]] = []
 
@@ -180,7 +180,7 @@ def test_a_parent_answers_once(tmp_path: Path, models: tuple[Model, Model], tmp_
     assert ended == [("answer", "base", "cached"), ("answer", "merge", "made"), ("judge", "", "made")]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_judging_resumes_after_the_server_was_unreachable(tmp_path: Path, models: tuple[Model, Model]) -> None:
     left = 10
 
@@ -200,7 +200,7 @@ def test_judging_resumes_after_the_server_was_unreachable(tmp_path: Path, models
     assert len(lines(resumed, "judgements.jsonl")) == total
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_replies_that_state_no_verdict_are_counted(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(lambda body: completion("I would rather not say.")) as asked:
         verdict = run(tmp_path, models, asked.url).verdict
@@ -209,7 +209,7 @@ def test_replies_that_state_no_verdict_are_counted(tmp_path: Path, models: tuple
     assert (verdict.ties, verdict.consistency, verdict.outcome) == (PROMPTS, 0.0, "inconclusive")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_key_is_stored_nowhere(
     tmp_path: Path, home: Path, models: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -42,7 +42,7 @@ def plan(root: Path) -> PlannedMerge:
 
 
 FAST = ("bert embedding", "cross-encoder", "llava", "whisper")
-KINDS = [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in tiny_kinds.KINDS]
+KINDS = [pytest.param(name, marks=() if name in FAST else pytest.mark.story) for name in tiny_kinds.KINDS]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -174,7 +174,7 @@ def network_inputs(network: Any, processors: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": ids}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_library_loads_the_merge_as_it_loads_the_parents(merged: Path) -> None:
     expected, network = merge_in_memory(merged), load_network(merged / "out")
     assert kind_of_directory(merged / "out") == kind_of_directory(merged / "a")
@@ -276,7 +276,7 @@ def changed_files(directory: Path) -> Iterator[tuple[str, Any, Any, str]]:
             yield name, content, with_other_value(content, path), path[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_every_setting_that_one_parent_changes_is_reported(merged: Path) -> None:
     """Otherwise, the merge would get the setting of one parent silently."""
     unchanged = {finding.where for finding in plan(merged).findings}

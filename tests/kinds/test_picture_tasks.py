@@ -128,7 +128,7 @@ class Oracle:
         return float(logits.log_softmax(-1).gather(1, targets).sum())
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_answers_are_those_of_transformers(llava: Path, tmp_path: Path) -> None:
     rows = scored(pinned(write_task(tmp_path)), llava)
     oracle = Oracle(llava)
@@ -249,7 +249,7 @@ def test_a_picture_task_needs_a_backend_that_reads_pictures_and_a_chat_template(
         require_effect(path.name, own, tmp_path, Scoring(**settings))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_form_of_a_task_follows_its_documents(tmp_path: Path) -> None:
     assert pinned(write_task(tmp_path)).form == "pictures"
     assert task_form("mmmu_val", None) == task_form("chartqa", None) == "pictures"

@@ -66,8 +66,8 @@ def begin(tmp_path: Path, prefect_api: None, begin_records: Callable[[Path], Non
     end_model_process()  # It is confined to the directories that existed at its start.
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sampled(RELEASED, SAMPLE, pytest.mark.long))
+@pytest.mark.story
+@pytest.mark.parametrize("name", sampled(RELEASED, SAMPLE, pytest.mark.proof))
 def test_a_release_computes_the_same_as_a_merge_in_memory(
     begin: Callable[..., Project], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -95,7 +95,7 @@ def test_a_release_computes_the_same_as_a_merge_in_memory(
     require_a_changed_byte_to_be_found(project, release)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_run_killed_after_the_evaluation_of_queries_is_repeated_to_the_same_release(
     begin: Callable[..., Project], tmp_path: Path, begin_records: Callable[[Path], None]
 ) -> None:
@@ -139,13 +139,13 @@ def require_a_changed_byte_to_be_found(project: Project, release: Path) -> None:
     assert weights.relative_to(release).as_posix() in damaged.output
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("name", sampled(REFUSED, ["clip"]))
 def test_a_kind_that_no_task_can_judge_is_refused_before_the_merge(begin: Callable[..., Project], name: str) -> None:
     require_refusal(begin(name), "mergegate cannot evaluate", "mergegate merge")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(("name", "form"), sampled_rows(UNSUITABLE, UNSUITABLE[:1]))
 def test_a_task_of_a_form_that_does_not_suit_the_kind_is_refused(
     begin: Callable[..., Project], name: str, form: TaskForm

@@ -93,7 +93,7 @@ def test_rated_answers_have_the_likelihoods_of_lm_eval(loaded: LoadedModel, batc
     assert [row[0] for row in actual] == pytest.approx([row[0] for row in expected], rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_generated_answers_are_those_of_lm_eval_up_to_the_budget(loaded: LoadedModel) -> None:
     expected = reference(loaded).generate_until(written(12))
     for batch_size in (1, 5):
@@ -243,7 +243,7 @@ def test_a_merge_equals_the_average_in_memory(tmp_path: Path, family: str) -> No
     unload_models()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(("family", "batch_size"), [("t5", 16), ("bart", 1)])  # padding moves the positions of BART
 def test_lm_evals_command_has_the_same_scores(tmp_path: Path, family: str, batch_size: int) -> None:
     tasks = [letters_task(tmp_path, kind) for kind in ("chosen", "generated")]

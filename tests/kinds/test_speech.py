@@ -30,7 +30,7 @@ from mergegate.tasks.evaluation.task_definition import pin_built_in
 
 COUNT = 30
 Parents: TypeAlias = Callable[[str], Path]
-FAMILIES = [pytest.param("whisper", marks=pytest.mark.slow), "wav2vec2"]  # Whisper learns for several seconds
+FAMILIES = [pytest.param("whisper", marks=pytest.mark.story), "wav2vec2"]  # Whisper learns for several seconds
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +89,7 @@ def transcripts_of(family: str, directory: Path, sounds: list[Any]) -> list[str]
     return texts
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_those_of_transformers(data: Path, parents: Parents, family: str) -> None:
     lines = [json.loads(line) for line in data.read_text().splitlines()]
@@ -125,9 +125,9 @@ def edit_json(name: str, **values: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("family", "break_model"),
     [
-        pytest.param("whisper", edit_json("processor_config.json", hop_length=320), marks=pytest.mark.slow),
+        pytest.param("whisper", edit_json("processor_config.json", hop_length=320), marks=pytest.mark.story),
         pytest.param(
-            "whisper", edit_json("generation_config.json", suppress_tokens=list(range(64, 70))), marks=pytest.mark.slow
+            "whisper", edit_json("generation_config.json", suppress_tokens=list(range(64, 70))), marks=pytest.mark.story
         ),
         ("wav2vec2", edit_json("processor_config.json", sampling_rate=8000)),
     ],
@@ -141,7 +141,7 @@ def test_a_model_with_wrong_settings_has_more_errors(
     assert mean(score(broken, data)["wer"]) > mean(sound["wer"]) + 0.2
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_model_without_its_processor_is_refused(data: Path, parents: Parents, tmp_path: Path) -> None:
     broken = shutil.copytree(parents("whisper") / "a", tmp_path / "broken")
     (broken / "processor_config.json").unlink()
@@ -164,7 +164,7 @@ def test_a_missing_package_is_named(data: Path, parents: Parents, monkeypatch: p
     assert "pip install librosa" in str(caught.value)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_recording_that_the_model_cannot_hear_at_once_is_refused(
     data: Path, parents: Parents, tmp_path: Path
 ) -> None:
@@ -183,7 +183,7 @@ def test_a_recording_that_the_model_cannot_hear_at_once_is_refused(
     assert len(score(parents("wav2vec2") / "a", long)["wer"]) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_transcript_that_reaches_the_limit_of_the_model_is_cut_off(
     data: Path, parents: Parents, tmp_path: Path
 ) -> None:
@@ -220,7 +220,7 @@ def run(root: Path, data: Path, models: str) -> Any:
     return mergegate.run(root / "profile.yaml", progress=False, project=root)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("family", ["whisper", "wav2vec2"])
 def test_a_good_merge_is_released_and_a_broken_one_fails(
     data: Path, parents: Parents, tmp_path: Path, family: str

@@ -43,7 +43,7 @@ points = st.integers(2, 6).flatmap(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(points, st.lists(st.floats(0.1, 5), min_size=6, max_size=6))
 def test_no_nearby_point_has_a_smaller_sum_of_distances(drawn: Points, voices: list[float]) -> None:
     models = np.array(drawn)
@@ -72,7 +72,7 @@ def test_one_model_cannot_move_the_geometric_median_far(times: float, count: int
     assert np.linalg.norm(place - honest.mean(0)) < 4 * np.linalg.norm(honest - honest.mean(0), axis=1).max()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(points)
 def test_order_and_size_of_the_models_do_not_matter(drawn: Points) -> None:
     models = np.array(drawn)

@@ -36,7 +36,7 @@ IN_TWO_LAYOUTS = ("mixtral", "qwen3_moe", "glm4_moe", "lfm2_moe", "phimoe", "gra
 
 def tried(families: Sequence[str], *quick: str) -> list[Any]:
     """Return all families as parameters; those outside `quick` run only in the slow suite."""
-    return [pytest.param(family, marks=[] if family in quick else pytest.mark.slow) for family in families]
+    return [pytest.param(family, marks=[] if family in quick else pytest.mark.story) for family in families]
 
 
 def saved(model: Any, place: Path, *, fused: bool = False) -> Path:
@@ -178,7 +178,7 @@ def by_module(model: Any, documents: Sequence[Sequence[int]], length: int) -> di
     return {name: total / sum(map(len, documents)) for name, total in found.items()}
 
 
-@pytest.mark.parametrize("length", [7, pytest.param(2048, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("length", [7, pytest.param(2048, marks=pytest.mark.story)])
 @pytest.mark.parametrize("family", tried([family for family in FAMILIES if family != "llama4"], "mixtral"))
 def test_overlapping_windows_count_each_token_once(
     built: Callable[[str], Any], tmp_path: Path, family: str, length: int
@@ -455,7 +455,7 @@ def test_unused_experts_take_no_space(built: Callable[[str], Any], tmp_path: Pat
             assert not one.read().any()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_reordered_experts_keep_their_measurements(built: Callable[[str], Any], tmp_path: Path, family: str) -> None:
     root, near = tmp_path / "models", mixtures.related(built(family), 1, share=0.05)

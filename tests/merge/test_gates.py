@@ -104,7 +104,7 @@ def test_an_expert_without_prompts_has_a_row_of_zeros() -> None:
     assert not found[:, 1].any()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_recipe_gets_the_rows_of_its_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
     monkeypatch.chdir(DEMO)

@@ -91,7 +91,7 @@ def test_importance_is_the_mean_square_of_the_gradient_of_each_document(
     assert set(load_stored_importance(tmp_path / "out")) <= set(open_checkpoint(REVERSER).tensors)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_mean_importance_is_the_fisher_information(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     """For one context, many draws approach the exact expectation over all tokens that the model could generate."""
     network, tokenizer = loaded
@@ -109,7 +109,7 @@ def test_the_mean_importance_is_the_fisher_information(loaded: tuple[Any, Any], 
     assert float(squares.sum()) == pytest.approx(float(exact.sum()) / ids.shape[1], rel=0.15)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_importance_does_not_depend_on_the_number_of_runs(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -127,7 +127,7 @@ class Stopped(BaseException):
     pass
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("damage", ["", "cut", "gone"])
 def test_a_killed_importance_measurement_resumes(
     loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
@@ -273,7 +273,7 @@ def test_a_stored_head_that_is_the_embedding_changes_no_importance(tmp_path: Pat
     assert [file.read_bytes() for file in files["out"]] == [file.read_bytes() for file in files["without"]]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", pytest.param("granitemoe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", ["mixtral", "gpt_oss", pytest.param("granitemoe", marks=pytest.mark.story)])
 @pytest.mark.parametrize("fused", [False, True])
 def test_elements_of_fused_experts_are_stored_under_their_own_tensors(tmp_path: Path, family: str, fused: bool) -> None:
     """Reassembled, the pieces equal the squared gradient of the fused parameter, in either layout."""

@@ -206,7 +206,7 @@ def recipe(directory: Path, **more: Any) -> Any:
     return replace(load_recipe({"merge_method": "regmean", "models": models, **more}), directory=directory)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_recipe_gets_the_measurements_of_its_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
     wanted = recipe(DEMO / "data/texts")

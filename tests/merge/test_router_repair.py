@@ -171,7 +171,7 @@ QUICK = ("mixtral", "gpt_oss", "glm4_moe")
 
 
 @pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=[] if one in QUICK else pytest.mark.slow) for one in mixtures.FAMILIES]
+    "family", [pytest.param(one, marks=[] if one in QUICK else pytest.mark.story) for one in mixtures.FAMILIES]
 )
 def test_each_layer_is_fitted_to_the_states_that_the_new_routers_below_it_produce(tmp_path: Path, family: str) -> None:
     summary = repaired(tmp_path, family)
@@ -321,7 +321,7 @@ def test_an_unprepared_recipe_is_not_merged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("family", "fused"),
-    [pytest.param("mixtral", False, marks=pytest.mark.slow), pytest.param("gpt_oss", True, marks=pytest.mark.long)],
+    [pytest.param("mixtral", False, marks=pytest.mark.story), pytest.param("gpt_oss", True, marks=pytest.mark.proof)],
 )
 def test_a_merge_writes_the_new_routers_and_otherwise_the_same_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, fused: bool

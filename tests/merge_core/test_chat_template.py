@@ -194,7 +194,7 @@ def test_templates_are_read_as_transformers_reads_them(
     assert read_chat_templates(list_companions(directory)) == library_templates(directory)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @settings(max_examples=15, deadline=None)
 @given(declared, st.none() | texts, named, st.booleans())
 def test_the_merge_has_the_templates_of_its_parents(

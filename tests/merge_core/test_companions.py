@@ -68,7 +68,7 @@ def test_leftovers_are_neither_carried_nor_reported(family: Path, name: str) -> 
     assert not (family / "out" / name).exists()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @settings(max_examples=40, deadline=None)
 @example({**dict.fromkeys(POOLING, "a"), "modules.json": "differ", "sentence_bert_config.json": "b"})
 @example(dict.fromkeys(POOLING, "b"))

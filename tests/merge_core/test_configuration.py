@@ -116,7 +116,7 @@ def test_every_key_that_decides_about_layers_is_typed() -> None:
 CAUSAL = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("kinds", sampled([CAUSAL, sorted(CONFIG_MAPPING)], [CAUSAL]), ids=["causal", "all"])
 def test_every_configuration_that_transformers_writes_is_accepted(tmp_path: Path, kinds: Collection[str]) -> None:
     tried = 0

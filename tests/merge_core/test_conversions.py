@@ -197,7 +197,7 @@ def test_conversions_are_those_of_transformers() -> None:
     assert recorded["transforms"] == library_transforms(), "run with UPDATE_CONVERSIONS=1 to generate the file"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_structures_are_those_of_transformers() -> None:
     assert json.loads(CONVERSIONS.read_text())["structures"] == library_structures()
 
@@ -222,7 +222,7 @@ def test_a_part_with_a_model_type_of_any_json_type_has_no_conversions(value: Any
             assert Conversions({"model_type": kind, part: inner}, "", ()).transforms == expected
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_transforms_of_a_network_are_those_that_transformers_applies_in_its_order() -> None:
     compared = 0
     for model in library_models():

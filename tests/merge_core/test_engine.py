@@ -81,7 +81,7 @@ def test_masks_without_cache_memory_are_computed_again_and_change_no_byte(
     assert merge_text(DARE, wide, "again", kernels="fused").files == noted.files
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("text", sampled([LINEAR, TIES, DARE], [TIES]))
 def test_fused_kernels_need_neither_torch_nor_scipy(wide: Path, text: str) -> None:
     """Importing torch takes longer than merging a small model, and its threads would compete with the engine's."""

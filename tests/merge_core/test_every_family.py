@@ -34,8 +34,8 @@ def test_most_families_are_tried() -> None:
     assert len(untried) < len(rows()) / 8
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sampled(every_family.families(), SAMPLE, pytest.mark.long))
+@pytest.mark.story
+@pytest.mark.parametrize("name", sampled(every_family.families(), SAMPLE, pytest.mark.proof))
 def test_trials_repeat_the_cells_of_a_family(name: str, tmp_path: Path) -> None:
     row: Row = rows()[name]
     if known_trial(name) is None:

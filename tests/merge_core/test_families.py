@@ -45,21 +45,22 @@ REFUSED_KEYS = {
 PARTS_SAMPLE = ("gpt_neox", "phimoe", "bert", "mamba2")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("name", sampled(SAMPLE, SAMPLE[::2]))
 def test_sampled_families_are_stacked_exactly_or_refused(name: str, tmp_path: Path) -> None:
     models = parents_of(BY_NAME[name], tmp_path)
     assert list(cells(tried(BY_NAME[name], models, tmp_path))) == rows()[name][:2]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("name", sampled(PARTS_SAMPLE, PARTS_SAMPLE[:2]))
 def test_sampled_families_handle_vocabularies_adapters_and_experts_exactly_or_refuse(name: str, tmp_path: Path) -> None:
     assert list(parts(BY_NAME[name], parents_of(BY_NAME[name], tmp_path), tmp_path)) == rows()[name][2:]
 
 
 EVERY_CELL = [
-    pytest.param(name, marks=pytest.mark.long if place % 28 else pytest.mark.slow) for place, name in enumerate(BY_NAME)
+    pytest.param(name, marks=pytest.mark.proof if place % 28 else pytest.mark.story)
+    for place, name in enumerate(BY_NAME)
 ]
 
 
@@ -269,8 +270,8 @@ def test_a_container_with_a_key_for_single_layers_is_refused_by_this_key(contain
         stacked_config(config, origins(config, 6, [(0, 3), (2, 4)]), "slices")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sampled(container_types(), ("internvl", "lfm2_vl", "qianfan_ocr"), pytest.mark.long))
+@pytest.mark.story
+@pytest.mark.parametrize("name", sampled(container_types(), ("internvl", "lfm2_vl", "qianfan_ocr"), pytest.mark.proof))
 def test_containers_slice_their_described_text_family(name: str, tmp_path: Path) -> None:
     family = container(name)
     found = tried(family, parents_of(family, tmp_path), tmp_path)
@@ -405,7 +406,7 @@ def check_any_cut(name: str, root: Path, models: dict[str, Any], picks: list[tup
 CUT_ANYWHERE = ["jamba", "qwen3_next, unlisted", "llama4, unlisted", "deepseek_v3", "nemotron_h"]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_slices_of_a_family_without_lists_equal_the_stacked_layers(
     parents: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
@@ -419,8 +420,8 @@ def test_slices_of_a_family_without_lists_equal_the_stacked_layers(
     check()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sampled(CUT_ANYWHERE, CUT_ANYWHERE[::2], pytest.mark.long))
+@pytest.mark.story
+@pytest.mark.parametrize("name", sampled(CUT_ANYWHERE, CUT_ANYWHERE[::2], pytest.mark.proof))
 def test_slices_equal_the_stacked_layers_or_are_refused(
     name: str, parents: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

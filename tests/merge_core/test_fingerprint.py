@@ -206,7 +206,7 @@ def test_a_sibling_is_farther_away_than_the_common_base(take: Take) -> None:
     assert sibling.distance == pytest.approx(2**0.5 * base.distance, rel=0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_unrelated_models_of_the_same_shape_are_not_related(take: Take) -> None:
     """No false alarm among 40 models, which all have the same norms, decay rates and outlier columns."""
     fingerprints = [take(random_model(seed)) for seed in range(40)]
@@ -294,7 +294,7 @@ def test_relations_in_the_demo_family_are_found(model: str, known_model: str, ki
     assert (relation and relation.kind) == kind
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_training_keeps_a_relation_and_creates_none(tmp_path: Path) -> None:
     """Train two networks of the same shape on the same task, and one of them further on another task."""
 

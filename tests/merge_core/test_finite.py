@@ -143,7 +143,7 @@ def test_all_elements_of_a_tensor_of_nan_are_counted(family: Path, tmp_path: Pat
 indices = st.dictionaries(st.integers(0, TOKENS * HIDDEN - 1), st.sampled_from(BAD), min_size=1, max_size=5)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     case=st.sampled_from(CASES),

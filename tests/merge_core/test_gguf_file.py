@@ -191,7 +191,7 @@ LARGEST: dict[str, Callable[[], bytes]] = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("name", LARGEST)
 def test_the_largest_headers_need_less_than_64_mib(name: str, tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(LARGEST[name]())
@@ -201,7 +201,7 @@ def test_the_largest_headers_need_less_than_64_mib(name: str, tmp_path: Path) ->
     assert used < MOST_MEMORY * share
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("claim", [2**20, 2**31, 2**40, 2**63 - 1])
 def test_lengths_in_a_sparse_file_reserve_no_memory(claim: int, tmp_path: Path) -> None:
     starts = [

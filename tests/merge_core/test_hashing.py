@@ -143,7 +143,7 @@ def test_a_locked_hash_table_only_costs_time(tmp_path: Path, monkeypatch: pytest
     assert not list(tmp_path.glob("*.damaged-*"))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_journal_file_that_disappears_during_the_check_is_ignored(tmp_path: Path) -> None:
     """SQLite creates and removes a journal with every write, while other processes check for misplaced files."""
     database, over = tmp_path / "memo.sqlite", threading.Event()

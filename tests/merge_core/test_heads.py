@@ -41,7 +41,7 @@ def save_model(directory: Path, seed: int, flag: bool | None, head: Head, shards
     return {HEAD: tensors[EMBEDDING], **tensors}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @settings(max_examples=40, deadline=None)
 @given(models=st.lists(MODELS, min_size=2, max_size=3), shards=st.sampled_from([1, 2]))
 def test_the_order_of_models_changes_neither_tensors_nor_bytes(

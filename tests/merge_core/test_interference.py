@@ -181,7 +181,7 @@ def test_every_format_of_weights_is_read(tmp_path: Path, dtype: torch.dtype) -> 
     assert whole.cosine(0, 1) == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), abs=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_fused_kernels_read_from_disk_what_numpy_reads(
     tmp_path: Path, family: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,7 +198,7 @@ def assert_alike(one: Tally, other: Tally) -> None:
     assert np.asarray(one.gram) == pytest.approx(np.asarray(other.gram), rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(
     length=st.integers(1, 3 * 4096 + 700),
     models=st.integers(2, 5),
@@ -233,7 +233,7 @@ def test_the_sums_do_not_depend_on_the_number_of_threads(tmp_path: Path, monkeyp
     assert found[0].network_tally.length(0) == pytest.approx(0.01, rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_memory_does_not_depend_on_the_size_of_a_tensor(tmp_path: Path) -> None:
     """Three models of 256 MB in one tensor each are measured in a separate process."""
     rows = torch.zeros(32768, 2048, dtype=torch.bfloat16)

@@ -27,7 +27,7 @@ def kept(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_mtime_ns for path in directory.rglob("*.nbc")}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_kernel_is_compiled_once_and_cached_for_the_user(tmp_path: Path) -> None:
     run(XDG_CACHE_HOME=str(tmp_path))
     first = kept(tmp_path / "mergegate")
@@ -36,12 +36,12 @@ def test_a_kernel_is_compiled_once_and_cached_for_the_user(tmp_path: Path) -> No
     assert kept(tmp_path / "mergegate") == first
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_kernels_work_without_a_writable_cache() -> None:
     run(XDG_CACHE_HOME="/dev/null/nowhere")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_rules_that_keep_everything_compile_no_code_for_masks(wide: Path) -> None:
     """Compiling the unneeded drop rules would take most of the seconds before a first merge."""
     (wide / "recipe.yaml").write_text(recipe_of("task_arithmetic"))

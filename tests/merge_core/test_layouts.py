@@ -50,7 +50,7 @@ NEWER = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("renamed", ["a", "b"])
 @pytest.mark.parametrize("name", NEWER)
 def test_parents_with_older_and_newer_names_merge_like_equally_named_ones(

@@ -45,7 +45,7 @@ def checkpoints(count: int) -> list[str]:
     return [f"checkpoint-{number}" for number in range(count)]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_each_input_is_read_once_with_few_open_files(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,7 +78,7 @@ def test_each_input_is_read_once_with_few_open_files(
     assert most_open <= 64 // 4 + 4  # a quarter of the limit, and one file per thread
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_process_with_few_free_file_handles_can_merge_them(run: Path, tmp_path: Path) -> None:
     text = linear(checkpoints(COUNT), 1 / COUNT, "bfloat16")
     merge_text(text, run, str(tmp_path / "usual"))

@@ -92,7 +92,7 @@ def library_defaults(kind: str) -> dict[str, Any] | None:
     return {key: value for key, value in entry.items() if value}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_defaults_are_those_of_transformers() -> None:
     """Set ``UPDATE_GOLDEN=1`` to rewrite the file for another version of transformers."""
     entries = {kind: entry for kind in library_types() if (entry := library_defaults(kind)) is not None}
@@ -162,7 +162,7 @@ def network(name: str) -> Network:
     return Network(next(family for family in FAMILIES if family.name == name))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("name", sampled(COMPARED, QUICK))
 def test_every_key_that_changes_the_logits_is_reported(name: str) -> None:
     """The test changes one key at a time and keeps the weights. It lists neither the keys nor their values."""
@@ -244,7 +244,7 @@ def rope(draw: st.DrawFn) -> dict[str, Any]:
     return {"max_position_embeddings": length, **stated, "rope_scaling": scaling or None}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(st.sampled_from(["llama", "mistral", "qwen2", "cohere", "olmo2", "granite", "glm", "stablelm"]), rope(), rope())
 @settings(max_examples=150)
 def test_two_spellings_of_positions_are_equal_exactly_if_transformers_reads_them_equally(

@@ -30,7 +30,7 @@ MIXTURES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("name", MIXTURES)
 def test_distances_cover_every_expert_of_a_mixture(tmp_path: Path, name: str) -> None:
     torch.manual_seed(0)

@@ -100,7 +100,7 @@ ENTRIES: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], tuple[str,
 )
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_kinds_lists_the_classes_of_transformers() -> None:
     expected = list(generated_entries())
     if os.environ.get("UPDATE_KINDS"):

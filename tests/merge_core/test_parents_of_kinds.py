@@ -36,7 +36,7 @@ def planned(recipe: str, first: Checkpoint, second: Checkpoint) -> PlannedMerge:
     return plan_with_findings(load_recipe(recipe), {"a": first, "b": second})
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("recipe", [LINEAR, VECTORS], ids=["linear", "task vectors"])
 def test_two_models_of_different_kinds_are_refused(recipe: str, checkpoints: dict[str, Checkpoint]) -> None:
     for first, second in permutations(SAMPLED, 2):

@@ -185,7 +185,7 @@ def test_a_tensor_that_leaves_its_storage_is_refused(saved: Path) -> None:
         read_pickled(rewritten(saved, text.replace(b"K\x03\x85", b"K\x04\x85")))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_key_nested_too_deeply_to_be_hashed_is_refused(saved: Path) -> None:
     evil = b"\x80\x02}" + b")" + b"\x85" * 1_000_000 + b"K\x01s."
     with pytest.raises(InvalidInput, match="damaged"):

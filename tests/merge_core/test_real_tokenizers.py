@@ -29,7 +29,7 @@ from mergegate.tasks.preflight import segmentation_shares
 PLACE = Path(__file__).resolve().parents[2] / ".tokenizers"
 WANTED = os.environ.get("MERGEGATE_REQUIRE_TOKENIZERS") == "1"
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.story,
     pytest.mark.skipif(not WANTED and not (PLACE / "ready").exists(), reason="make .tokenizers/ready fetches them"),
 ]
 EMBED = "model.embed_tokens.weight"
@@ -231,7 +231,7 @@ def test_a_union_of_sentencepiece_siblings_keeps_every_text_and_every_row(tmp_pa
 
 
 @pytest.mark.parametrize(
-    "name", ["gpt2", *(pytest.param(other, marks=pytest.mark.long) for other in ("anthropic", "deepseek"))]
+    "name", ["gpt2", *(pytest.param(other, marks=pytest.mark.proof) for other in ("anthropic", "deepseek"))]
 )
 def test_a_union_of_byte_level_siblings_keeps_every_text_and_every_row(tmp_path: Path, name: str) -> None:
     original = gpt2() if name == "gpt2" else of_litellm(name)
@@ -307,7 +307,7 @@ def share(base: Tokenizer, other: Tokenizer, way: str, root: Path) -> float:
     sampled_rows(
         [("specials", 0.0, 0.0), ("dormant", 0.0, 0.0), ("appended", 0.144, 0.003), ("added", 0.301, 0.091)],
         [("dormant", 0.0, 0.0), ("added", 0.301, 0.091)],
-        pytest.mark.long,
+        pytest.mark.proof,
     ),
 )
 def test_strangers_change_the_share_of_a_text_that_is_said(tmp_path: Path, way: str, forth: float, back: float) -> None:

@@ -37,7 +37,7 @@ def same(left: Sequence[Any], right: Sequence[Any]) -> bool:
     return json.dumps(list(left)) == json.dumps(list(right))  # Compared as text, so that NaN equals NaN.
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(RECORDS, RECORDS)
 def test_records_are_restored_exactly_and_more_can_be_appended(first: list[Any], second: list[Any]) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -48,7 +48,7 @@ def test_records_are_restored_exactly_and_more_can_be_appended(first: list[Any],
         assert same(found(place), [*first, *second])
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(RECORDS, st.data())
 def test_a_crash_at_any_byte_only_loses_later_records(records: list[Any], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -65,7 +65,7 @@ def test_a_crash_at_any_byte_only_loses_later_records(records: list[Any], data: 
         assert same(found(place), [*records[:whole], "after"])
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(RECORDS.filter(len), st.data())
 def test_records_after_an_altered_byte_are_ignored(records: list[Any], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as directory:

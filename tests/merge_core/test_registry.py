@@ -170,7 +170,7 @@ def test_the_traits_of_a_method_of_another_package_decide_the_remedies(installed
     assert suggested("peace", conflict=0.48) == ()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_no_method_is_named_outside_the_files_of_the_methods() -> None:
     naming = set()
     for floor in ("merge_core", "tasks", "flows"):
@@ -182,7 +182,7 @@ def test_no_method_is_named_outside_the_files_of_the_methods() -> None:
     assert naming == set()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_reading_recipes_and_planning_need_no_torch() -> None:
     code = "import sys, mergegate.merge_core as core; core.load_recipe, core.plan_merge, core.merge_methods(); "
     code += "sys.exit('torch' in sys.modules or 'numba' in sys.modules)"

@@ -78,7 +78,7 @@ def require_close(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.T
         torch.testing.assert_close(tensor, theirs[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("name", sampled(RENAMED, ("lfm3",)))
 def test_two_adapters_are_merged_combined_and_extracted_as_in_memory(name: str, tmp_path: Path) -> None:
     model, skipped = parents_of(BY_NAME[name], tmp_path)["a"], DROPPED_BY_PEFT.get(name, "")

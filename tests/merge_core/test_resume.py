@@ -81,8 +81,8 @@ def parents(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kills", [15, pytest.param(100, marks=pytest.mark.long)])
+@pytest.mark.story
+@pytest.mark.parametrize("kills", [15, pytest.param(100, marks=pytest.mark.proof)])
 def test_a_merge_killed_anywhere_is_resumed_to_the_same_bytes(parents: Path, kills: int) -> None:
     for number, name in enumerate(("base", "a", "b")):
         (parents / name / "modules.json").write_text('[{"path": "", "type": "T"}, {"path": "2_Dense", "type": "D"}]')

@@ -56,7 +56,7 @@ def within(found: Any, honest: Any) -> bool:
     return bool(np.all(found >= honest.min(0) - room) and np.all(found <= honest.max(0) + room))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("fused", [False, True], ids=["torch", "fused"])
 @given(data=st.data(), count=st.integers(3, 8))
 def test_fewer_than_half_of_the_models_cannot_move_a_median_far(fused: bool, data: Any, count: int) -> None:
@@ -67,7 +67,7 @@ def test_fewer_than_half_of_the_models_cannot_move_a_median_far(fused: bool, dat
     assert within(merged("median", base, models, fused=fused), np.stack(models[bad:]))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("fused", [False, True], ids=["torch", "fused"])
 @given(data=st.data(), count=st.integers(3, 10), trim=st.floats(0, 0.49))
 def test_trimmed_models_cannot_move_a_trimmed_mean_far(fused: bool, data: Any, count: int, trim: float) -> None:
@@ -78,7 +78,7 @@ def test_trimmed_models_cannot_move_a_trimmed_mean_far(fused: bool, data: Any, c
     assert within(merged("trimmed_mean", base, models, fused=fused, trim=trim), np.stack(models[bad:]))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("name", ["median", "trimmed_mean"])
 @given(data=st.data(), count=st.integers(2, 6))
 def test_the_order_of_models_does_not_matter_and_both_kernels_agree(name: str, data: Any, count: int) -> None:
@@ -89,7 +89,7 @@ def test_the_order_of_models_does_not_matter_and_both_kernels_agree(name: str, d
     assert merged(name, base, models, fused=False).tobytes() == first.tobytes()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(data=st.data(), count=st.integers(2, 6), threshold=st.floats(0, 1))
 def test_an_element_that_too_few_models_need_keeps_the_base(data: Any, count: int, threshold: float) -> None:
     base, *models = data.draw(family(count))
@@ -104,7 +104,7 @@ def test_an_element_that_too_few_models_need_keeps_the_base(data: Any, count: in
         assert np.all((found == base) | np.isclose(found, total, rtol=1e-5, atol=1e-5))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(data=st.data(), count=st.integers(1, 5), density=st.floats(0.05, 1))
 def test_stitching_two_equal_models_gives_that_model_where_elements_are_kept(
     data: Any, count: int, density: float

@@ -111,7 +111,7 @@ def together(root: Path, count: int, kills: int, seed: int = 0) -> tuple[list[in
     return codes, [json.loads(path.read_text()) for path in sorted(root.glob("report*.json"))]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("count", sampled([2, 3], [2]))
 def test_processes_divide_a_merge_and_all_return_the_same_result(parents: Path, count: int) -> None:
     alone = merge_text(STEPS, parents, "alone", kernels="torch")
@@ -131,8 +131,8 @@ def tensor_bytes() -> int:
     return sum(tensor.numel() * (2 + 4) for tensor in base.values())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", sampled(range(4), [0], pytest.mark.long))
+@pytest.mark.story
+@pytest.mark.parametrize("seed", sampled(range(4), [0], pytest.mark.proof))
 def test_the_shards_of_a_killed_participant_are_taken_over(parents: Path, seed: int) -> None:
     alone = merge_text(STEPS, parents, "alone", kernels="torch")
     codes, (report,) = together(parents, 3, 2, seed)
@@ -141,7 +141,7 @@ def test_the_shards_of_a_killed_participant_are_taken_over(parents: Path, seed: 
     assert {path.name for path in (parents / "out").iterdir()} == set(alone.files)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_when_all_are_killed_the_next_one_resumes(parents: Path) -> None:
     alone = merge_text(STEPS, parents, "alone", kernels="torch")
     codes, reports = together(parents, 2, 2)

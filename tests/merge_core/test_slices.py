@@ -84,7 +84,7 @@ def test_dependent_documents_equal_separate_merges(family: Path) -> None:
     assert {path.name for path in (family / "together").iterdir()} == set(alone.files)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @settings(max_examples=25, deadline=None)
 @given(
     cuts=st.lists(

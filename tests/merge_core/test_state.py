@@ -182,7 +182,7 @@ def test_a_value_is_recomputed_after_any_damage_to_its_file(tmp_path: Path, dama
     assert store.build_value("gate", KEY, Value, lambda: pytest.fail("made again")) == (first, False)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @settings(max_examples=25)  # Each example builds an artifact.
 @given(st.data())
 def test_any_altered_byte_of_a_manifest_or_value_is_detected(data: st.DataObject) -> None:
@@ -201,7 +201,7 @@ def test_any_altered_byte_of_a_manifest_or_value_is_detected(data: st.DataObject
         assert store.build_value("gate", KEY, Value, lambda: Value(words="abc"))[0] == value
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @settings(max_examples=25)
 @given(JSON)
 def test_a_malformed_manifest_is_a_miss(content: object) -> None:

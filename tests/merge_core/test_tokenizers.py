@@ -114,7 +114,7 @@ SWITCHES = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_tokenizer_difference_that_changes_ids_is_reported(kind: str, pair: Path) -> None:
     content = content_of(KINDS[kind]())

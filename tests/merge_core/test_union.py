@@ -91,7 +91,7 @@ def require_union(root: Path, tables: Mapping[str, Tokenizer]) -> Tokenizer:
     return union
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_union_of_siblings_keeps_tokens_rows_and_segmentation(

@@ -50,7 +50,7 @@ def probabilities(model: Model, plain: list[int], length: int) -> np.ndarray:
     return np.array(found)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("length", [7, 64])
 def test_the_ensemble_is_the_mean_of_plain_transformers_probabilities(
     tmp_path: Path, documents: HeldOutText, length: int
@@ -70,7 +70,7 @@ def test_the_ensemble_is_the_mean_of_plain_transformers_probabilities(
     assert value.perplexity == pytest.approx(math.exp(-everything.mean()), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_ensemble_of_a_model_with_itself_is_the_model(tmp_path: Path, documents: HeldOutText) -> None:
     model = make_model(tmp_path / "m")
     (tmp_path / "one").mkdir()

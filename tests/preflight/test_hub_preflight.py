@@ -42,7 +42,7 @@ def test_a_forbidden_license_on_the_hub_blocks_the_check(online: LookAlike, mode
     assert any("cc-by-nd-4.0" in remark["found"] for remark in remarks)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_forbidden_license_ends_the_run_before_even_a_header_is_asked_for(
     online: LookAlike, models: Path, tmp_path: Path, prefect_api: None
 ) -> None:
@@ -53,7 +53,7 @@ def test_a_forbidden_license_ends_the_run_before_even_a_header_is_asked_for(
     assert not online.sent
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_wrong_tokenizer_ends_the_run_before_any_weight_is_read(
     online: LookAlike, models: Path, tmp_path: Path, prefect_api: None
 ) -> None:

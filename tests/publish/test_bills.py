@@ -127,7 +127,7 @@ def set_field(kind: str, **fields: object) -> Callable[[list[dict[str, Any]]], N
     return change
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @needs_validators
 def test_both_documents_pass_the_official_validators_which_find_every_mistake() -> None:
     cyclonedx, spdx = zip(*map(documents, SAMPLES), strict=True)
@@ -156,7 +156,7 @@ def test_both_documents_pass_the_official_validators_which_find_every_mistake() 
     assert all(found[len(SAMPLES) :]), found
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @needs_validators
 def test_a_published_checker_finds_what_the_documents_call_missing(tmp_path: Path) -> None:
     script = """

@@ -63,7 +63,7 @@ def test_the_hubs_library_reads_the_intended_metadata(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(name=st.text(min_size=1, max_size=20), task=st.text(min_size=1, max_size=20), display=st.text(max_size=30))
 def test_no_name_can_break_the_metadata(
     tmp_path_factory: pytest.TempPathFactory, name: str, task: str, display: str

@@ -140,7 +140,7 @@ def test_card_and_bill_of_materials_name_task_and_library(tmp_path: Path, name: 
     assert result.task_type == layout.tag
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @needs_validators
 def test_the_bills_of_materials_of_all_kinds_pass_the_official_validators(tmp_path: Path) -> None:
     samples = [released(tmp_path / name, layout) for name, layout in (*LAYOUTS.items(), ("unknown", UNKNOWN))]
@@ -280,7 +280,7 @@ def run_snippet(
     return variables
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("name", LOADED)
 def test_the_code_in_the_card_loads_the_release(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from tiny_kinds import WORDS, write
@@ -294,7 +294,7 @@ def test_the_code_in_the_card_loads_the_release(tmp_path: Path, name: str, monke
         assert len(variables["tokenizer"]) > len(WORDS)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("name", "module", "task"),
     [

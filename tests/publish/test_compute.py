@@ -165,7 +165,7 @@ def test_the_perplexity_of_the_demo_takes_at_most_the_estimated_operations(base_
     assert counter.get_total_flops() <= estimate <= 10 * counter.get_total_flops()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_task_of_the_demo_takes_at_most_the_estimated_operations(base_model: Model, tmp_path: Path) -> None:
     task = pin_task("copy.yaml", DEMO / "tasks", HashMemo(tmp_path / "hashes.db"))
     job = ScoringJob(base_model, task, Scoring(dtype="float32"), DocumentRange(first=0, last=40), "cpu")

@@ -115,7 +115,7 @@ def test_the_content_is_the_version(files: tuple[ReleaseFile, ...]) -> None:
 SYSCALLS = ["os.fsync", "pathlib.Path.rename", "pathlib.Path.symlink_to"]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("call", SYSCALLS)
 @pytest.mark.parametrize("nth", sampled([0, 1, 2], [1]))
 def test_a_publication_killed_at_any_step_is_whole_or_absent_and_the_next_run_completes_it(

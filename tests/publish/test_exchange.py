@@ -206,14 +206,14 @@ def exported(request: pytest.FixtureRequest, exports: dict[int, tuple[Path, Path
 
 
 @needs_validators
-@pytest.mark.slow  # the libraries need 8 s to load
+@pytest.mark.story  # the libraries need 8 s to load
 def test_the_real_libraries_read_every_score_bit_for_bit(exports: dict[int, tuple[Path, Path]]) -> None:
     found = checked([out for _, out in exports.values()])
     for (release, _), contents in zip(exports.values(), found, strict=True):
         require_equal_scores(release, contents)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_gate_reads_the_evidence_of_the_release_from_its_logs(exported: tuple[Path, Path]) -> None:
     release, out = exported
     read_by_gate = [

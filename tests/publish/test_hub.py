@@ -80,10 +80,10 @@ def download(url: str, cache: Path, token: str, *arguments: str, xet: bool) -> d
     return {name: bytes.fromhex(data) for name, data in json.loads(done.stdout.splitlines()[0]).items()}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(
     "by",
-    ["lfs", pytest.param("xet", marks=pytest.mark.slow), pytest.param("lfs in parts", marks=pytest.mark.long)],
+    ["lfs", pytest.param("xet", marks=pytest.mark.story), pytest.param("lfs in parts", marks=pytest.mark.proof)],
 )
 def test_a_published_release_downloads_byte_for_byte_and_loads(
     tmp_path: Path, by: str, request: pytest.FixtureRequest
@@ -108,7 +108,7 @@ def test_a_published_release_downloads_byte_for_byte_and_loads(
     assert not any(entry.authorised for entry in stored), "the token goes to the Hub, never to storage"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_current_release_is_main_and_its_commit(
     tmp_path: Path, lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
 ) -> None:
@@ -132,7 +132,7 @@ print(found and found.head, found and sorted(p.name for p in found.directory.ite
     assert current() == f"{commit} ['.gitattributes', 'README.md', 'model.safetensors']"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_new_repository_is_private(lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]) -> None:
     lfs.publish(stand_in.url, WRITER, files, "v1")
     assert stand_in.repository.private
@@ -214,7 +214,7 @@ def test_a_hub_that_stores_other_bytes_is_detected(
     assert sum("/commit/" in entry.path for entry in stand_in.log) < 20
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_writer_that_undoes_every_step_ends_the_publication(
     lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
 ) -> None:
@@ -237,7 +237,7 @@ def test_a_rejected_card_is_detected_before_any_upload(
     assert not any("/objects/batch" in entry.path or entry.method == "PUT" for entry in stand_in.log)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("by", ["lfs", "xet"])
 def test_progress_reports_the_bytes_sent(
     tmp_path: Path, request: pytest.FixtureRequest, files: dict[str, Path], by: str
@@ -307,7 +307,7 @@ def test_the_token_comes_from_the_environment_and_shows_in_no_representation(mon
         hub_access(writing=True)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_token_can_come_from_a_secret_block(monkeypatch: pytest.MonkeyPatch, prefect_api: None) -> None:
     from prefect.blocks.system import Secret
 

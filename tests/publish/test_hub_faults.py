@@ -72,7 +72,7 @@ def scenes() -> Iterator[Any]:
     """Yield every fault on both transports, for a first release and for a replacement. The slow suite runs one case."""
     for by, first, kind in itertools.product(("lfs", "xet"), (False, True), ("fail", "down", "drop", "kill")):
         often = (by, first, kind) == ("xet", False, "kill")
-        marks = pytest.mark.slow if often else pytest.mark.long
+        marks = pytest.mark.story if often else pytest.mark.proof
         yield pytest.param(by, first, kind, id=f"{by}-{'first' if first else 'replacing'}-{kind}", marks=marks)
 
 

@@ -47,7 +47,7 @@ perplexity: {{documents: {demo}/data/held-out.jsonl, max_increase: 99%}}
 publish: {{path: hub-parents}}
 """
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ def test_it_is_reproduced_from_the_hub(released: Project) -> None:
     assert "= model.safetensors" in done.stdout
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_parents_on_the_hub_are_in_card_and_provenance_and_are_fetched_again_at_their_commit(project: Project) -> None:
     project.stand_in.set_faults([])
     commits = {name: put_on_hub(project.stand_in, name) for name in ("base", "reverser")}

@@ -246,7 +246,7 @@ def test_no_field_of_a_bundle_can_be_changed_removed_or_added(
     assert problem_of(json.dumps(content).encode(), policy)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_no_bit_of_a_bundle_can_be_changed_unnoticed(instance: SigstoreInstance, trust: Path, bundle: bytes) -> None:
     policy = SignerPolicy(Signer(IDENTITY, instance.issuer), trust)
     assert problem_of(bundle, policy) == ""

@@ -26,7 +26,7 @@ from mergegate.tasks.publish.targets import PublishTarget, Target, find_release
 from mergegate.tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
 
 IDENTITY = "https://ci.example.org/acme/models/release"
-REMOTE = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("hub", "s3", "oci")]
+REMOTE = [pytest.param(kind, marks=pytest.mark.story) for kind in ("hub", "s3", "oci")]
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +106,7 @@ def signature_of(target: PublishTarget, root: Path, version: str) -> bytes:
     return content
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_release_is_signed_once_however_often_and_wherever_it_is_published(
     target: PublishTarget, tmp_path: Path, home: Path, instance: SigstoreInstance
 ) -> None:

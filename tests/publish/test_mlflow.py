@@ -36,7 +36,7 @@ PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": 
 PROJECT = Path(__file__).resolve().parents[2]
 MLFLOW = PROJECT / ".venv-mlflow" / "bin" / "mlflow"
 real = [
-    pytest.mark.slow,
+    pytest.mark.story,
     pytest.mark.skipif(not MLFLOW.exists() and "MERGEGATE_REQUIRE_MLFLOW" not in os.environ, reason="make test-mlflow"),
 ]
 
@@ -163,7 +163,7 @@ def test_an_mlflow_that_does_not_answer_or_has_no_address_is_said_and_the_run_go
     assert "could not send this run to MLflow" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @real[1]
 def test_the_real_mlflow_takes_a_run_that_was_refused(server: FaultyProxy, tmp_path: Path) -> None:
     export_to_trackers(REFUSED, tmp_path, tracking(server.url))
@@ -218,7 +218,7 @@ def test_an_invalid_setting_is_reported_with_its_field(
     assert blobs.tags == {}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @real[1]
 def test_a_release_is_registered_with_its_scores_and_found_by_its_alias(
     server: FaultyProxy, blobs: SmallRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_api: None
@@ -251,13 +251,13 @@ def test_a_release_is_registered_with_its_scores_and_found_by_its_alias(
         find_release("models:/full/9")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("kind", "stride"),
     [
         pytest.param("after", 15, id="after-some"),
-        pytest.param("after", 1, marks=pytest.mark.slow),
-        *(pytest.param(kind, 7, marks=pytest.mark.slow) for kind in ("before", "503", "down")),
+        pytest.param("after", 1, marks=pytest.mark.story),
+        *(pytest.param(kind, 7, marks=pytest.mark.story) for kind in ("before", "503", "down")),
     ],
 )
 def test_a_fault_at_any_request_leaves_the_alias_at_a_whole_release(

@@ -82,7 +82,7 @@ def real_registry(place: Path) -> Iterator[str]:
         pytest.param(
             "real",
             marks=[
-                pytest.mark.slow,
+                pytest.mark.story,
                 pytest.mark.skipif(
                     not REAL.exists() and "MERGEGATE_REQUIRE_REGISTRY" not in os.environ, reason="make .registry/ready"
                 ),
@@ -237,9 +237,9 @@ def test_an_invalid_setting_is_reported_with_its_field(settings: dict[str, Any],
 @pytest.mark.parametrize(
     ("kind", "stride"),
     [
-        pytest.param("kill", 5, id="kill-some", marks=pytest.mark.slow),
-        *(pytest.param(kind, 1, marks=pytest.mark.long) for kind in ("kill", "after")),
-        *(pytest.param(kind, 4, marks=pytest.mark.long) for kind in ("before", "503", "silence", "down")),
+        pytest.param("kill", 5, id="kill-some", marks=pytest.mark.story),
+        *(pytest.param(kind, 1, marks=pytest.mark.proof) for kind in ("kill", "after")),
+        *(pytest.param(kind, 4, marks=pytest.mark.proof) for kind in ("before", "503", "silence", "down")),
     ],
 )
 def test_a_fault_at_any_request_leaves_whole_releases_and_is_healed_by_running_again(

@@ -29,7 +29,7 @@ def names_of(*models: str, root: str = f"{SECRET}/here") -> PublicNames:
     return PublicNames.from_recipe(recipe, [], Path(root))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(paths=st.lists(PATHS, min_size=1, max_size=4, unique=True), style=st.sampled_from(['"', "'", None]))
 def test_a_renamed_recipe_names_no_directory_and_keeps_its_models_apart(paths: list[str], style: str | None) -> None:
     recipe = {"models": [{"model": path, "lora": f"{path}+{path}/x"} for path in paths]}

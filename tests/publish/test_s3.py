@@ -297,7 +297,7 @@ def test_an_invalid_setting_is_reported_with_its_field(settings: dict[str, Any],
         target(**settings)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_release_flows_through_it(bucket: S3OnLoopback, home: Path, tmp_path: Path, prefect_api: None) -> None:
     one, two = publishable(tmp_path / "one"), publishable(tmp_path / "two", weights=b"others")
     place, hashes = target(), HashMemo(tmp_path / "hashes.sqlite")
@@ -320,7 +320,7 @@ def test_a_release_flows_through_it(bucket: S3OnLoopback, home: Path, tmp_path: 
         find_release(f"s3://{BUCKET}/elsewhere")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_no_message_contains_a_secret(bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(access, "READ_S", 0.2)
     from faulty_proxy import FAULTS, ProxyFault
@@ -344,7 +344,7 @@ def _sha256(path: Path) -> str:
     return sha256_file(path)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_an_alias_is_an_object_next_to_the_pointer(bucket: S3OnLoopback) -> None:
     for files, version in ((ONE, "v1"), (TWO, "spring"), (TWO, "v2")):
         publish(files, version)
@@ -361,7 +361,7 @@ def test_an_alias_is_an_object_next_to_the_pointer(bucket: S3OnLoopback) -> None
         find_release(f"{URL}@{ALIAS}")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_an_alias_is_moved_despite_lost_requests_and_concurrent_writers(
     bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,11 +62,11 @@ def what_stands(s3: S3OnLoopback) -> dict[str, bytes] | None:
 
 def scenes() -> Iterator[Any]:
     """Yield faults for a release that replaces another and for a first release."""
-    yield pytest.param(False, "kill", 6, id="next-kill-some", marks=pytest.mark.slow)
+    yield pytest.param(False, "kill", 6, id="next-kill-some", marks=pytest.mark.story)
     # Lost answers and kills hit every request. Faults without an effect on the server hit only every fourth request.
     for kind, stride in (("after", 1), ("kill", 1), ("down", 4), ("before", 4), ("503", 4), ("silence", 4)):
-        yield pytest.param(False, kind, stride, id=f"next-{kind}", marks=pytest.mark.long)
-    for kind, stride, mark in (("kill", 1, pytest.mark.long), ("500", 4, pytest.mark.slow)):
+        yield pytest.param(False, kind, stride, id=f"next-{kind}", marks=pytest.mark.proof)
+    for kind, stride, mark in (("kill", 1, pytest.mark.proof), ("500", 4, pytest.mark.story)):
         yield pytest.param(True, kind, stride, id=f"first-{kind}", marks=mark)
 
 

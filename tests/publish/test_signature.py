@@ -90,7 +90,7 @@ def test_we_verify_what_the_library_signs(tmp_path: Path, model: Path, curve: ec
     assert not signature.matches_key(stranger)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_librarys_own_commands_agree(tmp_path: Path, model: Path) -> None:
     private, public = write_keys(tmp_path)
 

@@ -136,7 +136,7 @@ def test_an_unknown_reference_lists_the_forms_of_all_targets(shelf: type[Publish
     assert unknown.value.expected.endswith(", or shelf:PLACE@VERSION")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_an_installed_package_is_all_that_it_takes(tmp_path: Path) -> None:
     install(tmp_path / "site", "shelf = shelf_for_models:ShelfTarget")
     script = "from mergegate.flows.profile import parse_profile; "

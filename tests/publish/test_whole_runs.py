@@ -84,8 +84,8 @@ def current(s3: S3OnLoopback) -> Any:
     return json.loads(s3.read("releases/demo/latest.json"))
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_a_release_in_a_bucket_from_the_first_check_to_another_machine_with_an_empty_disk(
     bucket: S3OnLoopback, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_api: None
 ) -> None:

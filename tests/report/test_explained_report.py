@@ -32,7 +32,7 @@ def page() -> str:
     return text_of(page_of(samples.explained()))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_sections_follow_a_fixed_order() -> None:
     assert re.findall(r"<h2>(.*?)</h2>", page_of(samples.explained())) == [
         "Attempts", "Guards", "What to try", "Samples", "Scores", "Perplexity", "Judged answers", "Weights",

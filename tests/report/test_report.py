@@ -151,7 +151,7 @@ def test_equal_content_gives_equal_bytes(content: ReportContent, tmp_path: Path)
     assert page_of(content) == render(again)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_bytes_do_not_depend_on_process_hash_seed_or_matplotlib_settings(tmp_path: Path) -> None:
     (tmp_path / "matplotlibrc").write_text("font.size: 30\naxes.grid: true\nsvg.fonttype: path\nfigure.dpi: 300\n")
     code = "import sys, report_samples, tasks.report; sys.stdout.write(tasks.report.render(report_samples.refused()))"

@@ -39,7 +39,7 @@ def text_of(html: str) -> str:
     return " ".join(Page(html).text.split())
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_sweep_page_is_well_formed_and_all_references_resolve(name: str) -> None:
     page = Page(page_of_sweep(name))
     ids = page.attributes("id")

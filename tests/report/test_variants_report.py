@@ -100,7 +100,7 @@ def test_a_report_without_variants_does_not_mention_them() -> None:
         assert "variants" not in content.model_dump_json()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_report_is_the_same_for_checks_that_saw_something_else(tmp_path: Path) -> None:
     content = samples.quantized()
     other = with_other_observations(content)

@@ -10,7 +10,7 @@ import pytest
 
 # Ray has a separate environment. If the variable requires Ray, a missing environment fails the test.
 KINDS = [
-    pytest.param("dask", marks=pytest.mark.slow),
+    pytest.param("dask", marks=pytest.mark.story),
     pytest.param(
         "ray",
         marks=[

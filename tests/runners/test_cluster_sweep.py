@@ -25,7 +25,7 @@ def here(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return bench.undisturbed(tmp_path_factory.mktemp("here") / "project", trials=TRIALS)
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_a_sweep_that_is_killed_twice_has_the_same_trials_and_winner(
     bench: ModuleType, here: Any, tmp_path: Path
 ) -> None:
@@ -35,7 +35,7 @@ def test_a_sweep_that_is_killed_twice_has_the_same_trials_and_winner(
     assert fine, rows
 
 
-@pytest.mark.long
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_sweep_with_a_dying_worker_has_the_same_trials_and_winner(
     kind: str, bench: ModuleType, here: Any, tmp_path: Path

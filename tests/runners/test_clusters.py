@@ -138,7 +138,7 @@ def test_a_runner_is_usable_after_an_iterator_was_closed(opened: Opened, tmp_pat
     assert len(list(tmp_path.iterdir())) < 20
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("home", "prefect_api")
 def test_an_existing_cluster_keeps_running_and_must_share_the_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -164,7 +164,7 @@ def test_an_existing_cluster_keeps_running_and_must_share_the_home(
             assert client.submit(os.getpid).result() == int(worker["pid"])
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("home", "prefect_api")
 def test_an_address_without_a_scheduler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from mergegate.tasks.runners import dask_cluster

@@ -93,7 +93,7 @@ def alive(pid: int) -> bool:
     return True
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("children", "home")
 def test_every_slot_keeps_its_own_process_and_share() -> None:
     slots = slots_for(2, 8, ("0", "1"))
@@ -112,7 +112,7 @@ def test_every_slot_keeps_its_own_process_and_share() -> None:
     assert not alive(first)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("children", "home")
 def test_processes_of_several_slots_work_in_parallel(tmp_path: Path) -> None:
     """Each call waits for the other, so they would never end if they ran one after the other."""
@@ -124,7 +124,7 @@ def test_processes_of_several_slots_work_in_parallel(tmp_path: Path) -> None:
         assert [future.result() for future in futures] == ["met", "met"]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("children", "home")
 def test_a_process_that_is_killed_next_to_others_is_tried_again_without_them(tmp_path: Path) -> None:
     """The system kills a process if several together need too much memory."""
@@ -139,7 +139,7 @@ def test_a_process_that_is_killed_next_to_others_is_tried_again_without_them(tmp
         asked_at(slots[0], worker_functions.die, models=(model,))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("children", "home")
 def test_a_cancelled_slot_ends_its_process(tmp_path: Path) -> None:
     gone = threading.Event()

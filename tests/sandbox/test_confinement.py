@@ -143,7 +143,7 @@ def test_the_cache_of_the_hub_is_writable_next_to_its_hidden_token(attempts: Try
     assert list(found.values()) == ["None", "1"]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_confined_process_has_network_access_only_if_granted(attempts: Try) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         ours = f"socket.create_connection({server.getsockname()!r}, timeout=5)"

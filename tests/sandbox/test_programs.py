@@ -35,12 +35,12 @@ def confined(monkeypatch: pytest.MonkeyPatch) -> None:
         ("exit()\nassert False", "failed"),
         ("print('passed')\ninput()", "failed"),
         ("kept = bytearray(1 << 30)", "failed"),
-        pytest.param("import os\nwhile True: os.fork()", "failed", marks=pytest.mark.slow),
+        pytest.param("import os\nwhile True: os.fork()", "failed", marks=pytest.mark.story),
         ("while True: pass", "out of time"),
         pytest.param(
             "import signal, time\nsignal.signal(signal.SIGXCPU, lambda *_: None)\nwhile True: pass",
             "out of time",
-            marks=pytest.mark.slow,
+            marks=pytest.mark.story,
         ),
     ],
 )

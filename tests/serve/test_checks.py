@@ -58,7 +58,7 @@ def named(verdict: ServeVerdict, name: str) -> Check:
     return next(check for check in verdict.checks if check.name == name)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_good_model_passes_every_check(smoke: Smoke) -> None:
     verdict = smoke(settings=SETTINGS.model_copy(update={"stops": ("rev: hgfe>",), "min_tokens_per_second": 0.01}))
     assert {check.name: check.outcome for check in verdict.checks} == dict.fromkeys(
@@ -89,7 +89,7 @@ def test_a_good_model_passes_every_check(smoke: Smoke) -> None:
     assert verdict.measured.machine == ""
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("fault", "name", "seen"),
     [
@@ -139,7 +139,7 @@ def test_a_server_without_chats_is_refused_where_the_model_must_chat(smoke: Smok
     assert "serve.chat is true" in verdict.failures[0].expected
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_an_ignored_bias_is_not_a_missing_stop(smoke: Smoke) -> None:
     check = named(smoke("unbiased"), "end of sequence")
     assert (check.outcome, check.seen) == ("not offered", "the server ignores logit_bias")

@@ -210,7 +210,7 @@ def test_an_ignored_adapter_does_not_pass(own: float, without: float, outcome: s
 SETTINGS: dict[str, Any] = {"prompts": ("rev: abcd>",), "texts": ("the old pig sees the red cat.",), "max_tokens": 16}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_an_adapter_is_served_merged_if_vllm_does_not_support_lora_for_its_family(demo: Path, tmp_path: Path) -> None:
     merged = applied(demo, tmp_path / "merged")
     vllm = tmp_path / "python"
@@ -236,7 +236,7 @@ def test_an_adapter_is_served_merged_if_vllm_does_not_support_lora_for_its_famil
     assert "adapter" not in {check.name for check in verdict.checks}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_non_finite_factor_is_refused_without_a_server(demo: Path, tmp_path: Path) -> None:
     adapter = shutil.copytree(demo, tmp_path / "adapter")
     file = adapter / "adapter_model.safetensors"

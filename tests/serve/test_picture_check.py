@@ -54,7 +54,7 @@ def test_a_model_that_reads_only_text_is_not_asked_about_pictures() -> None:
     assert ask(reads_pictures=False) == []
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(("faults", "outcome"), [((), "pass"), (("blind",), "fail")])
 def test_the_kind_of_the_checkpoint_decides_whether_pictures_are_sent(
     tmp_path: Path, faults: tuple[str, ...], outcome: str

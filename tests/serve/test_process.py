@@ -175,7 +175,7 @@ def test_a_start_that_fails_for_any_reason_releases_the_gpus(
     assert released == ["GPUs"], "a lease is released once"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path, traces: Traces) -> None:
     launch = stand_in(traces, "--fault", "never ready", "--workers", "1")
     with ServerProcess(launch, tmp_path / "log", settings(startup_timeout=1)) as server:
@@ -187,7 +187,7 @@ def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path, traces: T
     assert traces.processes() == []
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_total_limit_ends_a_server_that_is_ready(tmp_path: Path, traces: Traces) -> None:
     with ServerProcess(stand_in(traces), tmp_path / "log", settings()) as server:
         server.await_ready()
@@ -230,7 +230,7 @@ def test_a_killed_supervisor_leaves_no_server(tmp_path: Path, traces: Traces) ->
     assert traces.files() == []
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_server_restarts_on_another_port_if_the_port_is_in_use(
     tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -249,7 +249,7 @@ def test_a_server_restarts_on_another_port_if_the_port_is_in_use(
     assert ports == []
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_nothing_survives_a_flow_that_is_killed(tmp_path: Path, traces: Traces) -> None:
     with flow(tmp_path / "log", traces, stand_in(traces, "--workers", "2")) as parent:
         assert parent.stdout is not None
@@ -263,7 +263,7 @@ def test_nothing_survives_a_flow_that_is_killed(tmp_path: Path, traces: Traces) 
     assert traces.files() == []
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_thirty_starts_stops_and_kills_at_random_moments_leave_nothing(tmp_path: Path, traces: Traces) -> None:
     chance = random.Random(6)
     urls = []

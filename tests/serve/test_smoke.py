@@ -45,7 +45,7 @@ def smoke(checkpoint: Path, log: Path, configured: ServeSettings) -> ServeVerdic
     return smoke_checkpoint(model_in(checkpoint), configured, SmokeSetup(find_server(configured, Path()), "cpu", log))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_good_checkpoint_is_served_and_passes(checkpoint: Path, tmp_path: Path) -> None:
     done: list[tuple[int, str]] = []
     configured = settings("--model", "{model}")
@@ -74,7 +74,7 @@ def test_a_good_checkpoint_is_served_and_passes(checkpoint: Path, tmp_path: Path
     assert verdict.summary().endswith(f"measured {today()}")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_static_failure_needs_no_server(checkpoint: Path, tmp_path: Path) -> None:
     missing_tensor(checkpoint)
     verdict = smoke(checkpoint, tmp_path / "server.log", settings())
@@ -82,7 +82,7 @@ def test_a_static_failure_needs_no_server(checkpoint: Path, tmp_path: Path) -> N
     assert not (tmp_path / "server.log").exists(), "no server was started"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("fault", "cause"),
     [
@@ -100,7 +100,7 @@ def test_a_server_that_dies_while_it_is_asked_is_the_models_failure(
     assert cause.rpartition(": ")[2] in (tmp_path / "server.log").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_server_that_hangs_is_the_models_failure(checkpoint: Path, tmp_path: Path) -> None:
     verdict = smoke(checkpoint, tmp_path / "server.log", settings("--fault", "silent", request_timeout=0.5))
     assert verdict.checks[-1].seen == "no answer in 0.5 s"
@@ -130,7 +130,7 @@ def test_a_server_that_cannot_start_here_says_nothing_about_the_model(
     assert failed.value.exit_code == 3
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_stage_runs_once_and_stores_the_log(checkpoint: Path, home: Path, prefect_api: None) -> None:
     configured = settings("--model", "{model}")
     server = server_of(configured, Path())
@@ -169,7 +169,7 @@ def test_parents_of_a_merge_that_is_refused_are_not_measured(checkpoint: Path, h
     assert served.parents == {}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_parents_are_measured_in_the_same_way_and_refuse_nothing(
     checkpoint: Path, tmp_path: Path, home: Path, prefect_api: None
 ) -> None:
@@ -191,8 +191,8 @@ def test_parents_are_measured_in_the_same_way_and_refuse_nothing(
     assert served.parents["broken"].measured == ServingCost()
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_a_cached_verdict_shows_its_original_measurements(
     checkpoint: Path, home: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -297,7 +297,7 @@ class TestCommand:
         monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "state"))
         monkeypatch.setenv("COLUMNS", "200")
 
-    @pytest.mark.slow
+    @pytest.mark.story
     def test_a_url_is_smoked_against_its_checkpoint(self, checkpoint: Path) -> None:
         with standing_in(Tiny(checkpoint)) as server:
             done = CliRunner().invoke(app, ["smoke", server.url, "--checkpoint", str(checkpoint)])
@@ -307,7 +307,7 @@ class TestCommand:
         assert " checks passed" in done.output
         assert re.search(r"throughput +\d+ tokens/s", done.output)
 
-    @pytest.mark.slow
+    @pytest.mark.story
     def test_a_checkpoint_is_served_and_its_numbers_stand_below_the_checks(self, checkpoint: Path) -> None:
         Path("profile.yaml").write_text(profile_that_serves("--model", "{model}"))
         done = CliRunner().invoke(app, ["smoke", str(checkpoint), "--profile", "profile.yaml"])
@@ -319,7 +319,7 @@ class TestCommand:
         ]  # fmt: skip
         assert today() in numbers
 
-    @pytest.mark.slow
+    @pytest.mark.story
     def test_the_log_of_a_dead_server_is_named(self, checkpoint: Path) -> None:
         Path("profile.yaml").write_text(profile_that_serves("--model", "{model}", "--fault", "swallows"))
         done = CliRunner().invoke(app, ["smoke", str(checkpoint), "--profile", "profile.yaml"])

@@ -75,7 +75,7 @@ def failures(verdict: ServeVerdict) -> dict[str, str]:
 
 # Only in the long suite: the tests with a zeroed norm and a wrong adapter sign already show that the running server
 # reveals a broken merge.
-@pytest.mark.long
+@pytest.mark.proof
 @pytest.mark.parametrize("variant", LIVE)
 def test_the_running_server_reveals_problems_that_static_checks_miss(
     merge: Path, reference: Reference, tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch

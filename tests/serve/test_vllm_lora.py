@@ -55,7 +55,7 @@ def smoke(merged: Model, adapter: Path, log: Path) -> ServeVerdict:
     return smoke_checkpoint(merged, SETTINGS, SmokeSetup(kind, "cpu", log), adapted_model=pinned(adapter))
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_an_adapter_is_served_as_lora_and_passes(adapter: Path, merged: Model, tmp_path: Path) -> None:
     verdict = smoke(merged, adapter, tmp_path / "server.log")
     assert verdict.way == "served as LoRA on its base: factors of rank 16, room for 16"
@@ -67,7 +67,7 @@ def test_an_adapter_is_served_as_lora_and_passes(adapter: Path, merged: Model, t
     assert str(merged.directory) not in log, "the merged model is what it is compared with, not what is served"
 
 
-@pytest.mark.long
+@pytest.mark.proof
 def test_an_adapter_with_the_wrong_sign_is_refused_by_parity(adapter: Path, merged: Model, tmp_path: Path) -> None:
     verdict = smoke(merged, negated(adapter, tmp_path / "negated"), tmp_path / "server.log")
     seen = {check.name: check.seen for check in verdict.failures}

@@ -78,7 +78,7 @@ def test_first_bytes_twice_as_slow_kill_the_candidate_after_200_requests() -> No
     assert kill_reason(failing, usual, RULE) is None, "how fast it failed says nothing"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_an_equal_candidate_is_rarely_killed_by_chance() -> None:
     """The switch is checked after every 20 of 4,000 requests, with a first-byte latency as under load (log sd 0.6)."""
     rng = np.random.default_rng(2)

@@ -22,7 +22,7 @@ from mergegate.tasks.shadow.records import open_records
 from mergegate.tasks.shadow.traffic import Recorder, ReplaySettings, ShadowProxy, open_redaction, read_traffic, replay
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 
 def demo_server() -> Any:
@@ -50,7 +50,7 @@ def served(who: Any) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("parent", "candidate", "status", "code"),
     [
-        pytest.param("reverser", "ties", "promoted", 0, marks=pytest.mark.long),
+        pytest.param("reverser", "ties", "promoted", 0, marks=pytest.mark.proof),
         ("ties", "lopsided", "rolled back", 3),
     ],
 )

@@ -49,7 +49,7 @@ def test_the_evidence_is_the_mean_capital_of_32_bets(scores: list[float], margin
     assert found.log_e_rollback == pytest.approx(math.log(wealth(scores, Fraction(1, 2), above=False)), abs=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @settings(max_examples=60)
 @given(
     scores=SCORES, shuffled=st.randoms(use_true_random=False), margins=st.tuples(st.floats(0.1, 49), st.floats(0.1, 49))

@@ -50,7 +50,7 @@ def test_a_win_survives_the_swap_and_equal_answers_need_no_judge(tmp_path: Path)
     assert found == {f"request-{n}": one for n, one in enumerate(wanted)}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @settings(max_examples=6)
 @for_all(deaths=st.lists(st.integers(1, 9), max_size=4))
 def test_an_unreliable_judge_gets_each_prompt_once(tmp_path_factory: pytest.TempPathFactory, deaths: list[int]) -> None:
@@ -103,7 +103,7 @@ def test_another_judge_starts_a_new_ledger_but_another_address_does_not(tmp_path
         assert len(moved.bodies) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("reliable", [True, False])
 def test_controls_are_judged_once_and_show_whether_the_judge_sees_damage(tmp_path: Path, reliable: bool) -> None:
     pairs = pairs_of(*[(f"a good one {n}", f"also good {n}") for n in range(30)])

@@ -18,7 +18,7 @@ from recorded_traffic import RecordedPair, Response, chat, pair, prefer_good_ans
 from watched_project import WatchedProject, rows, watched
 
 PROJECT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 
 def streams(watch: WatchedProject, count: int, *, wrong: int) -> list[RecordedPair]:
@@ -42,7 +42,7 @@ def look(watch: WatchedProject) -> subprocess.Popen[str]:
 
 @pytest.mark.parametrize(
     ("wrong", "code", "serving_now"),
-    [pytest.param(0, 0, "promoted", marks=pytest.mark.long), (5, 3, "rolled back")],
+    [pytest.param(0, 0, "promoted", marks=pytest.mark.proof), (5, 3, "rolled back")],
     ids=["good", "lopsided"],
 )
 def test_a_killed_look_resumes_without_repeating_judgments(

@@ -76,7 +76,7 @@ def told(result: Any) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_better_candidate_is_promoted_once(tmp_path: Path, prefect_api: None, judge: Asked, aliases: None) -> None:
     watch = watched(tmp_path, judge.url, rule=RULE, alias="production")
     watch.record(traffic(watch, 100, better=5), rows(watch.began, 100))
@@ -109,7 +109,7 @@ def test_a_better_candidate_is_promoted_once(tmp_path: Path, prefect_api: None, 
     assert alias_of(watch) == "before"
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_worse_candidate_is_rolled_back_with_its_losses_only_on_the_page(
     tmp_path: Path, prefect_api: None, judge: Asked
 ) -> None:
@@ -128,7 +128,7 @@ def test_a_worse_candidate_is_rolled_back_with_its_losses_only_on_the_page(
     assert (again.exit_code, told(again)["status"]) == (0, "nothing new")
 
 
-@pytest.mark.slow  # Runs several looks.
+@pytest.mark.story  # Runs several looks.
 def test_equal_answers_wait_for_both_minima_and_a_look_is_bounded(
     tmp_path: Path, prefect_api: None, judge: Asked
 ) -> None:
@@ -143,7 +143,7 @@ def test_equal_answers_wait_for_both_minima_and_a_look_is_bounded(
     assert judge.bodies == []
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_position_biased_judge_promotes_no_candidate(tmp_path: Path, prefect_api: None) -> None:
     with serving(lambda body: completion({"reasoning": "it is first", "verdict": "A"})) as first:
         watch = watched(tmp_path, first.url, rule={**RULE, "margin": 20.0})
@@ -153,7 +153,7 @@ def test_a_position_biased_judge_promotes_no_candidate(tmp_path: Path, prefect_a
     assert "the same judgment in both orders for only 0 % of the pairs" in told(result)["message"]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("failing", "first", "says"), [(0.2, 0.02, "requests failed"), (0.0, 0.5, "times slower")], ids=["fails", "slow"]
 )
@@ -168,7 +168,7 @@ def test_a_failing_or_slow_candidate_is_killed(
     assert "killed" in result.output
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_candidate_killed_by_the_proxy_is_reported_once(tmp_path: Path, prefect_api: None, judge: Asked) -> None:
     watch = watched(tmp_path, judge.url)
     watch.watch(serving="killed", why="the switch")
@@ -178,7 +178,7 @@ def test_a_candidate_killed_by_the_proxy_is_reported_once(tmp_path: Path, prefec
     assert "nothing new" in again.output
 
 
-@pytest.mark.slow  # Runs several looks.
+@pytest.mark.story  # Runs several looks.
 def test_promotion_requires_approval_and_records_who_gave_it(tmp_path: Path, prefect_api: None, judge: Asked) -> None:
     watch = watched(tmp_path, judge.url, rule=RULE, approval=True)
     watch.record(traffic(watch, 100, better=5), rows(watch.began, 100))

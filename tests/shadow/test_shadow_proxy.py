@@ -133,7 +133,7 @@ def test_too_many_concurrent_requests_get_a_retry_after(tmp_path: Path) -> None:
     assert "too many" in refused.json()["error"]["message"]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("fault", ["dead", "error"])
 def test_the_parent_replaces_a_failing_candidate_and_both_are_recorded(tmp_path: Path, fault: str) -> None:
     with running_proxy(tmp_path, candidate=fault, mode="split") as one:
@@ -218,7 +218,7 @@ class Failing:
         return open_records(database_url(self.place))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_clients_are_answered_without_a_database_and_lost_records_are_counted(tmp_path: Path) -> None:
     database = Failing(tmp_path)
     with running_proxy(tmp_path, connect=database) as one:
@@ -233,7 +233,7 @@ def test_clients_are_answered_without_a_database_and_lost_records_are_counted(tm
         assert len(list(records.pairs("v1"))) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_user_stays_on_one_arm_and_a_larger_share_only_adds_users(tmp_path: Path) -> None:
     answered: dict[float, dict[str, set[str]]] = {}
     for share in (0.3, 0.6):

@@ -30,7 +30,7 @@ def copied(exchange: str, **more: Any) -> ShadowRecord:
     return record(exchange, **{"role": "copy", "arm": "candidate", "request": b"", "response": b"other", **more})
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.slow)])
+@pytest.fixture(params=["sqlite", pytest.param("postgresql", marks=pytest.mark.story)])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path / 'records.sqlite'}"
@@ -65,7 +65,7 @@ def test_concurrent_starts_create_the_tables_once(url: str) -> None:
         assert list(records.pairs("v1")) == []
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_concurrent_proxies_wait_for_each_other_on_a_new_file(tmp_path: Path) -> None:
     with ThreadPoolExecutor(6) as pool:
         for number in range(15):

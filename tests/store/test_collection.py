@@ -308,7 +308,7 @@ def filled(home: Home) -> tuple[list[EntryName], list[EntryName]]:
     return needed, loose
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_collector_killed_at_any_call_leaves_no_partial_artifact(tmp_path: Path) -> None:
     original = Home(tmp_path / "original")
     needed, loose = filled(original)
@@ -355,10 +355,10 @@ class Project:
         return tuple(f"{name}@{self.revisions[name]}" for name in names)
 
 
-@pytest.mark.long
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "seed",
-    [pytest.param(0, marks=pytest.mark.slow), *(pytest.param(seed, marks=pytest.mark.long) for seed in (1, 3))],
+    [pytest.param(0, marks=pytest.mark.story), *(pytest.param(seed, marks=pytest.mark.proof) for seed in (1, 3))],
 )
 def test_a_hundred_runs_stay_within_the_quota(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The store stays within its quota and keeps everything that active runs, the champion or the last runs need.

@@ -124,8 +124,8 @@ def merge_on_a_failing_disk(parents: Path, merge: Callable[[str], object], numbe
     ("number", "every"),
     [
         (errno.ENOSPC, 7),
-        *(pytest.param(number, 5, marks=pytest.mark.slow) for number in DISK),
-        *(pytest.param(number, 1, marks=pytest.mark.long) for number in DISK),
+        *(pytest.param(number, 5, marks=pytest.mark.story) for number in DISK),
+        *(pytest.param(number, 1, marks=pytest.mark.proof) for number in DISK),
     ],
 )
 def test_a_merge_on_a_disk_that_fails_at_any_call_is_finished_by_the_next_one(

@@ -26,7 +26,7 @@ class Model(BaseModel):
     place: Annotated[Path, NotInKey]
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @given(st.dictionaries(st.text(), json_values))
 def test_the_order_of_a_mapping_does_not_matter(value: dict[str, object]) -> None:
     assert digest(value) == digest(dict(reversed(value.items())))

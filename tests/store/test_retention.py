@@ -60,7 +60,7 @@ def planned(entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule,
     return plan_retention(entries, needed_by(known, runs_that_count(known)), rule, NOW, other_bytes=beside)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @relaxed
 @given(stores(), runs, rules, st.integers(0, 10**9))
 def test_each_entry_is_decided_once_and_the_sizes_add_up(
@@ -73,7 +73,7 @@ def test_each_entry_is_decided_once_and_the_sizes_add_up(
     assert all(why for _, why in (*plan.removals, *plan.retained))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @relaxed
 @given(stores(), runs, rules)
 def test_entries_of_counting_runs_are_never_removed(
@@ -94,7 +94,7 @@ def test_entries_of_counting_runs_are_never_removed(
         assert not gone & set(run.used)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @relaxed
 @given(stores(), runs, rules)
 def test_the_quota_is_met_unless_needed_entries_exceed_it(
@@ -112,7 +112,7 @@ def test_the_quota_is_met_unless_needed_entries_exceed_it(
         assert plan.bytes_after <= rule.quota
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @relaxed
 @given(stores(), runs, rules)
 def test_only_as_many_least_recently_used_entries_as_necessary_are_removed(

@@ -118,8 +118,8 @@ def flaky(machine: Machine, at: int) -> Flaky:
     return failing
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stride", [pytest.param(4, id="some"), pytest.param(1, id="each", marks=pytest.mark.slow)])
+@pytest.mark.story
+@pytest.mark.parametrize("stride", [pytest.param(4, id="some"), pytest.param(1, id="each", marks=pytest.mark.story)])
 def test_a_run_survives_any_failed_request_and_uses_no_incomplete_artifact(
     tmp_path: Path, address: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, stride: int
 ) -> None:
@@ -278,7 +278,7 @@ def test_one_of_many_concurrent_workers_acquires_the_lease(tmp_path: Path) -> No
             lease.release()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_three_concurrent_workers_build_each_artifact_once(tmp_path: Path, address: str) -> None:
     count = tmp_path / "count"
     workers = [worker(tmp_path / str(number), address, count) for number in range(3)]
@@ -295,7 +295,7 @@ def test_three_concurrent_workers_build_each_artifact_once(tmp_path: Path, addre
     assert len(count.read_text().split()) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_lease_of_a_killed_worker_passes_to_the_next(tmp_path: Path, address: str) -> None:
     count = tmp_path / "count"
     killed = worker(tmp_path / "1", address, count, "kill", lease_s=0.5)
@@ -318,7 +318,7 @@ def bucket() -> Iterator[Any]:
         yield there
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_bucket_can_be_the_shared_store(tmp_path: Path, bucket: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(PROJECT / "tests" / "publish")
     with bucket.found_by_clients(monkeypatch):

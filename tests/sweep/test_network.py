@@ -85,7 +85,7 @@ def linear(weight: float, **more: Any) -> dict[str, Any]:
     return {"merge_method": "linear", "models": models, **more}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize("tied", [False, True])
 def test_candidates_are_copied_into_the_first_network(tmp_path: Path, tied: bool) -> None:
     study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=tied))
@@ -104,7 +104,7 @@ def test_another_weight_format_needs_a_new_network(tmp_path: Path) -> None:
     assert study.network.loaded.network.dtype == torch.bfloat16
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_another_layer_count_needs_a_new_network(tmp_path: Path) -> None:
     study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS))
     cut = [{"sources": [{"model": "a", "layer_range": [0, 2]}]}, {"sources": [{"model": "b", "layer_range": [0, 3]}]}]

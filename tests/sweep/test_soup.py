@@ -327,7 +327,7 @@ def simulation() -> ModuleType:
     return load_benchmark("soup_simulation")
 
 
-@pytest.mark.parametrize("soups", [60, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("soups", [60, pytest.param(300, marks=pytest.mark.story)])
 def test_false_inclusions_are_as_rare_as_stated(simulation: ModuleType, soups: int) -> None:
     """At the confidence 0.9, at most one soup in ten has a false inclusion. Most plain greedy soups have one."""
     found = simulation.run(simulation.SCENARIOS["useless, exact match"], soups, confidence=0.9)
@@ -336,7 +336,7 @@ def test_false_inclusions_are_as_rare_as_stated(simulation: ModuleType, soups: i
     assert sum(one.is_wrong for one in found) <= binom.ppf(0.999, soups, 0.1)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_useful_models_are_kept(simulation: ModuleType) -> None:
     found = simulation.run(simulation.SCENARIOS["mixed, log-likelihood"], 8)
     assert sum(one.is_confirmed for one in found) >= 5

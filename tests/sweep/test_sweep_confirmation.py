@@ -133,7 +133,7 @@ def test_tasks_are_weighted() -> None:
     assert one.terms[1].gain == 0
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_false_confirmations_are_within_the_configured_error() -> None:
     rng = np.random.default_rng(5)
     runs, wrong = 250, 0
@@ -193,7 +193,7 @@ def test_the_chance_that_both_are_right_matches_the_bivariate_normal(right: floa
     assert both_right(right, 0.6) == pytest.approx(pair.cdf([norm.ppf(right)] * 2), abs=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_forecast_power_matches_the_test() -> None:
     """The forecast matches simulated winners and two known values.
 

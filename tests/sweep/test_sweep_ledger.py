@@ -121,7 +121,7 @@ with open_ledger(KEY, "s", root=Path(sys.argv[1])) as ledger:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_every_acknowledged_record_survives_a_kill(tmp_path: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent)], stdout=subprocess.PIPE, cwd=PROJECT
@@ -141,7 +141,7 @@ def _second(directory: str, events: Any) -> None:
         events.put(len(ledger))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_second_sweep_waits_and_then_finds_all_records(tmp_path: Path) -> None:
     context = get_context("spawn")
     events = context.Queue()

@@ -63,7 +63,7 @@ def proposed_points(sampler: Sampler, space: Space, generations: int, objectives
 
 
 @pytest.mark.parametrize("name", SPACES)
-@pytest.mark.parametrize("kind", ["cma", "random", "tpe", "nsga2", pytest.param("gp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["cma", "random", "tpe", "nsga2", pytest.param("gp", marks=pytest.mark.story)])
 def test_the_same_results_in_the_same_order_give_the_same_points(kind: str, name: str) -> None:
     if kind == "gp" and name != "one":
         pytest.skip("seconds each")
@@ -139,7 +139,7 @@ def test_evolution_restarts_with_twice_the_population_when_it_has_converged() ->
     assert sizes == sorted(sizes)
 
 
-@pytest.mark.parametrize("kind", ["cma", "tpe", pytest.param("gp", marks=pytest.mark.slow), "nsga2"])
+@pytest.mark.parametrize("kind", ["cma", "tpe", pytest.param("gp", marks=pytest.mark.story), "nsga2"])
 def test_a_constraint_keeps_the_search_out_of_the_infeasible_region(kind: str) -> None:
     space = SPACES["floats"] if kind == "nsga2" else SPACES["one"]
     name = space.coordinates[0].name

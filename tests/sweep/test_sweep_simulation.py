@@ -16,8 +16,8 @@ def simulation() -> ModuleType:
     return load_benchmark("sweep_simulation")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("sweeps", [40, pytest.param(100, marks=pytest.mark.slow)])
+@pytest.mark.story
+@pytest.mark.parametrize("sweeps", [40, pytest.param(100, marks=pytest.mark.story)])
 def test_95_of_100_sweeps_of_noise_confirm_no_candidate(simulation: ModuleType, sweeps: int) -> None:
     one = simulation.lies(
         simulation.KINDS["exact match, wide"], sweeps, {"search": 100, "confirmation": 400}, budget={"trials": 20}

@@ -85,7 +85,7 @@ def network_now() -> Any:
 # Contents of the network
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_network_after_a_trial_equals_the_written_merge(setting: TrialSetting, tmp_path: Path) -> None:
     score_trial(setting, TrialRequest(ties()))
     models = [{"model": one["model"]} for one in ties()["models"]]
@@ -103,7 +103,7 @@ def test_the_network_after_a_trial_equals_the_written_merge(setting: TrialSettin
 # Scores
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_log_likelihoods_equal_those_of_lm_eval(work: Path, tmp_path: Path) -> None:
     metric_keys = [MetricKey(task, "log_likelihood") for task in ("reverse", "choices", "few_shot", "written")]
     metric_keys += [MetricKey("choices", "probability"), MetricKey("reverse", "probability")]
@@ -129,7 +129,7 @@ def test_log_likelihoods_equal_those_of_lm_eval(work: Path, tmp_path: Path) -> N
                     assert table[MetricKey("reverse", "probability")][position] == pytest.approx(sure, abs=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_entropies_equal_a_direct_computation(work: Path, tmp_path: Path) -> None:
     """They match a reference that reads each answer alone, with all probabilities in float64.
 
@@ -199,7 +199,7 @@ def test_scores_equal_those_of_the_evaluation_stage(many: TrialSetting, merged: 
     assert 0 < np.mean(expected) <= 1
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_held_out_text_is_read_like_in_the_perplexity_stage(work: Path, tmp_path: Path) -> None:
     windows = WindowSettings(max_length=24, batch_size=4)
     setting = setting_of(work, [MetricKey(TEXT, "log_likelihood")], windows=windows)
@@ -234,7 +234,7 @@ def test_an_unmerged_parent_scores_like_in_the_evaluation_stage(work: Path) -> N
         setting.parent_request("revesrer")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_the_change_is_measured_from_the_base(setting: TrialSetting, tmp_path: Path) -> None:
     for number in range(2):  # the first merge is loaded from files, the second is copied in
         change = score_trial(replace(setting, base="base"), TrialRequest(ties())).change
@@ -269,7 +269,7 @@ def test_the_seed_of_random_masks_changes_the_score(setting: TrialSetting) -> No
     )
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_dropped_candidate_has_the_same_scores_on_the_first_documents(setting: TrialSetting) -> None:
     looks = (0.2, 0.5, 1.0)
     own = replace(setting, looks=looks)
@@ -363,8 +363,8 @@ def in_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     end_model_process()
 
 
-@pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.proof
+@pytest.mark.story
 def test_the_score_does_not_depend_on_the_process(
     setting: TrialSetting, in_child: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

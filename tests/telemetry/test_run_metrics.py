@@ -76,7 +76,7 @@ class TestTextFile:
         write_text_file(file, run_metrics(run().model_copy(update={"scores": ()})))
         assert not [name for name, _ in parse_text_file(file) if "score" in name]
 
-    @pytest.mark.slow
+    @pytest.mark.story
     @given(st.lists(st.tuples(NAMES, st.sampled_from(["released", "refused"])), min_size=1, max_size=6))
     @settings(max_examples=25)
     def test_every_run_is_counted_once_for_any_profile_name(

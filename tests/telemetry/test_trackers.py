@@ -67,7 +67,7 @@ def test_a_missing_or_failing_wandb_logs_a_warning(
     assert "could not send this run to Weights & Biases: no key" in caplog.text
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_wandb_writes_the_run_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     wandb = pytest.importorskip("wandb", reason="an extra: pip install 'mergegate[wandb]'")
     monkeypatch.setenv("WANDB_MODE", "offline")

@@ -364,7 +364,7 @@ def fake_quantize(inputs: torch.Tensor, scheme: str) -> torch.Tensor:
     return (inputs / scales).round().clamp(-128, 127) * scales
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("scheme", "tolerance"), [("W4A16", 1e-6), ("W8A16", 1e-6), ("W8A8", 1e-3), ("W4A8", 1e-3), ("FP8_DYNAMIC", 1e-5)]
 )
@@ -417,7 +417,7 @@ NO_KERNEL = "ValueError: Failed to find a kernel that can implement the WNA16 li
 WRONG_SIZE = "ValueError: Weight output_partition_size = 64 is not divisible by weight quantization block_n = 128."
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("home", "prefect_api")
 @pytest.mark.parametrize(("cause", "outcome"), [(NO_KERNEL, "not offered"), (WRONG_SIZE, "fail")])
 def test_a_scheme_that_this_build_of_the_server_lacks_is_not_offered(
@@ -485,7 +485,7 @@ def quantize(merge: Path, out: Path, scheme: str, quantizer: Quantizer, text: Ca
 @pytest.mark.variants
 @pytest.mark.parametrize(
     ("family", "scheme", "calibrated"),
-    [("llama", "FP8_DYNAMIC", False), pytest.param("qwen2", "W4A16", True, marks=pytest.mark.long)],
+    [("llama", "FP8_DYNAMIC", False), pytest.param("qwen2", "W4A16", True, marks=pytest.mark.proof)],
 )
 def test_llm_compressor_builds_the_same_bytes_twice(
     family: Family, scheme: str, calibrated: bool, quantizer: Quantizer, merges: dict[Family, Path], tmp_path: Path
@@ -502,8 +502,8 @@ def test_llm_compressor_builds_the_same_bytes_twice(
     ("family", "scheme", "calibrated"),
     [
         ("qwen2", "W8A8", False),
-        pytest.param("mixtral", "W4A16", False, marks=pytest.mark.long),
-        pytest.param("llama", "FP8", True, marks=pytest.mark.long),
+        pytest.param("mixtral", "W4A16", False, marks=pytest.mark.proof),
+        pytest.param("llama", "FP8", True, marks=pytest.mark.proof),
     ],
 )
 def test_llm_compressor_builds_what_the_checks_expect(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from variant_projects import DIES, PROFILE, REAL, Project, files_of, run_process, variant_project
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.story
 
 ROUNDED = ({"format": "rounded", "bits": 8},)
 # Cheap ones first: each run continues after the stages that the runs before it completed.
@@ -23,7 +23,7 @@ REAL_MOMENTS = (
 
 
 @pytest.mark.parametrize(
-    "moments", [("stage:variant", "publish:tiny"), pytest.param(ROUNDED_MOMENTS, marks=pytest.mark.long)]
+    "moments", [("stage:variant", "publish:tiny"), pytest.param(ROUNDED_MOMENTS, marks=pytest.mark.proof)]
 )
 @pytest.mark.usefixtures("rounded_variants")
 def test_killed_at_one_moment_after_the_other_the_published_variants_are_byte_identical(
@@ -32,7 +32,7 @@ def test_killed_at_one_moment_after_the_other_the_published_variants_are_byte_id
     require_same_bytes(tmp_path, ROUNDED, moments)
 
 
-@pytest.mark.long
+@pytest.mark.proof
 @pytest.mark.variants
 @pytest.mark.usefixtures("gguf_python", "quantize_python")
 def test_killed_inside_a_converter_a_quantizer_or_llama_cpp_the_published_variants_are_byte_identical(

@@ -140,7 +140,7 @@ def test_the_end_of_the_process_is_an_error_that_names_file_and_cause(
     assert str(raised.value).startswith(str(path))
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_process_that_exceeds_its_time_is_stopped_with_its_children(environment: Environment, tmp_path: Path) -> None:
     deed = (
         "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"

@@ -42,7 +42,7 @@ def test_without_the_fixture_the_format_is_unknown() -> None:
         rounded()
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("rounded_variants")
 def test_a_child_process_accepts_the_format_too() -> None:
     script = "from mergegate.flows.profile import parse_profile; "
@@ -62,7 +62,7 @@ def test_rounding_changes_a_weight_by_at_most_half_a_step(bits: int) -> None:
     assert torch.equal(round_rows(weights[0], bits), weights[0])
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("rounded_variants", "prefect_api")
 def test_building_twice_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first, again = (built(rounded(), tmp_path / state, monkeypatch)[1] for state in ("first", "again"))
@@ -71,7 +71,7 @@ def test_building_twice_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest
     assert set(first.value.files) == set(first.files) - {"value.json"}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 @pytest.mark.usefixtures("rounded_variants", "prefect_api")
 @pytest.mark.parametrize("fault", get_args(Fault))
 def test_every_fault_is_visible(fault: Fault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

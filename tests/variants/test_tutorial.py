@@ -14,7 +14,7 @@ if (folder := str(PROJECT / "tests" / "flows")) not in sys.path:
 from walkthrough import blocks_of, reader  # noqa: E402  # in tests/flows
 
 
-@pytest.mark.long  # two minutes; other tests release with the real quantizers
+@pytest.mark.proof  # two minutes; other tests release with the real quantizers
 @pytest.mark.variants
 @pytest.mark.usefixtures("gguf_python", "quantize_python")
 def test_the_tutorial_about_variants_works_as_written(tmp_path: Path) -> None:

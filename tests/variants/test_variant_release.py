@@ -85,7 +85,7 @@ def own(released: tuple[str, Path, dict[str, Any]], tmp_path: Path) -> tuple[str
     return kind, Project(tmp_path / "project")
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_good_variants_are_published_with_their_verdicts(released: tuple[str, Path, dict[str, Any]]) -> None:
     kind, root, outcome = released
     verdicts = verdicts_of(outcome)
@@ -97,7 +97,7 @@ def test_good_variants_are_published_with_their_verdicts(released: tuple[str, Pa
     assert {name for one in outcome["variants"] for name in one["types"]} == set(GOOD[kind])
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_bad_optional_variant_is_named_with_its_reason_and_not_published(
     released: tuple[str, Path, dict[str, Any]],
 ) -> None:
@@ -112,7 +112,7 @@ def test_a_bad_optional_variant_is_named_with_its_reason_and_not_published(
     assert "R7" not in page  # the release of the merge does not mention its variants
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_second_run_says_nothing_new_and_starts_no_process(own: tuple[str, Project]) -> None:
     _, project = own
     before = files_of(project.root / "releases")
@@ -143,7 +143,7 @@ def test_verify_notices_one_changed_byte_of_a_variant_and_reproduce_makes_its_we
             assert weights.name in refused.output
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_failed_required_variant_refuses_the_release_and_nothing_is_published(
     registered: None, prefect_api: None, tmp_path: Path
 ) -> None:
@@ -162,7 +162,7 @@ def test_a_failed_required_variant_refuses_the_release_and_nothing_is_published(
     assert published_places(project) == {"tiny", "tiny-Rounded"}
 
 
-@pytest.mark.slow
+@pytest.mark.story
 def test_a_reason_that_names_a_file_in_the_store_does_not_keep_the_good_variants_from_being_published(
     registered: None, prefect_api: None, tmp_path: Path
 ) -> None:
@@ -175,8 +175,10 @@ def test_a_reason_that_names_a_file_in_the_store_does_not_keep_the_good_variants
     assert str(tmp_path) not in page
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.story
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.proof), pytest.param(2, marks=pytest.mark.proof)]
+)
 def test_every_damaged_variant_is_refused_with_a_reason_and_only_the_intact_one_is_published(
     registered: None, prefect_api: None, tmp_path: Path, seed: int
 ) -> None:
@@ -193,7 +195,9 @@ def test_every_damaged_variant_is_refused_with_a_reason_and_only_the_intact_one_
 
 @pytest.mark.variants
 @pytest.mark.usefixtures("gguf_python", "registered", "prefect_api")
-@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long), pytest.param(2, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "seed", [0, pytest.param(1, marks=pytest.mark.proof), pytest.param(2, marks=pytest.mark.proof)]
+)
 def test_every_damaged_gguf_file_is_refused_with_a_reason_and_only_the_intact_one_is_published(
     tmp_path: Path, seed: int
 ) -> None:

@@ -93,7 +93,7 @@ EVERY_METHOD = [
     *sampled_rows(
         [("qwen3_moe", method) for method in METHODS],
         [("qwen3_moe", "ties"), ("qwen3_moe", "slerp")],
-        pytest.mark.long,
+        pytest.mark.proof,
     ),
 ]
 

@@ -29,7 +29,7 @@ from mergegate.tasks.merge.stage import router_distances
 FAMILIES = tuple(mixtures.FAMILIES)
 # Per-expert, grouped, and transposed with biases; the other families run in the slow suite.
 FEW = ("mixtral", "glm4_moe", "gpt_oss")
-TRIED = [pytest.param(family, marks=[] if family in FEW else pytest.mark.slow) for family in FAMILIES]
+TRIED = [pytest.param(family, marks=[] if family in FEW else pytest.mark.story) for family in FAMILIES]
 # GLM-4-MoE has two groups of two experts here. This order permutes both the groups and the experts within them.
 ORDERS = {"glm4_moe": (3, 2, 0, 1)}
 

@@ -11,7 +11,7 @@ import pytest
 
 from mergegate.merge_core.checkpoint import render_header
 
-pytestmark = pytest.mark.long
+pytestmark = pytest.mark.proof
 
 EXPERTS, WIDE, HIDDEN = 128, 4096, 4096  # In bfloat16, the gate and up projections take 8.6 GB.
 MERGE = r"""

@@ -98,7 +98,7 @@ def made(root: Path, content: dict[str, Any], out: Path, *, seed: int = 0, **set
     return out
 
 
-@pytest.mark.parametrize("per_token", [1, pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("per_token", [1, pytest.param(2, marks=pytest.mark.story), 4])
 @pytest.mark.parametrize(("name", "output"), PAIRS)
 def test_equal_experts_compute_what_the_dense_model_computes(
     models: Path, tmp_path: Path, name: str, output: str, per_token: int
