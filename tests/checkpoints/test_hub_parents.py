@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from pathlib import Path
 
+import httpx
 import pytest
-from hub_family import RECIPE, go_offline, header_sizes
+from hub_family import RECIPE, go_offline, header_sizes, mergegate
 from hub_look_alike import READER, WRITER, Fault, LookAlike
 
 from mergegate.merge_core import load_recipe, open_checkpoint
@@ -35,13 +38,7 @@ def linear(*models: str) -> str:
     return f"merge_method: linear\nmodels: [{listed}]\n"
 
 
-def test_only_headers_of_weights_are_requested(online: LookAlike, models: Path) -> None:
-    for parent in found_of().values():
-        open_parent(parent)
-    assert online.sent == header_sizes(models)
-
-
-def test_a_remote_checkpoint_equals_the_local_one(online: LookAlike, models: Path) -> None:
+def test_a_remote_checkpoint_equals_the_local_one_by_its_headers_alone(online: LookAlike, models: Path) -> None:
     for name, parent in found_of().items():
         remote, local = open_parent(parent), open_checkpoint(models / name)
         assert remote.config == local.config
@@ -50,6 +47,20 @@ def test_a_remote_checkpoint_equals_the_local_one(online: LookAlike, models: Pat
             for one in (remote, local)
         ]
         assert shapes[0] == shapes[1]
+    assert online.sent == header_sizes(models)
+
+
+def test_a_plan_of_remote_files_is_the_plan_of_local_files(online: LookAlike, models: Path, tmp_path: Path) -> None:
+    def plan(recipe: str) -> tuple[object, int]:
+        (tmp_path / "recipe.yaml").write_text(recipe)
+        arguments = ("plan", str(tmp_path / "recipe.yaml"), "--json", "--no-probe", "--out", str(tmp_path / "out"))
+        answer = json.loads(mergegate(*arguments).stdout)
+        return answer["needs"], answer["bytes_to_download"]
+
+    needs, nothing = plan(RECIPE.replace("acme/", f"{models}/"))
+    weights = sum(file.stat().st_size for file in models.glob("*/model*.safetensors"))
+    assert nothing == 0
+    assert plan(RECIPE) == plan(RECIPE) == (needs, weights)
 
 
 def test_a_parent_is_pinned_to_the_commit_of_its_branch(online: LookAlike) -> None:
@@ -99,7 +110,7 @@ def test_files_of_a_commit_are_requested_once(online: LookAlike) -> None:
     assert not any("/resolve/" in entry.path for entry in online.log)
 
 
-def test_an_offline_branch_is_refused_and_the_cached_commit_is_suggested(
+def test_offline_only_cached_commits_are_accepted_and_one_is_suggested_for_a_branch(
     online: LookAlike, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commit = found_of()["math"].revision
@@ -108,13 +119,9 @@ def test_an_offline_branch_is_refused_and_the_cached_commit_is_suggested(
     assert isinstance(error, InvalidInput)
     assert "HF_HUB_OFFLINE forbids" in error.found
     assert f"acme/math@{commit}" in error.remedy
-
-
-def test_an_uncached_commit_is_reported_offline(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
-    go_offline(monkeypatch)
-    error = problem(linear(f"acme/math@{'0' * 40}"))
-    assert isinstance(error, InvalidInput)
-    assert "nor complete in the Hub's cache" in error.found
+    uncached = problem(linear(f"acme/math@{'0' * 40}"))
+    assert isinstance(uncached, InvalidInput)
+    assert "nor complete in the Hub's cache" in uncached.found
 
 
 def test_missing_headers_are_reported_offline(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -124,7 +131,7 @@ def test_missing_headers_are_reported_offline(online: LookAlike, monkeypatch: py
         open_parent(parent)
 
 
-def test_the_error_of_a_gated_repository_names_its_page(online: LookAlike) -> None:
+def test_the_error_of_a_gated_repository_names_its_page(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
     online.repositories["acme/math"].gated = "manual"
     error = problem(RECIPE)
     assert isinstance(error, InvalidInput)  # The user named a repository without the token that it needs.
@@ -132,6 +139,8 @@ def test_the_error_of_a_gated_repository_names_its_page(online: LookAlike) -> No
     assert error.found == "the repository is gated, and HF_TOKEN is not set"
     assert f"{online.url}/acme/math" in error.remedy
     assert "HF_TOKEN" in error.remedy
+    monkeypatch.setenv("HF_TOKEN", READER)
+    open_parent(found_of()["math"])
 
 
 def test_revoked_access_is_noticed_although_small_files_are_cached(online: LookAlike) -> None:
@@ -143,12 +152,6 @@ def test_revoked_access_is_noticed_although_small_files_are_cached(online: LookA
 def test_a_hub_without_auth_check_is_accepted(online: LookAlike) -> None:
     online.set_faults([Fault("fail", path="/auth-check", status=404, times=1000)])
     assert len(found_of()) == 3
-
-
-def test_a_gated_repository_with_access_can_be_read(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
-    online.repositories["acme/math"].gated = "manual"
-    monkeypatch.setenv("HF_TOKEN", READER)
-    open_parent(found_of()["math"])
 
 
 def test_the_error_of_a_private_repository_asks_for_a_token(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,18 +184,24 @@ def test_an_unknown_token_is_reported_once(online: LookAlike, monkeypatch: pytes
     assert "hf_expired" not in str(error)
 
 
-def test_a_missing_branch_is_reported(online: LookAlike) -> None:
-    error = problem(linear("acme/math@v7"))
-    assert isinstance(error, InvalidInput)
-    assert error.where == "acme/math@v7"
-    assert "no such branch, tag or commit" in error.found
-
-
-def test_a_repository_without_a_model_is_reported(online: LookAlike, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "found"),
+    [
+        ("acme/math@v7", "no such branch, tag or commit"),
+        ("acme/maths", "neither a local directory nor a Hub repository"),
+        ("acme/notes", "the repository has no config.json"),
+    ],
+)
+def test_a_model_that_the_hub_does_not_have_is_reported(
+    online: LookAlike, tmp_path: Path, model: str, found: str
+) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "empty" / "notes.json").write_text("{}")
     online.add_model("acme/notes", tmp_path / "empty")
-    assert problem(linear("acme/notes")).found == "the repository has no config.json"
+    error = problem(linear(model))
+    assert isinstance(error, InvalidInput)
+    assert error.where == model
+    assert found in error.found
 
 
 def test_all_problems_of_parents_are_reported(online: LookAlike) -> None:
@@ -206,20 +215,26 @@ def test_all_problems_of_parents_are_reported(online: LookAlike) -> None:
         resolve_parents(recipe)
 
 
-@pytest.mark.parametrize("status", [429, 500, 503])
-def test_a_hub_with_server_errors_is_refused(online: LookAlike, status: int) -> None:
-    online.set_faults([Fault("fail", path="/api/models", status=status, times=1000)])
-    error = problem(linear("acme/math"))
+@pytest.mark.parametrize(
+    ("fault", "found"),
+    [
+        *((Fault("fail", path="/api/models", status=status, times=1000), str(status)) for status in (429, 500, 503)),
+        (Fault("drop", times=1000), "the Hub does not serve it: Server disconnected"),
+        (None, "the Hub does not serve it"),
+    ],
+)
+def test_a_failing_hub_is_refused(
+    online: LookAlike, monkeypatch: pytest.MonkeyPatch, fault: Fault | None, found: str
+) -> None:
+    online.set_faults([fault] if fault else [])
+    with socket.socket() as taken:  # A port without a listener.
+        taken.bind(("127.0.0.1", 0))
+        if fault is None:
+            monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
+        error = problem(linear("acme/math"))
     assert isinstance(error, Refused)
-    assert str(status) in error.found
+    assert found in error.found
     assert "run again later" in error.remedy
-
-
-def test_a_hub_that_closes_connections_is_refused(online: LookAlike) -> None:
-    online.set_faults([Fault("drop", times=1000)])
-    error = problem(linear("acme/math"))
-    assert isinstance(error, Refused)
-    assert "the Hub does not serve it: Server disconnected" in error.found
 
 
 def test_a_hub_that_serves_no_headers_is_refused(online: LookAlike) -> None:
@@ -227,6 +242,30 @@ def test_a_hub_that_serves_no_headers_is_refused(online: LookAlike) -> None:
     online.set_faults([Fault("fail", path="/resolve/", status=502, times=1000)])
     with pytest.raises(Refused, match="502"):
         open_parent(parent)
+
+
+def test_a_server_without_ranges_is_refused_before_it_sends_weights(
+    online: LookAlike, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read(response: httpx.Response) -> bytes:
+        assert response.is_redirect
+        return original(response)
+
+    parent, original = found_of(linear("acme/math"))["math"], httpx.Response.read
+    online.set_faults([Fault("fail", path="/_storage", status=200)])
+    monkeypatch.setattr(httpx.Response, "read", read)
+    with pytest.raises(InvalidInput, match="ranged read with status 200"):
+        open_parent(parent)
+
+
+def test_remote_weights_that_are_shorter_than_their_header_declares_are_refused(
+    online: LookAlike, models: Path
+) -> None:
+    file = models / "code" / "model.safetensors"
+    os.truncate(file, file.stat().st_size - 1)
+    online.add_model("acme/code", models / "code")
+    with pytest.raises(InvalidInput, match="truncated"):
+        open_parent(found_of()["code"])
 
 
 def test_remote_pickled_weights_are_refused(online: LookAlike, models: Path) -> None:
@@ -253,5 +292,5 @@ def test_the_token_is_sent_to_the_hub_and_not_to_storage(online: LookAlike, monk
     monkeypatch.setenv("HF_TOKEN", WRITER)
     for parent in found_of().values():
         open_parent(parent)
-    assert {entry.path.startswith("/_storage") for entry in online.log if entry.authorised} == {False}
-    assert any(entry.path.startswith("/_storage") for entry in online.log)
+    assert {entry.path.startswith("/_storage") for entry in online.log} == {True, False}
+    assert all(entry.authorised != entry.path.startswith("/_storage") for entry in online.log)
