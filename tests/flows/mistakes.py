@@ -6,24 +6,21 @@ are in ``golden/mistakes.txt`` for human review.
 
 from __future__ import annotations
 
-import copy
 import json
+import os
+import re
 import shutil
 import struct
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 from demo_project import PROFILES
+from safetensors.torch import load_file, save_file
 
-Files = Mapping[str, str]
-Change = Callable[[Path], None]  # takes the mistake's directory
-
-
-def nothing(_: Path) -> None:
-    """Change nothing."""
+Change = Callable[[Path], object]  # takes the mistake's directory, or that of the changed checkpoint
 
 
 @dataclass(frozen=True)
@@ -41,8 +38,8 @@ class Mistake:
 
     kind: str
     name: str
-    files: Files
-    change: Change = nothing
+    files: Mapping[str, str] = field(default_factory=dict)
+    change: Change | None = None
     command: tuple[str, ...] = ("check", "profile.yaml")
 
     @property
@@ -56,40 +53,40 @@ class Mistake:
         for name, text in self.files.items():
             (place / name).parent.mkdir(parents=True, exist_ok=True)
             (place / name).write_text(text)
-        self.change(place)
+        if self.change:
+            self.change(place)
 
 
-RECIPE: dict[str, Any] = {
-    "merge_method": "linear",
-    "models": [
-        {"model": "demo/models/reverser", "parameters": {"weight": 0.5}},
-        {"model": "demo/models/shifter", "parameters": {"weight": 0.5}},
-    ],
-}
+def of_models(*models: str, **parameters: Any) -> list[dict[str, Any]]:
+    return [{"model": model, "parameters": {"weight": 0.5, **parameters}} for model in models]
+
+
+REVERSER, SHIFTER = "demo/models/reverser", "demo/models/shifter"
+RECIPE: dict[str, Any] = {"merge_method": "linear", "models": of_models(REVERSER, SHIFTER)}
 TIES: dict[str, Any] = {
     "merge_method": "ties",
     "base_model": "demo/models/base",
-    "models": [{"model": "demo/models/reverser", "parameters": {"weight": 1.0, "density": 0.5}}],
+    "models": [{"model": REVERSER, "parameters": {"weight": 1.0, "density": 0.5}}],
 }
 # The interpreter is missing on every machine, whether or not the environment of llama.cpp is installed.
 GGUF: dict[str, Any] = {"format": "gguf", "types": ["Q4_K_M"], "python": "nowhere/bin/python"}
 REGMEAN: dict[str, Any] = {
     "merge_method": "regmean",
-    "models": [
-        {"model": "demo/models/reverser", "text": "demo/data/texts/reverser.jsonl"},
-        {"model": "demo/models/shifter", "text": "demo/data/texts/shifter.jsonl"},
-    ],
+    "models": [{"model": f"demo/models/{it}", "text": f"demo/data/texts/{it}.jsonl"} for it in ("reverser", "shifter")],
 }
 ROUND: dict[str, Any] = {"base_model": "demo/models/base", "clients": ["clients/*"], "at_least": 2}
-MERGES = ("merge", "recipe.yaml", "out")
+DIRECTORY = {"to": "directory", "path": "releases"}
 PROFILE: dict[str, Any] = {
     "name": "support",
     "recipe": RECIPE,
     "perplexity": {"documents": "demo/data/held-out.jsonl", "max_increase": "5%"},
-    "publish": {"to": "directory", "path": "releases"},
+    "publish": DIRECTORY,
 }
+HELD_OUT = {"documents": "held-out.jsonl"}
 GUARD: dict[str, Any] = {"task": "demo/tasks/copy.yaml", "guarded_by": "reverser", "max_drop": 3}
+OBJECTIVE = [{"task": "demo/tasks/copy.yaml"}]
 IN_MESSAGES: dict[str, Any] = {"tasks": [{**GUARD, "guarded_by": "shifter"}], "chat_template": True}
+ACCURACY: dict[str, Any] = {"metric": "acc", "aggregation": "mean", "higher_is_better": True}
 TASK: dict[str, Any] = {
     "task": "echo",
     "dataset_path": "json",
@@ -99,43 +96,40 @@ TASK: dict[str, Any] = {
     "doc_to_text": "{{prompt}}",
     "doc_to_target": "{{answer}}",
     "target_delimiter": "",
-    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
+    "metric_list": [ACCURACY],
 }
-F1: dict[str, Any] = {"metric": "f1", "aggregation": "mean", "higher_is_better": True}
-FREE: dict[str, Any] = {
-    "output_type": "generate_until",
-    "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
-}
-GROUP: dict[str, Any] = {
-    "task": [TASK],
-    "group": "echoes",
-    "aggregate_metric_list": [{"metric": "acc", "weight_by_size": False}],
-}
+FREE: dict[str, Any] = {"output_type": "generate_until", "metric_list": [{**ACCURACY, "metric": "exact_match"}]}
+GROUP = {"task": [TASK], "group": "echoes", "aggregate_metric_list": [{"metric": "acc", "weight_by_size": False}]}
 RETRIEVAL = {"kind": "retrieval", "data": "queries.jsonl"}
 TWICE = {**GUARD, "task": {**RETRIEVAL, "metric": "mrr"}, "name": "queries-mrr"}
-QUERIES = "".join(
-    json.dumps({"query": f"find {number}", "positives": [f"a {number}"], "negatives": ["a stone"]}) + "\n"
-    for number in range(200)
-)
-DATA = "".join(json.dumps({"prompt": f"say {word}:", "answer": word}) + "\n" for word in 100 * ("ab", "cd", "ef", "gh"))
+PUBLIC = {"purpose": "commercial", "visibility": "public"}
+
+
+def json_lines(*documents: dict[str, Any]) -> str:
+    return "".join(json.dumps(document) + "\n" for document in documents)
+
+
+QUERIES = json_lines(*({"query": f"find {n}", "positives": [f"a {n}"], "negatives": ["a stone"]} for n in range(200)))
+DATA = json_lines(*({"prompt": f"say {word}:", "answer": word} for word in 100 * ("ab", "cd", "ef", "gh")))
 
 
 def but(document: Mapping[str, Any], /, **changes: Any) -> dict[str, Any]:
     """Return a copy of ``document`` with the given keys replaced. A value of ``...`` removes the key."""
-    changed = {**copy.deepcopy(dict(document)), **changes}
-    return {key: value for key, value in changed.items() if value is not ...}
+    return {key: value for key, value in {**document, **changes}.items() if value is not ...}
 
 
-def written(document: Mapping[str, Any]) -> str:
-    return yaml.safe_dump(dict(document), sort_keys=False)
+def written(document: Mapping[str, Any], **changes: Any) -> str:
+    return yaml.safe_dump(but(document, **changes), sort_keys=False)
 
 
-def in_profile(title: str, /, **changes: Any) -> Mistake:
-    return Mistake("profile", title, {"profile.yaml": written(but(PROFILE, **changes))})
+def in_profile(name: str, files: Mapping[str, str] | None = None, /, **changes: Any) -> Mistake:
+    return Mistake("profile", name, {"profile.yaml": written(PROFILE, **changes), **(files or {})})
 
 
-def as_text(name: str, text: str) -> Mistake:
-    return Mistake("profile", name, {"profile.yaml": text})
+def as_text(name: str, text: str, kind: str = "profile") -> Mistake:
+    """Return a mistake in the text of the profile or of its recipe."""
+    recipe = {"profile.yaml": written(PROFILE, recipe="recipe.yaml")} if kind == "recipe" else {}
+    return Mistake(kind, name, {**recipe, f"{kind}.yaml": text})
 
 
 def in_evaluate(name: str, /, **settings: Any) -> Mistake:
@@ -148,24 +142,16 @@ def in_guard(name: str, /, **changes: Any) -> Mistake:
 
 def in_built_in_task(name: str, task: Mapping[str, Any] = RETRIEVAL, /, **changes: Any) -> Mistake:
     """Return a mistake in a guard with a built-in task."""
-    mistake = in_profile(name, evaluate={"tasks": [but(GUARD, task=dict(task), **changes)]})
-    return replace(mistake, kind="task", files={**mistake.files, "queries.jsonl": QUERIES})
+    mistake = in_profile(name, {"queries.jsonl": QUERIES}, evaluate={"tasks": [but(GUARD, task=task, **changes)]})
+    return replace(mistake, kind="task")
 
 
 def in_recipe(name: str, recipe: Mapping[str, Any] = RECIPE, **changes: Any) -> Mistake:
-    files = {
-        "profile.yaml": written(but(PROFILE, recipe="recipe.yaml")),
-        "recipe.yaml": written(but(recipe, **changes)),
-    }
-    return Mistake("recipe", name, files)
+    return as_text(name, written(recipe, **changes), "recipe")
 
 
-def of_models(*models: str, **parameters: Any) -> list[dict[str, Any]]:
-    return [{"model": model, "parameters": {"weight": 0.5, **parameters}} for model in models]
-
-
-def with_template(model: Path) -> None:
-    (model / "chat_template.jinja").write_text("{{ raise_exception('only users and tools may speak') }}")
+def in_round(name: str, **changes: Any) -> Mistake:
+    return in_recipe(name, ROUND, **{"clients": ["demo/models/*"], **changes})
 
 
 def in_checkpoint(name: str, change: Change, kind: str = "checkpoint", **profile: Any) -> Mistake:
@@ -176,8 +162,8 @@ def in_checkpoint(name: str, change: Change, kind: str = "checkpoint", **profile
         (place / "base").symlink_to(PROFILES / "demo" / "models" / "base")  # named in the model card
         change(place / "mine")
 
-    recipe = but(RECIPE, models=of_models("demo/models/shifter", "./mine"))
-    return Mistake(kind, name, {"profile.yaml": written(but(PROFILE, recipe=recipe, **profile))}, changed)
+    recipe = but(RECIPE, models=of_models(SHIFTER, "./mine"))
+    return Mistake(kind, name, {"profile.yaml": written(PROFILE, recipe=recipe, **profile)}, changed)
 
 
 def in_config(**changes: Any) -> Change:
@@ -188,7 +174,7 @@ def in_config(**changes: Any) -> Change:
     return change
 
 
-def in_header(change: Callable[[dict[str, Any]], None]) -> Change:
+def in_header(change: Callable[[dict[str, Any]], object]) -> Change:
     """Return a change of the safetensors header that keeps the tensor bytes."""
 
     def changed(model: Path) -> None:
@@ -204,10 +190,7 @@ def in_header(change: Callable[[dict[str, Any]], None]) -> Change:
 
 
 def writes(name: str, text: str) -> Change:
-    def change(place: Path) -> None:
-        (place / name).write_text(text)
-
-    return change
+    return lambda place: (place / name).write_text(text)
 
 
 def removes(pattern: str) -> Change:
@@ -218,84 +201,39 @@ def removes(pattern: str) -> Change:
     return change
 
 
-def renamed(model: Path) -> None:
-    (model / "model.safetensors").rename(model / "pytorch_model.bin")
-
-
 def cut_weights(model: Path) -> None:
-    (file,) = model.glob("*.safetensors")
-    file.write_bytes(file.read_bytes()[:-1000])
+    os.truncate(model / "model.safetensors", (model / "model.safetensors").stat().st_size - 1000)
 
 
 def deeper(model: Path) -> None:
-    """Double the depth of a model in its weights and configuration by repeating all layers under new names."""
-
-    def change(header: dict[str, Any]) -> None:
-        for name in [one for one in header if ".layers." in one]:
-            head, _, rest = name.partition(".layers.")
-            number, _, tail = rest.partition(".")
-            header[f"{head}.layers.{int(number) + 3}.{tail}"] = header[name]
-
-    # Only headers are read, so the added layers are zeros.
-    (file,) = model.glob("*.safetensors")
-    data = file.read_bytes()
-    (length,) = struct.unpack("<Q", data[:8])
-    header = json.loads(data[8 : 8 + length])
-    begin = {name: one["data_offsets"] for name, one in header.items() if name != "__metadata__"}
-    end = max(stop for _, stop in begin.values())
-    more = b""
-    for name, (first, stop) in list(begin.items()):
-        if ".layers." in name:
-            head, _, rest = name.partition(".layers.")
-            number, _, tail = rest.partition(".")
-            size = stop - first
-            header[f"{head}.layers.{int(number) + 3}.{tail}"] = {
-                **header[name],
-                "data_offsets": [end + len(more), end + len(more) + size],
-            }
-            more += bytes(size)
-    text = json.dumps(header).encode()
-    file.write_bytes(struct.pack("<Q", len(text)) + text + data[8 + length :] + more)
+    """Repeat all three layers under new names, in the weights and in the configuration."""
+    weights = load_file(model / "model.safetensors")
+    layers = {name: tensor.clone() for name, tensor in weights.items() if ".layers." in name}
+    more = {re.sub(r"(?<=\.layers\.)\d", lambda digit: str(int(digit[0]) + 3), name): layers[name] for name in layers}
+    save_file(weights | more, model / "model.safetensors", {"format": "pt"})
     in_config(num_hidden_layers=6)(model)
-
-
-def without_tensor(header: dict[str, Any]) -> None:
-    header.pop("model.layers.1.mlp.up_proj.weight")
-
-
-def as_bytes(header: dict[str, Any]) -> None:
-    header["model.norm.weight"]["dtype"] = "F7"
 
 
 def in_task(name: str, data: str = DATA, guard: Mapping[str, Any] | None = None, **changes: Any) -> Mistake:
     evaluate = {"tasks": [but(GUARD, task="task.yaml", **(guard or {}))]}
-    return Mistake(
-        "task",
-        name,
-        {
-            "profile.yaml": written(but(PROFILE, evaluate=evaluate, perplexity=...)),
-            "task.yaml": written(but(TASK, **changes)),
-            **({"data.jsonl": data} if data else {}),
-        },
-    )
+    profile = written(PROFILE, evaluate=evaluate, perplexity=...)
+    files = {"profile.yaml": profile, "task.yaml": written(TASK, **changes), **({"data.jsonl": data} if data else {})}
+    return Mistake("task", name, files)
 
 
-def to_target(name: str, change: Change = nothing, **publish: Any) -> Mistake:
-    license_of = {"license": {"purpose": "commercial", "visibility": "public"}}
-    document = but(PROFILE, publish=publish, checks=license_of)
-    return Mistake("target", name, {"profile.yaml": written(document)}, change)
+def to_target(name: str, change: Change | None = None, **publish: Any) -> Mistake:
+    mistake = in_profile(name, publish=publish, checks={"license": PUBLIC})
+    return replace(mistake, kind="target", change=change)
 
 
-def under_license(name: str, model: str = "demo/models/no-derivatives", **license_of: Any) -> Mistake:
-    recipe = but(RECIPE, models=of_models("demo/models/reverser", model))
-    text = written(but(PROFILE, recipe=recipe, checks={"license": license_of}))
-    return Mistake("license", name, {"profile.yaml": text})
+def under_license(name: str, **license_of: Any) -> Mistake:
+    recipe = but(RECIPE, models=of_models(REVERSER, "demo/models/no-derivatives"))
+    return replace(in_profile(name, recipe=recipe, checks={"license": license_of}), kind="license")
 
 
-def says(name: str, *command: str, files: Files | None = None, change: Change = nothing) -> Mistake:
-    return Mistake(
-        "command", name, files or {"profile.yaml": written(PROFILE), "recipe.yaml": written(RECIPE)}, change, command
-    )
+def says(name: str, *command: str, **profile: Any) -> Mistake:
+    files = {"profile.yaml": written(PROFILE, **profile), "recipe.yaml": written(RECIPE)}
+    return Mistake("command", name, files, command=command)
 
 
 MISTAKES: tuple[Mistake, ...] = (
@@ -314,30 +252,16 @@ MISTAKES: tuple[Mistake, ...] = (
     as_text("a duplicate key", f"{written(PROFILE)}name: again\n"),
     as_text("plain text instead of YAML", "support\n"),
     in_profile("a target without evidence", perplexity=...),
+    in_profile("a limit that is not a number", perplexity={**PROFILE["perplexity"], "max_increase": "lots"}),
+    in_profile("a missing held-out file", perplexity=HELD_OUT),
+    in_profile("an empty held-out file", {"held-out.jsonl": ""}, perplexity=HELD_OUT),
     in_profile(
-        "a limit that is not a number", perplexity={"documents": "demo/data/held-out.jsonl", "max_increase": "lots"}
+        "a held-out file with an invalid line", {"held-out.jsonl": '{"text": "one"}\ntwo\n'}, perplexity=HELD_OUT
     ),
-    in_profile("a missing held-out file", perplexity={"documents": "held-out.jsonl"}),
-    Mistake(
-        "profile",
-        "an empty held-out file",
-        {"profile.yaml": written(but(PROFILE, perplexity={"documents": "held-out.jsonl"})), "held-out.jsonl": ""},
-    ),
-    Mistake(
-        "profile",
-        "a held-out file with an invalid line",
-        {
-            "profile.yaml": written(but(PROFILE, perplexity={"documents": "held-out.jsonl"})),
-            "held-out.jsonl": '{"text": "one"}\ntwo\n',
-        },
-    ),
-    Mistake(
-        "profile",
+    in_profile(
         "a held-out file without the text field",
-        {
-            "profile.yaml": written(but(PROFILE, perplexity={"documents": "held-out.jsonl"})),
-            "held-out.jsonl": '{"words": "one"}\n{"words": "two"}\n',
-        },
+        {"held-out.jsonl": json_lines({"words": "one"}, {"words": "two"})},
+        perplexity=HELD_OUT,
     ),
     in_evaluate("an unknown choice", on_inconclusive="maybe"),
     in_evaluate("an abbreviated dtype", dtype="bf16"),
@@ -356,30 +280,23 @@ MISTAKES: tuple[Mistake, ...] = (
     in_profile("a remedy that tunes something else than the scale", remedies=[{"tune": "density"}]),
     in_profile("a remedy after 'tune: scale'", remedies=[{"tune": "scale"}, {"density": 0.3}]),
     in_profile(
-        "a search for the scale of a method without one",
-        recipe=RECIPE,
-        evaluate={"tasks": [GUARD]},
-        remedies=[{"tune": "scale"}],
+        "a search for the scale of a method without one", evaluate={"tasks": [GUARD]}, remedies=[{"tune": "scale"}]
     ),
     in_profile("a limit of an unknown stage", limits={"stages": {"merg": "1 h"}}),
     in_profile("a duration without a unit", limits={"run": "5"}),
     in_profile("an empty sweep", sweep={"free": {}}),
-    in_profile("a sweep without parameters", sweep={"objective": [{"task": "demo/tasks/copy.yaml"}]}),
-    in_profile(
-        "a soup with a sampler",
-        sweep={"soup": "greedy", "sampler": "random", "objective": [{"task": "demo/tasks/copy.yaml"}]},
-    ),
+    in_profile("a sweep without parameters", sweep={"objective": OBJECTIVE}),
+    in_profile("a soup with a sampler", sweep={"soup": "greedy", "sampler": "random", "objective": OBJECTIVE}),
     in_profile(
         "a greedy soup with a guard against one of its models",
-        recipe=RECIPE,
         evaluate={"tasks": [GUARD]},
-        sweep={"soup": "greedy", "objective": [{"task": "demo/tasks/copy.yaml"}]},
+        sweep={"soup": "greedy", "objective": OBJECTIVE},
     ),
     in_profile(
         "a soup of another method",
         recipe={**RECIPE, "merge_method": "karcher"},
         evaluate={"tasks": [{**GUARD, "guarded_by": "best parent"}]},
-        sweep={"soup": "greedy", "objective": [{"task": "demo/tasks/copy.yaml"}]},
+        sweep={"soup": "greedy", "objective": OBJECTIVE},
     ),
     in_recipe("a misspelled method", merge_method="tie"),
     in_recipe(
@@ -388,31 +305,24 @@ MISTAKES: tuple[Mistake, ...] = (
         base_model=...,
         merge_methods="linear",
         dtype="float17",
-        models=of_models("demo/models/reverser", "demo/models/shifter", weigth=1, density=2),
+        models=of_models(REVERSER, SHIFTER, weigth=1, density=2),
     ),
-    in_recipe(
-        "a word instead of a weight", models=[{"model": "demo/models/reverser", "parameters": {"weight": "high"}}]
-    ),
-    in_recipe("a density above one", TIES, models=of_models("demo/models/reverser", density=2)),
+    in_recipe("a word instead of a weight", models=of_models(REVERSER, weight="high")),
+    in_recipe("a density above one", TIES, models=of_models(REVERSER, density=2)),
     in_recipe("task vectors without a base", TIES, base_model=...),
     in_recipe(
         "slerp with one model",
-        merge_method="slerp",
-        base_model="demo/models/reverser",
-        models=[{"model": "demo/models/reverser"}],
-        parameters={"t": 0.5},
+        {"merge_method": "slerp", "models": [{"model": REVERSER}], "base_model": REVERSER, "parameters": {"t": 0.5}},
     ),
     in_recipe("no models", models=...),
-    in_recipe("a model that is not a local directory", models=of_models("demo/models/reverser", "./models/nowhere")),
-    in_recipe("a model that is neither here nor on the Hub", models=of_models("demo/models/reverser", "acme/nowhere")),
-    in_recipe("an adapter instead of a model", models=of_models("demo/models/reverser", "demo/adapters/reverser-lora")),
-    replace(
-        in_recipe("a gated model, and no token", models=of_models("demo/models/reverser", "acme/gated")), kind="hub"
-    ),
-    in_recipe("a model that is a file", models=of_models("demo/models/reverser", "./recipe.yaml")),
-    in_recipe("the home of an unknown user", models=of_models("demo/models/reverser", "~nobody-here/models/x")),
-    in_recipe("two revisions", models=of_models("demo/models/reverser", "acme/model@main@v1")),
-    in_recipe("a missing adapter", models=of_models("demo/models/reverser", "demo/models/base+./adapter")),
+    in_recipe("a model that is not a local directory", models=of_models(REVERSER, "./models/nowhere")),
+    in_recipe("a model that is neither here nor on the Hub", models=of_models(REVERSER, "acme/nowhere")),
+    in_recipe("an adapter instead of a model", models=of_models(REVERSER, "demo/adapters/reverser-lora")),
+    replace(in_recipe("a gated model, and no token", models=of_models(REVERSER, "acme/gated")), kind="hub"),
+    in_recipe("a model that is a file", models=of_models(REVERSER, "./recipe.yaml")),
+    in_recipe("the home of an unknown user", models=of_models(REVERSER, "~nobody-here/models/x")),
+    in_recipe("two revisions", models=of_models(REVERSER, "acme/model@main@v1")),
+    in_recipe("a missing adapter", models=of_models(REVERSER, "demo/models/base+./adapter")),
     in_recipe("an unknown dtype", dtype="float17"),
     in_recipe("the tokenizer of an unknown model", tokenizer_source="teacher"),
     in_recipe(
@@ -421,80 +331,70 @@ MISTAKES: tuple[Mistake, ...] = (
         models=...,
         slices=[{"sources": [{"model": "demo/models/base", "layer_range": [0, 40]}]}],
     ),
-    Mistake("recipe", "a missing recipe file", {"profile.yaml": written(but(PROFILE, recipe="recipe.yaml"))}),
-    Mistake(
-        "recipe",
-        "invalid YAML in a recipe",
-        {"profile.yaml": written(but(PROFILE, recipe="recipe.yaml")), "recipe.yaml": "models: [\n"},
-    ),
-    Mistake(
-        "recipe",
-        "a duplicate key",
-        {
-            "profile.yaml": written(but(PROFILE, recipe="recipe.yaml")),
-            "recipe.yaml": f"{written(RECIPE)}merge_method: ties\n",
-        },
-    ),
+    replace(in_profile("a missing recipe file", recipe="recipe.yaml"), kind="recipe"),
+    as_text("invalid YAML in a recipe", "models: [\n", "recipe"),
+    as_text("a duplicate key", f"{written(RECIPE)}merge_method: ties\n", "recipe"),
     in_checkpoint("no config.json", removes("config.json")),
     in_checkpoint("an invalid config.json", writes("config.json", "{'model_type': 'llama'}")),
     in_checkpoint("no weights", removes("*.safetensors*")),
     in_checkpoint("an empty directory", removes("*")),
     in_checkpoint("a truncated download", cut_weights),
-    in_checkpoint("weights in an old format", renamed),
+    in_checkpoint(
+        "weights in an old format", lambda model: (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    ),
     in_checkpoint("an HTML page instead of weights", writes("model.safetensors", "<html>404</html>" * 10)),
     in_checkpoint(
         "a missing shard",
         writes(
-            "model.safetensors.index.json",
-            json.dumps({"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}),
+            "model.safetensors.index.json", '{"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}'
         ),
     ),
-    in_checkpoint("an unknown tensor dtype", in_header(as_bytes)),
-    in_checkpoint("a gap in the weights", in_header(without_tensor)),
-    in_recipe("a model without a calibration text", REGMEAN, models=[{"model": "demo/models/reverser"}]),
+    in_checkpoint("an unknown tensor dtype", in_header(lambda header: header["model.norm.weight"].update(dtype="F7"))),
+    in_checkpoint("a gap in the weights", in_header(lambda header: header.pop("model.layers.1.mlp.up_proj.weight"))),
+    in_recipe("a model without a calibration text", REGMEAN, models=[{"model": REVERSER}]),
     in_recipe(
-        "a calibration text that the method does not use",
-        models=[{"model": "demo/models/reverser", "text": "demo/data/copy.jsonl"}],
+        "a calibration text that the method does not use", models=[{"model": REVERSER, "text": "demo/data/copy.jsonl"}]
     ),
-    in_recipe(
-        "a missing calibration text", REGMEAN, models=[{"model": "demo/models/reverser", "text": "nowhere.jsonl"}]
-    ),
+    in_recipe("a missing calibration text", REGMEAN, models=[{"model": REVERSER, "text": "nowhere.jsonl"}]),
     in_recipe(
         "a calibration text without the text field",
         REGMEAN,
-        models=[{"model": "demo/models/reverser", "text": "demo/data/copy.jsonl"}],
+        models=[{"model": REVERSER, "text": "demo/data/copy.jsonl"}],
     ),
     in_recipe("a word instead of a document count", REGMEAN, statistics={"documents": "many"}),
     in_recipe(
         "a calibration text that is also evaluated",
         REGMEAN,
-        models=[{"model": "demo/models/reverser", "text": "demo/data/held-out.jsonl"}],
+        models=[{"model": REVERSER, "text": "demo/data/held-out.jsonl"}],
     ),
     in_profile("an unknown scheme of a variant", variants=[{"format": "compressed-tensors", "scheme": "FP8_DYNAMC"}]),
     in_profile("a scheme without its text", variants=[{"format": "compressed-tensors", "scheme": "FP8"}]),
     in_profile(
-        "a missing calibration text of a variant",
-        variants=[GGUF | {"calibration": {"documents": "nowhere.jsonl"}}],
+        "a missing calibration text of a variant", variants=[GGUF | {"calibration": {"documents": "nowhere.jsonl"}}]
     ),
     in_profile(
         "a calibration text of a variant that is also evaluated",
         variants=[GGUF | {"calibration": {"documents": "demo/data/held-out.jsonl"}}],
     ),
     in_recipe("a rule by distance without a base", leave_out_beyond=5),
-    in_recipe("no matching clients", ROUND),
-    in_recipe("clients that are not a list", ROUND, clients="demo/models/*"),
-    in_recipe("sample counts of some clients only", ROUND, clients=["demo/models/*"], samples={"demo/models/base": 3}),
-    in_recipe("Adam without a rate", ROUND, clients=["demo/models/*"], adam={"tau": 0.001}),
-    in_recipe("Adam with an unknown setting", ROUND, clients=["demo/models/*"], adam={"rate": 0.01, "beta": 0.9}),
-    in_recipe("Adam with a beta of one", ROUND, clients=["demo/models/*"], adam={"rate": 0.01, "beta1": 1}),
-    in_recipe("Adam together with momentum", ROUND, clients=["demo/models/*"], adam={"rate": 0.01}, momentum=0.9),
-    in_recipe(
+    in_round("no matching clients", clients=["clients/*"]),
+    in_round("clients that are not a list", clients="demo/models/*"),
+    in_round("sample counts of some clients only", samples={"demo/models/base": 3}),
+    in_round("Adam without a rate", adam={"tau": 0.001}),
+    in_round("Adam with an unknown setting", adam={"rate": 0.01, "beta": 0.9}),
+    in_round("Adam with a beta of one", adam={"rate": 0.01, "beta1": 1}),
+    in_round("Adam together with momentum", adam={"rate": 0.01}, momentum=0.9),
+    in_round(
         "client adapters of a base with an adapter",
-        ROUND,
         base_model="demo/models/base+demo/adapters/shifter-lora",
         clients=["demo/adapters/*"],
     ),
-    Mistake("recipe", "a client round outside a profile", {"recipe.yaml": written(ROUND)}, command=MERGES),
+    Mistake(
+        "recipe",
+        "a client round outside a profile",
+        {"recipe.yaml": written(ROUND)},
+        command=("merge", "recipe.yaml", "out"),
+    ),
     in_checkpoint("twice the layers", deeper),
     in_checkpoint("another architecture", in_config(architectures=["MistralForCausalLM"], model_type="mistral")),
     in_checkpoint("more layers in its config than in its weights", in_config(num_hidden_layers=4)),
@@ -503,18 +403,14 @@ MISTAKES: tuple[Mistake, ...] = (
     in_checkpoint("no tokenizer", removes("tokenizer*"), "tokenizer"),
     in_checkpoint("an invalid tokenizer.json", writes("tokenizer.json", "{"), "tokenizer"),
     in_checkpoint("a tokenizer.json that is a list", writes("tokenizer.json", "[]"), "tokenizer"),
-    Mistake(
-        "tokenizer",
-        "other tokens under the same ids",
-        {
-            "profile.yaml": written(
-                but(
-                    PROFILE, recipe=but(RECIPE, models=of_models("demo/models/reverser", "demo/models/other-tokenizer"))
-                )
-            )
-        },
+    replace(
+        in_profile(
+            "other tokens under the same ids",
+            recipe=but(RECIPE, models=of_models(REVERSER, "demo/models/other-tokenizer")),
+        ),
+        kind="tokenizer",
     ),
-    in_profile("a task that lm-eval does not ship", evaluate={"tasks": [but(GUARD, task="mmlu_pr")]}),
+    in_guard("a task that lm-eval does not ship", task="mmlu_pr"),
     in_guard("a missing task file", task="tasks/nowhere.yaml"),
     in_task("no name", task=...),
     in_task("no data", data=""),
@@ -522,16 +418,19 @@ MISTAKES: tuple[Mistake, ...] = (
     in_task("data without documents", data="\n"),
     in_task("an unknown metric", guard={"metric": "acc_norm"}),
     in_task("a metric of an unknown subtask", guard={"metric": {"echoes": "acc"}}),
-    in_task(
-        "no metric with a mean", metric_list=[{"metric": "acc", "aggregation": "median", "higher_is_better": True}]
-    ),
+    in_task("no metric with a mean", metric_list=[{**ACCURACY, "aggregation": "median"}]),
     in_checkpoint(
         "no chat template for a chat evaluation", removes("chat_template*"), "tokenizer", evaluate=IN_MESSAGES
     ),
     in_task("more few-shot examples than documents", num_fewshot=1000, fewshot_split="test"),
     in_task("a prompt template with a syntax error", doc_to_text="{{prompt"),
     in_task("a prompt template with an unknown field", doc_to_text="question", doc_to_target="{{solution[3]}}"),
-    in_checkpoint("a chat template that fails", with_template, "tokenizer", evaluate=IN_MESSAGES),
+    in_checkpoint(
+        "a chat template that fails",
+        writes("chat_template.jinja", "{{ raise_exception('only users and tools may speak') }}"),
+        "tokenizer",
+        evaluate=IN_MESSAGES,
+    ),
     in_task("a missing split", test_split="exam"),
     in_task("clusters by an unknown field", guard={"cluster_by": "chapter"}),
     in_task("an unknown output type", output_type="essay"),
@@ -539,45 +438,31 @@ MISTAKES: tuple[Mistake, ...] = (
     in_task(
         "a mean of a metric without document scores",
         output_type="multiple_choice",
-        metric_list=[*TASK["metric_list"], F1],
+        metric_list=[ACCURACY, {**ACCURACY, "metric": "f1"}],
     ),
     in_task("a group that weights its tasks equally", **GROUP),
     in_task("generation settings for a choice task", guard={"gen_kwargs": {"max_gen_toks": 8}}),
     in_task("an unknown generation setting", guard={"gen_kwargs": {"temprature": 0.5}}, **FREE),
-    in_profile(
-        "one task with two prompt settings",
-        evaluate={"tasks": [GUARD, but(GUARD, guarded_by="shifter", num_fewshot=2)]},
-    ),
+    in_evaluate("one task with two prompt settings", tasks=[GUARD, but(GUARD, guarded_by="shifter", num_fewshot=2)]),
     in_guard("a word instead of a few-shot count", num_fewshot="five"),
     in_guard("few-shot turns without a chat template", fewshot_as_multiturn=True),
     to_target("an unknown kind", to="ftp", path="releases"),
     to_target("a directory target without a path", to="directory"),
-    to_target("a file instead of a directory", writes("releases", ""), to="directory", path="releases"),
+    to_target("a file instead of a directory", writes("releases", ""), **DIRECTORY),
     to_target("the Hub without a token", to="hub", repo="acme/support"),
     to_target("a Hub repository without an organization", to="hub", repo="support"),
-    to_target("a missing signing key", to="directory", path="releases", sign_key="release.key"),
-    to_target(
-        "an invalid signing key",
-        writes("release.key", "secret"),
-        to="directory",
-        path="releases",
-        sign_key="release.key",
-    ),
+    to_target("a missing signing key", **DIRECTORY, sign_key="release.key"),
+    to_target("an invalid signing key", writes("release.key", "secret"), **DIRECTORY, sign_key="release.key"),
     to_target("a bucket URL without a name", to="s3", url="s3://"),
-    under_license("a parent without permission to modify", purpose="commercial", visibility="public"),
+    under_license("a parent without permission to modify", **PUBLIC),
     under_license("an unknown purpose", purpose="fun", visibility="public"),
-    Mistake(
-        "license",
-        "a public target with a private license check",
-        {
-            "profile.yaml": written(
-                but(
-                    PROFILE,
-                    publish={"to": "hub", "repo": "acme/support", "visibility": "public"},
-                    checks={"license": {"purpose": "commercial", "visibility": "private"}},
-                )
-            )
-        },
+    replace(
+        in_profile(
+            "a public target with a private license check",
+            publish={"to": "hub", "repo": "acme/support", "visibility": "public"},
+            checks={"license": {"purpose": "commercial", "visibility": "private"}},
+        ),
+        kind="license",
     ),
     says("a missing argument", "run"),
     says("an unknown command", "relase", "profile.yaml"),
@@ -589,7 +474,7 @@ MISTAKES: tuple[Mistake, ...] = (
     says("a merge into a nonempty directory", "merge", "recipe.yaml", "demo"),
     says("a merge of a missing recipe", "merge", "nowhere.yaml", "out"),
     says("a merge on an unknown device", "merge", "recipe.yaml", "out", "--device", "tpu"),
-    says("a comparison without a profile", "compare", "demo/models/base", "demo/models/reverser"),
+    says("a comparison without a profile", "compare", "demo/models/base", REVERSER),
     says("results without a model name", "gate", "results", "-p", "profile.yaml"),
     says("a directory that is not a release", "verify", "demo"),
     says("a missing release", "verify", "./releases/v1"),
@@ -612,6 +497,6 @@ MISTAKES: tuple[Mistake, ...] = (
     says(
         "results of lm-eval for a retrieval task",
         *("gate", "merge=a", "reference=b", "--profile", "profile.yaml"),
-        files={"profile.yaml": written(but(PROFILE, evaluate={"tasks": [but(GUARD, task=RETRIEVAL)]}))},
+        evaluate={"tasks": [but(GUARD, task=RETRIEVAL)]},
     ),
 )
