@@ -12,6 +12,11 @@ import yaml
 
 from mergegate.tasks.evaluation.task_definition import read_definition
 
+# Fields that are not read from lm-eval's files.
+UNWRITTEN: dict[str, Any] = {"answer": "", "prompt_cut": None} | dict.fromkeys(
+    ("ended", "answer_tokens", "thinking_tokens", "budgets"), ()
+)
+
 
 def run_lm_eval(out: Path, model: Path, definitions: Sequence[Path], scratch: Path, **options: Any) -> Path:
     """Write what ``lm_eval run --model hf --output_path OUT --log_samples`` writes for one model, and return ``out``.
@@ -19,31 +24,43 @@ def run_lm_eval(out: Path, model: Path, definitions: Sequence[Path], scratch: Pa
     The steps match lm-eval's command line, but skip the index of the 14,000 tasks that lm-eval ships.
     """
     from lm_eval.loggers import EvaluationTracker
-    from lm_eval.tasks import TaskManager
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
-    folder = prepare(definitions, scratch)
-    tasks = options.pop("tasks", None) or [read_definition(path).name for path in definitions]
     tracker = EvaluationTracker(output_path=str(out))
-    results = simple_evaluate(
-        model="hf",
-        # Softmax in float32, as in mergegate; in bf16, near ties may resolve differently.
-        model_args={"pretrained": str(model), "dtype": "auto", "softmax_dtype": "float32"},
-        tasks=list(tasks),
-        device="cpu",
-        batch_size=options.pop("batch_size", 16),
-        evaluation_tracker=tracker,
-        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
-        log_samples=True,
-        bootstrap_iters=1,
-        verbosity=None,
-        **options,
-    )
+    results = evaluate_here(model, definitions, scratch, evaluation_tracker=tracker, bootstrap_iters=1, **options)
     samples = results.pop("samples")
     tracker.save_results_aggregated(results=results, samples=samples)
     for task in results["configs"]:
         tracker.save_results_samples(task_name=task, samples=samples[task])
     return out
+
+
+def run_lm_eval_here(model: Any, definitions: Sequence[Path], scratch: Path, **options: Any) -> dict[str, Any]:
+    """Return lm-eval's samples of each task without writing files."""
+    samples: dict[str, Any] = evaluate_here(model, definitions, scratch, bootstrap_iters=0, **options)["samples"]
+    return samples
+
+
+def evaluate_here(model: Any, definitions: Sequence[Path], scratch: Path, **options: Any) -> Any:
+    """Call lm-eval's ``simple_evaluate`` on definitions that ``prepare`` writes.
+
+    Args:
+        model: Directory of a model, or an ``LM`` of lm-eval.
+        definitions: Files of tasks.
+        scratch: Directory for files.
+        **options: Arguments of ``simple_evaluate``. Default for ``tasks``: those in ``definitions``.
+    """
+    from lm_eval.tasks import TaskManager
+
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    folder = prepare(definitions, scratch)
+    tasks = options.pop("tasks", None) or [read_definition(path).name for path in definitions]
+    if isinstance(model, Path):
+        # Softmax in float32, as in mergegate; in bf16, near ties may resolve differently.
+        arguments = {"pretrained": str(model), "dtype": "auto", "softmax_dtype": "float32"}
+        options = {"model_args": arguments, "device": "cpu", "batch_size": 16, **options}
+        model = "hf"
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    return simple_evaluate(model, tasks=list(tasks), task_manager=manager, log_samples=True, verbosity=None, **options)
 
 
 def simple_evaluate(*arguments: Any, **options: Any) -> Any:
@@ -60,11 +77,7 @@ def prepare(definitions: Sequence[Path], scratch: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     for path in definitions:
         definition = read_definition(path)
-        config = {
-            "include": str(path),
-            "task": definition.name,
-            "dataset_path": definition.dataset_path,
-            "dataset_kwargs": {"data_files": definition.data_files, "cache_dir": str(scratch / "cache")},
-        }
-        (folder / f"{definition.name}.yaml").write_text(yaml.safe_dump(config))
+        data = {"data_files": definition.data_files, "cache_dir": str(scratch / "cache")}
+        config = {"include": str(path), "task": definition.name, "dataset_path": definition.dataset_path}
+        (folder / f"{definition.name}.yaml").write_text(yaml.safe_dump({**config, "dataset_kwargs": data}))
     return folder

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
-from tiny_models import words, write_jsonl
+from scoring_runs import mean_of, write_task
+from tiny_models import words
 
 FUNCTIONS = '''"""Functions of the tasks."""
 
@@ -38,63 +40,29 @@ def errors(doc, results):
     return {"error_rate": float(doc["letters"][0] not in results[0])}
 '''
 
-BBH = """task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: data/{name}.jsonl}}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{{{word}}}}"
-doc_to_choice: "{{{{choices}}}}"
-doc_to_target: right
-target_delimiter: ""
-metric_list:
-  - {{metric: acc_norm, aggregation: mean, higher_is_better: true}}
-"""
-GENERATED = """task: {name}
-dataset_path: json
-dataset_kwargs: {{data_files: {{test: data/{name}.jsonl}}}}
-test_split: test
-fewshot_split: test
-output_type: generate_until
-doc_to_text: "{{{{word}}}}"
-doc_to_target: "{{{{answer}}}}"
-generation_kwargs: {{until: ["."], max_gen_toks: 5, do_sample: false}}
-"""
-MMLU_PRO = (
-    GENERATED
-    + """num_fewshot: 1
-fewshot_config: {{sampler: first_n}}
-filter_list:
-  - name: custom-extract
-    filter: [{{function: regex, regex_pattern: "([a-h])"}}, {{function: take_first}}]
-metric_list:
-  - {{metric: exact_match, aggregation: mean, higher_is_better: true, ignore_case: true}}
-"""
-)
-MATH = (
-    GENERATED
-    + """process_results: !function scoring.length
-metric_list:
-  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
-  - {{metric: exact_match_original, aggregation: mean, higher_is_better: true}}
-"""
-)
-IFEVAL = (
-    GENERATED
-    + """process_results: !function scoring.instructions
-metric_list:
-  - {{metric: prompt_level_strict_acc, aggregation: mean, higher_is_better: true}}
-  - {{metric: inst_level_strict_acc, aggregation: !function scoring.over_instructions, higher_is_better: true}}
-"""
-)
-ERRORS = (
-    GENERATED
-    + """process_results: !function scoring.errors
-metric_list:
-  - {{metric: error_rate, aggregation: mean, higher_is_better: false}}
-"""
-)
-LEAVES = {"bbh_a": BBH, "bbh_b": BBH, "mmlu_pro": MMLU_PRO, "math_algebra": MATH, "ifeval": IFEVAL}
+BBH: dict[str, Any] = {"output_type": "multiple_choice", "doc_to_choice": "{{choices}}", "doc_to_target": "right"}
+BBH |= {"target_delimiter": "", "metric_list": [mean_of("acc_norm")]}
+GENERATED: dict[str, Any] = {"output_type": "generate_until", "doc_to_target": "{{answer}}", "fewshot_split": "test"}
+GENERATED |= {"generation_kwargs": {"until": ["."], "max_gen_toks": 5, "do_sample": False}}
+LETTER = [{"function": "regex", "regex_pattern": "([a-h])"}, {"function": "take_first"}]
+MMLU_PRO = GENERATED | {"num_fewshot": 1, "fewshot_config": {"sampler": "first_n"}}
+MMLU_PRO |= {"filter_list": [{"name": "custom-extract", "filter": LETTER}]}
+MMLU_PRO |= {"metric_list": [mean_of("exact_match", ignore_case=True)]}
+INSTRUCTIONS = mean_of("inst_level_strict_acc", aggregation="!function scoring.over_instructions")
+
+
+def scored_by(function: str, *metrics: dict[str, Any]) -> dict[str, Any]:
+    return {**GENERATED, "process_results": f"!function scoring.{function}", "metric_list": list(metrics)}
+
+
+LEAVES: dict[str, dict[str, Any]] = {
+    "bbh_a": BBH,
+    "bbh_b": BBH,
+    "mmlu_pro": MMLU_PRO,
+    "math_algebra": scored_by("length", mean_of("exact_match"), mean_of("exact_match_original")),
+    "ifeval": scored_by("instructions", mean_of("prompt_level_strict_acc"), INSTRUCTIONS),
+    "errors": scored_by("errors", mean_of("error_rate", higher_is_better=False)),
+}
 SIZES = {"bbh_a": 9, "bbh_b": 5, "mmlu_pro": 11, "math_algebra": 7, "ifeval": 6, "errors": 8}
 DEFAULTS = {
     "bbh_a": "acc_norm,none",
@@ -112,23 +80,19 @@ def write_leaderboard(directory: Path) -> Path:
     same directory but in no group.
     """
     rng = random.Random(11)
-    directory.mkdir(parents=True, exist_ok=True)
+    for name, config in LEAVES.items():
+        rows = [
+            {
+                "word": word,
+                "right": rng.randint(0, 1),
+                "choices": [rng.choice("abcdefgh"), "".join(rng.choices("abcdefgh", k=3))],
+                "answer": rng.choice("abcdefgh"),
+                "letters": rng.choices("abcdefgh", k=rng.randint(1, 3)),
+            }
+            for word in words(SIZES[name], seed=len(name))
+        ]
+        write_task(directory, name, rows, doc_to_text="{{word}}", **config)
     (directory / "scoring.py").write_text(FUNCTIONS)
-    for name, text in {**LEAVES, "errors": ERRORS}.items():
-        (directory / f"{name}.yaml").write_text(text.format(name=name))
-        write_jsonl(
-            directory / "data" / f"{name}.jsonl",
-            (
-                {
-                    "word": word,
-                    "right": rng.randint(0, 1),
-                    "choices": [rng.choice("abcdefgh"), "".join(rng.choices("abcdefgh", k=3))],
-                    "answer": rng.choice("abcdefgh"),
-                    "letters": rng.choices("abcdefgh", k=rng.randint(1, 3)),
-                }
-                for word in words(SIZES[name], seed=len(name))
-            ),
-        )
     (directory / "bbh.yaml").write_text("group: bbh\ntask: [bbh_a, bbh_b]\n")
     path = directory / "board.yaml"
     path.write_text("group: board\ntask: [bbh, mmlu_pro, math_algebra, ifeval]\n")

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from lm_eval_runs import simple_evaluate
+from lm_eval_runs import run_lm_eval_here
 from pydantic import ValidationError
-from tiny_models import Prefix, make_model, words, write_choices, write_jsonl
+from scoring_runs import model_in, pin, score, scoring_job, without_probability, write_task
+from tiny_models import Prefix, make_model, write_choices, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
 from mergegate.merge_core.errors import InvalidInput
@@ -21,47 +22,46 @@ from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation import document_scores
-from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
+from mergegate.tasks.evaluation.harness import score_documents
 from mergegate.tasks.evaluation.metrics import default_metric
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import score_table
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
-from mergegate.tasks.evaluation.task_loading import inspect_data
 from mergegate.tasks.gate.settings import EvaluateSettings, Guard
 
 
-@pytest.fixture(autouse=True)
-def nothing_stays_in_memory() -> Iterator[None]:
-    yield
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Write the tasks ``letters`` and ``shot``, which draws few-shot examples, and the model ``model``."""
+    root = tmp_path_factory.mktemp("evaluate")
+    write_choices(root)
+    write_choices(root, name="shot", extra="fewshot_split: test\n")
+    make_model(root / "model")
+    yield root
     unload_models()
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Model:
-    return make_model(tmp_path / "model")
+@pytest.fixture(scope="module")
+def model(root: Path) -> Model:
+    return model_in(root / "model", "model")
 
 
-def pin(path: Path) -> EvalTask:
-    return pin_task(path.name, path.parent, HashMemo(path.parent / "hashes.db"))
+@pytest.fixture(scope="module")
+def task(root: Path) -> EvalTask:
+    return pin(root / "letters.yaml")
 
 
-@pytest.fixture
-def task(tmp_path: Path) -> EvalTask:
-    return pin(write_choices(tmp_path / "tasks"))
+@pytest.fixture(scope="module")
+def shot(root: Path) -> EvalTask:
+    return pin(root / "shot.yaml")
 
 
 def measure(
-    model: Model, task: EvalTask, *, part: tuple[int, int] | None = None, **scoring: object
+    model: Model, task: EvalTask, part: tuple[int, int] | None = None, **scoring: object
 ) -> tuple[DocumentScore, ...]:
-    """Score all documents, or one part, in this process under lm-eval's own metrics."""
-    first, last = part or (0, inspect_data(task).documents)
-    settings = Scoring.model_validate(scoring)
-    scored = score_documents(
-        ScoringJob(model, task, settings, DocumentRange(first=first, last=last), "cpu"), lambda done, total: None
-    )
-    return tuple(row for row in scored if row.metric != "prob,none")
+    """Score all documents, or one part, under lm-eval's own metrics."""
+    return without_probability(score(model, task, part, **scoring))
 
 
 def documents_of(task: EvalTask) -> list[dict[str, Any]]:
@@ -85,22 +85,42 @@ def reference_choices(model: Model, document: dict[str, Any], bos: int | None) -
     return found
 
 
+def outcomes_by_hand(model: Model, task: EvalTask, bos: int | None) -> list[float]:
+    return [
+        float(max((0, 1), key=reference_choices(model, document, bos).__getitem__) == document["right"])
+        for document in documents_of(task)
+    ]
+
+
 @pytest.mark.story
 @pytest.mark.parametrize("prefix", ["bos added by the tokenizer", "eos only"])
 def test_every_document_is_scored_as_plain_transformers_do(tmp_path: Path, task: EvalTask, prefix: Prefix) -> None:
     model = make_model(tmp_path / "m", prefix=prefix)
     found = measure(model, task)
-    wanted = []
-    for document in documents_of(task):
-        logliks = reference_choices(model, document, 1 if prefix == "bos added by the tokenizer" else None)
-        wanted.append(float(max(range(2), key=logliks.__getitem__) == document["right"]))
+    wanted = outcomes_by_hand(model, task, 1 if prefix == "bos added by the tokenizer" else None)
     assert 0.2 < sum(wanted) / len(wanted) < 0.8  # mixed outcomes, so the test can fail
     assert [o.outcome for o in found] == wanted
     (total,) = score_table("letters", found)
     assert (total.task, total.metric, total.n) == ("letters", "acc,none", 40)
-    assert total.score == pytest.approx(sum(wanted) / 40)
     p = total.score
+    assert p == pytest.approx(sum(wanted) / 40)
     assert total.stderr == pytest.approx(math.sqrt(p * (1 - p) / 39))
+
+
+def record_likelihoods(monkeypatch: pytest.MonkeyPatch) -> list[list[float]]:
+    """Record the likelihoods that lm-eval's model returns, one list per run."""
+    from lm_eval.models.huggingface import HFLM
+
+    runs: list[list[float]] = []
+    original = HFLM.loglikelihood
+
+    def listen(self: HFLM, *args: Any, **kwargs: Any) -> Any:
+        answers = original(self, *args, **kwargs)
+        runs.append([likelihood for likelihood, _ in answers])
+        return answers
+
+    monkeypatch.setattr(HFLM, "loglikelihood", listen)
+    return runs
 
 
 def test_a_bf16_model_is_scored_in_float32_with_one_begin_of_text(
@@ -111,15 +131,8 @@ def test_a_bf16_model_is_scored_in_float32_with_one_begin_of_text(
     Whether a bfloat16 product of another shape is rounded in the same way depends on the processor and says nothing
     about how mergegate processes the logits.
     """
-    from lm_eval.models.huggingface import HFLM
-
-    said: list[tuple[float, bool]] = []
     logits_of: dict[tuple[int, ...], torch.Tensor] = {}
-    original, forward = HFLM.loglikelihood, LlamaForCausalLM.forward
-
-    def listen(self: HFLM, *args: Any, **kwargs: Any) -> Any:
-        said.extend(original(self, *args, **kwargs))
-        return said
+    forward = LlamaForCausalLM.forward
 
     def watch(self: LlamaForCausalLM, input_ids: torch.Tensor, **kwargs: Any) -> Any:
         output = forward(self, input_ids=input_ids, **kwargs)
@@ -128,12 +141,12 @@ def test_a_bf16_model_is_scored_in_float32_with_one_begin_of_text(
                 logits_of[tuple(input_ids[0][sees[0, 0, place] == 0].tolist())] = logits.detach().clone()
         return output
 
-    monkeypatch.setattr(HFLM, "loglikelihood", listen)
+    runs = record_likelihoods(monkeypatch)
     model = make_model(tmp_path / "m", dtype=torch.bfloat16)
     tokenizer = AutoTokenizer.from_pretrained(model.directory)
     with monkeypatch.context() as patch:
         patch.setattr(LlamaForCausalLM, "forward", watch)
-        found = measure(model, task, batch_size=1, part=(0, 6))
+        found = measure(model, task, (0, 6), batch_size=1)
     by_id = documents_of(task)
     chosen = [by_id[o.doc_id] for o in found]
     wanted = []
@@ -145,7 +158,7 @@ def test_a_bf16_model_is_scored_in_float32_with_one_begin_of_text(
         wanted += [float(log_p[tokenizer.convert_tokens_to_ids(choice)]) for choice in document["choices"]]
     asked = [prompt for prompt in logits_of if prompt[0] == 1]  # the rest probe the network's inputs
     assert len(asked) == len({document["word"] for document in chosen})
-    assert [loglik for loglik, _ in said] == pytest.approx(wanted, abs=1e-4)  # bf16 steps are 0.01 or more here
+    assert runs == [pytest.approx(wanted, abs=1e-4)]  # bf16 steps are 0.01 or more here
     plain = [loglik for document in chosen for loglik in reference_choices(model, document, 1)]
     assert wanted == pytest.approx(plain, abs=2**-5)  # two bfloat16 steps of a logit between 2 and 4
 
@@ -154,22 +167,12 @@ def test_a_prompt_that_begins_with_begin_of_text_is_not_given_another(
     tmp_path: Path, task: EvalTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A chat template that adds only BOS must yield the prompt that mergegate builds without a template."""
-    from lm_eval.models.huggingface import HFLM
-
-    runs: list[list[tuple[float, bool]]] = []
-    original = HFLM.loglikelihood
-
-    def listen(self: HFLM, *args: Any, **kwargs: Any) -> Any:
-        runs.append(original(self, *args, **kwargs))
-        return runs[-1]
-
-    monkeypatch.setattr(HFLM, "loglikelihood", listen)
-    model = make_model(tmp_path / "m")
+    runs, model = record_likelihoods(monkeypatch), make_model(tmp_path / "m")
     tokenizer = AutoTokenizer.from_pretrained(model.directory)
     tokenizer.chat_template = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(model.directory)
-    plain, chat = (measure(model, task, chat_template=template, part=(0, 6)) for template in (False, True))
-    assert [loglik for loglik, _ in runs[1]] == pytest.approx([loglik for loglik, _ in runs[0]], abs=1e-6)
+    plain, chat = (measure(model, task, (0, 6), chat_template=template) for template in (False, True))
+    assert runs[1] == pytest.approx(runs[0], abs=1e-6)
     assert not {o.prompt_hash for o in plain} & {o.prompt_hash for o in chat}  # so the gate cannot pair them
 
 
@@ -178,189 +181,147 @@ def test_answers_of_two_models_are_never_mixed(tmp_path: Path, task: EvalTask) -
     models = [make_model(tmp_path / f"{seed}", seed=seed) for seed in (0, 1)]
     scored = [[o.outcome for o in measure(models[which], task)] for which in (0, 1, 0, 1)]
     assert scored[0] == scored[2] != scored[1] == scored[3]
-    for model, found in zip(models, scored, strict=False):
-        wanted = [reference_choices(model, document, 1) for document in documents_of(task)]
-        rights = [document["right"] for document in documents_of(task)]
-        assert found == [
-            float(max((0, 1), key=w.__getitem__) == right) for w, right in zip(wanted, rights, strict=True)
-        ]
+    assert scored[:2] == [outcomes_by_hand(model, task, 1) for model in models]
 
 
 def test_parts_are_fixed_scattered_and_make_up_the_whole(model: Model, task: EvalTask) -> None:
     every = measure(model, task)
-    parts = [measure(model, task, part=part) for part in ((0, 5), (5, 15), (15, 40))]
+    parts = [measure(model, task, part) for part in ((0, 5), (5, 15), (15, 40))]
     assert [len(part) for part in parts] == [5, 10, 25]
     assert sorted(o for part in parts for o in part) == sorted(every)  # ids, hashes and scores match the full run
-    assert measure(model, task, part=(0, 5)) == parts[0]
-    assert {o.doc_id for o in measure(model, task, part=(0, 5), seed=1)} != {o.doc_id for o in parts[0]}
+    assert measure(model, task, (0, 5)) == parts[0]
+    assert {o.doc_id for o in measure(model, task, (0, 5), seed=1)} != {o.doc_id for o in parts[0]}
     assert {o.doc_id for o in parts[0]} != set(range(5))
 
 
-def test_few_shot_prompts_do_not_depend_on_the_part(tmp_path: Path, model: Model) -> None:
-    task = pin(write_choices(tmp_path / "tasks", extra="fewshot_split: test\n"))
-    every = measure(model, task, num_fewshot=2)
-    parts = [measure(model, task, num_fewshot=2, part=part) for part in ((20, 40), (0, 20))]
-    assert sorted(o for part in parts for o in part) == sorted(every)
+def test_few_shot_prompts_do_not_depend_on_the_part(model: Model, shot: EvalTask) -> None:
+    parts = [measure(model, shot, part, num_fewshot=2) for part in ((20, 40), (0, 20))]
+    assert sorted(o for part in parts for o in part) == sorted(measure(model, shot, num_fewshot=2))
 
 
-def test_more_examples_than_there_are_documents_are_refused(tmp_path: Path, model: Model) -> None:
-    task = pin(write_choices(tmp_path / "tasks", n=5, extra="fewshot_split: test\n"))
-    with pytest.raises(InvalidInput, match="but the task has fewer"):
-        measure(model, task, num_fewshot=7)
+@pytest.mark.parametrize(
+    ("part", "scoring", "complaint"),
+    [
+        ((0, 5), {"num_fewshot": 41}, "but the task has fewer"),
+        ((39, 60), {}, "1 documents"),  # the data have changed
+        (None, {"chat_template": True}, "has no chat template"),
+    ],
+)
+def test_what_the_data_or_the_model_lack_is_refused(
+    model: Model, shot: EvalTask, part: tuple[int, int] | None, scoring: dict[str, object], complaint: str
+) -> None:
+    with pytest.raises(InvalidInput, match=complaint):
+        measure(model, shot, part, **scoring)
 
 
-def test_prompts_are_those_of_lm_evals_own_command_line(tmp_path: Path, model: Model) -> None:
-    from lm_eval.tasks import TaskManager
-
-    directory = tmp_path / "tasks"
-    path = write_choices(directory, extra="fewshot_split: test\n")
-    plain = path.read_text().replace("data/letters.jsonl", f"{directory}/data/letters.jsonl")
-    (tmp_path / "plain").mkdir()
-    (tmp_path / "plain" / "letters.yaml").write_text(plain)
-    results = simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(model.directory)},
-        tasks=["letters"],
-        task_manager=TaskManager(include_path=str(tmp_path / "plain"), include_defaults=False),
-        num_fewshot=2,
-        device="cpu",
-        bootstrap_iters=0,
-    )
-    wanted = {sample["doc_id"]: sample["prompt_hash"] for sample in results["samples"]["letters"]}
-    assert {
-        o.doc_id: o.prompt_hash for o in measure(model, pin(path), num_fewshot=2, part=(0, 10))
-    }.items() < wanted.items()
+def test_prompts_are_those_of_lm_evals_own_command_line(
+    root: Path, tmp_path: Path, model: Model, shot: EvalTask
+) -> None:
+    samples = run_lm_eval_here(model.directory, [root / "shot.yaml"], tmp_path, num_fewshot=2)["shot"]
+    wanted = {sample["doc_id"]: sample["prompt_hash"] for sample in samples}
+    ours = {o.doc_id: o.prompt_hash for o in measure(model, shot, (0, 10), num_fewshot=2)}
+    assert ours.items() < wanted.items()
 
 
-def test_a_part_beyond_the_data_is_refused_because_they_changed(model: Model, task: EvalTask) -> None:
-    with pytest.raises(InvalidInput, match="1 documents"):
-        measure(model, task, part=(39, 60))
-
-
-def test_cluster_names_come_from_a_field_of_the_document(model: Model, task: EvalTask) -> None:
-    found = measure(model, task.model_copy(update={"cluster_field": "right"}))
+def test_cluster_names_come_from_a_field_of_the_document(model: Model, task: EvalTask, root: Path) -> None:
+    found = measure(model, pin(root / "letters.yaml", cluster_field="right"))
     rights = [str(document["right"]) for document in documents_of(task)]
     assert [o.cluster for o in found] == [rights[o.doc_id] for o in found]
     assert {o.cluster for o in measure(model, task)} == {""}
     with pytest.raises(InvalidInput, match="did you mean 'right'"):
-        measure(model, task.model_copy(update={"cluster_field": "rigth"}))
+        measure(model, pin(root / "letters.yaml", cluster_field="rigth"))
 
 
 def test_changed_data_are_seen_even_under_an_old_time_stamp(tmp_path: Path, model: Model) -> None:
-    path = write_choices(tmp_path / "tasks")
-    data = tmp_path / "tasks" / "data" / "letters.jsonl"
-    before = measure(model, pin(path))
+    path = write_choices(tmp_path)
+    data = tmp_path / "data" / "letters.jsonl"
+    task = pin(path)
+    before = measure(model, task)
     stamp = data.stat()
     rows = [json.loads(line) for line in data.read_text().splitlines()]
     write_jsonl(data, ({**row, "right": 1 - row["right"]} for row in rows))
     os.utime(data, ns=(stamp.st_atime_ns, stamp.st_mtime_ns))
     assert data.stat().st_size == stamp.st_size
-    task = pin_task(path.name, path.parent, HashMemo(tmp_path / "fresh.db"))
-    after = measure(model, task)
+    after = measure(model, pin_task(path.name, path.parent, HashMemo(tmp_path / "fresh.db")))
     assert [1 - o.outcome for o in after] == [o.outcome for o in before]
-
-
-def test_data_that_change_after_they_were_pinned_are_noticed(tmp_path: Path, model: Model, task: EvalTask) -> None:
-    (tmp_path / "tasks" / "data" / "letters.jsonl").write_text('{"word": "a", "right": 0, "choices": ["a", "b"]}\n')
+    data.write_text('{"word": "a", "right": 0, "choices": ["a", "b"]}\n')
     with pytest.raises(InvalidInput, match="a file that changed during the run"):
         measure(model, task)
 
 
 def test_progress_is_reported_up_to_the_last_request(model: Model, task: EvalTask) -> None:
     told: list[tuple[int, int]] = []
-    whole = DocumentRange(first=0, last=40)
-    score_documents(
-        ScoringJob(model, task, Scoring(batch_size=8), whole, "cpu"), lambda done, total: told.append((done, total))
-    )
+    score_documents(scoring_job(model, task, batch_size=8), lambda *how_far: told.append(how_far))
     assert told[-1] == (80, 80)  # two choices per document
     assert told == sorted(told)
 
 
-def test_few_shot_examples_change_the_prompts_and_their_hashes(tmp_path: Path, model: Model) -> None:
-    task = pin(write_choices(tmp_path / "tasks", extra="fewshot_split: test\n"))
-    plain, shot = (measure(model, task, num_fewshot=n, part=(0, 5)) for n in (0, 2))
-    assert [o.doc_hash for o in plain] == [o.doc_hash for o in shot]
-    assert not {o.prompt_hash for o in plain} & {o.prompt_hash for o in shot}
+def test_few_shot_examples_change_the_prompts_and_their_hashes(model: Model, shot: EvalTask) -> None:
+    plain, examples = (measure(model, shot, (0, 5), num_fewshot=n) for n in (0, 2))
+    assert [o.doc_hash for o in plain] == [o.doc_hash for o in examples]
+    assert not {o.prompt_hash for o in plain} & {o.prompt_hash for o in examples}
     with pytest.raises(InvalidInput, match="a different prompt on each side"):
-        document_scores.pair_documents(plain, shot, "acc,none", "letters")
+        document_scores.pair_documents(plain, examples, "acc,none", "letters")
 
 
-def test_few_shot_examples_are_drawn_alike_for_every_model_and_follow_the_seed(tmp_path: Path, model: Model) -> None:
-    task = pin(write_choices(tmp_path / "tasks", extra="fewshot_split: test\n"))
+def test_few_shot_examples_are_drawn_alike_for_every_model_and_follow_the_seed(
+    tmp_path: Path, model: Model, shot: EvalTask
+) -> None:
     merge = make_model(tmp_path / "merge", seed=1)
     runs = [(model, 0), (merge, 0), (merge, 1)]
-    prompts = [[o.prompt_hash for o in measure(who, task, num_fewshot=2, seed=seed)] for who, seed in runs]
-    assert prompts[0] == prompts[1] != prompts[2]
+    prompts = [[o.prompt_hash for o in measure(who, shot, (0, 20), num_fewshot=2, seed=seed)] for who, seed in runs]
+    assert prompts[0] == prompts[1]
+    assert prompts[1] != prompts[2]
 
 
 def test_a_perplexity_task_is_refused_with_a_remedy(tmp_path: Path, model: Model) -> None:
-    write_jsonl(tmp_path / "t.jsonl", ({"text": word} for word in words(5)))
-    (tmp_path / "t.yaml").write_text(
-        "task: t\ndataset_path: json\ndataset_kwargs: {data_files: {test: t.jsonl}}\ntest_split: test\n"
-        "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
-        "metric_list: [{metric: bits_per_byte}]\n"
-    )
+    rolling = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+    path = write_task(tmp_path, "t", [{"text": "abc"}], **rolling, metric_list=[{"metric": "bits_per_byte"}])
     with pytest.raises(InvalidInput, match="under 'perplexity:'"):
-        measure(model, pin(tmp_path / "t.yaml"))
+        measure(model, pin(path))
 
 
-@pytest.mark.parametrize(
-    ("extra", "complaint"),
-    [("test_split: gone\n", "cannot be loaded"), ("doc_to_text: '{{ word | nonsense }}'\n", "cannot be loaded")],
-)
+@pytest.mark.parametrize("extra", [{"test_split": "gone"}, {"doc_to_text": "{{ word | nonsense }}"}])
 def test_a_definition_that_does_not_fit_its_data_is_refused(
-    tmp_path: Path, model: Model, extra: str, complaint: str
+    tmp_path: Path, model: Model, extra: dict[str, str]
 ) -> None:
-    write_choices(tmp_path / "tasks", name="base")
-    (tmp_path / "tasks" / "t.yaml").write_text(f"include: base.yaml\ntask: t\n{extra}")
-    with pytest.raises(InvalidInput, match=complaint) as caught:
-        measure(model, pin(tmp_path / "tasks" / "t.yaml"))
+    write_choices(tmp_path, name="base")
+    with pytest.raises(InvalidInput, match="cannot be loaded") as caught:
+        measure(model, pin(write_task(tmp_path, "t", include="base.yaml", **extra)))
     assert "t.yaml" in caught.value.where
 
 
-def test_a_missing_chat_template_is_refused(tmp_path: Path, model: Model, task: EvalTask) -> None:
-    with pytest.raises(InvalidInput, match="has no chat template"):
-        measure(model, task, chat_template=True)
-
-
 def test_settings_are_written_as_in_the_design() -> None:
-    settings = EvaluateSettings.model_validate(
-        {
-            "tasks": [
-                {"task": "mmlu", "guarded_by": "general", "max_drop": 2},
-                {"task": "gsm8k", "guarded_by": "math", "max_drop": 3, "metric": "exact_match,flexible-extract"},
-            ],
-            "dtype": "bfloat16",
-            "documents": 500,
-            "confidence": 0.9,
-        }
-    )
+    tasks = [
+        {"task": "mmlu", "guarded_by": "general", "max_drop": 2},
+        {"task": "gsm8k", "guarded_by": "math", "max_drop": 3, "metric": "exact_match,flexible-extract"},
+    ]
+    settings = EvaluateSettings(tasks=tasks, dtype="bfloat16", documents=500, confidence=0.9)
     assert settings.scoring == Scoring(dtype="bfloat16", documents=500)
     assert type(settings.scoring) is Scoring  # a threshold must not affect the key of an evaluation
     assert (settings.gate_rule.confidence, settings.gate_rule.on_inconclusive) == (0.9, "block")
     assert [guard.upper_limit for guard in settings.tasks] == [3, 4]
+    guard = Guard(task="mmlu", guarded_by="general")
+    assert (guard.max_drop, guard.upper_limit) == (2, 3)
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("guard", "more"),
     [
-        {"tasks": []},
-        {"tasks": [{"task": "mmlu"}]},
-        {"tasks": [{"task": "mmlu", "guarded_by": "a", "max_drop": -1}]},
-        {"tasks": [{"task": "mmlu", "guarded_by": "a", "max_drop": 3, "margin": 2}]},
-        {"tasks": [{"task": "mmlu", "guarded_by": "a", "max_dorp": 3}]},
-        {"tasks": [{"task": "mmlu", "guarded_by": "a"}], "confidence": 95},
-        {"tasks": [{"task": "mmlu", "guarded_by": "a"}], "on_inconclusive": "ignore"},
+        (None, {}),
+        ({}, {}),
+        ({"guarded_by": "a", "max_drop": -1}, {}),
+        ({"guarded_by": "a", "max_drop": 3, "margin": 2}, {}),
+        ({"guarded_by": "a", "max_dorp": 3}, {}),
+        ({"guarded_by": "a"}, {"confidence": 95}),
+        ({"guarded_by": "a"}, {"on_inconclusive": "ignore"}),
     ],
 )
-def test_contradictory_settings_are_refused(wrong: dict[str, object]) -> None:
+def test_contradictory_settings_are_refused(guard: dict[str, object] | None, more: dict[str, object]) -> None:
+    tasks = [] if guard is None else [{"task": "mmlu", **guard}]
+    EvaluateSettings.model_validate({"tasks": [{"task": "mmlu", "guarded_by": "a"}]})
     with pytest.raises(ValidationError):
-        EvaluateSettings.model_validate(wrong)
-
-
-def test_a_guard_allows_two_points_and_must_rule_out_three() -> None:
-    guard = Guard(task="mmlu", guarded_by="general")
-    assert (guard.max_drop, guard.upper_limit) == (2, 3)
+        EvaluateSettings.model_validate({"tasks": tasks, **more})
 
 
 @pytest.mark.parametrize(

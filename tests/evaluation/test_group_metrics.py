@@ -9,21 +9,16 @@ from typing import Any
 
 import pytest
 from group_shapes import DEFAULTS, SIZES, write_leaderboard
-from lm_eval_runs import prepare, run_lm_eval, simple_evaluate
-from tiny_models import CPU, make_model, write_choices, write_jsonl
+from lm_eval_runs import UNWRITTEN, prepare, run_lm_eval, run_lm_eval_here
+from scoring_runs import mean_of, model_in, pin, score, write_task
+from tiny_models import write_choices
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
 from mergegate.tasks.evaluation.metrics import choose_metrics
 from mergegate.tasks.evaluation.result_files import find_results, read_task
-from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import score_table
-from mergegate.tasks.evaluation.task_definition import pin_task
 from mergegate.tasks.evaluation.task_loading import inspect_data
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -32,33 +27,21 @@ DEMO = PROJECT / "profiles" / "demo" / "models" / "reverser"
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("tasks")
-    write_leaderboard(directory)
-    return directory
+    return write_leaderboard(tmp_path_factory.mktemp("tasks")).parent
 
 
-def ours(definition: Path, directory: Path = DEMO) -> tuple[DocumentScore, ...]:
+def ours(definition: Path) -> tuple[DocumentScore, ...]:
     """Score all documents with mergegate, in two parts."""
-    model = Model(name="demo", digest=str(directory), directory=directory)
-    task = pin_task(definition.name, definition.parent, HashMemo(definition.parent / "hashes.db"))
-    try:
-        total = inspect_data(task).documents
-        cut = total // 3
-        parts = [DocumentRange(first=0, last=cut), DocumentRange(first=cut, last=total)]
-        return tuple(
-            outcome
-            for part in parts
-            for outcome in score_documents(
-                ScoringJob(model, task, Scoring(), part, CPU.device), lambda done, total: None
-            )
-        )
-    finally:
-        unload_models()
+    task = pin(definition)
+    total = inspect_data(task).documents
+    parts = ((0, total // 3), (total // 3, total))
+    return tuple(row for part in parts for row in score(model_in(DEMO), task, part))
 
 
 @pytest.fixture(scope="module")
-def scored(tasks: Path) -> tuple[DocumentScore, ...]:
-    return ours(tasks / "board.yaml")
+def scored(tasks: Path) -> Iterator[tuple[DocumentScore, ...]]:
+    yield ours(tasks / "board.yaml")
+    unload_models()
 
 
 @pytest.fixture(scope="module")
@@ -66,16 +49,10 @@ def written(tasks: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the results that lm-eval writes for the demo model on the same group."""
     root = tmp_path_factory.mktemp("lm-eval")
     leaves = [tasks / f"{name}.yaml" for name in (*DEFAULTS, "errors")]
-    prepare(leaves, root)
+    folder = prepare(leaves, root)
     for group in ("bbh", "board"):
-        (root / "include" / f"{group}.yaml").write_text((tasks / f"{group}.yaml").read_text())
+        (folder / f"{group}.yaml").write_text((tasks / f"{group}.yaml").read_text())
     return run_lm_eval(root / "out", DEMO, leaves, root, tasks=["board", "errors"])
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_in_memory() -> Iterator[None]:
-    yield
-    unload_models()
 
 
 def results_of(written: Path) -> dict[str, Any]:
@@ -86,10 +63,7 @@ def results_of(written: Path) -> dict[str, Any]:
 @pytest.mark.story
 def test_every_document_is_scored_as_by_lm_eval_itself(scored: tuple[DocumentScore, ...], written: Path) -> None:
     theirs = read_task(find_results(written), "board").outcomes
-    plain: dict[str, Any] = {"answer": "", "prompt_cut": None} | dict.fromkeys(
-        ("ended", "answer_tokens", "thinking_tokens", "budgets"), ()
-    )
-    ours, whole = (sorted(row._replace(**plain) for row in rows) for rows in (scored, theirs))
+    ours, whole = (sorted(row._replace(**UNWRITTEN) for row in rows) for rows in (scored, theirs))
     assert [row._replace(outcome=0.0) for row in ours] == [row._replace(outcome=0.0) for row in whole]
     judged = [[row.outcome for row in rows if row.metric != "prob,none"] for rows in (ours, whole)]
     assert judged[0] == judged[1]
@@ -122,10 +96,11 @@ def test_the_table_shows_all_documents_and_each_metric(scored: tuple[DocumentSco
 def test_parts_give_the_prompts_and_scores_of_the_whole_with_few_shot_examples(
     scored: tuple[DocumentScore, ...], written: Path
 ) -> None:
-    theirs = {(row.task, row.doc_id): row.prompt_hash for row in read_task(find_results(written), "mmlu_pro").outcomes}
-    assert {
-        (row.task, row.doc_id): row.prompt_hash for row in scored if row.task == "mmlu_pro"
-    } == theirs  # one example each
+    ours, theirs = (
+        {(row.task, row.doc_id): row.prompt_hash for row in rows if row.task == "mmlu_pro"}  # one example each
+        for rows in (scored, read_task(find_results(written), "mmlu_pro").outcomes)
+    )
+    assert ours == theirs
 
 
 def test_lower_is_better_is_reversed_in_a_mixed_group(tasks: Path, written: Path) -> None:
@@ -146,104 +121,58 @@ def test_lower_is_better_is_reversed_in_a_mixed_group(tasks: Path, written: Path
 @pytest.mark.story
 def test_inline_tasks_and_overrides_match_lm_eval(tasks: Path, tmp_path: Path) -> None:
     """The reference is lm-eval itself, which reads the group's file with absolute paths."""
-    from lm_eval.tasks import TaskManager
-
-    inline = f"""group: inlined
-num_fewshot: 0
-task:
-  - task: mmlu_pro
-    num_fewshot: 2
-  - group: inner
-    task:
-      - task: own
-        dataset_path: json
-        dataset_kwargs: {{data_files: {{test: {tasks}/data/math_algebra.jsonl}}, cache_dir: {tmp_path}/cache}}
-        test_split: test
-        output_type: generate_until
-        doc_to_text: "{{{{word}}}}"
-        doc_to_target: "{{{{answer}}}}"
-        generation_kwargs: {{until: ["."], max_gen_toks: 5}}
-        process_results: !function scoring.length
-        metric_list:
-          - {{metric: exact_match_original, aggregation: mean, higher_is_better: true}}
-"""
-    (tasks / "inlined.yaml").write_text(inline)
-    rows = ours(tasks / "inlined.yaml")
-    prepare([tasks / "mmlu_pro.yaml"], tmp_path)
-    (tmp_path / "include" / "scoring.py").write_text((tasks / "scoring.py").read_text())
-    (tmp_path / "include" / "inlined.yaml").write_text(inline)
-    found = simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(DEMO), "dtype": "auto", "softmax_dtype": "float32"},
-        tasks=["inlined"],
-        task_manager=TaskManager(include_path=str(tmp_path / "include"), include_defaults=False),
-        device="cpu",
-        batch_size=16,
-        bootstrap_iters=0,
-    )
+    data = {"data_files": {"test": f"{tasks}/math_algebra.jsonl"}, "cache_dir": f"{tmp_path}/cache"}
+    config = {"dataset_path": "json", "dataset_kwargs": data, "test_split": "test", "output_type": "generate_until"}
+    config |= {"doc_to_text": "{{word}}", "doc_to_target": "{{answer}}", "process_results": "!function scoring.length"}
+    config |= {"generation_kwargs": {"until": ["."], "max_gen_toks": 5}}
+    own = {"task": "own", **config, "metric_list": [mean_of("exact_match_original")]}
+    members = [{"task": "mmlu_pro", "num_fewshot": 2}, {"group": "inner", "task": [own]}]
+    path = write_task(tasks, "inlined", group="inlined", num_fewshot=0, task=members)
+    rows = ours(path)
+    folder = prepare([tasks / "mmlu_pro.yaml"], tmp_path)
+    for name in ("scoring.py", "inlined.yaml"):
+        (folder / name).write_text((tasks / name).read_text())
+    found = run_lm_eval_here(DEMO, [tasks / "mmlu_pro.yaml"], tmp_path, tasks=["inlined"])
     theirs = {
         (leaf, sample["doc_id"], sample["prompt_hash"], float(sample[sample["metrics"][0]]))
-        for leaf, samples in found["samples"].items()
+        for leaf, samples in found.items()
         for sample in samples
     }
     assert {leaf for leaf, *_ in theirs} == {"mmlu_pro", "inlined::inner::own"}
     assert {(row.task, row.doc_id, row.prompt_hash, row.outcome) for row in rows} == theirs
 
 
-@pytest.mark.parametrize("part", ["board.yaml", "bbh.yaml", "ifeval.yaml", "scoring.py", "data/bbh_b.jsonl"])
+@pytest.mark.parametrize("part", ["board.yaml", "bbh.yaml", "ifeval.yaml", "scoring.py", "bbh_b.jsonl"])
 def test_all_files_of_a_group_are_pinned(tmp_path: Path, part: str) -> None:
-    path = write_leaderboard(tmp_path / "tasks")
-
-    def pinned() -> str:
-        return pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db")).digest
-
-    before = pinned()
-    (tmp_path / "tasks" / "errors.yaml").write_text("task: errors\n")  # in no group
-    assert pinned() == before
-    (tmp_path / "tasks" / part).write_text((tmp_path / "tasks" / part).read_text() + "\n")
-    assert pinned() != before
+    path = write_leaderboard(tmp_path)
+    before = pin(path).digest
+    (tmp_path / "errors.yaml").write_text("task: errors\n")  # in no group
+    assert pin(path).digest == before
+    (tmp_path / part).write_text((tmp_path / part).read_text() + "\n")
+    assert pin(path).digest != before
 
 
 def test_a_tag_is_the_tasks_that_carry_it(tmp_path: Path) -> None:
     for name in ("one", "two"):
         write_choices(tmp_path, 5, name=name, extra="tag: pair\n")
     (tmp_path / "g.yaml").write_text("group: g\ntask: [pair]\n")
-    task = pin_task("g.yaml", tmp_path, HashMemo(tmp_path / "hashes.db"))
-    assert inspect_data(task).documents == 10
+    assert inspect_data(pin(tmp_path / "g.yaml")).documents == 10
 
 
 def test_a_perplexity_task_in_a_group_is_refused_by_name(tmp_path: Path) -> None:
     write_choices(tmp_path, 5)
-    write_jsonl(tmp_path / "t.jsonl", [{"text": "abc"}])
-    (tmp_path / "t.yaml").write_text(
-        "task: rolling\ndataset_path: json\ndataset_kwargs: {data_files: {test: t.jsonl}}\ntest_split: test\n"
-        "output_type: loglikelihood_rolling\ndoc_to_text: ''\ndoc_to_target: '{{text}}'\n"
-        "metric_list: [{metric: bits_per_byte}]\n"
-    )
+    rolling = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
+    write_task(tmp_path, "rolling", [{"text": "abc"}], **rolling, metric_list=[{"metric": "bits_per_byte"}])
     (tmp_path / "g.yaml").write_text("group: g\ntask: [letters, rolling]\n")
-    task = pin_task("g.yaml", tmp_path, HashMemo(tmp_path / "hashes.db"))
     with pytest.raises(InvalidInput, match="task g: rolling: a perplexity task"):
-        inspect_data(task)
-
-
-def graded(tmp_path: Path, deed: str) -> Path:
-    """Write a group ``g`` of ``letters`` and a task whose scoring function runs ``deed`` for every document."""
-    write_choices(tmp_path, 6)
-    write_choices(tmp_path, 6, name="own", extra="process_results: !function own.score\n")
-    (tmp_path / "own.py").write_text(f"def score(doc, results):\n    {deed}\n    return {{'acc': 1.0}}\n")
-    path = tmp_path / "g.yaml"
-    path.write_text("group: g\ntask: [letters, own]\n")
-    return path
+        inspect_data(pin(tmp_path / "g.yaml"))
 
 
 @pytest.mark.parametrize(
     ("deed", "complaint"),
     [
         ("return {} if doc['right'] else {'acc': 1.0}", r"\d of 6 documents of own without a score"),
-        (
-            "return {'other': 1.0}",
-            "task own: no metric that is a mean over documents .*only acc, other",
-        ),
+        ("return {'other': 1.0}", "task own: no metric that is a mean over documents .*only acc, other"),
         pytest.param(
             "return {'acc': (1, 0)}", "task g: document scores that lm-eval cannot average", marks=pytest.mark.story
         ),
@@ -258,11 +187,9 @@ def graded(tmp_path: Path, deed: str) -> Path:
 def test_a_document_without_a_score_is_refused_by_leaf_before_anything_is_stored(
     tmp_path: Path, deed: str, complaint: str
 ) -> None:
-    path = graded(tmp_path, deed)
-    make_model(tmp_path / "model")
-    model = Model(name="model", digest="d", directory=tmp_path / "model")
-    task = pin_task(path.name, tmp_path, HashMemo(tmp_path / "hashes.db"))
+    write_choices(tmp_path, 6)
+    write_choices(tmp_path, 6, name="own", extra="process_results: !function own.score\n")
+    (tmp_path / "own.py").write_text(f"def score(doc, results):\n    {deed}\n    return {{'acc': 1.0}}\n")
+    (tmp_path / "g.yaml").write_text("group: g\ntask: [letters, own]\n")
     with pytest.raises(InvalidInput, match=complaint):
-        score_documents(
-            ScoringJob(model, task, Scoring(), DocumentRange(first=0, last=12), "cpu"), lambda done, total: None
-        )
+        score(model_in(DEMO, "model"), pin(tmp_path / "g.yaml"), (0, 12))

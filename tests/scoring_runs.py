@@ -1,0 +1,82 @@
+"""Write, pin and score tiny tasks, all in this process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import yaml
+from tiny_models import write_jsonl
+
+from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.evaluation.document_order import DocumentRange
+from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
+from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.evaluation.task_loading import inspect_data
+
+A = TypeVar("A")
+
+
+def mean_of(metric: str, **more: Any) -> dict[str, Any]:
+    """Return the entry of a ``metric_list`` whose mean over documents is judged."""
+    return {"metric": metric, "aggregation": "mean", "higher_is_better": True} | more
+
+
+def write_task(directory: Path, name: str, rows: Iterable[dict[str, Any]] | None = None, **config: Any) -> Path:
+    """Write the task ``name``. With ``rows``, also write its data next to it.
+
+    In ``config``, a text ``!function module.name`` names a function.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    if rows is not None:
+        write_jsonl(directory / f"{name}.jsonl", rows)
+        data = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": f"{name}.jsonl"}}}
+        config = {**data, "test_split": "test", **config}
+    path = directory / f"{name}.yaml"
+    path.write_text(re.sub(r"'(!function [\w.]+)'", r"\1", yaml.safe_dump({"task": name, **config})))
+    return path
+
+
+def pin(path: Path, **changes: Any) -> EvalTask:
+    """Pin a local task, group or list, and change fields of the pinned task."""
+    task = pin_task(path.name, path.parent, HashMemo(path.parent / "hashes.db"))
+    return task.model_copy(update=changes) if changes else task
+
+
+def model_in(directory: Path, name: str = "m") -> Model:
+    return Model(name=name, digest=str(directory), directory=directory)
+
+
+def quiet(done: int, total: int) -> None:
+    """Ignore progress."""
+
+
+def scoring_job(model: Model, task: EvalTask, part: tuple[int, int] | None = None, **scoring: Any) -> ScoringJob:
+    """Return the job of all documents, or of those from the first to before the last in ``part``."""
+    first, last = part or (0, inspect_data(task).documents)
+    settings = Scoring.model_validate(scoring)
+    return ScoringJob(model, task, settings, DocumentRange(first=first, last=last), "cpu")
+
+
+def score(
+    model: Model, task: EvalTask, part: tuple[int, int] | None = None, **scoring: Any
+) -> tuple[DocumentScore, ...]:
+    """Score the documents of ``scoring_job``."""
+    return score_documents(scoring_job(model, task, part, **scoring), quiet)
+
+
+def without_probability(rows: Iterable[DocumentScore]) -> tuple[DocumentScore, ...]:
+    """Return the scores under lm-eval's own metrics."""
+    return tuple(row for row in rows if row.metric != "prob,none")
+
+
+def call_here(
+    function: Callable[..., A], arguments: Sequence[Any], *, on_progress: Callable[..., None] = quiet, **_: Any
+) -> A:
+    """Replace ``call_model_process``, and run the call in this process."""
+    return function(*arguments, on_progress)
