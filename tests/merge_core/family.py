@@ -15,13 +15,16 @@ from safetensors.torch import load_file, save_file
 from mergegate.merge_core import (
     Checkpoint,
     EngineSettings,
+    MergePlan,
     MergeRecord,
+    PlannedMerge,
     Recipe,
     load_recipe,
     merge_methods,
     merge_weights,
     open_checkpoint,
     plan_merge,
+    plan_with_findings,
 )
 from mergegate.merge_core.architecture import is_projection, is_routed_expert
 from mergegate.merge_core.checkpoint import (
@@ -36,6 +39,7 @@ from mergegate.merge_core.checkpoint import (
 from mergegate.merge_core.recipe import InputMeasurements
 
 LAYERS, HIDDEN, WIDE, TOKENS = 3, 12, 40, 24
+LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 # Merges ``recipe.yaml`` of the working directory into ``out`` with compiled kernels, in a separate process.
 MERGE_FUSED = """
 from pathlib import Path
@@ -121,9 +125,9 @@ def entry(method: str, model: str) -> str:
     return f"{{model: {model}, text: {model}}}" if merge_methods()[method].traits.reads_text else f"{{model: {model}}}"
 
 
-def read_recipe(text: str, root: Path) -> Recipe:
+def read_recipe(content: str | Mapping[str, Any], root: Path) -> Recipe:
     """Load a recipe and prepare it, with random measurements for models in ``root`` that read calibration texts."""
-    recipe = load_recipe(text)
+    recipe = load_recipe(content)
     if recipe.needs_distances:  # Keep the weights that the recipe sets.
         recipe = replace(recipe, distances={})
     if not recipe.texts:
@@ -145,10 +149,11 @@ def draw_importance(place: Path, checkpoint: Checkpoint, seed: int) -> None:
     """Write random importance for each element of a model's float tensors, zero for about half of the elements."""
     place.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
-    kept = {}
-    for name, tensor in checkpoint.tensors.items():
-        if tensor.dtype.kind == "float" and not is_routed_expert(name):
-            kept[name] = torch.randn(tensor.shape, generator=generator).relu().pow(4)
+    kept = {
+        name: torch.randn(tensor.shape, generator=generator).relu().pow(4)
+        for name, tensor in checkpoint.tensors.items()
+        if tensor.dtype.kind == "float" and not is_routed_expert(name)
+    }
     save_file(kept, place / measurement_file_name(IMPORTANCE, 0))
     write_measurement(place / IMPORTANCE, {name: name for name in kept}, positions=5)
 
@@ -166,11 +171,33 @@ def draw_inputs(place: Path, checkpoint: Checkpoint, seed: int) -> None:
     write_measurement(place / INPUTS, {name: name for name in kept}, positions=5)
 
 
-def merge_text(text: str, root: Path, out: str = "out", *, seed: int = 0, **settings: Any) -> MergeRecord:
+def open_models(recipe: Recipe, root: Path) -> dict[str, Checkpoint]:
+    """Open all models of a recipe, which are directories in ``root``."""
+    return {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()}
+
+
+def plan_recipe(content: str | Mapping[str, Any], root: Path) -> MergePlan:
+    """Plan a recipe whose models are directories in ``root``."""
+    recipe = read_recipe(content, root)
+    return plan_merge(recipe, open_models(recipe, root))
+
+
+def check_recipe(content: str | Mapping[str, Any], root: Path, *accepted: str) -> PlannedMerge:
+    """Return the plan and the findings of a recipe whose models are directories in ``root``."""
+    recipe = load_recipe(content)
+    return plan_with_findings(recipe, open_models(recipe, root), accepted)
+
+
+def merge_text(
+    content: str | Mapping[str, Any], root: Path, out: str = "out", *, seed: int = 0, **settings: Any
+) -> MergeRecord:
     """Merge a recipe whose models are directories in ``root`` into ``root / out``."""
-    recipe = read_recipe(text, root)
-    checkpoints = {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()}
-    return merge_weights(plan_merge(recipe, checkpoints), root / out, seed=seed, settings=EngineSettings(**settings))
+    return merge_weights(plan_recipe(content, root), root / out, seed=seed, settings=EngineSettings(**settings))
+
+
+def change_json(file: Path, **changes: Any) -> None:
+    """Set keys of a JSON file."""
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def load(directory: Path) -> dict[str, np.ndarray]:
