@@ -33,7 +33,7 @@ def header_sizes(models: Path) -> dict[str, int]:
     """Return the number of bytes before the first weight, by the SHA-256 of each model's safetensors files."""
     from mergegate.merge_core.files.hashing import sha256_file
 
-    files = list(models.glob("*/model*.safetensors"))
+    files = list(models.glob("*/*model*.safetensors"))
     return {sha256_file(file): 8 + int.from_bytes(file.read_bytes()[:8], "little") for file in files}
 
 

@@ -39,20 +39,29 @@ def snapshots_of(found: tuple[ResolvedCheckpoint, ...]) -> list[Snapshot]:
     return [parent.snapshot for parent in found if parent.snapshot]
 
 
+def download(found: tuple[ResolvedCheckpoint, ...], memo: HashMemo) -> Downloaded:
+    return download_snapshots(snapshots_of(found), memo)
+
+
 def weights_of(models: Path) -> dict[str, int]:
     """Return the size of each model's weight files, by SHA-256."""
     files = models.glob("*/model*.safetensors")
     return {hashlib.sha256(data).hexdigest(): len(data) for data in (file.read_bytes() for file in files)}
 
 
-def test_only_files_of_the_checkpoint_are_downloaded(online: LookAlike, models: Path, memo: HashMemo) -> None:
+def test_only_files_of_the_checkpoint_are_downloaded_and_have_the_digest_of_the_local_files(
+    online: LookAlike, models: Path, memo: HashMemo
+) -> None:
     found = parents()
-    come = download_snapshots(snapshots_of(found), memo)
+    come = download(found, memo)
     weights = weights_of(models)
     assert online.sent == weights
     assert (come.new_files, come.bytes) == (len(weights), sum(weights.values()))
     for parent in found:
         assert open_parent(parent).nbytes == open_checkpoint(models / parent.name).nbytes
+    assert {parent.name: parent.digest for parent in pin_checkpoints(found, memo)} == {
+        path.name: checkpoint_digest(path, memo) for path in models.iterdir()
+    }
 
 
 @pytest.mark.parametrize(
@@ -66,14 +75,6 @@ def test_only_files_of_the_checkpoint_are_downloaded(online: LookAlike, models: 
 )
 def test_the_summary_counts_files(downloaded: Downloaded, amount: str) -> None:
     assert FetchedWeights(downloaded, ("base@3f1c09a2",)).summary() == f"base@3f1c09a2 · {amount}"
-
-
-def test_a_hub_parent_has_the_digest_of_its_local_files(online: LookAlike, models: Path, memo: HashMemo) -> None:
-    found = parents()
-    download_snapshots(snapshots_of(found), memo)
-    assert {parent.name: parent.digest for parent in pin_checkpoints(found, memo)} == {
-        path.name: checkpoint_digest(path, memo) for path in models.iterdir()
-    }
 
 
 def test_unrelated_files_do_not_change_the_digest(models: Path, memo: HashMemo) -> None:
@@ -102,47 +103,39 @@ def test_cached_files_are_neither_fetched_nor_hashed_again(
     online: LookAlike, memo: HashMemo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = parents()
-    first = download_snapshots(snapshots_of(found), memo)
+    first = download(found, memo)
     online.log.clear()
     monkeypatch.setattr(
         "mergegate.merge_core.files.hashing.sha256_file", lambda path: pytest.fail(f"{path} is read again")
     )
-    assert download_snapshots(snapshots_of(found), memo) == Downloaded(first.files, 0, 0)
+    assert download(found, memo) == Downloaded(first.files, 0, 0)
     assert online.log == []
 
 
-def test_a_pinned_and_cached_parent_needs_no_request(online: LookAlike, memo: HashMemo) -> None:
-    commit = online.repositories["acme/base"].branches["main"]
-    recipe = load_recipe(f"merge_method: passthrough\nmodels: [{{model: acme/base@{commit}}}]\n")
-    download_snapshots(snapshots_of(resolve_parents(recipe)), memo)
-    first = resolve_parents(recipe)
-    online.log.clear()
-    assert resolve_parents(recipe) == first
-    assert online.log == []
-
-
-def test_a_branch_with_a_cached_commit_needs_one_request(online: LookAlike, memo: HashMemo) -> None:
-    download_snapshots(snapshots_of(parents()), memo)
-    online.log.clear()
-    assert len(parents()) == 3
-    assert sorted(entry.path for entry in online.log) == [
-        f"/api/models/acme/{name}" for name in ("base", "code", "math")
-    ]
-
-
-def test_cached_parents_are_merged_offline(
+def test_pinned_and_cached_parents_need_no_request(
     online: LookAlike, models: Path, memo: HashMemo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = RECIPE
     for name in ("base", "math", "code"):
         text = text.replace(f"acme/{name}", f"acme/{name}@{online.repositories[f'acme/{name}'].branches['main']}")
-    download_snapshots(snapshots_of(resolve_parents(load_recipe(text))), memo)
-    go_offline(monkeypatch)
+    recipe = load_recipe(text)
+    download(resolve_parents(recipe), memo)
+    first = resolve_parents(recipe)
     online.log.clear()
-    found = resolve_parents(load_recipe(text))
-    assert download_snapshots(snapshots_of(found), memo).new_files == 0
+    assert resolve_parents(recipe) == first
+    go_offline(monkeypatch)
+    found = resolve_parents(recipe)
+    assert download(found, memo).new_files == 0
     assert len({parent.digest for parent in pin_checkpoints(found, memo)}) == 3
     assert online.log == []
+
+
+def test_a_branch_with_a_cached_commit_needs_one_request(online: LookAlike, memo: HashMemo) -> None:
+    download(parents(), memo)
+    online.log.clear()
+    assert len(parents()) == 3
+    paths = sorted(entry.path for entry in online.log)
+    assert paths == [f"/api/models/acme/{name}" for name in ("base", "code", "math")]
 
 
 def test_missing_weights_are_reported_offline(
@@ -151,7 +144,7 @@ def test_missing_weights_are_reported_offline(
     found = parents()
     go_offline(monkeypatch)
     with pytest.raises(InvalidInput, match="HF_HUB_OFFLINE"):
-        download_snapshots(snapshots_of(found), memo)
+        download(found, memo)
 
 
 def test_a_file_that_differs_from_the_listing_is_refused_and_can_be_repaired(
@@ -163,7 +156,7 @@ def test_a_file_that_differs_from_the_listing_is_refused_and_can_be_repaired(
     stored.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))  # The size stays the same, so the client does not notice.
     found = parents()
     with pytest.raises(Refused, match="sha256") as caught:
-        download_snapshots(snapshots_of(found), memo)
+        download(found, memo)
     assert caught.value.where.endswith(": model.safetensors")
     assert "acme/math@" in caught.value.where
     blob = Path(caught.value.remedy.partition("delete ")[2].partition(" and run")[0])
@@ -171,16 +164,16 @@ def test_a_file_that_differs_from_the_listing_is_refused_and_can_be_repaired(
 
     stored.write_bytes(whole)
     with pytest.raises(Refused):
-        download_snapshots(snapshots_of(found), memo)  # The damaged file is still in the cache.
+        download(found, memo)  # The damaged file is still in the cache.
     blob.unlink()
-    assert download_snapshots(snapshots_of(found), memo).new_files == 1
+    assert download(found, memo).new_files == 1
 
 
 def test_a_small_file_that_was_changed_in_the_cache_is_refused(online: LookAlike, memo: HashMemo) -> None:
     found = parents()
     (found[0].directory / "config.json").resolve().write_text("{}")
     with pytest.raises(Refused, match="git's sha1"):
-        download_snapshots(snapshots_of(found), memo)
+        download(found, memo)
 
 
 def test_every_damaged_file_is_named(online: LookAlike, memo: HashMemo) -> None:
@@ -262,7 +255,7 @@ def test_revoked_access_is_reported(online: LookAlike, memo: HashMemo) -> None:
     found = parents()
     online.repositories["acme/math"].gated = "auto"
     with pytest.raises(InvalidInput, match="gated"):
-        download_snapshots(snapshots_of(found), memo)
+        download(found, memo)
 
 
 def test_a_full_disk_is_reported(online: LookAlike, memo: HashMemo, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,48 +267,33 @@ def test_a_full_disk_is_reported(online: LookAlike, memo: HashMemo, monkeypatch:
     found = parents()
     monkeypatch.setattr("huggingface_hub.hf_hub_download", full)
     with pytest.raises(Refused, match="No space left") as caught:
-        download_snapshots(snapshots_of(found), memo)
+        download(found, memo)
     assert "HF_HOME" in caught.value.remedy
-
-
-def test_the_merge_command_accepts_hub_parents(online: LookAlike, models: Path, tmp_path: Path) -> None:
-    (tmp_path / "remote.yaml").write_text(RECIPE)
-    (tmp_path / "local.yaml").write_text(RECIPE.replace("acme/", f"{models}/"))
-    for name in ("remote", "local"):
-        result = mergegate("merge", str(tmp_path / f"{name}.yaml"), str(tmp_path / name), "--device", "cpu")
-        assert result.exit_code == 0, result.output
-    weights = [
-        [file.read_bytes() for file in sorted((tmp_path / name).glob("*.safetensors"))] for name in ("remote", "local")
-    ]
-    assert weights[0] == weights[1] != []
 
 
 def test_a_branch_that_moves_during_the_merge_is_merged_as_pinned(
     online: LookAlike, models: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "recipe.yaml").write_text(RECIPE)
-    mergegate("merge", str(tmp_path / "recipe.yaml"), str(tmp_path / "still"))
-
     def move(request: object) -> None:
         if getattr(request, "path", "").endswith("/api/models/acme/math"):
             online.add_model("acme/math", models / "code")
 
-    from huggingface_hub import constants
-
-    constants.HF_HUB_CACHE = str(tmp_path / "another cache")  # The fixture restores it.
+    before = online.repositories["acme/math"].branches["main"]
     online.after.append(move)
-    result = mergegate("merge", str(tmp_path / "recipe.yaml"), str(tmp_path / "moving"))
-    assert result.exit_code == 0, result.output
-    merged = [
-        [file.read_bytes() for file in sorted((tmp_path / name).glob("*.safetensors"))] for name in ("still", "moving")
-    ]
-    assert merged[0] == merged[1] != []
+    weights = []
+    for name, recipe in (("remote", RECIPE), ("local", RECIPE.replace("acme/", f"{models}/"))):
+        (tmp_path / f"{name}.yaml").write_text(recipe)
+        result = mergegate("merge", str(tmp_path / f"{name}.yaml"), str(tmp_path / name), "--device", "cpu")
+        assert result.exit_code == 0, result.output
+        weights.append([file.read_bytes() for file in sorted((tmp_path / name).glob("*.safetensors"))])
+    assert weights[0] == weights[1] != []
+    assert online.repositories["acme/math"].branches["main"] != before
 
 
 def test_a_moved_branch_is_a_different_parent(online: LookAlike, models: Path, memo: HashMemo) -> None:
     def digests() -> dict[str, tuple[str | None, str]]:
         found = parents()
-        download_snapshots(snapshots_of(found), memo)
+        download(found, memo)
         return {parent.name: (parent.revision, parent.digest) for parent in pin_checkpoints(found, memo)}
 
     before = digests()

@@ -53,42 +53,18 @@ def check_against_the_library(content: bytes) -> None:
 
 
 BLANKS = st.text(alphabet=" \t\n\r\f\v\u00a0", max_size=4)
-LINES = st.sampled_from(
-    [
-        "license: cc-by-nc-4.0",
-        "license: [cc-by-nc-4.0, mit]",
-        "license: apache-2.0",
-        "license : cc-by-nc-4.0",
-        "'license': cc-by-nc-4.0",
-        "? license\n: cc-by-nc-4.0",
-        "license: >-\n  cc-by-nc-4.0",
-        "license:\tcc-by-nc-4.0",
-        "\tlicense: cc-by-nc-4.0",
-        "  license: cc-by-nc-4.0",
-        "License: cc-by-nc-4.0",
-        "license: no",
-        "license:",
-        "x: &x {license: cc-by-nc-4.0}",
-        "<<: *x",
-        "language: en",
-        "tags: [a, b]",
-        "tags:\n- a",
-        "# a comment",
-        "# Title",
-        "---",
-        "--- ",
-        "--- # again",
-        "...",
-        "%YAML 1.1",
-        "note: 'caf\u00e9 \u2028 \ufeff'",
-        "note: '---'",
-        "date: 2024-01-02",
-        "{license: cc-by-nc-4.0}",
-        "<!-- comment -->",
-        "Some text.",
-        "",
-    ]
+LICENSES = (
+    *("license: cc-by-nc-4.0", "license: [cc-by-nc-4.0, mit]", "license: apache-2.0", "license : cc-by-nc-4.0"),
+    *("'license': cc-by-nc-4.0", "? license\n: cc-by-nc-4.0", "license: >-\n  cc-by-nc-4.0", "license:\tcc-by-nc-4.0"),
+    *("\tlicense: cc-by-nc-4.0", "  license: cc-by-nc-4.0", "License: cc-by-nc-4.0", "license: no", "license:"),
+    *("x: &x {license: cc-by-nc-4.0}", "<<: *x", "{license: cc-by-nc-4.0}"),
 )
+OTHERS = (
+    *("language: en", "tags: [a, b]", "tags:\n- a", "# a comment", "# Title", "---", "--- ", "--- # again", "..."),
+    *("%YAML 1.1", "note: 'caf\u00e9 \u2028 \ufeff'", "note: '---'", "date: 2024-01-02", "<!-- comment -->"),
+    *("Some text.", ""),
+)
+LINES = st.sampled_from([*LICENSES, *OTHERS])
 FENCES = st.sampled_from(["---", "--- ", "---\t", " ---", "----", "+++", "```yaml", ""])
 BREAKS = st.sampled_from(["\n", "\r\n", "\r", "\n\n"])
 STARTS = st.sampled_from(["", "\ufeff", "\ufeff\ufeff", "\u200b", "<!-- x -->", "# Title\n", "\0"])
@@ -113,64 +89,46 @@ def test_a_license_that_the_library_reads_is_never_replaced_by_the_license_file(
 CARD = b"---\nlicense: cc-by-nc-4.0\n---\n# Model\n"
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        CARD,
-        b"\n" + CARD,
-        b"\n \t\n\r\n" + CARD,
-        b"\xef\xbb\xbf" + CARD,
-        b"\xef\xbb\xbf\n" + CARD,
-        CARD.replace(b"\n", b"\r\n"),
-        CARD.replace(b"\n", b"\r"),
-        b"\n" * 2000 + CARD,
-        CARD + b"x" * 2 * LIMIT,
-        CARD.replace(b"# Model", b"caf\xe9"),
-    ],
-)
+UNREADABLE = [
+    b"---\nnote: '" + b"x" * 2 * LIMIT + b"'\nlicense: cc-by-nc-4.0\n---\n",
+    b"---\nnote: '" + b"x" * (LIMIT // 2) + b"'\nlicense: cc-by-nc-4.0\n---\n",
+    b"\n" * 2 * LIMIT + CARD,
+    b"---\na: '" + b"x" * (LIMIT - 12) + b"'\n---x\nlicense: cc-by-nc-4.0\n---\n",
+    b"--- \nlicense: cc-by-nc-4.0\n---\n",
+    b"---\nlicense: cc-by-nc-4.0\n",
+    b"---\nlicense: cc-by-nc-4.0\n----\n",
+    b"---\nlicense: cc-by-nc-4.0\nlicense: apache-2.0\n---\n",
+    b"---\nLicense: cc-by-nc-4.0\n---\n",
+    b"---\n\tlicense: cc-by-nc-4.0\n---\n",
+    b"<!-- comment -->\n" + CARD,
+    b"# Model\n\nText.\n\n" + CARD,
+    b"---\nlanguage: en\n---\n\n" + CARD,
+    CARD.decode().encode("utf-16"),
+    *(b"---\n[\n---\n", b"---\nx: [\n", b"---\nlicense: \xff\n---\n"),
+]
+READABLE = [
+    *(CARD, b"\n" + CARD, b"\n \t\n\r\n" + CARD, b"\xef\xbb\xbf" + CARD, b"\xef\xbb\xbf\n" + CARD),
+    *(CARD.replace(b"\n", b"\r\n"), CARD.replace(b"\n", b"\r"), CARD.replace(b"# Model", b"caf\xe9")),
+    *(b"\n" * 2000 + CARD, CARD + b"x" * 2 * LIMIT),
+]
+WITHOUT_FRONT_MATTER = [
+    *(b"", b"# Model\n", b"---\nlanguage: en\n---\n# Model\n", b"---\n# nothing\n---\n"),
+    *(b"-----\nModel\n-----\n", b"# Mod\xe8le\n", b"# Model\n\n---\n\nText after a rule.\n\n---\n"),
+    b"# Model\n\n---\n\nText after a rule.\n\nlicense: see below\n",
+]
+
+
+@pytest.mark.parametrize("content", READABLE)
 def test_front_matter_is_read_where_the_library_reads_it(content: bytes) -> None:
     assert license_in_force(content) == "cc-by-nc-4.0"
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"---\nnote: '" + b"x" * 2 * LIMIT + b"'\nlicense: cc-by-nc-4.0\n---\n",
-        b"---\nnote: '" + b"x" * (LIMIT // 2) + b"'\nlicense: cc-by-nc-4.0\n---\n",
-        b"\n" * 2 * LIMIT + CARD,
-        b"---\na: '" + b"x" * (LIMIT - 12) + b"'\n---x\nlicense: cc-by-nc-4.0\n---\n",
-        b"--- \nlicense: cc-by-nc-4.0\n---\n",
-        b"---\nlicense: cc-by-nc-4.0\n",
-        b"---\nlicense: cc-by-nc-4.0\n----\n",
-        b"---\nlicense: cc-by-nc-4.0\nlicense: apache-2.0\n---\n",
-        b"---\nLicense: cc-by-nc-4.0\n---\n",
-        b"---\n\tlicense: cc-by-nc-4.0\n---\n",
-        b"<!-- comment -->\n" + CARD,
-        b"# Model\n\nText.\n\n" + CARD,
-        b"---\nlanguage: en\n---\n\n" + CARD,
-        CARD.decode().encode("utf-16"),
-        b"---\n[\n---\n",
-        b"---\nx: [\n",
-        b"---\nlicense: \xff\n---\n",
-    ],
-)
+@pytest.mark.parametrize("content", UNREADABLE)
 def test_a_partially_readable_card_is_a_doubt(content: bytes) -> None:
     assert license_in_force(content) in ("unknown", "other")
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"# Model\n",
-        b"---\nlanguage: en\n---\n# Model\n",
-        b"---\n# nothing\n---\n",
-        b"# Model\n\n---\n\nText after a rule.\n\n---\n",
-        b"# Model\n\n---\n\nText after a rule.\n\nlicense: see below\n",
-        b"-----\nModel\n-----\n",
-        b"# Mod\xe8le\n",
-    ],
-)
+@pytest.mark.parametrize("content", WITHOUT_FRONT_MATTER)
 def test_a_card_without_front_matter_leaves_the_license_file_in_force(content: bytes) -> None:
     assert license_in_force(content) == "apache-2.0"
 

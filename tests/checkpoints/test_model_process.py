@@ -95,7 +95,6 @@ def test_all_stages_load_each_model_once(tmp_path: Path, documents: HeldOutText,
 
 
 @pytest.mark.proof
-@pytest.mark.story
 def test_models_take_turns_if_only_one_fits(tmp_path: Path, task: EvalTask) -> None:
     models = [make_model(tmp_path / name) for name in ("a", "b")]
     size = sum(file.stat().st_size for file in models[0].directory.glob("*.safetensors"))
@@ -128,7 +127,6 @@ def test_a_process_that_dies_with_one_model_is_not_tried_again(tmp_path: Path) -
 
 
 @pytest.mark.proof
-@pytest.mark.story
 @pytest.mark.usefixtures("new_process")
 def test_a_kill_during_perplexity_is_reported_as_for_a_task(
     tmp_path: Path, documents: HeldOutText, monkeypatch: pytest.MonkeyPatch
@@ -139,7 +137,6 @@ def test_a_kill_during_perplexity_is_reported_as_for_a_task(
 
     def die(done: int, total: int, unit: str) -> None:
         running = model_process._slot_processes[0].current
-        assert running is not None
         child = running.child.pid
         assert parent_of(parent_of(child)) == os.getpid()  # the grandparent is this process, the parent the supervisor
         os.kill(child, signal.SIGKILL)
@@ -224,7 +221,6 @@ def test_answers_of_one_server_are_not_resumed_with_another(
     places: list[JournalLocation] = []
 
     def noted(job: ScoringJob, on_progress: object) -> None:
-        assert job.journal is not None
         places.append(job.journal)
         raise Killed
 
@@ -265,28 +261,27 @@ def keep(
     return [name for name, _, _ in held]
 
 
+EACH_10 = dict.fromkeys("abcd", 10)
+
+
 @pytest.mark.story
 @pytest.mark.parametrize(
-    ("capacity", "asked", "held"),
+    ("capacity", "sizes", "asked", "held"),
     [
-        (100, "abcd", "abcd"),  # 40 of 100
-        (80, "abcd", "abcd"),  # exactly half
-        (79, "abcd", "bcd"),
-        (79, "abcad", "cad"),  # evicts the least recently used
-        (39, "abab", "b"),
-        (5, "a", "a"),  # one model is always tried
-        (None, "ab", "b"),  # the system does not report its memory
+        (100, EACH_10, "abcd", "abcd"),  # 40 of 100
+        (80, EACH_10, "abcd", "abcd"),  # exactly half
+        (79, EACH_10, "abcd", "bcd"),
+        (79, EACH_10, "abcad", "cad"),  # evicts the least recently used
+        (39, EACH_10, "abab", "b"),
+        (5, EACH_10, "a", "a"),  # one model is always tried
+        (None, EACH_10, "ab", "b"),  # the system does not report its memory
+        (100, {"a": 10, "b": 20, "c": 15, "d": 25}, "abcd", "cd"),  # a large model drops as many as necessary
     ],
 )
 def test_models_are_held_up_to_half_of_the_memory(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capacity: int | None, asked: str, held: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capacity: int | None, sizes: dict[str, int], asked: str, held: str
 ) -> None:
-    assert keep(monkeypatch, tmp_path, capacity, dict.fromkeys("abcd", 10), asked) == list(held)
-
-
-@pytest.mark.story
-def test_a_large_model_drops_as_many_models_as_necessary(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert keep(monkeypatch, tmp_path, 100, {"a": 10, "b": 20, "c": 15, "d": 25}, "abcd") == ["c", "d"]
+    assert keep(monkeypatch, tmp_path, capacity, sizes, asked) == list(held)
 
 
 @pytest.mark.story
