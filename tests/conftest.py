@@ -20,6 +20,9 @@ from typing import TYPE_CHECKING
 # Set before anything computes. The test kernels run for microseconds, so a second thread would only wait and occupy a
 # core that another test worker needs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Keep compiled modules, as the Makefile does. Otherwise each process would compile all modules and tests again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 import certifi
 import pytest
