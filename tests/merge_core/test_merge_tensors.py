@@ -1,4 +1,4 @@
-"""An in-memory merge yields the same bytes and refusals as a merge to files, and uses little memory."""
+"""An in-memory merge yields the same bytes and refusals as a merge to files. ``merge`` does all steps in one call."""
 
 from __future__ import annotations
 
@@ -10,29 +10,24 @@ from typing import Any
 
 import pytest
 import torch
-from family import random_tensors, read_recipe, recipe_of, save_checkpoint, save_tokenizer
+from family import LINEAR, plan_recipe, random_tensors, recipe_of, save_checkpoint, save_tokenizer
 from safetensors.torch import load_file
-from test_quantised import MATRIX, MXFP4, fp8_weights, mxfp4_weights, saved
+from test_quantised import FP8, MATRIX, MXFP4, fp8_weights, mxfp4_weights, saved
 from tiny_families import BY_NAME, load, make, save
 
+from mergegate import merge_core
 from mergegate.merge_core import (
     EngineSettings,
     MergePlan,
+    load_recipe,
+    merge,
     merge_methods,
     merge_tensors,
     merge_weights,
-    open_checkpoint,
-    plan_merge,
 )
-from mergegate.merge_core.errors import InvalidInput, MergegateError
+from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 
-LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 WAYS: list[dict[str, Any]] = [{}, {"block_elements": 32768, "threads": 3}, {"kernels": "fused"}]
-
-
-def planned(text: str, root: Path) -> MergePlan:
-    recipe = read_recipe(text, root)
-    return plan_merge(recipe, {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()})
 
 
 def written(plan: MergePlan, out: Path, seed: int = 0) -> dict[str, torch.Tensor]:
@@ -60,7 +55,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("method", sorted(merge_methods()))
 def test_every_method_gives_the_bytes_of_the_files_for_any_blocks_and_threads(wide: Path, method: str) -> None:
-    plan = planned(recipe_of(method), wide)
+    plan = plan_recipe(recipe_of(method), wide)
     expected = written(plan, wide / "out", seed=7)
     for way in WAYS:
         ours = dict(merge_tensors(plan, seed=7, settings=EngineSettings(**way)))
@@ -68,109 +63,75 @@ def test_every_method_gives_the_bytes_of_the_files_for_any_blocks_and_threads(wi
         assert all(torch.equal(bits(ours[name]), bits(expected[name])) for name in expected), way
 
 
-def sharded(root: Path) -> MergePlan:
-    save_checkpoint(root / "a", random_tensors(0), shards=3)
-    save_checkpoint(root / "b", random_tensors(1))
-    return planned(LINEAR, root)
+DARE = "merge_method: dare_ties\nbase_model: a\nmodels: [{{model: {}}}]\nparameters: {{weight: 0.5, density: 0.5}}\n"
+STEPS = f"""name: first
+{DARE.format("b")}---
+name: second
+{DARE.format("first")}dtype: bfloat16
+---
+{LINEAR.replace("{model: a}, {model: b}", "{model: first}, {model: second}, {model: c}")}"""
+SLICES = """merge_method: passthrough
+slices:
+- sources: [{model: a, layer_range: [0, 2]}]
+- sources: [{model: b, layer_range: [1, 3]}]
+"""
 
 
-def of_several_formats(root: Path) -> MergePlan:
-    counter = {"counter": torch.arange(3)}
-    save_checkpoint(root / "a", {**random_tensors(0), **counter})
-    save_checkpoint(root / "b", {name: t.double() for name, t in random_tensors(1).items()} | counter)
-    return planned(LINEAR + "out_dtype: float16", root)
+def plan_of_kind(kind: str, root: Path) -> MergePlan:
+    """Write models and plan a merge with jobs of one kind."""
+    if kind in ("FP8", "MXFP4"):
+        for seed, name in enumerate("ab"):
+            weights, settings = (fp8_weights(seed), FP8) if kind == "FP8" else (mxfp4_weights(seed), MXFP4)
+            saved(root / name, weights, settings)
+        return plan_recipe(LINEAR, root)
+    if kind == "fused experts":
+        family = BY_NAME["qwen3_moe"]
+        for seed, name in enumerate("ab"):
+            save(family, load(family, make(family, root / f"{name}-one-by-one", seed)), root / name, fused=True)
+        return plan_recipe(LINEAR, root)
+    text, tensors = LINEAR, {name: random_tensors(seed) for seed, name in enumerate("abc")}
+    match kind:
+        case "several formats":
+            tensors["b"] = {name: tensor.double() for name, tensor in tensors["b"].items()}
+            tensors["a"]["counter"] = tensors["b"]["counter"] = torch.arange(3)
+            text += "out_dtype: float16"
+        case "steps" | "slices":
+            text = STEPS if kind == "steps" else SLICES
+        case "different vocabularies":
+            tensors["b"] = random_tensors(1, tokens=26)
+            text += "tokenizer_source: b\n"
+        case "tied and untied":
+            del tensors["b"]["lm_head.weight"]
+    for name, own in tensors.items():
+        save_checkpoint(root / name, own, shards=3 if (kind, name) in (("shards", "a"), ("steps", "a")) else 1)
+    if kind == "different vocabularies":
+        save_tokenizer(root / "b", ["new", "more", *[f"t{number}" for number in reversed(range(24))]])
+    return plan_recipe(text, root)
 
 
-def of_steps(root: Path) -> MergePlan:
-    for seed, name in enumerate("abc"):
-        save_checkpoint(root / name, random_tensors(seed), shards=2 if name == "a" else 1)
-    dare = (
-        "merge_method: dare_ties\nbase_model: a\nmodels: [{{model: {}}}]\nparameters: {{weight: 0.5, density: 0.5}}\n"
-    )
-    return planned(
-        f"name: first\n{dare.format('b')}---\nname: second\n{dare.format('first')}dtype: bfloat16\n---\n"
-        "merge_method: linear\nmodels: [{model: first}, {model: second}, {model: c}]\nparameters: {weight: 1}\n",
-        root,
-    )
+KINDS = ("shards", "several formats", "steps", "different vocabularies", "tied and untied", "slices")
 
 
-def of_other_vocabularies(root: Path) -> MergePlan:
-    save_checkpoint(root / "a", random_tensors(0))
-    save_checkpoint(root / "b", random_tensors(1, tokens=26))
-    save_tokenizer(root / "b", ["new", "more", *[f"t{number}" for number in reversed(range(24))]])
-    return planned(LINEAR + "tokenizer_source: b\n", root)
-
-
-def of_tied_and_untied(root: Path) -> MergePlan:
-    save_checkpoint(root / "a", random_tensors(0))
-    save_checkpoint(root / "b", {name: t for name, t in random_tensors(1).items() if name != "lm_head.weight"})
-    return planned(LINEAR, root)
-
-
-def of_quantised(root: Path) -> MergePlan:
-    for seed, name in enumerate("ab"):
-        weights = fp8_weights(seed)
-        quantisation = {"quant_method": "fp8", "weight_block_size": [16, 24], "fmt": "e4m3"}
-        saved(root / name, weights, {**quantisation, "activation_scheme": "dynamic"})
-    plan = planned(LINEAR, root)
-    assert MATRIX in {job.output.name for job in plan.jobs}
-    return plan
-
-
-def of_packed(root: Path) -> MergePlan:
-    for seed, name in enumerate("ab"):
-        saved(root / name, mxfp4_weights(seed), MXFP4)
-    return planned(LINEAR, root)
-
-
-def of_slices(root: Path) -> MergePlan:
-    for seed, name in enumerate("ab"):
-        save_checkpoint(root / name, random_tensors(seed))
-    return planned(
-        "merge_method: passthrough\nslices:\n- sources: [{model: a, layer_range: [0, 2]}]\n"
-        "- sources: [{model: b, layer_range: [1, 3]}]\n",
-        root,
-    )
-
-
-def of_experts(root: Path) -> MergePlan:
-    family = BY_NAME["qwen3_moe"]
-    for seed, name in enumerate("ab"):
-        model = load(family, make(family, root / f"{name}-one-by-one", seed))
-        save(family, model, root / name, fused=True)
-    plan = planned(LINEAR, root)
-    assert any(len(tensor.pieces) > 1 for shard in plan.shards for tensor in shard.stored)
-    return plan
-
-
-@pytest.mark.parametrize(
-    "make_plan",
-    [
-        sharded,
-        of_several_formats,
-        of_steps,
-        of_other_vocabularies,
-        of_tied_and_untied,
-        of_quantised,
-        of_packed,
-        of_slices,
-        of_experts,
-    ],
-)
-def test_every_kind_of_job_gives_the_bytes_of_the_files(tmp_path: Path, make_plan: Callable[[Path], MergePlan]) -> None:
-    plan = make_plan(tmp_path)
+@pytest.mark.parametrize("kind", [*KINDS, "FP8", "MXFP4", "fused experts"])
+def test_every_kind_of_job_gives_the_bytes_of_the_files(tmp_path: Path, kind: str) -> None:
+    plan = plan_of_kind(kind, tmp_path)
+    assert kind != "FP8" or MATRIX in {job.output.name for job in plan.jobs}
+    pieces = max(len(tensor.pieces) for shard in plan.shards for tensor in shard.stored)
+    assert kind != "fused experts" or pieces > 1
     for number, way in enumerate([{}, {"block_elements": 16, "threads": 2}]):
         require_same_bits(plan, tmp_path / f"out{number}", seed=3, **way)
+    # The plan contains the configuration from which a caller builds a network.
+    assert json.loads((tmp_path / "out0/config.json").read_text()) == dict(plan.config)
 
 
 def test_the_seed_has_the_same_effect_as_for_files(wide: Path) -> None:
-    plan = planned(recipe_of("dare_linear"), wide)
+    plan = plan_recipe(recipe_of("dare_linear"), wide)
     (one, other) = (next(merge_tensors(plan, seed=seed))[1] for seed in (1, 2))
     assert not torch.equal(one, other)
 
 
 def test_selected_tensors_are_computed_in_any_order(family: Path) -> None:
-    plan = planned(LINEAR, family)
+    plan = plan_recipe(LINEAR, family)
     every = dict(merge_tensors(plan))
     wanted = ["model.norm.weight", "lm_head.weight"]
     some = list(merge_tensors(plan, names=wanted))
@@ -186,52 +147,41 @@ def error_text(act: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def test_nan_in_a_parent_is_refused_with_the_same_message_as_for_files(family: Path) -> None:
-    tensors = load_file(family / "b/model.safetensors")
-    tensors["model.norm.weight"][3] = float("nan")
-    save_checkpoint(family / "broken", tensors)
-    plan = planned(LINEAR.replace("model: b", "model: broken"), family)
-    refused = error_text(lambda: list(merge_tensors(plan)))
-    assert refused == error_text(lambda: merge_weights(plan, family / "out"))
-    assert refused == error_text(lambda: list(merge_tensors(plan, settings=EngineSettings(threads=3))))
-
-
-def test_different_integers_are_refused_with_the_same_message_as_for_files(tmp_path: Path) -> None:
-    for name, number in (("a", 7), ("b", 8)):
-        save_checkpoint(tmp_path / name, {**random_tensors(0), "counter": torch.full((3,), number)})
-    plan = planned(LINEAR, tmp_path)
-    assert error_text(lambda: list(merge_tensors(plan))) == error_text(lambda: merge_weights(plan, tmp_path / "out"))
-
-
-def test_a_blocking_finding_of_the_record_is_raised(tmp_path: Path) -> None:
-    tensors = random_tensors(0)
-    tensors["model.norm.weight"][3] = 6e4  # The sum of the two parents exceeds float16.
-    for name in "ab":
+@pytest.mark.parametrize("problem", ["NaN in a parent", "different integers", "infinity in the result", "only zeros"])
+def test_a_problem_is_refused_with_the_same_message_as_for_files(tmp_path: Path, problem: str) -> None:
+    text, norm = LINEAR, "model.norm.weight"
+    a, b = random_tensors(0), random_tensors(0)
+    match problem:
+        case "NaN in a parent":
+            b[norm][3] = float("nan")
+        case "different integers":
+            a["counter"], b["counter"] = torch.full((3,), 7), torch.full((3,), 8)
+        case "infinity in the result":
+            a[norm][3] = b[norm][3] = 6e4  # The sum of the two parents exceeds float16.
+            text = LINEAR.replace("weight: 1", "weight: 1, normalize: false") + "dtype: float16"
+        case "only zeros":
+            b[norm] = -a[norm]
+    for name, tensors in (("a", a), ("b", b)):
         save_checkpoint(tmp_path / name, tensors)
-    text = LINEAR.replace("weight: 1", "weight: 1, normalize: false") + "dtype: float16"
-    plan = planned(text, tmp_path)
-    (finding,) = merge_weights(plan, tmp_path / "out").findings
-    assert error_text(lambda: list(merge_tensors(plan))) == str(finding.refusal())
-
-
-def test_zeros_from_nonzero_parents_are_refused(tmp_path: Path) -> None:
-    tensors = random_tensors(0)
-    save_checkpoint(tmp_path / "a", tensors)
-    save_checkpoint(tmp_path / "b", {name: -tensor for name, tensor in tensors.items()})
-    plan = planned(LINEAR, tmp_path)
-    finding = merge_weights(plan, tmp_path / "out").findings[0]
-    assert finding.severity == "block"
-    assert error_text(lambda: list(merge_tensors(plan))).splitlines()[0] == str(finding.refusal()).splitlines()[0]
+    plan = plan_recipe(text, tmp_path)
+    if problem in ("NaN in a parent", "different integers"):
+        expected = error_text(lambda: merge_weights(plan, tmp_path / "out"))
+    else:
+        (finding,) = merge_weights(plan, tmp_path / "out").findings
+        assert finding.severity == "block"
+        expected = str(finding.refusal())
+    assert error_text(lambda: list(merge_tensors(plan))) == expected
+    assert error_text(lambda: list(merge_tensors(plan, settings=EngineSettings(threads=3)))) == expected
 
 
 def test_a_tensor_that_is_zero_in_every_parent_is_accepted(tmp_path: Path) -> None:
     for seed, name in enumerate("ab"):
         save_checkpoint(tmp_path / name, random_tensors(seed) | {"model.norm.weight": torch.zeros(12)})
-    assert not dict(merge_tensors(planned(LINEAR, tmp_path)))["model.norm.weight"].any()
+    assert not dict(merge_tensors(plan_recipe(LINEAR, tmp_path)))["model.norm.weight"].any()
 
 
 def test_a_replaced_input_file_is_detected(family: Path) -> None:
-    plan = planned(LINEAR, family)
+    plan = plan_recipe(LINEAR, family)
     tensors = merge_tensors(plan)
     next(tensors)
     content = (family / "b/model.safetensors").read_bytes()
@@ -244,7 +194,7 @@ def test_torch_threads_are_restored_when_the_iteration_ends_or_is_closed(family:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
-        plan = planned(LINEAR, family)
+        plan = plan_recipe(LINEAR, family)
         list(merge_tensors(plan))
         assert torch.get_num_threads() == 2
         begun = merge_tensors(plan)
@@ -257,17 +207,13 @@ def test_torch_threads_are_restored_when_the_iteration_ends_or_is_closed(family:
 
 def test_only_one_tensor_is_in_memory(tmp_path: Path) -> None:
     rows, width, layers = 1024, 256, 12
+    shapes = {"model.embed_tokens.weight": (8, width)}
+    shapes |= {f"model.layers.{n}.mlp.up_proj.weight": (rows, width) for n in range(layers)}
     for seed, name in enumerate("ab"):
         generator = torch.Generator().manual_seed(seed)
-        tensors = {
-            f"model.layers.{n}.mlp.up_proj.weight": torch.randn(rows, width, generator=generator) for n in range(layers)
-        }
-        save_checkpoint(
-            tmp_path / name,
-            {"model.embed_tokens.weight": torch.randn(8, width, generator=generator), **tensors},
-            config={"num_hidden_layers": layers},
-        )
-    plan = planned(LINEAR, tmp_path)
+        tensors = {key: torch.randn(shape, generator=generator) for key, shape in shapes.items()}
+        save_checkpoint(tmp_path / name, tensors, config={"num_hidden_layers": layers})
+    plan = plan_recipe(LINEAR, tmp_path)
     list(merge_tensors(plan))  # Load all imports before measuring.
     tracemalloc.start()
     try:
@@ -280,8 +226,55 @@ def test_only_one_tensor_is_in_memory(tmp_path: Path) -> None:
     assert peak < 3 * one, f"{peak / one:.1f} tensors of {layers}"
 
 
-def test_the_config_equals_that_of_the_files(family: Path) -> None:
-    """The plan contains the configuration from which a caller builds a network."""
-    plan = planned(LINEAR, family)
-    merge_weights(plan, family / "out")
-    assert json.loads((family / "out/config.json").read_text()) == dict(plan.config)
+@pytest.fixture
+def recipe_file(family: Path) -> Path:
+    file = family / "ties.yaml"
+    file.write_text(recipe_of("ties"))
+    return file
+
+
+def test_dir_lists_every_public_name() -> None:
+    assert set(merge_core.__all__) <= set(dir(merge_core))
+    assert all(getattr(merge_core, name) is not None for name in dir(merge_core))
+
+
+def test_merge_writes_what_the_single_steps_write(recipe_file: Path, tmp_path: Path) -> None:
+    plan = plan_recipe(recipe_file.read_text(), tmp_path)
+    expected = merge_weights(plan, tmp_path / "expected", seed=3, device="cpu")
+    progress: list[tuple[int, int]] = []
+    record = merge(recipe_file, tmp_path / "out", seed=3, device="cpu", on_progress=lambda *done: progress.append(done))
+    assert record.files == expected.files
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted(record.files)
+    assert progress[-1] == (record.bytes_written, record.bytes_written)
+    by_text = merge(str(recipe_file), str(tmp_path / "by-text"), device="cpu")
+    assert merge(load_recipe(recipe_file), tmp_path / "by-recipe", device="cpu").files == by_text.files
+
+
+def test_merge_refuses_existing_directories_models_that_do_not_fit_and_models_on_the_hub(
+    recipe_file: Path, tmp_path: Path
+) -> None:
+    wider = save_checkpoint(tmp_path / "wider", random_tensors(0, layers=2))
+    text = recipe_file.read_text()
+    for model, out, error, words in (
+        ("a", "a", InvalidInput, "exists"),
+        (wider, "out", Refused, "2 layers instead of 3"),
+        ("org/name", "out", InvalidInput, "mergegate merge"),
+    ):
+        recipe_file.write_text(text.replace("model: a", f"model: {model}"))
+        with pytest.raises(error, match=words):
+            merge(recipe_file, tmp_path / out, device="cpu")
+        assert not list(tmp_path.glob("out*"))
+
+
+def test_recipes_that_need_measurements_are_refused_before_anything_is_written(tmp_path: Path, family: Path) -> None:
+    file = family / "recipe.yaml"
+    refused = []
+    for method in sorted(merge_methods()):
+        file.write_text(recipe_of(method))
+        recipe = load_recipe(file)
+        if recipe.needs_distances or recipe.texts:
+            refused.append(method)
+            with pytest.raises(InvalidInput, match="measure first"):
+                merge(file, tmp_path / "out", device="cpu")
+            assert not list(tmp_path.glob("out*"))
+    assert refused

@@ -1,13 +1,17 @@
-"""Quantized parents are decoded while they are read, with the same bits as in transformers."""
+"""Tensors that are computed while they are read, such as those of quantized parents, merge like stored ones."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from family import LINEAR, check_recipe
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -17,8 +21,8 @@ from mergegate.merge_core import (
     merge_weights,
     open_checkpoint,
     plan_merge,
-    plan_with_findings,
 )
+from mergegate.merge_core.checkpoint import Checkpoint, DerivedTensor, StoredTensor, patterns
 from mergegate.merge_core.engine import EngineSettings
 from mergegate.merge_core.errors import InvalidInput
 
@@ -69,13 +73,9 @@ def mxfp4_weights(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def merged(models: list[Path], out: Path, method: str, **settings: Any) -> MergeRecord:
-    weight = {"weight": 0.5}
-    recipe = load_recipe(
-        {"merge_method": method, "models": [{"model": str(one), "parameters": weight} for one in models]}
-        if method == "linear"
-        else {"merge_method": method, "models": [{"model": str(one)} for one in models]}
-    )
+def merged(models: list[Path], out: Path, method: str = "passthrough", **settings: Any) -> MergeRecord:
+    weight = {"parameters": {"weight": 0.5}} if method == "linear" else {}
+    recipe = load_recipe({"merge_method": method, "models": [{"model": str(one), **weight} for one in models]})
     plan = plan_merge(recipe, {str(one): open_checkpoint(one) for one in models})
     return merge_weights(plan, out, settings=EngineSettings(**settings))
 
@@ -84,7 +84,7 @@ def merged(models: list[Path], out: Path, method: str, **settings: Any) -> Merge
 def test_blocks_of_fp8_are_what_their_factors_say(tmp_path: Path, block: int) -> None:
     weights = fp8_weights(0)
     place = saved(tmp_path / "a", weights, FP8)
-    merged([place], tmp_path / "out", "passthrough", block_elements=block, threads=3)
+    merged([place], tmp_path / "out", block_elements=block, threads=3)
     found = load_file(tmp_path / "out/model.safetensors")
     assert found.keys() == {MATRIX, NORM}
     assert found[MATRIX].dtype == torch.bfloat16
@@ -97,10 +97,9 @@ def test_blocks_of_fp8_are_what_their_factors_say(tmp_path: Path, block: int) ->
 def test_a_block_larger_than_the_matrix_needs_no_memory(tmp_path: Path, size: int) -> None:
     weights = fp8_weights(0)
     scales = weights[f"{MATRIX}_scale_inv"][:1, :1].contiguous()
-    place = saved(
-        tmp_path / "a", {**weights, f"{MATRIX}_scale_inv": scales}, {**FP8, "weight_block_size": [size, size]}
-    )
-    merged([place], tmp_path / "out", "passthrough", block_elements=1000)
+    changed = {**weights, f"{MATRIX}_scale_inv": scales}
+    place = saved(tmp_path / "a", changed, {**FP8, "weight_block_size": [size, size]})
+    merged([place], tmp_path / "out", block_elements=1000)
     expected = (weights[MATRIX].float() * scales).bfloat16()
     assert torch.equal(load_file(tmp_path / "out/model.safetensors")[MATRIX], expected)
 
@@ -109,7 +108,7 @@ def test_a_block_larger_than_the_matrix_needs_no_memory(tmp_path: Path, size: in
 def test_mxfp4_is_what_transformers_makes_of_it(tmp_path: Path, block: int) -> None:
     weights = mxfp4_weights(0)
     place = saved(tmp_path / "a", weights, MXFP4)
-    merged([place], tmp_path / "out", "passthrough", block_elements=block, threads=3)
+    merged([place], tmp_path / "out", block_elements=block, threads=3)
     found = load_file(tmp_path / "out/model.safetensors")
     expected = convert_moe_packed_tensors(weights[f"{EXPERT}_blocks"], weights[f"{EXPERT}_scales"])
     assert found.keys() == {EXPERT, NORM}
@@ -123,20 +122,17 @@ def test_a_merge_is_that_of_the_decoded_parents(tmp_path: Path, method: str) -> 
     quantised, plain = [], []
     for seed in range(2):
         weights = fp8_weights(seed)
-        quantised.append(saved(tmp_path / f"q{seed}", weights, FP8))
-        plain.append(saved(tmp_path / f"p{seed}", {MATRIX: fp8_decoded(weights), NORM: weights[NORM]}))
-    if method == "slerp":
-        text = "merge_method: slerp\nbase_model: {a}\nmodels: [{{model: {b}}}]\nparameters: {{t: 0.3}}\n"
-    else:
-        text = "merge_method: linear\nmodels: [{{model: {a}}}, {{model: {b}}}]\nparameters: {{weight: 0.5}}\n"
+        quantised.append(saved(tmp_path / f"q{seed}", weights, FP8).name)
+        plain.append(saved(tmp_path / f"p{seed}", {MATRIX: fp8_decoded(weights), NORM: weights[NORM]}).name)
+    slerp = "merge_method: slerp\nbase_model: a\nmodels: [{model: b}]\nparameters: {t: 0.3}\n"
     results = []
     for number, (a, b) in enumerate(((*quantised,), (quantised[0], plain[1]), (*plain,))):
-        recipe = load_recipe(text.format(a=a, b=b))
-        checkpoints = {str(one): open_checkpoint(one) for one in (a, b)}
-        planned = plan_with_findings(recipe, checkpoints)
+        text = (slerp if method == "slerp" else LINEAR).replace(": a", f": {a}").replace(": b", f": {b}")
+        planned = check_recipe(text, tmp_path)
         assert planned.blocking == ()
+        assert planned.plan is not None
         assert sum("decodes it to bfloat16" in finding.found for finding in planned.findings) == 2 - number
-        merge_weights(plan_merge(recipe, checkpoints), tmp_path / f"out{number}")
+        merge_weights(planned.plan, tmp_path / f"out{number}")
         results.append(load_file(tmp_path / f"out{number}/model.safetensors"))
     for name in (MATRIX, NORM):
         assert torch.equal(results[0][name], results[2][name])
@@ -153,36 +149,105 @@ def test_what_the_scales_make_infinite_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", ["transposed scales", "one short", "half of the scales", "wide blocks"])
 def test_scales_that_do_not_fit_are_refused(tmp_path: Path, change: str) -> None:
-    weights, size = fp8_weights(0), FP8
+    weights = fp8_weights(0)
     scales = weights[f"{MATRIX}_scale_inv"]
-    match change:
-        case "transposed scales":
-            weights[f"{MATRIX}_scale_inv"] = scales.T.contiguous().reshape(3, 3)[:2]
-        case "one short":
-            weights[f"{MATRIX}_scale_inv"] = scales[:-1].contiguous()
-        case "half of the scales":
-            weights[f"{MATRIX}_scale_inv"] = scales.half()
-        case "wide blocks":
-            size = {**FP8, "weight_block_size": [128, 128]}
+    changed = {
+        "transposed scales": scales.T.contiguous().reshape(3, 3)[:2],
+        "one short": scales[:-1].contiguous(),
+        "half of the scales": scales.half(),
+    }
+    weights[f"{MATRIX}_scale_inv"] = changed.get(change, scales)
+    size = {"weight_block_size": [128, 128]} if change == "wide blocks" else {}
     with pytest.raises(InvalidInput, match="_scale_inv"):
-        open_checkpoint(saved(tmp_path / "a", weights, size))
+        open_checkpoint(saved(tmp_path / "a", weights, {**FP8, **size}))
 
 
 @pytest.mark.parametrize(
     "said",
     [
         {**FP8, "activation_scheme": "static"},
-        {**FP8, "weight_block_size": None},
-        {**FP8, "weight_block_size": [128, 0]},
-        {**FP8, "weight_block_size": "128"},
+        *({**FP8, "weight_block_size": size} for size in (None, [128, 0], "128")),
         {"quant_method": "gptq", "bits": 4},
     ],
 )
 def test_what_cannot_be_decoded_is_refused_by_name(tmp_path: Path, said: dict[str, Any]) -> None:
-    place = saved(tmp_path / "a", fp8_weights(0), said)
-    other = saved(tmp_path / "b", fp8_weights(0), said)  # Even equal payloads are refused.
-    models = [{"model": str(one), "parameters": {"weight": 1}} for one in (place, other)]
-    recipe = load_recipe({"merge_method": "linear", "models": models})
-    checkpoints = {str(one): open_checkpoint(one) for one in (place, other)}
-    blocking = plan_with_findings(recipe, checkpoints).blocking
-    assert any("quantized" in finding.found for finding in blocking)
+    for name in "ab":  # Even equal payloads are refused.
+        saved(tmp_path / name, fp8_weights(0), said)
+    assert any("quantized" in finding.found for finding in check_recipe(LINEAR, tmp_path).blocking)
+
+
+ROWS, WIDTH = 37, 8
+
+
+@dataclass(frozen=True)
+class Scaled(DerivedTensor):
+    """``factor`` times a stored tensor."""
+
+    source: StoredTensor
+    factor: float
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        return (self.source,)
+
+    def identity(self) -> Any:
+        return self.factor
+
+    def open(self, read: Callable[..., None]) -> Callable[..., None]:
+        def elements(first: int, into: np.ndarray) -> None:
+            stored = np.empty(len(into), np.uint8)
+            read(self.source, first, stored)
+            into.view(np.float32)[:] = patterns(stored, self.dtype).view(np.float32) * np.float32(self.factor)
+
+        return elements
+
+
+def scaled(checkpoint: Checkpoint, factor: float) -> Checkpoint:
+    tensors = {
+        name: Scaled(name, tensor.dtype, tensor.shape, tensor, factor) for name, tensor in checkpoint.tensors.items()
+    }
+    return replace(checkpoint, tensors=tensors)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> dict[str, Checkpoint]:
+    generator = torch.Generator().manual_seed(0)
+    for name in "ab":
+        names = [f"layers.{n}.up_proj.weight" for n in range(2)]
+        saved(tmp_path / name, {name: torch.randn(ROWS, WIDTH, generator=generator) for name in names})
+    return {name: open_checkpoint(tmp_path / name) for name in "ab"}
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "linear": {"models": [{"model": name, "parameters": {"weight": 1.0}} for name in "ab"]},
+    "slerp": {"base_model": "a", "models": [{"model": "b"}], "parameters": {"t": 0.25}},
+    "ties": {"base_model": "a", "models": [{"model": "b", "parameters": {"weight": 1.0}}]},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("block", [1 << 24, 64])
+def test_is_merged_as_if_it_were_stored(pair: dict[str, Checkpoint], tmp_path: Path, method: str, block: int) -> None:
+    recipe = load_recipe({"merge_method": method, **METHODS[method]})
+    weights = {name: 2 * tensor for name, tensor in load_file(tmp_path / "b/model.safetensors").items()}
+    other, settings = saved(tmp_path / "twice", weights), EngineSettings(block_elements=block, threads=2)
+    derived, stored = (
+        merge_weights(plan_merge(recipe, {**pair, "b": checkpoint}), tmp_path / f"out{number}", settings=settings)
+        for number, checkpoint in enumerate((scaled(pair["b"], 2.0), open_checkpoint(other)))
+    )
+    assert derived.files == stored.files
+
+
+def test_what_a_killed_merge_left_of_another_derivation_is_not_continued(
+    pair: dict[str, Checkpoint], tmp_path: Path
+) -> None:
+    recipe = load_recipe({"merge_method": "passthrough", "models": [{"model": "b"}]})
+
+    def killed() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        merge_weights(plan_merge(recipe, {"b": scaled(pair["b"], 2.0)}), tmp_path / "out", before_sealing=killed)
+    goes_on = merge_weights(plan_merge(recipe, {"b": scaled(pair["b"], 3.0)}), tmp_path / "out")
+    fresh = merge_weights(plan_merge(recipe, {"b": scaled(pair["b"], 3.0)}), tmp_path / "fresh")
+    assert goes_on.files == fresh.files

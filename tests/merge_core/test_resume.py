@@ -1,22 +1,31 @@
-"""A killed merge resumes where it stopped and produces the same bytes."""
+"""A killed merge resumes to the same bytes, processes share a merge, and inputs must not change until it is sealed."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from family import merge_text, random_tensors, save_checkpoint
+from family import LINEAR, merge_text, plan_recipe, random_tensors, save_checkpoint
+from patience import HANG_S
 from safetensors.torch import save_file
+from samples import sampled
 
-from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
-from mergegate.merge_core.engine import journal
+from mergegate.merge_core import merge_weights
+from mergegate.merge_core.engine import blocks, journal
+from mergegate.merge_core.engine.writer import PARTIAL, final_or_partial
+from mergegate.merge_core.errors import ChangedInput, InvalidInput
+from mergegate.merge_core.plan import Shard
 
-TEXT = """
+STEPS = """
 merge_method: dare_ties
 base_model: base
 models: [{model: a}, {model: first}]
@@ -88,13 +97,8 @@ def test_a_merge_killed_anywhere_is_resumed_to_the_same_bytes(parents: Path, kil
         (parents / name / "modules.json").write_text('[{"path": "", "type": "T"}, {"path": "2_Dense", "type": "D"}]')
         (parents / name / "2_Dense").mkdir()
         save_file({"linear.weight": torch.full((3, 5), number + 1.0)}, parents / name / "2_Dense/model.safetensors")
-    done = subprocess.run(
-        [sys.executable, "-c", KILLER, str(parents), str(Path(__file__).parent), TEXT, str(kills)],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=parents,
-    )
+    command = [sys.executable, "-c", KILLER, str(parents), str(Path(__file__).parent), STEPS, str(kills)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=parents)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["undisturbed"] == 0
@@ -121,38 +125,30 @@ def interrupted(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             merge_text(LINEAR, root)
 
 
-LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
-
-
-def test_a_journal_of_another_merge_is_not_continued(parents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupted(parents, monkeypatch)
-    other = merge_text(LINEAR.replace("weight: 1", "weight: 1, normalize: false"), parents)
-    assert other.bytes_resumed == 0
-    assert other.files == merge_text(LINEAR.replace("weight: 1", "weight: 1, normalize: false"), parents, "new").files
-
-
-def test_the_journal_of_an_older_engine_is_not_continued(parents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("change", ["another merge", "an older engine", "changed inputs", "truncated shards"])
+def test_what_another_merge_left_is_not_continued(parents: Path, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
     with monkeypatch.context() as older:
-        older.setattr(journal, "ENGINE", 2)
+        if change == "an older engine":
+            older.setattr(journal, "ENGINE", 2)
         interrupted(parents, older)
-    for file in (parents / "out").glob("*.journal.partial"):  # Rename the keys to those of the older engine.
-        text = file.read_text()
-        assert '"non_finite"' in text or '"tensor"' not in text
-        file.write_text(text.replace('"non_finite"', '"broken"').replace('"rms"', '"size"'))
-    record = merge_text(LINEAR, parents)
+    text, out = LINEAR, parents / "out"
+    match change:
+        case "another merge":
+            text = LINEAR.replace("weight: 1", "weight: 1, normalize: false")
+        case "an older engine":
+            for file in out.glob("*.journal.partial"):  # Rename the keys to those of the older engine.
+                content = file.read_text()
+                assert '"non_finite"' in content or '"tensor"' not in content
+                file.write_text(content.replace('"non_finite"', '"broken"').replace('"rms"', '"size"'))
+        case "changed inputs":  # Their size and modification time are unchanged.
+            for file in (parents / "b").glob("*.safetensors"):
+                overwrite(file)
+        case "truncated shards":
+            for file in out.glob("*.safetensors.partial"):
+                file.write_bytes(file.read_bytes()[:-10])
+    record = merge_text(text, parents)
     assert record.bytes_resumed == 0
-    assert record.files == merge_text(LINEAR, parents, "new").files
-
-
-def test_a_changed_input_restarts_the_merge(parents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    interrupted(parents, monkeypatch)
-    for file in (parents / "b").glob("*.safetensors"):
-        content = bytearray(file.read_bytes())
-        content[-2] ^= 1
-        file.write_bytes(content)
-    record = merge_text(LINEAR, parents)
-    assert record.bytes_resumed == 0
-    assert record.files == merge_text(LINEAR, parents, "new").files
+    assert record.files == merge_text(text, parents, "new").files
 
 
 def test_after_a_machine_crash_only_flushed_shards_are_resumed(parents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,23 +166,215 @@ def test_after_a_machine_crash_only_flushed_shards_are_resumed(parents: Path, mo
     assert record.files == merge_text(LINEAR, parents, "new").files
 
 
-def test_a_truncated_shard_of_an_interrupted_merge_is_written_again(
-    parents: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    interrupted(parents, monkeypatch)
-    for file in (parents / "out").glob("*.safetensors.partial"):
-        file.write_bytes(file.read_bytes()[:-10])
-    record = merge_text(LINEAR, parents)
-    assert record.bytes_resumed == 0
-    assert record.files == merge_text(LINEAR, parents, "new").files
-
-
 def test_progress_of_a_resumed_merge_starts_where_it_was(parents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupted(parents, monkeypatch)
-    recipe = load_recipe(LINEAR)
-    plan = plan_merge(recipe, {str(ref): open_checkpoint(parents / ref.path) for ref in recipe.references()})
     seen: list[int] = []
-    record = merge_weights(
-        plan, parents / "out", on_progress=lambda done, _: seen.append(done), settings=EngineSettings()
-    )
+    plan = plan_recipe(LINEAR, parents)
+    record = merge_weights(plan, parents / "out", on_progress=lambda done, _: seen.append(done))
     assert seen[0] >= record.bytes_resumed > 0
+
+
+# Forks merges into one directory. Each waits at its first write for all the others, so that every one has a shard by
+# then. The first ``kills`` of them kill themselves at a randomly chosen write.
+TOGETHER = """
+import json, multiprocessing, os, random, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+from family import merge_text
+
+root, text, count, kills, seed = Path(sys.argv[1]), sys.argv[3], int(sys.argv[4]), int(sys.argv[5]), int(sys.argv[6])
+barrier, draw = multiprocessing.Barrier(count), random.Random(seed)
+
+def participant(number, dies_at):
+    writes, pwrite = 0, os.pwrite
+    def counted(*args):
+        nonlocal writes
+        writes += 1
+        if writes == 1:
+            barrier.wait(float(sys.argv[7]))
+        if writes == dies_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return pwrite(*args)
+    os.pwrite = counted
+    record = merge_text(text, root, kernels="torch", threads=2)
+    report = {"files": dict(record.files), "found": record.bytes_resumed, "findings": len(record.findings)}
+    (root / f"report{number}.json").write_text(json.dumps(report))
+
+children = []
+for number in range(count):
+    dies_at = draw.randint(2, 5) if number < kills else 0
+    child = os.fork()
+    if child == 0:
+        try:
+            participant(number, dies_at)
+            os._exit(0)
+        except BaseException as error:
+            print(repr(error), file=sys.stderr, flush=True)
+            os._exit(1)
+    children.append(child)
+print(json.dumps([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]))
+"""
+
+
+def together(root: Path, count: int, kills: int, seed: int = 0) -> tuple[list[int], list[dict[str, Any]]]:
+    """Return the exit codes of all participants and the reports of the successful ones."""
+    words = [root, Path(__file__).parent, STEPS, count, kills, seed, HANG_S]
+    command = [sys.executable, "-c", TOGETHER, *map(str, words)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root, timeout=HANG_S)
+    assert done.returncode == 0, done.stderr
+    codes = json.loads(done.stdout)
+    assert all(code in (0, -9) for code in codes), done.stderr
+    return codes, [json.loads(path.read_text()) for path in sorted(root.glob("report*.json"))]
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("count", sampled([2, 3], [2]))
+def test_processes_divide_a_merge_and_all_return_the_same_result(parents: Path, count: int) -> None:
+    alone = merge_text(STEPS, parents, "alone", kernels="torch")
+    codes, reports = together(parents, count, 0)
+    assert codes == [0] * count
+    assert all(report["files"] == dict(alone.files) for report in reports)
+    assert {path.name for path in (parents / "out").iterdir()} == set(alone.files)
+    assert all(report["found"] > 0 for report in reports), "everybody left something to others"
+    written = sum(alone.bytes_written - report["found"] for report in reports)
+    headers = count * (alone.bytes_written - tensor_bytes())
+    assert written - headers == tensor_bytes(), "every tensor was written once"
+
+
+def tensor_bytes() -> int:
+    """Return the bytes of all tensors of the merge and of its intermediate step."""
+    base = random_tensors(0)
+    return sum(tensor.numel() * (2 + 4) for tensor in base.values())
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("seed", sampled(range(4), [0], pytest.mark.proof))
+def test_the_shards_of_a_killed_participant_are_taken_over(parents: Path, seed: int) -> None:
+    alone = merge_text(STEPS, parents, "alone", kernels="torch")
+    codes, (report,) = together(parents, 3, 2, seed)
+    assert codes == [-9, -9, 0]
+    assert report["files"] == dict(alone.files)
+    assert {path.name for path in (parents / "out").iterdir()} == set(alone.files)
+
+
+@pytest.mark.story
+def test_when_all_are_killed_the_next_one_resumes(parents: Path) -> None:
+    alone = merge_text(STEPS, parents, "alone", kernels="torch")
+    codes, reports = together(parents, 2, 2)
+    assert (codes, reports) == ([-9, -9], [])
+    assert journal.exists(parents / "out")
+    assert not (parents / "out/config.json").exists()
+    assert merge_text(STEPS, parents, kernels="torch").files == alone.files
+
+
+def test_a_late_participant_learns_that_the_merge_is_complete(parents: Path) -> None:
+    merge_text(STEPS, parents, kernels="torch")
+    before = {path.name: path.stat().st_mtime_ns for path in (parents / "out").iterdir()}
+    with pytest.raises(InvalidInput, match="not empty"):
+        merge_text(STEPS, parents, kernels="torch")
+    assert {path.name: path.stat().st_mtime_ns for path in (parents / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize("look", range(1, 5))
+def test_a_shard_is_found_while_another_participant_renames_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, look: int
+) -> None:
+    """If it were missed, a complete shard would be written again while others already read it."""
+    shard, stat, looks = Shard("shard", b"1234", (), (), 4, ()), os.stat, 0
+    partial = tmp_path / f"shard{PARTIAL}"
+    partial.write_bytes(bytes(shard.size))
+
+    def after_naming(*args: Any, **options: Any) -> os.stat_result:
+        nonlocal looks
+        looks += 1
+        if looks == look:
+            partial.rename(tmp_path / "shard")
+        return stat(*args, **options)
+
+    monkeypatch.setattr(os, "stat", after_naming)
+    assert final_or_partial(tmp_path, shard) is not None
+
+
+def test_a_file_system_without_locks_serves_one_process(parents: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    alone = merge_text(STEPS, parents, "alone", kernels="torch")
+    monkeypatch.setattr(fcntl, "flock", none)
+    assert merge_text(STEPS, parents, kernels="torch").files == alone.files
+
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Path:
+    for seed, name in enumerate("ab"):
+        save_checkpoint(tmp_path / name, random_tensors(seed))
+    return tmp_path
+
+
+def overwrite(file: Path) -> None:
+    """Change bytes of a file in place and restore its modification time."""
+    status = file.stat()
+    with file.open("r+b") as opened:
+        opened.seek(-2, os.SEEK_END)
+        opened.write(b"\x01\x02")
+    os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def replace(file: Path) -> None:
+    another = file.with_name("another")
+    another.write_bytes(file.read_bytes())
+    another.rename(file)
+
+
+def exchange(file: Path) -> None:
+    file.rename(file.with_name("real"))
+    file.symlink_to("real")
+
+
+CHANGES: dict[str, Callable[[Path], None]] = {
+    "overwritten": overwrite,
+    "replaced": replace,
+    "linked": exchange,
+    "truncated": lambda file: os.truncate(file, 100),
+    "appended": lambda file: file.open("ab").write(b"x") and None,
+    "removed": Path.unlink,
+    "touched": Path.touch,  # Without a hash, the engine cannot tell a touched file from a changed one.
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize("nth", [1, 9])
+def test_an_input_that_changes_while_it_is_read_ends_the_merge(
+    pair: Path, change: Callable[[Path], None], nth: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads, original = [0], blocks.read_into
+
+    def reading(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
+        reads[0] += 1
+        if reads[0] == nth:
+            change(pair / "b" / WEIGHTS)
+        original(fd, buffer, offset, path)
+
+    monkeypatch.setattr(blocks, "read_into", reading)
+    with pytest.raises(ChangedInput) as caught:
+        merge_text(LINEAR, pair, threads=1)
+    assert str(pair / "b" / WEIGHTS) in caught.value.where
+    assert not (pair / "out" / "config.json").exists()
+    assert not list((pair / "out").glob("*.safetensors"))
+    assert reads[0] >= nth
+
+
+def test_nothing_is_sealed_if_the_last_check_fails(pair: Path) -> None:
+    plan = plan_recipe(LINEAR, pair)
+
+    def say_no() -> None:
+        assert not (pair / "out" / "config.json").exists()
+        raise ChangedInput("a tokenizer", found="is another")
+
+    with pytest.raises(ChangedInput, match="a tokenizer"):
+        merge_weights(plan, pair / "out", before_sealing=say_no)
+    assert not (pair / "out" / "config.json").exists()
+    assert merge_weights(plan, pair / "out").files == merge_weights(plan, pair / "undisturbed").files
