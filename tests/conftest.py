@@ -20,9 +20,6 @@ from typing import TYPE_CHECKING
 # Set before anything computes. The test kernels run for microseconds, so a second thread would only wait and occupy a
 # core that another test worker needs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Keep compiled modules, as the Makefile does. Otherwise each process would compile all modules and tests again.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
 
 import certifi
 import pytest
@@ -36,6 +33,9 @@ from mergegate.tasks.checkpoints.model_process import compile_libraries
 if TYPE_CHECKING:
     from mergegate.tasks.variants import VariantFormat
 
+# Keep compiled modules, as the Makefile does. Otherwise each process would compile all modules and tests again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # Set before Prefect or a Hugging Face library is imported, because they read the environment at import.
 os.environ["PREFECT_HOME"] = tempfile.mkdtemp(prefix="mergegate-prefect-")
 atexit.register(shutil.rmtree, os.environ["PREFECT_HOME"], ignore_errors=True)
