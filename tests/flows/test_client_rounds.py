@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,10 @@ from mergegate.merge_core.files import HashMemo, sha256_file
 from mergegate.tasks.merge import find_optimizer_state
 
 WEIGHTS = "adapter_model.safetensors"
+ADAPTERS = MODELS.parent / "adapters"
 DOCUMENT: dict[str, Any] = {"base_model": "base", "clients": ["clients/*"], "merge_method": "median"}
+TASKS = ("copy", "reverse", "shift")
+CLIENTS = [f"clients/{name}" for name in sorted(HONEST)]
 
 
 @pytest.fixture
@@ -37,39 +40,50 @@ def place(tmp_path: Path) -> Path:
 
 
 def round_of(place: Path, released: Path | None = None, **changes: Any) -> ExpandedRecipe:
-    def digest_of(directory: Path) -> str:
-        return directory.name
-
-    return client_round({**DOCUMENT, **changes}, place, "profile", last_release=released, digest_of=digest_of)
-
-
-def names(found: ExpandedRecipe) -> list[str]:
-    return [Path(one["model"]).name for one in found.documents[-1]["models"]]
+    return client_round(
+        {**DOCUMENT, **changes}, place, "profile", last_release=released, digest_of=lambda directory: directory.name
+    )
 
 
-def release(place: Path, *made_of: str) -> Path:
+def models(found: ExpandedRecipe) -> list[str]:
+    return [one["model"] for one in found.documents[-1]["models"]]
+
+
+def weights(found: ExpandedRecipe) -> list[float]:
+    return [one["parameters"]["weight"] for one in found.documents[-1]["models"]]
+
+
+def remarks_by_client(found: ExpandedRecipe, text: str = "") -> dict[str, str]:
+    """Return the remarks that contain a text, by their subject."""
+    return {remark.partition(":")[0]: remark for remark in found.remarks if text in remark}
+
+
+def write_provenance(release: Path, *parents: Mapping[str, Any], byproducts: Sequence[Mapping[str, Any]] = ()) -> None:
+    predicate = {"buildDefinition": {"resolvedDependencies": parents}, "runDetails": {"byproducts": byproducts}}
+    (release / "provenance.json").write_text(json.dumps({"predicate": predicate}))
+
+
+def release(place: Path, *made_of: str, **digests: str) -> Path:
     """Write a release whose provenance lists these clients as parents."""
     out = place / "releases/v1"
     shutil.copytree(MODELS / "base", out)
-    parents = [{"name": f"clients/{name}", "digest": {"sha256": name}} for name in made_of]
-    statement = {"predicate": {"buildDefinition": {"resolvedDependencies": parents}}}
-    (out / "provenance.json").write_text(json.dumps(statement))
+    digests = {name: name for name in made_of} | digests
+    write_provenance(out, *({"name": f"clients/{it}", "digest": {"sha256": digests[it]}} for it in digests))
     (out / "recipe.yaml").write_text(yaml.safe_dump({"merge_method": "median", "base_model": "base", "models": []}))
     return out
 
 
 def test_the_first_round_starts_from_the_base_with_all_clients(place: Path) -> None:
     found = round_of(place)
-    assert (found.documents[-1]["base_model"], names(found), found.remarks) == ("base", sorted(HONEST), ())
+    assert (found.documents[-1]["base_model"], models(found), found.remarks) == ("base", CLIENTS, ())
     assert "clients" not in found.documents[-1]
 
 
 def test_the_next_round_begins_with_the_release_and_leaves_out_who_is_late(place: Path) -> None:
     found = round_of(place, release(place, "ada", "cleo"))
     assert found.documents[-1]["base_model"] == "releases/v1"
-    assert names(found) == ["ben", "dan"]
-    late = [remark for remark in found.remarks if "already includes" in remark]
-    assert [remark.partition(":")[0] for remark in late] == ["clients/ada", "clients/cleo"]
+    assert models(found) == ["clients/ben", "clients/dan"]
+    assert list(remarks_by_client(found, "already includes")) == ["clients/ada", "clients/cleo"]
     assert found.comments.splitlines() == [f"# {remark}" for remark in found.remarks]
 
 
@@ -86,12 +100,9 @@ def test_where_the_last_round_stands_and_its_recipe_would_make_another_the_relea
     place: Path, what: str
 ) -> None:
     """One of four clients has trained again, and three are required: the last recipe must not merge the new weights."""
-    released = release(place, *HONEST)
-    if what == "another client":
-        said = json.loads((released / "provenance.json").read_text())
-        said["predicate"]["buildDefinition"]["resolvedDependencies"][0]["digest"]["sha256"] = "before he trained"
-        (released / "provenance.json").write_text(json.dumps(said))
-    else:
+    trained = {"ada": "before the training"} if what == "another client" else {}
+    released = release(place, *HONEST, **trained)
+    if not trained:
         shutil.rmtree(place / "clients/dan")
     found = round_of(place, released, at_least=3)
     assert found.documents == ({"merge_method": "passthrough", "models": [{"model": "releases/v1"}]},)
@@ -110,8 +121,8 @@ def test_who_is_not_there_or_not_whole_or_of_another_shape_is_left_out_by_name(p
     shutil.copytree(MODELS / "other-tokenizer", place / "clients/eve")
     (place / "clients/notes.txt").write_text("not a client")
     found = round_of(place, clients=["clients/*", "clients/zoe", "other/*", "clients/cleo"])
-    assert names(found) in (["cleo"], ["cleo", "eve"])
-    said = {remark.partition(":")[0]: remark for remark in found.remarks}
+    assert models(found) in (["clients/cleo"], ["clients/cleo", "clients/eve"])
+    said = remarks_by_client(found)
     assert "no such file" in said["clients/ada"] or "config.json" in said["clients/ada"]
     assert "model.safetensors" in said["clients/ben"]
     assert "it does not exist" in said["clients/zoe"]
@@ -121,8 +132,7 @@ def test_who_is_not_there_or_not_whole_or_of_another_shape_is_left_out_by_name(p
 
 def test_a_pattern_may_be_absolute_and_names_one_client_once(place: Path) -> None:
     found = round_of(place, clients=[f"{place}/clients/*", "clients/ada"])
-    assert names(found) == sorted(HONEST)
-    assert all(not one["model"].startswith("/") for one in found.documents[-1]["models"])
+    assert models(found) == CLIENTS
 
 
 def test_a_client_whose_card_is_not_a_file_is_left_out(place: Path) -> None:
@@ -130,22 +140,23 @@ def test_a_client_whose_card_is_not_a_file_is_left_out(place: Path) -> None:
     os.mkfifo(place / "clients/ada/README.md")
     (place / "clients/ben/README.md").write_text("---\nsamples: many\n---\n")
     found = round_of(place)
-    assert names(found) == ["cleo", "dan"]
-    assert [remark.partition(":")[0] for remark in found.remarks] == ["clients/ada", "clients/ben"]
+    assert models(found) == ["clients/cleo", "clients/dan"]
+    assert list(remarks_by_client(found)) == ["clients/ada", "clients/ben"]
 
 
 @pytest.mark.parametrize("method", ["task_arithmetic", "geometric_median"])
-def test_samples_are_weights_and_those_of_the_recipe_win(place: Path, method: str) -> None:
+@pytest.mark.parametrize("kind", ["models", "adapters"])
+def test_samples_are_weights_and_those_of_the_recipe_win(place: Path, method: str, kind: str) -> None:
     for number, name in enumerate(sorted(HONEST), start=1):
-        (place / "clients" / name / "README.md").write_text(f"---\nlicense: mit\nsamples: {100 * number}\n---\n")
+        client = adapt(place, name) if kind == "adapters" else place / "clients" / name
+        (client / "README.md").write_text(f"---\nlicense: mit\nsamples: {100 * number}\n---\n")
     found = round_of(place, merge_method=method, samples={"clients/ada": 7})
-    weights = [one["parameters"]["weight"] for one in found.documents[-1]["models"]]
-    assert weights == [7, 200, 300, 400]
+    assert weights(found) == [7, 200, 300, 400]
     assert found.documents[-1].get("parameters", {}).get("normalize", True)
 
 
 def test_without_a_method_it_is_the_mean_by_samples(place: Path) -> None:
-    document = {key: value for key, value in DOCUMENT.items() if key != "merge_method"}
+    del (document := dict(DOCUMENT))["merge_method"]
     found = client_round(document, place, "profile", last_release=None, digest_of=lambda one: one.name)
     assert found.documents[-1]["merge_method"] == "task_arithmetic"
     assert found.documents[-1]["parameters"] == {"normalize": True}
@@ -190,8 +201,6 @@ def test_what_a_round_cannot_be(place: Path, changes: Mapping[str, Any], said: s
 
 # --- clients that are adapters ---
 
-ADAPTERS = MODELS.parent / "adapters"
-
 
 def adapt(place: Path, name: str, adapter: str = "reverser-lora") -> Path:
     """Replace the client's checkpoint with an adapter."""
@@ -204,24 +213,12 @@ def change_config(adapter: Path, **said: Any) -> None:
     (adapter / "adapter_config.json").write_text(json.dumps({**config, **said}))
 
 
-def models(found: ExpandedRecipe) -> list[str]:
-    return [one["model"] for one in found.documents[-1]["models"]]
-
-
 def test_adapters_take_part_on_what_the_round_begins_with_beside_whole_checkpoints(place: Path) -> None:
     adapt(place, "ben")
     adapt(place, "dan", "shifter-lora")
     assert models(round_of(place)) == ["clients/ada", "base+clients/ben", "clients/cleo", "base+clients/dan"]
     later = round_of(place, release(place, "ada"))
     assert models(later) == ["releases/v1+clients/ben", "clients/cleo", "releases/v1+clients/dan"]
-
-
-def test_the_samples_of_an_adapter_stand_in_the_recipe_or_in_its_card(place: Path) -> None:
-    for number, name in enumerate(sorted(HONEST), start=1):
-        adapter = adapt(place, name)
-        (adapter / "README.md").write_text(f"---\nlicense: mit\nsamples: {100 * number}\n---\n")
-    found = round_of(place, merge_method="task_arithmetic", samples={"clients/ada": 7})
-    assert [one["parameters"]["weight"] for one in found.documents[-1]["models"]] == [7, 200, 300, 400]
 
 
 def test_an_adapter_is_late_by_its_own_bytes_whatever_it_was_applied_to(place: Path, tmp_path: Path) -> None:
@@ -231,23 +228,18 @@ def test_an_adapter_is_late_by_its_own_bytes_whatever_it_was_applied_to(place: P
     released = release(place)
     files = {path.name: sha256_file(path) for path in (ADAPTERS / "reverser-lora").iterdir() if path.suffix != ".md"}
     parents = [{"digest": {"sha256": "of base and adapter"}, "annotations": {"adapter": {"files": files}}}]
-    statement = {"predicate": {"buildDefinition": {"resolvedDependencies": parents}}}
-    (released / "provenance.json").write_text(json.dumps(statement))
+    write_provenance(released, *parents)
     hashes = HashMemo(tmp_path / "hashes.db")
     found = client_round(
         DOCUMENT, place, "profile", last_release=released, digest_of=lambda one: client_digest(one, hashes)
     )
     assert models(found) == ["releases/v1+clients/cleo"]
-    assert [remark.partition(":")[0] for remark in found.remarks if "already includes" in remark] == [
-        "clients/ada",
-        "clients/ben",
-        "clients/dan",
-    ]
+    assert list(remarks_by_client(found, "already includes")) == ["clients/ada", "clients/ben", "clients/dan"]
 
 
 def test_adapters_that_cannot_be_applied_are_left_out_by_name(place: Path) -> None:
-    (adapt(place, "ada") / "adapter_model.safetensors").unlink()
-    (adapt(place, "ben") / "adapter_model.safetensors").write_bytes(b"half of it")
+    (adapt(place, "ada") / WEIGHTS).unlink()
+    (adapt(place, "ben") / WEIGHTS).write_bytes(b"half of it")
     change_config(adapt(place, "dan"), peft_type="LOHA")
     change_config(adapt(place, "eve"), r=8)
     (adapt(place, "fay") / "adapter_config.json").write_text("{")
@@ -257,14 +249,11 @@ def test_adapters_that_cannot_be_applied_are_left_out_by_name(place: Path) -> No
     adapt(place, "north+1")
     found = round_of(place)
     assert models(found) == ["clients/cleo"]
-    said = {remark.partition(":")[0].removeprefix("clients/"): remark for remark in found.remarks}
+    said = {name.removeprefix("clients/"): remark for name, remark in remarks_by_client(found).items()}
     assert set(said) == {"ada", "ben", "dan", "eve", "fay", "gus", "north+1"}
     assert "no weights" in said["ada"] or "adapter_model" in said["ada"]
-    assert "adapter_model.safetensors" in said["ben"]
-    assert "LOHA" in said["dan"]
-    assert "rank 16" in said["eve"]
-    assert "adapter_config.json" in said["fay"]
-    assert "elsewhere" in said["gus"]
+    words = {"ben": WEIGHTS, "dan": "LOHA", "eve": "rank 16", "fay": "adapter_config.json", "gus": "elsewhere"}
+    assert {name for name, word in words.items() if word not in said[name]} == set()
     assert "@ or +" in said["north+1"]
     assert str(place) not in found.comments
 
@@ -282,60 +271,86 @@ def test_a_directory_with_a_config_is_always_a_model(place: Path) -> None:
     assert models(round_of(place))[0] == "clients/ada"
 
 
-# --- momentum ---
+# --- momentum and Adam ---
 
 
-def save_tiny(place: Path, weights: np.ndarray) -> Path:
+def save_tiny(place: Path, weights: np.ndarray) -> None:
     place.mkdir(parents=True, exist_ok=True)
     save_file({"model.norm.weight": torch.from_numpy(weights.astype(np.float32))}, place / "model.safetensors")
     (place / "config.json").write_text('{"model_type": "llama"}')
-    return place
 
 
 def read_tiny(place: Path) -> np.ndarray:
     return load_file(place / "model.safetensors")["model.norm.weight"].double().numpy()
 
 
-@pytest.mark.parametrize(("momentum", "rate"), [(0.9, 1.0), (0.5, 0.3)])
-def test_rounds_with_momentum_are_those_of_its_formula(tmp_path: Path, momentum: float, rate: float) -> None:
-    """Formula: v' = momentum v + D, w' = w + rate v', computed from the releases alone without other stored state."""
+def digest_of_tiny(place: Path) -> str:
+    return sha256_file(place / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"momentum": 0.9, "parameters": {"lambda": 1.0}},
+        {"momentum": 0.5, "parameters": {"lambda": 0.3}},
+        {"adam": {"rate": 0.03, "beta1": 0.8, "beta2": 0.95, "tau": 0.02}},
+    ],
+    ids=["momentum", "momentum at a lower rate", "Adam"],
+)
+def test_the_step_of_a_round_is_that_of_its_formula(tmp_path: Path, settings: dict[str, Any]) -> None:
+    """D is the mean change of the clients by samples.
+
+    Momentum: v' = momentum v + D, w' = w + rate v', computed from the releases alone without other stored state.
+    Adam: m' = beta1 m + (1 - beta1) D, v' = beta2 v + (1 - beta2) D^2, w' = w + rate m' / (sqrt v' + tau).
+    """
     draw = np.random.default_rng(5)
-    w, v = draw.normal(size=300), np.zeros(300)
+    w, m, v = draw.normal(size=300), np.zeros(300), np.zeros(300)
+    adam, samples = settings.get("adam"), {"clients/a": 100, "clients/b": 300}
+    document = {"base_model": "base", "clients": ["clients/*"], "samples": samples, "dtype": "float32", **settings}
     save_tiny(tmp_path / "base", w)
-    samples = {"clients/a": 100, "clients/b": 300}
-    document = {
-        "base_model": "base",
-        "clients": ["clients/*"],
-        "samples": samples,
-        "momentum": momentum,
-        "parameters": {"lambda": rate},
-        "dtype": "float32",
-    }
-
-    def digest_of(place: Path) -> str:
-        return sha256_file(place / "model.safetensors")
-
     released: Path | None = None
     for number in range(1, 6):
         begin = read_tiny(released or tmp_path / "base")
         steps = {name: draw.normal(size=300) for name in samples}
         for name, step in steps.items():
             save_tiny(tmp_path / name, begin + step)
-        found = client_round(document, tmp_path, "profile", last_release=released, digest_of=digest_of)
-        assert len(found.documents) == (1 if number == 1 else 2)
+        found = client_round(
+            document,
+            tmp_path,
+            "profile",
+            last_release=released,
+            digest_of=digest_of_tiny,
+            find_state=tmp_path.joinpath,
+        )
         recipe = load_recipe(yaml.safe_dump_all([dict(one) for one in found.documents]))
+        if adam:
+            assert len(recipe.references()) == (3 if number == 1 else 5)
+        else:
+            assert len(found.documents) == (1 if number == 1 else 2)
         checkpoints = {str(ref): open_checkpoint(tmp_path / ref.path) for ref in recipe.references()}
-        parents = [{"digest": {"sha256": digest_of(tmp_path / ref.path)}} for ref in recipe.references()]
+        parents = [{"digest": {"sha256": digest_of_tiny(tmp_path / ref.path)}} for ref in recipe.references()]
         released = tmp_path / f"releases/{number}"
         merge_weights(plan_merge(recipe, checkpoints), released, seed=0)
-        statement = {"predicate": {"buildDefinition": {"resolvedDependencies": parents}}}
-        (released / "provenance.json").write_text(json.dumps(statement))
+        kept = []
+        for name in ("mean", "squares") if adam else ():
+            stored = f"kept/{number}/{name}"
+            merge_weights(plan_merge(recipe.ending_with(name), checkpoints), tmp_path / stored, seed=0)
+            digest = {"sha256": digest_of_tiny(tmp_path / stored)}
+            kept.append({"name": name, "digest": digest, "annotations": {"stored": stored}})
+        write_provenance(released, *parents, byproducts=kept)
         (released / "recipe.yaml").write_text(yaml.safe_dump_all([dict(one) for one in found.documents]))
         (released / "config.json").write_text('{"model_type": "llama"}')
-        v = momentum * v + sum(steps[name] * count for name, count in samples.items()) / sum(samples.values())
-        w = w + rate * v
-        np.testing.assert_allclose(read_tiny(released), w, atol=5e-6)
-    assert any(f"{momentum:g} times the last step, from 3" in remark for remark in found.remarks)
+        change = sum(steps[name] * count for name, count in samples.items()) / sum(samples.values())
+        if adam:
+            m = adam["beta1"] * m + (1 - adam["beta1"]) * change
+            v = adam["beta2"] * v + (1 - adam["beta2"]) * change**2
+            w = w + adam["rate"] * m / (np.sqrt(v) + adam["tau"])
+        else:
+            v = settings["momentum"] * v + change
+            w = w + settings["parameters"]["lambda"] * v
+        np.testing.assert_allclose(read_tiny(released), w, atol=2e-6 if adam else 5e-6)
+    remark = "Adam continues" if adam else f"{settings['momentum']:g} times the last step, from 3"
+    assert any(remark in one for one in found.remarks)
 
 
 @pytest.mark.parametrize("lost", ["gone", "another", "no recipe"])
@@ -350,81 +365,18 @@ def test_where_the_release_before_the_last_is_not_there_momentum_begins_anew(pla
     assert any("without momentum" in remark for remark in found.remarks)
 
 
-# --- Adam ---
-
-
-def test_rounds_by_adam_are_those_of_its_formula(tmp_path: Path) -> None:
-    """Formula: m' = beta1 m + (1 - beta1) D, v' = beta2 v + (1 - beta2) D^2, w' = w + rate m' / (sqrt v' + tau)."""
-    draw = np.random.default_rng(6)
-    w, m, v = draw.normal(size=300), np.zeros(300), np.zeros(300)
-    rate, beta1, beta2, tau = 0.03, 0.8, 0.95, 0.02
-    save_tiny(tmp_path / "base", w)
-    samples = {"clients/a": 100, "clients/b": 300}
-    document = {
-        "base_model": "base",
-        "clients": ["clients/*"],
-        "samples": samples,
-        "adam": {"rate": rate, "beta1": beta1, "beta2": beta2, "tau": tau},
-        "dtype": "float32",
-    }
-
-    def digest_of(place: Path) -> str:
-        return sha256_file(place / "model.safetensors")
-
-    released: Path | None = None
-    for number in range(1, 5):
-        begin = read_tiny(released or tmp_path / "base")
-        steps = {name: draw.normal(size=300) for name in samples}
-        for name, step in steps.items():
-            save_tiny(tmp_path / name, begin + step)
-        found = client_round(
-            document, tmp_path, "profile", last_release=released, digest_of=digest_of, find_state=tmp_path.joinpath
-        )
-        recipe = load_recipe(yaml.safe_dump_all([dict(one) for one in found.documents]))
-        assert len(recipe.references()) == (3 if number == 1 else 5)
-        checkpoints = {str(ref): open_checkpoint(tmp_path / ref.path) for ref in recipe.references()}
-        released = tmp_path / f"releases/{number}"
-        merge_weights(plan_merge(recipe, checkpoints), released, seed=0)
-        kept = []
-        for name in ("mean", "squares"):
-            place = tmp_path / f"kept/{number}/{name}"
-            merge_weights(plan_merge(recipe.ending_with(name), checkpoints), place, seed=0)
-            stored = {"stored": place.relative_to(tmp_path).as_posix()}
-            kept.append({"name": name, "digest": {"sha256": digest_of(place)}, "annotations": stored})
-        statement = {"predicate": {"buildDefinition": {"resolvedDependencies": []}, "runDetails": {"byproducts": kept}}}
-        (released / "provenance.json").write_text(json.dumps(statement))
-        change = sum(steps[name] * count for name, count in samples.items()) / sum(samples.values())
-        m = beta1 * m + (1 - beta1) * change
-        v = beta2 * v + (1 - beta2) * change**2
-        w = w + rate * m / (np.sqrt(v) + tau)
-        np.testing.assert_allclose(read_tiny(released), w, atol=2e-6)
-    assert any("Adam continues" in remark for remark in found.remarks)
-
-
 def adam_after(place: Path, **byproduct: Any) -> ExpandedRecipe:
     """Return a round by Adam after a release that stored one optimizer state."""
-    released = release(place, "nobody")
     kept = {"name": "mean", "digest": {"sha256": "mean"}, "annotations": {"stored": "kept/mean"}, **byproduct}
-    said = json.loads((released / "provenance.json").read_text())
-    said["predicate"]["runDetails"] = {"byproducts": [kept]}
-    (released / "provenance.json").write_text(json.dumps(said))
-
-    def digest_of(directory: Path) -> str:
-        return directory.name
-
-    document = {**DOCUMENT, "adam": {"rate": 0.01}}
+    write_provenance(released := release(place), byproducts=[kept])
     return client_round(
-        document,
+        {**DOCUMENT, "adam": {"rate": 0.01}},
         place,
         "profile",
         last_release=released,
-        digest_of=digest_of,
-        find_state=lambda one: place_if(place / one),
+        digest_of=lambda directory: directory.name,
+        find_state=lambda stored: place / stored if (place / stored).is_dir() else None,
     )
-
-
-def place_if(place: Path) -> Path | None:
-    return place if place.is_dir() else None
 
 
 def test_a_round_by_adam_is_plain_documents_that_name_what_was_kept(place: Path) -> None:
@@ -473,189 +425,171 @@ def test_a_provenance_can_only_refer_to_the_store(tmp_path: Path, monkeypatch: p
 
 
 def make_profile(project: Project, method: str, **recipe: Any) -> str:
+    source = {"base_model": "demo/models/base", "clients": [f"../clients-{method}/*"], "dtype": "bfloat16"}
+    tasks = [{"task": f"demo/tasks/{it}.yaml", "guarded_by": "champion", "max_drop": 30} for it in TASKS]
     profile = {
         "name": f"rounds-{method}",
-        "recipe": {
-            "merge_method": method,
-            "base_model": "demo/models/base",
-            "clients": [f"../clients-{method}/*"],
-            "dtype": "bfloat16",
-            **recipe,
-        },
-        "evaluate": {
-            "tasks": [
-                {"task": f"demo/tasks/{skill}.yaml", "guarded_by": "champion", "max_drop": 30}
-                for skill in ("copy", "reverse", "shift")
-            ]
-        },
+        "recipe": {"merge_method": method, **source, **recipe},
+        "evaluate": {"tasks": tasks},
         "publish": {"to": "directory", "path": f"../releases/{method}"},
     }
     (project.root / f"profiles/{method}.yaml").write_text(yaml.safe_dump(profile))
     return f"profiles/{method}.yaml"
 
 
-def scores(project: Project, method: str) -> dict[str, float]:
-    said = json.loads((project.root / f"releases/{method}/latest/provenance.json").read_text())
-    return {one["task"]: one["merge_score"] for one in said["predicate"]["mergegate_verdict"]["guards"]}
+class Rounds:
+    """Client rounds in a project. Honest clients train from the last release, and ``eve`` attacks."""
+
+    def __init__(self, project: Project, method: str = "median", *, alike: bool = False, **recipe: Any) -> None:
+        self.project, self.method = project, method
+        self.profile = make_profile(project, method, **recipe)
+        self.clients = Clients(project.root / f"clients-{method}", alike=alike)
+        self.begin = MODELS / "base"
+
+    def train(self, reversed_times: float = 30) -> None:
+        for client in HONEST:
+            self.clients.train(client, self.begin)
+        self.clients.turn("eve", self.begin, reversed_times)
+
+    def run(self, codes: tuple[int, ...] = (0,)) -> str:
+        """Run the round and return its output without line breaks."""
+        result = self.project.mergegate("run", self.profile)
+        assert result.exit_code in codes, result.output
+        self.begin = self.latest.resolve()
+        return " ".join(result.output.split())
+
+    @property
+    def latest(self) -> Path:
+        return self.project.root / f"releases/{self.method}/latest"
+
+    @property
+    def predicate(self) -> dict[str, Any]:
+        return dict(json.loads((self.begin / "provenance.json").read_text())["predicate"])
+
+    @property
+    def scores(self) -> dict[str, float]:
+        return {one["task"]: one["merge_score"] for one in self.predicate["mergegate_verdict"]["guards"]}
+
+    def require_report(self, *words: str) -> None:
+        report = (self.project.root / f".mergegate/reports/rounds-{self.method}.html").read_text()
+        assert [word for word in words if word not in report] == []
+
+    def require_nothing_new(self) -> None:
+        stages = ("merge", "distances", "evaluate", "apply", "optimizer")
+        before = {stage: self.project.artifacts(stage) for stage in stages}
+        assert "nothing new" in self.run()
+        assert {stage: self.project.artifacts(stage) for stage in stages} == before
+
+    def require_reproducible(self) -> None:
+        made = self.project.mergegate("reproduce", str(self.latest), "--parents", str(self.project.root / "profiles"))
+        assert made.exit_code == 0, made.output
+
+    def check(self) -> str:
+        return " ".join(self.project.mergegate("check", self.profile).output.split())
+
+
+LATE = "clients-median/ben: left out: the last round already includes"
 
 
 @pytest.mark.proof
 @pytest.mark.story
 def test_five_rounds_with_one_absurd_client_keep_both_skills(project: Project) -> None:
-    name = make_profile(project, "median", leave_out_beyond=5)
-    clients = Clients(project.root / "clients-median")
-    begin = MODELS / "base"
+    rounds = Rounds(project, leave_out_beyond=5)
     for number in range(5):
-        for client in HONEST:
-            clients.train(client, begin)
-        clients.damage("eve", begin) if number == 3 else clients.turn("eve", begin, 30)
-        result = project.mergegate("run", name)
-        assert result.exit_code == 0, result.output
-        begin = (project.root / "releases/median/latest").resolve()
-        provenance = json.loads((begin / "provenance.json").read_text())
-        parents = [one["name"] for one in provenance["predicate"]["buildDefinition"]["resolvedDependencies"]]
+        rounds.train()
+        if number == 3:
+            rounds.clients.damage("eve", rounds.begin)
+        assert "eve" in rounds.run()
+        parents = [one["name"] for one in rounds.predicate["buildDefinition"]["resolvedDependencies"]]
         assert [Path(parent).name for parent in parents[:-1]] == [*sorted(HONEST), "eve"]
-        assert "eve" in result.output
-        report = (project.root / ".mergegate/reports/rounds-median.html").read_text()
-        assert "left out" in report
-        assert "clients-median/eve" in report
-    assert scores(project, "median")["copy"] >= 0.99
-    assert scores(project, "median")["reverse"] >= 0.95
-    assert scores(project, "median")["shift"] >= 0.99
-    # No client has trained since, so the last round stands and nothing is built.
-    before = {stage: project.artifacts(stage) for stage in ("merge", "distances", "evaluate")}
-    again = project.mergegate("run", name)
-    assert "nothing new" in again.output, again.output
-    assert {stage: project.artifacts(stage) for stage in before} == before
-    assert project.mergegate("verify", "releases/median/latest").exit_code == 0
-    assert (
-        project.mergegate("reproduce", "releases/median/latest", "--parents", str(project.root / "profiles")).exit_code
-        == 0
-    )
+        rounds.require_report("left out", "clients-median/eve")
+    assert rounds.scores["copy"] >= 0.99
+    assert rounds.scores["reverse"] >= 0.95
+    assert rounds.scores["shift"] >= 0.99
+    rounds.require_nothing_new()  # No client has trained since, so the last round stands.
+    assert project.mergegate("verify", str(rounds.latest)).exit_code == 0
+    rounds.require_reproducible()
     # One client is enough for the next round. The others are reported as late.
-    clients.train("ada", begin)
-    checked = project.mergegate("check", name)
-    assert "clients-median/ben: left out: the last round already includes" in checked.output.replace("\n", " "), (
-        checked.output
-    )
+    rounds.clients.train("ada", rounds.begin)
+    assert LATE in rounds.check()
 
 
 @pytest.mark.proof
 @pytest.mark.story
 def test_rounds_of_models_and_adapters_are_released_and_made_again(project: Project) -> None:
     """One skill is contributed as adapters on the last release, the other as full checkpoints."""
-    name = make_profile(project, "median", leave_out_beyond=5, at_least=2)
-    clients, home = Clients(project.root / "clients-median"), project.root / "releases/median"
-    begin = MODELS / "base"
+    rounds = Rounds(project, leave_out_beyond=5, at_least=2)
+    clients = rounds.clients
     for number in range(3):
-        for client, skill in HONEST.items():
-            clients.train(client, begin)
-            if skill == "reverser":
-                clients.as_adapter(client, begin)
-        clients.turn("eve", begin, 30)
-        eve = clients.as_adapter("eve", begin)
+        rounds.train()
+        for client in ("ada", "ben", "eve"):
+            adapter = clients.as_adapter(client, rounds.begin)
         if number == 1:
-            tensors = {key: one.fill_(float("nan")) for key, one in load_file(eve / WEIGHTS).items()}
-            save_file(tensors, eve / WEIGHTS)
-        result = project.mergegate("run", name)
-        assert result.exit_code == 0, result.output
-        begin = (home / "latest").resolve()
-        said = json.loads((begin / "provenance.json").read_text())["predicate"]["buildDefinition"]
-        adapters = [one for one in said["resolvedDependencies"] if "adapter" in one["annotations"]]
-        assert [Path(one["name"]).name for one in adapters] == ["ada", "ben", "eve"]
-        assert "eve" in result.output
-    assert scores(project, "median")["reverse"] >= 0.6
-    assert scores(project, "median")["shift"] >= 0.9
-    before = {stage: project.artifacts(stage) for stage in ("merge", "distances", "evaluate", "apply")}
-    again = project.mergegate("run", name)
-    assert "nothing new" in again.output, again.output
-    assert {stage: project.artifacts(stage) for stage in before} == before
-    made = project.mergegate("reproduce", "releases/median/latest", "--parents", str(project.root / "profiles"))
-    assert made.exit_code == 0, made.output
+            tensors = {key: one.fill_(float("nan")) for key, one in load_file(adapter / WEIGHTS).items()}
+            save_file(tensors, adapter / WEIGHTS)
+        assert "eve" in rounds.run()
+        parents = rounds.predicate["buildDefinition"]["resolvedDependencies"]
+        adapters = [Path(one["name"]).name for one in parents if "adapter" in one["annotations"]]
+        assert adapters == ["ada", "ben", "eve"]
+    assert rounds.scores["reverse"] >= 0.6
+    assert rounds.scores["shift"] >= 0.9
+    rounds.require_nothing_new()
+    rounds.require_reproducible()
     # As for every adapter, a different base model name is only a warning. The other clients are late.
+    begin = rounds.begin
     clients.train("ada", begin)
     change_config(clients.as_adapter("ada", begin), base_model_name_or_path="acme/another")
-    alone = project.mergegate("run", name)
-    assert "nothing new" in alone.output, alone.output
-    assert (home / "latest").resolve() == begin  # one of two required clients: the round waits for another
+    assert "nothing new" in rounds.run()
+    assert rounds.begin == begin  # one of two required clients: the round waits for another
     clients.train("cleo", begin)
-    checked = " ".join(project.mergegate("check", name).output.split())
+    checked = rounds.check()
     assert "base_model_name_or_path" in checked, checked
-    assert "clients-median/ben: left out: the last round already includes" in checked, checked
+    assert LATE in checked, checked
 
 
 @pytest.mark.proof
 @pytest.mark.story
 def test_a_round_with_momentum_is_released_and_made_again(project: Project) -> None:
-    name = make_profile(project, "median", leave_out_beyond=5, momentum=0.4)
-    clients, home = Clients(project.root / "clients-median"), project.root / "releases/median"
-    begin = MODELS / "base"
+    rounds = Rounds(project, leave_out_beyond=5, momentum=0.4)
     for _ in range(3):
-        for client in HONEST:
-            clients.train(client, begin)
-        clients.turn("eve", begin, 30)
-        result = project.mergegate("run", name)
-        assert result.exit_code == 0, result.output
-        begin = (home / "latest").resolve()
-    assert "0.4 times the last step" in " ".join(result.output.split()), result.output
-    assert len(list(yaml.safe_load_all((begin / "recipe.yaml").read_text()))) == 2
-    report = (project.root / ".mergegate/reports/rounds-median.html").read_text()
-    assert "left out" in report
-    before = {stage: project.artifacts(stage) for stage in ("merge", "distances", "evaluate")}
-    again = project.mergegate("run", name)
-    assert "nothing new" in again.output, again.output
-    assert {stage: project.artifacts(stage) for stage in before} == before
-    made = project.mergegate("reproduce", "releases/median/latest", "--parents", str(project.root / "profiles"))
-    assert made.exit_code == 0, made.output
+        rounds.train()
+        said = rounds.run()
+    assert "0.4 times the last step" in said
+    assert len(list(yaml.safe_load_all((rounds.begin / "recipe.yaml").read_text()))) == 2
+    rounds.require_report("left out")
+    rounds.require_nothing_new()
+    rounds.require_reproducible()
 
 
 @pytest.mark.story
 def test_rounds_by_adam_are_released_made_again_and_begin_anew_without_what_was_kept(project: Project) -> None:
-    name = make_profile(project, "median", leave_out_beyond=5, adam={"rate": 0.02})
-    clients, home = Clients(project.root / "clients-median"), project.root / "releases/median"
-    begin = MODELS / "base"
-
-    def run_round() -> str:
-        nonlocal begin
-        for client in HONEST:
-            clients.train(client, begin)
-        clients.turn("eve", begin, 30)
-        result = project.mergegate("run", name)
-        assert result.exit_code == 0, result.output
-        begin = (home / "latest").resolve()
-        return " ".join(result.output.split())
-
-    def provenance() -> dict[str, Any]:
-        return dict(json.loads((begin / "provenance.json").read_text())["predicate"])
-
-    run_round()
-    kept = provenance()["runDetails"]["byproducts"]
+    rounds, store = Rounds(project, leave_out_beyond=5, adam={"rate": 0.02}), project.home / "store"
+    rounds.train()
+    rounds.run()
+    kept = rounds.predicate["runDetails"]["byproducts"]
     assert [one["name"] for one in kept] == ["mean", "squares"]
-    assert "Adam continues" in run_round()
-    inputs = {one["name"]: one for one in provenance()["buildDefinition"]["resolvedDependencies"]}
+    rounds.train()
+    assert "Adam continues" in rounds.run()
+    inputs = {one["name"]: one for one in rounds.predicate["buildDefinition"]["resolvedDependencies"]}
     for one in kept:
-        named = os.path.relpath(project.home / "store" / one["annotations"]["stored"], project.root / "profiles")
+        named = os.path.relpath(store / one["annotations"]["stored"], project.root / "profiles")
         assert inputs[named]["digest"] == one["digest"]
     # Optimizer states are not models and are never evaluated.
     lines = [line for file in (project.home / "runs").glob("*.jsonl") for line in file.read_text().splitlines()]
     noted = [json.loads(line) for line in lines if line]
     assert {one.get("subject") for one in noted if one.get("stage") == "evaluate"}.isdisjoint({"mean", "squares"})
-    before = {stage: project.artifacts(stage) for stage in ("merge", "distances", "evaluate", "optimizer")}
-    again = project.mergegate("run", name)
-    assert "nothing new" in again.output, again.output
-    assert {stage: project.artifacts(stage) for stage in before} == before
+    rounds.require_nothing_new()
     # Garbage collection keeps the inputs of the current release and the state that the next round needs.
+    before = project.artifacts("optimizer")
     assert project.mergegate("store", "gc", "--older-than", "0").exit_code == 0
-    assert project.artifacts("optimizer") == before["optimizer"]
-    arguments = ("reproduce", "releases/median/latest", "--parents", str(project.root / "profiles"))
-    made = project.mergegate(*arguments)
-    assert made.exit_code == 0, made.output
-    newest = provenance()["runDetails"]["byproducts"][0]["annotations"]["stored"].split("/")[1]
-    (project.home / "store/optimizer" / newest / "squares/model.safetensors").write_bytes(b"damaged")
-    assert "Adam starts again" in run_round()
-    shutil.rmtree(project.home / "store/optimizer")
-    lost = project.mergegate(*arguments)
-    assert lost.exit_code == 0, lost.output  # the last round started Adam from scratch and needs no state
+    assert project.artifacts("optimizer") == before
+    rounds.require_reproducible()
+    newest = rounds.predicate["runDetails"]["byproducts"][0]["annotations"]["stored"].split("/")[1]
+    (store / "optimizer" / newest / "squares/model.safetensors").write_bytes(b"damaged")
+    rounds.train()
+    assert "Adam starts again" in rounds.run()
+    shutil.rmtree(store / "optimizer")
+    rounds.require_reproducible()  # the last round started Adam from scratch and needs no state
 
 
 @pytest.mark.proof
@@ -666,16 +600,11 @@ def test_rounds_by_adam_are_released_made_again_and_begin_anew_without_what_was_
 def test_where_one_wants_the_opposite_medians_keep_both_skills_and_the_mean_does_not(
     project: Project, method: str, keeps: bool
 ) -> None:
-    name, begin = make_profile(project, method), MODELS / "base"
-    clients = Clients(project.root / f"clients-{method}", alike=True)
+    rounds = Rounds(project, method, alike=True)
     for _ in range(5):
-        for client in HONEST:
-            clients.train(client, begin)
-        clients.turn("eve", begin, 5)
-        result = project.mergegate("run", name)
-        assert result.exit_code in ((0,) if keeps else (0, 3)), result.output
-        assert f"clients-{method}/eve" in (project.root / f".mergegate/reports/rounds-{method}.html").read_text()
-        begin = (project.root / f"releases/{method}/latest").resolve()
-    found = scores(project, method)
+        rounds.train(5)
+        rounds.run((0,) if keeps else (0, 3))
+        rounds.require_report(f"clients-{method}/eve")
+    found = rounds.scores
     assert (found["reverse"] >= 0.95 and found["shift"] >= 0.99) is keeps
     assert keeps or max(found["reverse"], found["shift"]) < 0.05
