@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import random
 
+from builders.results import build
+
 from mergegate.tasks.report import RunParent, RunRecord, RunScore, RunStage
 
 BEGAN = 1_790_000_000.0  # seconds since the epoch
@@ -42,32 +44,25 @@ def nights(count: int = 100, seed: int = 1) -> list[RunRecord]:
                 status = "nothing new"
             if status == "released":
                 version = revision
-            told.append(
-                night_of_samples(profile, night, number, status, scores, revision, 0.5 if night < 60 else 0.4, chance)
-            )
+            recipe = RECIPE.format(density=0.5 if night < 60 else 0.4)
+            began = BEGAN + night * DAY + number * 4000
+            run = f"{profile}-{night}"
+            told.append(_night(run, profile, began, status, scores, revision, recipe, chance))
     return sorted(told, key=lambda record: record.ended)
 
 
-STAGES = {
-    "licenses": 0.4,
-    "compat": 2.0,
-    "merge": 260.0,
-    "perplexity": 410.0,
-    "evaluate": 2900.0,
-    "gate": 0.6,
-    "report": 4.0,
-    "publish": 95.0,
-}
+STAGES = {"licenses": 0.4, "compat": 2.0, "merge": 260.0, "perplexity": 410.0, "evaluate": 2900.0}
+STAGES |= {"gate": 0.6, "report": 4.0, "publish": 95.0}
 
 
-def night_of_samples(
+def _night(
+    run: str,
     profile: str,
-    night: int,
-    number: int,
+    began: float,
     status: str,
     scores: tuple[RunScore, ...],
     revision: int,
-    density: float,
+    recipe: str,
     chance: random.Random,
 ) -> RunRecord:
     fresh, known = status in ("released", "refused") and bool(scores), bool(scores)
@@ -93,40 +88,24 @@ def night_of_samples(
         RunParent(name=name, ref=f"acme/{name}", revision=f"{revision:02d}" * 20, digest=f"{revision:02d}" * 8)
         for name in ("base", "chat", "tools")
     )
-    return RunRecord(
-        run=f"{profile}-{night}",
-        flow="release",
-        profile=profile,
-        ended=BEGAN + night * DAY + number * 4000 + chance.uniform(0, 900),
-        seconds=sum(stage.seconds for stage in stages) if known else 3.0,
-        status=status,
-        message=messages[status],
-        version=version if status in ("released", "nothing new") else None,
-        method="ties of 3 over acme-base",
-        recipe=RECIPE.format(density=density) if known else "",
-        parents=parents if known else (),
-        scores=scores,
-        perplexity=1.0 + chance.uniform(0, 0.02) if known else None,
-        perplexity_limit=1.05 if known else None,
-        stages=stages if known else stages[:1],
-        bytes_made=16_000_000_000 if fresh else 0,
-        bytes_merged=16_000_000_000 if known else 0,
-    )
+    fields = {"status": status, "message": messages[status], "ended": began + chance.uniform(0, 900)}
+    if known:
+        fields |= {"recipe": recipe, "parents": parents, "scores": scores, "bytes_merged": 16_000_000_000}
+        fields |= {"perplexity": 1.0 + chance.uniform(0, 0.02), "perplexity_limit": 1.05}
+        fields |= {"seconds": sum(stage.seconds for stage in stages)}
+    if fresh:
+        fields["bytes_made"] = 16_000_000_000
+    if status in ("released", "nothing new"):
+        fields["version"] = version
+    method = "ties of 3 over acme-base"
+    shown = stages if known else stages[:1]
+    return build(RunRecord, run=run, profile=profile, method=method, stages=shown, **fields)
 
 
 def _score(task: str, level: float, chance: random.Random) -> RunScore:
     drop = chance.gauss(0.6, 0.9)
-    return RunScore(
-        task=task,
-        reference="chat",
-        merge=level,
-        drop=drop,
-        low=drop - 1.1,
-        high=drop + 1.1,
-        max_drop=3,
-        margin=3,
-        outcome="fail" if drop > 3 else "pass",
-    )
+    bounds = {"drop": drop, "low": drop - 1.1, "high": drop + 1.1}
+    return build(RunScore, task=task, reference="chat", merge=level, outcome="fail" if drop > 3 else "pass", **bounds)
 
 
 def _worst(scores: tuple[RunScore, ...]) -> str:

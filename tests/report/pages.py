@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
+from html import unescape
 from html.parser import HTMLParser
 
 from mergegate.tasks.report.content import ReportContent
 from mergegate.tasks.report.page import render
 
+HOSTILE = "<script>'$x$'\x1b\"&|"
+"""A name that contains a script, a dollar sign, a control character and a column separator of Markdown."""
 VOID = {"meta", "br", "hr", "img", "wbr", "link", "input"}
 
 _drawn: dict[str, str] = {}
@@ -18,6 +22,12 @@ def page_of(content: ReportContent) -> str:
     if key not in _drawn:
         _drawn[key] = render(content)
     return _drawn[key]
+
+
+def text_of(html: str) -> str:
+    """Return the visible text of a page on one line."""
+    shown = re.sub(r"<wbr>", "", re.sub(r"<style>.*?</style>|<svg.*?</svg>", " ", html, flags=re.DOTALL))
+    return " ".join(unescape(re.sub(r"<[^>]*>", " ", shown)).split())
 
 
 class Page(HTMLParser):
@@ -53,3 +63,12 @@ class Page(HTMLParser):
 
     def attributes(self, name: str) -> list[str]:
         return [value for _, attributes in self.elements if (value := attributes.get(name)) is not None]
+
+    @property
+    def tags(self) -> set[str]:
+        return {tag for tag, _ in self.elements}
+
+    @property
+    def inner_links(self) -> list[str]:
+        """Ids of the elements on the same page that links point to."""
+        return [href.removeprefix("#") for href in self.attributes("href") if href.startswith("#")]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
+from builders.results import update
 
 from mergegate.tasks.report.sweep.content import (
     HeldOut,
@@ -23,20 +24,18 @@ from mergegate.tasks.report.sweep.content import (
 )
 from mergegate.tasks.sweep import Trial
 
-LIKELIHOOD = ReportedObjective(
-    title="log-likelihood of the answers", terms=("copy", "reverse", "shift"), unit="nats per token"
-)
+TASKS = ("copy", "reverse", "shift")
+LIKELIHOOD = ReportedObjective(title="log-likelihood of the answers", terms=TASKS, unit="nats per token")
 EXACT = ReportedObjective(title="exact match", terms=("reverse", "shift"), unit="points", factor=100)
+METHODS = ("ties", "dare_ties", "della")
 FIVE = (
     ReportedParameter(name="weight_reverser", low=0.2, high=1.8, start=1.0, importance=0.61),
     ReportedParameter(name="weight_shifter", low=0.2, high=1.8, start=1.0, importance=0.19),
     ReportedParameter(name="density", type="log", low=0.05, high=1.0, start=0.5, importance=0.12),
     ReportedParameter(name="lambda", low=0.5, high=1.5, start=1.0, importance=0.05),
-    ReportedParameter(
-        name="method", type="category", among=("ties", "dare_ties", "della"), start="ties", importance=0.03
-    ),
+    ReportedParameter(name="method", type="category", among=METHODS, start="ties", importance=0.03),
 )
-SETS = tuple(ReportedSet(task=task, search=100, confirmation=400, gate=1000) for task in ("copy", "reverse", "shift"))
+SETS = tuple(ReportedSet(task=task, search=100, confirmation=400, gate=1000) for task in TASKS)
 RECIPE = """\
 merge_method: ties
 base_model: ../models/base
@@ -124,12 +123,29 @@ def winner_of(trials: Sequence[Trial], objective: int = 0) -> int:
     return max(able, key=lambda one: one.scores[objective]).number
 
 
+def held_out(scores: dict[int, float | tuple[float, ...]]) -> tuple[HeldOut, ...]:
+    """Return the scores on held-out documents by the number of the trial."""
+    return tuple(HeldOut(trial=at, scores=one if isinstance(one, tuple) else (one,)) for at, one in scores.items())
+
+
+def confirmation(gain: float, low: float, high: float, p: float, documents: int) -> ReportedConfirmation:
+    bounds = {"gain": gain, "low": low, "high": high}
+    return ReportedConfirmation(confirmed=low > 0, **bounds, p=p, confidence=0.95, documents=documents)
+
+
+def without_importances(parameters: Sequence[ReportedParameter], reason: str) -> dict[str, object]:
+    """Return the fields of a sweep whose parameters have no importances."""
+    return {"parameters": tuple(update(one, importance=None) for one in parameters), "no_importances": reason}
+
+
 def confirmed() -> SweepContent:
     """Return a confirmed sweep: 60 trials in 5 dimensions, by likelihood, against hand-written TIES and linear."""
     trials = searched(FIVE, likelihood(5), {"ties.yaml": (-0.0072,), "linear.yaml": (-0.0831,)})
     winner = winner_of(trials)
     score = trials[winner].scores[0]
     best_random = max((one for one in trials if one.origin == "baseline" and not one.dropped), key=lambda o: o.scores)
+    unseen = {0: -0.0071, 1: -0.0822, winner: score - 0.00021, best_random.number: best_random.scores[0] - 0.0003}
+    gain = score - 0.00021 + 0.0071
     return SweepContent(
         name="demo-sweep",
         method="ties of 2 over base",
@@ -139,21 +155,8 @@ def confirmed() -> SweepContent:
         trials=trials,
         winner=winner,
         reference=0,
-        held_out=(
-            HeldOut(trial=0, scores=(-0.0071,)),
-            HeldOut(trial=1, scores=(-0.0822,)),
-            HeldOut(trial=winner, scores=(score - 0.00021,)),
-            HeldOut(trial=best_random.number, scores=(best_random.scores[0] - 0.0003,)),
-        ),
-        confirmation=ReportedConfirmation(
-            confirmed=True,
-            gain=score - 0.00021 + 0.0071,
-            low=score - 0.00021 + 0.0071 - 0.0006,
-            high=score - 0.00021 + 0.0071 + 0.0006,
-            p=3.2e-8,
-            confidence=0.95,
-            documents=1200,
-        ),
+        held_out=held_out(unseen),
+        confirmation=confirmation(gain, gain - 0.0006, gain + 0.0006, 3.2e-8, 1200),
         power="Forecast before the sweep: 1,200 held-out documents confirm a true lead of 0.0012 nats per token "
         "80 % of the time.",
         sets=SETS,
@@ -174,20 +177,12 @@ def by_layer() -> SweepContent:
     parameters = tuple(ReportedParameter(name=name, low=0.2, high=1.8, start=1.0) for name in names)
     trials = searched(parameters, likelihood(17, floor=-0.0035, seed=6), {"ties.yaml": (-0.0092,)}, seed=3)
     winner = winner_of(trials)
-    return confirmed().model_copy(
-        update={
-            "name": "demo-sweep-layers",
-            "parameters": parameters,
-            "trials": trials,
-            "winner": winner,
-            "constraints": (),
-            "held_out": (HeldOut(trial=0, scores=(-0.0093,)), HeldOut(trial=winner, scores=(-0.0078,))),
-            "confirmation": ReportedConfirmation(
-                confirmed=True, gain=0.0015, low=0.0009, high=0.0021, p=2.1e-6, confidence=0.95, documents=1200
-            ),
-            "no_importances": "optuna is not installed (pip install 'mergegate[sweep]')",
-        }
-    )
+    return update(
+        confirmed(), name="demo-sweep-layers", parameters=parameters, trials=trials, winner=winner, constraints=(),
+        confirmation=confirmation(0.0015, 0.0009, 0.0021, 2.1e-6, 1200),
+        held_out=held_out({0: -0.0093, winner: -0.0078}),
+        no_importances="optuna is not installed (pip install 'mergegate[sweep]')",
+    )  # fmt: skip
 
 
 def several() -> SweepContent:
@@ -213,29 +208,13 @@ def several() -> SweepContent:
     )
     winner = max(front, key=lambda number: min(trials[number].scores))
     unseen = tuple(score - 0.011 for score in trials[winner].scores)
-    return confirmed().model_copy(
-        update={
-            "name": "demo-sweep-front",
-            "method": "linear of 2",
-            "parameters": tuple(one.model_copy(update={"importance": None}) for one in parameters),
-            "no_importances": "they are computed of one objective only",
-            "objectives": (
-                EXACT.model_copy(update={"title": "exact match of reverse", "terms": ()}),
-                EXACT.model_copy(update={"title": "exact match of shift", "terms": ()}),
-            ),
-            "constraints": (),
-            "trials": trials,
-            "winner": winner,
-            "front": front,
-            "held_out": (HeldOut(trial=0, scores=(0.768, 0.79)), HeldOut(trial=winner, scores=unseen)),
-            "confirmation": ReportedConfirmation(
-                confirmed=True, gain=0.061, low=0.038, high=0.084, p=2.4e-5, confidence=0.95, documents=400
-            ),
-            "sampler": "nsga2",
-            "racing": ReportedRacing(rule="none"),
-            "power": "",
-        }
-    )
+    objectives = tuple(update(EXACT, title=f"exact match of {task}", terms=()) for task in ("reverse", "shift"))
+    return update(
+        confirmed(), name="demo-sweep-front", method="linear of 2", objectives=objectives, constraints=(),
+        trials=trials, winner=winner, front=front, held_out=held_out({0: (0.768, 0.79), winner: unseen}),
+        sampler="nsga2", power="", confirmation=confirmation(0.061, 0.038, 0.084, 2.4e-5, 400), racing=ReportedRacing(rule="none"),
+        **without_importances(parameters, "they are computed of one objective only"),
+    )  # fmt: skip
 
 
 def unconfirmed() -> SweepContent:
@@ -245,44 +224,23 @@ def unconfirmed() -> SweepContent:
         FIVE[:2], lambda _: (round(float(rng.binomial(200, 0.924)) / 200, 4),), {"ties.yaml": (0.925,)}, drops=False
     )
     winner = winner_of(trials)
-    return confirmed().model_copy(
-        update={
-            "name": "nightly-sweep",
-            "parameters": FIVE[:2],
-            "objectives": (EXACT,),
-            "constraints": (),
-            "trials": trials,
-            "winner": winner,
-            "reference": 0,
-            "held_out": (HeldOut(trial=0, scores=(0.923,)), HeldOut(trial=winner, scores=(0.9255,))),
-            "confirmation": ReportedConfirmation(
-                confirmed=False, gain=0.0025, low=-0.0098, high=0.0148, p=0.37, confidence=0.95, documents=400
-            ),
-            "power": "Forecast before the sweep: 400 held-out documents confirm a lead of 4.1 points 80 % of the time.",
-            "recipe": "",
-            "sampler": "random",
-        }
-    )
+    power = "Forecast before the sweep: 400 held-out documents confirm a lead of 4.1 points 80 % of the time."
+    return update(
+        confirmed(), name="nightly-sweep", parameters=FIVE[:2], objectives=(EXACT,), constraints=(), trials=trials,
+        winner=winner, reference=0, held_out=held_out({0: 0.923, winner: 0.9255}), power=power, recipe="",
+        confirmation=confirmation(0.0025, -0.0098, 0.0148, 0.37, 400), sampler="random",
+    )  # fmt: skip
 
 
 def stopped() -> SweepContent:
     """Return a sweep that was stopped after 7 trials."""
     whole = confirmed()
     trials = whole.trials[:7]
-    return whole.model_copy(
-        update={
-            "finished": False,
-            "ending": "It was stopped after 7 of 62 trials.",
-            "trials": trials,
-            "winner": winner_of(trials),
-            "held_out": (),
-            "confirmation": None,
-            "recipe": "",
-            "seconds_by_part": (),
-            "parameters": tuple(one.model_copy(update={"importance": None}) for one in whole.parameters),
-            "no_importances": "with 5 candidates they would say nothing",
-        }
-    )
+    return update(
+        whole, finished=False, ending="It was stopped after 7 of 62 trials.", trials=trials, winner=winner_of(trials),
+        held_out=(), confirmation=None, recipe="", seconds_by_part=(),
+        **without_importances(whole.parameters, "with 5 candidates they would say nothing"),
+    )  # fmt: skip
 
 
 def failing() -> SweepContent:
@@ -290,44 +248,23 @@ def failing() -> SweepContent:
     whole = confirmed()
     trials = list(whole.trials)
     for at in (9, 17, 33):
-        trials[at] = _changed(trials[at], scores=(math.nan,), problem="the merge has NaN in model.layers.0.mlp")
-    trials[21] = _changed(trials[21], scores=(math.nan,), problem="density 0 keeps nothing of reverser")
+        trials[at] = replace(trials[at], scores=(math.nan,), problem="the merge has NaN in model.layers.0.mlp")
+    trials[21] = replace(trials[21], scores=(math.nan,), problem="density 0 keeps nothing of reverser")
     for at in (12, 13, 40):
-        trials[at] = _changed(trials[at], violation=1.4, dropped=False)
-    trials[25] = _changed(trials[25], scores=(-3.2,), dropped=True)
-    return whole.model_copy(update={"trials": tuple(trials), "winner": winner_of(trials)})
+        trials[at] = replace(trials[at], violation=1.4, dropped=False)
+    trials[25] = replace(trials[25], scores=(-3.2,), dropped=True)
+    return update(whole, trials=tuple(trials), winner=winner_of(trials))
 
 
 def lonely() -> SweepContent:
     """Return a sweep with a single candidate that has no score."""
     whole = confirmed()
     trial = Trial(0, 0, "sampler", "", dict(whole.trials[5].point), (math.nan,), problem="not enough memory")
-    return whole.model_copy(
-        update={
-            "trials": (trial,),
-            "winner": None,
-            "reference": None,
-            "held_out": (),
-            "confirmation": None,
-            "ending": "It has no score.",
-            "parameters": tuple(one.model_copy(update={"importance": None}) for one in whole.parameters),
-            "no_importances": "with one candidate they would say nothing",
-            "recipe": "",
-            "constraints": (),
-        }
-    )
+    return update(
+        whole, trials=(trial,), winner=None, reference=None, held_out=(), confirmation=None, ending="It has no score.",
+        recipe="", constraints=(), **without_importances(whole.parameters, "with one candidate they would say nothing"),
+    )  # fmt: skip
 
 
-def _changed(trial: Trial, **values: object) -> Trial:
-    return replace(trial, **values)  # type: ignore[arg-type]
-
-
-EVERY = {
-    "confirmed": confirmed,
-    "by layer": by_layer,
-    "front": several,
-    "not confirmed": unconfirmed,
-    "stopped": stopped,
-    "failing": failing,
-    "lonely": lonely,
-}
+EVERY = {"confirmed": confirmed, "by layer": by_layer, "front": several, "not confirmed": unconfirmed}
+EVERY |= {"stopped": stopped, "failing": failing, "lonely": lonely}

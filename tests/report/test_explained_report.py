@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from html import unescape
 
 import pytest
 import report_samples as samples
-from pages import page_of
+from builders.results import likelihoods, sha, update
+from pages import page_of, text_of
 
 from mergegate.merge_core.analysis.interference import Interference
 from mergegate.tasks.explain import Remedy
@@ -19,12 +19,6 @@ from mergegate.tasks.report.content import ReportContent
 from mergegate.tasks.report.heat_map import heat_map_caption, interference_plot, layer_table
 from mergegate.tasks.report.table import as_markdown
 from mergegate.tasks.report.wording import NONE
-
-
-def text_of(html: str) -> str:
-    """Return the visible text of a page on one line."""
-    shown = re.sub(r"<wbr>", "", re.sub(r"<style>.*?</style>|<svg.*?</svg>", " ", html, flags=re.DOTALL))
-    return " ".join(unescape(re.sub(r"<[^>]*>", " ", shown)).split())
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +47,15 @@ def test_lost_documents_are_shown_with_question_and_answer(page: str) -> None:
     assert "Won: 1 of 3 reverse: otter > expected retto reverser rett merge rett o Document 4:" in page
 
 
+def with_explanation(**fields: object) -> ReportContent:
+    return update(samples.explained(), explanation=update(samples.explanation(), **fields))
+
+
 def test_router_distances_of_mixtures_are_shown() -> None:
     one = RouterDistance(
         model="org/other", layers=24, experts=64, moved=3, diagonal=0.4, best=0.99, routers=0.412, distance=0.25
     )
-    text = text_of(page_of(samples.explained().model_copy(update={"experts": (one,)})))
+    text = text_of(page_of(update(samples.explained(), experts=(one,))))
     assert "org/other: its experts have a mean cosine of 0.400 with the experts of the donor" in text
     assert "In the best order the cosine is 0.990, and that order differs in 3 of 24 layers." in text
     assert "Its merged routers have a cosine of 0.412 and differ by up to 25 %." in text
@@ -65,7 +63,7 @@ def test_router_distances_of_mixtures_are_shown() -> None:
 
 def test_the_effect_of_a_router_repair_is_shown() -> None:
     routing = RepairedRouting(layers=24, new_layers=23, divergence=(0.0251, 0.0073), agreement=(0.871, 0.94))
-    text = text_of(page_of(samples.explained().model_copy(update={"routers": routing})))
+    text = text_of(page_of(update(samples.explained(), routers=routing)))
     assert "23 of 24 layers have a new router." in text
     assert "selected 87.1 % of the experts that the parents select, and now selects 94.0 %." in text
     assert "was 0.0251 nats and is now 0.0073 nats." in text
@@ -73,13 +71,9 @@ def test_the_effect_of_a_router_repair_is_shown() -> None:
 
 
 def test_document_text_is_escaped() -> None:
-    content = samples.explained()
-    explanation = content.explanation
-    assert explanation is not None
-    flips = explanation.lost[0].flips
-    hostile = flips.examples[0].model_copy(update={"prompt": "<script>alert(1)</script>", "target": "</pre><b>"})
-    lost = explanation.lost[0].model_copy(update={"flips": flips.model_copy(update={"examples": (hostile,)})})
-    html = page_of(content.model_copy(update={"explanation": explanation.model_copy(update={"lost": (lost,)})}))
+    (lost,) = samples.explanation().lost
+    hostile = update(lost.flips.examples[0], prompt="<script>alert(1)</script>", target="</pre><b>")
+    html = page_of(with_explanation(lost=(update(lost, flips=update(lost.flips, examples=(hostile,))),)))
     assert "<script" not in html
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
 
@@ -92,13 +86,8 @@ def test_remedies_can_be_copied_into_a_profile(page: str) -> None:
 
 
 def test_advice_about_the_profile_is_not_shown_as_a_change_of_the_recipe() -> None:
-    content = samples.explained()
-    assert content.explanation is not None
     documents = Remedy(change={"evaluate": {"extend": True}}, reason="More documents would decide.", kind="profile")
-    html = page_of(
-        content.model_copy(update={"explanation": content.explanation.model_copy(update={"remedies": (documents,)})})
-    )
-    text = text_of(html)
+    text = text_of(page_of(with_explanation(remedies=(documents,))))
     assert "Next: Set the change under “What to try” in the profile, then run again." in text
     assert "More documents would decide. YAML for the profile evaluate: extend: true" in text
     assert "+ evaluate" not in text
@@ -130,24 +119,21 @@ def test_the_ensemble_is_shown_with_the_kept_share_of_its_gain() -> None:
     # The share is ln(3.402 / 3.51) / ln(3.402 / 3.2), which is negative: the merge lost where the ensemble gained.
     assert "The merge keeps none of this gain" in text_of(html)
     assert "ensemble of the parents 3.200" in text_of(html)
-    better = tuple(
-        model.model_copy(update={"likelihoods": samples.likelihoods(3.3)}) if model.role == "merge" else model
-        for model in content.models
-    )
-    assert "The merge keeps 50 % of this gain" in text_of(page_of(content.model_copy(update={"models": better})))
+    *parents, merge = content.models
+    better = update(content, models=(*parents, update(merge, likelihoods=likelihoods(3.3))))
+    assert "The merge keeps 50 % of this gain" in text_of(page_of(better))
 
 
 def test_artifacts_are_named_by_their_keys(page: str) -> None:
-    assert samples.sha("key of the merge") in page.replace(" ", "")
+    assert sha("key of the merge") in page.replace(" ", "")
 
 
 def test_weights_are_explained_in_sentences() -> None:
     found = " ".join(explanation_text.why(samples.explanation()))
     assert found.startswith("The merge moved 0.68 times as far from base as sorter, the parent that moved farthest.")
     assert "Unrelated parents would have 50 %." in found
-    assert re.search(
-        r"It is highest in layers 3 \(\d\d %\), 2 \(\d\d %\) and 1 \(\d\d %\) and lowest in layer 0", found
-    )
+    share = r"\(\d\d %\)"
+    assert re.search(f"It is highest in layers 3 {share}, 2 {share} and 1 {share} and lowest in layer 0", found)
     assert "2 tensors are not compared: of another shape in some model (model.extra.weight)." in found
 
 
@@ -157,18 +143,14 @@ def test_the_most_conflicting_pair_of_parents_is_named() -> None:
 
 
 def test_layers_with_similar_conflicts_are_not_ranked() -> None:
-    explanation = samples.explanation()
-    assert explanation.interference is not None
-    spots = tuple(
-        spot.model_copy(update={"tally": samples.tally(0.4, 2, 0.01)}) for spot in explanation.interference.spots
-    )
-    even = explanation.interference.model_copy(update={"spots": spots})
-    found = " ".join(explanation_text.why(explanation.model_copy(update={"interference": even})))
+    groups = samples.interference()
+    even = update(groups, spots=tuple(update(spot, tally=samples.tally(0.4, 2, 0.01)) for spot in groups.spots))
+    found = " ".join(explanation_text.why(update(samples.explanation(), interference=even)))
     assert "All 4 layers have about the same sign conflict." in found
 
 
 def test_a_recipe_without_base_names_the_origin_of_task_vectors() -> None:
-    plain = samples.explanation(names=("sorter",)).model_copy(update={"origin": "reverser", "origin_is_base": False})
+    plain = update(samples.explanation(names=("sorter",)), origin="reverser", origin_is_base=False)
     found = " ".join(explanation_text.why(plain))
     assert "The recipe has no base, so mergegate measures task vectors from its first model, reverser." in found
     assert "opposite" not in found
@@ -176,10 +158,7 @@ def test_a_recipe_without_base_names_the_origin_of_task_vectors() -> None:
 
 
 def test_incomparable_weights_are_reported() -> None:
-    content = samples.explained()
-    assert content.explanation is not None
-    blind = content.explanation.model_copy(update={"interference": None})
-    found = text_of(page_of(content.model_copy(update={"explanation": blind})))
+    found = text_of(page_of(with_explanation(interference=None)))
     assert "The weights of these models could not be compared." in found
     assert "Cosine with" not in found
 
@@ -196,16 +175,13 @@ def cells_of(svg: str) -> dict[float, list[float]]:
 
 
 def test_the_heat_map_colors_each_layer_and_kind_by_conflict() -> None:
-    content = samples.explained()
-    assert content.explanation is not None
-    assert content.explanation.interference is not None
-    wide, narrow = interference_plot(content)
+    wide, narrow = interference_plot(samples.explained())
+    conflicts = [spot.tally.conflict for spot in samples.interference().spots]
     for svg in (wide, narrow):
         scale, *rows = cells_of(svg).values()
         assert scale == sorted(scale)
         assert [len(row) for row in rows] == [1, 8, 8, 8, 8, 1, 1]
         drawn = [opacity for row in rows for opacity in row]
-        conflicts = [spot.tally.conflict for spot in content.explanation.interference.spots]
         assert sorted(range(35), key=drawn.__getitem__) == sorted(range(35), key=conflicts.__getitem__)
     numbers = re.findall(r">(\d+)</text>", wide)
     assert numbers == [f"{100 * conflict:.0f}" for conflict in conflicts if conflict is not None]
@@ -216,8 +192,7 @@ def test_the_heat_map_colors_each_layer_and_kind_by_conflict() -> None:
 
 def test_the_heat_map_of_a_deep_network_groups_layers_and_a_table_has_them_all() -> None:
     explanation = samples.explanation(layers=80)
-    content = samples.explained().model_copy(update={"explanation": explanation})
-    wide, _ = interference_plot(content)
+    wide, _ = interference_plot(update(samples.explained(), explanation=explanation))
     assert [len(row) for row in list(cells_of(wide).values())[1:]] == [1, *[8] * 8, 1, 1]
     assert re.findall(rf">layers (\d+){NONE}(\d+)</text>", wide) == [(str(at), str(at + 9)) for at in range(0, 80, 10)]
     assert explanation.interference is not None
@@ -237,16 +212,14 @@ def test_a_passed_merge_has_no_explanation() -> None:
 def test_a_sequential_verdict_names_its_interim_look() -> None:
     content = samples.refused()
     first, second = content.verdict.guards
-    looked = first.model_copy(update={"look": InterimLook(number=2, of=3, documents=1000, confidence=0.98)})
+    looked = update(first, look=InterimLook(number=2, of=3, documents=1000, confidence=0.98))
     notes = ("The reference is the best of three parents.",)
-    verdict = content.verdict.model_copy(update={"guards": (looked, second), "notes": notes})
-    found = text_of(page_of(content.model_copy(update={"verdict": verdict})))
+    found = text_of(page_of(update(content, verdict=update(content.verdict, guards=(looked, second), notes=notes))))
     assert "✗ fail max_drop 3, margin 3 look 2 of 3" in found
     assert "mergegate evaluated" not in found  # no documents were left out
-    early = looked.model_copy(update={"documents_left": 3000})
-    verdict = content.verdict.model_copy(update={"guards": (early,)})
+    early = update(content.verdict, guards=(update(looked, documents_left=3000),))
     saved = "mergegate evaluated 1,000 of 4,000 documents. Deciding early saved 75 %."
-    assert saved in text_of(page_of(content.model_copy(update={"verdict": verdict})))
+    assert saved in text_of(page_of(update(content, verdict=early)))
     assert found.count("look 2 of 3") == 1
     assert notes[0] in found
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from builders.results import build, update
 from history_samples import nights
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -40,42 +41,27 @@ from mergegate.tasks.report.history.links import NeighborPages, add_links
 from mergegate.tasks.report.history.record import parse_record
 
 PAGE = "<html><head><style></style></head><body><main>\n<header>x</header></main></body></html>"
+TIES = "merge_method: ties\ndensity: 0.5\n"
 EVIL = "</style><script>alert(1)</script><!--nights--> --> \" ' & {{ 7 * 7 }}"
 
 
-def record(**changes: object) -> RunRecord:
-    known = {"run": "r", "flow": "release", "profile": "demo", "ended": 1_790_000_000.0, "seconds": 3.0}
-    return RunRecord.model_validate({**known, "status": "released", "message": "released demo v1", **changes})
+def record(**fields: object) -> RunRecord:
+    return build(RunRecord, **fields)
 
 
-def score(
-    task: str = "gsm8k", merge: float = 70.0, drop: float = 1.0, max_drop: float = 3.0, reference: str = "math"
-) -> RunScore:
-    return RunScore(
-        task=task,
-        reference=reference,
-        merge=merge,
-        drop=drop,
-        low=drop - 1,
-        high=drop + 1,
-        max_drop=max_drop,
-        margin=max_drop,
-        outcome="pass",
-    )
+def score(task: str = "gsm8k", merge: float | None = 70.0, drop: float = 1.0, **fields: object) -> RunScore:
+    limit = fields.get("max_drop", 3.0)
+    usual = {"reference": "math", "low": drop - 1, "high": drop + 1, "max_drop": limit, "margin": limit}
+    return build(RunScore, task=task, merge=merge, drop=drop, **{**usual, **fields})
 
 
 def parent(name: str = "math", revision: str | None = "a" * 40, digest: str = "0123456789abcdef") -> RunParent:
     return RunParent(name=name, ref=f"acme/{name}", revision=revision, digest=digest)
 
 
-def measured(**changes: object) -> RunRecord:
-    known = {
-        "version": "v1",
-        "parents": (parent(),),
-        "scores": (score(),),
-        "recipe": "merge_method: ties\ndensity: 0.5\n",
-    }
-    return record(**{**known, **changes})
+def measured(**fields: object) -> RunRecord:
+    usual = {"version": "v1", "parents": (parent(),), "scores": (score(),), "recipe": TIES}
+    return record(**{**usual, **fields})
 
 
 def of_window(
@@ -167,19 +153,13 @@ class TestWhatChanged:
             ({}, "Parents, recipe, limits and scores are unchanged."),
             ({"status": "refused"}, "was released"),
             ({"version": "v2"}, "Version v1 → v2."),
-            (
-                {"parents": (parent(revision="b" * 40, digest="f" * 16),)},
-                "Parent math: revision aaaaaaaaaa → bbbbbbbbbb.",
-            ),
+            ({"parents": (parent("math", "b" * 40, "f" * 16),)}, "Parent math: revision aaaaaaaaaa → bbbbbbbbbb."),
             ({"parents": (parent(revision=None, digest="f" * 16),)}, "Parent math: its files changed, digest"),
             ({"parents": (parent(), parent("code"))}, "Parent code was added."),
             ({"recipe": "merge_method: ties\ndensity: 0.3\n"}, "Recipe: density: 0.5 → 0.3."),
-            ({"recipe": "merge_method: ties\ndensity: 0.5\nlambda: 1\n"}, "Recipe: lambda: 1 was added."),
+            ({"recipe": f"{TIES}lambda: 1\n"}, "Recipe: lambda: 1 was added."),
             ({"recipe": "merge_method: ties\n"}, "Recipe: density: 0.5 was removed."),
-            (
-                {"recipe": "merge_method: ties\n# halved\ndensity: 0.5\n"},
-                "Recipe: only comments or the layout changed.",
-            ),
+            ({"recipe": f"# halved\n{TIES}"}, "Recipe: only comments or the layout changed."),
             ({"scores": (score(max_drop=2.0),)}, "gsm8k: max_drop 3, margin 3 → max_drop 2, margin 2."),
             ({"scores": (score(merge=68.5, drop=2.5),)}, "gsm8k: score 70.0 → 68.5, drop 1.0 → 2.5 (reference math)."),
             ({"scores": (score(drop=-1.0),)}, "gsm8k: score 70.0, drop 1.0 → \N{MINUS SIGN}1.0 (reference math)."),
@@ -198,10 +178,8 @@ class TestWhatChanged:
             "Training run: steps 25 to 200 → steps 225 to 400.",
             "copy: score 70.0, drop 1.0 → 2.0 (reference checkpoint-400).",
         )
-        assert (
-            changes_since([before], before.model_copy(update={"run": "now"}))[-1]
-            == "Parents, recipe, limits and scores are unchanged."
-        )
+        unchanged = "Parents, recipe, limits and scores are unchanged."
+        assert changes_since([before], update(before, run="now"))[-1] == unchanged
 
     def test_a_window_of_another_size_and_schedule_is_one_sentence(self) -> None:
         before, now = of_window(25, 200), of_window(325, 400, schedule="cosine")
@@ -213,24 +191,21 @@ class TestWhatChanged:
     def test_changes_outside_the_window_are_listed(self) -> None:
         before = of_window(25, 200)
         moved = of_window(225, 400, method="median", scores=(score("copy", reference="checkpoint-200"),))
-        changes = changes_since([before], moved.model_copy(update={"parents": (*moved.parents, parent("base"))}))
+        changes = changes_since([before], update(moved, parents=(*moved.parents, parent("base"))))
         assert changes[2:] == ("Parent base was added.", "Recipe: merge_method: linear → median.")
-        rewritten = before.model_copy(update={"parents": (*before.parents[:-1], parent("checkpoint-200", digest="f"))})
+        rewritten = update(before, parents=(*before.parents[:-1], parent("checkpoint-200", digest="f")))
         assert changes_since([before], rewritten)[1].startswith("Parent checkpoint-200: its files changed")
 
     def test_scores_equal_to_a_tenth_of_a_point_are_unchanged(self) -> None:
         said = changes_since([measured()], measured(run="now", scores=(score(merge=70.02, drop=1.04),)))
         assert "are unchanged" in said[-1]
 
-    def test_a_run_is_compared_with_the_last_run_that_has_scores(self) -> None:
+    def test_a_run_is_compared_with_the_last_run_that_has_scores_and_a_version(self) -> None:
         stopped = record(run="stopped", status="refused", message="licences: no")
-        said = changes_since([measured(), stopped], measured(run="now", recipe="merge_method: ties\ndensity: 0.3\n"))
-        assert re.fullmatch(r"The previous run \(.*\) was refused\.", said[0])
-        assert "Recipe: density: 0.5 → 0.3." in said
-
-    def test_the_version_is_compared_with_the_last_known_version(self) -> None:
-        stopped = record(run="stopped", status="refused", message="licences: no")
-        assert "Version v1 → v2." in changes_since([measured(), stopped], measured(run="now", version="v2"))
+        now = measured(run="now", recipe="merge_method: ties\ndensity: 0.3\n", version="v2")
+        changes = changes_since([measured(), stopped], now)
+        assert re.fullmatch(r"The previous run \(.*\) was refused\.", changes[0])
+        assert {"Recipe: density: 0.5 → 0.3.", "Version v1 → v2."} <= set(changes)
 
     def test_runs_of_other_profiles_and_flows_are_ignored(self) -> None:
         others = [measured(profile="other"), measured(flow="sweep")]
@@ -238,10 +213,8 @@ class TestWhatChanged:
 
     def test_a_refusal_for_another_reason_is_distinguished(self) -> None:
         before = record(status="refused", message="licences: no")
-        again = record(run="2", status="refused", message="licences: no")
-        other = record(run="3", status="refused", message="tokenizer: no")
-        assert "different reason" not in changes_since([before], again)[0]
-        assert "different reason" in changes_since([before], other)[0]
+        assert "different reason" not in changes_since([before], update(before, run="2"))[0]
+        assert "different reason" in changes_since([before], update(before, run="3", message="tokenizer: no"))[0]
 
 
 class TestThePages:
@@ -272,10 +245,8 @@ class TestThePages:
         stray = tmp_path / "demo" / "9999-stray.html"
         stray.parent.mkdir()
         stray.write_text("of a run that was killed before it was noted")
-        for number in range(6):
-            kept = archive_run(
-                tmp_path, record(run=str(number), ended=1e9 - 1000 * number), PAGE
-            )  # clock runs backward
+        for number in range(6):  # The clock runs backward.
+            kept = archive_run(tmp_path, record(run=str(number), ended=1e9 - 1000 * number), PAGE)
         assert not stray.exists()
         assert len(list((tmp_path / "demo").glob("*.html"))) == 3
         assert kept.page.is_file(), "the newest by the order of runs, though its clock says otherwise"
@@ -366,78 +337,45 @@ class TestThePages:
 class TestTheIndex:
     def test_the_lead_names_the_profiles_that_need_attention(self) -> None:
         runs = [record(profile=name, status=status) for name, status in (("a", "released"), ("b", "failed"))]
-        assert (
-            "1 of 2 profiles succeeded in their latest run. Check b (error)."
-            in Page(render_history(History(tuple(runs)))).text
-        )
-        assert "The latest run succeeded." in Page(render_history(History((record(),)))).text
-        assert "did not succeed: refused." in Page(render_history(History((record(status="refused"),)))).text
-        many = [record(profile=str(number), status="refused") for number in range(6)]
-        assert "0 of 6 profiles" in (text := Page(render_history(History(tuple(many)))).text)
+        assert "1 of 2 profiles succeeded in their latest run. Check b (error)." in index(*runs).text
+        assert "The latest run succeeded." in index(record()).text
+        assert "did not succeed: refused." in index(record(status="refused")).text
+        text = index(*(record(profile=str(number), status="refused") for number in range(6))).text
+        assert "0 of 6 profiles" in text
         assert "Check 5 (refused), 4 (refused), 3 (refused) and 3 more." in text
 
     def test_every_link_inside_the_index_has_a_target(self) -> None:
-        page = Page(render_history(History(tuple(nights()))))
-        targets = {href.removeprefix("#") for href in page.attributes("href") if href.startswith("#")}
-        assert {"reading", "how-drop", "how-outcome"} <= targets <= set(page.attributes("id"))
+        page = index(*nights())
+        assert {"reading", "how-drop", "how-outcome"} <= set(page.inner_links) <= set(page.attributes("id"))
 
     def test_a_task_has_the_same_color_in_both_charts_and_limits_are_named(self) -> None:
-        scores = (
-            score("a").model_copy(update={"merge": None}),
-            score("b"),
-            score("b").model_copy(update={"reference": "c", "margin": 4.0}),
-        )
+        scores = (score("a", None), score("b"), score("b", reference="c", margin=4.0))
         page = render_history(History(tuple(measured(run=str(number), scores=scores) for number in range(2))))
         colors = re.findall(r"var\(--series-(\d)\)[^>]*>(?:</path>)?</svg> (?:<wbr>)?([ab])", page)
         assert len({color for color, task in colors if task == "b"}) == 1
         assert len({color for color, task in colors}) == 2
         assert "The limits differ between the guards" in page
-        one = tuple(item.model_copy(update={"margin": 4.0}) for item in scores)
-        page = Page(render_history(History(tuple(measured(run=str(number), scores=one) for number in range(2))))).text
-        assert "max_drop 3" in page
-        assert "margin 4" in page
+        alike = tuple(update(item, margin=4.0) for item in scores)
+        text = index(*(measured(run=str(number), scores=alike) for number in range(2))).text
+        assert "max_drop 3" in text
+        assert "margin 4" in text
 
     def test_untrusted_text_is_escaped(self) -> None:
-        evil = [
-            record(
-                run=str(number),
-                profile=EVIL,
-                flow=EVIL,
-                status=EVIL,
-                message=EVIL,
-                version=EVIL,
-                method=EVIL,
-                report=f"{EVIL}/x.html",
-                parents=(parent(EVIL),),
-                scores=(score(EVIL), score(EVIL + "2")),
-                recipe=EVIL * (number + 1),
-            )
-            for number in range(3)
-        ]
-        page = render_history(History(tuple(evil), 1), pages={one.report for one in evil})
-        read = Page(page)
-        assert "script" not in {tag for tag, _ in read.elements}
-        assert "alert(1)" in read.text
-        assert "49" not in read.text
-        ended = render_ending(
-            EndedRun(
-                name=EVIL,
-                flow=EVIL,
-                status=EVIL,
-                message=EVIL,
-                where=EVIL,
-                found=EVIL,
-                expected=EVIL,
-                remedy=EVIL,
-                stages=(EndedStage(name=EVIL, subject=EVIL, status="made", seconds=1, summary=EVIL),),
-            )
-        )
-        assert "script" not in {tag for tag, _ in Page(ended).elements}
+        names = dict.fromkeys(("profile", "flow", "status", "message", "version", "method"), EVIL)
+        names |= {"report": f"{EVIL}/x.html", "parents": (parent(EVIL),), "scores": (score(EVIL), score(EVIL + "2"))}
+        evil = [record(run=str(number), recipe=EVIL * (number + 1), **names) for number in range(3)]
+        page = Page(render_history(History(tuple(evil), 1), pages={run.report for run in evil}))
+        assert "script" not in page.tags
+        assert "alert(1)" in page.text
+        assert "49" not in page.text
+        texts = dict.fromkeys(("name", "flow", "status", "message", "where", "found", "expected", "remedy"), EVIL)
+        stage = EndedStage(name=EVIL, subject=EVIL, status="made", seconds=1, summary=EVIL)
+        assert "script" not in Page(render_ending(EndedRun(**texts, stages=(stage,)))).tags
 
     def test_the_index_has_no_scripts_or_external_resources(self) -> None:
         page = render_history(History(tuple(nights())))
         read = Page(page)
-        assert {tag for tag, _ in read.elements}.isdisjoint({"script", "link", "img", "iframe", "object"})
+        assert read.tags.isdisjoint({"script", "link", "img", "iframe", "object"})
         assert read.attributes("src") == []
         assert all(href.startswith("#") for href in read.attributes("href")), "no report of these nights is kept"
         assert "default-src 'none'" in page
@@ -445,13 +383,12 @@ class TestTheIndex:
         assert len(page) < 400_000
 
     def test_the_index_shows_the_state_of_every_profile(self) -> None:
-        told = nights()
-        text = Page(render_history(History(tuple(told)))).text
+        runs = nights()
+        text = index(*runs).text
         assert "300 runs of 3 profiles" in text
-        for profile in {one.profile for one in told}:
-            last = [one for one in told if one.profile == profile][-1]
+        for last in {run.profile: run for run in runs}.values():
             assert last.message.splitlines()[0] in text
-            assert changes_since(told, last)[0] in unescape(text)
+            assert changes_since(runs, last)[0] in unescape(text)
 
     def test_equal_histories_give_equal_pages(self) -> None:
         assert render_history(History(tuple(nights()))) == render_history(History(tuple(nights())))
@@ -463,7 +400,7 @@ class TestTheIndex:
         assert (tmp_path / "index.html").is_file()
 
     def test_an_empty_history_is_reported(self) -> None:
-        assert "No run has ended here yet." in Page(render_history(History())).text
+        assert "No run has ended here yet." in index().text
 
     def test_damaged_lines_are_reported(self) -> None:
         assert "2 damaged lines" in render_history(History((record(),), 2))
@@ -487,6 +424,10 @@ class TestThePlots:
         assert len(heights) == 3
         assert heights[0] == pytest.approx(heights[2], abs=0.2)
         assert heights[0] == pytest.approx(2 * heights[1], abs=0.2)
+
+
+def index(*runs: RunRecord) -> Page:
+    return Page(render_history(History(runs)))
 
 
 def links(page: Path) -> list[Path]:
@@ -535,7 +476,7 @@ def test_a_page_shows_the_facts_of_its_run_and_release() -> None:
         "reproduce with": "mergegate reproduce 'releases/my demo/3573902a24b3'",
         "Prefect": "https://prefect.example/runs/flow-run/7f",
     }
-    found = record.model_copy(update={"flow": "sweep", "status": "passed", "version": "", "location": "my winner.yaml"})
+    found = update(record, flow="sweep", status="passed", version="", location="my winner.yaml")
     assert {name: said for name, said in run_facts(found) if name not in ("ended", "Prefect")} == {
         "recipe": "my winner.yaml",
         "merge it with": "mergegate merge 'my winner.yaml' OUT",
@@ -552,33 +493,29 @@ def variant(name: str, outcome: str) -> RunVariant:
     return RunVariant(type=name, outcome=outcome, published=outcome == "pass", drop=1.0)
 
 
-def test_a_record_without_variants_is_the_same_as_before_there_were_variants() -> None:
+def test_a_line_has_the_variants_of_its_run_if_there_are_any() -> None:
     assert b"variants" not in record().line()
     assert "variants" not in record().model_dump(mode="json")
-
-
-def test_variants_survive_the_line_of_a_record() -> None:
     stored = record(variants=(variant("Q8_0", "pass"), variant("Q4_K_M", "fail")))
     assert parse_record(stored.line()) == stored
 
 
 def test_changes_name_variants_with_another_verdict() -> None:
-    parents = (RunParent(name="a", ref="a", digest="1"),)
-    before = record(run="1", parents=parents, variants=(variant("Q8_0", "pass"), variant("Q4_K_M", "pass")))
-    now = record(run="2", parents=parents, variants=(variant("Q4_K_M", "fail"), variant("FP8_DYNAMIC", "pass")))
+    before = record(run="1", parents=(parent(),), variants=(variant("Q8_0", "pass"), variant("Q4_K_M", "pass")))
+    now = update(before, run="2", variants=(variant("Q4_K_M", "fail"), variant("FP8_DYNAMIC", "pass")))
     assert changes_since([before], now)[-3:] == (
         "Variant Q4_K_M: pass → fail.",
         "Variant FP8_DYNAMIC was added: pass.",
         "Variant Q8_0 was removed.",
     )
-    refused = record(run="3", parents=parents, status="refused")
+    refused = update(before, run="3", status="refused", variants=())
     assert not any("Variant" in sentence for sentence in changes_since([before], refused))
 
 
 def test_the_history_page_lists_the_variants_of_a_run() -> None:
-    page = Page(render_history(History((record(variants=(variant("Q8_0", "pass"), variant("Q4_K_M", "fail"))),), 0)))
-    assert "Q8_0 pass" in page.text
-    assert "Q4_K_M fail, not published" in page.text
+    text = index(record(variants=(variant("Q8_0", "pass"), variant("Q4_K_M", "fail")))).text
+    assert "Q8_0 pass" in text
+    assert "Q4_K_M fail, not published" in text
 
 
 @pytest.mark.parametrize("status", ["refused", "invalid"])

@@ -1,40 +1,61 @@
-"""Test the report of a served model, which serving numbers stay out of a release, and the report of a comparison."""
+"""Test the reports of served models, of quantized variants, and of a comparison."""
 
 from __future__ import annotations
 
 import io
 import json
 import re
-from html import unescape
 from pathlib import Path
+from typing import Any
 
 import pytest
 import report_samples as samples
-from pages import page_of
+from builders.results import guard, suite, update
+from pages import page_of, text_of
 from rich.console import Console
 
 from mergegate.flows.cli.run_summary import print_summary
 from mergegate.flows.outcome import RunOutcome
+from mergegate.flows.outcome.run_outcome import PublishedVariants
 from mergegate.tasks.report.content import ReportContent, ReportedCheck, ReportedServing
+from mergegate.tasks.report.plots import variants_plot
 from mergegate.tasks.report.stage import write_report
-from mergegate.tasks.report.table import costs
-from mergegate.tasks.report.wording import NONE
+from mergegate.tasks.report.table import as_markdown, costs
+from mergegate.tasks.report.variants import variant_rows, variant_sentences
+from mergegate.tasks.report.wording import MINUS, NONE, TIMES, recommended_action
 from mergegate.tasks.serve.measurements import ServingCost
 from mergegate.tasks.store.keys import stage_key
 
+LOST = "reversing lost 3.8 points against merge, and not by chance (at least 1.6); max_drop is 3"
 
-def text_of(html: str) -> str:
-    """Return the visible text of a page on one line."""
-    shown = re.sub(r"<wbr>", "", re.sub(r"<style>.*?</style>|<svg.*?</svg>", " ", html, flags=re.DOTALL))
-    return " ".join(unescape(re.sub(r"<[^>]*>", " ", shown)).split())
+
+def released_files(root: Path, content: ReportContent, other: ReportContent) -> tuple[str, dict[str, Any]]:
+    """Require that two contents have the same key and files in a release, and return the page and the data."""
+    assert stage_key("report", 1, {"content": other}) == stage_key("report", 1, {"content": content})
+    files = []
+    for name, value in (("a", content), ("b", other)):
+        (root / name).mkdir()
+        write_report.work(root / name, value)
+        files.append([(root / name / file).read_text() for file in ("report.html", "report.json")])
+    assert files[0] == files[1]
+    return files[0][0], json.loads(files[0][1])
+
+
+def printed(width: int, outcome: RunOutcome) -> str:
+    """Return what the summary of a run shows in a terminal of this width."""
+    console = Console(record=True, width=width, quiet=False, highlight=False, file=io.StringIO())
+    print_summary(console, outcome)
+    return console.export_text()
+
+
+# --- Served models
 
 
 def another_day(content: ReportContent) -> ReportContent:
     """Return the same model on the same server, measured on another day when the machine was busier."""
     numbers = samples.measured(seconds_to_ready=99.0, tokens_per_second=55.5, when="2026-12-24", machine="1 core")
-    checks = tuple(check.model_copy(update={"seen": "something else"}) for check in content.served)
-    update = {"serving": (ReportedServing(name="merge", measured=numbers),), "served": checks}
-    return content.model_copy(update=update)
+    checks = tuple(update(check, seen="something else") for check in content.served)
+    return update(content, serving=(ReportedServing(name="merge", measured=numbers),), served=checks)
 
 
 @pytest.fixture(scope="module")
@@ -64,55 +85,157 @@ def test_every_check_shows_the_observed_and_the_expected_value(page: str) -> Non
 
 
 def test_a_failed_check_shows_its_location_and_remedy() -> None:
-    broken = ReportedCheck(
-        name="tensors", outcome="fail", where="model.norm.weight", seen="missing", expected="all", remedy="merge again"
-    )
-    content = samples.served().model_copy(update={"served": (broken,), "serving": ()})
+    where = {"where": "model.norm.weight", "remedy": "merge again"}
+    broken = ReportedCheck(name="tensors", outcome="fail", seen="missing", expected="all", **where)
+    content = update(samples.served(), served=(broken,), serving=())
     assert "tensors ✗ fail model.norm.weight: missing all merge again" in text_of(page_of(content))
 
 
 def test_gpu_memory_has_a_column() -> None:
     on_gpu = ReportedServing(name="merge", measured=samples.measured(peak_gpu_memory=61_200_000_000))
-    content = samples.served().model_copy(update={"serving": (on_gpu,)})
+    content = update(samples.served(), serving=(on_gpu,))
     assert costs(content).columns[-1] == "GPU memory"
     assert costs(content).rows[-1].cells[-1] == "61.2 GB"
 
 
 def test_unmeasured_serving_costs_have_no_table() -> None:
-    content = samples.served().model_copy(update={"serving": (ReportedServing(name="merge", measured=ServingCost()),)})
+    content = update(samples.served(), serving=(ReportedServing(name="merge", measured=ServingCost()),))
     assert costs(content).rows == ()
     assert "Ready after" not in text_of(page_of(content))
 
 
 def test_a_release_contains_no_machine_dependent_values(tmp_path: Path) -> None:
     content = samples.served()
-    assert stage_key("report", 1, {"content": another_day(content)}) == stage_key("report", 1, {"content": content})
-    for name, one in (("a", content), ("b", another_day(content))):
-        (tmp_path / name).mkdir()
-        write_report.work(tmp_path / name, one)
-    for file in ("report.html", "report.json"):
-        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
-    released = text_of((tmp_path / "a" / "report.html").read_text())
-    assert "greedy twice ✓ pass equal token ids both times" in released
-    assert "2026-11-20" not in released
-    assert "412" not in released
-    data = json.loads((tmp_path / "a" / "report.json").read_text())
+    html, data = released_files(tmp_path, content, another_day(content))
+    assert "greedy twice ✓ pass equal token ids both times" in text_of(html)
+    assert "2026-11-20" not in text_of(html)
+    assert "412" not in text_of(html)
     assert data["served"][0]["name"] == "tensors"
     assert "serving" not in data
 
 
 def test_the_terminal_summary_ends_with_serving_costs() -> None:
-    console = Console(record=True, width=140, quiet=False, highlight=False, file=io.StringIO())
-    print_summary(console, RunOutcome(status="passed", message="done", content=samples.served()))
-    said = console.export_text()
-    assert re.search(r"served +ready after +first token +tokens/s +memory", said)
-    assert re.search(r"merge +18 s +12 ms +412 +2.91 GB", said)
-    assert re.search(r"base .*not measured: tensors: lm_head.weight: missing", said)
-    assert "measured 2026-11-20, 2 cores of AMD EPYC 9B14" in said
+    text = printed(140, RunOutcome(status="passed", message="done", content=samples.served()))
+    assert re.search(r"served +ready after +first token +tokens/s +memory", text)
+    assert re.search(r"merge +18 s +12 ms +412 +2.91 GB", text)
+    assert re.search(r"base .*not measured: tensors: lm_head.weight: missing", text)
+    assert "measured 2026-11-20, 2 cores of AMD EPYC 9B14" in text
 
 
 def test_a_comparison_mentions_no_recipe_and_no_license() -> None:
-    said = text_of(page_of(samples.compared()))
-    assert "Compared models" in said
+    text = text_of(page_of(samples.compared()))
+    assert "Compared models" in text
     for absent in ("Merged models", "Recipe", "License", "license", "published"):
-        assert absent not in said
+        assert absent not in text
+
+
+# --- Quantized variants
+
+
+@pytest.fixture(scope="module")
+def variants_page() -> str:
+    return text_of(page_of(samples.quantized()))
+
+
+def test_the_top_of_the_page_says_which_variants_passed_and_why_the_others_did_not(variants_page: str) -> None:
+    top = variants_page[: variants_page.index("Guards")]
+    published = "2 quantized variants may be published with the merge: Q8_0 and FP8_DYNAMIC."
+    assert f"The merge may be published. {published}" in top
+    assert f"Q4_K_M is refused: {LOST}." in top
+    assert "Q5_K_M is refused: chat template: none; expected that of the merge." in top
+
+
+def test_each_variant_has_a_row_with_size_drop_perplexity_and_verdict(variants_page: str) -> None:
+    first = f"0.4 [{MINUS}0.3, 1.1] reversing 1.006 [1.002, 1.010] ✓ pass"
+    assert f"Q8_0 gguf llama.cpp 492 kB 54 % of the merge {first}" in variants_page
+    assert "3.8 [1.6, 5.9] reversing 1.078 [1.065, 1.091] ✗ fail not published" in variants_page
+    assert "FP8_DYNAMIC compressed-tensors transformers" in variants_page
+    assert f"Q6_K gguf {NONE} {NONE} {NONE} {NONE} ✗ fail not published" in variants_page, "it was not built"
+
+
+def test_the_details_show_guards_checks_tensor_types_and_versions(variants_page: str) -> None:
+    assert "Tensors by type 5 F32, 12 Q4_K, 10 Q5_0, 2 Q6_K imatrix none llama.cpp 0.3.36" in variants_page
+    assert "reversing acc,none 500 98.0 94.2 14, 3 3.8 [1.6, 5.9] ✗ fail max_drop 3, margin 3" in variants_page
+    assert (
+        "chat template tokenizer.chat_template ✗ fail none that of the merge convert the merge again" in variants_page
+    )
+    assert "differ from those of the merge by 0.0014 nats on average and by 0.0094 at most" in variants_page
+    assert "Its tokenizer splits 2 of 567 texts differently from that of the merge." in variants_page
+
+
+def test_the_plot_names_each_variant_and_its_limits() -> None:
+    wide, narrow = variants_plot(samples.quantized())
+    for plot in (wide, narrow):
+        assert "Q4_K_M, reversing: 3.8 [1.6, 5.9], max_drop 3, margin 3, fail." in plot
+    assert variants_plot(samples.released()) == ()
+
+
+def with_first_variant(**fields: object) -> ReportContent:
+    """Return the report of the first variant alone, with other values in the verdict of its gate."""
+    content = samples.quantized()
+    first = content.variants[0]
+    return update(content, variants=(update(first, gate=update(first.gate, **fields)),))
+
+
+def test_a_variant_with_many_guards_shows_its_largest_drops_in_the_plot() -> None:
+    guards = tuple(guard(f"task{at}", "merge", (0.9, 0.9), (at / 10, -1, 2), "pass") for at in range(9))
+    label = variants_plot(with_first_variant(guards=guards))[0].partition('aria-label="')[2]
+    assert re.findall(r"task\d", label.partition('"')[0]) == ["task8", "task7", "task6", "task5"]
+
+
+def test_a_failed_required_variant_refuses_the_release_and_the_page_says_what_to_do() -> None:
+    content = samples.quantized(required=True)
+    page = text_of(page_of(content))
+    assert f"Failed variant Q4_K_M: {LOST}. The merge will not be published." in page
+    assert "2 quantized variants would have been published: Q8_0 and FP8_DYNAMIC." in page
+    assert "✗ fail refuses the release" in page
+    assert recommended_action(content) == (
+        "Replace Q4_K_M by a type with more bits, or set required: false to release the merge without it."
+    )
+
+
+def test_a_report_without_variants_does_not_mention_them() -> None:
+    for content in (samples.released(), samples.explained(), samples.served()):
+        assert "variant" not in page_of(content).lower().replace("font-variant", "")
+        assert "variant" not in as_markdown(content).lower()
+        assert "variants" not in content.model_dump_json()
+
+
+@pytest.mark.story
+def test_a_report_is_the_same_for_checks_that_saw_something_else(tmp_path: Path) -> None:
+    content = samples.quantized()
+    variants = tuple(
+        update(variant, checks=tuple(update(check, seen="other") for check in variant.checks))
+        for variant in content.variants
+    )
+    _, data = released_files(tmp_path, content, update(content, variants=variants))
+    assert [variant["type"] for variant in data["variants"]] == [variant.type for variant in content.variants]
+
+
+def test_markdown_has_a_table_of_variants_and_the_reasons() -> None:
+    text = as_markdown(samples.quantized()).replace("\\", "")
+    assert "| Q4_K_M | llama.cpp | 301 kB | 3.8 [1.6, 5.9] |" in text
+    assert f"| {TIMES}1.078 [1.065, 1.091] | ✗ fail |" in text
+    assert f"- Q4_K_M is refused: {LOST}." in text
+
+
+def test_a_terminal_of_80_columns_shows_one_line_per_variant_and_every_place() -> None:
+    url = "https://huggingface.co/a/b-GGUF"
+    place = PublishedVariants(format="gguf", types=("Q8_0",), version="1", location=url, new=True)
+    outcome = {"status": "released", "message": "released demo", "location": "x", "variants": (place,)}
+    lines = printed(80, RunOutcome(**outcome, content=samples.quantized())).splitlines()
+    words = [" ".join(line.split()) for line in lines]
+    assert f"Q8_0 llama.cpp 492 kB 0.4 [{MINUS}0.3, 1.1] {TIMES}1.006 [1.002, 1.010] pass" in words
+    assert "Q6_K fail" in words
+    assert f"variants {url} (Q8_0)" in words
+
+
+def test_rows_of_a_suite_show_its_mean() -> None:
+    row = variant_rows(with_first_variant(suites=(suite("merge", (0.7, 0.1, 1.3)),)))[0]
+    assert (row.drop, row.task) == ("0.7 [0.1, 1.3]", "")
+
+
+def test_only_refused_variants_still_have_sentences() -> None:
+    content = samples.quantized()
+    refused = update(content, variants=content.variants[1:2])
+    assert variant_sentences(refused) == (f"Q4_K_M is refused: {LOST}.",)

@@ -9,18 +9,20 @@ from dataclasses import replace
 
 import pytest
 import sweep_samples as samples
+from builders.results import update
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pages import Page
+from pages import HOSTILE, Page
 
 from mergegate.tasks.report import render_sweep, search_line, sweep_table
 from mergegate.tasks.report.sweep import study_facts, wording
 from mergegate.tasks.report.sweep.canvas import score_axis
-from mergegate.tasks.report.sweep.content import HeldOut, ReportedParameter, SweepContent
+from mergegate.tasks.report.sweep.content import ReportedParameter, SweepContent
 from mergegate.tasks.report.sweep.parameter_plots import share_of
 from mergegate.tasks.sweep import SearchProgress, Trial
 
 MINUS = "\N{MINUS SIGN}"
+LEAD = "over the hand-written recipe ties.yaml"
 _drawn: dict[str, str] = {}
 
 
@@ -45,14 +47,14 @@ def test_the_sweep_page_is_well_formed_and_all_references_resolve(name: str) -> 
     ids = page.attributes("id")
     assert len(ids) == len(set(ids))
     styles = " ".join(page.attributes("clip-path") + page.attributes("style"))
-    targets = [href.removeprefix("#") for href in page.attributes("href")] + re.findall(r"url\(#([^)]+)\)", styles)
+    assert all(href.startswith("#") for href in page.attributes("href"))
+    targets = page.inner_links + re.findall(r"url\(#([^)]+)\)", styles)
     assert set(targets) <= set(ids)
 
 
 def test_the_sweep_page_has_no_scripts_or_external_resources(name: str) -> None:
     html = page_of_sweep(name)
-    tags = {tag for tag, _ in Page(html).elements}
-    assert tags.isdisjoint({"script", "link", "img", "iframe", "object", "embed", "image"})
+    assert Page(html).tags.isdisjoint({"script", "link", "img", "iframe", "object", "embed", "image"})
     assert "http://" not in html
     assert "https://" not in html
     assert re.search(r"@import|url\((?!#)", html) is None
@@ -80,29 +82,22 @@ def test_a_sweep_survives_json(make: Callable[[], SweepContent]) -> None:
 
 
 def test_untrusted_names_are_escaped() -> None:
-    hostile = "<script>'$x$'\x1b\"&|"
     content = samples.stopped()
-    parameters = tuple(one.model_copy(update={"name": f"{one.name}{hostile}"}) for one in content.parameters)
+    parameters = tuple(update(one, name=f"{one.name}{HOSTILE}") for one in content.parameters)
     trials = tuple(
-        replace(one, label=hostile, problem=hostile if one.number == 3 else "", point={f"{hostile}": 1.0})
+        replace(one, label=HOSTILE, problem=HOSTILE if one.number == 3 else "", point={HOSTILE: 1.0})
         for one in content.trials
     )
-    poisoned = content.model_copy(
-        update={"name": hostile, "method": hostile, "parameters": parameters, "trials": trials, "recipe": hostile}
-    )
-    page = Page(render_sweep(poisoned))
-    assert "script" not in {tag for tag, _ in page.elements}
+    names = dict.fromkeys(("name", "method", "recipe"), HOSTILE)
+    page = Page(render_sweep(update(content, parameters=parameters, trials=trials, **names)))
+    assert "script" not in page.tags
     assert "<script>" in page.text
 
 
 @pytest.mark.parametrize(
     ("name", "title", "told"),
     [
-        (
-            "confirmed",
-            "Confirmed",
-            f"over the hand-written recipe ties.yaml is 0.0016 nats per token [0.0010, 0.0022], p < 1e{MINUS}6.",
-        ),
+        ("confirmed", "Confirmed", f"{LEAD} is 0.0016 nats per token [0.0010, 0.0022], p < 1e{MINUS}6."),
         ("not confirmed", "No candidate confirmed", f"is 0.2 points [{MINUS}1.0, 1.5]"),
         ("stopped", "Not finished", "It was stopped after 7 of 62 trials."),
         ("lonely", "No candidate confirmed", "1 candidate was tried. It has no score."),
@@ -118,10 +113,8 @@ def test_the_verdict_comes_first_in_one_sentence_with_numbers(name: str, title: 
 
 def test_a_winner_that_is_worse_on_fresh_documents_has_a_negative_lead() -> None:
     content = samples.unconfirmed()
-    assert content.confirmation is not None
-    turned = content.confirmation.model_copy(update={"gain": -0.01, "low": -0.022, "high": 0.002, "p": 0.93})
-    said = wording.sweep_sentence(content.model_copy(update={"confirmation": turned}))
-    assert f"is {MINUS}1.0 points [{MINUS}2.2, 0.2]" in said
+    turned = samples.confirmation(-0.01, -0.022, 0.002, 0.93, 400)
+    assert f"is {MINUS}1.0 points [{MINUS}2.2, 0.2]" in wording.sweep_sentence(update(content, confirmation=turned))
 
 
 def test_each_recipe_row_has_both_scores_and_their_difference() -> None:
@@ -150,11 +143,10 @@ def test_an_unmeasured_score_is_a_dash() -> None:
 def test_the_share_of_optimism_in_the_lead_is_shown(held_out: float, said: str) -> None:
     """The reference scores 92.5 on both the search set and the held-out set. The winner leads by 3 points in search."""
     content = samples.unconfirmed()
-    assert content.winner is not None
-    unseen = (HeldOut(trial=0, scores=(0.925,)), HeldOut(trial=content.winner, scores=(held_out,)))
     scores = {0: 0.925, content.winner: 0.955}
     trials = tuple(replace(one, scores=(scores.get(one.number, 0.9),)) for one in content.trials)
-    told = wording.optimism_sentence(content.model_copy(update={"held_out": unseen, "trials": trials}), 0)
+    unseen = samples.held_out({0: 0.925, content.winner: held_out})
+    told = wording.optimism_sentence(update(content, held_out=unseen, trials=trials), 0)
     assert said in told
     assert "+3.0 points" in told
 
@@ -185,7 +177,7 @@ def test_a_trial_without_a_score_cannot_win_or_raise_the_best() -> None:
     assert [math.isnan(best) for best in course.best] == [True, True, True, False]
     assert course.best[-1] == 0.5
     baseline = tuple(replace(trial, origin="baseline") for trial in (failed, infeasible, dropped, good))
-    content = samples.confirmed().model_copy(update={"trials": baseline, "winner": None})
+    content = update(samples.confirmed(), trials=baseline, winner=None)
     assert [row.trial for row in study_facts.recipe_rows(content, 0)] == [good.number]
 
 
@@ -201,8 +193,8 @@ def test_the_best_so_far_is_the_running_maximum(scores: list[float]) -> None:
 def test_equal_scores_still_give_a_page() -> None:
     content = samples.unconfirmed()
     trials = tuple(replace(trial, scores=tuple(1.0 for _ in trial.scores)) for trial in content.trials)
-    content = content.model_copy(update={"trials": trials, "held_out": (), "confirmation": None})
-    assert "no candidate confirmed" in text_of(render_sweep(content))
+    page = render_sweep(update(content, trials=trials, held_out=(), confirmation=None))
+    assert "no candidate confirmed" in text_of(page)
 
 
 def test_many_parameters_are_lines_instead_of_slices() -> None:
@@ -280,12 +272,9 @@ def test_a_p_value_has_sensible_digits(p: float, text: str) -> None:
 def test_an_interval_beside_zero_is_never_rounded_onto_zero(half: float, gain: float, factor: float) -> None:
     """This holds for every bound that is not too small to show with the most decimals allowed."""
     content = samples.lonely()
-    test = samples.confirmed().confirmation
-    assert test is not None
-    test = test.model_copy(update={"gain": gain, "low": gain - half, "high": gain + half})
-    objective = content.objectives[0].model_copy(update={"factor": factor})
-    shown = content.model_copy(update={"confirmation": test, "objectives": (objective,)})
-    decimals = study_facts.decimals_for(shown, 0)
+    test = samples.confirmation(gain, gain - half, gain + half, 0.01, 1200)
+    objective = update(content.objectives[0], factor=factor)
+    decimals = study_facts.decimals_for(update(content, confirmation=test, objectives=(objective,)), 0)
     most = 3 if factor == 100 else 6
     assert 1 <= decimals <= most
     for end in (factor * test.low, factor * test.high):

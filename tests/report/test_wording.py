@@ -1,12 +1,16 @@
-"""Test the sentences that describe numbers and verdicts."""
+"""Test the sentences that describe numbers, sizes, durations and verdicts."""
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import report_samples as samples
+from builders.results import drift, guard, update
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergegate.merge_core.wording import format_bytes, format_short_time
 from mergegate.tasks.gate.evidence import GateFinding
 from mergegate.tasks.report import wording
 
@@ -25,39 +29,47 @@ def test_likelihoods_read_at_any_size(value: float | None, text: str) -> None:
     assert wording.format_magnitude(value) == text
 
 
-def test_a_ratio_reads_at_any_size() -> None:
-    assert wording.format_ratio(samples.drift(1.0024, 0.9981, 1.0067)) == "1.002 [0.998, 1.007]"
-    assert wording.format_ratio(samples.drift(1.05004, 1.0438, 1.0562)) == "1.05004 [1.04380, 1.05620]"
-    assert wording.format_ratio(samples.drift(812.4, 731.2, 893.6)) == "812.4"
-    assert wording.format_ratio(samples.drift(8.1e9, 7.3e9, 8.9e9)) == "8.1e9"
-    assert wording.format_ratio(samples.drift(None, None, None)) == "not finite"
+@pytest.mark.parametrize(
+    ("ratio", "text"),
+    [
+        ((1.0024, 0.9981, 1.0067), "1.002 [0.998, 1.007]"),
+        ((1.05004, 1.0438, 1.0562), "1.05004 [1.04380, 1.05620]"),
+        ((812.4, 731.2, 893.6), "812.4"),
+        ((8.1e9, 7.3e9, 8.9e9), "8.1e9"),
+        ((None, None, None), "not finite"),
+    ],
+)
+def test_a_ratio_reads_at_any_size(ratio: tuple[float | None, float | None, float | None], text: str) -> None:
+    assert wording.format_ratio(drift(*ratio)) == text
 
 
-def test_a_bound_just_beyond_the_margin_is_not_rounded_onto_it() -> None:
-    guard = samples.guard("reversing", "reverser", (0.9, 0.88), (2.0, 0.96, 3.04), "inconclusive")
-    assert wording.drop(guard) == "2.00 [0.96, 3.04]"
+@pytest.mark.parametrize(
+    ("drop", "text"),
+    [
+        ((2.0, 0.96, 3.04), "2.00 [0.96, 3.04]"),  # a bound just beyond the margin is not rounded onto it
+        ((1.0, -0.004, 2.209), "1.0 [0.0, 2.2]"),
+        ((1.0, 0.004, 2.209), "1.000 [0.004, 2.209]"),  # a proven loss
+    ],
+)
+def test_only_a_proven_loss_and_a_bound_near_a_limit_get_more_digits(
+    drop: tuple[float, float, float], text: str
+) -> None:
+    assert wording.drop(guard("reversing", "reverser", (1.0, 0.99), drop, "pass")) == text
 
 
 def test_a_computed_limit_has_two_decimals_and_a_written_one_keeps_its_own() -> None:
     assert [wording.plain(limit) for limit in (11 / 3, 3, 2.5, 1.0555)] == ["3.67", "3", "2.5", "1.0555"]
 
 
-def test_only_a_proven_loss_gets_more_digits() -> None:
-    no_loss = samples.guard("reversing", "reverser", (1.0, 0.99), (1.0, -0.004, 2.209), "pass")
-    loss = samples.guard("reversing", "reverser", (1.0, 0.99), (1.0, 0.004, 2.209), "pass")
-    assert wording.drop(no_loss) == "1.0 [0.0, 2.2]"
-    assert wording.drop(loss) == "1.000 [0.004, 2.209]"
-
-
 @given(st.floats(-100, 100), st.floats(0, 50))
 def test_displayed_bounds_stay_on_their_side_of_the_limit(estimate: float, half: float) -> None:
-    guard = samples.guard("t", "r", (0.5, 0.5), (estimate, estimate - half, estimate + half), "pass")
-    decimals = wording.guard_decimals(guard)
-    for bound in (guard.drop, guard.high):
+    judged = guard("t", "r", (0.5, 0.5), (estimate, estimate - half, estimate + half), "pass")
+    decimals = wording.guard_decimals(judged)
+    for bound in (judged.drop, judged.high):
         shown = float(wording.number(bound, decimals).replace(wording.MINUS, "-"))
-        if abs(bound - guard.max_drop) > 0.001:
-            assert (shown > guard.max_drop) == (bound > guard.max_drop)
-            assert (shown < guard.max_drop) == (bound < guard.max_drop)
+        if abs(bound - judged.max_drop) > 0.001:
+            assert (shown > judged.max_drop) == (bound > judged.max_drop)
+            assert (shown < judged.max_drop) == (bound < judged.max_drop)
 
 
 def test_a_passed_verdict_names_its_closest_guard() -> None:
@@ -71,8 +83,8 @@ def test_notes_of_the_gate_are_shown_once_and_reasons_are_not_notes() -> None:
     verdict = samples.released().verdict
     note = GateFinding(kind="power", outcome="pass", reason="reversing: few documents")
     reason = GateFinding(kind="reference", outcome="inconclusive", reason="reversing cannot show a loss")
-    guards = tuple(guard.model_copy(update={"findings": (note, reason)}) for guard in verdict.guards)
-    assert wording.gate_notes(verdict.model_copy(update={"guards": guards})) == (note.reason,)
+    guards = tuple(update(judged, findings=(note, reason)) for judged in verdict.guards)
+    assert wording.gate_notes(update(verdict, guards=guards)) == (note.reason,)
 
 
 def test_a_refused_verdict_gives_its_worst_reason() -> None:
@@ -82,34 +94,79 @@ def test_a_refused_verdict_gives_its_worst_reason() -> None:
 def test_the_consequence_of_an_inconclusive_verdict_depends_on_the_profile() -> None:
     content = samples.inconclusive()
     assert "may be published" in wording.consequence(content)
-    blocked = content.verdict.model_copy(update={"on_inconclusive": "block", "publishable": False})
-    assert "will not be published" in wording.consequence(content.model_copy(update={"verdict": blocked}))
+    blocked = update(content.verdict, on_inconclusive="block", publishable=False)
+    assert "will not be published" in wording.consequence(update(content, verdict=blocked))
 
 
 def test_a_comparison_does_not_mention_publishing() -> None:
-    assert wording.consequence(samples.refused().model_copy(update={"recipe": ""})) == ""
-    undecided = samples.inconclusive().model_copy(update={"recipe": ""})
-    assert (
-        wording.consequence(undecided)
-        == "The profile allows, with a warning, inconclusive merges (on_inconclusive: warn)."
-    )
+    assert wording.consequence(update(samples.refused(), recipe="")) == ""
+    warned = "The profile allows, with a warning, inconclusive merges (on_inconclusive: warn)."
+    assert wording.consequence(update(samples.inconclusive(), recipe="")) == warned
 
 
 def test_inconclusive_perplexity_alone_asks_for_held_out_text() -> None:
     content = samples.released()
-    drift = samples.drift(1.02, 0.98, 1.06, "inconclusive")
-    undecided = content.verdict.model_copy(update={"drift": drift, "outcome": "inconclusive", "publishable": False})
-    action = wording.recommended_action(content.model_copy(update={"verdict": undecided}))
+    undecided = {"drift": drift(1.02, 0.98, 1.06, "inconclusive"), "outcome": "inconclusive", "publishable": False}
+    action = wording.recommended_action(update(content, verdict=update(content.verdict, **undecided)))
     assert action.startswith("Add held-out text")
-    failed = undecided.model_copy(update={"guards": samples.refused().verdict.guards, "outcome": "fail"})
-    action = wording.recommended_action(content.model_copy(update={"verdict": failed}))
+    failed = undecided | {"guards": samples.refused().verdict.guards, "outcome": "fail"}
+    action = wording.recommended_action(update(content, verdict=update(content.verdict, **failed)))
     assert not action.startswith("Add held-out text")
 
 
 def test_evidence_that_cannot_decide_asks_for_another_evaluation() -> None:
     verdict = samples.inconclusive().verdict
     finding = GateFinding(kind="reference", outcome="inconclusive", reason="base scores 0.0")
-    guards = (verdict.guards[0].model_copy(update={"findings": (finding,)}), *verdict.guards[1:])
-    content = samples.inconclusive().model_copy(update={"verdict": verdict.model_copy(update={"guards": guards})})
+    guards = (update(verdict.guards[0], findings=(finding,)), *verdict.guards[1:])
+    content = update(samples.inconclusive(), verdict=update(verdict, guards=guards))
     assert wording.recommended_action(content).startswith("Change the evaluation")
     assert not wording.recommended_action(samples.inconclusive()).startswith("Change the evaluation")
+
+
+# --- Sizes and durations
+
+UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [
+        (0, "0 B"),
+        (999, "999 B"),
+        (999.7, "1 kB"),
+        (1000, "1 kB"),
+        (913_408, "913 kB"),
+        (999_600, "1 MB"),
+        (1_499_000_000, "1.5 GB"),
+        (2_471_645_608, "2.47 GB"),
+        (999_700_000_000, "1 TB"),
+        (3_500_000_000_000_000, "3500 TB"),
+    ],
+)
+def test_sizes_read_in_decimal_units(count: float, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+@given(st.floats(1, 1e15))
+def test_a_size_is_accurate_to_three_digits_and_below_a_thousand_units(count: float) -> None:
+    found = re.fullmatch(r"([\d.]+) (\wB|B)", format_bytes(count))
+    assert found is not None
+    shown = float(found[1]) * UNITS[found[2]]
+    assert shown == pytest.approx(count, rel=0.005, abs=0.5)
+    assert float(found[1]) < 1000 or found[2] == "TB"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0042, "4.2 ms"),
+        (0.0123, "12 ms"),
+        (0.9996, "1.0 s"),
+        (1.449, "1.4 s"),
+        (9.96, "10 s"),
+        (38.4, "38 s"),
+        (1234, "1,234 s"),
+    ],
+)
+def test_durations_use_a_suitable_unit(seconds: float, text: str) -> None:
+    assert format_short_time(seconds) == text
