@@ -19,17 +19,8 @@ DEMO = PROFILES / "demo"
 def test_the_shipped_adapters_are_what_extraction_makes(tmp_path: Path, name: str) -> None:
     project = make_project(tmp_path)
     models, out = project.root / "profiles" / "demo" / "models", project.root / "adapter"
-    done = project.mergegate(
-        "extract-lora",
-        str(models / name),
-        str(models / "base"),
-        "--rank",
-        "16",
-        "--dtype",
-        "bfloat16",
-        "--out",
-        str(out),
-    )
+    arguments = ("--rank", "16", "--dtype", "bfloat16", "--out", str(out))
+    done = project.mergegate("extract-lora", str(models / name), str(models / "base"), *arguments)
     assert done.exit_code == 0, done.output
     assert "% of the change" in done.output
     shipped, made = (
@@ -44,25 +35,23 @@ def test_the_shipped_adapters_are_what_extraction_makes(tmp_path: Path, name: st
 
 
 def test_an_existing_directory_is_not_written_over(tmp_path: Path) -> None:
-    project = make_project(tmp_path)
-    done = project.mergegate("extract-lora", "a", "b", "--rank", "4", "--out", str(tmp_path))
+    done = make_project(tmp_path).mergegate("extract-lora", "a", "b", "--rank", "4", "--out", str(tmp_path))
     assert done.exit_code == 2
     assert "it exists" in done.output
 
 
-@pytest.mark.parametrize("profile", ["demo-adapter", "demo-adapters"])
-def test_a_profile_with_adapters_is_checked_and_planned(tmp_path: Path, profile: str) -> None:
-    project = make_project(tmp_path)
-    done = project.mergegate("merge", str(_recipe(project, profile)), str(project.root / "out"))
-    assert done.exit_code == 0, done.output
-    planned = project.mergegate("plan", str(_recipe(project, profile)), "--no-probe")
-    assert planned.exit_code == 0, planned.output
+@pytest.mark.parametrize("recipe", ["adapter", "adapters"])
+def test_a_recipe_with_adapters_is_merged_and_planned(tmp_path: Path, recipe: str) -> None:
+    project, file = make_project(tmp_path), f"profiles/demo/recipes/{recipe}.yaml"
+    for command in (("merge", file, "out"), ("plan", file, "--no-probe")):
+        done = project.mergegate(*command)
+        assert done.exit_code == 0, done.output
 
 
 @pytest.mark.story
 def test_the_size_of_an_adapter_is_its_own(tmp_path: Path) -> None:
     project = make_project(tmp_path)
-    recipe, out = str(_recipe(project, "demo-adapters")), project.root / "out"
+    recipe, out = "profiles/demo/recipes/adapters.yaml", project.root / "out"
     assert project.mergegate("merge", recipe, str(out)).exit_code == 0
     made = load_file(out / "adapter_model.safetensors").values()
     planned = json.loads(project.mergegate("plan", recipe, "--json").stdout)
@@ -75,23 +64,25 @@ def test_the_size_of_an_adapter_is_its_own(tmp_path: Path) -> None:
     assert f"{len(made)} tensors, {needs['bytes_written'] / 1e6:,.1f} MB to write" in " ".join(said.split())
 
 
-def _recipe(project: Project, profile: str) -> Path:
-    return project.root / "profiles" / "demo" / "recipes" / f"{profile.removeprefix('demo-')}.yaml"
+def run(tmp_path: Path, profile: str) -> tuple[Project, Path]:
+    """Release a profile, reproduce the release, and return the project and the release."""
+    project = make_project(tmp_path)
+    done = project.mergegate("run", f"profiles/{profile}.yaml")
+    assert done.exit_code == 0, done.output
+    release = project.root / "releases" / profile / "latest"
+    again = project.mergegate("reproduce", str(release), "--parents", str(DEMO / "recipes"))
+    assert again.exit_code == 0, again.output
+    return project, release
 
 
 @pytest.mark.proof
 @pytest.mark.story
 def test_a_merge_of_a_model_with_an_adapter_is_released(tmp_path: Path, prefect_api: None) -> None:
-    project = make_project(tmp_path)
-    done = project.mergegate("run", "profiles/demo-adapter.yaml")
-    assert done.exit_code == 0, done.output
-    release = project.root / "releases" / "demo-adapter" / "latest"
+    project, release = run(tmp_path, "demo-adapter")
     assert exact_match(release, "reverse") > 0.95
     said = json.loads((release / "provenance.json").read_text())["predicate"]["buildDefinition"]
     adapter = next(one for one in said["resolvedDependencies"] if "+" in one["name"])["annotations"]["adapter"]
     assert set(adapter["files"]) == {"adapter_config.json", "adapter_model.safetensors"}
-    again = project.mergegate("reproduce", str(release), "--parents", str(DEMO / "recipes"))
-    assert again.exit_code == 0, again.output
     assert "nothing new" in project.mergegate("run", "profiles/demo-adapter.yaml").output
 
 
@@ -100,12 +91,8 @@ def test_adapters_are_released_as_an_adapter(tmp_path: Path, prefect_api: None) 
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
-    project = make_project(tmp_path)
-    done = project.mergegate("run", "profiles/demo-adapters.yaml")
-    assert done.exit_code == 0, done.output
-    release = project.root / "releases" / "demo-adapters" / "latest"
-    card = (release / "README.md").read_text()
-    assert "library_name: peft" in card
+    project, release = run(tmp_path, "demo-adapters")
+    assert "library_name: peft" in (release / "README.md").read_text()
     assert not (release / "model.safetensors").exists()
     # Seven matrices of 96 x 96 to 192 x 96 in each of three layers, two adapters, products of rank 96 at most, ties.
     require_correct_sheet(release, project.root / "profiles" / "demo-adapters.yaml", (1e7, 1e11))
@@ -115,5 +102,3 @@ def test_adapters_are_released_as_an_adapter(tmp_path: Path, prefect_api: None) 
     PeftModel.from_pretrained(base, release).merge_and_unload().save_pretrained(whole)
     assert exact_match(whole, "reverse") > 0.95
     assert exact_match(whole, "shift") > 0.95
-    again = project.mergegate("reproduce", str(release), "--parents", str(DEMO / "recipes"))
-    assert again.exit_code == 0, again.output

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import sys
-from pathlib import Path
 from uuid import UUID
 
 import pytest
@@ -21,32 +20,22 @@ from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.publish import PendingRelease
 
 
-@pytest.fixture(scope="module")
-def asking(released: tuple[Project, Printed]) -> tuple[Project, str]:
-    """Return the demo project and a profile that requires approval."""
-    project, _ = released
-    return project, project.edit("demo.yaml", "releases/demo\n", "releases/demo\n  approval: true\n")
-
-
-def published(project: Project) -> set[str]:
-    place = project.root / "releases" / "edited-demo"
-    return {one.name for one in place.iterdir()} if place.exists() else set()
-
-
 @pytest.mark.story
-def test_a_release_that_has_to_be_approved_is_published_only_then(asking: tuple[Project, str]) -> None:
+def test_a_release_that_has_to_be_approved_is_published_only_then(released: tuple[Project, Printed]) -> None:
     """A run without a terminal is refused, ``--approve`` publishes, and a run with nothing new needs no approval."""
-    project, profile = asking
+    project, _ = released
+    profile, releases = project.edit("demo.yaml", "releases/demo\n", "releases/demo\n  approval: true\n"), "edited-demo"
     refused = project.mergegate("run", profile)
     assert refused.exit_code == 3
     assert "--approve" in refused.output
-    assert published(project) == set()
+    assert not list(project.root.glob(f"releases/{releases}/*"))
 
     done = project.mergegate("run", profile, "--approve", "--json")
     outcome = json.loads(done.stdout)
     assert (done.exit_code, outcome["status"]) == (0, "released")
     assert "approved in advance" in outcome["message"]
-    assert published(project) == {"latest", outcome["version"]}
+    published = {one.name for one in project.root.glob(f"releases/{releases}/*")}
+    assert published == {"latest", outcome["version"]}
 
     again = project.mergegate("run", profile)
     assert again.exit_code == 0, again.output
@@ -56,30 +45,25 @@ def test_a_release_that_has_to_be_approved_is_published_only_then(asking: tuple[
 REQUEST = ApprovalRequest("demo", PendingRelease("abc123", "d" * 64, is_current=False), "# All of it", 60.0)
 
 
-def asked(monkeypatch: pytest.MonkeyPatch, typed: str, *, in_advance: bool = False) -> tuple[Decision, str]:
-    """Type an answer to the approval prompt and return the decision and the terminal output."""
-    out = io.StringIO()
-    console = Console(file=out, force_terminal=True, width=100)
+def asked(monkeypatch: pytest.MonkeyPatch, typed: str) -> Decision:
+    """Type an answer to the approval prompt and return the decision."""
+    console = Console(file=io.StringIO(), force_terminal=True, width=100)
     keyboard = io.StringIO(typed)
     monkeypatch.setattr(keyboard, "isatty", lambda: True)
     monkeypatch.setattr(sys, "stdin", keyboard)
     progress = TerminalProgress(console)
     with progress.watching():
-        decision = TerminalApproval(progress, console, in_advance=in_advance)(REQUEST)
-    return decision, out.getvalue()
+        return TerminalApproval(progress, console, in_advance=False)(REQUEST)
 
 
-@pytest.mark.parametrize(("typed", "publish"), [("y\n", True), ("yes\n", True), ("n\nno better\n", False)])
+@pytest.mark.parametrize(
+    ("typed", "publish"), [("y\n", True), ("yes\n", True), ("n\nno better\n", False), ("\n\n", False)]
+)
 def test_the_terminal_prompt_returns_the_decision(monkeypatch: pytest.MonkeyPatch, typed: str, publish: bool) -> None:
-    decision, _ = asked(monkeypatch, typed)
+    decision = asked(monkeypatch, typed)
     assert (decision.publish, decision.digest) == (publish, "d" * 64)
     assert decision.by
-    if not publish:
-        assert decision.text().endswith(": no better")
-
-
-def test_enter_alone_does_not_approve(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not asked(monkeypatch, "\n\n")[0].publish
+    assert decision.text().endswith(": no better") == ("no better" in typed)
 
 
 def test_a_closed_terminal_makes_no_decision(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,26 +71,31 @@ def test_a_closed_terminal_makes_no_decision(monkeypatch: pytest.MonkeyPatch) ->
         asked(monkeypatch, "")
 
 
-def waiting(number: int, profile: str) -> WaitingRun:
-    return WaitingRun(UUID(int=number), f"run-{number}", profile, f"version-{number}", "")
+WAITING = tuple(
+    WaitingRun(UUID(int=number), f"run-{number}", profile, f"version-{number}", "")
+    for number, profile in enumerate(("one", "two"), start=1)
+)
 
 
 def test_the_run_that_is_meant_is_found_by_whatever_a_person_calls_it() -> None:
-    runs = (waiting(1, "one"), waiting(2, "two"))
     for named in ("two", "run-2", str(UUID(int=2))):
-        assert select_waiting_run(runs, named) == runs[1]
-    assert select_waiting_run(runs[:1], None) == runs[0]
+        assert select_waiting_run(WAITING, named) == WAITING[1]
+    assert select_waiting_run(WAITING[:1], None) == WAITING[0]
 
 
-@pytest.mark.parametrize("named", [None, "three"])
-def test_several_waiting_runs_require_a_name(named: str | None) -> None:
-    with pytest.raises(InvalidInput, match="one version-1: run run-1"):
-        select_waiting_run((waiting(1, "one"), waiting(2, "two")), named)
-
-
-def test_approve_reports_that_no_run_waits(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="waits for approval"):
-        select_waiting_run((), None)
+@pytest.mark.parametrize(
+    ("runs", "named", "message"),
+    [
+        (WAITING, None, "one version-1: run run-1"),
+        (WAITING, "three", "one version-1: run run-1"),
+        ((), None, "waits for approval"),
+    ],
+)
+def test_a_run_that_is_not_clearly_named_is_not_approved(
+    runs: tuple[WaitingRun, ...], named: str | None, message: str
+) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        select_waiting_run(runs, named)
 
 
 def test_a_run_whose_deployment_was_deleted_still_waits(prefect_api: None) -> None:

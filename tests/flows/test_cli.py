@@ -1,18 +1,25 @@
-"""The command line starts fast, returns the documented exit codes and shows no traceback for user errors."""
+"""The command line starts fast, and all commands share one table of exit codes and show no tracebacks to users."""
 
 from __future__ import annotations
 
+import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from demo_project import PROFILES
+from demo_project import PROFILES, Project
 from patience import HANG_S
 from typer.testing import CliRunner
 
 from mergegate.flows.cli.app import RENAMED_OPTIONS, app
+from mergegate.flows.prefect_api.runs import FinishedRun
+from mergegate.flows.preflight import Problems
+from mergegate.merge_core import errors
+from mergegate.merge_core.errors import EXIT_CODES, DiskUnavailable, Finding, InvalidInput, Refused
+from mergegate.tasks.report import read_history
 
 MERGEGATE = str(Path(sys.executable).parent / "mergegate")
 
@@ -68,6 +75,16 @@ def test_merges_that_share_a_directory_make_what_one_makes(tmp_path: Path) -> No
     assert {path.name: path.read_bytes() for path in (tmp_path / "together").iterdir()} == alone
 
 
+FORMER = (
+    ("doctor", "--mend"),
+    ("store gc", "--older=3"),
+    ("shadow promote profile.yaml", "--why"),
+    ("shadow serve profile.yaml", "--again"),
+    ("shadow replay traffic.jsonl", "--at-once"),
+    ("smoke model", "--key-from"),
+)
+
+
 def test_help_does_not_wait_for_heavy_imports(tmp_path: Path) -> None:
     code = "import sys; sys.argv = ['mergegate', '--help']\nfrom mergegate.flows.cli import main\n"
     code += "try:\n main()\nfinally:\n"
@@ -78,29 +95,98 @@ def test_help_does_not_wait_for_heavy_imports(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("command", "former"),
+    ("command", "former", "words"),
     [
-        ("doctor", "--mend"),
-        ("store gc", "--older=3"),
-        ("shadow promote profile.yaml", "--why"),
-        ("shadow serve profile.yaml", "--again"),
-        ("shadow replay traffic.jsonl", "--at-once"),
-        ("smoke model", "--key-from"),
+        *((command, former, RENAMED_OPTIONS[former.partition("=")[0]]) for command, former in FORMER),
+        ("shadow", "look", "evaluate"),
     ],
 )
-def test_a_renamed_option_is_an_error_that_names_the_new_one(command: str, former: str) -> None:
+def test_a_renamed_option_or_command_is_an_error_that_names_the_new_one(command: str, former: str, words: str) -> None:
     answer = CliRunner().invoke(app, [*command.split(), former, "1"])
     assert answer.exit_code == 2
-    assert RENAMED_OPTIONS[former.partition("=")[0]] in answer.output
-
-
-def test_a_renamed_command_is_an_error_that_names_the_new_one() -> None:
-    answer = CliRunner().invoke(app, ["shadow", "look", "profile.yaml"])
-    assert answer.exit_code == 2
-    assert "evaluate" in answer.output
+    assert words in answer.output
 
 
 def test_a_word_after_two_dashes_is_not_an_option() -> None:
     answer = CliRunner().invoke(app, ["doctor", "--", "--mend"])
     assert answer.exit_code == 2
     assert "renamed" not in answer.output
+
+
+@pytest.mark.parametrize(("kind", "code"), [(InvalidInput, 2), (Refused, 3), (DiskUnavailable, 3)])
+def test_what_is_wrong_and_what_is_refused_have_codes_of_their_own(kind: type[InvalidInput], code: int) -> None:
+    assert kind("here", found="this").exit_code == code
+
+
+def test_a_run_on_a_server_ends_with_the_code_that_it_would_have_here() -> None:
+    for status, code in EXIT_CODES.items():
+        run = FinishedRun(errors.state_name(status), "", completed=code == 0)
+        assert run.exit_code == code, status
+    assert FinishedRun("Crashed", "", completed=False).exit_code == 1
+
+
+def test_check_has_the_exit_code_of_a_run_that_stops_at_the_first_problem() -> None:
+    problems = Problems(stop_at_once=False)
+    assert problems.exit_code == 0
+    problems.add([Finding("warn", "a", "odd")])
+    assert problems.exit_code == 0
+    problems.add([Finding("block", "b", "no")])
+    problems.note(InvalidInput("c", found="wrong"))
+    assert problems.exit_code == EXIT_CODES["refused"]
+
+
+@pytest.fixture
+def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Press Ctrl-C at the first step of ``run`` and ``check``."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mergegate.flows.release.preflight_profile", interrupt)
+    monkeypatch.setattr("mergegate.flows.cli.check.is_recipe", interrupt)
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_ctrl_c_ends_a_run_with_a_line_a_state_and_a_place_in_the_history(project: Project) -> None:
+    result = project.mergegate("run", "profiles/demo.yaml")
+    assert result.exit_code == 130
+    assert [line for line in result.output.splitlines() if "interrupted" in line] == [errors.INTERRUPTED]
+    assert "  next     mergegate run profiles/demo.yaml" in result.output.splitlines()
+    (record,) = read_history(project.home / "reports").records
+    assert record.status == "interrupted"
+
+
+@pytest.mark.usefixtures("interrupted")
+def test_ctrl_c_ends_any_other_command_with_a_line(tmp_path: Path) -> None:
+    project = Project(tmp_path)
+    said = project.mergegate("check", "profile.yaml")
+    message = "interrupted; to resume, run: mergegate check profile.yaml"
+    assert (said.exit_code, said.output.strip()) == (130, message)
+    told = project.mergegate("check", "profile.yaml", "--json")
+    assert json.loads(told.stdout) == {"status": "interrupted", "message": f"{message} --json", "findings": []}
+
+
+@pytest.mark.story
+def test_ctrl_c_in_the_middle_leaves_nothing_half_made_and_the_next_run_goes_on(project: Project) -> None:
+    run = subprocess.Popen(
+        [MERGEGATE, "run", "profiles/demo.yaml"],
+        cwd=project.root,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # the test process may ignore SIGINT
+    )
+    assert run.stdout is not None
+    said = ""
+    while "merge " not in said:  # by then, the model process is working
+        said += (line := run.stdout.readline())
+        assert line, said
+    run.send_signal(signal.SIGINT)
+    said += run.communicate(timeout=HANG_S)[0]
+    assert run.returncode == 130, said
+    assert "Traceback" not in said
+    assert said.count("interrupted") == 1
+    assert not (project.root / "releases").exists()
+    assert project.mergegate("store", "verify").exit_code == 0
+    assert project.mergegate("run", "profiles/demo.yaml").exit_code == 0

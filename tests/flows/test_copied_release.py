@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
-from pathlib import Path
-
 import pytest
 import yaml
-from demo_project import PROFILES, Project
+from demo_project import Project
 
 CHANGES = {
     "zero weights": ("base", {"reverser": 0.0, "shifter": 0.0}),
@@ -15,21 +12,11 @@ CHANGES = {
 }
 
 
-@pytest.fixture
-def project(tmp_path: Path) -> Project:
-    shutil.copytree(PROFILES / "demo", tmp_path / "profiles" / "demo")
-    return Project(tmp_path)
-
-
 def write_profile(project: Project, weights: dict[str, float], **checks: object) -> str:
-    models = [
-        {"model": f"demo/models/{Path(name).name}", "parameters": {"weight": weight}}
-        for name, weight in weights.items()
-    ]
     recipe = {
         "merge_method": "task_arithmetic",
         "base_model": "demo/models/base",
-        "models": models,
+        "models": [{"model": f"demo/models/{it}", "parameters": {"weight": weights[it]}} for it in weights],
         "dtype": "bfloat16",
     }
     profile = {
@@ -61,6 +48,6 @@ def test_an_accepted_copy_is_released(project: Project) -> None:
     assert result.exit_code == 0, result.output
     assert "released copied" in result.output
     release = project.root / "releases" / "copied" / "latest"
-    assert "This release is a copy. Its weights are those of " in (release / "README.md").read_text()
-    assert "This release is a copy. Its weights are those of " in (release / "MODIFICATIONS").read_text()
+    for file in ("README.md", "MODIFICATIONS"):
+        assert "This release is a copy. Its weights are those of " in (release / file).read_text()
     assert project.mergegate("verify", str(release)).exit_code == 0
