@@ -11,7 +11,7 @@ from __future__ import annotations
 import io
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -53,46 +53,58 @@ class Counter:
 class _Writing(io.FileIO):
     """A raw file whose writes are counted."""
 
-    counter: Counter
+    before: Callable[[str, object], None]
 
     def write(self, data: Any) -> int | None:
-        self.counter.step("file.write", self.name)
+        self.before("file.write", self.name)
         return super().write(data)
+
+
+@contextmanager
+def disk_calls(
+    before: Callable[[str, object], None],
+    after: Callable[[str, Any], None] = lambda name, first: None,
+    names: Iterable[str] = CALLS,
+) -> Iterator[None]:
+    """Call `before` and `after` with name and first argument around each call that changes the disk."""
+    real_open, open_python = os.open, io.open
+
+    def watched(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def calling(*args: Any, **kwargs: Any) -> Any:
+            before(name, args[0] if args else None)
+            done = call(*args, **kwargs)
+            after(name, args[0] if args else None)
+            return done
+
+        return calling
+
+    def open_descriptor(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        if flags & _WRITING:
+            before("open", path)
+        return real_open(path, flags, *args, **kwargs)
+
+    def open_file(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
+        if set(mode) & set("wax+") and isinstance(file, (str, bytes, os.PathLike)):
+            before("open", file)
+            raw = _Writing(file, mode.replace("b", "").replace("t", ""))
+            raw.before = before
+            buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+            return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding=kwargs.get("encoding") or "utf-8")
+        return open_python(file, mode, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in names:
+            patch.setattr(os, name, watched(name, getattr(os, name)))
+        patch.setattr(os, "open", open_descriptor)
+        patch.setattr(io, "open", open_file)
+        yield
 
 
 @contextmanager
 def disk_fails(at: int | None, number: int = 28, *, once: bool = False) -> Iterator[Counter]:
     """Make call number `at` (from 1) fail with errno `number` inside the block, and all later calls unless `once`."""
     counter = Counter(at, number, once)
-    opened = io.open
-
-    def counted(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def calling(*args: Any, **kwargs: Any) -> Any:
-            counter.step(name, args[0] if args else None)
-            return call(*args, **kwargs)
-
-        return calling
-
-    def open_descriptor(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & _WRITING:
-            counter.step("open", path)
-        return real_open(path, flags, *args, **kwargs)
-
-    def open_file(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if set(mode) & set("wax+") and isinstance(file, (str, bytes, os.PathLike)):
-            counter.step("open", file)
-            raw = _Writing(file, mode.replace("b", "").replace("t", ""))
-            raw.counter = counter
-            buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
-            return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding=kwargs.get("encoding") or "utf-8")
-        return opened(file, mode, *args, **kwargs)
-
-    real_open = os.open
-    with pytest.MonkeyPatch.context() as patch:
-        for name in CALLS:
-            patch.setattr(os, name, counted(name, getattr(os, name)))
-        patch.setattr(os, "open", open_descriptor)
-        patch.setattr(io, "open", open_file)
+    with disk_calls(counter.step):
         yield counter
 
 

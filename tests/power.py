@@ -7,28 +7,21 @@
     disk.restore(tmp_path / "after", names_survive=True)
 
 fsync(2) of a file promises its bytes, and fsync of the directory promises its name. Beyond that, a disk may keep or
-drop
-anything. The tests try both extremes. With ``names_survive``, every name is as it was at the cut, but only flushed
-bytes
-survive (a rename overtakes the data, and the rest of the file is lost). Without it, names too are only as they were
-when
-last flushed.
+drop anything. The tests try both extremes. With ``names_survive``, every name is as it was at the cut, but only flushed
+bytes survive (a rename overtakes the data, and the rest of the file is lost). Without it, names too are only as they
+were when last flushed.
 """
 
 from __future__ import annotations
 
-import io
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-import pytest
-from faults import CALLS
+from faults import CALLS, disk_calls
 
 REMOVING = ("unlink", "remove", "rmdir")
-_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 
 class PowerCut(BaseException):
@@ -106,48 +99,14 @@ class Disk:
                 (into / name).symlink_to(kind.removeprefix("link "))
 
 
-class _Writing(io.FileIO):
-    """A raw file whose writes are counted."""
-
-    disk: Disk
-
-    def write(self, data: Any) -> int | None:
-        self.disk.step()
-        return super().write(data)
-
-
 @contextmanager
 def power(root: Path, at: int | None = None) -> Iterator[Disk]:
     """Count calls and record flushes inside the block; from call `at` (from 1) on, no call takes effect."""
-    disk, real_open, open_python = Disk(root, at), os.open, io.open
+    disk = Disk(root, at)
 
-    def counted(call: Callable[..., Any], *, flushes: bool) -> Callable[..., Any]:
-        def calling(*args: Any, **kwargs: Any) -> Any:
-            disk.step()
-            done = call(*args, **kwargs)
-            if flushes:
-                disk.flushed(args[0])
-            return done
+    def after(name: str, descriptor: int) -> None:
+        if name in ("fsync", "fdatasync"):
+            disk.flushed(descriptor)
 
-        return calling
-
-    def open_descriptor(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
-        if flags & _WRITING:
-            disk.step()
-        return real_open(path, flags, *args, **kwargs)
-
-    def open_file(file: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
-        if set(mode) & set("wax+") and isinstance(file, (str, bytes, os.PathLike)):
-            disk.step()
-            raw = _Writing(file, mode.replace("b", "").replace("t", ""))
-            raw.disk = disk
-            buffered = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
-            return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding=kwargs.get("encoding") or "utf-8")
-        return open_python(file, mode, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name in (*CALLS, *REMOVING):
-            patch.setattr(os, name, counted(getattr(os, name), flushes=name in ("fsync", "fdatasync")))
-        patch.setattr(os, "open", open_descriptor)
-        patch.setattr(io, "open", open_file)
+    with disk_calls(lambda name, path: disk.step(), after, (*CALLS, *REMOVING)):
         yield disk

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,9 +78,8 @@ def test_a_store_on_a_disk_that_fails_at_any_call_refuses_and_is_whole_the_next_
             if not place.name.endswith(".partial"):
                 found = artifacts(place)
                 found.pop(JOURNAL, None)  # The next lookup removes the journal.
-                assert found == artifacts(tmp_path / "undisturbed" / place.relative_to(root)), (
-                    "with its name it is whole"
-                )
+                wanted_files = artifacts(tmp_path / "undisturbed" / place.relative_to(root))
+                assert found == wanted_files, "with its name it is whole"
         builds(root)
         left = {name for name in artifacts(root) if name not in wanted}
         assert artifacts(root).items() >= wanted.items(), f"{calls.failed} at {at}"
@@ -102,24 +100,6 @@ def parents(tmp_path: Path) -> Path:
 RECIPE = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 
 
-def merge_on_a_failing_disk(parents: Path, merge: Callable[[str], object], number: int, every: int) -> int:
-    """Fail every `every`-th call of a merge in turn, then finish and compare it; return the number of attempts."""
-    merge("undisturbed")
-    wanted = files_below(parents / "undisturbed")
-    with disk_fails(None) as calls:
-        merge("counted")
-    tried = range(1, calls.count + 1, every)
-    for at in tried:
-        with disk_fails(at, number) as calls, pytest.raises(DiskUnavailable) as refused:
-            merge(f"at-{at}")
-        assert refused.value.remedy, calls.failed
-        there = files_below(parents / f"at-{at}")
-        assert "config.json" not in there or there.items() >= wanted.items(), "what looks finished is whole"
-        merge(f"at-{at}")
-        assert files_below(parents / f"at-{at}") == wanted, f"{calls.failed} at {at}"
-    return len(tried)
-
-
 @pytest.mark.parametrize(
     ("number", "every"),
     [
@@ -133,10 +113,22 @@ def test_a_merge_on_a_disk_that_fails_at_any_call_is_finished_by_the_next_one(
 ) -> None:
     from family import merge_text
 
-    tried = merge_on_a_failing_disk(
-        parents, lambda out: merge_text(RECIPE, parents, out, kernels="torch"), number, every
-    )
-    assert tried > 5
+    def merge(out: str) -> None:
+        merge_text(RECIPE, parents, out, kernels="torch")
+
+    merge("undisturbed")
+    wanted = files_below(parents / "undisturbed")
+    with disk_fails(None) as calls:
+        merge("counted")
+    assert calls.count > 5 * every
+    for at in range(1, calls.count + 1, every):
+        with disk_fails(at, number) as calls, pytest.raises(DiskUnavailable) as refused:
+            merge(f"at-{at}")
+        assert refused.value.remedy, calls.failed
+        there = files_below(parents / f"at-{at}")
+        assert "config.json" not in there or there.items() >= wanted.items(), "what looks finished is whole"
+        merge(f"at-{at}")
+        assert files_below(parents / f"at-{at}") == wanted, f"{calls.failed} at {at}"
 
 
 @pytest.mark.parametrize(

@@ -44,8 +44,7 @@ def test_a_field_marked_not_in_key_does_not_count() -> None:
 
 
 def test_stage_and_version_are_part_of_the_key() -> None:
-    keys = {stage_key("merge", 1, {"a": 1}), stage_key("merge", 2, {"a": 1}), stage_key("gate", 1, {"a": 1})}
-    assert len(keys) == 3
+    assert len({stage_key("merge", 1, {"a": 1}), stage_key("merge", 2, {"a": 1}), stage_key("gate", 1, {"a": 1})}) == 3
 
 
 def test_only_keys_of_one_family_share_a_prefix() -> None:
@@ -64,22 +63,13 @@ def test_only_keys_of_one_family_share_a_prefix() -> None:
     assert first[16:] == stage_key("evaluate", 1, {"model": "m", "part": [0, 10]})[16:]
 
 
-@pytest.mark.parametrize("value", [{1, 2}, object(), b"bytes", {1: 2}])
+@pytest.mark.parametrize("value", [{1, 2}, object(), b"bytes", {1: 2}, float("nan")])
 def test_a_value_without_a_canonical_form_is_an_error(value: object) -> None:
-    with pytest.raises(TypeError, match=r"no canonical JSON form|only string keys"):
+    error = ValueError if isinstance(value, float) else TypeError
+    with pytest.raises(error, match=r"only string keys" if value == {1: 2} else "no canonical JSON form"):
         canonical(value)
 
 
-def test_not_a_number_is_refused() -> None:
-    with pytest.raises(ValueError, match="no canonical JSON form"):
-        canonical(float("nan"))
-
-
 def test_a_merkle_digest_covers_name_size_and_hash() -> None:
-    digests = {
-        merkle({"a": (1, "x")}),
-        merkle({"b": (1, "x")}),
-        merkle({"a": (2, "x")}),
-        merkle({"a": (1, "y")}),
-    }
-    assert len(digests) == 4
+    trees = ({"a": (1, "x")}, {"b": (1, "x")}, {"a": (2, "x")}, {"a": (1, "y")})
+    assert len(set(map(merkle, trees))) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import string
 
 import pytest
@@ -49,11 +50,7 @@ runs = st.lists(
     max_size=8,
     unique_by=lambda run: run.run,
 )
-rules = st.builds(
-    RetentionRule,
-    grace_s=st.none() | st.floats(0, 300 * DAY),
-    quota=st.none() | st.integers(0, 10**13),
-)
+rules = st.builds(RetentionRule, grace_s=st.none() | st.floats(0, 300 * DAY), quota=st.none() | st.integers(0, 10**13))
 
 
 def planned(entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule, beside: int = 0) -> RetentionPlan:
@@ -81,17 +78,14 @@ def test_entries_of_counting_runs_are_never_removed(
 ) -> None:
     gone = {one.entry_name for one, _ in planned(entries, known, rule).removals if one.kind in ("artifact", "value")}
     live = [run for run in known if run.is_live]
-    for profile in ("demo", "other"):
-        for flow in ("release", "sweep"):
-            those = sorted(
-                (run for run in known if (run.flow, run.profile) == (flow, profile)),
-                key=lambda run: (run.started, run.run),
-            )
-            judged = [run for run in those if run.judged]
-            released = [run for run in judged if run.status == RELEASED]
-            live += those[-1:] + judged[-LAST_RUNS:] + released[-1:]
-    for run in live:
-        assert not gone & set(run.used)
+    for kind in itertools.product(("release", "sweep"), ("demo", "other")):
+        those = sorted(
+            (run for run in known if (run.flow, run.profile) == kind), key=lambda run: (run.started, run.run)
+        )
+        judged = [run for run in those if run.judged]
+        released = [run for run in judged if run.status == RELEASED]
+        live += those[-1:] + judged[-LAST_RUNS:] + released[-1:]
+    assert not gone & {name for run in live for name in run.used}
 
 
 @pytest.mark.story
@@ -158,18 +152,10 @@ def test_the_strongest_reason_is_reported() -> None:
     assert needed_by(known, runs_that_count(known)) == {name_of(0): "in use by a run of demo"}
 
 
-@pytest.mark.parametrize(
-    ("said", "bytes_"),
-    [
-        ("50GB", 50 * 10**9),
-        ("1.5 TB", 1_500_000_000_000),
-        ("2k", 2000),
-        ("10 MiB", 10 * 2**20),
-        ("3gib", 3 * 2**30),
-        ("0", 0),
-        ("123", 123),
-    ],
-)
+SIZES = {"50GB": 50 * 10**9, "1.5 TB": 1_500_000_000_000, "2k": 2000, "10 MiB": 10 * 2**20, "3gib": 3 * 2**30}
+
+
+@pytest.mark.parametrize(("said", "bytes_"), [*SIZES.items(), ("0", 0), ("123", 123)])
 def test_sizes_are_parsed_in_common_notations(said: str, bytes_: int) -> None:
     assert parse_bytes(said, "here") == bytes_
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,6 +35,8 @@ def test_a_run_is_live_inside_its_block_and_a_record_afterwards(tmp_path: Path) 
 
 def test_without_a_registered_run_nothing_is_recorded(tmp_path: Path) -> None:
     assert not record_use(tmp_path, "nobody", "merge", KEY, "")
+    with open_run(tmp_path, "process-1", "command", ""):  # A command without a profile leaves no record.
+        assert [run.is_live for run in read_runs(tmp_path)] == [True]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -48,7 +51,6 @@ with open_run(runs, "killed", "release", "demo"):
     signal.pause()
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path.cwd()) as child:
-        assert child.stdout is not None
         assert child.stdout.readline() == b"noted\n"
         assert [run.is_live for run in read_runs(tmp_path)] == [True]
         forget_runs(tmp_path)
@@ -79,26 +81,19 @@ def test_an_incomplete_line_loses_only_itself(tmp_path: Path) -> None:
     assert set(run.used) == {NAME, EntryName("report", KEY[:32])}
 
 
-@pytest.mark.parametrize("content", [b"", b"garbage", b"[]\n{}", b'{"run": 1}', b"\xff\xfe", b'{"run": "x"}'])
-def test_a_damaged_record_is_set_aside_and_the_others_are_read(tmp_path: Path, content: bytes) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(b"", b"garbage", b"[]\n{}", b'{"run": 1}', b"\xff\xfe", b'{"run": "x"}'),
+        *(Path.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")),
+    ],
+)
+def test_a_damaged_record_is_set_aside_and_the_others_are_read(tmp_path: Path, damage: Any) -> None:
     ended(tmp_path, "one")
-    (tmp_path / "two.jsonl").write_bytes(content)
+    path = tmp_path / "two.jsonl"
+    path.write_bytes(damage) if isinstance(damage, bytes) else damage(path)
     assert [run.run for run in read_runs(tmp_path)] == ["one"]
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["one.jsonl", "two.jsonl.damaged-1"]
-
-
-@pytest.mark.parametrize("kind", ["directory", "link", "pipe"])
-def test_a_record_that_is_not_a_file_is_set_aside(tmp_path: Path, kind: str) -> None:
-    ended(tmp_path, "one")
-    place = tmp_path / "two.jsonl"
-    if kind == "directory":
-        place.mkdir()
-    elif kind == "link":
-        place.symlink_to(tmp_path / "nowhere")
-    else:
-        os.mkfifo(place)
-    assert [run.run for run in read_runs(tmp_path)] == ["one"]
-    assert not os.path.lexists(place)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.jsonl", "two.jsonl.damaged-1"]
 
 
 def test_pruning_keeps_the_counting_runs_of_each_profile(tmp_path: Path) -> None:
@@ -111,12 +106,6 @@ def test_pruning_keeps_the_counting_runs_of_each_profile(tmp_path: Path) -> None
     assert [run.run for run in read_runs(tmp_path)] == ["a1", "a5", "a6", "a7", "b1"]
     assert forget_runs(tmp_path, "demo") == 4
     assert [run.run for run in read_runs(tmp_path)] == ["b1"]
-
-
-def test_a_command_without_a_profile_leaves_no_record(tmp_path: Path) -> None:
-    with open_run(tmp_path, "process-1", "command", ""):
-        assert [run.is_live for run in read_runs(tmp_path)] == [True]
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_records_are_closed_to_others(tmp_path: Path) -> None:
