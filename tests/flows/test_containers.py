@@ -18,6 +18,11 @@ from typing import Any
 
 import pytest
 import yaml
+from typer.main import get_command
+
+from mergegate.flows.cli.app import app
+from mergegate.flows.outcome import RunOutcome
+from mergegate.flows.profile import load_profile, parse_profile
 
 PROJECT = Path(__file__).resolve().parents[2]
 CONTAINERS = PROJECT / "containers"
@@ -26,24 +31,34 @@ FILES = (CONTAINERS / "Dockerfile", CONTAINERS / "compose.yaml", PROJECT / "pref
 USER = 1000
 
 
-def compose() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((CONTAINERS / "compose.yaml").read_text())
+def read_yaml(path: Path) -> dict[Any, Any]:
+    found: dict[Any, Any] = yaml.safe_load(path.read_text())
     return found
+
+
+def compose() -> dict[str, Any]:
+    return read_yaml(CONTAINERS / "compose.yaml")
 
 
 def pools() -> dict[str, dict[str, Any]]:
     """Return the job variables of the definitions in ``prefect.yaml`` by pool type."""
-    said = yaml.safe_load((PROJECT / "prefect.yaml").read_text())["definitions"]["in-containers"]
+    said = read_yaml(PROJECT / "prefect.yaml")["definitions"]["in-containers"]
     return {name.removesuffix("-pool"): one["job_variables"] for name, one in said.items()}
+
+
+def options_of(command: str) -> set[str]:
+    known: Any = get_command(app)
+    return {name for parameter in known.commands[command].params for name in parameter.opts}
+
+
+def run(*command: str | Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, capture_output=True, text=True, **{"check": True, **options})
 
 
 @pytest.fixture(scope="module")
 def kubernetes() -> dict[str, Any]:
     """Return the pool template that ``containers/kubernetes_pool.py`` prints."""
-    done = subprocess.run(
-        [sys.executable, str(CONTAINERS / "kubernetes_pool.py")], capture_output=True, text=True, check=True
-    )
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = json.loads(run(sys.executable, CONTAINERS / "kubernetes_pool.py").stdout)
     return found
 
 
@@ -58,22 +73,17 @@ def docker() -> dict[str, Any]:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_every_command_that_is_named_is_there_with_its_options(file: Path) -> None:
-    from typer.main import get_command
-
-    from mergegate.flows.cli.app import app
-
-    known: Any = get_command(app)
+    commands: Any = get_command(app)
     text = file.read_text()
     named = re.findall(r"(?<![\w/.-])mergegate (?!mergegate)((?:[a-z]+)(?: [^\n#|&;'\"]*)?)", text)
     services = compose()["services"].values() if file.name == "compose.yaml" else ()
     named += [" ".join(one["command"][1:]) for one in services if one.get("command", [""])[0] == "mergegate"]
     checked = 0
     for words in (line.split() for line in named):
-        if words[0] not in known.commands:
+        if words[0] not in commands.commands:
             assert words[0] in ("in", "deploys"), f"{file.name}: no command {words[0]!r}"  # part of a sentence
             continue
-        options = {name for parameter in known.commands[words[0]].params for name in parameter.opts}
-        assert {word for word in words[1:] if word.startswith("--")} <= options, words
+        assert {word for word in words[1:] if word.startswith("--")} <= options_of(words[0]), words
         checked += 1
     assert checked or file.name == "prefect.yaml"
 
@@ -82,14 +92,11 @@ def test_every_command_that_is_named_is_there_with_its_options(file: Path) -> No
 def test_every_setting_that_is_named_is_one(file: Path) -> None:
     from prefect.settings import get_current_settings
 
-    ours = "\n".join(
-        one.read_text() for floor in ("flows", "tasks", "merge_core") for one in (PROJECT / floor).rglob("*.py")
-    )
+    ours = "".join(one.read_text() for it in ("flows", "tasks", "merge_core") for one in (PROJECT / it).rglob("*.py"))
     names = set(re.findall(r"\b((?:PREFECT|MERGEGATE)_[A-Z_]+[A-Z])\b", file.read_text()))
     prefects = set(get_current_settings().to_environment_variables(exclude_unset=False, include_secrets=True))
     compose_only = {"MERGEGATE_PROJECT"}  # defined by the Compose file itself
-    for name in names - compose_only:
-        assert name in ours or name in prefects, f"{file.name}: nobody reads {name}"
+    assert {name for name in names - compose_only - prefects if name not in ours} == set(), "nobody reads them"
 
 
 def test_an_image_is_built_from_what_there_is_and_the_context_lets_it_through() -> None:
@@ -119,18 +126,11 @@ def test_an_image_has_the_tested_versions_no_root_and_no_secret() -> None:
         assert not any(one.startswith("mergegate[") for one in extras[needed])
 
 
-def test_the_requirements_of_an_image_are_those_of_the_project(tmp_path: Path) -> None:
+def test_the_requirements_of_an_image_are_those_of_the_project() -> None:
     said = (CONTAINERS / "Dockerfile").read_text().replace("\\\n", "")
     program = re.search(r'RUN python -c "(.*?)" > needed.txt', said, re.DOTALL)
     assert program is not None
-    done = subprocess.run(
-        [sys.executable, "-c", program[1]],
-        cwd=PROJECT,
-        env={**os.environ, "EXTRAS": "sweep"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+    done = run(sys.executable, "-c", program[1], cwd=PROJECT, env={**os.environ, "EXTRAS": "sweep"})
     project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
     assert done.stdout.splitlines() == [*project["dependencies"], *project["optional-dependencies"]["sweep"]]
 
@@ -157,18 +157,9 @@ def test_services_have_the_secrets_volumes_and_neighbours_that_they_name() -> No
 def test_a_secret_becomes_a_variable_and_does_not_replace_one(tmp_path: Path) -> None:
     for name, text in {"PGPASSWORD": "s e$cret\n", "HOME": "no", "EMPTY": "", "a-file": "x"}.items():
         (tmp_path / name).write_text(text)
-    done = subprocess.run(
-        [
-            str(CONTAINERS / "with-secrets"),
-            "sh",
-            "-c",
-            'printf "%s|%s|%s" "$PGPASSWORD" "$HOME" "${EMPTY-unset}"; exit 7',
-        ],
-        env={"PATH": os.environ["PATH"], "HOME": "/there", "SECRETS": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    script = 'printf "%s|%s|%s" "$PGPASSWORD" "$HOME" "${EMPTY-unset}"; exit 7'
+    environment = {"PATH": os.environ["PATH"], "HOME": "/there", "SECRETS": str(tmp_path)}
+    done = run(CONTAINERS / "with-secrets", "sh", "-c", script, env=environment, check=False)
     assert (done.stdout, done.returncode, done.stderr) == ("s e$cret|/there|unset", 7, "")
 
 
@@ -200,28 +191,21 @@ def test_a_job_on_kubernetes_has_its_gpu_its_volume_its_secret_and_no_root(kuber
 
 
 def test_what_is_deployed_by_default_needs_no_container() -> None:
-    said = yaml.safe_load((PROJECT / "prefect.yaml").read_text())
+    said = read_yaml(PROJECT / "prefect.yaml")
     assert {one["work_pool"]["name"] for one in said["deployments"]} == {"mergegate"}
 
 
-def test_the_example_gates_a_profile_that_would_publish_and_publishes_nothing(tmp_path: Path) -> None:
-    from mergegate.flows.profile import load_profile
-
-    said = yaml.safe_load(EXAMPLE.read_text())
+def test_the_example_gates_a_profile_that_would_publish_and_publishes_nothing() -> None:
+    said = read_yaml(EXAMPLE)
     profile = PROJECT / said["env"]["PROFILE"]
     steps = said["jobs"]["gate"]["steps"]
     runs = [step["run"] for step in steps if "run" in step]
-    assert [
-        bool(re.search(rf"mergegate {what}\b", line)) for what, line in zip(("check", "run"), runs[1:], strict=True)
-    ]
+    for command, line in zip(("check", "run"), runs[1:], strict=True):
+        assert re.search(rf"mergegate {command}\b", line)
     assert "del(.publish)" in runs[2]
     assert load_profile(profile).publish is not None
-    without = {name: value for name, value in yaml.safe_load(profile.read_text()).items() if name != "publish"}
-    (gated := profile.with_name("demo.gated-test.yaml")).write_text(yaml.safe_dump(without))
-    try:
-        assert load_profile(gated).publish is None
-    finally:
-        gated.unlink()
+    without = {name: value for name, value in read_yaml(profile).items() if name != "publish"}
+    assert parse_profile({**without, "root": profile.parent}, "profile").publish is None
     (upload,) = [step for step in steps if "upload-artifact" in step.get("uses", "")]
     assert upload["if"] == "always()"
     assert upload["with"]["path"] == ".mergegate/reports"
@@ -229,11 +213,6 @@ def test_the_example_gates_a_profile_that_would_publish_and_publishes_nothing(tm
 
 
 def test_the_nightly_release_needs_no_secret_and_calls_what_there_is(tmp_path: Path) -> None:
-    import typer
-
-    from mergegate.flows.cli.app import app
-    from mergegate.flows.outcome import RunOutcome
-
     text = (PROJECT / "docs" / "examples" / "nightly-release.yml").read_text()
     workflow = yaml.safe_load(text)
     assert workflow["permissions"] == {"contents": "read", "id-token": "write"}
@@ -242,10 +221,8 @@ def test_the_nightly_release_needs_no_secret_and_calls_what_there_is(tmp_path: P
     steps = workflow["jobs"]["release"]["steps"]
     runs = [step["run"] for step in steps if "run" in step]
     called = re.findall(r"mergegate (\w+) (?:\"\$PROFILE\")((?: --[a-z-]+)*)", "\n".join(runs))
-    commands: Any = typer.main.get_command(app)
     for name, options in called:
-        known = {option for parameter in commands.commands[name].params for option in parameter.opts}
-        assert set(options.split()) <= known
+        assert set(options.split()) <= options_of(name)
     assert [name for name, _ in called] == ["check", "run"]
 
     # The summary is written by the step's own script from the object that `run --json` prints.
@@ -256,15 +233,15 @@ def test_the_nightly_release_needs_no_secret_and_calls_what_there_is(tmp_path: P
         keys = {"status": "released", "message": "released demo 6c6e", "location": "https://hub.example/acme/demo"}
         assert keys.keys() - {"message"} <= RunOutcome.model_fields.keys()
         (tmp_path / "outcome.json").write_text(json.dumps(keys))
-        subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, env=environment, check=True)
+        run("bash", "-e", "-c", script, cwd=tmp_path, env=environment)
         assert summary.read_text() == "## released\n\nreleased demo 6c6e\n\nhttps://hub.example/acme/demo\n"
         (tmp_path / "outcome.json").unlink()
-    subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, env=environment, check=True)
+    run("bash", "-e", "-c", script, cwd=tmp_path, env=environment)
     assert "did not start" in summary.read_text()
 
 
 def test_the_weekly_job_calls_what_there_is() -> None:
-    weekly = yaml.safe_load((PROJECT / "docs" / "examples" / "newest.yml").read_text())
+    weekly = read_yaml(PROJECT / "docs" / "examples" / "newest.yml")
     commands = [step["run"] for step in weekly["jobs"]["newest"]["steps"] if "run" in step]
     assert commands[0] == "make newest"
     assert re.search(r"^newest:", (PROJECT / "Makefile").read_text(), re.MULTILINE)

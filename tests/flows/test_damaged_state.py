@@ -6,20 +6,17 @@ import os
 import random
 import shutil
 import sqlite3
-import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
-from api_start import start_api
-from demo_project import Project
+from demo_project import Printed, Project
+from faults import files_below
 from garbage import DAMAGE
-from typer.testing import Result
+from test_embedded_api import start_api
 
 LASTING = [name for name in DAMAGE if name != "unreadable"]
-BIN = Path(sys.executable).parent
-
-
 # Every combination of file and damage needs its own run, about an hour in total (``make test-all``). By default,
 # the tests use a sample.
 EVERY = bool(os.environ.get("MERGEGATE_EVERY_DAMAGE"))
@@ -32,16 +29,18 @@ def state_files(project: Project) -> list[Path]:
     return [path for path in found if "prefect" not in path.relative_to(project.home).parts]
 
 
+def run(project: Project) -> str:
+    result = project.mergegate("run", "profiles/demo.yaml")
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
 def version_of(project: Project) -> str:
     return project.latest.resolve().name
 
 
-def files_of(release: Path) -> dict[str, bytes]:
-    return {path.relative_to(release).as_posix(): path.read_bytes() for path in release.rglob("*") if path.is_file()}
-
-
 @pytest.fixture
-def copied(released: tuple[Project, Result], tmp_path: Path) -> Project:
+def copied(released: tuple[Project, Printed], tmp_path: Path) -> Project:
     """Return this test's own copy of the project with the released demo."""
     shutil.copytree(released[0].root, tmp_path / "project", symlinks=True)
     return Project(tmp_path / "project")
@@ -54,25 +53,21 @@ def test_what_is_cheap_to_make_again_is_damaged_at_once_and_nothing_is_lost(copi
     assert len(cheap) > 10
     for path, name in zip(cheap, LASTING * len(cheap), strict=False):
         DAMAGE[name](path)
-    result = copied.mergegate("run", "profiles/demo.yaml")
-    assert result.exit_code == 0, result.output
+    run(copied)
     assert version_of(copied) == before
     assert copied.mergegate("doctor").exit_code == 0
-    again = copied.mergegate("run", "profiles/demo.yaml")
-    assert again.exit_code == 0
-    assert "✓" not in "".join(line[:4] for line in again.output.splitlines())
+    assert "✓" not in "".join(line[:4] for line in run(copied).splitlines())
 
 
 @pytest.mark.story
 def test_everything_is_damaged_at_once_and_the_release_is_the_same_to_the_byte(copied: Project) -> None:
-    before, release = version_of(copied), files_of(copied.latest)
+    before, release = version_of(copied), files_below(copied.latest)
     shutil.rmtree(copied.root / "releases")
     for path, name in zip(state_files(copied), LASTING * 99, strict=False):
         DAMAGE[name](path)
-    result = copied.mergegate("run", "profiles/demo.yaml")
-    assert result.exit_code == 0, result.output
+    run(copied)
     assert version_of(copied) == before
-    assert files_of(copied.latest) == release
+    assert files_below(copied.latest) == release
 
 
 @pytest.mark.proof
@@ -85,36 +80,32 @@ def test_one_file_after_the_other_is_damaged_and_the_release_stays_what_it_is(co
             continue
         name = draw.choice(LASTING)
         DAMAGE[name](path)
-        result = copied.mergegate("run", "profiles/demo.yaml")
-        assert result.exit_code == 0, f"{path} is {name}\n{result.output}"
-        assert version_of(copied) == before
+        run(copied)
+        assert version_of(copied) == before, f"{path} is {name}"
         assert copied.mergegate("doctor").exit_code == 0, f"{path} is {name}"
+
+
+def executes(statement: str) -> Callable[[Path], None]:
+    """Return a change of a database."""
+
+    def change(database: Path) -> None:
+        with closing(sqlite3.connect(database)) as connection:
+            connection.execute(statement)
+            connection.commit()
+
+    return change
 
 
 def foreign(database: Path) -> None:
     database.unlink()
-    with closing(sqlite3.connect(database)) as connection:
-        connection.execute("CREATE TABLE flow (id TEXT)")
-        connection.commit()
-
-
-def of_the_future(database: Path) -> None:
-    with closing(sqlite3.connect(database)) as connection:
-        connection.execute("UPDATE alembic_version SET version_num = 'ffffffffffff'")
-        connection.commit()
-
-
-def without_a_table(database: Path) -> None:
-    with closing(sqlite3.connect(database)) as connection:
-        connection.execute("DROP TABLE flow_run")
-        connection.commit()
+    executes("CREATE TABLE flow (id TEXT)")(database)
 
 
 PREFECT = {
     **{f"{name} ({suffix or 'db'})": (DAMAGE[name], suffix) for name in LASTING for suffix in ("", "-wal", "-shm")},
     "another program's": (foreign, ""),
-    "of a later version": (of_the_future, ""),
-    "without a table": (without_a_table, ""),
+    "of a later version": (executes("UPDATE alembic_version SET version_num = 'ffffffffffff'"), ""),
+    "without a table": (executes("DROP TABLE flow_run"), ""),
 }
 
 

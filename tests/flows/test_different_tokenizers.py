@@ -1,8 +1,4 @@
-"""Different tokenizers, through the command line.
-
-mergegate names the difference with the share of a text that it affects. The user accepts it by name or joins the
-vocabularies.
-"""
+"""Commands name the share of a text that different tokenizers affect. Users accept it or join the vocabularies."""
 
 from __future__ import annotations
 
@@ -20,44 +16,31 @@ MODELS = PROFILES / "demo" / "models"
 Released = tuple[Project, Printed]
 
 
-def with_another_cut(project: Project) -> Path:
+def write_profile(project: Project, *accepted: str) -> str:
     """Write a profile that merges the base with a model of the same token IDs whose tokenizer lowercases text."""
     place = project.root / "models"
     for name in ("base", "shifter"):
-        shutil.copytree(MODELS / name, place / name)
+        shutil.copytree(MODELS / name, place / name, dirs_exist_ok=True)
     path = place / "shifter" / "tokenizer.json"
-    content = json.loads(path.read_text())
-    content["normalizer"] = {"type": "Lowercase"}
-    path.write_text(json.dumps(content))
-    recipe = {"merge_method": "linear", "parameters": {"weight": 0.5}}
-    recipe["models"] = [{"model": str(place / name)} for name in ("base", "shifter")]
-    profile = {
-        "name": "lower",
-        "recipe": recipe,
-        "checks": {"license": {"purpose": "commercial", "visibility": "public"}},
-    }
-    path = project.root / "lower.yaml"
-    path.write_text(yaml.safe_dump(profile))
-    return path
+    path.write_text(json.dumps({**json.loads(path.read_text()), "normalizer": {"type": "Lowercase"}}))
+    models = [{"model": str(place / name)} for name in ("base", "shifter")]
+    recipe = {"merge_method": "linear", "parameters": {"weight": 0.5}, "models": models}
+    checks = {"license": {"purpose": "commercial", "visibility": "public"}, "tokenizer": {"accepted": [*accepted]}}
+    (project.root / "lower.yaml").write_text(yaml.safe_dump({"name": "lower", "recipe": recipe, "checks": checks}))
+    return "lower.yaml"
 
 
 @pytest.mark.story
 def test_a_tokenizer_that_cuts_in_another_way_is_refused_with_the_share_and_accepted_by_name(project: Project) -> None:
-    profile = with_another_cut(project)
-    refused = project.mergegate("check", str(profile), "--json")
-    assert refused.exit_code == 3
-    (remark,) = [one for one in json.loads(refused.stdout)["remarks"] if "normalizer" in one["where"]]
-    assert remark["severity"] == "block"
-    assert "tokens of shifter are segmented differently" in remark["found"].replace(
-        str(project.root / "models") + "/", ""
-    )
-    content = yaml.safe_load(profile.read_text())
-    content["checks"]["tokenizer"] = {"accepted": ["normalizer"]}
-    profile.write_text(yaml.safe_dump(content))
-    accepted = project.mergegate("check", str(profile), "--json")
-    assert accepted.exit_code == 0, accepted.output
-    (remark,) = [one for one in json.loads(accepted.stdout)["remarks"] if "normalizer" in one["where"]]
-    assert remark["severity"] == "info"
+    found, severities = [], []
+    for accepted, code in (((), 3), (("normalizer",), 0)):
+        checked = project.mergegate("check", write_profile(project, *accepted), "--json")
+        assert checked.exit_code == code, checked.output
+        (remark,) = [one for one in json.loads(checked.stdout)["remarks"] if "normalizer" in one["where"]]
+        found.append(remark["found"].replace(str(project.root / "models") + "/", ""))
+        severities.append(remark["severity"])
+    assert severities == ["block", "info"]
+    assert "tokens of shifter are segmented differently" in found[0]
 
 
 @pytest.mark.story
@@ -82,18 +65,13 @@ def test_a_model_with_an_adapter_is_given_another_tokenizer_as_the_model_that_it
     adapted = f"{MODELS / 'base'}+{PROFILES / 'demo' / 'adapters' / 'reverser-lora'}"
     recipe = project.root / "plain.yaml"
     recipe.write_text(yaml.safe_dump({"merge_method": "passthrough", "models": [{"model": adapted}]}))
-    made = []
+    assert project.mergegate("merge", str(recipe), str(project.root / "whole")).exit_code == 0
     for name, model in (("adapted", adapted), ("plain", str(project.root / "whole"))):
-        if name == "plain":
-            assert project.mergegate("merge", str(recipe), str(project.root / "whole")).exit_code == 0
-        out = project.root / name
-        result = project.mergegate("transplant-tokenizer", model, str(MODELS / "marked"), str(out), "--method", "mean")
-        made.append((result.exit_code, out))
-    (code, first), (plain_code, second) = made
-    assert code == plain_code == 0
+        arguments = (model, str(MODELS / "marked"), str(project.root / name), "--method", "mean")
+        assert project.mergegate("transplant-tokenizer", *arguments).exit_code == 0
     tensors, others = (
         {name: one for file in place.glob("*.safetensors") for name, one in load_file(file).items()}
-        for place in (first, second)
+        for place in (project.root / "adapted", project.root / "plain")
     )
     assert tensors.keys() == others.keys()
     assert [name for name, tensor in tensors.items() if not tensor.equal(others[name])] == []

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,28 +22,19 @@ from mergegate.flows.profile import Profile, parse_profile
 from mergegate.merge_core.errors import InvalidInput
 
 PROJECT = Path(__file__).resolve().parents[2]
-PAGES = [
-    *sorted(PROJECT.glob("*.md")),
-    *sorted((PROJECT / "docs").rglob("*.md")),
-    *sorted(PROJECT.glob("profiles/**/*.md")),
-]
+PAGES = [page for pattern in ("*.md", "docs/**/*.md", "profiles/**/*.md") for page in sorted(PROJECT.glob(pattern))]
 MERGEGATE = typer.main.get_command(app)
 
 
 class Documented(NamedTuple):
-    """A command in a documentation page.
-
-    Attributes:
-        page: Path relative to the project.
-        words: Program, subcommands and arguments.
-        whole: Whether the command is in a code block and therefore complete. Commands in a sentence may be shortened.
-    """
+    """A command in a documentation page. Commands in a sentence may be shortened; those in a code block are whole."""
 
     page: str
     words: tuple[str, ...]
     whole: bool
 
 
+BEFORE_A_COMMAND = r"^(\w+=\S+ +)*(until +|do +)?(\S*/bin/)?(?=mergegate |make |python )"
 FENCE = re.compile(r"^( *)```([\w-]*)[^\n]*\n(.*?)^ *```", re.DOTALL | re.MULTILINE)
 
 
@@ -56,18 +48,10 @@ def spans(text: str) -> Iterator[tuple[str, bool]]:
         yield " ".join(span.split()), False
 
 
-def alternatives(words: list[str]) -> Iterator[list[str]]:
-    """Yield each alternative as a command: ``store ls | du`` gives ``store ls`` and ``store du``."""
-    parts: list[list[str]] = [[]]
-    for word in words:
-        if word == "|":
-            parts.append([])
-        else:
-            parts[-1].append(word)
-    first, *others = parts
-    yield first
-    for other in others:
-        yield [*first[:-1], *other]
+def alternatives(words: list[str]) -> list[list[str]]:
+    """Return each alternative as a command: ``store ls | du`` gives ``store ls`` and ``store du``."""
+    first, *others = [list(group) for bar, group in groupby(words, "|".__eq__) if not bar]
+    return [first, *([*first[:-1], *other] for other in others)]
 
 
 def documented() -> list[Documented]:
@@ -75,9 +59,7 @@ def documented() -> list[Documented]:
     for page in PAGES:
         for span, whole in spans(page.read_text(encoding="utf-8")):
             for part in re.split(r" \|\| | && |;", re.sub(r"\s+#.*", "", span)):
-                command = re.sub(
-                    r"^(\w+=\S+ +)*(until +|do +)?(\S*/bin/)?(?=mergegate |make |python )", "", part.strip()
-                )
+                command = re.sub(BEFORE_A_COMMAND, "", part.strip())
                 command = re.split(r"\s+2?>|\s+&$", command)[0]
                 if re.match(r"(mergegate|make|python) ", command):
                     for words in alternatives(shlex.split(command)):
@@ -173,10 +155,7 @@ SECTIONS: Mapping[str, Any] = {
         "candidate": {"url": "http://localhost:8002/v1"},
         "judge": {"url": "http://localhost:8003/v1", "model": "judge"},
     },
-    "sweep": {
-        "parameters": {"weight": {"low": 0, "high": 1, "start": 0.5}},
-        "objective": [{"task": "gsm8k"}],
-    },
+    "sweep": {"parameters": {"weight": {"low": 0, "high": 1, "start": 0.5}}, "objective": [{"task": "gsm8k"}]},
 }
 # Keys that tell other files of the docs from a profile.
 OTHER_FILES = {
@@ -248,35 +227,20 @@ def test_each_yaml_block_is_valid(text: str, page: Path) -> None:
 
 
 def test_a_wrong_key_in_a_fragment_is_found() -> None:
-    for text in (
-        "evaluate: {taks: []}",
-        "shadow: {margin: 3}",
-        "evalute: {tasks: []}",
-        "- {task: x, guarded_by: a, n: 1}",
-    ):
+    fragments = ("evaluate: {taks: []}", "shadow: {margin: 3}", "evalute: {tasks: []}")
+    for text in (*fragments, "- {task: x, guarded_by: a, n: 1}"):
         with pytest.raises((InvalidInput, AssertionError)):
             test_each_yaml_block_is_valid(text, PROJECT / "README.md")
 
 
-EVERYDAY = """
-check profiles/demo.yaml
-run profiles/demo.yaml
-plan profiles/demo/recipes/ties.yaml
-merge profiles/demo/recipes/ties.yaml out
-methods
-compare releases/demo/latest out -p profiles/demo.yaml
-verify releases/demo/latest
-reproduce releases/demo/latest --parents profiles/demo/recipes
-store ls
-store du
-store verify
-store gc
-status
-open demo
-explain demo
-history demo
-doctor
-"""
+EVERYDAY = (
+    *("check profiles/demo.yaml", "run profiles/demo.yaml", "plan profiles/demo/recipes/ties.yaml"),
+    *("merge profiles/demo/recipes/ties.yaml out", "methods"),
+    "compare releases/demo/latest out -p profiles/demo.yaml",
+    *("verify releases/demo/latest", "reproduce releases/demo/latest --parents profiles/demo/recipes"),
+    *("store ls", "store du", "store verify", "store gc"),
+    *("status", "open demo", "explain demo", "history demo", "doctor"),
+)
 
 
 @pytest.mark.story  # merges and evaluates models
@@ -287,7 +251,7 @@ def test_each_everyday_command_ends_well_after_a_release(
     monkeypatch.setattr("webbrowser.open", lambda *_: True)
     shutil.copytree(released[0].root, tmp_path / "project", symlinks=True)
     project = Project(tmp_path / "project")
-    for command in EVERYDAY.split("\n")[1:-1]:
+    for command in EVERYDAY:
         done = project.mergegate(*command.split())
         assert done.exit_code == 0, f"{command}\n{done.output}"
         assert "Traceback" not in done.output

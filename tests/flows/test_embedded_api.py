@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
+import subprocess
+import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from pathlib import Path
 from socketserver import BaseRequestHandler, TCPServer
 
 import prefect
 import pytest
-from api_start import start_api
 from loopback import answering
+from patience import HANG_S
 from prefect.client.orchestration import get_client
 from prefect.settings import PREFECT_HOME, get_current_settings, temporary_settings
 
@@ -22,6 +24,32 @@ from mergegate.flows.prefect_api import embedded_api, local_api
 from mergegate.merge_core.errors import InvalidInput
 
 FOREIGN = "http://somebody.example"
+_START = """
+import asyncio, sys
+from pathlib import Path
+from mergegate.flows.prefect_api import configure, local_api
+own_loop = asyncio.new_event_loop()
+asyncio.set_event_loop(own_loop)
+configure(Path(sys.argv[1]))
+with local_api():
+    from prefect.client.orchestration import get_client
+    with get_client(sync_client=True) as client:
+        print("runs:", len(client.read_flow_runs()))
+assert asyncio.get_event_loop_policy().get_event_loop() is own_loop
+"""
+
+
+def start_api(home: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Start the API on a home, and print how many runs it has recorded. It must leave the event loop of its caller."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MERGEGATE_"))}
+    return subprocess.run(
+        [sys.executable, "-c", _START, str(home)],
+        env={**inherited, "PYTHONPATH": str(Path(__file__).parents[2]), **variables},
+        capture_output=True,
+        text=True,
+        timeout=HANG_S,
+        check=False,
+    )
 
 
 def asked(path: str, method: str, headers: dict[str, str]) -> tuple[int, str | None]:
@@ -79,32 +107,19 @@ def test_a_new_project_copies_the_empty_database_of_the_user(prefect_database: P
         assert empty.exists() == (kept == "intact")
 
 
-@contextmanager
-def server_of_another_protocol() -> Iterator[str]:
-    """Yield the URL of a server that greets its clients like a mail server."""
-
-    class Greeting(BaseRequestHandler):
-        def handle(self) -> None:
-            self.request.recv(1024)
-            self.request.sendall(b"220 mail.example ESMTP\r\n")
-
-    with answering(TCPServer(("127.0.0.1", 0), Greeting)) as server:
-        yield f"http://127.0.0.1:{server.server_address[1]}/api"
+class MailGreeting(BaseRequestHandler):
+    def handle(self) -> None:
+        self.request.recv(1024)
+        self.request.sendall(b"220 mail.example ESMTP\r\n")
 
 
-def require_refusal(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(embedded_api, "configured_url", lambda: url)
-    with pytest.raises(InvalidInput, match="no server answers"), local_api():
-        pass
-
-
-def test_a_configured_address_with_an_invalid_port_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    require_refusal("http://127.0.0.1:abc/api", monkeypatch)
-
-
-def test_a_configured_server_of_another_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with server_of_another_protocol() as url:
-        require_refusal(url, monkeypatch)
+@pytest.mark.parametrize("port", ["of a mail server", "abc"])
+def test_a_configured_address_without_a_prefect_server_is_refused(monkeypatch: pytest.MonkeyPatch, port: str) -> None:
+    with answering(TCPServer(("127.0.0.1", 0), MailGreeting)) as server:
+        url = f"http://127.0.0.1:{port if port == 'abc' else server.server_address[1]}/api"
+        monkeypatch.setattr(embedded_api, "configured_url", lambda: url)
+        with pytest.raises(InvalidInput, match="no server answers"), local_api():
+            pass
 
 
 @pytest.mark.parametrize("exists", [True, False], ids=["damaged database", "no database"])
@@ -125,10 +140,6 @@ def test_an_api_that_never_starts_raises_a_public_error(
     monkeypatch.setattr(embedded_api, "_database", lambda: database)
     monkeypatch.setattr(embedded_api, "_create_database", lambda database: None)
     monkeypatch.setattr(embedded_api, "_start_server", fail)
-    with (
-        temporary_settings({PREFECT_HOME: tmp_path}),
-        pytest.raises(RuntimeError, match="did not start"),
-        local_api(),
-    ):
+    with temporary_settings({PREFECT_HOME: tmp_path}), pytest.raises(RuntimeError, match="did not start"), local_api():
         pass
     assert len(starts) == (2 if exists else 1)

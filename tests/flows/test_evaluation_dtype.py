@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from mergegate.tasks.preflight import Evidence, with_supported_dtype
 from mergegate.tasks.stage import formats_without_units
 
 X86 = "flags\t\t: fpu sse2 avx2 fma {}\n"
+Lacking = Callable[..., None]
 ARM = "Features\t: fp asimd {}\n"
 
 
@@ -38,21 +40,24 @@ def test_what_a_processor_lacks_is_read_from_its_own_description(processor: str,
     assert formats_without_units("cuda", processor) == set()
 
 
-ASKED = {
-    "name": "small",
-    "recipe": {
-        "merge_method": "linear",
-        "models": [{"model": str(PROFILES / "demo/models/base"), "parameters": {"weight": 1}}],
-    },
-    "evaluate": {"tasks": [{"task": "demo/tasks/copy.yaml", "guarded_by": "base", "max_drop": 3}]},
-    "perplexity": {"documents": "demo/data/held-out.jsonl"},
+RECIPE = {
+    "merge_method": "linear",
+    "models": [{"model": str(PROFILES / "demo/models/base"), "parameters": {"weight": 1}}],
 }
+EVALUATE = {"tasks": [{"task": "demo/tasks/copy.yaml", "guarded_by": "base", "max_drop": 3}]}
+PERPLEXITY = {"documents": "demo/data/held-out.jsonl"}
 JUDGED = {"guarded_by": "base", "model": "m", "url": "http://127.0.0.1:1/v1"}
 
 
-def evidence(tmp_path: Path, profile: dict[str, object], recipe_dtype: str | None = None) -> Evidence:
-    recipe = {**ASKED["recipe"], **({"dtype": recipe_dtype} if recipe_dtype else {})}  # type: ignore[dict-item]
-    asked = parse_profile({**ASKED, **profile, "recipe": recipe, "root": PROFILES}, "profile")
+@pytest.fixture
+def without_units(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Return a function that lets the processor lack units for some formats."""
+    return lambda *formats: monkeypatch.setattr("mergegate.flows.preflight.formats_without_units", lambda _: {*formats})
+
+
+def evidence(tmp_path: Path, *, recipe: Mapping[str, object] = RECIPE, **changes: object) -> Evidence:
+    content = {"name": "small", "recipe": recipe, "evaluate": EVALUATE, "perplexity": PERPLEXITY, "root": PROFILES}
+    asked = parse_profile({**content, **changes}, "profile")
     return pin_profile_evidence(
         asked, resolve_parents(asked.candidates()[0].recipe), HashMemo(tmp_path / "memo.sqlite")
     )
@@ -63,71 +68,61 @@ def dtypes(found: Evidence) -> dict[str, str]:
     return {part: settings.dtype for part, settings in how.items() if settings}
 
 
-def test_auto_means_float32_where_the_stored_format_has_no_units(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mergegate.flows.preflight.formats_without_units", lambda device: {"bfloat16"})
+def test_auto_means_float32_where_the_stored_format_has_no_units(tmp_path: Path, without_units: Lacking) -> None:
+    without_units("bfloat16")
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "Hello"}\n' * 4)
-    found = evidence(tmp_path, {"judge": {**JUDGED, "prompts": str(prompts)}})
+    found = evidence(tmp_path, judge={**JUDGED, "prompts": str(prompts)})
     assert dtypes(found) == {"tasks": "float32", "text": "float32", "answers": "float32"}
     assert found.computed.endswith("no units for bfloat16, in which models are stored")
 
 
-def test_what_is_merged_counts_as_well_as_what_it_is_merged_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("mergegate.flows.preflight.formats_without_units", lambda device: {"float16"})
-    assert dtypes(evidence(tmp_path, {})) == {"tasks": "auto", "text": "auto"}
-    assert dtypes(evidence(tmp_path, {}, "float16")) == {"tasks": "float32", "text": "float32"}
+def test_what_is_merged_counts_as_well_as_what_it_is_merged_from(tmp_path: Path, without_units: Lacking) -> None:
+    without_units("float16")
+    assert dtypes(evidence(tmp_path)) == {"tasks": "auto", "text": "auto"}
+    assert dtypes(evidence(tmp_path, recipe={**RECIPE, "dtype": "float16"})) == {"tasks": "float32", "text": "float32"}
 
 
 @pytest.mark.parametrize("written", ["bfloat16", "float16", "float32"])
-def test_what_the_profile_says_is_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, written: str) -> None:
-    monkeypatch.setattr("mergegate.flows.preflight.formats_without_units", lambda device: {"bfloat16", "float16"})
-    said = {part: {**ASKED[part], "dtype": written} for part in ("evaluate", "perplexity")}  # type: ignore[dict-item]
-    found = evidence(tmp_path, dict(said))
+def test_what_the_profile_says_is_done(tmp_path: Path, without_units: Lacking, written: str) -> None:
+    without_units("bfloat16", "float16")
+    dtype = {"dtype": written}
+    found = evidence(tmp_path, evaluate={**EVALUATE, **dtype}, perplexity={**PERPLEXITY, **dtype})
     assert dtypes(found) == {"tasks": written, "text": written}
     assert found.computed == ""
 
 
-def test_what_a_server_loads_is_its_own_business(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mergegate.flows.preflight.formats_without_units", lambda device: {"bfloat16"})
+def test_what_a_server_loads_is_its_own_business(tmp_path: Path, without_units: Lacking) -> None:
+    without_units("bfloat16")
     served = {"backend": "served", "server": {"url": "http://127.0.0.1:1/v1"}}
-    found = evidence(tmp_path, {"evaluate": {**ASKED["evaluate"], **served}, "perplexity": None})  # type: ignore[dict-item]
+    found = evidence(tmp_path, evaluate={**EVALUATE, **served}, perplexity=None)
     assert dtypes(found) == {"tasks": "auto"}
     assert found.computed == ""
 
 
-@pytest.mark.parametrize("without_units", [set(), {"float16"}, {"bfloat16", "float16"}])
-def test_models_in_float32_are_computed_as_ever(tmp_path: Path, without_units: set[str]) -> None:
-    found = evidence(tmp_path, {})
-    assert with_supported_dtype(found, {"float32"}, without_units) == found
-    assert with_supported_dtype(found, set(), without_units) == found
+def test_models_in_float32_are_computed_as_ever(tmp_path: Path) -> None:
+    found = evidence(tmp_path)
+    for lacking in (set(), {"float16"}, {"bfloat16", "float16"}):
+        assert with_supported_dtype(found, {"float32"}, lacking) == found
+        assert with_supported_dtype(found, set(), lacking) == found
 
 
 @pytest.mark.story
 def test_the_fallback_to_float32_is_announced_and_equals_float32(
-    tmp_path: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, prefect_api: None, without_units: Lacking
 ) -> None:
     project = make_project(tmp_path)
-    small = "max_documents: 20, max_increase: 50%"
-    profile = (
-        "name: small\nrecipe: demo/recipes/ties.yaml\n"
-        f"perplexity: {{documents: demo/data/held-out.jsonl, {small}}}\n"
-        "evaluate:\n  documents: 40\n  tasks: [{task: demo/tasks/copy.yaml, guarded_by: base, max_drop: 3}]\n"
-    )
-    (project.root / "profiles/small.yaml").write_text(profile)
-    wide = profile.replace(small, f"{small}, dtype: float32").replace(
-        "documents: 40", "documents: 40\n  dtype: float32"
-    )
-    (project.root / "profiles/wide.yaml").write_text(wide)
+    for name, dtype in (("small", "auto"), ("wide", "float32")):
+        evaluate = {**EVALUATE, "documents": 40, "dtype": dtype}
+        perplexity = {**PERPLEXITY, "max_documents": 20, "max_increase": "50%", "dtype": dtype}
+        profile = {"name": "small", "recipe": "demo/recipes/ties.yaml", "evaluate": evaluate, "perplexity": perplexity}
+        (project.root / f"profiles/{name}.yaml").write_text(json.dumps(profile))
     models = [str(PROFILES / "demo/models" / name) for name in ("base", "reverser")]
     stages = ("perplexity", "evaluate")
 
     written = project.mergegate("compare", *models, "--profile", "profiles/wide.yaml", "--json")
     made = {stage: project.artifacts(stage) for stage in stages}
-    monkeypatch.setattr("mergegate.flows.preflight.formats_without_units", lambda device: {"bfloat16"})
+    without_units("bfloat16")
     chosen = project.mergegate("compare", *models, "--profile", "profiles/small.yaml", "--json")
     assert {stage: project.artifacts(stage) for stage in stages} == made
     assert all(made.values())
