@@ -208,20 +208,24 @@ def load(directory: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def recipe_of(method: str) -> str:
+# The models besides the base, and the parameters, of methods that do not take any number of weighted models.
+MODELS = {"slerp": "ab", "nuslerp": "ab", "nearswap": "a", "arcee_fusion": "a", "passthrough": "a"}
+MODELS |= dict.fromkeys(("moving_mean", "moving_squares", "adam"), "ab")
+WITHOUT_BASE = ("linear", "slerp", "karcher", "passthrough")
+PARAMETERS = {"slerp": "t: 0.4", "nearswap": "t: 0.0005", "sce": "select_topk: 0.3", "adam": "rate: 0.01"}
+PARAMETERS |= {"ramplus_tl": "epsilon: 0.0001"}
+
+
+def usual_parameters(method: str) -> str:
+    """Return parameters for a method, as in a recipe."""
+    usual = {"weight": 0.5, "density": 0.4}.items()
+    taken = ", ".join(f"{name}: {value}" for name, value in usual if merge_methods()[method].parameter(name))
+    return PARAMETERS.get(method, taken)
+
+
+def recipe_of(method: str, parameters: str | None = None, dtype: str = "dtype: bfloat16\n") -> str:
     """Return a recipe that uses every feature of a method, with models ``base``, ``a``, ``b`` and ``c``."""
-    models = {"slerp": "a, b", "nuslerp": "a, b", "nearswap": "a", "arcee_fusion": "a", "passthrough": "a"}
-    models |= dict.fromkeys(("moving_mean", "moving_squares", "adam"), "a, b")
-    parameters = {
-        "slerp": "t: 0.4",
-        "nearswap": "t: 0.0005",
-        "ramplus_tl": "epsilon: 0.0001",
-        "sce": "select_topk: 0.3",
-        "adam": "rate: 0.01",
-    }
-    usual = {"weight": 0.5, "density": 0.4}
-    taken = {name: value for name, value in usual.items() if merge_methods()[method].parameter(name)}
-    chosen = ", ".join(entry(method, name) for name in models.get(method, "a, b, c").split(", "))
-    base = "" if method in ("linear", "slerp", "karcher", "passthrough") else "base_model: base\n"
-    values = parameters.get(method, ", ".join(f"{name}: {value}" for name, value in taken.items()))
-    return f"merge_method: {method}\n{base}models: [{chosen}]\nparameters: {{{values}}}\ndtype: bfloat16\n"
+    chosen = ", ".join(entry(method, name) for name in MODELS.get(method, "abc"))
+    base = "" if method in WITHOUT_BASE else "base_model: base\n"
+    values = usual_parameters(method) if parameters is None else parameters
+    return f"merge_method: {method}\n{base}models: [{chosen}]\nparameters: {{{values}}}\n{dtype}"

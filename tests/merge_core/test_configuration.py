@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from family import random_tensors, save_checkpoint
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import sampled
 from transformers import CONFIG_MAPPING
@@ -35,25 +35,18 @@ VALUES = {
 }
 # One key of each type, with the kinds of values that it allows.
 EXAMPLES: dict[str, set[str]] = {
-    "hidden_size": {"whole number"},
-    "num_attention_heads": {"whole number"},
-    "num_hidden_layers": {"whole number"},
+    **{key: {"whole number"} for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")},
     "model_type": {"string"},
-    "vocab_size": {"whole number", "null"},
-    "num_experts": {"whole number", "null"},
-    "sliding_window": {"whole number", "null"},
+    **{key: {"whole number", "null"} for key in ("vocab_size", "num_experts", "sliding_window")},
     "rope_theta": {"whole number", "number", "null"},
     "tie_word_embeddings": {"flag", "null"},
     "hidden_act": {"string", "null"},
-    "architectures": {"list of texts", "null"},
-    "layer_types": {"list of texts", "null"},
+    **{key: {"list of texts", "null"} for key in ("architectures", "layer_types")},
     "full_attn_idxs": {"list of numbers", "null"},
-    "text_config": {"object", "null"},
-    "rope_scaling": {"object", "null"},
+    **{key: {"object", "null"} for key in ("text_config", "rope_scaling")},
     "torch_dtype": {"string", "object", "null"},
-    "eos_token_id": {"whole number", "list of numbers", "null"},
     "sliding_window_pattern": {"whole number", "string", "null"},
-    "moe_layer_freq": {"whole number", "list of numbers", "null"},
+    **{key: {"whole number", "list of numbers", "null"} for key in ("eos_token_id", "moe_layer_freq")},
 }
 
 
@@ -70,6 +63,7 @@ def opened(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("key", CONFIG_KEYS)
+@settings(max_examples=12)
 @given(st.data())
 def test_a_value_of_a_wrong_type_is_refused_by_name(
     tmp_path_factory: pytest.TempPathFactory, key: str, data: st.DataObject

@@ -6,14 +6,15 @@ import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from family import entry, merge_text, save_checkpoint, save_tokenizer
+from family import MODELS, WITHOUT_BASE, merge_text, recipe_of, save_checkpoint, save_tokenizer, usual_parameters
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from mergegate.merge_core import merge_methods, open_checkpoint
 from mergegate.merge_core.analysis import measure_interference
@@ -27,12 +28,6 @@ BAD = (float("nan"), float("inf"), float("-inf"))
 FORMATS = ("bfloat16", "float16", "float32", "float64")
 STORED = {dtype.torch_name: dtype for dtype in BY_CODE.values()}
 CONFIG = {"num_hidden_layers": 0, "tie_word_embeddings": True}
-# The models (besides the base) and parameters that each method requires.
-MODELS = {"slerp": "ab", "nuslerp": "ab", "nearswap": "a", "arcee_fusion": "a", "passthrough": "a"}
-MODELS |= dict.fromkeys(("moving_mean", "moving_squares", "adam"), "ab")
-WITHOUT_BASE = ("linear", "slerp", "karcher", "passthrough")
-PARAMETERS = {"slerp": "t: 0.4", "nearswap": "t: 0.0005", "sce": "select_topk: 0.3", "adam": "rate: 0.01"}
-USUAL = {"weight": 0.5, "density": 0.4}
 # Variants that make further passes or work on rows instead of grains.
 VARIANTS = {
     "nuslerp": ["weight: 0.5, nuslerp_flatten: false, nuslerp_row_wise: true"],
@@ -44,26 +39,16 @@ VARIANTS = {
 }
 
 
-def usual_parameters(method: str) -> str:
-    return ", ".join(f"{name}: {value}" for name, value in USUAL.items() if merge_methods()[method].parameter(name))
-
-
 CASES = [
     (method, parameters)
     for method in sorted(merge_methods())
-    for parameters in [PARAMETERS.get(method, usual_parameters(method)), *VARIANTS.get(method, [])]
+    for parameters in [usual_parameters(method), *VARIANTS.get(method, [])]
 ]
 
 
 def models_of(method: str) -> list[str]:
     """Return the names of all models that the recipe of ``method`` reads."""
     return [*([] if method in WITHOUT_BASE else ["base"]), *MODELS.get(method, "abc")]
-
-
-def recipe_of(method: str, parameters: str) -> str:
-    base = "" if method in WITHOUT_BASE else "base_model: base\n"
-    chosen = ", ".join(entry(method, name) for name in MODELS.get(method, "abc"))
-    return f"merge_method: {method}\n{base}models: [{chosen}]\nparameters: {{{parameters}}}\n"
 
 
 @pytest.fixture(scope="module")
@@ -83,16 +68,13 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def spoil(family: Path, chosen: str, root: Path, where: dict[str, dict[int, float]]) -> Path:
     """Copy one format of the family into ``root`` and replace some elements of some models' embeddings."""
-    from safetensors.torch import save_file
-
+    root.mkdir(exist_ok=True)
     for name in ("base", "a", "b", "c"):
         source = family / chosen / name
         if name not in where:
             (root / name).symlink_to(source)
             continue
-        (root / name).mkdir()
-        for file in source.iterdir():
-            shutil.copy(file, root / name)
+        shutil.copytree(source, root / name)
         tensors = load_file(source / "model.safetensors")
         flat = tensors[EMBEDDINGS].flatten()
         for index, value in where[name].items():
@@ -124,10 +106,9 @@ def test_every_method_refuses_nan_in_any_model(
     turn = CASES.index((method, parameters)) + (kernels == "fused")
     for number, model in enumerate(models_of(method), start=turn):
         chosen = FORMATS[number % len(FORMATS)]
-        root = tmp_path / str(number)
-        root.mkdir()
-        spoil(family, chosen, root, {model: {number * 1234 % (TOKENS * HIDDEN): BAD[number % 3]}})
-        refused(recipe_of(method, parameters), root, model, 1, kernels=kernels)
+        where = {model: {number * 1234 % (TOKENS * HIDDEN): BAD[number % 3]}}
+        root = spoil(family, chosen, tmp_path / str(number), where)
+        refused(recipe_of(method, parameters, ""), root, model, 1, kernels=kernels)
 
 
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
@@ -136,7 +117,7 @@ def test_all_elements_of_a_tensor_of_nan_are_counted(family: Path, tmp_path: Pat
     model = models_of(method)[-1]
     everything = dict.fromkeys(range(TOKENS * HIDDEN), BAD[0])
     spoil(family, "bfloat16", tmp_path, {model: everything})
-    text = recipe_of(method, PARAMETERS.get(method, usual_parameters(method)))
+    text = recipe_of(method, dtype="")
     refused(text, tmp_path, model, TOKENS * HIDDEN, kernels=kernels, block_elements=4096, threads=3)
 
 
@@ -148,28 +129,21 @@ indices = st.dictionaries(st.integers(0, TOKENS * HIDDEN - 1), st.sampled_from(B
 @given(
     case=st.sampled_from(CASES),
     chosen=st.sampled_from(FORMATS),
-    kernels=st.sampled_from(["torch", "fused"]),
-    block=st.sampled_from([1, 4096, 16384, 1 << 20]),
-    threads=st.integers(1, 4),
+    how=st.fixed_dictionaries(
+        {
+            "kernels": st.sampled_from(["torch", "fused"]),
+            "block_elements": st.sampled_from([1, 4096, 16384, 1 << 20]),
+            "threads": st.integers(1, 4),
+        }
+    ),
     data=st.data(),
 )
 def test_nan_is_found_in_every_format_position_and_block_size(
-    family: Path,
-    tmp_path_factory: pytest.TempPathFactory,
-    case: tuple[str, str],
-    chosen: str,
-    kernels: str,
-    block: int,
-    threads: int,
-    data: st.DataObject,
+    family: Path, tmp_path_factory: Any, case: tuple[str, str], chosen: str, how: dict[str, Any], data: st.DataObject
 ) -> None:
-    method, parameters = case
-    model = data.draw(st.sampled_from(models_of(method)))
-    where = data.draw(indices)
+    model, where = data.draw(st.sampled_from(models_of(case[0]))), data.draw(indices)
     root = spoil(family, chosen, tmp_path_factory.mktemp("spoilt"), {model: where})
-    refused(
-        recipe_of(method, parameters), root, model, len(where), kernels=kernels, block_elements=block, threads=threads
-    )
+    refused(recipe_of(*case, ""), root, model, len(where), **how)
 
 
 @given(
@@ -202,27 +176,23 @@ def test_all_mergeable_formats_are_checked() -> None:
 
 def test_all_models_with_nan_are_named(family: Path, tmp_path: Path) -> None:
     spoil(family, "bfloat16", tmp_path, {"a": {0: BAD[0], 7: BAD[1]}, "c": {100: BAD[2]}})
-    error = refused(recipe_of("ties", "weight: 0.5, density: 0.4"), tmp_path, "a", 2)
+    error = refused(recipe_of("ties", "weight: 0.5, density: 0.4", ""), tmp_path, "a", 2)
     assert "in c, 1" in error.found
 
 
 @pytest.mark.parametrize("method", ["ties", "task_arithmetic", "dare_linear"])
 def test_copied_tensors_are_checked(family: Path, tmp_path: Path, method: str) -> None:
     """A tensor that the other models lack is copied instead of merged, but still checked."""
-    from safetensors.torch import save_file
-
-    spoil(family, "float32", tmp_path, {"base": {}})
-    tensors = load_file(tmp_path / "base" / "model.safetensors")
-    tensors["lm_head.weight"] = torch.full((TOKENS, HIDDEN), 0.5)
-    tensors["lm_head.weight"][3, 3] = BAD[1]
-    (tmp_path / "base" / "model.safetensors").unlink()
-    save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
-    refused(recipe_of(method, "weight: 0.5"), tmp_path, "base", 1, "lm_head.weight")
+    file = spoil(family, "float32", tmp_path, {"base": {}}) / "base/model.safetensors"
+    head = torch.full((TOKENS, HIDDEN), 0.5)
+    head[3, 3] = BAD[1]
+    save_file({**load_file(file), "lm_head.weight": head}, file, {"format": "pt"})
+    refused(recipe_of(method, "weight: 0.5", ""), tmp_path, "base", 1, "lm_head.weight")
 
 
 def test_a_resumed_merge_refuses_nan_again(family: Path, tmp_path: Path) -> None:
     spoil(family, "bfloat16", tmp_path, {"b": {TOKENS * HIDDEN - 1: BAD[0]}})
-    text = recipe_of("dare_ties", "weight: 0.5, density: 0.4")
+    text = recipe_of("dare_ties", "weight: 0.5, density: 0.4", "")
     for _ in range(3):
         refused(text, tmp_path, "b", 1, block_elements=16384)
 
@@ -241,7 +211,7 @@ def test_the_check_reads_no_extra_bytes(
 
     monkeypatch.setattr(blocks, "read_into", counted)
     spoil(family, "bfloat16", tmp_path, {})
-    text = recipe_of(method, PARAMETERS.get(method, usual_parameters(method)))
+    text = recipe_of(method, dtype="")
     merge_text(text, tmp_path, "with")
     with_rule, read[:] = sum(read), []
     monkeypatch.setattr(blocks, "count_non_finite", lambda *_, **__: 0)
@@ -264,15 +234,11 @@ def vocabularies(root: Path, rows: dict[str, Iterable[str]], bad: tuple[str, int
 BY_TOKENS = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 0.5}\ntokenizer_source: a\n"
 
 
-def test_nan_in_a_lent_row_is_counted_for_its_lender(tmp_path: Path) -> None:
+def test_nan_in_a_lent_row_is_counted_for_its_lender_and_unused_rows_are_not_checked(tmp_path: Path) -> None:
     vocabularies(tmp_path, {"a": "xyzw", "b": "xyw"}, ("a", 2))  # b lacks z and borrows the row.
     error = refused(BY_TOKENS, tmp_path, "a", 1)
     assert not re.search(r"in b", error.found)
-
-
-def test_unused_rows_are_not_checked(tmp_path: Path) -> None:
-    vocabularies(tmp_path, {"a": "xyz", "b": "xyzw"}, ("b", 3))
-    merge_text(BY_TOKENS, tmp_path)
+    merge_text(BY_TOKENS, vocabularies(tmp_path / "unused", {"a": "xyz", "b": "xyzw"}, ("b", 3)))
 
 
 def test_a_step_that_overflows_is_named(family: Path, tmp_path: Path) -> None:
@@ -299,9 +265,8 @@ def test_infinities_that_all_models_have_in_common_are_copied(
         places = {index: BAD[1 + index % 2] for index in range(TOKENS * HIDDEN)}
     constant, finite_one = tmp_path / "constant", tmp_path / "finite"
     for root, where in ((constant, places), (finite_one, dict.fromkeys(places, 0.0))):
-        root.mkdir()
         spoil(family, chosen, root, dict.fromkeys(models, where))
-    text = recipe_of(method, parameters)
+    text = recipe_of(method, parameters, "")
     health = merge_text(text, constant, kernels=kernels).findings
     merge_text(text, constant, "small", kernels=kernels, block_elements=4096, threads=3)
     merge_text(text, finite_one, kernels=kernels)
@@ -355,16 +320,14 @@ def test_a_clip_bound_is_copied_unless_a_model_differs(
 def test_one_model_has_no_constants_next_to_finite_numbers(family: Path, tmp_path: Path) -> None:
     where = dict.fromkeys(range(4096, TOKENS * HIDDEN), BAD[1])  # All blocks but the first are infinite.
     spoil(family, "float32", tmp_path, {"a": where})
-    text = recipe_of("passthrough", "")
+    text = recipe_of("passthrough", "", "")
     refused(text, tmp_path, "a", len(where), block_elements=4096)
 
 
 def test_common_infinities_are_no_differences_between_models(family: Path, tmp_path: Path) -> None:
     measured = []
     for value in (BAD[1], 0.0):
-        root = tmp_path / str(value)
-        root.mkdir()
-        spoil(family, "float32", root, {name: {7: value} for name in ("base", *"abc")})
+        root = spoil(family, "float32", tmp_path / str(value), {name: {7: value} for name in ("base", *"abc")})
         parents = [open_checkpoint(root / name) for name in "abc"]
         measured.append(measure_interference(open_checkpoint(root / "base"), parents))
     constant, zero = measured

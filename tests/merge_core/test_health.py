@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from family import merge_text, random_tensors, save_checkpoint
+from family import LINEAR, merge_text, random_tensors, save_checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,45 +33,33 @@ def passthrough(scale: float) -> str:
 
 
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
-@pytest.mark.parametrize("scale", [0.1, 30])
-def test_a_tensor_far_larger_or_smaller_than_its_parents_is_a_warning(pair: Path, scale: float, kernels: str) -> None:
+@pytest.mark.parametrize(
+    ("scale", "found"), [(0.1, "root mean square"), (30, "root mean square"), (0, "every element is zero")]
+)
+def test_a_tensor_far_larger_or_smaller_than_its_parents_or_zero_is_a_warning(
+    pair: Path, scale: float, found: str, kernels: str
+) -> None:
     (finding,) = merge_text(passthrough(scale), pair, kernels=kernels).findings
     assert (finding.severity, finding.where) == ("warn", NORM)
-    assert "root mean square" in finding.found
+    assert found in finding.found
 
 
-def test_a_merge_of_relatives_is_healthy(pair: Path) -> None:
-    assert (
-        merge_text("merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}", pair).findings
-        == ()
-    )
-
-
-def test_a_tensor_that_the_recipe_scales_to_zero_is_a_warning(pair: Path) -> None:
-    (finding,) = merge_text(passthrough(0), pair).findings
-    assert (finding.severity, finding.where, finding.found) == ("warn", NORM, "every element is zero")
-
-
-def test_zeros_from_nonzero_parents_block_the_merge(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "found"),
+    [(lambda tensor: tensor + 0.01, []), (torch.zeros_like, []), (torch.neg, [("block", NORM)])],
+    ids=["relatives", "zeros of zero parents", "zeros of nonzero parents"],
+)
+def test_only_zeros_from_nonzero_parents_block_the_merge(
+    tmp_path: Path, change: Callable[[torch.Tensor], torch.Tensor], found: list[tuple[str, str]]
+) -> None:
     tensors = random_tensors(0)
-    save_checkpoint(tmp_path / "a", tensors)
-    save_checkpoint(tmp_path / "b", {**tensors, NORM: -tensors[NORM]})
-    text = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}"
-    (finding,) = merge_text(text, tmp_path).findings
-    assert (finding.severity, finding.where) == ("block", NORM)
-
-
-def test_zeros_from_zero_parents_are_fine(tmp_path: Path) -> None:
-    tensors = random_tensors(0)
-    for name in "ab":
-        save_checkpoint(tmp_path / name, {**tensors, NORM: torch.zeros_like(tensors[NORM])})
-    text = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}"
-    assert merge_text(text, tmp_path).findings == ()
+    own = torch.zeros_like(tensors[NORM]) if change is torch.zeros_like else tensors[NORM]
+    save_checkpoint(tmp_path / "a", {**tensors, NORM: own})
+    save_checkpoint(tmp_path / "b", {**tensors, NORM: change(tensors[NORM])})
+    assert [(one.severity, one.where) for one in merge_text(LINEAR, tmp_path).findings] == found
 
 
 def test_a_resumed_merge_reports_earlier_findings(pair: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import os
-
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", lambda fd: (_ for _ in ()).throw(OSError(5, "Input/output error")))
         with pytest.raises(Exception, match="Input/output error"):
@@ -83,8 +73,7 @@ def test_unused_tensors_and_a_contradicting_config_are_in_the_record(tmp_path: P
     tensors = random_tensors(0)
     save_checkpoint(tmp_path / "a", tensors, config={"num_hidden_layers": 7})
     save_checkpoint(tmp_path / "b", {**tensors, "extra.weight": torch.ones(3)})
-    text = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}"
-    places = {finding.where for finding in merge_text(text, tmp_path).findings}
+    places = {finding.where for finding in merge_text(LINEAR, tmp_path).findings}
     assert {"b: extra.weight", "a: config.json: num_hidden_layers"} <= places
     assert "the result: config.json: num_hidden_layers" in places
 
