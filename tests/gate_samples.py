@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from mergegate.tasks.evaluation import document_scores
 from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.gate.drift import ModelLikelihoods
-from mergegate.tasks.gate.evidence import GuardVerdict, measure_guard
+from mergegate.tasks.gate.evidence import GuardEvidence, GuardVerdict, measure_guard
 from mergegate.tasks.gate.regression import judge_guards
-from mergegate.tasks.gate.settings import Guard
+from mergegate.tasks.gate.settings import GateRule, Guard
+from mergegate.tasks.gate.stage import GatePlan, GateVerdict, gate
 from mergegate.tasks.perplexity.measurement import DocumentLikelihood, TextMeasurement
 from mergegate.tasks.perplexity.stage import FILE, Likelihoods, total_likelihood, write_documents
 from mergegate.tasks.store.store import Artifact
 
 GUARD = Guard(task="reverse", guarded_by="reverser", max_drop=3)
-
-
 BENCHMARKS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
 
 
@@ -42,15 +41,39 @@ def paired(lost: int, won: int, n: int) -> PairedScores:
     return PairedScores(tuple(("reverse", i) for i in range(n)), tuple(reference), tuple(merge))
 
 
+def pair(reference: Sequence[DocumentScore], merge: Sequence[DocumentScore]) -> PairedScores:
+    """Return the scores of both models on the same documents."""
+    documents = tuple((row.task, row.doc_id) for row in reference)
+    outcomes = (tuple(row.outcome for row in rows) for rows in (reference, merge))
+    return PairedScores(documents, *outcomes, rows=tuple(zip(reference, merge, strict=True)))
+
+
+def measured(guard: Guard, lost: int, won: int, n: int, **more: object) -> GuardEvidence:
+    """Return the evidence of a guard for ``paired`` scores."""
+    return measure_guard(guard, "acc,none", paired(lost, won, n), True, **more)  # type: ignore[arg-type]  # test values
+
+
 def judge_guard(
-    guard: Guard, metric: str, scores: PairedScores, higher_is_better: bool, confidence: float
+    guard: Guard, metric: str, scores: PairedScores, higher_is_better: bool = True, confidence: float = 0.95
 ) -> GuardVerdict:
     """Return the verdict of a single guard on scores to which no more will be added."""
     return judge_guards([measure_guard(guard, metric, scores, higher_is_better)], confidence)[0]
 
 
-def verdict_of(lost: int, won: int, n: int, guard: Guard = GUARD) -> GuardVerdict:
-    return judge_guard(guard, "acc,none", paired(lost, won, n), True, 0.95)
+def verdict_of(lost: int, won: int, n: int, guard: Guard = GUARD, **more: object) -> GuardVerdict:
+    return judge_guards([measured(guard, lost, won, n, **more)], 0.95)[0]
+
+
+def gate_scores(
+    scores: Mapping[str, list[Artifact[Scores]]], *guards: Guard, rule: GateRule | None = None, **plan: object
+) -> GateVerdict:
+    """Return the verdict of the gate on stored scores, without a held-out text."""
+    return gate.work(guards or (GUARD,), scores, {}, None, GatePlan(rule or GateRule(), **plan))  # type: ignore[arg-type]
+
+
+def scores_of(directory: Path, **right: int) -> dict[str, list[Artifact[Scores]]]:
+    """Return the stored scores of models by name, which get these numbers of 400 documents right."""
+    return {name: [scores(directory / name, count)] for name, count in right.items()}
 
 
 def outcome(doc: int, value: float = 1.0, **other: str) -> DocumentScore:

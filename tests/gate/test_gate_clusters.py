@@ -9,30 +9,20 @@ from types import ModuleType
 import numpy as np
 import pytest
 import statsmodels.api as sm
-from benchmark_scripts import load_benchmark
-from gate_samples import GUARD, judge_guard, table_in_docs
+from benchmark_scripts import script_fixture
+from gate_samples import GUARD, judge_guard, paired, table_in_docs
 from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation.document_scores import PairedScores
 from mergegate.tasks.gate import clusters
-from mergegate.tasks.gate.clusters import (
-    check_clusters,
-    cluster_errors,
-    clustered_difference,
-    critical_value,
-    effective_clusters,
-)
+from mergegate.tasks.gate.clusters import check_clusters, clustered_difference, critical_value, effective_clusters
 from mergegate.tasks.gate.graded_scores import graded_difference
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import Difference, binary_bounds
 
 UNEQUAL = (20, 30, 30, 50, 80, 120)
-
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    return load_benchmark("error_rates")
+script = script_fixture("error_rates")
 
 
 def in_clusters(
@@ -45,12 +35,8 @@ def in_clusters(
 
 
 def textbook_error(differences: np.ndarray, members: list[str]) -> float:
-    """Return the CR2 error of a regression on a constant, computed with matrices.
-
-    Residuals are multiplied by the inverse root of their block of ``I - H``.
-    """
-    n = len(differences)
-    x = np.ones((n, 1))
+    """Return the CR2 error of a regression on a constant: residuals times the inverse root of their block of I - H."""
+    x = np.ones((len(differences), 1))
     bread = np.linalg.inv(x.T @ x)
     hat = x @ bread @ x.T
     residuals = differences - differences.mean()
@@ -67,16 +53,15 @@ def test_the_error_is_the_textbook_cr2() -> None:
     differences, members = in_clusters(np.random.default_rng(1), UNEQUAL, 0.1)
     sizes = np.array(UNEQUAL)
     means = np.array([part.mean() for part in np.split(differences, np.cumsum(sizes)[:-1])])
-    found = float(cluster_errors(means - differences.mean(), sizes))
+    found = float(clusters.cluster_errors(means - differences.mean(), sizes))
     assert found == pytest.approx(textbook_error(differences, members), rel=1e-9)
 
 
 def test_the_error_of_equal_clusters_matches_a_clustered_regression() -> None:
     sizes = (25,) * 20
     differences, members = in_clusters(np.random.default_rng(2), sizes, 0.1)
-    fit = sm.OLS(differences, np.ones(500)).fit(
-        cov_type="cluster", cov_kwds={"groups": np.unique(members, return_inverse=True)[1]}
-    )
+    groups = np.unique(members, return_inverse=True)[1]
+    fit = sm.OLS(differences, np.ones(500)).fit(cov_type="cluster", cov_kwds={"groups": groups})
     plain = graded_difference(differences, 0.95)
     found = clustered_difference(differences.tolist(), members, plain, 0.95)
     half = critical_value(sizes, 0.95) * float(fit.bse[0])
@@ -171,9 +156,7 @@ def test_the_subject_sizes_are_those_of_mmlu(script: ModuleType) -> None:
 @pytest.mark.parametrize("spread", [0.0, 0.06])
 def test_the_table_decides_like_the_interval_of_a_single_sample(script: ModuleType, spread: float) -> None:
     # The script vectorizes over samples; this test passes one sample at a time to the gate's interval.
-    sizes, runs = (60,) * 20, 300
-    rng = np.random.default_rng(7)
-    passed = 0
+    sizes, runs, passed, rng = (60,) * 20, 300, 0, np.random.default_rng(7)
     for _ in range(runs):
         differences, members = in_clusters(rng, sizes, spread, mean=0.0)
         plain = Difference(differences.mean(), differences.mean(), differences.mean(), 0.0)  # as in the script
@@ -210,33 +193,31 @@ def test_each_population_has_its_verdict() -> None:
     # Of twenty subjects, three account for all losses: a real drop for new questions, but chance for new subjects.
     # No subject has lost enough to raise an alarm on its own.
     found = subjects(20, 50, 11, 11, 11)
-    of_questions, of_subjects = (
-        judge_guard(Guard(task="t", guarded_by="a", max_drop=3, population=population), "acc,none", found, True, 0.95)
-        for population in ("new questions", "new subjects")
+    of_questions, of_subjects, by_task = (
+        judge_guard(Guard(task="t", guarded_by="a", max_drop=3, **unit), "acc,none", found)
+        for unit in ({"population": "new questions"}, {"population": "new subjects"}, {"cluster_by": "task"})
     )
     assert (of_questions.outcome, of_subjects.outcome) == ("fail", "inconclusive")
     assert (of_questions.clusters, of_subjects.clusters) == (None, 20)
+    assert of_subjects.low < 0 < of_questions.low
     assert of_questions.drop == of_subjects.drop
+    assert of_subjects == by_task
 
 
-def test_clustering_by_task_equals_the_population_of_new_subjects() -> None:
-    found = subjects(20, 50, 20)
-    same = {"task": "t", "guarded_by": "a"}
-    by_name = judge_guard(Guard(**same, population="new subjects"), "acc,none", found, True, 0.95)
-    assert by_name == judge_guard(Guard(**same, cluster_by="task"), "acc,none", found, True, 0.95)
-
-
-def test_a_field_can_identify_new_subjects() -> None:
+def test_clusters_are_read_from_the_field_that_was_recorded() -> None:
     found = subjects(2, 500, 20)
     fields = PairedScores(found.documents, found.reference, found.merge, tuple(str(i % 25) for i in range(1000)))
-    guard = Guard(task="t", guarded_by="a", population="new subjects", cluster_by="category")
-    assert judge_guard(guard, "acc,none", fields, True, 0.95).clusters == 25
+    guard = Guard(task="t", guarded_by="a", cluster_by="category")
+    for unit in (guard, guard.model_copy(update={"population": "new subjects"})):
+        assert judge_guard(unit, "acc,none", fields).clusters == 25
+    with pytest.raises(InvalidInput, match="'category', which some documents lack"):
+        judge_guard(guard, "acc,none", found)
 
 
-def test_a_task_without_subjects_rejects_new_subjects() -> None:
-    found = PairedScores(tuple(("reverse", i) for i in range(200)), (1.0,) * 200, (1.0,) * 200)
+@pytest.mark.parametrize("unit", [{"population": "new subjects"}, {"cluster_by": "task"}])
+def test_a_single_cluster_is_rejected(unit: dict[str, str]) -> None:
     with pytest.raises(InvalidInput, match=r"all documents in one cluster \(reverse\)"):
-        judge_guard(GUARD.model_copy(update={"population": "new subjects"}), "acc,none", found, True, 0.95)
+        judge_guard(GUARD.model_copy(update=unit), "acc,none", paired(1, 0, 200))
 
 
 @pytest.mark.parametrize("spread", [0.0, 0.1])

@@ -20,34 +20,35 @@ from mergegate.tasks.perplexity.text import DistinctDocuments, HeldOutDocument
 LIMITS = DriftLimits()
 
 
+def against_parent(merge: ModelLikelihoods) -> DriftVerdict:
+    return judge_drift({"base": PARENT}, merge, LIMITS, 0.95)
+
+
 @pytest.mark.parametrize(
     ("increase", "outcome", "warning"),
     [(0.0, "pass", False), (0.01, "pass", False), (0.03, "pass", True), (0.06, "fail", False), (0.5, "fail", False)],
 )
 def test_drift_passes_warns_and_fails_at_its_limits(increase: float, outcome: str, warning: bool) -> None:
-    verdict = judge_drift({"base": PARENT}, worse(math.log(1 + increase)), LIMITS, 0.95)
+    verdict = against_parent(worse(math.log(1 + increase)))
     assert verdict.ratio == pytest.approx(1 + increase, abs=1e-3)
     assert (verdict.outcome, verdict.warning, verdict.broken) == (outcome, warning, False)
-    assert verdict.low is not None
-    assert verdict.high is not None
     assert verdict.low < verdict.ratio < verdict.high
 
 
 def test_drift_is_reported_in_a_sentence() -> None:
-    verdict = judge_drift({"base": PARENT}, worse(math.log(1.003)), LIMITS, 0.95)
+    verdict = against_parent(worse(math.log(1.003)))
     assert verdict.reason == "perplexity is 1.003 times that of base and at most 1.006; the limit is 1.05"
 
 
 def test_noisy_documents_leave_drift_inconclusive() -> None:
-    verdict = judge_drift({"base": PARENT}, worse(math.log(1.03), noise=0.4), LIMITS, 0.95)
+    verdict = against_parent(worse(math.log(1.03), noise=0.4))
     assert verdict.outcome == "inconclusive"
     assert verdict.reason.endswith("; the limit is 1.05. More than 500 documents would decide")
 
 
 def test_the_better_parent_is_the_reference() -> None:
-    assert (
-        judge_drift({"bad": worse(0.3), "good": PARENT, "so-so": worse(0.1)}, PARENT, LIMITS, 0.95).reference == "good"
-    )
+    parents = {"bad": worse(0.3), "good": PARENT, "so-so": worse(0.1)}
+    assert judge_drift(parents, PARENT, LIMITS, 0.95).reference == "good"
 
 
 def test_a_broken_parent_is_not_a_reference() -> None:
@@ -59,33 +60,32 @@ def test_a_broken_parent_is_not_a_reference() -> None:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_one_nonfinite_document_breaks_the_merge(bad: float) -> None:
-    verdict = judge_drift({"base": PARENT}, likelihoods([2.0] * 499 + [bad]), LIMITS, 0.95)
+    verdict = against_parent(likelihoods([2.0] * 499 + [bad]))
     assert (verdict.broken, verdict.outcome, verdict.ratio) == (True, "fail", None)
     assert verdict.reason == "perplexity is not finite, so the merge is broken"
 
 
 def test_more_than_double_the_perplexity_is_broken() -> None:
-    verdict = judge_drift({"base": PARENT}, worse(math.log(2.05)), LIMITS, 0.95)
+    verdict = against_parent(worse(math.log(2.05)))
     assert verdict.broken
     assert verdict.reason == "perplexity is 2.050 times that of base, so the merge is broken; the limit is 1.05"
     assert verdict.findings == ()
-    assert not judge_drift({"base": PARENT}, worse(math.log(1.95)), LIMITS, 0.95).broken
+    assert not against_parent(worse(math.log(1.95))).broken
 
 
 def test_models_with_different_tokenizers_are_compared_by_bytes() -> None:
-    verdict = judge_drift({"base": PARENT}, worse(0.0, vocabulary="other"), LIMITS, 0.95)
+    verdict = against_parent(worse(0.0, vocabulary="other"))
     assert verdict.unit == "byte"
     assert "times that of base per byte" in verdict.reason
 
 
-def test_different_windows_are_rejected() -> None:
-    with pytest.raises(InvalidInput, match="windows of 128 and 64 tokens"):
-        judge_drift({"base": PARENT}, worse(0.0, window=64), LIMITS, 0.95)
-
-
-def test_different_documents_are_rejected() -> None:
-    with pytest.raises(InvalidInput, match="different documents"):
-        judge_drift({"base": PARENT}, likelihoods([2.0] * 499), LIMITS, 0.95)
+@pytest.mark.parametrize(
+    ("merge", "message"),
+    [(worse(0.0, window=64), "windows of 128 and 64 tokens"), (likelihoods([2.0] * 499), "different documents")],
+)
+def test_different_windows_or_documents_are_rejected(merge: ModelLikelihoods, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        against_parent(merge)
 
 
 def judged(losses: list[float], **other: object) -> DriftVerdict:
@@ -115,9 +115,14 @@ def test_the_longest_document_does_not_choose_the_reference() -> None:
     assert judge_drift(parents, parents["good at one"], LIMITS, 0.95).reference == "good at all others"
 
 
+def with_german_loss(increase: float) -> DriftVerdict:
+    """Return the verdict on 480 English documents with noise, and 20 German ones that also lose ``increase`` nats."""
+    losses = [*noise(480), *(increase + loss for loss in noise(20))]
+    return judged(losses, strata=[*["en"] * 480, *["de"] * 20])
+
+
 def test_a_language_whose_perplexity_doubles_fails_and_is_named() -> None:
-    losses = [*noise(480), *(math.log(2) + loss for loss in noise(20))]
-    verdict = judged(losses, strata=[*["en"] * 480, *["de"] * 20])
+    verdict = with_german_loss(math.log(2))
     assert verdict.ratio == pytest.approx(1.028, abs=0.005)  # Within the limit.
     assert {stratum.name: stratum.failed for stratum in verdict.strata} == {"de": True, "en": False}
     assert verdict.outcome == "fail"
@@ -126,10 +131,8 @@ def test_a_language_whose_perplexity_doubles_fails_and_is_named() -> None:
 
 
 def test_a_language_that_loses_too_little_to_break_its_documents_still_fails() -> None:
-    losses = [*noise(480), *(math.log(1.4) + loss for loss in noise(20))]
-    verdict = judged(losses, strata=[*["en"] * 480, *["de"] * 20])
-    assert verdict.broken_documents == 0
-    assert verdict.outcome == "fail"
+    verdict = with_german_loss(math.log(1.4))
+    assert (verdict.broken_documents, verdict.outcome) == (0, "fail")
 
 
 @pytest.mark.story
@@ -195,9 +198,6 @@ def test_the_order_and_the_lengths_of_documents_do_not_matter(n: int, loss: floa
     second = judge_drift({"base": changed(reference)}, changed(merge), LIMITS, 0.95)
     assert second.outcome == first.outcome
     assert (second.ratio, second.low, second.high) == pytest.approx((first.ratio, first.low, first.high))
-    assert first.low is not None
-    assert first.ratio is not None
-    assert first.high is not None
     assert first.low <= first.ratio <= first.high
 
 
@@ -223,20 +223,16 @@ def test_a_merge_at_the_limit_is_rarely_published_with_heavy_tailed_lengths(docu
     assert published(np.random.default_rng(documents), 400, documents, kind) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 400)
 
 
-def test_few_documents_and_duplicates_are_reported_before_the_run() -> None:
-    def found(documents: int, duplicates: int) -> list[tuple[str, str]]:
-        text = DistinctDocuments(tuple(HeldOutDocument(i, f"{i}", f"{i}", "") for i in range(documents)), duplicates)
-        return [(finding.severity, finding.found) for finding in drift_findings(text, LIMITS, 0.95)]
+def found(documents: int, duplicates: int) -> list[tuple[str, str]]:
+    text = DistinctDocuments(tuple(HeldOutDocument(i, f"{i}", f"{i}", "") for i in range(documents)), duplicates)
+    return [(finding.severity, finding.found) for finding in drift_findings(text, LIMITS, 0.95)]
 
+
+def test_few_documents_and_duplicates_are_reported_before_the_run() -> None:
     assert found(1000, 0) == []
     assert found(299, 0) == []
-    assert found(24, 0) == [
-        (
-            "info",
-            "24 documents can only show that at most 11.7 % of such documents break; 299 could show that "
-            "at most 1 % do",
-        )
-    ]
+    shown = "24 documents can only show that at most 11.7 % of such documents break"
+    assert found(24, 0) == [("info", f"{shown}; 299 could show that at most 1 % do")]
     assert found(1, 499)[0] == ("warn", "499 of 500 documents repeat another one, and each text counts once")
     assert found(10, 0)[0][1].startswith("too few documents to pass: with 10,")
     assert found(1000, 5)[0][0] == "info"
@@ -244,8 +240,7 @@ def test_few_documents_and_duplicates_are_reported_before_the_run() -> None:
 
 @pytest.mark.parametrize("documents", [5, 10, 11, 24])
 def test_a_check_says_that_no_merge_can_pass_exactly_if_none_can(documents: int) -> None:
-    text = DistinctDocuments(tuple(HeldOutDocument(i, f"{i}", f"{i}", "") for i in range(documents)), 0)
-    announced = any("too few" in finding.found for finding in drift_findings(text, LIMITS, 0.95))
+    announced = any("too few" in words for _, words in found(documents, 0))
     assert announced == (judged([0.0] * documents).outcome != "pass")
 
 

@@ -22,9 +22,8 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 def page(name: str) -> str:
     """Return a page of the explanations on one line, with plain minus signs."""
-    return " ".join(
-        (DOCS / "explanation" / f"{name}.md").read_text(encoding="utf-8").replace("\N{MINUS SIGN}", "-").split()
-    )
+    text = (DOCS / "explanation" / f"{name}.md").read_text(encoding="utf-8")
+    return " ".join(text.replace("\N{MINUS SIGN}", "-").split())
 
 
 def interval(difference: Difference) -> str:
@@ -47,9 +46,8 @@ def test_the_first_example_of_one_guard() -> None:
     assert interval(found) == "1.2 [-0.1, 2.6]"
     assert "bounds of the true drop are -0.1 and 2.6 points" in page("how-the-gate-decides")
     lows = [100 * binary_difference(60, 16, 400, level).low for level in (0.95, 0.9875)]
-    assert "lower bound {:.1f} at 95 % and {:.1f} at the corrected 98.75 %".format(*lows) in page(
-        "how-the-gate-decides"
-    )
+    example = "lower bound {:.1f} at 95 % and {:.1f} at the corrected 98.75 %".format(*lows)
+    assert example in page("how-the-gate-decides")
 
 
 def test_the_example_of_interim_looks() -> None:
@@ -107,7 +105,6 @@ def test_the_example_of_clusters() -> None:
     text = page("clustered-documents")
     assert f"| `new questions` (default) | {interval(questions)} | pass |" in text
     assert f"| `new subjects` | {interval(clustered_difference(differences, subjects, questions, 0.95))} |" in text
-    assert (
-        f"`q` is {critical_value((50,) * 20, 0.95):.1f} instead of Student's {student_quantile(0.95, 19):.1f}" in text
-    )
+    quantiles = critical_value((50,) * 20, 0.95), student_quantile(0.95, 19)
+    assert "`q` is {:.1f} instead of Student's {:.1f}".format(*quantiles) in text
     assert f"one of 500 count as {effective_clusters((100,) * 10 + (500,)):.1f}" in text

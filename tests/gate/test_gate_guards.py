@@ -1,83 +1,74 @@
-"""A guard pairs documents, and its outcome is one of three, each explained in a sentence."""
+"""A guard pairs documents, its outcome is one of three, and alarms are corrected for the number of guards."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
+import numpy as np
 import pytest
-from gate_samples import GUARD, judge_guard, outcome, paired, verdict_of
+from gate_samples import GUARD, judge_guard, measured, outcome, paired, verdict_of
+from samples import sampled
+from scipy import stats
+from statsmodels.stats.multitest import multipletests
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import document_scores
 from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores, pair_documents
+from mergegate.tasks.gate.evidence import GuardEvidence, ReferenceChoice
+from mergegate.tasks.gate.regression import alarm_confidences, judge_guards
+
+NOT_BY_CHANCE = "and not by chance (at least 2.74)"
 
 
-def test_a_lost_skill_fails_with_a_reason() -> None:
-    verdict = verdict_of(43, 0, 300)
-    assert verdict.outcome == "fail"
-    assert verdict.reason == "reverse lost 14.3 points against reverser, at least 10.8; max_drop is 3"
-    assert (verdict.lost, verdict.won, verdict.n) == (43, 0, 300)
-    assert (verdict.reference_score, verdict.merge_score) == (1.0, pytest.approx(257 / 300))
-
-
-def test_an_unchanged_skill_passes() -> None:
-    verdict = verdict_of(1, 2, 400)
-    assert verdict.outcome == "pass"
-    assert verdict.reason == "reverse gained 0.2 points over reverser and lost at most 0.7; the margin is 4"
+@pytest.mark.parametrize(
+    ("counts", "outcome", "reason"),
+    [
+        ((43, 0, 300), "fail", "lost 14.3 points against reverser, at least 10.8; max_drop is 3"),
+        ((1, 2, 400), "pass", "gained 0.2 points over reverser and lost at most 0.7; the margin is 4"),
+        ((0, 0, 400), "pass", "lost 0.0 points against reverser and at most 0.7; the margin is 4"),
+        ((302, 0, 10_000), "fail", f"lost 3.02 points against reverser, {NOT_BY_CHANCE}; max_drop is 3"),
+    ],
+)
+def test_an_outcome_has_a_reason(counts: tuple[int, int, int], outcome: str, reason: str) -> None:
+    verdict = verdict_of(*counts)
+    assert (verdict.outcome, verdict.reason) == (outcome, f"reverse {reason}")
+    assert (verdict.lost, verdict.won, verdict.n) == counts
     assert verdict.documents_needed is None
+    lost, won, n = counts
+    assert (verdict.reference_score, verdict.merge_score) == (pytest.approx(1 - won / n), pytest.approx(1 - lost / n))
 
 
-def test_equal_scores_are_a_drop_of_zero_with_an_interval() -> None:
-    expected = "reverse lost 0.0 points against reverser and at most 0.7; the margin is 4"
-    assert verdict_of(0, 0, 400).reason == expected
-
-
-def test_noise_above_the_threshold_is_not_a_failure() -> None:
+def test_noise_above_the_threshold_is_inconclusive_and_the_needed_documents_would_decide() -> None:
     verdict = verdict_of(12, 8, 100)  # 4 points, but 12 against 8 is chance
     assert verdict.outcome == "inconclusive"
     assert verdict.reason == (
         "Not shown to be safe: reverse lost 4.0 points against reverser and may have lost up to 11.7; the margin is 4. "
         "All 100 documents of this run are used. About 832 documents would decide"
     )
-    assert verdict.documents_needed is not None
     assert verdict.documents_needed > 500
+    factor = verdict.documents_needed / 100
+    assert verdict_of(round(12 * factor), round(8 * factor), verdict.documents_needed).outcome == "fail"
 
 
-def test_few_documents_do_not_show_that_a_drop_is_small() -> None:
+def test_few_documents_show_that_a_drop_is_small_only_within_a_wide_margin() -> None:
     verdict = verdict_of(1, 1, 40)
     assert (verdict.drop, verdict.outcome) == (0.0, "inconclusive")
     assert verdict.high > verdict.margin
-
-
-def test_the_needed_documents_would_decide_the_same_shares() -> None:
-    first = verdict_of(12, 8, 100)
-    assert first.documents_needed is not None
-    factor = first.documents_needed / 100
-    assert verdict_of(round(12 * factor), round(8 * factor), first.documents_needed).outcome == "fail"
-
-
-def test_a_drop_just_over_the_limit_is_shown_to_be_over_it() -> None:
-    verdict = verdict_of(302, 0, 10_000)
-    assert verdict.outcome == "fail"
-    assert "lost 3.02 points" in verdict.reason
+    assert verdict_of(1, 1, 40, GUARD.model_copy(update={"margin": 12.0})).outcome == "pass"
 
 
 def test_a_rise_is_a_drop_if_lower_is_better() -> None:
-    flipped = judge_guard(GUARD, "error,none", paired(0, 43, 300), False, 0.95)
+    flipped = judge_guard(GUARD, "error,none", paired(0, 43, 300), False)
     assert (flipped.drop, flipped.outcome) == (verdict_of(43, 0, 300).drop, "fail")
 
 
 def test_graded_scores_are_judged_by_their_mean_difference() -> None:
     reference = tuple(0.5 + 0.01 * (i % 7) for i in range(300))
     merge = tuple(value - 0.08 - 0.01 * (i % 3) for i, value in enumerate(reference))
-    verdict = judge_guard(GUARD, "f1,none", PairedScores((("t", 0),) * 300, reference, merge), True, 0.95)
+    verdict = judge_guard(GUARD, "f1,none", PairedScores((("t", 0),) * 300, reference, merge))
     assert verdict.drop == pytest.approx(9.0)
     assert (verdict.outcome, verdict.lost, verdict.won) == ("fail", 300, 0)
-
-
-def test_the_margin_is_configurable() -> None:
-    wide = GUARD.model_copy(update={"margin": 12.0})
-    assert verdict_of(1, 1, 40, wide).outcome == "pass"
 
 
 def test_documents_are_paired_by_identity_not_by_order() -> None:
@@ -106,46 +97,85 @@ def test_different_prompts_are_rejected(merge: list[DocumentScore], complaint: s
         pair_documents([outcome(1), outcome(2)], merge, "acc,none", "reverse: merge against reverser")
 
 
-def test_outcomes_survive_the_disk(tmp_path: Path) -> None:
-    written = (outcome(1, 0.25), outcome(2))
-    document_scores.write_document_scores(tmp_path / document_scores.SCORES_FILE, written)
-    assert document_scores.read_document_scores(tmp_path / document_scores.SCORES_FILE) == written
-
-
-def test_outcomes_stored_without_clusters_can_be_read(tmp_path: Path) -> None:
+def test_outcomes_survive_the_disk_and_may_lack_clusters(tmp_path: Path) -> None:
     import pyarrow.parquet as pq
 
-    document_scores.write_document_scores(tmp_path / "now", [outcome(1)])
+    written = (outcome(1, 0.25), outcome(2))
+    document_scores.write_document_scores(tmp_path / "now", written)
+    assert document_scores.read_document_scores(tmp_path / "now") == written
     pq.write_table(pq.read_table(tmp_path / "now").drop_columns(["cluster"]), tmp_path / "then")
-    assert document_scores.read_document_scores(tmp_path / "then") == (outcome(1),)
+    assert document_scores.read_document_scores(tmp_path / "then") == written
 
 
-# --- Clusters
+# --- Several guards: passing needs no correction, because every guard must pass
 
 
-def test_subjects_of_a_group_can_be_the_independent_units() -> None:
-    # Of twenty subjects, three account for all losses: clear for the documents, chance for the subjects. No subject
-    # has lost enough to raise an alarm on its own.
-    subjects = tuple((f"subject {doc // 50}", doc) for doc in range(1000))
-    lost = [0.0 if doc < 150 and doc % 50 < 11 else 1.0 for doc in range(1000)]
-    found = PairedScores(subjects, (1.0,) * 1000, tuple(lost))
-    alone = judge_guard(GUARD, "acc,none", found, True, 0.95)
-    by_subject = judge_guard(GUARD.model_copy(update={"cluster_by": "task"}), "acc,none", found, True, 0.95)
-    assert (alone.outcome, by_subject.outcome) == ("fail", "inconclusive")
-    assert (alone.clusters, by_subject.clusters) == (None, 20)
-    assert by_subject.low < 0 < alone.low
-    assert by_subject.drop == alone.drop
+def evidence(lost: int, won: int, n: int, task: str = "reverse", candidates: int = 1) -> GuardEvidence:
+    guard = GUARD.model_copy(update={"task": task})
+    return measured(guard, lost, won, n, choice=ReferenceChoice("base", candidates))
 
 
-def test_clusters_are_read_from_the_field_that_was_recorded() -> None:
-    found = paired(20, 0, 200)
-    passages = PairedScores(found.documents, found.reference, found.merge, tuple(str(doc % 20) for doc in range(200)))
-    guard = GUARD.model_copy(update={"cluster_by": "passage"})
-    assert judge_guard(guard, "acc,none", passages, True, 0.95).clusters == 20
-    with pytest.raises(InvalidInput, match="'passage', which some documents lack"):
-        judge_guard(guard, "acc,none", found, True, 0.95)
+def p_value(lost: int, won: int, n: int) -> float:
+    """Return the p-value of no drop: the larger of McNemar's and a Wald test's with one more change each way."""
+    p_lost, p_won = (lost + 1) / (n + 2), (won + 1) / (n + 2)
+    wald = (p_lost - p_won) / math.sqrt((p_lost + p_won - (p_lost - p_won) ** 2) / (n + 2))
+    return float(stats.norm.sf(min(wald, (lost - won) / math.sqrt(lost + won))))
 
 
-def test_a_single_cluster_is_rejected() -> None:
-    with pytest.raises(InvalidInput, match=r"all documents in one cluster \(reverse\)"):
-        judge_guard(GUARD.model_copy(update={"cluster_by": "task"}), "acc,none", paired(1, 0, 200), True, 0.95)
+def test_a_guard_is_tested_at_the_confidence_of_the_profile_and_each_parent_is_a_question() -> None:
+    assert alarm_confidences([evidence(30, 10, 500)], 0.95) == [0.95]
+    assert alarm_confidences([evidence(30, 20, 500, candidates=3)], 0.95) == [pytest.approx(1 - 0.05 / 3)]
+
+
+@pytest.mark.proof
+def test_alarms_follow_holms_procedure() -> None:
+    rng = np.random.default_rng(21)
+    differing = 0
+    for _ in range(20):
+        counts = [(int(rng.integers(20, 45)), int(rng.integers(15, 30)), 500) for _ in range(4)]
+        wanted = multipletests([p_value(*count) for count in counts], alpha=0.05, method="holm")[0]
+        guards = [evidence(*count) for count in counts]
+        levels = alarm_confidences(guards, 0.95)
+        found = [guard.interval(level).low > 0 for guard, level in zip(guards, levels, strict=True)]
+        assert found == wanted.tolist()
+        differing += sum(p_value(*count) < 0.05 for count in counts) != sum(found)
+    assert differing > 2  # otherwise the test could not detect a missing correction
+
+
+def test_one_alarm_makes_the_next_one_easier() -> None:
+    clear, close = evidence(90, 10, 500, "copy"), evidence(48, 32, 500)
+    alone = alarm_confidences([evidence(20, 20, 500, "copy"), close], 0.95)
+    beside = alarm_confidences([clear, close], 0.95)
+    assert (alone[1], beside[1]) == (pytest.approx(0.975), 0.95)
+    assert judge_guards([clear, close], 0.95)[1].outcome == "fail"
+
+
+def test_a_drop_that_may_be_chance_among_many_guards_is_inconclusive() -> None:
+    close = evidence(39, 22, 500)
+    assert judge_guards([close], 0.95)[0].outcome == "fail"
+    among = judge_guards([close, *(evidence(20, 20, 500, f"other {i}") for i in range(4))], 0.95)[0]
+    assert among.outcome == "inconclusive"
+    assert among.low > 0
+    assert "One of 5 comparisons may deviate by chance" in among.reason
+
+
+def test_passing_does_not_depend_on_the_number_of_guards() -> None:
+    one = evidence(5, 5, 500)
+    assert judge_guards([one], 0.95)[0].outcome == "pass"
+    assert judge_guards([one, *(evidence(30, 30, 500, f"other {i}") for i in range(9))], 0.95)[0].outcome == "pass"
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("guards", sampled([5, 12], [5]))
+def test_an_equal_merge_raises_no_more_alarms_on_many_tasks_than_on_one(guards: int) -> None:
+    rng = np.random.default_rng(22)
+    strict = GUARD.model_copy(update={"max_drop": 0.0})  # every significant drop is an alarm
+    alarmed = uncorrected = 0
+    runs = 300
+    for _ in range(runs):
+        counts = (map(int, rng.multinomial(300, [0.05, 0.05, 0.9])[:2]) for _ in range(guards))
+        some = [measured(strict, lost, won, 300) for lost, won in counts]
+        alarmed += any(verdict.outcome == "fail" for verdict in judge_guards(some, 0.95))
+        uncorrected += any(one.interval(0.95).low > 0 for one in some)
+    assert alarmed / runs <= 0.05 + 3 * (0.05 * 0.95 / runs) ** 0.5
+    assert uncorrected / runs > 0.15

@@ -1,21 +1,25 @@
-"""Power forecasts agree with the gate: the chance that an equal merge passes, and the drops that would be detected."""
+"""Power forecasts agree with the gate, and tasks skipped because a run cannot pass never change its verdict."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from itertools import permutations
 from pathlib import Path
+from typing import Literal
 
-import gate_samples as samples
 import numpy as np
 import pytest
+from gate_samples import measured, part
+from samples import sampled
 
-from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores
+from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.stage import Scores
 from mergegate.tasks.gate.discordance import PastGuardOutcome, estimate_discordance, find_past_discordance
-from mergegate.tasks.gate.evidence import GuardEvidence, measure_guard
 from mergegate.tasks.gate.power import (
     PlannedTask,
     draw,
     gate_power,
+    order_by_information,
     passing_merges,
     power_findings,
     publication_chance,
@@ -24,19 +28,13 @@ from mergegate.tasks.gate.power import (
 from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.sequential import chance_to_decide
 from mergegate.tasks.gate.settings import GateRule, Guard
+from mergegate.tasks.gate.stage import GatePlan, cannot_pass, gate
 from mergegate.tasks.gate.suite import judge_suite
 from mergegate.tasks.store import Artifact
 
 
 def planned(tasks: int, n: int, discordance: float) -> list[PlannedTask]:
     return [PlannedTask(Guard(task=f"t{at}", guarded_by="base"), (n,), discordance) for at in range(tasks)]
-
-
-def evidence(guard: Guard, lost: int, won: int, n: int) -> GuardEvidence:
-    reference = [1.0] * lost + [0.0] * won + [1.0] * (n - lost - won)
-    merge = [0.0] * lost + [1.0] * won + [1.0] * (n - lost - won)
-    documents = tuple((guard.task, at) for at in range(n))
-    return measure_guard(guard, "acc,none", PairedScores(documents, tuple(reference), tuple(merge)), True)
 
 
 @pytest.mark.story
@@ -47,9 +45,9 @@ def test_a_batch_of_merges_is_judged_like_single_merges(as_suite: bool) -> None:
     samples = [draw(Guard(task=f"t{at}", guarded_by="base"), drops[at], 0.10, 1500, 60, rng) for at in range(3)]
     together = passing_merges(samples, 0.95, as_suite=as_suite)
     for number in range(60):
-        measured = [evidence(one.guard, int(one.lost[number]), int(one.won[number]), 1500) for one in samples]
-        outcomes = [verdict.outcome for verdict in judge_guards(measured, 0.95, as_suite=as_suite)]
-        outcomes += [judge_suite(measured, 0.95).outcome] if as_suite else []
+        evidence = [measured(one.guard, int(one.lost[number]), int(one.won[number]), 1500) for one in samples]
+        outcomes = [verdict.outcome for verdict in judge_guards(evidence, 0.95, as_suite=as_suite)]
+        outcomes += [judge_suite(evidence, 0.95).outcome] if as_suite else []
         assert together[number] == (set(outcomes) == {"pass"})
     assert 0 < together.sum() < 60
 
@@ -64,7 +62,6 @@ def test_a_run_that_is_usually_undecided_is_a_warning_with_a_remedy() -> None:
     power = gate_power(planned(1, 164, 0.20), GateRule())
     (finding,) = power_findings(power)
     assert finding.severity == "warn"
-    assert power.documents_wanted is not None
     assert publication_chance(planned(1, power.documents_wanted, 0.20), GateRule()) >= 0.8
     assert list(power_findings(gate_power(planned(6, 1000, 0.10), GateRule()))) == []
 
@@ -101,26 +98,26 @@ def test_the_remaining_chance_matches_a_simulation() -> None:
     assert chance_to_decide(drop, error, share, -0.5, 2.5) == pytest.approx(expected, abs=0.005)
 
 
+def scored(place: Path, task: str, right: Iterable[float], first: int = 0) -> Artifact[Scores]:
+    rows = [
+        DocumentScore(task, "acc,none", doc, f"{doc}", "p", "t", float(one)) for doc, one in enumerate(right, first)
+    ]
+    return part(place, rows)
+
+
 def known(place: Path, right: dict[str, list[float]], first: int = 0) -> dict[str, list[Artifact[Scores]]]:
-    found = {}
-    for name, each in right.items():
-        rows = [DocumentScore("t", "acc,none", doc, f"{doc}", "p", "t", one) for doc, one in enumerate(each, first)]
-        found[name] = [samples.part(place / f"{name}{first}", rows)]
-    return found
+    return {name: [scored(place / f"{name}{first}", "t", each, first)] for name, each in right.items()}
 
 
-def test_discordance_is_that_of_the_nearest_model_without_the_difference_in_skill(
-    tmp_path: Path,
-) -> None:
+def test_discordance_is_that_of_the_nearest_model_without_the_difference_in_skill(tmp_path: Path) -> None:
     guard = Guard(task="t", guarded_by="own")
     own = [1.0] * 60 + [0.0] * 39
     near = [0.0] * 10 + [1.0] * 50 + [1.0] * 4 + [0.0] * 35  # lost 10, won 4
     far = [0.0] * 20 + [1.0] * 40 + [1.0] * 15 + [0.0] * 24
     found = estimate_discordance(guard, known(tmp_path, {"own": own, "far": far, "near": near}), 0.3)
     assert found.share == pytest.approx((2 * 4 + 0.5) / 100)
-    assert str(found) == (
-        "8.5 % of answers differ (estimated from how own and near disagree on 99 documents, net of their skill gap)"
-    )
+    source = "how own and near disagree on 99 documents, net of their skill gap"
+    assert str(found) == f"8.5 % of answers differ (estimated from {source})"
     best = Guard(task="t", guarded_by="best parent")
     assert estimate_discordance(best, known(tmp_path / "b", {"far": far, "near": near, "own": own}), 0.3) == found
 
@@ -139,12 +136,9 @@ def test_merges_of_recent_runs_are_preferred_to_parents() -> None:
     nights = [PastGuardOutcome("t", "own", 100, 60), *[PastGuardOutcome("t", "own", 100, 4)] * 5]
     others = [PastGuardOutcome("u", "own", 100, 90), PastGuardOutcome("t", "base", 100, 90)]
     found = find_past_discordance(guard, [*nights, *others])
-    assert found is not None
     assert found.share == pytest.approx(20.5 / 501)
-    assert (
-        str(found)
-        == "4.1 % of answers differ (estimated from how the merges of the last 5 runs differed on 500 documents)"
-    )
+    source = "how the merges of the last 5 runs differed on 500 documents"
+    assert str(found) == f"4.1 % of answers differ (estimated from {source})"
     assert find_past_discordance(guard, others) is None
     assert find_past_discordance(guard, [PastGuardOutcome("t", "own", 10, 1)]) is None
 
@@ -191,8 +185,7 @@ def test_the_lines_of_a_task_with_several_references_name_them() -> None:
     ("documents", "extend", "remedy"), [(30, True, "add documents"), (30, False, "extend: true"), (400, True, "")]
 )
 def test_documents_that_can_never_decide_are_a_warning(documents: int, extend: bool, remedy: str) -> None:
-    planned = [PlannedTask(Guard(task="t", guarded_by="base"), (documents,), 0.1)]
-    finding = undecidable_finding(planned, GateRule(extend=extend))
+    finding = undecidable_finding(planned(1, documents, 0.1), GateRule(extend=extend))
     assert (finding is not None) == bool(remedy)
     if finding is not None:
         assert remedy in finding.remedy
@@ -201,3 +194,69 @@ def test_documents_that_can_never_decide_are_a_warning(documents: int, extend: b
 
 def test_a_profile_without_guards_has_no_finding_about_its_documents() -> None:
     assert undecidable_finding([], GateRule()) is None
+
+
+# --- A run that stops early would have failed anyway, in any task order
+
+N = 300
+TASKS = ("a", "b", "c")
+GUARDS = tuple(Guard(task=task, guarded_by="base") for task in TASKS)
+SCHEDULE = dict.fromkeys(TASKS, (N, 2 * N))
+
+
+def merges(place: Path, drops: tuple[float, ...], seed: int) -> dict[str, list[Artifact[Scores]]]:
+    """Return scores of base and merge on all tasks.
+
+    The merge is worse by the given drops, and differs from the base on a tenth of the documents.
+    """
+    rng = np.random.default_rng(seed)
+    found: dict[str, list[Artifact[Scores]]] = {"base": [], "merge": []}
+    for task, drop in zip(TASKS, drops, strict=True):
+        shares = ((0.1 + drop) / 2, (0.1 - drop) / 2, 0.9)
+        kinds = rng.choice(3, N, p=shares)
+        found["base"].append(scored(place / "base" / task, task, kinds != 1))
+        found["merge"].append(scored(place / "merge" / task, task, kinds != 0))
+    return found
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("rule", sampled(["each", "suite"], ["suite"]))
+def test_only_runs_that_would_fail_stop_early(tmp_path: Path, rule: Literal["each", "suite"]) -> None:
+    stopped, plan = 0, GatePlan(GateRule(rule=rule), schedule=SCHEDULE)
+    drops = [(0.0, 0.0, 0.0), (0.06, 0.0, 0.0), (0.0, 0.09, 0.03), (0.09, 0.09, 0.0), (0.05, 0.05, 0.05)]
+    for number, drop in enumerate(drops * 4):
+        scores = merges(tmp_path / f"{number}", drop, number)
+        whole = gate.work(GUARDS, scores, {}, None, plan)
+        for order in permutations(range(3)):
+            for run in range(1, 3):
+                so_far = {model: [parts[at] for at in sorted(order[:run])] for model, parts in scores.items()}
+                last = TASKS[order[run - 1]]
+                if cannot_pass(last, GUARDS, so_far, plan):
+                    waiting = tuple(TASKS[at] for at in sorted(order[run:]))
+                    early = gate.work(GUARDS, so_far, {}, None, plan, waiting=waiting)
+                    assert (early.outcome, whole.outcome) == ("fail", "fail")
+                    assert tuple(one.task for one in early.not_run) == waiting
+                    assert last in {one.task for one in early.guards if one.outcome == "fail"}
+                    stopped += 1
+                    break
+    assert stopped > 40
+
+
+def test_waiting_tasks_without_a_failed_guard_are_an_error(tmp_path: Path) -> None:
+    scores = merges(tmp_path, (0.0, 0.0, 0.0), 1)
+    some = {model: parts[:2] for model, parts in scores.items()}
+    with pytest.raises(ValueError, match="nothing is decided"):
+        gate.work(GUARDS, some, {}, None, GatePlan(GateRule(), schedule=SCHEDULE), waiting=("c",))
+
+
+def test_tasks_are_ordered_by_information_per_second() -> None:
+    same, different = (
+        [PlannedTask(guard, (500,), share) for guard, share in zip(GUARDS, shares, strict=True)]
+        for shares in ((0.1, 0.1, 0.1), (0.2, 0.05, 0.1))
+    )
+    seen = {"a": 500, "b": 500, "c": 500}
+    assert order_by_information(same, seen, {"a": 1.0, "b": 1.0, "c": 1.0}) == ("a", "b", "c")
+    assert order_by_information(same, seen, {"a": 4.0, "b": 1.0, "c": 2.0}) == ("b", "c", "a")
+    assert order_by_information(same, seen, {"a": 4.0, "b": 1.0, "c": 0.0}) == ("c", "b", "a")  # free tasks come first
+    assert order_by_information(different, seen, {"a": 1.0, "b": 1.0, "c": 1.0}) == ("b", "c", "a")
+    assert order_by_information(same, seen | {"c": 2000}, {"a": 1.0, "b": 1.0, "c": 2.0}) == ("c", "a", "b")

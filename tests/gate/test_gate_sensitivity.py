@@ -6,10 +6,10 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from benchmark_scripts import load_benchmark
-from gate_samples import table_in_docs, verdict_of
+from benchmark_scripts import script_fixture
+from gate_samples import pair, table_in_docs
 
-from mergegate.tasks.evaluation.document_scores import DocumentScore, PairedScores
+from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.gate.evidence import GuardVerdict, measure_guard
 from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.settings import Guard
@@ -18,11 +18,9 @@ from mergegate.tasks.gate.stage import gate_verdict, undecided_tasks
 GUARD = Guard(task="quiz", guarded_by="base")
 
 
-def rows(
-    right: list[bool], targets: list[int], chance: float, metric: str = "acc,none", leaf: str = "quiz"
-) -> list[DocumentScore]:
+def rows(right: list[bool], targets: list[int], chance: float) -> list[DocumentScore]:
     return [
-        DocumentScore(leaf, metric, i, f"d{i}", f"p{i}", f"t{target}", float(score), chance=chance)
+        DocumentScore("quiz", "acc,none", i, f"d{i}", f"p{i}", f"t{target}", float(score), chance=chance)
         for i, (score, target) in enumerate(zip(right, targets, strict=True))
     ]
 
@@ -34,14 +32,7 @@ def judge(
     schedule: tuple[int, ...] = (),
     higher_is_better: bool = True,
 ) -> GuardVerdict:
-    paired = PairedScores(
-        tuple((row.task, row.doc_id) for row in reference),
-        tuple(row.outcome for row in reference),
-        tuple(row.outcome for row in merge),
-        (),
-        tuple(zip(reference, merge, strict=True)),
-    )
-    evidence = measure_guard(guard, "acc,none", paired, higher_is_better, schedule=schedule)
+    evidence = measure_guard(guard, "acc,none", pair(reference, merge), higher_is_better, schedule=schedule)
     return judge_guards([evidence], 0.95)[0]
 
 
@@ -55,13 +46,8 @@ def answers(share_right: float, n: int, chance: float, seed: int = 0) -> list[Do
 @pytest.mark.parametrize(
     ("share", "chance", "outcome"),
     [
-        (0.25, 0.25, "inconclusive"),
-        (0.29, 0.25, "inconclusive"),
-        (0.40, 0.25, "pass"),
-        (0.40, 0.50, "inconclusive"),
-        (0.0, 0.0, "inconclusive"),
-        (0.035, 0.0, "inconclusive"),
-        (0.1, 0.0, "pass"),
+        *((0.25, 0.25, "inconclusive"), (0.29, 0.25, "inconclusive"), (0.40, 0.25, "pass")),
+        *((0.40, 0.50, "inconclusive"), (0.0, 0.0, "inconclusive"), (0.035, 0.0, "inconclusive"), (0.1, 0.0, "pass")),
     ],
 )
 def test_a_guard_passes_only_if_its_reference_beats_chance_by_the_margin(
@@ -71,12 +57,9 @@ def test_a_guard_passes_only_if_its_reference_beats_chance_by_the_margin(
     verdict = judge(reference, reference)
     assert verdict.outcome == outcome
     if outcome != "pass":
-        assert verdict.reason.startswith(
-            f"Not shown to be safe: quiz cannot show a loss, because base scores {100 * share:.1f}"
-        )
-        assert verdict.reason.endswith(
-            "at least the margin (3). Use a task that base can do, or check its prompt and chat template"
-        )
+        begin, end = "quiz cannot show a loss, because base scores", "Use a task that base can do, or check its prompt"
+        assert verdict.reason.startswith(f"Not shown to be safe: {begin} {100 * share:.1f}")
+        assert verdict.reason.endswith(f"at least the margin (3). {end} and chat template")
 
 
 def test_the_most_frequent_answer_counts_as_chance() -> None:
@@ -109,17 +92,15 @@ def test_graded_scores_are_compared_with_the_lowest_score_of_their_range() -> No
 
 def test_a_group_is_judged_as_a_whole_and_names_its_tasks_at_chance() -> None:
     easy = answers(0.9, 500, 0.25)
-    hard = [row._replace(task="hard", doc_id=row.doc_id + 500) for row in answers(0.25, 100, 0.25)]
-    hard = [row._replace(prompt_hash=f"h{row.doc_id}") for row in hard]
+    hard = [
+        row._replace(task="hard", doc_id=row.doc_id + 500, prompt_hash=f"h{row.doc_id}")
+        for row in answers(0.25, 100, 0.25)
+    ]
     verdict = judge([*easy, *hard], [*easy, *hard])
     assert verdict.outcome == "pass"
     assert [finding.reason for finding in verdict.findings if finding.kind == "reference"] == [
         "quiz: base is not shown to be above chance on hard, so a loss on this task would not show"
     ]
-
-
-def test_evidence_without_documents_is_judged_by_its_interval() -> None:
-    assert verdict_of(0, 0, 400).findings == ()
 
 
 def test_more_documents_are_evaluated_only_if_they_may_show_a_better_reference() -> None:
@@ -134,8 +115,8 @@ def test_more_documents_are_evaluated_only_if_they_may_show_a_better_reference()
 def test_truncated_prompts_make_a_guard_inconclusive(cut: int, outcome: str) -> None:
     reference = answers(0.9, 400, 0.0)
     merge = [row._replace(prompt_cut=12 * (row.doc_id < cut)) for row in reference]
-    for pair in ((reference, merge), (merge, reference)):
-        verdict = judge(*pair)
+    for sides in ((reference, merge), (merge, reference)):
+        verdict = judge(*sides)
         assert verdict.outcome == outcome
         if outcome != "pass":
             assert "truncated 5 of 400 prompts for" in verdict.reason
@@ -163,9 +144,7 @@ def test_the_real_case_of_24_documents_is_not_published() -> None:
 # --- Rates, simulated with the gate's own functions
 
 
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    return load_benchmark("gate_sensitivity")
+script = script_fixture("gate_sensitivity")
 
 
 @pytest.mark.parametrize("skill", [0, 2, 3, 4, 6])
@@ -195,9 +174,8 @@ def test_the_simulation_decides_like_the_gate(script: ModuleType, skill: float) 
     ):
         _, after = samples.published()
         for at in range(12):
-            right, lost, won, frequent = (
-                int(counts[at]) for counts in (samples.right, samples.lost, samples.won, samples.frequent)
-            )
+            counts = (samples.right, samples.lost, samples.won, samples.frequent)
+            right, lost, won, frequent = (int(each[at]) for each in counts)
             targets = [0] * frequent + [1 + i % 9 for i in range(500 - frequent)]
             reference = [True] * right + [False] * (500 - right)
             merge = [False] * lost + [True] * (right - lost + won) + [False] * (500 - right - won)

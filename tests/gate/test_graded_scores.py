@@ -10,7 +10,7 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from benchmark_scripts import load_benchmark
+from benchmark_scripts import script_fixture
 from gate_samples import GUARD, judge_guard, outcome, part, table_in_docs
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,17 +27,11 @@ from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.settings import Guard
 
-
-@pytest.fixture(scope="module")
-def script() -> ModuleType:
-    return load_benchmark("error_rates")
+script = script_fixture("error_rates")
 
 
 def most_wealth(differences: list[float], mean: float, confidence: float) -> float:
-    """Return the highest wealth, up to the target, of a bettor that stakes on a mean below ``mean``.
-
-    One look, with one document per step.
-    """
+    """Return the highest wealth, up to the target, of a bettor on a mean below ``mean``, with a document per step."""
     alpha, n = 1 - confidence, len(differences)
     wealth = most = 1.0
     for t, difference in enumerate(differences):
@@ -49,7 +43,7 @@ def most_wealth(differences: list[float], mean: float, confidence: float) -> flo
         wealth *= 1 + min(stake, 0.95 / (1 - mean)) * (mean - difference)
         most = max(most, wealth)
         if wealth >= 1 / alpha:
-            return most
+            break
     return most
 
 
@@ -170,10 +164,9 @@ def test_documents_needed_is_the_minimum_if_all_documents_agree() -> None:
 
 
 def test_invalid_differences_are_rejected() -> None:
-    with pytest.raises(ValueError, match=r"must be in \[-1, 1\]"):
-        graded_difference([0.0, 1.5], 0.95)
-    with pytest.raises(ValueError, match=r"must be in \[-1, 1\]"):
-        graded_difference([0.0, math.nan], 0.95)
+    for value in (1.5, math.nan):
+        with pytest.raises(ValueError, match=r"must be in \[-1, 1\]"):
+            graded_difference([0.0, value], 0.95)
     with pytest.raises(ValueError, match="3 differences, but 2 were planned"):
         graded_difference([0.0] * 3, 0.95, (1, 2))
 
@@ -229,9 +222,9 @@ def graded_pair(n: int, by: float, scale: float = 1.0) -> PairedScores:
 
 
 def test_scores_of_another_range_are_judged_on_that_range() -> None:
-    plain = judge_guard(GUARD, "f1,none", graded_pair(300, 0.01), True, 0.95)
+    plain = judge_guard(GUARD, "f1,none", graded_pair(300, 0.01))
     percent = GUARD.model_copy(update={"score_range": (0.0, 100.0)})
-    scaled = judge_guard(percent, "f1,none", graded_pair(300, 0.01, 100.0), True, 0.95)
+    scaled = judge_guard(percent, "f1,none", graded_pair(300, 0.01, 100.0))
     assert (scaled.drop, scaled.low, scaled.high) == pytest.approx((plain.drop, plain.low, plain.high))
     assert scaled.reference_score == pytest.approx(plain.reference_score)
     assert scaled.outcome == plain.outcome
@@ -265,7 +258,7 @@ def test_bounds_of_graded_scores_are_not_corrected_for_looks_a_second_time() -> 
     found = graded_pair(500, 0.0)
     schedule = (500, 1000, 1319)
     evidence = measure_guard(GUARD, "f1,none", found, True, schedule=schedule)
-    verdict = judge_guards([evidence], 0.95)[0]
+    (verdict,) = judge_guards([evidence], 0.95)
     wanted = graded_difference(evidence.differences, 0.95, schedule)
     assert verdict.high == pytest.approx(100 * wanted.high)
 

@@ -21,7 +21,7 @@ from mergegate.tasks.gate.statistics import binary_difference
 HARD = Guard(task="reverse", guarded_by="reverser", max_drop=3, margin=3)  # only the bound can stop a merge
 
 
-def rows(prompts: Sequence[int], values: Sequence[float], **other: str) -> list[DocumentScore]:
+def rows(prompts: Sequence[int], values: Sequence[float]) -> list[DocumentScore]:
     return [
         outcome(doc, value, prompt_hash=f"p{prompt}")
         for doc, (prompt, value) in enumerate(zip(prompts, values, strict=True))
@@ -35,18 +35,15 @@ def measured(prompts: Sequence[int], reference: Sequence[float], merge: Sequence
 
 def published(sizes: Sequence[int], lost: float, won: float, runs: int, *, units: bool = True) -> float:
     """Return the share of simulated merges that pass. A unit is lost or won with the given probabilities."""
-    rng = np.random.default_rng(0)
+    rng, passed = np.random.default_rng(0), 0
     members = np.repeat(np.arange(len(sizes)), sizes)
-    passed = 0
     for _ in range(runs):
         drawn = rng.random(len(sizes))
         order = members[rng.permutation(len(members))]
         differences = np.where(drawn < lost, 1.0, np.where(drawn < lost + won, -1.0, 0.0))[order]
         numbers = connect([(unit,) for unit in order.tolist()])
-        n = len(order)
-        evidence = GuardEvidence(
-            HARD, "acc", "r", 0.5, 0.5, tuple(differences), True, n, (n,), units=numbers if units else None
-        )
+        n, scores = len(order), (0.5, 0.5, tuple(differences), True)
+        evidence = GuardEvidence(HARD, "acc", "r", *scores, n, (n,), units=numbers if units else None)
         passed += judge_guards([evidence], 0.95)[0].outcome == "pass"
     return passed / runs
 

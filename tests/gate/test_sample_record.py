@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
 from benchmark_scripts import load_benchmark
+from gate_samples import BENCHMARKS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,23 +61,19 @@ def test_a_new_champion_starts_behind_the_documents_that_selected_it() -> None:
     assert judge("m3", champion="m1") == 1000
 
 
-def test_without_a_release_or_with_resample_off_the_sample_stays() -> None:
-    for evidence, champion in ((EVIDENCE, ""), (EVIDENCE._replace(resample=False), "c")):
-        (task,) = with_next_samples(evidence, "m", champion, SELECTING).tasks
-        assert task.sample_start == 0
-
-
 @pytest.mark.parametrize(
-    "evidence",
+    ("evidence", "champion"),
     [
-        EVIDENCE._replace(guards=(Guard(task="copy", guarded_by="base"),)),
-        EVIDENCE._replace(scoring=Scoring(documents="all")),
-        EVIDENCE._replace(scoring=Scoring(documents=1319)),
+        (EVIDENCE, ""),
+        (EVIDENCE._replace(resample=False), "c"),
+        (EVIDENCE._replace(guards=(Guard(task="copy", guarded_by="base"),)), "c"),
+        (EVIDENCE._replace(scoring=Scoring(documents="all")), "c"),
+        (EVIDENCE._replace(scoring=Scoring(documents=1319)), "c"),
     ],
-    ids=["no guard against the champion", "all documents", "as many documents as the task has"],
+    ids=["no release", "resample off", "no guard against the champion", "all documents", "as many as the task has"],
 )
-def test_a_task_that_has_no_other_sample_keeps_its_own(evidence: Evidence) -> None:
-    (task,) = with_next_samples(evidence, "m", "c", SELECTING).tasks
+def test_a_task_that_has_no_other_sample_keeps_its_own(evidence: Evidence, champion: str) -> None:
+    (task,) = with_next_samples(evidence, "m", champion, SELECTING).tasks
     assert task.sample_start == 0
 
 
@@ -117,8 +113,7 @@ def test_another_size_of_the_task_still_gives_a_valid_start() -> None:
 
 def test_check_names_worn_documents_and_the_fix() -> None:
     for number in range(12):
-        use = JudgedSample(merge=f"m{number}", champion="c", start=0, documents=500)
-        record_sample(TASK, 0, use)
+        record_sample(TASK, 0, JudgedSample(merge=f"m{number}", champion="c", start=0, documents=500))
     lines, (worn,) = wear_findings(GUARDS, [TASK], EVIDENCE.scoring, resample=False)
     assert "the same 500 of 1,319 documents, which have judged 12 merges" in lines[0]
     assert worn.severity == "warn"
@@ -163,8 +158,9 @@ def test_equal_merges_are_not_blocked_more_and_more_on_changing_samples() -> Non
 
 
 def test_the_docs_claim_no_more_than_their_table_shows() -> None:
-    page = Path(__file__).parents[2] / "docs" / "benchmarks" / "test-set-wear.md"
-    table = page.read_text(encoding="utf-8").split("<!-- wear -->")[1].split("<!-- end -->")[0]
+    table = (
+        (BENCHMARKS / "test-set-wear.md").read_text(encoding="utf-8").split("<!-- wear -->")[1].split("<!-- end -->")[0]
+    )
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines() if line.count("|") > 5]
     changing = [row for row in rows if row[0] == "500 of 14,042" and row[2] == "changes"]
     assert len(changing) == 4

@@ -6,13 +6,12 @@ import math
 
 import numpy as np
 import pytest
-from gate_samples import paired
+from gate_samples import verdict_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import optimize, stats
 
-from mergegate.tasks.gate.evidence import measure_guard
-from mergegate.tasks.gate.regression import decide_guard, judge_guards
+from mergegate.tasks.gate.regression import decide_guard
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import (
     binary_bounds,
@@ -29,11 +28,8 @@ def most_likely_spread(lost: int, won: int, n: int, difference: float) -> float:
     """Return the variance of one document's difference, at the most likely shares that differ by ``difference``."""
 
     def surprise(p_won: float) -> float:
-        shares = (p_won + difference, p_won, 1 - 2 * p_won - difference)
-        return -sum(
-            count * math.log(max(share, 1e-300))
-            for count, share in zip((lost, won, n - lost - won), shares, strict=True)
-        )
+        shares = np.array([p_won + difference, p_won, 1 - 2 * p_won - difference])
+        return -float(np.array([lost, won, n - lost - won]) @ np.log(np.maximum(shares, 1e-300)))
 
     bounds = (max(0.0, -difference), (1 - difference) / 2)
     p_won = optimize.minimize_scalar(surprise, bounds=bounds, method="bounded", options={"xatol": 1e-12}).x
@@ -130,21 +126,17 @@ def test_the_needed_documents_decide_four_times_in_five() -> None:
 
 def test_the_detectable_drop_matches_the_published_table() -> None:
     # GSM8K at accuracy 0.75 and correlation 0.8 has discordance 0.075 and a standard error of 0.75 points.
-    measured = measure_guard(Guard(task="gsm8k", guarded_by="base"), "acc,none", paired(49, 48, 1319), True)
-    assert judge_guards([measured], 0.95)[0].detectable_drop == pytest.approx(1.87, abs=0.02)
+    verdict = verdict_of(49, 48, 1319, Guard(task="gsm8k", guarded_by="base"))
+    assert verdict.detectable_drop == pytest.approx(1.87, abs=0.02)
 
 
 @pytest.mark.parametrize(
     ("n", "discordant", "drop", "wanted"),
     [
-        (1319, 0.10, 0.00, (0.96, 0.03, 0.01)),
-        (1319, 0.10, 0.02, (0.32, 0.19, 0.49)),
-        (1319, 0.10, 0.03, (0.05, 0.08, 0.87)),
-        (1319, 0.15, 0.00, (0.88, 0.09, 0.03)),
-        (500, 0.12, 0.00, (0.61, 0.34, 0.05)),
-        (500, 0.12, 0.03, (0.05, 0.34, 0.61)),
-        (14042, 0.10, 0.01, (1.0, 0.0, 0.0)),
-        (14042, 0.10, 0.03, (0.0, 0.0, 1.0)),
+        *((1319, 0.10, 0.00, (0.96, 0.03, 0.01)), (1319, 0.10, 0.02, (0.32, 0.19, 0.49))),
+        *((1319, 0.10, 0.03, (0.05, 0.08, 0.87)), (1319, 0.15, 0.00, (0.88, 0.09, 0.03))),
+        *((500, 0.12, 0.00, (0.61, 0.34, 0.05)), (500, 0.12, 0.03, (0.05, 0.34, 0.61))),
+        *((14042, 0.10, 0.01, (1.0, 0.0, 0.0)), (14042, 0.10, 0.03, (0.0, 0.0, 1.0))),
     ],
 )
 def test_the_rule_has_its_claimed_power(

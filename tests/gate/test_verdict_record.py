@@ -56,19 +56,10 @@ def random_inputs(root: Path, seed: int) -> GateInputs:
     def row(task: str, doc: int, metric: str, skill: float) -> DocumentScore:
         score = round(min(1.0, max(0.0, rng.gauss(skill, 0.2))), 3) if graded else float(rng.random() < skill)
         hashes = (f"d{task}{doc}", f"p{task}{doc}", f"t{task}{doc}")
-        return DocumentScore(
-            task,
-            metric,
-            doc,
-            *hashes,
-            score,
-            cluster=f"passage about the sea {doc // 5}" if clustered else "",
-            answer=f"secret answer {rng.randrange(4)}",
-            ended=("eos",),
-            answer_tokens=(rng.randrange(5, 50),),
-            thinking_tokens=(None,),
-            prompt_cut=rng.choice([None, 0]),
-        )
+        told = {"cluster": f"passage about the sea {doc // 5}"} if clustered else {}
+        told |= {"answer": f"secret answer {rng.randrange(4)}", "answer_tokens": (rng.randrange(5, 50),)}
+        told |= {"ended": ("eos",), "thinking_tokens": (None,), "prompt_cut": rng.choice([None, 0])}
+        return DocumentScore(task, metric, doc, *hashes, score, **told)
 
     scores = {}
     for model in ("a", "base", "b", *releases, "merge"):
@@ -135,12 +126,8 @@ def test_words_of_another_version_make_no_difference(tmp_path: Path) -> None:
 def test_a_changed_number_in_a_sentence_is_a_difference(tmp_path: Path) -> None:
     verdict = record(random_inputs(tmp_path, 1), tmp_path / "out")[0].verdict
     guard = verdict["guards"][0]
-    for change in (
-        re.sub(r"\d", "7", guard["reason"], count=1),
-        f"{guard['reason']}. 3",
-        "",
-        re.sub(r"\d", "", guard["reason"]),
-    ):
+    reason = guard["reason"]
+    for change in (re.sub(r"\d", "7", reason, count=1), f"{reason}. 3", "", re.sub(r"\d", "", reason)):
         changed = verdict | {"guards": [guard | {"reason": change}, *verdict["guards"][1:]]}
         (difference,) = compare_verdicts(changed, verdict)
         assert difference.stored == change
@@ -199,25 +186,18 @@ def test_the_tables_have_every_column_of_a_score_and_no_text(tmp_path: Path) -> 
 def test_a_document_takes_about_a_hundred_bytes_for_any_number_of_models(tmp_path: Path) -> None:
     """Hashes are random, so they cannot be compressed. The models share them."""
     rng, sizes, documents = random.Random(0), [], 2000
+
+    def row(doc: int) -> DocumentScore:
+        hashes = (sha256(f"{kind}{doc}".encode()).hexdigest() for kind in ("document", "prompt", "target"))
+        told = {"ended": ("eos",), "answer_tokens": (rng.randrange(50, 400),), "answer": str(rng.random())}
+        return DocumentScore("gsm8k", "acc,none", doc, *hashes, float(rng.random() < 0.8), **told)
+
     for names in (("base", "merge"), ("base", "merge", "a", "b")):
-        scores = {}
-        for name in names:
-            rows = [
-                DocumentScore(
-                    "gsm8k",
-                    "acc,none",
-                    doc,
-                    *(sha256(f"{kind}{doc}".encode()).hexdigest() for kind in ("document", "prompt", "target")),
-                    float(rng.random() < 0.8),
-                    answer=str(rng.random()),
-                    ended=("eos",),
-                    answer_tokens=(rng.randrange(50, 400),),
-                )
-                for doc in range(documents)
-            ]
-            scores[name] = [part(tmp_path / f"{len(names)}-{name}", rows)]
-        guards = (Guard(task="gsm8k", guarded_by="base"),)
         out = tmp_path / str(len(names))
+        scores = {
+            name: [part(tmp_path / f"{len(names)}-{name}", [row(doc) for doc in range(documents)])] for name in names
+        }
+        guards = (Guard(task="gsm8k", guarded_by="base"),)
         record(GateInputs(guards, scores, {}, None, GatePlan(GateRule())), out)
         sizes.append(sum(path.stat().st_size for path in (out / "evidence").iterdir()))
     assert sizes[0] < 130 * documents
@@ -271,14 +251,8 @@ def test_a_broken_merge_and_a_gate_without_guards_can_be_recorded(tmp_path: Path
 @pytest.mark.story
 def test_a_judge_is_part_of_the_joint_verdict_but_not_recomputed(tmp_path: Path) -> None:
     inputs = random_inputs(tmp_path, 4)
-    judge = Verdict(
-        name="judge",
-        outcome="fail",
-        publishable=False,
-        reasons=("judge: worse",),
-        evidence=DriftLimits(),
-        section=Section(title="Judge"),
-    )
+    told = {"outcome": "fail", "publishable": False, "reasons": ("judge: worse",)}
+    judge = Verdict(name="judge", **told, evidence=DriftLimits(), section=Section(title="Judge"))
     stored, _ = record(inputs, tmp_path / "out", judge)
     joint = joint_verdict(stored, decide_again(stored, tables_in(tmp_path / "out")))
     assert (joint.outcome, joint.publishable, joint.reasons[0]) == ("fail", False, "judge: worse")

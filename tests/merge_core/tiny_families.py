@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,58 +19,41 @@ from transformers import AutoConfig
 LAYERS, TOKENS, WINDOW, LENGTH = 6, 96, 4, 20
 
 _USUAL: dict[str, Any] = {
-    "vocab_size": TOKENS,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+    "vocab_size": TOKENS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0,
+}  # fmt: skip
+_LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
+_ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+_GROUPS = {"n_group": 1, "topk_group": 1}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
-_DEEPSEEK = {
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "n_group": 2,
-    "topk_group": 1,
-    "kv_lora_rank": 8,
-    "q_lora_rank": 12,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-    "first_k_dense_replace": 2,
-}
-_LINEAR = {
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "head_dim": 8,
-}
-_LATENT = {
-    "kv_lora_rank": 8,
-    "qk_rope_head_dim": 4,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-}
+_HEADS = {"kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+_LATENT = {**_HEADS, **_ROUTED}
+_DEEPSEEK = {**_LATENT, "n_group": 2, "topk_group": 1, "q_lora_rank": 12, "first_k_dense_replace": 2}
+_LINEAR_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+_LINEAR = {**_LINEAR_HEADS, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "head_dim": 8}
 _INDEXER = {"index_topk": 4, "index_head_dim": 8, "index_n_heads": 2}
 _MAMBA = {"mamba_d_state": 8, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_n_heads": 8, "mamba_d_head": 8}
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-_SIGLIP = {**_VISION, "image_size": 16, "patch_size": 8, "model_type": "siglip_vision_model"}
-_CLIP = {**_VISION, "image_size": 16, "patch_size": 8, "model_type": "clip_vision_model", "projection_dim": 8}
-_SECTIONS = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
-
-
+_PIXELS = {**_VISION, "image_size": 16, "patch_size": 8}
+_SIGLIP = {**_PIXELS, "model_type": "siglip_vision_model"}
+_CLIP = {**_PIXELS, "model_type": "clip_vision_model", "projection_dim": 8}
+_PIXTRAL = {**_PIXELS, "model_type": "pixtral", "head_dim": 8}
+_QWEN_VISION = {"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2, "out_hidden_size": 32}
+_VIDEO = {"image_token_id": 90, "video_token_id": 91}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_SECTIONS = {**_ROPE, "mrope_section": [1, 1, 2]}
 _XGLM = {"vocab_size": TOKENS, "d_model": 32, "num_layers": LAYERS, "attention_heads": 4, "ffn_dim": 48}
+_GPT2 = {"n_embd": 32, "n_head": 4, "n_layer": LAYERS, "n_positions": 64, "vocab_size": TOKENS}
+_LLAMA4_LAYERS = {"interleave_moe_layer_step": 2, "attention_chunk_size": 8}
+_LLAMA4 = {**_LLAMA4_LAYERS, "num_local_experts": 4, "intermediate_size_mlp": 48}
+_WHISPER = {
+    "vocab_size": TOKENS, "d_model": 32, "encoder_layers": 3, "decoder_layers": 3, "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "num_mel_bins": 8,
+    "max_source_positions": 20, "max_target_positions": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None,
+}  # fmt: skip
+_T5 = {"vocab_size": TOKENS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 3, "num_heads": 4}
 
 
 @dataclass(frozen=True)
@@ -108,12 +91,28 @@ def _text(model_type: str, **settings: Any) -> dict[str, Any]:
     return {**_USUAL, "head_dim": 8, "model_type": model_type, **settings}
 
 
-def _vision(name: str, model_type: str, text: dict[str, Any], vision: dict[str, Any], **more: Any) -> TinyFamily:
+def _tiny(name: str, model_type: str = "", *, auto: str = "", usual: bool = True, **settings: Any) -> TinyFamily:
+    """Return a family whose ``model_type`` is the first word of its name, if no other is given."""
+    loader = {"auto": auto} if auto else {}
+    return TinyFamily(name, model_type or name.partition(",")[0], settings, usual=usual, **loader)
+
+
+def _both(name: str, model_type: str = "", **settings: Any) -> tuple[TinyFamily, TinyFamily]:
+    """Return a family, and the same family as in older checkpoints, which do not list the kinds of their layers."""
+    family = _tiny(name, model_type, **settings)
+    return family, replace(family, name=f"{name}, unlisted", listed=False)
+
+
+def _vision(name: str, text: dict[str, Any], vision: dict[str, Any], **more: Any) -> TinyFamily:
     settings = {"text_config": text, "vision_config": vision, **more}
-    return TinyFamily(name, model_type, settings, "AutoModelForImageTextToText", usual=False)
+    return _tiny(name, auto="AutoModelForImageTextToText", usual=False, **settings)
 
 
-_WINDOWED = {"sliding_window": WINDOW, "head_dim": 8}
+_WINDOW = {"sliding_window": WINDOW}
+_WINDOWED = {**_WINDOW, "head_dim": 8}
+_NEXT = {**_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 16, "full_attention_interval": 2}
+_QWEN2_WINDOW = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
+_CONVOLVED = {"layer_types": ["conv", "full_attention", "sliding_attention"] * 2}
 _DENSE = (
     *("apertus", "arcee", "bitnet", "cohere", "ernie4_5", "falcon", "gemma", "glm", "glm4", "gpt_bigcode", "gpt_neox"),
     *("granite", "helium", "hunyuan_v1_dense", "llama", "ministral3", "mistral", "nemotron", "olmo", "olmo2", "opt"),
@@ -121,475 +120,143 @@ _DENSE = (
 )
 _SPECIAL: dict[str, dict[str, Any]] = {
     "opt": {"ffn_dim": 48, "word_embed_proj_dim": 32},
-    "glm": {"head_dim": 8},
-    "glm4": {"head_dim": 8},
-    "gemma": {"head_dim": 8},
     "mistral": _WINDOWED,
-    "ministral3": {"head_dim": 8},
-    "phi3": {"sliding_window": WINDOW},
-    "helium": {"head_dim": 8},
-    "starcoder2": {"sliding_window": WINDOW},
-    "hunyuan_v1_dense": {"head_dim": 8},
-    "seed_oss": {"head_dim": 8},
-    "qwen3": {"head_dim": 8},
-    "persimmon": {"num_key_value_heads": 4},
-    "phi": {"num_key_value_heads": 4},
-    "stablelm": {"num_key_value_heads": 4},
-    "olmo": {"num_key_value_heads": 4},
-    "ernie4_5": {"head_dim": 8},
+    **dict.fromkeys(("phi3", "starcoder2"), _WINDOW),
+    **{name: {"head_dim": 8} for name in ("glm", "glm4", "gemma", "ministral3", "helium", "hunyuan_v1_dense")},
+    **{name: {"head_dim": 8} for name in ("seed_oss", "qwen3", "ernie4_5")},
+    **{name: {"num_key_value_heads": 4} for name in ("persimmon", "phi", "stablelm", "olmo")},
 }
 
 FAMILIES: tuple[TinyFamily, ...] = (
-    *(TinyFamily(name, name, _SPECIAL.get(name, {})) for name in _DENSE),
-    TinyFamily("llama, tied", "llama", {"tie_word_embeddings": True}),
-    TinyFamily(
-        "qwen2, window", "qwen2", {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2}
-    ),
-    TinyFamily(
-        "qwen2, window, unlisted",
-        "qwen2",
-        {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 2},
-        listed=False,
-    ),
-    TinyFamily(
-        "gpt2",
-        "gpt2",
-        {"n_embd": 32, "n_head": 4, "n_layer": LAYERS, "n_positions": 64, "vocab_size": TOKENS},
-        usual=False,
-    ),
-    TinyFamily(
-        "gpt2, scaled by layer",
-        "gpt2",
-        {
-            "n_embd": 32,
-            "n_head": 4,
-            "n_layer": LAYERS,
-            "n_positions": 64,
-            "vocab_size": TOKENS,
-            "scale_attn_by_inverse_layer_idx": True,
-        },
-        usual=False,
-    ),
-    TinyFamily(
-        "gptj",
-        "gptj",
-        {"n_embd": 32, "n_head": 4, "n_layer": LAYERS, "n_positions": 64, "vocab_size": TOKENS, "rotary_dim": 4},
-        usual=False,
-    ),
-    TinyFamily(
-        "codegen",
-        "codegen",
-        {"n_embd": 32, "n_head": 4, "n_layer": LAYERS, "n_positions": 64, "vocab_size": TOKENS, "rotary_dim": 4},
-        usual=False,
-    ),
-    TinyFamily(
-        "bloom", "bloom", {"hidden_size": 32, "n_head": 4, "n_layer": LAYERS, "vocab_size": TOKENS}, usual=False
-    ),
-    TinyFamily(
-        "mpt",
-        "mpt",
-        {"d_model": 32, "n_heads": 4, "n_layers": LAYERS, "vocab_size": TOKENS, "max_seq_len": 64},
-        usual=False,
-    ),
-    TinyFamily("gemma2", "gemma2", _WINDOWED),
-    TinyFamily("gemma2, unlisted", "gemma2", _WINDOWED, listed=False),
+    *(_tiny(name, **_SPECIAL.get(name, {})) for name in _DENSE),
+    _tiny("llama, tied", tie_word_embeddings=True),
+    *_both("qwen2, window", **_QWEN2_WINDOW),
+    _tiny("gpt2", usual=False, **_GPT2),
+    _tiny("gpt2, scaled by layer", usual=False, **_GPT2, scale_attn_by_inverse_layer_idx=True),
+    _tiny("gptj", usual=False, **_GPT2, rotary_dim=4),
+    _tiny("codegen", usual=False, **_GPT2, rotary_dim=4),
+    _tiny("bloom", usual=False, hidden_size=32, n_head=4, n_layer=LAYERS, vocab_size=TOKENS),
+    _tiny("mpt", usual=False, d_model=32, n_heads=4, n_layers=LAYERS, vocab_size=TOKENS, max_seq_len=64),
+    *_both("gemma2", **_WINDOWED),
     TinyFamily("vaultgemma", "vaultgemma", _WINDOWED, listed=False),
-    TinyFamily("gemma3", "gemma3_text", {**_WINDOWED, "sliding_window_pattern": 3}),
-    TinyFamily("gemma3, unlisted", "gemma3_text", {**_WINDOWED, "sliding_window_pattern": 3}, listed=False),
-    TinyFamily("cohere2", "cohere2", {**_WINDOWED, "sliding_window_pattern": 2}),
-    TinyFamily("cohere2, unlisted", "cohere2", {**_WINDOWED, "sliding_window_pattern": 2}, listed=False),
-    TinyFamily("olmo3", "olmo3", {"sliding_window": WINDOW}),
-    TinyFamily("olmo3, unlisted", "olmo3", {"sliding_window": WINDOW}, listed=False),
-    TinyFamily("ministral", "ministral", {**_WINDOWED, "layer_types": ["full_attention", "sliding_attention"] * 3}),
-    TinyFamily("smollm3", "smollm3", {"no_rope_layer_interval": 3}),
-    TinyFamily("smollm3, unlisted", "smollm3", {"no_rope_layer_interval": 3}, listed=False),
-    TinyFamily("exaone4", "exaone4", {**_WINDOWED, "sliding_window_pattern": 3}),
-    TinyFamily("exaone4, unlisted", "exaone4", {**_WINDOWED, "sliding_window_pattern": 3}, listed=False),
-    TinyFamily("mixtral", "mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    TinyFamily("phimoe", "phimoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    TinyFamily("granitemoe", "granitemoe", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    TinyFamily("olmoe", "olmoe", {"num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16}),
-    TinyFamily("qwen2_moe", "qwen2_moe", {**_EXPERTS, "shared_expert_intermediate_size": 16, "decoder_sparse_step": 2}),
-    TinyFamily("qwen3_moe", "qwen3_moe", {**_EXPERTS, "head_dim": 8, "mlp_only_layers": [1, 4]}),
-    TinyFamily(
-        "qwen3_next",
-        "qwen3_next",
-        {
-            **_EXPERTS,
-            **_LINEAR,
-            "shared_expert_intermediate_size": 16,
-            "full_attention_interval": 2,
-            "mlp_only_layers": [1],
-        },
+    *_both("gemma3", "gemma3_text", **_WINDOWED, sliding_window_pattern=3),
+    *_both("cohere2", **_WINDOWED, sliding_window_pattern=2),
+    *_both("olmo3", **_WINDOW),
+    _tiny("ministral", **_WINDOWED, layer_types=["full_attention", "sliding_attention"] * 3),
+    *_both("smollm3", no_rope_layer_interval=3),
+    *_both("exaone4", **_WINDOWED, sliding_window_pattern=3),
+    _tiny("mixtral", **_LOCAL),
+    _tiny("phimoe", **_LOCAL),
+    _tiny("granitemoe", **_LOCAL),
+    _tiny("olmoe", num_experts=4, num_experts_per_tok=2, intermediate_size=16),
+    _tiny("qwen2_moe", **_EXPERTS, shared_expert_intermediate_size=16, decoder_sparse_step=2),
+    _tiny("qwen3_moe", **_EXPERTS, head_dim=8, mlp_only_layers=[1, 4]),
+    _tiny("qwen3_next", **_NEXT, mlp_only_layers=[1]),
+    TinyFamily("qwen3_next, unlisted", "qwen3_next", _NEXT, listed=False),
+    _tiny("qwen3_5", "qwen3_5_text", **_LINEAR, full_attention_interval=3),
+    _tiny("qwen3_5_moe", "qwen3_5_moe_text", **_EXPERTS, **_LINEAR, shared_expert_intermediate_size=16),
+    _tiny("deepseek_v2", **_DEEPSEEK, topk_method="greedy", head_dim=4),
+    _tiny("deepseek_v3", **_DEEPSEEK),
+    _tiny("glm4_moe", **_ROUTED, **_GROUPS, first_k_dense_replace=1, head_dim=8),
+    _tiny("dots1", **_ROUTED, **_GROUPS, first_k_dense_replace=1, head_dim=8, n_shared_experts=1),
+    *_both("llama4", "llama4_text", **_LLAMA4, head_dim=8, no_rope_layer_interval=3),
+    _tiny("gpt_oss", **_WINDOWED, **_LOCAL),
+    _tiny("granitemoehybrid", **_MAMBA, **_LOCAL, shared_intermediate_size=16, layer_types=["mamba", "attention"] * 3),
+    _tiny(
+        "jamba", num_experts=4, num_experts_per_tok=2, attn_layer_period=3, attn_layer_offset=1, expert_layer_period=2,
+        expert_layer_offset=1, mamba_d_state=8, use_mamba_kernels=False,
     ),
-    TinyFamily(
-        "qwen3_next, unlisted",
-        "qwen3_next",
-        {**_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 16, "full_attention_interval": 2},
-        listed=False,
+    _tiny("mamba", state_size=8),
+    _tiny("falcon_mamba", state_size=8),
+    _tiny("mamba2", state_size=8, num_heads=8, head_dim=8, n_groups=2, chunk_size=8),
+    _tiny("bamba", **_MAMBA, attn_layer_indices=[1, 4]),
+    _tiny(
+        "zamba2", mamba_d_state=8, n_mamba_heads=8, num_key_value_heads=4, mamba_ngroups=2, adapter_rank=4,
+        layers_block_type=["mamba", "hybrid"] * 3, use_mem_rope=False, chunk_size=8,
     ),
-    TinyFamily("qwen3_5", "qwen3_5_text", {**_LINEAR, "full_attention_interval": 3}),
-    TinyFamily("qwen3_5_moe", "qwen3_5_moe_text", {**_EXPERTS, **_LINEAR, "shared_expert_intermediate_size": 16}),
-    TinyFamily("deepseek_v2", "deepseek_v2", {**_DEEPSEEK, "topk_method": "greedy", "head_dim": 4}),
-    TinyFamily("deepseek_v3", "deepseek_v3", _DEEPSEEK),
-    TinyFamily(
-        "glm4_moe",
-        "glm4_moe",
-        {
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "head_dim": 8,
-        },
-    ),
-    TinyFamily(
-        "dots1",
-        "dots1",
-        {
-            "n_shared_experts": 1,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-            "first_k_dense_replace": 1,
-            "head_dim": 8,
-            "n_group": 1,
-            "topk_group": 1,
-        },
-    ),
-    TinyFamily(
-        "llama4",
-        "llama4_text",
-        {
-            "num_local_experts": 4,
-            "intermediate_size_mlp": 48,
-            "head_dim": 8,
-            "interleave_moe_layer_step": 2,
-            "attention_chunk_size": 8,
-            "no_rope_layer_interval": 3,
-        },
-    ),
-    TinyFamily(
-        "llama4, unlisted",
-        "llama4_text",
-        {
-            "num_local_experts": 4,
-            "intermediate_size_mlp": 48,
-            "head_dim": 8,
-            "interleave_moe_layer_step": 2,
-            "attention_chunk_size": 8,
-            "no_rope_layer_interval": 3,
-        },
-        listed=False,
-    ),
-    TinyFamily("gpt_oss", "gpt_oss", {**_WINDOWED, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    TinyFamily(
-        "granitemoehybrid",
-        "granitemoehybrid",
-        {
-            **_MAMBA,
-            "num_local_experts": 4,
-            "num_experts_per_tok": 2,
-            "shared_intermediate_size": 16,
-            "layer_types": ["mamba", "attention"] * 3,
-        },
-    ),
-    TinyFamily(
-        "jamba",
-        "jamba",
-        {
-            "num_experts": 4,
-            "num_experts_per_tok": 2,
-            "attn_layer_period": 3,
-            "attn_layer_offset": 1,
-            "expert_layer_period": 2,
-            "expert_layer_offset": 1,
-            "mamba_d_state": 8,
-            "use_mamba_kernels": False,
-        },
-    ),
-    TinyFamily("mamba", "mamba", {"state_size": 8}),
-    TinyFamily("falcon_mamba", "falcon_mamba", {"state_size": 8}),
-    TinyFamily("mamba2", "mamba2", {"state_size": 8, "num_heads": 8, "head_dim": 8, "n_groups": 2, "chunk_size": 8}),
-    TinyFamily("bamba", "bamba", {**_MAMBA, "attn_layer_indices": [1, 4]}),
-    TinyFamily(
-        "zamba2",
-        "zamba2",
-        {
-            "mamba_d_state": 8,
-            "n_mamba_heads": 8,
-            "num_key_value_heads": 4,
-            "mamba_ngroups": 2,
-            "layers_block_type": ["mamba", "hybrid"] * 3,
-            "adapter_rank": 4,
-            "use_mem_rope": False,
-            "chunk_size": 8,
-        },
-    ),
-    TinyFamily(
-        "lfm2",
-        "lfm2",
-        {"layer_types": ["conv", "full_attention"] * 3, "block_ffn_dim_multiplier": 1.0, "block_multiple_of": 8},
-    ),
+    _tiny("lfm2", layer_types=["conv", "full_attention"] * 3, block_ffn_dim_multiplier=1.0, block_multiple_of=8),
     TinyFamily("lfm2, numbers", "lfm2", {"full_attn_idxs": [1, 4]}, listed=False),
-    TinyFamily(
-        "lfm2_moe", "lfm2_moe", {**_EXPERTS, "layer_types": ["conv", "full_attention"] * 3, "num_dense_layers": 2}
+    _tiny("lfm2_moe", **_EXPERTS, layer_types=["conv", "full_attention"] * 3, num_dense_layers=2),
+    _tiny(
+        "nemotron_h", usual=False, **{key: value for key, value in _USUAL.items() if key != "num_hidden_layers"},
+        layers_block_type=["mamba", "mlp", "attention", "mamba", "moe", "mlp"], mamba_num_heads=8, mamba_head_dim=8,
+        ssm_state_size=8, n_groups=2, head_dim=8, **_ROUTED, moe_shared_expert_intermediate_size=16, chunk_size=8,
+        moe_latent_size=None,
     ),
-    TinyFamily(
-        "nemotron_h",
-        "nemotron_h",
-        {
-            **{key: value for key, value in _USUAL.items() if key != "num_hidden_layers"},
-            "layers_block_type": ["mamba", "mlp", "attention", "mamba", "moe", "mlp"],
-            "mamba_num_heads": 8,
-            "mamba_head_dim": 8,
-            "ssm_state_size": 8,
-            "n_groups": 2,
-            "head_dim": 8,
-            "n_routed_experts": 4,
-            "moe_intermediate_size": 16,
-            "moe_shared_expert_intermediate_size": 16,
-            "num_experts_per_tok": 2,
-            "chunk_size": 8,
-            "moe_latent_size": None,
-        },
-        usual=False,
+    _tiny(
+        "falcon_h1", mamba_d_state=8, mamba_n_heads=8, mamba_d_head=8, mamba_d_ssm=64, mamba_n_groups=2,
+        mamba_chunk_size=8, head_dim=8,
     ),
-    TinyFamily(
-        "falcon_h1",
-        "falcon_h1",
-        {
-            "mamba_d_state": 8,
-            "mamba_n_heads": 8,
-            "mamba_d_head": 8,
-            "mamba_d_ssm": 64,
-            "mamba_n_groups": 2,
-            "mamba_chunk_size": 8,
-            "head_dim": 8,
-        },
+    _tiny(
+        "kimi_linear", **_LATENT, **_GROUPS, num_local_experts=4, linear_head_dim=8, linear_num_heads=4,
+        layer_types=["linear_attention", "full_attention"] * 3, first_k_dense_replace=2,
     ),
-    TinyFamily(
-        "kimi_linear",
-        "kimi_linear",
-        {
-            **_LATENT,
-            "num_local_experts": 4,
-            "n_group": 1,
-            "topk_group": 1,
-            "linear_head_dim": 8,
-            "linear_num_heads": 4,
-            "layer_types": ["linear_attention", "full_attention"] * 3,
-            "first_k_dense_replace": 2,
-        },
+    _tiny(
+        "deepseek_v4", **_INDEXER, **_ROUTED, **_WINDOWED, num_key_value_heads=1, q_lora_rank=12, o_lora_rank=8,
+        o_groups=2, hc_mult=2, hc_sinkhorn_iters=3, partial_rotary_factor=0.5, qk_rope_head_dim=4,
     ),
-    TinyFamily(
-        "deepseek_v4",
-        "deepseek_v4",
-        {
-            **_INDEXER,
-            "num_key_value_heads": 1,
-            "head_dim": 8,
-            "q_lora_rank": 12,
-            "o_lora_rank": 8,
-            "o_groups": 2,
-            "hc_mult": 2,
-            "hc_sinkhorn_iters": 3,
-            "partial_rotary_factor": 0.5,
-            "qk_rope_head_dim": 4,
-            "sliding_window": WINDOW,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "moe_intermediate_size": 16,
-        },
+    _tiny("hy_v3", **_EXPERTS, head_dim=8),
+    _tiny("hy_v4", **_LATENT, **_INDEXER, q_lora_rank=12, hc_mult=2),
+    _tiny("lfm3", **_WINDOWED, **_CONVOLVED),
+    _vision(
+        "gemma3, vision", _text("gemma3_text", **_WINDOW, sliding_window_pattern=3), _SIGLIP, mm_tokens_per_image=4
     ),
-    TinyFamily("hy_v3", "hy_v3", {**_EXPERTS, "head_dim": 8}),
-    TinyFamily("hy_v4", "hy_v4", {**_LATENT, **_INDEXER, "q_lora_rank": 12, "hc_mult": 2}),
-    TinyFamily(
-        "lfm3",
-        "lfm3",
-        {
-            "head_dim": 8,
-            "sliding_window": WINDOW,
-            "layer_types": ["conv", "full_attention", "sliding_attention"] * 2,
-        },
+    _vision("llava", _text("llama"), _CLIP, image_token_index=90),
+    _vision("mistral3", _text("mistral", sliding_window=None), _PIXTRAL, image_token_index=90),
+    _vision(
+        "qwen2_5_vl", _text("qwen2_5_vl_text", rope_parameters=_SECTIONS),
+        {**_QWEN_VISION, "fullatt_block_indexes": [1]}, **_VIDEO,
     ),
     _vision(
-        "gemma3, vision",
-        "gemma3",
-        _text("gemma3_text", sliding_window=WINDOW, sliding_window_pattern=3),
-        _SIGLIP,
-        mm_tokens_per_image=4,
-    ),
-    _vision("llava", "llava", _text("llama"), _CLIP, image_token_index=90),
-    _vision(
-        "mistral3",
-        "mistral3",
-        _text("mistral", sliding_window=None),
-        {**_VISION, "image_size": 16, "patch_size": 8, "model_type": "pixtral", "head_dim": 8},
-        image_token_index=90,
+        "qwen2_vl", _text("qwen2_vl_text", rope_parameters=_SECTIONS),
+        {"embed_dim": 16, "hidden_size": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2}, **_VIDEO,
     ),
     _vision(
-        "qwen2_5_vl",
-        "qwen2_5_vl",
-        _text("qwen2_5_vl_text", rope_parameters=_SECTIONS),
-        {
-            "hidden_size": 16,
-            "intermediate_size": 24,
-            "depth": 2,
-            "num_heads": 2,
-            "out_hidden_size": 32,
-            "fullatt_block_indexes": [1],
-        },
-        image_token_id=90,
-        video_token_id=91,
-    ),
-    _vision(
-        "qwen2_vl",
-        "qwen2_vl",
-        _text("qwen2_vl_text", rope_parameters=_SECTIONS),
-        {"embed_dim": 16, "hidden_size": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2},
-        image_token_id=90,
-        video_token_id=91,
-    ),
-    _vision(
-        "qwen3_5, vision",
-        "qwen3_5",
-        _text("qwen3_5_text", **_LINEAR, full_attention_interval=3),
-        {"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2, "out_hidden_size": 32},
-        image_token_id=90,
-        video_token_id=91,
+        "qwen3_5, vision", _text("qwen3_5_text", **_LINEAR, full_attention_interval=3), _QWEN_VISION, **_VIDEO
     ),
     _vision(
         "qwen3_5_moe, vision",
-        "qwen3_5_moe",
-        _text("qwen3_5_moe_text", **_LINEAR, **_EXPERTS, shared_expert_intermediate_size=16),
-        {"hidden_size": 16, "intermediate_size": 24, "depth": 2, "num_heads": 2, "out_hidden_size": 32},
-        image_token_id=90,
-        video_token_id=91,
+        _text("qwen3_5_moe_text", **_LINEAR, **_EXPERTS, shared_expert_intermediate_size=16), _QWEN_VISION, **_VIDEO,
     ),
     _vision(
-        "llama4, vision",
-        "llama4",
-        _text(
-            "llama4_text",
-            num_local_experts=4,
-            intermediate_size_mlp=48,
-            interleave_moe_layer_step=2,
-            attention_chunk_size=8,
-        ),
-        {
-            **_VISION,
-            "image_size": 16,
-            "patch_size": 8,
-            "vision_output_dim": 16,
-            "projector_input_dim": 16,
-            "projector_output_dim": 16,
-        },
+        "llama4, vision", _text("llama4_text", **_LLAMA4),
+        {**_PIXELS, "vision_output_dim": 16, "projector_input_dim": 16, "projector_output_dim": 16},
         image_token_index=90,
     ),
     _vision(
-        "kimi_k25",
-        "kimi_k25",
-        {**_text("deepseek_v3", **_DEEPSEEK), "head_dim": 4},
+        "kimi_k25", {**_text("deepseek_v3", **_DEEPSEEK), "head_dim": 4},
         {**_VISION, "patch_size": 8, "pos_emb_height": 4, "pos_emb_width": 4, "model_type": "kimi_k25_vision"},
-        projection_hidden_size=16,
-        image_token_id=90,
-        video_token_id=91,
-        tie_word_embeddings=False,
+        projection_hidden_size=16, **_VIDEO, tie_word_embeddings=False,
     ),
+    _vision("mistral_large4", _text("mistral_large4_text", **_LATENT, **_INDEXER), _PIXTRAL, image_token_index=90),
     _vision(
-        "mistral_large4",
-        "mistral_large4",
-        _text("mistral_large4_text", **_LATENT, **_INDEXER),
-        {**_VISION, "image_size": 16, "patch_size": 8, "model_type": "pixtral", "head_dim": 8},
-        image_token_index=90,
-    ),
-    _vision(
-        "lfm3_vl",
-        "lfm3_vl",
-        _text("lfm3", sliding_window=WINDOW, layer_types=["conv", "full_attention", "sliding_attention"] * 2),
+        "lfm3_vl", _text("lfm3", **_WINDOW, **_CONVOLVED),
         {
-            **_VISION,
-            "num_key_value_heads": 2,
-            "patch_size": 8,
-            "layer_types": ["conv", "full_attention"],
+            **_VISION, "num_key_value_heads": 2, "patch_size": 8, "layer_types": ["conv", "full_attention"],
             "model_type": "lfm3_vl_vision",
         },
-        projector_hidden_size=16,
-        image_token_id=90,
-        video_token_id=91,
+        projector_hidden_size=16, **_VIDEO,
     ),
     _vision(
         "step3p7",
-        "step3p7",
         _text(
-            "step3p5",
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=16,
-            share_expert_dim=16,
-            sliding_window=WINDOW,
+            "step3p5", **_ROUTED, **_WINDOW, share_expert_dim=16,
             layer_types=["full_attention", "sliding_attention"] * 3,
-            rope_parameters={
-                "full_attention": {"rope_type": "default", "rope_theta": 10000.0},
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-            },
+            rope_parameters=dict.fromkeys(("full_attention", "sliding_attention"), _ROPE),
         ),
         {**_VISION, "image_size": 32, "patch_size": 8, "mlp_ratio": 1.5, "max_position_embeddings": 16},
         image_token_id=90,
     ),
-    TinyFamily("bert", "bert", {}, "AutoModelForMaskedLM"),
-    TinyFamily("bert, classifier", "bert", {"num_labels": 3}, "AutoModelForSequenceClassification"),
-    TinyFamily("roberta", "roberta", {"pad_token_id": 1}, "AutoModelForMaskedLM"),
-    TinyFamily("camembert", "camembert", {"pad_token_id": 1}, "AutoModelForMaskedLM"),
-    TinyFamily("xlm-roberta", "xlm-roberta", {"pad_token_id": 1}, "AutoModelForMaskedLM"),
-    TinyFamily("electra", "electra", {"embedding_size": 16}, "AutoModelForMaskedLM"),
-    TinyFamily(
-        "whisper",
-        "whisper",
-        {
-            "vocab_size": TOKENS,
-            "d_model": 32,
-            "encoder_layers": 3,
-            "decoder_layers": 3,
-            "encoder_attention_heads": 4,
-            "decoder_attention_heads": 4,
-            "encoder_ffn_dim": 48,
-            "decoder_ffn_dim": 48,
-            "num_mel_bins": 8,
-            "max_source_positions": 20,
-            "max_target_positions": 64,
-            "pad_token_id": 0,
-            "bos_token_id": 1,
-            "eos_token_id": 2,
-            "decoder_start_token_id": 1,
-            "suppress_tokens": None,
-            "begin_suppress_tokens": None,
-        },
-        "AutoModelForSpeechSeq2Seq",
-        usual=False,
-    ),
-    TinyFamily(
-        "t5",
-        "t5",
-        {
-            "vocab_size": TOKENS,
-            "d_model": 32,
-            "d_kv": 8,
-            "d_ff": 48,
-            "num_layers": 3,
-            "num_heads": 4,
-            "decoder_start_token_id": 0,
-        },
-        "AutoModelForSeq2SeqLM",
-        usual=False,
-    ),
-    TinyFamily("diffllama", "diffllama", {}),
-    TinyFamily("minimax, not described", "minimax", {"num_local_experts": 4, "head_dim": 8}),
-    TinyFamily("xglm, not described", "xglm", _XGLM, usual=False),
-)
+    _tiny("bert", auto="AutoModelForMaskedLM"),
+    _tiny("bert, classifier", auto="AutoModelForSequenceClassification", num_labels=3),
+    *(_tiny(name, auto="AutoModelForMaskedLM", pad_token_id=1) for name in ("roberta", "camembert", "xlm-roberta")),
+    _tiny("electra", auto="AutoModelForMaskedLM", embedding_size=16),
+    _tiny("whisper", auto="AutoModelForSpeechSeq2Seq", usual=False, **_WHISPER),
+    _tiny("t5", auto="AutoModelForSeq2SeqLM", usual=False, **_T5, decoder_start_token_id=0),
+    _tiny("diffllama"),
+    _tiny("minimax, not described", num_local_experts=4, head_dim=8),
+    _tiny("xglm, not described", usual=False, **_XGLM),
+)  # fmt: skip
 
 BY_NAME = {family.name: family for family in FAMILIES}
 # Lists that transformers writes into config.json and that older checkpoints lack.

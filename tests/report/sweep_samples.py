@@ -212,7 +212,8 @@ def several() -> SweepContent:
     return update(
         confirmed(), name="demo-sweep-front", method="linear of 2", objectives=objectives, constraints=(),
         trials=trials, winner=winner, front=front, held_out=held_out({0: (0.768, 0.79), winner: unseen}),
-        sampler="nsga2", power="", confirmation=confirmation(0.061, 0.038, 0.084, 2.4e-5, 400), racing=ReportedRacing(rule="none"),
+        sampler="nsga2", power="", confirmation=confirmation(0.061, 0.038, 0.084, 2.4e-5, 400),
+        racing=ReportedRacing(rule="none"),
         **without_importances(parameters, "they are computed of one objective only"),
     )  # fmt: skip
 
