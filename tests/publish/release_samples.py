@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from builders.results import build, sha, task_score
 from gguf_samples import METADATA, gguf
 
 from mergegate.merge_core import load_recipe
@@ -29,12 +30,13 @@ from mergegate.tasks.preflight.licenses.case import LicensedParent
 from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
 from mergegate.tasks.preflight.licenses.settings import Use
 from mergegate.tasks.preflight.licenses.table import load_table
-from mergegate.tasks.publish.content import ReleaseFile, written_file
+from mergegate.tasks.publish.content import SUMS, ReleaseFile, checksums_text, content_version, written_file
 from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.public_names import PublicNames
 from mergegate.tasks.publish.release_compute import merge_compute
 from mergegate.tasks.publish.stage import ReleaseParts, publish
 from mergegate.tasks.publish.targets.contract import PublishTarget, Release
+from mergegate.tasks.publish.targets.directory import DirectoryTarget
 from mergegate.tasks.publish.variants import PassedVariant, VariantParts, variant_content
 from mergegate.tasks.report.content import Library, ReportContent, ReportedModel
 from mergegate.tasks.report.stage import Report
@@ -56,82 +58,41 @@ dtype: bfloat16
 NUMERICS = Numerics(seed=3, device="cpu", where="cpu", versions={"torch": "2.13.0", "numba": "0.68.1"})
 
 
-def sha(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def share(task: str, right: int, n: int, metric: str = "acc,none") -> TaskScore:
     """Return the score for `right` correct answers of `n`, computed as the evaluation does."""
     p = right / n
-    stderr = math.sqrt(p * (1 - p) / (n - 1))
-    return TaskScore(task=task, metric=metric, n=n, score=p, stderr=stderr, higher_is_better=True)
+    return task_score(task, p, n, metric=metric, stderr=math.sqrt(p * (1 - p) / (n - 1)))
 
 
 def parents(root: Path) -> tuple[PinnedCheckpoint, ...]:
     """Return two parents: one on the Hub and one in a local directory."""
+    hub, local = {"ref": "acme/general@main", "revision": COMMIT, "is_base": True}, {"ref": "../models/local_one"}
     for name in ("general", "local_one"):
         (root / name).mkdir(parents=True, exist_ok=True)
     return (
-        PinnedCheckpoint(
-            name="general",
-            digest=sha("general"),
-            directory=root / "general",
-            ref="acme/general@main",
-            revision=COMMIT,
-            is_base=True,
-        ),
-        PinnedCheckpoint(
-            name="local_one",
-            digest=sha("local"),
-            directory=root / "local_one",
-            ref="../models/local_one",
-            revision=None,
-        ),
+        PinnedCheckpoint(name="general", digest=sha("general"), directory=root / "general", **hub),
+        PinnedCheckpoint(name="local_one", digest=sha("local"), directory=root / "local_one", revision=None, **local),
     )
 
 
 def content(scores: Sequence[TaskScore] = (), name: str = "demo", scoring: Scoring | None = None) -> ReportContent:
-    measured = Scores(model="x", tasks=tuple(scores), lm_eval_version="0.4.13") if scores else None
-    models = (
-        ReportedModel(
-            name="general",
-            role="base",
-            ref="acme/general@main",
-            revision=COMMIT,
-            digest=sha("general"),
-            licence="apache-2.0",
-            scores=measured,
-        ),
-        ReportedModel(
-            name="local_one",
-            role="parent",
-            ref="../models/local_one",
-            digest=sha("local"),
-            licence="mit",
-            scores=measured,
-        ),
-        ReportedModel(name="merge", role="merge", ref=name, digest=sha("merge"), licence="apache-2.0", scores=measured),
-    )
-    return ReportContent(
+    measured = build(Scores, tasks=tuple(scores)) if scores else None
+    hub = {"role": "base", "ref": "acme/general@main", "revision": COMMIT, "digest": sha("general")}
+    local = {"ref": "../models/local_one", "digest": sha("local"), "licence": "mit"}
+    versions = {"mergegate": "0.1.0", "transformers": "5.23.0"}
+    return build(
+        ReportContent,
         name=name,
         method="linear of 2",
         recipe=RECIPE,
-        models=models,
-        licence="apache-2.0",
-        verdict=GateVerdict(
-            outcome="pass",
-            publishable=True,
-            guards=(),
-            drift=None,
-            overall_drop=None,
-            overall_low=None,
-            overall_high=None,
-            on_inconclusive="block",
-            reasons=(),
+        models=(
+            build(ReportedModel, name="general", scores=measured, **hub),
+            build(ReportedModel, name="local_one", scores=measured, **local),
+            build(ReportedModel, name="merge", role="merge", ref=name, digest=sha("merge"), scores=measured),
         ),
+        verdict=build(GateVerdict),
         scoring=scoring or Scoring(seed=11),
-        files=(),
-        versions=(Library(name="mergegate", version="0.1.0"), Library(name="transformers", version="5.23.0")),
+        versions=tuple(Library(name=library, version=version) for library, version in versions.items()),
         reproduce=("mergegate merge recipe.yaml OUT --seed 3",),
     )
 
@@ -160,23 +121,22 @@ needs_validators = pytest.mark.skipif(
 )
 
 
-def validator_answers(script: str, documents: Sequence[str]) -> list[Any]:
-    """Run a script in the environment of the validators. It reads a JSON list of documents and writes answers."""
+def validator_answers(script: str, documents: Sequence[str]) -> list[str | None]:
+    """Run a script in the environment of the validators. It reads a JSON list of documents and writes their errors."""
     done = subprocess.run([VALIDATORS, "-c", script], input=json.dumps(documents), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    answers: list[Any] = json.loads(done.stdout)
-    return answers
+    return json.loads(done.stdout)
 
 
 def cyclonedx_finds(documents: Sequence[str]) -> list[str | None]:
     """Return the error of the CycloneDX library for each bill of materials, or None."""
-    script = (
-        "import json, sys\n"
-        "from cyclonedx.schema import SchemaVersion\n"
-        "from cyclonedx.validation.json import JsonStrictValidator\n"
-        "found = map(JsonStrictValidator(SchemaVersion.V1_6).validate_str, json.load(sys.stdin))\n"
-        "json.dump([None if one is None else str(one) for one in found], sys.stdout)"
-    )
+    script = """
+import json, sys
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+found = map(JsonStrictValidator(SchemaVersion.V1_6).validate_str, json.load(sys.stdin))
+json.dump([None if one is None else str(one) for one in found], sys.stdout)
+"""
     return validator_answers(script, documents)
 
 
@@ -248,9 +208,8 @@ def publishable(root: Path, weights: bytes = b"weights", **files: bytes) -> Publ
 
     ``files`` are those of the checkpoint except weights, by name. The default is an empty configuration.
     """
-    merge = MergeSummary(
-        method="linear", tensors=1, parameters=7, bytes_written=len(weights), warnings=(), seconds=1.0, weights={}
-    )
+    sizes = {"tensors": 1, "parameters": 7, "bytes_written": len(weights), "seconds": 1.0}
+    merge = MergeSummary(method="linear", warnings=(), weights={}, **sizes)
     return Publishable(
         content(),
         PinnedRecipe(load_recipe(RECIPE), parents(root / "parents")),
@@ -260,6 +219,17 @@ def publishable(root: Path, weights: bytes = b"weights", **files: bytes) -> Publ
         stored("report", root / "report", Report(headline="passed"), report__html=b"<html>", report__json=b"{}"),
         evidence(root / "evidence"),
     )
+
+
+def write_release(parts: ReleaseParts, root: Path) -> Path:
+    """Write the files of a release as a directory target does, and return its directory."""
+    files = parts.files(DirectoryTarget(path=root))
+    files.append(written_file(SUMS, checksums_text({file.name: file.sha256 for file in files})))
+    release = root / content_version(files)
+    for file in files:
+        (release / file.name).parent.mkdir(parents=True, exist_ok=True)
+        (release / file.name).write_bytes(file.read())
+    return release
 
 
 def evidence(directory: Path) -> Artifact[RecordedEvidence]:
@@ -281,41 +251,30 @@ class SampleGguf(GgufFormat):
 def variant_parts(
     root: Path, merge: MergeRelease, *types: str, failed: Sequence[str] = (), **contents: bytes
 ) -> VariantParts:
-    """Return the parts of a release of variants of ``merge``.
+    """Return the parts of a release of variants of ``merge``: those in ``failed`` did not pass.
 
-    ``failed`` names those of the types that did not pass. ``contents`` holds the bytes of a type's file, if they differ
-    from the default.
+    ``contents`` holds the bytes of a type's file, if they differ from the default.
     """
     of_merge = publishable(root / "merge")
     verdicts, passed = [], []
     for name in types:
         data = contents.get(name) or gguf({**METADATA, "general.name": ("s", name)})
-        record = VariantRecord(
-            format="gguf",
-            type=name,
-            files=("variant.gguf",),
-            bytes=len(data),
-            tensor_types={name: 24, "F32": 5},
-            versions={"llama-cpp-python": "0.3.36"},
-            settings={"imatrix": "none"},
-        )
-        has_failed = name in failed
+        built = {"bytes": len(data), "tensor_types": {name: 24, "F32": 5}, "versions": {"llama-cpp-python": "0.3.36"}}
+        record = build(VariantRecord, type=name, **built)
+        reasons = {"outcome": "fail", "publishable": False, "reasons": ("copying lost 5.0 points against merge",)}
         verdicts.append(
-            VariantVerdict(
-                format="gguf",
+            build(
+                VariantVerdict,
                 type=name,
-                required=False,
-                outcome="fail" if has_failed else "pass",
-                publishable=not has_failed,
-                reasons=("copying lost 5.0 points against merge",) if has_failed else (),
                 backend="llama_cpp",
                 record=record,
                 checks=(Check.passed_check("chat template", f"read from {root}", "that of the merge"),),
                 gate=of_merge.content.verdict,
                 digest=sha(name),
+                **(reasons if name in failed else {}),
             )
         )
-        if not has_failed:
+        if name not in failed:
             weights = stored("variant", root / name, record, variant__gguf=data)
             passed.append(PassedVariant(name, weights, evidence(root / f"evidence of {name}")))
     about = variant_content(of_merge.content, f"{merge.name}-GGUF", merge, verdicts)
