@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,18 +14,12 @@ from tiny_models import make_model
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.merge import find_copied_parent
 
+pytestmark = pytest.mark.usefixtures("own_store")
 Change = Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]
-
-
-@pytest.fixture(autouse=True)
-def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
 
 
 def changed(model: Model, directory: Path, change: Change) -> Model:
     """Return a copy of a model with changed weights."""
-    import shutil
-
     shutil.copytree(model.directory, directory)
     weights = change(load_file(directory / "model.safetensors"))
     save_file({name: tensor.contiguous() for name, tensor in weights.items()}, directory / "model.safetensors")

@@ -1,7 +1,4 @@
-"""Outlier exclusion and geometric-median weights, from distances between models.
-
-The results are compared with the definitions, and followed from weights on disk to the merge.
-"""
+"""Outlier exclusion and geometric-median weights by their definitions, and from weights on disk to the merge."""
 
 from __future__ import annotations
 
@@ -14,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from calibration_jobs import DEMO
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -28,7 +26,7 @@ from mergegate.merge_core.recipe import Source
 from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
 from mergegate.tasks.merge import prepare_recipe, select_named_parents
 
-DEMO = Path(__file__).resolve().parents[2] / "profiles/demo/models"
+MODELS = DEMO / "models"
 Points = list[list[float]]
 
 
@@ -105,15 +103,15 @@ def test_an_outlier_exceeds_the_median_length_by_the_factor() -> None:
 def clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Save honest clients, two per skill, one with the update reversed and eight times as long, and two with NaN."""
     place = tmp_path_factory.mktemp("clients")
-    base = {name: one.float() for name, one in load_file(DEMO / "base/model.safetensors").items()}
+    base = {name: one.float() for name, one in load_file(MODELS / "base/model.safetensors").items()}
     draw = torch.Generator().manual_seed(0)
     own = {}
     for skill in ("reverser", "shifter"):
-        tuned = load_file(DEMO / skill / "model.safetensors")
+        tuned = load_file(MODELS / skill / "model.safetensors")
         own[skill] = {name: tuned[name].float() - base[name] for name in base}
 
     def save(name: str, change: Callable[[str], torch.Tensor], broken: slice = slice(0)) -> None:
-        shutil.copytree(DEMO / "base", place / name)
+        shutil.copytree(MODELS / "base", place / name)
         made = {key: (base[key] + change(key)).bfloat16() for key in base}
         for key in made if broken == slice(None) else ["model.norm.weight"]:
             made[key].view(-1)[broken] = float("nan")
@@ -128,17 +126,17 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-def recipe_of(clients: Path, *names: str, **more: Any) -> Recipe:
-    models = [{"model": str(clients / name)} for name in names]
-    return load_recipe({"base_model": str(DEMO / "base"), "models": models, **more})
+def recipe_of(clients: Path, *names: str, base: Path = MODELS / "base", **more: Any) -> Recipe:
+    models = [{"model": name if "+" in name else str(clients / name)} for name in names]
+    return load_recipe({"base_model": str(base), "models": models, **more})
 
 
 Home = Callable[[Recipe], Recipe]
+MEDIAN: dict[str, Any] = {"merge_method": "median", "leave_out_beyond": 5}
 
 
 @pytest.fixture
-def prepare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Home:
-    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
+def prepare(tmp_path: Path, own_store: None) -> Home:
     hashes = HashMemo(tmp_path / "hashes.db")
 
     def of(recipe: Recipe) -> Recipe:
@@ -166,33 +164,26 @@ def test_outliers_and_broken_models_are_left_out(clients: Path, prepare: Home, m
     assert [Path(one.model.path).name for one in found.sources] == [*HONEST, "base"]
     assert prepare(found) is found
     alone = recipe_of(clients, *HONEST, merge_method=method, **more)
-    opened = {str(ref): open_at(ref.path) for ref in found.references()}
+    opened = {str(ref): open_checkpoint(Path(ref.path)) for ref in found.references()}
     for (name, one), (_, other) in zip(
         merge_tensors(plan_merge(found, opened)), merge_tensors(plan_merge(alone, opened)), strict=True
     ):
         assert torch.equal(one, other), name
 
 
-def open_at(path: str) -> Any:
-    return open_checkpoint(Path(path))
-
-
 def test_a_rule_that_leaves_no_model_out_only_adds_the_distances(clients: Path, prepare: Home) -> None:
-    recipe = recipe_of(clients, *HONEST, merge_method="median", leave_out_beyond=5)
+    recipe = recipe_of(clients, *HONEST, **MEDIAN)
     found = prepare(recipe)
     assert found.left_out == {}
-    assert found.distances is not None
-    assert [round(one.length or 0, 1) for one in found.distances.values()] == pytest.approx([1.0] * 4, abs=0.2)
+    assert [round(one.length, 1) for one in found.distances.values()] == pytest.approx([1.0] * 4, abs=0.2)
     # Two models of one skill are close; those of different skills are as far apart as unrelated task vectors.
-    assert all(0.8 < (one.apart or 0) < 1.6 for one in found.distances.values())
+    assert all(0.8 < one.apart < 1.6 for one in found.distances.values())
     assert found.modules == recipe.modules
 
 
 def weight_of(source: Source) -> float:
     """Return the weight that the prepared recipe gives to a model."""
-    setting = source.parameters.get("weight")
-    assert setting is not None
-    return float(setting.conditions[0].values[0])
+    return float(source.parameters.get("weight").conditions[0].values[0])
 
 
 def test_geometric_median_follows_the_honest_models(clients: Path, prepare: Home) -> None:
@@ -201,12 +192,10 @@ def test_geometric_median_follows_the_honest_models(clients: Path, prepare: Home
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["turned"] < 0.05
     assert all(shares[name] > 0.2 for name in HONEST)
-    twice = [
-        {"model": str(clients / name), "parameters": {"weight": 3 if name == "client-0" else 1}} for name in HONEST
+    weights = [
+        {"model": str(clients / name), "parameters": {"weight": 3 if name == HONEST[0] else 1}} for name in HONEST
     ]
-    louder = prepare(
-        load_recipe({"base_model": str(DEMO / "base"), "models": twice, "merge_method": "geometric_median"})
-    )
+    louder = prepare(recipe_of(clients, models=weights, merge_method="geometric_median"))
     voices = {Path(one.model.path).name: weight_of(one) for one in louder.sources[:-1]}
     assert voices["client-0"] > 2 * voices["client-1"]
 
@@ -226,15 +215,13 @@ def test_a_client_of_nan_is_left_out_without_effect_on_others(clients: Path, pre
 
 def test_a_broken_base_is_refused_by_name(clients: Path, prepare: Home) -> None:
     for base in ("broken", "nothing"):
-        models = [{"model": str(clients / name)} for name in HONEST]
-        recipe = {"base_model": str(clients / base), "models": models, "merge_method": "geometric_median"}
         with pytest.raises(InvalidInput, match=f"{base}(.|\n)*NaN or infinity"):
-            prepare(load_recipe(recipe))
+            prepare(recipe_of(clients, *HONEST, base=clients / base, merge_method="geometric_median"))
 
 
 # --- adapters in place of models ---
 
-LORA = DEMO.parent / "adapters/reverser-lora"
+LORA = DEMO / "adapters/reverser-lora"
 
 
 def adapter(place: Path, name: str, factor: float, at: int | None = None) -> str:
@@ -244,44 +231,26 @@ def adapter(place: Path, name: str, factor: float, at: int | None = None) -> str
     if at is not None:
         next(iter(tensors.values())).view(-1)[at] = float("nan")
     save_file(tensors, place / name / "adapter_model.safetensors", {"format": "pt"})
-    return f"{DEMO / 'base'}+{place / name}"
+    return f"{MODELS / 'base'}+{place / name}"
 
 
 def test_adapters_have_the_distances_of_their_applied_models(clients: Path, prepare: Home, tmp_path: Path) -> None:
     # Scaling both factors by 4 makes the second one 16 times as long.
     names = [adapter(tmp_path, "sound", 1), adapter(tmp_path, "far", 4)]
-    named = [*(str(clients / one) for one in HONEST), *names]
-    found = prepare(
-        load_recipe(
-            {
-                "base_model": str(DEMO / "base"),
-                "models": [{"model": one} for one in named],
-                "merge_method": "median",
-                "leave_out_beyond": 5,
-            }
-        )
-    )
+    found = prepare(recipe_of(clients, *HONEST, *names, **MEDIAN))
     assert set(found.left_out) == {names[1]}
-    base = load_file(DEMO / "base/model.safetensors")
-    made = dict(merge_tensors(plan_merge(_as_model(names[0]), _opened_adapter(names[0]))))
+    base = load_file(MODELS / "base/model.safetensors")
+    alone = load_recipe({"merge_method": "passthrough", "models": [{"model": names[0]}]})
+    applied = apply_adapter(open_checkpoint(MODELS / "base"), open_adapter(tmp_path / "sound"))
+    made = dict(merge_tensors(plan_merge(alone, {names[0]: applied})))
     lengths = [_length(base, load_file(clients / one / "model.safetensors")) for one in HONEST]
     lengths += [_length(base, made)]
     median = float(np.median([*lengths, 16 * lengths[-1]]))
-    assert found.distances is not None
-    assert (found.distances[names[0]].length or 0) == pytest.approx(lengths[-1] / median, rel=0.02)
+    assert found.distances[names[0]].length == pytest.approx(lengths[-1] / median, rel=0.02)
 
 
 def _length(base: dict[str, torch.Tensor], model: dict[str, torch.Tensor]) -> float:
     return float(sum((model[key].double() - one.double()).square().sum() for key, one in base.items()) ** 0.5)
-
-
-def _as_model(ref: str) -> Recipe:
-    return load_recipe({"merge_method": "passthrough", "models": [{"model": ref}]})
-
-
-def _opened_adapter(ref: str) -> dict[str, Any]:
-    base, _, lora = ref.partition("+")
-    return {ref: apply_adapter(open_at(base), open_adapter(Path(lora)))}
 
 
 @pytest.mark.parametrize(("factor", "at"), [(1.0, 3), (1e25, None)], ids=["NaN", "a product that is infinite"])
@@ -289,57 +258,53 @@ def test_an_adapter_that_overflows_is_left_out(
     clients: Path, prepare: Home, tmp_path: Path, factor: float, at: int | None
 ) -> None:
     broken = adapter(tmp_path, "broken", factor, at)
-    models = [{"model": one} for one in [*(str(clients / name) for name in HONEST), broken]]
-    recipe = {"base_model": str(DEMO / "base"), "models": models, "merge_method": "median", "leave_out_beyond": 5}
-    assert "not finite" in prepare(load_recipe(recipe)).left_out[broken]
+    assert "not finite" in prepare(recipe_of(clients, *HONEST, broken, **MEDIAN)).left_out[broken]
 
 
 def test_a_broken_base_is_not_blamed_on_the_adapters_on_it(clients: Path, prepare: Home, tmp_path: Path) -> None:
-    named = [adapter(tmp_path, name, 1).replace(str(DEMO / "base"), str(clients / "broken")) for name in ("one", "two")]
-    models = [{"model": one} for one in named]
-    recipe = {"base_model": str(clients / "broken"), "models": models, "merge_method": "median", "leave_out_beyond": 5}
+    named = [
+        adapter(tmp_path, name, 1).replace(str(MODELS / "base"), str(clients / "broken")) for name in ("one", "two")
+    ]
     with pytest.raises(InvalidInput, match="a base with finite numbers"):
-        prepare(load_recipe(recipe))
+        prepare(recipe_of(clients, *named, base=clients / "broken", **MEDIAN))
 
 
 def test_leaving_out_all_models_is_refused(clients: Path, prepare: Home) -> None:
     with pytest.raises(InvalidInput, match="all models are left out"):
-        prepare(recipe_of(clients, "broken", merge_method="median", leave_out_beyond=5))
+        prepare(recipe_of(clients, "broken", **MEDIAN))
 
 
 def test_a_left_out_model_is_no_longer_a_parent(clients: Path, prepare: Home, tmp_path: Path) -> None:
-    found = prepare(recipe_of(clients, *HONEST, "turned", merge_method="median", leave_out_beyond=5))
+    found = prepare(recipe_of(clients, *HONEST, "turned", **MEDIAN))
     every = recipe_of(clients, *HONEST, "turned", merge_method="median")
     parents = pin_checkpoints(resolve_parents(every), HashMemo(tmp_path / "more.db"))
     assert [parent.name for parent in select_named_parents(found, parents)] == [*HONEST, "base"]
+
+
+SLICED = {"sources": [{"model": name, "layer_range": [0, 2]} for name in ("a", "base")]}
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"merge_method": "linear", "parameters": {"weight": 1}}, "no base to measure task vectors"),
-        ({"merge_method": "median", "leave_out_beyond": 0.5}, "a factor of the median length"),
-        ({"merge_method": "median", "leave_out_beyond": True}, "a factor of the median length"),
-        ({"merge_method": "median", "leave_out_beyond": "5"}, "a factor of the median length"),
-        ({"merge_method": "median", "leave_out_beyond": float("inf")}, "a factor of the median length"),
+        *(
+            ({"merge_method": "median", "leave_out_beyond": factor}, "a factor of the median length")
+            for factor in (0.5, True, "5", float("inf"))
+        ),
+        ({"merge_method": "geometric_median", "models": None, "slices": [SLICED]}, "whole models"),
     ],
 )
 def test_invalid_distance_settings_are_refused(change: dict[str, Any], said: str) -> None:
     document = {"base_model": "base", "models": [{"model": "a"}], "leave_out_beyond": 5, **change}
     with pytest.raises(InvalidInput) as problem:
-        load_recipe(document)
+        load_recipe({key: value for key, value in document.items() if value is not None})
     assert said in str(problem.value)
-
-
-def test_sliced_models_have_no_distances() -> None:
-    cut = {"sources": [{"model": "a", "layer_range": [0, 2]}, {"model": "base", "layer_range": [0, 2]}]}
-    with pytest.raises(InvalidInput, match="whole models"):
-        load_recipe({"merge_method": "geometric_median", "base_model": "base", "slices": [cut]})
 
 
 def test_missing_weights_are_refused(clients: Path) -> None:
     recipe = recipe_of(clients, *HONEST, merge_method="geometric_median")
-    plan = plan_merge(recipe, {str(ref): open_at(ref.path) for ref in recipe.references()})
+    plan = plan_merge(recipe, {str(ref): open_checkpoint(Path(ref.path)) for ref in recipe.references()})
     with pytest.raises(InvalidInput, match="distances between the models"):
         list(merge_tensors(plan))
     assert replace(recipe, distances={}).canonical() != recipe.canonical()

@@ -16,17 +16,14 @@ import mixtures
 import numpy as np
 import pytest
 import torch
-import transformers
-from test_importance import read as read_importance
-from test_importance import text_of
-from test_own_texts import DEMO, SENTENCES, pinned, read
+from calibration_jobs import SENTENCES, Killed, measure_importance, measure_inputs, saved, text_of, tokens_of
+from samples import sampled
 
 from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
 from mergegate.merge_core.architecture.experts import match_experts, split_experts
 from mergegate.merge_core.checkpoint import open_importance, open_moments
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.recipe import InputMeasurements
-from mergegate.tasks.merge import calibration
 from mergegate.tasks.merge.statistics_cost import statistics_needs
 
 Array = np.ndarray
@@ -34,27 +31,8 @@ FAMILIES = tuple(mixtures.FAMILIES)
 IN_TWO_LAYOUTS = ("mixtral", "qwen3_moe", "glm4_moe", "lfm2_moe", "phimoe", "granitemoe")
 
 
-def tried(families: Sequence[str], *quick: str) -> list[Any]:
-    """Return all families as parameters; those outside `quick` run only in the slow suite."""
-    return [pytest.param(family, marks=[] if family in quick else pytest.mark.story) for family in families]
-
-
-def saved(model: Any, place: Path, *, fused: bool = False) -> Path:
-    mixtures.save(model, place, fused=fused)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (place / file).write_bytes((DEMO / "models/base" / file).read_bytes())
-    return place
-
-
-@pytest.fixture(scope="module")
-def built() -> Callable[[str], Any]:
-    made: dict[str, Any] = {}
-    return lambda family: made.setdefault(family, mixtures.build(family))
-
-
-def tokens_of(place: Path, documents: Sequence[str]) -> list[list[int]]:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(place)
-    return [tokenizer(one).input_ids for one in documents]
+built = cache(mixtures.build)
+Pair = Callable[..., tuple[Path, dict[str, Path]]]
 
 
 # --- what each expert sees, by recomputed routers ---
@@ -133,14 +111,12 @@ def place_of_expert(name: str) -> tuple[int, int, bool]:
     return int(words[2]), int(words[words.index("experts") + 1]), any(word in ("w2", "down_proj") for word in words)
 
 
-@pytest.mark.parametrize("family", tried(tuple(ROUTERS), "mixtral", "llama4"))
-def test_an_expert_sees_the_tokens_that_its_router_sends(
-    built: Callable[[str], Any], tmp_path: Path, family: str
-) -> None:
+@pytest.mark.parametrize("family", sampled(tuple(ROUTERS), ["mixtral", "llama4"]))
+def test_an_expert_sees_the_tokens_that_its_router_sends(tmp_path: Path, family: str) -> None:
     model = built(family)
     place = saved(model, tmp_path / "model")
-    found = read(place, pinned(tmp_path, *SENTENCES), tmp_path / "out")
-    wanted = by_router(model, family, tokens_of(place, SENTENCES))
+    found = measure_inputs(place, text_of(tmp_path), tmp_path / "out")
+    wanted = by_router(model, family, tokens_of(place))
     kept = {name: one for name, one in open_moments(tmp_path / "out").items() if ".experts." in name}
     assert len({place_of_expert(name) for name in kept}) == 2 * len(wanted) == 2 * 2 * mixtures.EXPERTS
     for name, moments in kept.items():
@@ -179,14 +155,12 @@ def by_module(model: Any, documents: Sequence[Sequence[int]], length: int) -> di
 
 
 @pytest.mark.parametrize("length", [7, pytest.param(2048, marks=pytest.mark.story)])
-@pytest.mark.parametrize("family", tried([family for family in FAMILIES if family != "llama4"], "mixtral"))
-def test_overlapping_windows_count_each_token_once(
-    built: Callable[[str], Any], tmp_path: Path, family: str, length: int
-) -> None:
+@pytest.mark.parametrize("family", sampled([family for family in FAMILIES if family != "llama4"], ["mixtral"]))
+def test_overlapping_windows_count_each_token_once(tmp_path: Path, family: str, length: int) -> None:
     model = built(family)
     place = saved(model, tmp_path / "model", fused=True)
-    read(place, pinned(tmp_path, *SENTENCES), tmp_path / "out", max_length=length)
-    wanted = by_module(model, tokens_of(place, SENTENCES), length)
+    measure_inputs(place, text_of(tmp_path), tmp_path / "out", max_length=length)
+    wanted = by_module(model, tokens_of(place), length)
     kept = {name: one for name, one in open_moments(tmp_path / "out").items() if ".experts." in name}
     assert len(kept) >= 2 * len(wanted)
     for name, moments in kept.items():
@@ -196,14 +170,12 @@ def test_overlapping_windows_count_each_token_once(
             np.testing.assert_allclose(moments.read(), own, atol=2e-6 * own.max(), err_msg=name)
 
 
-@pytest.mark.parametrize("family", tried(FAMILIES, "gpt_oss"))
-def test_measurements_do_not_depend_on_the_layout_on_disk(
-    built: Callable[[str], Any], tmp_path: Path, family: str
-) -> None:
-    text, found = pinned(tmp_path, *SENTENCES), []
+@pytest.mark.parametrize("family", sampled(FAMILIES, ["gpt_oss"]))
+def test_measurements_do_not_depend_on_the_layout_on_disk(tmp_path: Path, family: str) -> None:
+    text, found = text_of(tmp_path), []
     for fused in (False, True):
         place, out = saved(built(family), tmp_path / f"{fused}", fused=fused), tmp_path / f"out-{fused}"
-        assert read(place, text, out).unseen == ()
+        assert measure_inputs(place, text, out).unseen == ()
         tensors = split_experts(open_checkpoint(place)).tensors
         assert open_moments(out).keys() <= tensors.keys()
         routed = {name for name, one in tensors.items() if ".experts." in name and len(one.shape) == 2}
@@ -214,7 +186,7 @@ def test_measurements_do_not_depend_on_the_layout_on_disk(
         np.testing.assert_allclose(moments, found[1][name], atol=1e-6 * moments.max(), err_msg=name)
 
 
-def test_the_eager_implementation_is_selected_only_during_the_measurement(built: Callable[[str], Any]) -> None:
+def test_the_eager_implementation_is_selected_only_during_the_measurement() -> None:
     from mergegate.tasks.merge.expert_products import eager_experts
 
     network = built("mixtral")
@@ -224,9 +196,7 @@ def test_the_eager_implementation_is_selected_only_during_the_measurement(built:
     assert network.config._experts_implementation == before
 
 
-def test_experts_with_unobserved_products_are_named(
-    built: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_experts_with_unobserved_products_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def einsum(self: Any, states: torch.Tensor, numbers: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         gate, up = torch.einsum("ti,eoi->eto", states, self.gate_up_proj).chunk(2, -1)
         every = torch.einsum("eti,eoi->teo", self.act_fn(gate) * up, self.down_proj)
@@ -235,7 +205,7 @@ def test_experts_with_unobserved_products_are_named(
     kind = type(built("mixtral").model.layers[0].mlp.experts)
     place = saved(built("mixtral"), tmp_path / "model")
     monkeypatch.setattr(kind, "forward", einsum)
-    found = read(place, pinned(tmp_path, *SENTENCES), tmp_path / "out")
+    found = measure_inputs(place, text_of(tmp_path), tmp_path / "out")
     assert found.unseen == tuple(
         f"model.layers.*.block_sparse_moe.experts.*.{one}.weight" for one in ("w1", "w2", "w3")
     )
@@ -246,19 +216,14 @@ def test_experts_with_unobserved_products_are_named(
 # --- in runs ---
 
 
-class Halted(BaseException):
-    pass
-
-
-@pytest.mark.parametrize("family", tried(("mixtral", "llama4"), "mixtral"))
+@pytest.mark.parametrize("family", sampled(("mixtral", "llama4"), ["mixtral"]))
 def test_a_layer_of_experts_that_does_not_fit_is_measured_expert_by_expert(
-    built: Callable[[str], Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+    tmp_path: Path, request: pytest.FixtureRequest, family: str
 ) -> None:
-    place, text = saved(built(family), tmp_path / "model"), pinned(tmp_path, *SENTENCES)
-    whole = read(place, text, tmp_path / "whole")
-    monkeypatch.setattr(calibration, "_SHARE", 0)
-    monkeypatch.setattr(calibration, "_LEAST", 1)
-    split = read(place, text, tmp_path / "split")
+    place, text = saved(built(family), tmp_path / "model"), text_of(tmp_path)
+    whole = measure_inputs(place, text, tmp_path / "whole")
+    request.getfixturevalue("little_memory")
+    split = measure_inputs(place, text, tmp_path / "split")
     assert split == whole
     runs = sorted(path.name for path in (tmp_path / "split").glob("*.safetensors"))
     # For each of two layers, one run for everything except experts and one for each expert.
@@ -266,12 +231,12 @@ def test_a_layer_of_experts_that_does_not_fit_is_measured_expert_by_expert(
 
     def halt(done: int, total: int) -> None:
         if done > 4 * len(SENTENCES):
-            raise Halted
+            raise Killed
 
-    with pytest.raises(Halted):
-        read(place, text, tmp_path / "killed", halt)
+    with pytest.raises(Killed):
+        measure_inputs(place, text, tmp_path / "killed", halt)
     steps: list[int] = []
-    assert read(place, text, tmp_path / "killed", lambda done, total: steps.append(total)) == whole
+    assert measure_inputs(place, text, tmp_path / "killed", lambda done, total: steps.append(total)) == whole
     assert steps[-1] == (len(runs) - 4) * len(SENTENCES)
     kept = {name: one.read() for name, one in open_moments(tmp_path / "whole").items()}
     for name, moments in open_moments(tmp_path / "split").items():
@@ -296,8 +261,7 @@ def planned(root: Path, models: Mapping[str, Path], **recipe: Any) -> Any:
         for name, out in models.items()
     }
     matched = match_experts(
-        replace(loaded, measured=measured),
-        {str(ref): open_checkpoint(root / ref.path) for ref in loaded.references()},
+        replace(loaded, measured=measured), {str(ref): open_checkpoint(root / ref.path) for ref in loaded.references()}
     )
     return plan_merge(matched.recipe, matched.checkpoints)
 
@@ -346,9 +310,7 @@ def wanted_of(root: Path, models: Mapping[str, Path]) -> dict[str, Array]:
 
 
 @pytest.fixture(scope="module")
-def pair(
-    tmp_path_factory: pytest.TempPathFactory, built: Callable[[str], Any]
-) -> Callable[..., tuple[Path, dict[str, Path]]]:
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """Return two related models of a family in both layouts, each with measurements on its own text."""
 
     @cache
@@ -360,19 +322,16 @@ def pair(
             saved(model, root / name)
             if family in IN_TWO_LAYOUTS:
                 saved(model, root / f"{name}-fused", fused=True)
-            (root / f"text-{name}").mkdir()
             documents = texts[seed : seed + 1] or SENTENCES[seed::2]
             out[name] = root / f"seen-{name}"
-            read(root / name, pinned(root / f"text-{name}", *documents), out[name])
+            measure_inputs(root / name, text_of(root, *documents, name=f"text-{name}.jsonl"), out[name])
         return root, out
 
     return of
 
 
-@pytest.mark.parametrize("family", tried(FAMILIES, "mixtral", "llama4"))
-def test_each_expert_is_solved_with_its_own_inputs(
-    pair: Callable[..., tuple[Path, dict[str, Path]]], tmp_path: Path, family: str
-) -> None:
+@pytest.mark.parametrize("family", sampled(FAMILIES, ["mixtral", "llama4"]))
+def test_each_expert_is_solved_with_its_own_inputs(pair: Pair, tmp_path: Path, family: str) -> None:
     root, models = pair(family)
     found = merged(planned(root, models), tmp_path / "out")
     wanted = wanted_of(root, models)
@@ -384,10 +343,8 @@ def test_each_expert_is_solved_with_its_own_inputs(
     assert sum(".experts." in name for name in moved) >= 2 * mixtures.EXPERTS
 
 
-@pytest.mark.parametrize("family", tried(IN_TWO_LAYOUTS, "mixtral"))
-def test_both_layouts_merge_into_the_same_numbers(
-    pair: Callable[..., tuple[Path, dict[str, Path]]], tmp_path: Path, family: str
-) -> None:
+@pytest.mark.parametrize("family", sampled(IN_TWO_LAYOUTS, ["mixtral"]))
+def test_both_layouts_merge_into_the_same_numbers(pair: Pair, tmp_path: Path, family: str) -> None:
     """Measurements use names that both layouts share, so a measurement of either layout serves both."""
     root, models = pair(family)
     single = merged(planned(root, models), tmp_path / "single")
@@ -399,10 +356,8 @@ def test_both_layouts_merge_into_the_same_numbers(
         np.testing.assert_array_equal(values, mixed[name])
 
 
-@pytest.mark.parametrize("family", tried(("mixtral", "llama4"), "mixtral"))
-def test_a_resumed_merge_of_experts_writes_the_same_bytes(
-    pair: Callable[..., tuple[Path, dict[str, Path]]], tmp_path: Path, family: str
-) -> None:
+@pytest.mark.parametrize("family", sampled(("mixtral", "llama4"), ["mixtral"]))
+def test_a_resumed_merge_of_experts_writes_the_same_bytes(pair: Pair, tmp_path: Path, family: str) -> None:
     root, models = pair(family)
     if family in IN_TWO_LAYOUTS:
         models = {f"{name}-fused": out for name, out in models.items()}
@@ -411,18 +366,16 @@ def test_a_resumed_merge_of_experts_writes_the_same_bytes(
 
     def halt(done: int, total: int) -> None:
         if done > total // 2:
-            raise Halted
+            raise Killed
 
-    with pytest.raises(Halted):
+    with pytest.raises(Killed):
         merge_weights(plan, tmp_path / "killed", on_progress=halt, settings=EngineSettings(threads=1))
     merge_weights(plan, tmp_path / "killed", settings=EngineSettings(threads=2, block_elements=5000))
     name = "model.safetensors"
     assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_an_expert_that_no_text_reaches_is_exactly_the_mean(
-    pair: Callable[..., tuple[Path, dict[str, Path]]], tmp_path: Path
-) -> None:
+def test_an_expert_that_no_text_reaches_is_exactly_the_mean(pair: Pair, tmp_path: Path) -> None:
     """A token goes to two of four experts. One that only one model's text reaches is solved by that model alone."""
     root, models = pair("mixtral", "a", "b")
     kept = [open_moments(out) for out in models.values()]
@@ -440,11 +393,11 @@ def test_an_expert_that_no_text_reaches_is_exactly_the_mean(
     assert one
 
 
-def test_unused_experts_take_no_space(built: Callable[[str], Any], tmp_path: Path) -> None:
+def test_unused_experts_take_no_space(tmp_path: Path) -> None:
     place = saved(built("mixtral"), tmp_path / "model")
     for limit in (8192, 24):
         out = tmp_path / f"{limit}"
-        found = read(place, pinned(tmp_path, "a"), out, diagonal_above=limit)
+        found = measure_inputs(place, text_of(tmp_path, "a"), out, diagonal_above=limit)
         nothing = {name: one for name, one in open_moments(out).items() if one.is_empty}
         assert found.unreached == len(nothing) * 2 // 3 > 0  # Gate and up projections share one input.
         assert f"{found.unreached} of unused experts" in found.summary()
@@ -457,14 +410,14 @@ def test_unused_experts_take_no_space(built: Callable[[str], Any], tmp_path: Pat
 
 @pytest.mark.story
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_reordered_experts_keep_their_measurements(built: Callable[[str], Any], tmp_path: Path, family: str) -> None:
+def test_reordered_experts_keep_their_measurements(tmp_path: Path, family: str) -> None:
     root, near = tmp_path / "models", mixtures.related(built(family), 1, share=0.05)
     made = {"a": built(family), "near": near, "crossed": mixtures.permuted(near, (2, 0, 3, 1))}
-    text, seen, matters = pinned(tmp_path, *SENTENCES), {}, {}
+    text, seen, matters = text_of(tmp_path), {}, {}
     for name, model in made.items():
         saved(model, root / name)
-        read(root / name, text, seen.setdefault(name, tmp_path / f"seen-{name}"))
-        read_importance(root / name, text_of(tmp_path, SENTENCES), matters.setdefault(name, tmp_path / f"imp-{name}"))
+        measure_inputs(root / name, text, seen.setdefault(name, tmp_path / f"seen-{name}"))
+        measure_importance(root / name, text, matters.setdefault(name, tmp_path / f"imp-{name}"))
     for measured, recipe in ((seen, REGMEAN), (matters, {"merge_method": "fisher"})):
         found = []
         for other, more in (("near", {}), ("crossed", {"align_experts": True})):
@@ -479,21 +432,18 @@ def test_reordered_experts_keep_their_measurements(built: Callable[[str], Any], 
 
 
 @pytest.mark.parametrize("family", ["mixtral", "llama4"])
-def test_the_plan_forecasts_the_measurement(built: Callable[[str], Any], tmp_path: Path, family: str) -> None:
+def test_the_plan_forecasts_the_measurement(tmp_path: Path, family: str) -> None:
     place = saved(built(family), tmp_path / "model")
-    (tmp_path / "own.jsonl").write_bytes(pinned(tmp_path, *SENTENCES).path.read_bytes())
+    text = text_of(tmp_path, name="own.jsonl")
     recipe = load_recipe({"merge_method": "regmean", "models": [{"model": str(place), "text": "own.jsonl"}]})
     plan = plan_merge(replace(recipe, directory=tmp_path), {str(place): open_checkpoint(place)})
     needs = statistics_needs(plan, HashMemo(tmp_path / "hashes.db"))
-    assert needs is not None
-    found = read(place, pinned(tmp_path, *SENTENCES), tmp_path / "out")
+    found = measure_inputs(place, text, tmp_path / "out")
     own = {one.tensor.name: one for one in open_moments(tmp_path / "out").values()}
     assert needs.inputs == found.inputs == len(own)
     assert needs.nbytes == sum(one.tensor.nbytes for one in own.values())
     assert needs.sums == 8 * sum(one.width**2 for one in own.values())
     # Experts are solved one at a time, never all of a layer together.
     largest = max(one.width for one in own.values())
-    costs = plan.method.costs
-    assert costs is not None
-    assert costs.held_bytes is not None
-    assert 0 < max(costs.held_bytes(job.task()) for job in plan.jobs) <= 8 * largest**2 * 4 + 3 * 8 * 32 * 48
+    held_bytes = plan.method.costs.held_bytes
+    assert 0 < max(held_bytes(job.task()) for job in plan.jobs) <= 8 * largest**2 * 4 + 3 * 8 * 32 * 48

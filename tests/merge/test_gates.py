@@ -124,9 +124,7 @@ def test_a_recipe_gets_the_rows_of_its_prompts(tmp_path: Path, monkeypatch: pyte
     plan = plan_merge(filled, {name: open_checkpoint(DEMO / name) for name in ("base", "reverser", "shifter")})
     merge_weights(plan, tmp_path / "out")
     expected = rows(
-        "hidden",
-        PromptPair(positive=POSITIVE, negative=NEGATIVE),
-        PromptPair(positive=NEGATIVE, negative=()),
+        "hidden", PromptPair(positive=POSITIVE, negative=NEGATIVE), PromptPair(positive=NEGATIVE, negative=())
     )
     tensors = load_file(tmp_path / "out/model.safetensors")
     for layer, wanted in enumerate(expected):

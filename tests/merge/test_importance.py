@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +11,23 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from calibration_jobs import run_reader
-from safetensors.torch import load_file
+from calibration_jobs import (
+    DEMO,
+    REVERSER,
+    SENTENCES,
+    Killed,
+    add_tokenizer,
+    measure_importance,
+    measure_inputs,
+    saved,
+    text_of,
+    tokens_of,
+)
+from safetensors.torch import load_file, save_file
 
 from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import IMPORTANCE, open_checkpoint, open_importance, open_moments
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import HashMemo, JournalLocation
-from mergegate.merge_core.recipe import CalibrationReading
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.merge import calibration
-from mergegate.tasks.merge.calibration import CalibrationJob
-from mergegate.tasks.merge.gradient_statistics import ImportanceStatistics, read_gradients
-from mergegate.tasks.merge.input_statistics import read_inputs
-from mergegate.tasks.perplexity import HeldOutText, TextSetting, pin_text
-
-DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
-REVERSER = DEMO / "models/reverser"
-SENTENCES = ("rev: abcd>dcba", "the red cat sees the old hen.", "rev: kjih>hijk", "copy: aabb>aabb")
-
-
-def text_of(place: Path, documents: Sequence[str | list[dict[str, str]]]) -> HeldOutText:
-    path = place / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents))
-    return pin_text(path, "text", HashMemo(place / "hashes.db"), TextSetting("the text"), conversations=True)
-
-
-def read(directory: Path, text: HeldOutText, out: Path, *on_progress: Any, **reading: Any) -> ImportanceStatistics:
-    return run_reader(read_gradients, directory, text, out, *on_progress, **reading)
 
 
 def load_stored_importance(out: Path) -> dict[str, torch.Tensor]:
@@ -54,24 +41,28 @@ def loaded() -> tuple[Any, Any]:
     return network, transformers.AutoTokenizer.from_pretrained(REVERSER)
 
 
-def by_autograd(loaded: tuple[Any, Any], documents: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """Compute squared gradients one document at a time, with one documented random stream per document."""
-    network, tokenizer = loaded
+@pytest.fixture(scope="module")
+def expected(loaded: tuple[Any, Any]) -> dict[str, torch.Tensor]:
+    return by_autograd(loaded[0], tokens_of(REVERSER))
+
+
+def squared_gradients(network: Any, logits: torch.Tensor, chance: torch.Generator) -> dict[str, torch.Tensor]:
+    """Square the gradient of the log-likelihood of tokens that are drawn from the model itself."""
     parameters = dict(network.named_parameters())
-    sums = {name: torch.zeros_like(one, dtype=torch.float64) for name, one in parameters.items()}
-    positions = 0
-    for number, document in enumerate(documents):
-        ids = torch.tensor([tokenizer(document).input_ids])
-        logits = network(ids).logits[0]
-        chance = torch.Generator().manual_seed(number)
-        drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=chance)
-        log_likelihood = logits.log_softmax(-1).gather(1, drawn).sum()
-        for name, gradient in zip(
-            parameters, torch.autograd.grad(log_likelihood, list(parameters.values())), strict=True
-        ):
-            sums[name] += gradient.double() ** 2
-        positions += ids.shape[1]
-    return {name: total / positions for name, total in sums.items()}
+    drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=chance)
+    log_likelihood = logits.log_softmax(-1).gather(1, drawn).sum()
+    gradients = torch.autograd.grad(log_likelihood, list(parameters.values()))
+    return {name: one.double() ** 2 for name, one in zip(parameters, gradients, strict=True)}
+
+
+def by_autograd(network: Any, documents: list[list[int]]) -> dict[str, torch.Tensor]:
+    """Compute squared gradients one document at a time, with one documented random stream per document."""
+    sums = {name: torch.zeros_like(one, dtype=torch.float64) for name, one in network.named_parameters()}
+    for number, ids in enumerate(documents):
+        logits = network(torch.tensor([ids])).logits[0]
+        for name, square in squared_gradients(network, logits, torch.Generator().manual_seed(number)).items():
+            sums[name] += square
+    return {name: total / sum(map(len, documents)) for name, total in sums.items()}
 
 
 def assert_close_to(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
@@ -81,13 +72,12 @@ def assert_close_to(actual: dict[str, torch.Tensor], expected: dict[str, torch.T
 
 
 def test_importance_is_the_mean_square_of_the_gradient_of_each_document(
-    loaded: tuple[Any, Any], tmp_path: Path
+    expected: dict[str, torch.Tensor], tmp_path: Path
 ) -> None:
-    statistics = read(REVERSER, text_of(tmp_path, SENTENCES), tmp_path / "out")
-    wanted = by_autograd(loaded, SENTENCES)
-    assert (statistics.documents, statistics.tensors) == (len(SENTENCES), len(wanted))
-    assert statistics.parameters == sum(one.numel() for one in wanted.values())
-    assert_close_to(load_stored_importance(tmp_path / "out"), wanted)
+    statistics = measure_importance(REVERSER, text_of(tmp_path), tmp_path / "out")
+    assert (statistics.documents, statistics.tensors) == (len(SENTENCES), len(expected))
+    assert statistics.parameters == sum(one.numel() for one in expected.values())
+    assert_close_to(load_stored_importance(tmp_path / "out"), expected)
     assert set(load_stored_importance(tmp_path / "out")) <= set(open_checkpoint(REVERSER).tensors)
 
 
@@ -104,44 +94,38 @@ def test_the_mean_importance_is_the_fisher_information(loaded: tuple[Any, Any], 
         for log_probability in position:
             (gradient,) = torch.autograd.grad(log_probability, parameter, retain_graph=True)
             exact += log_probability.detach().exp() * gradient**2
-    read(REVERSER, text_of(tmp_path, (document,) * draws), tmp_path / "out", documents=draws)
+    measure_importance(REVERSER, text_of(tmp_path, *[document] * draws), tmp_path / "out", documents=draws)
     squares = load_stored_importance(tmp_path / "out")[name]
     assert float(squares.sum()) == pytest.approx(float(exact.sum()) / ids.shape[1], rel=0.15)
 
 
 @pytest.mark.story
-def test_importance_does_not_depend_on_the_number_of_runs(
-    loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calibration, "_SHARE", 0)
-    monkeypatch.setattr(calibration, "_LEAST", 1)
+@pytest.mark.usefixtures("little_memory")
+def test_importance_does_not_depend_on_the_number_of_runs(expected: dict[str, torch.Tensor], tmp_path: Path) -> None:
     progress: list[tuple[int, int]] = []
-    statistics = read(REVERSER, text_of(tmp_path, SENTENCES), tmp_path / "out", lambda *counts: progress.append(counts))
+    statistics = measure_importance(
+        REVERSER, text_of(tmp_path), tmp_path / "out", lambda *counts: progress.append(counts)
+    )
     total = statistics.tensors * len(SENTENCES)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) == statistics.tensors > 1
     assert progress == [(done, total) for done in range(1, total + 1)]
-    assert_close_to(load_stored_importance(tmp_path / "out"), by_autograd(loaded, SENTENCES))
-
-
-class Stopped(BaseException):
-    pass
+    assert_close_to(load_stored_importance(tmp_path / "out"), expected)
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("damage", ["", "cut", "gone"])
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize(("damage", "lost"), [("", 0), ("cut", 2), ("gone", 1)])
 def test_a_killed_importance_measurement_resumes(
-    loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
+    expected: dict[str, torch.Tensor], tmp_path: Path, damage: str, lost: int
 ) -> None:
-    monkeypatch.setattr(calibration, "_SHARE", 0)
-    monkeypatch.setattr(calibration, "_LEAST", 1)
-    text, out = text_of(tmp_path, SENTENCES), tmp_path / "out"
+    text, out = text_of(tmp_path), tmp_path / "out"
 
     def kill(done: int, total: int) -> None:
         if done > 2 * len(SENTENCES):
-            raise Stopped
+            raise Killed
 
-    with pytest.raises(Stopped):
-        read(REVERSER, text, out, kill)
+    with pytest.raises(Killed):
+        measure_importance(REVERSER, text, out, kill)
     assert not (out / IMPORTANCE).exists()
     first, second = sorted(out.glob("*.safetensors"))
     if damage == "cut":
@@ -149,17 +133,15 @@ def test_a_killed_importance_measurement_resumes(
     elif damage == "gone":
         second.unlink()
     steps: list[int] = []
-    statistics = read(REVERSER, text, out, lambda done, total: steps.append(total))
-    lost = {"": 0, "cut": 2, "gone": 1}[damage]
+    statistics = measure_importance(REVERSER, text, out, lambda done, total: steps.append(total))
     assert steps[-1] == (statistics.tensors - 2 + lost) * len(SENTENCES)
-    assert_close_to(load_stored_importance(out), by_autograd(loaded, SENTENCES))
+    assert_close_to(load_stored_importance(out), expected)
 
 
-def test_importance_windows_count_no_position_twice(loaded: tuple[Any, Any], tmp_path: Path) -> None:
-    positions = sum(len(loaded[1](one).input_ids) for one in SENTENCES)
+def test_importance_windows_count_no_position_twice(tmp_path: Path) -> None:
     for length in (2, 7):
-        statistics = read(REVERSER, text_of(tmp_path, SENTENCES), tmp_path / f"{length}", max_length=length)
-        assert statistics.positions == positions
+        statistics = measure_importance(REVERSER, text_of(tmp_path), tmp_path / f"{length}", max_length=length)
+        assert statistics.positions == sum(map(len, tokens_of(REVERSER)))
 
 
 # --- conversations ---
@@ -179,8 +161,7 @@ def say(*turns: str) -> list[dict[str, str]]:
 @pytest.fixture
 def talking(tmp_path: Path) -> Path:
     """Return the reverser with a chat template that matches its training prompts."""
-    place = tmp_path / "talking"
-    shutil.copytree(REVERSER, place)
+    place = Path(shutil.copytree(REVERSER, tmp_path / "talking"))
     (place / "chat_template.jinja").write_text(TEMPLATE)
     return place
 
@@ -189,41 +170,26 @@ def test_only_the_models_own_turns_count_in_a_conversation(
     loaded: tuple[Any, Any], talking: Path, tmp_path: Path
 ) -> None:
     """The counted positions predict the model's own words and the ends of its turns."""
-    turns = ("ab", "ba", "kjh", "hjk")
-    statistics = read(talking, text_of(tmp_path, [say(*turns)]), tmp_path / "out")
+    statistics = measure_importance(talking, text_of(tmp_path, say("ab", "ba", "kjh", "hjk")), tmp_path / "out")
     network, tokenizer = loaded
-    whole = "rev: ab>ba.rev: kjh>hjk."
-    ids = tokenizer(whole, add_special_tokens=False).input_ids
-    part_ids = [
-        tokenizer(part, add_special_tokens=False).input_ids for part in ("rev: ab>", "ba.", "rev: kjh>", "hjk.")
-    ]
-    assert [one for part in part_ids for one in part] == ids, "the tokenizer cuts at turns"
-    first, second = len(part_ids[0]), len(part_ids[0]) + len(part_ids[1]) + len(part_ids[2])
-    own = [*range(first - 1, first - 1 + len(part_ids[1])), *range(second - 1, second - 1 + len(part_ids[3]))]
+    parts = [tokenizer(part, add_special_tokens=False).input_ids for part in ("rev: ab>", "ba.", "rev: kjh>", "hjk.")]
+    ids = tokenizer("rev: ab>ba.rev: kjh>hjk.", add_special_tokens=False).input_ids
+    assert [one for part in parts for one in part] == ids, "the tokenizer cuts at turns"
+    first, second = len(parts[0]), len(parts[0] + parts[1] + parts[2])
+    own = [*range(first - 1, first - 1 + len(parts[1])), *range(second - 1, second - 1 + len(parts[3]))]
     assert statistics.positions == len(own)
-    logits = network(torch.tensor([ids])).logits[0, own]
-    drawn = torch.multinomial(logits.detach().softmax(-1), 1, generator=torch.Generator().manual_seed(0))
-    likelihood = logits.log_softmax(-1).gather(1, drawn).sum()
-    parameters = dict(network.named_parameters())
-    gradients = torch.autograd.grad(likelihood, list(parameters.values()))
-    squares = {name: one.double() ** 2 / len(own) for name, one in zip(parameters, gradients, strict=True)}
-    assert_close_to(load_stored_importance(tmp_path / "out"), squares)
+    squares = squared_gradients(network, network(torch.tensor([ids])).logits[0, own], torch.Generator().manual_seed(0))
+    expected = {name: one / len(own) for name, one in squares.items()}
+    assert_close_to(load_stored_importance(tmp_path / "out"), expected)
 
 
 def test_a_conversation_is_rendered_with_its_template(talking: Path, tmp_path: Path) -> None:
     """The moments equal those of the rendered text, because the tokenizer adds no token at the start of a text."""
-    model = Model(name="talking", digest="talking", directory=talking)
-    measurements = []
     for name, document in (("turns", say("ab", "ba", "kjh", "hjk")), ("plain", "rev: ab>ba.rev: kjh>hjk.")):
-        out = tmp_path / name
-        out.mkdir()
-        place = JournalLocation(tmp_path / f"{name}.journal", name)
-        text = text_of(tmp_path, [document])
-        job = CalibrationJob(model, text, CalibrationReading(), "float32", "cpu", out, place)
-        read_inputs(job, lambda done, total: None)
-        measurements.append({key: one.read() for key, one in open_moments(out).items()})
-    for key, moments in measurements[0].items():
-        np.testing.assert_array_equal(moments, measurements[1][key])
+        measure_inputs(talking, text_of(tmp_path, document), tmp_path / name)
+    plain = open_moments(tmp_path / "plain")
+    for name, moments in open_moments(tmp_path / "turns").items():
+        np.testing.assert_array_equal(moments.read(), plain[name].read())
 
 
 @pytest.mark.parametrize(
@@ -242,7 +208,7 @@ def test_a_conversation_that_does_not_fit_is_refused(
     if template:
         (talking / "chat_template.jinja").write_text(template)
     with pytest.raises(InvalidInput) as refused:
-        read(talking, text_of(tmp_path, [turns]), tmp_path / "out")
+        measure_importance(talking, text_of(tmp_path, turns), tmp_path / "out")
     assert message in str(refused.value)
 
 
@@ -250,7 +216,7 @@ def test_turns_that_a_template_changes_later_are_ignored(talking: Path, tmp_path
     """Some templates remove the reasoning of earlier turns."""
     last = TEMPLATE.replace("{{ m.content }}", "{{ m.content if loop.last or m.role == 'user' else '' }}")
     (talking / "chat_template.jinja").write_text(last)
-    statistics = read(talking, text_of(tmp_path, [say("ab", "ba", "kjh", "hjk")]), tmp_path / "out")
+    statistics = measure_importance(talking, text_of(tmp_path, say("ab", "ba", "kjh", "hjk")), tmp_path / "out")
     assert statistics.positions == len("hjk.")
 
 
@@ -258,30 +224,24 @@ def test_a_stored_head_that_is_the_embedding_changes_no_importance(tmp_path: Pat
     network = transformers.AutoModelForCausalLM.from_pretrained(REVERSER, dtype=torch.float32)
     assert network.config.tie_word_embeddings
     network.save_pretrained(tmp_path / "model")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "model" / file).write_bytes((REVERSER / file).read_bytes())
+    add_tokenizer(tmp_path / "model")
     file = tmp_path / "model/model.safetensors"
     tensors = load_file(file)
-    read(tmp_path / "model", text_of(tmp_path, SENTENCES), tmp_path / "without")
-    from safetensors.torch import save_file
-
+    measure_importance(tmp_path / "model", text_of(tmp_path), tmp_path / "without")
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file, {"format": "pt"})
-    read(tmp_path / "model", text_of(tmp_path, SENTENCES), tmp_path / "out")
-    importance = {name: open_importance(tmp_path / name) for name in ("without", "out")}
-    assert importance["out"].keys() == importance["without"].keys() == tensors.keys()
-    files = {name: sorted((tmp_path / name).glob("*")) for name in importance}
-    assert [file.read_bytes() for file in files["out"]] == [file.read_bytes() for file in files["without"]]
+    measure_importance(tmp_path / "model", text_of(tmp_path), tmp_path / "out")
+    assert open_importance(tmp_path / "out").keys() == open_importance(tmp_path / "without").keys() == tensors.keys()
+    with_head, without = (sorted((tmp_path / name).glob("*")) for name in ("out", "without"))
+    assert [file.read_bytes() for file in with_head] == [file.read_bytes() for file in without]
 
 
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss", pytest.param("granitemoe", marks=pytest.mark.story)])
 @pytest.mark.parametrize("fused", [False, True])
 def test_elements_of_fused_experts_are_stored_under_their_own_tensors(tmp_path: Path, family: str, fused: bool) -> None:
     """Reassembled, the pieces equal the squared gradient of the fused parameter, in either layout."""
-    network, place = mixtures.build(family), tmp_path / "model"
-    mixtures.save(network, place, fused=fused)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (place / file).write_bytes((DEMO / "models/base" / file).read_bytes())
-    statistics = read(place, text_of(tmp_path, SENTENCES), tmp_path / "out")
+    network = mixtures.build(family)
+    place = saved(network, tmp_path / "model", fused=fused)
+    statistics = measure_importance(place, text_of(tmp_path), tmp_path / "out")
     stored = load_stored_importance(tmp_path / "out")
     tensors = split_experts(open_checkpoint(place)).tensors
     assert {name: tuple(one.shape) for name, one in stored.items()} == {
@@ -289,7 +249,7 @@ def test_elements_of_fused_experts_are_stored_under_their_own_tensors(tmp_path: 
     }
     assert statistics.parameters == sum(one.numel for one in tensors.values())
     assert statistics.unseen == ()
-    wanted = by_autograd((network, transformers.AutoTokenizer.from_pretrained(place)), SENTENCES)
+    wanted = by_autograd(network, tokens_of(place))
     parts = {"gate_up_proj": ("w1.weight", "w3.weight"), "down_proj": ("w2.weight",)}
     if family == "granitemoe":
         parts = {"gate_up_proj": ("gate_proj.weight", "up_proj.weight"), "down_proj": ("down_proj.weight",)}
@@ -312,7 +272,5 @@ def test_a_model_that_predicts_nan_is_refused(tmp_path: Path) -> None:
         network.model.layers[0].input_layernorm.weight[0] = 1e38
         network.model.layers[0].self_attn.q_proj.weight.mul_(1e30)
     network.save_pretrained(tmp_path / "model")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "model" / file).write_bytes((DEMO / "models/base" / file).read_bytes())
     with pytest.raises(InvalidInput, match="NaN or infinity"):
-        read(tmp_path / "model", text_of(tmp_path, SENTENCES), tmp_path / "out")
+        measure_importance(add_tokenizer(tmp_path / "model"), text_of(tmp_path), tmp_path / "out")

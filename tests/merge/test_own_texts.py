@@ -1,11 +1,8 @@
-"""Moments of a model's inputs on calibration texts, compared with hooks on plain transformers.
-
-The tests also cover recipes that use these moments.
-"""
+"""Moments of a model's inputs, compared with hooks on plain transformers, and recipes that use them."""
 
 from __future__ import annotations
 
-import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from calibration_jobs import run_reader
+from calibration_jobs import DEMO, REVERSER, SENTENCES, Killed, add_tokenizer, measure_inputs, saved, text_of, tokens_of
 
 from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge
 from mergegate.merge_core.checkpoint import INPUTS, open_moments
@@ -23,58 +20,30 @@ from mergegate.merge_core.engine.execution import require_prepared
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import PinnedCheckpoint, pin_checkpoints, resolve_parents
-from mergegate.tasks.merge import calibration
-from mergegate.tasks.merge.input_statistics import InputStatistics, read_inputs
 from mergegate.tasks.merge.preparation import prepare_recipe
 from mergegate.tasks.merge.statistics import pin_calibration_texts
-from mergegate.tasks.perplexity import HeldOutText, TextSetting, pin_text
 
-DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
-SENTENCES = ("rev: abcd>dcba", "the red cat sees the old hen.", "rev: kjih>hijk", "copy: aabb>aabb")
-
-
-def pinned(place: Path, *documents: str) -> HeldOutText:
-    path = place / "text.jsonl"
-    path.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents))
-    return pin_text(path, "text", HashMemo(place / "hashes.db"), TextSetting("the text"))
-
-
-def read(directory: Path, text: HeldOutText, out: Path, *on_progress: Any, **reading: Any) -> InputStatistics:
-    return run_reader(read_inputs, directory, text, out, *on_progress, **reading)
-
-
-def by_hooks(network: Any, tokens: list[list[int]], modules: list[str]) -> tuple[dict[str, np.ndarray], int]:
-    """Return the mean of x x' over all inputs of each module, one document at a time."""
-    seen: dict[str, list[np.ndarray]] = {name: [] for name in modules}
-    hooks = [
-        network.get_submodule(name).register_forward_pre_hook(
-            lambda _, given, name=name: seen[name].append(
-                given[0].detach().double().reshape(-1, given[0].shape[-1]).numpy()
-            )
-        )
-        for name in modules
-    ]
-    with torch.no_grad():
-        for ids in tokens:
-            network(torch.tensor([ids]))
-    for hook in hooks:
-        hook.remove()
-    positions = sum(map(len, tokens))
-    return {name: np.concatenate(rows).T @ np.concatenate(rows) / positions for name, rows in seen.items()}, positions
+LAYERS = 3
+POSITIONS = sum(map(len, tokens_of(REVERSER)))
 
 
 @pytest.fixture(scope="module")
-def loaded() -> tuple[Any, Any]:
-    directory = DEMO / "models/reverser"
-    network = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-    return network, transformers.AutoTokenizer.from_pretrained(directory)
+def expected() -> dict[str, np.ndarray]:
+    """Return the mean of x x' over all inputs of each module, by its name."""
+    network = transformers.AutoModelForCausalLM.from_pretrained(REVERSER, dtype=torch.float32).eval()
+    assert network.config.num_hidden_layers == LAYERS
+    seen: dict[str, list[np.ndarray]] = {}
 
+    def look(name: str, states: torch.Tensor) -> None:
+        seen.setdefault(name, []).append(states.double().reshape(-1, states.shape[-1]).numpy())
 
-def expected(loaded: tuple[Any, Any], documents: tuple[str, ...] = SENTENCES) -> tuple[dict[str, np.ndarray], int]:
-    network, tokenizer = loaded
-    modules = [name for name, one in network.named_modules() if isinstance(one, torch.nn.Linear) and "layers" in name]
-    tokens = [tokenizer(one).input_ids for one in documents]
-    return by_hooks(network, tokens, modules)
+    for name, module in network.named_modules():
+        if isinstance(module, torch.nn.Linear) and "layers" in name:
+            module.register_forward_pre_hook(lambda _, given, name=name: look(name, given[0]))
+    with torch.no_grad():
+        for ids in tokens_of(REVERSER):
+            network(torch.tensor([ids]))
+    return {name: np.concatenate(rows).T @ np.concatenate(rows) / POSITIONS for name, rows in seen.items()}
 
 
 def agrees(out: Path, wanted: dict[str, np.ndarray]) -> None:
@@ -86,68 +55,49 @@ def agrees(out: Path, wanted: dict[str, np.ndarray]) -> None:
         np.testing.assert_allclose(moments.read(), own, atol=2e-6 * own.max(), err_msg=name)
 
 
-def test_moments_match_an_independent_measurement_with_hooks(loaded: tuple[Any, Any], tmp_path: Path) -> None:
-    wanted, positions = expected(loaded)
-    found = read(DEMO / "models/reverser", pinned(tmp_path, *SENTENCES), tmp_path / "out")
-    assert (found.documents, found.positions, found.matrices) == (len(SENTENCES), positions, len(wanted))
+def test_moments_match_an_independent_measurement_with_hooks(expected: dict[str, np.ndarray], tmp_path: Path) -> None:
+    found = measure_inputs(REVERSER, text_of(tmp_path), tmp_path / "out")
+    assert (found.documents, found.positions, found.matrices) == (len(SENTENCES), POSITIONS, len(expected))
     assert found.inputs == found.matrices * 4 // 7  # Query, key and value share one input, and so do gate and up.
-    agrees(tmp_path / "out", wanted)
+    agrees(tmp_path / "out", expected)
 
 
-def test_windows_count_every_position_exactly_once(loaded: tuple[Any, Any], tmp_path: Path) -> None:
+def test_windows_count_every_position_exactly_once(tmp_path: Path) -> None:
     """A last window that is filled with earlier tokens reads them again, but only as context."""
-    _, positions = expected(loaded)
     for length in (2, 3, 7, 11):
-        found = read(DEMO / "models/reverser", pinned(tmp_path, *SENTENCES), tmp_path / f"{length}", max_length=length)
-        assert found.positions == positions
+        found = measure_inputs(REVERSER, text_of(tmp_path), tmp_path / f"{length}", max_length=length)
+        assert found.positions == POSITIONS
 
 
-def test_wide_inputs_are_stored_as_a_diagonal(loaded: tuple[Any, Any], tmp_path: Path) -> None:
-    wanted, _ = expected(loaded)
-    width = min(one.shape[0] for one in wanted.values())
-    found = read(DEMO / "models/reverser", pinned(tmp_path, *SENTENCES), tmp_path / "out", diagonal_above=width)
-    kinds = {name: moments.is_diagonal for name, moments in open_moments(tmp_path / "out").items()}
-    assert kinds == {name: one.width > width for name, one in open_moments(tmp_path / "out").items()}
+def test_wide_inputs_are_stored_as_a_diagonal(expected: dict[str, np.ndarray], tmp_path: Path) -> None:
+    width = min(one.shape[0] for one in expected.values())
+    found = measure_inputs(REVERSER, text_of(tmp_path), tmp_path / "out", diagonal_above=width)
+    for one in open_moments(tmp_path / "out").values():
+        assert one.is_diagonal == (one.width > width)
     assert 0 < found.squares < found.inputs
-    agrees(tmp_path / "out", wanted)
+    agrees(tmp_path / "out", expected)
 
 
-def test_measuring_layer_by_layer_gives_the_same_moments(
-    loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(calibration, "_SHARE", 0)
-    monkeypatch.setattr(calibration, "_LEAST", 1)
+@pytest.mark.usefixtures("little_memory")
+def test_measuring_layer_by_layer_gives_the_same_moments(expected: dict[str, np.ndarray], tmp_path: Path) -> None:
     progress: list[tuple[int, int]] = []
-    read(
-        DEMO / "models/reverser",
-        pinned(tmp_path, *SENTENCES),
-        tmp_path / "out",
-        lambda *counts: progress.append(counts),
-    )
-    layers = loaded[0].config.num_hidden_layers
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) == layers > 1
-    assert progress == [(done, layers * len(SENTENCES)) for done in range(1, layers * len(SENTENCES) + 1)]
-    agrees(tmp_path / "out", expected(loaded)[0])
+    measure_inputs(REVERSER, text_of(tmp_path), tmp_path / "out", lambda *counts: progress.append(counts))
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) == LAYERS
+    assert progress == [(done, LAYERS * len(SENTENCES)) for done in range(1, LAYERS * len(SENTENCES) + 1)]
+    agrees(tmp_path / "out", expected)
 
 
-class Killed(BaseException):
-    pass
-
-
+@pytest.mark.usefixtures("little_memory")
 @pytest.mark.parametrize("damage", ["", "cut", "gone", "other"])
-def test_a_killed_measurement_resumes(
-    loaded: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: str
-) -> None:
-    monkeypatch.setattr(calibration, "_SHARE", 0)
-    monkeypatch.setattr(calibration, "_LEAST", 1)
-    text, out = pinned(tmp_path, *SENTENCES), tmp_path / "out"
+def test_a_killed_measurement_resumes(expected: dict[str, np.ndarray], tmp_path: Path, damage: str) -> None:
+    text, out = text_of(tmp_path), tmp_path / "out"
 
     def kill(done: int, total: int) -> None:
         if done > len(SENTENCES):
             raise Killed
 
     with pytest.raises(Killed):
-        read(DEMO / "models/reverser", text, out, kill)
+        measure_inputs(REVERSER, text, out, kill)
     (first,) = out.glob("*.safetensors")
     if damage == "cut":
         first.write_bytes(first.read_bytes()[:-1])
@@ -156,46 +106,43 @@ def test_a_killed_measurement_resumes(
     elif damage == "other":
         (out / "inputs-00007.safetensors").write_bytes(b"rubbish")
     steps: list[int] = []
-    read(DEMO / "models/reverser", text, out, lambda done, total: steps.append(total))
-    layers = loaded[0].config.num_hidden_layers
-    assert steps[-1] == (layers if damage in ("cut", "gone") else layers - 1) * len(SENTENCES)
-    assert sorted(path.name for path in out.iterdir()) == [f"inputs-{n:05d}.safetensors" for n in range(layers)] + [
-        INPUTS
-    ]
-    agrees(out, expected(loaded)[0])
+    measure_inputs(REVERSER, text, out, lambda done, total: steps.append(total))
+    assert steps[-1] == (LAYERS if damage in ("cut", "gone") else LAYERS - 1) * len(SENTENCES)
+    files = [f"inputs-{number:05d}.safetensors" for number in range(LAYERS)]
+    assert sorted(path.name for path in out.iterdir()) == [*files, INPUTS]
+    agrees(out, expected)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
 def test_every_matrix_of_a_mixture_except_the_router_is_measured(tmp_path: Path, family: str) -> None:
     """The inputs of experts are covered by test_expert_inputs.py."""
-    model = mixtures.build(family)
-    mixtures.save(model, tmp_path / "model")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "model" / file).write_bytes((DEMO / "models/base" / file).read_bytes())
-    read(tmp_path / "model", pinned(tmp_path, *SENTENCES), tmp_path / "out")
-    tensors = open_checkpoint(tmp_path / "model").tensors
+    place = saved(mixtures.build(family), tmp_path / "model")
+    measure_inputs(place, text_of(tmp_path), tmp_path / "out")
+    tensors = open_checkpoint(place).tensors
     layers = {name for name, one in tensors.items() if ".layers." in name and len(one.shape) == 2}
     assert set(open_moments(tmp_path / "out")) == {name for name in layers if not name.endswith("gate.weight")}
 
 
-def test_a_model_without_known_layers_is_refused(tmp_path: Path) -> None:
+def unknown_network() -> Any:
     config = transformers.GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=64, n_positions=64)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "model" / file).write_bytes((DEMO / "models/base" / file).read_bytes())
-    with pytest.raises(InvalidInput, match="no tensor that contributes"):
-        read(tmp_path / "model", pinned(tmp_path, *SENTENCES), tmp_path / "out")
+    return transformers.GPT2LMHeadModel(config)
 
 
-def test_a_model_that_computes_nan_is_refused(tmp_path: Path) -> None:
+def infinite_network() -> Any:
     network = transformers.AutoModelForCausalLM.from_pretrained(DEMO / "models/base", dtype=torch.float32)
     with torch.no_grad():
         network.model.layers[0].input_layernorm.weight[0] = float("inf")
-    network.save_pretrained(tmp_path / "model")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "model" / file).write_bytes((DEMO / "models/base" / file).read_bytes())
-    with pytest.raises(InvalidInput, match="NaN or infinity"):
-        read(tmp_path / "model", pinned(tmp_path, *SENTENCES), tmp_path / "out")
+    return network
+
+
+@pytest.mark.parametrize(
+    ("network", "message"),
+    [(unknown_network, "no tensor that contributes"), (infinite_network, "NaN or infinity")],
+)
+def test_a_model_that_cannot_be_measured_is_refused(tmp_path: Path, network: Any, message: str) -> None:
+    network().save_pretrained(tmp_path / "model")
+    with pytest.raises(InvalidInput, match=message):
+        measure_inputs(add_tokenizer(tmp_path / "model"), text_of(tmp_path), tmp_path / "out")
 
 
 # --- recipes ---
@@ -207,13 +154,11 @@ def recipe(directory: Path, **more: Any) -> Any:
 
 
 @pytest.mark.story
-def test_a_recipe_gets_the_measurements_of_its_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
+@pytest.mark.usefixtures("own_store")
+def test_a_recipe_gets_the_measurements_of_its_models(tmp_path: Path) -> None:
     wanted = recipe(DEMO / "data/texts")
     asked: list[str] = []
-
-    hashes = HashMemo(tmp_path / "hashes.db")
-    by_ref = {one.ref: one for one in pin_checkpoints(resolve_parents(wanted), hashes)}
+    by_ref = {one.ref: one for one in pin_checkpoints(resolve_parents(wanted), HashMemo(tmp_path / "hashes.db"))}
 
     def find(ref: str) -> PinnedCheckpoint:
         asked.append(ref)
@@ -224,13 +169,10 @@ def test_a_recipe_gets_the_measurements_of_its_models(tmp_path: Path, monkeypatc
     plan = plan_merge(done, {str(ref): open_checkpoint(Path(ref.path)) for ref in done.references()})
     require_prepared(plan)
     measured = [job for job in plan.jobs if all(item.moments for item in job.inputs)]
-    assert len(measured) == 7 * 3  # Three layers with seven matrices each.
+    assert len(measured) == 7 * LAYERS  # Each layer has seven matrices.
     assert prepare_recipe(done, find) is done
     # Renamed copies of the same texts give the same merge; a different text gives another.
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    for name in ("reverser", "shifter"):
-        (moved / f"{name}.jsonl").write_bytes((DEMO / "data/texts" / f"{name}.jsonl").read_bytes())
+    moved = shutil.copytree(DEMO / "data/texts", tmp_path / "moved")
     assert prepare_recipe(recipe(moved), find).canonical() == done.canonical()
     (moved / "shifter.jsonl").write_text('{"text": "shift: abc>bcd"}\n')
     assert prepare_recipe(recipe(moved), find).canonical() != done.canonical()
@@ -287,15 +229,18 @@ def test_invalid_text_settings_are_refused(change: dict[str, Any], said: str) ->
     assert said in str(problem.value)
 
 
-def test_two_texts_of_one_model_are_refused() -> None:
-    cut = {"layer_range": [0, 1]}
-    slices = [{"sources": [{"model": "a", "text": text, **cut}]} for text in ("one", "two")]
-    with pytest.raises(InvalidInput, match="one text for each model"):
-        load_recipe({"merge_method": "regmean", "slices": slices})
+CUT = [{"sources": [{"model": "a", "text": text, "layer_range": [0, 1]}]} for text in ("one", "two")]
+STEPS = """
+{name: made, merge_method: linear, models: [{model: a, parameters: {weight: 1}}]}
+---
+{merge_method: regmean, models: [{model: made, text: t}, {model: b, text: t}]}
+"""
 
 
-def test_the_result_of_a_step_cannot_have_a_text() -> None:
-    step = "merge_method: linear\nname: made\nmodels: [{model: a, parameters: {weight: 1}}]"
-    last = "merge_method: regmean\nmodels: [{model: made, text: t}, {model: b, text: t}]"
-    with pytest.raises(InvalidInput, match="exists before the merge"):
-        load_recipe(f"{step}\n---\n{last}")
+@pytest.mark.parametrize(
+    ("recipe", "message"),
+    [({"merge_method": "regmean", "slices": CUT}, "one text for each model"), (STEPS, "exists before the merge")],
+)
+def test_a_text_without_one_existing_model_is_refused(recipe: Any, message: str) -> None:
+    with pytest.raises(InvalidInput, match=message):
+        load_recipe(recipe)

@@ -18,26 +18,24 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from calibration_jobs import DEMO, SENTENCES, Killed, run_reader, saved, text_of, tokens_of, write_texts
 from rich.console import Console
 from safetensors.numpy import load_file
-from test_expert_inputs import saved, tokens_of
-from test_own_texts import SENTENCES
+from samples import sampled
 
 from mergegate.flows.cli.merge import MergeOptions, merge_recipe
 from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge, plan_with_findings
 from mergegate.merge_core.architecture.experts import find_routers, read_routers
 from mergegate.merge_core.engine.execution import require_prepared
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import HashMemo, JournalLocation
+from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.recipe import CalibrationReading, RouterRepair
 from mergegate.tasks.checkpoints import PinnedRecipe, pin_checkpoints, resolve_parents
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.merge.calibration import CalibrationJob
 from mergegate.tasks.merge.router_fitting import ParentRouters, RouterRepairSummary, repair_routers
 from mergegate.tasks.merge.router_repair import RepairRequest, new_routers
 from mergegate.tasks.merge.statistics import pin_calibration_texts
 from mergegate.tasks.merge.statistics_cost import router_needs
-from mergegate.tasks.perplexity import TextSetting, pin_text
 from mergegate.tasks.preflight.evidence import collect_calibration_texts
 from mergegate.tasks.stage import runtime
 
@@ -65,38 +63,27 @@ def is_router(name: str) -> bool:
     return any(f".{part}." in name for part in ("gate", "router")) and "shared" not in name and "proj" not in name
 
 
-def written_text(path: Path, documents: tuple[str, ...]) -> Path:
-    path.write_text("".join(json.dumps({"text": one}) + "\n" for one in documents))
-    return path
-
-
-def repair(
-    place: Path, parents: tuple[ParentRouters, ...], out: Path, progress: Any = lambda *_: None, documents: int = 256
-) -> RouterRepairSummary:
+def repair(place: Path, parents: tuple[ParentRouters, ...], out: Path, *progress: Any, **reading: Any) -> Any:
     """Repair the routers of the merge in ``place`` in this process, in float32."""
-    out.mkdir(exist_ok=True)
-    model = Model(name="merge", digest=str(place), directory=place)
-    journal = JournalLocation(out.parent / f"{out.name}.journal", str(place))
-    job = CalibrationJob(model, parents[0].text, CalibrationReading(documents), "float32", "cpu", out, journal)
-    return repair_routers(job, parents, RouterRepair(), progress)
+    return run_reader(
+        lambda job, on_progress: repair_routers(job, parents, RouterRepair(), on_progress),
+        *(place, parents[0].text, out, *progress),
+        **reading,
+    )
 
 
 def parents_of(root: Path, family: str) -> tuple[ParentRouters, ...]:
     found = []
     for number, parent in enumerate(built(family)[1]):
-        text = written_text(root / f"{number}.jsonl", TEXTS[number])
-        pinned = pin_text(text, "text", HashMemo(root / "hashes.db"), TextSetting("text"))
         place = saved(parent, root / f"parent-{number}")
-        found.append(
-            ParentRouters(f"parent-{number}", pinned, read_routers(find_routers(open_checkpoint(place)).values()))
-        )
+        routers = read_routers(find_routers(open_checkpoint(place)).values())
+        text = text_of(root, *TEXTS[number], name=f"{number}.jsonl")
+        found.append(ParentRouters(f"parent-{number}", text, routers))
     return tuple(found)
 
 
-def repaired(
-    root: Path, family: str, out: str = "out", progress: Any = lambda done, total: None
-) -> RouterRepairSummary:
-    return repair(saved(built(family)[0], root / "merge"), parents_of(root, family), root / out, progress)
+def repaired(root: Path, family: str, out: str = "out", *progress: Any) -> RouterRepairSummary:
+    return repair(saved(built(family)[0], root / "merge"), parents_of(root, family), root / out, *progress)
 
 
 def routers_in(out: Path) -> dict[str, Array]:
@@ -167,12 +154,7 @@ def by_hand(network: Any, family: str, tokens: list[list[list[int]]], parents: t
     return found
 
 
-QUICK = ("mixtral", "gpt_oss", "glm4_moe")
-
-
-@pytest.mark.parametrize(
-    "family", [pytest.param(one, marks=[] if one in QUICK else pytest.mark.story) for one in mixtures.FAMILIES]
-)
+@pytest.mark.parametrize("family", sampled(mixtures.FAMILIES, ("mixtral", "gpt_oss", "glm4_moe")))
 def test_each_layer_is_fitted_to_the_states_that_the_new_routers_below_it_produce(tmp_path: Path, family: str) -> None:
     summary = repaired(tmp_path, family)
     network, parents = built(family)
@@ -191,10 +173,6 @@ def test_each_layer_is_fitted_to_the_states_that_the_new_routers_below_it_produc
     for layer in summary.layers:
         assert layer.divergence[1] < layer.divergence[0]
         assert layer.positions == sum(len(ids) for documents in TEXTS for ids in tokens_of(place, documents))
-
-
-class Killed(BaseException):
-    pass
 
 
 @pytest.mark.parametrize("damage", ["", "cut", "gone"])
@@ -238,9 +216,8 @@ def test_a_network_that_computes_nan_is_refused(tmp_path: Path) -> None:
     broken = copy.deepcopy(built("mixtral")[0])
     with torch.no_grad():
         broken.model.embed_tokens.weight[:] = float("nan")
-    place, parents = saved(broken, tmp_path / "merge"), parents_of(tmp_path, "mixtral")
     with pytest.raises(InvalidInput, match="NaN"):
-        repair(place, parents, tmp_path / "out")
+        repair(saved(broken, tmp_path / "merge"), parents_of(tmp_path, "mixtral"), tmp_path / "out")
 
 
 def test_a_router_whose_product_cannot_be_observed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,9 +279,9 @@ def test_a_recipe_without_a_repair_has_the_same_key_as_before() -> None:
 
 
 def test_models_without_routers_are_refused_before_the_merge(tmp_path: Path) -> None:
-    demo = Path(__file__).resolve().parents[2] / "profiles/demo/models"
+    names = ("reverser", "shifter")
     models = [
-        {"model": str(demo / name), "text": "t", "parameters": {"weight": 0.5}} for name in ("reverser", "shifter")
+        {**model, "model": str(DEMO / "models" / name)} for model, name in zip(RECIPE["models"], names, strict=True)
     ]
     recipe = load_recipe({**RECIPE, "models": models})
     planned = plan_with_findings(recipe, {str(ref): open_checkpoint(Path(ref.path)) for ref in recipe.references()})
@@ -319,15 +296,13 @@ def test_an_unprepared_recipe_is_not_merged(tmp_path: Path) -> None:
         require_prepared(plan)
 
 
+@pytest.mark.usefixtures("own_store")
 @pytest.mark.parametrize(
     ("family", "fused"),
     [pytest.param("mixtral", False, marks=pytest.mark.story), pytest.param("gpt_oss", True, marks=pytest.mark.proof)],
 )
-def test_a_merge_writes_the_new_routers_and_otherwise_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, fused: bool
-) -> None:
+def test_a_merge_writes_the_new_routers_and_otherwise_the_same_bytes(tmp_path: Path, family: str, fused: bool) -> None:
     """The whole way from a recipe to a directory, with the model process."""
-    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
     parents_of(tmp_path, family)
     if fused:
         saved(built(family)[1][0], tmp_path / "parent-0", fused=True)
@@ -342,11 +317,8 @@ def test_a_merge_writes_the_new_routers_and_otherwise_the_same_bytes(
         merge_recipe(tmp_path / f"{name}.yaml", MergeOptions(tmp_path / name, device="cpu"), lines)
     assert not merge_recipe(tmp_path / "repaired.yaml", MergeOptions(tmp_path / "repaired", device="cpu"), lines)["new"]
     plain, changed = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "repaired"))
-    routers = {
-        tensor.name
-        for router in find_routers(open_checkpoint(tmp_path / "plain")).values()
-        for tensor in router.tensors
-    }
+    found = find_routers(open_checkpoint(tmp_path / "plain")).values()
+    routers = {tensor.name for router in found for tensor in router.tensors}
     assert routers
     assert plain.keys() == changed.keys()
     for name, tensor in plain.items():
@@ -362,15 +334,14 @@ def test_a_merge_writes_the_new_routers_and_otherwise_the_same_bytes(
 def test_the_texts_of_a_repair_must_not_contain_documents_of_the_gate(tmp_path: Path) -> None:
     """The check of the gate's documents reads the same texts as the repair."""
     for number, documents in enumerate(TEXTS):
-        written_text(tmp_path / f"{number}.jsonl", documents)
+        write_texts(tmp_path / f"{number}.jsonl", documents)
     recipe = replace(load_recipe(RECIPE), directory=tmp_path)
     read = collect_calibration_texts(recipe, HashMemo(tmp_path / "hashes.db"))
-    assert read is not None
     assert read.texts == (*TEXTS[0], *TEXTS[1])
 
 
-def test_other_texts_and_settings_are_other_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
+@pytest.mark.usefixtures("own_store")
+def test_other_texts_and_settings_are_other_keys(tmp_path: Path) -> None:
     parents_of(tmp_path, "mixtral")
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(RECIPE))
     recipe = load_recipe(tmp_path / "recipe.yaml")
@@ -381,21 +352,16 @@ def test_other_texts_and_settings_are_other_keys(tmp_path: Path, monkeypatch: py
     )
 
     def key(off_diagonals: float = 0.9, dtype: str = "auto", documents: int = 256) -> str:
-        texts = tuple(
-            zip(
-                parents,
-                (text for _, text in pin_calibration_texts(recipe, HashMemo(tmp_path / "hashes.db"))),
-                strict=True,
-            )
-        )
-        request = RepairRequest(texts, CalibrationReading(documents), RouterRepair(off_diagonals))
+        texts = (text for _, text in pin_calibration_texts(recipe, HashMemo(tmp_path / "hashes.db")))
+        pairs = tuple(zip(parents, texts, strict=True))
+        request = RepairRequest(pairs, CalibrationReading(documents), RouterRepair(off_diagonals))
         return new_routers.key(model, plain, request, dtype, runtime())
 
     keys = [key(), key(0.5), key(dtype="float32"), key(documents=3)]
-    written_text(tmp_path / "0.jsonl", TEXTS[0][:-1])
+    write_texts(tmp_path / "0.jsonl", TEXTS[0][:-1])
     keys.append(key())
     assert len(set(keys)) == len(keys)
-    written_text(tmp_path / "0.jsonl", TEXTS[0])
+    write_texts(tmp_path / "0.jsonl", TEXTS[0])
     assert key() == keys[0]
 
 
@@ -404,11 +370,10 @@ def test_the_forecast_counts_the_texts_and_the_passes(tmp_path: Path) -> None:
     recipe = replace(load_recipe(RECIPE), directory=tmp_path)
     opened = {str(ref): open_checkpoint(tmp_path / ref.path) for ref in recipe.references()}
     needs = router_needs(plan_merge(recipe, opened), HashMemo(tmp_path / "hashes.db"))
-    assert needs is not None
     assert (needs.texts, needs.layers) == (2, 2)
     assert needs.states == 4 * 32 * needs.positions
-    parameters = sum(tensor.numel for name, tensor in opened["parent-0"].tensors.items() if ".experts." not in name)
-    experts = sum(tensor.numel for name, tensor in opened["parent-0"].tensors.items() if ".experts." in name)
-    assert needs.operations == pytest.approx(2 * needs.positions * (parameters + experts * 2 / mixtures.EXPERTS))
+    shares = {name: 2 / mixtures.EXPERTS if ".experts." in name else 1 for name in opened["parent-0"].tensors}
+    parameters = sum(tensor.numel * shares[name] for name, tensor in opened["parent-0"].tensors.items())
+    assert needs.operations == pytest.approx(2 * needs.positions * parameters)
     plain = plan_merge(replace(recipe, router_repair=None), opened)
     assert router_needs(plain, HashMemo(tmp_path / "hashes.db")) is None

@@ -21,12 +21,8 @@ from mergegate.tasks.checkpoints.pin import PinnedCheckpoint
 from mergegate.tasks.merge import WeightComparison, compare_with_parents, describe_changes
 from mergegate.tasks.merge.weight_comparison import compare_tables
 
+pytestmark = pytest.mark.usefixtures("own_store")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@pytest.fixture(autouse=True)
-def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
 
 
 def pinned(directory: Path, adapter: Path | None = None) -> PinnedCheckpoint:

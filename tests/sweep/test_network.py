@@ -1,7 +1,4 @@
-"""Test the network that all candidates share: copying weights into it gives the same result as loading from files.
-
-A candidate whose weights cannot be copied in is loaded from files instead.
-"""
+"""Copying weights into the network that all candidates share gives the same result as loading them from files."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from trial_settings import DEMO
 
-from mergegate.merge_core import Checkpoint, load_recipe, open_checkpoint, plan_merge
+from mergegate.merge_core import Checkpoint, load_recipe, merge_weights, open_checkpoint, plan_merge
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import Model, load_private_model
 from mergegate.tasks.sweep.network import (
@@ -64,12 +61,9 @@ class Study:
 
     def require_equal_network(self, recipe: dict[str, Any]) -> None:
         """Assert that the network equals the one transformers loads from the files that the engine writes."""
-        from mergegate.merge_core import merge_weights
-
         out = self.root / "out"
         shutil.rmtree(out, ignore_errors=True)
         merge_weights(plan_merge(load_recipe(recipe), self.tables), out, device="cpu")
-        assert self.network is not None
         ours = self.network.loaded.network
         theirs = load_private_model(Model(name="out", digest="out", directory=out), dtype="auto", device="cpu").network
         assert ours.state_dict().keys() == theirs.state_dict().keys()
@@ -100,7 +94,6 @@ def test_another_weight_format_needs_a_new_network(tmp_path: Path) -> None:
     assert study.try_recipe(linear(0.5)) == "loaded"
     assert study.try_recipe(linear(0.5, dtype="bfloat16")) == "loaded"
     study.require_equal_network(linear(0.5, dtype="bfloat16"))
-    assert study.network is not None
     assert study.network.loaded.network.dtype == torch.bfloat16
 
 
@@ -115,38 +108,22 @@ def test_another_layer_count_needs_a_new_network(tmp_path: Path) -> None:
 
 
 def test_a_candidate_is_loaded_if_transformers_joins_tensors(tmp_path: Path) -> None:
-    config = AutoConfig.for_model(
-        "qwen3_moe",
-        **SIZES,
-        **HEADS,
-        head_dim=8,
-        num_experts=4,
-        num_experts_per_tok=2,
-        moe_intermediate_size=8,
-        decoder_sparse_step=1,
-    )
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
+    config = AutoConfig.for_model("qwen3_moe", **SIZES, **HEADS, head_dim=8, **experts)
     study = Study(tmp_path, config)
     for weight in (0.5, 0.2):
         assert study.try_recipe(linear(weight)) == "loaded"
         study.require_equal_network(linear(weight))
-    assert study.network is not None
     assert study.network.targets == {}
-
-
-def tie_in_name_only(directory: Path, seed: int | None) -> None:
-    """Store a head although the configuration ties it: a copy of the embedding, or a random matrix from `seed`."""
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    embedding = tensors["model.embed_tokens.weight"]
-    drawn = torch.randn(embedding.shape, generator=torch.Generator().manual_seed(seed)) if seed is not None else None
-    tensors["lm_head.weight"] = embedding.clone() if drawn is None else drawn
-    save_file(tensors, path, {"format": "pt"})
 
 
 def test_a_stored_head_that_is_the_embedding_stays_tied_in_every_candidate(tmp_path: Path) -> None:
     study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=True))
     for name in "ab":
-        tie_in_name_only(tmp_path / name, None)
+        path = tmp_path / name / "model.safetensors"
+        tensors = load_file(path)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        save_file(tensors, path, {"format": "pt"})
     study.tables = {name: open_checkpoint(tmp_path / name) for name in "ab"}
     apart = linear(0.5)
     apart["models"][0]["parameters"]["weight"] = [{"filter": "lm_head", "value": 3.0}, {"value": 0.5}]
@@ -172,10 +149,10 @@ def test_the_change_covers_only_tensors_of_both_models(tmp_path: Path) -> None:
     plan = plan_merge(load_recipe(linear(0.0)), study.tables)  # the merge is b itself
     distance.measure(plan, SETTINGS)
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
-    moved = sum(float((b[name].double() - a[name].double()).square().sum()) for name in a)
-    assert distance.relative == pytest.approx(
-        (moved / sum(float(one.double().square().sum()) for one in a.values())) ** 0.5
+    moved, length = (
+        sum(float(one.double().square().sum()) for one in part) for part in ((b[n] - a[n] for n in a), a.values())
     )
+    assert distance.relative == pytest.approx((moved / length) ** 0.5)
     distance.measure(plan_merge(load_recipe(linear(1.0)), study.tables), SETTINGS)
     assert distance.relative == 0
     assert json.loads((tmp_path / "a/config.json").read_text())["num_hidden_layers"] == 3

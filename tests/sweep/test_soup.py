@@ -14,7 +14,7 @@ import pytest
 from benchmark_scripts import load_benchmark
 from pydantic import ValidationError
 from rich.console import Console
-from scipy.stats import binom, norm
+from scipy.stats import binom, norm, ttest_rel
 
 from mergegate.flows.cli.run_summary import sweep_summary
 from mergegate.merge_core.errors import InvalidInput, Refused
@@ -67,10 +67,8 @@ class DrawnSoups:
 
 
 def recipe_of(*models: str, **more: Any) -> dict[str, Any]:
-    return {
-        "merge_method": "linear",
-        "models": [{"model": name, "parameters": {"weight": 1.0}} for name in models],
-    } | more
+    entries = [{"model": name, "parameters": {"weight": 1.0}} for name in models]
+    return {"merge_method": "linear", "models": entries, **more}
 
 
 def problem_of(recipe: dict[str, Any], **settings: Any) -> SearchProblem:
@@ -93,7 +91,6 @@ def confirmed(study: Study, scorer: DrawnSoups) -> Confirmation | NothingToConfi
 
 
 def outcomes(result: Confirmation | NothingToConfirm) -> dict[str, str]:
-    assert result.soup is not None
     return {ingredient.ingredient: ingredient.outcome for ingredient in result.soup.ingredients}
 
 
@@ -115,7 +112,6 @@ def test_the_search_follows_the_published_rule(seed: int) -> None:
     for name in ordered[1:]:
         if table[frozenset(soup | {name})] >= table[frozenset(soup)]:
             soup.add(name)
-    assert study.soup is not None
     assert [step.ingredient for step in study.soup.steps] == ordered
     assert {step.ingredient for step in study.soup.steps if step.chosen} == soup
     assert len(study.trials) <= 1 + 2 * len(names) - 1
@@ -123,106 +119,85 @@ def test_the_search_follows_the_published_rule(seed: int) -> None:
     assert recipe == recipe_of(*(name for name in names if name in soup))  # in the order of the user's recipe
 
 
+def run_soup(
+    truth: Truth, *models: str, held_out: Truth | None = None, noise: float = 0.1, **settings: Any
+) -> tuple[Study, Any]:
+    """Search and confirm a soup whose models may have other true scores on the held-out documents."""
+    study = searched(DrawnSoups(truth, noise), *models, **settings)
+    return study, confirmed(study, DrawnSoups(held_out or truth, noise))
+
+
 def test_models_that_contribute_are_kept_and_the_soup_is_confirmed() -> None:
-    scorer = DrawnSoups(of_sum(a=3.0, b=2.0, c=1.0, d=-1.0), noise=0.1)
-    study = searched(scorer, "d", "b", "a", "c")
-    result = confirmed(study, scorer)
-    assert isinstance(result, Confirmation)
+    truth = of_sum(a=3.0, b=2.0, c=1.0, d=-1.0)
+    study, result = run_soup(truth, "d", "b", "a", "c")
     assert result.confirmed
     assert outcomes(result) == {"a": "first", "b": "kept", "c": "kept", "d": "not added"}
     assert study.recipes[result.winner] == recipe_of("b", "a", "c")
-    assert result.soup is not None
     # The contributions add up to the lead over the best model.
-    lead = scorer.table(TrialRequest(recipe_of("b", "a", "c"), "confirmation"))[KEY].mean()
-    lead -= scorer.table(TrialRequest(recipe_of("a"), "confirmation"))[KEY].mean()
+    requests = (TrialRequest(recipe_of(*models), "confirmation") for models in ("bac", "a"))
+    soup, best = (DrawnSoups(truth, 0.1).table(request)[KEY].mean() for request in requests)
     contributions = [item.contribution for item in result.soup.ingredients if item.contribution is not None]
-    assert math.isclose(sum(contributions), lead)
+    assert math.isclose(sum(contributions), soup - best)
 
 
 def test_the_tests_stop_at_the_first_model_that_fails() -> None:
-    def truth(models: frozenset[str]) -> float:
-        return of_sum(a=3.0, b=2.0, c=1.0, d=0.5)(models)
-
-    scorer = DrawnSoups(truth, noise=0.01)
-    study = searched(scorer, "a", "b", "c", "d")
+    truth = of_sum(a=3.0, b=2.0, c=1.0, d=0.5)
+    study = searched(DrawnSoups(truth, noise=0.01), "a", "b", "c", "d")
     # On the confirmation documents, c does not contribute.
     held_out = DrawnSoups(lambda models: truth(models - {"c"}), noise=0.01)
     result = confirmed(study, held_out)
     assert outcomes(result) == {"a": "first", "b": "kept", "c": "removed", "d": "not tested"}
-    assert isinstance(result, Confirmation)
     assert study.recipes[result.winner] == recipe_of("a", "b")
     assert frozenset("abcd") not in {models for models, _ in held_out.scored[:3]}
 
 
 @pytest.mark.parametrize(("margin", "outcome"), [(0.0, "removed"), (30.0, "kept")])
 def test_a_margin_allows_a_drop_of_that_many_points(margin: float, outcome: str) -> None:
-    scorer = DrawnSoups(of_sum(a=3.0, b=1.0), noise=0.1)
-    study = searched(scorer, "a", "b", margin=margin)
-    result = confirmed(study, DrawnSoups(of_sum(a=3.0, b=-0.1), noise=0.01))  # b loses 10 points
+    loses_10_points = of_sum(a=3.0, b=-0.1)
+    _, result = run_soup(of_sum(a=3.0, b=1.0), "a", "b", held_out=loses_10_points, noise=0.01, margin=margin)
     assert outcomes(result) == {"a": "first", "b": outcome}
     assert not result.confirmed  # a soup that is worse than its best model is never released
 
 
 def test_the_bound_of_a_contribution_is_that_of_students_test() -> None:
     scorer = DrawnSoups(of_sum(a=1.0, b=0.5), noise=0.3, documents=80)
-    study = searched(scorer, "a", "b", confidence=0.95)
-    result = confirmed(study, scorer)
+    result = confirmed(searched(scorer, "a", "b", confidence=0.95), scorer)
     pairs = [scorer.table(TrialRequest(recipe_of(*models), "confirmation"))[KEY] for models in ("ab", "a")]
-    from scipy.stats import ttest_rel
-
     bound = ttest_rel(*pairs).confidence_interval(0.90).low  # two-sided 90 % is one-sided 95 %
-    assert result.soup is not None
-    low = result.soup.ingredients[1].low
-    assert low is not None
-    assert math.isclose(low, bound, rel_tol=1e-6)
+    assert math.isclose(result.soup.ingredients[1].low, bound, rel_tol=1e-6)
 
 
 def test_a_soup_of_all_models_is_the_uniform_soup_and_can_be_confirmed() -> None:
-    scorer = DrawnSoups(of_sum(a=3.0, b=2.0), noise=0.1)
-    study = searched(scorer, "a", "b")
-    result = confirmed(study, scorer)
-    assert isinstance(result, Confirmation)
-    assert result.confirmed
-    assert result.winner == 0
+    study, result = run_soup(of_sum(a=3.0, b=2.0), "a", "b")
+    assert (result.confirmed, result.winner) == (True, 0)
     assert study.trials[result.reference].label == "a"
     page = render_sweep(sweep_content(study, result, SweepFacts(name="soup", method="greedy soup of 2")))
     assert "soup" in page
 
 
 def test_the_soup_must_beat_the_average_of_all_models() -> None:
-    def truth(models: frozenset[str]) -> float:  # c helps only on the documents that the search does not read
-        return of_sum(a=3.0, b=2.0, c=-1.0)(models)
-
-    study = searched(DrawnSoups(truth, noise=0.1), "a", "b", "c")
-    result = confirmed(study, DrawnSoups(of_sum(a=3.0, b=2.0, c=1.0), noise=0.1))
-    assert isinstance(result, Confirmation)
+    # c helps only on the documents that the search does not read.
+    _, result = run_soup(of_sum(a=3.0, b=2.0, c=-1.0), *"abc", held_out=of_sum(a=3.0, b=2.0, c=1.0))
     assert (result.reference_label, result.confirmed) == ("uniform soup", False)
 
 
 def test_the_uniform_rule_tests_the_average_against_the_best_model() -> None:
-    scorer = DrawnSoups(of_sum(a=3.0, b=2.0, c=-0.5), noise=0.1)
-    study = searched(scorer, "a", "b", "c", soup="uniform")
-    result = confirmed(study, scorer)
-    assert isinstance(result, Confirmation)
-    assert result.confirmed
-    assert (result.reference_label, set(outcomes(result).values())) == ("a", {"kept"})
+    study, result = run_soup(of_sum(a=3.0, b=2.0, c=-0.5), *"abc", soup="uniform")
+    assert (result.confirmed, result.reference_label, set(outcomes(result).values())) == (True, "a", {"kept"})
     assert study.recipes[result.winner] == recipe_of("a", "b", "c")
 
 
 def test_a_soup_that_no_model_improves_has_nothing_to_confirm() -> None:
-    scorer = DrawnSoups(of_sum(a=3.0, b=-2.0))
-    result = confirmed(searched(scorer, "a", "b"), scorer)
+    _, result = run_soup(of_sum(a=3.0, b=-2.0), "a", "b", noise=0.0)
     assert isinstance(result, NothingToConfirm)
     assert result.sentence() == "no candidate confirmed: no other model improves a on the search documents"
 
 
 def test_a_model_without_a_score_is_left_out() -> None:
-    scorer = DrawnSoups(lambda models: math.nan if models == {"b"} else of_sum(a=3.0, b=1.0, c=1.0)(models), noise=0.1)
-    result = confirmed(searched(scorer, "a", "b", "c"), scorer)
+    _, result = run_soup(lambda models: math.nan if models == {"b"} else of_sum(a=3.0, b=1.0, c=1.0)(models), *"abc")
     assert outcomes(result)["b"] == "no score"
-    broken = DrawnSoups(lambda models: math.nan if len(models) == 1 else 0.0)
     with pytest.raises(Refused, match="no score for any of 2 models: it has NaN"):
-        searched(broken, "a", "b")
+        searched(DrawnSoups(lambda models: math.nan if len(models) == 1 else 0.0), "a", "b")
 
 
 def test_a_killed_search_continues_and_a_finished_one_scores_nothing(tmp_path: Path) -> None:
@@ -266,9 +241,8 @@ def test_a_soup_keeps_all_other_keys_of_its_recipe() -> None:
 
 
 def test_an_ingredient_can_be_a_path_with_a_sign_of_references() -> None:
-    document = {"run": "runs"}
     window = [RunCheckpoint({"model": {"path": f"lr@1/step-{step}"}}, step) for step in (100, 200)]
-    soup = read_soup_recipe(run_recipe(document, window, Schedule("mean"), "r.yaml"), "r.yaml")
+    soup = read_soup_recipe(run_recipe({"run": "runs"}, window, Schedule("mean"), "r.yaml"), "r.yaml")
     assert soup.labels == ("step-100", "step-200")
 
 
@@ -293,21 +267,10 @@ def test_a_recipe_that_is_not_a_soup_is_refused(recipe: dict[str, Any], message:
 
 
 def test_every_setting_of_a_search_over_parameters_is_refused_with_a_soup() -> None:
-    values: dict[str, Any] = {
-        "parameters": {"w": {"low": 0, "high": 1, "start": 0.5}},
-        "sum_to_one": [["a", "b"]],
-        "multi_objective": True,
-        "change_penalty": 0.1,
-        "constraints": [{"task": "t"}],
-        "sampler": "random",
-        "seed": 3,
-        "population": 4,
-        "sigma": 0.5,
-        "random_trials": 3,
-        "budget": {"trials": 5},
-        "racing": {"rule": "none"},
-        "optuna_storage": "x",
-    }
+    values: dict[str, Any] = {"parameters": {"w": {"low": 0, "high": 1, "start": 0.5}}, "sum_to_one": [["a", "b"]]}
+    values |= {"multi_objective": True, "change_penalty": 0.1, "constraints": [{"task": "t"}], "sampler": "random"}
+    values |= {"seed": 3, "population": 4, "sigma": 0.5, "random_trials": 3, "budget": {"trials": 5}}
+    values |= {"racing": {"rule": "none"}, "optuna_storage": "x"}
     others = {"soup", "margin", "objective", "documents", "confidence", "baselines"}
     assert values.keys() | others == SweepSettings.model_fields.keys()
     for name, value in values.items():
@@ -366,26 +329,22 @@ def shown(study: Study, result: Confirmation | NothingToConfirm, width: int) -> 
         assert ingredient in page
         assert outcome in page
         assert outcome in text
-    for absent in ("CMA-ES", "Racing", "Parameter", "best hand-written"):
-        assert absent not in page
+    assert not [word for word in ("CMA-ES", "Racing", "Parameter", "best hand-written") if word in page]
     return text
 
 
 @pytest.mark.parametrize("width", [120, 80, 60])
 def test_the_summary_names_every_model_and_its_result(width: int) -> None:
-    scorer = DrawnSoups(of_sum(alpha=3.0, beta=2.0, gamma=1.0, delta=-1.0), noise=0.1)
-    study = searched(scorer, "alpha", "beta", "gamma", "delta")
-    text = shown(study, confirmed(study, scorer), width)
+    truth = of_sum(alpha=3.0, beta=2.0, gamma=1.0, delta=-1.0)
+    text = shown(*run_soup(truth, "alpha", "beta", "gamma", "delta"), width)
     assert "The soup has 3 of 4 models." in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
 
 
 def test_the_summary_of_a_soup_that_is_not_confirmed_names_the_reason() -> None:
-    scorer = DrawnSoups(of_sum(a=3.0, b=1.0), noise=0.1)
-    study = searched(scorer, "a", "b")
-    text = " ".join(shown(study, confirmed(study, DrawnSoups(of_sum(a=3.0, b=-1.0), noise=0.1)), 80).split())
-    assert "No other model is shown to improve a on the held-out documents." in text
+    text = shown(*run_soup(of_sum(a=3.0, b=1.0), "a", "b", held_out=of_sum(a=3.0, b=-1.0)), 80)
+    assert "No other model is shown to improve a on the held-out documents." in " ".join(text.split())
 
 
 def test_a_trial_of_the_confirmation_is_scored_once() -> None:

@@ -18,11 +18,11 @@ from mergegate.tasks.sweep.study import TrialRequest
 
 SIZES = {"search": {"rev": 200, "copy": 200}, "confirmation": {"rev": 400, "copy": 400}}
 
+FACTS = SweepFacts("toy", "ties of 2")
 POWER = ConfirmationPower(documents=800, detectable=0.05, chances=(), confidence=0.95, correlation=0.6, in_points=True)
 
 
 def confirmed_by_toy(study: Study, models: ToyModels) -> Confirmation:
-    assert study.best is not None
     fresh = ToyModels(models._quality, documents=400, seed=1)
     winner, reference = (
         fresh.score_table(TrialRequest(study.recipes[one.number])) for one in (study.best, study.reference)
@@ -37,11 +37,10 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Study:
 
 @pytest.fixture(scope="module")
 def content(study: Study) -> SweepContent:
-    test = confirmed_by_toy(study, ToyModels())
-    return sweep_content(study, test, SweepFacts("toy", "ties of 2", POWER, SIZES))
+    return sweep_content(study, confirmed_by_toy(study, ToyModels()), SweepFacts("toy", "ties of 2", POWER, SIZES))
 
 
-def test_the_content_has_every_parameter_trial_and_set(study: Study, content: SweepContent) -> None:
+def test_the_content_has_every_parameter_trial_objective_and_set(study: Study, content: SweepContent) -> None:
     assert [one.name for one in content.parameters] == [one.name for one in study.coordinates]
     assert content.trials == study.trials
     assert [(one.task, one.search, one.confirmation, one.gate) for one in content.sets] == [
@@ -50,19 +49,15 @@ def test_the_content_has_every_parameter_trial_and_set(study: Study, content: Sw
     ]
     assert content.budget.trials == 40
     assert dict(content.seconds_by_part).keys() <= {"merge", "load", "score"}
+    (objective,) = content.objectives
+    assert (objective.title, objective.unit, objective.factor) == ("exact match", "points", 100)
+    assert objective.terms == ("rev (weight 0.67)", "copy (weight 0.33)")
     assert content.power.startswith(
         "Forecast before the sweep: 800 held-out documents confirm a true lead of 5.0 points 80 % of the time"
     )
 
 
-def test_shares_are_shown_in_points_with_their_weights(content: SweepContent) -> None:
-    (objective,) = content.objectives
-    assert (objective.title, objective.unit, objective.factor) == ("exact match", "points", 100)
-    assert objective.terms == ("rev (weight 0.67)", "copy (weight 0.33)")
-
-
 def test_the_table_has_the_scores_of_search_and_confirmation(study: Study, content: SweepContent) -> None:
-    assert study.best is not None
     test = confirmed_by_toy(study, ToyModels())
     rows = {row.role: row for row in study_facts.recipe_rows(content, 0)}
     assert rows["winner"].search == study.best.scores[0]
@@ -73,18 +68,15 @@ def test_the_table_has_the_scores_of_search_and_confirmation(study: Study, conte
 
 def test_the_change_penalty_is_subtracted_from_both_scores(study: Study) -> None:
     """Otherwise the difference between the two scores would be the penalty instead of the optimism."""
-    assert study.best is not None
     test = confirmed_by_toy(study, ToyModels())
     penalised = tuple(replace(one, scores=(one.scores[0] - 0.25,)) for one in study.trials)
     best = penalised[study.best.number]
-    shown = sweep_content(replace(study, trials=penalised, best=best), test, SweepFacts("toy", "ties of 2"))
+    shown = sweep_content(replace(study, trials=penalised, best=best), test, FACTS)
     rows = {row.role: row for row in study_facts.recipe_rows(shown, 0)}
     assert rows["winner"].optimism == pytest.approx(test.optimism)
 
 
 def test_the_page_shows_the_recipe_of_a_confirmed_winner(study: Study, content: SweepContent) -> None:
-    assert study.best is not None
-    assert content.confirmation is not None
     assert content.confirmation.confirmed
     assert yaml.safe_load(content.recipe) == study.recipes[study.best.number]
     page = render_sweep(content)
@@ -96,8 +88,7 @@ def test_the_page_shows_the_recipe_of_a_confirmed_winner(study: Study, content: 
 def test_the_page_shows_why_there_is_nothing_to_confirm(study: Study) -> None:
     level = replace(study, best=replace(study.reference, number=7, origin="sampler"))
     nothing = reason_not_to_confirm(level)
-    assert nothing is not None
-    shown = sweep_content(level, nothing, SweepFacts("toy", "ties of 2"))
+    shown = sweep_content(level, nothing, FACTS)
     assert sweep_title(shown) == "No candidate confirmed"
     assert "No candidate scored above ties on the search documents." in sweep_sentence(shown)
     assert shown.recipe == ""
@@ -107,7 +98,7 @@ def test_the_page_of_a_sweep_of_noise_shows_no_recipe(tmp_path: Path) -> None:
     models = ToyModels(noise)
     study = run_toy(models, tmp_path, toy_settings(budget={"trials": 14}))
     test = reason_not_to_confirm(study) or confirmed_by_toy(study, models)
-    shown = sweep_content(study, test, SweepFacts("toy", "ties of 2"))
+    shown = sweep_content(study, test, FACTS)
     if not (isinstance(test, Confirmation) and test.confirmed):
         assert shown.recipe == ""
         assert sweep_title(shown) == "No candidate confirmed"
@@ -115,5 +106,5 @@ def test_the_page_of_a_sweep_of_noise_shows_no_recipe(tmp_path: Path) -> None:
 
 def test_the_page_shows_that_the_time_limit_ended_the_search(study: Study) -> None:
     test = confirmed_by_toy(study, ToyModels())
-    shown = sweep_content(replace(study, stop_reason="hours"), test, SweepFacts("toy", "ties of 2"))
+    shown = sweep_content(replace(study, stop_reason="hours"), test, FACTS)
     assert shown.ending == "The time budget ended the search after 40 of 40 trials."

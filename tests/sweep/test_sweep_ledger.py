@@ -1,7 +1,4 @@
-"""Test the ledger of scored trials: it returns each trial exactly as stored.
-
-This is true after a kill, after a torn line and while another sweep waits for the ledger.
-"""
+"""The ledger returns each trial exactly as stored: after a kill, a torn line, and while another sweep waits for it."""
 
 from __future__ import annotations
 
@@ -35,7 +32,6 @@ SCORES = TrialScores(
 
 
 def same(one: TrialScores | None, other: TrialScores) -> bool:
-    assert one is not None
     for key, numbers in other.table.items():
         assert one.table[key].tobytes() == numbers.tobytes()
     plain = [(s.dropped, repr(s.change), dict(s.seconds or {}), s.problem, list(s.table)) for s in (one, other)]
@@ -48,41 +44,25 @@ def test_stored_scores_are_read_back_bit_for_bit(tmp_path: Path) -> None:
         ledger.add("two", TrialScores({}, problem="refused: NaN"))
     with open_ledger(KEY, "s", root=tmp_path) as ledger:
         assert same(ledger.find("one"), SCORES)
-        two = ledger.find("two")
-        assert two is not None
-        assert two.problem == "refused: NaN"
+        assert ledger.find("two").problem == "refused: NaN"
         assert ledger.find("three") is None
 
 
-def test_a_torn_line_is_cut_and_earlier_records_remain(tmp_path: Path) -> None:
+def test_a_torn_line_is_cut_and_a_corrupt_file_is_an_empty_ledger(tmp_path: Path) -> None:
     with open_ledger(KEY, "s", root=tmp_path) as ledger:
         ledger.add("one", SCORES)
         ledger.add("two", SCORES)
     (journal,) = tmp_path.glob("*/trials.journal")
     lines = journal.read_bytes().splitlines(keepends=True)
-    journal.write_bytes(lines[0] + lines[1][:-20])
-    with open_ledger(KEY, "s", root=tmp_path) as ledger:
-        assert len(ledger) == 1
-        ledger.add("two", SCORES)
-    with open_ledger(KEY, "s", root=tmp_path) as ledger:
-        assert len(ledger) == 2
-
-
-def test_other_scoring_conditions_have_another_ledger(tmp_path: Path) -> None:
-    with open_ledger(KEY, "s", root=tmp_path) as ledger:
-        ledger.add("one", SCORES)
-    with open_ledger("b" * 64, "s", root=tmp_path) as ledger:
+    for content, records in ((lines[0] + lines[1][:-20], 1), (os.urandom(4000), 0)):
+        journal.write_bytes(content)
+        with open_ledger(KEY, "s", root=tmp_path) as ledger:
+            assert len(ledger) == records
+            ledger.add("two", SCORES)
+        with open_ledger(KEY, "s", root=tmp_path) as ledger:
+            assert len(ledger) == records + 1
+    with open_ledger("b" * 64, "s", root=tmp_path) as ledger:  # Other scoring conditions have another ledger.
         assert len(ledger) == 0
-
-
-def test_a_corrupt_file_is_an_empty_ledger(tmp_path: Path) -> None:
-    with open_ledger(KEY, "s", root=tmp_path) as ledger:
-        ledger.add("one", SCORES)
-    (journal,) = tmp_path.glob("*/trials.journal")
-    journal.write_bytes(os.urandom(4000))
-    with open_ledger(KEY, "s", root=tmp_path) as ledger:
-        assert len(ledger) == 0
-        ledger.add("one", SCORES)
 
 
 def test_the_time_used_covers_all_runs_of_a_study(tmp_path: Path) -> None:
@@ -126,7 +106,6 @@ def test_every_acknowledged_record_survives_a_kill(tmp_path: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parent)], stdout=subprocess.PIPE, cwd=PROJECT
     )
-    assert child.stdout is not None
     acknowledged = [int(child.stdout.readline()) for _ in range(40)]
     child.send_signal(signal.SIGKILL)
     acknowledged += [int(line) for line in child.stdout if line.endswith(b"\n")]

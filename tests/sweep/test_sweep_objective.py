@@ -35,9 +35,7 @@ def test_the_score_is_the_weighted_clipped_mean_minus_the_change_penalty() -> No
     assert objective.scores(table, 0.02) == (pytest.approx(0.75 * (-0.05 - 0.1) / 2 + 0.25 * 0.75 - 0.5 * 0.02),)
     assert objective.metric_keys == (REV, COPY)
     assert objective.clips == {REV: 0.1}
-
-
-def test_held_out_text_can_be_a_term() -> None:
+    assert math.isnan(objective.scores({REV: np.array([-1.0, NAN]), COPY: np.ones(1)}, 0.0)[0])
     assert read({"task": None}).metric_keys == (TEXT,)
 
 
@@ -57,10 +55,6 @@ def test_a_violation_is_measured_on_the_same_documents() -> None:
     assert objective.violation(ours, references) == pytest.approx(0.5 - 0.1)
     assert objective.violation({COPY: ours[COPY][:1]}, references) == 0
     assert objective.limits[1] == Limit(COPY, "math", 0.02)
-
-
-def test_a_missing_number_makes_the_score_nan() -> None:
-    assert math.isnan(read({"task": "rev.yaml"}).scores({REV: np.array([-1.0, NAN])})[0])
 
 
 def test_feasible_candidates_rank_first_and_others_by_violation() -> None:

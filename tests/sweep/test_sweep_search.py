@@ -1,7 +1,4 @@
-"""Test the search: it gives the same trials for any order of results, and after a kill and a resume.
-
-Each trial is scored once. Budgets, equal recipes and failed candidates are covered too.
-"""
+"""The search gives the same trials for any order of results and after kills, and scores each of them once."""
 
 from __future__ import annotations
 
@@ -21,6 +18,8 @@ from mergegate.merge_core.errors import DiskUnavailable, InvalidInput, Refused
 from mergegate.tasks.sweep.ledger import open_ledger, request_key, study_key
 from mergegate.tasks.sweep.study import HandWritten, SearchProgress, Trial, TrialRequest, TrialScores
 
+Results = Iterator[tuple[int, TrialScores | Exception]]
+
 
 class Killed(BaseException):
     """An exception that no handler catches, like a kill."""
@@ -33,7 +32,7 @@ class DyingModels(ToyModels):
         super().__init__(**more)
         self._remaining, self.delivered = after, Counter[str]()
 
-    def __call__(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
+    def __call__(self, requests: Sequence[TrialRequest]) -> Results:
         for result in super().__call__(requests):
             if self._remaining == 0:
                 raise Killed
@@ -73,43 +72,54 @@ def test_twenty_random_kills_change_no_trial_and_score_each_once(sampler: str, t
     assert not again.scored
 
 
-def test_the_order_of_results_does_not_matter(tmp_path: Path) -> None:
-    class Backwards(ToyModels):
-        def __call__(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
-            yield from reversed(list(super().__call__(requests)))
+class Backwards(ToyModels):
+    """Models whose results arrive in reverse order."""
 
-    assert trial_texts(run_toy(Backwards(), tmp_path / "a").trials) == trial_texts(
-        run_toy(ToyModels(), tmp_path / "b").trials
-    )
+    def __call__(self, requests: Sequence[TrialRequest]) -> Results:
+        yield from reversed(list(super().__call__(requests)))
+
+
+class Crashing(ToyModels):
+    """Models whose third request fails three times."""
+
+    crashed = 0
+
+    def __call__(self, requests: Sequence[TrialRequest]) -> Results:
+        for number, result in super().__call__(requests):
+            if number == 2 and self.crashed < 3:
+                self.crashed += 1
+                yield number, RuntimeError("worker died")
+            else:
+                yield number, result
+
+
+@pytest.mark.parametrize("models", [Backwards, Crashing])
+def test_neither_the_order_of_results_nor_a_dead_worker_matters(models: type[ToyModels], tmp_path: Path) -> None:
+    texts = [trial_texts(run_toy(kind(), tmp_path / kind.__name__).trials) for kind in (models, ToyModels)]
+    assert texts[0] == texts[1]
 
 
 def test_a_larger_budget_continues_a_smaller_one(tmp_path: Path) -> None:
     run_toy(ToyModels(), tmp_path, toy_settings(budget={"trials": 25}))
-    more = ToyModels()
-    study = run_toy(more, tmp_path, toy_settings(budget={"trials": 60}))
-    assert trial_texts(study.trials) == trial_texts(
-        run_toy(ToyModels(), tmp_path / "at once", toy_settings(budget={"trials": 60})).trials
-    )
+    more, large = ToyModels(), toy_settings(budget={"trials": 60})
+    study = run_toy(more, tmp_path, large)
+    assert trial_texts(study.trials) == trial_texts(run_toy(ToyModels(), tmp_path / "at once", large).trials)
     assert len(more.scored) <= 60 - 20
 
 
 def test_trials_are_hand_written_recipes_then_sampler_and_random_search(tmp_path: Path) -> None:
-    by_hand = (hand_written_ties(toy_space(toy_settings())), HandWritten("linear", {**TIES, "models": [
-        {"model": "math", "parameters": {"weight": 0.9, "density": 1}},
-        {"model": "code", "parameters": {"weight": 1.1, "density": 1}},
-    ]}))  # fmt: skip
+    weights = {"math": 0.9, "code": 1.1}
+    models = [{"model": name, "parameters": {"weight": weight, "density": 1}} for name, weight in weights.items()]
+    by_hand = (hand_written_ties(toy_space(toy_settings())), HandWritten("linear", {**TIES, "models": models}))
     study = run_toy(ToyModels(), tmp_path, toy_settings(budget={"trials": 60}), hand_written=by_hand)
     assert [trial.number for trial in study.trials] == list(range(60))
     assert [trial.label for trial in study.hand_written] == ["ties", "linear"]
     origins = [trial.origin for trial in study.trials]
-    assert origins.count("baseline") == 15
-    assert origins.count("sampler") == 43
+    assert (origins.count("baseline"), origins.count("sampler")) == (15, 43)
     assert study.reference.label == "linear"
-    assert study.best is not None
     assert study.best.origin != "hand-written"
-    assert study.best.scores[0] == max(
-        t.scores[0] for t in study.trials if t.origin != "hand-written" and not t.dropped
-    )
+    candidates = [trial for trial in study.trials if trial.origin != "hand-written" and not trial.dropped]
+    assert study.best.scores[0] == max(trial.scores[0] for trial in candidates)
     assert study.best.scores > study.reference.scores
     assert study.recipes[study.best.number]["models"][0]["parameters"]["weight"] == study.best.point["math"]
     assert by_weights(dict(study.recipes[study.best.number])) > 0.85
@@ -161,10 +171,7 @@ def test_equal_recipes_are_scored_once(tmp_path: Path) -> None:
     recipes = {tuple(sorted(trial.point.items())) for trial in study.trials}
     assert len(recipes) < len(study.trials) == 40
     assert len(models.scored) == len(recipes) == study.scored_count
-    by_point: dict[Any, set[Any]] = {}
-    for trial in study.trials:
-        by_point.setdefault(tuple(sorted(trial.point.items())), set()).add(trial.scores)
-    assert all(len(scores) == 1 for scores in by_point.values())
+    assert len({(tuple(sorted(trial.point.items())), trial.scores) for trial in study.trials}) == len(recipes)
 
 
 def test_a_candidate_without_a_score_ranks_last(tmp_path: Path) -> None:
@@ -178,43 +185,25 @@ def test_a_candidate_without_a_score_ranks_last(tmp_path: Path) -> None:
     failed = [trial for trial in study.trials if trial.problem]
     assert failed
     assert all("too much" in trial.problem and math.isnan(trial.scores[0]) for trial in failed)
-    assert study.best is not None
     assert not study.best.problem
     assert trial_texts(run_toy(Partly(), tmp_path).trials) == trial_texts(study.trials)
 
 
-def test_a_dead_worker_is_retried_and_a_dead_machine_ends_the_run(tmp_path: Path) -> None:
-    class Crashing(ToyModels):
-        crashed = 0
+@pytest.mark.parametrize(
+    ("result", "refusal"),
+    [(RuntimeError("no memory"), "no memory"), (DiskUnavailable("disk", found="full"), "full")],
+)
+def test_a_dead_machine_ends_the_run(result: Exception, refusal: str, tmp_path: Path) -> None:
+    def fail(requests: Sequence[TrialRequest]) -> Results:
+        yield from ((number, result) for number in range(len(requests)))
 
-        def __call__(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
-            for number, result in super().__call__(requests):
-                if number == 2 and self.crashed < 3:
-                    self.crashed += 1
-                    yield number, RuntimeError("worker died")
-                else:
-                    yield number, result
-
-    assert trial_texts(run_toy(Crashing(), tmp_path / "a").trials) == trial_texts(
-        run_toy(ToyModels(), tmp_path / "b").trials
-    )
-
-    def dead(requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
-        yield from ((number, RuntimeError("no memory")) for number in range(len(requests)))
-
-    with pytest.raises(Refused, match="no memory"):
-        run_toy(dead, tmp_path / "c")
-
-    def full(requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
-        yield 0, DiskUnavailable("disk", found="full")
-
-    with pytest.raises(DiskUnavailable):
-        run_toy(full, tmp_path / "d")
+    with pytest.raises(DiskUnavailable if refusal == "full" else Refused, match=refusal):
+        run_toy(fail, tmp_path)
 
 
 def test_a_candidate_that_crashes_every_process_has_no_score(tmp_path: Path) -> None:
     class Fatal(ToyModels):
-        def __call__(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
+        def __call__(self, requests: Sequence[TrialRequest]) -> Results:
             for number, result in super().__call__(requests):
                 is_fatal = requests[number].recipe["models"][0]["parameters"]["weight"] > 1.3
                 yield number, (InvalidInput("scoring", found="the process died") if is_fatal else result)
@@ -234,7 +223,7 @@ def test_a_candidate_that_crashes_every_process_has_no_score(tmp_path: Path) -> 
 def test_a_hand_written_recipe_without_a_score_ends_the_sweep(
     result: TrialScores | Exception, message: str, tmp_path: Path
 ) -> None:
-    def refused(requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
+    def refused(requests: Sequence[TrialRequest]) -> Results:
         yield from ((number, result) for number in range(len(requests)))
 
     with pytest.raises(Refused, match=message) as caught:
@@ -265,9 +254,8 @@ def test_time_and_cost_limits_end_a_search_between_generations(tmp_path: Path, m
     resumed = Slow()
     assert trial_texts(run_toy(resumed, tmp_path / "a", settings).trials) == trial_texts(study.trials)
     assert not resumed.scored
-    by_cost = run_toy(
-        Slow(), tmp_path / "b", toy_settings(budget={"trials": 60, "cost": 2.0, "cost_per_hour": 2.0}), workers=2
-    )
+    budget = {"trials": 60, "cost": 2.0, "cost_per_hour": 2.0}
+    by_cost = run_toy(Slow(), tmp_path / "b", toy_settings(budget=budget), workers=2)
     assert by_cost.stop_reason == "cost"
     assert by_cost.spent == pytest.approx(2.0, rel=0.4)
     assert trial_texts(by_cost.trials) == trial_texts(study.trials)
@@ -277,7 +265,6 @@ def test_the_winner_has_the_smallest_constraint_violation(tmp_path: Path) -> Non
     settings = toy_settings(constraints=[{"task": "copy", "guarded_by": "math", "max_drop": 1}], budget={"trials": 60})
     reference = {COPY: np.ones(200)}
     study = run_toy(ToyModels(), tmp_path, settings, references={"math": reference})
-    assert study.best is not None
     least = min(trial.violation for trial in study.trials)
     assert least > 0
     assert study.best.violation == min(t.violation for t in study.trials if t.origin != "hand-written")

@@ -1,7 +1,4 @@
-"""Test search spaces: free parameters of a recipe become coordinates, and a point becomes an ordinary recipe.
-
-The recipe for a point reads like one written by hand.
-"""
+"""Free parameters of a recipe become coordinates, and a point becomes a recipe that reads like one written by hand."""
 
 from __future__ import annotations
 
@@ -31,12 +28,9 @@ def read(recipe: dict[str, Any]) -> Any:
 
 
 def test_the_start_is_the_hand_written_recipe() -> None:
-    by_hand = {
-        **TIES,
-        "models": [{"model": m, "parameters": {"weight": 1.0, "density": 0.5}} for m in ("math", "code")],
-    }
+    models = [{"model": name, "parameters": {"weight": 1.0, "density": 0.5}} for name in ("math", "code")]
     space = ties_space()
-    assert space.fill_recipe(space.start) == by_hand
+    assert space.fill_recipe(space.start) == {**TIES, "models": models}
     assert space.recipe["models"][0]["parameters"]["weight"] == "$math"
 
 
@@ -96,23 +90,20 @@ def test_filters_become_a_list_that_ends_with_all_other_tensors() -> None:
 
 
 def test_a_placeholder_can_replace_any_value() -> None:
+    weight = [{"filter": "mlp", "value": "$w"}, 1.0]
     recipe = {
-        "merge_method": "$how",
-        "base_model": "base",
+        **{"merge_method": "$how", "base_model": "base", "parameters": {"lambda": 0.9}},
         "models": [
-            {"model": "$which", "parameters": {"weight": [{"filter": "mlp", "value": "$w"}, 1.0], "density": 0.5}},
+            {"model": "$which", "parameters": {"weight": weight, "density": 0.5}},
             {"model": "code", "parameters": {"weight": 0.5, "density": 0.5}},
         ],
-        "parameters": {"lambda": 0.9},
     }
-    space = space_of(
-        recipe,
-        {
-            "how": {"type": "category", "choices": ["ties", "linear"], "start": "ties"},
-            "which": {"type": "category", "choices": ["math", "law"], "start": "math"},
-            "w": {**WEIGHT, "layers": 2},
-        },
-    )
+    parameters = {
+        "how": {"type": "category", "choices": ["ties", "linear"], "start": "ties"},
+        "which": {"type": "category", "choices": ["math", "law"], "start": "math"},
+        "w": {**WEIGHT, "layers": 2},
+    }
+    space = space_of(recipe, parameters)
     ties = space.fill_recipe({"how": "ties", "which": "law", "w[0]": 0.3, "w[1]": 0.4})
     assert ties["models"][0]["model"] == "law"
     assert ties["models"][0]["parameters"]["weight"][0] == {"filter": "mlp", "value": [0.3, 0.3, 0.4, 0.4]}
@@ -124,16 +115,11 @@ def test_a_placeholder_can_replace_any_value() -> None:
 
 
 def test_parameters_that_a_method_lacks_do_not_change_the_recipe() -> None:
-    recipe = {
-        "merge_method": "$how",
-        "base_model": "base",
-        "parameters": {"density": "$d", "weight": 1},
-        "models": ["math"],
-    }
+    recipe = {"merge_method": "$how", "base_model": "base", "parameters": {"density": "$d", "weight": 1}}
     how = {"type": "category", "choices": ["ties", "linear"], "start": "ties"}
-    space = space_of(recipe, {"how": how, "d": {"low": 0, "high": 1, "start": 0.5}})
-    one, other = ({"how": "linear", "d": d} for d in (0.1, 0.9))
-    assert recipe_key(space.fill_recipe(one)) == recipe_key(space.fill_recipe(other))
+    space = space_of({**recipe, "models": ["math"]}, {"how": how, "d": {"low": 0, "high": 1, "start": 0.5}})
+    one, other = (recipe_key(space.fill_recipe({"how": "linear", "d": density})) for density in (0.1, 0.9))
+    assert one == other
 
 
 @given(unit=st.tuples(*[UNITS] * 6))

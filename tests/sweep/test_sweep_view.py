@@ -47,13 +47,10 @@ def test_a_view_of_a_mixed_space_with_problems_and_constraints(tmp_path: Path) -
         constraints=[{"task": "copy", "max_drop": 1}],
         budget={"trials": 20},
     )
-    mixed_study = run_toy(ToyModels(), tmp_path / "study", settings)
-    view = open_view(str(tmp_path / "log"), "demo", mixed_study.coordinates, mixed_study.objective)
-    assert view.record(mixed_study.trials) == 20
+    mixed = run_toy(ToyModels(), tmp_path / "study", settings)
+    assert open_view(str(tmp_path / "log"), "demo", mixed.coordinates, mixed.objective).record(mixed.trials) == 20
     read = optuna.load_study(study_name="demo", storage=view_storage(str(tmp_path / "log")))
-    assert [max(trial.constraints.values()) for trial in read.trials] == [
-        trial.violation for trial in mixed_study.trials
-    ]
+    assert [max(trial.constraints.values()) for trial in read.trials] == [trial.violation for trial in mixed.trials]
 
 
 def test_a_stored_study_with_other_objectives_is_rejected(study: Study, tmp_path: Path) -> None:
@@ -95,11 +92,7 @@ def test_the_dashboard_is_served_only_on_this_machine(tmp_path: Path, monkeypatc
 
 
 def test_other_hand_written_recipes_are_not_points(tmp_path: Path) -> None:
-
     linear = [{"model": name, "parameters": {"weight": 1, "density": 1}} for name in ("math", "code")]
-    by_hand = (
-        hand_written_ties(toy_space(toy_settings())),
-        HandWritten("other", {**TIES, "models": linear}),
-    )
+    by_hand = (hand_written_ties(toy_space(toy_settings())), HandWritten("other", {**TIES, "models": linear}))
     study = run_toy(ToyModels(), tmp_path / "study", toy_settings(budget={"trials": 12}), hand_written=by_hand)
     assert open_view(str(tmp_path / "log"), "demo", study.coordinates, study.objective).record(study.trials) == 11

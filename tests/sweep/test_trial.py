@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import os
 import pickle
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,13 +20,17 @@ from safetensors.torch import load_file
 from samples import sampled
 from trial_settings import DEMO, PLAIN, StopsAt, demo, setting_of, stage_scores, ties, written_merge
 
+from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import ChangedInput, InvalidInput
+from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.tasks.checkpoints import (
     Model,
     end_model_process,
     load_model,
     load_private_model,
     messages,
+    pin_checkpoints,
+    resolve_parents,
     unload_models,
 )
 from mergegate.tasks.evaluation import DocumentSplits, Scoring, tokenize_task
@@ -77,8 +83,6 @@ def same(one: TrialScores, other: TrialScores) -> bool:
 
 
 def network_now() -> Any:
-    assert trial._workspace is not None
-    assert trial._workspace.network is not None
     return trial._workspace.network
 
 
@@ -113,20 +117,17 @@ def test_log_likelihoods_equal_those_of_lm_eval(work: Path, tmp_path: Path) -> N
     with load_model(model, dtype="float32", device="cpu") as loaded:
         lm = wrap_model(loaded, setting.scoring)
         for task in setting.sets["search"].tasks:
-            posed = tokenize_task(task, setting.scoring, loaded)
-            for position, document in enumerate(posed.documents):
+            found, probability = table[MetricKey(task.name, "log_likelihood")], MetricKey(task.name, "probability")
+            for position, document in enumerate(tokenize_task(task, setting.scoring, loaded).documents):
                 requests = [(("", ""), list(pair.context), list(pair.continuation)) for pair in document.pairs]
                 likelihoods = [likelihood for likelihood, _ in lm._loglikelihood_tokens(requests, disable_tqdm=True)]
                 lengths = [len(pair.continuation) for pair in document.pairs]
                 best = max(likelihoods[right] / lengths[right] for right in document.right)
-                assert table[MetricKey(task.name, "log_likelihood")][position] == pytest.approx(best, abs=1e-5)
-                if task.name == "choices":
+                assert found[position] == pytest.approx(best, abs=1e-5)
+                if task.name in ("choices", "reverse"):
                     (right,) = document.right
-                    sure = math.exp(likelihoods[right]) / sum(map(math.exp, likelihoods))
-                    assert table[MetricKey("choices", "probability")][position] == pytest.approx(sure, abs=1e-5)
-                if task.name == "reverse":
-                    sure = math.exp(likelihoods[0])
-                    assert table[MetricKey("reverse", "probability")][position] == pytest.approx(sure, abs=1e-5)
+                    every = sum(map(math.exp, likelihoods)) if task.name == "choices" else 1
+                    assert table[probability][position] == pytest.approx(math.exp(likelihoods[right]) / every, abs=1e-5)
 
 
 @pytest.mark.story
@@ -169,14 +170,9 @@ def test_prompts_and_answers_equal_those_of_lm_eval(work: Path, setting: TrialSe
         assert loaded.tokenizer.decode(pair.continuation).replace(" ", "") == texts[question.replace("rev:", "rev: ")]
 
 
-METRICS = {
-    MetricKey("copy", "exact"): "acc,none",
-    MetricKey("reverse", "exact"): "acc,none",
-    MetricKey("shift", "exact"): "acc,none",
-    MetricKey("choices", "exact"): "acc,none",
-    MetricKey("choices", "probability"): "prob,none",
-    MetricKey("written", "metric", "exact_match,none"): "exact_match,none",
-}
+METRICS = {MetricKey(task, "exact"): "acc,none" for task in ("copy", "reverse", "shift", "choices")}
+METRICS[MetricKey("choices", "probability")] = "prob,none"
+METRICS[MetricKey("written", "metric", "exact_match,none")] = "exact_match,none"
 
 
 @pytest.fixture(scope="module")
@@ -206,8 +202,9 @@ def test_held_out_text_is_read_like_in_the_perplexity_stage(work: Path, tmp_path
     scores = score_trial(setting, TrialRequest(ties())).table[MetricKey(TEXT, "log_likelihood")]
     model = written_merge(setting, ties(), tmp_path / "out")
     text = setting.sets["search"].text
-    assert text is not None
-    rows = measure(model, text, windows, "cpu", _nowhere(tmp_path), lambda done, total: None).rows
+    rows = measure(
+        model, text, windows, "cpu", JournalLocation(tmp_path / "journal", "key"), lambda done, total: None
+    ).rows
     assert scores.tolist() == pytest.approx([row.loglik / row.tokens for row in rows], rel=1e-6)
     only = text.model_copy(update={"only": DocumentSplits(search=3, confirmation=2).of("search")})
     some = replace(setting, sets={"search": TrialSet(text=only)})
@@ -215,12 +212,6 @@ def test_held_out_text_is_read_like_in_the_perplexity_stage(work: Path, tmp_path
     those = [at for at, _ in read_texts(only, None)]
     assert len(those) == 3
     assert of_some.tolist() == pytest.approx([rows[at].loglik / rows[at].tokens for at in those], rel=1e-2)
-
-
-def _nowhere(work: Path) -> Any:
-    from mergegate.merge_core.files import JournalLocation
-
-    return JournalLocation(work / "journal", "key")
 
 
 def test_an_unmerged_parent_scores_like_in_the_evaluation_stage(work: Path) -> None:
@@ -263,10 +254,8 @@ def test_earlier_trials_do_not_change_a_score(setting: TrialSetting) -> None:
 
 
 def test_the_seed_of_random_masks_changes_the_score(setting: TrialSetting) -> None:
-    recipe = ties(1.0, 0.3, "dare_ties")
-    assert not same(
-        score_trial(setting, TrialRequest(recipe)), score_trial(replace(setting, seed=1), TrialRequest(recipe))
-    )
+    request = TrialRequest(ties(1.0, 0.3, "dare_ties"))
+    assert not same(score_trial(setting, request), score_trial(replace(setting, seed=1), request))
 
 
 @pytest.mark.story
@@ -317,17 +306,8 @@ def test_a_network_that_computes_nan_is_a_problem(setting: TrialSetting) -> None
 
 
 def test_a_changed_parent_ends_the_study(work: Path, tmp_path: Path) -> None:
-    import shutil
-
     shutil.copytree(DEMO / "models", tmp_path / "models")
-    recipe = ties()
-    recipe["base_model"] = recipe["base_model"].replace(str(DEMO), str(tmp_path))
-    for one in recipe["models"]:
-        one["model"] = one["model"].replace(str(DEMO), str(tmp_path))
-    from mergegate.merge_core import load_recipe
-    from mergegate.merge_core.files import HashMemo
-    from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
-
+    recipe = json.loads(json.dumps(ties()).replace(str(DEMO), str(tmp_path)))
     parents = pin_checkpoints(resolve_parents(load_recipe(recipe)), HashMemo(tmp_path / "h.db"))
     setting = setting_of(work, EVERY, parents=parents)
     assert not score_trial(setting, TrialRequest(recipe)).problem
@@ -364,7 +344,6 @@ def in_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 
 
 @pytest.mark.proof
-@pytest.mark.story
 def test_the_score_does_not_depend_on_the_process(
     setting: TrialSetting, in_child: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,7 +1,4 @@
-"""Run a search whose candidates are scored by a formula.
-
-The recipe and a seed determine the outcome of each document.
-"""
+"""Run a search whose candidates are scored by a formula of the recipe and a seed."""
 
 from __future__ import annotations
 
@@ -76,25 +73,19 @@ class ToyModels:
         """
         from scipy.special import ndtri
 
-        own = int(
-            hashlib.sha256((f"{recipe_key(request.recipe)} {request.document_set} {key.task}").encode()).hexdigest()[
-                :12
-            ],
-            16,
-        )
-        common = int(hashlib.sha256(f"{request.document_set} {key.task} {self._seed}".encode()).hexdigest()[:12], 16)
-        shared, alone = (
-            np.random.default_rng([seed, self._seed]).standard_normal(self._documents) for seed in (common, own)
-        )
+        def draw(part: str) -> NDArray[np.float64]:
+            seed = int(hashlib.sha256(f"{part} {request.document_set} {key.task}".encode()).hexdigest()[:12], 16)
+            return np.random.default_rng([seed, self._seed]).standard_normal(self._documents)
+
+        shared, alone = draw("all"), draw(recipe_key(request.recipe))
         latent = np.sqrt(self._shared) * shared + np.sqrt(1 - self._shared) * alone
         return (latent < ndtri(np.clip(self._quality(dict(request.recipe)), 0.01, 0.99))) * 1.0
 
 
 def toy_settings(**more: Any) -> SweepSettings:
     objective = [{"task": "rev", "measure": "exact", "weight": 2}, {"task": "copy", "measure": "exact"}]
-    return settings_of(
-        more.pop("parameters", TIES_PARAMETERS), **{"objective": objective, "budget": {"trials": 40}, **more}
-    )
+    settings = {"parameters": TIES_PARAMETERS, "objective": objective, "budget": {"trials": 40}, **more}
+    return settings_of(settings.pop("parameters"), **settings)
 
 
 def toy_space(settings: SweepSettings) -> Space:
@@ -114,15 +105,9 @@ def run_toy(models: Any, directory: Path, settings: SweepSettings | None = None,
 
 
 def search_toy(models: Any, ledger: Ledger, settings: SweepSettings, **more: Any) -> Study:
-    space = toy_space(settings)
-    problem = SearchProblem(
-        space,
-        settings,
-        toy_objective(settings),
-        more.pop("hand_written", (hand_written_ties(space),)),
-        more.pop("references", {}),
-    )
-    return search(problem, models, ledger, **more)
+    space, objective = toy_space(settings), toy_objective(settings)
+    by_hand, references = more.pop("hand_written", (hand_written_ties(space),)), more.pop("references", {})
+    return search(SearchProblem(space, settings, objective, by_hand, references), models, ledger, **more)
 
 
 def hand_written_ties(space: Space) -> HandWritten:

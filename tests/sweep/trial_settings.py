@@ -1,7 +1,4 @@
-"""Build studies over the demo models, with few documents and tasks of every kind.
-
-For comparison, the module also runs the merge and evaluation stages on the same recipe.
-"""
+"""Build studies over the demo models with few documents, and run the merge and evaluation stages for comparison."""
 
 from __future__ import annotations
 
@@ -26,33 +23,20 @@ from mergegate.tasks.sweep.trial import TrialSet, TrialSetting
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
 PLAIN = ("copy", "reverse", "shift")
 
-CHOICES = """task: choices
+TASK = """task: {name}
 dataset_path: json
-dataset_kwargs: {data_files: {test: ../data/choices.jsonl}}
+dataset_kwargs: {{data_files: {{test: ../data/{data}.jsonl}}}}
 test_split: test
-output_type: multiple_choice
-doc_to_text: "{{prompt}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: right
+output_type: {kind}
+doc_to_text: "{{{{prompt}}}}"
 target_delimiter: ""
-metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+metric_list: [{{metric: {metric}, aggregation: mean, higher_is_better: true}}]
 """
-WRITTEN = """task: written
-dataset_path: json
-dataset_kwargs: {data_files: {test: ../data/reverse.jsonl}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{prompt}}"
-doc_to_target: "{{answer}}"
-target_delimiter: ""
-generation_kwargs: {until: ["\\n"], max_gen_toks: 8, do_sample: false}
-metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]
-"""
-FEW_SHOT = """task: few_shot
-include: reverse.yaml
-num_fewshot: 2
-fewshot_split: test
-"""
+CHOICES = TASK.format(name="choices", data="choices", kind="multiple_choice", metric="acc")
+CHOICES += 'doc_to_choice: "{{choices}}"\ndoc_to_target: right\n'
+WRITTEN = TASK.format(name="written", data="reverse", kind="generate_until", metric="exact_match")
+WRITTEN += 'doc_to_target: "{{answer}}"\ngeneration_kwargs: {until: ["\\n"], max_gen_toks: 8, do_sample: false}\n'
+FEW_SHOT = "task: few_shot\ninclude: reverse.yaml\nnum_fewshot: 2\nfewshot_split: test\n"
 
 
 def demo(directory: Path, documents: int) -> Path:
@@ -82,15 +66,12 @@ def setting_of(directory: Path, metric_keys: Sequence[MetricKey], **more: Any) -
     names = dict.fromkeys(one.task for one in metric_keys if one.task != TEXT)
     text = pin_documents(PerplexitySettings(documents=directory / "data/held-out.jsonl"), directory, hashes)
     documents = TrialSet(tuple(pin_task(f"tasks/{name}.yaml", directory, hashes) for name in names), text)
-    return TrialSetting(
-        **{
-            "parents": pin_checkpoints(resolve_parents(recipe), hashes),
-            "sets": {"search": documents, "confirmation": documents},
-            "metric_keys": tuple(metric_keys),
-            "scoring": Scoring(),
-            **more,
-        }
-    )
+    fields = {
+        "parents": pin_checkpoints(resolve_parents(recipe), hashes),
+        "sets": {"search": documents, "confirmation": documents},
+        **{"metric_keys": tuple(metric_keys), "scoring": Scoring()},
+    }
+    return TrialSetting(**(fields | more))
 
 
 def ties(weight: float = 1.0, density: float = 0.5, method: str = "ties", dtype: str = "bfloat16") -> dict[str, Any]:
