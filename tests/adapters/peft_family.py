@@ -3,111 +3,55 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from builders.models import SMALL, text_generator
 from safetensors.torch import load_file
 
 from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 from mergegate.merge_core.adapters import apply_adapter, open_adapter
 from mergegate.merge_core.engine import EngineSettings
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
 MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 
 
-def _llama(**more: Any) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return LlamaForCausalLM(LlamaConfig(**{**SMALL, **more}))
-
-
-def _qwen2(**more: Any) -> Any:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    return Qwen2ForCausalLM(Qwen2Config(**{**SMALL, **more}))
-
-
-def _gpt2(**more: Any) -> Any:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    return GPT2LMHeadModel(GPT2Config(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, **more))
-
-
-def _mixtral(**more: Any) -> Any:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    return MixtralForCausalLM(MixtralConfig(**{**SMALL, **MOE, **more}))
-
-
-def _qwen3_moe(**more: Any) -> Any:
-    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SMALL, **MOE, **more}))
-
-
-def _gpt_oss(**more: Any) -> Any:
-    from transformers import GptOssConfig, GptOssForCausalLM
-
-    return GptOssForCausalLM(GptOssConfig(**{**SMALL, **MOE, **more}))
-
-
-def _llama4(**more: Any) -> Any:
-    from transformers import Llama4ForCausalLM, Llama4TextConfig
-
-    return Llama4ForCausalLM(Llama4TextConfig(**{**SMALL, **MOE, "intermediate_size_mlp": 48, **more}))
-
-
-def _granite(**more: Any) -> Any:
-    from transformers import GraniteMoeConfig, GraniteMoeForCausalLM
-
-    return GraniteMoeForCausalLM(GraniteMoeConfig(**{**SMALL, **MOE, **more}))
+GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", SMALL),
+    "qwen2": ("Qwen2", SMALL),
+    "gpt2": ("GPT2", GPT2),
+    "mixtral": ("Mixtral", {**SMALL, **MOE}),
+    "qwen3_moe": ("Qwen3Moe", {**SMALL, **MOE}),
+    "gpt_oss": ("GptOss", {**SMALL, **MOE}),
+    "llama4": ("Llama4", {**SMALL, **MOE, "intermediate_size_mlp": 48}),
+    "granite": ("GraniteMoe", {**SMALL, **MOE}),
+}
+VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 
 
 def _gemma3_vision(**more: Any) -> Any:
     from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
-    vision = {
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 4,
-        "image_size": 28,
-        "patch_size": 14,
-    }
-    return Gemma3ForConditionalGeneration(
-        Gemma3Config(text_config={**SMALL, "sliding_window": 8}, vision_config=vision, mm_tokens_per_image=4, **more)
-    )
+    parts = {"text_config": {**SMALL, "sliding_window": 8}}
+    parts |= {"vision_config": {**VISION, "image_size": 28, "patch_size": 14}}
+    return Gemma3ForConditionalGeneration(Gemma3Config(**parts, mm_tokens_per_image=4, **more))
 
 
-MODELS: Mapping[str, Callable[..., Any]] = {
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "gpt2": _gpt2,
-    "mixtral": _mixtral,
-    "qwen3_moe": _qwen3_moe,
-    "gpt_oss": _gpt_oss,
-    "llama4": _llama4,
-    "granite": _granite,
-    "gemma3_vision": _gemma3_vision,
-}
+def network(family: str, **more: Any) -> Any:
+    """Return a model with random weights. ``more`` overrides values of its configuration."""
+    if family == "gemma3_vision":
+        return _gemma3_vision(**more)
+    prefix, settings = MODELS[family]
+    return text_generator(prefix, **{**settings, **more})
 
 
 def make_base(place: Path, family: str, dtype: torch.dtype, **more: Any) -> Path:
     """Save a model with random weights in the on-disk layout of its family."""
     torch.manual_seed(0)
-    model = MODELS[family](**more).to(dtype)
+    model = network(family, **more).to(dtype)
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)

@@ -5,15 +5,25 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
-from family import load, merge_text, random_tensors, save_checkpoint, save_tokenizer
+from family import (
+    LINEAR,
+    change_json,
+    check_recipe,
+    load,
+    merge_text,
+    open_models,
+    random_tensors,
+    save_checkpoint,
+    save_tokenizer,
+)
 
 from mergegate.merge_core import (
     Finding,
-    PlannedMerge,
     load_recipe,
     open_checkpoint,
     plan_merge,
@@ -23,12 +33,9 @@ from mergegate.merge_core import (
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.plan import compatibility
 
-LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
-
 
 def findings(root: Path, text: str = LINEAR) -> tuple[Finding, ...]:
-    recipe = load_recipe(text)
-    return preflight(recipe, {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()})
+    return check_recipe(text, root).findings
 
 
 def blocking(found: tuple[Finding, ...]) -> list[str]:
@@ -40,44 +47,40 @@ def pair(root: Path, *, tensors: Any = None, config: Any = None, **sizes: int) -
     save_checkpoint(root / "b", tensors or random_tensors(1, **sizes), config=config)
 
 
-def test_a_compatible_family_has_no_findings(family: Path) -> None:
-    assert findings(family) == ()
-
-
-def planned(root: Path, text: str = LINEAR) -> PlannedMerge:
-    recipe = load_recipe(text)
-    return plan_with_findings(recipe, {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()})
-
-
 def test_one_call_returns_findings_and_plan_and_assembles_once(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls = []
-    assemble = compatibility.assemble
-
-    def counted(*arguments: Any) -> Any:
-        calls.append(arguments)
-        return assemble(*arguments)
-
-    monkeypatch.setattr(compatibility, "assemble", counted)
-    recipe = load_recipe(LINEAR)
-    opened = {str(ref): open_checkpoint(family / ref.path) for ref in recipe.references()}
+    assemble, recipe = Mock(wraps=compatibility.assemble), load_recipe(LINEAR)
+    monkeypatch.setattr(compatibility, "assemble", assemble)
+    opened = open_models(recipe, family)
     result = plan_with_findings(recipe, opened)
-    assert len(calls) == 1
+    assert assemble.call_count == 1
     assert result.plan == plan_merge(recipe, opened)
-    assert result.findings == preflight(recipe, opened)
+    assert result.findings == preflight(recipe, opened) == ()
 
 
-def test_an_impossible_merge_has_findings_and_no_plan(tmp_path: Path) -> None:
+def test_a_different_vocabulary_size_is_reported_for_tensors_and_config_and_leaves_no_plan(tmp_path: Path) -> None:
     pair(tmp_path, tokens=30)
-    result = planned(tmp_path)
+    result = check_recipe(LINEAR, tmp_path)
     assert result.plan is None
-    assert "b: model.embed_tokens.weight" in blocking(result.blocking)
+    assert {"b: model.embed_tokens.weight", "b: config.json: vocab_size"} <= set(blocking(result.blocking))
+    recipe = load_recipe(LINEAR)
+    with pytest.raises(InvalidInput, match=r"shape \[30, 12\]"):
+        plan_merge(recipe, open_models(recipe, tmp_path))
 
 
-def test_a_useless_merge_has_a_plan_and_a_blocking_finding(family: Path) -> None:
-    save_tokenizer(family / "b", [f"t{number}" for number in reversed(range(24))])
-    result = planned(family)
+@pytest.mark.parametrize(
+    ("tokens", "words"),
+    [([f"t{n}" for n in reversed(range(24))], "24 tokens"), (["other", *(f"t{n}" for n in range(1, 24))], "")],
+    ids=["other ids", "another token"],
+)
+def test_tokens_with_different_ids_block_the_merge_although_it_has_a_plan(
+    family: Path, tokens: list[str], words: str
+) -> None:
+    save_tokenizer(family / "b", tokens)
+    result = check_recipe(LINEAR, family)
     assert result.plan is not None
-    assert blocking(result.blocking) == ["b: tokenizer.json"]
+    (finding,) = result.findings
+    assert (finding.severity, finding.where) == ("block", "b: tokenizer.json")
+    assert words in finding.found
 
 
 def test_a_reference_without_checkpoint_is_a_finding() -> None:
@@ -91,38 +94,13 @@ def test_a_different_number_of_layers_is_reported(tmp_path: Path) -> None:
     assert any("model.layers.2" in where for where in blocking(findings(tmp_path)))
 
 
-def test_a_different_vocabulary_size_is_reported_for_tensors_and_config(tmp_path: Path) -> None:
-    pair(tmp_path, tokens=30)
-    found = blocking(findings(tmp_path))
-    assert "b: model.embed_tokens.weight" in found
-    assert "b: config.json: vocab_size" in found
-
-
-def test_tokens_with_different_ids_block_the_merge(family: Path) -> None:
-    save_tokenizer(family / "b", [f"t{number}" for number in reversed(range(24))])
-    (finding,) = findings(family)
-    assert finding.severity == "block"
-    assert finding.where == "b: tokenizer.json"
-    assert "24 tokens" in finding.found
-
-
-def test_a_different_token_with_the_same_id_blocks_the_merge(family: Path) -> None:
-    save_tokenizer(family / "b", ["other", *[f"t{number}" for number in range(1, 24)]])
-    assert blocking(findings(family)) == ["b: tokenizer.json"]
-
-
-def test_tokens_that_only_one_model_has_block_unless_recipe_or_profile_handles_them(
-    family: Path,
-) -> None:
+def test_tokens_that_only_one_model_has_block_unless_recipe_or_profile_handles_them(family: Path) -> None:
     save_tokenizer(family / "b", [f"t{number}" for number in range(26)])
     (finding,) = findings(family)
     assert (finding.severity, finding.where) == ("block", "b: tokenizer.json")
     assert "accepted: [vocabulary]" in finding.remedy
     assert "tokenizer_source" in finding.remedy
-    recipe = load_recipe(LINEAR)
-    opened = {str(ref): open_checkpoint(family / ref.path) for ref in recipe.references()}
-    (finding,) = plan_with_findings(recipe, opened, accepted_differences=["vocabulary"]).findings
-    assert finding.severity == "info"
+    assert [one.severity for one in check_recipe(LINEAR, family, "vocabulary").findings] == ["info"]
 
 
 @pytest.mark.parametrize(
@@ -140,39 +118,29 @@ def test_contradictory_configs_are_reported(tmp_path: Path, config: dict[str, An
     assert (severity, where) in [(finding.severity, finding.where) for finding in findings(tmp_path)]
 
 
-def test_an_unused_tensor_is_reported(tmp_path: Path) -> None:
-    pair(tmp_path, tensors={**random_tensors(1), "model.layers.0.self_attn.q_proj.bias": torch.zeros(12)})
-    assert blocking(findings(tmp_path)) == ["b: model.layers.0.self_attn.q_proj.bias"]
-
-
-def test_quantized_payloads_are_reported(tmp_path: Path) -> None:
-    tensors = random_tensors(1)
-    tensors["lm_head.weight"] = tensors["lm_head.weight"].to(torch.float8_e4m3fn)
-    pair(tmp_path, tensors=tensors)
-    assert blocking(findings(tmp_path)) == ["b: lm_head.weight"]
+@pytest.mark.parametrize(
+    ("changes", "config", "where"),
+    [
+        ({"model.layers.0.self_attn.q_proj.bias": torch.zeros(12)}, {}, "model.layers.0.self_attn.q_proj.bias"),
+        ({"lm_head.weight": torch.ones(24, 12).to(torch.float8_e4m3fn)}, {}, "lm_head.weight"),
+        (
+            {},
+            {"text_config": {"quantization_config": {"quant_method": "awq"}}},
+            "config.json: text_config.quantization_config",
+        ),
+    ],
+    ids=["unused tensor", "quantized payload", "quantized text part"],
+)
+def test_unused_tensors_and_quantized_parts_are_reported(
+    tmp_path: Path, changes: dict[str, torch.Tensor], config: dict[str, Any], where: str
+) -> None:
+    pair(tmp_path, tensors={**random_tensors(1), **changes}, config=config)
+    assert blocking(findings(tmp_path)) == [f"b: {where}"]
 
 
 @pytest.mark.parametrize(
-    "packed", ["q_proj.qweight", "q_proj.weight.absmax", "q_proj.weight.quant_state.bitsandbytes__nf4", "q_proj.SCB"]
+    "method", ["bitsandbytes", "gptq", "awq", "fp8", "mxfp4", "torchao", "compressed-tensors", None]
 )
-def test_packed_weights_are_recognized_by_name_without_a_quantization_config(tmp_path: Path, packed: str) -> None:
-    name = f"model.layers.0.self_attn.{packed}"
-    pair(tmp_path, tensors={**random_tensors(1), name: torch.zeros(4, dtype=torch.int32)})
-    found = [
-        finding for finding in findings(tmp_path) if finding.where == f"b: {name}" and "quantized" in finding.found
-    ]
-    assert [finding.severity for finding in found] == ["block"]
-
-
-def test_a_quantized_text_part_is_reported(tmp_path: Path) -> None:
-    pair(tmp_path, config={"text_config": {"quantization_config": {"quant_method": "awq"}}})
-    assert blocking(findings(tmp_path)) == ["b: config.json: text_config.quantization_config"]
-
-
-METHODS = ["bitsandbytes", "gptq", "awq", "fp8", "mxfp4", "torchao", "compressed-tensors", None]
-
-
-@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("part", ["", "text_config"])
 def test_a_quantization_config_over_full_weights_names_the_key_to_delete(
     tmp_path: Path, method: str | None, part: str
@@ -261,14 +229,12 @@ def test_a_head_that_only_one_model_ties_is_reported_and_kept(tmp_path: Path, do
 
 
 def test_a_head_without_a_counterpart_is_refused(tmp_path: Path) -> None:
+    table = torch.zeros(24, 12)
     tied = {name.replace("embed_tokens", "words"): one for name, one in random_tensors(0).items() if "head" not in name}
-    save_checkpoint(
-        tmp_path / "b",
-        {**tied, "model.embed_tokens.weight": torch.zeros(24, 12), "lm_head.weight": torch.zeros(24, 12)},
-    )
-    tied["model.embed_tokens.weight"] = torch.zeros(24, 12)
-    tied["model.more.embed_tokens.weight"] = torch.zeros(24, 12)
-    save_checkpoint(tmp_path / "a", tied, config={"tie_word_embeddings": True})
+    tied["model.embed_tokens.weight"] = table
+    save_checkpoint(tmp_path / "b", {**tied, "lm_head.weight": table.clone()})
+    more = {**tied, "model.more.embed_tokens.weight": table.clone()}
+    save_checkpoint(tmp_path / "a", more, config={"tie_word_embeddings": True})
     assert "b: config.json: tie_word_embeddings" in blocking(findings(tmp_path))
 
 
@@ -280,22 +246,22 @@ def test_all_findings_are_reported_most_severe_first(tmp_path: Path) -> None:
     assert order == sorted(order)
 
 
-def test_planning_raises_the_first_blocking_finding(tmp_path: Path) -> None:
-    pair(tmp_path, tokens=30)
-    recipe = load_recipe(LINEAR)
-    with pytest.raises(InvalidInput, match=r"shape \[30, 12\]"):
-        plan_merge(recipe, {name: open_checkpoint(tmp_path / name) for name in "ab"})
-
-
-@pytest.mark.parametrize("file", ["../b/model.safetensors", "/etc/passwd", "x/../../y", ""])
-def test_an_index_that_leaves_the_directory_is_refused(tmp_path: Path, file: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "file", "words"),
+    [
+        *(("lm_head.weight", file, "inside the checkpoint") for file in ("../b/model.safetensors", "/etc/passwd")),
+        *(("lm_head.weight", file, "inside the checkpoint") for file in ("x/../../y", "")),
+        ("ghost", "model-00001-of-00002.safetensors", "ghost"),
+    ],
+)
+def test_an_index_that_leaves_the_directory_or_names_a_missing_tensor_is_refused(
+    tmp_path: Path, name: str, file: str, words: str
+) -> None:
     save_checkpoint(tmp_path / "a", random_tensors(0), shards=2)
     save_checkpoint(tmp_path / "b", random_tensors(0))
     path = tmp_path / "a/model.safetensors.index.json"
-    content = json.loads(path.read_text())
-    content["weight_map"]["lm_head.weight"] = file
-    path.write_text(json.dumps(content))
-    with pytest.raises(InvalidInput, match="inside the checkpoint"):
+    change_json(path, weight_map={**json.loads(path.read_text())["weight_map"], name: file})
+    with pytest.raises(InvalidInput, match=words):
         open_checkpoint(tmp_path / "a")
 
 
@@ -321,14 +287,4 @@ def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "a", random_tensors(0), shards=2)
     (tmp_path / "a/model-00002-of-00002.safetensors").unlink()
     with pytest.raises(InvalidInput, match=r"it lists model-00002-of-00002.safetensors[\s\S]*download the missing"):
-        open_checkpoint(tmp_path / "a")
-
-
-def test_a_tensor_that_the_index_names_but_no_shard_has_is_refused(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "a", random_tensors(0), shards=2)
-    path = tmp_path / "a/model.safetensors.index.json"
-    content = json.loads(path.read_text())
-    content["weight_map"]["ghost"] = "model-00001-of-00002.safetensors"
-    path.write_text(json.dumps(content))
-    with pytest.raises(InvalidInput, match="ghost"):
         open_checkpoint(tmp_path / "a")

@@ -8,22 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from family import random_tensors, save_checkpoint
+from family import LINEAR, check_recipe, random_tensors, save_checkpoint
 from family_table import WHOLE, merge_or_refuse, recipe_of
 from in_memory import average, stack
 from safetensors.torch import load_file, save_file
 from tiny_families import BY_NAME, LAYERS, load, logits, make
 
-from mergegate.merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
-
-LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
+from mergegate.merge_core import Finding
 
 
 def findings(root: Path, text: str = WHOLE) -> tuple[Finding, ...]:
-    recipe = load_recipe(text)
-    return plan_with_findings(
-        recipe, {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()}
-    ).findings
+    return check_recipe(text, root).findings
+
+
+def blocking(root: Path, text: str = WHOLE) -> list[Finding]:
+    return [finding for finding in findings(root, text) if finding.severity == "block"]
 
 
 def rename(directory: Path, pairs: list[tuple[str, str]]) -> None:
@@ -73,7 +72,7 @@ def test_slices_of_parents_with_older_and_newer_names_are_cut_from_the_same_laye
     a, b = (load(family, make(family, tmp_path / one, seed)) for seed, one in enumerate("ab"))
     rename(tmp_path / "b", NEWER["llava"])
     assert merge_or_refuse(recipe_of([("a", 0, 4), ("b", 2, LAYERS)]), tmp_path, "out") is None
-    expected = stack([(a, 0), (a, 1), (a, 2), (a, 3), (b, 2), (b, 3), (b, 4), (b, 5)], LAYERS)
+    expected = stack([*((a, index) for index in range(4)), *((b, index) for index in range(2, LAYERS))], LAYERS)
     assert torch.equal(logits(family, load(family, tmp_path / "out")), logits(family, expected))
 
 
@@ -82,29 +81,21 @@ def test_unexplained_names_are_reported_as_missing(tmp_path: Path) -> None:
     for seed, one in enumerate("ab"):
         make(family, tmp_path / one, seed)
     rename(tmp_path / "b", [("vision_tower.", "eyes.")])
-    assert any(finding.severity == "block" and "vision_tower" in finding.where for finding in findings(tmp_path))
+    assert any("vision_tower" in finding.where for finding in blocking(tmp_path))
 
 
 def with_predictions(directory: Path, seed: int, depth: int = LAYERS, *, said: bool = True) -> None:
     """Add a multi-token prediction layer after the last layer, as in published checkpoints."""
-    path = directory / "model.safetensors"
-    tensors = load_file(path)
-    generator = torch.Generator().manual_seed(seed)
-    behind = f"model.layers.{depth}"
-    extra = {
-        name.replace(f"model.layers.{depth - 1}", behind): torch.randn(tensor.shape, generator=generator)
-        for name, tensor in tensors.items()
-        if name.startswith(f"model.layers.{depth - 1}.")
-    }
+    path, generator = directory / "model.safetensors", torch.Generator().manual_seed(seed)
+    tensors, last, behind = load_file(path), f"model.layers.{depth - 1}.", f"model.layers.{depth}."
+    shapes = {name.replace(last, behind): one.shape for name, one in tensors.items() if name.startswith(last)}
     for part in ("eh_proj.weight", "enorm.weight", "hnorm.weight", "shared_head.norm.weight", "embed_tokens.weight"):
-        extra[f"{behind}.{part}"] = torch.randn(4, 4, generator=generator)
+        shapes[f"{behind}{part}"] = torch.Size((4, 4))
+    extra = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     save_file({**tensors, **extra}, path, {"format": "pt"})
     config = json.loads((directory / "config.json").read_text())
-    config.pop("num_nextn_predict_layers", None)
-    config.pop("num_mtp_layers", None)
-    if said:
-        config["num_nextn_predict_layers"] = 1
-    (directory / "config.json").write_text(json.dumps(config))
+    config = {key: value for key, value in config.items() if key not in ("num_nextn_predict_layers", "num_mtp_layers")}
+    (directory / "config.json").write_text(json.dumps(config | ({"num_nextn_predict_layers": 1} if said else {})))
 
 
 @pytest.mark.parametrize("said", [True, False])
@@ -147,7 +138,7 @@ def test_multi_token_prediction_layers_stay_if_all_layers_keep_their_numbers(tmp
 def test_more_layers_than_the_config_states_are_refused(tmp_path: Path) -> None:
     for name in "ab":
         save_checkpoint(tmp_path / name, random_tensors(0, layers=3), config={"num_hidden_layers": 2})
-    assert "a: config.json: num_hidden_layers" in [one.where for one in findings(tmp_path) if one.severity == "block"]
+    assert "a: config.json: num_hidden_layers" in [one.where for one in blocking(tmp_path)]
 
 
 PACKED = [
@@ -175,16 +166,16 @@ def test_equal_packed_weights_are_refused_without_a_quantization_config(
     for one in "ab":
         tensors: dict[str, Any] = {**random_tensors(0), name: torch.ones(shape, dtype=dtype)}
         save_checkpoint(tmp_path / one, tensors)
-    blocking = [one for one in findings(tmp_path, LINEAR) if one.severity == "block" and "quantized" in one.found]
-    assert {one.where for one in blocking} == {f"a: {name}", f"b: {name}"}
-    assert all("dequantize" in one.remedy for one in blocking)
+    found = [one for one in blocking(tmp_path, LINEAR) if "quantized" in one.found]
+    assert {one.where for one in found} == {f"a: {name}", f"b: {name}"}
+    assert all("dequantize" in one.remedy for one in found)
 
 
 def test_integer_buffers_are_not_mistaken_for_packed_weights(tmp_path: Path) -> None:
     for one in "ab":
         counters = {"model.embeddings.position_ids": torch.arange(4)[None], "model.steps": torch.tensor([3])}
         save_checkpoint(tmp_path / one, {**random_tensors(0), **counters})
-    assert [one for one in findings(tmp_path, LINEAR) if one.severity == "block"] == []
+    assert blocking(tmp_path, LINEAR) == []
 
 
 def test_layers_are_not_moved_if_their_kinds_do_not_explain_their_tensors(tmp_path: Path) -> None:
@@ -192,29 +183,29 @@ def test_layers_are_not_moved_if_their_kinds_do_not_explain_their_tensors(tmp_pa
     for seed, one in enumerate("ab"):
         save_checkpoint(tmp_path / one, {**random_tensors(seed), **extra})
     stacked = recipe_of([("a", 0, 2), ("b", 1, 3)])
-    (finding,) = [one for one in findings(tmp_path, stacked) if one.severity == "block"]
+    (finding,) = blocking(tmp_path, stacked)
     assert finding.where == "a: model.layers.1.self_attn.gate.weight"
-    assert [one for one in findings(tmp_path, LINEAR) if one.severity == "block"] == []
-    assert [one for one in findings(tmp_path, recipe_of([("a", 0, 3)])) if one.severity == "block"] == []
+    assert blocking(tmp_path, LINEAR) == []
+    assert blocking(tmp_path, recipe_of([("a", 0, 3)])) == []
+
+
+def save_patterns(root: Path, first: int, second: int) -> None:
+    for seed, (name, pattern) in enumerate({"a": first, "b": second}.items()):
+        config = {"model_type": "gemma3_text", "sliding_window_pattern": pattern}
+        save_checkpoint(root / name, random_tensors(seed), config=config)
 
 
 def test_layers_of_different_kinds_are_not_merged_into_one(tmp_path: Path) -> None:
-    for seed, one in enumerate("ab"):
-        config = {"model_type": "gemma3_text", "sliding_window_pattern": 2}
-        save_checkpoint(tmp_path / one, random_tensors(seed), config=config)
-    text = (
-        "merge_method: linear\nparameters: {weight: 1}\nslices:\n"
-        "- sources: [{model: a, layer_range: [0, 2]}, {model: b, layer_range: [1, 3]}]\n"
-    )
-    (finding,) = [one for one in findings(tmp_path, text) if one.severity == "block"]
+    save_patterns(tmp_path, 2, 2)
+    sources = "[{model: a, layer_range: [0, 2]}, {model: b, layer_range: [1, 3]}]"
+    text = f"merge_method: linear\nparameters: {{weight: 1}}\nslices: [{{sources: {sources}}}]\n"
+    (finding,) = blocking(tmp_path, text)
     assert "layer_types, sliding_window_pattern" in finding.found
     assert "layer 1 of b" in finding.where
 
 
 def test_whole_models_with_different_layer_kinds_are_reported(tmp_path: Path) -> None:
-    for seed, (one, pattern) in enumerate({"a": 2, "b": 3}.items()):
-        config = {"model_type": "gemma3_text", "sliding_window_pattern": pattern}
-        save_checkpoint(tmp_path / one, random_tensors(seed), config=config)
+    save_patterns(tmp_path, 2, 3)
     (finding,) = findings(tmp_path, LINEAR)
     assert (finding.severity, finding.where) == ("warn", "b: config.json: layer_types, sliding_window_pattern")
 
@@ -222,6 +213,6 @@ def test_whole_models_with_different_layer_kinds_are_reported(tmp_path: Path) ->
 def test_tensors_of_unknown_position_are_refused(tmp_path: Path) -> None:
     for seed, one in enumerate("ab"):
         save_checkpoint(tmp_path / one, {**random_tensors(seed), "model.mystery.weight": torch.ones(3)})
-    (finding,) = [one for one in findings(tmp_path, recipe_of([("a", 0, 2), ("b", 1, 3)])) if one.severity == "block"]
+    (finding,) = blocking(tmp_path, recipe_of([("a", 0, 2), ("b", 1, 3)]))
     assert finding.where.endswith("model.mystery.weight")
-    assert [one for one in findings(tmp_path, recipe_of([("a", 0, 2), ("a", 1, 3)])) if one.severity == "block"] == []
+    assert blocking(tmp_path, recipe_of([("a", 0, 2), ("a", 1, 3)])) == []

@@ -7,25 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from family import random_tensors, save_checkpoint
+from family import LINEAR, check_recipe, random_tensors, save_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_samples import TEXTS, byte_level, content_of, with_added, write_tokenizer
+from transformers import AutoTokenizer
 
-from mergegate.merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
+from mergegate.merge_core import Finding
 from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary
 from mergegate.merge_core.checkpoint.vocabulary.tokens import read_pieces
 
-LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<s>"}
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "vocab.json",
-    "merges.txt",
-    "vocab.txt",
-    "added_tokens.json",
-    "tokenizer.model",
-    "special_tokens_map.json",
+    *("tokenizer.json", "vocab.json", "merges.txt", "vocab.txt", "added_tokens.json", "tokenizer.model"),
+    *("special_tokens_map.json", "tokenizer_config.json", "tekken.json", "qwen.tiktoken", "source.spm"),
 )
 
 
@@ -39,13 +34,13 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _without_tokenizers(pair: Path) -> None:
-    clear(pair)
-
-
 def clear(pair: Path) -> None:
+    remove_tokenizers(pair)
+
+
+def remove_tokenizers(pair: Path) -> None:
     for name in "ab":
-        for file in (*TOKENIZER_FILES, "tokenizer_config.json"):
+        for file in TOKENIZER_FILES:
             (pair / name / file).unlink(missing_ok=True)
 
 
@@ -68,9 +63,7 @@ def write_older(directory: Path, tokenizer: dict[str, Any], **settings: Any) -> 
 
 
 def findings(pair: Path, more: str = "") -> tuple[Finding, ...]:
-    recipe = load_recipe(LINEAR + more)
-    opened = {name: open_checkpoint(pair / name) for name in "ab"}
-    return plan_with_findings(recipe, opened).findings
+    return check_recipe(LINEAR + more, pair).findings
 
 
 def blocking(pair: Path) -> list[str]:
@@ -78,8 +71,6 @@ def blocking(pair: Path) -> list[str]:
 
 
 def library_ids(directory: Path) -> list[list[int]]:
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(directory)
     return [tokenizer.encode(text) for text in (*TEXTS, "<|a|> and <|b|>")]
 
@@ -95,18 +86,14 @@ def library_ids(directory: Path) -> list[list[int]]:
 def test_different_ids_block_in_every_file_format(
     pair: Path, first: list[str], second: list[str], change: str, is_older: bool, both_older: bool
 ) -> None:
-    clear(pair)
+    remove_tokenizers(pair)
     mine, theirs = (content(*tokens) for tokens in (first, second))
     model = theirs["model"]
     if change == "merges":
         model["merges"] = model["merges"][::-1]
     if change == "vocabulary":
-        tokens = list(model["vocab"])
-        model["vocab"] = {
-            **model["vocab"],
-            tokens[-1]: model["vocab"][tokens[-2]],
-            tokens[-2]: model["vocab"][tokens[-1]],
-        }
+        *_, (one, first_id), (two, second_id) = model["vocab"].items()
+        model["vocab"] = {**model["vocab"], one: second_id, two: first_id}
     write = write_older if is_older and both_older else write_tokenizer
     write(pair / "a", mine)
     (write_older if is_older else write_tokenizer)(pair / "b", theirs)
@@ -122,8 +109,7 @@ def test_one_tokenizer_in_two_formats_has_no_findings(pair: Path, order: str) ->
     write_tokenizer(pair / first, content("<|a|>"), **SPECIAL)
     write_older(pair / second, content("<|a|>"))
     assert library_ids(pair / "a") == library_ids(pair / "b")
-    recipe = load_recipe(LINEAR)
-    planned = plan_with_findings(recipe, {name: open_checkpoint(pair / name) for name in "ab"})
+    planned = check_recipe(LINEAR, pair)
     assert planned.tokenizer_pairs == ()
     (found,) = planned.findings
     assert found.severity == "warn"
@@ -177,7 +163,7 @@ def distinct(added: dict[str, int]) -> bool:
 def test_added_tokens_count_next_to_a_model_that_only_a_library_reads(
     pair: Path, first: dict[str, int], second: dict[str, int], in_settings: bool, other_pieces: bool
 ) -> None:
-    clear(pair)
+    remove_tokenizers(pair)
     for name, added in (("a", first), ("b", second)):
         pieces = PIECES[::-1] if other_pieces and name == "b" else PIECES
         (pair / name / "tokenizer.model").write_bytes(sentence_pieces_model(*pieces))
@@ -185,8 +171,7 @@ def test_added_tokens_count_next_to_a_model_that_only_a_library_reads(
             listed = {str(number): {"content": token} for token, number in added.items()}
             decoder = {"added_tokens_decoder": {**DECODER["added_tokens_decoder"], **listed}}
             (pair / name / "tokenizer_config.json").write_text(json.dumps(decoder))
-            added = {token: int(number) for number, token in ((n, one["content"]) for n, one in listed.items())}
-            second = added
+            second = {one["content"]: int(number) for number, one in listed.items()}
         else:
             (pair / name / "added_tokens.json").write_text(json.dumps(added))
     assert bool(blocking(pair)) == (other_pieces or first != second)
@@ -224,8 +209,6 @@ def test_a_different_binary_vocabulary_blocks_the_merge(pair: Path, name: str) -
     assert findings(pair) == ()
     (pair / "b" / name).write_text("two")
     (found,) = findings(pair)
-    (pair / "a" / name).unlink()
-    (pair / "b" / name).unlink()
     assert (found.severity, found.where) == ("block", f"b: {name}")
     assert "cannot compare" in found.found
 
@@ -250,5 +233,4 @@ def test_a_binary_file_that_differs_next_to_equal_tokenizers_is_a_warning(pair: 
     assert (found.severity, found.where) == ("warn", "b: tekken.json")
     (pair / "a" / "tekken.json").unlink()
     (found,) = findings(pair)
-    (pair / "b" / "tekken.json").unlink()
     assert (found.severity, found.found) == ("info", "not in the result: tekken.json")

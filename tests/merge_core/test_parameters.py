@@ -1,4 +1,4 @@
-"""Filters, gradients and the order of scopes follow mergekit's definitions."""
+"""Filters, gradients and scopes follow mergekit's definitions, and overridden settings equal those written by hand."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergegate.merge_core import merge_methods
+from mergegate.merge_core import load_recipe, merge_methods
 from mergegate.merge_core.errors import FindingLog, InvalidInput
 from mergegate.merge_core.methods.contract import REQUIRED, Method, Parameter
 from mergegate.merge_core.methods.registry import find_method
+from mergegate.merge_core.recipe.overrides import apply_overrides
 from mergegate.merge_core.recipe.parameters import Parameters, gradient, parse_parameters, value_for
 
 TIES = find_method("ties", "test")
@@ -46,27 +47,27 @@ def test_a_gradient_is_piecewise_linear(values: list[float], t: float) -> None:
     assert gradient(tuple(values), t) == pytest.approx(expected, abs=1e-9)
 
 
-def test_the_first_filter_that_matches_counts() -> None:
-    setting = [{"filter": "mlp", "value": 1}, {"filter": "up", "value": 2}, {"value": 3}]
-    assert [weight(setting, name) for name in ("layers.0.mlp.up", "up_proj", "norm")] == [1, 2, 3]
+MLP_FIRST = [{"filter": "mlp", "value": 1}, {"filter": "up", "value": 2}, {"value": 3}]
 
 
-def test_without_a_match_the_next_scope_applies_and_then_the_default() -> None:
-    setting = {"filter": "mlp", "value": 1}
-    assert weight(setting, "norm", 0.0, {"weight": 5}) == 5
-    assert weight(setting, "norm") is REQUIRED
-
-
-def test_a_star_filter_matches_every_tensor() -> None:
-    assert weight({"filter": "*", "value": 4}, "anything") == 4
-
-
-def test_a_filter_can_have_a_gradient() -> None:
-    assert weight([{"filter": "mlp", "value": [0, 1]}, {"value": 9}], "mlp", 0.25) == 0.25
-
-
-def test_numbers_that_yaml_reads_as_text_are_numbers() -> None:
-    assert weight("1e-5") == 1e-5
+@pytest.mark.parametrize(
+    ("setting", "tensor", "t", "wider", "value"),
+    [
+        (MLP_FIRST, "layers.0.mlp.up", 0.0, (), 1),
+        (MLP_FIRST, "up_proj", 0.0, (), 2),
+        (MLP_FIRST, "norm", 0.0, (), 3),
+        ({"filter": "mlp", "value": 1}, "norm", 0.0, ({"weight": 5},), 5),
+        ({"filter": "mlp", "value": 1}, "norm", 0.0, (), REQUIRED),
+        ({"filter": "*", "value": 4}, "anything", 0.0, (), 4),
+        ([{"filter": "mlp", "value": [0, 1]}, {"value": 9}], "mlp", 0.25, (), 0.25),
+        ("1e-5", "x", 0.0, (), 1e-5),
+        ([], "x", 0.0, ({"weight": 5},), 5),
+    ],
+)
+def test_the_first_matching_filter_counts_then_the_next_scope_then_the_default(
+    setting: Any, tensor: str, t: float, wider: tuple[Any, ...], value: Any
+) -> None:
+    assert weight(setting, tensor, t, *wider) == value
 
 
 def test_a_list_of_booleans_steps_instead_of_interpolating() -> None:
@@ -85,12 +86,7 @@ def test_a_whole_number_that_becomes_a_fraction_between_layers_is_refused() -> N
         value_for(steps, [scope], "x", 0.5)
 
 
-COUNTS = [
-    (method, parameter)
-    for method in merge_methods().values()
-    for parameter in method.parameters
-    if parameter.kind == "int"
-]
+COUNTS = [(method, one) for method in merge_methods().values() for one in method.parameters if one.kind == "int"]
 
 
 @pytest.mark.parametrize(("method", "parameter"), COUNTS, ids=lambda item: item.name)
@@ -148,12 +144,114 @@ def test_what_mergekit_ignores_is_a_warning(content: Any, options: dict[str, Any
     assert said in warnings(content, **options)
 
 
-def test_an_empty_list_is_not_set() -> None:
-    assert weight([], "x", 0.0, {"weight": 5}) == 5
-
-
 def test_every_fault_of_a_mapping_is_reported_and_a_faulty_value_counts_as_set() -> None:
     log = FindingLog()
     parameters = parse_parameters({"weight": "x", "density": 7}, TIES, "p", log, per_model=True)
     assert [finding.where for finding in log.findings] == ["p.weight", "p.density"]
     assert [setting.name for setting in parameters] == ["weight", "density"]
+
+
+TIES_RECIPE: dict[str, Any] = {
+    "merge_method": "ties",
+    "base_model": "base",
+    "models": [
+        {"model": "a", "parameters": {"weight": 0.6, "density": [0.5, 0.9]}},
+        {"model": "b", "parameters": {"weight": 0.4}},
+    ],
+    "parameters": {"normalize": False, "density": 0.7},
+    "dtype": "bfloat16",
+}
+LINEAR_RECIPE: dict[str, Any] = {
+    "merge_method": "linear",
+    "models": [{"model": "a", "parameters": {"weight": 1}}, {"model": "b"}],
+}
+
+
+def test_a_parameter_has_its_new_value_for_every_model() -> None:
+    assert apply_overrides(TIES_RECIPE, {"density": 0.3}, "r") == {
+        **TIES_RECIPE,
+        "models": [{"model": "a", "parameters": {"weight": 0.6}}, {"model": "b", "parameters": {"weight": 0.4}}],
+        "parameters": {"normalize": False, "density": 0.3},
+    }
+
+
+def test_another_method_keeps_only_the_parameters_that_it_has() -> None:
+    assert apply_overrides(TIES_RECIPE, {"merge_method": "linear", "dtype": "float32"}, "r") == {
+        "merge_method": "linear",
+        "base_model": "base",
+        "models": [{"model": "a", "parameters": {"weight": 0.6}}, {"model": "b", "parameters": {"weight": 0.4}}],
+        "dtype": "float32",
+    }
+
+
+@pytest.mark.parametrize("method", ["ties", "dare_ties", "della", "breadcrumbs", "consensus_ta"])
+def test_another_method_does_not_inherit_the_scale(method: str) -> None:
+    recipe = {
+        "merge_method": "task_arithmetic",
+        "base_model": "base",
+        "models": [{"model": "a", "parameters": {"weight": 0.6, "lambda": 2.0}}, {"model": "b"}],
+        "parameters": {"lambda": 0.22, "normalize": False, "weight": 0.5},
+    }
+    changed = apply_overrides(recipe, {"merge_method": method}, "r")
+    assert changed["models"] == [{"model": "a", "parameters": {"weight": 0.6}}, {"model": "b"}]
+    assert changed["parameters"] == {"weight": 0.5}
+    assert apply_overrides(recipe, {"merge_method": method, "lambda": 0.8}, "r")["parameters"]["lambda"] == 0.8
+    assert apply_overrides(recipe, {"weight": 1.0}, "r")["parameters"]["lambda"] == 0.22
+
+
+def test_a_base_can_be_added_for_a_method_that_needs_one() -> None:
+    changed = apply_overrides(
+        LINEAR_RECIPE, {"merge_method": "ties", "base_model": "base", "weight": 1, "density": 0.5}, "r"
+    )
+    recipe = load_recipe(changed)
+    assert recipe.summary() == "ties of 2 over base"
+    assert changed["models"] == [{"model": "a"}, {"model": "b"}]
+
+
+def test_texts_and_distance_rules_are_removed_if_the_method_does_not_use_them() -> None:
+    models = [{"model": "a", "text": "a.jsonl"}, {"model": "b", "text": "b.jsonl"}]
+    regmean = {"merge_method": "regmean", "base_model": "base", "models": models, "leave_out_beyond": 5}
+    regmean["statistics"] = {"documents": 9}
+    plain = {"models": [{"model": "a"}, {"model": "b"}], "base_model": "base", "parameters": {"weight": 1.0}}
+    for method, kept in (("ties", {"leave_out_beyond": 5}), ("linear", {})):
+        changed = apply_overrides(regmean, {"merge_method": method, "weight": 1.0}, "r")
+        assert changed == {**plain, **kept, "merge_method": method}
+        load_recipe(changed)
+    assert apply_overrides(regmean, {"off_diagonals": 0.5}, "r")["models"] == models
+    load_recipe(apply_overrides({**regmean, "merge_method": "regmean"}, {"off_diagonals": 0.5}, "r"))
+    assert apply_overrides(regmean, {"base_model": "a", "off_diagonals": 0.5}, "r")["base_model"] == "a"
+
+
+def test_models_can_be_removed_or_reweighted_and_parameters_written_as_in_a_recipe() -> None:
+    models = [{"model": "b", "parameters": {"weight": 1.5}}]
+    changed = apply_overrides(TIES_RECIPE, {"models": models, "density": 0.2}, "r")
+    assert (changed["models"], changed["parameters"]) == (models, {"normalize": False, "density": 0.2})
+    one, other = ({"parameters": {"density": 0.3}}, {"density": 0.3})
+    assert apply_overrides(TIES_RECIPE, one, "r") == apply_overrides(TIES_RECIPE, other, "r")
+
+
+def test_a_model_that_becomes_the_base_has_no_weight_of_its_own() -> None:
+    recipe = {**LINEAR_RECIPE, "models": [*LINEAR_RECIPE["models"], {"model": "base", "parameters": {"weight": 1}}]}
+    changed = apply_overrides(recipe, {"merge_method": "ties", "base_model": "base", "density": 0.5}, "r")
+    assert changed["models"][-1] == {"model": "base"}
+
+
+def test_overrides_do_not_modify_the_original_recipe() -> None:
+    before = load_recipe(TIES_RECIPE).canonical()
+    apply_overrides(TIES_RECIPE, {"density": 0.1, "dtype": "float32"}, "r")
+    assert load_recipe(TIES_RECIPE).canonical() == before
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "words"),
+    [
+        (TIES_RECIPE, {"densty": 0.3}, r"(?s)remedies\[0\].*'densty'.*density"),
+        (LINEAR_RECIPE, {"density": 0.3}, "a parameter of linear"),
+        (TIES_RECIPE, {}, "no changes"),
+    ],
+)
+def test_changes_that_the_method_does_not_have_are_refused(
+    recipe: dict[str, Any], changes: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        apply_overrides(recipe, changes, "remedies[0]")

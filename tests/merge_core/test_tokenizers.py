@@ -10,11 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from family import random_tensors, save_checkpoint
-from tokenizer_samples import TEXTS, byte_level, content_of, sentence_pieces, unigram, word_pieces, write_tokenizer
+from family import LINEAR, check_recipe, random_tensors, save_checkpoint
+from tokenizer_samples import (
+    TEXTS,
+    byte_level,
+    content_of,
+    flags,
+    sentence_pieces,
+    unigram,
+    word_pieces,
+    write_tokenizer,
+)
 from tokenizers import Tokenizer
 
-from mergegate.merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
+from mergegate.merge_core import Finding
 from mergegate.merge_core.checkpoint.vocabulary import read_tokenizer
 from mergegate.merge_core.errors import InvalidInput
 
@@ -24,7 +33,6 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     "unigram": unigram,
     "word-pieces": word_pieces,
 }
-LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 
 Path_ = tuple[Any, ...]
 
@@ -41,9 +49,11 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def compared(root: Path, first: dict[str, Any], other: dict[str, Any], *accepted: str) -> tuple[Finding, ...]:
     write_tokenizer(root / "a", first)
     write_tokenizer(root / "b", other)
-    recipe = load_recipe(LINEAR)
-    opened = {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()}
-    return plan_with_findings(recipe, opened, accepted).findings
+    return check_recipe(LINEAR, root, *accepted).findings
+
+
+def places(findings: tuple[Finding, ...]) -> list[tuple[str, str]]:
+    return [(finding.severity, finding.where) for finding in findings]
 
 
 def ids(content: dict[str, Any]) -> list[list[int]] | None:
@@ -187,31 +197,20 @@ def test_different_segmentation_blocks_unless_it_is_accepted(
 ) -> None:
     content = content_of(byte_level())
     found = compared(pair, content, change(content))
-    assert [(one.severity, one.where) for one in found] == [("block", f"b: tokenizer.json: {key}")]
+    assert places(found) == [("block", f"b: tokenizer.json: {key}")]
     assert f"accepted: [{key}]" in found[0].remedy
     assert [one.severity for one in compared(pair, content, change(content), key)] == ["info"]
 
 
-def test_a_difference_that_changes_no_id_is_a_warning(pair: Path) -> None:
+PADDING = {"strategy": {"Fixed": 8}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("padding", {**PADDING, "pad_token": "<s>"}), ("decoder", {"type": "Fuse"})]
+)
+def test_a_difference_that_changes_no_id_is_a_warning(pair: Path, key: str, value: dict[str, Any]) -> None:
     content = content_of(byte_level())
-    padded = {
-        **content,
-        "padding": {
-            "strategy": {"Fixed": 8},
-            "direction": "Right",
-            "pad_to_multiple_of": None,
-            "pad_id": 0,
-            "pad_type_id": 0,
-            "pad_token": "<s>",
-        },
-    }
-    assert [(one.severity, one.where) for one in compared(pair, content, padded)] == [
-        ("warn", "b: tokenizer.json: padding")
-    ]
-    plain = {**content, "decoder": {"type": "Fuse"}}
-    assert [(one.severity, one.where) for one in compared(pair, content, plain)] == [
-        ("warn", "b: tokenizer.json: decoder")
-    ]
+    assert places(compared(pair, content, {**content, key: value})) == [("warn", f"b: tokenizer.json: {key}")]
 
 
 def test_special_tokens_of_the_settings_are_compared(pair: Path) -> None:
@@ -219,10 +218,7 @@ def test_special_tokens_of_the_settings_are_compared(pair: Path) -> None:
     assert compared(pair, content, content) == ()
     write_tokenizer(pair / "a", content, eos_token="</s>", add_bos_token=True)
     write_tokenizer(pair / "b", content, eos_token={"content": "<|x|>"}, add_bos_token=False)
-    recipe = load_recipe(LINEAR)
-    opened = {str(ref): open_checkpoint(pair / ref.path) for ref in recipe.references()}
-    found = plan_with_findings(recipe, opened).findings
-    assert [(one.severity, one.where) for one in found] == [
+    assert places(check_recipe(LINEAR, pair).findings) == [
         ("block", "b: tokenizer_config.json: add_bos_token"),
         ("warn", "b: tokenizer_config.json: eos_token"),
     ]
@@ -235,23 +231,9 @@ def test_special_tokens_of_the_settings_are_compared(pair: Path) -> None:
 def test_ids_are_those_that_the_library_assigns(
     tmp_path: Path, vocab: dict[str, int], added: list[tuple[str, int]]
 ) -> None:
-    entries = [
-        {
-            "id": number,
-            "content": token,
-            "single_word": False,
-            "lstrip": False,
-            "rstrip": False,
-            "normalized": False,
-            "special": True,
-        }
-        for token, number in added
-    ]
-    content = {
-        "version": "1.0",
-        "added_tokens": entries,
-        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "u"},
-    }
+    entries = [{"id": number, "content": token, **flags()} for token, number in added]
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "u"}
+    content: dict[str, Any] = {"version": "1.0", "added_tokens": entries, "model": model}
     content |= dict.fromkeys(("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder"))
     write_tokenizer(tmp_path, content)
     definition = read_tokenizer(tmp_path)
@@ -263,34 +245,19 @@ def test_ids_are_those_that_the_library_assigns(
     }
 
 
-def vocabulary_with_id(number: object) -> dict[str, Any]:
-    return {"tokenizer.json": {"model": {"type": "WordLevel", "vocab": {"u": 0, "a": number}}}}
-
-
-def added_token_with_id(number: object) -> dict[str, Any]:
-    added = [{"content": "X", "id": number}]
-    return {"tokenizer.json": {"added_tokens": added, "model": {"type": "WordLevel", "vocab": {"u": 0}}}}
-
-
-def older_vocabulary_with_id(number: object) -> dict[str, Any]:
-    return {"vocab.json": {"u": 0, "a": number}}
-
-
-def older_added_token_with_id(number: object) -> dict[str, Any]:
-    return {"vocab.json": {"u": 0}, "added_tokens.json": {"X": number}}
-
-
-def setting_with_id(number: object) -> dict[str, Any]:
-    return {"vocab.json": {"u": 0}, "tokenizer_config.json": {"added_tokens_decoder": {str(number): {"content": "X"}}}}
-
-
-PLACES = [
-    vocabulary_with_id,
-    added_token_with_id,
-    older_vocabulary_with_id,
-    older_added_token_with_id,
-    setting_with_id,
-]
+WORDS = {"type": "WordLevel", "vocab": {"u": 0}}
+# Places of ids, as a function from an id to files.
+PLACES: dict[str, Callable[[object], dict[str, Any]]] = {
+    "vocabulary": lambda number: {"tokenizer.json": {"model": {**WORDS, "vocab": {"u": 0, "a": number}}}},
+    "added token": lambda number: {
+        "tokenizer.json": {"model": WORDS, "added_tokens": [{"content": "X", "id": number}]},
+    },
+    "older vocabulary": lambda number: {"vocab.json": {"u": 0, "a": number}},
+    "older added token": lambda number: {"vocab.json": {"u": 0}, "added_tokens.json": {"X": number}},
+    "setting": lambda number: {
+        "vocab.json": {"u": 0}, "tokenizer_config.json": {"added_tokens_decoder": {str(number): {"content": "X"}}},
+    },
+}  # fmt: skip
 
 
 def write_files(directory: Path, files: dict[str, Any]) -> None:
@@ -301,22 +268,20 @@ def write_files(directory: Path, files: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("place", "number"),
     [
-        *((place, -1) for place in PLACES if place is not setting_with_id),  # A key that is not a number is ignored.
+        *((place, -1) for place in PLACES if place != "setting"),  # A key that is not a number is ignored.
         *itertools.product(PLACES, [1 << 24, 4_000_000_000, (1 << 63) - 1, 1 << 63, 10**20]),
     ],
 )
-def test_an_id_that_no_vocabulary_has_is_refused(
-    tmp_path: Path, place: Callable[[object], dict[str, Any]], number: int
-) -> None:
-    write_files(tmp_path, place(number))
+def test_an_id_that_no_vocabulary_has_is_refused(tmp_path: Path, place: str, number: int) -> None:
+    write_files(tmp_path, PLACES[place](number))
     with pytest.raises(InvalidInput, match="whole numbers from 0 to 16777215"):
         read_tokenizer(tmp_path)
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("number", [1, 300_000, (1 << 24) - 1])
-def test_a_gap_in_the_ids_is_accepted(tmp_path: Path, place: Callable[[object], dict[str, Any]], number: int) -> None:
-    write_files(tmp_path, place(number))
+def test_a_gap_in_the_ids_is_accepted(tmp_path: Path, place: str, number: int) -> None:
+    write_files(tmp_path, PLACES[place](number))
     definition = read_tokenizer(tmp_path)
     assert definition is not None
     assert len(definition.ids) == 2
@@ -326,9 +291,7 @@ def test_ids_that_the_library_does_not_assign_are_reported(pair: Path) -> None:
     content = content_of(byte_level())
     wrong = copy.deepcopy(content)
     wrong["added_tokens"][-1]["id"] += 7
-    assert [(one.severity, one.where) for one in compared(pair, content, wrong)] == [
-        ("warn", "b: tokenizer.json: added_tokens")
-    ]
+    assert places(compared(pair, content, wrong)) == [("warn", "b: tokenizer.json: added_tokens")]
 
 
 def test_files_of_older_tokenizers_are_compared_with_their_merges(tmp_path: Path) -> None:
@@ -338,8 +301,4 @@ def test_files_of_older_tokenizers_are_compared_with_their_merges(tmp_path: Path
         (place / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "ba": 3}))
         merges = ["a b", "b a"] if name == "a" else ["b a", "a b"]
         (place / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
-    recipe = load_recipe(LINEAR)
-    opened = {str(ref): open_checkpoint(tmp_path / ref.path) for ref in recipe.references()}
-    assert [(one.severity, one.where) for one in plan_with_findings(recipe, opened).findings] == [
-        ("block", "b: merges.txt: merges")
-    ]
+    assert places(check_recipe(LINEAR, tmp_path).findings) == [("block", "b: merges.txt: merges")]

@@ -1,10 +1,12 @@
 """``tokenizer:`` builds unions that keep each token's text and each model's rows, or refuses the recipe.
 
-The oracles are the tokenizers library for texts and ids, and numpy for rows.
+The oracles are the tokenizers library for texts and ids, and numpy for rows. With ``tokenizer_source``, rows follow
+their tokens, even if the ids differ between models.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Mapping
@@ -14,7 +16,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from family import load, merge_text, random_tensors, save_checkpoint
+from family import (
+    LINEAR,
+    check_recipe,
+    load,
+    merge_text,
+    plan_recipe,
+    random_tensors,
+    save_checkpoint,
+    save_tokenizer,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -30,13 +41,11 @@ from tokenizer_samples import (
     write_tokenizer,
 )
 from tokenizers import AddedToken, Tokenizer, models
+from transformers import AutoTokenizer
 
-from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge, plan_with_findings
 from mergegate.merge_core.errors import InvalidInput
 
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
-Array = np.ndarray
 
 
 def model(
@@ -49,7 +58,7 @@ def model(
     return place
 
 
-def result(root: Path) -> tuple[Tokenizer, Mapping[str, Array], dict[str, Any]]:
+def result(root: Path) -> tuple[Tokenizer, Mapping[str, np.ndarray], dict[str, Any]]:
     out = root / "out"
     return Tokenizer.from_file(str(out / "tokenizer.json")), load(out), json.loads((out / "config.json").read_text())
 
@@ -76,16 +85,12 @@ def require_union(root: Path, tables: Mapping[str, Tokenizer]) -> Tokenizer:
     for name in (EMBED, HEAD):
         rows = {model: load(root / model)[name] for model in tables}
         for token, number in vocab.items():
-            own = [
-                rows[model][place]
-                for model, one in tables.items()
-                if (place := one.token_to_id(token)) is not None and place < len(rows[model])
-            ]
+            places = {model: one.token_to_id(token) for model, one in tables.items()}
+            own = [rows[model][at] for model, at in places.items() if at is not None and at < len(rows[model])]
             assert own, token
-            lacking = [np.mean(own, 0)] * (len(tables) - len(own))
-            np.testing.assert_allclose(
-                out[name][number], np.mean([*own, *lacking], 0), rtol=1e-6, atol=2.4e-7
-            )  # Allow a difference in the last place.
+            expected = np.mean([*own, *[np.mean(own, 0)] * (len(tables) - len(own))], 0)
+            # Allow a difference in the last place.
+            np.testing.assert_allclose(out[name][number], expected, rtol=1e-6, atol=2.4e-7)
     for one in tables.values():
         assert one.get_vocab().keys() <= vocab.keys()
     return union
@@ -149,7 +154,8 @@ def test_an_unknown_tensor_of_vocabulary_size_is_refused(tmp_path: Path, shape: 
 def test_padding_rows_are_kept_and_added_on_request(tmp_path: Path) -> None:
     a = model(tmp_path, "a", byte_level(), seed=0, rows=400)
     model(tmp_path, "b", with_added(byte_level(), "<|new|>"), seed=1)
-    merge_text(LINEAR + "tokenizer: {source: union, pad_to_multiple_of: 64}", tmp_path)
+    text = LINEAR + "tokenizer: {source: union, pad_to_multiple_of: 64}"
+    merge_text(text, tmp_path)
     union, out, config = result(tmp_path)
     assert config["vocab_size"] == len(out[EMBED]) == 448
     number = union.token_to_id("<|new|>")
@@ -159,28 +165,22 @@ def test_padding_rows_are_kept_and_added_on_request(tmp_path: Path) -> None:
     np.testing.assert_allclose(out[EMBED][spare], before[spare], rtol=1e-6)
     means = (before.mean(0) + other.mean(0)) / 2
     np.testing.assert_allclose(out[EMBED][400:], np.tile(means, (48, 1)), rtol=1e-5, atol=1e-6)
-    first = (tmp_path / "out/model.safetensors").read_bytes()
-    merge_text(
-        LINEAR + "tokenizer: {source: union, pad_to_multiple_of: 64}", tmp_path, "2", block_elements=16384, threads=1
-    )
-    assert (tmp_path / "2/model.safetensors").read_bytes() == first
+    small = merge_text(text, tmp_path, "2", block_elements=16384, threads=1).files["model.safetensors"]
+    assert small == hashlib.sha256((tmp_path / "out/model.safetensors").read_bytes()).hexdigest()
 
 
-def test_ids_beyond_the_table_need_no_row(tmp_path: Path) -> None:
-    model(tmp_path, "a", with_added(byte_level(), "<|past|>"), seed=0, rows=341)
+def test_ids_beyond_the_table_need_no_row_or_get_that_of_another_model(tmp_path: Path) -> None:
+    past = with_added(byte_level(), "<|past|>")
+    model(tmp_path, "a", past, seed=0, rows=341)
     model(tmp_path, "b", with_added(byte_level(), "<|past|>", "<|more|>"), seed=1, rows=341)
+    c = model(tmp_path, "c", past, seed=1)
     for source in ("a", "b", "base", "union"):
         merge_text(LINEAR + f"tokenizer_source: {source}", tmp_path, f"of-{source}")
         assert len(load(tmp_path / f"of-{source}")[EMBED]) == 341
-
-
-def test_an_id_beyond_the_table_of_one_model_gets_the_row_of_another(tmp_path: Path) -> None:
-    model(tmp_path, "a", with_added(byte_level(), "<|past|>"), seed=0, rows=341)
-    b = model(tmp_path, "b", with_added(byte_level(), "<|past|>"), seed=1)
-    merge_text(LINEAR + "tokenizer_source: union", tmp_path)
+    merge_text(LINEAR.replace("model: b", "model: c") + "tokenizer_source: union", tmp_path)
     _, out, config = result(tmp_path)
     assert config["vocab_size"] == 342
-    np.testing.assert_allclose(out[EMBED][341], load(b)[EMBED][341], rtol=1e-6)
+    np.testing.assert_allclose(out[EMBED][341], load(c)[EMBED][341], rtol=1e-6)
 
 
 TOKENS = """tokenizer:
@@ -241,25 +241,25 @@ def test_invalid_tokenizer_settings_are_refused_with_their_location(tmp_path: Pa
     assert "tokenizer" in caught.value.where
 
 
-def strangers(root: Path, **changes: Any) -> tuple[Tokenizer, Tokenizer]:
+def strangers(root: Path, **changes: Any) -> list[Tokenizer]:
     """Write models with byte-level tokenizers of 300 and 330 tokens, and return both tokenizers."""
-    first, second = byte_level(300), byte_level(330)
-    content = content_of(second)
-    content["model"] |= changes
-    base = content_of(first)
-    base["model"] |= changes
-    one, two = (Tokenizer.from_str(json.dumps(item)) for item in (base, content))
-    model(root, "a", one, seed=0)
-    model(root, "b", two, seed=1)
-    return one, two
+    tokenizers = []
+    for seed, (name, size) in enumerate({"a": 300, "b": 330}.items()):
+        content = content_of(byte_level(size))
+        content["model"] |= changes
+        tokenizers.append(Tokenizer.from_str(json.dumps(content)))
+        model(root, name, tokenizers[-1], seed=seed)
+    return tokenizers
 
 
 def test_unshared_tokens_are_refused_unless_the_recipe_handles_them(tmp_path: Path) -> None:
     strangers(tmp_path)
     with pytest.raises(InvalidInput, match="union of strangers") as caught:
         merge_text(LINEAR + "tokenizer_source: union", tmp_path)
-    for way in ("specials", "dormant", "appended", "transplant-tokenizer"):
-        assert way in caught.value.remedy
+    assert all(way in caught.value.remedy for way in ("specials", "dormant", "appended", "transplant-tokenizer"))
+    strangers(tmp_path / "without merges", ignore_merges=True)
+    with pytest.raises(InvalidInput, match="ignore_merges"):
+        merge_text(LINEAR + "tokenizer: {source: union, strangers: dormant}", tmp_path / "without merges")
 
 
 @pytest.mark.parametrize("way", ["specials", "dormant", "appended"])
@@ -284,12 +284,6 @@ def test_unshared_tokens_join_the_vocabulary_as_the_recipe_requests(tmp_path: Pa
         for token in new:
             assert union.decode([union.token_to_id(token)]) == two.decode([two.token_to_id(token)])
             np.testing.assert_allclose(out[EMBED][union.token_to_id(token)], rows[two.token_to_id(token)], rtol=1e-6)
-
-
-def test_a_tokenizer_that_needs_no_merges_has_no_dormant_tokens(tmp_path: Path) -> None:
-    strangers(tmp_path, ignore_merges=True)
-    with pytest.raises(InvalidInput, match="ignore_merges"):
-        merge_text(LINEAR + "tokenizer: {source: union, strangers: dormant}", tmp_path)
 
 
 @pytest.mark.parametrize("way", ["dormant", "appended"])
@@ -324,25 +318,17 @@ def test_single_characters_cannot_be_dormant_and_are_omitted(tmp_path: Path) -> 
     union, _, _ = result(tmp_path)
     assert union.get_vocab() == {"a": 0, "b": 1, "ab": 2}
     assert union.encode("abc").tokens == pairs[0].encode("abc").tokens
-    recipe = load_recipe(text)
-    found = plan_with_findings(recipe, {name: open_checkpoint(tmp_path / name) for name in "ab"}).findings
-    assert any("single characters" in one.found for one in found)
+    assert any("single characters" in one.found for one in check_recipe(text, tmp_path).findings)
 
 
 def test_special_ids_follow_their_tokens_into_both_configurations(tmp_path: Path) -> None:
     base = with_added(byte_level(), "<|end|>", "<|image|>")
     other = with_added(byte_level(), "<|image|>", "<|end|>", "<|call|>")
     ids, after = base.get_vocab(), other.get_vocab()
-    a = model(
-        tmp_path,
-        "a",
-        base,
-        seed=0,
-        eos_token_id=[ids["<|end|>"], ids["</s>"]],
-        image_token_index=ids["<|image|>"],
-        pad_token_id=-1,
-        text_config={"image_token_id": ids["<|image|>"], "vocab_size": 343},
-    )
+    end, image = [ids["<|end|>"], ids["</s>"]], ids["<|image|>"]
+    text = {"image_token_id": image, "vocab_size": 343}
+    more: dict[str, Any] = {"pad_token_id": -1, "text_config": text}
+    a = model(tmp_path, "a", base, seed=0, eos_token_id=end, image_token_index=image, **more)
     generation = {"eos_token_id": ids["<|end|>"], "suppress_tokens": [ids["<|image|>"], ids["<s>"]], "top_p": 0.9}
     (a / "generation_config.json").write_text(json.dumps(generation))
     model(tmp_path, "b", other, seed=1)
@@ -353,14 +339,11 @@ def test_special_ids_follow_their_tokens_into_both_configurations(tmp_path: Path
     assert config["pad_token_id"] == -1
     assert config["vocab_size"] == config["text_config"]["vocab_size"] == 344
     written = json.loads((tmp_path / "out/generation_config.json").read_text())
-    assert written == {
-        "eos_token_id": after["<|end|>"],
-        "suppress_tokens": [after["<|image|>"], after["<s>"]],
-        "top_p": 0.9,
-    }
+    suppressed = [after["<|image|>"], after["<s>"]]
+    assert written == {"eos_token_id": after["<|end|>"], "suppress_tokens": suppressed, "top_p": 0.9}
     merge_text(LINEAR + "tokenizer_source: union", tmp_path, "union")
     config = json.loads((tmp_path / "union/config.json").read_text())
-    assert config["eos_token_id"] == [ids["<|end|>"], ids["</s>"]]
+    assert config["eos_token_id"] == end
     assert json.loads((tmp_path / "union/generation_config.json").read_text()) == generation
 
 
@@ -368,9 +351,8 @@ def test_a_special_token_that_the_result_lacks_blocks(tmp_path: Path) -> None:
     base = with_added(byte_level(), "<|image|>")
     model(tmp_path, "a", base, seed=0, image_token_index=base.token_to_id("<|image|>"))
     model(tmp_path, "b", byte_level(), seed=1)
-    recipe = load_recipe(LINEAR + "tokenizer_source: b")
     with pytest.raises(InvalidInput, match="image_token_index"):
-        plan_merge(recipe, {name: open_checkpoint(tmp_path / name) for name in "ab"})
+        plan_recipe(LINEAR + "tokenizer_source: b", tmp_path)
 
 
 def test_all_written_tokenizer_files_are_consistent(tmp_path: Path) -> None:
@@ -391,25 +373,18 @@ def test_all_written_tokenizer_files_are_consistent(tmp_path: Path) -> None:
     assert written["added_tokens_decoder"][str(number)]["content"] == "<|call|>"
     assert written["eos_token"] == "</s>"
     assert json.loads((tmp_path / "out/added_tokens.json").read_text())["<|call|>"] == number
-    from transformers import AutoTokenizer
-
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert loaded.get_vocab() == union.get_vocab()
     assert loaded("the <|call|> theory")["input_ids"] == union.encode("the <|call|> theory").ids
 
 
 def test_a_step_with_a_union_can_be_the_input_of_another_step(tmp_path: Path) -> None:
-    tables = {
-        "a": with_added(byte_level(), "<|a|>"),
-        "b": with_added(byte_level(), "<|b|>"),
-        "c": with_added(byte_level(), "<|c|>", "<|b|>"),
-    }
+    tokens = {"a": ["<|a|>"], "b": ["<|b|>"], "c": ["<|c|>", "<|b|>"]}
+    tables = {name: with_added(byte_level(), *own) for name, own in tokens.items()}
     for seed, (name, one) in enumerate(tables.items()):
         model(tmp_path, name, one, seed=seed)
-    text = (
-        "name: both\n" + LINEAR + "tokenizer_source: union\n---\nmerge_method: linear\n"
-        "models: [{model: both}, {model: c}]\nparameters: {weight: [2, 1]}\ntokenizer_source: union\n"
-    ).replace("weight: [2, 1]", "weight: 1")
+    first = LINEAR + "tokenizer_source: union\n"
+    text = f"name: both\n{first}---\n{first.replace('model: a', 'model: both').replace('model: b}', 'model: c}')}"
     merge_text(text, tmp_path)
     union, out, _ = result(tmp_path)
     rows = {name: load(tmp_path / name)[EMBED] for name in tables}
@@ -431,8 +406,6 @@ def test_every_method_merges_the_rows_of_the_union(tmp_path: Path, method: str) 
     merge_text(text + "tokenizer_source: union", tmp_path)
     ready = tmp_path / "ready"
     first, second = (dict(random_tensors(seed, tokens=341 + seed)) for seed in (0, 1))
-    import torch
-
     for name in (EMBED, HEAD):
         first[name] = torch.cat([first[name], second[name][341:]])
     for name, tensors in (("a", first), ("b", second)):
@@ -447,6 +420,71 @@ def test_added_tokens_with_different_flags_are_reported(tmp_path: Path) -> None:
     other.add_tokens([AddedToken("<|y|>", lstrip=True, special=True, normalized=False)])
     model(tmp_path, "a", first, seed=0)
     model(tmp_path, "b", other, seed=1)
-    recipe = load_recipe(LINEAR + "tokenizer_source: union")
-    found = plan_with_findings(recipe, {name: open_checkpoint(tmp_path / name) for name in "ab"}).findings
+    found = check_recipe(LINEAR + "tokenizer_source: union", tmp_path).findings
     assert [(one.severity, one.where) for one in found] == [("warn", "b: tokenizer.json: added_tokens.flags")]
+
+
+@pytest.fixture
+def shuffled(tmp_path: Path) -> Path:
+    """Model ``a`` with tokens t0 to t23, and ``b`` with the same tokens reversed, after two others."""
+    save_checkpoint(tmp_path / "a", random_tensors(0))
+    save_checkpoint(tmp_path / "b", random_tensors(1, tokens=26), config={"eos_token_id": 1})
+    save_tokenizer(tmp_path / "b", ["new", "<eos>", *[f"t{n}" for n in reversed(range(24))]])
+    return tmp_path
+
+
+@pytest.mark.parametrize("way", [{}, {"kernels": "fused"}, {"block_elements": 16384}])
+def test_the_vocabulary_of_the_first_model_is_kept(shuffled: Path, way: dict[str, str]) -> None:
+    merge_text(LINEAR + "tokenizer_source: a", shuffled, **way)
+    a, b, out = (load(shuffled / name) for name in ("a", "b", "out"))
+    for name in (EMBED, HEAD):
+        expected = (a[name] + b[name][[25 - row for row in range(24)]]) / 2
+        np.testing.assert_allclose(out[name], expected, rtol=1e-6)
+    assert json.loads((shuffled / "out/config.json").read_text())["vocab_size"] == 24
+
+
+def test_a_token_that_only_one_model_has_gets_its_row(shuffled: Path) -> None:
+    merge_text(LINEAR + "tokenizer_source: b", shuffled)
+    a, b, out = (load(shuffled / name) for name in ("a", "b", "out"))
+    np.testing.assert_allclose(out[EMBED][:2], b[EMBED][:2], rtol=1e-6)
+    np.testing.assert_allclose(out[EMBED][2:], (a[EMBED][::-1] + b[EMBED][2:]) / 2, rtol=1e-6)
+    config = json.loads((shuffled / "out/config.json").read_text())
+    assert (config["vocab_size"], config["eos_token_id"]) == (26, 1)
+    assert (shuffled / "out/tokenizer.json").read_bytes() == (shuffled / "b/tokenizer.json").read_bytes()
+
+
+def test_a_token_that_the_base_lacks_gets_the_mean_of_its_owners(shuffled: Path) -> None:
+    save_checkpoint(shuffled / "c", random_tensors(2, tokens=26))
+    save_tokenizer(shuffled / "c", ["<eos>", "new", *[f"t{n}" for n in range(24)]])
+    models = "base_model: a\nmodels: [{model: b}, {model: c}]\nparameters: {weight: 1}\ntokenizer_source: b\n"
+    merge_text(f"merge_method: task_arithmetic\n{models}", shuffled)
+    b, c, out = (load(shuffled / name)[EMBED] for name in ("b", "c", "out"))
+    base = (b[0] + c[1]) / 2
+    np.testing.assert_allclose(out[0], base + (b[0] - base) + (c[1] - base), rtol=1e-5, atol=1e-6)
+
+
+def test_with_a_tokenizer_source_different_ids_do_not_block(shuffled: Path) -> None:
+    assert check_recipe(LINEAR + "tokenizer_source: a", shuffled).findings == ()
+
+
+@pytest.mark.parametrize("name", [EMBED, HEAD])
+@pytest.mark.parametrize("shape", [(26, 2), (26, 32), (26, 1), (26,), (26, 16, 1), (26, 4, 4)])
+def test_rows_of_another_shape_are_refused_even_if_they_follow_their_tokens(
+    shuffled: Path, name: str, shape: tuple[int, ...]
+) -> None:
+    file = shuffled / "b/model.safetensors"
+    save_file({**load_file(file), name: torch.ones(shape)}, file, {"format": "pt"})
+    reported = check_recipe(LINEAR + "tokenizer_source: a", shuffled).blocking
+    assert [(one.where, one.found) for one in reported] == [(f"b: {name}", f"shape {list(shape)}")]
+
+
+def test_a_union_of_unrelated_vocabularies_and_unknown_tokens_are_refused(shuffled: Path) -> None:
+    save_checkpoint(shuffled / "c", random_tensors(2))
+    save_tokenizer(shuffled / "c", [f"u{n}" for n in range(24)])
+    for source, words in (("union", "union"), ("c", "24 tokens of c")):
+        with pytest.raises(InvalidInput, match=words):
+            merge_text(LINEAR + f"tokenizer_source: {source}", shuffled)
+
+
+def test_a_union_of_equal_vocabularies_changes_nothing(family: Path) -> None:
+    assert merge_text(LINEAR + "tokenizer_source: union", family, "1").files == merge_text(LINEAR, family, "2").files
