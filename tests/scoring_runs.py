@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from importlib import invalidate_caches
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
 import yaml
 from tiny_models import write_jsonl
 
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.model_process import end_model_process
+from mergegate.tasks.evaluation.backends.registry import added_backends
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
@@ -80,3 +87,32 @@ def call_here(
 ) -> A:
     """Replace ``call_model_process``, and run the call in this process."""
     return function(*arguments, on_progress)
+
+
+@contextmanager
+def backend_site(site: Path) -> Iterator[Callable[..., None]]:
+    """Make packages in ``site`` visible to this process and to model processes, and yield ``install_backend``."""
+
+    def install_backend(module: str, version: str = "1.0", entry: str = "BACKEND") -> None:
+        """Install the backend ``extra``, as an installer would. ``module`` is the source of its module."""
+        facts = site / "mergegate_extra.dist-info"
+        facts.mkdir(parents=True, exist_ok=True)
+        (site / "extra_backend.py").write_text(module)
+        (facts / "METADATA").write_text(f"Metadata-Version: 2.1\nName: mergegate-extra\nVersion: {version}\n")
+        (facts / "entry_points.txt").write_text(f"[mergegate.backends]\nextra = extra_backend:{entry}\n")
+        forget()
+
+    def forget() -> None:
+        """Let the next look-up of a backend scan the installed packages again."""
+        sys.modules.pop("extra_backend", None)
+        invalidate_caches()
+        added_backends.cache_clear()
+
+    site.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(site))
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH")))))
+        end_model_process()  # a process from before would not see the directory
+        yield install_backend
+        end_model_process()
+    forget()

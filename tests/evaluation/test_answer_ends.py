@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,19 +15,18 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from completions_server import serving
 from hypothesis import given
 from hypothesis import strategies as st
-from prefect import flow
+from openai_server import serving
+from scoring_runs import mean_of, model_in, pin, quiet, score, scoring_job, write_task
 from tiny_models import CPU, LETTERS, make_model, write_choices
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.merge_core.files.records import JournalLocation, open_journal
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.answer_journal import attach_journal
-from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend, vllm
+from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend, hf, vllm
 from mergegate.tasks.evaluation.backends.hf import answer_end
 from mergegate.tasks.evaluation.backends.server import _ends_in
 from mergegate.tasks.evaluation.document_order import DocumentRange
@@ -35,12 +36,12 @@ from mergegate.tasks.evaluation.document_scores import (
     read_document_scores,
     write_document_scores,
 )
-from mergegate.tasks.evaluation.harness import LongerAnswers, ScoringJob, score_documents
+from mergegate.tasks.evaluation.harness import LongerAnswers, score_documents
 from mergegate.tasks.evaluation.regeneration import lengthen_answers
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import AnswerEnds, Scores, answer_ends, evaluate_documents, pin_data
-from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
-from mergegate.tasks.store import Artifact
+from mergegate.tasks.evaluation.task_definition import EvalTask
+from mergegate.tasks.stage.stages import separate_store
 
 WHOLE = DocumentRange(first=0, last=40)
 EOS = 2
@@ -55,84 +56,80 @@ def nothing_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     unload_models()
 
 
-def generation_task(directory: Path, settings: str) -> EvalTask:
-    write_choices(directory)
-    path = directory / "free.yaml"
-    path.write_text(
-        "include: letters.yaml\ntask: free\noutput_type: generate_until\ndoc_to_choice: null\n"
-        f'doc_to_target: "{{{{choices[right]}}}}"\ngeneration_kwargs: {settings}\n'
-        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
-    )
-    return pin_task(path.name, path.parent, HashMemo(directory / "hashes.db"))
+def generation_task(directory: Path, until: Sequence[str] = (".",), n: int = 40, **settings: Any) -> EvalTask:
+    write_choices(directory, n)
+    config: dict[str, Any] = {"include": "letters.yaml", "output_type": "generate_until", "doc_to_choice": None}
+    config |= {"doc_to_target": "{{choices[right]}}", "metric_list": [mean_of("exact_match")]}
+    return pin(write_task(directory, "free", **config, generation_kwargs={"until": list(until), **settings}))
 
 
-def model_that_writes(directory: Path, *ids: int) -> Model:
-    """Save a model that repeats ``ids`` in answer to every prompt. Each token may occur only once."""
-    model = make_model(directory)
-    network = AutoModelForCausalLM.from_pretrained(directory)
-    size = network.config.vocab_size
-    with torch.no_grad():
-        for layer in network.model.layers:  # only the current token determines the next one
-            layer.self_attn.o_proj.weight.zero_()
-            layer.mlp.down_proj.weight.zero_()
-        embeddings = torch.nn.functional.pad(torch.eye(size), (0, network.config.hidden_size - size))
-        network.model.embed_tokens.weight.copy_(embeddings)
-        head = torch.zeros_like(network.lm_head.weight)
-        following = dict.fromkeys(range(size), ids[0]) | dict(zip(ids, (*ids[1:], ids[0]), strict=True))
-        for token, after in following.items():
-            head[after, token] = 1.0
-        network.lm_head.weight.copy_(head)
-    network.save_pretrained(directory)
-    return model
+@pytest.fixture(scope="module")
+def writer(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Model]:
+    """Return a function that saves a model that repeats token ids in answer to every prompt.
 
+    Each token may occur only once.
+    """
+    root = tmp_path_factory.mktemp("models")
 
-def ends_of(model: Model, task: EvalTask, **scoring: object) -> set[tuple[tuple[str, ...], tuple[int | None, ...]]]:
-    scored = score_documents(
-        ScoringJob(model, task, Scoring.model_validate(scoring), WHOLE, "cpu"), lambda done, total: None
-    )
-    assert len(scored) == 40
-    return {(row.ended, row.answer_tokens) for row in scored}
+    @cache
+    def model_that_writes(*ids: int) -> Model:
+        model = make_model(root / "-".join(map(str, ids)))
+        network = AutoModelForCausalLM.from_pretrained(model.directory)
+        size = network.config.vocab_size
+        with torch.no_grad():
+            for layer in network.model.layers:  # only the current token determines the next one
+                layer.self_attn.o_proj.weight.zero_()
+                layer.mlp.down_proj.weight.zero_()
+            embeddings = torch.nn.functional.pad(torch.eye(size), (0, network.config.hidden_size - size))
+            network.model.embed_tokens.weight.copy_(embeddings)
+            head = torch.zeros_like(network.lm_head.weight)
+            following = dict.fromkeys(range(size), ids[0]) | dict(zip(ids, (*ids[1:], ids[0]), strict=True))
+            for token, after in following.items():
+                head[after, token] = 1.0
+            network.lm_head.weight.copy_(head)
+        network.save_pretrained(model.directory)
+        return model
+
+    return model_that_writes
 
 
 @pytest.mark.parametrize(
     ("ids", "settings", "end"),
     [
-        ((A, B, C), '{until: ["."], max_gen_toks: 6}', ("length", 6)),  # never stops
-        ((A, B, C, EOS), '{until: ["."], max_gen_toks: 6}', ("eos", 4)),
-        ((A, B, C, EOS), '{until: ["."], max_gen_toks: 4}', ("eos", 4)),  # exactly at the budget
-        ((A, B, C, EOS), '{until: ["."], max_gen_toks: 3}', ("length", 3)),  # complete, but looks truncated
-        ((A, B, DOT), '{until: ["."], max_gen_toks: 6}', ("stop", 3)),
-        ((A, B, DOT), '{until: ["."], max_gen_toks: 3}', ("stop", 3)),
-        ((A, B, C), '{until: ["."], max_new_tokens: 5}', ("length", 5)),
-        ((A, B, C), '{until: ["</s>"], max_gen_toks: 40}', ("length", 40)),  # spans several chunks
-        ((A, B, C, EOS), "{until: [], max_gen_toks: 6, repetition_penalty: 1.0001}", ("eos", 4)),  # lm-eval's own path
+        ((A, B, C), {"max_gen_toks": 6}, ("length", 6)),  # never stops
+        ((A, B, C, EOS), {"max_gen_toks": 6}, ("eos", 4)),
+        ((A, B, C, EOS), {"max_gen_toks": 4}, ("eos", 4)),  # exactly at the budget
+        ((A, B, C, EOS), {"max_gen_toks": 3}, ("length", 3)),  # complete, but looks truncated
+        ((A, B, DOT), {"max_gen_toks": 6}, ("stop", 3)),
+        ((A, B, DOT), {"max_gen_toks": 3}, ("stop", 3)),
+        ((A, B, C), {"max_new_tokens": 5}, ("length", 5)),
+        ((A, B, C), {"until": ["</s>"], "max_gen_toks": 40}, ("length", 40)),  # spans several chunks
+        # lm-eval's own path:
+        ((A, B, C, EOS), {"until": [], "max_gen_toks": 6, "repetition_penalty": 1.0001}, ("eos", 4)),
     ],
 )
 def test_the_end_of_an_answer_is_recorded(
-    tmp_path: Path, ids: Sequence[int], settings: str, end: tuple[str, int]
+    tmp_path: Path, writer: Callable[..., Model], ids: Sequence[int], settings: dict[str, Any], end: tuple[str, int]
 ) -> None:
-    model = model_that_writes(tmp_path / "model", *ids)
-    assert ends_of(model, generation_task(tmp_path / "tasks", settings)) == {((end[0],), (end[1],))}
+    rows = score(writer(*ids), generation_task(tmp_path, n=20, **settings))
+    assert [(row.ended, row.answer_tokens) for row in rows] == [((end[0],), (end[1],))] * 20
 
 
 def test_choices_have_no_end(tmp_path: Path) -> None:
-    task = pin_task("letters.yaml", write_choices(tmp_path / "tasks").parent, HashMemo(tmp_path / "hashes.db"))
-    scored = score_documents(
-        ScoringJob(make_model(tmp_path / "m"), task, Scoring(), WHOLE, "cpu"), lambda done, total: None
-    )
-    assert {row.ended for row in scored} == {()}
-    assert answer_ends("letters", scored) == {}
+    rows = score(make_model(tmp_path / "m"), pin(write_choices(tmp_path, 5)))
+    assert {row.ended for row in rows} == {()}
+    assert answer_ends("letters", rows) == {}
 
 
 @pytest.mark.story
 def test_mixed_answers_are_each_given_their_own_end(tmp_path: Path) -> None:
     """The reference runs plain transformers on one prompt at a time, so batching, order and padding must not matter."""
-    model, task = make_model(tmp_path / "m", seed=3), generation_task(tmp_path / "t", "{until: [a], max_gen_toks: 9}")
-    scored = score_documents(ScoringJob(model, task, Scoring(batch_size=7), WHOLE, "cpu"), lambda done, total: None)
+    model, task = make_model(tmp_path / "m", seed=3), generation_task(tmp_path, until=["a"], max_gen_toks=9)
+    rows = score(model, task, batch_size=7)
     network = AutoModelForCausalLM.from_pretrained(model.directory)
     tokenizer = AutoTokenizer.from_pretrained(model.directory)
-    prompts = [json.loads(line)["word"] for line in (tmp_path / "t/data/letters.jsonl").read_text().splitlines()]
-    for row in scored:
+    prompts = [json.loads(line)["word"] for line in (tmp_path / "data/letters.jsonl").read_text().splitlines()]
+    for row in rows:
         ids = tokenizer(prompts[row.doc_id], return_tensors="pt")["input_ids"]
         with torch.no_grad():
             new = network.generate(ids, max_new_tokens=9, do_sample=False, eos_token_id=EOS, pad_token_id=0)[0]
@@ -140,60 +137,67 @@ def test_mixed_answers_are_each_given_their_own_end(tmp_path: Path) -> None:
         ending = next((at for at, token in enumerate(written, 1) if token in (EOS, 3)), None)
         expected = ("length", 9) if ending is None else ("eos" if written[ending - 1] == EOS else "stop", ending)
         assert (row.ended, row.answer_tokens) == ((expected[0],), (expected[1],))
-    assert len({row.ended for row in scored}) > 1
+    assert len(rows) == 40
+    assert len({row.ended for row in rows}) > 1
 
 
-def test_the_journal_gives_back_how_answers_ended(tmp_path: Path) -> None:
-    model = model_that_writes(tmp_path / "model", A, B, C)
-    task = generation_task(tmp_path / "tasks", '{until: ["."], max_gen_toks: 6}')
-    place = JournalLocation(tmp_path / "journal", "key")
-    asked = ("cpu", lambda done, total: None, place)
-    first = score_documents(ScoringJob(model, task, Scoring(), WHOLE, "cpu"), asked[1])
-    unload_models()
-    assert score_documents(ScoringJob(model, task, Scoring(), WHOLE, "cpu"), asked[1]) == first
+def test_the_journal_gives_back_how_answers_ended(
+    tmp_path: Path, writer: Callable[..., Model], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = scoring_job(writer(A, B, C), generation_task(tmp_path, n=20, max_gen_toks=6))
+    job = replace(job, journal=JournalLocation(tmp_path / "journal", "key"))
+    first = score_documents(job, quiet)
+    monkeypatch.setattr(hf, "answer_end", lambda *_: pytest.fail("an answer was generated again"))
+    assert score_documents(job, quiet) == first
     assert first[0].ended == ("length",)
 
 
 @pytest.mark.story
-def test_a_served_answer_says_how_it_ended(tmp_path: Path) -> None:
-    model = model_that_writes(tmp_path / "merge", A, B, DOT)
+def test_a_served_answer_says_how_it_ended(tmp_path: Path, writer: Callable[..., Model]) -> None:
+    model = writer(A, B, DOT)
     for budget, end in ((6, "stop"), (2, "length")):
-        task = generation_task(tmp_path / f"tasks{budget}", f'{{until: ["."], max_gen_toks: {budget}}}')
-        with serving({"merge": model}) as server:
-            found = ends_of(model, task, backend="served", server={"url": server.url})
-        assert {ended for ended, _ in found} == {(end,)}
+        task = generation_task(tmp_path / f"{budget}", max_gen_toks=budget)
+        with serving({model.name: model}) as server:
+            rows = score(model, task, backend="served", server={"url": server.url})
+        assert [row.ended for row in rows] == [(end,)] * 40
 
 
 @pytest.mark.parametrize(
-    ("choice", "usage", "end"),
+    ("choices", "usage", "ends"),
     [
-        ({"finish_reason": "stop"}, None, AnswerEnd("stop")),
-        ({"finish_reason": "stop", "stop_reason": None}, {"completion_tokens": 4}, AnswerEnd("eos", 4)),
-        ({"finish_reason": "stop", "stop_reason": 128009}, None, AnswerEnd("eos")),
-        ({"finish_reason": "stop", "stop_reason": "\n"}, None, AnswerEnd("stop")),
-        ({"finish_reason": "length"}, {"completion_tokens": 24}, AnswerEnd("length", 24)),
-        ({"finish_reason": "content_filter"}, None, AnswerEnd()),
-        ({}, None, AnswerEnd()),
+        ([{"finish_reason": "stop"}], None, [AnswerEnd("stop")]),
+        ([{"finish_reason": "stop", "stop_reason": None}], 4, [AnswerEnd("eos", 4)]),
+        ([{"finish_reason": "stop", "stop_reason": 128009}], None, [AnswerEnd("eos")]),
+        ([{"finish_reason": "stop", "stop_reason": "\n"}], None, [AnswerEnd("stop")]),
+        ([{"finish_reason": "length"}], 24, [AnswerEnd("length", 24)]),
+        ([{"finish_reason": "content_filter"}], None, [AnswerEnd()]),
+        ([{}], None, [AnswerEnd()]),
+        # The usage counts both together.
+        (
+            [{"index": 1, "finish_reason": "length"}, {"finish_reason": "stop"}],
+            30,
+            [AnswerEnd("stop"), AnswerEnd("length")],
+        ),
     ],
 )
-def test_finish_reasons_of_servers_are_mapped(choice: dict[str, Any], usage: object, end: AnswerEnd) -> None:
-    assert _ends_in({"choices": [{"index": 0, **choice}], "usage": usage}) == [end]
-
-
-def test_ends_of_several_prompts_in_one_request_are_in_their_order() -> None:
-    choices = [{"index": 1, "finish_reason": "length"}, {"index": 0, "finish_reason": "stop"}]
-    answer = {"choices": choices, "usage": {"completion_tokens": 30}}
-    assert _ends_in(answer) == [AnswerEnd("stop"), AnswerEnd("length")]  # usage counts both together
+def test_finish_reasons_of_servers_are_mapped_in_the_order_of_prompts(
+    choices: list[dict[str, Any]], usage: int | None, ends: list[AnswerEnd]
+) -> None:
+    answer = {
+        "choices": [{"index": 0, **choice} for choice in choices],
+        "usage": usage and {"completion_tokens": usage},
+    }
+    assert _ends_in(answer) == ends
 
 
 def test_vllm_reports_how_answers_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    replies = {  # finish_reason, stop_reason, number of tokens
-        "a": ("stop", None, 3),
-        "b": ("stop", ".", 4),
-        "c": ("length", None, 8),
-        "d": ("length", None, 5),
-        "e": ("stop", 128009, 2),
-        "f": ("abort", None, 0),
+    replies = {  # finish_reason, stop_reason, number of tokens, and the end that is reported
+        "a": ("stop", None, 3, AnswerEnd("eos", 3)),
+        "b": ("stop", ".", 4, AnswerEnd("stop", 4)),
+        "c": ("length", None, 8, AnswerEnd("length", 8)),
+        "d": ("length", None, 5, AnswerEnd("context", 5)),
+        "e": ("stop", 128009, 2, AnswerEnd("eos", 2)),
+        "f": ("abort", None, 0, AnswerEnd("", 0)),
     }
 
     class VLLM:
@@ -205,7 +209,7 @@ def test_vllm_reports_how_answers_ended(tmp_path: Path, monkeypatch: pytest.Monk
         def _model_generate(self, requests: Any, generate: bool = False, sampling_params: Any = None) -> Any:
             return [
                 SimpleNamespace(outputs=[SimpleNamespace(finish_reason=reason, stop_reason=by, token_ids=[0] * tokens)])
-                for reason, by, tokens in map(replies.get, requests)
+                for reason, by, tokens, _ in map(replies.__getitem__, requests)
             ]
 
         def generate_until(self, requests: list[Any]) -> list[str]:
@@ -219,22 +223,14 @@ def test_vllm_reports_how_answers_ended(tmp_path: Path, monkeypatch: pytest.Monk
     module = types.ModuleType("lm_eval.models.vllm_causallms")
     module.VLLM = VLLM  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, module.__name__, module)
-    model = Model(name="m", digest="d", directory=tmp_path)
     requests = [SimpleNamespace(args=(prompt, {"until": ["."]})) for prompt in replies]
     with (
-        find_backend("vllm").opened(model, Scoring(backend="vllm"), "cpu") as lm,
+        find_backend("vllm").opened(model_in(tmp_path), Scoring(backend="vllm"), "cpu") as lm,
         open_journal(None) as journal,
         attach_journal(lm, journal, ()) as asked,
     ):
         asked.generate_until(requests)
-    assert [end for _, end in asked.ended_answers] == [
-        AnswerEnd("eos", 3),
-        AnswerEnd("stop", 4),
-        AnswerEnd("length", 8),
-        AnswerEnd("context", 5),
-        AnswerEnd("eos", 2),
-        AnswerEnd("", 0),
-    ]
+    assert [end for _, end in asked.ended_answers] == [end for *_, end in replies.values()]
 
 
 @given(
@@ -261,14 +257,12 @@ def test_an_end_is_the_first_thing_that_ends_an_answer(
     assert answer_end(ids, {ord("$")}, stop, lambda ids: ["".join(map(chr, ids))], budget) == expected
 
 
-def scored(
-    doc_id: int, ended: tuple[str, ...], tokens: tuple[int | None, ...], metric: str = "acc,none"
-) -> DocumentScore:
+def row(doc_id: int, ended: tuple[str, ...], tokens: tuple[int | None, ...], metric: str = "acc,none") -> DocumentScore:
     return DocumentScore("t", metric, doc_id, "d", "p", "t", 1.0, ended=ended, answer_tokens=tokens)
 
 
 def test_ends_are_stored_with_the_scores_and_older_tables_have_none(tmp_path: Path) -> None:
-    rows = (scored(0, ("eos", "length"), (3, None)), scored(1, (), ()))
+    rows = (row(0, ("eos", "length"), (3, None)), row(1, (), ()))
     write_document_scores(tmp_path / "new.parquet", rows)
     assert read_document_scores(tmp_path / "new.parquet") == rows
     table = pq.read_table(tmp_path / "new.parquet").drop_columns(["ended", "answer_tokens"])
@@ -288,7 +282,7 @@ def test_ends_are_stored_with_the_scores_and_older_tables_have_none(tmp_path: Pa
 )
 def test_answers_that_were_cut_off_are_counted_once_a_document(ends: list[tuple[str, int | None]], text: str) -> None:
     rows = [
-        scored(number, (reason,), (tokens,), metric)
+        row(number, (reason,), (tokens,), metric)
         for number, (reason, tokens) in enumerate(ends)
         for metric in ("acc", "other")
     ]
@@ -299,17 +293,18 @@ def test_answers_that_were_cut_off_are_counted_once_a_document(ends: list[tuple[
     assert AnswerEnds.model_validate_json(found.model_dump_json()) == found
 
 
-def longer(model: Model, task: EvalTask, doc_ids: Sequence[int], budget: int, **scoring: object) -> list[DocumentScore]:
+def longer(model: Model, task: EvalTask, doc_ids: Sequence[int], budget: int, **scoring: Any) -> list[DocumentScore]:
     """Return the scores of some documents with a larger token budget."""
+    job = scoring_job(model, task, **scoring)
     answers = LongerAnswers({"free": doc_ids}, {"free": budget})
-    job = ScoringJob(model, task, Scoring.model_validate(scoring), WHOLE, "cpu", longer=answers)
-    return list(score_documents(job, lambda done, total: None))
+    return list(score_documents(replace(job, longer=answers), quiet))
 
 
-def test_a_longer_budget_replaces_that_of_the_task_for_selected_documents(tmp_path: Path) -> None:
-    model = model_that_writes(tmp_path / "model", A, B, C, DOT)
-    task = generation_task(tmp_path / "tasks", '{until: ["."], max_new_tokens: 3}')
-    short = score_documents(ScoringJob(model, task, Scoring(), WHOLE, "cpu"), lambda done, total: None)
+def test_a_longer_budget_replaces_that_of_the_task_for_selected_documents(
+    tmp_path: Path, writer: Callable[..., Model]
+) -> None:
+    model, task = writer(A, B, C, DOT), generation_task(tmp_path, max_new_tokens=3)
+    short = score(model, task)
     assert {(row.ended, row.budgets) for row in short} == {(("length",), (3,))}
     rows = longer(model, task, [2, 7, 39], 6)
     assert [row.doc_id for row in rows] == [2, 7, 39]
@@ -319,30 +314,23 @@ def test_a_longer_budget_replaces_that_of_the_task_for_selected_documents(tmp_pa
 
 
 @pytest.mark.story
-def test_a_prompt_is_not_cut_to_make_room_for_a_longer_answer(tmp_path: Path) -> None:
-    model = model_that_writes(tmp_path / "model", A, B, C)
-    task = generation_task(tmp_path / "tasks", '{until: ["."], max_gen_toks: 4}')
+def test_a_prompt_is_not_cut_to_make_room_for_a_longer_answer(tmp_path: Path, writer: Callable[..., Model]) -> None:
+    model, task = writer(A, B, C), generation_task(tmp_path, max_gen_toks=4)
     lengths = {}
     for row in longer(model, task, range(40), 30, max_length=20):
         assert row.ended == ("context",)
         assert row.answer_tokens == row.budgets
         lengths[row.doc_id] = row.budgets[0]
-    words = [json.loads(line)["word"] for line in (tmp_path / "tasks/data/letters.jsonl").read_text().splitlines()]
+    words = [json.loads(line)["word"] for line in (tmp_path / "data/letters.jsonl").read_text().splitlines()]
     tokenizer = AutoTokenizer.from_pretrained(model.directory)
     assert lengths == {doc: 20 - len(tokenizer(word)["input_ids"]) for doc, word in enumerate(words)}
 
 
 @pytest.mark.story
-@pytest.mark.usefixtures("prefect_api", "home")
-def test_answers_are_lengthened_until_they_end_or_the_limit_is_reached(tmp_path: Path) -> None:
-    endless = model_that_writes(tmp_path / "endless", A, B, C)
-    task = generation_task(tmp_path / "tasks", '{until: ["."], max_gen_toks: 4}')
-
-    @flow
-    def lengthen(limit: int | None, doublings: int) -> list[Artifact[Scores]]:
-        parts = evaluate_documents(endless, task, Scoring(), None, CPU)
-        return lengthen_answers(endless, pin_data(task), Scoring(), parts, doublings, limit, CPU)
-
+def test_answers_are_lengthened_until_they_end_or_the_limit_is_reached(
+    tmp_path: Path, writer: Callable[..., Model]
+) -> None:
+    endless, task = writer(A, B, C), generation_task(tmp_path / "tasks", max_gen_toks=4)
     for limit, doublings, budgets in (
         (None, 1, (4, 8)),
         (None, 9, (4, 8, 16, 32)),
@@ -350,7 +338,9 @@ def test_answers_are_lengthened_until_they_end_or_the_limit_is_reached(tmp_path:
         (4, 9, (4,)),
         (2, 9, (4,)),
     ):
-        (part,) = lengthen(limit, doublings)
+        with separate_store(tmp_path / "state"):
+            parts = evaluate_documents(endless, task, Scoring(), None, CPU)
+            (part,) = lengthen_answers(endless, pin_data(task), Scoring(), parts, doublings, limit, CPU)
         rows = read_document_scores(part.directory / SCORES_FILE)
         assert {row.budgets for row in rows} == {budgets}
         assert all(row.never_ends(limit) == (budgets[-1] == 32) for row in rows)

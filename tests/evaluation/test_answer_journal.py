@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from samples import sampled
+from scoring_runs import pin, scoring_job
 from tiny_models import make_model, words, write_choices
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.merge_core.files.records import JournalLocation, open_journal
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation import harness
@@ -20,10 +21,7 @@ from mergegate.tasks.evaluation.answer_journal import attach_journal
 from mergegate.tasks.evaluation.backends import find_backend
 from mergegate.tasks.evaluation.backends.hf import shared_prefix_type
 from mergegate.tasks.evaluation.backends.token_rows import SharedRow
-from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.task_definition import pin_task
 
 HF = find_backend("hf").computes_in
 
@@ -75,7 +73,9 @@ class Watched(list[Any]):
     limit = -1
 
 
-def ask(lm: Any, kind: str, requests: list[Requested], place: JournalLocation | None, seed: int = 7) -> list[Any]:
+def ask(lm: Any, name: str, place: JournalLocation | None, seed: int = 7) -> list[Any]:
+    """Return the answers to one of the ``REQUESTS``."""
+    kind, requests = REQUESTS[name]
     torch.manual_seed(seed)
     watched = {name: vars(lm)[name] for name in HF if name in vars(lm)}
     try:
@@ -87,34 +87,31 @@ def ask(lm: Any, kind: str, requests: list[Requested], place: JournalLocation | 
 
 def choices() -> list[Requested]:
     """Return prompts with choices of one letter, which share a forward pass, and of several letters, with repeats."""
-    rng = random.Random(1)
     prompts = [*words(20, 3), *words(8, 3)]
     found = [Requested(prompt, letter) for prompt in prompts for letter in ("a", "b", "cde")]
-    rng.shuffle(found)
+    random.Random(1).shuffle(found)
     return found
 
 
-def generations(*, sampled: bool) -> list[Requested]:
+def generations(**how: Any) -> list[Requested]:
     """Return prompts that alternate between two settings; some prompts repeat."""
-    how = {"do_sample": True, "temperature": 1.5} if sampled else {"do_sample": False}
     settings = [{"until": ["."], "max_gen_toks": most, **how} for most in (6, 9)]
     prompts = [*words(9, 2), *["abc"] * 5]
     return [Requested(prompt, settings[at % 3 == 1]) for at, prompt in enumerate(prompts)]
 
 
-ALL = {
+REQUESTS = {
     "choices": ("loglikelihood", choices()),
-    "greedy": ("generate_until", generations(sampled=False)),
-    "sampled": ("generate_until", generations(sampled=True)),
+    "greedy": ("generate_until", generations(do_sample=False)),
+    "sampled": ("generate_until", generations(do_sample=True, temperature=1.5)),
 }
 
 
-@pytest.mark.parametrize("name", sampled(ALL, ["choices"]))
+@pytest.mark.parametrize("name", sampled(REQUESTS, ["choices"]))
 def test_a_killed_batch_is_repeated_and_the_result_is_identical(
     tmp_path: Path, lm: Any, batches: Watched, name: str
 ) -> None:
-    kind, requests = ALL[name]
-    wanted = ask(lm, kind, requests, None)
+    wanted = ask(lm, name, None)
     undisturbed = list(batches)
     assert len(undisturbed) >= 5
     for killed in range(len(undisturbed)):
@@ -122,52 +119,50 @@ def test_a_killed_batch_is_repeated_and_the_result_is_identical(
         del batches[:]
         batches.limit = killed
         with pytest.raises(Killed):
-            ask(lm, kind, requests, place)
+            ask(lm, name, place)
         assert batches == undisturbed[:killed]
         batches.limit = -1
-        assert ask(lm, kind, requests, place) == wanted
+        assert ask(lm, name, place) == wanted
         assert batches == undisturbed  # no batch runs twice or is split differently
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", REQUESTS)
 def test_a_run_killed_in_every_batch_still_ends(tmp_path: Path, lm: Any, batches: Watched, name: str) -> None:
-    kind, requests = ALL[name]
-    wanted = ask(lm, kind, requests, None)
+    wanted = ask(lm, name, None)
     undisturbed = list(batches)
     del batches[:]
     place = JournalLocation(tmp_path / "journal", "key")
     for after in range(1, len(undisturbed)):
         batches.limit = after
         with pytest.raises(Killed):
-            ask(lm, kind, requests, place)
+            ask(lm, name, place)
     batches.limit = -1
-    assert ask(lm, kind, requests, place) == wanted
+    assert ask(lm, name, place) == wanted
     assert batches == undisturbed
 
 
 def test_sampled_answers_to_one_question_stay_different_answers(tmp_path: Path, lm: Any) -> None:
-    kind, requests = ALL["sampled"]
-    answers = ask(lm, kind, requests, JournalLocation(tmp_path / "journal", "key"))
+    place = JournalLocation(tmp_path / "journal", "key")
+    answers = ask(lm, "sampled", place)
     assert len(set(answers[-5:])) > 1
-    assert ask(lm, kind, requests, JournalLocation(tmp_path / "journal", "key"), seed=8) == answers
+    assert ask(lm, "sampled", place, seed=8) == answers
 
 
 def test_recorded_answers_are_not_requested_again(tmp_path: Path, lm: Any, batches: Watched) -> None:
     place = JournalLocation(tmp_path / "journal", "key")
-    for kind, requests in (ALL["choices"], ALL["greedy"]):  # both kinds in one part, in sequence
-        ask(lm, kind, requests, place)
-    asked = len(batches)
-    for kind, requests in (ALL["choices"], ALL["greedy"]):
-        ask(lm, kind, requests, place)
-    assert len(batches) == asked
+    counts = []
+    for _ in range(2):
+        for name in ("choices", "greedy"):  # both kinds in one part, in sequence
+            ask(lm, name, place)
+        counts.append(len(batches))
+    assert counts[0] == counts[1] > 0
 
 
 def test_a_killed_part_resumes_from_its_journal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the harness, outcomes are equal, no batch runs twice, and progress includes the recorded answers."""
     model = make_model(tmp_path / "model", dtype=torch.bfloat16)
-    path = write_choices(tmp_path / "tasks")
-    task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
+    job = scoring_job(model, pin(write_choices(tmp_path / "tasks")), batch_size=2)
     kind, seen, limit = shared_prefix_type(), list[Any](), -1
     compute = kind.answer_row
 
@@ -181,10 +176,7 @@ def test_a_killed_part_resumes_from_its_journal(tmp_path: Path, monkeypatch: pyt
     told: list[tuple[int, int]] = []
 
     def score(place: JournalLocation | None) -> tuple[DocumentScore, ...]:
-        part, settings = DocumentRange(first=0, last=40), Scoring(batch_size=2)
-        return harness.score_documents(
-            harness.ScoringJob(model, task, settings, part, "cpu", place), lambda *far: told.append(far)
-        )
+        return harness.score_documents(replace(job, journal=place), lambda *far: told.append(far))
 
     try:
         wanted = score(None)

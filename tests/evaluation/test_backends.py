@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from completions_server import Habit, serving
+from openai_server import serving
 from pydantic import ValidationError
+from scoring_runs import mean_of, pin, quiet, score, scoring_job, without_probability, write_task
 from tiny_models import Prefix, make_model, write_choices
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints import end_model_process
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
@@ -23,9 +23,9 @@ from mergegate.tasks.evaluation.backends import vllm
 from mergegate.tasks.evaluation.backends.server import ModelEndpoint, ServerSettings
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
+from mergegate.tasks.evaluation.harness import score_documents
 from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.store.keys import digest
 
 WHOLE = DocumentRange(first=0, last=40)
@@ -40,31 +40,19 @@ def nothing_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     unload_models()
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Model:
-    return make_model(tmp_path / "merge")
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return make_model(tmp_path_factory.mktemp("models") / "merge")
 
 
-def pin(path: Path) -> EvalTask:
-    return pin_task(path.name, path.parent, HashMemo(path.parent / "hashes.db"))
-
-
-@pytest.fixture
-def task(tmp_path: Path) -> EvalTask:
-    return pin(write_choices(tmp_path / "tasks"))
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> EvalTask:
+    return pin(write_choices(tmp_path_factory.mktemp("tasks")))
 
 
 def outcomes_by(model: Model, task: EvalTask, **scoring: object) -> tuple[DocumentScore, ...]:
-    return of_lm_eval(
-        score_documents(
-            ScoringJob(model, task, Scoring.model_validate(scoring), WHOLE, "cpu"), lambda done, total: None
-        )
-    )
-
-
-def of_lm_eval(scored: tuple[DocumentScore, ...]) -> tuple[DocumentScore, ...]:
     """Return the scores under lm-eval's metrics, which are equal; the likelihoods differ in the last digits."""
-    return tuple(row for row in scored if row.metric != "prob,none")
+    return without_probability(score(model, task, (0, 40), **scoring))
 
 
 def heard(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[float, bool]]]:
@@ -99,15 +87,12 @@ def test_a_served_model_scores_as_it_does_here(
 
 @pytest.mark.story
 def test_a_served_model_generates_as_it_does_here(tmp_path: Path, model: Model) -> None:
-    write_choices(tmp_path / "tasks")
-    path = tmp_path / "tasks" / "free.yaml"
-    path.write_text(
-        "include: letters.yaml\ntask: free\noutput_type: generate_until\ndoc_to_choice: null\n"
-        'doc_to_target: "{{choices[right]}}"\ngeneration_kwargs: {until: ["p"], max_gen_toks: 3, do_sample: false}\n'
-        "filter_list: [{name: first, filter: [{function: regex, regex_pattern: '([a-d])'}, {function: take_first}]}]\n"
-        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
-    )
-    task = pin(path)
+    write_choices(tmp_path)
+    config: dict[str, Any] = {"include": "letters.yaml", "output_type": "generate_until", "doc_to_choice": None}
+    config["generation_kwargs"] = {"until": ["p"], "max_gen_toks": 3, "do_sample": False}
+    filters = [{"function": "regex", "regex_pattern": "([a-d])"}, {"function": "take_first"}]
+    config |= {"filter_list": [{"name": "first", "filter": filters}], "metric_list": [mean_of("exact_match")]}
+    task = pin(write_task(tmp_path, "free", doc_to_target="{{choices[right]}}", **config))
     here = outcomes_by(model, task)
     with serving({"merge": model}) as server:
         there = outcomes_by(model, task, backend="served", server={"url": server.url})
@@ -121,70 +106,56 @@ def test_a_served_model_generates_as_it_does_here(tmp_path: Path, model: Model) 
 
 @pytest.mark.story
 def test_a_server_receives_its_own_model_name_and_tokens(model: Model, task: EvalTask) -> None:
+    told: list[tuple[int, int]] = []
     with serving({"acme/merge-7": model}) as server:
-        told: list[tuple[int, int]] = []
-        settings = Scoring.model_validate(
-            {
-                "backend": "served",
-                "server": {"models": {"merge": {"url": f"{server.url}/completions", "model": "acme/merge-7"}}},
-                "batch_size": 4,
-            }
-        )
-        score_documents(ScoringJob(model, task, settings, WHOLE, "cpu"), lambda *how_far: told.append(how_far))
-    assert {body["model"] for body in server.asked} == {"acme/merge-7"}
-    assert all(isinstance(token, int) for body in server.asked for prompt in body["prompt"] for token in prompt)
+        endpoint = {"url": f"{server.url}/completions", "model": "acme/merge-7"}
+        job = scoring_job(model, task, backend="served", server={"models": {"merge": endpoint}}, batch_size=4)
+        score_documents(job, lambda *how_far: told.append(how_far))
+    assert {body["model"] for body in server.bodies} == {"acme/merge-7"}
+    assert all(isinstance(token, int) for body in server.bodies for prompt in body["prompt"] for token in prompt)
     # Prompts begin with one BOS token, not two, although the tokenizer adds its own.
-    assert all(prompt[0] == 1 != prompt[1] for body in server.asked for prompt in body["prompt"])
+    assert all(prompt[0] == 1 != prompt[1] for body in server.bodies for prompt in body["prompt"])
     assert told[-1] == (20, 20)  # 80 choices in batches of 4
 
 
 @pytest.mark.parametrize(
-    ("habit", "found"),
+    ("fault", "name", "found", "remedy"),
     [
-        ("no log-probabilities", "without log-probabilities"),
-        ("no echo", "log-probabilities of 1 tokens"),
-        ("zeros", "all 0"),
-        ("begin of text added", "one more"),
-        ("not JSON", "without log-probabilities"),
+        ("no log-probabilities", "merge", "without log-probabilities", "backend: hf"),
+        ("no echo", "merge", "log-probabilities of 1 tokens", "backend: hf"),
+        ("zeros", "merge", "all 0", "backend: hf"),
+        ("begin of text added", "merge", "one more", "backend: hf"),
+        ("not JSON", "merge", "without log-probabilities", "backend: hf"),
+        ("", "other", "404", "evaluate.server.models: {merge: …}"),
+        ("gives up", "merge", "the server stopped answering", ""),
     ],
 )
 def test_a_server_that_does_not_score_prompts_is_refused(
-    model: Model, task: EvalTask, habit: Habit, found: str
-) -> None:
-    with serving({"merge": model}, habit) as server, pytest.raises(InvalidInput, match=found) as caught:
-        outcomes_by(model, task, backend="served", server={"url": server.url})
-    assert "backend: hf" in caught.value.remedy
-
-
-def test_an_unknown_model_or_unreachable_server_is_refused(model: Model, task: EvalTask) -> None:
-    with serving({"other": model}) as server, pytest.raises(InvalidInput, match="404") as caught:
-        outcomes_by(model, task, backend="served", server={"url": server.url})
-    assert "evaluate.server.models: {merge: …}" in caught.value.remedy
-    with pytest.raises(InvalidInput, match="cannot be reached"):
-        outcomes_by(model, task, backend="served", server={"url": server.url})
-
-
-def test_an_error_names_a_server_that_stops_answering(
-    model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch
+    model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch, fault: str, name: str, found: str, remedy: str
 ) -> None:
     from lm_eval.models import api_models
     from tenacity import wait_none
 
     monkeypatch.setattr(api_models, "wait_exponential", lambda **_: wait_none())
-    with (
-        serving({"merge": model}, "gives up") as server,
-        pytest.raises(InvalidInput, match="the server stopped answering"),
-    ):
+    with serving({name: model}, fault) as server, pytest.raises(InvalidInput, match=found) as caught:
+        outcomes_by(model, task, backend="served", server={"url": server.url})
+    assert remedy in caught.value.remedy
+
+
+def test_an_unreachable_server_is_refused(model: Model, task: EvalTask) -> None:
+    with serving({"merge": model}) as server:
+        pass
+    with pytest.raises(InvalidInput, match="cannot be reached"):
         outcomes_by(model, task, backend="served", server={"url": server.url})
 
 
 @pytest.mark.story
 def test_the_scoring_process_reaches_servers(model: Model, task: EvalTask) -> None:
     with serving({"merge": model}) as server:
-        settings = Scoring(backend="served", server=ServerSettings(url=server.url))
-        there = process.score_in_child(ScoringJob(model, task, settings, WHOLE, "cpu"), lambda done, total: None)
+        job = scoring_job(model, task, (0, 40), backend="served", server={"url": server.url})
+        there = process.score_in_child(job, quiet)
     end_model_process()
-    assert of_lm_eval(there) == outcomes_by(model, task)
+    assert without_probability(there) == outcomes_by(model, task)
 
 
 def test_an_address_applies_to_one_model_or_to_all() -> None:
@@ -223,19 +194,16 @@ def test_only_what_moves_scores_is_in_the_key() -> None:
     served = {"backend": "served", "server": {"url": "http://a/v1"}}
     assert key(**served) == key(**served | {"server": {"url": "http://b/v1", "concurrency": 3}, "time_limit": 5})
     assert key(backend="vllm", vllm={"gpu_memory_utilization": 0.5}) == key(backend="vllm", vllm={})
-    different = [
-        {},
-        served,
-        {"backend": "vllm"},
-        {"backend": "vllm", "vllm": {"tensor_parallel_size": 2}},
-        {"batch_size": 1},
-        {"dtype": "bfloat16"},
-        {"max_length": 512},
-        {"num_fewshot": 2},
-        {"chat_template": True},
-        {"seed": 1},
-    ]
+    different = [{}, served, {"backend": "vllm"}, {"backend": "vllm", "vllm": {"tensor_parallel_size": 2}}]
+    different += [{"batch_size": 1}, {"dtype": "bfloat16"}, {"max_length": 512}, {"num_fewshot": 2}]
+    different += [{"chat_template": True}, {"seed": 1}]
     assert len({key(**scoring) for scoring in different}) == len(different)
+
+
+def install_vllm(monkeypatch: pytest.MonkeyPatch, engine: type) -> None:
+    module = types.ModuleType("lm_eval.models.vllm_causallms")
+    module.VLLM = engine  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
 def test_vllm_receives_the_settings_of_the_profile(
@@ -250,24 +218,14 @@ def test_vllm_receives_the_settings_of_the_profile(
             given.append(arguments)
             super().__init__(pretrained=arguments["pretrained"], device="cpu", batch_size=arguments["batch_size"])
 
-    module = types.ModuleType("lm_eval.models.vllm_causallms")
-    module.VLLM = VLLM  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    install_vllm(monkeypatch, VLLM)
     asked = {"backend": "vllm", "dtype": "bfloat16", "max_length": 48, "vllm": {"tensor_parallel_size": 2}}
     there = outcomes_by(model, task, **asked)
     outcomes_by(model, task, **asked)
     assert there == here
-    assert given == [  # once, because the engine is reused
-        {
-            "pretrained": str(model.directory),
-            "dtype": "bfloat16",
-            "max_length": 48,
-            "batch_size": 16,
-            "tensor_parallel_size": 2,
-            "gpu_memory_utilization": 0.8,
-            "trust_remote_code": False,
-        }
-    ]
+    engine = {"tensor_parallel_size": 2, "gpu_memory_utilization": 0.8, "trust_remote_code": False}
+    expected = {"pretrained": str(model.directory), "dtype": "bfloat16", "max_length": 48, "batch_size": 16, **engine}
+    assert given == [expected]  # once, because the engine is reused
 
 
 def test_an_engine_that_does_not_start_is_explained(
@@ -277,9 +235,7 @@ def test_an_engine_that_does_not_start_is_explained(
         def __init__(self, **arguments: Any) -> None:
             raise ValueError("No available memory for the cache blocks")
 
-    module = types.ModuleType("lm_eval.models.vllm_causallms")
-    module.VLLM = VLLM  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, module.__name__, module)
+    install_vllm(monkeypatch, VLLM)
     with pytest.raises(InvalidInput, match="No available memory") as caught:
         outcomes_by(model, task, backend="vllm")
     assert "gpu_memory_utilization" in caught.value.remedy

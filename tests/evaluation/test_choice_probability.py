@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -15,25 +17,20 @@ from benchmark_scripts import load_benchmark
 from gate_samples import judge_guard
 from hypothesis import given
 from hypothesis import strategies as st
-from lm_eval_runs import run_lm_eval
+from lm_eval_runs import UNWRITTEN, run_lm_eval
 from rich.console import Console
-from tiny_models import CPU, make_model, words, write_choices, write_jsonl
+from scoring_runs import mean_of, pin, score, write_task
+from tiny_models import make_model, words, write_choices, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.flows.cli.gate import judge_results, load_guards
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.choice_probability import AnsweredChoice, chance_level, choice_from_log, probabilities
-from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore, pair_documents
-from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
 from mergegate.tasks.evaluation.metrics import choose_metrics
 from mergegate.tasks.evaluation.result_files import find_results, read_task
-from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.task_definition import pin_task
-from mergegate.tasks.evaluation.task_loading import inspect_data
 from mergegate.tasks.gate.evidence import measure_guard
 from mergegate.tasks.gate.settings import Guard
 
@@ -44,12 +41,13 @@ WAYS = {
     "a template": {"doc_to_target": "{{right}}"},
     "a text by template": {"doc_to_target": "{{answer}}"},
     "several": {"doc_to_target": "several"},
-    "mutual information": {
-        "metric_list": [
-            {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_mutual_info")
-        ]
-    },
+    "mutual information": {"metric_list": [mean_of("acc"), mean_of("acc_mutual_info")]},
 }
+OTHERS = {
+    "own function": {"process_results": "!function own.judged"},
+    "choices in the question": {"doc_to_text": "right", "doc_to_choice": "asks", "doc_to_target": "end"},
+}
+Outcomes: TypeAlias = dict[str, tuple[DocumentScore, ...]]
 
 
 @pytest.fixture(scope="module")
@@ -65,47 +63,30 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for position, word in enumerate(words(30)):
         choices = ["abc", "b", "cd"] if position % 2 else ["d", "ab", "e"]
         right = (position * 7) % 3
+        row = {"word": word, "right": right, "choices": choices, "answer": choices[right]}
         several = sorted({right, (right + 1) % 3})
-        rows.append(
-            {"word": word, "right": right, "choices": choices, "answer": choices[right], "several": several}
-            | {"asks": [f"{word}{choice}" for choice in choices], "end": "a"}
-        )
-    write_jsonl(folder / "data" / "letters.jsonl", rows)
-    plain = yaml.safe_load(write_choices(folder, 1, name="letters").read_text())
-    write_jsonl(folder / "data" / "letters.jsonl", rows)
-    found = {}
-    for number, (name, changes) in enumerate(WAYS.items()):
-        found[name] = folder / f"way{number}.yaml"
-        found[name].write_text(yaml.safe_dump({**plain, "task": f"way{number}", **changes}))
+        rows.append(row | {"several": several, "asks": [f"{word}{choice}" for choice in choices], "end": "a"})
+    write_choices(folder, 1, name="base")
+    write_jsonl(folder / "data" / "base.jsonl", rows)
     (folder / "own.py").write_text("def judged(doc, results):\n    return {'acc': 1.0 if doc['right'] else 0.0}\n")
-    found["its own function"] = folder / "own.yaml"
-    text = yaml.safe_dump({**plain, "task": "own"}) + "process_results: !function own.judged\n"
-    found["its own function"].write_text(text)
-    found["choices in the question"] = folder / "asked.yaml"
-    asked = {**plain, "task": "asked", "doc_to_text": "right", "doc_to_choice": "asks", "doc_to_target": "end"}
-    found["choices in the question"].write_text(yaml.safe_dump(asked))
-    return found
-
-
-def scored(model: Model, definition: Path) -> tuple[DocumentScore, ...]:
-    task = pin_task(definition.name, definition.parent, HashMemo(definition.parent / "hashes.db"))
-    every = DocumentRange(first=0, last=inspect_data(task).documents)
-    return score_documents(ScoringJob(model, task, Scoring(), every, CPU.device), lambda done, total: None)
+    return {
+        name: write_task(folder, name.replace(" ", "_"), include="base.yaml", **changes)
+        for name, changes in (WAYS | OTHERS).items()
+    }
 
 
 @pytest.fixture(scope="module")
-def outcomes(model: Model, tasks: dict[str, Path]) -> dict[str, tuple[DocumentScore, ...]]:
-    try:
-        return {name: scored(model, definition) for name, definition in tasks.items()}
-    finally:
-        unload_models()
+def outcomes(model: Model, tasks: dict[str, Path]) -> Iterator[Outcomes]:
+    yield {name: score(model, pin(definition)) for name, definition in tasks.items()}
+    unload_models()
 
 
+@cache
 def by_hand(model: Model, definition: Path) -> list[list[float]]:
     """Return the log-likelihood of every choice of every document, computed token by token without lm-eval."""
     network = AutoModelForCausalLM.from_pretrained(model.directory)
     tokenizer = AutoTokenizer.from_pretrained(model.directory)
-    rows = [json.loads(line) for line in (definition.parent / "data" / "letters.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (definition.parent / "data" / "base.jsonl").read_text().splitlines()]
     found = []
     for row in rows:
         of_choices = []
@@ -119,81 +100,78 @@ def by_hand(model: Model, definition: Path) -> list[list[float]]:
     return found
 
 
+def right_shares(likelihoods: list[list[float]], *, several: bool) -> list[float]:
+    """Return the share of the right choice of each document, or of the right one and the next one."""
+    shares = []
+    for position, of_choices in enumerate(likelihoods):
+        weights = [math.exp(one) for one in of_choices]
+        right = {(position * 7 + more) % 3 for more in range(1 + several)}
+        shares.append(sum(weights[one] for one in right) / sum(weights))
+    return shares
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_probability_is_the_share_of_the_right_choices(
-    way: str, model: Model, tasks: dict[str, Path], outcomes: dict[str, tuple[DocumentScore, ...]]
+    way: str, model: Model, tasks: dict[str, Path], outcomes: Outcomes
 ) -> None:
-    found = {row.doc_id: row for row in outcomes[way] if row.metric == "prob,none"}
+    found = {row.doc_id: row.outcome for row in outcomes[way] if row.metric == "prob,none"}
+    expected = right_shares(by_hand(model, tasks["a position"]), several=way == "several")
+    assert [found[position] for position in range(30)] == pytest.approx(expected, rel=1e-3)
     assert len(found) == 30
-    for position, likelihoods in enumerate(by_hand(model, tasks[way])):
-        weights = [math.exp(one) for one in likelihoods]
-        right = {(position * 7) % 3}
-        if way == "several":
-            right.add((position * 7 + 1) % 3)
-        assert found[position].outcome == pytest.approx(sum(weights[one] for one in right) / sum(weights), rel=1e-3)
 
 
-def test_choices_within_the_question_have_a_probability(outcomes: dict[str, tuple[DocumentScore, ...]]) -> None:
+def test_choices_within_the_question_have_a_probability(outcomes: Outcomes) -> None:
     rows = outcomes["choices in the question"]
     assert sum(row.metric == "prob,none" for row in rows) == 30
 
 
 def test_parts_give_what_the_whole_gives_but_for_how_batches_are_rounded(
-    model: Model, tasks: dict[str, Path], outcomes: dict[str, tuple[DocumentScore, ...]]
+    model: Model, tasks: dict[str, Path], outcomes: Outcomes
 ) -> None:
-    task = pin_task(tasks["a text"].name, tasks["a text"].parent, HashMemo(tasks["a text"].parent / "hashes.db"))
-    found: dict[int, float] = {}
-    try:
-        for first, last in ((0, 7), (7, 30)):
-            part = DocumentRange(first=first, last=last)
-            rows = score_documents(ScoringJob(model, task, Scoring(), part, CPU.device), lambda done, total: None)
-            found |= {row.doc_id: row.outcome for row in rows if row.metric == "prob,none"}
-    finally:
-        unload_models()
-    whole = {row.doc_id: row.outcome for row in outcomes["a text"] if row.metric == "prob,none"}
+    rows = [row for part in ((0, 7), (7, 30)) for row in score(model, pin(tasks["a text"]), part)]
+    found, whole = (
+        {row.doc_id: row.outcome for row in each if row.metric == "prob,none"} for each in (rows, outcomes["a text"])
+    )
     assert found == pytest.approx(whole, abs=1e-5)
 
 
+@pytest.mark.parametrize("metric", ["prob", {"own_function": "prob"}])
 def test_a_task_with_its_own_scoring_has_no_probability_metric(
-    outcomes: dict[str, tuple[DocumentScore, ...]],
+    outcomes: Outcomes, metric: str | dict[str, str]
 ) -> None:
-    rows = outcomes["its own function"]
+    rows = outcomes["own function"]
     assert {row.metric for row in rows} == {"acc,none"}
-    with pytest.raises(InvalidInput, match=r"'prob', which the task does not have(.|\n)*only choice tasks"):
-        choose_metrics(rows, "prob", "own")
-    with pytest.raises(InvalidInput, match="only choice tasks"):
-        choose_metrics(rows, {"own": "prob"}, "own")
+    with pytest.raises(InvalidInput, match=r"'prob'.* which (the task )?does not have(.|\n)*only choice tasks"):
+        choose_metrics(rows, metric, "own_function")
 
 
-def test_probability_is_never_the_default_metric(outcomes: dict[str, tuple[DocumentScore, ...]]) -> None:
-    assert choose_metrics(outcomes["a text"], None, "t").label == "acc,none"
-    assert choose_metrics(outcomes["a text"], "prob", "t").label == "prob,none"
-    assert choose_metrics(outcomes["a text"], {"way*": "prob,none"}, "t").label == "prob,none"
+@pytest.mark.parametrize(
+    ("metric", "label"), [(None, "acc,none"), ("prob", "prob,none"), ({"a*": "prob,none"}, "prob,none")]
+)
+def test_probability_is_never_the_default_metric(outcomes: Outcomes, metric: Any, label: str) -> None:
+    assert choose_metrics(outcomes["a text"], metric, "t").label == label
 
 
 def test_results_that_lm_eval_wrote_give_the_same(
-    tmp_path: Path, model: Model, tasks: dict[str, Path], outcomes: dict[str, tuple[DocumentScore, ...]]
+    tmp_path: Path, model: Model, tasks: dict[str, Path], outcomes: Outcomes
 ) -> None:
-    told = [name for name in tasks if name not in ("its own function", "choices in the question")]
-    run_lm_eval(tmp_path / "out", model.directory, [tasks[name] for name in told], tmp_path / "scratch")
-    for name in told:
+    run_lm_eval(tmp_path / "out", model.directory, [tasks[name] for name in WAYS], tmp_path / "scratch")
+    for name in WAYS:
         theirs = read_task(find_results(tmp_path / "out"), tasks[name].stem).outcomes
-        ours = sorted(row._replace(answer="", prompt_cut=None) for row in outcomes[name])
-        whole = sorted(row._replace(answer="") for row in theirs)
+        ours, whole = (sorted(row._replace(**UNWRITTEN) for row in rows) for rows in (outcomes[name], theirs))
         assert [row._replace(outcome=0.0) for row in whole] == [row._replace(outcome=0.0) for row in ours], name
         # The tolerance covers the last digits that a different batch size changes.
         assert [row.outcome for row in whole] == pytest.approx([row.outcome for row in ours], rel=1e-4, abs=1e-9), name
         assert sum(row.metric == "prob,none" for row in theirs) == 30
 
 
-def test_a_guard_judges_probabilities_as_graded_scores(outcomes: dict[str, tuple[DocumentScore, ...]]) -> None:
+def test_a_guard_judges_probabilities_as_graded_scores(outcomes: Outcomes) -> None:
     rows = outcomes["a position"]
     worse = [row._replace(outcome=row.outcome * 0.5) for row in rows]
-    metrics = choose_metrics(rows, "prob", "way0")
+    metrics = choose_metrics(rows, "prob", "a_position")
     paired = pair_documents(metrics.judge(rows, "r"), metrics.judge(worse, "m"), metrics.label, "w")
-    guard = Guard(task="way0", guarded_by="base", metric="prob")
-    evidence = measure_guard(guard, metrics.label, paired, metrics.higher_is_better)
-    assert not evidence.binary
+    guard = Guard(task="a_position", guarded_by="base", metric="prob")
+    assert not measure_guard(guard, metrics.label, paired, metrics.higher_is_better).binary
     verdict = judge_guard(guard, metrics.label, paired, metrics.higher_is_better, 0.95)
     mean = sum(row.outcome for row in rows if row.metric == "prob,none") / 30
     assert verdict.drop == pytest.approx(100 * mean / 2)
@@ -213,14 +191,9 @@ def test_the_gate_judges_lm_eval_files_by_probability(tmp_path: Path, model: Mod
     found = judge_results(directories, *load_guards(profile), Console(quiet=True))
     assert found.content is not None
     (judged,) = found.content.verdict.guards
-    likelihoods = [by_hand(one, tasks["several"]) for one in (model, other)]
-    mean = []
-    for of_model in likelihoods:
-        shares = [[math.exp(one) / sum(map(math.exp, of)) for one in of] for of in of_model]
-        right = [((7 * at) % 3, (7 * at + 1) % 3) for at in range(30)]
-        mean.append(sum(share[a] + share[b] for share, (a, b) in zip(shares, right, strict=True)) / 30)
+    before, after = (np.mean(right_shares(by_hand(one, tasks["several"]), several=True)) for one in (model, other))
     assert (judged.metric, judged.n) == ("prob,none", 30)
-    assert judged.drop == pytest.approx(100 * (mean[0] - mean[1]), abs=0.01)
+    assert judged.drop == pytest.approx(100 * (before - after), abs=0.01)
 
 
 @given(LIKELIHOODS, st.data())
@@ -234,11 +207,19 @@ def test_it_lies_between_0_and_1_and_sums_to_1_over_the_choices(likelihoods: lis
         assert AnsweredChoice(shifted, frozenset({one})).probability == pytest.approx(part, abs=1e-9)
 
 
-def test_nan_likelihoods_and_unknown_labels_have_no_probability() -> None:
-    assert AnsweredChoice((math.nan, -1.0), frozenset({0})).probability is None
-    assert AnsweredChoice((-math.inf, -math.inf), frozenset({0})).probability is None
-    assert AnsweredChoice((-math.inf, -1.0), frozenset({0})).probability == 0.0
-    assert AnsweredChoice((-2.0, -1.0), frozenset()).probability == 0.0
+@pytest.mark.parametrize(
+    ("likelihoods", "right", "probability"),
+    [
+        ((math.nan, -1.0), {0}, None),
+        ((-math.inf, -math.inf), {0}, None),
+        ((-math.inf, -1.0), {0}, 0.0),
+        ((-2.0, -1.0), set(), 0.0),
+    ],
+)
+def test_nan_likelihoods_and_unknown_labels_have_no_probability(
+    likelihoods: tuple[float, ...], right: set[int], probability: float | None
+) -> None:
+    assert AnsweredChoice(likelihoods, frozenset(right)).probability == probability
 
 
 def test_a_contradicting_acc_removes_the_probability() -> None:

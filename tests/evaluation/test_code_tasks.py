@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
-import sys
 from collections.abc import Iterator
 from fractions import Fraction
-from importlib import invalidate_caches
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -17,16 +14,15 @@ from confined_here import require_confinement
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from scoring_runs import backend_site, model_in, pin, quiet, scoring_job, write_task
+from tiny_models import write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints import Model, end_model_process
-from mergegate.tasks.evaluation import EvalTask, Scoring, pin_task
-from mergegate.tasks.evaluation.backends.registry import added_backends
+from mergegate.tasks.checkpoints import Model
+from mergegate.tasks.evaluation import EvalTask, pin_task
 from mergegate.tasks.evaluation.code_metric import CodeEval, pass_at
 from mergegate.tasks.evaluation.code_permission import allow_code
-from mergegate.tasks.evaluation.document_order import DocumentRange
-from mergegate.tasks.evaluation.harness import ScoringJob
 from mergegate.tasks.evaluation.process import inspect_in_child, score_in_child
 from mergegate.tasks.evaluation.support import UnsupportedReason, refusal_of_leaf, require_supported, shipped_leaves
 from mergegate.tasks.gate import EvaluateSettings, Guard, pin_tasks
@@ -73,34 +69,34 @@ def opened(model, scoring, device):
 
     yield Coder()
 
-BACKEND = Backend("coder", "writes what it is told", opened)
+BACKEND = Backend("extra", "writes what it is told", opened)
 '''
 
 
 def mirror(place: Path, home: Path) -> Path:
     """Write a directory for ``evaluate.data`` with small versions of HumanEval and MBPP."""
-    place.mkdir()
-    humaneval = [
-        {
-            "task_id": f"own/{name}",
-            "prompt": f"HOME = {str(home)!r}\ndef {name}():\n",
-            "entry_point": name,
-            "canonical_solution": "    return 1",
-            "test": "def check(function):\n    assert function() == 1\n",
-        }
-        for name in ANSWERS
-    ]
-    mbpp = [
-        {"task_id": at, "text": f"Write {name}.", "code": "", "test_list": [f"assert {name}() == 1"] * 3}
-        for at, name in enumerate(WHOLE)
-    ]
-    for name, rows in (("humaneval", humaneval), ("mbpp", mbpp)):
-        (place / f"{name}_test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    humaneval = {"canonical_solution": "    return 1", "test": "def check(function):\n    assert function() == 1\n"}
+    write_jsonl(
+        place / "humaneval_test.jsonl",
+        (
+            {"task_id": f"own/{name}", "prompt": f"HOME = {str(home)!r}\ndef {name}():\n", "entry_point": name}
+            | humaneval
+            for name in ANSWERS
+        ),
+    )
+    write_jsonl(
+        place / "mbpp_test.jsonl",
+        (
+            {"task_id": at, "text": f"Write {name}.", "code": "", "test_list": [f"assert {name}() == 1"] * 3}
+            for at, name in enumerate(WHOLE)
+        ),
+    )
     return place
 
 
 def pinned(name: str, data: Path) -> EvalTask:
-    return allow_code(pin_task(name, data, HashMemo(data.parent / "hashes.db"), data), name, [name])
+    task = allow_code(pin_task(name, data, HashMemo(data.parent / "hashes.db"), data), name, [name])
+    return task.model_copy(update={"code": QUICK})
 
 
 @given(st.integers(1, 12).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n), st.integers(1, n))))
@@ -172,45 +168,39 @@ def test_a_shipped_code_task_is_refused_with_the_setting_that_allows_it() -> Non
     require_supported("humaneval_infilling", code_allowed=True)
 
 
-def test_a_local_task_runs_programs_confined_or_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "t.yaml").write_text(
-        "task: t\nunsafe_code: true\ndataset_path: json\ndataset_kwargs: {data_files: {test: t.jsonl}}\n"
-        "test_split: test\noutput_type: generate_until\nprocess_results: !function own.scored\n"
-    )
-    (tmp_path / "t.jsonl").write_text('{"a": 1}\n')
-    own = "def scored(doc, results): {}\n"
-    (tmp_path / "own.py").write_text(own.format("exec(results[0])"))
-    with pytest.raises(InvalidInput, match=r"exec in own.py"):
-        allow_code(pin_task("t.yaml", tmp_path, HashMemo(tmp_path / "h.db")), "t.yaml", ["t.yaml"])
-    (tmp_path / "far.yaml").write_text((tmp_path / "t.yaml").read_text().replace("own.scored", "pdb.run"))
-    with pytest.raises(InvalidInput, match=r"pdb.run, in a module that is not next to"):
-        allow_code(pin_task("far.yaml", tmp_path, HashMemo(tmp_path / "h.db")), "far.yaml", ["far.yaml"])
-    bounded = "def check_correctness(program): return run(program)\ndef run(program): exec(program)\n"
-    (tmp_path / "own.py").write_text(bounded + own.format("return {'passed': check_correctness(results[0])}"))
-    assert allow_code(pin_task("t.yaml", tmp_path, HashMemo(tmp_path / "h2.db")), "t.yaml", ["t.yaml"]).code
+@pytest.mark.parametrize(
+    ("function", "own", "refusal"),
+    [
+        ("own.scored", "def scored(doc, results): exec(results[0])\n", r"exec in own.py"),
+        ("pdb.run", "", r"pdb.run, in a module that is not next to"),
+        (
+            "own.scored",
+            "def check_correctness(program): return run(program)\ndef run(program): exec(program)\n"
+            "def scored(doc, results): return {'passed': check_correctness(results[0])}\n",
+            None,
+        ),
+    ],
+)
+def test_a_local_task_runs_programs_confined_or_is_refused(
+    tmp_path: Path, function: str, own: str, refusal: str | None
+) -> None:
+    config = {"unsafe_code": True, "output_type": "generate_until", "process_results": f"!function {function}"}
+    path = write_task(tmp_path, "t", [{"a": 1}], **config)
+    (tmp_path / "own.py").write_text(own)
+    if refusal is None:
+        assert allow_code(pin(path), "t.yaml", ["t.yaml"]).code
+        return
+    with pytest.raises(InvalidInput, match=refusal):
+        allow_code(pin(path), "t.yaml", ["t.yaml"])
 
 
 @pytest.fixture
 def coder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
     """Return a model that writes the code in ``ANSWERS``, in this process and in the evaluation process."""
-    site = tmp_path / "site"
-    facts = site / "mergegate_coder.dist-info"
-    facts.mkdir(parents=True)
-    answers = json.dumps({name: answer for name, (answer, _) in {**WHOLE, **ANSWERS}.items()})
-    (site / "coder_backend.py").write_text(CODER.format(answers=answers))
-    (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: mergegate-coder\nVersion: 1.0\n")
-    (facts / "entry_points.txt").write_text("[mergegate.backends]\ncoder = coder_backend:BACKEND\n")
-    monkeypatch.syspath_prepend(str(site))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH")))))
     monkeypatch.setenv("HF_TOKEN", "hf_planted")
-    invalidate_caches()
-    added_backends.cache_clear()
-    end_model_process()
-    yield Model(name="coder", digest="0" * 64, directory=tmp_path)
-    end_model_process()
-    monkeypatch.undo()
-    sys.modules.pop("coder_backend", None)
-    added_backends.cache_clear()
+    with backend_site(tmp_path / "site") as install_backend:
+        install_backend(CODER.format(answers=json.dumps({name: text for name, (text, _) in (WHOLE | ANSWERS).items()})))
+        yield model_in(tmp_path, "coder")
 
 
 @pytest.mark.story
@@ -218,12 +208,9 @@ def coder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Model]:
 def test_each_document_is_scored_by_what_its_program_does(tmp_path: Path, coder: Model) -> None:
     require_confinement()
     owner = Path.home()
-    data = mirror(tmp_path / "data", owner)
-    task = pinned("humaneval", data).model_copy(update={"code": QUICK})
-    found = inspect_in_child(task)
-    assert found.metrics == {"humaneval": {"pass@1,create_test": True}}
-    part = DocumentRange(first=0, last=len(ANSWERS))
-    scored = score_in_child(ScoringJob(coder, task, Scoring(backend="coder"), part, "cpu"), lambda done, total: None)
+    task = pinned("humaneval", mirror(tmp_path / "data", owner))
+    assert inspect_in_child(task).metrics == {"humaneval": {"pass@1,create_test": True}}
+    scored = score_in_child(scoring_job(coder, task, (0, len(ANSWERS)), backend="extra"), quiet)
     outcomes = {list(ANSWERS)[row.doc_id]: row.outcome for row in scored}
     assert outcomes == {name: worth for name, (_, worth) in ANSWERS.items()}
     assert {row.metric for row in scored} == {"pass@1,create_test"}
@@ -235,11 +222,7 @@ def test_each_document_is_scored_by_what_its_program_does(tmp_path: Path, coder:
 @pytest.mark.usefixtures("home")
 def test_mbpp_runs_programs_in_the_same_sandbox(tmp_path: Path, coder: Model) -> None:
     require_confinement()
-    data = mirror(tmp_path / "data", tmp_path)
-    task = pinned("mbpp", data).model_copy(update={"code": QUICK})
-    part = DocumentRange(first=0, last=2)
-    scored = score_in_child(
-        ScoringJob(coder, task, Scoring(backend="coder", num_fewshot=0), part, "cpu"), lambda done, total: None
-    )
+    task = pinned("mbpp", mirror(tmp_path / "data", tmp_path))
+    scored = score_in_child(scoring_job(coder, task, (0, 2), backend="extra", num_fewshot=0), quiet)
     assert {row.metric for row in scored} == {"pass_at_1,none"}
     assert [row.outcome for row in scored] == [worth for _, worth in WHOLE.values()]

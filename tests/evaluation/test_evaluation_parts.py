@@ -6,7 +6,8 @@ import dataclasses
 import os
 import random
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -14,13 +15,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from patience import HANG_S
-from prefect import flow
+from scoring_runs import call_here, pin
 from tiny_models import CPU, make_model, words, write_choices
 from traps import asked, ends, in_another_process, write_trap
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints import end_model_process
+from mergegate.tasks.checkpoints import unload_models
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.evaluation import document_scores, process
 from mergegate.tasks.evaluation.document_order import (
@@ -34,44 +35,42 @@ from mergegate.tasks.evaluation.document_order import (
 from mergegate.tasks.evaluation.document_scores import SCORES_FILE, DocumentScore
 from mergegate.tasks.evaluation.harness import ScoringJob
 from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.stage import (
-    Scores,
-    TaskScores,
-    evaluate_documents,
-    excerpt,
-    join_parts,
-    pin_data,
-)
-from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.evaluation.stage import Scores, TaskScores, evaluate_documents, excerpt, join_parts, pin_data
+from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.gate.references import pin_tasks
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.stage.progress import StageStatus, progress_watcher
-from mergegate.tasks.stage.stages import Stage, store
+from mergegate.tasks.stage.stages import separate_store, store
 from mergegate.tasks.store.store import Artifact
 
 FIRST_TEN = Scoring(documents=10)  # of 40 documents: 10, then 10 more, then 20 more
 
 
 @pytest.fixture(autouse=True)
-def few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def _store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Run stages without Prefect and score in this process. Only the last test does as a run does."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(process, "call_model_process", call_here)
+    with separate_store(tmp_path / "state"):
+        yield
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_process_for_all() -> Iterator[None]:
-    yield
-    end_model_process()
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("parts")
+    write_choices(root)
+    return root
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Model:
-    return make_model(tmp_path / "model")
+@pytest.fixture(scope="module")
+def model(root: Path) -> Iterator[Model]:
+    yield make_model(root / "model")
+    unload_models()
 
 
-@pytest.fixture
-def task(tmp_path: Path) -> EvalTask:
-    path = write_choices(tmp_path / "tasks")
-    return pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
+@pytest.fixture(scope="module")
+def task(root: Path) -> EvalTask:
+    return pin(root / "letters.yaml")
 
 
 class Watching:
@@ -90,17 +89,11 @@ class Watching:
         self.summaries.append(summary)
 
 
-def in_flow(*calls: Callable[[], list[Artifact[Scores]]]) -> tuple[Watching, list[list[Artifact[Scores]]]]:
-    """Run the calls in a flow, and return its watcher and their results."""
-    watching, results = Watching(), list[list[Artifact[Scores]]]()
-
-    @flow
-    def run() -> None:
-        results.extend(call() for call in calls)
-
+def watch(*calls: Callable[[], list[Artifact[Scores]]]) -> tuple[Watching, list[list[Artifact[Scores]]]]:
+    """Return a watcher of the calls and their results."""
+    watching = Watching()
     with progress_watcher(watching):
-        run()
-    return watching, results
+        return watching, [call() for call in calls]
 
 
 def made() -> dict[str, tuple[int, int]]:
@@ -110,11 +103,16 @@ def made() -> dict[str, tuple[int, int]]:
     return {name: (stat.st_ino, stat.st_mtime_ns) for name, stat in stats.items()}
 
 
+def rows_of(parts: Iterable[Artifact[Scores]]) -> list[DocumentScore]:
+    """Return the stored scores of some parts under lm-eval's metric."""
+    rows = [row for part in parts for row in document_scores.read_document_scores(part.directory / SCORES_FILE)]
+    return [row for row in rows if row.metric == "acc,none"]
+
+
 @pytest.mark.proof
 @pytest.mark.story
-@pytest.mark.usefixtures("prefect_api", "home")
 def test_more_documents_cost_only_those_that_are_new(model: Model, task: EvalTask) -> None:
-    watching, (ten, twenty, everything, again) = in_flow(
+    watching, (ten, twenty, everything, again) = watch(
         *(lambda n=n: evaluate_documents(model, task, FIRST_TEN, n, CPU) for n in (10, 20, None, 40))  # type: ignore[misc]
     )
     assert watching.endings == ["made", "made", "made", "cached"]
@@ -122,28 +120,16 @@ def test_more_documents_cost_only_those_that_are_new(model: Model, task: EvalTas
     assert [a.key for a in everything[:2]] == [a.key for a in twenty]
     assert twenty[0].key == ten[0].key
     assert len(made()) == 3
-    rows = [
-        row
-        for part in everything
-        for row in document_scores.read_document_scores(part.directory / document_scores.SCORES_FILE)
-    ]
-    assert sorted(row.doc_id for row in rows if row.metric == "acc,none") == list(range(40))
+    assert sorted(row.doc_id for row in rows_of(everything)) == list(range(40))
 
 
 @pytest.mark.story
-@pytest.mark.usefixtures("prefect_api", "home")
-def test_joined_parts_score_as_all_their_documents(
-    model: Model, task: EvalTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    watching, (parts,) = in_flow(lambda: evaluate_documents(model, task, FIRST_TEN, None, CPU))
-    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "knows nothing"))
-    _, (whole,) = in_flow(lambda: evaluate_documents(model, task, Scoring(), None, CPU))
+def test_joined_parts_score_as_all_their_documents(model: Model, task: EvalTask, tmp_path: Path) -> None:
+    watching, (parts,) = watch(lambda: evaluate_documents(model, task, FIRST_TEN, None, CPU))
+    with separate_store(tmp_path / "knows nothing"):
+        whole = evaluate_documents(model, task, Scoring(), None, CPU)
     assert [len(parts), len(whole)] == [3, 1]
-    scores = [
-        row.outcome
-        for row in document_scores.read_document_scores(whole[0].directory / document_scores.SCORES_FILE)
-        if row.metric == "acc,none"
-    ]
+    scores = [row.outcome for row in rows_of(whole)]
     together, sure = join_parts(parts).tasks
     assert sure.metric == "prob,none"
     assert (together.task, together.metric, together.n) == ("letters", "acc,none", 40)
@@ -153,12 +139,14 @@ def test_joined_parts_score_as_all_their_documents(
     assert join_parts([*parts, *whole[:0]]).part is None
     assert join_parts(whole) == whole[0].value.model_copy(update={"seconds": None})
     assert watching.summaries == [f"letters {100 * together.score:.1f}"]  # users see tasks, not parts
+    older = parts[0].value.model_copy(update={"lm_eval_version": "0.4.2"})
+    with pytest.raises(InvalidInput, match=r"lm-eval 0\.4\.13 and 0\.4\.2"):
+        join_parts([dataclasses.replace(parts[0], value=older), parts[1]])
 
 
 def scores_of(parts: list[Artifact[Scores]]) -> dict[int, float]:
     """Return each document's outcome, and check that no document occurs twice."""
-    every = [row for part in parts for row in document_scores.read_document_scores(part.directory / SCORES_FILE)]
-    rows = [row for row in every if row.metric == "acc,none"]
+    rows = rows_of(parts)
     found = {row.doc_id: row.outcome for row in rows}
     assert len(found) == len(rows)
     return found
@@ -204,7 +192,7 @@ def test_no_document_is_scored_again_after_any_history(
     """The real stage runs random histories against a fake lm-eval that counts documents."""
     counted: list[int] = []
 
-    def score(job: ScoringJob, on_progress: object) -> tuple[DocumentScore, ...]:
+    def fake_score(job: ScoringJob, on_progress: object) -> tuple[DocumentScore, ...]:
         order = order_documents({"letters": 40}, job.scoring.seed)
         documents = [doc for _, doc in order[job.part.first : job.part.last]]
         counted.extend(documents)
@@ -212,33 +200,29 @@ def test_no_document_is_scored_again_after_any_history(
         return tuple(rows)
 
     task = pin_data(task)
-    monkeypatch.setattr(process, "score_in_child", score)
-    monkeypatch.setattr(Stage, "__call__", Stage.build)  # without Prefect, which would take most of the time
+    monkeypatch.setattr(process, "score_in_child", fake_score)
     rng = random.Random(3)
     verdicts = []
     for run in range(12):
-        monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / f"store {run}"))
         counted.clear()
-        history = [
-            (first := rng.choice([3, 5, 8, 10, 17, None]), rng.choice(interim_looks(40, first))) for _ in range(5)
-        ]
-        last = (10, 20)
-        results = [
-            evaluate_documents(model, task, Scoring(documents=first or "all", seed=1), look, CPU)
-            for first, look in (*history, last)
-        ]
-        for (_, look), parts in zip((*history, last), results, strict=True):
-            assert scores_of(parts) == {doc: doc / 40 for _, doc in order_documents({"letters": 40}, 1)[:look]}
-        assert len(counted) == len(set(counted)) == max(look for _, look in (*history, last))
-        joined = TaskScores("letters", "letters", tuple(results[-1]))
-        verdicts.append((joined.rows, joined.table(), joined.requested_documents))
+        firsts = [rng.choice([3, 5, 8, 10, 17, None]) for _ in range(5)]
+        history = [*((first, rng.choice(interim_looks(40, first))) for first in firsts), (10, 20)]
+        with separate_store(tmp_path / f"store {run}"):
+            results = [
+                evaluate_documents(model, task, Scoring(documents=first or "all", seed=1), look, CPU)
+                for first, look in history
+            ]
+            for (_, look), parts in zip(history, results, strict=True):
+                assert scores_of(parts) == {doc: doc / 40 for _, doc in order_documents({"letters": 40}, 1)[:look]}
+            joined = TaskScores("letters", "letters", tuple(results[-1]))
+            verdicts.append((joined.rows, joined.table(), joined.requested_documents))
+        assert len(counted) == len(set(counted)) == max(look for _, look in history)
     assert all(one == verdicts[0] for one in verdicts)  # the gate sees the same after every history
 
 
 @pytest.mark.story
-@pytest.mark.usefixtures("prefect_api", "home")
 def test_fewer_documents_cost_nothing_and_score_as_they_did(model: Model, task: EvalTask) -> None:
-    watching, (more, fewer, again, back) = in_flow(
+    watching, (more, fewer, again, back) = watch(
         lambda: evaluate_documents(model, task, Scoring(documents=30), 30, CPU),
         lambda: evaluate_documents(model, task, FIRST_TEN, 20, CPU),
         lambda: evaluate_documents(model, task, FIRST_TEN, 20, CPU),
@@ -254,20 +238,22 @@ def test_fewer_documents_cost_nothing_and_score_as_they_did(model: Model, task: 
 
 
 @pytest.mark.story
-@pytest.mark.usefixtures("prefect_api", "home")
 def test_damaged_scores_are_evaluated_again(model: Model, task: EvalTask) -> None:
-    _, (parts,) = in_flow(lambda: evaluate_documents(model, task, Scoring(documents=30), 30, CPU))
+    _, (parts,) = watch(lambda: evaluate_documents(model, task, Scoring(documents=30), 30, CPU))
     before = scores_of(parts)
     (parts[0].directory / SCORES_FILE).write_bytes(b"torn")
-    watching, (again,) = in_flow(lambda: evaluate_documents(model, task, FIRST_TEN, 20, CPU))
+    watching, (again,) = watch(lambda: evaluate_documents(model, task, FIRST_TEN, 20, CPU))
     assert watching.endings == ["made"]
     assert scores_of(again) == {doc: score for doc, score in before.items() if doc in scores_of(again)}
     assert [part.value.part for part in again] == [DocumentRange(first=0, last=10), DocumentRange(first=10, last=20)]
 
 
-@pytest.mark.usefixtures("prefect_api", "home")
-def test_an_excerpt_of_scores_that_lack_a_document_is_refused(model: Model, task: EvalTask) -> None:
-    _, (parts,) = in_flow(lambda: evaluate_documents(model, task, FIRST_TEN, 10, CPU))
+def test_progress_runs_once_over_all_parts(model: Model, task: EvalTask) -> None:
+    watching, (parts,) = watch(lambda: evaluate_documents(model, task, FIRST_TEN, None, CPU))
+    assert watching.endings == ["made"]
+    assert watching.how_far[-1] == (80, 80)  # two choices per document, across all parts
+    assert watching.how_far == sorted(watching.how_far)
+    assert {total for _, total in watching.how_far} == {80}
     part = DocumentRange(first=0, last=11)
     lacking = dataclasses.replace(parts[0], value=parts[0].value.model_copy(update={"part": part}))
     with pytest.raises(InvalidInput, match="10 scored documents"):
@@ -275,54 +261,32 @@ def test_an_excerpt_of_scores_that_lack_a_document_is_refused(model: Model, task
 
 
 @pytest.mark.story
-@pytest.mark.usefixtures("prefect_api", "home")
-def test_parts_of_different_versions_are_not_joined(model: Model, task: EvalTask) -> None:
-    _, (parts,) = in_flow(lambda: evaluate_documents(model, task, FIRST_TEN, 20, CPU))
-    older = parts[0].value.model_copy(update={"lm_eval_version": "0.4.2"})
-    other = Artifact("evaluate", parts[0].key, parts[0].digest, older, parts[0].directory, parts[0].files)
-    with pytest.raises(InvalidInput, match=r"lm-eval 0\.4\.13 and 0\.4\.2"):
-        join_parts([other, parts[1]])
-
-
-@pytest.mark.usefixtures("prefect_api", "home")
-def test_progress_runs_once_over_all_parts(model: Model, task: EvalTask) -> None:
-    watching, _ = in_flow(lambda: evaluate_documents(model, task, FIRST_TEN, None, CPU))
-    assert watching.endings == ["made"]
-    assert watching.how_far[-1] == (80, 80)  # two choices per document, across all parts
-    assert watching.how_far == sorted(watching.how_far)
-    assert {total for _, total in watching.how_far} == {80}
-
-
-@pytest.mark.story
-@pytest.mark.usefixtures("prefect_api", "home")
 def test_each_model_and_task_is_evaluated_once_whatever_is_added_or_renamed(
     tmp_path: Path, model: Model, task: EvalTask
 ) -> None:
-    path = write_choices(tmp_path / "tasks", n=10, name="more")
-    second = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
+    second = pin(write_choices(tmp_path, n=10, name="more"))
     renamed = model.model_copy(update={"name": "same by another name"})
     patient = FIRST_TEN.model_copy(update={"time_limit": 3600.0})
     other = CPU.model_copy(update={"libraries": {"torch": "9"}})
-    watching, _ = in_flow(
-        lambda: evaluate_documents(model, task, FIRST_TEN, 10, CPU),
-        lambda: evaluate_documents(model, task, FIRST_TEN, 10, CPU),
-        lambda: evaluate_documents(model, second, FIRST_TEN, 10, CPU),
-        lambda: evaluate_documents(renamed, task, FIRST_TEN, 10, CPU),
-        lambda: evaluate_documents(model, task, patient, 10, CPU),
-        lambda: evaluate_documents(model, task, Scoring(documents=10, batch_size=4), 10, CPU),
-        lambda: evaluate_documents(model, task, Scoring(documents=10, dtype="bfloat16"), 10, CPU),
-        lambda: evaluate_documents(model, task, FIRST_TEN, 10, other),
-    )
-    assert watching.endings == ["made", "cached", "made", "cached", "cached", "made", "made", "made"]
+    calls = [
+        (model, task, FIRST_TEN, CPU, "made"),
+        (model, task, FIRST_TEN, CPU, "cached"),
+        (model, second, FIRST_TEN, CPU, "made"),
+        (renamed, task, FIRST_TEN, CPU, "cached"),
+        (model, task, patient, CPU, "cached"),
+        (model, task, Scoring(documents=10, batch_size=4), CPU, "made"),
+        (model, task, Scoring(documents=10, dtype="bfloat16"), CPU, "made"),
+        (model, task, FIRST_TEN, other, "made"),
+    ]
+    watching, _ = watch(*(partial(evaluate_documents, *call[:3], 10, call[3]) for call in calls))
+    assert watching.endings == [call[-1] for call in calls]
 
 
-@pytest.mark.usefixtures("home")
 def test_documents_are_counted_once(tmp_path: Path) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
-    assert pin_data(task).documents == 40
-    before = asked(task)
-    assert pin_data(task).documents == 40
-    assert asked(task) == before
+    counts = [(pin_data(task).documents, asked(task)) for _ in range(2)]
+    assert counts[0] == counts[1]
+    assert counts[0][0] == 40
 
 
 def test_guards_of_one_task_agree_on_its_clusters(tmp_path: Path) -> None:
@@ -369,7 +333,7 @@ TELL_ONCE = """if not (HERE / "killed").exists():
 @pytest.mark.proof
 @pytest.mark.story
 def test_killed_in_the_middle_of_a_task_only_the_missing_parts_are_scored_again(
-    tmp_path: Path, home: Path, model: Model, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
     os.mkfifo(tmp_path / "told")
@@ -392,4 +356,4 @@ def test_killed_in_the_middle_of_a_task_only_the_missing_parts_are_scored_again(
     missing = {every[doc] for _, doc in order_documents({"trap": 40}, 0)[20:]}
     again = {word for process, word in asked(task) if process != first}
     assert again - {every[0]} == missing - {every[0]}  # lm-eval reads the first document when it loads a task
-    assert not list((home / "store").glob("*/*.partial"))
+    assert not list(store().root.glob("*/*.partial"))

@@ -9,24 +9,36 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from confined_here import directory_of_nobody, require_confinement
 from patience import HANG_S, LONGER_THAN_HANG_S
+from samples import sampled_rows
+from scoring_runs import pin, quiet, scoring_job
+from scoring_runs import score as score_here
 from tiny_models import make_model, words, write_choices
 from traps import PROJECT, asked, ends, in_another_process, parent_of, write_trap
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints import model_cache, model_process
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.evaluation import harness, process
-from mergegate.tasks.evaluation.document_order import DocumentRange, order_documents
+from mergegate.tasks.evaluation.document_order import order_documents
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.metrics import documents_of
-from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.evaluation.task_definition import EvalTask
 
+OUT_OF_MEMORY = ("os.kill(os.getpid(), signal.SIGKILL)", "killed by signal 9", "batch_size")
+PANIC = ("class Panic(BaseException): pass\nraise Panic('out of bounds')", "Panic: out of bounds", "")
+DEATHS = [
+    OUT_OF_MEMORY,
+    PANIC,
+    ("os.kill(os.getpid(), signal.SIGSEGV)", "signal 11 (SIGSEGV)", "batch_size"),
+    ('os.write(2, b"device lost\\n"); os._exit(7)', "exit code 7: device lost", ""),
+    ("sys.exit(3)", "SystemExit: 3", ""),
+    ("class Bare(BaseException): pass\nraise Bare", "Bare: raise Bare (prompts.py, line 10)", ""),
+]
 SLEEPER = f'child = subprocess.Popen(["sleep", "{LONGER_THAN_HANG_S}"])'
 
 
@@ -37,45 +49,34 @@ def few_threads_and_nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     model_cache.unload_models()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_process_for_all() -> Iterator[None]:
-    yield
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Model]:
+    """A model for all tests, in one process."""
+    yield make_model(tmp_path_factory.mktemp("models") / "model")
     model_process.end_model_process()
 
 
-@pytest.fixture
-def model(tmp_path: Path) -> Model:
-    return make_model(tmp_path / "model")
-
-
-def silent(done: int, total: int) -> None: ...
-
-
 def score(model: Model, task: EvalTask, first: int, last: int, **scoring: object) -> tuple[DocumentScore, ...]:
-    settings = Scoring.model_validate(scoring)
-    return process.score_in_child(
-        harness.ScoringJob(model, task, settings, DocumentRange(first=first, last=last), "cpu"), silent
-    )
+    return process.score_in_child(scoring_job(model, task, (first, last), **scoring), quiet)
 
 
 @pytest.mark.story
 def test_scores_are_those_of_this_process_and_progress_arrives(tmp_path: Path, model: Model) -> None:
-    path = write_choices(tmp_path / "tasks")
-    task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
-    part, told = DocumentRange(first=5, last=25), list[tuple[int, int]]()
-    there = process.score_in_child(
-        harness.ScoringJob(model, task, Scoring(), part, "cpu"), lambda *how_far: told.append(how_far)
-    )
-    assert there == harness.score_documents(harness.ScoringJob(model, task, Scoring(), part, "cpu"), silent)
+    job, told = scoring_job(model, pin(write_choices(tmp_path)), (5, 25)), list[tuple[int, int]]()
+    there = process.score_in_child(job, lambda *how_far: told.append(how_far))
+    assert there == harness.score_documents(job, quiet)
     assert told[-1] == (40, 40)  # two choices per document
-    assert process.inspect_in_child(task).documents == 40
+    assert process.inspect_in_child(job.task).documents == 40
 
 
 @pytest.mark.story
-def test_the_process_stays_for_the_next_part(tmp_path: Path, model: Model) -> None:
+def test_the_process_stays_for_the_next_part_and_after_an_error_of_the_harness(tmp_path: Path, model: Model) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
-    for first in (0, 10, 20):
+    for first in (0, 10):
         score(model, task, first, first + 10)
+    with pytest.raises(InvalidInput, match="has no chat template"):
+        score(model, task, 20, 25, chat_template=True)
+    score(model, task, 20, 25)
     assert len({process for process, _ in asked(task)}) == 1
 
 
@@ -96,17 +97,10 @@ def test_a_timeout_stops_the_process_and_its_children(tmp_path: Path, model: Mod
 @pytest.mark.story
 @pytest.mark.parametrize(
     ("deed", "found", "remedy"),
-    [
-        ("os.kill(os.getpid(), signal.SIGKILL)", "killed by signal 9", "batch_size"),
-        pytest.param(
-            "os.kill(os.getpid(), signal.SIGSEGV)", "signal 11 (SIGSEGV)", "batch_size", marks=pytest.mark.proof
-        ),
-        pytest.param(
-            'os.write(2, b"device lost\\n"); os._exit(7)', "exit code 7: device lost", "", marks=pytest.mark.proof
-        ),
-    ],
+    sampled_rows(DEATHS, [OUT_OF_MEMORY, PANIC], pytest.mark.proof),
+    ids=["killed", "panic of a library", "segmentation fault", "exit code", "exit", "exception without a text"],
 )
-def test_a_dead_process_is_explained_and_the_next_part_is_scored(
+def test_a_dead_process_or_an_unusual_exception_is_explained_and_the_next_part_is_scored(
     tmp_path: Path, model: Model, deed: str, found: str, remedy: str
 ) -> None:
     task = write_trap(tmp_path / "tasks", deed, at=3)
@@ -118,54 +112,20 @@ def test_a_dead_process_is_explained_and_the_next_part_is_scored(
     assert len(documents_of(score(model, task, 10, 20))) == 10
 
 
-@pytest.mark.story
-def test_an_error_of_the_harness_reaches_the_caller_and_keeps_the_process(tmp_path: Path, model: Model) -> None:
-    task = write_trap(tmp_path / "tasks", "pass", at=0)
-    with pytest.raises(InvalidInput, match="has no chat template"):
-        score(model, task, 0, 5, chat_template=True)
-    score(model, task, 0, 5)
-    assert len({process for process, _ in asked(task)}) == 1
-
-
 def test_a_failing_function_of_a_task_is_reported_with_its_line(tmp_path: Path, model: Model) -> None:
     task = write_trap(tmp_path / "tasks", "doc['colour']", at=3)
     with pytest.raises(InvalidInput) as caught:
-        score(model, task, 0, 10)
-    assert caught.value.where == f"{tmp_path}/tasks/prompts.py: line 9"
-    assert caught.value.found == "KeyError: 'colour'"
+        score_here(model, task, (0, 10))
+    assert (caught.value.where, caught.value.found) == (f"{tmp_path}/tasks/prompts.py: line 9", "KeyError: 'colour'")
 
 
 def test_a_failing_template_of_a_task_is_reported_with_its_file(tmp_path: Path, model: Model) -> None:
-    path = write_choices(tmp_path / "tasks")
+    path = write_choices(tmp_path)
     fourth = words(40)[order_documents({"letters": 40}, 0)[3][1]]
     path.write_text(path.read_text().replace("{{word}}", f"{{{{colour if word == '{fourth}' else word}}}}"))
-    task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
     with pytest.raises(InvalidInput) as caught:
-        score(model, task, 0, 10)
+        score_here(model, pin(path), (0, 10))
     assert (caught.value.where, caught.value.found) == (str(path), "UndefinedError: 'colour' is undefined")
-
-
-@pytest.mark.story
-@pytest.mark.parametrize(
-    ("deed", "found"),
-    [
-        ("class Panic(BaseException): pass\nraise Panic('index out of bounds')", "Panic: index out of bounds"),
-        pytest.param("sys.exit(3)", "SystemExit: 3", marks=pytest.mark.proof),
-        pytest.param(
-            "class Bare(BaseException): pass\nraise Bare",
-            r"Bare: raise Bare \(prompts.py, line \d+\)",
-            marks=pytest.mark.proof,
-        ),
-    ],
-    ids=["a panic of a library", "an exit", "one that says nothing"],
-)
-def test_an_unusual_exception_ends_the_part_and_not_the_run(
-    tmp_path: Path, model: Model, deed: str, found: str
-) -> None:
-    task = write_trap(tmp_path / "tasks", deed, at=3)
-    with pytest.raises(InvalidInput, match=found):
-        score(model, task, 0, 10)
-    assert len(documents_of(score(model, task, 10, 20))) == 10
 
 
 @pytest.mark.proof
@@ -221,24 +181,22 @@ attempt("merged weights", lambda: open(Path(os.environ["MERGEGATE_HOME"]) / "sto
 
 @pytest.mark.story
 def test_data_that_are_never_loaded_are_not_waited_for(tmp_path: Path) -> None:
-    task = write_trap(tmp_path / "tasks", "pass", at=0)
-    (tmp_path / "tasks" / "prompts.py").write_text(f"import time\ntime.sleep({LONGER_THAN_HANG_S})\n")
-    task = pin_task("trap.yaml", tmp_path / "tasks", HashMemo(tmp_path / "hashes.db"))
+    write_trap(tmp_path, "pass", at=0)
+    (tmp_path / "prompts.py").write_text(f"import time\ntime.sleep({LONGER_THAN_HANG_S})\n")
     with pytest.raises(Refused, match="not finished after 2 s"):
-        process.inspect_in_child(task, 2)
+        process.inspect_in_child(pin(tmp_path / "trap.yaml"), 2)
 
 
 @pytest.mark.proof
 @pytest.mark.story
 def test_a_cancelled_call_never_returns_another_answer(tmp_path: Path, model: Model) -> None:
-    path = write_choices(tmp_path / "tasks")
-    task = pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db"))
+    task = pin(write_choices(tmp_path))
 
     def stop(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        process.score_in_child(harness.ScoringJob(model, task, Scoring(), DocumentRange(first=0, last=10), "cpu"), stop)
+        process.score_in_child(scoring_job(model, task, (0, 10)), stop)
     assert len(documents_of(score(model, task, 10, 15))) == 5
 
 
@@ -252,20 +210,17 @@ def test_the_old_model_is_unloaded_before_a_new_one_is_loaded(tmp_path: Path, mo
 
 
 FLOW = """
-from pathlib import Path
-from mergegate.tasks.evaluation import process as evaluation_process
+from mergegate.tasks.evaluation import process
 from mergegate.tasks.evaluation.harness import ScoringJob
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.evaluation.metrics import documents_of
-from mergegate.tasks.evaluation.document_order import DocumentRange, order_documents
+from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.task_definition import EvalTask
 model = Model.model_validate_json({model!r})
 task = EvalTask.model_validate_json({task!r})
-quiet = lambda *_: None
 job = ScoringJob(model, task, Scoring(), DocumentRange(first=0, last=20), "cpu")
-scored = evaluation_process.score_in_child(job, quiet)
-print(len(documents_of(scored)))
+print(len(documents_of(process.score_in_child(job, lambda *_: None))))
 """
 
 
@@ -302,21 +257,13 @@ def test_it_dies_with_the_flow_even_when_that_is_killed(
 
 @pytest.mark.proof
 @pytest.mark.story
-def test_nothing_runs_on_when_the_flow_is_done(tmp_path: Path, model: Model) -> None:
-    task = write_trap(tmp_path / "tasks", "pass", at=0)
-    with in_another_process(flow(model, task), tmp_path) as running:
-        out, err = running.communicate(timeout=HANG_S)
-    assert (out, err) == ("20\n", "")
-    assert ends(asked(task)[-1][0])
-
-
-@pytest.mark.proof
-@pytest.mark.story
-def test_evaluation_works_offline_silently_and_leaves_no_files(tmp_path: Path, model: Model) -> None:
+def test_evaluation_works_offline_silently_and_leaves_no_files_or_process(tmp_path: Path, model: Model) -> None:
     """Runs outside any repository, without the test suite's offline switches, and records every name lookup."""
     task = write_trap(tmp_path / "tasks", "pass", at=0)
-    (tmp_path / "site").mkdir()
-    (tmp_path / "site" / "sitecustomize.py").write_text(
+    site, home, scratch = (tmp_path / name for name in ("site", "home", "scratch"))
+    for directory in (site, home, scratch):
+        directory.mkdir()
+    (site / "sitecustomize.py").write_text(
         f"""import socket
 def note(text):
     with open({str(tmp_path / "noted")!r}, "a") as file: file.write(text + "\\n")
@@ -326,29 +273,16 @@ socket.getaddrinfo = deny
 note("watched")
 """
     )
-    home = tmp_path / "home"
-    home.mkdir()
-    (tmp_path / "scratch").mkdir()
     switches = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_UPDATE_DOWNLOAD_COUNTS", "HF_HOME", "XDG_CACHE_HOME")
     environment = {name: value for name, value in os.environ.items() if name not in switches}
-    environment |= {
-        "HOME": str(home),
-        "TMPDIR": str(tmp_path / "scratch"),
-        "PREFECT_HOME": str(tmp_path / "prefect"),
-        "PYTHONPATH": os.pathsep.join((str(tmp_path / "site"), str(PROJECT))),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", flow(model, task)],
-        cwd=home,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
-    )
+    environment |= {"HOME": str(home), "TMPDIR": str(scratch), "PREFECT_HOME": str(tmp_path / "prefect")}
+    environment["PYTHONPATH"] = os.pathsep.join((str(site), str(PROJECT)))
+    options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": HANG_S, "check": False}
+    done = subprocess.run([sys.executable, "-c", flow(model, task)], cwd=home, env=environment, **options)
     assert (done.returncode, done.stdout, done.stderr) == (0, "20\n", "")
+    assert ends(asked(task)[-1][0])
     assert (tmp_path / "noted").read_text() == "watched\n" * 2  # the flow and the evaluation process
-    assert not [path for place in (home, tmp_path / "scratch") for path in place.rglob("*") if path.is_file()]
+    assert not [path for directory in (home, scratch) for path in directory.rglob("*") if path.is_file()]
 
 
 @pytest.mark.story

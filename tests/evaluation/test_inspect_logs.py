@@ -1,4 +1,8 @@
-"""Logs of inspect_ai yield the scores that inspect_ai computed, and inconsistent logs are refused."""
+"""Logs of inspect_ai yield the scores that inspect_ai computed, and inconsistent logs are refused.
+
+Most tests read the recorded logs in ``inspect_samples``. In those that are JSON, the events are left out, which
+mergegate does not read.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +30,8 @@ from mergegate.tasks.evaluation.metrics import choose_metrics
 from mergegate.tasks.evaluation.result_files import find_results, read_task
 
 VALIDATORS = Path(__file__).resolve().parents[2] / ".venv-validators" / "bin" / "python"
-pytestmark = pytest.mark.skipif(not VALIDATORS.exists(), reason="make .venv-validators/ready first")
+SAMPLES = Path(__file__).parent / "inspect_samples"
+RECORDED = {path.parent.name: path for path in SAMPLES.glob("*/*")}
 OTHER_VALUES = (None, True, "x", "", 5, -1, 0.5, 2**70, 1e308, math.inf, math.nan, [], ["x"], {}, {"x": 1})
 GRADES = ["1", "0", "0.25", "true", "false", '"C"', '"I"', '"P"', '"N"', '"yes"', '"No"', '"0.75"']
 
@@ -34,20 +39,18 @@ GRADES = ["1", "0", "0.25", "true", "false", '"C"', '"I"', '"P"', '"N"', '"yes"'
 @pytest.fixture(scope="module")
 def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """Run inspect_ai once, and return path and reductions of each log by name."""
+    if not VALIDATORS.exists():
+        pytest.skip("make .venv-validators/ready first")
     root = tmp_path_factory.mktemp("logs")
 
-    def task(log: str, model: str = "one", scorer: str = "match", **more: Any) -> dict[str, Any]:
-        return {"log_dir": str(root / log), "model": model, "scorer": scorer, "format": "eval", **more}
+    def task(log: str, samples: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+        defaults = {"log_dir": str(root / log), "model": "one", "scorer": "match", "format": "eval", "name": "letters"}
+        return {**defaults, "samples": samples, **more}
 
     def words(wrong: int) -> list[dict[str, Any]]:
         return [
-            {
-                "id": f"q/{n}",
-                "input": f"question {n}",
-                "target": "yes",
-                "answers": ["no…" if n % 5 == wrong else "yes"],
-                "metadata": {"kind": str(n % 2)},
-            }
+            {"id": f"q/{n}", "input": f"question {n}", "target": "yes", "metadata": {"kind": str(n % 2)}}
+            | {"answers": ["no…" if n % 5 == wrong else "yes"]}
             for n in range(12)
         ]
 
@@ -59,11 +62,11 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         for n in range(8)
     ]
     tasks = {
-        "one": task("one", name="letters", samples=words(1)),
-        "other": task("other", "other", name="letters", samples=words(3)),
-        "json": task("json", name="letters", samples=words(1), format="json"),
-        "graded": task("graded", scorer="graded", name="grades", samples=graded, epochs=3),
-        "choice": task("choice", scorer="choice", name="picks", samples=choices, format="json"),
+        "one": task("one", words(1)),
+        "other": task("other", words(3), model="other"),
+        "json": task("json", words(1), format="json"),
+        "graded": task("graded", graded, name="grades", scorer="graded", epochs=3),
+        "choice": task("choice", choices, name="picks", scorer="choice", format="json"),
     }
     return dict(zip(tasks, run_inspect(list(tasks.values()), VALIDATORS), strict=True))
 
@@ -104,9 +107,9 @@ def write_parts(path: Path, parts: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def copied(tmp_path: Path, logs: dict[str, dict[str, Any]]) -> Callable[[str], Path]:
+def copied(tmp_path: Path) -> Callable[[str], Path]:
     """Copy a log, for a test to damage."""
-    return lambda name: Path(shutil.copy(logs[name]["path"], tmp_path))
+    return lambda name: Path(shutil.copy(RECORDED[name], tmp_path))
 
 
 @pytest.mark.story
@@ -126,8 +129,18 @@ def test_logs_give_the_scores_of_inspect_ai(logs: dict[str, dict[str, Any]], nam
     assert all(0 < sum(scores.values()) < len(scores) for scores in expected.values())  # mixed outcomes
 
 
-def test_both_formats_pair_document_by_document(logs: dict[str, dict[str, Any]]) -> None:
-    results = [read(Path(logs[name]["path"]).parent) for name in ("one", "json", "other")]
+@pytest.mark.story
+def test_recorded_logs_are_like_those_of_inspect_ai(logs: dict[str, dict[str, Any]]) -> None:
+    assert len(RECORDED) == 4
+    for name, path in RECORDED.items():
+        task = "picks" if name == "choice" else "letters"
+        recorded, current = read(path, task), read(logs[name]["path"], task)
+        assert recorded.outcomes == current.outcomes
+        require_same_conditions(recorded, current, name)
+
+
+def test_both_formats_pair_document_by_document() -> None:
+    results = [read(SAMPLES / name) for name in ("one", "json", "other")]
     for reference in results:
         for merge in results:
             require_same_conditions(reference, merge, "letters")
@@ -139,17 +152,17 @@ def test_both_formats_pair_document_by_document(logs: dict[str, dict[str, Any]])
     assert precision_differences(results[0], results[2]) == ()
 
 
-def test_samples_have_their_cluster_and_choices_their_chance(logs: dict[str, dict[str, Any]]) -> None:
-    (file,) = find_results(Path(logs["one"]["path"]))
-    assert {row.cluster for row in read_task([file], "letters", "kind").outcomes} == {"0", "1"}
+def test_samples_have_their_cluster_and_choices_their_chance() -> None:
+    file = find_results(RECORDED["one"])
+    assert {row.cluster for row in read_task(file, "letters", "kind").outcomes} == {"0", "1"}
     with pytest.raises(InvalidInput, match="did you mean 'kind'"):
-        read_task([file], "letters", "kid")
-    picks = read(logs["choice"]["path"], "picks").outcomes
+        read_task(file, "letters", "kid")
+    picks = read(RECORDED["choice"], "picks").outcomes
     assert [(row.doc_id, row.outcome, row.chance) for row in picks] == [(n, n % 4 == 1, 0.25) for n in range(8)]
 
 
-def test_cut_answers_are_reported_and_count_as_scored(logs: dict[str, dict[str, Any]]) -> None:
-    results = read(logs["one"]["path"])
+def test_cut_answers_are_reported_and_count_as_scored() -> None:
+    results = read(RECORDED["one"])
     assert [warning.partition(" in ")[0] for warning in results.warnings] == ["3 of 12 answers"]
     assert not any(row.is_cut_off for row in results.outcomes)  # as in lm-eval's files, which do not tell
 
@@ -170,10 +183,10 @@ def values_in(value: Any, place: tuple[str | int, ...] = ()) -> list[tuple[str |
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
 def test_an_altered_log_is_refused_or_means_the_same(
-    tmp_path_factory: pytest.TempPathFactory, logs: dict[str, dict[str, Any]], name: str, data: st.DataObject
+    tmp_path_factory: pytest.TempPathFactory, name: str, data: st.DataObject
 ) -> None:
-    path = tmp_path_factory.getbasetemp() / f"altered{Path(logs[name]['path']).suffix}"
-    original, parts = read(logs[name]["path"]), log_parts(Path(logs[name]["path"]))
+    path = tmp_path_factory.getbasetemp() / f"altered{RECORDED[name].suffix}"
+    original, parts = read(RECORDED[name]), log_parts(RECORDED[name])
     place = data.draw(st.sampled_from(values_in(parts)))
     action = data.draw(st.sampled_from(("replace", "remove", "replace")))
     inner = parts
@@ -205,6 +218,11 @@ def first_sample(parts: dict[str, Any]) -> dict[str, Any]:
     return sample
 
 
+def first_score(parts: dict[str, Any]) -> dict[str, Any]:
+    score: dict[str, Any] = first_sample(parts)["scores"]["match"]
+    return score
+
+
 def swap_scores(parts: dict[str, Any]) -> None:
     first, second = (parts[f"samples/q/{n}_epoch_1.json"] for n in (0, 1))
     first["scores"], second["scores"] = second["scores"], first["scores"]
@@ -223,11 +241,11 @@ def swap_scores(parts: dict[str, Any]) -> None:
         (lambda parts: first_sample(parts).update(error={"message": "secret"}), "sample 'q/0'.*ended with an error"),
         (lambda parts: first_sample(parts).update(invalidation={}), "sample 'q/0'.*invalidated"),
         (lambda parts: first_sample(parts).update(limit={"type": "operator", "limit": 1}), "operator ended it"),
-        (lambda parts: first_sample(parts)["scores"]["match"].update(history=[{}]), "match was edited"),
+        (lambda parts: first_score(parts).update(history=[{}]), "match was edited"),
         (lambda parts: first_sample(parts).update(id="q/1"), "sample 'q/1' of epoch 1"),
-        (lambda parts: first_sample(parts)["scores"]["match"].update(value="I"), "not the mean of its samples"),
-        (lambda parts: first_sample(parts)["scores"]["match"].update(value="excellent"), "C, P, I and N"),
-        (lambda parts: first_sample(parts)["scores"]["match"].update(value=math.nan), "not the mean"),
+        (lambda parts: first_score(parts).update(value="I"), "not the mean of its samples"),
+        (lambda parts: first_score(parts).update(value="excellent"), "C, P, I and N"),
+        (lambda parts: first_score(parts).update(value=math.nan), "not the mean"),
         (lambda parts: swap_scores(parts), "differs from its summary"),
         (lambda parts: parts["reductions.json"][0]["samples"][0].update(value=0), "a different score of sample 'q/0'"),
         (lambda parts: parts["summaries.json"].pop(), "differs from its summary"),
@@ -242,9 +260,8 @@ def test_incomplete_and_inconsistent_logs_are_refused(
     assert "secret" not in str(caught.value)
 
 
-def test_the_samples_of_another_log_are_refused(copied: Callable[[str], Path], logs: dict[str, dict[str, Any]]) -> None:
-    others = log_parts(Path(logs["other"]["path"]))
-    samples = {name: part for name, part in others.items() if name.startswith("samples/")}
+def test_the_samples_of_another_log_are_refused(copied: Callable[[str], Path]) -> None:
+    samples = {name: part for name, part in log_parts(RECORDED["other"]).items() if name.startswith("samples/")}
     with pytest.raises(InvalidInput, match=r"not the mean|differs from its summary"):
         read(changed_log(copied("one"), lambda parts: parts.update(samples)))
     with pytest.raises(InvalidInput, match=r"not the mean|a different score"):
@@ -267,11 +284,11 @@ def test_the_samples_of_another_log_are_refused(copied: Callable[[str], Path], l
     ],
 )
 def test_different_conditions_are_refused(
-    copied: Callable[[str], Path], logs: dict[str, dict[str, Any]], condition: str, change: Callable[[Any], object]
+    copied: Callable[[str], Path], condition: str, change: Callable[[Any], object]
 ) -> None:
     path = changed_log(copied("one"), lambda parts: change(parts["header.json"]))
     with pytest.raises(InvalidInput, match=f"letters: different {condition}: "):
-        require_same_conditions(read(logs["one"]["path"]), read(path), "letters")
+        require_same_conditions(read(RECORDED["one"]), read(path), "letters")
 
 
 def test_models_that_grade_their_own_answers_are_refused(copied: Callable[[str], Path]) -> None:
@@ -296,7 +313,7 @@ def test_model_arguments_are_reported_without_paths_and_secrets(copied: Callable
     assert precision_differences(before, read(path)) == ("model_args.device None and cuda",)
 
 
-def test_a_log_of_other_samples_names_one(copied: Callable[[str], Path], logs: dict[str, dict[str, Any]]) -> None:
+def test_a_log_of_other_samples_names_one(copied: Callable[[str], Path]) -> None:
     path = copied("json")
 
     def change(parts: dict[str, Any]) -> None:
@@ -305,7 +322,7 @@ def test_a_log_of_other_samples_names_one(copied: Callable[[str], Path], logs: d
         log["reductions"][0]["samples"][0]["sample_id"] = "new"
 
     with pytest.raises(InvalidInput, match="a score of sample 'new' on one side only"):
-        require_same_conditions(read(logs["json"]["path"]), read(changed_log(path, change)), "letters")
+        require_same_conditions(read(RECORDED["json"]), read(changed_log(path, change)), "letters")
 
 
 def test_hostile_zips_are_refused(
@@ -336,8 +353,7 @@ def test_hostile_zips_are_refused(
         read(path)
 
 
-def test_logs_of_two_models_are_ambiguous(tmp_path: Path, logs: dict[str, dict[str, Any]]) -> None:
-    for name in ("one", "other"):
-        shutil.copy(logs[name]["path"], tmp_path)
+def test_logs_of_two_models_are_ambiguous(copied: Callable[[str], Path]) -> None:
+    copied("one")
     with pytest.raises(InvalidInput, match="results of 2 models"):
-        find_results(tmp_path)
+        find_results(copied("other").parent)

@@ -14,45 +14,21 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lm_eval_runs import prepare, run_lm_eval
+from lm_eval_runs import UNWRITTEN, prepare, run_lm_eval
 from samples import sampled
-from tiny_models import CPU, make_model, words, write_choices, write_jsonl
+from scoring_runs import mean_of, model_in, pin, score, write_task
+from tiny_models import make_model, words, write_choices, write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
 from mergegate.tasks.evaluation.logged_results import TaskResults, precision_differences, require_same_conditions
 from mergegate.tasks.evaluation.metrics import choose_metrics, metrics_by_leaf
 from mergegate.tasks.evaluation.result_files import find_results, read_task
-from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.task_definition import pin_task
-from mergegate.tasks.evaluation.task_loading import inspect_data
 
-# Fields that are not read from lm-eval's files.
-UNWRITTEN: dict[str, Any] = {"answer": "", "prompt_cut": None} | dict.fromkeys(
-    ("ended", "answer_tokens", "thinking_tokens", "budgets"), ()
-)
 
-GENERATED = """task: endings
-dataset_path: json
-dataset_kwargs: {data_files: {test: data/endings.jsonl}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{word}}"
-doc_to_target: "{{ending}}"
-generation_kwargs: {until: ["."], max_gen_toks: 4}
-filter_list:
-  - name: first-letter
-    filter: [{function: regex, regex_pattern: "^(.)"}, {function: take_first}]
-  - name: any-letter
-    filter: [{function: regex, regex_pattern: "([a-h])"}, {function: take_first}]
-metric_list:
-  - {metric: exact_match, aggregation: mean, higher_is_better: true}
-"""
+def first_match(name: str, pattern: str) -> dict[str, Any]:
+    return {"name": name, "filter": [{"function": "regex", "regex_pattern": pattern}, {"function": "take_first"}]}
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +37,12 @@ def definitions(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("tasks")
     letters = write_choices(folder)
     letters.write_text(letters.read_text() + "  - {metric: f1, higher_is_better: true}\n")
-    numbers = write_choices(folder, 25, name="numbers")
-    write_jsonl(folder / "data" / "endings.jsonl", ({"word": word, "ending": word[-1]} for word in words(20, seed=3)))
-    (folder / "endings.yaml").write_text(GENERATED)
-    return {"letters": letters, "numbers": numbers, "endings": folder / "endings.yaml"}
+    rows = [{"word": word, "ending": word[-1]} for word in words(20, seed=3)]
+    config: dict[str, Any] = {"output_type": "generate_until", "doc_to_text": "{{word}}", "doc_to_target": "{{ending}}"}
+    config |= {"generation_kwargs": {"until": ["."], "max_gen_toks": 4}, "metric_list": [mean_of("exact_match")]}
+    filters = [first_match("first-letter", "^(.)"), first_match("any-letter", "([a-h])")]
+    endings = write_task(folder, "endings", rows, **config, filter_list=filters)
+    return {"letters": letters, "numbers": write_choices(folder, 25, name="numbers"), "endings": endings}
 
 
 @pytest.fixture(scope="module")
@@ -72,8 +50,8 @@ def written(tmp_path_factory: pytest.TempPathFactory, definitions: dict[str, Pat
     """Return lm-eval's results for the models ``one`` and ``other`` on a group of two tasks and one more task."""
     root = tmp_path_factory.mktemp("lm-eval")
     scratch = root / "scratch"
-    prepare(list(definitions.values()), scratch)
-    (scratch / "include" / "both.yaml").write_text("group: both\ntask: [letters, numbers]\n")
+    folder = prepare(list(definitions.values()), scratch)
+    (folder / "both.yaml").write_text("group: both\ntask: [letters, numbers]\n")
     for seed, name in enumerate(("one", "other")):
         make_model(root / "models" / name, seed=seed)
         run_lm_eval(root / name, root / "models" / name, list(definitions.values()), scratch, tasks=["both", "endings"])
@@ -101,24 +79,14 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(content))
 
 
-def stage_outcomes(directory: Path, definition: Path) -> tuple[DocumentScore, ...]:
-    """Score the same model and task with mergegate."""
-    model = Model(name="m", digest=str(directory), directory=directory)
-    task = pin_task(definition.name, definition.parent, HashMemo(definition.parent / "hashes.db"))
-    try:
-        every = DocumentRange(first=0, last=inspect_data(task).documents)
-        return score_documents(ScoringJob(model, task, Scoring(), every, CPU.device), lambda done, total: None)
-    finally:
-        unload_models()
-
-
 @pytest.mark.parametrize("task", ["letters", "numbers", "endings"])
 @pytest.mark.parametrize("model", sampled(["one", "other"], ["one"]))
 def test_result_files_give_the_scores_of_the_stage(
     written: Path, definitions: dict[str, Path], task: str, model: str
 ) -> None:
     found = sorted(read(written / model, task).outcomes)
-    ours = sorted(stage_outcomes(written / "models" / model, definitions[task]))
+    ours = sorted(score(model_in(written / "models" / model), pin(definitions[task])))
+    unload_models()
     # A likelihood is the exp of a float32 near -10. Its last digit (1e-6) depends on the kernel, which depends on the
     # processor and on memory alignment, and lm-eval's command runs in another process.
     assert [one._replace(outcome=0.0) for one in found] == [one._replace(outcome=0.0, **UNWRITTEN) for one in ours]
@@ -127,23 +95,19 @@ def test_result_files_give_the_scores_of_the_stage(
     assert len({outcome.outcome for outcome in marks}) == 2  # mixed outcomes
 
 
-def test_metrics_other_than_means_are_left_out(written: Path) -> None:
+def test_each_filter_is_a_metric_and_metrics_other_than_means_are_left_out(written: Path) -> None:
     reported = json.loads(the(written / "one", "results_*.json").read_text())["results"]["letters"]
     assert {"acc,none", "f1,none"} < reported.keys()
     found = metrics_by_leaf(read(written / "one", "letters").outcomes)
     assert found == {"letters": {"acc,none": True, "prob,none": True}}  # the second is ours, from the likelihoods
-
-
-def test_each_filter_is_a_metric_of_its_own(written: Path) -> None:
-    found = read(written / "one", "endings")
-    assert {outcome.metric for outcome in found.outcomes} == {"exact_match,first-letter", "exact_match,any-letter"}
-    assert len(found.outcomes) == 2 * 20
+    endings = read(written / "one", "endings").outcomes
+    assert {outcome.metric for outcome in endings} == {"exact_match,first-letter", "exact_match,any-letter"}
+    assert len(endings) == 2 * 20
 
 
 def test_a_group_is_all_documents_of_the_tasks_below_it(written: Path) -> None:
-    group = read(written / "one", "both")
     apart = [outcome for task in ("letters", "numbers") for outcome in read(written / "one", task).outcomes]
-    assert list(group.outcomes) == apart
+    assert list(read(written / "one", "both").outcomes) == apart
     assert len({(outcome.task, outcome.doc_id) for outcome in apart}) == 40 + 25
     assert len(apart) == 2 * (40 + 25)  # correct or not, and the probability of the correct choice
 
@@ -158,17 +122,18 @@ def test_results_of_lm_eval_0_4_and_0_5_give_the_same_scores(task: str) -> None:
 
 
 def test_a_field_of_the_documents_can_group_them(written: Path) -> None:
-    found = read_task(find_results(written / "one"), "letters", "right")
-    assert {outcome.cluster for outcome in found.outcomes} == {"0", "1"}
+    results = find_results(written / "one")
+    assert {outcome.cluster for outcome in read_task(results, "letters", "right").outcomes} == {"0", "1"}
     with pytest.raises(InvalidInput, match="did you mean 'right'"):
-        read_task(find_results(written / "one"), "letters", "rihgt")
+        read_task(results, "letters", "rihgt")
+    with pytest.raises(InvalidInput, match="did you mean 'letters'"):
+        read_task(results, "leters")
 
 
 def test_the_output_path_its_folder_and_the_file_itself_are_the_same_results(written: Path) -> None:
     file = the(written / "one", "results_*.json")
-    whole = read(written / "one", "letters").outcomes
-    assert read(file.parent, "letters").outcomes == whole
-    assert read(file, "letters").outcomes == whole
+    whole, *others = (read(place, "letters").outcomes for place in (written / "one", file.parent, file))
+    assert others == [whole, whole]
 
 
 def test_the_newest_results_of_a_task_are_read(copied: Path) -> None:
@@ -198,50 +163,38 @@ def test_a_directory_without_results_is_refused(tmp_path: Path, what: str) -> No
         find_results(tmp_path / what)
 
 
-def test_a_misspelt_task_is_refused_with_a_suggestion(written: Path) -> None:
-    with pytest.raises(InvalidInput, match="did you mean 'letters'"):
-        read(written / "one", "leters")
-
-
-def test_samples_that_end_in_the_middle_of_a_line_are_refused(copied: Path) -> None:
-    samples = the(copied, "samples_letters_*")
-    samples.write_bytes(samples.read_bytes()[:-100])
-    with pytest.raises(InvalidInput, match=r"line .*not JSON.*(\n.*)*cut off"):
-        read(copied, "letters")
-
-
-def test_samples_that_end_at_a_line_are_refused(copied: Path) -> None:
-    samples = the(copied, "samples_letters_*")
-    samples.write_text("".join(samples.read_text().splitlines(keepends=True)[:-3]))
-    with pytest.raises(InvalidInput, match="37 documents, 40 were scored"):
-        read(copied, "letters")
-
-
-def test_a_changed_score_is_noticed(copied: Path) -> None:
-    samples = the(copied, "samples_letters_*")
+def change_a_score(samples: Path) -> None:
     lines = [json.loads(line) for line in samples.read_text().splitlines()]
     lines[7]["acc"] = 1 - lines[7]["acc"]
     write_jsonl(samples, lines)
-    with pytest.raises(InvalidInput, match="not the mean of its samples"):
-        read(copied, "letters")
 
 
-def test_samples_of_another_task_are_refused(copied: Path) -> None:
-    shutil.copy(the(copied, "samples_numbers_*"), the(copied, "samples_letters_*"))
-    with pytest.raises(InvalidInput, match="other samples than those of results_"):
-        read(copied, "letters")
-
-
-@pytest.mark.parametrize("line", ["17", "{}", '{"doc_id": 0, "filter": "none", "metrics": ["acc"]}'])
-def test_invalid_sample_lines_are_refused(copied: Path, line: str) -> None:
-    the(copied, "samples_letters_*").write_text(line + "\n")
-    with pytest.raises(InvalidInput, match="line 1: not a sample of lm-eval"):
-        read(copied, "letters")
-
-
-def test_results_without_samples_are_refused(copied: Path) -> None:
-    the(copied, "samples_letters_*").unlink()
-    with pytest.raises(InvalidInput, match="--log_samples"):
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda samples: samples.write_bytes(samples.read_bytes()[:-100]), r"line .*not JSON.*(\n.*)*cut off"),
+        (
+            lambda samples: samples.write_text("".join(samples.read_text().splitlines(keepends=True)[:-3])),
+            "37 documents, 40 were scored",
+        ),
+        (change_a_score, "not the mean of its samples"),
+        (
+            lambda samples: shutil.copy(the(samples.parent, "samples_numbers_*"), samples),
+            "other samples than those of results_",
+        ),
+        (lambda samples: samples.write_text("17\n"), "line 1: not a sample of lm-eval"),
+        (lambda samples: samples.write_text("{}\n"), "line 1: not a sample of lm-eval"),
+        (
+            lambda samples: samples.write_text('{"doc_id": 0, "filter": "none", "metrics": ["acc"]}\n'),
+            "line 1: not a sample of lm-eval",
+        ),
+        (lambda samples: samples.unlink(), "--log_samples"),
+    ],
+    ids=["in a line", "at a line", "a score", "another task", "number", "empty", "lacking", "no samples"],
+)
+def test_damaged_samples_are_refused(copied: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(the(copied, "samples_letters_*"))
+    with pytest.raises(InvalidInput, match=message):
         read(copied, "letters")
 
 
@@ -271,25 +224,8 @@ def replaced(content: Any, place: tuple[str | int, ...], value: object) -> Any:
 
 
 # One value of each JSON type, and numbers out of every field's range.
-OTHER_VALUES = (
-    None,
-    True,
-    False,
-    "x",
-    "",
-    5,
-    -1,
-    0.5,
-    2**70,
-    -(2**70),
-    1e308,
-    math.inf,
-    math.nan,
-    [],
-    ["x"],
-    {},
-    {"x": 1},
-)
+OTHER_VALUES = (None, True, False, "x", "", 5, -1, 0.5, 2**70, -(2**70), 1e308, math.inf, math.nan, [], ["x"], {})
+OTHER_VALUES += ({"x": 1},)
 
 
 def decided(original: TaskResults, changed: TaskResults) -> list[tuple[DocumentScore, ...]]:
@@ -333,28 +269,19 @@ def originals(written: Path) -> dict[str, TaskResults]:
 
 
 @pytest.mark.story
+@pytest.mark.parametrize("is_sample", [False, True], ids=["results", "samples"])
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_an_altered_results_file_never_changes_scores(
-    mutable: Path, originals: dict[str, TaskResults], data: st.DataObject
+def test_an_altered_file_never_changes_scores(
+    mutable: Path, originals: dict[str, TaskResults], is_sample: bool, data: st.DataObject
 ) -> None:
-    path = the(mutable, "results_*.json")
-    content = json.loads(path.read_text())
-    place = data.draw(st.sampled_from([place for place in values_in(content) if place[0] != "pretty_env_info"]))
-    value = data.draw(st.sampled_from(OTHER_VALUES))
-    check_other_value(mutable, path, json.dumps(replaced(content, place, value)), originals)
-
-
-@pytest.mark.story
-@given(data=st.data())
-@settings(max_examples=150, deadline=None)
-def test_an_altered_sample_never_changes_scores(
-    mutable: Path, originals: dict[str, TaskResults], data: st.DataObject
-) -> None:
-    path = the(mutable, f"samples_{data.draw(st.sampled_from(['letters', 'numbers', 'endings']))}_*")
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    task = data.draw(st.sampled_from(["letters", "numbers", "endings"]))
+    path = the(mutable, f"samples_{task}_*" if is_sample else "results_*.json")
+    lines = (
+        [json.loads(line) for line in path.read_text().splitlines()] if is_sample else [json.loads(path.read_text())]
+    )
     number = data.draw(st.integers(0, len(lines) - 1))
-    place = data.draw(st.sampled_from(list(values_in(lines[number]))))
+    place = data.draw(st.sampled_from([place for place in values_in(lines[number]) if place[0] != "pretty_env_info"]))
     lines[number] = replaced(lines[number], place, data.draw(st.sampled_from(OTHER_VALUES)))
     check_other_value(mutable, path, "".join(f"{json.dumps(line)}\n" for line in lines), originals)
 
@@ -363,12 +290,7 @@ def test_an_altered_sample_never_changes_scores(
     ("pattern", "place", "value", "message"),
     [
         ("results_*.json", ("configs", "letters"), "x", r"configs\.letters: 'x'\n  expected: a mapping"),
-        (
-            "results_*.json",
-            ("configs", "letters", "metric_list"),
-            5,
-            r"configs\.letters\.metric_list: 5\n  expected: a list",
-        ),
+        ("results_*.json", ("configs", "letters", "metric_list"), 5, r"letters\.metric_list: 5\n  expected: a list"),
         ("results_*.json", ("group_subtasks",), 5, r"group_subtasks: 5\n  expected: a mapping"),
         ("results_*.json", ("versions", "letters"), True, r"versions\.letters: true\n  expected: a text or a"),
         ("results_*.json", ("results", "letters", "acc,none"), True, r"letters\.acc,none: true\n  expected: a number"),
@@ -381,12 +303,9 @@ def test_an_error_names_a_value_of_the_wrong_type(
     copied: Path, pattern: str, place: tuple[str | int, ...], value: object, message: str
 ) -> None:
     path = the(copied, pattern)
-    lines = path.read_text().splitlines()
-    number = 0 if path.suffix == ".json" else 2
-    lines[number] = json.dumps(
-        replaced(json.loads(lines[number]) if number else json.loads(path.read_text()), place, value)
-    )
-    path.write_text(lines[0] if path.suffix == ".json" else "\n".join(lines) + "\n")
+    lines = path.read_text().splitlines() if pattern.startswith("samples") else ["", "", path.read_text()]
+    lines[2] = json.dumps(replaced(json.loads(lines[2]), place, value))
+    path.write_text("\n".join(lines) + "\n")
     with pytest.raises(InvalidInput, match=message):
         read(copied, "letters")
 
@@ -411,17 +330,13 @@ def test_different_conditions_are_refused(
         require_same_conditions(read(written / "one", "letters"), read(copied, "letters"), "letters: a against b")
 
 
-def test_equal_conditions_compare(written: Path) -> None:
-    ours, theirs = (read(written / name, "letters") for name in ("one", "other"))
-    require_same_conditions(ours, theirs, "letters")
-    assert precision_differences(ours, theirs) == ()
-
-
-def test_a_different_batch_size_is_reported(copied: Path, written: Path) -> None:
+def test_equal_conditions_compare_and_another_batch_size_is_reported(copied: Path, written: Path) -> None:
     rewrite(the(copied, "results_*.json"), lambda content: content["config"].update(batch_size=4))
-    ours, theirs = read(written / "one", "letters"), read(copied, "letters")
-    require_same_conditions(ours, theirs, "letters")
-    assert precision_differences(ours, theirs) == ("batch_size 16 and 4",)
+    ours, theirs, batched = (read(place, "letters") for place in (written / "one", written / "other", copied))
+    for other in (theirs, batched):
+        require_same_conditions(ours, other, "letters")
+    assert precision_differences(ours, theirs) == ()
+    assert precision_differences(ours, batched) == ("batch_size 16 and 4",)
 
 
 @pytest.mark.proof

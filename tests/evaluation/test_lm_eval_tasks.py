@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 from benchmark_scripts import load_benchmark
+from scoring_runs import mean_of, pin, write_task
+from tiny_models import write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
@@ -32,8 +34,7 @@ from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task, read_
 from mergegate.tasks.evaluation.task_requirements import Requirements
 
 PROJECT = Path(__file__).resolve().parents[2]
-MEAN = [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}]
-CHOICE = {"output_type": "multiple_choice", "test_split": "test", "metric_list": MEAN}
+CHOICE = {"output_type": "multiple_choice", "test_split": "test", "metric_list": [mean_of("acc")]}
 
 
 # Reads files of tasks and groups without importing lm-eval's tasks or datasets, and then compares with lm-eval.
@@ -60,12 +61,6 @@ def pinned(task: str, data: Path) -> EvalTask:
     return pin_task(task, data, HashMemo(data.parent / "hashes.db"), data)
 
 
-def write(path: Path, *rows: dict[str, object]) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
@@ -80,30 +75,18 @@ def write(path: Path, *rows: dict[str, object]) -> Path:
         ({"test_split": None}, UnsupportedReason.NO_DOCUMENTS),
         ({"test_split": None, "validation_split": "validation"}, None),
         ({"metric_list": [{"metric": "mcc"}]}, UnsupportedReason.NO_MEAN),
-        ({"metric_list": [{"metric": "f1", "aggregation": "f1", "higher_is_better": True}]}, UnsupportedReason.NO_MEAN),
+        ({"metric_list": [mean_of("f1", aggregation="f1")]}, UnsupportedReason.NO_MEAN),
         # The F1 score of a single document is undefined, and lm-eval fails when it averages pairs.
-        (
-            {"metric_list": [{"metric": "f1", "aggregation": "mean", "higher_is_better": True}]},
-            UnsupportedReason.NO_MEAN,
-        ),
-        (
-            {
-                "metric_list": [{"metric": "f1", "aggregation": "mean", "higher_is_better": True}],
-                "process_results": "/x/utils.process_results",
-            },
-            None,
-        ),
+        ({"metric_list": [mean_of("f1")]}, UnsupportedReason.NO_MEAN),
+        ({"metric_list": [mean_of("f1")], "process_results": "/x/utils.process_results"}, None),
         ({"metric_list": [{"metric": "own", "aggregation": "mean"}]}, UnsupportedReason.NO_MEAN),  # in which direction?
-        ({"metric_list": [{"metric": "mcc"}, *MEAN]}, None),
+        ({"metric_list": [{"metric": "mcc"}, mean_of("acc")]}, None),
         # Fails in lm-eval even with a suitable metric next to it:
-        (
-            {"metric_list": [*MEAN, {"metric": "f1", "aggregation": "mean", "higher_is_better": True}]},
-            UnsupportedReason.NO_MEAN,
-        ),
-        ({"metric_list": [*MEAN, {"metric": "likelihood"}]}, UnsupportedReason.NO_MEAN),
+        ({"metric_list": [mean_of("acc"), mean_of("f1")]}, UnsupportedReason.NO_MEAN),
+        ({"metric_list": [mean_of("acc"), {"metric": "likelihood"}]}, UnsupportedReason.NO_MEAN),
         ({"output_type": "generate_until"}, UnsupportedReason.NO_MEAN),  # accuracy of a free-form answer
-        ({"output_type": "generate_until", "metric_list": [{**MEAN[0], "metric": "f1", "hf_evaluate": True}]}, None),
-        ({"metric_list": [{**MEAN[0], "metric": "bleu"}]}, UnsupportedReason.NO_MEAN),  # choices have none
+        ({"output_type": "generate_until", "metric_list": [mean_of("f1", hf_evaluate=True)]}, None),
+        ({"metric_list": [mean_of("bleu")]}, UnsupportedReason.NO_MEAN),  # choices have none
         ({"metric_list": "acc"}, UnsupportedReason.UNREADABLE),
         ({"metric_list": ["acc"]}, UnsupportedReason.UNREADABLE),
     ],
@@ -113,12 +96,6 @@ def test_a_task_is_supported_or_refused_by_its_configuration(
 ) -> None:
     refusal = refusal_of({**CHOICE, **said})
     assert (refusal.reason if refusal else None) == reason
-
-
-def test_a_function_that_needs_a_package_is_refused_with_its_name() -> None:
-    refusal = refusal_of(CHOICE, missing=Requirements(("langdetect",)))
-    assert refusal
-    assert "langdetect" in refusal.found
 
 
 FUNCTIONS = {
@@ -135,17 +112,11 @@ FUNCTIONS = {
 }
 
 
-def task_with_function(directory: Path, module: str) -> Path:
-    write(directory / "d.jsonl", {"q": "?", "a": "!"})
+def task_with_function(directory: Path, module: str) -> None:
     (directory / "helper.py").write_text("import absent_in_helper\n")
     (directory / "f.py").write_text(f"{module}\ndef text(doc):\n    return doc['q']\n")
-    path = directory / "t.yaml"
-    path.write_text(
-        "task: t\ndataset_path: json\ndataset_kwargs: {data_files: {test: d.jsonl}}\ntest_split: test\n"
-        "output_type: generate_until\ndoc_to_text: !function f.text\ndoc_to_target: '{{a}}'\n"
-        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
-    )
-    return path
+    config = {"output_type": "generate_until", "doc_to_text": "!function f.text", "doc_to_target": "{{a}}"}
+    write_task(directory, "t", [{"q": "?", "a": "!"}], **config, metric_list=[mean_of("exact_match")])
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
@@ -163,6 +134,7 @@ def test_missing_packages_of_a_function_are_found(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize(
     ("packages", "command"),
     [
+        (("langdetect",), "pip install 'mergegate[ifeval]'"),
         (("immutabledict", "langdetect"), "pip install 'mergegate[ifeval]'"),
         (("math_verify",), "pip install 'mergegate[math]'"),
         (("antlr4", "math_verify", "sympy"), "pip install 'mergegate[math]'"),
@@ -173,6 +145,7 @@ def test_missing_packages_of_a_function_are_found(tmp_path: Path, name: str) -> 
 def test_the_extra_that_has_all_missing_packages_is_named(packages: tuple[str, ...], command: str) -> None:
     refusal = refusal_of(CHOICE, missing=Requirements(packages))
     assert refusal
+    assert all(package in refusal.found for package in packages)
     assert refusal.remedy.startswith(command)
 
 
@@ -267,9 +240,8 @@ def test_every_name_means_what_lm_evals_own_index_makes_of_it(monkeypatch: pytes
             unbuilt.append(name)
             continue
         ours = {leaf.name: {**leaf.config, "task": leaf.name} for leaf in shipped_leaves(name)}
-        if {task: _as_text(config) for task, config in ours.items()} != {
-            task: _as_text(config) for task, config in theirs.items()
-        }:
+        texts = [{task: _as_text(config) for task, config in side.items()} for side in (ours, theirs)]
+        if texts[0] != texts[1]:
             different.append(name)
     assert set(different) == COLLAPSED
     assert len(unbuilt) < 5  # lm-eval cannot build these
@@ -287,27 +259,33 @@ def test_a_refusal_has_a_reason(task: str, why: str) -> None:
     assert why in refused.value.found
 
 
+LAW = TaskDataset("mmlu_law", "cais/mmlu", "law", "test", "dev")
+EASY = TaskDataset("arc_easy", "allenai/ai2_arc", "ARC-Easy", "test", "train")
+
+
 @pytest.mark.parametrize(
-    "place", ["cais/mmlu/law/test.jsonl", "cais--mmlu/law/test.jsonl", "mmlu/law/test.jsonl", "mmlu_hub/law/test.jsonl"]
+    ("dataset", "place", "split"),
+    [
+        # A snapshot is not read by split.
+        (LAW, "cais/mmlu/law/test.jsonl", None),
+        (LAW, "cais--mmlu/law/test.jsonl", None),
+        (LAW, "mmlu/law/test.jsonl", None),
+        (LAW, "mmlu_hub/law/test.jsonl", None),
+        (EASY, "arc_easy_test.jsonl", "test"),
+        (EASY, "ARC-Easy-test.jsonl", "test"),
+        (EASY, "arc_easy.jsonl", "test"),
+        (EASY, "arc_easy.parquet", "test"),
+        # A single file is the split that the task evaluates.
+        (TaskDataset("piqa", "baber/piqa", None, "validation", "train"), "piqa_test.jsonl", "validation"),
+    ],
 )
-def test_a_snapshot_is_found_under_any_of_its_names(place: str, tmp_path: Path) -> None:
-    file = write(tmp_path / place, {"question": "?"})
-    found = find_dataset(tmp_path, TaskDataset("mmlu_law", "cais/mmlu", "law", "test", "dev"))
-    assert found.files == (file,)
-
-
-@pytest.mark.parametrize("name", ["arc_easy_test.jsonl", "ARC-Easy-test.jsonl", "arc_easy.jsonl", "arc_easy.parquet"])
-def test_a_file_is_found_by_task_or_configuration(name: str, tmp_path: Path) -> None:
-    write(tmp_path / "arc_challenge_test.jsonl", {})
-    file = write(tmp_path / name, {})
-    found = find_dataset(tmp_path, TaskDataset("arc_easy", "allenai/ai2_arc", "ARC-Easy", "test", "train"))
-    assert found.by_split == {"test": file}
-
-
-def test_a_single_file_is_the_split_that_the_task_evaluates(tmp_path: Path) -> None:
-    file = write(tmp_path / "piqa_test.jsonl", {})
-    found = find_dataset(tmp_path, TaskDataset("piqa", "baber/piqa", None, "validation", "train"))
-    assert found.by_split == {"validation": file}
+def test_a_dataset_is_found_under_any_of_its_names(
+    dataset: TaskDataset, place: str, split: str | None, tmp_path: Path
+) -> None:
+    write_jsonl(tmp_path / "arc_challenge_test.jsonl", [{}])
+    file = write_jsonl(tmp_path / place, [{"question": "?"}])
+    found = find_dataset(tmp_path, dataset)
+    assert (found.files, found.by_split) == ((file,), {split: file} if split else {})
 
 
 def test_a_missing_dataset_is_refused_with_the_expected_paths(tmp_path: Path) -> None:
@@ -317,22 +295,15 @@ def test_a_missing_dataset_is_refused_with_the_expected_paths(tmp_path: Path) ->
     assert "fetch-data" in refused.value.remedy
 
 
-def test_missing_examples_are_found_in_advance(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    write(data / "gsm8k_test.jsonl", {"question": "1 + 1?", "answer": "#### 2"})
-    task = pinned("gsm8k", data)
+def test_missing_examples_are_found_in_advance_and_other_data_are_another_task(tmp_path: Path) -> None:
+    file = write_jsonl(tmp_path / "data" / "gsm8k_test.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
+    task = pinned("gsm8k", file.parent)
     require_examples(task, 0)
     with pytest.raises(InvalidInput, match="5 few-shot examples"):
         require_examples(task, None)
-
-
-def test_other_data_are_another_task(tmp_path: Path) -> None:
-    data = tmp_path / "data"
-    write(data / "gsm8k_test.jsonl", {"question": "1 + 1?", "answer": "#### 2"})
-    before = pinned("gsm8k", data)
-    assert before.is_local
-    write(data / "gsm8k_test.jsonl", {"question": "1 + 2?", "answer": "#### 3"})
-    assert pinned("gsm8k", data).digest != before.digest
+    assert task.is_local
+    write_jsonl(file, [{"question": "1 + 2?", "answer": "#### 3"}])
+    assert pinned("gsm8k", file.parent).digest != task.digest
 
 
 def test_task_files_in_the_documentation_are_valid(tmp_path: Path) -> None:
@@ -342,20 +313,18 @@ def test_task_files_in_the_documentation_are_valid(tmp_path: Path) -> None:
     (several,) = (block for block in blocks if "task_list:" in block)
     (scoring,) = (block for block in blocks if "def overlap" in block)
     for name in ("capitals", "old"):
-        write(tmp_path / f"{name}.jsonl", {"country": "France", "capital": "Paris"})
+        write_jsonl(tmp_path / f"{name}.jsonl", [{"country": "France", "capital": "Paris"}])
     (tmp_path / "scoring.py").write_text(scoring)
     for name, block in {"capitals": capitals, "named": named}.items():
         (tmp_path / f"{name}.yaml").write_text(block)
-        assert pin_task(f"{name}.yaml", tmp_path, HashMemo(tmp_path / "h.db")).name == name
+        assert pin(tmp_path / f"{name}.yaml").name == name
         require_supported(f"{name}.yaml", tmp_path)
     score = runpy.run_path(str(tmp_path / "scoring.py"))["overlap"]
     assert score({"capital": "New Delhi"}, ["Delhi"]) == {"overlap": 0.5}
     (tmp_path / "several.yaml").write_text(several)
     require_supported("several.yaml", tmp_path)
-    assert [leaf.name for leaf in read_definition(tmp_path / "several.yaml").leaves] == [
-        "capitals_old",
-        "capitals_asked",
-    ]
+    leaves = read_definition(tmp_path / "several.yaml").leaves
+    assert [leaf.name for leaf in leaves] == ["capitals_old", "capitals_asked"]
 
 
 @pytest.mark.story

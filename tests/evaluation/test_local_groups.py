@@ -2,31 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from samples import sampled
-from tiny_models import CPU, make_model, write_choices, write_jsonl
+from scoring_runs import mean_of, pin, score, write_task
+from tiny_models import make_model, write_choices
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.document_order import DocumentRange
-from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
 from mergegate.tasks.evaluation.lm_eval_tasks import quiet
-from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.support import require_declared_mean, require_supported
-from mergegate.tasks.evaluation.task_definition import pin_task, read_definition
+from mergegate.tasks.evaluation.task_definition import read_definition
 from mergegate.tasks.evaluation.task_loading import load_task
-
-LISTED = """task_list:
-  - {task: short, dataset_kwargs: {data_files: {test: data/other.jsonl}}}
-  - {task: shouted, doc_to_text: !function own.shout, tag: loud}
-  - plain
-tag: pair
-"""
 
 
 @pytest.fixture
@@ -35,27 +26,34 @@ def root(tmp_path: Path) -> Path:
     write_choices(tmp_path, 5, name="other")
     write_choices(tmp_path, 7).rename(tmp_path / "base.yaml")
     (tmp_path / "own.py").write_text("def shout(doc):\n    return doc['word'].upper()\n")
-    (tmp_path / "several.yaml").write_text(f"include: base.yaml\n{LISTED}")
+    (tmp_path / "several.yaml").write_text(
+        """include: base.yaml
+task_list:
+  - {task: short, dataset_kwargs: {data_files: {test: data/other.jsonl}}}
+  - {task: shouted, doc_to_text: !function own.shout, tag: loud}
+  - plain
+tag: pair
+"""
+    )
     return tmp_path
 
 
-def asked(root: Path, file: str) -> dict[str, list[str]]:
+def asked(path: Path) -> dict[str, list[str]]:
     """Return the prompts of each task in a file, as loaded by lm-eval."""
     with quiet():
-        leaves = load_task(pin_task(file, root, HashMemo(root / "hashes.db"))).leaves
+        leaves = load_task(pin(path)).leaves
         return {name: [leaf.doc_to_text(document) for document in leaf.eval_docs] for name, leaf in leaves.items()}
 
 
 def test_a_task_list_equals_one_file_per_task(root: Path) -> None:
-    found = asked(root, "several.yaml")
-    alone = {
-        "short": "include: base.yaml\ntask: short\ndataset_kwargs: {data_files: {test: data/other.jsonl}}\n",
-        "shouted": "include: base.yaml\ntask: shouted\ndoc_to_text: !function own.shout\n",
-        "plain": "include: base.yaml\ntask: plain\n",
+    found = asked(root / "several.yaml")
+    alone: dict[str, dict[str, Any]] = {
+        "short": {"dataset_kwargs": {"data_files": {"test": "data/other.jsonl"}}},
+        "shouted": {"doc_to_text": "!function own.shout"},
+        "plain": {},
     }
-    for name, text in alone.items():
-        (root / f"{name}.yaml").write_text(text)
-        assert found[name] == asked(root, f"{name}.yaml")[name]
+    for name, config in alone.items():
+        assert found[name] == asked(write_task(root, name, include="base.yaml", **config))[name]
     assert list(found) == list(alone)
     assert [len(found[name]) for name in alone] == [5, 7, 7]
     assert found["shouted"] == [text.upper() for text in found["plain"]]
@@ -71,27 +69,22 @@ def test_a_task_list_equals_one_file_per_task(root: Path) -> None:
         ("short", ["short"]),
     ],
 )
-def test_a_group_includes_tasks_of_a_list_by_name_and_tag(root: Path, tasks: str, names: list[str]) -> None:
-    (root / "g.yaml").write_text(f"group: g\ntask: {tasks}\n")
-    assert [leaf.name for leaf in read_definition(root / "g.yaml").leaves] == names
-    assert list(asked(root, "g.yaml")) == names
-
-
-def test_settings_of_a_group_override_a_task_list(root: Path) -> None:
-    (root / "g.yaml").write_text('group: g\ntask: [shouted, short]\ndoc_to_text: "{{word}}?"\n')
-    found = asked(root, "g.yaml")
+def test_a_group_includes_tasks_of_a_list_by_name_and_tag_and_overrides_their_settings(
+    root: Path, tasks: str, names: list[str]
+) -> None:
+    path = root / "g.yaml"
+    path.write_text(f'group: g\ntask: {tasks}\ndoc_to_text: "{{{{word}}}}?"\n')
+    found = asked(path)
+    assert [leaf.name for leaf in read_definition(path).leaves] == list(found) == names
     assert all(text.endswith("?") and text.islower() for texts in found.values() for text in texts)
-    assert len(found["short"]) == 5
+    assert {name: len(texts) for name, texts in found.items()} == {name: 5 if name == "short" else 7 for name in names}
 
 
 @pytest.mark.parametrize("part", ["several.yaml", "base.yaml", "own.py", "data/other.jsonl", "data/letters.jsonl"])
 def test_all_files_of_a_task_list_are_pinned(root: Path, part: str) -> None:
-    def pinned() -> str:
-        return pin_task("several.yaml", root, HashMemo(root / "hashes.db")).digest
-
-    before = pinned()
+    before = pin(root / "several.yaml").digest
     (root / part).write_text((root / part).read_text() + "\n")
-    assert pinned() != before
+    assert pin(root / "several.yaml").digest != before
 
 
 @pytest.mark.parametrize(
@@ -112,43 +105,33 @@ def test_an_invalid_group_is_refused(root: Path, text: str, complaint: str) -> N
     assert str(root / "g.yaml") in refused.value.where
 
 
-def mean_of(root: Path, entries: object) -> str:
-    (root / "g.yaml").write_text(yaml.safe_dump({"group": "g", "task": ["pair"], "aggregate_metric_list": entries}))
-    return "g.yaml"
-
-
 @pytest.mark.parametrize(
-    ("entries", "complaint"),
+    ("entries", "mean_over", "complaint"),
     [
-        (None, None),
-        ([{"metric": "acc"}], None),
-        ({"metric": "acc", "weight_by_size": True, "aggregation": "mean"}, None),
-        (
-            [{"metric": "acc"}, {"metric": "acc_norm", "weight_by_size": False}],
-            "weights tasks equally",
-        ),
-        ([{"metric": "acc", "weight_by_size": "no"}], "weight_by_size: no"),
-        ([{"metric": "acc", "aggregation": "median"}], "aggregation: median"),
-        (["acc"], "acc"),
+        (None, None, None),
+        ([{"metric": "acc"}], None, None),
+        ({"metric": "acc", "weight_by_size": True, "aggregation": "mean"}, None, None),
+        ([{"metric": "acc"}, {"metric": "acc_norm", "weight_by_size": False}], None, "weights tasks equally"),
+        ([{"metric": "acc", "weight_by_size": False}], "documents", None),
+        ([{"metric": "acc", "weight_by_size": "no"}], None, "weight_by_size: no"),
+        ([{"metric": "acc", "aggregation": "median"}], None, "aggregation: median"),
+        (["acc"], None, "acc"),
     ],
 )
 def test_a_guard_tests_the_declared_mean_of_its_group_or_requests_another(
-    root: Path, entries: object, complaint: str | None
+    root: Path, entries: object, mean_over: Any, complaint: str | None
 ) -> None:
-    file = mean_of(root, entries)
-    if complaint is None:
-        require_declared_mean(file, None, root)
-    else:
-        with pytest.raises(InvalidInput, match=complaint):
-            require_declared_mean(file, None, root)
+    group = {"group": "g", "task": ["pair"], "aggregate_metric_list": entries}
+    (root / "g.yaml").write_text(yaml.safe_dump(group))
+    with pytest.raises(InvalidInput, match=complaint) if complaint else nullcontext():
+        require_declared_mean("g.yaml", mean_over, root)
 
 
-def test_the_mean_over_documents_can_be_asked_for(root: Path) -> None:
-    require_declared_mean(mean_of(root, [{"metric": "acc", "weight_by_size": False}]), "documents", root)
+def test_the_declared_mean_of_a_shipped_group_is_known(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="weights tasks equally"):
-        require_declared_mean("blimp", None, root)  # as shipped with lm-eval
+        require_declared_mean("blimp", None, tmp_path)
     for name in ("mmlu", "bbh", "arc_easy", "ai2_arc"):
-        require_declared_mean(name, None, root)
+        require_declared_mean(name, None, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -157,13 +140,13 @@ def test_the_mean_over_documents_can_be_asked_for(root: Path) -> None:
         ({"output_type": "loglikelihood_rolling"}, "a perplexity task"),
         ({"unsafe_code": True}, "runs code"),
         ({"metric_list": [{"metric": "f1"}]}, "only f1"),
-        ({"metric_list": [{"metric": "f1", "aggregation": "mean", "higher_is_better": True}]}, "a mean of f1"),
+        ({"metric_list": [mean_of("f1")]}, "a mean of f1"),
         ({"metric_list": 5}, "a metric_list that is not a list"),
     ],
 )
 def test_a_local_task_is_decided_as_one_that_lm_eval_ships(root: Path, says: dict[str, Any], found: str) -> None:
     require_supported("several.yaml", root)
-    (root / "bad.yaml").write_text(yaml.safe_dump({"include": "base.yaml", "task": "bad", **says}))
+    write_task(root, "bad", include="base.yaml", **says)
     (root / "g.yaml").write_text("group: g\ntask: [plain, bad]\n")
     for file, where in (("bad.yaml", "evaluate.tasks: bad.yaml"), ("g.yaml", "evaluate.tasks: g.yaml: bad")):
         with pytest.raises(InvalidInput, match=found) as refused:
@@ -178,12 +161,7 @@ def test_a_function_beside_a_task_that_needs_a_package_is_refused_with_its_name(
 
 
 def test_metrics_of_own_functions_are_supported(root: Path) -> None:
-    write_jsonl(root / "data" / "w.jsonl", [{"word": "a"}])
-    (root / "w.yaml").write_text(
-        "task: w\ndataset_path: json\ndataset_kwargs: {data_files: {test: data/w.jsonl}}\ntest_split: test\n"
-        "output_type: generate_until\nmetric_list:\n"
-        "  - {metric: !function own.overlap, aggregation: mean, higher_is_better: true}\n"
-    )
+    write_task(root, "w", [{"word": "a"}], output_type="generate_until", metric_list=[mean_of("!function own.overlap")])
     require_supported("w.yaml", root)
 
 
@@ -196,22 +174,19 @@ def test_a_metric_is_supported_where_lm_eval_has_a_number_of_each_document(tmp_p
 
     model = make_model(tmp_path / "model")
     write_choices(tmp_path, 2).rename(tmp_path / "base.yaml")
-    extra = {"doc_to_choice": None, "doc_to_target": "{{choices[0]}}"} if kind != "multiple_choice" else {}
-    ends = {"generation_kwargs": {"until": ["."], "max_gen_toks": 2}} if kind == "generate_until" else {}
+    config: dict[str, Any] = {"include": "base.yaml", "output_type": kind}
+    config |= {"doc_to_choice": None, "doc_to_target": "{{choices[0]}}"} if kind != "multiple_choice" else {}
+    config |= {"generation_kwargs": {"until": ["."], "max_gen_toks": 2}} if kind == "generate_until" else {}
     found = {}
     for metric in METRIC_REGISTRY:
-        entry = {"metric": metric, "aggregation": "mean", "higher_is_better": True}
-        text = {"include": "base.yaml", "task": "t", "output_type": kind, "metric_list": [entry], **extra, **ends}
-        (tmp_path / "t.yaml").write_text(yaml.safe_dump(text))
+        path = write_task(tmp_path, "t", **config, metric_list=[mean_of(metric)])
         beforehand, asked = True, True
         try:
             require_supported("t.yaml", tmp_path)
         except InvalidInput:
             beforehand = False
-        task, part = pin_task("t.yaml", tmp_path, HashMemo(tmp_path / "h.db")), DocumentRange(first=0, last=2)
         try:
-            rows = score_documents(ScoringJob(model, task, Scoring(), part, CPU.device), lambda done, of: None)
-            asked = any(row.metric.partition(",")[0] == metric for row in rows)
+            asked = any(row.metric.partition(",")[0] == metric for row in score(model, pin(path), (0, 2)))
         except InvalidInput:
             asked = False
         found[metric] = (beforehand, asked)

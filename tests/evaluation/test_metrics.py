@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
 from gate_samples import GUARD, part
@@ -24,6 +25,7 @@ from mergegate.tasks.gate.settings import GateRule, Guard
 from mergegate.tasks.gate.stage import GatePlan, gate
 
 METRICS = ("acc,none", "acc_norm,none", "exact_match,strict-match", "exact_match,flexible-extract", "ter,none")
+Sides: TypeAlias = tuple[list[DocumentScore], list[DocumentScore]]
 
 
 def row(leaf: str, metric: str, doc: int, score: float, higher: bool = True) -> DocumentScore:
@@ -31,12 +33,12 @@ def row(leaf: str, metric: str, doc: int, score: float, higher: bool = True) -> 
 
 
 @st.composite
-def groups(draw: st.DrawFn) -> tuple[list[DocumentScore], list[DocumentScore]]:
+def groups(draw: st.DrawFn) -> Sides:
     """Draw the scores of two models on one to five leaf tasks with one to six documents each.
 
     Each leaf has some of the metrics, in any order and direction. Rows are in the order of parts.
     """
-    sides: tuple[list[DocumentScore], list[DocumentScore]] = ([], [])
+    sides: Sides = ([], [])
     for leaf in draw(st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=5, unique=True)):
         metrics = draw(st.lists(st.sampled_from(METRICS), min_size=1, max_size=4, unique=True))
         directions = {metric: draw(st.booleans()) for metric in metrics}
@@ -50,9 +52,7 @@ def groups(draw: st.DrawFn) -> tuple[list[DocumentScore], list[DocumentScore]]:
 
 @pytest.mark.story
 @given(groups())
-def test_every_document_counts_once_under_the_metric_of_its_leaf(
-    sides: tuple[list[DocumentScore], list[DocumentScore]],
-) -> None:
+def test_every_document_counts_once_under_the_metric_of_its_leaf(sides: Sides) -> None:
     """The reference handles one document at a time and does not use groups."""
     theirs, ours = sides
     metrics = choose_metrics(theirs, None, "g")
@@ -71,9 +71,7 @@ def test_every_document_counts_once_under_the_metric_of_its_leaf(
 
 @pytest.mark.story
 @given(groups(), st.sampled_from(METRICS))
-def test_one_metric_name_applies_to_all_leaves_that_have_it(
-    sides: tuple[list[DocumentScore], list[DocumentScore]], wanted: str
-) -> None:
+def test_one_metric_name_applies_to_all_leaves_that_have_it(sides: Sides, wanted: str) -> None:
     rows, known = sides[0], metrics_by_leaf(sides[0])
     if not any(wanted in metrics for metrics in known.values()):
         with pytest.raises(InvalidInput, match="which the task does not have"):
@@ -87,9 +85,7 @@ def test_one_metric_name_applies_to_all_leaves_that_have_it(
 
 @pytest.mark.story
 @given(groups(), st.data())
-def test_an_error_names_the_document_without_a_score(
-    sides: tuple[list[DocumentScore], list[DocumentScore]], data: st.DataObject
-) -> None:
+def test_an_error_names_the_document_without_a_score(sides: Sides, data: st.DataObject) -> None:
     rows = sides[0]
     metrics = choose_metrics(rows, None, "g")
     judged = [one for one in rows if metrics.by_leaf[one.task][0] == one.metric]
@@ -106,9 +102,7 @@ def test_an_error_names_the_document_without_a_score(
 
 @pytest.mark.story
 @given(groups())
-def test_the_table_has_a_line_for_the_whole_group_where_its_metrics_differ(
-    sides: tuple[list[DocumentScore], list[DocumentScore]],
-) -> None:
+def test_the_table_has_a_line_for_the_whole_group_where_its_metrics_differ(sides: Sides) -> None:
     rows = sides[0]
     metrics = choose_metrics(rows, None, "g")
     table = {score.metric: score for score in score_table("g", rows)}
@@ -173,32 +167,41 @@ def test_the_gate_judges_a_group_of_several_metrics_on_all_of_its_documents(tmp_
     assert Guard(task="g", guarded_by="a", metric={"math_*": "x,none"}).metric == {"math_*": "x,none"}
 
 
-LABELS = {
-    "gsm8k": {"exact_match,strict-match": True, "exact_match,flexible-extract": True},
-    "arc": {"acc,none": True},
-}
+GSM8K = {"exact_match,strict-match": True, "exact_match,flexible-extract": True}
+ARC = {"acc,none": True}
 
 
-class TestBeforeAnythingIsScored:
-    """Validation of a guard's metric against the labels that a task will have."""
+@pytest.mark.parametrize(
+    ("known", "setting", "chosen"),
+    [
+        # A name without a filter means the only label that begins with it.
+        ({"arc": {**ARC, "acc_norm,none": True}}, "acc_norm", {"arc": "acc_norm,none"}),
+        ({"arc": {**ARC, "acc_norm,none": True}}, {"arc": "acc_norm"}, {"arc": "acc_norm,none"}),
+        # A leaf without the metric keeps its own.
+        ({"gsm8k": GSM8K, "arc": ARC}, "acc", {"gsm8k": "exact_match,flexible-extract", "arc": "acc,none"}),
+    ],
+)
+def test_a_metric_is_chosen_before_anything_is_scored(known: Any, setting: Any, chosen: dict[str, str]) -> None:
+    metrics = choose_known_metrics(known, setting, "t")
+    assert {leaf: name for leaf, (name, _) in metrics.by_leaf.items()} == chosen
+    assert metrics.by_leaf_if_different == (chosen if len(chosen) > 1 else {})
 
-    def test_a_name_without_filter_means_the_only_label_that_begins_with_it(self) -> None:
-        known = {"arc": {"acc,none": True, "acc_norm,none": True}}
-        assert choose_known_metrics(known, "acc_norm", "arc").label == "acc_norm,none"
-        assert choose_known_metrics(known, {"arc": "acc_norm"}, "arc").label == "acc_norm,none"
 
-    def test_a_name_that_can_mean_several_labels_is_refused_with_all_of_them(self) -> None:
-        with pytest.raises(InvalidInput, match="which is ambiguous") as refused:
-            choose_known_metrics({"gsm8k": LABELS["gsm8k"]}, "exact_match", "gsm8k")
-        assert "exact_match,strict-match or exact_match,flexible-extract" in refused.value.expected
-
-    def test_an_unknown_metric_is_refused_with_the_available_ones(self) -> None:
-        with pytest.raises(InvalidInput, match="which the task does not have") as refused:
-            choose_known_metrics(LABELS, "f1", "mixed")
-        assert "acc,none" in refused.value.expected
-
-    def test_a_leaf_without_the_metric_keeps_its_own(self) -> None:
-        assert choose_known_metrics(LABELS, "acc", "mixed").by_leaf_if_different == {
-            "gsm8k": "exact_match,flexible-extract",
-            "arc": "acc,none",
-        }
+@pytest.mark.parametrize(
+    ("known", "setting", "found", "expected"),
+    [
+        (
+            {"gsm8k": GSM8K},
+            "exact_match",
+            "which is ambiguous",
+            "exact_match,strict-match or exact_match,flexible-extract",
+        ),
+        ({"gsm8k": GSM8K, "arc": ARC}, "f1", "which the task does not have", "acc,none"),
+    ],
+)
+def test_an_ambiguous_or_unknown_metric_is_refused_with_the_available_ones(
+    known: Any, setting: str, found: str, expected: str
+) -> None:
+    with pytest.raises(InvalidInput, match=found) as refused:
+        choose_known_metrics(known, setting, "t")
+    assert expected in refused.value.expected

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+from scoring_runs import mean_of, write_task
+from tiny_models import write_jsonl
 
 from mergegate.flows.preflight import pin_profile_sweep
 from mergegate.flows.profile import load_profile
@@ -20,14 +20,9 @@ from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 from mergegate.tasks.evaluation.task_loading import inspect_data, load_task
 from mergegate.tasks.preflight import Evidence
 
-LETTERS: dict[str, Any] = {
-    "dataset_path": "acme/letters",
-    "test_split": "test",
-    "output_type": "loglikelihood",
-    "doc_to_text": "{{prompt}}",
-    "doc_to_target": "{{answer}}",
-    "metric_list": [{"metric": "acc", "aggregation": "mean", "higher_is_better": True}],
-}
+LETTERS: dict[str, Any] = {"dataset_path": "acme/letters", "test_split": "test", "output_type": "loglikelihood"}
+LETTERS |= {"doc_to_text": "{{prompt}}", "doc_to_target": "{{answer}}", "metric_list": [mean_of("acc")]}
+PAGES, TRAIN = "https://huggingface.co/datasets", (("train", "t.jsonl"),)
 PROFILE = """\
 name: nightly
 recipe: {merge_method: linear, models: [{model: a}, {model: b}], dtype: float32}
@@ -40,14 +35,15 @@ sweep:
 
 
 def rows(path: Path, *prompts: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps({"prompt": prompt, "answer": "x"}) + "\n" for prompt in prompts))
-    return path
+    return write_jsonl(path, ({"prompt": prompt, "answer": "x"} for prompt in prompts))
 
 
 def written(root: Path, name: str, **said: Any) -> str:
-    (root / f"{name}.yaml").write_text(yaml.safe_dump({**LETTERS, "task": name, **said}))
-    return f"{name}.yaml"
+    return write_task(root, name, **LETTERS | said).name
+
+
+def from_file(address: str) -> dict[str, Any]:
+    return {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": address}}}
 
 
 def pinned(task: str, root: Path, mirror: Path | None) -> EvalTask:
@@ -60,11 +56,7 @@ def pinned(task: str, root: Path, mirror: Path | None) -> EvalTask:
         ("acme/x", None, ("acme/x", "", "", ())),
         ("json", {"test": "hf://datasets/acme/x/d/t.jsonl"}, ("acme/x", "json", "", (("test", "d/t.jsonl"),))),
         ("csv", "hf://datasets/acme/x@v1/t.csv", ("acme/x", "csv", "v1", (("train", "t.csv"),))),
-        (
-            "json",
-            ["https://huggingface.co/datasets/acme/x/resolve/main/t.jsonl?download=true"],
-            ("acme/x", "json", "", (("train", "t.jsonl"),)),
-        ),
+        ("json", [f"{PAGES}/acme/x/resolve/main/t.jsonl?download=true"], ("acme/x", "json", "", TRAIN)),
         ("acme/x", {"test": "en/*.parquet"}, ("acme/x", "", "", (("test", "en/*.parquet"),))),
         ("json", {"test": "https://example.org/t.jsonl"}, ("", "json", "", ())),
         ("json", {"test": "/nowhere/t.jsonl"}, ("", "json", "", ())),
@@ -99,17 +91,8 @@ def test_examples_are_drawn_from_the_split_that_lm_eval_draws_from(said: dict[st
         ({}, "acme/letters/test.jsonl"),
         ({}, "letters_test.jsonl"),
         ({}, "own.jsonl"),
-        (
-            {
-                "dataset_path": "json",
-                "dataset_kwargs": {"data_files": {"test": "hf://datasets/acme/letters/d/e.jsonl"}},
-            },
-            "acme/letters/d/e.jsonl",
-        ),
-        (
-            {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "https://example.org/e.jsonl"}}},
-            "own_test.jsonl",
-        ),
+        (from_file("hf://datasets/acme/letters/d/e.jsonl"), "acme/letters/d/e.jsonl"),
+        (from_file("https://example.org/e.jsonl"), "own_test.jsonl"),
     ],
 )
 def test_a_yaml_task_uses_the_mirror_and_changes_with_its_data(
@@ -133,31 +116,23 @@ def test_two_tasks_of_a_group_have_files_of_their_own_of_one_dataset_and_a_third
         written(tmp_path, name)
         rows(tmp_path / "mirror" / f"{name}_test.jsonl", name)
     rows(tmp_path / "beside.jsonl", "third")
-    written(tmp_path, "third", dataset_path="json", dataset_kwargs={"data_files": {"test": "beside.jsonl"}})
+    third = written(tmp_path, "third", **from_file("beside.jsonl"))
     (tmp_path / "all.yaml").write_text("group: all\ntask: [first, second, third]\n")
     with quiet():
         leaves = load_task(pinned("all.yaml", tmp_path, tmp_path / "mirror")).leaves
         asked = {name: [document["prompt"] for document in leaf.eval_docs] for name, leaf in leaves.items()}
     assert asked == {"first": ["first"], "second": ["second"], "third": ["third"]}
-
-
-def test_a_mirror_does_not_change_a_task_with_local_data(tmp_path: Path) -> None:
-    rows(tmp_path / "beside.jsonl", "a")
-    task = written(tmp_path, "own", dataset_path="json", dataset_kwargs={"data_files": {"test": "beside.jsonl"}})
-    assert pinned(task, tmp_path, tmp_path / "nowhere") == pinned(task, tmp_path, None)
+    # A mirror does not change a task with local data.
+    assert pinned(third, tmp_path, tmp_path / "nowhere") == pinned(third, tmp_path, None)
 
 
 def test_missing_examples_of_a_yaml_file_are_found(tmp_path: Path) -> None:
     task = written(tmp_path, "own", fewshot_split="train", num_fewshot=2)
     rows(tmp_path / "mirror" / "own_test.jsonl", "a")
-
-    def pin(num_fewshot: int | None) -> None:
-        pinned = pin_sound_tasks([task], tmp_path, HashMemo(tmp_path / "h.db"), Path("mirror"))
-        require_examples(pinned[task], num_fewshot)
-
-    pin(0)
+    pinned = pin_sound_tasks([task], tmp_path, HashMemo(tmp_path / "h.db"), Path("mirror"))
+    require_examples(pinned[task], 0)
     with pytest.raises(InvalidInput, match="split 'train'") as refused:
-        pin(None)
+        require_examples(pinned[task], None)
     assert "own_train.jsonl" in refused.value.expected
 
 

@@ -27,7 +27,7 @@ def registered() -> Iterator[None]:
     from mteb.abstasks.task_metadata import TaskMetadata
     from mteb.get_tasks import _TASKS_REGISTRY
 
-    def metadata_of(name: str, kind: str, **settings: Any) -> Any:
+    def metadata_of(name: str, kind: str) -> Any:
         empty = ("reference", "date", "domains", "task_subtypes", "license", "annotations_creators", "dialect")
         return TaskMetadata(
             **dict.fromkeys((*empty, "sample_creation", "bibtex_citation")),
@@ -40,7 +40,6 @@ def registered() -> Iterator[None]:
             eval_splits=["test"],
             eval_langs=["eng-Latn"],
             main_score="ndcg_at_10",
-            **settings,
         )
 
     class Local(AbsTaskRetrieval):  # type: ignore[misc]
@@ -69,29 +68,17 @@ def registered() -> Iterator[None]:
             self.dataset = {"default": {"test": {**data, "relevant_docs": judged, "top_ranked": ranked}}}
             self.data_loaded = True
 
-    class LocalRetrieval(Local):
-        metadata = metadata_of("LocalRetrieval", "Retrieval")
+    def local(name: str, kind: str = "Retrieval", **attributes: bool) -> type[Local]:
+        return type(name, (Local,), {"metadata": metadata_of(name, kind), **attributes})
 
-    class LocalIgnoring(Local):
-        ignore_identical_ids = True
-        metadata = metadata_of("LocalIgnoring", "Retrieval")
-
-    class LocalReranking(Local):
-        is_reranking = True
-        metadata = metadata_of("LocalReranking", "Reranking")
-
-    class LocalInstructed(Local):
-        is_instructed = True
-        metadata = metadata_of("LocalInstructed", "InstructionRetrieval")
-
-    class LocalClasses(Local):
-        metadata = metadata_of("LocalClasses", "STS")
-
-    class LocalSkipping(Local):
-        skip_first_result = True
-        metadata = metadata_of("LocalSkipping", "Retrieval")
-
-    added = (LocalRetrieval, LocalIgnoring, LocalReranking, LocalInstructed, LocalClasses, LocalSkipping)
+    added = (
+        local("LocalRetrieval"),
+        local("LocalIgnoring", ignore_identical_ids=True),
+        local("LocalReranking", "Reranking", is_reranking=True),
+        local("LocalInstructed", "InstructionRetrieval", is_instructed=True),
+        local("LocalClasses", "STS"),
+        local("LocalSkipping", skip_first_result=True),
+    )
     for task in added:
         _TASKS_REGISTRY[task.metadata.name] = task
     yield

@@ -13,24 +13,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.models.utils import normalize_gen_kwargs
-from lm_eval_runs import prepare, simple_evaluate
+from lm_eval_runs import run_lm_eval_here
 from pydantic import ValidationError
 from rich.console import Console
-from tiny_models import CPU, make_model, words, write_choices, write_jsonl
+from scoring_runs import mean_of, model_in, pin, score, write_task
+from tiny_models import make_model, words, write_choices
 
 from mergegate.flows.cli.check import print_examples
 from mergegate.flows.preflight import TaskExample
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation.document_order import DocumentRange
-from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
 from mergegate.tasks.evaluation.settings import PromptSettings, Scoring, resolve_prompt_settings
 from mergegate.tasks.evaluation.splits import DocumentSplits
 from mergegate.tasks.evaluation.support import require_effect
-from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
-from mergegate.tasks.evaluation.task_loading import inspect_data
+from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.evaluation.task_preview import TaskPreview, TokenizerSource, _render
 from mergegate.tasks.evaluation.task_setup import BUDGET_NAMES, require_known_generation, room_for_prompt
 from mergegate.tasks.gate.references import pin_tasks
@@ -41,40 +38,24 @@ from mergegate.tasks.sweep.evidence import SweepEvidence
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[:1] }}:{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
 )
-WRITTEN = """task: written
-dataset_path: json
-dataset_kwargs: {data_files: {test: data/written.jsonl}}
-test_split: test
-fewshot_split: test
-output_type: generate_until
-doc_to_text: "{{word}}"
-doc_to_target: "{{answer}}"
-generation_kwargs: {until: ["."], max_gen_toks: 6, do_sample: false}
-process_results: !function scoring.share
-metric_list:
-  - {metric: share, aggregation: mean, higher_is_better: true}
-"""
+WRITTEN: dict[str, Any] = {"fewshot_split": "test", "output_type": "generate_until", "doc_to_text": "{{word}}"}
+WRITTEN |= {"generation_kwargs": {"until": ["."], "max_gen_toks": 6, "do_sample": False}, "doc_to_target": "{{answer}}"}
+WRITTEN |= {"process_results": "!function scoring.share", "metric_list": [mean_of("share")]}
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Write a multiple-choice task, a generation task and a model with a chat template."""
     root, rng = tmp_path_factory.mktemp("asking"), random.Random(3)
     write_choices(root, 9, extra="fewshot_split: test\n")
-    (root / "written.yaml").write_text(WRITTEN)
     (root / "scoring.py").write_text(
         "def share(doc, results):\n    return {'share': sum(map(ord, results[0])) % 97 / 97}\n"  # of all characters
     )
     rows = [{"word": word, "answer": rng.choice("abcd")} for word in words(9, seed=2)]
-    write_jsonl(root / "data" / "written.jsonl", rows)
+    write_task(root, "written", rows, **WRITTEN)
     make_model(root / "model")
     (root / "model" / "chat_template.jinja").write_text(TEMPLATE)
-    return root
-
-
-@pytest.fixture(autouse=True)
-def nothing_stays_in_memory() -> Iterator[None]:
-    yield
+    yield root
     unload_models()
 
 
@@ -83,58 +64,39 @@ def pinned(root: Path, *guards: dict[str, Any]) -> tuple[tuple[Guard, ...], tupl
     return pin_tasks(written, root, HashMemo(root / "hashes.db"))
 
 
-def ours(root: Path, task: EvalTask, scoring: Scoring) -> dict[tuple[str, int], tuple[str, float]]:
+def ours(root: Path, task: EvalTask) -> dict[tuple[str, int], tuple[str, float]]:
     """Return the prompt hash and the score by metric and document, scored in two parts."""
-    model = Model(name="model", digest=str(root), directory=root / "model")
-    total = inspect_data(task).documents
-    parts = (DocumentRange(first=0, last=4), DocumentRange(first=4, last=total))
-    rows = [
-        row
-        for part in parts
-        for row in score_documents(ScoringJob(model, task, scoring, part, CPU.device), lambda done, of: None)
-    ]
+    rows = [row for part in ((0, 4), (4, 9)) for row in score(model_in(root / "model"), task, part)]
     return {(row.metric, row.doc_id): (row.prompt_hash, row.outcome) for row in rows if "prob" not in row.metric}
 
 
 def theirs(root: Path, name: str, scratch: Path, said: dict[str, Any]) -> dict[tuple[str, int], tuple[str, float]]:
-    from lm_eval.tasks import TaskManager
-
-    folder = prepare([root / f"{name}.yaml"], scratch)
-    (folder / "scoring.py").write_text((root / "scoring.py").read_text())
-    found = simple_evaluate(
-        model="hf",
-        model_args={"pretrained": str(root / "model"), "dtype": "auto", "softmax_dtype": "float32"},
-        tasks=[name],
-        task_manager=TaskManager(include_path=str(folder), include_defaults=False),
-        device="cpu",
-        batch_size=16,
-        bootstrap_iters=0,
-        **said,
-    )
+    (scratch / "include").mkdir(parents=True)
+    shutil.copy(root / "scoring.py", scratch / "include")
+    samples = run_lm_eval_here(root / "model", [root / f"{name}.yaml"], scratch, **said)[name]
     return {
         (f"{metric},{sample['filter']}", sample["doc_id"]): (sample["prompt_hash"], float(sample[metric]))
-        for sample in found["samples"][name]
+        for sample in samples
         for metric in sample["metrics"]
     }
+
+
+KIND = {"system_instruction": "be kind"}
 
 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
         ("written", {"gen_kwargs": {"max_gen_toks": 3, "until": ["a", "."]}}),
-        pytest.param(
-            "written",
-            {"num_fewshot": 2, "apply_chat_template": True, "system_instruction": "be kind"},
-            marks=pytest.mark.story,
-        ),
+        pytest.param("written", {"num_fewshot": 2, "apply_chat_template": True, **KIND}, marks=pytest.mark.story),
         ("written", {"num_fewshot": 2, "apply_chat_template": True, "fewshot_as_multiturn": False}),
-        pytest.param("letters", {"num_fewshot": 3, "system_instruction": "be kind"}, marks=pytest.mark.story),
-        ("letters", {"apply_chat_template": True, "system_instruction": "be kind"}),
+        pytest.param("letters", {"num_fewshot": 3, **KIND}, marks=pytest.mark.story),
+        ("letters", {"apply_chat_template": True, **KIND}),
     ],
 )
 def test_prompts_and_scores_are_those_of_lm_eval(root: Path, name: str, said: dict[str, Any], tmp_path: Path) -> None:
     _, (task,) = pinned(root, {"task": f"{name}.yaml", **said})
-    assert ours(root, task, Scoring()) == theirs(root, name, tmp_path, said)
+    assert ours(root, task) == theirs(root, name, tmp_path, said)
 
 
 def test_one_task_with_two_prompt_settings_is_scored_under_each(root: Path, tmp_path: Path) -> None:
@@ -142,10 +104,9 @@ def test_one_task_with_two_prompt_settings_is_scored_under_each(root: Path, tmp_
     ways = {"written": {}, "written-short": {"gen_kwargs": {"max_gen_toks": 2}, "num_fewshot": 1}}
     guards, tasks = pinned(root, *({"task": "written.yaml", "name": name, **said} for name, said in ways.items()))
     assert [guard.task for guard in guards] == [task.name for task in tasks] == list(ways)
-    found = [ours(root, task, Scoring()) for task in (*tasks, tasks[0])]
+    found = [ours(root, task) for task in (*tasks, tasks[0])]
     assert found[0] == found[2] != found[1]
-    wanted = [theirs(root, "written", tmp_path / name, said) for name, said in ways.items()]
-    assert found[:2] == wanted
+    assert found[:2] == [theirs(root, "written", tmp_path / name, said) for name, said in ways.items()]
 
 
 def test_prompt_settings_of_a_guard_override_the_profile() -> None:
@@ -196,7 +157,7 @@ def test_check_shows_the_prompt_of_a_task() -> None:
 
 def test_a_sweep_leaves_other_documents_for_the_gate_under_any_task_name(root: Path) -> None:
     division = DocumentSplits(search=4, confirmation=2)
-    task = pin_task("letters.yaml", root, HashMemo(root / "hashes.db"))
+    task = pin(root / "letters.yaml")
     swept = SweepEvidence({"letters.yaml": "letters"}, (task,), {"letters": division}, None, division)
     _, tasks = pinned(root, {"task": "letters.yaml", "name": "again", "num_fewshot": 1}, {"task": "letters.yaml"})
     assert [each.only for each in swept.gate_tasks(tasks)] == [division.of("gate")] * 2
@@ -233,17 +194,25 @@ def test_two_prompt_settings_under_one_name_are_refused(root: Path) -> None:
 def test_prompt_settings_without_effect_are_refused(root: Path) -> None:
     with pytest.raises(InvalidInput, match="but the task has none"):
         require_effect("letters.yaml", PromptSettings(gen_kwargs={"max_gen_toks": 3}), root)
-    (root / "none.yaml").write_text("include: written.yaml\ntask: none\nnum_fewshot: 0\n")
+    write_task(root, "none", include="written.yaml", num_fewshot=0)
     with pytest.raises(InvalidInput, match="although the task sets 0"):
         require_effect("none.yaml", PromptSettings(num_fewshot=2), root)
     require_effect("none.yaml", PromptSettings(num_fewshot=0, gen_kwargs={"max_gen_toks": 3}), root)
 
 
-def test_an_error_names_an_unknown_generation_setting() -> None:
-    how = resolve_prompt_settings(PromptSettings(gen_kwargs={"max_gen_toks": 5, "temprature": 0.5}), Scoring())
-    with pytest.raises(InvalidInput, match="temprature") as refused:
+@pytest.mark.parametrize(
+    ("gen_kwargs", "message"),
+    [
+        ({"max_gen_toks": 5, "temprature": 0.5}, r"temprature(.*\n)*.*temperature"),
+        ({"batch_size": 4}, r"set evaluate\.batch_size instead"),
+    ],
+)
+def test_an_error_names_an_unknown_generation_setting_or_where_it_belongs(
+    gen_kwargs: dict[str, float], message: str
+) -> None:
+    how = resolve_prompt_settings(PromptSettings(gen_kwargs=gen_kwargs), Scoring())
+    with pytest.raises(InvalidInput, match=message):
         require_known_generation(how, "hf", "t")
-    assert "temperature" in refused.value.remedy
 
 
 @pytest.mark.parametrize("key", ["enable_thinking", "think_end_token", "chat_template_args"])
@@ -255,12 +224,6 @@ def test_an_argument_of_lm_evals_models_is_not_a_setting_of_generation(key: str,
     plain = resolve_prompt_settings(None, Scoring())
     with pytest.raises(InvalidInput, match=rf"task leaf: generation_kwargs\.{key}"):
         require_known_generation(plain, backend, "t", {"leaf": {"until": [], key: "x"}, "choice": None})
-
-
-def test_a_setting_of_the_profile_is_named_where_it_belongs() -> None:
-    how = resolve_prompt_settings(PromptSettings(gen_kwargs={"batch_size": 4}), Scoring())
-    with pytest.raises(InvalidInput, match=r"set evaluate\.batch_size instead"):
-        require_known_generation(how, "hf", "t")
 
 
 def room(own: dict[str, Any], gen_kwargs: dict[str, Any], context: int | None) -> int | None:
@@ -304,17 +267,12 @@ def test_a_preview_compares_the_longest_answer_with_the_models_context(root: Pat
     place = TokenizerSource(name="m", directory=tmp_path / "model", digest="")
 
     def shown(tokens: int, **scoring: Any) -> TaskPreview:
-        (root / "long.yaml").write_text(
-            f"include: written.yaml\ntask: long\ngeneration_kwargs: {{max_tokens: {tokens}}}\n"
-        )
-        task = pin_task("long.yaml", root, HashMemo(tmp_path / "hashes.db"))
-        return _render(task, Scoring(**scoring), place, lambda done, of: None)
+        path = write_task(root, "long", include="written.yaml", generation_kwargs={"max_tokens": tokens})
+        return _render(pin(path), Scoring(**scoring), place, lambda done, of: None)
 
     assert shown(60).room == 4
-    with pytest.raises(
-        InvalidInput,
-        match=r"task long: generation_kwargs\.max_tokens: 64 tokens; prompt and answer together may have 64",
-    ):
+    message = r"task long: generation_kwargs\.max_tokens: 64 tokens; prompt and answer together may have 64"
+    with pytest.raises(InvalidInput, match=message):
         shown(64)
     assert shown(64, max_length=80).room == 16
     with pytest.raises(InvalidInput, match="prompt and answer together may have 32"):

@@ -1,4 +1,7 @@
-"""Shared prefixes are computed once, and answers equal lm-eval's for every network and way of sharing."""
+"""Shared prefixes are computed once, and answers equal lm-eval's for every network and way of sharing.
+
+Packed rows: each token attends only to its own sequence, at any position and with shared prefixes.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,21 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as tf
+from hypothesis import given
+from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
+from samples import sampled, sampled_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from mergegate.tasks.evaluation.backends import hf, prefix_cache
 from mergegate.tasks.evaluation.backends.hf import RequestTokens, max_shared_length, shared_prefix_type
 from mergegate.tasks.evaluation.backends.prefix_cache import cache_prompts, common_start
+from mergegate.tasks.evaluation.backends.token_rows import shared_beginning, token_rows
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 MORE = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -33,6 +41,10 @@ FAMILIES: dict[str, tuple[Callable[[], Any], bool]] = {
     "bloom": (lambda: tf.BloomConfig(vocab_size=128, hidden_size=64, n_layer=2, n_head=4), False),
     "mamba": (lambda: tf.MambaConfig(vocab_size=128, hidden_size=64, num_hidden_layers=2, state_size=8), False),
 }
+
+
+# Shared, with a sliding window, with learned positions, and not shared.
+COMMON = ("llama", "mistral", "gpt2", "bloom", "mamba")
 
 
 def drawn(seed: int, count: int) -> list[RequestTokens]:
@@ -63,8 +75,20 @@ def opened(kind: type[Any], network: Any, **otherwise: Any) -> Any:
     return kind(pretrained=network, tokenizer=tokenizer(), **how)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("family", FAMILIES)
+def likelihoods(network: Any, requests: list[RequestTokens]) -> tuple[list[tuple[float, bool]], ...]:
+    """Return the answers of mergegate's model and of lm-eval's."""
+    models = (opened(shared_prefix_type(), network), opened(HFLM, network))
+    return tuple(model._loglikelihood_tokens(requests, disable_tqdm=True) for model in models)
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"),
+    sampled_rows(
+        [(family, dtype) for family in FAMILIES for dtype in (torch.float32, torch.bfloat16)],
+        [*((family, torch.float32) for family in COMMON), ("llama", torch.bfloat16)],
+    ),
+    ids=str,
+)
 def test_answers_are_those_of_whole_sequences(family: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     make, may_share = FAMILIES[family]
@@ -72,11 +96,8 @@ def test_answers_are_those_of_whole_sequences(family: str, dtype: torch.dtype) -
     with torch.no_grad():
         for weight in network.parameters():
             weight.mul_(3 if weight.dim() > 1 else 1)
-    requests = drawn(1, 40)
-    ours = opened(shared_prefix_type(), network)
-    found = ours._loglikelihood_tokens(requests, disable_tqdm=True)
-    whole = opened(HFLM, network)._loglikelihood_tokens(requests, disable_tqdm=True)
-    assert ours._shares_exactly is may_share
+    found, whole = likelihoods(network, drawn(1, 40))
+    assert opened(shared_prefix_type(), network)._shares_exactly is may_share
     bound = 1e-4 if dtype is torch.float32 else 0.1
     assert max(abs(one[0] - other[0]) for one, other in zip(found, whole, strict=True)) < bound
     if dtype is torch.float32:
@@ -93,9 +114,7 @@ def test_of_two_equal_logits_only_the_first_is_the_argmax() -> None:
         largest = int(network(torch.tensor([context])).logits[0, -1].argmax())
         first, second = sorted((largest, 127 - largest))
         network.lm_head.weight[127 - largest] = network.lm_head.weight[largest]
-    requests = [(("", str(token)), context, [token]) for token in (first, second)]
-    answers = opened(shared_prefix_type(), network)._loglikelihood_tokens(requests, disable_tqdm=True)
-    whole = opened(HFLM, network)._loglikelihood_tokens(requests, disable_tqdm=True)
+    answers, whole = likelihoods(network, [(("", str(token)), context, [token]) for token in (first, second)])
     assert answers[0][0] == answers[1][0] == pytest.approx(whole[0][0], abs=1e-4)
     assert [is_argmax for _, is_argmax in answers] == [is_argmax for _, is_argmax in whole] == [True, False]
 
@@ -142,7 +161,7 @@ def writer(family: str) -> Any:
     return network
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sampled(FAMILIES, COMMON))
 def test_generated_answers_equal_lm_evals(family: str) -> None:
     network = writer(family)
     asked = prompts(2, 21)
@@ -177,8 +196,14 @@ ASKED: dict[str, tuple[dict[str, Any], int]] = {
 }
 
 
-@pytest.mark.parametrize("how", ASKED)
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mistral"])  # grouped heads, one per query, a sliding window
+@pytest.mark.parametrize(
+    ("family", "how"),
+    sampled_rows(
+        # Grouped heads, one per query, a sliding window.
+        [(family, how) for family in ("llama", "gpt2", "mistral") for how in ASKED],
+        [*(("llama", how) for how in ASKED), ("gpt2", "nothing in common"), ("mistral", "nothing in common")],
+    ),
+)
 def test_generated_answers_equal_lm_evals_for_all_settings(
     family: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -194,7 +219,7 @@ def test_generated_answers_equal_lm_evals_for_all_settings(
     assert len(set(answers[0])) > 3
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", sampled(range(20), range(8)))
 def test_the_cache_of_packed_prompts_equals_that_of_each_prompt(seed: int) -> None:
     rng = random.Random(seed)
     start = [rng.randrange(2, 9) for _ in range(rng.choice((0, 3, 16, 30)))]
@@ -258,3 +283,44 @@ def test_finished_answers_generate_no_further_tokens(monkeypatch: pytest.MonkeyP
     assert ours.generate_until(asked, disable_tqdm=True) == wanted
     written = sum(len(answer.split()) + 4 for answer in wanted)
     assert sum(steps) <= written < taken / 2
+
+
+# Few distinct tokens, so that sequences share prefixes.
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=14)
+
+
+@given(SEQUENCES, st.integers(1, 40))
+def test_every_sequence_is_packed_once_and_attends_only_to_itself(sequences: list[list[int]], length: int) -> None:
+    found = []
+    for row in token_rows(sequences, length):
+        found.extend(row.sequences)
+        for number, path in zip(row.sequences, row.paths, strict=True):
+            assert row.tokens[path].tolist() == sequences[number]
+            assert row.positions[path].tolist() == list(range(len(path)))
+            for depth, place in enumerate(path):
+                assert sorted(np.flatnonzero(row.sees[place])) == sorted(path[: depth + 1])
+    assert sorted(found) == list(range(len(sequences)))
+
+
+@given(SEQUENCES, st.integers(1, 40))
+def test_a_shared_prefix_is_packed_once_within_the_row_length(sequences: list[list[int]], length: int) -> None:
+    for row in token_rows(sequences, length):
+        beginnings = {tuple(sequences[number][:end]) for number in row.sequences for end in range(1, 13)}
+        assert len(row.tokens) == len(beginnings), "one token for each different beginning"
+        longest = max(len(sequences[number]) for number in row.sequences)
+        assert len(row.tokens) <= max(length, 3 * longest)
+
+
+@given(SEQUENCES, st.integers(1, 20))
+def test_remaining_sequences_are_packed_like_before(sequences: list[list[int]], length: int) -> None:
+    """A resumed run therefore computes the same batches."""
+    rows = list(token_rows(sequences, length))
+    for done in range(1, len(rows)):
+        answered = {number for row in rows[:done] for number in row.sequences}
+        left = [number for number in range(len(sequences)) if number not in answered]
+        again = list(token_rows([sequences[number] for number in left], length))
+        assert [[left[number] for number in row.sequences] for row in again] == [list(r.sequences) for r in rows[done:]]
+
+
+def test_shared_beginning_of_two_sequences() -> None:
+    assert [shared_beginning(*pair) for pair in (([1, 2], [1, 3]), ([1], [1, 2]), ([2], [1]))] == [1, 1, 0]

@@ -12,11 +12,14 @@ import shutil
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import datasets
 import pytest
 from jinja2 import Environment, StrictUndefined
 from loopback import answering
+from scoring_runs import mean_of, pin, quiet, scoring_job, write_task
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
@@ -24,9 +27,8 @@ from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints import end_model_process
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.evaluation import process
-from mergegate.tasks.evaluation.document_order import DocumentRange
-from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
-from mergegate.tasks.evaluation.lm_eval_tasks import quiet
+from mergegate.tasks.evaluation.harness import score_documents
+from mergegate.tasks.evaluation.lm_eval_tasks import quiet as quiet_lm_eval
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import (
     CountLimit,
@@ -44,17 +46,10 @@ from mergegate.tasks.gate.stage import GatePlan, gate
 
 REPO = "acme/letters"
 COMMITS = ("a" * 40, "b" * 40)
-ON_THE_HUB = """task: letters
-dataset_path: acme/letters
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{word}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: right
-target_delimiter: ""
-metric_list:
-  - {metric: acc, aggregation: mean, higher_is_better: true}
-"""
+# Without the settings of the data, the task ``acme/letters`` of the Hub.
+LETTERS: dict[str, Any] = {"output_type": "multiple_choice", "doc_to_text": "{{word}}", "doc_to_target": "right"}
+LETTERS |= {"doc_to_choice": "{{choices}}", "target_delimiter": "", "metric_list": [mean_of("acc")]}
+GUARDS = (Guard(task="letters", guarded_by="parent"),)
 
 
 class CachedHub:
@@ -106,8 +101,7 @@ def hub(cache: Path) -> CachedHub:
 
 @pytest.fixture
 def task(tmp_path: Path) -> EvalTask:
-    (tmp_path / "letters.yaml").write_text(ON_THE_HUB)
-    return pin_task("letters.yaml", tmp_path, HashMemo(tmp_path / "hashes.db"))
+    return pin(write_task(tmp_path, "letters", dataset_path=REPO, test_split="test", **LETTERS))
 
 
 @pytest.fixture
@@ -130,13 +124,7 @@ def test_a_replaced_dataset_is_measured_again(
         (source,) = parts[0].value.data["letters"].sources
         assert (source.path, source.revision) == (REPO, commit)
     with pytest.raises(InvalidInput, match="scores on different data"):
-        gate.work(
-            (Guard(task="letters", guarded_by="parent"),),
-            {"parent": before, "merge": after},
-            {},
-            None,
-            GatePlan(GateRule()),
-        )
+        gate.work(GUARDS, {"parent": before, "merge": after}, {}, None, GatePlan(GateRule()))
 
 
 @pytest.mark.story
@@ -144,18 +132,21 @@ def test_the_verdict_contains_its_evidence(
     hub: CachedHub, task: EvalTask, model: Model, home: Path, prefect_api: None
 ) -> None:
     parts = evaluate_documents(model, task, Scoring(), None, CPU)
-    verdict = gate.work(
-        (Guard(task="letters", guarded_by="parent"),), {"parent": parts, "merge": parts}, {}, None, GatePlan(GateRule())
-    )
-    (guard,) = verdict.guards
+    (guard,) = gate.work(GUARDS, {"parent": parts, "merge": parts}, {}, None, GatePlan(GateRule())).guards
     assert guard.data == parts[0].value.data["letters"]
     assert (guard.n, guard.documents_asked) == (12, 12)
     assert TaskScores("", "letters", tuple(parts)).data == guard.data
 
 
 @pytest.mark.story
-def test_a_new_commit_with_equal_documents_needs_no_new_measurement(hub: CachedHub, task: EvalTask, home: Path) -> None:
+def test_unchanged_data_is_not_loaded_again_and_a_new_commit_with_equal_documents_needs_no_new_measurement(
+    hub: CachedHub, task: EvalTask, home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = pin_data(task)
+    end_model_process()
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "inspect_in_child", lambda *asked: pytest.fail("the data are loaded again"))
+        assert pin_data(task) == before
     hub.fetch(COMMITS[1], right=0)
     after = pin_data(task)
     assert (after.data_digest, after.documents) == (before.data_digest, 12)
@@ -163,77 +154,55 @@ def test_a_new_commit_with_equal_documents_needs_no_new_measurement(hub: CachedH
 
 
 @pytest.mark.story
-def test_unchanged_data_is_not_loaded_again(
-    hub: CachedHub, task: EvalTask, home: Path, monkeypatch: pytest.MonkeyPatch
+def test_data_replaced_during_a_run_is_refused_and_counted_again(
+    hub: CachedHub, task: EvalTask, model: Model, home: Path
 ) -> None:
-    first = pin_data(task)
-    end_model_process()
-    monkeypatch.setattr(process, "inspect_in_child", lambda *asked: pytest.fail("the data are loaded again"))
-    assert pin_data(task) == first
-
-
-@pytest.mark.story
-def test_data_replaced_during_a_run_is_refused(hub: CachedHub, task: EvalTask, model: Model, home: Path) -> None:
-    pinned = pin_data(task)
+    pinned, before = pin_data(task), data_revisions(task, CountLimit())
     hub.fetch(COMMITS[1], right=1)
     with pytest.raises(InvalidInput, match="replaced during the run"):
-        score_documents(
-            ScoringJob(model, pinned, Scoring(), DocumentRange(first=0, last=12), "cpu"), lambda done, total: None
-        )
-
-
-@pytest.mark.story
-def test_local_data_is_not_loaded_a_second_time(tmp_path: Path, home: Path) -> None:
-    task = pin_task(write_choices(tmp_path).name, tmp_path, HashMemo(tmp_path / "hashes.db"))
-    assert data_revisions(task, CountLimit()) == ()
-    assert pin_data(task).sources == ()
-
-
-@pytest.mark.story
-def test_a_changed_dataset_is_counted_again(hub: CachedHub, task: EvalTask, home: Path) -> None:
-    before = data_revisions(task, CountLimit())
-    hub.fetch(COMMITS[1], right=1)
+        score_documents(scoring_job(model, pinned, (0, 12)), quiet)
     after = data_revisions(task, CountLimit())
     assert count_task.key(task, before, CountLimit()) != count_task.key(task, after, CountLimit())
 
 
+@pytest.mark.story
+def test_local_data_is_not_loaded_a_second_time(tmp_path: Path, home: Path) -> None:
+    task = pin(write_choices(tmp_path))
+    assert data_revisions(task, CountLimit()) == ()
+    assert pin_data(task).sources == ()
+
+
 @pytest.mark.parametrize(
-    ("what", "change"),
+    ("choices", "change"),
     [
-        ("documents", {"choices": ["a", "c"]}),
-        ("a template", 'doc_to_text: "{{word}}!"\n'),
-        ("examples", "fewshot_split: train\n"),
-        ("their number", "fewshot_split: test\nnum_fewshot: 1\n"),
-        ("settings", "repeats: 2\n"),
+        (["a", "c"], {}),
+        (["a", "b"], {"doc_to_text": "{{word}}!"}),
+        (["a", "b"], {"fewshot_split": "train"}),
+        (["a", "b"], {"fewshot_split": "test", "num_fewshot": 1}),
+        (["a", "b"], {"repeats": 2}),
     ],
+    ids=["documents", "a template", "examples", "number of examples", "settings"],
 )
-def test_documents_examples_and_templates_are_in_the_digest(tmp_path: Path, what: str, change: object) -> None:
+def test_documents_examples_and_templates_are_in_the_digest(
+    tmp_path: Path, choices: list[str], change: dict[str, Any]
+) -> None:
     """All variants load from one directory, so that only the prompts differ."""
     rows = [{"word": word, "right": 0, "choices": ["a", "b"]} for word in words(6)]
-    digests = []
-    for extra in (None, change):
-        changed = [row | extra for row in rows] if isinstance(extra, dict) else rows
-        write_jsonl(tmp_path / "test.jsonl", changed)
-        write_jsonl(tmp_path / "train.jsonl", rows[:2])
-        text = ON_THE_HUB.replace(
-            "dataset_path: acme/letters",
-            "dataset_path: json\ndataset_kwargs: {data_files: {test: test.jsonl, train: train.jsonl}}",
-        )
-        keys = [] if not isinstance(extra, str) else [line.split(":")[0] for line in extra.splitlines()]
-        kept = [line for line in text.splitlines() if line.split(":")[0] not in keys]
-        (tmp_path / "t.yaml").write_text("\n".join(kept) + "\n" + (extra if isinstance(extra, str) else ""))
-        task = pin_task("t.yaml", tmp_path, HashMemo(tmp_path / f"{len(digests)}.db"))
-        digests.append(inspect_data(task).data.digest)
-    assert digests[0] != digests[1]
+    write_jsonl(tmp_path / "train.jsonl", rows[:2])
+    files = {"dataset_kwargs": {"data_files": {"test": "t.jsonl", "train": "train.jsonl"}}}
+    before = inspect_data(pin(write_task(tmp_path, "t", rows, **files, **LETTERS))).data.digest
+    rows = [row | {"choices": choices} for row in rows]
+    path = write_task(tmp_path, "t", rows, **files | LETTERS | change)
+    task = pin_task(path.name, tmp_path, HashMemo(tmp_path / "fresh.db"))
+    assert inspect_data(task).data.digest != before
 
 
 def test_the_digest_does_not_depend_on_the_directory(tmp_path: Path) -> None:
     digests = set()
     for place in ("here", "there"):
-        write_choices(tmp_path / place, extra="process_docs: !function cleaning.clean\n")
+        path = write_choices(tmp_path / place, extra="process_docs: !function cleaning.clean\n")
         (tmp_path / place / "cleaning.py").write_text("def clean(docs):\n    return docs\n")
-        task = pin_task("letters.yaml", tmp_path / place, HashMemo(tmp_path / "hashes.db"))
-        digests.add(inspect_data(task).data.digest)
+        digests.add(inspect_data(pin(path)).data.digest)
     assert len(digests) == 1
 
 
@@ -268,48 +237,30 @@ def test_the_commit_of_a_dataset_comes_from_the_hub(hub: CachedHub, monkeypatch:
     assert asked
 
 
-def test_a_directory_is_its_files_and_an_address_is_never_known(tmp_path: Path) -> None:
-    write_jsonl(tmp_path / "data" / "test.jsonl", [{"a": 1}])
-    source = DataSource(path=str(tmp_path / "data"))
-    before = revision_now(source)
-    assert revision_now(source) == before
-    write_jsonl(tmp_path / "data" / "test.jsonl", [{"a": 2}])
-    assert revision_now(source) != before
-    assert revision_now(DataSource(path="json", data_files=("https://example.org/a.jsonl",))) is None
-
-
-def test_local_files_have_a_revision_that_changes_with_their_content(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "test.jsonl", [{"a": 1}])
-    source = DataSource(path="json", data_files=(str(path),))
+@pytest.mark.parametrize("is_directory", [True, False])
+def test_the_revision_of_local_files_changes_with_their_content(tmp_path: Path, is_directory: bool) -> None:
+    path = write_jsonl(tmp_path / "data" / "test.jsonl", [{"a": 1}])
+    source = DataSource(path=str(path.parent)) if is_directory else DataSource(path="json", data_files=(str(path),))
     before = revision_now(source)
     assert before is not None
     assert revision_now(source) == before
     write_jsonl(path, [{"a": 2}])
     assert revision_now(source) != before
+    assert revision_now(DataSource(path="json", data_files=("https://example.org/a.jsonl",))) is None
 
 
 def test_an_opaque_object_is_digested_by_its_bytes() -> None:
-    class Picture:
-        def __init__(self, content: bytes) -> None:
-            self.content = content
+    def digest(content: bytes) -> str:
+        picture = SimpleNamespace(tobytes=lambda: content)
+        leaf = SimpleNamespace(VERSION=1, config={}, eval_docs=[{"picture": picture}])
+        return digest_of_leaves({"leaf": leaf})
 
-        def tobytes(self) -> bytes:
-            return self.content
-
-    class Leaf:
-        VERSION = 1
-
-        def __init__(self, content: bytes) -> None:
-            self.config: dict[str, object] = {}
-            self.eval_docs = [{"picture": Picture(content)}]
-
-    digests = [digest_of_leaves({"leaf": Leaf(content)}) for content in (b"one", b"one", b"two")]
-    assert digests[0] == digests[1] != digests[2]
+    assert digest(b"one") == digest(b"one") != digest(b"two")
 
 
 def test_a_cached_template_renders_like_a_new_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = pin_task(write_choices(tmp_path).name, tmp_path, HashMemo(tmp_path / "hashes.db"))
-    with quiet():
+    task = pin(write_choices(tmp_path))
+    with quiet_lm_eval():
         leaves = load_task(task).leaves
         (leaf,) = leaves.values()
         documents = list(leaf.eval_docs)

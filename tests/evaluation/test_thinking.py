@@ -10,6 +10,7 @@ import json
 import sys
 import types
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
@@ -19,29 +20,28 @@ from unittest import mock
 
 import pytest
 import torch
-from completions_server import serving
 from hypothesis import given
 from hypothesis import strategies as st
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import postprocess_generated_text
-from lm_eval.tasks import TaskManager
-from lm_eval_runs import prepare, simple_evaluate
+from lm_eval_runs import run_lm_eval_here
+from openai_server import serving
 from pydantic import ValidationError
+from scoring_runs import mean_of, model_in, pin, quiet, score, scoring_job, write_task
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.merge_core.checkpoint import find_thinking
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.merge_core.files.records import JournalLocation
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.backends import AnswerEnd, ThoughtEnd, find_thought_end, vllm
 from mergegate.tasks.evaluation.backends.hf import answer_end
-from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
+from mergegate.tasks.evaluation.harness import score_documents
 from mergegate.tasks.evaluation.settings import PromptSettings, Scoring, check_thinking, resolve_prompt_settings
 from mergegate.tasks.evaluation.stage import answer_ends, prompt_cuts
-from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.gate.settings import EvaluateSettings
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo"
@@ -59,33 +59,20 @@ def nothing_stays_in_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def thinker() -> Model:
-    return Model(name="thinker", digest="d", directory=THINKER)
+    return model_in(THINKER, "thinker")
 
 
-def written_task(directory: Path, until: Sequence[str] = ("\n",), budget: int = 80) -> Path:
-    """Write a task with the first words of the demo, which a model reverses in its answer."""
-    directory.mkdir(exist_ok=True)
-    (directory / "words.jsonl").write_text("".join(json.dumps(word) + "\n" for word in WORDS))
-    settings = json.dumps({"until": list(until), "max_gen_toks": budget, "do_sample": False})
-    definition = (DEMO / "tasks/reverse-written.yaml").read_text()
-    head = definition.partition("generation_kwargs")[0].replace("../data/reverse.jsonl", str(directory / "words.jsonl"))
-    path = directory / "reverse-written.yaml"
-    path.write_text(
-        f"{head}generation_kwargs: {settings}\n"
-        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
-    )
-    return path
+def words_task(directory: Path, until: Sequence[str] = ("\n",), budget: int = 80, **own: Any) -> EvalTask:
+    """Write and pin a task with the first words of the demo, which a model reverses in its answer."""
+    settings: dict[str, Any] = {"output_type": "generate_until", "metric_list": [mean_of("exact_match")]}
+    settings["target_delimiter"] = ""
+    settings["generation_kwargs"] = {"until": list(until), "max_gen_toks": budget, "do_sample": False}
+    path = write_task(directory, "words", WORDS, doc_to_text="{{prompt}}", doc_to_target="{{answer}}", **settings | own)
+    return pin(path)
 
 
-def pinned(path: Path, **own: Any) -> EvalTask:
-    task = pin_task(path.name, path.parent, HashMemo(path.parent / "hashes.db"))
-    return task.model_copy(update={"prompt_settings": PromptSettings(**own)}) if own else task
-
-
-def scored(task: EvalTask, model: Model | None = None, **scoring: Any) -> list[DocumentScore]:
-    settings = Scoring.model_validate({"batch_size": 5, **scoring})
-    part = DocumentRange(first=0, last=DOCUMENTS)
-    rows = score_documents(ScoringJob(model or thinker(), task, settings, part, "cpu"), lambda done, total: None)
+def scored(task: EvalTask, **scoring: Any) -> list[DocumentScore]:
+    rows = score(thinker(), task, (0, DOCUMENTS), **{"batch_size": 5, **scoring})
     return sorted(rows, key=lambda row: row.doc_id)
 
 
@@ -97,8 +84,8 @@ class Written(NamedTuple):
 
 
 @cache
-def written(prompt: str, budget: int, directory: Path = THINKER) -> Written:
-    tokenizer, network = AutoTokenizer.from_pretrained(directory), AutoModelForCausalLM.from_pretrained(directory)
+def written(prompt: str, budget: int) -> Written:
+    tokenizer, network = AutoTokenizer.from_pretrained(THINKER), AutoModelForCausalLM.from_pretrained(THINKER)
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     with torch.no_grad():
         new = network.float().generate(ids, max_new_tokens=budget, do_sample=False)[0, ids.shape[1] :].tolist()
@@ -108,27 +95,13 @@ def written(prompt: str, budget: int, directory: Path = THINKER) -> Written:
 @pytest.mark.story
 @pytest.mark.parametrize("enable_thinking", [None, True, False])
 def test_scores_equal_those_of_lm_eval_with_the_same_arguments(tmp_path: Path, enable_thinking: bool | None) -> None:
-    path = written_task(tmp_path / "task")
-    lm = HFLM(
-        pretrained=str(THINKER),
-        device="cpu",
-        dtype="float32",
-        batch_size=5,
-        think_end_token="z",
-        enable_thinking=enable_thinking,
-    )
-    results = simple_evaluate(
-        lm,
-        tasks=["reverse-written"],
-        apply_chat_template=True,
-        log_samples=True,
-        bootstrap_iters=0,
-        task_manager=TaskManager(include_path=str(prepare([path], tmp_path)), include_defaults=False),
-    )
-    samples = {sample["doc_id"]: sample for sample in results["samples"]["reverse-written"]}
-    rows = scored(
-        pinned(path), dtype="float32", chat_template=True, think_end_token="z", enable_thinking=enable_thinking
-    )
+    task = words_task(tmp_path / "task")
+    assert task.definition is not None
+    thinking: dict[str, Any] = {"think_end_token": "z", "enable_thinking": enable_thinking}
+    lm = HFLM(pretrained=str(THINKER), device="cpu", dtype="float32", batch_size=5, **thinking)
+    theirs = run_lm_eval_here(lm, [task.definition], tmp_path, apply_chat_template=True)["words"]
+    samples = {sample["doc_id"]: sample for sample in theirs}
+    rows = scored(task, dtype="float32", chat_template=True, **thinking)
     assert len(rows) == DOCUMENTS
     for row in rows:
         sample = samples[row.doc_id]
@@ -201,7 +174,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("fake_vllm")
 def test_every_backend_records_the_same_thoughts_and_answers(tmp_path: Path, until: Sequence[str], budget: int) -> None:
     """The reference is a search in the text of plain transformers. In the demo family, a character is a token."""
-    task = pinned(written_task(tmp_path / "task", until, budget))
+    task = words_task(tmp_path, until, budget)
     found = {"hf": scored(task, think_end_token="z"), "vllm": scored(task, backend="vllm", think_end_token="z")}
     with serving({"thinker": thinker()}) as server:
         found["served"] = scored(task, backend="served", server={"url": server.url}, think_end_token="z")
@@ -223,42 +196,43 @@ def test_every_backend_records_the_same_thoughts_and_answers(tmp_path: Path, unt
             assert row.outcome == (expected[0] == WORDS[row.doc_id]["answer"])
 
 
+def lengths_and_cuts(
+    task: EvalTask, backend: str, texts: list[str], room: int, **scoring: Any
+) -> tuple[list[DocumentScore], int]:
+    """Check the number of tokens that each prompt lost, and return the scores and the number of such prompts.
+
+    In the demo family, a character is a token.
+    """
+    with serving({"thinker": thinker()}) as server:
+        own = {"server": {"url": server.url}} if backend == "served" else {}
+        rows = scored(task, backend=backend, **own, **scoring)
+        sent = [prompt for body in server.bodies[1:] for prompt in body["prompt"]]
+    assert [row.prompt_cut for row in rows] == [max(0, len(text) - room) for text in texts]
+    if sent:  # what the server received, independently of how mergegate counts
+        assert sorted(map(len, sent)) == sorted(min(len(text), room) for text in texts)
+    return rows, sum(len(text) > room for text in texts)
+
+
 @pytest.mark.story
 @pytest.mark.usefixtures("fake_vllm")
 @pytest.mark.parametrize("backend", ["hf", "vllm", "served"])
 @pytest.mark.parametrize(("max_length", "budget"), [(128, 80), (60, 48), (20, 10), (14, 12)])
 def test_tokens_removed_from_a_prompt_are_counted(tmp_path: Path, backend: str, max_length: int, budget: int) -> None:
-    """In the demo family, a character is a token, so a prompt has as many tokens as characters."""
-    written_path = written_task(tmp_path / "task", budget=budget)
-    with serving({"thinker": thinker()}) as server:
-        own = {"backend": backend, "max_length": max_length, "batch_size": 7}
-        own |= {"server": {"url": server.url}} if backend == "served" else {}
-        rows = scored(pinned(written_path), **own)
-        sent = [prompt for body in server.asked[1:] for prompt in body["prompt"]]
     room = {"hf": max_length, "served": max_length - 1, "vllm": 128}[backend] - budget  # the fake vLLM has 128
-    lengths = [len(word["prompt"]) for word in WORDS]
-    assert [row.prompt_cut for row in rows] == [max(0, length - room) for length in lengths]
-    if sent:  # what the server received, independently of how mergegate counts
-        assert sorted(map(len, sent)) == sorted(min(length, room) for length in lengths)
+    texts = [word["prompt"] for word in WORDS]
+    task = words_task(tmp_path, budget=budget)
+    rows, cut = lengths_and_cuts(task, backend, texts, room, max_length=max_length, batch_size=7)
     (cuts,) = prompt_cuts("t", rows).values()
-    assert (cuts.documents, cuts.cut) == (DOCUMENTS, sum(length > room for length in lengths))
+    assert (cuts.documents, cuts.cut) == (DOCUMENTS, cut)
 
 
 @pytest.mark.parametrize("backend", ["hf", "served"])
 @pytest.mark.parametrize("max_length", [128, 16, 13])
 def test_tokens_removed_from_a_scored_prompt_are_counted(tmp_path: Path, backend: str, max_length: int) -> None:
-    path = written_task(tmp_path / "task")
-    path.write_text(path.read_text().replace("generate_until", "loglikelihood").replace("exact_match", "acc"))
-    path.write_text("".join(line for line in path.open() if not line.startswith("generation_kwargs")))
-    with serving({"thinker": thinker()}) as server:
-        own = {"server": {"url": server.url}} if backend == "served" else {}
-        rows = scored(pinned(path), backend=backend, max_length=max_length, **own)
-        sent = [prompt for body in server.asked[1:] for prompt in body["prompt"]]
-    lengths = [len(word["prompt"] + word["answer"]) for word in WORDS]
+    task = words_task(tmp_path, output_type="loglikelihood", metric_list=[mean_of("acc")], generation_kwargs=None)
+    texts = [word["prompt"] + word["answer"] for word in WORDS]
     room = max_length + 1 if backend == "hf" else max_length - 1
-    assert [row.prompt_cut for row in rows] == [max(0, length - room) for length in lengths]
-    if sent:
-        assert sorted(map(len, sent)) == sorted(min(length, room) for length in lengths)
+    lengths_and_cuts(task, backend, texts, room, max_length=max_length)
 
 
 @given(
@@ -299,23 +273,20 @@ def test_a_thought_ends_at_the_last_end_token_before_the_answer_stops(
 
 @pytest.mark.story
 def test_a_journal_restores_thoughts_and_truncated_prompts(tmp_path: Path) -> None:
-    from mergegate.merge_core.files.records import JournalLocation
-
-    task = pinned(written_task(tmp_path / "task", budget=20))
-    settings = Scoring(batch_size=5, think_end_token="z", max_length=32)
-    place = JournalLocation(tmp_path / "journal", "key")
-    job = ScoringJob(thinker(), task, settings, DocumentRange(first=0, last=DOCUMENTS), "cpu", place)
-    first = score_documents(job, lambda done, total: None)
-    lines = (tmp_path / "journal").read_bytes().splitlines(keepends=True)
-    (tmp_path / "journal").write_bytes(b"".join(lines[:3]))
-    assert score_documents(job, lambda done, total: None) == first
+    task, place = words_task(tmp_path, budget=20), JournalLocation(tmp_path / "journal", "key")
+    settings = {"batch_size": 5, "think_end_token": "z", "max_length": 32}
+    job = replace(scoring_job(thinker(), task, (0, DOCUMENTS), **settings), journal=place)
+    first = score_documents(job, quiet)
+    lines = place.path.read_bytes().splitlines(keepends=True)
+    place.path.write_bytes(b"".join(lines[:3]))
+    assert score_documents(job, quiet) == first
     assert {row.prompt_cut for row in first} >= {0, 1}
     assert any(row.thinking_tokens == row.answer_tokens == (20,) for row in first)
 
 
 @pytest.mark.story
 def test_a_summary_names_thoughts_and_those_that_never_end(tmp_path: Path) -> None:
-    rows = scored(pinned(written_task(tmp_path / "task", budget=20)), think_end_token="z")
+    rows = scored(words_task(tmp_path, budget=20), think_end_token="z")
     (ends,) = answer_ends("t", rows).values()
     lengths = [min(20, len(written(word["prompt"], 80).ids)) for word in WORDS]
     unfinished = sum("z" not in written(word["prompt"], 20).text for word in WORDS)
@@ -326,7 +297,7 @@ def test_a_summary_names_thoughts_and_those_that_never_end(tmp_path: Path) -> No
 
 @pytest.mark.story
 def test_the_end_of_a_thought_may_be_a_token_id(tmp_path: Path) -> None:
-    task = pinned(written_task(tmp_path / "task"))
+    task = words_task(tmp_path)
     token = AutoTokenizer.from_pretrained(THINKER).convert_tokens_to_ids("z")
     by_id, by_digits, by_text = (scored(task, think_end_token=end) for end in (token, str(token), "z"))
     assert by_id == by_digits == by_text
@@ -342,18 +313,14 @@ def test_a_special_token_that_ends_a_thought_is_found_by_its_id() -> None:
 
 
 def test_a_server_cannot_send_a_special_token(tmp_path: Path) -> None:
-    task = pinned(written_task(tmp_path / "task"))
     with serving({"thinker": thinker()}) as server, pytest.raises(InvalidInput, match="special token"):
-        scored(task, backend="served", server={"url": server.url}, think_end_token="<s>")
+        scored(words_task(tmp_path), backend="served", server={"url": server.url}, think_end_token="<s>")
 
 
 def test_settings_of_a_task_override_those_of_the_profile() -> None:
-    scoring = Scoring(
-        chat_template=True,
-        enable_thinking=True,
-        think_end_token="</think>",
-        chat_template_args={"effort": "low", "a": 1},
-    )
+    arguments = {"effort": "low", "a": 1}
+    thinking: dict[str, Any] = {"enable_thinking": True, "think_end_token": "</think>"}
+    scoring = Scoring(chat_template=True, chat_template_args=arguments, **thinking)
     own = PromptSettings(enable_thinking=False, chat_template_args={"effort": "high"})
     resolved = resolve_prompt_settings(own, scoring)
     assert resolved.template_arguments == {"effort": "high", "a": 1, "enable_thinking": False}
@@ -374,16 +341,12 @@ def test_settings_of_a_task_override_those_of_the_profile() -> None:
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValidationError, match=message):
-        EvaluateSettings.model_validate({**settings, "tasks": [{"task": "gsm8k", "guarded_by": "base"}]})
+    task = {"task": "gsm8k", "guarded_by": "base"}
     own = {name: value for name, value in settings.items() if name != "chat_template"}
-    with pytest.raises(ValidationError, match=message):
-        EvaluateSettings.model_validate(
-            {
-                "chat_template": settings.get("chat_template", False),
-                "tasks": [{"task": "gsm8k", "guarded_by": "base", **own}],
-            }
-        )
+    profile = {"chat_template": settings.get("chat_template", False)}
+    for evaluate in ({**settings, "tasks": [task]}, {**profile, "tasks": [{**task, **own}]}):
+        with pytest.raises(ValidationError, match=message):
+            EvaluateSettings.model_validate(evaluate)
 
 
 def test_absent_settings_do_not_change_a_key() -> None:
