@@ -29,11 +29,32 @@ from typing import Any
 
 import httpx
 
-PROJECT = Path(__file__).resolve().parent.parent
 STUB = """
-import sys; sys.path.insert(0, {tests!r})
-import uvicorn; from stub_openai import Stub
-uvicorn.run(Stub({name!r}).application(), host="127.0.0.1", port={port}, log_config=None, access_log=False)
+import asyncio, json, sys, uvicorn
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.routing import Route
+
+async def answer(request):
+    body = await request.json()
+    text = sys.argv[1] + " echo " + body["messages"][-1]["content"]
+    headers = {"x-served-by": sys.argv[1], "x-request-id": request.headers.get("x-request-id", "none")}
+    if body.get("stream"):
+        return StreamingResponse(events(text), media_type="text/event-stream", headers=headers)
+    message = {"role": "assistant", "content": text}
+    content = {"object": "chat.completion", "model": body.get("model"), "choices": [{"index": 0, "message": message}]}
+    return JSONResponse(content, headers=headers)
+
+async def events(text):
+    step = -(-len(text) // 4)
+    for start in range(0, len(text), step):
+        choice = {"index": 0, "delta": {"content": text[start : start + step]}}
+        yield b"data: " + json.dumps({"choices": [choice]}).encode() + b"\\n\\n"
+        await asyncio.sleep(0)
+    yield b"data: [DONE]\\n\\n"
+
+application = Starlette(routes=[Route("/v1/chat/completions", answer, methods=["POST"])])
+uvicorn.run(application, host="127.0.0.1", port=int(sys.argv[2]), log_config=None, access_log=False)
 """
 CHAT = "/v1/chat/completions"
 SHARE = 0.1
@@ -86,11 +107,7 @@ shadow:
   judge: {{model: judge, url: "http://127.0.0.1:9/v1"}}
 """
     )
-    tests = str(PROJECT / "tests" / "shadow")
-    commands = {
-        name: [sys.executable, "-c", STUB.format(tests=tests, name=name, port=ports[name])]
-        for name in ("parent", "candidate")
-    }
+    commands = {name: [sys.executable, "-c", STUB, name, str(ports[name])] for name in ("parent", "candidate")}
     commands["proxy"] = [str(Path(sys.executable).with_name("mergegate")), "shadow", str(profile), "--candidate", "v1"]
     with ExitStack() as stack:
         started = {}

@@ -9,17 +9,15 @@ from typing import Any
 
 import yaml
 from demo_project import Project
+from loopback import Answer
+from openai_server import completion, serving
 from typer.testing import Result
 
 TESTS = Path(__file__).resolve().parents[1]
-sys.path.append(str(TESTS / "judge"))
-
-from judge_server import Response, completion, serving  # noqa: E402  # shared with the tests of the judge
-
-STAND_IN = TESTS / "serve" / "stand_in.py"
+OPENAI_SERVER = TESTS / "openai_server.py"
 
 
-def says(verdict: str) -> Response:
+def says(verdict: str) -> Answer:
     return completion(
         {"reasoning": "so", "correctness": verdict, "relevance": "tie", "clarity": "tie", "verdict": verdict}
     )
@@ -52,7 +50,7 @@ def asks_a_judge(project: Project, url: str) -> dict[str, Any]:
 def served_by_a_stand_in(*arguments: str, version: str = "1") -> dict[str, Any]:
     """Return the ``serve`` section of a profile for a fake server that answers like the model in its ``--model``."""
     return {
-        "command": [sys.executable, str(STAND_IN), "--port", "{port}", "--name", "{name}", *arguments],
+        "command": [sys.executable, str(OPENAI_SERVER), "--port", "{port}", "--name", "{name}", *arguments],
         "prompts": ["rev: abcd>"],
         "texts": ["the old pig sees the red cat."],
         "max_tokens": 16,

@@ -6,6 +6,7 @@ import hashlib
 import math
 import re
 from collections.abc import Iterable
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -33,16 +34,8 @@ SAID: list[Winner | None] = ["reference", "merge", "tie", None]
 
 
 def said(prompt: str, turn: int, order: Order, winner: Winner | None, **dimensions: Winner) -> Judgment:
-    return Judgment(
-        prompt=prompt,
-        turn=turn,
-        order=order,
-        winner=winner,
-        dimensions=dimensions,
-        reasoning="because",
-        reply="{}",
-        judge="j",
-    )
+    pair = {"prompt": prompt, "turn": turn, "order": order, "winner": winner, "dimensions": dimensions}
+    return Judgment.model_validate({**pair, "reasoning": "because", "reply": "{}", "judge": "j"})
 
 
 def both(prompt: str, first: Winner | None, second: Winner | None, turn: int = 0) -> list[Judgment]:
@@ -80,13 +73,11 @@ def many(wins: int, ties: int, losses: int) -> list[Judgment]:
     return [judgment for n, winner in enumerate(winners) for judgment in both(f"p{n}", winner, winner)]
 
 
-@pytest.mark.parametrize("first", SAID)
-@pytest.mark.parametrize("second", SAID)
-def test_a_win_counts_only_in_both_orders(first: Winner | None, second: Winner | None) -> None:
-    (pair,) = settle(both("p", first, second))
-    survives = first == second and first is not None
-    assert pair.winner == (first if survives else "tie")
-    assert pair.consistent is survives
+def test_a_win_counts_only_in_both_orders() -> None:
+    for first, second in product(SAID, SAID):
+        (pair,) = settle(both("p", first, second))
+        survives = first == second and first is not None
+        assert (pair.winner, pair.consistent) == (first if survives else "tie", survives)
 
 
 def test_rates_lengths_and_the_judges_own_health_are_reported() -> None:
@@ -127,7 +118,9 @@ def test_the_interval_is_that_of_graded_scores_over_prompts_not_over_turns() -> 
     assert found.high - found.low == pytest.approx(2 * stats.t.ppf(0.9, 59) * stats.sem(means), rel=0.2)
 
 
-def test_equal_answers_do_not_come_last() -> None:
+def test_equal_answers_are_ties_and_do_not_affect_consistency() -> None:
+    found = verdict([], [(f"p{n}", 0) for n in range(100)])
+    assert (found.outcome, found.win_rate, found.consistency) == ("pass", 0.5, None)
     # Equal answers are ties. Placed last, they would tell bets on the late pairs that nothing more can happen.
     names = [f"p{n}" for n in range(200)]
     tied = [(name, 0) for name in names[100:]]
@@ -137,19 +130,13 @@ def test_equal_answers_do_not_come_last() -> None:
     assert (one.low, one.high) == (other.low, other.high)
 
 
-def test_a_clear_loss_fails_with_a_reason() -> None:
+def test_a_clear_loss_fails_and_hundreds_of_ties_pass() -> None:
     found = verdict(many(20, 100, 80))
-    assert found.outcome == "fail"
+    assert (found.outcome, found.publishable) == ("fail", False)
     assert found.reason.startswith("judge: win rate 35.0 % against base [31.")
     assert found.reason.endswith("(limit 47)")
-    assert not found.publishable
-
-
-def test_hundreds_of_ties_pass() -> None:
     found = verdict(many(20, 260, 20))
-    assert found.outcome == "pass"
-    assert found.prompts_needed is None
-    assert found.publishable
+    assert (found.outcome, found.publishable, found.prompts_needed) == ("pass", True, None)
 
 
 def test_too_few_prompts_are_inconclusive_with_the_number_needed() -> None:
@@ -158,19 +145,11 @@ def test_too_few_prompts_are_inconclusive_with_the_number_needed() -> None:
     assert found.prompts_needed is not None
     assert found.prompts_needed > 80
     assert f"inconclusive after 80 prompts. About {found.prompts_needed:,} would decide it" in found.reason
-
-
-def test_the_needed_number_of_ties_decides() -> None:
-    few = verdict(many(0, 8, 0))
-    assert few.outcome == "inconclusive"
-    assert few.prompts_needed is not None
-    assert verdict(many(0, few.prompts_needed, 0)).outcome == "pass"
-    assert verdict(many(0, few.prompts_needed - 1, 0)).outcome == "inconclusive"
-
-
-@pytest.mark.parametrize(("policy", "publishable"), [("block", False), ("warn", True), ("pass", True)])
-def test_the_profile_sets_the_effect_of_an_inconclusive_verdict(policy: str, publishable: bool) -> None:
-    assert verdict(many(9, 60, 11), on_inconclusive=policy).publishable is publishable
+    ties = verdict(many(0, 8, 0)).prompts_needed or 0
+    outcomes = [verdict(many(0, prompts, 0)).outcome for prompts in (8, ties - 1, ties)]
+    assert outcomes == ["inconclusive", "inconclusive", "pass"]
+    for policy, publishable in (("block", False), ("warn", True), ("pass", True)):
+        assert verdict(many(9, 60, 11), on_inconclusive=policy).publishable is publishable
 
 
 @pytest.mark.parametrize("rest", [(200, 0, 0), (0, 0, 200)])
@@ -184,17 +163,12 @@ def test_a_judge_that_contradicts_itself_decides_nothing(rest: tuple[int, int, i
     assert trusted.outcome == ("pass" if rest[0] else "fail")
 
 
-def test_equal_answers_are_ties_and_do_not_affect_consistency() -> None:
-    found = verdict([], [(f"p{n}", 0) for n in range(100)])
-    assert (found.outcome, found.win_rate, found.consistency) == ("pass", 0.5, None)
-
-
 def test_each_dimension_has_its_own_rate() -> None:
+    facts: tuple[Winner, ...] = ("reference", "merge", "reference", "reference")
+    pairs: list[tuple[str, Order]] = [(name, order) for name in "ab" for order in ("reference first", "merge first")]
     judgments = [
-        said("a", 0, "reference first", "merge", clarity="merge", facts="reference"),
-        said("a", 0, "merge first", "merge", clarity="merge", facts="merge"),
-        said("b", 0, "reference first", "merge", clarity="merge", facts="reference"),
-        said("b", 0, "merge first", "merge", clarity="merge", facts="reference"),
+        said(name, 0, order, "merge", clarity="merge", facts=fact)
+        for (name, order), fact in zip(pairs, facts, strict=True)
     ]
     found = verdict(judgments)
     assert {rate.name: rate.win_rate for rate in found.dimensions} == {"clarity": 1.0, "facts": 0.25}
@@ -244,16 +218,13 @@ def test_a_judge_that_calls_everything_a_tie_approves_nothing() -> None:
     assert not found.publishable
 
 
-def test_controls_do_not_count_in_any_rate() -> None:
+def test_controls_are_required_but_do_not_count_in_any_rate() -> None:
+    assert verdict(many(150, 30, 20), seen=[]).outcome == "inconclusive"
+    assert verdict(many(20, 30, 150), seen=[]).outcome == "inconclusive"
     judgments = many(10, 20, 15)
     with_controls, without = verdict(judgments, seen=controls(20)), verdict(judgments, seen=[])
     different = {"controls", "outcome", "reason", "prompts_needed"}
     assert with_controls.model_dump(exclude=different) == without.model_dump(exclude=different)
-
-
-def test_without_controls_the_judge_does_not_decide() -> None:
-    assert verdict(many(150, 30, 20), seen=[]).outcome == "inconclusive"
-    assert verdict(many(20, 30, 150), seen=[]).outcome == "inconclusive"
 
 
 @given(st.integers(5, 300), st.data())
@@ -304,10 +275,7 @@ def test_the_limits_can_be_raised() -> None:
     assert verdict(many(20, 260, 20), merge=wordy).outcome == "fail"
 
 
-ANSWERS = st.text(min_size=1, max_size=400)
-
-
-@given(ANSWERS, st.sampled_from(DAMAGES))
+@given(st.text(min_size=1, max_size=400), st.sampled_from(DAMAGES))
 def test_a_damaged_copy_differs_loses_content_and_is_reproducible(answer: str, damage: Damage) -> None:
     copy = damaged_copy(answer, damage)
     assert copy == damaged_copy(answer, damage)

@@ -33,12 +33,12 @@ def pinned(folder: Path, rows: list[Any], answers: list[Any] | None = None, **se
     return pin_prompts(JudgeSettings.model_validate(given), folder, HashMemo(folder / "hashes.db"))
 
 
-def test_a_users_prompts_have_one_turn_and_perhaps_a_reference(tmp_path: Path) -> None:
+def test_a_users_prompts_have_turns_and_perhaps_references(tmp_path: Path) -> None:
     rows = [{"prompt": "one"}, {"id": "second", "prompt": "two", "reference": "2", "category": "c", "mine": 1}]
-    assert read_prompts(pinned(tmp_path, rows).prompts) == (
-        Prompt("1", ("one",), (None,)),
-        Prompt("second", ("two",), ("2",), "c"),
-    )
+    found = read_prompts(pinned(tmp_path, rows).prompts)
+    assert found == (Prompt("1", ("one",), (None,)), Prompt("second", ("two",), ("2",), "c"))
+    rows = [{"turns": ["a", "b"], "reference": "x"}, {"turns": ["a", "b"], "reference": [None, "y"]}]
+    assert [prompt.references for prompt in read_prompts(pinned(tmp_path, rows).prompts)] == [("x", None), (None, "y")]
 
 
 def test_mt_bench_is_read_with_its_reference_answers(tmp_path: Path) -> None:
@@ -46,11 +46,6 @@ def test_mt_bench_is_read_with_its_reference_answers(tmp_path: Path) -> None:
         Prompt("81", ("Write a post.", "Start every sentence with A."), (None, None), "writing"),
         Prompt("111", ("What is 2 + 2?", "And doubled?"), ("4", "8"), "math"),
     )
-
-
-def test_a_reference_may_be_given_for_the_first_turn_only(tmp_path: Path) -> None:
-    rows = [{"turns": ["a", "b"], "reference": "x"}, {"turns": ["a", "b"], "reference": [None, "y"]}]
-    assert [prompt.references for prompt in read_prompts(pinned(tmp_path, rows).prompts)] == [("x", None), (None, "y")]
 
 
 def test_a_sample_is_fixed_scattered_and_contained_in_a_larger_one(tmp_path: Path) -> None:
@@ -87,15 +82,12 @@ def test_an_error_names_the_line_of_an_invalid_prompt(tmp_path: Path, rows: list
         pinned(tmp_path, rows)
 
 
-def test_an_error_names_invalid_reference_answers(tmp_path: Path) -> None:
+def test_errors_name_invalid_reference_answers_and_missing_files(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="line 1: no reference answer"):
         pinned(tmp_path, MT_BENCH, [{"question_id": 81, "choices": []}])
-
-
-@pytest.mark.parametrize("field", ["prompts", "references"])
-def test_an_error_names_a_missing_file(tmp_path: Path, field: str) -> None:
-    with pytest.raises(InvalidInput, match=f"judge.{field}: nowhere.jsonl: no such file"):
-        pinned(tmp_path, MT_BENCH, **{field: "nowhere.jsonl"})
+    for field in ("prompts", "references"):
+        with pytest.raises(InvalidInput, match=f"judge.{field}: nowhere.jsonl: no such file"):
+            pinned(tmp_path, MT_BENCH, **{field: "nowhere.jsonl"})
 
 
 def test_prompts_that_change_during_the_run_are_noticed(tmp_path: Path) -> None:

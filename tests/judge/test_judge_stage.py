@@ -1,7 +1,4 @@
-"""The judge stage: its requests, their number, and the stored records.
-
-The judge is a script behind a real socket.
-"""
+"""The judge stage: its requests, their number, and the stored records. The judge is a script behind a real socket."""
 
 from __future__ import annotations
 
@@ -12,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from judge_server import Response, completion, serving
+from loopback import Answer
+from openai_server import completion, serving
 from prefect import flow
 from tiny_models import CPU, make_model, words, write_jsonl
 
@@ -25,6 +23,7 @@ from mergegate.tasks.judge.stage import JudgedAnswers, judge_models
 from mergegate.tasks.stage.progress import StageStatus, progress_watcher
 
 PROMPTS = 24
+pytestmark = [pytest.mark.story, pytest.mark.usefixtures("home", "prefect_api")]
 
 
 @pytest.fixture(scope="module")
@@ -32,12 +31,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Model]:
     root = tmp_path_factory.mktemp("models")
     first, second = (make_model(root / name, seed=seed) for seed, name in enumerate(("base", "merge")))
     return first, second
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch, home: Path, prefect_api: None) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def run(tmp_path: Path, models: tuple[Model, Model], url: str, **settings: Any) -> JudgedAnswers:
@@ -58,23 +51,19 @@ def run(tmp_path: Path, models: tuple[Model, Model], url: str, **settings: Any) 
 def shown(body: dict[str, Any]) -> tuple[str, str]:
     """Return the two answers as the judge sees them."""
     text = body["messages"][1]["content"]
-    a, b = (
-        re.search(rf"<<< answer {name} \w+\n(.*?)\n>>> end of answer {name}", text, re.DOTALL) for name in ("A", "B")
-    )
-    assert a is not None
-    assert b is not None
-    return a.group(1), b.group(1)
+    answers = dict(re.findall(r"<<< answer ([AB]) \w+\n(.*?)\n>>> end of answer \1", text, re.DOTALL))
+    return answers["A"], answers["B"]
 
 
-def opinion(verdict: str) -> Response:
-    return completion(
-        {"reasoning": "so", "correctness": verdict, "relevance": "tie", "clarity": "A", "verdict": verdict}
-    )
-
-
-def prefers(better: Callable[[str, str], bool]) -> Callable[[dict[str, Any]], Response]:
+def prefers(better: Callable[[str, str], bool]) -> Callable[[dict[str, Any]], Answer]:
     """Return a script for a judge that prefers A if ``better(a, b)``, otherwise B."""
-    return lambda body: opinion("A" if better(*shown(body)) else "B")
+
+    def script(body: dict[str, Any]) -> Answer:
+        verdict = "A" if better(*shown(body)) else "B"
+        sides = {"correctness": verdict, "relevance": "tie", "clarity": "A", "verdict": verdict}
+        return completion({"reasoning": "so", **sides})
+
+    return script
 
 
 alphabetical = prefers(lambda a, b: a < b)
@@ -86,7 +75,6 @@ def lines(judged: JudgedAnswers, name: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.proof
-@pytest.mark.story
 def test_the_counts_of_a_consistent_judge_are_exact(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(alphabetical) as asked:
         judged = run(tmp_path, models, asked.url)
@@ -106,17 +94,12 @@ def test_the_counts_of_a_consistent_judge_are_exact(tmp_path: Path, models: tupl
     assert len(asked.bodies) == 2 * (PROMPTS - verdict.identical + verdict.controls.pairs)
 
 
-@pytest.mark.story
 def test_every_answer_and_judgment_is_kept(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(alphabetical) as asked:
         judged = run(tmp_path, models, asked.url)
     pairs, judgments = lines(judged, "pairs.jsonl"), lines(judged, "judgements.jsonl")
-    assert {path.name for path in judged.judgments.directory.iterdir()} == {
-        "pairs.jsonl",
-        "judgements.jsonl",
-        "value.json",
-        "manifest.json",
-    }
+    kept = {path.name for path in judged.judgments.directory.iterdir()}
+    assert kept == {"pairs.jsonl", "judgements.jsonl", "value.json", "manifest.json"}
     assert all(row["references"] == [f"ref-{row['turns'][0]}"] for row in pairs)
     different = [row["id"] for row in pairs if row["reference"] != row["merge"]]
     assert sorted((j["prompt"], j["order"]) for j in judgments if not j["control"]) == sorted(
@@ -129,7 +112,6 @@ def test_every_answer_and_judgment_is_kept(tmp_path: Path, models: tuple[Model, 
     assert any("reference answer" in body["messages"][1]["content"] for body in asked.bodies)
 
 
-@pytest.mark.story
 def test_a_judge_with_a_position_bias_decides_nothing(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(prefers(lambda a, b: True)) as asked:
         verdict = run(tmp_path, models, asked.url).verdict
@@ -138,7 +120,6 @@ def test_a_judge_with_a_position_bias_decides_nothing(tmp_path: Path, models: tu
     assert "same choice in both orders for 0 %" in verdict.reason
 
 
-@pytest.mark.story
 def test_equal_answers_are_not_sent_to_the_judge(tmp_path: Path, models: tuple[Model, Model]) -> None:
     twin = models[0].model_copy(update={"name": "merge"})
     with serving(alphabetical) as asked:
@@ -147,7 +128,6 @@ def test_equal_answers_are_not_sent_to_the_judge(tmp_path: Path, models: tuple[M
     assert (verdict.identical, verdict.ties, verdict.win_rate) == (PROMPTS, PROMPTS, 0.5)
 
 
-@pytest.mark.story
 def test_nothing_is_judged_twice_and_a_threshold_needs_no_requests(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(alphabetical) as asked:
         first = run(tmp_path, models, asked.url)
@@ -164,7 +144,6 @@ def test_nothing_is_judged_twice_and_a_threshold_needs_no_requests(tmp_path: Pat
     assert moved.bodies == []
 
 
-@pytest.mark.story
 def test_a_parent_answers_once(tmp_path: Path, models: tuple[Model, Model], tmp_path_factory: Any) -> None:
     ended: list[tuple[str, str, StageStatus]] = []
 
@@ -180,14 +159,13 @@ def test_a_parent_answers_once(tmp_path: Path, models: tuple[Model, Model], tmp_
     assert ended == [("answer", "base", "cached"), ("answer", "merge", "made"), ("judge", "", "made")]
 
 
-@pytest.mark.story
 def test_judging_resumes_after_the_server_was_unreachable(tmp_path: Path, models: tuple[Model, Model]) -> None:
     left = 10
 
-    def failing(body: dict[str, Any]) -> Response:
+    def failing(body: dict[str, Any]) -> Answer:
         nonlocal left
         left -= 1
-        return alphabetical(body) if left >= 0 else Response(500, "out of memory")
+        return alphabetical(body) if left >= 0 else Answer(500, b"out of memory")
 
     with serving(failing) as asked, pytest.raises(InvalidInput, match="500: out of memory"):
         run(tmp_path, models, asked.url, concurrency=1)
@@ -200,7 +178,6 @@ def test_judging_resumes_after_the_server_was_unreachable(tmp_path: Path, models
     assert len(lines(resumed, "judgements.jsonl")) == total
 
 
-@pytest.mark.story
 def test_replies_that_state_no_verdict_are_counted(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(lambda body: completion("I would rather not say.")) as asked:
         verdict = run(tmp_path, models, asked.url).verdict
@@ -209,14 +186,13 @@ def test_replies_that_state_no_verdict_are_counted(tmp_path: Path, models: tuple
     assert (verdict.ties, verdict.consistency, verdict.outcome) == (PROMPTS, 0.0, "inconclusive")
 
 
-@pytest.mark.story
 def test_the_key_is_stored_nowhere(
     tmp_path: Path, home: Path, models: tuple[Model, Model], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("JUDGE_KEY", "open-sesame")
     with serving(alphabetical) as asked:
         run(tmp_path, models, asked.url, api_key_env="JUDGE_KEY")
-    assert asked.headers[0]["authorization"] == "Bearer open-sesame"
+    assert asked.log[0].token == "open-sesame"
     kept = [path for path in home.rglob("*") if path.is_file()]
     assert any(path.name == "judgements.jsonl" for path in kept)
     assert not any(b"open-sesame" in path.read_bytes() for path in kept)

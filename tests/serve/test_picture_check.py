@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from openai_server import Canned, serving
 from PIL import Image
-from stand_in import Canned, standing_in
 from tiny_kinds import write
 from variants import model_in
 
@@ -20,38 +21,26 @@ from mergegate.tasks.serve.verdict import Check
 
 
 def ask(*faults: str, reads_pictures: bool = True) -> list[Check]:
-    with standing_in(Canned(), *faults) as server:
-        client = Client(server.url, 10)
-        return check_pictures(
-            ServedSubject(client, server.name, ServeSettings(), None, None, reads_pictures=reads_pictures)
-        )
+    with serving(Canned(), *faults) as server:
+        subject = ServedSubject(Client(server.root, 10), "tiny", ServeSettings(), None, None)
+        return check_pictures(replace(subject, reads_pictures=reads_pictures))
 
 
-def test_a_server_that_reads_pictures_passes() -> None:
-    (check,) = ask()
-    assert check.outcome == "pass"
-
-
-def test_a_server_that_ignores_pictures_is_refused() -> None:
-    (check,) = ask("blind")
-    assert check.outcome == "fail"
-    assert "ignores pictures" in check.seen
-    assert "image_token_id" in check.remedy
-
-
-def test_a_server_that_rejects_pictures_is_refused_with_its_message() -> None:
-    (check,) = ask("only text")
-    assert check.outcome == "fail"
-    assert "tiny is not a multimodal model" in check.seen
-
-
-def test_a_server_without_chats_cannot_be_asked() -> None:
-    (check,) = ask("no chat")
-    assert check.outcome == "not offered"
-
-
-def test_a_model_that_reads_only_text_is_not_asked_about_pictures() -> None:
-    assert ask(reads_pictures=False) == []
+@pytest.mark.parametrize(
+    ("faults", "outcome", "seen", "remedy"),
+    [
+        ((), "pass", "", ""),
+        (("blind",), "fail", "ignores pictures", "image_token_id"),
+        (("only text",), "fail", "tiny is not a multimodal model", ""),
+        (("no chat",), "not offered", "", ""),
+    ],
+)
+def test_a_server_must_read_pictures(faults: tuple[str, ...], outcome: str, seen: str, remedy: str) -> None:
+    (check,) = ask(*faults)
+    assert check.outcome == outcome
+    assert seen in check.seen
+    assert remedy in check.remedy
+    assert ask(*faults, reads_pictures=False) == []
 
 
 @pytest.mark.story
@@ -60,8 +49,8 @@ def test_the_kind_of_the_checkpoint_decides_whether_pictures_are_sent(
     tmp_path: Path, faults: tuple[str, ...], outcome: str
 ) -> None:
     checkpoint = model_in(write("llava", tmp_path / "llava"))
-    with standing_in(Canned(), *faults) as server:
-        verdict = smoke_url(RunningServer(server.url), ServeSettings(max_model_len=64), checkpoint=checkpoint)
+    with serving(Canned(), *faults) as server:
+        verdict = smoke_url(RunningServer(server.root), ServeSettings(max_model_len=64), checkpoint=checkpoint)
     assert [check.outcome for check in verdict.checks if check.name == "two pictures"] == [outcome]
 
 
@@ -88,8 +77,8 @@ def test_answers_about_two_pictures_must_differ(second: Completion, repeated: Co
 
 
 def test_a_drawn_picture_is_a_valid_png() -> None:
-    picture = Image.open(io.BytesIO(draw_png(lambda x, y: (x, y, 7), 20)))
-    picture.verify()
-    picture = Image.open(io.BytesIO(draw_png(lambda x, y: (x, y, 7), 20)))
+    content = draw_png(lambda x, y: (x, y, 7), 20)
+    Image.open(io.BytesIO(content)).verify()
+    picture = Image.open(io.BytesIO(content))
     assert picture.size == (20, 20)
     assert all(picture.getpixel((x, y)) == (x, y, 7) for x in range(20) for y in range(20))

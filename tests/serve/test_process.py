@@ -8,8 +8,8 @@ import random
 import signal
 import socket
 import sys
-import threading
 import uuid
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from patience import HANG_S
-from traces import MARK, Traces, flow, listens, stand_in
+from traces import MARK, Traces, fake_server, flow, listens, pause
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.sandbox import GpuLease, Gpus
@@ -27,20 +27,31 @@ from mergegate.tasks.serve.launch import Launch
 from mergegate.tasks.serve.process import ServerEnded, ServerProcess
 from mergegate.tasks.serve.settings import ServeSettings
 
+Start = Callable[..., ServerProcess]
+
 
 def settings(**changes: float) -> ServeSettings:
-    return ServeSettings(startup_timeout=changes.pop("startup_timeout", HANG_S), request_timeout=HANG_S, **changes)
+    return ServeSettings.model_validate({"startup_timeout": HANG_S, "request_timeout": HANG_S, **changes})
 
 
-def test_a_server_is_awaited_answers_and_is_gone_afterwards(tmp_path: Path, traces: Traces) -> None:
-    with ServerProcess(stand_in(traces, "--workers", "2"), tmp_path / "log", settings()) as server:
+@pytest.fixture
+def start(tmp_path: Path, traces: Traces) -> Start:
+    """Return a function that returns a process with a fake server. Its log is in ``tmp_path``."""
+
+    def prepare(*arguments: str, grace: float = process.GRACE, **changes: float) -> ServerProcess:
+        return ServerProcess(fake_server(traces, *arguments), tmp_path / "log", settings(**changes), grace=grace)
+
+    return prepare
+
+
+def test_a_server_is_awaited_answers_and_is_gone_afterwards(start: Start, traces: Traces) -> None:
+    with start("--workers", "2") as server:
         server.await_ready()
         assert server.name in parse_models(Client(server.url, 5).request("/v1/models"))
         assert len(traces.processes()) >= 3
         assert list(traces.temporary.rglob("worker-*")), "its temporary files go where they are removed"
     assert server.seconds_to_ready is not None
-    assert server.peak_memory is not None
-    assert server.peak_memory > 5e6
+    assert (server.peak_memory or 0) > 5e6
     assert not listens(server.url)
     assert traces.processes() == []
     assert traces.files() == []
@@ -101,6 +112,7 @@ def driver(*gpus: dict[int, int], used: list[int]) -> SimpleNamespace:
 def test_memory_on_all_gpus_counts_and_that_of_others_does_not() -> None:
     gpus = Gpus(driver({7: 100, 8: 20, 99: 5000}, {8: 300}, used=[5120, 300]))
     assert gpus.used_by([7, 8]) == 420
+    assert Gpus(driver(used=[])).used_by([7]) == 0, "without a GPU"
 
 
 def test_where_the_driver_does_not_know_our_processes_what_was_added_counts() -> None:
@@ -111,14 +123,8 @@ def test_where_the_driver_does_not_know_our_processes_what_was_added_counts() ->
     assert gpus.used_by([7]) == 3010
 
 
-def test_without_a_gpu_there_is_nothing_on_it() -> None:
-    assert Gpus(driver(used=[])).used_by([7]) == 0
-
-
-def test_a_server_that_does_not_listen_to_signals_is_ended_all_the_same(tmp_path: Path, traces: Traces) -> None:
-    with ServerProcess(
-        stand_in(traces, "--fault", "deaf", "--workers", "1"), tmp_path / "log", settings(), grace=0.2
-    ) as server:
+def test_a_server_that_does_not_listen_to_signals_is_ended_all_the_same(start: Start, traces: Traces) -> None:
+    with start("--fault", "deaf", "--workers", "1", grace=0.2) as server:
         server.await_ready()
     assert traces.processes() == []
     assert traces.files() == []
@@ -133,24 +139,16 @@ def test_a_server_that_does_not_listen_to_signals_is_ended_all_the_same(tmp_path
         ("server: error: unrecognized arguments: --speculate", "settings"),
     ],
 )
-def test_a_server_that_dies_at_its_start_says_why_and_who_is_to_blame(
-    tmp_path: Path, traces: Traces, said: str, blame: str
-) -> None:
-    with (
-        ServerProcess(stand_in(traces, "--fault", f"says {said}"), tmp_path / "log", settings()) as server,
-        pytest.raises(ServerEnded) as end,
-    ):
+def test_a_server_that_dies_at_its_start_says_why_and_who_is_to_blame(start: Start, said: str, blame: str) -> None:
+    with start("--fault", f"says {said}") as server, pytest.raises(ServerEnded) as end:
         server.await_ready()
     assert end.value.cause in said
-    assert end.value.blame == blame
-    assert end.value.returncode == 1
+    assert (end.value.blame, end.value.returncode) == (blame, 1)
 
 
 def test_a_missing_command_is_blamed_on_the_machine(tmp_path: Path, traces: Traces) -> None:
-    with (
-        ServerProcess(Launch(("/nowhere/vllm", "{port}"), {}), tmp_path / "log", settings()) as server,
-        pytest.raises(ServerEnded, match="/nowhere/vllm: No such file") as end,
-    ):
+    missing = ServerProcess(Launch(("/nowhere/vllm", "{port}"), {}), tmp_path / "log", settings())
+    with missing as server, pytest.raises(ServerEnded, match="/nowhere/vllm: No such file") as end:
         server.await_ready()
     assert end.value.blame == "machine"
     assert traces.files() == []
@@ -176,9 +174,8 @@ def test_a_start_that_fails_for_any_reason_releases_the_gpus(
 
 
 @pytest.mark.story
-def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path, traces: Traces) -> None:
-    launch = stand_in(traces, "--fault", "never ready", "--workers", "1")
-    with ServerProcess(launch, tmp_path / "log", settings(startup_timeout=1)) as server:
+def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path, start: Start, traces: Traces) -> None:
+    with start("--fault", "never ready", "--workers", "1", startup_timeout=1) as server:
         while "loading weights" not in (tmp_path / "log").read_text():
             pause(0.02)
         with pytest.raises(ServerEnded, match="not ready within 1 s; last log line: loading weights") as end:
@@ -188,22 +185,22 @@ def test_a_server_that_is_never_ready_is_ended_in_time(tmp_path: Path, traces: T
 
 
 @pytest.mark.story
-def test_the_total_limit_ends_a_server_that_is_ready(tmp_path: Path, traces: Traces) -> None:
-    with ServerProcess(stand_in(traces), tmp_path / "log", settings()) as server:
+def test_the_total_limit_ends_a_server_that_is_ready(start: Start, traces: Traces) -> None:
+    with start() as server:
         server.await_ready()
         assert server.seconds_to_ready is not None
         limit = math.ceil(3 + 10 * server.seconds_to_ready)  # The limit includes the start.
-    with ServerProcess(stand_in(traces), tmp_path / "log", settings(timeout=limit)) as server:
+    with start(timeout=limit) as server:
         server.await_ready()
         assert server.has_died(within=HANG_S)
         assert f"longer than {limit} s" in server.diagnose().cause
 
 
-def test_sockets_of_a_server_have_short_paths(tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sockets_of_a_server_have_short_paths(tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     deep = tmp_path / ("deep" * 20)
     deep.mkdir()
     monkeypatch.setenv("TMPDIR", str(deep))
-    with ServerProcess(stand_in(traces), tmp_path / "log", settings()) as server:
+    with start() as server:
         server.await_ready()
         assert server._process is not None
         assert len(str(server._process.scratch / str(uuid.uuid4()))) <= 107
@@ -211,8 +208,8 @@ def test_sockets_of_a_server_have_short_paths(tmp_path: Path, traces: Traces, mo
     assert not scratch.exists()
 
 
-def test_a_killed_server_takes_its_workers_along(tmp_path: Path, traces: Traces) -> None:
-    with ServerProcess(stand_in(traces, "--workers", "2"), tmp_path / "log", settings()) as server:
+def test_a_killed_server_takes_its_workers_along(start: Start, traces: Traces) -> None:
+    with start("--workers", "2") as server:
         server.await_ready()
         os.kill(server._process.pid, signal.SIGKILL)
         assert server.has_died(within=HANG_S)
@@ -221,8 +218,8 @@ def test_a_killed_server_takes_its_workers_along(tmp_path: Path, traces: Traces)
     assert traces.files() == []
 
 
-def test_a_killed_supervisor_leaves_no_server(tmp_path: Path, traces: Traces) -> None:
-    with ServerProcess(stand_in(traces), tmp_path / "log", settings()) as server:
+def test_a_killed_supervisor_leaves_no_server(start: Start, traces: Traces) -> None:
+    with start() as server:
         server.await_ready()
         assert server._process is not None
         server._process._supervisor.kill()
@@ -231,9 +228,7 @@ def test_a_killed_supervisor_leaves_no_server(tmp_path: Path, traces: Traces) ->
 
 
 @pytest.mark.story
-def test_a_server_restarts_on_another_port_if_the_port_is_in_use(
-    tmp_path: Path, traces: Traces, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_restarts_on_another_port_if_its_port_is_in_use(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -243,7 +238,7 @@ def test_a_server_restarts_on_another_port_if_the_port_is_in_use(
             ports.append(closed.getsockname()[1])
         free = SimpleNamespace(getsockname=lambda: ("127.0.0.1", ports.pop(0)))
         monkeypatch.setattr("socket.create_server", lambda address: nullcontext(free))
-        with ServerProcess(stand_in(traces), tmp_path / "log", settings()) as server:
+        with start() as server:
             server.await_ready()
             assert Client(server.url, 5).request("/health").status == 200
     assert ports == []
@@ -251,7 +246,7 @@ def test_a_server_restarts_on_another_port_if_the_port_is_in_use(
 
 @pytest.mark.story
 def test_nothing_survives_a_flow_that_is_killed(tmp_path: Path, traces: Traces) -> None:
-    with flow(tmp_path / "log", traces, stand_in(traces, "--workers", "2")) as parent:
+    with flow(tmp_path / "log", traces, fake_server(traces, "--workers", "2")) as parent:
         assert parent.stdout is not None
         url = parent.stdout.readline().strip()
         assert parent.stdout.readline().strip() == "ready"
@@ -264,7 +259,9 @@ def test_nothing_survives_a_flow_that_is_killed(tmp_path: Path, traces: Traces) 
 
 
 @pytest.mark.proof
-def test_thirty_starts_stops_and_kills_at_random_moments_leave_nothing(tmp_path: Path, traces: Traces) -> None:
+def test_thirty_starts_stops_and_kills_at_random_moments_leave_nothing(
+    tmp_path: Path, start: Start, traces: Traces
+) -> None:
     chance = random.Random(6)
     urls = []
     for turn in range(30):
@@ -272,13 +269,13 @@ def test_thirty_starts_stops_and_kills_at_random_moments_leave_nothing(tmp_path:
         moment = chance.uniform(0, 1.0)  # Seconds after the start; the server may or may not be ready.
         arguments = ("--workers", "1", *(("--fault", "deaf") if turn % 7 == 0 else ()))
         if victim == "flow":
-            with flow(tmp_path / "log", traces, stand_in(traces, *arguments)) as parent:
+            with flow(tmp_path / "log", traces, fake_server(traces, *arguments)) as parent:
                 assert parent.stdout is not None
                 urls.append(parent.stdout.readline().strip())
                 pause(moment)
                 parent.kill()
         else:
-            with ServerProcess(stand_in(traces, *arguments), tmp_path / "log", settings(), grace=1) as server:
+            with start(*arguments, grace=1) as server:
                 urls.append(server.url)
                 pause(moment)
                 assert server._process is not None
@@ -289,8 +286,3 @@ def test_thirty_starts_stops_and_kills_at_random_moments_leave_nothing(tmp_path:
         assert traces.wait_until_gone() == [], f"turn {turn}: {victim} killed after {moment:.2f} s"
     assert traces.files() == []
     assert [url for url in urls if listens(url)] == []
-
-
-def pause(seconds: float) -> None:
-    """Let the server continue to start. The test needs arbitrary moments, not states to wait for."""
-    threading.Event().wait(seconds)

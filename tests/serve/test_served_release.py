@@ -1,4 +1,4 @@
-"""``profiles/demo-served.yaml`` with the real vLLM: the release passes, and is served once for all runs."""
+"""Releases of the demo with the real vLLM: each is served once for all runs, and a mixture of dense models too."""
 
 from __future__ import annotations
 
@@ -65,3 +65,23 @@ def test_a_second_run_starts_no_server(served: Served) -> None:
     assert re.search(r"= serve\b", result.output)
     assert project.artifacts("serve") == {before}
     assert log.stat().st_mtime_ns == written
+
+
+SERVE = f"""
+serve:
+  python: {PROJECT / PYTHON}
+  prompts: ["rev: abcd>", "copy: abcd>", "the old "]
+  texts: ["rev: hgfe>efgh", "copy: hgfe>hgfe", "the old pig sees the red cat."]
+  stops: ["rev: abcd>", "copy: abcd>"]
+publish:"""
+
+
+def test_an_upcycled_mixture_is_served_and_released(tmp_path: Path, prefect_api: None) -> None:
+    project = make_project(tmp_path)
+    result = project.mergegate("run", project.edit("demo-upcycled.yaml", "\npublish:", SERVE), "--json")
+    assert result.exit_code == 0, result.output
+    outcome = json.loads(result.stdout)
+    assert outcome["status"] == "released"
+    checks = {check["name"]: check["outcome"] for check in outcome["content"]["served"]}
+    assert {"tensors", "ready", "parity", "greedy twice", "stops", "end of sequence"} <= checks.keys()
+    assert set(checks.values()) == {"pass"}

@@ -12,22 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from real_server import PROJECT, real_server
-from traces import MARK, Traces, flow
+from tiny_kinds import PICTURE_SIZE, letter_tokenizer
+from traces import MARK, Traces, await_condition, flow
 from variants import DEMO, STATIC, model_in, zeroed_norm
 
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.checkpoint.checkpoint import open_checkpoint
-from mergegate.tasks.serve.launch import (
-    PYTHON,
-    Launch,
-    compile_server,
-    context_length,
-    find_server,
-    launch,
-    serving_dtype,
-)
+from mergegate.tasks.serve import launch as serve_launch
+from mergegate.tasks.serve.launch import PYTHON, Launch, find_server, launch
 from mergegate.tasks.serve.reference import Reference, ReferenceRequest, make_reference
+from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.serve.smoke import SmokeSetup, smoke_checkpoint
 from mergegate.tasks.serve.verdict import ServeVerdict
 
@@ -37,7 +33,8 @@ torch.set_num_threads(1)
 
 SERVED = load_profile(DEMO.parent / "demo-served.yaml").serve
 assert SERVED is not None
-SETTINGS = SERVED.model_copy(update={"python": PROJECT / PYTHON, "environment": {"OMP_NUM_THREADS": "1"}})
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+SETTINGS = SERVED.model_copy(update={"python": PROJECT / PYTHON, "environment": ONE_THREAD})
 
 # vLLM starts with uninitialized memory: ordinary numbers, or values that JSON cannot represent.
 UNINITIALISED = {"parity": "on average", "finite logprobs": "not JSON compliant"}
@@ -58,7 +55,7 @@ LIVE: dict[str, dict[str, str]] = {
 def reference(merge: Path) -> Reference:
     """Return the answers of the intact merge in transformers."""
     checkpoint = open_checkpoint(merge)
-    dtype, longest = serving_dtype(SETTINGS, checkpoint), context_length(SETTINGS, checkpoint)
+    dtype, longest = serve_launch.serving_dtype(SETTINGS, checkpoint), serve_launch.context_length(SETTINGS, checkpoint)
     request = ReferenceRequest(tuple(SETTINGS.texts), SETTINGS.prompts[0], dtype, "cpu", longest)
     return make_reference(model_in(merge), request)
 
@@ -114,7 +111,7 @@ def test_a_merge_with_a_zeroed_norm_is_refused_for_empty_answers(merge: Path, tm
 
 def test_imports_of_a_server_are_compiled_before_it_starts() -> None:
     """A confined server cannot store compiled bytecode; compiling took half of the time until it was ready."""
-    compile_server(find_server(SETTINGS, PROJECT))
+    serve_launch.compile_server(find_server(SETTINGS, PROJECT))
     package = next((PROJECT / PYTHON).parent.parent.glob("lib/python*/site-packages/vllm"))
     for source in ("v1/engine/core", "v1/worker/cpu_worker", "entrypoints/openai/api_server"):
         place = package / source
@@ -125,8 +122,47 @@ def test_nothing_of_vllm_survives_a_flow_that_is_killed(merge: Path, tmp_path: P
     called = launch(SETTINGS, find_server(SETTINGS, PROJECT), open_checkpoint(merge))
     marked = Launch(called.command, {**called.environment, MARK: traces.mark})
     with flow(tmp_path / "log", traces, marked) as parent:
-        traces.wait_for(3)  # Server, engine and worker, or their helper processes.
+        assert await_condition(
+            lambda: len(traces.processes()) >= 3
+        )  # Server, engine and worker, or their helper processes.
         parent.kill()
         parent.wait()
         assert traces.wait_until_gone() == []
     assert traces.files() == []
+
+
+def write_idefics(directory: Path) -> Path:
+    """Write a tiny Idefics 3, the family of SmolVLM.
+
+    Without torchvision, vLLM 0.32 on a CPU cannot import the classes of LLaVA, Gemma 3, Qwen2-VL, InternVL, Mistral 3
+    and PaliGemma.
+    """
+    torch.manual_seed(1)
+    tokenizer = letter_tokenizer()
+    markers = ["<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": markers})
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text = {**sizes, "model_type": "llama", "head_dim": 32, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
+    text |= {"max_position_embeddings": 1024, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    parts = {"text_config": {**text, "initializer_range": 0.2}}
+    parts |= {"vision_config": {**sizes, "image_size": PICTURE_SIZE, "patch_size": 14}}
+    config = transformers.Idefics3Config(**parts, image_token_id=5, scale_factor=2, pad_token_id=0)
+    network = transformers.Idefics3ForConditionalGeneration(config)
+    network.generation_config.eos_token_id = [2, 9]
+    edge = {"longest_edge": PICTURE_SIZE}
+    images = transformers.Idefics3ImageProcessorPil(size=edge, max_image_size=edge, do_image_splitting=False)
+    template = tokenizer.chat_template
+    processor = transformers.Idefics3Processor(images, tokenizer, image_seq_len=4, chat_template=template)
+    for part in (network, processor, tokenizer):
+        part.save_pretrained(str(directory))
+    return directory
+
+
+def test_vllm_reads_two_pictures(tmp_path: Path) -> None:
+    texts = {"prompts": ("two cats sit", "a dog runs away"), "texts": ("two cats sit on a mat",), "max_tokens": 8}
+    settings = ServeSettings(python=PROJECT / PYTHON, environment=ONE_THREAD, max_model_len=512, **texts)
+    setup = SmokeSetup(find_server(settings, PROJECT), "cpu", tmp_path / "server.log")
+    verdict = smoke_checkpoint(model_in(write_idefics(tmp_path / "idefics")), settings, setup)
+    outcomes = {check.name: check.outcome for check in verdict.checks}
+    assert outcomes["two pictures"] == outcomes["parity"] == "pass", verdict.failures
+    assert verdict.outcome == "pass", verdict.failures

@@ -9,13 +9,14 @@ import sys
 import textwrap
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from patience import HANG_S
 
 from mergegate.tasks.serve.launch import Launch
 
-STAND_IN = Path(__file__).with_name("stand_in.py")
+OPENAI_SERVER = Path(__file__).parents[1] / "openai_server.py"
 MARK = "MERGEGATE_TEST_SERVER"  # Variable in the environment of every process that a server starts.
 
 
@@ -38,35 +39,33 @@ class Traces:
                 found.append(int(entry.name))
         return found
 
-    def wait_until_gone(self, seconds: float = HANG_S) -> list[int]:
-        """Return the processes that are still running after `seconds`."""
-        deadline = time.monotonic() + seconds
-        while self.processes() and time.monotonic() < deadline:
-            _look_again()
+    def wait_until_gone(self) -> list[int]:
+        """Return the processes that are still running after a long wait."""
+        await_condition(lambda: not self.processes())
         return self.processes()
-
-    def wait_for(self, count: int, seconds: float = HANG_S) -> None:
-        """Wait until at least `count` processes are running."""
-        deadline = time.monotonic() + seconds
-        while len(self.processes()) < count:
-            assert time.monotonic() < deadline, f"{len(self.processes())} processes, not {count}"
-            _look_again()
 
     def files(self) -> list[str]:
         """Return the remaining temporary files and shared-memory segments."""
-        deadline = time.monotonic() + HANG_S  # The supervisor deletes files after the last process has ended.
-        while list(self.temporary.iterdir()) and time.monotonic() < deadline:
-            _look_again()
+        # The supervisor deletes files after the last process has ended.
+        await_condition(lambda: not list(self.temporary.iterdir()))
         return [*map(str, self.temporary.iterdir()), *map(str, Path("/dev/shm").glob(f"{self.mark}-*"))]
 
 
-def _look_again() -> None:
-    """Yield the CPU to the processes that the test waits for."""
-    threading.Event().wait(0.02)
+def await_condition(holds: Callable[[], bool]) -> bool:
+    """Wait until the condition holds, and return whether it does."""
+    deadline = time.monotonic() + HANG_S
+    while not holds() and time.monotonic() < deadline:
+        pause(0.02)
+    return holds()
 
 
-def stand_in(traces: Traces, *arguments: str) -> Launch:
-    command = (sys.executable, str(STAND_IN), "--port", "{port}", "--name", "{name}", *arguments)
+def pause(seconds: float) -> None:
+    """Yield the CPU to the processes of the test."""
+    threading.Event().wait(seconds)
+
+
+def fake_server(traces: Traces, *arguments: str) -> Launch:
+    command = (sys.executable, str(OPENAI_SERVER), "--port", "{port}", "--name", "{name}", *arguments)
     return Launch(command, {"PATH": os.environ["PATH"], MARK: traces.mark})
 
 
@@ -95,7 +94,7 @@ def flow(log: Path, traces: Traces, launch: Launch) -> subprocess.Popen[str]:
     """Start a separate process that runs a server, as a flow does."""
     return subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(FLOW % MARK), str(log), traces.mark, *launch.command],
-        cwd=STAND_IN.parents[2],
+        cwd=OPENAI_SERVER.parents[1],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,

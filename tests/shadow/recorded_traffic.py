@@ -4,31 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).resolve().parents[1]
-sys.path.append(str(TESTS / "judge"))
+from loopback import Answer
+from openai_server import completion
 
-from judge_server import Asked, Response, completion, serving  # noqa: E402  # from the tests of the judge
-
-from mergegate.tasks.shadow.recorded_traffic import RecordedAnswer, RecordedPair  # noqa: E402
-
-__all__ = [
-    "CHAT",
-    "Asked",
-    "RecordedPair",
-    "Response",
-    "answer",
-    "chat",
-    "completion",
-    "pair",
-    "prefer_good_answers",
-    "recorded_answer",
-    "serving",
-    "stream",
-]
+from mergegate.tasks.shadow.recorded_traffic import RecordedAnswer, RecordedPair
 
 CHAT = "/v1/chat/completions"
 
@@ -70,24 +51,17 @@ def pair(
     path: str = CHAT,
     at: float | None = None,
 ) -> RecordedPair:
-    """Return a recorded pair, in a session of its own unless `session` is recorded_answer."""
-    return RecordedPair(
-        f"request-{number}",
-        session or f"session-{number}",
-        1000.0 + number if at is None else at,
-        path,
-        request or chat(f"question {number}"),
-        recorded_answer(parent) if isinstance(parent, str) else parent,
-        recorded_answer(candidate) if isinstance(candidate, str) else candidate,
-    )
+    """Return a recorded pair, in a session of its own unless `session` is given."""
+    arms = [recorded_answer(arm) if isinstance(arm, str) else arm for arm in (parent, candidate)]
+    at, session = 1000.0 + number if at is None else at, session or f"session-{number}"
+    return RecordedPair(f"request-{number}", session, at, path, request or chat(f"question {number}"), *arms)
 
 
-def prefer_good_answers(body: dict[str, Any]) -> Response:
+def prefer_good_answers(body: dict[str, Any]) -> Answer:
     """Prefer the answer with the word 'good', which a damaged copy lacks."""
     shown = body["messages"][1]["content"]
-    a, b = (re.search(rf"<<< answer {name} \w+\n(.*?)\n>>>", shown, re.DOTALL) for name in "AB")
-    assert a is not None
-    assert b is not None
-    better = bool(re.search(r"\bgood\b", a[1])) - bool(re.search(r"\bgood\b", b[1]))
+    answers = dict(re.findall(r"<<< answer ([AB]) \w+\n(.*?)\n>>>", shown, re.DOTALL))
+    is_good = {name: bool(re.search(r"\bgood\b", text)) for name, text in answers.items()}
+    better = is_good["A"] - is_good["B"]
     verdict = {1: "A", -1: "B", 0: "tie"}[better]
     return completion({"reasoning": "one of them <b>is</b> good", "verdict": verdict})

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
-import threading
+import runpy
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
-from stub_openai import serving
+from asgi_server import serving_asgi
+from loopback import answering
 from watched_project import WatchedProject, make_project
 
 from mergegate.tasks.shadow import FollowedRouting, Routing, ShadowSettings, records_url, routing_file, write_routing
@@ -23,28 +22,6 @@ from mergegate.tasks.shadow.traffic import Recorder, ReplaySettings, ShadowProxy
 
 PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 pytestmark = pytest.mark.story
-
-
-def demo_server() -> Any:
-    """Import ``profiles/demo/server.py`` as a module."""
-    spec = importlib.util.spec_from_file_location("demo_server", PROFILES / "demo" / "server.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@contextmanager
-def served(who: Any) -> Iterator[str]:
-    server = demo_server().serve(who, 0)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}/v1"
-    finally:
-        server.shutdown()
-        thread.join()
 
 
 @pytest.mark.parametrize(
@@ -63,27 +40,22 @@ def test_a_good_merge_is_promoted_and_the_lopsided_one_rolled_back(
     for recipe in {parent, candidate} - {"reverser"}:
         models[recipe] = project.root / recipe
         assert project.mergegate("merge", f"profiles/demo/recipes/{recipe}.yaml", recipe).exit_code == 0
-    server = demo_server()
+    demo = runpy.run_path(str(PROFILES / "demo" / "server.py"))
+    section = yaml.safe_load((PROFILES / "demo-shadow.yaml").read_text())["shadow"]
+    arms = {"parent": demo["Model"](models[parent]), "candidate": demo["Model"](models[candidate])}
     with ExitStack() as stack:
-        urls = {
-            "parent": stack.enter_context(served(server.Model(models[parent]))),
-            "candidate": stack.enter_context(served(server.Model(models[candidate]))),
-            "judge": stack.enter_context(served(server.Judge())),
-        }
-        section = yaml.safe_load((PROFILES / "demo-shadow.yaml").read_text())["shadow"]
-        for name, url in urls.items():
-            section[name]["url"] = url
+        for name, content in {**arms, "judge": demo["Judge"]()}.items():
+            server = stack.enter_context(answering(demo["serve"](content, 0)))
+            section[name]["url"] = f"http://127.0.0.1:{server.server_address[1]}/v1"
         write_profile(project.root, {**section, "alias": None})
         settings = ShadowSettings.model_validate(section)
         routing = Routing(candidate="v1", mode="mirror", share=1.0, since=time.time())
         write_routing(routing_file("watched"), routing)
-        recorder = Recorder(
-            lambda: open_records(records_url("watched", settings)), open_redaction((), None), queue_size=10_000,
-            max_body_bytes=1 << 20, retention_days=1,
-        )  # fmt: skip
+        limits = {"queue_size": 10_000, "max_body_bytes": 1 << 20, "retention_days": 1}
+        recorder = Recorder(lambda: open_records(records_url("watched", settings)), open_redaction((), None), **limits)
         proxy = ShadowProxy(settings, FollowedRouting(routing_file("watched"), routing), recorder)
         traffic = read_traffic(PROFILES / "demo" / "traffic.jsonl", "demo")[:240]
-        with serving(proxy.application()) as url:
+        with serving_asgi(proxy.application()) as url:
             pace = ReplaySettings(settings.session_header, rate=1000, concurrency=2)
             done = asyncio.run(replay(traffic, url, pace))
             assert dict(done.statuses) == {"200": 240}

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given as for_all
 from hypothesis import settings
 from hypothesis import strategies as st
-from recorded_traffic import Response, completion, pair, prefer_good_answers, serving
+from loopback import Answer
+from openai_server import completion, serving
+from recorded_traffic import pair, prefer_good_answers
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.judge import JudgeServer, JudgmentSettings
@@ -20,22 +22,15 @@ JUDGING = JudgmentSettings(model="judge-1")
 EXPECTED = {"good": {"good": 0.5, "bad": 0.0}, "bad": {"good": 1.0, "bad": 0.5, "worse": 0.5}}
 
 
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def pairs_of(*answers: tuple[str, str]) -> tuple[SampledPair, ...]:
     recorded = [pair(n, parent=parent, candidate=candidate) for n, (parent, candidate) in enumerate(answers)]
     return sample_pairs(lambda: recorded, judged_requests={}, limit=1000).pairs
 
 
-def judge(
-    place: Path, pairs: tuple[SampledPair, ...], url: str, judging: JudgmentSettings = JUDGING
-) -> tuple[float, ...]:
-    server = JudgeServer(url=url, attempts=1, concurrency=3)
+def judge(place: Path, pairs: tuple[SampledPair, ...], url: str, model: str = "judge-1") -> tuple[float, ...]:
+    judging = JudgmentSettings(model=model)
     with open_judged(place, "demo", "v1", judging) as ledger:
+        server = JudgeServer(url=url, attempts=1, concurrency=3)
         ledger.judge(pairs, judging, server, control_share=0.1, now=lambda: 5000.0)
         return ledger.scores
 
@@ -57,9 +52,9 @@ def test_an_unreliable_judge_gets_each_prompt_once(tmp_path_factory: pytest.Temp
     place, answered = tmp_path_factory.mktemp("ledger"), Counter[str]()
     left = [0]
 
-    def mortal(body: dict[str, Any]) -> Response:
+    def mortal(body: dict[str, Any]) -> Answer:
         if left[0] <= 0:
-            return Response(status=400, body="{}")
+            return Answer(400, b"{}")
         left[0] -= 1
         answered[str(body["messages"])] += 1
         return prefer_good_answers(body)
@@ -99,7 +94,7 @@ def test_another_judge_starts_a_new_ledger_but_another_address_does_not(tmp_path
         judge(tmp_path, pairs, asked.url)
         judge(tmp_path, pairs, moved.url)
         assert len(moved.bodies) == 0
-        judge(tmp_path, pairs, moved.url, JUDGING.model_copy(update={"model": "judge-2"}))
+        judge(tmp_path, pairs, moved.url, "judge-2")
         assert len(moved.bodies) == 2
 
 

@@ -1,30 +1,33 @@
-"""Successive looks: a good candidate is promoted, a worse one is rolled back, and nothing happens in between."""
+"""Successive looks, also killed ones: a good candidate is promoted, and a worse one is rolled back."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from recorded_traffic import Asked, completion, pair, prefer_good_answers, serving
+from loopback import Answer
+from openai_server import OpenAiServer, completion, serving
+from patience import HANG_S
+from recorded_traffic import chat, pair, prefer_good_answers, recorded_answer, stream
 from watched_project import VERSION, WatchedProject, rows, watched
 
-from mergegate.tasks.publish.targets.directory import DirectoryTarget
 from mergegate.tasks.shadow.recorded_traffic import RecordedPair
 
+PROJECT = Path(__file__).resolve().parents[2]
 RULE = {"minimum_pairs": 30, "pairs_per_look": 400}
 
 
-@pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.fixture
-def judge() -> Iterator[Asked]:
+def judge() -> Iterator[OpenAiServer]:
     with serving(prefer_good_answers) as asked:
         yield asked
 
@@ -39,34 +42,12 @@ def alias_of(watch: WatchedProject) -> str:
     return str(link.readlink())
 
 
-@pytest.fixture
-def aliases(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add aliases, as symbolic links, to a directory target that does not support them."""
-    if not hasattr(DirectoryTarget, "set_alias"):
-
-        def set_alias(self: Any, root: Path, version: str, name: str) -> None:
-            link = root / self.path / name
-            link.unlink(missing_ok=True)
-            link.symlink_to(version)
-
-        monkeypatch.setattr(DirectoryTarget, "set_alias", set_alias, raising=False)
-        monkeypatch.setattr(
-            DirectoryTarget,
-            "resolve_alias",
-            lambda self, root, name: str((root / self.path / name).readlink()),
-            raising=False,
-        )
-
-
-def traffic(
-    watch: WatchedProject, count: int, *, better: int = 0, worse: int = 0, first: int = 0
-) -> list[RecordedPair]:
+def traffic(watch: WatchedProject, count: int, *, better: int = 0, worse: int = 0) -> list[RecordedPair]:
     """Return pairs, of every ten `better` won and `worse` lost by the candidate; the others are ties."""
     found = []
-    for number in range(first, first + count):
-        turn = number % 10
-        parent = "good" if turn >= better else "bad"
-        candidate = "good" if turn < 10 - worse else "bad <script>"
+    for number in range(count):
+        parent = "good" if number % 10 >= better else "bad"
+        candidate = "good" if number % 10 < 10 - worse else "bad <script>"
         found.append(pair(number, parent=parent, candidate=candidate, at=watch.began + number))
     return found
 
@@ -77,7 +58,7 @@ def told(result: Any) -> dict[str, Any]:
 
 
 @pytest.mark.story
-def test_a_better_candidate_is_promoted_once(tmp_path: Path, prefect_api: None, judge: Asked, aliases: None) -> None:
+def test_a_better_candidate_is_promoted_once(tmp_path: Path, prefect_api: None, judge: OpenAiServer) -> None:
     watch = watched(tmp_path, judge.url, rule=RULE, alias="production")
     watch.record(traffic(watch, 100, better=5), rows(watch.began, 100))
     assert alias_of(watch) == "before"
@@ -111,7 +92,7 @@ def test_a_better_candidate_is_promoted_once(tmp_path: Path, prefect_api: None, 
 
 @pytest.mark.story
 def test_a_worse_candidate_is_rolled_back_with_its_losses_only_on_the_page(
-    tmp_path: Path, prefect_api: None, judge: Asked
+    tmp_path: Path, prefect_api: None, judge: OpenAiServer
 ) -> None:
     watch = watched(tmp_path, judge.url, rule=RULE)
     watch.record(traffic(watch, 60, worse=6), rows(watch.began, 60))
@@ -130,7 +111,7 @@ def test_a_worse_candidate_is_rolled_back_with_its_losses_only_on_the_page(
 
 @pytest.mark.story  # Runs several looks.
 def test_equal_answers_wait_for_both_minima_and_a_look_is_bounded(
-    tmp_path: Path, prefect_api: None, judge: Asked
+    tmp_path: Path, prefect_api: None, judge: OpenAiServer
 ) -> None:
     watch = watched(tmp_path, judge.url, rule={"minimum_pairs": 30, "pairs_per_look": 25}, hours=5)
     watch.record(traffic(watch, 60), rows(watch.began, 60, hours=5))
@@ -158,7 +139,7 @@ def test_a_position_biased_judge_promotes_no_candidate(tmp_path: Path, prefect_a
     ("failing", "first", "says"), [(0.2, 0.02, "requests failed"), (0.0, 0.5, "times slower")], ids=["fails", "slow"]
 )
 def test_a_failing_or_slow_candidate_is_killed(
-    tmp_path: Path, prefect_api: None, judge: Asked, failing: float, first: float, says: str
+    tmp_path: Path, prefect_api: None, judge: OpenAiServer, failing: float, first: float, says: str
 ) -> None:
     watch = watched(tmp_path, judge.url)
     watch.record(traffic(watch, 5), rows(watch.began, 250, failing=failing, first=first))
@@ -169,7 +150,9 @@ def test_a_failing_or_slow_candidate_is_killed(
 
 
 @pytest.mark.story
-def test_a_candidate_killed_by_the_proxy_is_reported_once(tmp_path: Path, prefect_api: None, judge: Asked) -> None:
+def test_a_candidate_killed_by_the_proxy_is_reported_once(
+    tmp_path: Path, prefect_api: None, judge: OpenAiServer
+) -> None:
     watch = watched(tmp_path, judge.url)
     watch.watch(serving="killed", why="the switch")
     assert watch.look().exit_code == 3
@@ -179,7 +162,9 @@ def test_a_candidate_killed_by_the_proxy_is_reported_once(tmp_path: Path, prefec
 
 
 @pytest.mark.story  # Runs several looks.
-def test_promotion_requires_approval_and_records_who_gave_it(tmp_path: Path, prefect_api: None, judge: Asked) -> None:
+def test_promotion_requires_approval_and_records_who_gave_it(
+    tmp_path: Path, prefect_api: None, judge: OpenAiServer
+) -> None:
     watch = watched(tmp_path, judge.url, rule=RULE, approval=True)
     watch.record(traffic(watch, 100, better=5), rows(watch.began, 100))
     refused = watch.look()
@@ -201,10 +186,70 @@ def test_promotion_requires_approval_and_records_who_gave_it(tmp_path: Path, pre
     ],
 )
 def test_meaningless_commands_are_refused(
-    tmp_path: Path, prefect_api: None, judge: Asked, arguments: tuple[str, ...], says: str
+    tmp_path: Path, prefect_api: None, judge: OpenAiServer, arguments: tuple[str, ...], says: str
 ) -> None:
     watch = watched(tmp_path, judge.url)
     watch.routing_file.unlink()
     result = watch.project.mergegate("shadow", *arguments)
     assert result.exit_code == 2
     assert says in result.output
+
+
+def streams(watch: WatchedProject, count: int, *, wrong: int) -> list[RecordedPair]:
+    """Return streamed conversations in which the candidate answers `wrong` of every ten incorrectly."""
+    pairs = []
+    for number in range(count):
+        word = "bad" if number % 10 < wrong else "good"
+        request = chat("hello", "good day", f"question {number}", stream=True)
+        parent = recorded_answer(stream("a ", "good", " one"))
+        candidate = recorded_answer(stream("a ", word, f" one {number}"))
+        pairs.append(pair(number, request=request, parent=parent, candidate=candidate, at=watch.began + number))
+    return pairs
+
+
+def start_look(watch: WatchedProject) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
+    environment |= {"MERGEGATE_HOME": str(watch.project.home), "PYTHONPATH": str(PROJECT)}
+    command = [sys.executable, "-m", "mergegate", "shadow", "evaluate", "profiles/watched.yaml", "--json"]
+    return subprocess.Popen(command, cwd=watch.project.root, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.story
+@pytest.mark.parametrize(
+    ("wrong", "code", "serving_now"),
+    [pytest.param(0, 0, "promoted", marks=pytest.mark.proof), (5, 3, "rolled back")],
+    ids=["good", "lopsided"],
+)
+def test_a_killed_look_repeats_no_judgment(tmp_path: Path, wrong: int, code: int, serving_now: str) -> None:
+    asked, reached, go_on = Counter[str](), threading.Event(), threading.Event()
+    lock = threading.Lock()
+
+    def patient(body: dict[str, Any]) -> Answer:
+        with lock:
+            number = sum(asked.values())
+            if number >= 60 and not go_on.is_set():
+                reached.set()
+            else:
+                asked[json.dumps(body["messages"])] += 1
+                return prefer_good_answers(body)
+        go_on.wait()
+        return Answer(503)
+
+    with serving(patient) as judge:
+        watch = watched(tmp_path, judge.url, rule={"minimum_pairs": 50, "margin": 10.0, "pairs_per_look": 400})
+        watch.record(streams(watch, 160, wrong=wrong), rows(watch.began, 200))
+        killed = start_look(watch)
+        assert reached.wait(HANG_S)
+        killed.send_signal(signal.SIGKILL)
+        killed.wait()
+        assert watch.routing.serving == "watch"
+        go_on.set()
+        whole = start_look(watch)
+        told = json.loads(whole.communicate()[0])
+    assert (whole.returncode, told["shadow"]["pairs"], watch.routing.serving) == (code, 160, serving_now)
+    # Requests in flight when the look was killed are sent again: at most as many as run concurrently.
+    again = sum(count - 1 for count in asked.values())
+    # Answers of the parent are equal, so their 24 control pairs have few different texts. A control pair that was in
+    # flight when the look was killed may be replaced by another one.
+    assert 320 < len(asked) <= 320 + 2 * 24 + 4
+    assert again <= 4 + 2 * 24

