@@ -1,4 +1,4 @@
-"""Test the model card: parsers read the intended metadata, and readers find the scores, the license and the caveats."""
+"""Test the model card and the scores for leaderboards: parsers and readers find what was measured and what is open."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+import yaml
 from huggingface_hub import ModelCard
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,18 +17,24 @@ from scipy.stats import binomtest
 
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import parse_card
+from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import TaskScore
+from mergegate.tasks.evaluation.task_data import DataSource, TaskData
 from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
 from mergegate.tasks.publish.card import Publication, model_card
 from mergegate.tasks.publish.card_metadata import card_metadata, check_card
 from mergegate.tasks.publish.card_scores import score_interval
+from mergegate.tasks.publish.eval_results import BENCHMARKS, eval_results
+from mergegate.tasks.publish.targets.directory import DirectoryTarget
+from mergegate.tasks.publish.targets.hub import HubTarget
 from mergegate.tasks.report.content import ReportContent
 
 HERE = Publication(
     address="acme/demo", signed=False, device="cpu", compliance="See the sheet.", versions={"torch": "2.13.0"}
 )
+GSM8K = share("gsm8k", 700, 1319, "exact_match,flexible-extract")
 SCORES = (
-    share("gsm8k", 700, 1319, "exact_match,flexible-extract"),
+    GSM8K,
     share("gsm8k", 650, 1319, "exact_match,strict-match"),
     share("arc_easy", 300, 400),
 )
@@ -48,13 +56,12 @@ def card_of(
 
 
 def test_the_hubs_library_reads_the_intended_metadata(tmp_path: Path) -> None:
-    data = ModelCard(card_of(tmp_path)).data
+    card = card_of(tmp_path)
+    assert "| arc\\_easy | acc,none | 400 | 75.0 \\[70.5, 79.0\\] |" in card
+    data = ModelCard(card).data
     assert (data.license, data.base_model, data.base_model_relation) == ("apache-2.0", ["acme/general"], "merge")
-    assert (data.library_name, data.pipeline_tag, data.tags) == (
-        "transformers",
-        "text-generation",
-        ["merge", "mergegate"],
-    )
+    assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
+    assert data.tags == ["merge", "mergegate"]
     found = {(r.dataset_type, r.metric_type, r.metric_name): r.metric_value for r in data.eval_results}
     assert found == {
         ("openai/gsm8k", "exact_match", "exact match (flexible-extract)"): 53.07,
@@ -139,10 +146,6 @@ def test_a_graded_score_has_the_normal_interval(tmp_path: Path) -> None:
     assert "| x | f1,none | 100 | 50.0 | 50.0 | 50.0 |" in card_of(tmp_path, content((nothing,)))
 
 
-def test_the_card_lists_every_score_with_its_interval(tmp_path: Path) -> None:
-    assert "| arc\\_easy | acc,none | 400 | 75.0 \\[70.5, 79.0\\] |" in card_of(tmp_path)
-
-
 def test_required_notices_are_at_the_top_of_the_card(tmp_path: Path) -> None:
     verdict = license_verdict("llama3.1", "apache-2.0", name="acme/Llama-demo")
     assert verdict.combination.status == "allowed"
@@ -166,9 +169,8 @@ def test_the_card_names_who_accepted_a_doubt_and_why(tmp_path: Path) -> None:
 
 def test_the_card_names_ancestors_and_unreadable_ancestors(tmp_path: Path) -> None:
     old = Ancestor(name="acme/old", license="mit", revision=COMMIT, own_text="")
-    card = card_of(
-        tmp_path, verdict=license_verdict("mit", ancestors=(old,), unread={"acme/older": "no such repository"})
-    )
+    verdict = license_verdict("mit", ancestors=(old,), unread={"acme/older": "no such repository"})
+    card = card_of(tmp_path, verdict=verdict)
     assert f"| acme/old | mit | `{COMMIT}` |" in card
     assert "acme/older (no such repository)" in card
 
@@ -211,8 +213,6 @@ def test_the_commands_match_the_address_of_the_release(tmp_path: Path) -> None:
 def test_a_card_that_reads_differently_than_intended_is_refused(
     tmp_path: Path, change: dict[str, object], words: str
 ) -> None:
-    import yaml
-
     metadata = {**card_metadata(content(SCORES), parents(tmp_path), license_verdict("mit").combination), **change}
     card = f"---\n{yaml.safe_dump(metadata, sort_keys=False)}---\n# demo\n"
     with pytest.raises(Refused, match="nothing was uploaded") as refusal:
@@ -225,3 +225,64 @@ def test_metadata_edited_after_it_was_made_is_refused(tmp_path: Path) -> None:
     metadata = card_metadata(content(SCORES), parents(tmp_path), license_verdict("apache-2.0", "mit").combination)
     with pytest.raises(Refused, match=r"reads license as 'mit' instead of 'apache-2.0'"):
         check_card(card.replace("license: apache-2.0", "license: mit"), metadata, ())
+
+
+def test_a_whole_benchmark_is_read_by_the_hubs_library_as_it_was_measured() -> None:
+    files = eval_results(
+        content(
+            (GSM8K, share("arc_easy", 300, 400)), scoring=Scoring(num_fewshot=5, chat_template=True, dtype="bfloat16")
+        )
+    )
+    assert list(files) == [".eval_results/gsm8k.yaml"]
+    (entry,) = huggingface_hub.parse_eval_result_entries(yaml.safe_load(files[".eval_results/gsm8k.yaml"]))
+    assert (entry.dataset_id, entry.task_id, entry.value) == ("openai/gsm8k", "gsm8k", 53.07)
+    for word in ("lm-eval 0.4.13", "5-shot", "with chat template", "bfloat16", "1319 documents", "standard error 1.37"):
+        assert word in str(entry.notes)
+
+
+@pytest.mark.parametrize("version", [None, "2.1"])
+def test_on_the_hub_an_entry_names_its_dataset_revision_and_its_evidence(version: str | None) -> None:
+    said = content((GSM8K,))
+    sources = (DataSource(path="openai/gsm8k", name="main", revision="5" * 40),)
+    *others, merge = said.models
+    assert merge.scores
+    scores = merge.scores.model_copy(update={"data": {"gsm8k": TaskData(digest="d" * 64, sources=sources)}})
+    said = said.model_copy(update={"models": (*others, merge.model_copy(update={"scores": scores}))})
+    target = HubTarget(to="hub", repo="acme/demo", version=version)
+    (data,) = map(yaml.safe_load, eval_results(said, target).values())
+    (entry,) = huggingface_hub.parse_eval_result_entries(data)
+    assert entry.dataset_revision == "5" * 40
+    assert entry.source_url == f"https://huggingface.co/acme/demo/tree/{version or 'main'}/evidence"
+    assert entry.source_name
+    # Only the Hub can verify an evaluation, and a release has no dates.
+    assert (entry.verify_token, entry.date) == (None, None)
+    assert data == huggingface_hub.eval_result_entries_to_yaml([entry])
+    (elsewhere,) = eval_results(said, DirectoryTarget(path=Path("releases"))).values()
+    assert "source" not in yaml.safe_load(elsewhere)[0]
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        share("gsm8k", 70, 132, "exact_match,flexible-extract"),
+        share("gsm8k", 700, 1319, "exact_match,strict-match"),
+        share("arc_easy", 300, 400),
+    ],
+    ids=["a sample", "another metric", "not registered"],
+)
+def test_incomparable_scores_are_not_written_for_a_leaderboard(score: TaskScore) -> None:
+    assert eval_results(content((score,))) == eval_results(content()) == {}
+
+
+def test_the_first_of_two_variants_of_a_benchmark_counts() -> None:
+    variants = {"gpqa_diamond_cot_zeroshot": 60, "gpqa_diamond_cot_n_shot": 80}
+    scores = [share(task, right, 198, "exact_match,flexible-extract") for task, right in variants.items()]
+    (text,) = eval_results(content(scores)).values()
+    assert yaml.safe_load(text)[0]["value"] == 30.3
+
+
+def test_every_benchmark_is_an_id_and_a_metric_with_a_filter() -> None:
+    for benchmark in BENCHMARKS.values():
+        assert benchmark.dataset.count("/") == 1
+        assert benchmark.metric.count(",") == 1
+        assert benchmark.documents > 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,6 +38,7 @@ from mergegate.tasks.publish.content import BOM, SPDX
 from mergegate.tasks.publish.loading_code import loading_code
 from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.targets.hub import HubTarget
+from mergegate.tasks.report.content import ReportContent
 from mergegate.tasks.report.page import render
 from mergegate.tasks.report.wording import error_rate_note, samples_note
 
@@ -117,7 +119,9 @@ def released(root: Path, layout: Layout) -> Publishable:
     return replace(sample, content=content((share("queries", 30, 40),)).model_copy(update={"kind": kind}))
 
 
-def release_files(sample: Publishable) -> dict[str, str]:
+def release_files(sample: Publishable, judged: ReportContent | None = None, **changes: object) -> dict[str, str]:
+    """Return the documents of a release with this content, and with these changes of the content."""
+    sample = replace(sample, content=(judged or sample.content).model_copy(update=changes))
     files = sample.parts.files(HubTarget(to="hub", repo="acme/demo"))
     return {file.name: file.read().decode() for file in files if file.name in ("README.md", BOM, SPDX)}
 
@@ -167,7 +171,7 @@ def test_a_model_of_an_unknown_class_has_the_task_on_which_all_parents_agree(
     for parent, front in zip(sample.pinned.parents, (first, second), strict=True):
         (parent.directory / "README.md").write_text(f"---\n{front}\n---\n# x\n")
     kind = released_kind(sample.merged.directory, sample.pinned.parents)
-    files = release_files(replace(sample, content=sample.content.model_copy(update={"kind": kind})))
+    files = release_files(sample, kind=kind)
     assert ModelCard(files["README.md"]).data.pipeline_tag == expected
     assert model_parameters(files["bom.json"]).get("task") == expected
     assert "architectures" in files["README.md"].partition("## How to load it")[2].partition("##")[0]
@@ -200,14 +204,19 @@ def test_each_task_of_models_that_can_be_evaluated_has_the_name_of_the_hub() -> 
     assert all(name.lower().replace(" ", "-") == tag for tag, name in TASK_NAMES.items())
 
 
+def measured(task: str, metric: str, score: float, stderr: float, *, higher_is_better: bool = True) -> TaskScore:
+    metric = f"{metric},none"
+    return TaskScore(task=task, metric=metric, n=40, score=score, stderr=stderr, higher_is_better=higher_is_better)
+
+
 RETRIEVED = (
-    TaskScore(task="queries", metric="ndcg@10,none", n=40, score=0.5, stderr=0.05, higher_is_better=True),
-    TaskScore(task="queries", metric="recall@5,none", n=40, score=0.4, stderr=0.05, higher_is_better=True),
-    TaskScore(task="queries", metric="mrr,none", n=40, score=0.25, stderr=0.05, higher_is_better=True),
+    measured("queries", "ndcg@10", 0.5, 0.05),
+    measured("queries", "recall@5", 0.4, 0.05),
+    measured("queries", "mrr", 0.25, 0.05),
 )
 TRANSCRIBED = (
-    TaskScore(task="calls", metric="wer,none", n=40, score=0.125, stderr=0.01, higher_is_better=False),
-    TaskScore(task="calls", metric="cer,none", n=40, score=0.0625, stderr=0.01, higher_is_better=False),
+    measured("calls", "wer", 0.125, 0.01, higher_is_better=False),
+    measured("calls", "cer", 0.0625, 0.01, higher_is_better=False),
 )
 
 
@@ -232,18 +241,14 @@ def test_metrics_have_the_types_of_the_hub_and_names_for_people(
     tmp_path: Path, name: str, scores: tuple[TaskScore, ...], results: set[tuple[str, str, float]], rows: list[str]
 ) -> None:
     sample = released(tmp_path, LAYOUTS[name])
-    judged = content(scores).model_copy(update={"kind": sample.content.kind})
-    card = release_files(replace(sample, content=judged))["README.md"]
-    entries = {
-        (result.metric_type, result.metric_name, result.metric_value) for result in ModelCard(card).data.eval_results
-    }
-    assert entries == results
+    card = release_files(sample, content(scores), kind=sample.content.kind)["README.md"]
+    found = ModelCard(card).data.eval_results
+    assert {(result.metric_type, result.metric_name, result.metric_value) for result in found} == results
     assert all(row in card for row in rows)
 
 
 def test_the_metrics_of_a_text_generator_keep_the_labels_of_lm_eval(tmp_path: Path) -> None:
-    card = release_files(replace(publishable(tmp_path), content=content(RETRIEVED)))["README.md"]
-    assert "| queries | mrr,none | 40 |" in card
+    assert "| queries | mrr,none | 40 |" in release_files(publishable(tmp_path), content(RETRIEVED))["README.md"]
 
 
 # Class that each snippet must load, by the name of the tiny model.
@@ -269,24 +274,22 @@ LOADED = {
 }
 
 
-def run_snippet(
-    kind: ModelKind, directory: Path, *, is_adapter: bool, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, Any]:
+def run_snippet(kind: ModelKind, directory: Path, *, is_adapter: bool) -> dict[str, Any]:
     """Run the code of the card in the directory of the release, and return its variables."""
     files = [file.relative_to(directory).as_posix() for file in directory.rglob("*") if file.is_file()]
-    monkeypatch.chdir(directory)
     variables: dict[str, Any] = {}
-    exec(loading_code(kind, ".", files, is_adapter=is_adapter), variables)
+    with chdir(directory):
+        exec(loading_code(kind, ".", files, is_adapter=is_adapter), variables)
     return variables
 
 
 @pytest.mark.story
 @pytest.mark.parametrize("name", LOADED)
-def test_the_code_in_the_card_loads_the_release(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_in_the_card_loads_the_release(tmp_path: Path, name: str) -> None:
     from tiny_kinds import WORDS, write
 
     directory = write(name, tmp_path / "model")
-    variables = run_snippet(kind_of_directory(directory), directory, is_adapter=False, monkeypatch=monkeypatch)
+    variables = run_snippet(kind_of_directory(directory), directory, is_adapter=False)
     assert type(variables["model"]).__name__ == LOADED[name]
     if name in ("llava", "gemma3", "whisper", "wav2vec2", "audio language model", "clip"):
         assert type(variables["processor"]).__name__.endswith("Processor")
@@ -310,7 +313,7 @@ def test_the_code_in_the_card_loads_the_release(tmp_path: Path, name: str, monke
     ],
 )
 def test_the_code_in_the_card_loads_an_adapter_of_the_base_model(
-    tmp_path: Path, name: str, module: str, task: str | None, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, module: str, task: str | None
 ) -> None:
     """PEFT writes the adapter, with the task that mergegate gives the adapters it writes."""
     import transformers
@@ -323,18 +326,16 @@ def test_the_code_in_the_card_loads_an_adapter_of_the_base_model(
     config = LoraConfig(r=2, target_modules=[module], init_lora_weights=False, task_type=task)
     network = getattr(transformers, checkpoint.config["architectures"][0]).from_pretrained(base)
     get_peft_model(network, config).save_pretrained(tmp_path / "adapter")
-    model = run_snippet(kind, tmp_path / "adapter", is_adapter=True, monkeypatch=monkeypatch)["model"]
+    model = run_snippet(kind, tmp_path / "adapter", is_adapter=True)["model"]
     assert any("lora_B" in parameter and bool(value.any()) for parameter, value in model.named_parameters())
 
 
 def test_the_card_says_that_only_text_was_tested(tmp_path: Path) -> None:
     sample = released(tmp_path, LAYOUTS["LLaVA"])
     note = describe_untested(sample.content.kind, ["text"])
-    verdict = sample.content.verdict.model_copy(
-        update={"findings": (GateFinding(kind="untested", outcome="pass", reason=note),)}
-    )
-    judged = sample.content.model_copy(update={"verdict": verdict})
-    card = release_files(replace(sample, content=judged))["README.md"]
+    finding = GateFinding(kind="untested", outcome="pass", reason=note)
+    verdict = sample.content.verdict.model_copy(update={"findings": (finding,)})
+    card = release_files(sample, verdict=verdict)["README.md"]
     sentence = "Only text was tested: no task tests how the merge reads pictures."
     evaluation, _, limits = card.partition("## Evaluation")[2].partition("## Limits")
     assert f"**Not tested.** {sentence}" in evaluation
@@ -365,8 +366,7 @@ def test_the_drop_of_an_error_rate_is_explained(tmp_path: Path) -> None:
     sample = released(tmp_path, LAYOUTS["Whisper"])
     guard = verdict_of(3, 2, 200).model_copy(update={"task": "calls", "metric": "wer,none"})
     verdict = sample.content.verdict.model_copy(update={"guards": (guard,)})
-    judged = sample.content.model_copy(update={"verdict": verdict})
     note = "An error rate must not rise: its drop is the rate of the merge minus the rate of the reference."
-    assert note in release_files(replace(sample, content=judged))["README.md"]
-    assert note in render(judged)
+    assert note in release_files(sample, verdict=verdict)["README.md"]
+    assert note in render(sample.content.model_copy(update={"verdict": verdict}))
     assert error_rate_note(verdict, TEXT_GENERATOR) == ""

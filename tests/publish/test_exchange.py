@@ -18,7 +18,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 from gate_samples import PARENT, part, read, worse
-from release_samples import COMMIT, VALIDATORS, needs_validators, publishable, stored
+from release_samples import COMMIT, VALIDATORS, needs_validators, publishable, stored, write_release
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.evaluation.document_scores import DocumentScore
@@ -27,11 +27,9 @@ from mergegate.tasks.gate.settings import GateRule, Guard
 from mergegate.tasks.gate.stage import GateInputs, GatePlan, gate
 from mergegate.tasks.gate.verdict_record import OUTCOMES, record_evidence, verdict_record
 from mergegate.tasks.perplexity.settings import DriftLimits
-from mergegate.tasks.publish.content import SUMS, checksums_text, content_version, written_file
 from mergegate.tasks.publish.exchange import ExportFormat, exported_files, read_release_results
 from mergegate.tasks.publish.releases import VerifiedRelease, check_release
 from mergegate.tasks.publish.targets import PublishedRelease, find_release
-from mergegate.tasks.publish.targets.directory import DirectoryTarget
 
 NOW = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)
 DOCUMENTS = 24
@@ -93,33 +91,19 @@ def random_scores(rng: random.Random, task: str, leaf: str, kinds: Mapping[str, 
     """Return the scores of one model on one task, as a real evaluation might give them."""
     rows = []
     for doc in range(DOCUMENTS):
+        hashes = [hashlib.sha256(f"{part}{leaf}{doc}".encode()).hexdigest() for part in ("doc", "prompt", "target")]
         answer = {"answer": f"secret {rng.randrange(3)}", "prompt_cut": rng.choice([None, 0, 3])}
+        if task == "arc":
+            answer |= {"cluster": f"passage {doc // 4}"}
         if task == "gsm8k":
             answer |= {"ended": (rng.choice(["stop", "eos", "length", "context"]),), "answer_tokens": (doc + 3,)}
             answer |= {"thinking_tokens": (rng.randrange(1, doc + 3),), "budgets": (64, 128)}
         for metric, kind in kinds.items():
-            value = {
-                "share": float(rng.random() < 0.7),
-                "grade": rng.random(),
-                "error": min(3.0, rng.expovariate(2)),
-                "marks": rng.uniform(1, 10),
-            }[kind]
-            rows.append(
-                DocumentScore(
-                    leaf,
-                    metric,
-                    7 * doc,
-                    *(
-                        hashlib.sha256(f"{part}{leaf}{doc}".encode()).hexdigest()
-                        for part in ("doc", "prompt", "target")
-                    ),
-                    value,
-                    cluster=f"passage {doc // 4}" if task == "arc" else "",
-                    higher_is_better=kind != "error",
-                    **answer,
-                    chance={"arc": 0.25, "search": len(metric) / 100}.get(task, 0.0),  # that of a ranking differs
-                )
-            )
+            shares = {"share": float(rng.random() < 0.7), "grade": rng.random()}
+            value = {**shares, "error": min(3.0, rng.expovariate(2)), "marks": rng.uniform(1, 10)}[kind]
+            chance = {"arc": 0.25, "search": len(metric) / 100}.get(task, 0.0)  # that of a ranking differs
+            more = {"higher_is_better": kind != "error", "chance": chance, **answer}
+            rows.append(DocumentScore(leaf, metric, 7 * doc, *hashes, value, **more))
     return rows
 
 
@@ -127,9 +111,8 @@ def random_release(root: Path, seed: int) -> Path:
     """Publish a release with random results of four models, one of which has a broken likelihood."""
     rng = random.Random(seed)
     tasks = rng.sample(sorted(TASKS), rng.randint(1, len(TASKS)) if seed else len(TASKS))
-    models = ["general", "local_one", "champion", "merge"]
     scores = {}
-    for model in models:
+    for model in ("general", "local_one", "champion", "merge"):
         parts = [random_scores(rng, task, task, TASKS[task]) for task in tasks]
         if seed % 2:
             leaves = [random_scores(rng, "suite", leaf, kinds) for leaf, kinds in GROUP.items()]
@@ -139,10 +122,9 @@ def random_release(root: Path, seed: int) -> Path:
             for number, whole in enumerate(parts)
             for half, rows in enumerate((whole[: len(whole) // 6 * 3], whole[len(whole) // 6 * 3 :]))
         ]
-        if seed % 2:
-            for artifact in scores[model][-2:]:
-                table = tuple(score.model_copy(update={"task": "suite"}) for score in artifact.value.tasks)
-                object.__setattr__(artifact, "value", artifact.value.model_copy(update={"tasks": table}))
+        for artifact in scores[model][-2:] if seed % 2 else ():
+            table = tuple(score.model_copy(update={"task": "suite"}) for score in artifact.value.tasks)
+            object.__setattr__(artifact, "value", artifact.value.model_copy(update={"tasks": table}))
     likelihoods = {"general": read(root / "a", PARENT), "merge": read(root / "merge", worse(0.01))}
     ranges = {"essay": (1.0, 10.0), "speech": (0.0, 3.0)}
     guards = tuple(
@@ -156,15 +138,10 @@ def random_release(root: Path, seed: int) -> Path:
     summary = record_evidence.work(root / "evidence", record, scores, likelihoods)
     names = ("evidence/gate.json", "evidence/outcomes.parquet", "evidence/likelihoods.parquet")
     contents = {name.replace(".", "__"): (root / "evidence" / name).read_bytes() for name in names}
-    sample = publishable(root / "sample")
-    artifact = stored("evidence", root / "stored", summary, **contents)
-    files = sample.parts._replace(evidence=artifact).files(DirectoryTarget(path=root))
-    files.append(written_file(SUMS, checksums_text({file.name: file.sha256 for file in files})))
-    release = root / content_version(files)
-    for file in files:
-        (release / file.name).parent.mkdir(parents=True, exist_ok=True)
-        (release / file.name).write_bytes(file.read())
-    return release
+    parts = publishable(root / "sample").parts._replace(
+        evidence=stored("evidence", root / "stored", summary, **contents)
+    )
+    return write_release(parts, root)
 
 
 def export(release: Path, out: Path, organization: str | None = None, export_time: datetime = NOW) -> None:
@@ -191,12 +168,10 @@ def checked(outs: Sequence[Path]) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, Path]]:
     """Return a release and the directory of its exports, by seed."""
-    made = {}
-    for seed in SEEDS:
-        root = tmp_path_factory.mktemp(f"exchange-{seed}")
-        release = random_release(root, seed)
-        export(release, root / "out")
-        made[seed] = (release, root / "out")
+    roots = {seed: tmp_path_factory.mktemp(f"exchange-{seed}") for seed in SEEDS}
+    made = {seed: (random_release(root, seed), root / "out") for seed, root in roots.items()}
+    for release, out in made.values():
+        export(release, out)
     return made
 
 
@@ -216,16 +191,8 @@ def test_the_real_libraries_read_every_score_bit_for_bit(exports: dict[int, tupl
 @pytest.mark.story
 def test_a_gate_reads_the_evidence_of_the_release_from_its_logs(exported: tuple[Path, Path]) -> None:
     release, out = exported
-    read_by_gate = [
-        "metric",
-        "doc_id",
-        "doc_hash",
-        "prompt_hash",
-        "target_hash",
-        "outcome",
-        "higher_is_better",
-        "chance",
-    ]
+    hashes = ["doc_hash", "prompt_hash", "target_hash"]
+    read_by_gate = ["metric", "doc_id", *hashes, "outcome", "higher_is_better", "chance"]
     expected: dict[tuple[str, str], set[tuple[Any, ...]]] = defaultdict(set)
     for row in pq.read_table(release / OUTCOMES).to_pylist():
         expected[row["model"], row["task"]].add(tuple(row[name] for name in read_by_gate))
@@ -234,22 +201,21 @@ def test_a_gate_reads_the_evidence_of_the_release_from_its_logs(exported: tuple[
         spec = json.loads(path.read_text())["eval"]
         if (task := spec["task"]) != "perplexity":
             rows = read_task(find_results(path), task).outcomes
-            found[spec["metadata"]["mergegate"]["model"], task] = {
-                tuple(getattr(row, name) for name in read_by_gate) for row in rows
-            }
+            values = {tuple(getattr(row, name) for name in read_by_gate) for row in rows}
+            found[spec["metadata"]["mergegate"]["model"], task] = values
     assert found == expected
 
 
 def require_equal_scores(release: Path, found: dict[str, Any]) -> None:
     assert found["faults"] == []
-    rows = pq.read_table(release / OUTCOMES).to_pylist()
-    values: dict[tuple[str, str], dict[int, dict[str, float]]] = defaultdict(lambda: defaultdict(dict))
-    for row in rows:
-        values[row["model"], row["task"]][row["doc_id"]][row["metric"]] = row["outcome"]
-    chances: dict[tuple[str, str, int], dict[str, float]] = defaultdict(dict)
-    for row in rows:
-        chances[row["model"], row["task"], row["doc_id"]][row["metric"]] = row["chance"]
-    by_document = {(row["model"], row["task"], row["doc_id"]): row for row in rows}
+    values: Any = defaultdict(lambda: defaultdict(dict))
+    chances: Any = defaultdict(dict)
+    by_document = {}
+    for row in pq.read_table(release / OUTCOMES).to_pylist():
+        document = (row["model"], row["task"], row["doc_id"])
+        values[document[:2]][row["doc_id"]][row["metric"]] = row["outcome"]
+        chances[document][row["metric"]] = row["chance"]
+        by_document[document] = row
     logs = {(log["model"], log["task"]): log for log in found["logs"]}
     assert logs.keys() == {*values, ("general", "perplexity"), ("merge", "perplexity")}
     assert len({log["id"] for log in found["logs"]}) == len(found["logs"])
@@ -304,9 +270,9 @@ def test_records_have_the_scores_of_the_release(exported: tuple[Path, Path]) -> 
             if (values := outcomes.get((model, result["evaluation_name"], label))) is not None:
                 assert result["score_details"]["score"] == math.fsum(values) / len(values)
                 assert result["score_details"]["uncertainty"]["num_samples"] == len(values)
-    assert {key: sorted(values) for key, values in seen.items()} == {
-        key: sorted(values) for key, values in outcomes.items()
-    }
+    for values in (*seen.values(), *outcomes.values()):
+        values.sort()
+    assert seen == outcomes
 
 
 def test_an_export_identifies_models_and_contains_no_path_and_no_answer(exported: tuple[Path, Path]) -> None:
@@ -368,23 +334,20 @@ def verified(exports: dict[int, tuple[Path, Path]]) -> tuple[PublishedRelease, V
 def test_a_release_without_results_or_with_damaged_results_is_refused(
     verified: tuple[PublishedRelease, VerifiedRelease],
 ) -> None:
-    release, checked_release = verified
+    release, check = verified
     with pytest.raises(InvalidInput, match="no results to export"):
-        read_release_results(release, {}, checked_release.statement, None)
+        read_release_results(release, {}, check.statement, None)
     record = json.loads(release.read("evidence/gate.json"))
-    broken = [
+    for name, content in (
         ("evidence/gate.json", b"{}"),
         ("evidence/gate.json", json.dumps(record | {"inputs": {}}).encode()),
         ("evidence/gate.json", json.dumps(record | {"inputs": record["inputs"] | {"scores": {}}}).encode()),
         (OUTCOMES, release.read(OUTCOMES)[:-100]),
         (OUTCOMES, b"PAR1"),
         ("bom.json", b"[]"),
-    ]
-    for name, content in broken:
+    ):
         with pytest.raises(Refused, match="cannot be read"):
-            read_release_results(
-                Altered(release, {name: content}), checked_release.listing, checked_release.statement, None
-            )
+            read_release_results(Altered(release, {name: content}), check.listing, check.statement, None)
 
 
 @pytest.mark.parametrize(("forms", "library"), [(["text"], "lm_eval"), (["retrieval"], "mergegate"), (None, "lm_eval")])
@@ -402,9 +365,8 @@ def test_developer_and_library_are_those_of_the_run(
             ancestor["bom-ref"] = f"parent:{name}"
     opened = Altered(release, {"bom.json": json.dumps(bom).encode()})
     results = read_release_results(opened, checked_release.listing, statement, "Acme Labs: München")
-    records = [
-        json.loads(data) for path, data in exported_files(results, "every-eval-ever", NOW) if path.endswith(".json")
-    ]
+    exported = exported_files(results, "every-eval-ever", NOW)
+    records = [json.loads(data) for path, data in exported if path.endswith(".json")]
     tasks = [record for record in records if "/perplexity/" not in f"/{record['evaluation_id']}"]
     assert {record["eval_library"]["name"] for record in tasks} == {library}
     assert {record["source_metadata"]["source_organization_name"] for record in records} == {"Acme Labs: München"}

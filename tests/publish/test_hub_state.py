@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -47,87 +48,65 @@ REPLACING = ObservedState(exists=True, main=OLD_MAIN, tagged=None, tags={"v1": O
 BOTH = ("README.md", "model.safetensors")
 
 
+def case(title: str, *values: object) -> Any:
+    return pytest.param(*values, id=title)
+
+
+REPLACED = (("model.safetensors",), ("model-2.safetensors",))  # files to send and to delete
+TAGGED = replace(FRESH, main=NEW_MAIN, tagged=NEW_MAIN)
+GATED = replace(FRESH, private=False, gated="auto")
+
+
 @pytest.mark.parametrize(
     ("desired", "observed", "step"),
     [
-        pytest.param(DESIRED, ObservedState(exists=False), CreateRepository(), id="no repository"),
-        pytest.param(DESIRED, FRESH, CreateBranch(EMPTY.commit), id="empty repository"),
-        pytest.param(DESIRED, replace(FRESH, staged=EMPTY), StageFiles(EMPTY.commit, BOTH, ()), id="empty branch"),
-        pytest.param(
-            DESIRED,
-            replace(REPLACING, staged=OLD_MAIN),
-            StageFiles(OLD_MAIN.commit, ("model.safetensors",), ("model-2.safetensors",)),
-            id="branch with the old release",
+        case("no repository", DESIRED, ObservedState(exists=False), CreateRepository()),
+        case("empty repository", DESIRED, FRESH, CreateBranch(EMPTY.commit)),
+        case("empty branch", DESIRED, replace(FRESH, staged=EMPTY), StageFiles(EMPTY.commit, BOTH, ())),
+        case(
+            "branch with the old release",
+            *(DESIRED, replace(REPLACING, staged=OLD_MAIN), StageFiles(OLD_MAIN.commit, *REPLACED)),
         ),
-        pytest.param(
-            DESIRED,
-            replace(REPLACING, staged=STAGED),
-            Promote(OLD_MAIN.commit, STAGED, ("model.safetensors",), ("model-2.safetensors",)),
-            id="staged",
-        ),
-        pytest.param(
-            DESIRED, replace(REPLACING, main=NEW_MAIN, staged=STAGED), Tag(NEW_MAIN.commit), id="promoted, not tagged"
-        ),
-        pytest.param(
-            DESIRED,
-            replace(REPLACING, main=NEW_MAIN, staged=STAGED, tagged=NEW_MAIN),
+        case("staged", DESIRED, replace(REPLACING, staged=STAGED), Promote(OLD_MAIN.commit, STAGED, *REPLACED)),
+        case("promoted, not tagged", DESIRED, replace(REPLACING, main=NEW_MAIN, staged=STAGED), Tag(NEW_MAIN.commit)),
+        case(
+            "tagged, branch still there",
+            *(DESIRED, replace(REPLACING, main=NEW_MAIN, staged=STAGED, tagged=NEW_MAIN)),
             DeleteBranch("mergegate-staging/v2"),
-            id="tagged, branch still there",
         ),
-        pytest.param(
-            DESIRED,
-            replace(REPLACING, main=NEW_MAIN, tagged=NEW_MAIN, leftovers=("mergegate-staging/v0",)),
+        case(
+            "the branch of a run that died",
+            *(DESIRED, replace(REPLACING, main=NEW_MAIN, tagged=NEW_MAIN, leftovers=("mergegate-staging/v0",))),
             DeleteBranch("mergegate-staging/v0"),
-            id="the branch of a run that died",
         ),
-        pytest.param(DESIRED, replace(FRESH, main=NEW_MAIN, tagged=NEW_MAIN), Done(NEW_MAIN.commit), id="released"),
-        pytest.param(
-            DESIRED, replace(FRESH, main=NEW_MAIN), Tag(NEW_MAIN.commit), id="the same content under a new name"
+        case("released", DESIRED, TAGGED, Done(NEW_MAIN.commit)),
+        case("the same content under a new name", DESIRED, replace(FRESH, main=NEW_MAIN), Tag(NEW_MAIN.commit)),
+        case(
+            "another release is current",
+            *(DESIRED, replace(REPLACING, tagged=NEW_MAIN), Promote(OLD_MAIN.commit, NEW_MAIN, *REPLACED)),
         ),
-        pytest.param(
-            DESIRED,
-            replace(REPLACING, tagged=NEW_MAIN),
-            Promote(OLD_MAIN.commit, NEW_MAIN, ("model.safetensors",), ("model-2.safetensors",)),
-            id="another release is current",
+        case(
+            "what a person changed after the release stays",
+            *(DESIRED, ObservedState(exists=True, main=Head("9" * 40, OLD), tagged=NEW_MAIN), Done(NEW_MAIN.commit)),
         ),
-        pytest.param(
-            DESIRED,
-            ObservedState(exists=True, main=Head("9" * 40, OLD), tagged=NEW_MAIN),
-            Done(NEW_MAIN.commit),
-            id="what a person changed after the release stays",
+        case("still private", PUBLIC, replace(FRESH, staged=STAGED), Promote(EMPTY.commit, STAGED, BOTH, ())),
+        case(
+            "complete: now it is opened",
+            *(PUBLIC, replace(TAGGED, staged=STAGED), ChangeSettings(private=False, gated=False)),
         ),
-        pytest.param(
-            PUBLIC, replace(FRESH, staged=STAGED), Promote(EMPTY.commit, STAGED, BOTH, ()), id="still private"
+        case(
+            "a repository that was made private after its release stays private", PUBLIC, TAGGED, Done(NEW_MAIN.commit)
         ),
-        pytest.param(
-            PUBLIC,
-            replace(FRESH, main=NEW_MAIN, staged=STAGED, tagged=NEW_MAIN),
-            ChangeSettings(private=False, gated=False),
-            id="complete: now it is opened",
-        ),
-        pytest.param(
-            PUBLIC,
-            replace(FRESH, main=NEW_MAIN, tagged=NEW_MAIN),
-            Done(NEW_MAIN.commit),
-            id="a repository that was made private after its release stays private",
-        ),
-        pytest.param(
-            replace(PUBLIC, gated="manual"),
-            replace(REPLACING, private=False),
+        case(
+            "gated before anything is staged",
+            *(replace(PUBLIC, gated="manual"), replace(REPLACING, private=False)),
             ChangeSettings(private=False, gated="manual"),
-            id="gated before anything is staged",
         ),
-        pytest.param(
-            PUBLIC,
-            replace(FRESH, private=False, gated="auto"),
-            CreateBranch(EMPTY.commit),
-            id="the gate is lifted only for the release",
-        ),
-        pytest.param(
-            PUBLIC,
-            replace(FRESH, private=False, gated="auto", main=NEW_MAIN, staged=STAGED, tagged=NEW_MAIN),
+        case("the gate is lifted only for the release", PUBLIC, GATED, CreateBranch(EMPTY.commit)),
+        case(
+            "the gate is lifted with the release",
+            *(PUBLIC, replace(GATED, main=NEW_MAIN, staged=STAGED, tagged=NEW_MAIN)),
             ChangeSettings(private=False, gated=False),
-            id="the gate is lifted with the release",
         ),
     ],
 )
@@ -138,15 +117,11 @@ def test_the_next_step_follows_from_the_state(desired: DesiredState, observed: O
 @pytest.mark.parametrize(
     ("observed", "expected_head", "found"),
     [
-        pytest.param(replace(FRESH, tagged=OLD_MAIN), None, "already published with other content", id="tag"),
-        pytest.param(replace(REPLACING, staged=STAGED), EMPTY.commit, "main is at 1111", id="main changed meanwhile"),
-        pytest.param(
-            replace(REPLACING, tagged=NEW_MAIN), EMPTY.commit, "main is at 1111", id="changed before a return"
-        ),
-        pytest.param(
-            replace(FRESH, private=False), None, "the repository is public", id="public, though private wanted"
-        ),
-        pytest.param(ObservedState(exists=True), None, "no branch 'main'", id="no main"),
+        case("tag", replace(FRESH, tagged=OLD_MAIN), None, "already published with other content"),
+        case("main changed meanwhile", replace(REPLACING, staged=STAGED), EMPTY.commit, "main is at 1111"),
+        case("changed before a return", replace(REPLACING, tagged=NEW_MAIN), EMPTY.commit, "main is at 1111"),
+        case("public, though private wanted", replace(FRESH, private=False), None, "the repository is public"),
+        case("no main", ObservedState(exists=True), None, "no branch 'main'"),
     ],
 )
 def test_a_step_that_would_break_a_guarantee_is_blocked_with_a_remedy(
@@ -202,12 +177,4 @@ def test_the_steps_lead_from_an_empty_hub_to_a_release() -> None:
                 observed = replace(observed, private=private, gated=gated)
             case DeleteBranch():
                 observed = replace(observed, staged=None)
-    assert steps == [
-        "CreateRepository",
-        "CreateBranch",
-        "StageFiles",
-        "Promote",
-        "Tag",
-        "ChangeSettings",
-        "DeleteBranch",
-    ]
+    assert " ".join(steps) == "CreateRepository CreateBranch StageFiles Promote Tag ChangeSettings DeleteBranch"

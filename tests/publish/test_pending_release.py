@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,59 +11,65 @@ from release_samples import Publishable, publishable
 
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.publish import PendingRelease, pending_release, publish
+from mergegate.tasks.publish.targets import Release
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 
 
-def pending(what: Publishable, target: DirectoryTarget, root: Path) -> PendingRelease:
-    return pending_release(target, root, what.parts)
+@dataclass
+class Releases:
+    """A target in a directory."""
+
+    root: Path
+
+    @property
+    def target(self) -> DirectoryTarget:
+        return DirectoryTarget(path=self.root / "releases")
+
+    def pending(self, release: Publishable) -> PendingRelease:
+        return pending_release(self.target, self.root, release.parts)
+
+    def publish(self, release: Publishable, approved_digest: str | None = None) -> Release:
+        return publish(self.target, self.root, release.parts, approved_digest=approved_digest)
 
 
 @pytest.fixture
-def target(tmp_path: Path) -> DirectoryTarget:
-    return DirectoryTarget(path=tmp_path / "releases")
+def releases(tmp_path: Path, prefect_api: None) -> Releases:
+    return Releases(tmp_path)
 
 
-def test_a_pending_release_changes_nothing(tmp_path: Path, target: DirectoryTarget, prefect_api: None) -> None:
-    what = publishable(tmp_path)
-    first = pending(what, target, tmp_path)
-    assert not first.is_current
-    assert not target.path.exists()
-    assert pending(what, target, tmp_path) == first
+@pytest.fixture
+def one(tmp_path: Path) -> Publishable:
+    return publishable(tmp_path)
 
 
-def test_an_approved_release_is_published_and_becomes_current(
-    tmp_path: Path, target: DirectoryTarget, prefect_api: None
-) -> None:
-    what = publishable(tmp_path)
-    asked = pending(what, target, tmp_path)
-    released = publish(target, tmp_path, what.parts, approved_digest=asked.digest)
+def test_an_approved_release_is_published_and_becomes_current(releases: Releases, one: Publishable) -> None:
+    asked = releases.pending(one)
+    assert not asked.is_current
+    assert not releases.target.path.exists(), "a pending release changes nothing"
+    assert releases.pending(one) == asked
+    released = releases.publish(one, asked.digest)
     assert released.version == asked.version
-    assert pending(what, target, tmp_path) == PendingRelease(asked.version, asked.digest, is_current=True)
+    assert releases.pending(one) == PendingRelease(asked.version, asked.digest, is_current=True)
 
 
-def test_an_approval_is_valid_only_for_its_release(tmp_path: Path, target: DirectoryTarget, prefect_api: None) -> None:
-    asked = pending(publishable(tmp_path), target, tmp_path)
+def test_an_approval_is_valid_only_for_its_release(tmp_path: Path, releases: Releases, one: Publishable) -> None:
+    asked = releases.pending(one)
     other = publishable(tmp_path, weights=b"one bit more")
     with pytest.raises(Refused, match="the release that was approved"):
-        publish(target, tmp_path, other.parts, approved_digest=asked.digest)
-    assert not (target.path / "latest").exists()
+        releases.publish(other, asked.digest)
+    assert not (releases.target.path / "latest").exists()
 
 
-def test_a_different_release_needs_another_approval(tmp_path: Path, target: DirectoryTarget, prefect_api: None) -> None:
-    what = publishable(tmp_path)
-    publish(target, tmp_path, what.parts)
-    other = publishable(tmp_path, weights=b"one bit more")
-    assert not pending(other, target, tmp_path).is_current
+def test_a_different_release_needs_another_approval(tmp_path: Path, releases: Releases, one: Publishable) -> None:
+    releases.publish(one)
+    assert not releases.pending(publishable(tmp_path, weights=b"one bit more")).is_current
 
 
 @pytest.mark.parametrize("damage", [b"", b"something else"])
-def test_a_damaged_list_of_checksums_is_not_current(
-    tmp_path: Path, target: DirectoryTarget, prefect_api: None, damage: bytes
-) -> None:
-    what = publishable(tmp_path)
-    publish(target, tmp_path, what.parts)
-    (target.path / "latest" / "SHA256SUMS").write_bytes(damage)
-    assert not pending(what, target, tmp_path).is_current
+def test_a_damaged_list_of_checksums_is_not_current(releases: Releases, one: Publishable, damage: bytes) -> None:
+    releases.publish(one)
+    (releases.target.path / "latest" / "SHA256SUMS").write_bytes(damage)
+    assert not releases.pending(one).is_current
 
 
 @pytest.mark.parametrize(

@@ -3,101 +3,63 @@
 from __future__ import annotations
 
 import json
-import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
-from release_samples import (
-    COMMIT,
-    NUMERICS,
-    RECIPE,
-    content,
-    files,
-    license_verdict,
-    parents,
-    sha,
-    share,
-)
+from release_samples import COMMIT, NUMERICS, RECIPE, content, files, license_verdict, parents, sha, share
 
 from mergegate.tasks.publish.card_metadata import card_metadata
 from mergegate.tasks.publish.provenance import LISTING, MergeOrigin, provenance
 
+
+def _object(required: str, extensions: Mapping[str, object] = {}, **properties: object) -> dict[str, object]:
+    closed = {"type": "object", "additionalProperties": False, "patternProperties": dict(extensions)}
+    return {**closed, "required": required.split(), "properties": properties}
+
+
+def _list(item: object) -> dict[str, object]:
+    return {"type": "array", "items": item}
+
+
 # These schemas follow the specification texts (in-toto Statement and ResourceDescriptor v1, SLSA provenance v1).
 # They allow no additional fields except extensions, whose names start with the vendor's name and an underscore.
-_EXTENSIONS = {"^mergegate_[a-zA-Z]+$": {}}
+_TEXT, _ANY = {"type": "string"}, {"type": "object"}
 _URI = {"type": "string", "pattern": "^[a-z][a-z0-9+.-]*:[^ ]+$"}
 _DIGEST = {
-    "type": "object",
+    **_object(
+        "",
+        sha256={"type": "string", "pattern": "^[0-9a-f]{64}$"},
+        gitCommit={"type": "string", "pattern": "^[0-9a-f]{40}$"},
+    ),
     "minProperties": 1,
-    "additionalProperties": False,
-    "properties": {
-        "sha256": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
-        "gitCommit": {"type": "string", "pattern": "^[0-9a-f]{40}$"},
-    },
 }
 _RESOURCE = {
-    "type": "object",
+    **_object("", name=_TEXT, uri=_URI, digest=_DIGEST, mediaType=_TEXT, annotations=_ANY),
     "anyOf": [{"required": ["uri"]}, {"required": ["digest"]}, {"required": ["content"]}],
-    "additionalProperties": False,
-    "properties": {
-        "name": {"type": "string"},
-        "uri": _URI,
-        "digest": _DIGEST,
-        "mediaType": {"type": "string"},
-        "annotations": {"type": "object"},
-    },
 }
-_SCHEMA = {
-    "type": "object",
-    "required": ["_type", "subject", "predicateType", "predicate"],
-    "additionalProperties": False,
-    "properties": {
-        "_type": {"const": "https://in-toto.io/Statement/v1"},
-        "subject": {"type": "array", "minItems": 1, "items": {**_RESOURCE, "required": ["name", "digest"]}},
-        "predicateType": {"const": "https://slsa.dev/provenance/v1"},
-        "predicate": {
-            "type": "object",
-            "required": ["buildDefinition", "runDetails"],
-            "additionalProperties": False,
-            "patternProperties": _EXTENSIONS,
-            "properties": {
-                "buildDefinition": {
-                    "type": "object",
-                    "required": ["buildType", "externalParameters"],
-                    "additionalProperties": False,
-                    "properties": {
-                        "buildType": _URI,
-                        "externalParameters": {"type": "object"},
-                        "internalParameters": {"type": "object"},
-                        "resolvedDependencies": {"type": "array", "items": _RESOURCE},
-                    },
-                },
-                "runDetails": {
-                    "type": "object",
-                    "required": ["builder"],
-                    "additionalProperties": False,
-                    "properties": {
-                        "builder": {
-                            "type": "object",
-                            "required": ["id"],
-                            "additionalProperties": False,
-                            "properties": {
-                                "id": _URI,
-                                "version": {"type": "object", "additionalProperties": {"type": "string"}},
-                                "builderDependencies": {"type": "array", "items": _RESOURCE},
-                            },
-                        },
-                        "metadata": {"type": "object"},
-                        "byproducts": {"type": "array", "items": _RESOURCE},
-                    },
-                },
-            },
-        },
-    },
-}
+_BUILD = _object(
+    "buildType externalParameters",
+    buildType=_URI,
+    externalParameters=_ANY,
+    internalParameters=_ANY,
+    resolvedDependencies=_list(_RESOURCE),
+)
+_VERSIONS = {"type": "object", "additionalProperties": _TEXT}
+_BUILDER = _object("id", id=_URI, version=_VERSIONS, builderDependencies=_list(_RESOURCE))
+_RUN = _object("builder", builder=_BUILDER, metadata=_ANY, byproducts=_list(_RESOURCE))
+_SCHEMA = _object(
+    "_type subject predicateType predicate",
+    _type={"const": "https://in-toto.io/Statement/v1"},
+    subject={**_list({**_RESOURCE, "required": ["name", "digest"]}), "minItems": 1},
+    predicateType={"const": "https://slsa.dev/provenance/v1"},
+    predicate=_object(
+        "buildDefinition runDetails", {"^mergegate_[a-zA-Z]+$": {}}, buildDefinition=_BUILD, runDetails=_RUN
+    ),
+)
 
 
 def text_of(root: Path, **more: Any) -> str:
@@ -112,10 +74,6 @@ def statement(tmp_path: Path) -> Any:
     return json.loads(text_of(tmp_path))
 
 
-def test_it_has_the_form_of_the_specifications(statement: Any) -> None:
-    jsonschema.validate(statement, _SCHEMA)
-
-
 def test_optimizer_state_is_listed_as_a_byproduct(tmp_path: Path) -> None:
     statement = json.loads(text_of(tmp_path, byproducts={"mean": (sha("mean"), "optimizer/5d0c/mean")}))
     jsonschema.validate(statement, _SCHEMA)
@@ -127,7 +85,8 @@ def test_optimizer_state_is_listed_as_a_byproduct(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "path", [("predicate", "verdict"), ("predicate", "buildDefinition", "x"), ("subject", 0, "size"), ("extra",)]
 )
-def test_the_form_admits_no_field_of_another_name(statement: Any, path: tuple[str | int, ...]) -> None:
+def test_it_has_exactly_the_form_of_the_specifications(statement: Any, path: tuple[str | int, ...]) -> None:
+    jsonschema.validate(statement, _SCHEMA)
     place = statement
     for key in path[:-1]:
         place = place[key]
@@ -171,10 +130,3 @@ def test_the_provenance_names_who_accepted_which_doubt(statement: Any) -> None:
     assert said["status"] == "allowed"
     assert [one["by"] for one in said["accepted"]] == [["acme/other: alice: we have a contract"]]
     assert all(one["rule"] and one["what"] for one in said["accepted"])
-
-
-def test_the_provenance_is_deterministic_and_contains_no_local_path(tmp_path: Path) -> None:
-    here, elsewhere = text_of(tmp_path / "here"), text_of(tmp_path / "elsewhere")
-    assert here == elsewhere
-    assert str(tmp_path) not in here
-    assert not re.search(r"\d{4}-\d\d-\d\dT", here)

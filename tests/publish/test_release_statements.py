@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from release_samples import COMMIT, content, license_verdict, parents, publishable
+from release_samples import COMMIT, content, license_verdict, parents, publishable, write_release
 
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import Refused
@@ -21,21 +21,13 @@ from mergegate.tasks.merge.weight_comparison import CopiedTensors
 from mergegate.tasks.publish.card import Publication, model_card
 from mergegate.tasks.publish.card_metadata import card_metadata, check_card, contributing_references
 from mergegate.tasks.publish.card_scores import escape
-from mergegate.tasks.publish.content import SUMS, checksums_text, written_file
 from mergegate.tasks.publish.releases import check_release
-from mergegate.tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
+from mergegate.tasks.publish.targets.directory import DirectoryRelease
 
 NAMES = ("acme/general@main", "../models/local_one")
-MIXED = WeightComparison.model_validate(
-    {
-        "tensors": 12,
-        "parameters": 1000,
-        "new": 9,
-        "new_parameters": 990,
-        "reshaped": 0,
-        "copied": [{"parent": 1, "tensors": 3, "parameters": 10, "identical": True}],
-    }
-)
+COPIED = {"parent": 1, "tensors": 3, "parameters": 10, "identical": True}
+COUNTS = {"tensors": 12, "parameters": 1000, "new": 9, "new_parameters": 990, "reshaped": 0}
+MIXED = WeightComparison.model_validate({**COUNTS, "copied": [COPIED]})
 
 
 @st.composite
@@ -49,17 +41,9 @@ def comparisons(draw: st.DrawFn) -> WeightComparison:
         if count
     ]
     whole = tuple(index for index, count in enumerate(counts) if count == tensors)
-    return WeightComparison.model_validate(
-        {
-            "tensors": tensors,
-            "parameters": 10 * tensors,
-            "new": new,
-            "new_parameters": 10 * new,
-            "reshaped": draw(st.integers(0, new)),
-            "copied": copied,
-            "copy_of": whole if draw(st.booleans()) else (),
-        }
-    )
+    sizes = {"tensors": tensors, "parameters": 10 * tensors, "new": new, "new_parameters": 10 * new}
+    more = {"reshaped": draw(st.integers(0, new)), "copied": copied, "copy_of": whole if draw(st.booleans()) else ()}
+    return WeightComparison.model_validate({**sizes, **more})
 
 
 @given(comparisons())
@@ -81,21 +65,9 @@ def test_every_card_states_what_was_found_and_is_read_by_the_hub(
             assert escape(both[each.parent].ref) in text
 
 
-def write_release(directory: Path, weights: WeightComparison | None) -> Path:
-    """Write the files of a release as a directory target does."""
-    parts = publishable(directory / "sample").parts._replace(weights=weights)
-    files = parts.files(DirectoryTarget(path=directory))
-    files.append(written_file(SUMS, checksums_text({file.name: file.sha256 for file in files})))
-    for file in files:
-        path = directory / "release" / file.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(file.read())
-    return directory / "release"
-
-
 @pytest.fixture
 def released(tmp_path: Path, home: Path) -> Path:
-    return write_release(tmp_path, MIXED)
+    return write_release(publishable(tmp_path / "sample").parts._replace(weights=MIXED), tmp_path)
 
 
 def test_the_statement_is_the_same_in_all_files(released: Path) -> None:
@@ -162,7 +134,7 @@ def test_verify_refuses_a_comparison_that_cannot_be_read(released: Path, value: 
 
 def test_a_release_without_a_comparison_claims_nothing_and_is_verified(tmp_path: Path, home: Path) -> None:
     """This is also the form of the provenance of earlier versions."""
-    release = write_release(tmp_path, None)
+    release = write_release(publishable(tmp_path / "sample").parts, tmp_path)
     assert "are new" not in (release / "README.md").read_text()
     assert "mergegate_weights" not in (release / "provenance.json").read_text()
     check_release(DirectoryRelease(release))
@@ -189,20 +161,15 @@ def test_base_models_are_those_whose_weights_contribute(tmp_path: Path) -> None:
         assert not {"new_version", "datasets"} & set(metadata)
 
 
+LINEAR = "merge_method: linear\nmodels: [{model: x/a}, {model: x/b}]\nparameters: {weight: 1}\n"
 RECIPES = {
     "merge_method: ties\nbase_model: x/base\nmodels: [{model: x/a}]\nparameters: {weight: 1, density: 1}\n"
     "tokenizer_source: x/words\n": {"x/base", "x/a"},
-    "merge_method: linear\nmodels: [{model: x/a}, {model: x/b}]\nparameters: {weight: 1}\n": {"x/a", "x/b"},
-    "merge_method: linear\nmodels: [{model: one}, {model: x/b}]\nparameters: {weight: 1}\n---\nname: one\n"
-    "merge_method: task_arithmetic\nbase_model: x/base\nmodels: [{model: x/a}]\nparameters: {weight: 1}\n": {
-        "x/base",
-        "x/a",
-        "x/b",
-    },
+    LINEAR: {"x/a", "x/b"},
+    LINEAR.replace("x/a", "one") + "---\nname: one\nmerge_method: task_arithmetic\nbase_model: x/base\n"
+    "models: [{model: x/a}]\nparameters: {weight: 1}\n": {"x/base", "x/a", "x/b"},
     "base_model: x/base\ngate_mode: random\nexperts: [{source_model: x/a}, {source_model: x/b}]\n": {
-        "x/base",
-        "x/a",
-        "x/b",
+        *("x/base", "x/a", "x/b")
     },
 }
 
