@@ -77,6 +77,10 @@ class Request:
         """Bearer token, or an empty string."""
         return str(self.headers.get("Authorization", "")).removeprefix("Bearer ")
 
+    @property
+    def authorised(self) -> bool:
+        return "Authorization" in self.headers
+
 
 @dataclass(frozen=True)
 class Answer:
@@ -100,8 +104,8 @@ class Fault:
 
     Attributes:
         kind: One of these faults. ``fail``: answer with ``status`` and do nothing. ``before``: close the connection and
-            do nothing. ``silence``: do nothing and wait until the client gives up. ``drop``: do the work, then close
-            the connection without an answer. ``call``: do the work, then call ``call`` instead of answering.
+            do nothing. ``silence``: do nothing until the faults are replaced, and then close the connection. ``drop``:
+            do the work, then close the connection. ``call``: do the work, then call ``call`` instead of answering.
         nth: Index of the first affected request among those that match ``method`` and ``path``, from 0.
         times: Number of consecutive matching requests affected.
         path: Regular expression that is searched in the path.
@@ -135,6 +139,7 @@ class FakeServer(ThreadingHTTPServer):
         self.lock = threading.RLock()
         self._faults: list[Fault] = []
         self._matched: Counter[int] = Counter()
+        self.silence = threading.Event()
 
     @property
     def url(self) -> str:
@@ -145,6 +150,8 @@ class FakeServer(ThreadingHTTPServer):
         with self.lock:
             self._faults = list(faults)
             self._matched.clear()
+            self.silence.set()
+            self.silence = threading.Event()
 
     def begin(self, *faults: Fault) -> None:
         """Clear the log, replace the faults and restart their counts."""
@@ -177,6 +184,10 @@ class FakeServer(ThreadingHTTPServer):
     def after_answer(self, request: Request) -> None:
         """React to a request after the work is done, but before the answer is sent. Subclasses may override this."""
 
+    def server_close(self) -> None:
+        self.silence.set()
+        super().server_close()
+
     def handle_error(self, *arguments: Any) -> None:
         """Print errors of handlers. Ignore broken connections, because tests kill clients and let them time out."""
         if not isinstance(sys.exception(), OSError):
@@ -186,7 +197,6 @@ class FakeServer(ThreadingHTTPServer):
 class _Conversation(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # otherwise every answer waits 40 ms for the client's acknowledgment
-    wbufsize = -1
     server: FakeServer
 
     def log_message(self, *_: object) -> None:
@@ -198,8 +208,7 @@ class _Conversation(BaseHTTPRequestHandler):
         kind = fault.kind if fault else ""
         self.close_connection = kind in ("before", "silence", "drop", "call") or self.close_connection
         if kind == "silence":
-            self.connection.settimeout(HANG_S)
-            self.connection.recv(1)
+            self.server.silence.wait(HANG_S)
         if kind in ("before", "silence"):
             return
         injected = Answer(fault.status, fault.body.encode()) if fault and kind == "fail" else None
@@ -211,7 +220,7 @@ class _Conversation(BaseHTTPRequestHandler):
         if kind not in ("drop", "call"):
             self._send(answer)
 
-    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = converse  # noqa: N815  # names of the base class
+    do_GET = do_HEAD = do_POST = do_PUT = do_PATCH = do_DELETE = do_OPTIONS = converse  # noqa: N815  # names of http.server
 
     def _body(self) -> bytes:
         if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
@@ -236,4 +245,3 @@ class _Conversation(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             for piece in [answer.body] if isinstance(answer.body, bytes) else answer.body:
                 self.wfile.write(piece)
-                self.wfile.flush()

@@ -16,13 +16,10 @@ import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Event
 from typing import Any
-from urllib.parse import parse_qs, urlencode, urlparse
+from urllib.parse import parse_qs, urlencode
 
 import jwt
 import rfc8785
@@ -31,7 +28,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
-from loopback import answering
+from loopback import Answer, FakeServer, Request, answering, json_answer
 
 EVER = datetime(2020, 1, 1, tzinfo=UTC)
 GITHUB_ISSUER = "https://token.actions.githubusercontent.com"
@@ -57,42 +54,41 @@ def sign(key: ec.EllipticCurvePrivateKey, data: bytes) -> bytes:
     return key.sign(data, ec.ECDSA(hashes.SHA256()))
 
 
-@dataclass
-class SigstoreInstance:
-    """Keys, log and settings of an instance.
+class SigstoreInstance(FakeServer):
+    """An instance with its own keys and log.
 
-    ``log_delay`` is the time between a certificate and the entry of its signature in the log. ``outage`` is the path of
-    a service that is down, and ``silence`` that of one that does not answer until ``answers`` is set.
+    ``log_delay`` is the time between a certificate and the entry of its signature in the log.
     """
 
-    url: str = ""
-    log_delay: timedelta = timedelta()
-    outage: str = ""
-    silence: str = ""
-    answers: Event = field(default_factory=Event)
-    requests: list[str] = field(default_factory=list)  # method and path of each request
-    leaves: list[bytes] = field(default_factory=lambda: [b"\0earlier entry"] * 5)
-    authority_key: ec.EllipticCurvePrivateKey = field(default_factory=new_key)
-    ct_key: ec.EllipticCurvePrivateKey = field(default_factory=new_key)
-    log_key: ec.EllipticCurvePrivateKey = field(default_factory=new_key)
-    authority: x509.Certificate = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
+        routes = {
+            "POST /api/v2/signingCert": self.answer_certificate,
+            "POST /api/v1/log/entries": lambda request: json_answer(self.record(request.json), 201),
+            "POST /oidc/token": self.answer_login,
+            "GET /oidc/.well-known/openid-configuration": lambda request: {
+                "authorization_endpoint": f"{self.issuer}/auth",
+                "token_endpoint": f"{self.issuer}/token",
+            },
+            "GET /oidc/auth": self.log_in,
+            "GET /github/token": self.answer_job,
+        }
+        super().__init__(routes)
+        self.log_delay = timedelta()
+        self.leaves = [b"\0earlier entry"] * 5
+        self.authority_key, self.ct_key, self.log_key = new_key(), new_key(), new_key()
         name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "stand-in")])
         public = self.authority_key.public_key()
         self.authority = (
-            x509.CertificateBuilder()
-            .subject_name(name)
-            .issuer_name(name)
-            .public_key(public)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(EVER)
-            .not_valid_after(EVER + timedelta(days=36500))
+            _certificate(name, name, public, EVER, EVER + timedelta(days=36500))
             .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
             .add_extension(_usage(certificates=True), critical=True)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
             .sign(self.authority_key, hashes.SHA256())
         )
+
+    @property
+    def requests(self) -> list[str]:
+        """Method and path of each request."""
+        return [f"{request.method} {request.route}" for request in self.log]
 
     @property
     def issuer(self) -> str:
@@ -112,34 +108,32 @@ class SigstoreInstance:
 
     def trust_config(self) -> dict[str, Any]:
         """Return the client trust configuration of the instance."""
+        always = {"start": "2020-01-01T00:00:00Z"}
 
         def service(path: str) -> dict[str, Any]:
-            start = {"start": "2020-01-01T00:00:00Z"}
-            return {"url": f"{self.url}{path}", "majorApiVersion": 1, "validFor": start, "operator": "stand-in"}
+            return {"url": f"{self.url}{path}", "majorApiVersion": 1, "validFor": always, "operator": "stand-in"}
 
         def log(key: ec.EllipticCurvePrivateKey, path: str) -> dict[str, Any]:
-            public = {
-                "rawBytes": base64_text(der_of(key)),
-                "keyDetails": "PKIX_ECDSA_P256_SHA_256",
-                "validFor": {"start": "2020-01-01T00:00:00Z"},
+            key_details = {"keyDetails": "PKIX_ECDSA_P256_SHA_256", "validFor": always}
+            return {
+                "baseUrl": f"{self.url}{path}",
+                "hashAlgorithm": "SHA2_256",
+                "publicKey": {"rawBytes": base64_text(der_of(key)), **key_details},
+                "logId": {"keyId": base64_text(_id(key))},
             }
-            log_id = {"keyId": base64_text(hashlib.sha256(der_of(key)).digest())}
-            return {"baseUrl": f"{self.url}{path}", "hashAlgorithm": "SHA2_256", "publicKey": public, "logId": log_id}
 
-        chain = {"certificates": [{"rawBytes": base64_text(self.authority.public_bytes(Encoding.DER))}]}
+        authority = {
+            "subject": {"organization": "stand-in", "commonName": "stand-in"},
+            "uri": self.url,
+            "certChain": {"certificates": [{"rawBytes": base64_text(self.authority.public_bytes(Encoding.DER))}]},
+            "validFor": always,
+        }
         return {
             "mediaType": "application/vnd.dev.sigstore.clienttrustconfig.v0.1+json",
             "trustedRoot": {
                 "mediaType": "application/vnd.dev.sigstore.trustedroot+json;version=0.1",
                 "tlogs": [log(self.log_key, "")],
-                "certificateAuthorities": [
-                    {
-                        "subject": {"organization": "stand-in", "commonName": "stand-in"},
-                        "uri": self.url,
-                        "certChain": chain,
-                        "validFor": {"start": "2020-01-01T00:00:00Z"},
-                    }
-                ],
+                "certificateAuthorities": [authority],
                 "ctlogs": [log(self.ct_key, "/ct")],
                 "timestampAuthorities": [],
             },
@@ -169,16 +163,9 @@ class SigstoreInstance:
         issuer = str(claims["iss"]).encode()
         public = self.authority_key.public_key()
         builder = (
-            x509.CertificateBuilder()
-            .subject_name(x509.Name([]))
-            .issuer_name(self.authority.subject)
-            .public_key(request.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now)
-            .not_valid_after(now + timedelta(minutes=10))
+            _certificate(x509.Name([]), self.authority.subject, request.public_key(), now, now + timedelta(minutes=10))
             .add_extension(_usage(certificates=False), critical=True)
             .add_extension(x509.ExtendedKeyUsage([ExtendedKeyUsageOID.CODE_SIGNING]), critical=False)
-            .add_extension(x509.SubjectKeyIdentifier.from_public_key(request.public_key()), critical=False)  # type: ignore[arg-type]
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(public), critical=False)
             .add_extension(x509.SubjectAlternativeName([name]), critical=True)
             .add_extension(x509.UnrecognizedExtension(_ISSUER_V1, issuer), critical=False)
@@ -192,10 +179,10 @@ class SigstoreInstance:
     def _sct_list(self, precertificate: bytes) -> bytes:
         """Return the promise of the CT log to include a precertificate, as the content of the extension."""
         timestamp = struct.pack("!Q", int(time.time() * 1000))
-        issuer = hashlib.sha256(der_of(self.authority_key)).digest()
+        issuer = _id(self.authority_key)
         entry = issuer + struct.pack("!I", len(precertificate))[1:] + precertificate
         signature = sign(self.ct_key, b"\0\0" + timestamp + b"\0\1" + entry + b"\0\0")
-        sct = b"\0" + hashlib.sha256(der_of(self.ct_key)).digest() + timestamp + b"\0\0"
+        sct = b"\0" + _id(self.ct_key) + timestamp + b"\0\0"
         sct += b"\4\3" + struct.pack("!H", len(signature)) + signature  # SHA-256 with ECDSA
         return struct.pack("!H", len(sct) + 2) + struct.pack("!H", len(sct)) + sct
 
@@ -205,21 +192,17 @@ class SigstoreInstance:
         envelope = json.loads(content["envelope"])
         payload = base64.b64decode(envelope["payload"])
         (verifier,) = content["verifiers"]
-        body = rfc8785.dumps(
-            {
-                "apiVersion": "0.0.1",
-                "kind": "dsse",
-                "spec": {
-                    "envelopeHash": _digest(content["envelope"].encode()),
-                    "payloadHash": _digest(payload),
-                    "signatures": [{"signature": envelope["signatures"][0]["sig"], "verifier": verifier}],
-                },
-            }
-        )
+        signature = {"signature": envelope["signatures"][0]["sig"], "verifier": verifier}
+        spec = {
+            "envelopeHash": _digest(content["envelope"].encode()),
+            "payloadHash": _digest(payload),
+            "signatures": [signature],
+        }
+        body = rfc8785.dumps({"apiVersion": "0.0.1", "kind": "dsse", "spec": spec})
         self.leaves.append(body)
         index, size = len(self.leaves) - 1, len(self.leaves)
         root, path = _root(self.leaves), _path(index, self.leaves)
-        log_id = hashlib.sha256(der_of(self.log_key)).digest()
+        log_id = _id(self.log_key)
         entry: dict[str, Any] = {
             "body": base64_text(body),
             "integratedTime": int((datetime.now(UTC) + self.log_delay).timestamp()),
@@ -235,6 +218,42 @@ class SigstoreInstance:
             "inclusionProof": {**proof, "checkpoint": checkpoint},
         }
         return {hashlib.sha256(body).hexdigest(): entry}
+
+    # Handlers
+
+    def answer_certificate(self, request: Request) -> Answer:
+        text = base64.b64decode(request.json["certificateSigningRequest"])
+        try:
+            chain = self.certify(request.token, x509.load_pem_x509_csr(text))
+        except jwt.InvalidTokenError as error:
+            return json_answer({"code": 16, "message": f"the token {request.token} is not valid: {error}"}, 401)
+        return json_answer({"signedCertificateEmbeddedSct": {"chain": {"certificates": chain}}})
+
+    def log_in(self, request: Request) -> Answer:
+        """Log the user in at once, as alice."""
+        code = urlencode({"code": "alice@example.org", "state": request.query["state"]})
+        return Answer(302, headers={"Location": f"{request.query['redirect_uri']}?{code}"})
+
+    def answer_login(self, request: Request) -> object:
+        identity = parse_qs(request.body.decode())["code"][0]
+        return {"access_token": self.token(identity, email=identity)}
+
+    def answer_job(self, request: Request) -> object:
+        if request.headers["Authorization"] != "bearer request-secret":
+            return Answer(404)
+        workflow = "acme/models/.github/workflows/release.yml@refs/heads/main"
+        return {"value": self.token(f"https://github.com/{workflow}", GITHUB_ISSUER, job_workflow_ref=workflow)}
+
+
+def _id(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return hashlib.sha256(der_of(key)).digest()
+
+
+def _certificate(
+    subject: x509.Name, issuer: x509.Name, key: Any, start: datetime, end: datetime
+) -> x509.CertificateBuilder:
+    builder = x509.CertificateBuilder(issuer, subject, key, x509.random_serial_number(), start, end)
+    return builder.add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
 
 
 def _usage(*, certificates: bool) -> x509.KeyUsage:
@@ -274,75 +293,8 @@ def _path(index: int, leaves: list[bytes]) -> list[bytes]:
     return [*_path(index - middle, leaves[middle:]), _root(leaves[:middle])]
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    instance: SigstoreInstance
-
-
-class _Handler(BaseHTTPRequestHandler):
-    server: _Server
-    protocol_version = "HTTP/1.1"
-
-    def do_POST(self) -> None:
-        instance, path = self.server.instance, urlparse(self.path).path
-        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        instance.requests.append(f"POST {path}")
-        if instance.silence and path.startswith(instance.silence):
-            instance.answers.wait()
-        if instance.outage and path.startswith(instance.outage):
-            self._answer(503, {"code": 503, "message": "the service is down"})
-        elif path == "/api/v2/signingCert":
-            text = base64.b64decode(json.loads(body)["certificateSigningRequest"])
-            token = self.headers["Authorization"].removeprefix("Bearer ")
-            try:
-                chain = instance.certify(token, x509.load_pem_x509_csr(text))
-            except jwt.InvalidTokenError as error:
-                self._answer(401, {"code": 16, "message": f"the token {token} is not valid: {error}"})
-                return
-            self._answer(200, {"signedCertificateEmbeddedSct": {"chain": {"certificates": chain}}})
-        elif path == "/api/v1/log/entries":
-            self._answer(201, instance.record(json.loads(body)))
-        elif path == "/oidc/token":
-            identity = parse_qs(body.decode())["code"][0]
-            self._answer(200, {"access_token": instance.token(identity, email=identity)})
-        else:
-            self._answer(404, {"code": 404, "message": path})
-
-    def do_GET(self) -> None:
-        instance, address = self.server.instance, urlparse(self.path)
-        query = {name: values[0] for name, values in parse_qs(address.query).items()}
-        instance.requests.append(f"GET {address.path}")
-        if address.path == "/oidc/.well-known/openid-configuration":
-            base = f"{instance.url}/oidc"
-            self._answer(200, {"authorization_endpoint": f"{base}/auth", "token_endpoint": f"{base}/token"})
-        elif address.path == "/oidc/auth":  # the user logs in at once, as alice
-            answer = urlencode({"code": "alice@example.org", "state": query["state"]})
-            self.send_response(302)
-            self.send_header("Location", f"{query['redirect_uri']}?{answer}")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-        elif address.path == "/github/token" and self.headers["Authorization"] == "bearer request-secret":
-            workflow = "acme/models/.github/workflows/release.yml@refs/heads/main"
-            subject = f"https://github.com/{workflow}"
-            self._answer(200, {"value": instance.token(subject, GITHUB_ISSUER, job_workflow_ref=workflow)})
-        else:
-            self._answer(404, {"code": 404, "message": address.path})
-
-    def _answer(self, status: int, content: object) -> None:
-        data = json.dumps(content).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *_: object) -> None:
-        """Print nothing."""
-
-
 @contextmanager
 def sigstore_on_loopback() -> Iterator[SigstoreInstance]:
     """Run an instance for the duration of the block."""
-    with answering(_Server(("127.0.0.1", 0), _Handler)) as server:
-        server.instance = SigstoreInstance(f"http://127.0.0.1:{server.server_address[1]}")
-        yield server.instance
+    with answering(SigstoreInstance()) as instance:
+        yield instance

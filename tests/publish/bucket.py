@@ -9,22 +9,35 @@ from __future__ import annotations
 import base64
 import hashlib
 import logging
-import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from faulty_proxy import FaultyProxy, faulty_proxy
+from loopback import Answer, Request, answering
 
 BUCKET = "models"
+AWS = {
+    "AWS_ACCESS_KEY_ID": "AKIDEXAMPLE",
+    "AWS_SECRET_ACCESS_KEY": "an-example-secret",
+    "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_CONFIG_FILE": "/dev/null",
+    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+}
 
 
-def _bad_digest(method: str, path: str, headers: dict[str, str], body: bytes) -> tuple[int, bytes] | None:
-    said = next((value for name, value in headers.items() if name.lower() == "x-amz-checksum-sha256"), None)
-    if method != "PUT" or said in (None, base64.b64encode(hashlib.sha256(body).digest()).decode()):
+def _bad_digest(request: Request) -> Answer | None:
+    expected = request.headers.get("x-amz-checksum-sha256")
+    if request.method != "PUT" or expected in (None, _checksum(request.body)):
         return None
-    return 400, b"<Error><Code>BadDigest</Code><Message>The SHA256 you specified did not match.</Message></Error>"
+    error = b"<Error><Code>BadDigest</Code><Message>The SHA256 you specified did not match.</Message></Error>"
+    return Answer(400, error, {"Content-Type": "application/xml"})
+
+
+def _checksum(data: bytes) -> str:
+    return base64.b64encode(hashlib.sha256(data).digest()).decode()
 
 
 class S3OnLoopback:
@@ -50,8 +63,7 @@ class S3OnLoopback:
         return {key: found.value for key, found in sorted(self._bucket.keys.items())}
 
     def read(self, key: str) -> bytes:
-        content: bytes = self._bucket.keys[key].value
-        return content
+        return bytes(self._bucket.keys[key].value)
 
     def put_back(self, kept: Mapping[str, bytes]) -> None:
         """Restore the bucket to exactly these objects."""
@@ -65,16 +77,13 @@ class S3OnLoopback:
 
     def write(self, key: str, content: bytes) -> None:
         """Write an object as another authorized client would."""
-        checksum = base64.b64encode(hashlib.sha256(content).digest()).decode()
-        self.client.put_object(
-            Bucket=BUCKET, Key=key, Body=content, ChecksumAlgorithm="SHA256", ChecksumSHA256=checksum
-        )
+        checksum = {"ChecksumAlgorithm": "SHA256", "ChecksumSHA256": _checksum(content)}
+        self.client.put_object(Bucket=BUCKET, Key=key, Body=content, **checksum)
 
     @contextmanager
     def found_by_clients(self, patch: pytest.MonkeyPatch) -> Iterator[None]:
         """Configure boto3 and fsspec for this server as a user would. Drop their cached clients before and after."""
         import s3fs
-        from forked_publishers import AWS
 
         from mergegate.tasks.publish.targets import s3_access as access
 
@@ -105,23 +114,17 @@ def s3_on_loopback() -> Iterator[S3OnLoopback]:
     from werkzeug.serving import make_server
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = make_server("127.0.0.1", 0, DomainDispatcherApplication(create_backend_app), threaded=True)
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-    thread.start()
-    try:
+    application = DomainDispatcherApplication(create_backend_app)
+    with answering(make_server("127.0.0.1", 0, application, threaded=True)) as server:
         url = f"http://127.0.0.1:{server.port}"
         client = boto3.session.Session().client(
             "s3",
             endpoint_url=url,
-            region_name="us-east-1",
-            aws_access_key_id="AKIDEXAMPLE",
-            aws_secret_access_key="an-example-secret",
+            region_name=AWS["AWS_DEFAULT_REGION"],
+            aws_access_key_id=AWS["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=AWS["AWS_SECRET_ACCESS_KEY"],
             config=Config(s3={"addressing_style": "path"}, request_checksum_calculation="when_required"),
         )
         client.create_bucket(Bucket=BUCKET)
         with faulty_proxy(url, _bad_digest) as proxy:
             yield S3OnLoopback(proxy, client)
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()

@@ -1,36 +1,37 @@
-"""Publish to any target in a separate process that a test can kill. A warm process forks one for each publication.
+"""Publish in a separate process that a test can kill. A warm process, which has done the slow imports, forks each one.
 
-These processes do not wait: pauses between attempts are removed, and timeouts are short.
+The forked processes do not wait: pauses between attempts are removed, and timeouts are short.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from warm_process import WarmProcess, listed_files, warm_process
+from bucket import AWS
+from patience import HANG_S
 
-AWS = {
-    "AWS_ACCESS_KEY_ID": "AKIDEXAMPLE",
-    "AWS_SECRET_ACCESS_KEY": "an-example-secret",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_EC2_METADATA_DISABLED": "true",
-    "AWS_CONFIG_FILE": "/dev/null",
-    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
-}
+from mergegate.merge_core.files import sha256_file
 
-_WARM = """
+PROJECT = Path(__file__).resolve().parents[2]
+_IMPORTS = """
 import json, os, sys, tenacity, time, traceback
 from pathlib import Path
 time.sleep = lambda seconds: None
 from mergegate.merge_core.errors import MergegateError
-from mergegate.merge_core.files import HashMemo
+from mergegate.merge_core.files import HashMemo, sha256_file
 from mergegate.tasks.publish.content import ReleaseFile
 from mergegate.tasks.publish.targets import PublishRequest, publish_targets
+"""
+# These scripts define ``publish(request, job, waits)``, which returns the outcome.
+_ANY = """
 if "s3" in sys.argv:
     from mergegate.tasks.publish.targets import s3_access as access
     access.READ_S = 0.4
@@ -41,30 +42,60 @@ if "oci" in sys.argv:
     registry.TIMEOUT_S = 0.4
     httpx.Client(verify=False, trust_env=False)
 
+def publish(request, job, waits):
+    done = publish_targets()[job["target"]["to"]].model_validate(job["target"]).publish(request)
+    return {"version": done.version, "new": done.new}
+"""
+_HUB = """
+import huggingface_hub.hf_api, huggingface_hub._commit_api, huggingface_hub.utils._xet, huggingface_hub.lfs, httpx2
+from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete
+from mergegate.tasks.publish.targets.hub_publication import publish_hub
+from mergegate.tasks.checkpoints.hub import HubAccess
+
+def publish(request, job, waits):
+    access = HubAccess(job["endpoint"], job["token"])
+    done = publish_hub(request, job["repo"], access, wait=waits.append, **job["options"])
+    return {"commit": done.commit, "new": done.new}
+"""
+_FORKS = """
 def work(job):
     files = [
         ReleaseFile(name, Path(path).stat().st_size, sha256, Path(path)) for name, path, sha256 in job["files"]
     ]
-    target = publish_targets()[job["target"]["to"]].model_validate(job["target"])
-    hashes = HashMemo(Path(job["memo"]))
+    told, waits = [], []
+    request = PublishRequest(
+        tuple(files), "demo", job["version"], Path(), HashMemo(Path(job["memo"])), job["expected_head"],
+        lambda done, total: told.append([done, total]),
+    )
     try:
-        request = PublishRequest(
-            tuple(files), "demo", job["version"], Path(), hashes, expected_head=job["expected_head"]
-        )
-        done = target.publish(request)
-        return {"version": done.version, "new": done.new}
+        return {**publish(request, job, waits), **({"told": told} if job["watched"] else {})}
     except MergegateError as error:
-        return {"refused": str(error), "exit": error.exit_code}
+        return {"refused": str(error), "exit": error.exit_code, "waited": sum(waits)}
     except BaseException:
         return {"unexpected": traceback.format_exc()}
+
+for line in sys.stdin:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(reading)
+        os.write(writing, json.dumps(work(json.loads(line))).encode())
+        os._exit(0)
+    os.close(writing)
+    print(json.dumps({"pid": child}), flush=True)
+    with os.fdopen(reading, "rb") as answer:
+        text = answer.read()
+    os.waitpid(child, 0)
+    print(text.decode() or json.dumps({"killed": True}), flush=True)
 """
 
 
 @dataclass(frozen=True)
 class ForkedPublishers:
-    """Publishers forked from a warm process."""
+    """Publishers forked from a warm process. They share one cache of hashes."""
 
-    warm: WarmProcess
+    process: subprocess.Popen[str]
+    memo: Path
 
     def publish(
         self,
@@ -75,20 +106,79 @@ class ForkedPublishers:
         expected_head: str | None = None,
         on_start: Callable[[int], None] = lambda pid: None,
         sha256: Mapping[str, str] | None = None,
+        **more: Any,
     ) -> dict[str, Any]:
         """Publish ``files`` (name -> path) and return the outcome: version and new, refused, or killed.
 
         ``on_start`` is called with the process ID before the process sends anything. ``sha256`` holds the hashes of
         gated files that differ on disk.
         """
-        listed = listed_files(files, sha256)
-        job = {"target": dict(target), "files": listed, "version": version, "expected_head": expected_head}
-        return self.warm.ask(job, on_start)
+        known = sha256 or {}
+        job = {
+            "target": dict(target),
+            "files": [(name, str(path), known.get(name) or sha256_file(path)) for name, path in files.items()],
+            "version": version,
+            "expected_head": expected_head,
+            "memo": str(self.memo),
+            "watched": False,
+        }
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(json.dumps({**job, **more}) + "\n")
+        self.process.stdin.flush()
+        on_start(json.loads(self.process.stdout.readline())["pid"])
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        assert "unexpected" not in answer, answer["unexpected"]
+        return answer
+
+
+class HubPublishers(ForkedPublishers):
+    """Publishers that use the real client of the Hub."""
+
+    def publish_to_hub(
+        self, endpoint: str, token: str, files: Mapping[str, Path], version: str, **more: Any
+    ) -> dict[str, Any]:
+        """Publish to ``acme/demo``. ``more`` has arguments of `publish`, and options of ``publish_hub``."""
+        ours = ("expected_head", "on_start", "sha256", "watched")
+        arguments = {name: more.pop(name) for name in ours if name in more}
+        hub = {"endpoint": endpoint, "token": token, "repo": "acme/demo", "options": more}
+        return self.publish({}, files, version, **arguments, **hub)
+
+
+@contextmanager
+def _warm_process(place: Path, script: str, *arguments: str, environment: Mapping[str, str]) -> Iterator[Any]:
+    place.mkdir(parents=True, exist_ok=True)
+    with (place / "errors").open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _IMPORTS + script + _FORKS, *arguments],
+            env={**environment, "PYTHONPATH": str(PROJECT)},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+        try:
+            yield process, place / "memo.sqlite"
+        finally:
+            assert process.stdin
+            process.stdin.close()
+            process.wait(timeout=HANG_S)
 
 
 @contextmanager
 def forked_publishers(place: Path, *warm: str, **environment: str) -> Iterator[ForkedPublishers]:
     """Run a warm process that has imported the clients ``warm``."""
     settings = {**os.environ, **AWS, **environment, "MERGEGATE_HOME": str(place / "home")}
-    with warm_process(place, _WARM, *warm, environment=settings) as process:
-        yield ForkedPublishers(process)
+    with _warm_process(place, _ANY, *warm, environment=settings) as started:
+        yield ForkedPublishers(*started)
+
+
+@contextmanager
+def hub_publishers(place: Path, *, xet: bool) -> Iterator[HubPublishers]:
+    """Run a warm process that has imported the client of the Hub, with its own empty cache."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
+    settings = {"HF_HOME": str(place / "hf"), "HF_HUB_DISABLE_XET": "0" if xet else "1"}
+    # hf_xet waits between retries in Rust, where a patched `time.sleep` has no effect.
+    settings |= {"HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "1", "HF_XET_CLIENT_RETRY_BASE_DELAY": "1ms"}
+    with _warm_process(place, _HUB, environment={**clean, **settings}) as started:
+        yield HubPublishers(*started)

@@ -5,6 +5,7 @@ The model is limited to the part that the Hub's HTTP API exposes. It does not us
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import itertools
 import re
@@ -71,6 +72,7 @@ class Repository:
     id: str
     private: bool
     gated: str | bool = False
+    card_data: Mapping[str, object] = field(default_factory=dict)
     commits: dict[str, Commit] = field(default_factory=dict)
     branches: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
@@ -101,8 +103,6 @@ class Repository:
             path = str(value.get("path"))
             match line["key"]:
                 case "file":
-                    import base64
-
                     tree[path] = plain(base64.b64decode(str(value["content"])))
                 case "lfsFile":
                     tree[path] = objects.named(str(value["oid"]), path)
@@ -118,9 +118,9 @@ class Repository:
             raise Denied(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return self.commits[commit]
 
-    def history(self, branch: str = "main") -> list[Commit]:
-        """Return the commits of ``branch``, newest first."""
-        found = [self.commits[self.branches[branch]]]
+    def history(self, revision: str = "main") -> list[Commit]:
+        """Return the commits up to a revision, newest first."""
+        found = [self.at(revision)]
         while found[-1].parent is not None:
             found.append(self.commits[found[-1].parent])
         return found

@@ -8,107 +8,87 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import json
-import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import parse_qs, urlsplit
 
-from loopback import answering
+from loopback import Answer, FakeServer, Request, answering, json_answer
 
 USER, PASSWORD, TOKEN = "acme", "an-example-password", "an-example-token"
+_DEMO = "/v2/acme/demo"
 
 
-class SmallRegistry(ThreadingHTTPServer):
+class SmallRegistry(FakeServer):
     """Minimal OCI registry. Tests may inspect and change its contents."""
 
-    daemon_threads = True
-
     def __init__(self, *, login: bool = False) -> None:
-        super().__init__(("127.0.0.1", 0), _Registered)
+        routes = {
+            "GET /token": self.issue_token,
+            f"POST {_DEMO}/blobs/uploads/": self.begin_upload,
+            f"(PUT|DELETE) {_DEMO}/blobs/uploads/(?P<session>[0-9a-f-]+)": self.end_upload,
+            f"GET {_DEMO}/blobs/(?P<digest>sha256:[0-9a-f]{{64}})": lambda request, digest: _found(
+                self.blobs.get(digest), "BLOB_UNKNOWN"
+            ),
+            f"GET {_DEMO}/manifests/(?P<reference>[\\w.:-]+)": lambda request, reference: _found(
+                self.manifests.get(self.tags.get(reference, reference)), "MANIFEST_UNKNOWN"
+            ),
+            f"PUT {_DEMO}/manifests/(?P<reference>[\\w.:-]+)": self.put_manifest,
+            ".*": lambda request: _error(404, "NAME_UNKNOWN"),
+        }
+        super().__init__(routes)
         self.login = login
         self.blobs: dict[str, bytes] = {}
         self.manifests: dict[str, bytes] = {}
         self.tags: dict[str, str] = {}
         self.uploads: set[str] = set()
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
+    def answer(self, request: Request) -> Answer:
+        if self.login and request.token != TOKEN and request.route != "/token":
+            challenge = f'Bearer realm="{request.url}/token",service="small",scope="repository:acme/demo:pull,push"'
+            return _error(401, "UNAUTHORIZED", {"WWW-Authenticate": challenge})
+        return super().answer(request)
 
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore broken connections, because tests kill clients."""
+    def issue_token(self, request: Request) -> object:
+        expected = "Basic " + base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
+        return {"token": TOKEN} if request.headers.get("Authorization") == expected else Answer(401)
 
+    def begin_upload(self, request: Request) -> Answer:
+        session = str(uuid.uuid4())
+        self.uploads.add(session)
+        return Answer(202, headers={"Location": f"{_DEMO}/blobs/uploads/{session}?state=x"})
 
-class _Registered(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    disable_nagle_algorithm = True  # Nagle's algorithm would delay the second part of an answer by 40 ms
-    server: SmallRegistry
+    def end_upload(self, request: Request, session: str) -> Answer:
+        if session not in self.uploads:
+            return _error(404, "BLOB_UPLOAD_UNKNOWN")
+        self.uploads.discard(session)
+        if request.method == "DELETE":
+            return Answer(204)
+        digest = request.query.get("digest", "")
+        if digest != _digest(request.body):
+            return _error(400, "DIGEST_INVALID")
+        self.blobs[digest] = request.body
+        return Answer(201, headers={"Location": f"{_DEMO}/blobs/{digest}"})
 
-    def route(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        url, registry = urlsplit(self.path), self.server
-        if url.path == "/token":
-            wanted = "Basic " + base64.b64encode(f"{USER}:{PASSWORD}".encode()).decode()
-            fine = self.headers.get("Authorization") == wanted
-            return self.answer(200 if fine else 401, json.dumps({"token": TOKEN}).encode() if fine else b"")
-        if registry.login and self.headers.get("Authorization") != f"Bearer {TOKEN}":
-            host = self.headers["Host"]
-            challenge = f'Bearer realm="http://{host}/token",service="small",scope="repository:acme/demo:pull,push"'
-            return self.answer(401, _error("UNAUTHORIZED"), {"WWW-Authenticate": challenge})
-        if upload := re.fullmatch(r"/v2/acme/demo/blobs/uploads/([0-9a-f-]*)", url.path):
-            return self.upload(upload[1], parse_qs(url.query).get("digest", [""])[0], body)
-        if blob := re.fullmatch(r"/v2/acme/demo/blobs/(sha256:[0-9a-f]{64})", url.path):
-            found = registry.blobs.get(blob[1])
-            return self.answer(404, _error("BLOB_UNKNOWN")) if found is None else self.answer(200, found)
-        if manifest := re.fullmatch(r"/v2/acme/demo/manifests/([\w.:-]+)", url.path):
-            return self.manifest(manifest[1], body)
-        return self.answer(404, _error("NAME_UNKNOWN"))
-
-    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = route  # noqa: N815  # names of the base class
-
-    def upload(self, session: str, digest: str, body: bytes) -> None:
-        if self.command == "POST":
-            session = str(uuid.uuid4())
-            self.server.uploads.add(session)
-            return self.answer(202, b"", {"Location": f"/v2/acme/demo/blobs/uploads/{session}?state=x"})
-        if session not in self.server.uploads:
-            return self.answer(404, _error("BLOB_UPLOAD_UNKNOWN"))
-        self.server.uploads.discard(session)
-        if self.command == "DELETE":
-            return self.answer(204, b"")
-        if digest != f"sha256:{hashlib.sha256(body).hexdigest()}":
-            return self.answer(400, _error("DIGEST_INVALID"))
-        self.server.blobs[digest] = body
-        return self.answer(201, b"", {"Location": f"/v2/acme/demo/blobs/{digest}"})
-
-    def manifest(self, reference: str, body: bytes) -> None:
-        registry = self.server
-        if self.command != "PUT":
-            found = registry.manifests.get(registry.tags.get(reference, reference))
-            return self.answer(404, _error("MANIFEST_UNKNOWN")) if found is None else self.answer(200, found)
-        said = json.loads(body)
-        if any(one["digest"] not in registry.blobs for one in (said["config"], *said["layers"])):
-            return self.answer(400, _error("MANIFEST_BLOB_UNKNOWN"))
-        digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
-        registry.manifests[digest] = body
+    def put_manifest(self, request: Request, reference: str) -> Answer:
+        manifest, digest = request.json, _digest(request.body)
+        if any(blob["digest"] not in self.blobs for blob in (manifest["config"], *manifest["layers"])):
+            return _error(400, "MANIFEST_BLOB_UNKNOWN")
+        self.manifests[digest] = request.body
         if not reference.startswith("sha256:"):
-            registry.tags[reference] = digest
-        return self.answer(201, b"", {"Docker-Content-Digest": digest})
-
-    def answer(self, status: int, content: bytes, headers: dict[str, str] | None = None) -> None:
-        self.send_response_only(status)
-        for name, value in {**(headers or {}), "Content-Length": str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
+            self.tags[reference] = digest
+        return Answer(201, headers={"Docker-Content-Digest": digest})
 
 
-def _error(code: str) -> bytes:
-    return json.dumps({"errors": [{"code": code, "message": code.lower().replace("_", " ")}]}).encode()
+def _digest(data: bytes) -> str:
+    return f"sha256:{hashlib.sha256(data).hexdigest()}"
+
+
+def _found(content: bytes | None, code: str) -> Answer:
+    return _error(404, code) if content is None else Answer(body=content)
+
+
+def _error(status: int, code: str, headers: Mapping[str, str] | None = None) -> Answer:
+    return json_answer({"errors": [{"code": code, "message": code.lower().replace("_", " ")}]}, status, headers)
 
 
 @contextmanager

@@ -1,24 +1,25 @@
-"""Test publishing to the Hub with the real client on both transports.
-
-Covered are round trips, refusals and settings, and that no token appears anywhere.
-"""
+"""Test publishing to the Hub with the real client on both transports, also with a fault at any request."""
 
 from __future__ import annotations
 
+import copy
 import errno
+import itertools
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from alias_contract import ALIAS, require_aliases
-from hub_look_alike import READER, STRANGER, WRITER, Fault, LookAlike, hub
+from forked_publishers import HubPublishers, hub_publishers
+from hub_look_alike import READER, STRANGER, WRITER, Fault, LookAlike, hub, use_hub
 from look_alike_repository import Repository, plain
-from publishers import Publishers, publishers
+from loopback import Request
+from target_contract import ALIAS, attempts_with_fault, require_aliases, small_release
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.checkpoints.hub.access import hub_access
@@ -29,26 +30,45 @@ CARD = "---\nlicense: mit\n---\n# demo\n"
 
 # Code as a user would write it, for a process with an empty cache: download a release by tag, compare and load it.
 _DOWNLOAD = """
-import json, sys
+import json
 from pathlib import Path
 from huggingface_hub import snapshot_download
 place = Path(snapshot_download("acme/demo", revision="v1"))
 print(json.dumps({str(p.relative_to(place)): p.read_bytes().hex() for p in place.rglob("*") if p.is_file()}))
-if "load" in sys.argv:
-    from transformers import AutoModelForCausalLM
-    AutoModelForCausalLM.from_pretrained("acme/demo", revision="v1")
+from transformers import AutoModelForCausalLM
+AutoModelForCausalLM.from_pretrained("acme/demo", revision="v1")
 """
 
 
+@dataclass
+class Publication:
+    """A release, and a publisher for the stand-in Hub."""
+
+    warm: HubPublishers
+    stand_in: LookAlike
+    files: dict[str, Path]
+
+    def publish(self, version: str = "v1", token: str = WRITER, **options: Any) -> dict[str, Any]:
+        return self.warm.publish_to_hub(self.stand_in.url, token, self.files, version, **options)
+
+    def replace_weights(self) -> None:
+        self.files["model.safetensors"].write_bytes(os.urandom(2000))
+
+    @property
+    def titles(self) -> list[str]:
+        """Titles of the commits on main, newest first."""
+        return [commit.title for commit in self.stand_in.repository.history()]
+
+
 @pytest.fixture(scope="module")
-def lfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Publishers]:
-    with publishers(tmp_path_factory.mktemp("lfs"), xet=False) as warm:
+def lfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubPublishers]:
+    with hub_publishers(tmp_path_factory.mktemp("lfs"), xet=False) as warm:
         yield warm
 
 
 @pytest.fixture(scope="module")
-def xet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Publishers]:
-    with publishers(tmp_path_factory.mktemp("xet"), xet=True) as warm:
+def xet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubPublishers]:
+    with hub_publishers(tmp_path_factory.mktemp("xet"), xet=True) as warm:
         yield warm
 
 
@@ -66,42 +86,41 @@ def files(tmp_path: Path) -> dict[str, Path]:
     return {name: tmp_path / str(number) for number, name in enumerate(contents)}
 
 
-def download(url: str, cache: Path, token: str, *arguments: str, xet: bool) -> dict[str, bytes]:
+@pytest.fixture
+def demo(lfs: HubPublishers, stand_in: LookAlike, files: dict[str, Path]) -> Publication:
+    return Publication(lfs, stand_in, files)
+
+
+def run_with_hub(script: str, *arguments: str, **settings: str) -> str:
+    """Run a script in a process whose cache of the Hub is empty, and return its output."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    settings = {"HF_HOME": str(cache), "HF_ENDPOINT": url, "HF_TOKEN": token, "HF_HUB_DISABLE_XET": "0" if xet else "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", _DOWNLOAD, *arguments],
-        env={**clean, **settings},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", script, *arguments]
+    environment = {**clean, **settings, "PYTHONPATH": str(MODEL.parents[3])}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return {name: bytes.fromhex(data) for name, data in json.loads(done.stdout.splitlines()[0]).items()}
+    return done.stdout
 
 
 @pytest.mark.story
-@pytest.mark.parametrize(
-    "by",
-    ["lfs", pytest.param("xet", marks=pytest.mark.story), pytest.param("lfs in parts", marks=pytest.mark.proof)],
-)
+@pytest.mark.parametrize("by", ["lfs", "xet", pytest.param("lfs in parts", marks=pytest.mark.proof)])
 def test_a_published_release_downloads_byte_for_byte_and_loads(
     tmp_path: Path, by: str, request: pytest.FixtureRequest
 ) -> None:
-    warm: Publishers = request.getfixturevalue(by.partition(" ")[0])
+    warm: HubPublishers = request.getfixturevalue(by.partition(" ")[0])
     (tmp_path / "README.md").write_text(CARD)
     (tmp_path / "empty").touch()
     model = {path.name: path for path in MODEL.iterdir() if path.is_file() and path.name != "README.md"}
     files = {**model, "README.md": tmp_path / "README.md", "licenses/no terms.txt": tmp_path / "empty"}
     parts = 100_000 if "parts" in by else 0
     with hub(tmp_path / "hub", xet=by == "xet", part_size=parts, page=4) as stand_in:
-        first = warm.publish(stand_in.url, WRITER, files, "v1")
-        again = warm.publish(stand_in.url, WRITER, files, "v1")
-        assert (first["new"], again["new"]) == (True, False)
-        assert [commit.title for commit in stand_in.repository.history()] == ["Release v1", "initial commit"]
+        demo = Publication(warm, stand_in, files)
+        assert [demo.publish()["new"], demo.publish()["new"]] == [True, False]
+        assert demo.titles == ["Release v1", "initial commit"]
         assert (by == "xet") == any(file.xet for file in stand_in.repository.at("v1").tree.values())
-        found = download(stand_in.url, tmp_path / "cache", WRITER, "load", xet=by == "xet")
+        settings = {"HF_HOME": str(tmp_path / "cache"), "HF_ENDPOINT": stand_in.url, "HF_TOKEN": WRITER}
+        output = run_with_hub(_DOWNLOAD, **settings, HF_HUB_DISABLE_XET="0" if by == "xet" else "1")
         stored = [entry for entry in stand_in.log if entry.path.startswith("/_storage")]
+    found = {name: bytes.fromhex(data) for name, data in json.loads(output.splitlines()[0]).items()}
     del found[".gitattributes"]
     assert found == {name: path.read_bytes() for name, path in files.items()}
     assert bool(stored) == (by != "xet")
@@ -109,132 +128,108 @@ def test_a_published_release_downloads_byte_for_byte_and_loads(
 
 
 @pytest.mark.story
-def test_the_current_release_is_main_and_its_commit(
-    tmp_path: Path, lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
-) -> None:
+def test_the_current_release_is_main_and_its_commit(tmp_path: Path, demo: Publication) -> None:
     script = """
 from pathlib import Path
 from mergegate.tasks.publish.targets.hub import HubTarget
 found = HubTarget(to="hub", repo="acme/demo").current_release(Path())
 print(found and found.head, found and sorted(p.name for p in found.directory.iterdir() if p.is_file()))
 """
-
-    def current() -> str:
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-        ours = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": stand_in.url, "HF_TOKEN": WRITER}
-        settings = {**clean, **ours, "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(MODEL.parents[3])}
-        command = [sys.executable, "-c", script]
-        done = subprocess.run(command, env=settings, capture_output=True, text=True, check=True)
-        return done.stdout.strip()
-
-    assert current() == "None None"
-    commit = lfs.publish(stand_in.url, WRITER, files, "v1")["commit"]
-    assert current() == f"{commit} ['.gitattributes', 'README.md', 'model.safetensors']"
+    settings = {"HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": demo.stand_in.url, "HF_TOKEN": WRITER}
+    settings["HF_HUB_DISABLE_XET"] = "1"
+    assert run_with_hub(script, **settings).strip() == "None None"
+    commit = demo.publish()["commit"]
+    expected = f"{commit} ['.gitattributes', 'README.md', 'model.safetensors']"
+    assert run_with_hub(script, **settings).strip() == expected
 
 
-@pytest.mark.story
-def test_a_new_repository_is_private(lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]) -> None:
-    lfs.publish(stand_in.url, WRITER, files, "v1")
-    assert stand_in.repository.private
+def test_a_new_repository_is_private(demo: Publication) -> None:
+    demo.publish()
+    assert demo.stand_in.repository.private
 
 
-def test_a_public_release_is_seen_by_others_only_when_it_is_complete(
-    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
-) -> None:
+def test_a_public_release_is_seen_by_others_only_when_it_is_complete(demo: Publication) -> None:
     complete: list[bool] = []
 
     def look(_: object) -> None:
-        for repository in stand_in.repositories.values():
+        for repository in demo.stand_in.repositories.values():
             if not repository.private:
-                complete.append(set(files) <= set(repository.at("main").tree) and "v1" in repository.tags)
+                complete.append(set(demo.files) <= set(repository.at("main").tree) and "v1" in repository.tags)
                 assert repository.gated == "manual"
 
-    stand_in.after.append(look)
-    lfs.publish(stand_in.url, WRITER, files, "v1", visibility="public", gated="manual")
+    demo.stand_in.after.append(look)
+    demo.publish(visibility="public", gated="manual")
     assert complete
     assert all(complete)
 
 
-def test_a_version_never_changes_its_content(lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]) -> None:
-    lfs.publish(stand_in.url, WRITER, files, "v1")
-    files["model.safetensors"].write_bytes(os.urandom(2000))
-    answer = lfs.publish(stand_in.url, WRITER, files, "v1")
-    assert "already published with other content (model.safetensors)" in answer["refused"]
-    assert len(stand_in.repository.history()) == 2
+def test_a_version_never_changes_its_content(demo: Publication) -> None:
+    demo.publish()
+    demo.replace_weights()
+    assert "already published with other content (model.safetensors)" in demo.publish()["refused"]
+    assert len(demo.titles) == 2
 
 
-def test_a_changed_main_is_not_overwritten(lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]) -> None:
-    lfs.publish(stand_in.url, WRITER, files, "v1")
-    judged = stand_in.repository.branches["main"]
-    theirs = stand_in.repository.add("main", judged, "somebody else's", stand_in.repository.at("main").tree | {})
-    files["model.safetensors"].write_bytes(os.urandom(2000))
-    answer = lfs.publish(stand_in.url, WRITER, files, "v2", expected_head=judged)
+def test_a_changed_main_is_not_overwritten(demo: Publication) -> None:
+    demo.publish()
+    repository = demo.stand_in.repository
+    judged = repository.branches["main"]
+    theirs = repository.add("main", judged, "somebody else's", repository.at("main").tree | {})
+    demo.replace_weights()
+    answer = demo.publish("v2", expected_head=judged)
     assert f"main is at {theirs.id[:12]} now" in answer["refused"]
     assert "run again" in answer["refused"]
-    assert stand_in.repository.branches["main"] == theirs.id
+    assert repository.branches["main"] == theirs.id
 
 
-def test_a_commit_before_the_promotion_is_not_overwritten(
-    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
-) -> None:
-    def interfere(request: object) -> None:
-        path = getattr(request, "path", "")
-        if path.endswith("/preupload/main"):  # the last request before the promoting commit
-            repository = stand_in.repository
+def test_a_commit_before_the_promotion_is_not_overwritten(demo: Publication) -> None:
+    def interfere(request: Request) -> None:
+        if request.path.endswith("/preupload/main"):  # the last request before the promoting commit
+            repository = demo.stand_in.repository
             if len(repository.history()) == 1:
                 repository.add("main", repository.branches["main"], "somebody else's", repository.at("main").tree)
 
-    stand_in.after.append(interfere)
-    answer = lfs.publish(stand_in.url, WRITER, files, "v1")
-    assert "the head that this release was compared with" in answer["refused"]
-    assert [commit.title for commit in stand_in.repository.history()] == ["somebody else's", "initial commit"]
+    demo.stand_in.after.append(interfere)
+    assert "the head that this release was compared with" in demo.publish()["refused"]
+    assert demo.titles == ["somebody else's", "initial commit"]
 
 
-def test_altered_files_are_not_sent(lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]) -> None:
-    answer = lfs.publish(stand_in.url, WRITER, files, "v1", sha256={"model.safetensors": "0" * 64})
+def test_altered_files_are_not_sent(demo: Publication) -> None:
+    answer = demo.publish(sha256={"model.safetensors": "0" * 64})
     assert "the bytes that were evaluated and gated" in answer["refused"]
-    assert not any(entry.method == "PUT" for entry in stand_in.log)
+    assert not any(entry.method == "PUT" for entry in demo.stand_in.log)
 
 
-def test_a_hub_that_stores_other_bytes_is_detected(
-    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
-) -> None:
-    def damage(request: object) -> None:
-        path = getattr(request, "path", "")
-        if "/commit/mergegate-staging" in path:
-            repository = stand_in.repository
+def test_a_hub_that_stores_other_bytes_is_detected(demo: Publication) -> None:
+    def damage(request: Request) -> None:
+        if "/commit/mergegate-staging" in request.path:
+            repository = demo.stand_in.repository
             tree = repository.commits[repository.branches["mergegate-staging/v1"]].tree
             assert isinstance(tree, dict)
             tree["model.safetensors"] = replace(tree["model.safetensors"], sha256="0" * 64)
 
-    stand_in.after.append(damage)
-    answer = lfs.publish(stand_in.url, WRITER, files, "v1")
-    assert "the Hub's listing differs from the files that were sent" in answer["refused"]
-    assert [commit.title for commit in stand_in.repository.history()] == ["initial commit"]
-    assert sum("/commit/" in entry.path for entry in stand_in.log) < 20
+    demo.stand_in.after.append(damage)
+    assert "the Hub's listing differs from the files that were sent" in demo.publish()["refused"]
+    assert demo.titles == ["initial commit"]
+    assert sum("/commit/" in entry.path for entry in demo.stand_in.log) < 20
 
 
 @pytest.mark.story
-def test_a_writer_that_undoes_every_step_ends_the_publication(
-    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
-) -> None:
-    def undo(request: object) -> None:
-        if "/commit/mergegate-staging" in getattr(request, "path", ""):
-            stand_in.repository.branches.pop("mergegate-staging/v1", None)
+def test_a_writer_that_undoes_every_step_ends_the_publication(demo: Publication) -> None:
+    def undo(request: Request) -> None:
+        if "/commit/mergegate-staging" in request.path:
+            demo.stand_in.repository.branches.pop("mergegate-staging/v1", None)
 
-    stand_in.after.append(undo)
-    answer = lfs.publish(stand_in.url, WRITER, files, "v1")
-    assert "another writer undoes every step" in answer["refused"]
+    demo.stand_in.after.append(undo)
+    assert "another writer undoes every step" in demo.publish()["refused"]
 
 
-def test_a_rejected_card_is_detected_before_any_upload(
-    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
-) -> None:
-    files["README.md"].write_text("---\nlicense: mit\nbase_model_relation: mixture\n---\n")
-    answer = lfs.publish(stand_in.url, WRITER, files, "v1")
+def test_a_rejected_card_is_detected_before_any_upload(demo: Publication) -> None:
+    demo.files["README.md"].write_text("---\nlicense: mit\nbase_model_relation: mixture\n---\n")
+    answer = demo.publish()
     assert "base_model_relation" in answer["refused"]
     assert answer["exit"] == 3
-    assert not any("/objects/batch" in entry.path or entry.method == "PUT" for entry in stand_in.log)
+    assert not any("/objects/batch" in entry.path or entry.method == "PUT" for entry in demo.stand_in.log)
 
 
 @pytest.mark.story
@@ -242,58 +237,48 @@ def test_a_rejected_card_is_detected_before_any_upload(
 def test_progress_reports_the_bytes_sent(
     tmp_path: Path, request: pytest.FixtureRequest, files: dict[str, Path], by: str
 ) -> None:
-    warm: Publishers = request.getfixturevalue(by)
     total = sum(path.stat().st_size for path in files.values())
     with hub(tmp_path / "watched", xet=by == "xet") as stand_in:
-        told = warm.publish(stand_in.url, WRITER, files, "v1", watched=True)["told"]
-        assert told[0] == [0, total]
-        assert told[-1] == [total, total]
-        assert warm.publish(stand_in.url, WRITER, files, "v1", watched=True)["told"] == []
+        demo = Publication(request.getfixturevalue(by), stand_in, files)
+        told = demo.publish(watched=True)["told"]
+        assert (told[0], told[-1]) == ([0, total], [total, total])
+        assert demo.publish(watched=True)["told"] == []
 
 
 @pytest.mark.parametrize("path", ["", "/commit/", "/preupload/", "/tag/", "objects/batch", "/_storage/"])
 @pytest.mark.parametrize("status", [503, 429])
-def test_an_unavailable_hub_is_refused_with_the_advice_to_run_again(
-    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path], path: str, status: int
-) -> None:
-    stand_in.set_faults([Fault("fail", path=path, times=1 << 30, status=status)])
-    answer = lfs.publish(stand_in.url, WRITER, files, "v1")
+def test_an_unavailable_hub_is_refused_with_the_advice_to_run_again(demo: Publication, path: str, status: int) -> None:
+    demo.stand_in.set_faults([Fault("fail", path=path, times=1 << 30, status=status)])
+    answer = demo.publish()
     assert "run again later; mergegate resumes the publication" in answer["refused"]
     assert answer["exit"] == 3
     assert 60 <= answer["waited"] <= 600, "minutes, not seconds and not hours"
-    stand_in.set_faults([])
-    assert lfs.publish(stand_in.url, WRITER, files, "v1")["new"]
+    demo.stand_in.set_faults([])
+    assert demo.publish()["new"]
 
 
 @pytest.mark.parametrize(
-    ("token", "words"),
-    [(READER, "403"), (STRANGER, "403"), ("hf_nobody_knows_this", "401 Invalid credentials")],
+    ("token", "words"), [(READER, "403"), (STRANGER, "403"), ("hf_nobody_knows_this", "401 Invalid credentials")]
 )
-def test_a_token_without_permission_is_refused_and_never_shown(
-    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path], token: str, words: str
-) -> None:
-    answer = lfs.publish(stand_in.url, token, files, "v1")
+def test_a_token_without_permission_is_refused_and_never_shown(demo: Publication, token: str, words: str) -> None:
+    answer = demo.publish(token=token)
     assert words in answer["refused"]
     assert token not in answer["refused"]
 
 
-def test_an_error_page_that_repeats_the_token_is_not_repeated(
-    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
-) -> None:
-    stand_in.set_faults([Fault("fail", status=400, body=json.dumps({"error": f"bad token {WRITER}"}))])
-    answer = lfs.publish(stand_in.url, WRITER, files, "v1")
+def test_an_error_page_that_repeats_the_token_is_not_repeated(demo: Publication) -> None:
+    demo.stand_in.set_faults([Fault("fail", status=400, body=json.dumps({"error": f"bad token {WRITER}"}))])
+    answer = demo.publish()
     assert "400" in answer["refused"]
     assert WRITER not in answer["refused"]
 
 
-def test_staging_branches_of_interrupted_runs_are_deleted(
-    lfs: Publishers, stand_in: LookAlike, files: dict[str, Path]
-) -> None:
-    lfs.publish(stand_in.url, WRITER, files, "v1")
-    head = stand_in.repository.branches["main"]
-    stand_in.repository.branches |= {"mergegate-staging/v0": head, "experiment": head}
-    assert lfs.publish(stand_in.url, WRITER, files, "v1")["new"] is False
-    assert set(stand_in.repository.branches) == {"main", "experiment"}
+def test_staging_branches_of_interrupted_runs_are_deleted(demo: Publication) -> None:
+    demo.publish()
+    branches = demo.stand_in.repository.branches
+    branches |= {"mergegate-staging/v0": branches["main"], "experiment": branches["main"]}
+    assert demo.publish()["new"] is False
+    assert set(branches) == {"main", "experiment"}
 
 
 def test_the_token_comes_from_the_environment_and_shows_in_no_representation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -326,15 +311,10 @@ def test_offline_mode_is_reported_immediately(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.fixture
-def released(stand_in: LookAlike, monkeypatch: pytest.MonkeyPatch) -> LookAlike:
+def released(stand_in: LookAlike, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LookAlike:
     """Make the stand-in this process's Hub, with ``v1``, ``spring`` and ``v2`` published."""
-    from huggingface_hub import constants
-
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    use_hub(monkeypatch, stand_in.url, tmp_path, WRITER)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    monkeypatch.setenv("HF_ENDPOINT", stand_in.url)
-    monkeypatch.setenv("HF_TOKEN", WRITER)
     repository = stand_in.repositories["acme/demo"] = Repository("acme/demo", private=True)
     for version in ("v1", "spring", "v2"):
         files = {"README.md": plain(version.encode())}
@@ -419,3 +399,48 @@ def test_an_alias_means_the_version_among_the_tags_of_its_commit() -> None:
     assert version_on({**tags, "v1": "3"}, "production") == "canary"
     assert version_on(tags, "v2") is None
     assert version_on(tags, "nothing") is None
+
+
+@pytest.fixture(scope="module")
+def transport(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Publication]:
+    """Yield a publisher and a Hub that use LFS or Xet. ``main`` has a release with three shards."""
+    warm, place = request.getfixturevalue(request.param), tmp_path_factory.mktemp(request.param)
+    with hub(place / "hub", xet=request.param == "xet") as stand_in:
+        demo = Publication(warm, stand_in, small_release(place / "old", 1, shards=3))
+        demo.publish()
+        yield demo
+
+
+def fault_cases() -> Iterator[Any]:
+    """Yield every fault on both transports, for a first release and for a replacement. The slow suite runs one case."""
+    for by, first, kind in itertools.product(("lfs", "xet"), (False, True), ("503", "down", "drop", "kill")):
+        often = (by, first, kind) == ("xet", False, "kill")
+        marks = pytest.mark.story if often else pytest.mark.proof
+        yield pytest.param(by, first, kind, id=f"{by}-{'first' if first else 'replacing'}-{kind}", marks=marks)
+
+
+@pytest.mark.parametrize(("transport", "first", "kind"), list(fault_cases()), indirect=["transport"])
+def test_a_fault_at_any_request_is_healed_by_running_again(
+    transport: Publication, kind: str, first: bool, tmp_path: Path
+) -> None:
+    stand_in, old = transport.stand_in, copy.deepcopy(transport.stand_in.repository)
+
+    def attempt(nth: int, on_start: Any) -> Any:
+        stand_in.repositories = {} if first else {"acme/demo": copy.deepcopy(old)}
+        stand_in.listings.clear()
+        transport.files = small_release(tmp_path / str(nth), 2, shards=2)
+        return transport.publish("v2", on_start=on_start)
+
+    for outcome in attempts_with_fault(stand_in, kind, 1, 20, attempt):
+        assert (outcome == {"killed": True}) == (kind == "kill")
+        transport.publish("v2")
+        repository = stand_in.repository
+        assert transport.titles == ["Release v2", *([] if first else ["Release v1"]), "initial commit"]
+        assert repository.branches == {"main": repository.tags["v2"]}
+        assert set(repository.at("main").tree) == {".gitattributes", *transport.files}
+        trees = [{name: file.blob for name, file in commit.tree.items()} for commit in repository.history()[:2]]
+        assert [listing for listing in stand_in.listings if listing not in trees] == []
+        stand_in.begin()
+        assert transport.publish("v2") == {"commit": repository.tags["v2"], "new": False}
+        assert all(entry.method == "GET" for entry in stand_in.log)
+    stand_in.repositories = {"acme/demo": old}

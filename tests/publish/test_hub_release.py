@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
-import subprocess
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from subprocess import CompletedProcess, run
 from threading import Event, Thread
 from typing import Any
 
 import pytest
 from hub_look_alike import WRITER, Fault, LookAlike, hub
-from look_alike_repository import Repository, large, plain
+from look_alike_repository import Repository, plain
 from oidc_look_alike import PublisherEntry, job_environment
 from signing_keys import write_keys
 
@@ -28,26 +28,29 @@ from rounded_format import rounded_registered
 sys.path.pop(0)
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
-PROFILE = """\
-name: demo
-recipe: {demo}/recipes/ties.yaml
-perplexity: {{documents: {demo}/data/held-out.jsonl, max_increase: 5%}}
-publish: {{to: hub, repo: {repo}, sign_key: release.key}}
-"""
-
-HUB_PARENTS = """\
+HUB_PARENTS = f"""\
 name: hub-parents
 recipe:
   merge_method: linear
-  models:
-    - {{model: acme/base, parameters: {{weight: 0.5}}}}
-    - {{model: acme/reverser, parameters: {{weight: 0.5}}}}
+  models: [{{model: acme/base}}, {{model: acme/reverser}}]
+  parameters: {{weight: 0.5}}
   dtype: bfloat16
-perplexity: {{documents: {demo}/data/held-out.jsonl, max_increase: 99%}}
+perplexity: {{documents: {DEMO}/data/held-out.jsonl, max_increase: 99%}}
 publish: {{path: hub-parents}}
 """
 
+WITH_TOKEN = {"HF_TOKEN": WRITER}
+
 pytestmark = pytest.mark.story
+
+
+def profile(repo: str) -> str:
+    return f"""\
+name: demo
+recipe: {DEMO}/recipes/ties.yaml
+perplexity: {{documents: {DEMO}/data/held-out.jsonl, max_increase: 5%}}
+publish: {{to: hub, repo: {repo}, sign_key: release.key}}
+"""
 
 
 @dataclass(frozen=True)
@@ -57,13 +60,11 @@ class Project:
     root: Path
     stand_in: LookAlike
 
-    def mergegate(
-        self, *arguments: str, credential: Mapping[str, str] | None = None
-    ) -> subprocess.CompletedProcess[str]:
+    def mergegate(self, *arguments: str, credential: Mapping[str, str] = WITH_TOKEN) -> CompletedProcess[str]:
         """Run the command in a separate process, as a user would. The default credential is the token of a writer."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "PREFECT_"))}
         ours = {
-            **({"HF_TOKEN": WRITER} if credential is None else credential),
+            **credential,
             "HF_ENDPOINT": self.stand_in.url,
             "HF_HOME": str(self.root / "hf"),
             "HF_HUB_DISABLE_XET": "1",
@@ -73,27 +74,32 @@ class Project:
             "PREFECT_LOGGING_TO_API_ENABLED": "1",
             "HF_HUB_VERBOSITY": "debug",
         }
-        done = subprocess.run(
-            [sys.executable, "-c", "from mergegate.flows.cli import main; main()", *arguments],
-            env={**clean, **ours},
-            cwd=self.root,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command = [sys.executable, "-c", "from mergegate.flows.cli import main; main()", *arguments]
+        settings = {"cwd": self.root, "capture_output": True, "text": True, "check": False}
+        done = run(command, env={**clean, **ours}, **settings)
         (self.root / f"output-{len(list(self.root.glob('output-*')))}.log").write_text(done.stdout + done.stderr)
         return done
 
 
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory, begin_records: Callable[[Path], None]) -> Iterator[Project]:
-    root = tmp_path_factory.mktemp("project")
+@contextmanager
+def project_on_hub(
+    directories: pytest.TempPathFactory, begin_records: Callable[[Path], None], **profiles: str
+) -> Iterator[Project]:
+    """Yield a project with these profiles, and with a Hub of its own."""
+    root = directories.mktemp("project")
     write_keys(root)
     begin_records(root / "state")
-    (root / "demo.yaml").write_text(PROFILE.format(demo=DEMO, repo="acme/demo"))
-    (root / "elsewhere.yaml").write_text(PROFILE.format(demo=DEMO, repo="other/demo"))
-    with hub(tmp_path_factory.mktemp("hub")) as stand_in:
+    for name, text in profiles.items():
+        (root / f"{name}.yaml").write_text(text)
+    with hub(directories.mktemp("hub")) as stand_in:
         yield Project(root, stand_in)
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory, begin_records: Callable[[Path], None]) -> Iterator[Project]:
+    profiles = {"demo": profile("acme/demo"), "elsewhere": profile("other/demo")}
+    with project_on_hub(tmp_path_factory, begin_records, **profiles) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +168,8 @@ def test_it_is_reproduced_from_the_hub(released: Project) -> None:
 @pytest.mark.proof
 def test_parents_on_the_hub_are_in_card_and_provenance_and_are_fetched_again_at_their_commit(project: Project) -> None:
     project.stand_in.set_faults([])
-    commits = {name: put_on_hub(project.stand_in, name) for name in ("base", "reverser")}
-    (project.root / "hub-parents.yaml").write_text(HUB_PARENTS.format(demo=DEMO))
+    commits = {name: put_on_hub(project, name) for name in ("base", "reverser")}
+    (project.root / "hub-parents.yaml").write_text(HUB_PARENTS)
     done = project.mergegate("run", "hub-parents.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
     release = project.root / "hub-parents" / "latest"
@@ -173,7 +179,7 @@ def test_parents_on_the_hub_are_in_card_and_provenance_and_are_fetched_again_at_
     dependencies = statement["predicate"]["buildDefinition"]["resolvedDependencies"]
     assert [one["uri"] for one in dependencies] == [f"pkg:huggingface/acme/{n}@{c}" for n, c in commits.items()]
 
-    put_on_hub(project.stand_in, "base", "other weights since")
+    put_on_hub(project, "base", b"\0")
     (project.root / "hf").rename(project.root / "hf-of-the-release")
     again = project.mergegate("reproduce", "hub-parents/latest")
     assert again.returncode == 0, again.stderr
@@ -186,19 +192,15 @@ def test_parents_on_the_hub_are_in_card_and_provenance_and_are_fetched_again_at_
     assert "Traceback" not in gone.stderr
 
 
-def put_on_hub(stand_in: LookAlike, name: str, title: str = "weights") -> str:
-    """Commit a demo model to a repository of acme and return the commit ID."""
-    repository = stand_in.repositories.setdefault(f"acme/{name}", Repository(f"acme/{name}", private=True))
-    tree = dict(repository.at("main").tree)
-    for path in (DEMO / "models" / name).iterdir():
-        data = path.read_bytes() + (b"\0" if title != "weights" else b"")
-        if path.suffix == ".safetensors":
-            sha256 = hashlib.sha256(data).hexdigest()
-            stand_in.objects.place(sha256).write_bytes(data)
-            tree[path.name] = large(sha256, len(data), None)
-        else:
-            tree[path.name] = plain(path.read_bytes().replace(b"../base", b"acme/base"))
-    return repository.add("main", repository.branches["main"], title, tree).id
+def put_on_hub(project: Project, name: str, addition: bytes = b"") -> str:
+    """Commit a demo model, with this addition to its weights, to a repository of acme and return the commit ID."""
+    directory = project.root / f"hub-{name}"
+    shutil.copytree(DEMO / "models" / name, directory, dirs_exist_ok=True)
+    for path in directory.iterdir():
+        weights = path.suffix == ".safetensors"
+        data = path.read_bytes()
+        path.write_bytes(data + addition if weights else data.replace(b"../base", b"acme/base"))
+    return project.stand_in.add_model(f"acme/{name}", directory, private=True).id
 
 
 def test_the_token_is_nowhere(released: Project) -> None:
@@ -232,16 +234,15 @@ def test_the_token_is_in_no_command_line(project: Project) -> None:
 @pytest.fixture(scope="module")
 def publisher(tmp_path_factory: pytest.TempPathFactory, begin_records: Callable[[Path], None]) -> Iterator[Project]:
     """Yield a project whose two repositories trust the CI job ``job_environment``."""
-    root = tmp_path_factory.mktemp("publisher")
-    write_keys(root)
-    begin_records(root / "state")
-    profile = PROFILE.format(demo=DEMO, repo="acme/demo") + "variants: [{format: rounded, bits: 8}]\n"
-    (root / "demo.yaml").write_text(profile)
-    with hub(tmp_path_factory.mktemp("hub")) as stand_in, rounded_registered(tmp_path_factory.mktemp("rounded") / "s"):
+    demo = profile("acme/demo") + "variants: [{format: rounded, bits: 8}]\n"
+    with (
+        project_on_hub(tmp_path_factory, begin_records, demo=demo) as project,
+        rounded_registered(tmp_path_factory.mktemp("rounded") / "s"),
+    ):
         for name in ("acme/demo", "acme/demo-Rounded"):
-            stand_in.repositories[name] = Repository(name, private=True)
-            stand_in.oidc.publishers.append(PublisherEntry(name))
-        yield Project(root, stand_in)
+            project.stand_in.repositories[name] = Repository(name, private=True)
+            project.stand_in.oidc.publishers.append(PublisherEntry(name))
+        yield project
 
 
 @contextmanager

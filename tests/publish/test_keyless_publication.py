@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from bucket import S3OnLoopback, s3_on_loopback
-from hub_look_alike import WRITER, hub
+from hub_look_alike import WRITER, hub, use_hub
 from pydantic import TypeAdapter
 from release_samples import Publishable, publishable, variant_parts
 from shelf_target import ShelfTarget
@@ -21,7 +21,7 @@ from small_registry import small_registry
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.publish import describe_merge, pending_release, publish
 from mergegate.tasks.publish.keyless import Signer, SignerPolicy
-from mergegate.tasks.publish.releases import check_release
+from mergegate.tasks.publish.releases import VerifiedRelease, check_release
 from mergegate.tasks.publish.targets import PublishTarget, Target, find_release
 from mergegate.tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
 
@@ -62,15 +62,8 @@ def target(
     if kind == "directory":
         yield built({"path": "releases/demo"})
     elif kind == "hub":
-        from huggingface_hub import constants
-
-        monkeypatch.delenv("HF_HUB_OFFLINE")
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-        monkeypatch.setenv("HF_TOKEN", WRITER)
         with hub(tmp_path / "hub") as stand_in:
-            monkeypatch.setenv("HF_ENDPOINT", stand_in.url)
+            use_hub(monkeypatch, stand_in.url, tmp_path, WRITER)
             yield built({"to": "hub", "repo": "acme/demo"})
     elif kind == "s3":
         s3: S3OnLoopback = request.getfixturevalue("s3")
@@ -92,12 +85,14 @@ def signed_by(instance: SigstoreInstance, root: Path, identity: str = IDENTITY) 
     return SignerPolicy(Signer(identity, instance.issuer), root / "trust.json")
 
 
-def published(target: PublishTarget, root: Path, version: str) -> Any:
+def verify(target: PublishTarget, version: str, signer: SignerPolicy) -> VerifiedRelease:
+    """Verify a published version, from the directory of the trust configuration."""
+    assert signer.trust_config
+    root = signer.trust_config.parent
     if isinstance(target, DirectoryTarget):
-        return DirectoryRelease(root / target.path / version)
-    if isinstance(target, ShelfTarget):
-        return ShelfTarget.open(target.reference_to(version))
-    return find_release(target.reference_to(version))
+        return check_release(DirectoryRelease(root / target.path / version), signer=signer)
+    find = ShelfTarget.open if isinstance(target, ShelfTarget) else find_release
+    return check_release(find(target.reference_to(version)), signer=signer)
 
 
 def signature_of(target: PublishTarget, root: Path, version: str) -> bytes:
@@ -133,13 +128,11 @@ def test_a_release_is_signed_once_however_often_and_wherever_it_is_published(
     assert (signature_of(target, tmp_path, first.version), instance.signings) == (original, 2)
 
     for version in (first.version, later.version):
-        verified = check_release(published(target, tmp_path, version), signer=signed_by(instance, tmp_path))
+        verified = verify(target, version, signed_by(instance, tmp_path))
         assert verified.keyless is not None
         assert (verified.signed, verified.keyless.status, verified.version) == ("none", "valid", version)
     with pytest.raises(Refused, match=f"signed by {IDENTITY} .*; expected mallory"):
-        check_release(
-            published(target, tmp_path, first.version), signer=signed_by(instance, tmp_path, "mallory@example.org")
-        )
+        verify(target, first.version, signed_by(instance, tmp_path, "mallory@example.org"))
 
 
 @pytest.mark.parametrize("target", ["directory", *REMOTE], indirect=True)
@@ -161,7 +154,7 @@ def test_an_interrupted_publication_uses_its_signature_again(
     done = release.publish(named, tmp_path)
     assert done.new
     assert (signature_of(named, tmp_path, done.version), instance.signings) == (original, 1)
-    check_release(published(named, tmp_path, done.version), signer=signed_by(instance, tmp_path))
+    verify(named, done.version, signed_by(instance, tmp_path))
 
 
 @pytest.mark.parametrize("target", ["directory", *REMOTE], indirect=True)
@@ -183,7 +176,7 @@ def test_of_two_publishers_at_once_the_second_takes_over_the_signature_of_the_fi
     release.publish(target, tmp_path)
     assert instance.signings == 2
     assert len({request.files[-1].sha256 for request in calls}) == 2
-    check_release(published(target, tmp_path, calls[0].version), signer=signed_by(instance, tmp_path))
+    verify(target, calls[0].version, signed_by(instance, tmp_path))
 
 
 @pytest.fixture

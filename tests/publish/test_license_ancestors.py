@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hub_look_alike import STRANGER, Answer, Fault, LookAlike, Request, hub
+from hub_look_alike import STRANGER, Fault, LookAlike, hub, use_hub
 from look_alike_repository import Repository, plain
 
 from mergegate.tasks.checkpoints.pin import ResolvedCheckpoint
@@ -26,19 +26,8 @@ APACHE = (TEXTS / "apache-2.0.txt").read_bytes()
 @pytest.fixture
 def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LookAlike]:
     with hub(tmp_path / "hub") as server:
-        _reach(monkeypatch, server.url, tmp_path / "cache")
+        use_hub(monkeypatch, server.url, tmp_path, STRANGER)
         yield server
-
-
-def _reach(monkeypatch: pytest.MonkeyPatch, url: str, cache: Path) -> None:
-    """Point this process's Hub client, which is offline by default in tests, to the server at `url`."""
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    monkeypatch.setenv("HF_TOKEN", STRANGER)
-    monkeypatch.setenv("HF_ENDPOINT", url)
 
 
 @pytest.fixture
@@ -64,8 +53,13 @@ def _local(place: Path, card: str) -> ResolvedCheckpoint:
     return ResolvedCheckpoint(name=place.name, ref=f"../{place.name}", directory=place)
 
 
-def _judge(declared: Declared, name: str = "acme/Llama-mix") -> LicenseVerdict:
-    return check_licenses.work(declared, LicenseSettings().use(name), TABLE, {})
+def _judge(declared: Declared) -> LicenseVerdict:
+    return check_licenses.work(declared, LicenseSettings().use("acme/Llama-mix"), TABLE, {})
+
+
+def _judge_chat(tmp_path: Path, card: str) -> LicenseVerdict:
+    """Return the verdict for one local model with this card."""
+    return _judge(read_licenses([_local(tmp_path / "chat", card)], TABLE))
 
 
 def _key(declared: Declared) -> str:
@@ -75,15 +69,11 @@ def _key(declared: Declared) -> str:
 def test_a_grandparent_on_the_hub_that_its_descendants_drop_goes_to_review(stand_in: LookAlike, tmp_path: Path) -> None:
     llama = _add(stand_in, "meta/llama", "license: llama3.1")
     tune = _add(stand_in, "acme/tune", "license: apache-2.0\nbase_model: meta/llama")
-    chat = _local(tmp_path / "chat", "license: apache-2.0\nbase_model: acme/tune")
-    verdict = _judge(read_licenses([chat], TABLE))
-    reviews = [reason.sentence for reason in verdict.combination.reasons if reason.status == "review"]
+    verdict = _judge_chat(tmp_path, "license: apache-2.0\nbase_model: acme/tune")
     assert verdict.combination.status == "review"
-    assert any(
-        "chat declares apache-2.0, but was derived from meta/llama under llama3.1, which it drops" in one
-        for one in reviews
-    )
-    assert any("acme/tune declares apache-2.0, but was derived from meta/llama" in one for one in reviews)
+    reviews = "\n".join(reason.sentence for reason in verdict.combination.reasons if reason.status == "review")
+    assert "chat declares apache-2.0, but was derived from meta/llama under llama3.1, which it drops" in reviews
+    assert "acme/tune declares apache-2.0, but was derived from meta/llama" in reviews
     assert [(one.name, one.license, one.revision) for one in verdict.ancestors] == [
         ("acme/tune", "apache-2.0", tune),
         ("meta/llama", "llama3.1", llama),
@@ -92,16 +82,16 @@ def test_a_grandparent_on_the_hub_that_its_descendants_drop_goes_to_review(stand
 
 def test_only_cards_and_license_files_are_downloaded(stand_in: LookAlike, tmp_path: Path) -> None:
     _add(stand_in, "acme/base", "tags: []", **{"LICENSE": APACHE, "model.txt": b"no", "licenses/x.txt": b"no"})
-    chat = _local(tmp_path / "chat", "license: apache-2.0\nbase_model: acme/base")
-    (ancestor,) = _judge(read_licenses([chat], TABLE)).ancestors
+    (ancestor,) = _judge_chat(tmp_path, "license: apache-2.0\nbase_model: acme/base").ancestors
     assert (ancestor.license, ancestor.own_text) == ("apache-2.0", APACHE.decode())
     fetched = {entry.path.rpartition("/")[2] for entry in stand_in.log if "/resolve/" in entry.path}
     assert fetched == {"README.md", "LICENSE"}
 
 
-def test_each_ancestor_is_asked_for_once_in_a_run(stand_in: LookAlike, tmp_path: Path) -> None:
+@pytest.mark.parametrize("address", ["acme/base", "https://huggingface.co/acme/base"])
+def test_each_ancestor_is_asked_for_once_in_a_run(stand_in: LookAlike, tmp_path: Path, address: str) -> None:
     _add(stand_in, "acme/base", "license: mit")
-    family = [_local(tmp_path / name, "license: mit\nbase_model: acme/base") for name in ("chat", "code", "maths")]
+    family = [_local(tmp_path / name, f"license: mit\nbase_model: {address}") for name in ("chat", "code", "maths")]
     assert _judge(read_licenses(family, TABLE)).combination.status == "allowed"
     assert sum(entry.path == "/api/models/acme/base" for entry in stand_in.log) == 1
 
@@ -109,15 +99,20 @@ def test_each_ancestor_is_asked_for_once_in_a_run(stand_in: LookAlike, tmp_path:
 def test_a_cycle_of_cards_ends(stand_in: LookAlike, tmp_path: Path) -> None:
     _add(stand_in, "acme/a", "license: mit\nbase_model: acme/b")
     _add(stand_in, "acme/b", "license: mit\nbase_model: [acme/a, acme/b]")
-    verdict = _judge(read_licenses([_local(tmp_path / "chat", "license: mit\nbase_model: acme/a")], TABLE))
+    verdict = _judge_chat(tmp_path, "license: mit\nbase_model: acme/a")
     assert [one.name for one in verdict.ancestors] == ["acme/a", "acme/b"]
     assert verdict.combination.status == "allowed"
+
+
+def test_a_card_on_the_hub_names_no_directory_of_this_machine(stand_in: LookAlike, tmp_path: Path) -> None:
+    _add(stand_in, "acme/base", "license: mit\nbase_model: ../../blobs")
+    assert list(_judge_chat(tmp_path, "license: mit\nbase_model: acme/base").unread) == ["../../blobs"]
 
 
 def test_a_gated_ancestor_is_unread_and_reviewed(stand_in: LookAlike, tmp_path: Path) -> None:
     _add(stand_in, "meta/llama", "license: llama3.1")
     stand_in.repositories["meta/llama"].gated = "manual"
-    verdict = _judge(read_licenses([_local(tmp_path / "chat", "license: llama3.1\nbase_model: meta/llama")], TABLE))
+    verdict = _judge_chat(tmp_path, "license: llama3.1\nbase_model: meta/llama")
     assert verdict.unread == {"meta/llama": "it is gated; request access and set HF_TOKEN"}
     assert verdict.combination.reasons[0].sentence == (
         "chat was derived from meta/llama, whose license could not be read "
@@ -125,23 +120,11 @@ def test_a_gated_ancestor_is_unread_and_reviewed(stand_in: LookAlike, tmp_path: 
     )
 
 
-def test_the_hubs_summary_of_a_gated_card_suffices(
-    stand_in: LookAlike, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import json
-
-    plainly = LookAlike.on_info
-
-    def with_card(self: LookAlike, request: Request, repo: str, revision: str = "main") -> Answer:
-        told = json.loads(plainly(self, request, repo, revision).body)
-        return Answer(
-            body=json.dumps({**told, "cardData": {"license": "llama3.1", "base_model": "meta/root"}}).encode()
-        )
-
-    monkeypatch.setattr(LookAlike, "on_info", with_card)
+def test_the_hubs_summary_of_a_gated_card_suffices(stand_in: LookAlike, tmp_path: Path) -> None:
     commit = _add(stand_in, "meta/llama", "license: llama3.1")
-    stand_in.repositories["meta/llama"].gated = "auto"
-    verdict = _judge(read_licenses([_local(tmp_path / "chat", "license: llama3.1\nbase_model: meta/llama")], TABLE))
+    repository = stand_in.repositories["meta/llama"]
+    repository.gated, repository.card_data = "auto", {"license": "llama3.1", "base_model": "meta/root"}
+    verdict = _judge_chat(tmp_path, "license: llama3.1\nbase_model: meta/llama")
     assert [(one.name, one.license, one.revision) for one in verdict.ancestors] == [("meta/llama", "llama3.1", commit)]
     assert list(verdict.unread) == ["meta/root"]
 
@@ -149,16 +132,9 @@ def test_the_hubs_summary_of_a_gated_card_suffices(
 @pytest.mark.parametrize("entry", ["acme/gone", "acme/hidden", "../nowhere", "a b/c", "https://example.org/x", "x"])
 def test_a_missing_ancestor_is_unread(stand_in: LookAlike, tmp_path: Path, entry: str) -> None:
     stand_in.repositories["acme/hidden"] = Repository("acme/hidden", private=True)
-    chat = _local(tmp_path / "chat", f"license: mit\nbase_model: {entry}")
-    verdict = _judge(read_licenses([chat], TABLE))
+    verdict = _judge_chat(tmp_path, f"license: mit\nbase_model: {entry}")
     assert list(verdict.unread) == [entry]
     assert verdict.combination.status == "review"
-
-
-def test_an_address_of_the_hub_is_a_name_of_a_repository(stand_in: LookAlike, tmp_path: Path) -> None:
-    _add(stand_in, "acme/base", "license: mit")
-    chat = _local(tmp_path / "chat", "license: mit\nbase_model: https://huggingface.co/acme/base")
-    assert _judge(read_licenses([chat], TABLE)).combination.status == "allowed"
 
 
 def test_more_ancestors_than_any_model_has_are_not_asked_for(stand_in: LookAlike) -> None:
@@ -174,7 +150,7 @@ def test_more_ancestors_than_any_model_has_are_not_asked_for(stand_in: LookAlike
 def test_a_failing_hub_is_queried_once(stand_in: LookAlike, tmp_path: Path, waited: list[float]) -> None:
     stand_in.set_faults([Fault("fail", times=1000)])
     bases = "\n".join(f"- acme/base{number}" for number in range(20))
-    verdict = _judge(read_licenses([_local(tmp_path / "chat", f"license: mit\nbase_model:\n{bases}")], TABLE))
+    verdict = _judge_chat(tmp_path, f"license: mit\nbase_model:\n{bases}")
     assert sum(waited) < 5
     assert len(stand_in.log) == 1
     assert set(verdict.unread.values()) == {"the Hub responded with status 503"}
@@ -183,7 +159,7 @@ def test_a_failing_hub_is_queried_once(stand_in: LookAlike, tmp_path: Path, wait
 @pytest.mark.parametrize("answer", ["<html>log in</html>", "{}", "[]", '{"id": 3, "siblings": 4}'])
 def test_an_answer_that_is_not_the_hubs_raises_nothing(stand_in: LookAlike, tmp_path: Path, answer: str) -> None:
     stand_in.set_faults([Fault("fail", status=200, body=answer, times=1000)])
-    verdict = _judge(read_licenses([_local(tmp_path / "chat", "license: mit\nbase_model: acme/base")], TABLE))
+    verdict = _judge_chat(tmp_path, "license: mit\nbase_model: acme/base")
     assert list(verdict.unread) == ["acme/base"]
 
 
@@ -192,7 +168,7 @@ def test_a_hub_that_fails_between_two_requests_is_not_awaited(
 ) -> None:
     _add(stand_in, "acme/base", "license: mit")
     stand_in.set_faults([Fault("fail", path="/resolve/", times=1000)])
-    verdict = _judge(read_licenses([_local(tmp_path / "chat", "license: mit\nbase_model: acme/base")], TABLE))
+    verdict = _judge_chat(tmp_path, "license: mit\nbase_model: acme/base")
     assert sum(waited) < 5
     assert verdict.unread == {"acme/base": "the Hub responded with status 503"}
 
@@ -202,9 +178,8 @@ def test_without_a_network_the_run_goes_on(
 ) -> None:
     with socket.socket() as closed:  # a port without a listener
         closed.bind(("127.0.0.1", 0))
-        _reach(monkeypatch, f"http://127.0.0.1:{closed.getsockname()[1]}", tmp_path / "cache")
-        chat = _local(tmp_path / "chat", "license: mit\nbase_model: [acme/a, acme/b]")
-        verdict = _judge(read_licenses([chat], TABLE))
+        use_hub(monkeypatch, f"http://127.0.0.1:{closed.getsockname()[1]}", tmp_path, STRANGER)
+        verdict = _judge_chat(tmp_path, "license: mit\nbase_model: [acme/a, acme/b]")
     assert sum(waited) < 5
     assert set(verdict.unread) == {"acme/a", "acme/b"}
     assert verdict.combination.status == "review"
@@ -247,15 +222,8 @@ def test_a_parent_from_the_hub_is_read_where_it_was_downloaded(stand_in: LookAli
     verdict = _judge(read_licenses([base, chat], TABLE))
     assert stand_in.log == []
     assert verdict.ancestors == ()  # base is a parent of the merge, so it is not listed as an ancestor
-    assert any(
-        "chat declares mit, but was derived from base under gemma" in r.sentence for r in verdict.combination.reasons
-    )
-
-
-def test_a_card_on_the_hub_names_no_directory_of_this_machine(stand_in: LookAlike, tmp_path: Path) -> None:
-    _add(stand_in, "acme/base", "license: mit\nbase_model: ../../blobs")
-    verdict = _judge(read_licenses([_local(tmp_path / "chat", "license: mit\nbase_model: acme/base")], TABLE))
-    assert list(verdict.unread) == ["../../blobs"]
+    sentences = "\n".join(reason.sentence for reason in verdict.combination.reasons)
+    assert "chat declares mit, but was derived from base under gemma" in sentences
 
 
 def test_a_hub_that_never_answers_is_waited_for_once_and_not_long(monkeypatch: pytest.MonkeyPatch) -> None:

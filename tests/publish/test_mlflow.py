@@ -2,81 +2,49 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import os
-import socket
-import subprocess
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
 import pytest
-from alias_contract import ALIAS, require_aliases
-from faulty_proxy import FaultyProxy, ProxyFault, faulty_proxy
-from patience import HANG_S
+from faulty_proxy import FaultyProxy, faulty_proxy
+from real_servers import running_server
 from release_samples import publishable
-from small_mlflow import small_mlflow
+from small_mlflow import SmallMlflow, small_mlflow
 from small_registry import SmallRegistry, small_registry
+from target_contract import ALIAS, attempts_with_fault, publish_files, require_aliases, target_of
 
-from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.publish.content import ReleaseFile, written_file
 from mergegate.tasks.publish.releases import check_release
-from mergegate.tasks.publish.targets import PublishRequest, PublishTarget, find_release
+from mergegate.tasks.publish.targets import PublishTarget, find_release
 from mergegate.tasks.publish.targets.mlflow_registration import ObservedRegistry, describe_release, next_registry_write
 from mergegate.tasks.report import RunRecord, RunScore
 from mergegate.tasks.telemetry import export_to_trackers
 
-PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 PROJECT = Path(__file__).resolve().parents[2]
 MLFLOW = PROJECT / ".venv-mlflow" / "bin" / "mlflow"
-real = [
-    pytest.mark.story,
-    pytest.mark.skipif(not MLFLOW.exists() and "MERGEGATE_REQUIRE_MLFLOW" not in os.environ, reason="make test-mlflow"),
-]
-
-
-@contextmanager
-def mlflow_server(place: Path) -> Iterator[str]:
-    """Run the real MLflow server on SQLite."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    place.mkdir()
-    command = [str(MLFLOW), "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    command += ["--backend-store-uri", f"sqlite:///{place}/mlflow.db", "--artifacts-destination", str(place / "files")]
-    with (place / "log").open("w") as said:
-        process = subprocess.Popen(
-            command,
-            stdout=said,
-            stderr=said,
-            cwd=place,
-            start_new_session=True,
-            env={**os.environ, "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PYTHONPATH": ""},
-        )
-    try:
-        deadline = time.monotonic() + HANG_S
-        while time.monotonic() < deadline:
-            assert process.poll() is None, (place / "log").read_text()
-            try:
-                urlopen(f"http://127.0.0.1:{port}/health").close()
-                break
-            except OSError:
-                time.sleep(0.1)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        os.killpg(process.pid, 15)
-        process.wait(timeout=HANG_S)
+needs_mlflow = pytest.mark.skipif(
+    not MLFLOW.exists() and "MERGEGATE_REQUIRE_MLFLOW" not in os.environ, reason="make test-mlflow"
+)
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FaultyProxy]:
-    with mlflow_server(tmp_path_factory.mktemp("mlflow") / "server") as url, faulty_proxy(url) as proxy:
+    """Run the real MLflow server on SQLite, behind a proxy."""
+    place = tmp_path_factory.mktemp("mlflow")
+    storage = ["--backend-store-uri", f"sqlite:///{place}/mlflow.db", "--artifacts-destination", str(place / "files")]
+    settings = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PYTHONPATH": ""}
+
+    def command(port: int) -> list[str]:
+        return [str(MLFLOW), "server", "--host", "127.0.0.1", "--port", str(port), "--workers", "1", *storage]
+
+    with running_server(place, command, "/health", **settings) as url, faulty_proxy(url) as proxy:
         yield proxy
 
 
@@ -99,26 +67,19 @@ def files(weights: str) -> tuple[ReleaseFile, ...]:
     return (written_file("model.safetensors", weights), written_file("provenance.json", provenance))
 
 
-def target(tracking: str, blobs: SmallRegistry, model: str, **settings: Any) -> PublishTarget:
+def target(tracking: str, blobs: SmallRegistry, model: str) -> PublishTarget:
     place = {"to": "oci", "repository": f"{blobs.url.removeprefix('http://')}/acme/demo"}
-    publish = {"to": "mlflow", "model": model, "storage": place, "tracking_uri": tracking, **settings}
-    made = parse_profile({**PROFILE, "publish": publish}, "p").publish
-    assert made is not None
-    return made
-
-
-def publish(to: PublishTarget, release: tuple[ReleaseFile, ...], version: str) -> Any:
-    return to.publish(PublishRequest(release, "demo", version, Path(), HashMemo(Path("/nonexistent"))))
+    return target_of({"to": "mlflow", "model": model, "storage": place, "tracking_uri": tracking})
 
 
 def ask(server: FaultyProxy, path: str, body: Any = None) -> Any:
     data = None if body is None else json.dumps(body).encode()
-    with urlopen(
-        Request(f"{server.upstream}/api/2.0/mlflow/{path}", data, {"Content-Type": "application/json"})
-    ) as said:
-        return json.loads(said.read())
+    url = f"http://{server.upstream}/api/2.0/mlflow/{path}"
+    with urlopen(Request(url, data, {"Content-Type": "application/json"})) as answer:
+        return json.loads(answer.read())
 
 
+DROP = {"task": "gsm8k", "reference": "a", "merge": 51.5, "drop": 9.8, "low": 7, "high": 12, "max_drop": 3, "margin": 3}
 REFUSED = RunRecord(
     run="7f",
     flow="release",
@@ -128,11 +89,7 @@ REFUSED = RunRecord(
     status="refused",
     message="demo is not released\nreverse lost 9.8 points",
     overrides=("evaluate.documents=200",),
-    scores=(
-        RunScore(
-            task="gsm8k", reference="a", merge=51.5, drop=9.8, low=7, high=12, max_drop=3, margin=3, outcome="fail"
-        ),
-    ),
+    scores=(RunScore.model_validate({**DROP, "outcome": "fail"}),),
 )
 
 
@@ -164,7 +121,7 @@ def test_an_mlflow_that_does_not_answer_or_has_no_address_is_said_and_the_run_go
 
 
 @pytest.mark.story
-@real[1]
+@needs_mlflow
 def test_the_real_mlflow_takes_a_run_that_was_refused(server: FaultyProxy, tmp_path: Path) -> None:
     export_to_trackers(REFUSED, tmp_path, tracking(server.url))
     place = ask(server, "experiments/get-by-name?experiment_name=nightly%20merges")["experiment"]["experiment_id"]
@@ -175,12 +132,8 @@ def test_the_real_mlflow_takes_a_run_that_was_refused(server: FaultyProxy, tmp_p
 
 def test_the_registration_follows_from_the_provenance() -> None:
     said = describe_release(files("w"), "demo", "v1", "champion", "oci://here")
-    assert said.metrics == {
-        "score/mmlu": 0.61,
-        "drop/mmlu/general": 0.4,
-        "low/mmlu/general": -0.9,
-        "high/mmlu/general": 1.7,
-    }
+    expected = {"score/mmlu": 0.61, "drop/mmlu/general": 0.4, "low/mmlu/general": -0.9, "high/mmlu/general": 1.7}
+    assert said.metrics == expected
     assert said.facts["mergegate.parent.0"] == "acme/general pkg:huggingface/acme/general@0123"
     assert len(said.facts["mergegate.recipe"]) == 64
     assert describe_release(files("x"), "demo", "v1", "champion", "").digest != said.digest
@@ -219,25 +172,24 @@ def test_an_invalid_setting_is_reported_with_its_field(
 
 
 @pytest.mark.story
-@real[1]
+@needs_mlflow
 def test_a_release_is_registered_with_its_scores_and_found_by_its_alias(
     server: FaultyProxy, blobs: SmallRegistry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_api: None
 ) -> None:
     to = target(server.url, blobs, "support assistant")
     to.check(tmp_path)
-    first = publish(to, files("w"), "v1")
+    first = publish_files(to, files("w"), "v1")
     assert (first.new, first.location) == (True, "models:/support assistant/1")
-    server.begin(None)
-    assert not publish(to, files("w"), "v1").new
-    written = [path for method, path in server.log if method != "GET" and "runs/search" not in path]
-    assert written == []
-    assert publish(to, files("x"), "v2").location == "models:/support assistant/2"
+    server.begin()
+    assert not publish_files(to, files("w"), "v1").new
+    assert [path for path in server.written("POST", "PATCH", "DELETE") if "runs/search" not in path] == []
+    assert publish_files(to, files("x"), "v2").location == "models:/support assistant/2"
     (version,) = ask(server, "model-versions/search?filter=version_number%3D2")["model_versions"][:1] or [None]
     assert version["source"].startswith(f"oci://{blobs.url.removeprefix('http://')}/acme/demo@sha256:")
     run = ask(server, f"runs/get?run_id={version['run_id']}")["run"]
     assert run["info"]["status"] == "FINISHED"
     assert {one["key"]: one["value"] for one in run["data"]["metrics"]}["high/mmlu/general"] == 1.7
-    assert publish(to, files("w"), "v1").location == "models:/support assistant/1", "made champion again"
+    assert publish_files(to, files("w"), "v1").location == "models:/support assistant/1", "made champion again"
     to.set_alias(tmp_path, "v1", ALIAS)
     to.set_alias(tmp_path, "v2", ALIAS)
     assert (to.resolve_alias(tmp_path, ALIAS), to.resolve_alias(tmp_path, "champion")) == ("v2", "v1")
@@ -254,11 +206,7 @@ def test_a_release_is_registered_with_its_scores_and_found_by_its_alias(
 @pytest.mark.story
 @pytest.mark.parametrize(
     ("kind", "stride"),
-    [
-        pytest.param("after", 15, id="after-some"),
-        pytest.param("after", 1, marks=pytest.mark.story),
-        *(pytest.param(kind, 7, marks=pytest.mark.story) for kind in ("before", "503", "down")),
-    ],
+    [pytest.param("drop", 15, id="drop-some"), ("drop", 1), *((kind, 7) for kind in ("before", "503", "down"))],
 )
 def test_a_fault_at_any_request_leaves_the_alias_at_a_whole_release(
     blobs: SmallRegistry, monkeypatch: pytest.MonkeyPatch, kind: str, stride: int
@@ -267,61 +215,52 @@ def test_a_fault_at_any_request_leaves_the_alias_at_a_whole_release(
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     old, new = files("old"), files("new")
     whole = [{one.name: (one.size, one.sha256) for one in release} for release in (old, new)]
-    nth, went_by = 0, False
-    while not went_by:
-        blobs.tags.clear()
-        with small_mlflow() as mlflow, faulty_proxy(mlflow.url) as proxy:
-            monkeypatch.setenv("MLFLOW_TRACKING_URI", proxy.url)
-            to = target(proxy.url, blobs, "demo")
-            publish(to, old, "v1")
-            proxy.begin(ProxyFault("503" if kind == "down" else kind, nth, times=1 << 30 if kind == "down" else 1))
-            said = refusal_of(to, new)
-            went_by = nth >= len(proxy.log)
-            assert ("run again later" in said) == (kind == "down" and not went_by)
-            proxy.begin(None)
+    with small_mlflow() as mlflow, faulty_proxy(mlflow.url) as proxy:
+        monkeypatch.setenv("MLFLOW_TRACKING_URI", proxy.url)
+        to = target(proxy.url, blobs, "demo")
+
+        publish_files(to, old, "v1")
+        tags, before = dict(blobs.tags), copy.deepcopy({name: getattr(mlflow, name) for name in SmallMlflow.STATE})
+
+        def attempt(*_: object) -> dict[str, object]:
+            blobs.tags = dict(tags)
+            vars(mlflow).update(copy.deepcopy(before))
+            try:
+                return {"new": publish_files(to, new, "v2").new}
+            except Refused as error:
+                return {"refused": str(error)}
+
+        for outcome in attempts_with_fault(proxy, kind, stride, 20, attempt):
+            assert ("run again later" in str(outcome.get("refused"))) == (kind == "down")
             assert find_release("models:/demo@champion").files() in whole
-            assert publish(to, new, "v2").location == "models:/demo/2", "one version, not two"
+            assert publish_files(to, new, "v2").location == "models:/demo/2", "one version, not two"
             assert find_release("models:/demo@champion").files() == whole[1]
-            assert [one["source"] for one in mlflow.models["demo"]] == list(
-                dict.fromkeys(one["source"] for one in mlflow.models["demo"])
-            )
-        nth += stride
-    assert nth >= 20
+            sources = [version["source"] for version in mlflow.models["demo"]]
+            assert len(sources) == len(set(sources))
 
 
 def test_the_current_release_is_complete_once_the_alias_points_to_it(blobs: SmallRegistry, tmp_path: Path) -> None:
     with small_mlflow() as mlflow:
         to = target(mlflow.url, blobs, "demo")
         assert to.current_release(tmp_path) is None
-        publish(to, files("old"), "v1")
-        publish(to.storage, files("new"), "v2")  # type: ignore[attr-defined]  # as a run interrupted at this point
+        publish_files(to, files("old"), "v1")
+        publish_files(to.storage, files("new"), "v2")  # type: ignore[attr-defined]  # as a run interrupted at this point
         behind = to.current_release(tmp_path)
         assert behind is not None
         assert not behind.complete
-        assert publish(to, files("new"), "v2").new
+        assert publish_files(to, files("new"), "v2").new
         assert to.current_release(tmp_path) == dataclasses.replace(behind, complete=True)
         mlflow.aliases["demo", "champion"] = "1"  # as if a user had moved the alias
         assert to.current_release(tmp_path) == behind
-
-
-def refusal_of(to: PublishTarget, release: tuple[ReleaseFile, ...]) -> str:
-    """Return the reason for the refusal, or an empty string if the release was published."""
-    try:
-        publish(to, release, "v2")
-    except Refused as error:
-        return str(error)
-    return ""
 
 
 def test_an_alias_is_one_of_the_registered_model(blobs: SmallRegistry, monkeypatch: pytest.MonkeyPatch) -> None:
     with small_mlflow() as mlflow, faulty_proxy(mlflow.url) as proxy:
         to = target(proxy.url, blobs, "demo")
         for weights, version in (("w", "v1"), ("x", "spring"), ("y", "v2")):
-            publish(to, files(weights), version)
+            publish_files(to, files(weights), version)
         require_aliases(
-            to,
-            lambda: (mlflow.models, {**mlflow.aliases, ("demo", ALIAS): ""}),
-            lambda: [path for method, path in proxy.log if method == "POST"],
+            to, lambda: (mlflow.models, {**mlflow.aliases, ("demo", ALIAS): ""}), lambda: proxy.written("POST")
         )
         monkeypatch.setenv("MLFLOW_TRACKING_URI", mlflow.url)
         first = find_release(f"{to.address}:v1")

@@ -8,41 +8,45 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-from alias_contract import ALIAS, require_aliases
-from bucket import BUCKET, S3OnLoopback, s3_on_loopback
-from faulty_proxy import ProxyFault
-from forked_publishers import AWS
-from release_samples import publishable
+from bucket import AWS, BUCKET, S3OnLoopback, s3_on_loopback
+from faulty_proxy import FAULTS
+from forked_publishers import ForkedPublishers, forked_publishers
+from loopback import Answer, Request
+from target_contract import (
+    ALIAS,
+    ONE,
+    TWO,
+    attempts_with_fault,
+    current_release,
+    publish_files,
+    require_aliases,
+    require_flow_of_releases,
+    require_gated_bytes,
+    require_outcome,
+    require_versions,
+    small_release,
+    target_of,
+)
 
-from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints import Model
+from mergegate.merge_core.files import sha256_file
 from mergegate.tasks.publish import ReleaseFile
 from mergegate.tasks.publish.content import content_version, written_file
-from mergegate.tasks.publish.releases import check_release, load_released_model
-from mergegate.tasks.publish.targets import (
-    PublishRequest,
-    PublishTarget,
-    Release,
-    check_target,
-    find_release,
-    publish_targets,
-)
+from mergegate.tasks.publish.targets import PublishTarget, Release, check_target, find_release
 from mergegate.tasks.publish.targets import s3_access as access
 from mergegate.tasks.publish.targets import s3_publication as publication
 from mergegate.tasks.publish.targets import s3_release as aliases
 from mergegate.tasks.publish.targets.s3_state import POINTER
+from mergegate.tasks.store import merkle
 
-PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 URL = f"s3://{BUCKET}/acme/demo"
-ONE = (written_file("model.safetensors", "weights"), written_file("licenses/ä b.txt", "terms"))
-TWO = (written_file("model.safetensors", "others"), ONE[1])
+LATE = (written_file("model.safetensors", "late"),)
 
 
 @pytest.fixture(scope="module")
@@ -54,29 +58,30 @@ def s3() -> Iterator[S3OnLoopback]:
 @pytest.fixture
 def bucket(s3: S3OnLoopback, home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3OnLoopback]:
     """Yield an empty bucket, configured as a user would, without pauses between attempts."""
-    for name, value in AWS.items():
+    for name, value in {**AWS, "AWS_ENDPOINT_URL_S3": s3.url}.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", s3.url)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     access._client.cache_clear()
     s3.empty()
-    s3.proxy.begin(None)
+    s3.proxy.begin()
     yield s3
     access._client.cache_clear()
 
 
 def target(**settings: Any) -> PublishTarget:
-    made = parse_profile({**PROFILE, "publish": {"to": "s3", "url": URL, **settings}}, "p").publish
-    assert made is not None
-    return made
+    return target_of({"to": "s3", "url": URL, **settings})
 
 
 def publish(files: tuple[ReleaseFile, ...], version: str = "", head: str | None = None, **settings: Any) -> Release:
-    return target(**settings).publish(
-        PublishRequest(
-            files, "demo", version or content_version(files), Path(), HashMemo(Path("/nonexistent")), expected_head=head
-        )
-    )
+    return publish_files(target(**settings), files, version, head)
+
+
+def weights_of(files: tuple[ReleaseFile, ...]) -> str:
+    return f"acme/demo/{content_version(files)}/model.safetensors"
+
+
+def pointer_of(bucket: S3OnLoopback) -> Any:
+    return json.loads(bucket.read("acme/demo/latest.json"))
 
 
 def test_a_release_is_stored_under_its_version_and_the_pointer_names_it(bucket: S3OnLoopback, tmp_path: Path) -> None:
@@ -86,40 +91,24 @@ def test_a_release_is_stored_under_its_version_and_the_pointer_names_it(bucket: 
     there = bucket.objects()
     assert there[f"acme/demo/{version}/model.safetensors"] == b"weights"
     assert there[f"acme/demo/{version}/licenses/ä b.txt"] == b"terms"
-    assert json.loads(there["acme/demo/latest.json"])["current"] == version
+    assert pointer_of(bucket)["current"] == version
     assert len(there) == 4
-    current = target().current_release(tmp_path)
-    assert current is not None
+    current = current_release(target(), tmp_path)
     assert (current.directory / "licenses" / "ä b.txt").read_text() == "terms"
     assert (current.version, current.location, current.complete) == (version, released.location, True)
-
-
-def test_publishing_again_writes_nothing(bucket: S3OnLoopback) -> None:
-    publish(ONE)
-    bucket.proxy.begin(None)
+    bucket.proxy.begin()
     assert not publish(ONE).new
-    assert {method for method, _ in bucket.proxy.log} <= {"GET", "HEAD"}
+    assert {request.method for request in bucket.proxy.log} <= {"GET", "HEAD"}
+    bucket.proxy.begin()
+    assert current_release(target(), tmp_path) == current
+    assert len(bucket.proxy.log) == 2  # one request for the pointer and one for the listing
 
 
-def test_a_named_version_includes_its_content_hash_and_never_changes(bucket: S3OnLoopback) -> None:
-    publish(ONE, "v1")
-    assert f"acme/demo/v1-{content_version(ONE)}/model.safetensors" in bucket.objects()
-    before = bucket.objects()
-    with pytest.raises(Refused, match="already published with other content"):
-        publish(TWO, "v1")
-    assert bucket.objects() == before
-
-
-def test_an_overtaken_publisher_publishes_nothing(bucket: S3OnLoopback, tmp_path: Path) -> None:
-    publish(ONE)
-    compared_with = target().current_release(tmp_path)
-    assert compared_with is not None
-    publish(TWO, head=compared_with.head)
-    late = (written_file("model.safetensors", "late"),)
-    with pytest.raises(Refused, match="compared with") as overtaken:
-        publish(late, head=compared_with.head)
-    assert content_version(TWO) in overtaken.value.found
-    assert json.loads(bucket.read("acme/demo/latest.json"))["current"] == content_version(TWO)
+def test_a_named_version_includes_its_content_hash_and_never_changes(bucket: S3OnLoopback, tmp_path: Path) -> None:
+    require_versions(target(), tmp_path)
+    for version, files, weights in (("v1", ONE, b"weights"), ("v2", TWO, b"others")):
+        assert bucket.read(f"acme/demo/{version}-{content_version(files)}/model.safetensors") == weights
+    assert not [key for key in bucket.objects() if f"v1-{content_version(TWO)}" in key]
 
 
 def test_one_of_two_concurrent_publishers_is_refused(bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,45 +123,39 @@ def test_one_of_two_concurrent_publishers_is_refused(bucket: S3OnLoopback, monke
         return write(self, name, content, **guard)
 
     monkeypatch.setattr(access.S3Location, "write", overtaken)
-    with pytest.raises(Refused, match="is current there now"):
-        publish((written_file("model.safetensors", "late"),))
-    assert json.loads(bucket.read("acme/demo/latest.json"))["current"] == content_version(TWO)
+    with pytest.raises(Refused, match=rf"another release \({content_version(TWO)}\) is current there now"):
+        publish(LATE)
+    assert pointer_of(bucket)["current"] == content_version(TWO)
 
 
 def test_an_older_version_is_made_current_again_without_sending_it(bucket: S3OnLoopback) -> None:
     publish(ONE)
     publish(TWO)
-    bucket.proxy.begin(None)
+    bucket.proxy.begin()
     assert publish(ONE).new
-    assert [path for method, path in bucket.proxy.log if method == "PUT"] == [f"/{BUCKET}/acme/demo/latest.json"]
-    pointer = json.loads(bucket.read("acme/demo/latest.json"))
-    assert pointer["current"] == content_version(ONE)
-    assert [one["version"] for one in pointer["versions"]] == [content_version(ONE), content_version(TWO)]
+    assert bucket.proxy.written("PUT") == [f"/{BUCKET}/acme/demo/latest.json"]
+    assert pointer_of(bucket)["current"] == content_version(ONE)
+    versions = [one["version"] for one in pointer_of(bucket)["versions"]]
+    assert versions == [content_version(ONE), content_version(TWO)]
 
 
 def test_earlier_versions_are_found_by_name_or_as_first(bucket: S3OnLoopback, tmp_path: Path) -> None:
     assert target().earlier_release(tmp_path, "first") is None
     publish(ONE, "v1")
     publish(TWO, "v2")
-    for named in ("first", "v1"):
-        earlier = target().earlier_release(tmp_path, named)
-        assert earlier is not None
-        assert (earlier.directory / "model.safetensors").read_text() == "weights"
+    earlier = target().earlier_release(tmp_path, "first")
+    assert earlier is not None
+    assert (earlier.directory / "model.safetensors").read_text() == "weights"
     with pytest.raises(InvalidInput, match="did you mean 'v2'"):
         target().earlier_release(tmp_path, "v22")
 
 
-@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("size", [7, 6 << 20])
 def test_altered_files_are_not_published(
-    bucket: S3OnLoopback, tmp_path: Path, large: bool, monkeypatch: pytest.MonkeyPatch
+    bucket: S3OnLoopback, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publication, "_IN_MEMORY", 0)
-    data = b"w" * (6 << 20 if large else 7)
-    (tmp_path / "w").write_bytes(b"x" + data[1:])
-    gated = written_file("model.safetensors", data.decode())
-    altered = ReleaseFile(gated.name, gated.size, gated.sha256, tmp_path / "w")
-    with pytest.raises(Refused, match="the bytes that were evaluated and gated"):
-        publish((altered,), multipart_threshold=5 << 20)
+    require_gated_bytes(target(multipart_threshold=5 << 20), tmp_path / "w", size)
     assert [key for key in bucket.objects() if "model" in key or "latest" in key] == []
     assert bucket.uploads() == []
 
@@ -183,49 +166,45 @@ def test_a_large_file_is_sent_in_parts_and_read_once(
     monkeypatch.setattr(publication, "_PART", 5 << 20)
     data = bytes(range(256)) * (12 << 12)
     (tmp_path / "w").write_bytes(data)
-    gated = written_file("model.safetensors", data.decode("latin-1"))
     read: list[int] = []
     reading = publication._read
     monkeypatch.setattr(publication, "_read", lambda file, part: (read.append(part), reading(file, part))[1])
-    file = ReleaseFile("model.safetensors", len(data), _sha256(tmp_path / "w"), tmp_path / "w")
-    assert gated.name == file.name
+    file = ReleaseFile("model.safetensors", len(data), sha256_file(tmp_path / "w"), tmp_path / "w")
     publish((file,), multipart_threshold=5 << 20)
     assert read == [5 << 20]
-    assert len([path for method, path in bucket.proxy.log if "partNumber" in path]) == 3
-    assert bucket.read(f"acme/demo/{content_version((file,))}/model.safetensors") == data
+    assert len([request for request in bucket.proxy.log if "partNumber" in request.path]) == 3
+    assert bucket.read(weights_of((file,))) == data
     assert not publish((file,), multipart_threshold=5 << 20).new
     assert find_release(URL).files() == {"model.safetensors": (len(data), file.sha256)}
 
 
-def test_an_altered_object_is_detected_and_repaired_by_publishing_again(bucket: S3OnLoopback) -> None:
+def test_an_altered_object_is_detected_and_repaired_by_publishing_again(bucket: S3OnLoopback, tmp_path: Path) -> None:
     publish(ONE)
-    key = f"acme/demo/{content_version(ONE)}/model.safetensors"
-    bucket.write(key, b"WEIGHTS")
+    bucket.write(weights_of(ONE), b"WEIGHTS")
     assert find_release(URL).files()["model.safetensors"][1] != ONE[0].sha256
+    with pytest.raises(Refused, match=r"the downloaded files differ from their list: model\.safetensors"):
+        target().current_release(tmp_path)
     assert publish(ONE).new
-    assert bucket.read(key) == b"weights"
+    assert bucket.read(weights_of(ONE)) == b"weights"
 
 
 def test_objects_without_checksums_are_downloaded_to_verify(bucket: S3OnLoopback) -> None:
     publish(ONE)
-    key = f"acme/demo/{content_version(ONE)}/model.safetensors"
-    bucket.client.put_object(Bucket=BUCKET, Key=key, Body=b"WEIGHTS")
+    bucket.client.put_object(Bucket=BUCKET, Key=weights_of(ONE), Body=b"WEIGHTS")
     assert find_release(URL).files()["model.safetensors"][1] == written_file("x", "WEIGHTS").sha256
-    bucket.client.put_object(Bucket=BUCKET, Key=key, Body=b"weights")
+    bucket.client.put_object(Bucket=BUCKET, Key=weights_of(ONE), Body=b"weights")
     assert not publish(ONE).new
 
 
-def test_a_store_without_guarded_writes_is_refused(bucket: S3OnLoopback) -> None:
-    def without_guard(method: str, path: str, headers: dict[str, str], body: bytes) -> None:
-        for name in [name for name in headers if name.lower() in ("if-none-match", "if-match")]:
-            del headers[name]
+def test_a_store_without_guarded_writes_is_refused(bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_guard(request: Request) -> Answer | None:
+        for name in ("if-none-match", "if-match"):
+            del request.headers[name]
+        return None
 
-    guarding, bucket.proxy.refuse = bucket.proxy.refuse, without_guard  # type: ignore[assignment]
-    try:
-        with pytest.raises(Refused, match="If-None-Match"):
-            publish(ONE)
-    finally:
-        bucket.proxy.refuse = guarding
+    monkeypatch.setattr(bucket.proxy, "refuse", without_guard)
+    with pytest.raises(Refused, match="If-None-Match"):
+        publish(ONE)
     assert "acme/demo/latest.json" not in bucket.objects()
 
 
@@ -233,21 +212,6 @@ def test_a_foreign_object_in_a_version_is_refused(bucket: S3OnLoopback) -> None:
     bucket.write(f"acme/demo/{content_version(ONE)}/evil.py", b"import os")
     with pytest.raises(Refused, match=r"evil\.py is among the files"):
         publish(ONE)
-
-
-def test_a_downloaded_release_is_compared_with_what_was_published(bucket: S3OnLoopback, tmp_path: Path) -> None:
-    publish(ONE)
-    bucket.write(f"acme/demo/{content_version(ONE)}/model.safetensors", b"WEIGHTS")
-    with pytest.raises(Refused, match=r"the downloaded files differ from their list: model\.safetensors"):
-        target().current_release(tmp_path)
-
-
-def test_a_champion_is_downloaded_once(bucket: S3OnLoopback, tmp_path: Path) -> None:
-    publish(ONE)
-    first = target().current_release(tmp_path)
-    bucket.proxy.begin(None)
-    assert target().current_release(tmp_path) == first
-    assert len(bucket.proxy.log) == 2  # one request for the pointer and one for the listing
 
 
 def test_leftovers_of_old_interrupted_runs_are_removed(bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,16 +225,14 @@ def test_leftovers_of_old_interrupted_runs_are_removed(bucket: S3OnLoopback, mon
     monkeypatch.setattr(access.S3Location, "now", lambda self: datetime.now(UTC) + timedelta(days=8))
     publish(ONE)
     assert {key for key in bucket.objects() if "dead" in key or "other-prefix" in key} == set()
-    for files in (ONE, TWO):
-        assert bucket.read(f"acme/demo/{content_version(files)}/model.safetensors")
+    assert all(bucket.read(weights_of(files)) for files in (ONE, TWO))
 
 
 def test_missing_prerequisites_are_found_before_the_merge(
     bucket: S3OnLoopback, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_target(target(), tmp_path)
-    assert bucket.objects() == {}
-    assert bucket.uploads() == []
+    assert (bucket.objects(), bucket.uploads()) == ({}, [])
     with pytest.raises(InvalidInput, match=r"s3://nobodys/demo: there is no bucket nobodys"):
         check_target(target(url="s3://nobodys/demo"), tmp_path)
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
@@ -282,38 +244,9 @@ def test_missing_prerequisites_are_found_before_the_merge(
         check_target(target(), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"url": "s3://models"}, r"p: publish\.url"),
-        ({"url": "https://models/demo"}, r"p: publish\.url"),
-        ({"bucket": "models"}, "unknown key 'bucket'"),
-        ({"endpoint": "http://user:secret@here"}, r"p: publish\.endpoint"),
-        ({"multipart_threshold": 1}, r"p: publish\.multipart_threshold"),
-    ],
-)
-def test_an_invalid_setting_is_reported_with_its_field(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(InvalidInput, match=message):
-        target(**settings)
-
-
 @pytest.mark.story
-def test_a_release_flows_through_it(bucket: S3OnLoopback, home: Path, tmp_path: Path, prefect_api: None) -> None:
-    one, two = publishable(tmp_path / "one"), publishable(tmp_path / "two", weights=b"others")
-    place, hashes = target(), HashMemo(tmp_path / "hashes.sqlite")
-    merge = Model(name="merge", digest="d" * 64, directory=one.merged.directory)
-    assert load_released_model(place, tmp_path, merge, hashes) is None
-    released = one.publish(place, tmp_path)
-    champion = load_released_model(place, tmp_path, merge, hashes)
-    assert champion is not None
-    assert champion.digest == merge.digest
-    assert f"mergegate verify {URL}" in (champion.directory / "README.md").read_text()
-    two.publish(place, tmp_path, expected_head=champion.head)
-    with pytest.raises(Refused, match="is current there now"):
-        publishable(tmp_path / "three", weights=b"late").publish(place, tmp_path, expected_head=champion.head)
-    for named in (URL, f"{URL}@{released.version}"):
-        verified = check_release(find_release(named), recompute=True)
-        assert verified.reference.startswith(URL)
+def test_a_release_flows_through_it(bucket: S3OnLoopback, tmp_path: Path, prefect_api: None) -> None:
+    require_flow_of_releases(target(), tmp_path, "is current there now")
     with pytest.raises(InvalidInput, match="no version nothing"):
         find_release(f"{URL}@nothing")
     with pytest.raises(InvalidInput, match=re.escape("no latest.json at this location")):
@@ -321,27 +254,15 @@ def test_a_release_flows_through_it(bucket: S3OnLoopback, home: Path, tmp_path: 
 
 
 @pytest.mark.story
-def test_no_message_contains_a_secret(bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", FAULTS)
+def test_no_message_contains_a_secret(bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(access, "READ_S", 0.2)
-    from faulty_proxy import FAULTS, ProxyFault
-
-    for kind in FAULTS:
-        bucket.proxy.begin(ProxyFault(kind, 0, times=1 << 30))
-        with pytest.raises(Refused, match="run again later") as said:
-            publish(ONE)
-        assert AWS["AWS_SECRET_ACCESS_KEY"] not in str(said.value)
-        assert "Authorization" not in str(said.value)
+    bucket.proxy.begin(replace(FAULTS[kind], times=1 << 30))
+    with pytest.raises(Refused, match="run again later") as said:
+        publish(ONE)
+    assert AWS["AWS_SECRET_ACCESS_KEY"] not in str(said.value)
+    assert "Authorization" not in str(said.value)
     assert said.value.__cause__ is None
-
-
-def test_it_is_one_of_the_targets() -> None:
-    assert "s3" in publish_targets()
-
-
-def _sha256(path: Path) -> str:
-    from mergegate.merge_core.files.hashing import sha256_file
-
-    return sha256_file(path)
 
 
 @pytest.mark.story
@@ -352,7 +273,7 @@ def test_an_alias_is_an_object_next_to_the_pointer(bucket: S3OnLoopback) -> None
     require_aliases(
         target(),
         lambda: {name: content for name, content in bucket.objects().items() if name != key},
-        lambda: [path for method, path in bucket.proxy.log if method == "PUT"],
+        lambda: bucket.proxy.written("PUT"),
     )
     assert json.loads(bucket.read(key))["version"] == "v1"
     assert find_release(f"{URL}@{ALIAS}").files() == find_release(f"{URL}@v1").files()
@@ -367,10 +288,10 @@ def test_an_alias_is_moved_despite_lost_requests_and_concurrent_writers(
 ) -> None:
     for files, version in ((ONE, "v1"), (TWO, "v2")):
         publish(files, version)
-    for nth, kind in enumerate(("after", "503", "before", "after", "503")):
-        bucket.proxy.begin(ProxyFault(kind, nth % 4))
+    for nth, kind in enumerate(("drop", "503", "before", "drop", "503")):
+        bucket.proxy.begin(replace(FAULTS[kind], nth=nth % 4))
         target().set_alias(Path(), version := ("v1", "v2")[nth % 2], ALIAS)
-        bucket.proxy.begin(None)
+        bucket.proxy.begin()
         assert target().resolve_alias(Path(), ALIAS) == version
     seen: list[str] = []
     read = aliases.read_alias
@@ -391,3 +312,66 @@ def test_an_alias_is_moved_despite_lost_requests_and_concurrent_writers(
     bucket.write(f"acme/demo/{ALIAS}.json", b"{}")
     with pytest.raises(Refused, match="not an alias of a version"):
         target().set_alias(Path(), "v2", ALIAS)
+
+
+def released_files(s3: S3OnLoopback) -> dict[str, bytes] | None:
+    """Return the release that the pointer selects, after comparing all files with the pointer's digest."""
+    there = s3.objects()
+    if "acme/demo/latest.json" not in there:
+        return None
+    pointer = pointer_of(s3)
+    (entry,) = (one for one in pointer["versions"] if one["version"] == pointer["current"])
+    prefix = f"acme/demo/{entry['path']}/"
+    files = {key.removeprefix(prefix): data for key, data in there.items() if key.startswith(prefix)}
+    listing = json.loads(there[f"acme/demo/.listings/{entry['path']}.json"])["files"]
+    assert {name: len(data) for name, data in files.items()} == {name: size for name, (size, _) in listing.items()}
+    assert merkle({name: (size, sha256) for name, (size, sha256) in listing.items()}) == entry["digest"]
+    return files
+
+
+@pytest.fixture(scope="module")
+def warm(s3: S3OnLoopback, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedPublishers]:
+    with forked_publishers(tmp_path_factory.mktemp("warm"), "s3", AWS_ENDPOINT_URL_S3=s3.url) as process:
+        yield process
+
+
+# Lost answers and kills hit every request. Faults without an effect on the server hit only every fourth request.
+@pytest.mark.parametrize(
+    ("first", "kind", "stride"),
+    [
+        pytest.param(False, "kill", 6, id="next-kill-some", marks=pytest.mark.story),
+        pytest.param(True, "500", 4, id="first-500", marks=pytest.mark.story),
+        pytest.param(True, "kill", 1, id="first-kill", marks=pytest.mark.proof),
+        *(pytest.param(False, kind, 1, id=f"next-{kind}", marks=pytest.mark.proof) for kind in ("drop", "kill")),
+        *(
+            pytest.param(False, kind, 4, id=f"next-{kind}", marks=pytest.mark.proof)
+            for kind in ("down", "before", "503", "silence")
+        ),
+    ],
+)
+def test_a_fault_at_any_request_leaves_a_whole_release_and_is_healed_by_running_again(
+    s3: S3OnLoopback, warm: ForkedPublishers, tmp_path: Path, first: bool, kind: str, stride: int
+) -> None:
+    s3.empty()
+    s3.proxy.begin()
+    place = {"to": "s3", "url": URL}
+    if not first:
+        warm.publish(place, small_release(tmp_path / "old", 1), "v1")
+    before, standing = s3.objects(), released_files(s3)
+    files: dict[str, Path] = {}
+
+    def attempt(nth: int, on_start: Any) -> Any:
+        s3.put_back(before)
+        files.update(small_release(tmp_path / str(nth), 2))
+        return warm.publish(place, files, "v2", on_start=on_start)
+
+    for outcome in attempts_with_fault(s3.proxy, kind, stride, 15, attempt):
+        new = {name: path.read_bytes() for name, path in files.items()}
+        assert released_files(s3) in (standing, new), "half a release"
+        require_outcome(outcome, kind)
+        assert warm.publish(place, files, "v2")["version"] == "v2"
+        assert released_files(s3) == new
+        digest = merkle({name: (path.stat().st_size, sha256_file(path)) for name, path in files.items()})
+        directory = f"acme/demo/v2-{digest[:12]}"
+        listing = f"acme/demo/.listings/v2-{digest[:12]}.json"
+        assert {key for key in s3.objects() if "/v2-" in key} == {listing, *(f"{directory}/{name}" for name in files)}

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from target_contract import target_of
 
-from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.publish.targets import download
 from mergegate.tasks.publish.targets.contract import check_target
@@ -20,13 +20,11 @@ from mergegate.tasks.publish.targets.directory import DirectoryRelease, Director
 from mergegate.tasks.publish.targets.hub import HubTarget
 from mergegate.tasks.publish.targets.registry import find_release
 
-PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
-
 
 def test_the_default_target_is_a_directory() -> None:
-    assert parse_profile({**PROFILE, "publish": {"path": "out"}}, "p").publish == DirectoryTarget(path=Path("out"))
+    assert target_of({"path": "out"}) == DirectoryTarget(path=Path("out"))
     hub = {"to": "hub", "repo": "acme/demo", "visibility": "public", "gated": "manual"}
-    assert parse_profile({**PROFILE, "publish": hub}, "p").publish == HubTarget.model_validate(hub)
+    assert target_of(hub) == HubTarget.model_validate(hub)
 
 
 @pytest.mark.parametrize(
@@ -39,11 +37,19 @@ def test_the_default_target_is_a_directory() -> None:
         ({"to": "hub", "repo": "acme/demo", "gated": "auto"}, "a private repository cannot be gated"),
         ({"to": "hbu", "repo": "acme/demo"}, "'directory', 'hub'"),
         ({"to": "hub", "repo": "acme/demo", "version": "a/b"}, "p: publish.version"),
+        ({"to": "s3", "url": "s3://models"}, "p: publish.url"),
+        ({"to": "s3", "url": "https://models/demo"}, "p: publish.url"),
+        ({"to": "s3", "url": "s3://models/demo", "bucket": "models"}, "unknown key 'bucket'"),
+        ({"to": "s3", "url": "s3://models/demo", "endpoint": "http://user:secret@here"}, "p: publish.endpoint"),
+        ({"to": "s3", "url": "s3://models/demo", "multipart_threshold": 1}, "p: publish.multipart_threshold"),
+        ({"to": "oci", "repository": "demo"}, "p: publish.repository"),
+        ({"to": "oci", "repository": "https://ghcr.io/acme/demo"}, "p: publish.repository"),
+        ({"to": "oci", "repository": "user:secret@ghcr.io/acme/demo"}, "p: publish.repository"),
     ],
 )
 def test_an_invalid_setting_is_reported_with_its_field(publish: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidInput) as error:
-        parse_profile({**PROFILE, "publish": publish}, "p")
+        target_of(publish)
     assert message in str(error.value)
 
 
@@ -51,8 +57,8 @@ def test_a_license_check_for_private_use_does_not_let_a_public_release_through()
     checks = {"license": {"visibility": "private"}}
     public = {"to": "hub", "repo": "acme/demo", "visibility": "public"}
     with pytest.raises(InvalidInput, match=r"checks\.license\.visibility"):
-        parse_profile({**PROFILE, "checks": checks, "publish": public}, "p")
-    parse_profile({**PROFILE, "checks": checks, "publish": {"to": "hub", "repo": "acme/demo"}}, "p")
+        target_of(public, checks=checks)
+    target_of({"to": "hub", "repo": "acme/demo"}, checks=checks)
 
 
 def test_a_missing_token_or_key_is_found_before_anything_is_merged(

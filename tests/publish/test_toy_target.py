@@ -12,18 +12,15 @@ from pathlib import Path
 
 import pytest
 from pydantic import BaseModel
-from release_samples import publishable
+from target_contract import PROFILE, require_flow_of_releases, target_of
 
-from mergegate.flows.profile import Profile, parse_profile
+from mergegate.flows.profile import Profile
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints import Model
-from mergegate.tasks.publish.releases import check_release, load_released_model
+from mergegate.tasks.publish.releases import check_release
 from mergegate.tasks.publish.targets import PublishTarget, Target, check_target, find_release, publish_targets
 from mergegate.tasks.publish.targets import registry as target_registry
 
 PROJECT = Path(__file__).resolve().parents[2]
-PROFILE: dict[str, object] = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
 SHELF = {"to": "shelf", "place": "library"}
 
 
@@ -51,21 +48,15 @@ def shelf(tmp_path: Path) -> Iterator[type[PublishTarget]]:
     Profile.model_rebuild(force=True)
 
 
-def target_of(profile: dict[str, object]) -> PublishTarget:
-    target = parse_profile(profile, "p").publish
-    assert target is not None
-    return target
-
-
 def test_a_profile_can_name_it_and_its_settings_are_as_strict_as_ours(shelf: type[PublishTarget]) -> None:
-    assert target_of({**PROFILE, "publish": SHELF}) == shelf.model_validate(SHELF)
+    assert target_of(SHELF) == shelf.model_validate(SHELF)
     with pytest.raises(InvalidInput) as misspelt:
-        parse_profile({**PROFILE, "publish": {**SHELF, "plaec": "x"}}, "p")
+        target_of({**SHELF, "plaec": "x"})
     assert str(misspelt.value) == "p: publish.plaec: unknown key 'plaec'\n  remedy:   did you mean 'place'?"
     with pytest.raises(InvalidInput, match=r"p: publish\.place: is missing"):
-        parse_profile({**PROFILE, "publish": {"to": "shelf"}}, "p")
+        target_of({"to": "shelf"})
     with pytest.raises(InvalidInput, match=r"'directory', .*'shelf'"):
-        parse_profile({**PROFILE, "publish": {"to": "shlef"}}, "p")
+        target_of({"to": "shlef"})
 
 
 def test_a_schema_built_after_installation_includes_the_target(shelf: type[PublishTarget]) -> None:
@@ -78,16 +69,16 @@ def test_a_schema_built_after_installation_includes_the_target(shelf: type[Publi
 
 
 def test_the_licenses_of_a_public_one_must_have_been_checked_for_that(shelf: type[PublishTarget]) -> None:
-    private = {**PROFILE, "checks": {"license": {"visibility": "private"}}}
+    private = {"license": {"visibility": "private"}}
     with pytest.raises(InvalidInput, match=r"checks\.license\.visibility"):
-        parse_profile({**private, "publish": {**SHELF, "open_to_all": True}}, "p")
-    parse_profile({**private, "publish": SHELF}, "p")
+        target_of({**SHELF, "open_to_all": True}, checks=private)
+    target_of(SHELF, checks=private)
 
 
 def test_a_problem_with_the_target_is_found_before_the_merge(tmp_path: Path, shelf: type[PublishTarget]) -> None:
-    target = target_of({**PROFILE, "publish": SHELF})
+    target = target_of(SHELF)
     check_target(target, tmp_path)
-    signed = target_of({**PROFILE, "publish": {**SHELF, "sign_key": "release.key"}})
+    signed = target_of({**SHELF, "sign_key": "release.key"})
     with pytest.raises(InvalidInput, match=r"release\.key: cannot be read: No such file"):
         check_target(signed, tmp_path)
     (tmp_path / "library").write_text("")
@@ -98,32 +89,11 @@ def test_a_problem_with_the_target_is_found_before_the_merge(tmp_path: Path, she
 def test_a_release_flows_through_it(
     tmp_path: Path, home: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch, shelf: type[PublishTarget]
 ) -> None:
-    target = target_of({**PROFILE, "publish": SHELF})
-    one, two = publishable(tmp_path / "one"), publishable(tmp_path / "two", weights=b"others")
-    hashes = HashMemo(tmp_path / "hashes.sqlite")
-    merge = Model(name="merge", digest="d" * 64, directory=one.merged.directory)
-    assert load_released_model(target, tmp_path, merge, hashes) is None
-
-    released = one.publish(target, tmp_path)
-    assert (released.name, released.label, released.new) == ("demo", "shelf:library", True)
-    again = one.publish(target, tmp_path)
-    assert (again.version, again.new) == (released.version, False)
-
-    champion = load_released_model(target, tmp_path, merge, hashes)
-    assert champion is not None
-    assert (champion.digest, champion.head) == (merge.digest, released.version)
-    assert (champion.directory / "model.safetensors").read_bytes() == b"weights"
-    assert "mergegate verify shelf:library" in (champion.directory / "README.md").read_text()
-
-    later = two.publish(target, tmp_path, expected_head=champion.head)
-    assert later.new
-    with pytest.raises(Refused, match=f"{later.version} is current"):
-        publishable(tmp_path / "three", weights=b"late").publish(target, tmp_path, expected_head=champion.head)
-
     monkeypatch.chdir(tmp_path)
-    for name, version in (("shelf:library", later.version), (f"shelf:library@{released.version}", released.version)):
-        verified = check_release(find_release(name), recompute=True)
-        assert (verified.version, verified.signed) == (version, "none")
+    target = target_of(SHELF)
+    released, later = require_flow_of_releases(target, tmp_path, "is current")
+    assert released.label == target.address == "shelf:library"
+    assert check_release(find_release("shelf:library"), recompute=True).version == later.version
     with pytest.raises(InvalidInput, match="no such version on this shelf"):
         find_release("shelf:library@v9")
 

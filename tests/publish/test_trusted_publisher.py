@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
-from hub_look_alike import READER, WRITER, Fault, LookAlike, hub
+from hub_look_alike import READER, WRITER, Fault, LookAlike, hub, use_hub
 from look_alike_repository import Repository, plain
+from loopback import Request
 from oidc_look_alike import CLAIMS, GITHUB, PublisherEntry, job_environment
 from typer.testing import CliRunner
 
@@ -23,7 +24,7 @@ from mergegate.flows.cli.app import app
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints.hub import hub_access, trusted_publisher
-from mergegate.tasks.publish.content import ReleaseFile
+from mergegate.tasks.publish.content import ReleaseFile, written_file
 from mergegate.tasks.publish.targets import PublishRequest, check_target
 from mergegate.tasks.publish.targets.hub import HubTarget
 from mergegate.tasks.publish.targets.hub_publication import PublishedCommit, publish_hub
@@ -37,24 +38,17 @@ perplexity: {{documents: {MODELS}/data/held-out.jsonl, max_increase: 5%}}
 publish: {{to: hub, repo: acme/demo}}
 variants: [{{format: gguf, types: [Q8_0]}}]
 """
-VARIABLES = ("HF_HUB_OFFLINE", "HF_TOKEN", "HF_OIDC_RESOURCE", "HF_OIDC_ID_TOKEN", "GITHUB_ACTIONS")
 
 
 @pytest.fixture
 def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LookAlike]:
     """Make the stand-in this process's Hub, with an empty private repository for the demo and one for its variants."""
-    from huggingface_hub import constants
-
     with hub(tmp_path / "hub") as stand_in:
         for name in ("acme/demo", "acme/demo-GGUF"):
             stand_in.repositories[name] = Repository(name, private=True)
             stand_in.oidc.publishers.append(PublisherEntry(name))
-        for name in VARIABLES:
-            monkeypatch.delenv(name, raising=False)
-        monkeypatch.setenv("HF_ENDPOINT", stand_in.url)
-        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no-token"))
+        use_hub(monkeypatch, stand_in.url, tmp_path)
+        monkeypatch.delenv("GITHUB_ACTIONS", raising=False)
         # The client's clock is that of the stand-in, and nothing waits.
         clock = SimpleNamespace(time=stand_in.oidc.now, sleep=lambda seconds: None)
         monkeypatch.setattr(trusted_publisher, "time", clock)
@@ -73,17 +67,9 @@ def job(server: LookAlike, monkeypatch: pytest.MonkeyPatch) -> LookAlike:
 
 def test_every_repository_is_written_with_a_token_of_its_own_and_the_check_says_whose(job: LookAlike) -> None:
     credentials = check_target(DEMO, Path(), ["GGUF"])
-    assert [use.model_dump() for use in credentials] == [
-        {
-            "place": place,
-            "kind": "oidc",
-            "name": CLAIMS["sub"],
-            "issuer": GITHUB,
-            "can_write": True,
-            "renewable": True,
-        }
-        for place in ("acme/demo", "acme/demo-GGUF")
-    ]
+    identity = {"kind": "oidc", "name": CLAIMS["sub"], "issuer": GITHUB, "can_write": True, "renewable": True}
+    places = ("acme/demo", "acme/demo-GGUF")
+    assert [use.model_dump() for use in credentials] == [{"place": place, **identity} for place in places]
     assert credentials[0].summary() == (
         f"publish: acme/demo with the OIDC identity {CLAIMS['sub']} of {GITHUB}, which may write"
     )
@@ -112,11 +98,8 @@ def test_check_and_dry_run_name_the_credential_of_every_repository(
     job.oidc.publishers[1] = PublisherEntry("acme/demo-GGUF", read_only=True)
     (tmp_path / "demo.yaml").write_text(PROFILE)
 
-    def answer(*arguments: str) -> dict[str, Any]:
-        parsed: dict[str, Any] = json.loads(
-            CliRunner().invoke(app, [*arguments, str(tmp_path / "demo.yaml"), "--json"]).stdout
-        )
-        return parsed
+    def answer(*arguments: str) -> Any:
+        return json.loads(CliRunner().invoke(app, [*arguments, str(tmp_path / "demo.yaml"), "--json"]).stdout)
 
     for command in (["check"], ["run", "--dry-run"]):
         found = answer(*command)
@@ -132,120 +115,103 @@ def test_check_and_dry_run_name_the_credential_of_every_repository(
     assert (found["status"], found["credentials"]) == ("invalid", [])
 
 
-def refused_without_id_token(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
-    """No credential at all."""
+class Refusal(NamedTuple):
+    """What is wrong in a job of GitHub Actions, and the refusal that says so."""
+
+    words: list[str]
+    kind: type[MergegateError] = Refused
+    environment: Callable[[LookAlike], dict[str, str]] = lambda server: job_environment(server.url)
+    change: Callable[[LookAlike], object] = lambda server: None
+    fault: Fault | None = None
 
 
-def refused_permission(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
-    patch.setenv("GITHUB_ACTIONS", "true")
+def with_id_token(issue: Callable[[LookAlike], str]) -> Callable[[LookAlike], dict[str, str]]:
+    return lambda server: {"HF_OIDC_ID_TOKEN": issue(server)}
 
 
-def refused_resource(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
-    in_job(server, patch)
-    patch.setenv("HF_OIDC_RESOURCE", "acme/other")
+def remove_repository(server: LookAlike) -> None:
+    del server.repositories["acme/demo"]
 
 
-def refused_identity(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
-    patch.setenv("HF_OIDC_RESOURCE", "acme/demo")
-
-
-def refused_expiry(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
-    patch.setenv("HF_OIDC_ID_TOKEN", server.oidc.issue(server.url, seconds=-600))
-
-
-def refused_form(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
-    patch.setenv("HF_OIDC_ID_TOKEN", "$HF_ID_TOKEN")
-
-
-def refused_audience(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
-    patch.setenv("HF_OIDC_ID_TOKEN", server.oidc.issue("https://gitlab.example"))
-
-
-def refused_claims(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
-    in_job(server, patch)
+def publish_from_elsewhere(server: LookAlike) -> None:
     server.repositories["acme/demo"].private = False
     server.oidc.claims["repository"] = "mallory/models"
 
 
-def refused_repository(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
-    in_job(server, patch)
-    del server.repositories["acme/demo"]
-    server.oidc.publishers.clear()
+REFUSALS = {
+    "no credential": Refusal(
+        ["export HF_TOKEN", "publish.token_block", "trusted publisher on"], InvalidInput, lambda server: {}
+    ),
+    "permission": Refusal(
+        ["id-token: write", "HF_TOKEN", "token_block"], InvalidInput, lambda server: {"GITHUB_ACTIONS": "true"}
+    ),
+    "resource": Refusal(
+        ["HF_OIDC_RESOURCE: acme/other", "published to acme/demo"],
+        InvalidInput,
+        lambda server: {**job_environment(server.url), "HF_OIDC_RESOURCE": "acme/other"},
+    ),
+    "identity": Refusal(
+        ["no OIDC identity", "HF_OIDC_ID_TOKEN"], InvalidInput, lambda server: {"HF_OIDC_RESOURCE": "acme/demo"}
+    ),
+    "expiry": Refusal(
+        ["HF_OIDC_ID_TOKEN: the id token expired", "10 min ago", "cannot be renewed"],
+        InvalidInput,
+        with_id_token(lambda server: server.oidc.issue(server.url, seconds=-600)),
+    ),
+    "form": Refusal(
+        ["HF_OIDC_ID_TOKEN: it is not a JSON Web Token"], InvalidInput, with_id_token(lambda server: "$HF_ID_TOKEN")
+    ),
+    "audience": Refusal(
+        ["400 invalid_grant", "aud=https://gitlab.example", "request the id token with"],
+        environment=with_id_token(lambda server: server.oidc.issue("https://gitlab.example")),
+    ),
+    "claims": Refusal(
+        ["repository=mallory/models", "add a trusted publisher", "/acme/demo/settings"], change=publish_from_elsewhere
+    ),
+    "repository": Refusal(
+        ["invalid_grant", "create the repository if it does not exist"],
+        change=lambda server: (remove_repository(server), server.oidc.publishers.clear()),
+    ),
+    "read only": Refusal(
+        ["the trusted publisher may not write: 403", "'Read-only'"],
+        change=lambda server: server.oidc.publishers.insert(0, PublisherEntry("acme/demo", read_only=True)),
+    ),
+    "lost repository": Refusal(["the repository does not exist", "cannot create one"], change=remove_repository),
+    "busy Hub": Refusal(["503", "run again later"], fault=Fault("fail", path="/oauth/token", times=99)),
+    "old Hub": Refusal(
+        ["does not exchange id tokens: 404", "export HF_TOKEN"], fault=Fault("fail", path="/oauth/token", status=404)
+    ),
+    "page": Refusal(["not the expected JSON"], fault=Fault("fail", path="/oauth/token", status=200, body="<html>")),
+    "connection": Refusal(
+        ["check HF_ENDPOINT and the network"],
+        environment=lambda server: {
+            "HF_OIDC_ID_TOKEN": server.oidc.issue("http://127.0.0.1:9"),
+            "HF_ENDPOINT": "http://127.0.0.1:9",
+        },
+    ),
+    "GitHub": Refusal(
+        ["GitHub Actions does not issue it: 403", "run the job again"],
+        environment=lambda server: {
+            **job_environment(server.url),
+            "ACTIONS_ID_TOKEN_REQUEST_TOKEN": "ghs_of_an_ended_job",
+        },
+    ),
+}
 
 
-def refused_writing(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
-    in_job(server, patch)
-    server.oidc.publishers[0] = PublisherEntry("acme/demo", read_only=True)
-
-
-def refused_lost_repository(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
-    in_job(server, patch)
-    del server.repositories["acme/demo"]
-
-
-def refused_busy_hub(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
-    in_job(server, patch)
-    server.set_faults([Fault("fail", path="/oauth/token", times=99)])
-
-
-def refused_old_hub(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
-    in_job(server, patch)
-    server.set_faults([Fault("fail", path="/oauth/token", status=404)])
-
-
-def refused_page(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
-    in_job(server, patch)
-    server.set_faults([Fault("fail", path="/oauth/token", status=200, body="<html>")])
-
-
-def refused_connection(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
-    patch.setenv("HF_OIDC_ID_TOKEN", server.oidc.issue("http://127.0.0.1:9"))
-    patch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-
-
-def refused_by_github(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
-    in_job(server, patch)
-    patch.setenv("ACTIONS_ID_TOKEN_REQUEST_TOKEN", "ghs_of_an_ended_job")
-
-
-def in_job(server: LookAlike, patch: pytest.MonkeyPatch) -> None:
-    for name, value in job_environment(server.url).items():
-        patch.setenv(name, value)
-
-
-@pytest.mark.parametrize(
-    ("prepare", "kind", "words"),
-    [
-        (refused_without_id_token, InvalidInput, ["export HF_TOKEN", "publish.token_block", "trusted publisher on"]),
-        (refused_permission, InvalidInput, ["id-token: write", "HF_TOKEN", "token_block"]),
-        (refused_resource, InvalidInput, ["HF_OIDC_RESOURCE: acme/other", "published to acme/demo"]),
-        (refused_identity, InvalidInput, ["no OIDC identity", "HF_OIDC_ID_TOKEN"]),
-        (refused_expiry, InvalidInput, ["HF_OIDC_ID_TOKEN: the id token expired", "10 min ago", "cannot be renewed"]),
-        (refused_form, InvalidInput, ["HF_OIDC_ID_TOKEN: it is not a JSON Web Token"]),
-        (refused_audience, Refused, ["400 invalid_grant", "aud=https://gitlab.example", "request the id token with"]),
-        (refused_claims, Refused, ["repository=mallory/models", "add a trusted publisher", "/acme/demo/settings"]),
-        (refused_repository, Refused, ["invalid_grant", "create the repository if it does not exist"]),
-        (refused_writing, Refused, ["the trusted publisher may not write: 403", "'Read-only'"]),
-        (refused_lost_repository, Refused, ["the repository does not exist", "cannot create one"]),
-        (refused_busy_hub, Refused, ["503", "run again later"]),
-        (refused_old_hub, Refused, ["does not exchange id tokens: 404", "export HF_TOKEN"]),
-        (refused_page, Refused, ["not the expected JSON"]),
-        (refused_connection, Refused, ["check HF_ENDPOINT and the network"]),
-        (refused_by_github, Refused, ["GitHub Actions does not issue it: 403", "run the job again"]),
-    ],
-)
+@pytest.mark.parametrize("case", REFUSALS)
 def test_the_check_refuses_what_a_publication_would_fail_on(
-    server: LookAlike,
-    monkeypatch: pytest.MonkeyPatch,
-    prepare: Callable[[LookAlike, pytest.MonkeyPatch], None],
-    kind: type[MergegateError],
-    words: list[str],
+    server: LookAlike, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    prepare(server, monkeypatch)
-    with pytest.raises(kind) as caught:
+    refusal = REFUSALS[case]
+    for name, value in refusal.environment(server).items():
+        monkeypatch.setenv(name, value)
+    refusal.change(server)
+    server.set_faults([refusal.fault] if refusal.fault else [])
+    with pytest.raises(refusal.kind) as caught:
         check_target(DEMO, Path())
     message = str(caught.value)
-    assert [word for word in words if word not in message] == [], message
+    assert [word for word in refusal.words if word not in message] == [], message
     assert caught.value.remedy
     assert [secret for secret in [*server.oidc.secrets(), "ghs_of_an_ended_job"] if secret in message] == []
     assert not any("/commit/" in entry.path or "repos/create" in entry.path for entry in server.log)
@@ -295,16 +261,13 @@ def test_an_id_token_issued_in_advance_is_used_until_the_hub_token_expires(
         _ = access.token
 
 
-def publish(access_repo: str, tmp_path: Path) -> PublishedCommit:
-    contents = {"README.md": b"---\nlicense: mit\n---\n# demo\n", "model.safetensors": b"\0" * 3000}
-    files = tuple(
-        ReleaseFile(name, len(data), sha256(data).hexdigest(), data if name == "README.md" else tmp_path / name)
-        for name, data in contents.items()
-    )
-    (tmp_path / "model.safetensors").write_bytes(contents["model.safetensors"])
+def publish(tmp_path: Path) -> PublishedCommit:
+    (tmp_path / "w").write_bytes(b"\0" * 3000)
+    weights = ReleaseFile("model.safetensors", 3000, sha256(b"\0" * 3000).hexdigest(), tmp_path / "w")
+    files = (written_file("README.md", "---\nlicense: mit\n---\n# demo\n"), weights)
     request = PublishRequest(files, "demo", "v1", tmp_path, HashMemo(tmp_path / "memo"))
-    access = hub_access(writing=True, repo=access_repo)
-    return publish_hub(request, access_repo, access, wait=lambda seconds: None)
+    access = hub_access(writing=True, repo="acme/demo")
+    return publish_hub(request, "acme/demo", access, wait=lambda seconds: None)
 
 
 @pytest.mark.parametrize("path", ["/branch/", "/preupload/", "/commit/mergegate", "/commit/main", "/tag/", "batch"])
@@ -314,13 +277,13 @@ def test_a_token_that_expires_at_any_step_of_the_publication_is_replaced(
     """The Hub revokes the token just after a request, so the next one is denied."""
     revoked: list[str] = []
 
-    def revoke(request: object) -> None:
-        if path in getattr(request, "path", "") and not revoked:
+    def revoke(request: Request) -> None:
+        if path in request.path and not revoked:
             revoked.extend(job.oidc.tokens)
             job.oidc.tokens.clear()
 
     job.after.append(revoke)
-    assert publish("acme/demo", tmp_path).new
+    assert publish(tmp_path).new
     repository = job.repositories["acme/demo"]
     assert [commit.title for commit in repository.history()] == ["Release v1", "initial commit"]
     assert repository.tags == {"v1": repository.branches["main"]}
@@ -334,26 +297,21 @@ def test_a_publication_that_loses_its_only_token_is_refused_and_can_be_completed
 ) -> None:
     monkeypatch.setenv("HF_OIDC_ID_TOKEN", server.oidc.issue(server.url))
 
-    def expire(request: object) -> None:
-        if "/preupload/" in getattr(request, "path", ""):
+    def expire(request: Request) -> None:
+        if "/preupload/" in request.path:
             server.oidc.offset = 2 * 3600
 
     server.after.append(expire)
     with pytest.raises(MergegateError, match="the id token expired") as caught:
-        publish("acme/demo", tmp_path)
+        publish(tmp_path)
     server.after.clear()
     assert [secret for secret in server.oidc.secrets() if secret in str(caught.value)] == []
     monkeypatch.setenv("HF_OIDC_ID_TOKEN", server.oidc.issue(server.url))
-    assert publish("acme/demo", tmp_path).new
+    assert publish(tmp_path).new
 
 
 def test_reading_uses_an_identity_only_for_its_own_resource(job: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
-    private, gated, public = (
-        Repository("acme/x", private=True),
-        Repository("meta/g", False, "auto"),
-        Repository("a/b", False),
-    )
-    for repository in (private, gated, public):
+    for repository in (Repository("acme/x", True), Repository("meta/g", False, "auto"), Repository("a/b", False)):
         repository.add("main", repository.branches["main"], "files", {"config.json": plain(b"{}")})
         job.repositories[repository.id] = repository
     job.oidc.publishers.append(PublisherEntry("alice"))

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import queue
-import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from bucket import BUCKET, s3_on_loopback
-from faulty_proxy import ProxyFault
 from forked_publishers import forked_publishers
 from gguf_samples import METADATA, gguf
-from patience import HANG_S
 from pydantic import TypeAdapter
 from release_samples import publishable, sha, variant_parts
 from shelf_target import ShelfTarget
 from signing_keys import write_keys
+from target_contract import attempts_with_fault
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.checkpoints import parse_card
@@ -111,84 +107,72 @@ MERGE = MergeRelease("demo", "3f9a0c71b2de", sha("sums"), "acme/demo@3f9a0c71b2d
 HUB = target({"to": "hub", "repo": "acme/demo"}).for_variants("GGUF")
 
 
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Return the files of a release of variants, of which one did not pass."""
+    root = tmp_path_factory.mktemp("variants")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MERGEGATE_HOME", str(root / "state"))
+        return texts(variant_parts(root, MERGE, "Q8_0", "Q4_0", "Q6_K", failed=["Q4_0"]))
+
+
 def texts(parts: Any, place: PublishTarget = HUB) -> dict[str, str]:
     return {file.name: file.read().decode("latin-1") for file in parts.files(place)}
 
 
-def test_a_release_of_variants_has_the_weights_that_passed_and_everything_about_them(
-    tmp_path: Path, home: Path
-) -> None:
-    files = texts(variant_parts(tmp_path, MERGE, "Q8_0", "Q4_0", "Q6_K", failed=["Q4_0"]))
-    assert sorted(files) == [
-        "COMPLIANCE.md",
-        "LICENSE",
-        "MODIFICATIONS",
-        "README.md",
-        "bom.json",
-        "bom.spdx.json",
-        "demo-Q6_K.gguf",
-        "demo-Q8_0.gguf",
-        "evidence/Q6_K/gate.json",
-        "evidence/Q8_0/gate.json",
-        *sorted(name for name in files if name.startswith("licenses/")),
-        "provenance.json",
-        "report.html",
-    ]
+def test_a_release_of_variants_has_the_weights_that_passed_and_everything_about_them(files: dict[str, str]) -> None:
+    licenses = {name for name in files if name.startswith("licenses/")}
+    documents = {"COMPLIANCE.md", "LICENSE", "MODIFICATIONS", "README.md", "report.html"}
+    statements = {"bom.json", "bom.spdx.json", "provenance.json"}
+    evidence = {"evidence/Q6_K/gate.json", "evidence/Q8_0/gate.json"}
+    assert set(files) == {"demo-Q6_K.gguf", "demo-Q8_0.gguf"} | licenses | documents | statements | evidence
     assert files["demo-Q8_0.gguf"] == gguf({**METADATA, "general.name": ("s", "Q8_0")}).decode("latin-1")
     assert "quantized from demo 3f9a0c71b2de" in files["MODIFICATIONS"]
     assert "recipe.yaml" not in files["MODIFICATIONS"]
 
 
-def test_the_provenance_names_the_release_of_the_merge_as_the_only_dependency(tmp_path: Path, home: Path) -> None:
-    files = texts(variant_parts(tmp_path, MERGE, "Q8_0", "Q4_0", failed=["Q4_0"]))
+def test_the_provenance_names_the_release_of_the_merge_as_the_only_dependency(files: dict[str, str]) -> None:
     statement = json.loads(files["provenance.json"])
     predicate, build = statement["predicate"], statement["predicate"]["buildDefinition"]
     assert build["buildType"] == "urn:mergegate:variant:v1"
-    assert build["resolvedDependencies"] == [
-        {
-            "name": "demo",
-            "uri": f"urn:mergegate:release:{sha('sums')}",
-            "digest": {"sha256": sha("sums")},
-            "annotations": {"role": "merge", "version": "3f9a0c71b2de", "address": "acme/demo@3f9a0c71b2de"},
-        }
-    ]
-    assert build["externalParameters"] == {
-        "profile": "demo",
-        "variant": {"format": "gguf", "types": ["Q8_0", "Q4_0"]},
+    dependency = {
+        "name": "demo",
+        "uri": f"urn:mergegate:release:{sha('sums')}",
+        "digest": {"sha256": sha("sums")},
+        "annotations": {"role": "merge", "version": "3f9a0c71b2de", "address": "acme/demo@3f9a0c71b2de"},
     }
+    assert build["resolvedDependencies"] == [dependency]
+    variant = {"format": "gguf", "types": ["Q8_0", "Q4_0", "Q6_K"]}
+    assert build["externalParameters"] == {"profile": "demo", "variant": variant}
+    known = {"versions": {"llama-cpp-python": "0.3.36"}, "settings": {"imatrix": "none"}}
     assert build["internalParameters"]["variants"] == {
-        "Q8_0": {
-            "files": ["demo-Q8_0.gguf"],
-            "tensor_types": {"Q8_0": 24, "F32": 5},
-            "versions": {"llama-cpp-python": "0.3.36"},
-            "settings": {"imatrix": "none"},
-        }
+        name: {"files": [f"demo-{name}.gguf"], "tensor_types": {name: 24, "F32": 5}, **known}
+        for name in ("Q8_0", "Q6_K")
     }
-    assert [(each["type"], each["outcome"]) for each in predicate["mergegate_variants"]] == [
-        ("Q8_0", "pass"),
-        ("Q4_0", "fail"),
-    ]
+    outcomes = [(each["type"], each["outcome"]) for each in predicate["mergegate_variants"]]
+    assert outcomes == [("Q8_0", "pass"), ("Q4_0", "fail"), ("Q6_K", "pass")]
     assert {subject["name"] for subject in statement["subject"]} == set(files) - {"provenance.json"}
-    bom = json.loads(files["bom.json"])
-    assert [(each["name"], each["version"]) for each in bom["metadata"]["component"]["pedigree"]["ancestors"]] == [
-        ("demo", sha("sums"))
-    ]
+    (ancestor,) = json.loads(files["bom.json"])["metadata"]["component"]["pedigree"]["ancestors"]
+    assert (ancestor["name"], ancestor["version"]) == ("demo", sha("sums"))
 
 
-def test_the_card_is_what_the_hub_expects_of_a_quantized_model(tmp_path: Path, home: Path) -> None:
-    card = texts(variant_parts(tmp_path, MERGE, "Q8_0", "Q4_0", failed=["Q4_0"]))["README.md"]
+def test_the_card_is_what_the_hub_expects_of_a_quantized_model(files: dict[str, str]) -> None:
+    card = files["README.md"]
     metadata = parse_card(card.encode()).fields
     assert metadata["base_model"] == ["acme/demo"]
     assert metadata["base_model_relation"] == "quantized"
     assert metadata["library_name"] == "gguf"
     assert metadata["pipeline_tag"] == "text-generation"
-    assert metadata["tags"] == ["gguf", "Q8_0", "quantized", "merge", "mergegate"]
-    assert "llama-server -hf acme/demo-GGUF:Q8_0" in card
-    assert "ollama run hf.co/acme/demo-GGUF:Q8_0" in card
-    assert "24 Q8\\_0, 5 F32" in card
-    assert "* Q4\\_0: copying lost 5.0 points against merge" in card
-    assert "mergegate verify acme/demo-GGUF" in card
-    assert "mergegate verify acme/demo@3f9a0c71b2de" in card
+    assert metadata["tags"] == ["gguf", "Q8_0", "Q6_K", "quantized", "merge", "mergegate"]
+    for text in (
+        "llama-server -hf acme/demo-GGUF:Q8_0",
+        "ollama run hf.co/acme/demo-GGUF:Q8_0",
+        "24 Q8\\_0, 5 F32",
+        "* Q4\\_0: copying lost 5.0 points against merge",
+        "mergegate verify acme/demo-GGUF",
+        "mergegate verify acme/demo@3f9a0c71b2de",
+    ):
+        assert text in card
 
 
 def test_the_card_of_variants_outside_the_hub_names_the_merge_in_its_text(tmp_path: Path, home: Path) -> None:
@@ -213,23 +197,22 @@ def test_two_variants_with_a_file_of_the_same_name_need_two_places(
 ) -> None:
     parts = variant_parts(tmp_path, MERGE, "Q8_0", "Q6_K")
     for name in ("model.gguf", "README.md"):
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                type(parts.settings),
-                "release_files",
-                lambda self, release, artifact, name=name: {name: artifact.directory / "variant.gguf"},
-            )
-            with pytest.raises(Refused, match=f"demo-GGUF: {name}: a file of a variant has the name of another file"):
-                parts.files(HUB)
+
+        def same_name(self: object, release: str, artifact: Any, name: str = name) -> dict[str, Path]:
+            return {name: artifact.directory / "variant.gguf"}
+
+        monkeypatch.setattr(type(parts.settings), "release_files", same_name)
+        with pytest.raises(Refused, match=f"demo-GGUF: {name}: a file of a variant has the name of another file"):
+            parts.files(HUB)
 
 
 @pytest.fixture
-def merge_place(tmp_path: Path) -> DirectoryTarget:
+def merge_place(tmp_path: Path, prefect_api: None) -> DirectoryTarget:
     return DirectoryTarget(path=tmp_path / "releases" / "demo")
 
 
 def test_a_variant_depends_on_exactly_the_published_release_of_its_merge(
-    tmp_path: Path, merge_place: DirectoryTarget, prefect_api: None
+    tmp_path: Path, merge_place: DirectoryTarget
 ) -> None:
     key, _ = write_keys(tmp_path)
     for place in (merge_place, merge_place.model_copy(update={"version": "v1", "sign_key": key})):
@@ -248,9 +231,7 @@ def test_a_variant_depends_on_exactly_the_published_release_of_its_merge(
         assert not publish(variants, tmp_path, variant_parts(tmp_path / "two", expected, "Q8_0")).new
 
 
-def test_a_published_merge_without_checksums_is_refused(
-    tmp_path: Path, merge_place: DirectoryTarget, prefect_api: None
-) -> None:
+def test_a_published_merge_without_checksums_is_refused(tmp_path: Path, merge_place: DirectoryTarget) -> None:
     publishable(tmp_path / "one").publish(merge_place, tmp_path)
     current = merge_place.current_release(tmp_path)
     assert current is not None
@@ -260,7 +241,7 @@ def test_a_published_merge_without_checksums_is_refused(
 
 
 def test_variants_of_a_newer_merge_replace_older_ones_and_keep_them(
-    tmp_path: Path, merge_place: DirectoryTarget, prefect_api: None
+    tmp_path: Path, merge_place: DirectoryTarget
 ) -> None:
     place = merge_place.for_variants("GGUF")
     old = publish(place, tmp_path, variant_parts(tmp_path / "one", MERGE, "Q8_0"))
@@ -272,9 +253,7 @@ def test_variants_of_a_newer_merge_replace_older_ones_and_keep_them(
     assert {path.name for path in place.path.iterdir()} == {old.version, new.version, "latest"}
 
 
-def test_an_approval_covers_the_merge_and_every_variant(
-    tmp_path: Path, merge_place: DirectoryTarget, prefect_api: None
-) -> None:
+def test_an_approval_covers_the_merge_and_every_variant(tmp_path: Path, merge_place: DirectoryTarget) -> None:
     place = merge_place.for_variants("GGUF")
 
     def pending(**contents: bytes) -> PendingRelease:
@@ -296,9 +275,7 @@ def test_an_approval_covers_the_merge_and_every_variant(
         require_approved("demo", changed.digest, approved.digest)
 
 
-def test_a_path_of_this_machine_in_a_gguf_file_is_not_published(
-    tmp_path: Path, merge_place: DirectoryTarget, prefect_api: None
-) -> None:
+def test_a_path_of_this_machine_in_a_gguf_file_is_not_published(tmp_path: Path, merge_place: DirectoryTarget) -> None:
     leak = gguf({**METADATA, "general.source.url": ("s", f"file://{tmp_path}/releases")})
     place = merge_place.for_variants("GGUF")
     with pytest.raises(Refused, match=r"demo-GGUF: demo-Q8_0\.gguf: a path of this machine"):
@@ -312,36 +289,24 @@ def test_a_kill_at_any_request_leaves_the_merge_as_it_was_and_running_again_comp
 ) -> None:
     of_merge = {"to": "s3", "url": f"s3://{BUCKET}/demo"}
     place = target(of_merge).for_variants("GGUF")
+    variants = place.model_dump(mode="json")
     files = {}
     for file in variant_parts(tmp_path / "parts", MERGE, "Q8_0").files(place):
         files[file.name] = path = tmp_path / "files" / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(file.read())
-    with (
-        s3_on_loopback() as s3,
-        forked_publishers(tmp_path / "warm", "s3", AWS_ENDPOINT_URL_S3=s3.url) as warm,
-    ):
+    with s3_on_loopback() as s3, forked_publishers(tmp_path / "warm", "s3", AWS_ENDPOINT_URL_S3=s3.url) as warm:
         warm.publish(of_merge, {"model.safetensors": files["demo-Q8_0.gguf"]}, "v1")
-        before, complete, nth = s3.objects(), None, 0
-        while True:
+        before, results = s3.objects(), []
+
+        def attempt(nth: int, on_start: Any) -> Any:
             s3.put_back(before)
-            pids: queue.Queue[int] = queue.Queue()
+            return warm.publish(variants, files, "v2", on_start=on_start)
 
-            def kill(started: queue.Queue[int] = pids) -> None:
-                os.kill(started.get(timeout=HANG_S), signal.SIGKILL)
-
-            s3.proxy.begin(ProxyFault("call", nth, call=kill))
-            attempt = warm.publish(place.model_dump(mode="json"), files, "v1", on_start=pids.put)
-            if nth >= len(s3.proxy.log):
-                break  # the publication finished before the request with the fault
-            assert attempt == {"killed": True}
-            s3.proxy.begin(None)
-            warm.publish(place.model_dump(mode="json"), files, "v1")
-            after = s3.objects()
-            assert {key: after[key] for key in before} == before
-            assert all(key.startswith("demo-GGUF/") for key in after.keys() - before.keys())
-            complete = complete or after
-            assert after == complete
-            nth += 3
-        assert attempt == {"version": "v1", "new": True}
-        assert nth >= 15
+        for outcome in attempts_with_fault(s3.proxy, "kill", 6, 15, attempt):
+            assert outcome == {"killed": True}
+            warm.publish(variants, files, "v2")
+            results.append(s3.objects())
+            assert {key: results[-1][key] for key in before} == before
+            assert all(key.startswith("demo-GGUF/") for key in results[-1].keys() - before.keys())
+        assert all(result == results[0] for result in results)

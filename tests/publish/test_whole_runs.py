@@ -97,10 +97,10 @@ def test_a_release_in_a_bucket_from_the_first_check_to_another_machine_with_an_e
     assert f"released demo {version}" in printed
     assert f"{URL}@{version}" in printed
     assert "fetched from" not in printed
-    bucket.proxy.begin(None)
+    bucket.proxy.begin()
     there = bucket.objects()
     assert f"nothing new: {version} is released" in run(one)
-    assert [path for method, path in bucket.proxy.log if method == "PUT"] == []
+    assert bucket.proxy.written("PUT") == []
     assert (bucket.objects(), bucket.uploads()) == (there, [])
     verified = one.mergegate("verify", URL)
     assert (verified.exit_code, "all as published" in verified.output) == (0, True)
