@@ -24,6 +24,13 @@ def blocking(remarks: list[dict[str, Any]]) -> list[str]:
     return [remark["where"] for remark in remarks if remark["severity"] == "block"]
 
 
+def failed_run(profile: Path) -> str:
+    """Run a profile that a check refuses, and return the message."""
+    result = mergegate("run", str(profile), "--json")
+    assert result.exit_code == 3
+    return json.loads(result.stdout)["message"]
+
+
 def forbid(online: LookAlike, models: Path) -> None:
     (models / "math" / "README.md").write_text(NO_DERIVATIVES)
     online.add_model("acme/math", models / "math")
@@ -47,9 +54,7 @@ def test_a_forbidden_license_ends_the_run_before_even_a_header_is_asked_for(
     online: LookAlike, models: Path, tmp_path: Path, prefect_api: None
 ) -> None:
     forbid(online, models)
-    result = mergegate("run", str(write_profile(tmp_path)), "--json")
-    assert result.exit_code == 3
-    assert "cc-by-nd-4.0" in json.loads(result.stdout)["message"]
+    assert "cc-by-nd-4.0" in failed_run(write_profile(tmp_path))
     assert not online.sent
 
 
@@ -59,9 +64,7 @@ def test_a_wrong_tokenizer_ends_the_run_before_any_weight_is_read(
 ) -> None:
     save_tokenizer(models / "math", [f"t{number}" for number in reversed(range(24))])
     online.add_model("acme/math", models / "math")
-    result = mergegate("run", str(write_profile(tmp_path)), "--json")
-    assert result.exit_code == 3
-    assert "tokenizer.json" in json.loads(result.stdout)["message"]
+    assert "tokenizer.json" in failed_run(write_profile(tmp_path))
     assert online.sent == header_sizes(models)
 
 
@@ -71,9 +74,8 @@ def test_an_ancestor_is_requested_once_for_all_remedies(online: LookAlike, model
     online.add_model("acme/math", models / "math")
     code, remarks = checked(write_profile(tmp_path, remedies=[{"density": 0.4}, {"density": 0.3}]))
     assert (code, blocking(remarks)) == (0, [])
-    assert [entry.path for entry in online.log if entry.path.startswith("/api/models/acme/elder")] == [
-        "/api/models/acme/elder"
-    ]
+    address = "/api/models/acme/elder"
+    assert [entry.path for entry in online.log if entry.path.startswith(address)] == [address]
 
 
 def test_all_problems_are_reported_together(
@@ -103,9 +105,7 @@ def test_a_target_that_may_not_be_written_ends_the_run_before_anything_is_looked
 ) -> None:
     monkeypatch.setenv("HF_TOKEN", READER)
     profile = write_profile(tmp_path, publish={"to": "hub", "repo": "acme/demo"})
-    result = mergegate("run", str(profile), "--json")
-    assert result.exit_code == 3
-    assert "the token has read access only" in json.loads(result.stdout)["message"]
+    assert "the token has read access only" in failed_run(profile)
     assert not any("resolve" in entry.path for entry in online.log)
 
 
@@ -151,10 +151,8 @@ def test_undeclared_ancestors_on_the_hub_are_found_by_samples(
     online: LookAlike, models: Path, tmp_path: Path, home: Path
 ) -> None:
     """The check reads 128 elements of each matrix in addition to the headers, and downloads no weights."""
-    assert (
-        mergegate("fingerprint", str(models / "base"), "--name", "corp/secret", "--license", "cc-by-nc-4.0").exit_code
-        == 0
-    )
+    declared = ("--name", "corp/secret", "--license", "cc-by-nc-4.0")
+    assert mergegate("fingerprint", str(models / "base"), *declared).exit_code == 0
     recipe = "merge_method: linear\nmodels: [{model: acme/math}, {model: acme/code}]\nparameters: {weight: 0.5}\n"
     code, remarks = checked(write_profile(tmp_path, recipe=recipe))
     assert code == 3

@@ -1,4 +1,4 @@
-"""Reading a model's declared license: ordinary cards, malformed cards, and the path to its ancestors."""
+"""Reading a model's declared license and those of its ancestors, and the license stage that records them."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergegate.tasks.checkpoints.pin import ResolvedCheckpoint
 from mergegate.tasks.preflight.licenses.case import Unread
-from mergegate.tasks.preflight.licenses.resolve import (
-    CardSource,
-    FindAncestor,
-    NotRead,
-    lineage,
-    read_declaration,
-    walk,
-)
+from mergegate.tasks.preflight.licenses.check import LicenseVerdict, check_licenses, read_licenses
+from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, lineage, read_declaration, walk
+from mergegate.tasks.preflight.licenses.settings import LicenseSettings
 from mergegate.tasks.preflight.licenses.table import load_table
+from mergegate.tasks.store.keys import stage_key
 
 TABLE = load_table()
 
@@ -39,23 +36,13 @@ def _nowhere(entry: str, descendant: CardSource) -> CardSource | NotRead:
     return NotRead("nowhere")
 
 
-def _among(root: Path) -> FindAncestor:
-    return lambda entry, descendant: CardSource(root / entry) if (root / entry).is_dir() else NotRead("not there")
-
-
 def test_the_card_fields_and_the_license_file_are_read(tmp_path: Path) -> None:
-    model = _model(
-        tmp_path / "chat", license="other", license_name="qwen", license_link="LICENSE", base_model=["qwen/base"]
-    )
+    fields = {"license": "other", "license_name": "qwen", "license_link": "LICENSE", "base_model": ["qwen/base"]}
+    model = _model(tmp_path / "chat", **fields)
     (model / "LICENSE").write_bytes(b"Qwen terms\n")
     found = read_declaration(CardSource(model))
-    assert (found.name, found.license, found.license_name, found.license_link) == (
-        "chat",
-        ("other",),
-        "qwen",
-        "LICENSE",
-    )
-    assert found.base_model == ("qwen/base",)
+    assert (found.name, found.license, found.license_name) == ("chat", ("other",), "qwen")
+    assert (found.license_link, found.base_model) == ("LICENSE", ("qwen/base",))
     assert (found.license_file, found.license_sha256) == ("LICENSE", hashlib.sha256(b"Qwen terms\n").hexdigest())
     assert found.problems == ()
 
@@ -138,9 +125,8 @@ def test_a_readme_that_is_a_directory_declares_nothing(tmp_path: Path) -> None:
 
 TEXT = st.text(alphabet="aé-/.: \n\0", max_size=8)
 SCALARS = st.sampled_from([None, True, 0, 3, 1.5, float("nan"), b"\xff", datetime.date(2024, 1, 2)]) | TEXT
-VALUES = (
-    SCALARS | st.lists(SCALARS | st.lists(SCALARS, max_size=2), max_size=3) | st.dictionaries(TEXT, SCALARS, max_size=2)
-)
+LISTS = st.lists(SCALARS | st.lists(SCALARS, max_size=2), max_size=3)
+VALUES = SCALARS | LISTS | st.dictionaries(TEXT, SCALARS, max_size=2)
 FIELDS = dict.fromkeys(("license", "license_name", "license_link", "base_model"), VALUES)
 
 
@@ -167,21 +153,17 @@ def test_ancestors_are_found_next_to_the_model_and_by_the_callback(tmp_path: Pat
     _model(tmp_path / "hub" / "meta" / "llama", license="llama3.1")
     _model(tmp_path / "tune", license="apache-2.0", base_model="meta/llama")
     chat = _model(tmp_path / "chat", license="mit", base_model=["../tune", "acme/gone"])
-    found = walk(CardSource(chat), _among(tmp_path / "hub"), "acme/chat")
+    asked = []
+
+    def find(entry: str, descendant: CardSource) -> CardSource | NotRead:
+        asked.append((entry, descendant.directory.name))
+        return CardSource(tmp_path / "hub" / entry) if entry == "meta/llama" else NotRead("not there")
+
+    found = walk(CardSource(chat), find, "acme/chat")
+    assert set(asked) == {("meta/llama", "tune"), ("acme/gone", "chat")}
     assert [declaration.name for declaration in found] == ["acme/chat", "../tune", "meta/llama"]
     assert [declaration.license for declaration in found] == [("mit",), ("apache-2.0",), ("llama3.1",)]
     assert found[0].unread == (Unread(name="acme/gone", why="not there"),)
-
-
-def test_the_callback_receives_the_descendant(tmp_path: Path) -> None:
-    chat, asked = _model(tmp_path, license="mit", base_model="acme/base"), []
-
-    def find(entry: str, descendant: CardSource) -> NotRead:
-        asked.append((entry, descendant.directory))
-        return NotRead("")
-
-    walk(CardSource(chat), find)
-    assert asked == [("acme/base", chat)]
 
 
 def test_cycles_end_and_diamonds_are_read_once(tmp_path: Path) -> None:
@@ -189,12 +171,8 @@ def test_cycles_end_and_diamonds_are_read_once(tmp_path: Path) -> None:
     _model(tmp_path / "b", license="mit", base_model="../d")
     _model(tmp_path / "c", license="mit", base_model="../d")
     _model(tmp_path / "d", license="gemma", base_model=["../a", "."])
-    assert [declaration.name for declaration in walk(CardSource(tmp_path / "a"), _nowhere)] == [
-        "a",
-        "../b",
-        "../c",
-        "../d",
-    ]
+    names = [declaration.name for declaration in walk(CardSource(tmp_path / "a"), _nowhere)]
+    assert names == ["a", "../b", "../c", "../d"]
     top, *_ = lineage(CardSource(tmp_path / "a"), _nowhere, TABLE).models
     assert [ancestor.name for ancestor in top.ancestors] == ["../b", "../c", "../d"]
 
@@ -224,18 +202,13 @@ def test_the_lineage_contains_each_model_with_its_ancestors(tmp_path: Path) -> N
     assert (base.license.id, base.ancestors) == ("tongyi-qianwen", ())
 
 
-def test_quoted_card_text_is_short_and_printable(tmp_path: Path) -> None:
-    model = _model(tmp_path, license="other", license_name="\x1b[31m" + "x" * 500)
-    words = read_declaration(CardSource(model)).words
-    assert words.isprintable()
-    assert len(words) < 150
-
-
-def test_quoted_ancestor_names_are_short_and_printable(tmp_path: Path) -> None:
-    entry = "acme/\x1b[31m" + "x" * 500
-    (top,) = lineage(CardSource(_model(tmp_path / "chat", license="mit", base_model=entry)), _nowhere, TABLE).models
-    assert top.unread[0].name.isprintable()
-    assert len(top.unread[0].name) < 100
+def test_quoted_card_text_and_ancestor_names_are_short_and_printable(tmp_path: Path) -> None:
+    long = "\x1b[31m" + "x" * 500
+    model = _model(tmp_path / "chat", license="other", license_name=long, base_model=f"acme/{long}")
+    (top,) = lineage(CardSource(model), _nowhere, TABLE).models
+    for quoted, limit in ((read_declaration(CardSource(model)).words, 150), (top.unread[0].name, 100)):
+        assert quoted.isprintable()
+        assert len(quoted) < limit
 
 
 def _config(directory: Path, **fields: object) -> None:
@@ -270,3 +243,89 @@ def test_an_ambiguous_neighbor_is_not_used(tmp_path: Path) -> None:
     for called in ("base", "acme--base"):
         _model(tmp_path / called, license="mit")
     assert len(walk(CardSource(model), _nowhere)) == 1
+
+
+# ---------------------------------------------------------------- the stage
+
+
+def _checkpoint(place: Path, card: str, **files: str) -> ResolvedCheckpoint:
+    _model(place, f"---\n{card}\n---\n")
+    for name, text in files.items():
+        (place / name).write_text(text)
+    return ResolvedCheckpoint(name=place.name, ref=f"../{place.name}", directory=place)
+
+
+def _verdict(*parents: ResolvedCheckpoint, name: str = "mix", accepted: dict[str, str] | None = None) -> LicenseVerdict:
+    settings = LicenseSettings(accepted=accepted or {})
+    return check_licenses.work(read_licenses(parents, TABLE), settings.use(name), TABLE, settings.accepted)
+
+
+def _key(*parents: ResolvedCheckpoint) -> str:
+    return stage_key("licenses", check_licenses.version, {"declared": read_licenses(parents, TABLE)})
+
+
+def test_the_verdict_records_acceptances_with_user_and_reason(tmp_path: Path) -> None:
+    accepted = {"llama3.2": "alice: text-only model", "gone/base": "bob: it is MIT, seen on 1 May"}
+    accepted["mit"] = "eve: unused"
+    chat = _checkpoint(tmp_path / "chat", "license: llama3.2\nbase_model: gone/base")
+    verdict = _verdict(chat, name="acme/Llama-mix", accepted=accepted)
+    assert verdict.refusal() is None
+    assert verdict.combination.acceptances == (
+        "gone/base: bob: it is MIT, seen on 1 May",
+        "llama3.2: alice: text-only model",
+    )
+    assert type(verdict).model_validate_json(verdict.model_dump_json()) == verdict
+
+
+def test_an_ancestor_that_is_a_parent_has_the_name_of_the_parent(tmp_path: Path) -> None:
+    base = _checkpoint(tmp_path / "base", "license: cc-by-4.0")
+    chat = _checkpoint(tmp_path / "chat", "license: cc-by-4.0\nbase_model: ../base")
+    verdict = _verdict(base, chat)
+    assert verdict.ancestors == ()
+    notices = [item.text for item in verdict.combination.obligations if item.kind == "notice"]
+    assert notices == ["Made with base and chat, licensed under CC-BY-4.0."]
+
+
+def test_an_ancestor_beside_a_parent_is_recorded_with_its_license_file(tmp_path: Path) -> None:
+    _checkpoint(tmp_path / "base", "license: other", LICENSE="Our own terms.")
+    chat = _checkpoint(tmp_path / "chat", "license: mit\nbase_model: ../base")
+    verdict = _verdict(chat)
+    (ancestor,) = verdict.ancestors
+    assert (ancestor.name, ancestor.license, ancestor.revision) == ("../base", "other", None)
+    assert ancestor.own_text == "Our own terms."
+    assert list(verdict.licenses) == ["chat"]
+
+
+def test_a_refusal_names_all_reviews_and_what_to_accept(tmp_path: Path) -> None:
+    chat = _checkpoint(tmp_path / "chat", "license: mit\nbase_model: gone/base")
+    verdict = _verdict(chat)
+    refusal = str(verdict.refusal())
+    assert "chat was derived from gone/base, whose license could not be read (HF_HUB_OFFLINE is set)" in refusal
+    assert "'gone/base' under 'accepted'" in refusal
+
+
+def test_the_key_depends_on_declarations_and_not_on_paths(tmp_path: Path) -> None:
+    one = _checkpoint(tmp_path / "a" / "chat", "license: mit", LICENSE="terms")
+    same = _checkpoint(tmp_path / "b" / "chat", "license: mit", LICENSE="terms")
+    other_file = _checkpoint(tmp_path / "c" / "chat", "license: mit", LICENSE="other terms")
+    other_card = _checkpoint(tmp_path / "d" / "chat", "license: apache-2.0", LICENSE="terms")
+    assert _key(one) == _key(same)
+    assert len({_key(one), _key(other_file), _key(other_card)}) == 3
+
+
+def test_checkpoints_without_cards_have_the_card_and_the_license_file_of_their_run(tmp_path: Path) -> None:
+    _checkpoint(tmp_path / "base", "license: apache-2.0")
+    _checkpoint(tmp_path / "run", "license: other\nlicense_name: acme\nbase_model: ../base", LICENSE="Our own terms.")
+    saved = []
+    for name in ("checkpoint-10", "final", "logs"):
+        (tmp_path / "run" / name).mkdir()
+        saved.append(ResolvedCheckpoint(name=name, ref=name, directory=tmp_path / "run" / name))
+    (tmp_path / "run" / "final" / "trainer_state.json").write_text("{}")
+    own = _checkpoint(tmp_path / "run" / "checkpoint-20", "license: mit")
+    families = read_licenses([*saved, own], TABLE).families
+    for name in ("checkpoint-10", "final"):
+        checkpoint, base = families[name]
+        assert (checkpoint.declared, base.license.id) == (families["checkpoint-10"][0].declared, "apache-2.0")
+        assert checkpoint.own_file is not None
+    assert families["logs"][0].declared == "there is no README.md"  # not a checkpoint of a run
+    assert families["checkpoint-20"][0].license.id == "mit"

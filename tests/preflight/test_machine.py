@@ -1,29 +1,34 @@
-"""A preflight check reports the resources that a machine lacks, on given numbers and on the real machine."""
+"""A preflight check reports the resources that a machine lacks, and forecasts the time of a run."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from mergegate.flows.cli.run_plan import PlannedRun, PlannedStage
+from mergegate.merge_core.engine.forecast import Rates
 from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.system import Capacity, control_group, control_groups, system_memory
+from mergegate.merge_core.wording import format_roughly
 from mergegate.tasks.preflight.compatibility import Compatibility
+from mergegate.tasks.preflight.duration import (
+    AROUND,
+    STARTING,
+    NetworkSize,
+    PromptLoad,
+    evaluation_seconds,
+    merge_seconds,
+)
 from mergegate.tasks.preflight.machine import Disk, Machine, machine_findings, measure_machine_capacity
 
 GB = 10**9
 JOB = Compatibility(
-    remarks=(),
-    tensors=10,
-    bytes_read=6 * GB,
-    bytes_written=2 * GB,
-    disk=2 * GB,
-    block=1 << 23,
-    gpu_block=1 << 26,
-    largest_bytes=2 * GB,
-    largest_parameters=GB,
-)
+    remarks=(), tensors=10, bytes_read=6 * GB, bytes_written=2 * GB, disk=2 * GB, block=1 << 23, gpu_block=1 << 26,
+    largest_bytes=2 * GB, largest_parameters=GB,
+)  # fmt: skip
 ROOM = Disk(Path("/state"), 100 * GB, {"the merged checkpoint": 2 * GB})
 MUCH = Capacity(64 * GB, 60 * GB)
 
@@ -56,16 +61,21 @@ def test_downloads_count_on_their_disk() -> None:
     assert found(disks=(ROOM, Disk(Path("/cache"), 6 * GB, apart.writes))) == [("block", "/cache")]
 
 
-def test_memory_that_never_suffices_blocks_and_busy_memory_warns() -> None:
-    # 256 MiB for the process, pending writes, and ten blocks of 8 MiB: between 0.3 and 1 GB.
-    assert found(memory=Capacity(GB // 4, GB // 4)) == [("block", "memory")]
-    assert found(memory=Capacity(4 * GB, GB // 4)) == [("warn", "memory")]
-    assert found(memory=Capacity(4 * GB, 2 * GB)) == []
-
-
-def test_gpu_memory_is_checked_if_the_gpu_merges() -> None:
-    assert found(gpu=Capacity(GB // 2, GB // 2)) == [("block", "memory of cuda:0")]
-    assert found(gpu=Capacity(8 * GB, GB // 2)) == [("warn", "memory of cuda:0")]
+@pytest.mark.parametrize(
+    ("memory", "gpu", "findings"),
+    [
+        # 256 MiB for the process, pending writes, and ten blocks of 8 MiB: between 0.3 and 1 GB.
+        (Capacity(GB // 4, GB // 4), None, [("block", "memory")]),
+        (Capacity(4 * GB, GB // 4), None, [("warn", "memory")]),
+        (Capacity(4 * GB, 2 * GB), None, []),
+        (MUCH, Capacity(GB // 2, GB // 2), [("block", "memory of cuda:0")]),
+        (MUCH, Capacity(8 * GB, GB // 2), [("warn", "memory of cuda:0")]),
+    ],
+)
+def test_memory_that_never_suffices_blocks_and_busy_memory_warns(
+    memory: Capacity, gpu: Capacity | None, findings: list[tuple[str, str]]
+) -> None:
+    assert found(memory=memory, gpu=gpu) == findings
 
 
 @pytest.mark.parametrize(("dtypes", "enough"), [("auto", True), ("bfloat16", True), ("float32", False), ("", True)])
@@ -95,16 +105,18 @@ def test_this_machine_has_a_disk_and_memory(home: Path) -> None:
     assert 0 < there.memory.available <= there.memory.total <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def write_group(directory: Path, limit: object, used: object, statistics: str) -> None:
+    for name, content in (("max", limit), ("current", used), ("stat", statistics)):
+        (directory / f"memory.{name}").write_text(f"{content}\n")
+
+
 def test_a_container_has_what_its_limit_leaves_and_cached_files_are_free(tmp_path: Path) -> None:
-    (tmp_path / "memory.max").write_text("4000\n")
-    (tmp_path / "memory.current").write_text("3500\n")
-    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 2000\nactive_file 1000\n")
+    write_group(tmp_path, 4000, 3500, "anon 500\ninactive_file 2000\nactive_file 1000")
     assert control_group(tmp_path) == Capacity(4000, 3500)
     (tmp_path / "memory.max").write_text("max\n")
     assert control_group(tmp_path) is None
     assert control_group(tmp_path / "nowhere") is None
-    (tmp_path / "memory.max").write_text("2000\n")  # lowered below the current usage
-    (tmp_path / "memory.stat").write_text("anon 3400\ninactive_file 100\n")
+    write_group(tmp_path, 2000, 3500, "anon 3400\ninactive_file 100")  # lowered below the current usage
     assert control_group(tmp_path) == Capacity(2000, 0)
 
 
@@ -128,22 +140,78 @@ def test_the_narrowest_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert whole
     inner = tmp_path / "service"
     inner.mkdir()
-    for place, limit, used in ((tmp_path, 1 << 30, 900 << 20), (inner, 500 << 20, 100 << 20)):
-        (place / "memory.max").write_text(f"{limit}\n")
-        (place / "memory.current").write_text(f"{used}\n")
-        (place / "memory.stat").write_text("anon 1\n")
+    write_group(tmp_path, 1 << 30, 900 << 20, "anon 1")
+    write_group(inner, 500 << 20, 100 << 20, "anon 1")
     monkeypatch.setattr("mergegate.merge_core.system.control_groups", lambda: (inner, tmp_path))
     assert system_memory() == Capacity(500 << 20, 124 << 20)
 
 
 def test_a_run_on_an_insufficient_machine_is_refused(home: Path) -> None:
     endless = JOB.model_copy(update={"disk": 10**18})
-    (blocking,) = (
-        one
-        for one in machine_findings(endless, measure_machine_capacity(endless, (), "cpu"), device="cpu")
-        if one.severity == "block"
-    )
+    findings = machine_findings(endless, measure_machine_capacity(endless, (), "cpu"), device="cpu")
+    (blocking,) = (finding for finding in findings if finding.severity == "block")
     assert "free" in blocking.found
     assert "MERGEGATE_HOME" in blocking.remedy
     little = JOB.model_copy(update={"disk": 1})
     assert not machine_findings(little, measure_machine_capacity(little, (), "cpu"), device="cpu")
+
+
+# --- Time: forecasts for a machine without history are within a factor of three of recorded runs
+
+# Probe results for two cores that other programs used at the same time.
+SPEEDS = {"read": 2.2e9, "write": 5.2e8, "copy": 8.1e9, "hash": 1.8e9, "units": 4.5e9, "products": 3.0e10}
+RATES = Rates(**SPEEDS, same_disk=True, measured_at=0.0)
+DEMO = NetworkSize(parameters=280_000, nbytes=564_000, tensors=29)
+MIDDLE = NetworkSize(parameters=20_900_000, nbytes=83_600_000, tensors=74)
+# Requests, tokens and batch size of one call; number of calls, and their total seconds in a run on that machine.
+RECORDED = {
+    "perplexity of the demo, with the start of its process": (DEMO, PromptLoad(600, 27_700, batch=16), 4, 4.0),
+    "a task of the demo": (DEMO, PromptLoad(400, 8_800, batch=16), 12, 3.35),
+    "perplexity of a larger model": (MIDDLE, PromptLoad(300, 13_900, batch=16), 3, 50.9),
+    "a task of a larger model": (MIDDLE, PromptLoad(100, 2_200, batch=16), 3, 9.6),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_evaluation_time_is_predicted_within_the_stated_factor(name: str) -> None:
+    size, asked, calls, took = RECORDED[name]
+    starting = STARTING if "start" in name else 0.0
+    guessed = starting + calls * evaluation_seconds(size, asked, RATES)
+    assert took / 3 < guessed < 3 * took
+
+
+def test_the_duration_of_the_demo_is_predicted() -> None:
+    guessed = merge_seconds(1_680_000, 564_000, RATES) + STARTING + AROUND
+    guessed += 4 * evaluation_seconds(DEMO, PromptLoad(600, 27_700, batch=16), RATES)
+    guessed += 12 * evaluation_seconds(DEMO, PromptLoad(400, 8_800, batch=16), RATES)
+    assert 16.7 / 3 < guessed < 3 * 16.7
+
+
+def test_larger_loads_take_longer_and_batches_less() -> None:
+    written = PromptLoad(100, 10_000, written=12_800, batch=16)
+    seconds = evaluation_seconds(MIDDLE, written, RATES)
+    assert seconds > 2 * evaluation_seconds(MIDDLE, replace(written, written=0), RATES)
+    assert seconds > evaluation_seconds(MIDDLE, replace(written, batch=64), RATES)
+    assert seconds > evaluation_seconds(DEMO, written, RATES)
+
+
+def test_predictions_are_marked_and_unknown_durations_are_not_summed() -> None:
+    measured = PlannedStage("merge", "", False, 1, 100.0)
+    guessed = PlannedStage("evaluate", "merge, copy", False, 400, 7200.0, rough=True)
+    assert PlannedRun((measured,)).time() == "about 1 m 40 s, as in the last run"
+    assert PlannedRun((guessed,)).time() == "about 2 h, first run here"
+    assert PlannedRun((measured, guessed)).time() == "about 2 h, first run of some stages here"
+    unknown = PlannedStage("evaluate", "merge, served", False, 400)
+    assert PlannedRun((guessed, unknown)).seconds is None
+    assert PlannedRun((PlannedStage("merge", "", True),)).sentence().startswith("all 1 expensive stages")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [
+        *((0.2, "< 3 s"), (14, "15 s"), (130, "2 min"), (41 * 60, "40 min"), (9100, "2.5 h"), (40_000, "11 h")),
+        (3e5, "3 days"),
+    ],
+)
+def test_a_predicted_duration_has_few_digits(seconds: float, said: str) -> None:
+    assert format_roughly(seconds) == said

@@ -49,10 +49,9 @@ def of(evidence: Evidence = EVIDENCE, **settings: Any) -> Evidence:
 
 def test_each_task_with_a_guard_that_counts_is_compared_with_the_merge() -> None:
     judged = of()
-    assert [(guard.task, guard.guarded_by, guard.max_drop, guard.upper_limit) for guard in judged.guards] == [
-        ("copy", MERGED, 3, 4),
-        ("sort", MERGED, 2, 2.5),
-    ]
+    assert {guard.guarded_by for guard in judged.guards} == {MERGED}
+    limits = [(guard.task, guard.max_drop, guard.upper_limit) for guard in judged.guards]
+    assert limits == [("copy", 3, 4), ("sort", 2, 2.5)]
     assert [each.name for each in judged.tasks] == ["copy", "sort"]
     assert (judged.rule.reference, judged.rule.anchor) == ("all", None)
     assert judged.limits == DriftLimits(reference="all")
@@ -63,11 +62,8 @@ def test_each_task_with_a_guard_that_counts_is_compared_with_the_merge() -> None
 
 def test_limits_of_the_variant_replace_those_of_the_release() -> None:
     judged = of(max_drop=1, max_increase="3%", guards=[{"task": "sort", "max_drop": 4}, {"task": "tasks/copy.yaml"}])
-    assert [(guard.task, guard.max_drop, guard.upper_limit) for guard in judged.guards] == [
-        ("sort", 4, 5),
-        ("copy", 1, 2),
-    ]
-    assert judged.limits
+    limits = [(guard.task, guard.max_drop, guard.upper_limit) for guard in judged.guards]
+    assert limits == [("sort", 4, 5), ("copy", 1, 2)]
     assert judged.limits.max_increase == 0.03
 
 
@@ -116,11 +112,8 @@ def test_settings_without_a_meaning_are_rejected(settings: dict[str, Any], evide
 
 def test_a_forecast_warns_if_the_documents_cannot_decide() -> None:
     few = EVIDENCE._replace(tasks=tuple(task(each.name, documents=60) for each in EVIDENCE.tasks))
-    many = forecast_variant_power(of())
     too_few = forecast_variant_power(of(few, max_drop=0.1, margin=0.2))
-    assert many
-    assert too_few
-    assert not list(many.findings("variants: Q8_0"))
+    assert not list(forecast_variant_power(of()).findings("variants: Q8_0"))
     (finding,) = too_few.findings("variants: Q8_0")
     assert finding.severity == "warn"
     assert "widen margin" in finding.remedy

@@ -61,17 +61,13 @@ def save_model(
 
 
 def index_model(
-    tmp_path: Path,
-    name: str,
-    weights: Weights,
-    license: str = "cc-by-nc-4.0",
-    ancestors: Mapping[str, str] | None = None,
+    tmp_path: Path, name: str, weights: Weights, license: str = "cc-by-nc-4.0", **ancestors: str
 ) -> IndexedModel:
+    """Return the entry of a known model. ``ancestors`` are the licenses of models of the same organization."""
     fingerprint = fingerprint_model(save_model(tmp_path / "known" / name.replace("/", "--"), weights), 1024)
-    above = tuple(IndexedAncestor(name=key, license=value) for key, value in (ancestors or {}).items())
-    return IndexedModel(
-        name=name, license=license, ancestors=above, digest=fingerprint.digest, samples=fingerprint.to_json()
-    )
+    above = tuple(IndexedAncestor(name=f"acme/{key}", license=value) for key, value in ancestors.items())
+    found = {"ancestors": above, "digest": fingerprint.digest, "samples": fingerprint.to_json()}
+    return IndexedModel(name=name, license=license, **found)
 
 
 def compared(
@@ -117,7 +113,7 @@ def test_a_permissive_ancestor_only_leads_to_a_warning_and_a_credit(tmp_path: Pa
 
 
 def test_the_ancestors_of_the_known_model_bind_too(tmp_path: Path) -> None:
-    known = index_model(tmp_path, "acme/chat", BASE, "mit", {"acme/base": "cc-by-nc-4.0"})
+    known = index_model(tmp_path, "acme/chat", BASE, "mit", base="cc-by-nc-4.0")
     verdict = verdict_of(compared(save_model(tmp_path / "copy", BASE), index=(known,)))
     assert [ancestor.name for ancestor in verdict.ancestors] == ["acme/base", "acme/chat"]
     assert verdict.combination.status == "blocked"
@@ -130,24 +126,22 @@ def test_a_declared_ancestor_is_no_finding(tmp_path: Path, base_model: str) -> N
     assert compared(parent, index=(secret,)) == read_licenses([parent], TABLE)
 
 
-def test_an_unrelated_model_is_no_finding(tmp_path: Path) -> None:
-    secret = index_model(tmp_path, "acme/secret", OTHER)
+def test_an_unrelated_model_and_the_same_model_under_its_own_license_are_no_finding(tmp_path: Path) -> None:
+    secret, known = index_model(tmp_path, "acme/secret", OTHER), index_model(tmp_path, "acme/open", BASE, "mit")
     assert compared(save_model(tmp_path / "chat", TUNED), index=(secret,)).undeclared == ()
-
-
-def test_the_name_of_a_local_directory_is_no_declaration(tmp_path: Path) -> None:
-    secret = index_model(tmp_path, "acme/secret", BASE)
-    assert relations(compared(save_model(tmp_path / "secret", TUNED), index=(secret,)))
-
-
-def test_the_same_model_under_its_own_license_is_no_finding(tmp_path: Path) -> None:
-    known = index_model(tmp_path, "acme/open", BASE, "mit")
     assert compared(save_model(tmp_path / "open", BASE), index=(known,)).undeclared == ()
-    assert relations(compared(save_model(tmp_path / "tuned", TUNED), index=(known,)))
+
+
+@pytest.mark.parametrize(("known", "license", "name"), [("secret", "cc-by-nc-4.0", "secret"), ("open", "mit", "tuned")])
+def test_the_name_of_a_local_directory_or_the_same_license_is_no_declaration(
+    tmp_path: Path, known: str, license: str, name: str
+) -> None:
+    model = index_model(tmp_path, f"acme/{known}", BASE, license)
+    assert relations(compared(save_model(tmp_path / name, TUNED), index=(model,)))
 
 
 def test_a_sibling_is_explained_by_the_declared_base(tmp_path: Path) -> None:
-    sibling = index_model(tmp_path, "acme/sibling", random_weights(4, BASE), ancestors={"acme/base": "mit"})
+    sibling = index_model(tmp_path, "acme/sibling", random_weights(4, BASE), base="mit")
     parent = save_model(tmp_path / "chat", TUNED, base_model="acme/base")
     assert compared(parent, index=(sibling,)).undeclared == ()
     base = index_model(tmp_path, "acme/base", BASE, "mit")
@@ -157,7 +151,7 @@ def test_a_sibling_is_explained_by_the_declared_base(tmp_path: Path) -> None:
 def test_a_model_that_is_nearer_than_the_declared_base_is_a_finding(tmp_path: Path) -> None:
     """The card names the base, but the weights are those of a fine-tune that the card does not name."""
     middle = random_weights(4, BASE, change=0.1)
-    known = index_model(tmp_path, "acme/middle", middle, ancestors={"acme/base": "mit"})
+    known = index_model(tmp_path, "acme/middle", middle, base="mit")
     base = index_model(tmp_path, "acme/base", BASE, "mit")
     parent = save_model(tmp_path / "chat", random_weights(5, middle, change=0.02), base_model="acme/base")
     assert relations(compared(parent, index=(base, known))) == [("chat", "acme/middle", "fine-tune")]
@@ -165,7 +159,7 @@ def test_a_model_that_is_nearer_than_the_declared_base_is_a_finding(tmp_path: Pa
 
 def test_a_descendant_of_the_parent_is_no_finding(tmp_path: Path) -> None:
     """The original is not derived from its fine-tunes. It is recognized by its weights under its own name."""
-    tuned = index_model(tmp_path, "acme/tuned", TUNED, ancestors={"acme/base": "mit"})
+    tuned = index_model(tmp_path, "acme/tuned", TUNED, base="mit")
     original = index_model(tmp_path, "acme/base", BASE, "mit")
     assert compared(save_model(tmp_path / "base", BASE), index=(tuned, original)).undeclared == ()
 
@@ -210,11 +204,8 @@ def test_without_a_finding_the_key_is_that_of_the_cards(tmp_path: Path) -> None:
         stage_key("licenses", check_licenses.version, {"declared": compared(parent, index=index)})
         for index in ((), (index_model(tmp_path, "acme/unrelated", OTHER),))
     }
-    assert keys == {
-        stage_key(
-            "licenses", check_licenses.version, {"declared": {"families": read_licenses([parent], TABLE).families}}
-        )
-    }
+    of_cards = {"declared": {"families": read_licenses([parent], TABLE).families}}
+    assert keys == {stage_key("licenses", check_licenses.version, of_cards)}
     found = compared(parent, index=(index_model(tmp_path, "acme/secret", BASE),))
     assert stage_key("licenses", check_licenses.version, {"declared": found}) not in keys
 
@@ -246,10 +237,8 @@ def test_an_index_replaces_a_model_of_the_same_name(tmp_path: Path) -> None:
     first, second = index_model(tmp_path, "acme/one", BASE), index_model(tmp_path, "acme/two", OTHER)
     for model in (first, second, first.model_copy(update={"license": "mit"})):
         add_to_index(path, model)
-    assert [(model.name, model.license) for model in read_index(path)] == [
-        ("acme/two", "cc-by-nc-4.0"),
-        ("acme/one", "mit"),
-    ]
+    licenses = [(model.name, model.license) for model in read_index(path)]
+    assert licenses == [("acme/two", "cc-by-nc-4.0"), ("acme/one", "mit")]
     # Concatenated files are an index. The last line about a name counts.
     path.write_text(path.read_text() + "\n" + first.model_dump_json() + "\n")
     assert {model.license for model in read_index(path)} == {"cc-by-nc-4.0"}

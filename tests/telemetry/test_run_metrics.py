@@ -1,20 +1,25 @@
-"""Test the exported run metrics: monitoring systems receive the numbers in the history."""
+"""Test the export of a run's numbers to monitoring systems and to Weights & Biases, which never fails the run."""
 
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from builders.results import build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 
 from mergegate.tasks.report import RunRecord, RunScore, RunStage
 from mergegate.tasks.telemetry.metrics import METRICS, OTEL, export_metrics, run_metrics, write_text_file
+from mergegate.tasks.telemetry.trackers import export_to_trackers, tracked_numbers
 
 
 def parse_text_file(file: Path) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
@@ -26,23 +31,11 @@ def parse_text_file(file: Path) -> dict[tuple[str, frozenset[tuple[str, str]]], 
     }
 
 
-def run(status: str = "released", profile: str = "demo", seconds: float = 2.0, cached: int = 1) -> RunRecord:
-    return RunRecord(
-        run="r",
-        flow="release",
-        profile=profile,
-        ended=1_700_000_000.0,
-        seconds=seconds,
-        status=status,
-        message="",
-        stages=(RunStage(name="evaluate", seconds=1.5, calls=3, cached=cached, status="made"),),
-        scores=(
-            RunScore(
-                task="copy", reference="base", merge=99.0, drop=1.0, low=0, high=2, max_drop=3, margin=3, outcome="pass"
-            ),
-        ),
-        bytes_made=100,
-    )
+def run(status: str = "released", profile: str = "demo", seconds: float = 2.0) -> RunRecord:
+    stage = RunStage(name="evaluate", seconds=1.5, calls=3, cached=1, status="made")
+    score = build(RunScore, task="copy", merge=99.0, drop=1.0, low=0, high=2)
+    ran = {"profile": profile, "status": status, "ended": 1_700_000_000.0, "seconds": seconds, "bytes_made": 100}
+    return build(RunRecord, **ran, stages=(stage,), scores=(score,))
 
 
 NAMES = st.text(min_size=1, max_size=20).map(lambda text: "".join(one if one.isprintable() else "?" for one in text))
@@ -116,10 +109,9 @@ class TestTextFile:
         assert "could not export the metrics" in caplog.text
 
     def test_a_suite_has_a_drop_but_no_score(self, tmp_path: Path) -> None:
-        suite = RunScore(task="mean", reference="base", drop=1.0, low=0, high=2, max_drop=3, margin=3, outcome="pass")
-        write_text_file(
-            tmp_path / "m.prom", run_metrics(run().model_copy(update={"scores": (suite,), "perplexity": 1.5}))
-        )
+        suite = build(RunScore, task="mean", drop=1.0, low=0, high=2)
+        record = run().model_copy(update={"scores": (suite,), "perplexity": 1.5})
+        write_text_file(tmp_path / "m.prom", run_metrics(record))
         values = {name: value for (name, _), value in parse_text_file(tmp_path / "m.prom").items()}
         assert (values["mergegate_drop_points"], values["mergegate_perplexity_ratio"]) == (1, 1.5)
         assert "mergegate_score_points" not in values
@@ -165,3 +157,57 @@ def test_an_opentelemetry_collector_receives_the_same_metrics(
         for point in metrics["mergegate.stage_calls"].sum.data_points
     }
     assert calls == {"cached": 1, "worked": 2}
+
+
+# --- Weights & Biases
+
+RECORD = build(
+    RunRecord,
+    seconds=61,
+    status="refused",
+    message="demo is not released",
+    perplexity=1.01,
+    scores=(
+        build(RunScore, task="mean of 2", drop=1.5, low=1, high=2),
+        build(RunScore, task="gsm8k", merge=51.5, drop=2.5, low=1, high=4, outcome="fail"),
+    ),
+)
+
+
+def test_every_guard_becomes_grouped_numbers() -> None:
+    suite = {"drop/mean of 2": 1.5, "drop_low/mean of 2": 1, "drop_high/mean of 2": 2}
+    task = {"score/gsm8k": 51.5, "drop/gsm8k": 2.5, "drop_low/gsm8k": 1, "drop_high/gsm8k": 4}
+    assert tracked_numbers(RECORD) == {"seconds": 61, "bytes_merged": 0, "perplexity_ratio": 1.01, **suite, **task}
+
+
+def test_wandb_is_not_imported_unless_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    export_to_trackers(RECORD, tmp_path, {})
+
+
+def test_a_missing_or_failing_wandb_logs_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    export_to_trackers(RECORD, tmp_path, {"MERGEGATE_WANDB": "acme/releases"})
+    assert "pip install 'mergegate[wandb]'" in caplog.text
+
+    def refuse(**_: Any) -> None:
+        raise RuntimeError("no key")
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=refuse, Settings=dict))
+    export_to_trackers(RECORD, tmp_path, {"MERGEGATE_WANDB": "releases"})
+    assert "could not send this run to Weights & Biases: no key" in caplog.text
+
+
+@pytest.mark.story
+def test_wandb_writes_the_run_without_a_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb = pytest.importorskip("wandb", reason="an extra: pip install 'mergegate[wandb]'")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    export_to_trackers(RECORD, tmp_path, {"MERGEGATE_WANDB": "acme/releases"})
+    wandb.teardown()  # the process that wandb starts writes when it ends
+    (written,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    content = written.read_bytes()
+    assert b"score/gsm8k" in content
+    assert b"demo is not released" in content
