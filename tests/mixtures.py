@@ -4,100 +4,44 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from builders.models import text_generator
 
 torch.set_num_threads(1)
 
 EXPERTS = 4
 _COMMON: dict[str, Any] = {
-    "vocab_size": 48,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 64,
-    "num_experts_per_tok": 2,
-    "tie_word_embeddings": False,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-
-
-def _mixtral() -> Any:
-    config = transformers.MixtralConfig(**_COMMON, intermediate_size=24, num_local_experts=EXPERTS)
-    return transformers.MixtralForCausalLM(config)
-
-
-def _qwen3_moe() -> Any:
-    config = transformers.Qwen3MoeConfig(
-        **_COMMON, intermediate_size=40, moe_intermediate_size=24, num_experts=EXPERTS, norm_topk_prob=True
-    )
-    return transformers.Qwen3MoeForCausalLM(config)
-
-
-def _glm4_moe() -> Any:
-    config = transformers.Glm4MoeConfig(
-        **_COMMON, intermediate_size=40, moe_intermediate_size=24, n_routed_experts=EXPERTS, n_shared_experts=1,
-        first_k_dense_replace=0, n_group=2, topk_group=1,
-    )  # fmt: skip
-    return transformers.Glm4MoeForCausalLM(config)
-
-
-def _lfm2_moe() -> Any:
-    config = transformers.Lfm2MoeConfig(
-        **_COMMON, intermediate_size=40, moe_intermediate_size=24, num_experts=EXPERTS, num_dense_layers=1,
-        layer_types=["conv", "full_attention"],
-    )  # fmt: skip
-    return transformers.Lfm2MoeForCausalLM(config)
-
-
-def _granite() -> Any:
-    config = transformers.GraniteMoeConfig(**_COMMON, intermediate_size=24, num_local_experts=EXPERTS)
-    return transformers.GraniteMoeForCausalLM(config)
-
-
-def _phimoe() -> Any:
-    config = transformers.PhimoeConfig(**_COMMON, intermediate_size=24, num_local_experts=EXPERTS)
-    return transformers.PhimoeForCausalLM(config)
-
-
-def _llama4() -> Any:
-    config = transformers.Llama4TextConfig(
-        **_COMMON, intermediate_size=24, intermediate_size_mlp=40, num_local_experts=EXPERTS, moe_layers=[0, 1],
-        attn_temperature_tuning=False, use_qk_norm=False,
-    )  # fmt: skip
-    return transformers.Llama4ForCausalLM(config)
-
-
-def _gpt_oss() -> Any:
-    config = transformers.GptOssConfig(**_COMMON, intermediate_size=24, num_local_experts=EXPERTS)
-    return transformers.GptOssForCausalLM(config)
-
-
-FAMILIES: dict[str, Callable[[], Any]] = {
-    "mixtral": _mixtral,
-    "qwen3_moe": _qwen3_moe,
-    "glm4_moe": _glm4_moe,
-    "lfm2_moe": _lfm2_moe,
-    "granitemoe": _granite,
-    "phimoe": _phimoe,
-    "llama4": _llama4,
-    "gpt_oss": _gpt_oss,
+    "vocab_size": 48, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2,
+    "head_dim": 16, "max_position_embeddings": 64, "num_experts_per_tok": 2, "tie_word_embeddings": False,
+    "initializer_range": 0.3, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_LOCAL = {"intermediate_size": 24, "num_local_experts": EXPERTS}
+_ROUTED = {"intermediate_size": 40, "moe_intermediate_size": 24}
+_GROUPS = {"first_k_dense_replace": 0, "n_group": 2, "topk_group": 1}
+_CONVOLVED = {"num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}
+_TEMPERED = {"moe_layers": [0, 1], "attn_temperature_tuning": False, "use_qk_norm": False}
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "mixtral": ("Mixtral", _LOCAL),
+    "qwen3_moe": ("Qwen3Moe", {**_ROUTED, "num_experts": EXPERTS, "norm_topk_prob": True}),
+    "glm4_moe": ("Glm4Moe", {**_ROUTED, **_GROUPS, "n_routed_experts": EXPERTS, "n_shared_experts": 1}),
+    "lfm2_moe": ("Lfm2Moe", {**_ROUTED, **_CONVOLVED, "num_experts": EXPERTS}),
+    "granitemoe": ("GraniteMoe", _LOCAL),
+    "phimoe": ("Phimoe", _LOCAL),
+    "llama4": ("Llama4", {**_LOCAL, **_TEMPERED, "intermediate_size_mlp": 40}),
+    "gpt_oss": ("GptOss", _LOCAL),
 }
 
 
 def build(family: str, seed: int = 0) -> Any:
     """Return a random model; router biases, if the family has any, are not zero."""
     torch.manual_seed(seed)
-    model = FAMILIES[family]().eval()
+    prefix, settings = FAMILIES[family]
+    model = text_generator(prefix, **_COMMON, **settings).eval()
     with torch.no_grad():
         for name, tensor in model.state_dict().items():
             if "bias" in name:
@@ -107,8 +51,6 @@ def build(family: str, seed: int = 0) -> Any:
 
 def related(model: Any, seed: int, share: float = 0.1) -> Any:
     """Return a copy of `model` with noise of `share` times the standard deviation of each tensor."""
-    import copy
-
     other, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for tensor in other.state_dict().values():

@@ -37,33 +37,15 @@ CHAT_TEMPLATE = (
     "{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_ENCODER = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-    "max_position_embeddings": 64,
-    "initializer_range": 0.2,  # Larger than the default, so that outputs differ clearly.
-}
+_NETWORK = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+# The range is larger than the default, so that outputs differ clearly.
+_ENCODER = {**_NETWORK, "max_position_embeddings": 64, "initializer_range": 0.2}
+_ENDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 _DECODER = {
-    **_ENCODER,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 120,
-    "max_position_embeddings": 4096,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+    **_ENCODER, **_ENDS, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 120, "max_position_embeddings": 4096
+}  # fmt: skip
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-_VISION = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "image_size": PICTURE_SIZE,
-    "patch_size": 14,
-}
+_VISION = {**_NETWORK, "image_size": PICTURE_SIZE, "patch_size": 14}
 _QWEN_VISION = {"depth": 2, "hidden_size": 32, "num_heads": 2, "patch_size": 14, "temporal_patch_size": 2}
 _QWEN_TOKENS = {"image_token_id": 5, "video_token_id": 6, "vision_start_token_id": 7, "vision_end_token_id": 8}
 _PROJECTED = 16  # Output dimensions of the BERT embedding model and of CLIP.
@@ -136,39 +118,33 @@ def letter_tokenizer(*, picture: str = "<image>", ends: bool = False) -> PreTrai
     backend.decoder = decoders.Fuse()
     if ends:
         backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 2)])
+    extra = {"image_token": "<image>", "boi_token": "<|vision_start|>", "eoi_token": "<|vision_end|>"}
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        extra_special_tokens={
-            "image_token": "<image>",
-            "boi_token": "<|vision_start|>",
-            "eoi_token": "<|vision_end|>",
-            **{token: token for token in SPECIAL_TOKENS[9:]},
-        },
+        **{"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"},
+        extra_special_tokens={**extra, **{token: token for token in SPECIAL_TOKENS[9:]}},
         clean_up_tokenization_spaces=False,
         chat_template=None if ends else CHAT_TEMPLATE.replace("PICTURE", picture),
     )
 
 
-def _encoder(model: type[Any], config: type[Any], **settings: Any) -> Parts:
+def _encoder(head: str = "Model", family: str = "Bert", **settings: Any) -> Parts:
+    """Return an encoder and its tokenizer. ``head`` is the part of the name of its class after the family."""
     tokenizer = word_tokenizer()
-    return model(config(**{**_ENCODER, "vocab_size": len(tokenizer), "pad_token_id": 0, **settings})), [tokenizer]
+    configuration = getattr(transformers, f"{family}Config")
+    values = {**_ENCODER, "vocab_size": len(tokenizer), "pad_token_id": 0, **settings}
+    return getattr(transformers, family + head)(configuration(**values)), [tokenizer]
 
 
 def _embedding(transformer: Parts, *modules: Any, **settings: Any) -> Parts:
     """Return a sentence-transformers model with the given modules after the transformer and its pooling."""
     from sentence_transformers import SentenceTransformer
+    from sentence_transformers.base.modules import Transformer
 
     with TemporaryDirectory() as directory:
         _save(transformer, directory)
-        from sentence_transformers.base.modules import Transformer
-
-        return SentenceTransformer(
-            modules=[Transformer(directory, max_seq_length=64), *modules], device="cpu", **settings
-        ), []
+        stack = [Transformer(directory, max_seq_length=64), *modules]
+        return SentenceTransformer(modules=stack, device="cpu", **settings), []
 
 
 def _save(parts: Parts, directory: str) -> None:
@@ -180,16 +156,14 @@ def _bert_embedding() -> Parts:
     from sentence_transformers.base.modules import Dense
     from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 
-    parts = _encoder(transformers.BertModel, transformers.BertConfig)
-    return _embedding(parts, Pooling(32, pooling_mode="mean"), Dense(32, _PROJECTED), Normalize())
+    return _embedding(_encoder(), Pooling(32, pooling_mode="mean"), Dense(32, _PROJECTED), Normalize())
 
 
 def _modernbert_embedding() -> Parts:
     from sentence_transformers.sentence_transformer.modules import Normalize, Pooling
 
     ends = {"cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3, "num_hidden_layers": 3}
-    parts = _encoder(transformers.ModernBertModel, transformers.ModernBertConfig, **ends)
-    return _embedding(parts, Pooling(32, pooling_mode="cls"), Normalize())
+    return _embedding(_encoder(family="ModernBert", **ends), Pooling(32, pooling_mode="cls"), Normalize())
 
 
 def _qwen3_embedding() -> Parts:
@@ -208,7 +182,7 @@ def _sparse_encoder() -> Parts:
     from sentence_transformers.sparse_encoder.modules import SpladePooling
 
     with TemporaryDirectory() as directory:
-        _save(_encoder(transformers.BertForMaskedLM, transformers.BertConfig), directory)
+        _save(_encoder("ForMaskedLM"), directory)
         transformer = Transformer(directory, transformer_task="fill-mask", max_seq_length=64)
         return SparseEncoder(modules=[transformer, SpladePooling()], device="cpu"), []
 
@@ -217,15 +191,14 @@ def _cross_encoder() -> Parts:
     from sentence_transformers import CrossEncoder
 
     with TemporaryDirectory() as directory:
-        _save(_encoder(transformers.BertForSequenceClassification, transformers.BertConfig, num_labels=1), directory)
+        _save(_encoder("ForSequenceClassification", num_labels=1), directory)
         return CrossEncoder(directory, device="cpu", max_length=64), []
 
 
 def _older_cross_encoder() -> Parts:
     """Return a cross-encoder in the files of sentence-transformers before release 5: without ``modules.json``."""
     activation = "torch.nn.modules.linear.Identity"
-    settings = {"num_labels": 1, "sbert_ce_default_activation_function": activation}
-    return _encoder(transformers.BertForSequenceClassification, transformers.BertConfig, **settings)
+    return _encoder("ForSequenceClassification", num_labels=1, sbert_ce_default_activation_function=activation)
 
 
 def _vision_language(
@@ -257,21 +230,12 @@ def _image_processors(family: str, tokenizer: PreTrainedTokenizerFast) -> list[A
 
 
 def _qwen2_vl(family: str) -> Parts:
+    sizes = {"out_hidden_size": 32, "intermediate_size": 64}
     own = {
         "qwen2_vl": {"embed_dim": 32, "mlp_ratio": 2},
-        "qwen2_5_vl": {
-            "out_hidden_size": 32,
-            "intermediate_size": 64,
-            "fullatt_block_indexes": [1],
-            "window_size": PICTURE_SIZE,
-        },
-        "qwen3_vl": {
-            "out_hidden_size": 32,
-            "intermediate_size": 64,
-            "deepstack_visual_indexes": [0],
-            "num_position_embeddings": 64,
-        },
-        "qwen3_5": {"out_hidden_size": 32, "intermediate_size": 64, "num_position_embeddings": 64},
+        "qwen2_5_vl": {**sizes, "fullatt_block_indexes": [1], "window_size": PICTURE_SIZE},
+        "qwen3_vl": {**sizes, "deepstack_visual_indexes": [0], "num_position_embeddings": 64},
+        "qwen3_5": {**sizes, "num_position_embeddings": 64},
     }
     text: dict[str, Any] = {"rope_parameters": _SECTIONS}
     if family == "qwen3_5":
@@ -286,37 +250,28 @@ def _qwen2_vl(family: str) -> Parts:
 
 def _encoder_decoder(family: str, **settings: Any) -> Parts:
     tokenizer = letter_tokenizer(ends=True)
-    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
-    config = transformers.AutoConfig.for_model(family, **{"vocab_size": len(tokenizer), **ends, **settings})
+    values = {**_ENDS, "vocab_size": len(tokenizer), "decoder_start_token_id": 0, **settings}
+    config = transformers.AutoConfig.for_model(family, **values)
     return transformers.AutoModelForSeq2SeqLM.from_config(config), [tokenizer]
 
 
-_STACKS = {
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 2,
-    "decoder_attention_heads": 2,
-    "encoder_ffn_dim": 64,
-    "decoder_ffn_dim": 64,
-    "init_std": 0.2,
-}
+_STACKS = {"d_model": 32, "init_std": 0.2}
+for _part in ("encoder", "decoder"):
+    _STACKS |= {f"{_part}_layers": 2, f"{_part}_attention_heads": 2, f"{_part}_ffn_dim": 64}
 
 
 def _whisper() -> Parts:
     tags = ["<|endoftext|>", "<|startoftranscript|>", "<|notimestamps|>"]
     vocabulary = {token: number for number, token in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet()), *tags])}
     end, start, plain = (vocabulary[tag] for tag in tags)
-    tokenizer = transformers.WhisperTokenizer(
-        vocab=vocabulary, merges=[], pad_token=tags[0], additional_special_tokens=tags
-    )
+    special = {"pad_token": tags[0], "additional_special_tokens": tags}
+    tokenizer = transformers.WhisperTokenizer(vocab=vocabulary, merges=[], **special)
     features = transformers.WhisperFeatureExtractor(feature_size=8, n_fft=400, chunk_length=2)
     ends = {"bos_token_id": end, "eos_token_id": end, "pad_token_id": end, "decoder_start_token_id": start}
     sizes = {"num_mel_bins": 8, "max_source_positions": 100, "max_target_positions": 64}
     settings = {**_STACKS, **sizes, **ends, "vocab_size": len(vocabulary)}
-    network = transformers.WhisperForConditionalGeneration(
-        transformers.WhisperConfig(**settings, suppress_tokens=None, begin_suppress_tokens=None)
-    )
+    config = transformers.WhisperConfig(**settings, suppress_tokens=None, begin_suppress_tokens=None)
+    network = transformers.WhisperForConditionalGeneration(config)
     network.generation_config = transformers.GenerationConfig(
         **ends, is_multilingual=False, no_timestamps_token_id=plain, max_length=32, forced_decoder_ids=None
     )
@@ -330,23 +285,17 @@ def _ctc() -> Parts:
         file.write_text(json.dumps({letter: number for number, letter in enumerate(letters)}))
         tokenizer = transformers.Wav2Vec2CTCTokenizer(str(file))
     features = transformers.Wav2Vec2FeatureExtractor(return_attention_mask=False)
+    convolutions = {"conv_dim": (16, 16), "conv_stride": (10, 8), "conv_kernel": (10, 8), "num_feat_extract_layers": 2}
+    positions = {"num_conv_pos_embeddings": 8, "num_conv_pos_embedding_groups": 2}
     config = transformers.Wav2Vec2Config(
-        **_ENCODER,
-        vocab_size=len(letters),
-        pad_token_id=0,
-        conv_dim=(16, 16),
-        conv_stride=(10, 8),
-        conv_kernel=(10, 8),
-        num_feat_extract_layers=2,
-        num_conv_pos_embeddings=8,
-        num_conv_pos_embedding_groups=2,
+        **_ENCODER, **convolutions, **positions, vocab_size=len(letters), pad_token_id=0
     )
     return transformers.Wav2Vec2ForCTC(config), [transformers.Wav2Vec2Processor(features, tokenizer)]
 
 
 def _clip() -> Parts:
     tokenizer = letter_tokenizer(ends=True)
-    text = {**_ENCODER, "vocab_size": len(tokenizer), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    text = {**_ENCODER, **_ENDS, "vocab_size": len(tokenizer)}
     config = transformers.CLIPConfig(text_config=text, vision_config=_VISION, projection_dim=_PROJECTED)
     square = {"height": PICTURE_SIZE, "width": PICTURE_SIZE}
     images = transformers.CLIPImageProcessorPil(size={"shortest_edge": PICTURE_SIZE}, crop_size=square)
@@ -370,14 +319,15 @@ def _text_generator() -> Parts:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**_DECODER)), [letter_tokenizer()]
 
 
-_LLAMA4_VISION = {
-    **_VISION,
-    "intermediate_size": 128,
-    "vision_output_dim": 32,
-    "projector_input_dim": 32,
-    "projector_output_dim": 32,
-}
+_PROJECTOR = {"vision_output_dim": 32, "projector_input_dim": 32, "projector_output_dim": 32}
+_LLAMA4_VISION = {**_VISION, "intermediate_size": 128, **_PROJECTOR}
 _LLAMA4_TEXT = {"intermediate_size_mlp": 64, "num_local_experts": 2, "num_experts_per_tok": 1}
+_IMAGE = {"image_token_index": 5}
+_IMAGE_ENDS = {**_IMAGE, "boi_token_index": 7, "eoi_token_index": 8}
+_START = "<|vision_start|>"  # Gemma's processor puts the image tokens around it.
+_PIXTRAL = {**_VISION, "model_type": "pixtral", "head_dim": 16}
+_INTERN = {**_VISION, "image_size": [PICTURE_SIZE] * 2, "patch_size": [14, 14]}
+_CLIP = {**_VISION, "model_type": "clip_vision_model", "projection_dim": 32}
 
 VISION_LANGUAGE: Mapping[str, Callable[[], Parts]] = {
     "qwen2_vl": lambda: _qwen2_vl("qwen2_vl"),
@@ -385,36 +335,12 @@ VISION_LANGUAGE: Mapping[str, Callable[[], Parts]] = {
     "qwen3_vl": lambda: _qwen2_vl("qwen3_vl"),
     "qwen3_5": lambda: _qwen2_vl("qwen3_5"),
     "gemma3": lambda: _vision_language(
-        "gemma3",
-        {"sliding_window": 16},
-        _VISION,
-        picture="<|vision_start|>",  # The processor puts the image tokens around it.
-        mm_tokens_per_image=4,
-        image_token_index=5,
-        boi_token_index=7,
-        eoi_token_index=8,
+        "gemma3", {"sliding_window": 16}, _VISION, picture=_START, mm_tokens_per_image=4, **_IMAGE_ENDS
     ),
-    "llama4": lambda: _vision_language(
-        "llama4", _LLAMA4_TEXT, _LLAMA4_VISION, image_token_index=5, boi_token_index=7, eoi_token_index=8
-    ),
-    "mistral3": lambda: _vision_language(
-        "mistral3",
-        {"model_type": "mistral"},
-        {**_VISION, "model_type": "pixtral", "head_dim": 16},
-        image_token_index=5,
-    ),
-    "internvl": lambda: _vision_language(
-        "internvl",
-        {"model_type": "qwen2"},
-        {**_VISION, "image_size": [PICTURE_SIZE] * 2, "patch_size": [14, 14]},
-        image_token_id=5,
-    ),
-    "llava": lambda: _vision_language(
-        "llava",
-        {"model_type": "llama"},
-        {**_VISION, "model_type": "clip_vision_model", "projection_dim": 32},
-        image_token_index=5,
-    ),
+    "llama4": lambda: _vision_language("llama4", _LLAMA4_TEXT, _LLAMA4_VISION, **_IMAGE_ENDS),
+    "mistral3": lambda: _vision_language("mistral3", {"model_type": "mistral"}, _PIXTRAL, **_IMAGE),
+    "internvl": lambda: _vision_language("internvl", {"model_type": "qwen2"}, _INTERN, image_token_id=5),
+    "llava": lambda: _vision_language("llava", {"model_type": "llama"}, _CLIP, **_IMAGE),
 }
 """Vision-language models by family. llava and gemma3 have a processor that works without torchvision."""
 
@@ -426,23 +352,17 @@ KINDS: Mapping[str, Callable[[], Parts]] = {
     "sparse encoder": _sparse_encoder,
     "cross-encoder": _cross_encoder,
     "older cross-encoder": _older_cross_encoder,
-    "reranker without modules": lambda: _encoder(
-        transformers.BertForSequenceClassification, transformers.BertConfig, num_labels=1
-    ),
+    "reranker without modules": lambda: _encoder("ForSequenceClassification", num_labels=1),
     **VISION_LANGUAGE,
     "whisper": _whisper,
     "wav2vec2": _ctc,
     "audio language model": _audio_language,
     "t5": lambda: _encoder_decoder("t5", d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2),
     "bart": lambda: _encoder_decoder("bart", **_STACKS, max_position_embeddings=256),
-    "sequence classifier": lambda: _encoder(
-        transformers.BertForSequenceClassification, transformers.BertConfig, num_labels=3
-    ),
-    "token classifier": lambda: _encoder(
-        transformers.BertForTokenClassification, transformers.BertConfig, num_labels=5
-    ),
-    "masked language model": lambda: _encoder(transformers.BertForMaskedLM, transformers.BertConfig),
-    "bare encoder": lambda: _encoder(transformers.BertModel, transformers.BertConfig),
+    "sequence classifier": lambda: _encoder("ForSequenceClassification", num_labels=3),
+    "token classifier": lambda: _encoder("ForTokenClassification", num_labels=5),
+    "masked language model": lambda: _encoder("ForMaskedLM"),
+    "bare encoder": _encoder,
     "clip": _clip,
 }
 """Builders of the checkpoints by name."""
