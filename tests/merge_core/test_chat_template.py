@@ -5,19 +5,21 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import pytest
-from family import TOKENS, merge_text, save_family, save_tokenizer
+from family import LINEAR as PAIR
+from family import TOKENS, change_json, check_recipe, merge_text, save_family, save_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
-from mergegate.merge_core import load_recipe, open_checkpoint, plan_with_findings
 from mergegate.merge_core.checkpoint import list_companions
 from mergegate.merge_core.checkpoint.chat_template import DEFAULT, KNOWN, read_chat_templates, select_chat_templates
 from mergegate.merge_core.errors import InvalidInput
 
-LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}, {model: c}]\nparameters: {weight: 1}\n"
+LINEAR = PAIR.replace("{model: b}", "{model: b}, {model: c}")
 TALK = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 
 
@@ -67,14 +69,13 @@ def test_a_known_template_renders_its_format(name: str, text: str) -> None:
     assert template.render(messages=TALK, add_generation_prompt=True, bos_token="<s>", eos_token="</s>") == text
 
 
-def test_a_misspelt_name_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="did you mean 'chatml'"):
-        select_chat_templates("chatlm", [], "here")
-
-
-def test_auto_without_any_template_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="at least one parent with a chat template"):
-        select_chat_templates("auto", [{}, {}], "here")
+@pytest.mark.parametrize(
+    ("wanted", "parents", "words"),
+    [("chatlm", [], "did you mean 'chatml'"), ("auto", [{}, {}], "at least one parent with a chat template")],
+)
+def test_a_misspelt_name_and_auto_without_any_template_are_refused(wanted: str, parents: list[Any], words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        select_chat_templates(wanted, parents, "here")
 
 
 def ends_of(merged: Path) -> object:
@@ -105,13 +106,8 @@ def test_an_answer_ends_with_the_end_token_of_the_template(
             (family / name / "generation_config.json").write_text(json.dumps({"eos_token_id": end, "top_k": 7}))
     (family / "b" / "chat_template.jinja").write_text("of b {{ x }}")
     for name in ("base", "a", "b"):
-        tokenizer = json.loads((family / name / "tokenizer.json").read_text())
-        tokens = tokenizer["model"]["vocab"]
-        tokens["<|im_end|>"] = tokens.pop("t23")
-        (family / name / "tokenizer.json").write_text(json.dumps(tokenizer))
-    text = (
-        "merge_method: task_arithmetic\nbase_model: base\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
-    )
+        save_tokenizer(family / name, [*(f"t{number}" for number in range(23)), "<|im_end|>"])
+    text = PAIR.replace("linear", "task_arithmetic\nbase_model: base")
     record = merge_text(f"{text}{wanted}", family)
     assert ends_of(family / "out") == found
     if (family / "out" / "generation_config.json").exists():
@@ -126,7 +122,7 @@ def test_the_end_of_a_turn_follows_its_token_if_rows_move(family: Path) -> None:
     (family / "a" / "generation_config.json").write_text('{"eos_token_id": 1}')
     (family / "b" / "generation_config.json").write_text('{"eos_token_id": 5}')
     (family / "b" / "chat_template.jinja").write_text("of b {{ x }}")
-    text = LINEAR.replace(", {model: c}", "") + "chat_template: auto\ntokenizer: {source: a}\n"
+    text = PAIR + "chat_template: auto\ntokenizer: {source: a}\n"
     merge_text(text, family)
     assert ends_of(family / "out") == [1, 9]
 
@@ -161,24 +157,20 @@ declared = st.one_of(
 def write_templates(directory: Path, in_settings: object, default: str | None, more: dict[str, str]) -> None:
     """Write a tokenizer and its chat templates in every place in which a library may look for them."""
     settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "t1"}
-    if in_settings is not None:
-        settings |= {"chat_template": in_settings}
+    settings |= {} if in_settings is None else {"chat_template": in_settings}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
-    content = json.loads((directory / "tokenizer.json").read_text())
-    (directory / "tokenizer.json").write_text(
-        json.dumps({**content, "added_tokens": [], "model": {**content["model"], "unk_token": "t0"}})
-    )
-    if default is not None:
-        (directory / "chat_template.jinja").write_text(default)
-    for name, text in more.items():
-        (directory / "additional_chat_templates").mkdir(exist_ok=True)
-        (directory / "additional_chat_templates" / f"{name}.jinja").write_text(text)
+    model = json.loads((directory / "tokenizer.json").read_text())["model"]
+    change_json(directory / "tokenizer.json", added_tokens=[], model={**model, "unk_token": "t0"})
+    files = {} if default is None else {"chat_template.jinja": default}
+    for name, text in (
+        files | {f"additional_chat_templates/{name}.jinja": text for name, text in more.items()}
+    ).items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(text)
 
 
 def library_templates(directory: Path) -> dict[str, str]:
     """Return the chat templates that transformers finds."""
-    from transformers import AutoTokenizer
-
     found = AutoTokenizer.from_pretrained(directory).chat_template
     return {"default": found} if isinstance(found, str) else dict(found or {})
 
@@ -196,45 +188,29 @@ def test_templates_are_read_as_transformers_reads_them(
 
 @pytest.mark.story
 @settings(max_examples=15, deadline=None)
-@given(declared, st.none() | texts, named, st.booleans())
+@given(st.tuples(declared, st.none() | texts, named), st.booleans())
 def test_the_merge_has_the_templates_of_its_parents(
-    tmp_path_factory: pytest.TempPathFactory,
-    in_settings: object,
-    default: str | None,
-    more: dict[str, str],
-    is_auto: bool,
+    tmp_path_factory: pytest.TempPathFactory, templates: Any, is_auto: bool
 ) -> None:
     family = save_family(tmp_path_factory.mktemp("merged"))
     for name in "abc":
-        write_templates(family / name, in_settings, default, more)
+        write_templates(family / name, *templates)
     expected = library_templates(family / "a")
     merge_text(f"{LINEAR}{'chat_template: auto' if is_auto and expected else ''}", family)
     assert library_templates(family / "out") == expected
 
 
-def test_auto_counts_templates_of_every_form(family: Path) -> None:
-    write_templates(family / "a", "of a", None, {})
+def test_auto_counts_templates_of_every_form_and_a_chosen_one_replaces_all(family: Path) -> None:
+    write_templates(family / "a", "of a", None, {"tool_use": "tools of a"})
     write_templates(family / "b", [{"name": "default", "template": "of b"}], None, {})
     write_templates(family / "c", None, "of b", {"tool_use": "tools of c"})
     merge_text(f"{LINEAR}chat_template: auto\n", family)
     assert library_templates(family / "out") == {"default": "of b"}  # b comes first and names no other template.
-
-
-def test_a_chosen_template_replaces_all_others(family: Path) -> None:
-    write_templates(family / "a", None, "of a", {"tool_use": "tools of a"})
-    merge_text(f"{LINEAR}chat_template: chatml\n", family)
-    assert library_templates(family / "out") == {DEFAULT: KNOWN["chatml"]}
-
-
-def test_a_template_chosen_in_a_step_is_that_of_the_result(family: Path) -> None:
-    write_templates(family / "a", "of a", None, {})
-    text = (
-        "name: first\nmerge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
-        "chat_template: chatml\n---\nmerge_method: linear\nmodels: [{model: first}, {model: c}]\n"
-        "parameters: {weight: 1}\n"
-    )
-    merge_text(text, family)
-    assert library_templates(family / "out") == {DEFAULT: KNOWN["chatml"]}
+    merge_text(f"{LINEAR}chat_template: chatml\n", family, "chosen")
+    step = PAIR.replace("model: a", "model: first").replace("model: b", "model: c")
+    merge_text(f"name: first\n{PAIR}chat_template: chatml\n---\n{step}", family, "step")
+    for out in ("chosen", "step"):
+        assert library_templates(family / out) == {DEFAULT: KNOWN["chatml"]}
 
 
 FORMS: dict[str, tuple[object, str | None, dict[str, str]]] = {
@@ -265,10 +241,7 @@ def test_templates_are_compared_by_name(family: Path) -> None:
 
 
 def template_findings(family: Path, more: str = "") -> list[str]:
-    recipe = load_recipe(LINEAR.replace(", {model: c}", "") + more)
-    opened = {name: open_checkpoint(family / name) for name in "ab"}
-    found = plan_with_findings(recipe, opened).findings
-    return [one.found for one in found if one.where.endswith(": chat template")]
+    return [one.found for one in check_recipe(PAIR + more, family).findings if one.where.endswith(": chat template")]
 
 
 @pytest.mark.parametrize(

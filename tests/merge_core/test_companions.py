@@ -1,20 +1,24 @@
-"""A merge carries over the files next to its parents' weights, or reports which ones it leaves out."""
+"""A merge carries over the files next to its parents' weights, or reports which ones it leaves out.
+
+Settings of modules, processors and generation that differ between parents are findings. Spelling does not matter.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
-from family import merge_text, save_family
+from family import LINEAR, check_recipe, merge_text, plan_recipe, save_family
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mergegate.merge_core import Finding, load_recipe, open_checkpoint, plan_with_findings
+from mergegate.merge_core import Finding, open_checkpoint
 from mergegate.merge_core.checkpoint import companion_kind, has_vocabulary, is_copyable
+from mergegate.merge_core.errors import InvalidInput
 
-LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 POOLING = {
     "modules.json": '[{"idx": 0, "path": "", "type": "t.Transformer"}, {"idx": 1, "path": "1_Pooling", "type": "t.P"}]',
     "1_Pooling/config.json": '{"word_embedding_dimension": 12, "pooling_mode_mean_tokens": true}',
@@ -48,9 +52,7 @@ def write(directory: Path, files: dict[str, str]) -> None:
 
 
 def findings(root: Path, recipe: str = LINEAR) -> tuple[Finding, ...]:
-    parsed = load_recipe(recipe)
-    opened = {str(ref): open_checkpoint(root / ref.path) for ref in parsed.references()}
-    return plan_with_findings(parsed, opened).findings
+    return check_recipe(recipe, root).findings
 
 
 def blocked_files(root: Path) -> set[str]:
@@ -148,11 +150,223 @@ def test_files_of_one_kind_are_one_finding(family: Path) -> None:
     assert found.found == "not in the result: x.json, chat_templates/, y.npz; c: x.json, chat_templates/, y.npz"
 
 
-def test_only_small_plain_files_of_known_kinds_are_carried() -> None:
-    assert is_copyable("1_Pooling/config.json")
-    assert is_copyable("additional_chat_templates/tool_use.jinja")
-    assert not is_copyable("1_Pooling/notes.md")
-    assert not is_copyable("config.json")
-    assert not is_copyable("model.safetensors")
-    assert has_vocabulary(["spiece.model"])
-    assert not has_vocabulary(["tokenizer_config.json", "special_tokens_map.json"])
+@pytest.mark.parametrize(
+    ("name", "is_carried"),
+    [
+        *((name, True) for name in ("1_Pooling/config.json", "additional_chat_templates/tool_use.jinja")),
+        *((name, False) for name in ("1_Pooling/notes.md", "config.json", "model.safetensors")),
+    ],
+)
+def test_only_small_plain_files_of_known_kinds_are_carried(name: str, is_carried: bool) -> None:
+    assert is_copyable(name) is is_carried
+    assert has_vocabulary(["spiece.model", name])
+    assert not has_vocabulary(["tokenizer_config.json", "special_tokens_map.json", name])
+
+
+IMAGES = {"image_mean": [0.5, 0.5, 0.5], "size": {"height": 56, "width": 56}, "do_resize": True}
+SOUND = {"sampling_rate": 16000, "feature_size": 80, "feature_extractor_type": "WhisperFeatureExtractor"}
+WHISPER = {"lang_to_id": {"<|en|>": 5}, "suppress_tokens": [1, 2], "max_length": 448, "alignment_heads": [[0, 1]]}
+
+
+def write_json(directory: Path, files: dict[str, Any]) -> None:
+    for name, content in files.items():
+        (directory / name).parent.mkdir(exist_ok=True)
+        (directory / name).write_text(json.dumps(content))
+
+
+def found(root: Path, *accepted: str) -> list[tuple[str, str]]:
+    """Return severity and location of all findings of a linear merge."""
+    return [(one.severity, one.where) for one in check_recipe(LINEAR, root, *accepted).findings]
+
+
+TYPES = (
+    "sentence_transformers.base.modules.transformer.Transformer",
+    "sentence_transformers.sentence_transformer.Pooling",
+)
+
+
+def modules(*types: str) -> list[dict[str, Any]]:
+    """Return the content of modules.json with a network, pooling and normalization."""
+    paths = ("", "1_Pooling", "2_Normalize")
+    return [{"idx": n, "name": str(n), "path": paths[n], "type": one} for n, one in enumerate(types)]
+
+
+MODULES = {
+    "modules.json": modules(*TYPES, "sentence_transformers.base.modules.Normalize"),
+    "1_Pooling/config.json": {"embedding_dimension": 12, "pooling_mode": "mean", "include_prompt": True},
+    "2_Normalize/config.json": {"module_input_name": "sentence_embedding", "module_output_name": "sentence_embedding"},
+    "sentence_bert_config.json": {"transformer_task": "feature-extraction", "module_output_name": "token_embeddings"},
+    "config_sentence_transformers.json": {
+        "__version__": {"sentence_transformers": "6.2.0"}, "model_type": "SentenceTransformer",
+        "prompts": {"query": "query: ", "document": ""}, "default_prompt_name": None, "similarity_fn_name": "cosine",
+    },
+}  # fmt: skip
+OLDER_MODULES: dict[str, Any] = {
+    "modules.json": modules(*(f"sentence_transformers.models.{k}" for k in ("Transformer", "Pooling", "Normalize"))),
+    "1_Pooling/config.json": {
+        "word_embedding_dimension": 12, "pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True,
+        "pooling_mode_max_tokens": False,
+    },
+    "sentence_bert_config.json": {"do_lower_case": False},
+    "config_sentence_transformers.json": {
+        "__version__": {"sentence_transformers": "2.2.2"}, "prompts": {"query": "query: "}, "similarity_fn_name": None,
+    },
+}  # fmt: skip
+
+
+def changed(files: dict[str, Any], name: str, **settings: Any) -> dict[str, Any]:
+    return {name: {**files[name], **settings}}
+
+
+def test_files_of_an_older_release_that_mean_the_same_agree(family: Path) -> None:
+    write_json(family / "a", MODULES)
+    write_json(family / "b", OLDER_MODULES)
+    assert found(family) == []
+    merge_text(LINEAR, family)
+    assert json.loads((family / "out" / "modules.json").read_text()) == MODULES["modules.json"]
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize(
+    ("name", "settings", "severity"),
+    [
+        ("config_sentence_transformers.json", {"prompts": {"query": "search: "}}, "block"),
+        ("config_sentence_transformers.json", {"prompts": {}}, "block"),
+        ("config_sentence_transformers.json", {"similarity_fn_name": "dot"}, "block"),
+        ("config_sentence_transformers.json", {"default_prompt_name": "query"}, "block"),
+        ("config_sentence_transformers.json", {"truncate_dim": 8}, "warn"),
+        ("1_Pooling/config.json", {"pooling_mode": "cls"}, "block"),
+        ("1_Pooling/config.json", {"include_prompt": False}, "block"),
+        ("2_Normalize/config.json", {"module_input_name": "token_embeddings"}, "block"),
+        ("sentence_bert_config.json", {"max_seq_length": 8}, "warn"),
+        ("sentence_bert_config.json", {"do_lower_case": True}, "warn"),
+    ],
+)
+def test_a_module_setting_that_differs_is_a_finding(
+    family: Path, older: bool, name: str, settings: dict[str, Any], severity: str
+) -> None:
+    base = {**OLDER_MODULES, "2_Normalize/config.json": {}} if older else MODULES
+    write_json(family / "a", MODULES)
+    write_json(family / "b", base)
+    write_json(family / "b", changed(base, name, **settings))
+    (key,) = settings
+    assert found(family) == [(severity, f"b: {name}: {key}")]
+    assert found(family, key) == [("info", f"b: {name}: {key}")]
+
+
+def test_a_missing_or_another_module_blocks(family: Path) -> None:
+    write_json(family / "a", MODULES)
+    write_json(family / "b", MODULES)
+    write_json(family / "b", {"modules.json": MODULES["modules.json"][:2]})
+    assert ("block", "b: modules.json") in found(family)
+    custom = [*MODULES["modules.json"][:2], {"idx": 2, "path": "2_Normalize", "type": "custom.Normalize"}]
+    write_json(family / "b", {"modules.json": custom})
+    assert found(family) == [("block", "b: modules.json")]
+
+
+@pytest.mark.parametrize("name", ["1_Pooling/config.json", "config_sentence_transformers.json"])
+def test_a_missing_file_is_one_finding(family: Path, name: str) -> None:
+    write_json(family / "a", MODULES)
+    write_json(family / "b", {file: content for file, content in MODULES.items() if file != name})
+    assert found(family) == [("block", f"b: {name}")]
+
+
+def test_generation_settings_are_compared_with_those_that_the_result_gets(family: Path) -> None:
+    for name, tokens in (("a", [1]), ("b", [2])):
+        write_json(family / name, {"generation_config.json": {"suppress_tokens": tokens}})
+    for chosen, other in (("a", "b"), ("b", "a")):
+        recipe = f"{LINEAR}tokenizer_source: {chosen}\n"
+        assert [one.where for one in findings(family, recipe) if "suppress_tokens" in one.where] == [
+            f"{other}: generation_config.json: suppress_tokens"
+        ]
+        assert json.loads(plan_recipe(recipe, family).companions.read("generation_config.json")) == {
+            "suppress_tokens": [1] if chosen == "a" else [2]
+        }
+
+
+def test_a_finding_shows_both_values_and_how_to_accept_them(family: Path) -> None:
+    write_json(family / "a", MODULES)
+    write_json(family / "b", MODULES)
+    write_json(family / "b", changed(MODULES, "config_sentence_transformers.json", prompts={"query": "search: "}))
+    (one,) = findings(family)
+    assert one.found == '{"query": "search: "}'
+    assert one.expected == '{"query": "query: "}, as in a, whose settings the result gets'
+    assert "checks.tokenizer.accepted: [prompts]" in one.remedy
+
+
+def test_a_network_in_a_module_folder_is_refused_with_the_way_to_convert_it(family: Path) -> None:
+    write_json(family / "a", {"modules.json": [{"idx": 0, "path": "0_Transformer", "type": "T"}]})
+    with pytest.raises(InvalidInput, match="the first module is in 0_Transformer/") as caught:
+        open_checkpoint(family / "a")
+    assert "save_pretrained" in caught.value.remedy
+
+
+@pytest.mark.parametrize(
+    ("settings", "severity"),
+    [
+        ({"image_mean": [0.4, 0.5, 0.5]}, "block"),
+        ({"size": {"height": 28, "width": 28}}, "block"),
+        ({"size": 56}, "warn"),
+        ({"do_resize": False}, "block"),
+        ({"rescale_factor": 0.1}, "warn"),
+    ],
+)
+def test_a_processor_setting_that_differs_is_a_finding(family: Path, settings: dict[str, Any], severity: str) -> None:
+    """A setting that one model lacks may be a default, so it does not block."""
+    write_json(family / "a", {"preprocessor_config.json": {**IMAGES, "processor_class": "A"}})
+    (key,) = settings
+    for name, content in (
+        ("preprocessor_config.json", {**IMAGES, **settings, "_valid_processor_keys": ["images"]}),
+        ("processor_config.json", {"image_processor": {**IMAGES, **settings}, "processor_class": "B"}),
+    ):
+        (family / "b" / "preprocessor_config.json").unlink(missing_ok=True)
+        write_json(family / "b", {name: content})
+        assert found(family) == [(severity, f"b: {name}: {key}")]
+        assert found(family, key) == [("info", f"b: {name}: {key}")]
+
+
+@pytest.mark.parametrize("value", [False, 0, 5, -1.5, [], ["x"], {}, {"a": 1}])
+@pytest.mark.parametrize("key", ["image_processor_type", "video_processor_type", "feature_extractor_type"])
+def test_a_processor_class_of_any_type_is_compared(family: Path, key: str, value: Any) -> None:
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json"):
+        for model, class_name in (("a", "ImageProcessorFast"), ("b", value)):
+            write_json(family / model, {name: {**IMAGES, key: class_name}})
+    assert found(family) == [
+        ("warn", f"b: {name}: {key}") for name in ("preprocessor_config.json", "video_preprocessor_config.json")
+    ]
+
+
+@pytest.mark.parametrize("key", ["sampling_rate", "feature_size"])
+def test_feature_extractors_are_compared(family: Path, key: str) -> None:
+    write_json(family / "a", {"preprocessor_config.json": SOUND})
+    write_json(family / "b", {"processor_config.json": {"feature_extractor": SOUND}})
+    assert found(family) == []
+    write_json(family / "b", {"processor_config.json": {"feature_extractor": {**SOUND, key: 1}}})
+    assert found(family) == [("block", f"b: processor_config.json: {key}")]
+
+
+def test_video_processors_are_compared(family: Path) -> None:
+    for model, fps in (("a", 2), ("b", 4)):
+        write_json(family / model, {"preprocessor_config.json": IMAGES, "video_preprocessor_config.json": {"fps": fps}})
+    assert found(family) == [("block", "b: video_preprocessor_config.json: fps")]
+
+
+@pytest.mark.parametrize(
+    ("settings", "severity"),
+    [
+        ({"lang_to_id": {"<|en|>": 6}}, "block"),
+        ({"suppress_tokens": []}, "warn"),
+        ({"suppress_tokens": [3]}, "warn"),
+        ({"alignment_heads": [[1, 1]]}, "warn"),
+        ({"forced_decoder_ids": [[1, 4]]}, "warn"),
+    ],
+)
+def test_generation_settings_of_speech_models_are_findings(
+    family: Path, settings: dict[str, Any], severity: str
+) -> None:
+    write_json(family / "a", {"generation_config.json": WHISPER})
+    write_json(family / "b", {"generation_config.json": {**WHISPER, **settings}})
+    (key,) = settings
+    assert (severity, f"b: generation_config.json: {key}") in found(family)
+    write_json(family / "b", {"generation_config.json": {**WHISPER, "max_length": 100}})
+    assert [severity for severity, _ in found(family)] == ["info"]

@@ -1,31 +1,41 @@
-"""Outside its store, mergegate deletes only partial directories that carry its mark."""
+"""Files are locked while they are in use, and mergegate deletes only partial directories that carry its mark."""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.files import MARK, MARK_CONTENT, finish_directory, new_directory
+from mergegate.merge_core.files import (
+    MARK,
+    MARK_CONTENT,
+    finish_directory,
+    hold_lock,
+    lock_file,
+    new_directory,
+    try_open_locked,
+)
 
 
 def snapshot(root: Path) -> dict[str, bytes | str | None]:
     """Return everything below `root`: contents of files, targets of links, None for directories."""
-    return {
-        path.relative_to(root).as_posix(): str(path.readlink())
-        if path.is_symlink()
-        else path.read_bytes()
-        if path.is_file()
-        else None
-        for path in root.rglob("*")
-    }
+
+    def content(path: Path) -> bytes | str | None:
+        return str(path.readlink()) if path.is_symlink() else path.read_bytes() if path.is_file() else None
+
+    return {path.relative_to(root).as_posix(): content(path) for path in root.rglob("*")}
 
 
 def leave_half(out: Path) -> None:
@@ -111,28 +121,19 @@ def test_neighboring_files_are_never_removed(
             if fails:
                 raise KeyboardInterrupt
     except KeyboardInterrupt:
-        left = {
-            "o.partial": None,
-            f"o.partial/{MARK}": MARK_CONTENT,
-            "o.partial/output": None,
-            "o.partial/output/file": b"new",
-        }
+        left = {"o.partial": None, f"o.partial/{MARK}": MARK_CONTENT}
+        left |= {"o.partial/output": None, "o.partial/output/file": b"new"}
         assert snapshot(root) == before | (left if resume else {})
     else:
         assert snapshot(root) == before | {"o": None, "o/file": b"new"}
 
 
-def test_a_killed_run_is_resumed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume", [True, False])
+def test_a_killed_run_is_resumed_or_starts_empty(tmp_path: Path, resume: bool) -> None:
     leave_half(tmp_path / "o")
-    with new_directory(tmp_path / "o", resume=True) as output:
-        assert (output / "half").read_text() == "half"
-    assert snapshot(tmp_path) == {"o": None, "o/half": b"half"}
-
-
-def test_a_run_that_cannot_resume_starts_empty(tmp_path: Path) -> None:
-    leave_half(tmp_path / "o")
-    with new_directory(tmp_path / "o") as output:
-        assert list(output.iterdir()) == []
+    with new_directory(tmp_path / "o", resume=resume) as output:
+        assert [path.read_text() for path in output.iterdir()] == ["half"] * resume
+    assert snapshot(tmp_path) == {"o": None, **({"o/half": b"half"} if resume else {})}
 
 
 @pytest.mark.parametrize("resume", [False, True])
@@ -190,3 +191,131 @@ def test_leftovers_of_a_run_killed_after_its_rename_are_removed(tmp_path: Path) 
     (partial / MARK).write_text("of the user")
     finish_directory(partial)
     assert (partial / MARK).read_text() == "of the user"
+
+
+FLAGS = os.O_RDWR | os.O_CREAT
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "lock"
+
+
+def waiter(path: Path, order: list[str], leave: threading.Event | None = None, **settings: Any) -> threading.Thread:
+    """Start a thread that waits for a lock, and return when it waits."""
+    waiting = threading.Event()
+
+    def hold() -> None:
+        with hold_lock(path, on_wait=waiting.set, **settings):
+            order.append("second")
+            if leave:
+                leave.wait(60)
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    assert waiting.wait(60)
+    return thread
+
+
+@pytest.fixture
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate a file system without locks."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+
+
+def test_a_second_process_waits_and_reports_it_once(path: Path) -> None:
+    order: list[str] = []
+    with hold_lock(path, on_wait=lambda: order.append("nobody was there")):
+        thread = waiter(path, order)
+        order.append("first")
+    thread.join(60)
+    assert order == ["first", "second"]
+
+
+def test_a_waiter_locks_the_current_file_after_the_old_one_was_removed(path: Path) -> None:
+    waiting, inside, leave = threading.Event(), threading.Event(), threading.Event()
+
+    def second() -> None:
+        with hold_lock(path, remove=True, on_wait=waiting.set):
+            inside.set()
+            leave.wait(60)
+
+    with hold_lock(path, remove=True):
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert waiting.wait(60)
+    assert inside.wait(60)
+    assert try_open_locked(path, FLAGS) is None, "a third one finds the file of the second"
+    leave.set()
+    thread.join(60)
+    assert not path.exists()
+
+
+def test_a_directory_can_be_locked(tmp_path: Path) -> None:
+    with hold_lock(tmp_path):
+        assert try_open_locked(tmp_path, os.O_RDONLY) is None
+        assert list(tmp_path.iterdir()) == []
+    descriptor = try_open_locked(tmp_path, os.O_RDONLY)
+    assert descriptor is not None
+    os.close(descriptor)
+
+
+def test_killing_the_process_releases_its_lock(path: Path) -> None:
+    code = "import os, signal, sys; from pathlib import Path; from mergegate.merge_core.files import hold_lock\n"
+    code += "with hold_lock(Path(sys.argv[1])): os.kill(os.getpid(), signal.SIGKILL)"
+    assert subprocess.run([sys.executable, "-c", code, str(path)], check=False).returncode == -9
+    with hold_lock(path, on_wait=lambda: pytest.fail("somebody still holds it")):
+        pass
+
+
+def test_shared_locks_only_exclude_exclusive_locks(path: Path) -> None:
+    one, other = (os.open(path, FLAGS) for _ in range(2))
+    assert lock_file(one, path, shared=True)
+    assert lock_file(other, path, shared=True)
+    assert not lock_file(one, path, wait=False)
+    fcntl.flock(other, fcntl.LOCK_UN)
+    assert lock_file(one, path, wait=False)
+    os.close(one)
+    os.close(other)
+
+
+def test_a_lock_on_a_file_that_was_replaced_does_not_count(path: Path) -> None:
+    descriptor = os.open(path, FLAGS)
+    path.with_name("other").touch()
+    path.with_name("other").rename(path)
+    assert not lock_file(descriptor, path)
+    os.close(descriptor)
+
+
+def test_a_file_system_without_locks_is_an_error_unless_they_are_not_required(
+    path: Path, no_locks: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(OSError, match=os.strerror(errno.ENOLCK)), hold_lock(path):
+        pass
+    with hold_lock(path, required=False):
+        assert "does not support locks" in caplog.text
+
+
+@pytest.fixture
+def read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Simulate directories in which no file can be created, even for root."""
+    real_open = os.open
+
+    def open_existing(path: Path, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_CREAT and not os.path.lexists(path):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return real_open(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", open_existing)
+
+
+@pytest.mark.parametrize("required", [True, False])
+def test_a_lock_in_a_read_only_directory_is_a_permission_error(path: Path, read_only: None, required: bool) -> None:
+    with pytest.raises(PermissionError), hold_lock(path, required=required):
+        pass
+    with pytest.raises(PermissionError):
+        try_open_locked(path, FLAGS, required=required)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,16 @@ def same(left: Sequence[Any], right: Sequence[Any]) -> bool:
     return json.dumps(list(left)) == json.dumps(list(right))  # Compared as text, so that NaN equals NaN.
 
 
+@contextmanager
+def journal_location() -> Iterator[JournalLocation]:
+    with tempfile.TemporaryDirectory() as directory:
+        yield JournalLocation(Path(directory) / JOURNAL, KEY)
+
+
 @pytest.mark.story
 @given(RECORDS, RECORDS)
 def test_records_are_restored_exactly_and_more_can_be_appended(first: list[Any], second: list[Any]) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        place = JournalLocation(Path(directory) / JOURNAL, KEY)
+    with journal_location() as place:
         written(place, first)
         assert same(found(place), first)
         written(place, second)
@@ -51,8 +57,7 @@ def test_records_are_restored_exactly_and_more_can_be_appended(first: list[Any],
 @pytest.mark.story
 @given(RECORDS, st.data())
 def test_a_crash_at_any_byte_only_loses_later_records(records: list[Any], data: st.DataObject) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        place = JournalLocation(Path(directory) / JOURNAL, KEY)
+    with journal_location() as place:
         content = written(place, records)
         end = data.draw(st.integers(0, len(content)))
         garbage = data.draw(st.sampled_from([b"", b"\0" * 600, os.urandom(90), b"\n\n", content[:70]]))
@@ -68,8 +73,7 @@ def test_a_crash_at_any_byte_only_loses_later_records(records: list[Any], data: 
 @pytest.mark.story
 @given(RECORDS.filter(len), st.data())
 def test_records_after_an_altered_byte_are_ignored(records: list[Any], data: st.DataObject) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        place = JournalLocation(Path(directory) / JOURNAL, KEY)
+    with journal_location() as place:
         content = bytearray(written(place, records))
         at = data.draw(st.integers(0, len(content) - 1))
         before = bytes(content[:at]).count(b"\n")
@@ -78,11 +82,14 @@ def test_records_after_an_altered_byte_are_ignored(records: list[Any], data: st.
         assert same(found(place), records[:before])
 
 
-def test_a_journal_with_another_key_is_discarded(tmp_path: Path) -> None:
+def test_a_journal_with_another_key_is_discarded_and_one_without_a_location_stores_nothing(tmp_path: Path) -> None:
     path = tmp_path / JOURNAL
     written(JournalLocation(path, KEY), [1, 2])
     assert found(JournalLocation(path, KEY[::-1])) == ()
     assert path.read_bytes() == b""
+    with open_journal(None) as journal:
+        journal.append("a")
+        assert journal.records == ()
 
 
 def test_a_record_at_another_position_is_ignored(tmp_path: Path) -> None:
@@ -93,12 +100,6 @@ def test_a_record_at_another_position_is_ignored(tmp_path: Path) -> None:
     assert found(place) == ("a",)
     place.path.write_bytes(first + first)
     assert found(place) == ("a",)
-
-
-def test_a_journal_without_a_location_stores_nothing() -> None:
-    with open_journal(None) as journal:
-        journal.append("a")
-        assert journal.records == ()
 
 
 def test_a_full_disk_ends_the_journal_but_not_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
