@@ -24,7 +24,6 @@ import pytest
 
 def kept(config: pytest.Config, name: str, key: str, make: Callable[[Path], None]) -> Path:
     """Return the directory that `make` filled for this `key`; directories of other keys are removed after a day."""
-    assert config.cache is not None
     shelf = config.cache.mkdir("mergegate")
     place = shelf / f"{name}-{key[:16]}"
     with (shelf / f"{name}.lock").open("w") as lock:

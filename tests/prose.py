@@ -134,23 +134,8 @@ def _texts(node: ast.AST) -> Iterator[tuple[int, str]]:
         yield from _texts(node.right)
 
 
-ERRORS = {
-    "InvalidInput",
-    "Refused",
-    "CannotDecide",
-    "ChangedInput",
-    "DiskUnavailable",
-    "OutOfTime",
-    "MachineFailed",
-    "LostArtifact",
-    "Finding",
-    "Conflict",
-    "MissingDependency",
-    "fault",
-    "warn",
-    "warning",
-    "announce",
-}
+ERRORS = {"InvalidInput", "Refused", "CannotDecide", "ChangedInput", "DiskUnavailable", "OutOfTime", "MachineFailed"}
+ERRORS |= {"LostArtifact", "Finding", "Conflict", "MissingDependency", "fault", "warn", "warning", "announce"}
 HELP = {"Option", "Argument", "Field", "command", "Typer", "option", "argument"}
 
 

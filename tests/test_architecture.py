@@ -193,16 +193,10 @@ def file_graph() -> dict[str, set[str]]:
     return graph
 
 
-def test_components_have_no_import_cycle() -> None:
-    assert cycles(component_graph()) == []
-
-
-def test_files_have_no_import_cycle() -> None:
-    assert cycles(file_graph()) == []
-
-
-def test_a_cycle_is_detected() -> None:
+def test_components_and_files_have_no_import_cycle() -> None:
     assert cycles({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == [["b", "c"]]
+    assert cycles(component_graph()) == []
+    assert cycles(file_graph()) == []
 
 
 def test_the_number_of_components_is_limited() -> None:
@@ -227,6 +221,7 @@ def test_every_package_has_a_docstring_and_exports_what_it_imports() -> None:
         assert exports(package) == imported - {"annotations"}, package
 
 
+@cache
 def definitions() -> dict[str, set[str]]:
     """Return the modules that define each public class, type alias or top-level function."""
     found: dict[str, set[str]] = defaultdict(set)
@@ -235,11 +230,9 @@ def definitions() -> dict[str, set[str]]:
             if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
                 found[node.name].add(module)
             elif isinstance(node, ast.Assign):
-                names: Iterable[ast.expr] = node.targets
-                # Type aliases such as 'OnProgress = Callable[...]'. Constants may repeat.
-                found_names = [one.id for one in names if isinstance(one, ast.Name) and one.id[:1].isupper()]
-                for name in found_names:
-                    if not name.isupper() and "_" not in name and len(name) > 1:
+                for name in (target.id for target in node.targets if isinstance(target, ast.Name)):
+                    # Type aliases such as 'OnProgress = Callable[...]'. Constants may repeat.
+                    if name[:1].isupper() and not name.isupper() and "_" not in name and len(name) > 1:
                         found[name].add(module)
     return {name: modules for name, modules in found.items() if not name.startswith("_")}
 
@@ -247,11 +240,7 @@ def definitions() -> dict[str, set[str]]:
 def test_a_public_name_is_defined_once() -> None:
     twice = {name: sorted(modules) for name, modules in definitions().items() if len(modules) > 1 and name not in TWINS}
     assert twice == {}
-
-
-def test_every_exception_for_two_definitions_is_needed() -> None:
-    known = definitions()
-    assert [name for name in TWINS if len(known.get(name, ())) < 2] == []
+    assert [name for name in TWINS if len(definitions().get(name, ())) < 2] == [], "every exception is needed"
 
 
 @pytest.mark.parametrize("package", ["prefect", "transformers", "lm_eval"])
@@ -260,8 +249,6 @@ def test_merge_core_does_not_import(package: str) -> None:
 
 
 LIBRARIES = ("torch", "numba", "prefect", "transformers", "lm_eval", "matplotlib", "scipy", "pyarrow", "datasets")
-
-
 EVERY_PACKAGE = tuple(sorted(PACKAGES - {"flows", "merge_core.methods.kernels"}))
 
 
@@ -301,53 +288,36 @@ def test_every_exported_name_exists() -> None:
     assert missing == []
 
 
-# Modules that read files without the bounded opener of merge_core.parsing, and why users never choose these files.
-_SHIPPED = "files that are installed with mergegate or a library"
-_OWN = "files that mergegate wrote"
-_KERNEL = "/proc, /sys and devices"
-_PINNED = "weights or release files, which were opened or hashed as plain files before"
-UNBOUNDED_READERS = {
-    "flows.cli.init": _OWN,
-    "flows.cli.schema": "files that it wrote; others are refused by their first line",
-    "flows.cli.streams": "the standard streams of this process",
-    "flows.outcome.run_outcome": _OWN,
-    "flows.outcome.archive": _OWN,
-    "merge_core.architecture.conversions": _SHIPPED,
-    "merge_core.architecture.families": _SHIPPED,
-    "merge_core.architecture.model_kinds": _SHIPPED,
-    "merge_core.checkpoint.measurements": _OWN,
-    "merge_core.engine.forecast.probe": _OWN,
-    "merge_core.methods.kernel_cache": _SHIPPED,
-    "merge_core.files.new_directory": "the mark of a partial directory, whose size is checked first",
-    "merge_core.parsing.json_text": "a descriptor of the bounded opener",
-    "merge_core.files.hashing": "it checks first that the path names a plain file",
-    "tasks.store.shared": _OWN,
-    "merge_core.system": _KERNEL,
-    "tasks.checkpoints.hub.download": "files of the Hub's cache, which are compared with the Hub's hashes",
-    "tasks.evaluation.lm_eval_index": _SHIPPED,
-    "tasks.judge.answers": _OWN,
-    "tasks.judge.stage": _OWN,
-    "tasks.merge.weight_comparison": _PINNED,
-    "tasks.merge.gates": _PINNED,
-    "tasks.sandbox.gpu_lock": _KERNEL,
-    "tasks.sandbox.supervision": _KERNEL,
-    "tasks.preflight.licenses.texts": _SHIPPED,
-    "tasks.publish.stage": "a file of the target with the size of ours",
-    "tasks.publish.content": _PINNED,
-    "tasks.publish.public_names": _PINNED,
-    "tasks.publish.targets.directory": _PINNED,
-    "tasks.publish.targets.hub_release": "a file that was downloaded into a directory of its own",
-    "tasks.publish.targets.oci_registry": _PINNED,
-    "tasks.publish.targets.s3_publication": _PINNED,
-    "tasks.report.history.links": _SHIPPED,
-    "tasks.report.page": _SHIPPED,
-    "tasks.serve.process": _OWN,
-    "tasks.serve.static_checks": _PINNED,
-    "tasks.telemetry.metrics": _OWN,
-    "tasks.variants.compressed_tensors": _OWN,
-    "tasks.variants.quantize_child": _OWN,
-    "tasks.variants.gguf_conversion": "the converter's code, and files that this stage wrote",
+# Modules that read files without the bounded opener of merge_core.parsing, by the reason why no user names the files.
+_READERS = {
+    "files that mergegate wrote": (
+        "flows.cli.init flows.outcome.archive flows.outcome.run_outcome merge_core.checkpoint.measurements "
+        "merge_core.engine.forecast.probe tasks.judge.answers tasks.judge.stage tasks.serve.process "
+        "tasks.store.shared tasks.telemetry.metrics tasks.variants.compressed_tensors "
+        "tasks.variants.quantize_child"
+    ),
+    "files that are installed with mergegate or a library": (
+        "merge_core.architecture.conversions merge_core.architecture.families merge_core.architecture.model_kinds "
+        "merge_core.methods.kernel_cache tasks.evaluation.lm_eval_index tasks.preflight.licenses.texts "
+        "tasks.report.history.links tasks.report.page"
+    ),
+    "/proc, /sys and devices": "merge_core.system tasks.sandbox.gpu_lock tasks.sandbox.supervision",
+    "weights or release files, which were opened or hashed as plain files before": (
+        "tasks.merge.gates tasks.merge.weight_comparison tasks.publish.content tasks.publish.public_names "
+        "tasks.publish.targets.directory tasks.publish.targets.oci_registry tasks.publish.targets.s3_publication "
+        "tasks.serve.static_checks"
+    ),
+    "files that it wrote; others are refused by their first line": "flows.cli.schema",
+    "the standard streams of this process": "flows.cli.streams",
+    "the mark of a partial directory, whose size is checked first": "merge_core.files.new_directory",
+    "a descriptor of the bounded opener": "merge_core.parsing.json_text",
+    "it checks first that the path names a plain file": "merge_core.files.hashing",
+    "files of the Hub's cache, which are compared with the Hub's hashes": "tasks.checkpoints.hub.download",
+    "a file of the target with the size of ours": "tasks.publish.stage",
+    "a file that was downloaded into a directory of its own": "tasks.publish.targets.hub_release",
+    "the converter's code, and files that this stage wrote": "tasks.variants.gguf_conversion",
 }
+UNBOUNDED_READERS = {module: reason for reason, modules in _READERS.items() for module in modules.split()}
 
 
 def unbounded_reads(nodes: Iterable[ast.AST]) -> list[str]:

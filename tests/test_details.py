@@ -22,11 +22,12 @@ def test_lines_are_heard_from_any_thread_and_only_while_somebody_listens() -> No
     assert heard == ["process 7"]
 
 
-def test_a_line_that_cannot_be_made_is_no_end_of_anything() -> None:
-    class Odd:
-        def __str__(self) -> str:
-            raise ValueError
+class Odd:
+    def __str__(self) -> str:
+        raise ValueError
 
+
+def test_a_line_that_cannot_be_made_is_no_end_of_anything() -> None:
     with detail_listener(lambda line: None):
         detail("%s", Odd())
 
@@ -38,19 +39,15 @@ def test_a_line_that_cannot_be_made_is_no_end_of_anything() -> None:
         ("vllm serve --api-key abc --port 1", "vllm serve --api-key *** --port 1"),
         ("vllm serve --api-key=abc", "vllm serve --api-key=***"),
         ("echo hf_in_the_environment", "echo ***"),
+        ("reads \x1b[2Jmodel", "reads \\x1b[2Jmodel"),
         ("merge: key 5f0c12 of version 3 · tokenizer 9c", "merge: key 5f0c12 of version 3 · tokenizer 9c"),
     ],
 )
-def test_no_secret_is_told(line: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_are_hidden_and_terminal_codes_are_spelled_out(
+    line: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_in_the_environment")
     lines: list[str] = []
     with detail_listener(lines.append):
         detail("%s", line)
     assert lines == [told]
-
-
-def test_what_rewrites_a_terminal_is_spelt_out() -> None:
-    heard: list[str] = []
-    with detail_listener(heard.append):
-        detail("reads %s", "\x1b[2Jmodel")
-    assert heard == ["reads \\x1b[2Jmodel"]

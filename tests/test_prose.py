@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from pathlib import Path
 
@@ -44,40 +45,32 @@ def test_docs_of_one_kind_are_idiomatic_together() -> None:
     require_idiomatic([sentence for root in DOCS for sentence in sentences(root) if sentence.kind == "docs"])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "What is asked of whom meanwhile: keys, the store, files.",
-        "To be called before anything is done that a look must not do.",
-        "Of several tasks that is asked of their mean.",
-        "Nights that nobody carried out.",
-        "which is no model of this merge",
-    ],
+LITERAL = (
+    "What is asked of whom meanwhile: keys, the store, files.",
+    "To be called before anything is done that a look must not do.",
+    "Of several tasks that is asked of their mean.",
+    "Nights that nobody carried out.",
+    "which is no model of this merge",
 )
-def test_a_literal_translation_is_found(text: str) -> None:
-    assert Sentence("docstring", Path("x.py"), 1, text).matches
+PLAIN = (
+    "Return the digest of all files.",
+    "Log cache keys, file reads and subprocesses.",
+    "Raise InvalidInput if a tensor contains NaN.",
+    "Size of the first random sample per task or group. Default: 500.",
+)
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "Return the digest of all files.",
-        "Log cache keys, file reads and subprocesses.",
-        "Raise InvalidInput if a tensor contains NaN.",
-        "Size of the first random sample per task or group. Default: 500.",
-    ],
-)
-def test_plain_english_is_not(text: str) -> None:
-    assert not Sentence("docstring", Path("x.py"), 1, text).matches
+@pytest.mark.parametrize("text", [*LITERAL, *PLAIN])
+def test_only_a_literal_translation_is_found(text: str) -> None:
+    assert bool(Sentence("docstring", Path("x.py"), 1, text).matches) == (text in LITERAL)
 
 
 def test_every_kind_of_file_is_read(tmp_path: Path) -> None:
-    literal = "Of several tasks that is asked of their mean."
-    cell = '{"cells": [{"cell_type": "markdown", "source": ["' + literal + '"]}]}'
+    literal = LITERAL[2]
     for name, content in {
         "page.md": f"# Title\n\n| a | b |\n|---|---|\n| x | {literal} |\n",
         "page.html": f"<style>p {{}}</style><p>{{% if x %}}{literal}{{% endif %}}</p>",
-        "book.ipynb": cell,
+        "book.ipynb": json.dumps({"cells": [{"cell_type": "markdown", "source": [literal]}]}),
         "settings.yaml": f"key: 1  # {literal}\n",
         "module.py": f"print('{literal}')\n",
     }.items():

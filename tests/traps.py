@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from patience import HANG_S
 from tiny_models import words, write_choices
@@ -49,7 +50,6 @@ def prompt(doc):
 
 def asked(task: EvalTask) -> list[tuple[int, str]]:
     """Return (process, word) of every document that became a prompt so far."""
-    assert task.definition is not None
     lines = (task.definition.parent / "asked").read_text().splitlines()
     return [(int(line.split()[0]), line.split()[1]) for line in lines]
 
@@ -75,15 +75,9 @@ def in_another_process(script: str, cwd: Path) -> Iterator[subprocess.Popen[str]
     """Run ``script`` in a new session with a Python process that can import the project and its tests."""
     paths = (str(PROJECT), str(Path(__file__).parent))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-c", script],
-        cwd=cwd,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    streams: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    command = [sys.executable, "-c", script]
+    process = subprocess.Popen(command, cwd=cwd, env=environment, start_new_session=True, **streams)
     try:
         yield process
     finally:
