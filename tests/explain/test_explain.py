@@ -11,18 +11,18 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
-from lm_eval_runs import simple_evaluate
+from lm_eval_runs import run_lm_eval_here
 from safetensors.torch import load_file, save_file
-from tiny_models import make_model, write_choices
+from scoring_runs import pin
+from tiny_models import make_model, write_choices, write_jsonl
 
 from mergegate.merge_core import load_recipe
-from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.evaluation import document_scores
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
-from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.evaluation.task_loading import document_texts
 from mergegate.tasks.explain.stage import FLIPS, TABLE, Explanation, Flips, explain, explain_merge, flips
 from mergegate.tasks.gate.evidence import GuardVerdict
@@ -35,8 +35,7 @@ Scored = Callable[..., Artifact[Scores]]
 
 @pytest.fixture
 def task(tmp_path: Path) -> EvalTask:
-    write_choices(tmp_path, 30)
-    return pin_task("letters.yaml", tmp_path, HashMemo(tmp_path / "h.db"))
+    return pin(write_choices(tmp_path, 30))
 
 
 @pytest.fixture
@@ -48,16 +47,10 @@ def documents(task: EvalTask, tmp_path: Path) -> list[dict[str, Any]]:
 def scored(tmp_path: Path, documents: Sequence[Mapping[str, Any]]) -> Scored:
     """Return the scores of a model that gets these documents wrong and all others right."""
 
-    def write(name: str, wrong: set[int], part: range = range(30)) -> Artifact[Scores]:
+    def write(name: str, wrong: set[int], part: range = range(30), **fields: Any) -> Artifact[Scores]:
         rows = [
-            DocumentScore(
-                task="letters",
-                metric=METRIC,
-                doc_id=at,
-                doc_hash=hashlib.sha256(json.dumps(documents[at], indent=2).encode()).hexdigest(),
-                prompt_hash="p",
-                target_hash="t",
-                outcome=float(at not in wrong),
+            DocumentScore("letters", METRIC, at, hash_of(documents[at]), "p", "t", float(at not in wrong))._replace(
+                **fields
             )
             for at in part
         ]
@@ -70,6 +63,10 @@ def scored(tmp_path: Path, documents: Sequence[Mapping[str, Any]]) -> Scored:
         return Artifact("evaluate", digest, digest, value, directory, {})
 
     return write
+
+
+def hash_of(document: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(document, indent=2).encode()).hexdigest()
 
 
 def lost(task: EvalTask, out: Path, theirs: Sequence[Artifact[Scores]], ours: Sequence[Artifact[Scores]]) -> Flips:
@@ -111,47 +108,25 @@ def test_parts_of_a_task_count_together(task: EvalTask, scored: Scored, tmp_path
 
 
 def test_a_higher_score_is_a_loss_where_lower_is_better(task: EvalTask, scored: Scored, tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    theirs, ours = scored("a", {1, 2}), scored("merge", {2, 7})
-    for side in (theirs, ours):
-        file = side.directory / document_scores.SCORES_FILE
-        rows = [row._replace(higher_is_better=False) for row in document_scores.read_document_scores(file)]
-        document_scores.write_document_scores(file, rows)
-    found = flips.work(tmp_path / "out", task, METRIC, (theirs,), (ours,))
+    theirs, ours = (scored(name, wrong, higher_is_better=False) for name, wrong in (("a", {1, 2}), ("merge", {2, 7})))
+    found = lost(task, tmp_path / "out", [theirs], [ours])
     assert [flip.doc_id for flip in found.examples] == [1]
 
 
-def test_the_text_of_a_changed_document_is_not_shown(
-    task: EvalTask, documents: list[dict[str, Any]], scored: Scored, tmp_path: Path
-) -> None:
-    theirs = scored("a", set())
-    rows = document_scores.read_document_scores(theirs.directory / document_scores.SCORES_FILE)
-    document_scores.write_document_scores(
-        theirs.directory / document_scores.SCORES_FILE, [row._replace(doc_hash="another") for row in rows]
-    )
-    found = lost(task, tmp_path / "out", [theirs], [scored("merge", {3})])
-    (flip,) = found.examples
+def test_the_text_of_a_changed_document_is_not_shown(task: EvalTask, scored: Scored, tmp_path: Path) -> None:
+    theirs = scored("a", set(), doc_hash="another")
+    (flip,) = lost(task, tmp_path / "out", [theirs], [scored("merge", {3})]).examples
     assert (flip.doc_id, flip.prompt, flip.target) == (3, None, None)
 
 
-def test_long_prompts_keep_both_their_ends_and_the_artifact_all(tmp_path: Path) -> None:
+def test_long_prompts_keep_both_their_ends_and_the_artifact_all(
+    task: EvalTask, documents: list[dict[str, Any]], scored: Scored, tmp_path: Path
+) -> None:
     long = "begins here " + "x" * 5000 + " and ends with the question"
-    write_choices(tmp_path, 1)
-    row = {"word": long, "right": 0, "choices": ["a", "b"]}
-    (tmp_path / "data" / "letters.jsonl").write_text(json.dumps(row) + "\n")
-    task = pin_task("letters.yaml", tmp_path, HashMemo(tmp_path / "h.db"))
-    artifacts = []
-    for name, value in (("a", 1.0), ("merge", 0.0)):
-        (tmp_path / name).mkdir()
-        doc_hash = hashlib.sha256(json.dumps(row, indent=2).encode()).hexdigest()
-        document_scores.write_document_scores(
-            tmp_path / name / document_scores.SCORES_FILE,
-            [DocumentScore("letters", METRIC, 0, doc_hash, "p", "t", value)],
-        )
-        table = TaskScore(task="letters", metric=METRIC, n=1, score=value, stderr=0.0, higher_is_better=True)
-        scores = Scores(model=name, tasks=(table,), lm_eval_version="0.4.13")
-        artifacts.append(Artifact("evaluate", "k", "d", scores, tmp_path / name, {}))
-    found = lost(task, tmp_path / "out", artifacts[:1], artifacts[1:])
+    documents[3] = {"word": long, "right": 0, "choices": ["a", "b"]}
+    write_jsonl(tmp_path / "data" / "letters.jsonl", documents)
+    task = pin(tmp_path / "letters.yaml")
+    found = lost(task, tmp_path / "out", [scored("a", set())], [scored("merge", {3})])
     shown = found.examples[0].prompt
     assert shown is not None
     assert len(shown) == 600
@@ -161,19 +136,8 @@ def test_long_prompts_keep_both_their_ends_and_the_artifact_all(tmp_path: Path) 
 
 
 def test_a_document_text_has_lm_evals_hash(task: EvalTask, tmp_path: Path) -> None:
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
-
     model = make_model(tmp_path / "m")
-    data = tmp_path / "data" / "letters.jsonl"
-    definition = (tmp_path / "letters.yaml").read_text().replace("data/letters.jsonl", str(data))
-    (tmp_path / "absolute.yaml").write_text(definition)
-    lm = HFLM(str(model.directory), device="cpu", max_length=40)
-    manager = TaskManager(include_defaults=False)
-    results = simple_evaluate(
-        lm, tasks=[str(tmp_path / "absolute.yaml")], task_manager=manager, limit=5, bootstrap_iters=0
-    )
-    samples = next(iter(results["samples"].values()))
+    samples = run_lm_eval_here(model.directory, [tmp_path / "letters.yaml"], tmp_path, limit=5)["letters"]
     texts = document_texts(task, {"letters": [sample["doc_id"] for sample in samples]})
     assert len(samples) == 5
     for sample in samples:
@@ -189,24 +153,19 @@ def test_removed_documents_have_no_text(task: EvalTask) -> None:
 @pytest.fixture
 def parents(tmp_path: Path) -> tuple[PinnedCheckpoint, ...]:
     """Save a base model and two parents that move it in opposite directions."""
-    base = make_model(tmp_path / "base")
-    weights = load_file(base.directory / "model.safetensors")
     found = []
     for name, share in (("base", 0.0), ("a", 0.1), ("b", -0.1), ("merge", 0.05)):
         directory = tmp_path / name
-        if name != "base":
-            make_model(directory)
-            generator = torch.Generator().manual_seed(3)
-            moved = {
-                key: tensor + share * torch.randn(tensor.shape, generator=generator) for key, tensor in weights.items()
-            }
-            save_file(moved, directory / "model.safetensors", metadata={"format": "pt"})
+        make_model(directory)
+        generator = torch.Generator().manual_seed(3)
+        weights = load_file(directory / "model.safetensors")
+        moved = {
+            key: tensor + share * torch.randn(tensor.shape, generator=generator) for key, tensor in weights.items()
+        }
+        save_file(moved, directory / "model.safetensors", metadata={"format": "pt"})
         digest = hashlib.sha256(name.encode()).hexdigest()
-        found.append(
-            PinnedCheckpoint(
-                name=name, digest=digest, directory=directory, ref=f"family/{name}", is_base=name == "base"
-            )
-        )
+        names: dict[str, Any] = {"name": name, "ref": f"family/{name}", "is_base": name == "base"}
+        found.append(PinnedCheckpoint(digest=digest, directory=directory, **names))
     return tuple(found)
 
 

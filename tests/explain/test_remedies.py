@@ -100,21 +100,20 @@ def recipe(method: str, *, names: Sequence[str] = "ab", base: bool = True, **par
 def suggestions(
     found: dict[str, Any], whole: Tally, verdict: GateVerdict | None = None, **about: Any
 ) -> tuple[Remedy, ...]:
-    names = "abcd"[: whole.vectors]
-    given_by = {
-        "names": tuple(names),
-        "refs": tuple(names),
-        "origin": ("base", "base"),
-        "has_base": "base_model" in found,
-        **about,
-    }
-    return suggest_remedies(Diagnosis(recipe=found, tally=whole, verdict=verdict or refused(guard()), **given_by))
+    names = tuple("abcd"[: whole.vectors])
+    origin = {"origin": ("base", "base"), "has_base": "base_model" in found}
+    given = {"names": names, "refs": names, **origin, **about}
+    return suggest_remedies(Diagnosis(recipe=found, tally=whole, verdict=verdict or refused(guard()), **given))
 
 
 def changes(
     found: dict[str, Any], whole: Tally, verdict: GateVerdict | None = None, **about: Any
 ) -> list[dict[str, Any]]:
     return [remedy.change for remedy in suggestions(found, whole, verdict, **about)]
+
+
+def weights(change: dict[str, Any]) -> list[float]:
+    return [entry["parameters"]["weight"] for entry in change["models"]]
 
 
 def test_ties_is_proposed_where_opposed_changes_cancel() -> None:
@@ -125,28 +124,26 @@ def test_ties_is_proposed_where_opposed_changes_cancel() -> None:
     )
 
 
-def test_task_vectors_that_agree_need_no_election() -> None:
+def test_signs_are_elected_only_where_task_vectors_disagree_and_there_is_a_base() -> None:
     assert {"merge_method": "ties", "density": 0.3} not in changes(recipe("task_arithmetic"), tally(conflict=0.2))
-
-
-def test_signs_cannot_be_elected_without_a_base() -> None:
     assert all("merge_method" not in change for change in changes(recipe("linear", base=False), tally(conflict=0.5)))
 
 
-@pytest.mark.parametrize(("now", "lower"), [(1.0, 0.5), (0.5, 0.3), (0.4, 0.3), (0.3, 0.2), (0.2, 0.1)])
-def test_a_method_with_a_density_keeps_less(now: float, lower: float) -> None:
-    assert {"density": lower} in changes(recipe("ties", density=now), tally(conflict=0.45))
-
-
-def test_no_density_below_the_smallest_is_proposed() -> None:
-    found = changes(recipe("ties", density=0.1), tally(conflict=0.45))
-    assert all("density" not in change for change in found)
-
-
-def test_the_largest_density_of_a_gradient_counts() -> None:
-    assert {"density": 0.5} in changes(
-        recipe("ties", density=[0.2, {"filter": "mlp", "value": 0.9}]), tally(conflict=0.45)
-    )
+@pytest.mark.parametrize(
+    ("now", "lower"),
+    [
+        (1.0, 0.5),
+        (0.5, 0.3),
+        (0.4, 0.3),
+        (0.3, 0.2),
+        (0.2, 0.1),
+        (0.1, None),  # none below the smallest
+        ([0.2, {"filter": "mlp", "value": 0.9}], 0.5),  # the largest of a gradient counts
+    ],
+)
+def test_a_method_with_a_density_keeps_less(now: object, lower: float | None) -> None:
+    found = changes(recipe("ties", density=now), tally(conflict=0.45))
+    assert [change["density"] for change in found if "density" in change] == ([] if lower is None else [lower])
 
 
 def test_a_merge_that_moved_too_far_gets_a_smaller_factor() -> None:
@@ -157,13 +154,10 @@ def test_a_merge_that_moved_too_far_gets_a_smaller_factor() -> None:
     assert "1.4 times as far" in first.reason
 
 
-def test_a_remedy_reduces_a_factor_that_is_already_set() -> None:
-    found = {**recipe("task_arithmetic"), "parameters": {"lambda": 2.0}}
-    assert changes(found, tally(merge=(1.0, 1.0)))[0] == {"lambda": 1.4}
-
-
-def test_a_method_without_the_factor_is_not_given_one() -> None:
-    assert all("lambda" not in c for c in changes(recipe("linear"), tally(merge=(1.0, 1.0))))
+def test_a_remedy_reduces_a_factor_that_is_already_set_and_adds_none_to_other_methods() -> None:
+    whole = tally(merge=(1.0, 1.0))
+    assert changes({**recipe("task_arithmetic"), "parameters": {"lambda": 2.0}}, whole)[0] == {"lambda": 1.4}
+    assert all("lambda" not in change for change in changes(recipe("linear"), whole))
 
 
 def test_higher_perplexity_leads_to_a_smaller_factor() -> None:
@@ -171,15 +165,11 @@ def test_higher_perplexity_leads_to_a_smaller_factor() -> None:
     assert {"lambda": 0.7} not in changes(recipe("ties"), tally(), refused(guard()))
 
 
-def test_a_remedy_removes_a_parent_that_opposes_all_others() -> None:
-    opposed = {(0, 1): 0.3, (0, 2): -0.2, (1, 2): -0.1}
-    whole = tally(opposed, vectors=3, merge=(0.3, 0.3, 0.3))
-    found = recipe("ties", names="abc")
-    (change,) = [change for change in changes(found, whole) if "models" in change and len(change["models"]) == 2]
+def test_a_remedy_removes_a_parent_that_opposes_all_others_but_not_one_of_two() -> None:
+    whole = tally({(0, 1): 0.3, (0, 2): -0.2, (1, 2): -0.1}, vectors=3, merge=(0.3, 0.3, 0.3))
+    found = changes(recipe("ties", names="abc"), whole)
+    (change,) = [change for change in found if "models" in change and len(change["models"]) == 2]
     assert [entry["model"] for entry in change["models"]] == ["a", "b"]
-
-
-def test_neither_of_two_parents_is_removed() -> None:
     found = changes(recipe("ties"), tally({(0, 1): -0.4}))
     assert all(len(change.get("models", "ab")) == 2 for change in found)
 
@@ -187,30 +177,29 @@ def test_neither_of_two_parents_is_removed() -> None:
 def test_the_parent_whose_skill_was_lost_and_is_farthest_gets_more_weight() -> None:
     whole = tally(merge=(0.2, 0.8))
     (change,) = [change for change in changes(recipe("ties"), whole) if "models" in change]
-    assert [entry["parameters"]["weight"] for entry in change["models"]] == [0.75, 0.5]
+    assert weights(change) == [0.75, 0.5]
     assert not any("models" in c for c in changes(recipe("ties"), whole, refused(guard(reference="b"))))
 
 
-@pytest.mark.parametrize(("reference", "share", "heavier"), [("first", 0.5, 0), ("a", 0.5, 1), ("a", 0.1, 1)])
-def test_without_a_base_the_first_model_is_a_parent_like_the_others(reference: str, share: float, heavier: int) -> None:
+@pytest.mark.parametrize(
+    ("reference", "share", "before", "after"),
+    [
+        ("first", 0.5, [0.5, 0.5], [0.75, 0.5]),  # the first model is a parent like the others
+        ("a", 0.5, [0.5, 0.5], [0.5, 0.75]),
+        ("a", 0.1, [0.5, 0.5], [0.5, 0.75]),
+        ("a", 0.1, [0.9, 0.1], [0.9, 0.9]),  # a parent that hardly counted counts as much as any other
+        ("first", 0.1, [0.5, 0.5], None),  # a parent that is near gets no more weight
+    ],
+)
+def test_without_a_base_a_distant_parent_gets_more_weight(
+    reference: str, share: float, before: list[float], after: list[float] | None
+) -> None:
     found = recipe("linear", names=["first", "a"], base=False)
+    for entry, weight in zip(found["models"], before, strict=True):
+        entry["parameters"]["weight"] = weight
     whole = tally(vectors=1, merge=(share,))
-    (change,) = changes(found, whole, refused(guard(reference=reference)), origin=("first", "first"))
-    weights = [entry["parameters"]["weight"] for entry in change["models"]]
-    assert weights == [0.75 if at == heavier else 0.5 for at in range(2)]
-
-
-def test_a_parent_that_hardly_counted_counts_as_much_as_any_other() -> None:
-    found = recipe("linear", names=["first", "a"], base=False)
-    found["models"][0]["parameters"]["weight"], found["models"][1]["parameters"]["weight"] = 0.9, 0.1
-    (change,) = changes(found, tally(vectors=1, merge=(0.1,)), origin=("first", "first"))
-    assert [entry["parameters"]["weight"] for entry in change["models"]] == [0.9, 0.9]
-
-
-def test_a_parent_that_is_near_gets_no_more_weight() -> None:
-    found = recipe("linear", names=["first", "a"], base=False)
-    whole = tally(vectors=1, merge=(0.1,))
-    assert changes(found, whole, refused(guard(reference="first")), origin=("first", "first")) == []
+    proposed = changes(found, whole, refused(guard(reference=reference)), origin=("first", "first"))
+    assert [weights(change) for change in proposed] == ([] if after is None else [after])
 
 
 def test_a_merge_that_passed_needs_no_remedy() -> None:
@@ -243,8 +232,8 @@ def test_every_suggestion_makes_a_recipe_that_can_be_read_and_is_another(
         assert yaml.safe_load(remedy.text()) == remedy.change
 
 
-def weighed(*weights: float, **parameters: object) -> dict[str, object]:
-    models = [{"model": f"m{at}", "parameters": {"weight": weight}} for at, weight in enumerate(weights)]
+def weighed(*weights: float, prefix: str = "m", **parameters: object) -> dict[str, Any]:
+    models = [{"model": f"{prefix}{at}", "parameters": {"weight": weight}} for at, weight in enumerate(weights)]
     return {"merge_method": "linear", "models": models, "parameters": dict(parameters)}
 
 
@@ -258,7 +247,7 @@ def weighed(*weights: float, **parameters: object) -> dict[str, object]:
     ],
 )
 def test_refused_recipes_are_not_proposed_again(
-    proposed: dict[str, object], tried: list[dict[str, object]], is_new: bool
+    proposed: dict[str, Any], tried: list[dict[str, Any]], is_new: bool
 ) -> None:
     remedy = Remedy(change={"models": proposed["models"]}, reason="because")
     recipe = {**proposed, "models": tried[0]["models"]}
@@ -266,17 +255,13 @@ def test_refused_recipes_are_not_proposed_again(
 
 
 def test_a_remedy_uses_the_base_that_all_models_name() -> None:
-    found = recipe("linear", names=["first", "a"], base=False)
-    verdict = refused(guard(reference="first"))
-    given_by = {"origin": ("first", "first")}
-    assert not any(
-        "base_model" in one.change for one in suggestions(found, tally(vectors=1, merge=(0.1,)), verdict, **given_by)
-    )
-    offered = suggestions(found, tally(vectors=1, merge=(0.1,)), verdict, **given_by, named_base="../base")
-    (ties,) = (one for one in offered if one.change.get("merge_method") == "ties")
-    assert ties.change == {"merge_method": "ties", "base_model": "../base", "density": 0.3, "weight": 1.0}
-    changed = load_recipe(apply_overrides(found, ties.change, "remedy"))
-    assert "ties of 2 over base" in changed.summary()
+    found, whole = recipe("linear", names=["first", "a"], base=False), tally(vectors=1, merge=(0.1,))
+    verdict, origin = refused(guard(reference="first")), ("first", "first")
+    assert not any("base_model" in change for change in changes(found, whole, verdict, origin=origin))
+    offered = changes(found, whole, verdict, origin=origin, named_base="../base")
+    (ties,) = (change for change in offered if change.get("merge_method") == "ties")
+    assert ties == {"merge_method": "ties", "base_model": "../base", "density": 0.3, "weight": 1.0}
+    assert "ties of 2 over base" in load_recipe(apply_overrides(found, ties, "remedy")).summary()
 
 
 def test_a_remedy_is_valid_in_a_profile() -> None:
@@ -288,13 +273,10 @@ def test_a_remedy_is_valid_in_a_profile() -> None:
 
 def test_models_of_two_directories_are_compared_by_what_they_hold() -> None:
     proposed = Remedy(change={"models": weighed(0.9, 0.9)["models"]}, reason="because")
-    recipe = weighed(0.9, 0.1)
-    elsewhere = {**weighed(0.5, 0.5), "models": [
-        {"model": f"../m{at}", "parameters": {"weight": 0.5}} for at in range(2)
-    ]}  # fmt: skip
+    elsewhere = weighed(0.5, 0.5, prefix="../m")
     here, there = {"m0": "abc", "m1": "def"}, {"../m0": "abc", "../m1": "def"}
-    assert drop_tried_remedies([proposed], recipe, [normalize_recipe(elsewhere, there)], here) == ()
-    assert drop_tried_remedies([proposed], recipe, [normalize_recipe(elsewhere, {"../m0": "abc"})], here) == (proposed,)
+    for known, kept in ((there, ()), ({"../m0": "abc"}, (proposed,))):
+        assert drop_tried_remedies([proposed], weighed(0.9, 0.1), [normalize_recipe(elsewhere, known)], here) == kept
 
 
 def test_the_named_base_is_that_of_all_cards(tmp_path: Path) -> None:
@@ -314,10 +296,8 @@ def test_the_named_base_is_that_of_all_cards(tmp_path: Path) -> None:
 
 
 def inconclusive(needed: int | None, evaluated: int = 100, left: int = 0) -> GateVerdict:
-    update = {
-        "outcome": "inconclusive", "n": evaluated, "documents_asked": evaluated, "documents_needed": needed,
-        "documents_left": left,
-    }  # fmt: skip
+    counts = {"documents_asked": evaluated, "documents_needed": needed, "documents_left": left}
+    update = {"outcome": "inconclusive", "n": evaluated, **counts}
     return refused(guard(drop=1.0).model_copy(update=update), outcome="inconclusive")
 
 

@@ -1,62 +1,103 @@
-"""Perplexity equals an independent computation for any special tokens, and invalid input is refused."""
+"""Perplexity equals an independent computation for any special tokens, and invalid input is refused.
+
+The ensemble of parents averages their probabilities.
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import shutil
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
+from scoring_runs import call_here, model_in
 from tiny_models import CPU, Prefix, make_model, words, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.checkpoints import unload_models
 from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.perplexity import ensemble, stage
+from mergegate.tasks.perplexity.ensemble import ensemble_gain_share, ensemble_likelihoods
 from mergegate.tasks.perplexity.measurement import WindowSettings
 from mergegate.tasks.perplexity.settings import PerplexitySettings
 from mergegate.tasks.perplexity.stage import Likelihoods, perplexity, pin_documents, read_documents
 from mergegate.tasks.perplexity.text import HeldOutText, read_distinct, read_texts
 
 TEXTS = [". ".join(words(5, seed)) + "." for seed in range(12)] + ["a", "ab " * 40]
+UP, PT = "model.layers.1.mlp.up_proj.weight", {"format": "pt"}
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
 PREFIXES: tuple[Prefix, ...] = ("bos added by the tokenizer", "eos only", "neither")
 
 
-@pytest.fixture
-def documents(tmp_path: Path) -> HeldOutText:
-    return pin(write_jsonl(tmp_path / "text.jsonl", ({"text": text} for text in TEXTS)))
+@pytest.fixture(autouse=True)
+def _no_model_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for module in (stage, ensemble):
+        monkeypatch.setattr(module, "call_model_process", call_here)
+    yield
+    unload_models()
+
+
+@pytest.fixture(scope="module")
+def documents(tmp_path_factory: pytest.TempPathFactory) -> HeldOutText:
+    return pin(write_jsonl(tmp_path_factory.mktemp("texts") / "text.jsonl", ({"text": text} for text in TEXTS)))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, ...]:
+    root = tmp_path_factory.mktemp("models")
+    return tuple(make_model(root / f"m{seed}", seed=seed) for seed in range(3))
 
 
 def pin(path: Path, **settings: object) -> HeldOutText:
     return pin_documents(PerplexitySettings(documents=path, **settings), path.parent, HashMemo(path.parent / "h.db"))
 
 
-def measure(model: Model, documents: HeldOutText, out: Path, **windows: object) -> tuple[Likelihoods, list[float]]:
+def measure(
+    model: Model | Sequence[Model], held_out: HeldOutText, out: Path, **windows: object
+) -> tuple[Likelihoods, list[float]]:
+    """Measure a model, or the ensemble of several."""
     out.mkdir(exist_ok=True)
-    value = perplexity.work(out, model, documents, WindowSettings(**windows), CPU)
+    settings = WindowSettings(**windows)
+    if isinstance(model, Model):
+        value = perplexity.work(out, model, held_out, settings, CPU)
+    else:
+        value = ensemble_likelihoods.work(out, tuple(model), held_out, settings, CPU)
     return value, [document.loglik for document in read_documents(out)]
 
 
-def reference_loglik(network: Any, plain: list[int], length: int, prefix: int | None) -> tuple[float, int]:
-    """Return log-likelihood and token count from plain transformers: one window at a time, float64 log-softmax."""
-    tokens = plain if prefix is None else [prefix, *plain]
-    total, scored, at = 0.0, 0, 1
-    while at < len(tokens):
-        end = min(at + length, len(tokens))
-        with torch.no_grad():
-            logits = network(torch.tensor([tokens[max(0, end - 1 - length) : end - 1]])).logits[0].double().numpy()
-        log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-        total += float(sum(log_p[i - end, tokens[i]] for i in range(at, end)))
-        scored += end - at
-        at = end
-    return total, scored
+def reference(
+    model: Model, texts: Sequence[str], length: int, prefix: int | None = 1, dtype: torch.dtype = torch.float32
+) -> list[np.ndarray]:
+    """Return the log-likelihoods of the tokens of each text, from plain transformers.
+
+    Each window has its own forward pass over at most ``length`` previous tokens, and a log-softmax in float64.
+    """
+    network = AutoModelForCausalLM.from_pretrained(model.directory, dtype=dtype)
+    tokenizer = AutoTokenizer.from_pretrained(model.directory)
+    logs = []
+    for text in texts:
+        plain, found, at = tokenizer(text, add_special_tokens=False)["input_ids"], [], 1
+        tokens = plain if prefix is None else [prefix, *plain]
+        while at < len(tokens):
+            end = min(at + length, len(tokens))
+            with torch.no_grad():
+                logits = network(torch.tensor([tokens[max(0, end - 1 - length) : end - 1]])).logits[0].double().numpy()
+            log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+            found += [log_p[i - end, tokens[i]] for i in range(at, end)]
+            at = end
+        logs.append(np.array(found))
+    return logs
 
 
 @pytest.mark.parametrize("prefix", PREFIXES)
@@ -67,45 +108,34 @@ def test_perplexity_equals_plain_transformers(
     model = make_model(tmp_path / "m", prefix=prefix)
     value, logliks = measure(model, documents, tmp_path / "out", max_length=length, batch_size=3)
     first = None if prefix == "neither" else 1  # here, both '<s>' and, in its absence, '</s>' have id 1
-    network = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(model.directory)
-    plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
-    wanted = [reference_loglik(network, tokens, length, first) for tokens in plain]
-    wanted = [(loglik, tokens) for loglik, tokens in wanted if tokens]  # a lone token has no likelihood
-    assert logliks == pytest.approx([loglik for loglik, _ in wanted], rel=1e-5)
-    total, tokens = sum(loglik for loglik, _ in wanted), sum(tokens for _, tokens in wanted)
-    assert value.perplexity == pytest.approx(math.exp(-total / tokens), rel=1e-5)
-    assert (value.tokens, value.documents, value.window) == (tokens, len(wanted), length)
+    wanted = [logs for logs in reference(model, TEXTS, length, first) if len(logs)]  # a lone token has no likelihood
+    assert logliks == pytest.approx([logs.sum() for logs in wanted], rel=1e-5)
+    every = np.concatenate(wanted)
+    assert value.perplexity == pytest.approx(math.exp(-every.mean()), rel=1e-5)
+    assert (value.tokens, value.documents, value.window) == (len(every), len(wanted), length)
     size = sum(len(text) for text in TEXTS if len(text) > 1 or prefix != "neither")
-    assert value.bits_per_byte == pytest.approx(-total / size / math.log(2), rel=1e-5)
+    assert value.bits_per_byte == pytest.approx(-every.sum() / size / math.log(2), rel=1e-5)
 
 
 @pytest.mark.parametrize("bos", [True, False])
 @pytest.mark.parametrize("name", ["base", "reverser", "shifter"])
 def test_the_demo_models_have_the_perplexity_that_plain_transformers_give(tmp_path: Path, name: str, bos: bool) -> None:
     """Covers bfloat16 weights, held-out sentences, and a tokenizer with neither BOS nor EOS."""
-    directory = tmp_path / name
-    shutil.copytree(DEMO / "models" / name, directory)
+    directory = shutil.copytree(DEMO / "models" / name, tmp_path / name)
     if not bos:
         config = json.loads((directory / "tokenizer_config.json").read_text())
         config.update(bos_token=None, eos_token=None)
         (directory / "tokenizer_config.json").write_text(json.dumps(config))
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    assert (tokenizer.bos_token_id is not None) == bos
-    model = Model(name=name, digest=str(directory), directory=directory)
+    begin = AutoTokenizer.from_pretrained(directory).bos_token_id
+    assert (begin is not None) == bos
     settings = PerplexitySettings(documents=DEMO / "data" / "held-out.jsonl")
     held_out = pin_documents(settings, DEMO, HashMemo(tmp_path / "memo.db"))
-    out = tmp_path / "out"
-    out.mkdir()
-    value = perplexity.work(out, model, held_out, WindowSettings(documents=40, dtype="float32"), CPU)
-    network = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model = model_in(directory)
+    value, logliks = measure(model, held_out, tmp_path / "out", documents=40, dtype="float32")
     texts = [json.loads(line)["text"] for line in held_out.path.read_text().splitlines()[:40]]
-    plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
-    wanted = [reference_loglik(network, tokens, value.window or 0, tokenizer.bos_token_id) for tokens in plain]
-    logliks = [document.loglik for document in read_documents(out)]
-    assert logliks == pytest.approx([loglik for loglik, _ in wanted], rel=1e-4)
-    total, tokens = sum(loglik for loglik, _ in wanted), sum(tokens for _, tokens in wanted)
-    assert value.perplexity == pytest.approx(math.exp(-total / tokens), rel=1e-4)
+    wanted = reference(model, texts, value.window or 0, begin)
+    assert logliks == pytest.approx([logs.sum() for logs in wanted], rel=1e-4)
+    assert value.perplexity == pytest.approx(math.exp(-np.concatenate(wanted).mean()), rel=1e-4)
 
 
 @pytest.mark.parametrize("prefix", ["bos added by the tokenizer", "eos only"])
@@ -122,26 +152,20 @@ def test_perplexity_equals_lm_evals_without_its_second_bos(
     assert logliks == pytest.approx(lm.loglikelihood_rolling(requests, disable_tqdm=True), rel=1e-5)
 
 
-def test_the_batch_size_moves_nothing_but_last_digits(tmp_path: Path, documents: HeldOutText) -> None:
-    model = make_model(tmp_path / "m")
-    _, one = measure(model, documents, tmp_path / "one", batch_size=1)
-    _, many = measure(model, documents, tmp_path / "many", batch_size=16)
+def test_neither_the_batch_size_nor_a_window_beyond_the_context_moves_more_than_last_digits(
+    tmp_path: Path, documents: HeldOutText, models: tuple[Model, ...]
+) -> None:
+    _, one = measure(models[0], documents, tmp_path / "one", batch_size=1)
+    value, many = measure(models[0], documents, tmp_path / "many", batch_size=16, max_length=2048)
     assert one == pytest.approx(many, rel=1e-5)
+    assert value.window == 64
 
 
 def test_a_bf16_model_is_summed_in_float32(tmp_path: Path, documents: HeldOutText) -> None:
     model = make_model(tmp_path / "m", dtype=torch.bfloat16)
     _, logliks = measure(model, documents, tmp_path / "out", batch_size=1)
-    network = AutoModelForCausalLM.from_pretrained(model.directory, dtype=torch.bfloat16)
-    tokenizer = AutoTokenizer.from_pretrained(model.directory)
-    plain = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
-    wanted = [reference_loglik(network, tokens, 64, 1)[0] for tokens in plain]
+    wanted = [logs.sum() for logs in reference(model, TEXTS, 64, dtype=torch.bfloat16)]
     assert logliks == pytest.approx(wanted, rel=1e-5)  # rounding log-probabilities to bf16 would change them by 1e-3
-
-
-def test_windows_never_exceed_the_context_of_the_model(tmp_path: Path, documents: HeldOutText) -> None:
-    value, _ = measure(make_model(tmp_path / "m"), documents, tmp_path / "out", max_length=2048)
-    assert value.window == 64
 
 
 def test_a_broken_model_has_no_perplexity_and_lists_the_documents(tmp_path: Path, documents: HeldOutText) -> None:
@@ -157,32 +181,33 @@ def test_a_broken_model_has_no_perplexity_and_lists_the_documents(tmp_path: Path
 
 
 def test_one_tokenizer_has_one_vocabulary_digest_and_another_has_another(
-    tmp_path: Path, documents: HeldOutText
+    tmp_path: Path, documents: HeldOutText, models: tuple[Model, ...]
 ) -> None:
-    found = [
-        measure(make_model(tmp_path / name, seed=seed, prefix=prefix), documents, tmp_path / f"out-{name}")[
-            0
-        ].vocabulary
-        for seed, (name, prefix) in enumerate([("a", PREFIXES[0]), ("b", PREFIXES[0]), ("c", PREFIXES[1])])
-    ]
+    other = make_model(tmp_path / "other", prefix=PREFIXES[1])
+    found = [measure(model, documents, tmp_path / "out")[0].vocabulary for model in (*models[:2], other)]
     assert found[0] == found[1] != found[2]
 
 
-def test_a_missing_tensor_is_not_filled_with_random_numbers(tmp_path: Path, documents: HeldOutText) -> None:
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda path, weights: save_file({name: weights[name] for name in weights if name != UP}, path, PT),
+            r"model\.layers\.1\.mlp\.up_proj\.weight is missing",  # not filled with random numbers
+        ),
+        (lambda path, weights: path.write_bytes(b"\x10\0\0\0\0\0\0\0garbage"), "cannot load the model"),
+    ],
+    ids=["missing tensor", "damaged file"],
+)
+def test_an_error_names_the_checkpoint_with_damaged_weights(
+    tmp_path: Path, documents: HeldOutText, damage: Callable[[Path, Any], None], message: str
+) -> None:
     model = make_model(tmp_path / "m")
-    weights = load_file(model.directory / "model.safetensors")
-    del weights["model.layers.1.mlp.up_proj.weight"]
-    save_file(weights, model.directory / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(InvalidInput, match=r"model\.layers\.1\.mlp\.up_proj\.weight is missing"):
+    file = model.directory / "model.safetensors"
+    damage(file, load_file(file))
+    with pytest.raises(InvalidInput, match=message) as caught:
         measure(model, documents, tmp_path / "out")
-
-
-def test_an_error_names_the_checkpoint_with_damaged_weights(tmp_path: Path, documents: HeldOutText) -> None:
-    model = make_model(tmp_path / "m")
-    (model.directory / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0garbage")
-    with pytest.raises(InvalidInput, match="cannot load the model") as caught:
-        measure(model, documents, tmp_path / "out")
-    assert str(model.directory) in caught.value.where
+    assert str(model.directory) in str(caught.value)
 
 
 def test_code_of_a_checkpoint_is_never_run(tmp_path: Path, documents: HeldOutText) -> None:
@@ -196,57 +221,71 @@ def test_code_of_a_checkpoint_is_never_run(tmp_path: Path, documents: HeldOutTex
     assert not (tmp_path / "ran").exists()
 
 
-def test_documents_that_changed_after_they_were_pinned_are_noticed(documents: HeldOutText) -> None:
+def test_documents_that_changed_after_they_were_pinned_are_noticed(tmp_path: Path) -> None:
+    documents = pin(write_jsonl(tmp_path / "t.jsonl", [{"text": "one"}]))
     documents.path.write_text('{"text": "another"}\n')
     with pytest.raises(InvalidInput, match="changed during the run"):
         read_texts(documents, None)
 
 
-def test_empty_documents_are_left_out_and_positions_kept(tmp_path: Path) -> None:
-    documents = pin(
-        write_jsonl(tmp_path / "t.jsonl", ({"body": text} for text in ["one", " ", "two", "three"])), field="body"
-    )
-    assert read_texts(documents, 2) == ((0, "one"), (2, "two"))
+@pytest.mark.parametrize(
+    ("name", "content", "settings", "limit", "texts"),
+    [
+        # Empty documents are left out, and positions stay.
+        (
+            "t.jsonl",
+            '{"b": "one"}\n{"b": " "}\n{"b": "two"}\n{"b": "three"}\n',
+            {"field": "b"},
+            2,
+            {0: "one", 2: "two"},
+        ),
+        ("t.txt", "one\ntwo\n\nthree\n", {}, None, {0: "one\ntwo", 1: "three\n"}),  # paragraphs
+    ],
+)
+def test_texts_are_read_with_their_positions(
+    tmp_path: Path, name: str, content: str, settings: dict[str, str], limit: int | None, texts: dict[int, str]
+) -> None:
+    (tmp_path / name).write_text(content)
+    assert dict(read_texts(pin(tmp_path / name, **settings), limit)) == texts
 
 
-def test_plain_text_has_one_document_per_paragraph(tmp_path: Path) -> None:
-    (tmp_path / "t.txt").write_text("one\ntwo\n\nthree\n")
-    assert [text for _, text in read_texts(pin(tmp_path / "t.txt"), None)] == ["one\ntwo", "three\n"]
+@pytest.mark.parametrize(
+    ("content", "settings", "message"),
+    [
+        ('{"text": "one"}\n', {"field": "txet"}, "did you mean 'text'"),
+        ('{"text": "one"}\n{"text": \n', {}, "line 2: not JSON"),
+        (None, {}, "no such file"),
+        ('{"text": "one", "topic": 3}\n', {"stratum": "topic"}, r"perplexity.stratum: topic"),
+    ],
+)
+def test_unusable_documents_are_refused(
+    tmp_path: Path, content: str | None, settings: dict[str, str], message: str
+) -> None:
+    if content is not None:
+        (tmp_path / "t.jsonl").write_text(content)
+    with pytest.raises(InvalidInput, match=message):
+        read_texts(pin(tmp_path / "t.jsonl", **settings), None)
 
 
-def test_a_wrong_field_is_refused_with_a_suggestion(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="did you mean 'text'"):
-        pin(write_jsonl(tmp_path / "t.jsonl", [{"text": "one"}]), field="txet")
-
-
-def test_an_error_names_the_number_of_a_line_that_is_not_json(tmp_path: Path) -> None:
-    (tmp_path / "t.jsonl").write_text('{"text": "one"}\n{"text": \n')
-    with pytest.raises(InvalidInput, match="line 2: not JSON"):
-        read_texts(pin(tmp_path / "t.jsonl"), None)
-
-
-def test_missing_documents_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="no such file"):
-        pin(tmp_path / "t.jsonl")
+def limits(**settings: object) -> Any:
+    return PerplexitySettings.model_validate({"documents": "t.jsonl", **settings}).limits
 
 
 @pytest.mark.parametrize(("written", "meant"), [("5%", 0.05), (" 2.5% ", 0.025), (0.05, 0.05), ("0.05", 0.05)])
 def test_an_increase_is_written_as_percentage_or_share(written: object, meant: float) -> None:
-    settings = PerplexitySettings.model_validate({"documents": "t.jsonl", "max_increase": written})
-    assert settings.limits.max_increase == pytest.approx(meant)
+    assert limits(max_increase=written).max_increase == pytest.approx(meant)
 
 
 @pytest.mark.parametrize("wrong", [5, "five%", 0, "-1%", "150%"])
 def test_an_increase_out_of_range_is_refused(wrong: object) -> None:
     with pytest.raises(ValidationError):
-        PerplexitySettings.model_validate({"documents": "t.jsonl", "max_increase": wrong})
+        limits(max_increase=wrong)
 
 
 def test_a_strict_limit_lowers_the_warning_with_it() -> None:
-    limits = PerplexitySettings.model_validate({"documents": "t.jsonl", "max_increase": "1%"}).limits
-    assert limits.warn_increase == pytest.approx(0.01)
+    assert limits(max_increase="1%").warn_increase == pytest.approx(0.01)
     with pytest.raises(ValidationError, match="must not exceed"):
-        PerplexitySettings.model_validate({"documents": "t.jsonl", "max_increase": "1%", "warn_increase": "2%"})
+        limits(max_increase="1%", warn_increase="2%")
 
 
 def test_a_repeated_document_is_measured_once_and_counted(tmp_path: Path) -> None:
@@ -279,12 +318,87 @@ def test_documents_keep_the_name_of_their_stratum(tmp_path: Path, stratum: str |
     assert [row.stratum for row in read_documents(tmp_path / "out")] == strata
 
 
-def test_a_stratum_field_that_no_document_has_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"perplexity.stratum: topic"):
-        pin(write_jsonl(tmp_path / "t.jsonl", [{"text": "one", "topic": 3}]), stratum="topic")
-
-
 def test_the_stratum_field_is_part_of_the_key_only_if_it_is_set(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "t.jsonl", [{"text": "one", "topic": "law"}])
     assert set(dict(pin(path).content_key())) == {"sha256", "field"}  # type: ignore[call-overload]
     assert pin(path).content_key() != pin(path, stratum="topic").content_key()
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("length", [7, 64])
+def test_the_ensemble_is_the_mean_of_plain_transformers_probabilities(
+    tmp_path: Path, documents: HeldOutText, models: tuple[Model, ...], length: int
+) -> None:
+    value, logliks = measure(models, documents, tmp_path / "out", max_length=length, batch_size=3)
+    by_model = [reference(model, TEXTS, length) for model in models]
+    wanted = [np.log(np.mean(np.exp(logs), axis=0)) for logs in zip(*by_model, strict=True)]
+    assert logliks == pytest.approx([logs.sum() for logs in wanted], rel=1e-5)
+    everything = np.concatenate(wanted)
+    assert (value.tokens, value.window) == (len(everything), length)
+    assert value.perplexity == pytest.approx(math.exp(-everything.mean()), rel=1e-5)
+
+
+@pytest.mark.story
+def test_the_ensemble_of_a_model_with_itself_is_the_model(
+    tmp_path: Path, documents: HeldOutText, models: tuple[Model, ...]
+) -> None:
+    alone, _ = measure(models[0], documents, tmp_path / "one")
+    twice, _ = measure((models[0], models[0]), documents, tmp_path / "two")
+    assert twice.perplexity == pytest.approx(alone.perplexity, rel=1e-9)
+    assert twice.vocabulary == alone.vocabulary
+
+
+def test_the_ensemble_is_at_least_as_good_as_its_members_are_on_average(
+    tmp_path: Path, documents: HeldOutText, models: tuple[Model, ...]
+) -> None:
+    one, other, together = (
+        measure(each, documents, tmp_path / f"{at}")[0].loglik or math.nan
+        for at, each in enumerate((*models[:2], models[:2]))
+    )
+    assert together >= (one + other) / 2  # Jensen's inequality
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "message", "remedy"),
+    [(PREFIXES[:2], "different tokenizers", "ensemble: false"), (PREFIXES[:1], "1 parent", "")],
+)
+def test_models_of_different_tokenizers_and_a_single_model_have_no_ensemble(
+    tmp_path: Path, documents: HeldOutText, prefixes: tuple[Prefix, ...], message: str, remedy: str
+) -> None:
+    parents = [make_model(tmp_path / prefix, prefix=prefix) for prefix in prefixes]
+    with pytest.raises(InvalidInput, match=message) as caught:
+        measure(parents, documents, tmp_path / "out")
+    assert remedy in caught.value.remedy
+
+
+def likelihoods(loss: float | None, vocabulary: str = "one") -> Likelihoods:
+    loglik, value = (None, None) if loss is None else (-1000 * loss, math.exp(loss))
+    counts: dict[str, Any] = {"documents": 10, "tokens": 1000, "bytes": 4000, "window": 64}
+    return Likelihoods(model="m", loglik=loglik, perplexity=value, bits_per_byte=None, vocabulary=vocabulary, **counts)
+
+
+@pytest.mark.parametrize(("merge", "kept"), [(1.8, 1.0), (2.0, 0.0), (1.9, 0.5), (2.1, -0.5), (1.7, 1.5)])
+def test_the_share_of_the_gain_is_counted_from_the_better_parent(merge: float, kept: float) -> None:
+    parents = [likelihoods(2.0), likelihoods(2.5)]
+    assert ensemble_gain_share(parents, likelihoods(1.8), likelihoods(merge)) == pytest.approx(kept)
+
+
+@pytest.mark.parametrize(
+    ("together", "merge"),
+    [
+        (likelihoods(2.0), likelihoods(1.9)),  # the ensemble gains nothing
+        (likelihoods(1.8), likelihoods(None)),
+        (likelihoods(1.8), likelihoods(1.9, vocabulary="another")),
+    ],
+)
+def test_incomparable_likelihoods_have_no_gain_share(together: Likelihoods, merge: Likelihoods) -> None:
+    assert ensemble_gain_share([likelihoods(2.0), likelihoods(2.5)], together, merge) is None
+
+
+@given(st.lists(st.floats(0.5, 5), min_size=2, max_size=4), st.floats(0.01, 0.4), st.floats(-1, 2))
+def test_the_kept_share_of_the_ensemble_gain_is_reported(losses: list[float], gain: float, share: float) -> None:
+    best = min(losses)
+    kept = ensemble_gain_share(
+        [likelihoods(loss) for loss in losses], likelihoods(best - gain), likelihoods(best - share * gain)
+    )
+    assert kept == pytest.approx(share, abs=1e-6)
