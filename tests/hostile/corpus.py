@@ -58,50 +58,39 @@ def put(name: str, content: bytes | str | Any) -> Change:
     return change
 
 
-def link(name: str, target: str) -> Change:
-    """Replace a file by a symbolic link."""
+def replaced(name: str, create: Callable[[Path], object]) -> Change:
+    """Replace a file by what `create` creates at its path."""
 
     def change(place: Path) -> None:
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).unlink(missing_ok=True)
-        (place / name).symlink_to(target)
+        create(place / name)
 
     return change
+
+
+def link(name: str, target: str) -> Change:
+    return replaced(name, lambda path: path.symlink_to(target))
 
 
 def pipe(name: str) -> Change:
-    """Replace a file by a named pipe without a writer."""
-
-    def change(place: Path) -> None:
-        (place / name).unlink(missing_ok=True)
-        os.mkfifo(place / name)
-
-    return change
-
-
-def bound_socket(name: str) -> Change:
-    """Replace a file by a socket."""
-
-    def change(place: Path) -> None:
-        (place / name).unlink(missing_ok=True)
-        here = Path.cwd()
-        os.chdir(place)  # A socket path is limited to 108 bytes.
-        try:
-            socket.socket(socket.AF_UNIX).bind(name)
-        finally:
-            os.chdir(here)
-
-    return change
+    return replaced(name, os.mkfifo)
 
 
 def folder(name: str) -> Change:
-    """Replace a file by a directory."""
+    return replaced(name, Path.mkdir)
 
-    def change(place: Path) -> None:
-        (place / name).unlink(missing_ok=True)
-        (place / name).mkdir()
 
-    return change
+def bound_socket(name: str) -> Change:
+    def bind(path: Path) -> None:
+        here = Path.cwd()
+        os.chdir(path.parent)  # A socket path is limited to 108 bytes.
+        try:
+            socket.socket(socket.AF_UNIX).bind(path.name)
+        finally:
+            os.chdir(here)
+
+    return replaced(name, bind)
 
 
 def without(name: str) -> Change:
@@ -176,8 +165,43 @@ def bomb(levels: int = 30) -> str:
     return "\n".join(lines) + "\n"
 
 
+def chain(count: int) -> str:
+    """Return recipes that each read the result of the one before."""
+    step = "name: s{}\nmerge_method: linear\nmodels: [{{model: s{}, parameters: {{weight: 1}}}}]\n"
+    return "---\n".join(step.format(number, number - 1) for number in range(count))
+
+
 HALF = '"\\ud800"'
 STATEMENT = {"_type": "https://in-toto.io/Statement/v1"}
+OFFSETS = {"backwards": [400, 0], "negative": [-4, 0], "overlap": [0, 16], "huge": [2**62, 2**63 - 1], "text": "0,16"}
+OFFSETS |= {"floats": [0.0, 16.0], "nan": [float("nan"), 1], "three": [0, 8, 16]}
+SHAPES = {
+    "negative": [-4],
+    "huge": [2**40, 2**40],
+    "of-many-dimensions": [1] * 100_000,
+    "true": [True],
+    "an-object": {},
+}
+INDEXED = {
+    "leaves-directory": "../base/model.safetensors",
+    "absolute": "/etc/passwd",
+    "nul": "a\0b",
+    "backslash": "..\\x",
+}
+INDEXED |= {"empty-name": "", "number": 7, "name-too-long": "x" * 5000, "to-nowhere": "nowhere.safetensors"}
+VOCABULARIES: dict[str, Any] = {"integer-items": [[1, 0.5], [2, 0.5]], "list-items": [[["a"], 0.5]]}
+VOCABULARIES |= {"ids-text": {"a": "0"}, "ids-negative": {"a": -1}, "ids-true": {"a": True}}
+
+
+def special(title: str, name: str, kinds: str) -> list[Case]:
+    """Return cases in which a file is replaced by what is not a plain file of its directory."""
+    changes = {
+        **{"a-pipe": pipe(name), "a-socket": bound_socket(name), "a-folder": folder(name), "missing": without(name)},
+        **{"a-link-out": link(name, f"../base/{name}"), "dev-zero": link(name, "/dev/zero")},
+    }
+    return [Case(f"{title}-{kind}", changes[kind], 2) for kind in kinds.split()]
+
+
 CHECKPOINTS = [
     Case("empty-weights", put("model.safetensors", b""), 2),
     Case("seven-bytes", put("model.safetensors", bytes(7)), 2),
@@ -195,57 +219,24 @@ CHECKPOINTS = [
     Case("header-empty", head(b"{}", b""), 2),
     Case("truncated-data", head(None, b"1234"), 2),
     Case("data-too-long", head(None, bytes(10_000)), 2),
-    Case("offsets-backwards", entry(data_offsets=[400, 0]), 2),
-    Case("offsets-negative", entry(data_offsets=[-4, 0]), 2),
-    Case("offsets-overlap", entry(data_offsets=[0, 16]), 2),
-    Case("offsets-huge", entry(data_offsets=[2**62, 2**63 - 1]), 2),
+    *(Case(f"offsets-{name}", entry(data_offsets=value), 2) for name, value in OFFSETS.items()),
     Case("offsets-of-400-digits", head(b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,%s]}}' % (b"9" * 400)), 2),
-    Case("offsets-floats", entry(data_offsets=[0.0, 16.0]), 2),
-    Case("offsets-nan", entry(data_offsets=[float("nan"), 1]), 2),
-    Case("offsets-text", entry(data_offsets="0,16"), 2),
-    Case("offsets-three", entry(data_offsets=[0, 8, 16]), 2),
-    Case("shape-negative", entry(shape=[-4]), 2),
-    Case("shape-huge", entry(shape=[2**40, 2**40]), 2),
-    Case("shape-of-many-dimensions", entry(shape=[1] * 100_000), 2),
-    Case("shape-true", entry(shape=[True]), 2),
-    Case("shape-an-object", entry(shape={}), 2),
+    *(Case(f"shape-{name}", entry(shape=value), 2) for name, value in SHAPES.items()),
     Case("dtype-unknown", entry(dtype="X9"), 2),
     Case("dtype-a-list", entry(dtype=["F32"]), 2),
     Case("entry-a-number", head({"a": 1}), 2),
     Case("entry-with-more", entry(more=1), 2),
     Case("metadata-a-list", head(header(__metadata__=[])), 2),
     Case("metadata-numbers", head(header(__metadata__={"a": 1})), 2),
-    Case(
-        "layer-of-5000-digits",
-        only(f"model.layers.{'9' * 5000}.a.weight"),
-        3,
-    ),
-    Case(
-        "layer-ten-millions",
-        only("model.layers.9999999.a.weight"),
-        3,
-    ),
+    Case("layer-of-5000-digits", only(f"model.layers.{'9' * 5000}.a.weight"), 3),
+    Case("layer-ten-millions", only("model.layers.9999999.a.weight"), 3),
     Case("name-with-nul", only("a\0b"), 3),
     Case("name-with-escapes", only("\x1b[2Ja"), 3),
-    Case(
-        "name-of-a-megabyte",
-        only("a" * 1_000_000),
-        3,
-    ),
-    Case("weights-a-pipe", pipe("model.safetensors"), 2),
-    Case("weights-a-socket", bound_socket("model.safetensors"), 2),
-    Case("weights-a-folder", folder("model.safetensors"), 2),
-    Case("weights-a-link-out", link("model.safetensors", "../base/model.safetensors"), 2),
-    Case("weights-dev-zero", link("model.safetensors", "/dev/zero"), 2),
+    Case("name-of-a-megabyte", only("a" * 1_000_000), 3),
+    *special("weights", "model.safetensors", "a-pipe a-socket a-folder a-link-out dev-zero missing"),
     Case("weights-a-link-to-itself", link("model.safetensors", "model.safetensors"), 2),
-    Case("weights-missing", without("model.safetensors"), 2),
-    Case("config-missing", without("config.json"), 2),
-    Case("config-a-pipe", pipe("config.json"), 2),
-    Case("config-dev-zero", link("config.json", "/dev/zero"), 2),
+    *special("config", "config.json", "a-pipe a-socket a-folder a-link-out dev-zero missing"),
     Case("config-a-terminal", link("config.json", "/dev/tty"), 2),
-    Case("config-a-link-out", link("config.json", "../base/config.json"), 2),
-    Case("config-a-socket", bound_socket("config.json"), 2),
-    Case("config-a-folder", folder("config.json"), 2),
     Case("config-empty", put("config.json", b""), 2),
     Case("config-deep", put("config.json", b"[" * DEEP), 2),
     Case("config-deep-inside", put("config.json", b'{"a":' + b"[" * 900 + b"]" * 900 + b"}"), 2),
@@ -265,15 +256,8 @@ CHECKPOINTS = [
     Case("config-tied-text", config(tie_word_embeddings="yes"), 2),
     Case("config-text-part-a-list", config(text_config=[1]), 2),
     Case("config-infinity", put("config.json", json.dumps({**CONFIG, "limit": float("inf")})), 0),
-    Case("index-leaves-directory", index({"a": "../base/model.safetensors"}), 2),
-    Case("index-absolute", index({"a": "/etc/passwd"}), 2),
-    Case("index-nul", index({"a": "a\0b"}), 2),
-    Case("index-backslash", index({"a": "..\\x"}), 2),
-    Case("index-empty-name", index({"a": ""}), 2),
-    Case("index-number", index({"a": 7}), 2),
+    *(Case(f"index-{name}", index({"a": value}), 2) for name, value in INDEXED.items()),
     Case("index-a-list", index([1]), 2),
-    Case("index-name-too-long", index({"a": "x" * 5000}), 2),
-    Case("index-to-nowhere", index({"a": "nowhere.safetensors"}), 2),
     Case("index-to-a-pipe", all_of(index({"a": "p.safetensors"}), pipe("p.safetensors")), 2),
     Case("index-to-a-linked-folder", all_of(index({"a": "sub/model.safetensors"}), link("sub", "../base")), 2),
     Case(
@@ -284,16 +268,10 @@ CHECKPOINTS = [
         2,
     ),
     Case("index-a-pipe", all_of(without("model.safetensors"), pipe("model.safetensors.index.json")), 2),
-    Case("tokenizer-a-link-out", link("tokenizer.json", "../base/tokenizer.json"), 2),
-    Case("tokenizer-a-pipe", pipe("tokenizer.json"), 2),
-    Case("tokenizer-dev-zero", link("tokenizer.json", "/dev/zero"), 2),
+    *special("tokenizer", "tokenizer.json", "a-pipe a-link-out dev-zero"),
     Case("tokenizer-empty", put("tokenizer.json", b""), 2),
     Case("tokenizer-no-vocabulary", tokenizer(model={}), 2),
-    Case("tokenizer-integer-items", tokenizer(model={"vocab": [[1, 0.5], [2, 0.5]]}), 2),
-    Case("tokenizer-list-items", tokenizer(model={"vocab": [[["a"], 0.5]]}), 2),
-    Case("tokenizer-ids-text", tokenizer(model={"vocab": {"a": "0"}}), 2),
-    Case("tokenizer-ids-negative", tokenizer(model={"vocab": {"a": -1}}), 2),
-    Case("tokenizer-ids-true", tokenizer(model={"vocab": {"a": True}}), 2),
+    *(Case(f"tokenizer-{name}", tokenizer(model={"vocab": value}), 2) for name, value in VOCABULARIES.items()),
     Case("tokenizer-added-a-number", tokenizer(added_tokens=7), 2),
     Case("tokenizer-model-a-list", tokenizer(model=[]), 2),
     Case("tokenizer-deep", put("tokenizer.json", b'{"a":' * DEEP), 2),
@@ -329,6 +307,10 @@ CHECKPOINTS = [
     Case("pickle-a-pipe", all_of(without("model.safetensors"), pipe("pytorch_model.bin")), 2),
 ]
 
+WEIGHTS = {"of-400-digits": "9" * 400, "of-400-digits-as-text": f"'{'9' * 400}'", "infinite": ".inf", "nan": ".nan"}
+WEIGHTS |= {"1e999": "1.0e+999", "base-60": ":".join(["59"] * 50_000), "a-mapping": "{}", "a-date": "2024-01-02"}
+PATHS = {"too-long": "./" + "x" * 5000, "nul": '"./a\\0b"', "of-nobody": "~nobody-at-all/x", "many-ats": "a@b@c@d"}
+PATHS |= {"passwd": "/etc/passwd", "dev-zero": "/dev/zero"}
 RECIPES: Mapping[str, str | bytes] = {
     "empty": "",
     "nothing": "---\n---\n",
@@ -354,36 +336,17 @@ RECIPES: Mapping[str, str | bytes] = {
     "binary": RECIPE + "dtype: !!binary aGVsbG8=\n",
     "set": RECIPE + "dtype: !!set {a, b}\n",
     "python": RECIPE + "dtype: !!python/object/apply:os.system ['touch EXECUTED']\n",
-    "weight-of-400-digits": RECIPE.replace("0.5", "9" * 400),
-    "weight-of-400-digits-as-text": RECIPE.replace("0.5", f"'{'9' * 400}'"),
-    "weight-infinite": RECIPE.replace("0.5", ".inf"),
-    "weight-nan": RECIPE.replace("0.5", ".nan"),
-    "weight-1e999": RECIPE.replace("0.5", "1.0e+999"),
-    "weight-base-60": RECIPE.replace("0.5", ":".join(["59"] * 50_000)),
-    "weight-a-mapping": RECIPE.replace("0.5", "{}"),
-    "weight-a-date": RECIPE.replace("0.5", "2024-01-02"),
+    **{f"weight-{name}": RECIPE.replace("0.5", value) for name, value in WEIGHTS.items()},
     "hex-of-5000-digits": RECIPE.replace("0.5", "0x" + "f" * 5000),
     "model-null": "merge_method: linear\nmodels: [{model: }]\n",
     "model-a-list": "merge_method: linear\nmodels: [{model: [a]}]\n",
     "models-a-mapping": "merge_method: linear\nmodels: {a: b}\n",
-    "model-too-long": RECIPE.replace("./other", "./" + "x" * 5000),
-    "model-nul": RECIPE.replace("./other", '"./a\\0b"'),
-    "model-of-nobody": RECIPE.replace("./other", "~nobody-at-all/x"),
-    "model-many-ats": RECIPE.replace("./other", "a@b@c@d"),
-    "model-passwd": RECIPE.replace("./other", "/etc/passwd"),
-    "model-dev-zero": RECIPE.replace("./other", "/dev/zero"),
+    **{f"model-{name}": RECIPE.replace("./other", value) for name, value in PATHS.items()},
     "models-many": "merge_method: linear\nmodels:\n" + "".join(f"  - model: ./m{n}\n" for n in range(3000)),
     "model-twice-many": "merge_method: linear\nmodels:\n" + "  - model: ./base\n" * 3000,
-    "documents-1500": "---\n".join(
-        f"name: s{n}\nmerge_method: linear\nmodels: [{{model: s{n - 1}, parameters: {{weight: 1}}}}]\n"
-        for n in range(1500)
-    ),
-    "documents-200-in-a-chain": "---\n".join(
-        f"name: s{n}\nmerge_method: linear\nmodels: [{{model: s{n - 1}, parameters: {{weight: 1}}}}]\n"
-        for n in range(200)
-    ).replace("model: s-1", "model: ./nowhere"),
-    "documents-in-a-circle": "name: a\nmerge_method: linear\nmodels: [{model: b, parameters: {weight: 1}}]\n---\n"
-    "name: b\nmerge_method: linear\nmodels: [{model: a, parameters: {weight: 1}}]\n---\n" + RECIPE,
+    "documents-1500": chain(1500),
+    "documents-200-in-a-chain": chain(200).replace("model: s-1", "model: ./nowhere"),
+    "documents-in-a-circle": chain(2).replace("model: s-1", "model: s1") + "---\n" + RECIPE,
     "method-a-list": "merge_method: [linear]\nmodels: []\n",
     "method-a-number": "merge_method: 7\nmodels: []\n",
     "method-long": f"merge_method: {'x' * 100_000}\nmodels: []\n",
@@ -397,6 +360,7 @@ RECIPES: Mapping[str, str | bytes] = {
     "filters-many": RECIPE.replace("0.5", "[" + "{filter: a, value: 1}," * 8000 + "]"),
 }
 
+DROPS = {"nan": ".nan", "infinite": ".inf", "of-400-digits": "9" * 400, "negative": "-3", "a-list": "[3]"}
 PROFILES: Mapping[str, str | bytes] = {
     "empty": "",
     "not-utf8": b"\xff",
@@ -411,11 +375,7 @@ PROFILES: Mapping[str, str | bytes] = {
     "name-half-character": PROFILE.replace("hostile", '"\\ud800"'),
     "name-nul": PROFILE.replace("hostile", '"a\\0b"'),
     "name-a-date": PROFILE.replace("name: hostile", "name: !!timestamp 2024-01-02"),
-    "drop-nan": PROFILE.replace("max_drop: 3", "max_drop: .nan"),
-    "drop-infinite": PROFILE.replace("max_drop: 3", "max_drop: .inf"),
-    "drop-of-400-digits": PROFILE.replace("max_drop: 3", f"max_drop: {'9' * 400}"),
-    "drop-negative": PROFILE.replace("max_drop: 3", "max_drop: -3"),
-    "drop-a-list": PROFILE.replace("max_drop: 3", "max_drop: [3]"),
+    **{f"drop-{name}": PROFILE.replace("max_drop: 3", f"max_drop: {value}") for name, value in DROPS.items()},
     "tasks-a-number": "name: x\nrecipe: recipe.yaml\nevaluate: {tasks: 7}\n",
     "recipe-nul": 'name: x\nrecipe: "a\\0b"\n',
     "recipe-too-long": f"name: x\nrecipe: {'x' * 5000}\n",
@@ -505,6 +465,16 @@ def doubled(lines: list[dict[str, Any]]) -> None:
     lines += [dict(line) for line in lines]
 
 
+def first_sample(**values: Any) -> Change:
+    return edited(lambda lines: lines[0].update(values))
+
+
+SCORES = {"1000": 1000.0, "negative": -1.0, "nan": float("nan"), "infinite": float("inf")}
+DOCUMENTS = {"negative": -1, "beyond": 10**6, "true": True, "of-1e30": 10**30}
+COUNTS: dict[str, Any] = {
+    **{name: {"letters": {"original": n, "effective": m}} for name, n, m in (("fewer", 40, 39), ("more", 80, 80))},
+    **{"none": {}, "text": {"letters": {"original": "40", "effective": "40"}}, "a-list": {"letters": [40]}},
+}
 RESULTS: Mapping[str, Change] = {
     "empty-folder": lambda place: place.mkdir(),
     "results-empty": raw(_RESULTS, b""),
@@ -514,28 +484,18 @@ RESULTS: Mapping[str, Change] = {
     "results-many-values": raw(_RESULTS, b"[" + b"0," * 2_000_000 + b"0]"),
     "results-a-pipe": all_of(results, pipe(_RESULTS)),
     "results-a-device": all_of(results, link(_RESULTS, "/dev/zero")),
-    "score-1000": edited(lambda lines: lines[0].update(acc=1000.0)),
-    "score-negative": edited(lambda lines: lines[0].update(acc=-1.0)),
-    "score-nan": edited(lambda lines: lines[0].update(acc=float("nan"))),
-    "score-infinite": edited(lambda lines: lines[0].update(acc=float("inf"))),
+    **{f"score-{name}": first_sample(acc=value) for name, value in SCORES.items()},
     "score-text": edited(lambda lines: [line.update(acc="1") for line in lines]),
     "score-of-4000-digits": raw(_SAMPLES, b'{"doc_id": 0, "acc": %s}' % (b"9" * 4000)),
     "score-missing": edited(lambda lines: lines[0].pop("acc")),
     "document-twice": edited(more_documents),
     "every-document-twice": edited(doubled),
-    "document-negative": edited(lambda lines: lines[0].update(doc_id=-1)),
-    "document-beyond": edited(lambda lines: lines[0].update(doc_id=10**6)),
-    "document-true": edited(lambda lines: lines[0].update(doc_id=True)),
-    "document-of-1e30": edited(lambda lines: lines[0].update(doc_id=10**30)),
+    **{f"document-{name}": first_sample(doc_id=value) for name, value in DOCUMENTS.items()},
     "metrics-of-lists": edited(lambda lines: lines[0].update(metrics=[["acc"]])),
     "metrics-many": edited(lambda lines: lines[0].update(metrics=[f"m{n}" for n in range(10_000)])),
     "hash-a-number": raw(_SAMPLES, json.dumps({**samples(1)[0], "doc_hash": 7})),
     "hash-long": raw(_SAMPLES, json.dumps({**samples(1)[0], "doc_hash": "0" * 1_000_000})),
-    "counts-fewer": stated(**{"n-samples": {"letters": {"original": 40, "effective": 39}}}),
-    "counts-more": stated(**{"n-samples": {"letters": {"original": 80, "effective": 80}}}),
-    "counts-none": stated(**{"n-samples": {}}),
-    "counts-text": stated(**{"n-samples": {"letters": {"original": "40", "effective": "40"}}}),
-    "counts-a-list": stated(**{"n-samples": {"letters": [40]}}),
+    **{f"counts-{name}": stated(**{"n-samples": value}) for name, value in COUNTS.items()},
     "mean-another": stated(results={"letters": {"acc,none": 0.9}}),
     "mean-text": stated(results={"letters": {"acc,none": "0.5"}}),
     "mean-a-list": stated(results={"letters": [1]}),
@@ -564,56 +524,45 @@ RESULTS: Mapping[str, Change] = {
 }
 
 
-RELEASES: Mapping[str, Case] = {
-    case.name: case
-    for case in [
-        Case("honest", lambda place: None, 0),
-        Case("a-file-more", put("more.txt", "x"), 3),
-        Case("a-hidden-file-more", put(".more", "x"), 3),
-        Case("a-linked-folder-more", link("more", "/etc"), 3),
-        Case("a-linked-folder-in-a-folder", link("licenses/more", "/etc"), 3),
-        Case("a-link-more", link("more.txt", "/etc/passwd"), 3),
-        Case("a-link-inside-more", link("more.txt", "config.json"), 3),
-        Case("a-dangling-link-more", link("more.txt", "/nowhere"), 3),
-        Case("a-link-to-itself-more", link("more.txt", "more.txt"), 3),
-        Case("a-pipe-more", pipe("more"), 3),
-        Case("a-socket-more", bound_socket("more"), 3),
-        Case("a-device-linked", link("more", "/dev/zero"), 3),
-        Case("a-cache-that-is-a-link", link(".cache", "/etc"), 3),
-        Case("a-pipe-called-gitattributes", pipe(".gitattributes"), 3),
-        Case("a-cache-of-a-download", put(".cache/huggingface/x.lock", ""), 0),
-        Case("weights-a-link-out", link("model.safetensors", "/dev/zero"), 3),
-        Case("weights-a-pipe", pipe("model.safetensors"), 3),
-        Case("provenance-deep", put("provenance.json", b"[" * DEEP), 3),
-        Case("provenance-a-list", put("provenance.json", "[]"), 3),
-        Case("provenance-a-pipe", pipe("provenance.json"), 3),
-        Case("provenance-half-character", put("provenance.json", '{"_type": ' + HALF + "}"), 3),
-        Case(
-            "provenance-of-strange-types",
-            put("provenance.json", {**STATEMENT, "subject": 7, "predicate": [1]}),
-            3,
-        ),
-        Case(
-            "provenance-subjects-strange",
-            put("provenance.json", {**STATEMENT, "subject": [7, [], {"name": []}]}),
-            3,
-        ),
-        Case("recipe-aliases", put("recipe.yaml", bomb()), 3),
-        Case("recipe-deep", put("recipe.yaml", "[" * DEEP), 3),
-        Case("recipe-dates", put("recipe.yaml", "a: 2024-13-45"), 3),
-        Case("recipe-not-utf8", put("recipe.yaml", b"\xff\xff"), 3),
-        Case("card-aliases", put("README.md", "---\n" + bomb() + "---\n"), 3),
-        Case("card-deep", put("README.md", "---\na: " + "[" * DEEP + "\n---\n"), 3),
-        Case("card-strange-types", put("README.md", "---\nbase_model: 7\nlicense: [1]\n---\n"), 3),
-        Case("card-names-no-text", put("README.md", "---\nlicense: mit\non: merge\n7: 8\n---\n"), 3),
-        Case("sums-not-utf8", put("SHA256SUMS", b"\xff" * 100), 3),
-        Case("sums-of-a-million-lines", put("SHA256SUMS", b"a  b\n" * 1_000_000), 3),
-        Case("sums-a-pipe", pipe("SHA256SUMS"), 3),
-        Case("bill-deep", put("bom.cdx.json", b"[" * DEEP), 3),
-        Case("bill-strange-types", put("bom.cdx.json", {"components": [7, {"name": [], "hashes": 7}]}), 3),
-        Case("signature-garbage", put("model.sig", b"\xff\x00"), 3),
-        Case("signature-deep", put("model.sig", b"[" * DEEP), 3),
-        Case("everything-gone", lambda place: [one.unlink() for one in place.iterdir() if one.is_file()], 3),
-    ]
-}
+RELEASES = [
+    Case("honest", lambda place: None, 0),
+    Case("a-file-more", put("more.txt", "x"), 3),
+    Case("a-hidden-file-more", put(".more", "x"), 3),
+    Case("a-linked-folder-more", link("more", "/etc"), 3),
+    Case("a-linked-folder-in-a-folder", link("licenses/more", "/etc"), 3),
+    Case("a-link-more", link("more.txt", "/etc/passwd"), 3),
+    Case("a-link-inside-more", link("more.txt", "config.json"), 3),
+    Case("a-dangling-link-more", link("more.txt", "/nowhere"), 3),
+    Case("a-link-to-itself-more", link("more.txt", "more.txt"), 3),
+    Case("a-pipe-more", pipe("more"), 3),
+    Case("a-socket-more", bound_socket("more"), 3),
+    Case("a-device-linked", link("more", "/dev/zero"), 3),
+    Case("a-cache-that-is-a-link", link(".cache", "/etc"), 3),
+    Case("a-pipe-called-gitattributes", pipe(".gitattributes"), 3),
+    Case("a-cache-of-a-download", put(".cache/huggingface/x.lock", ""), 0),
+    Case("weights-a-link-out", link("model.safetensors", "/dev/zero"), 3),
+    Case("weights-a-pipe", pipe("model.safetensors"), 3),
+    Case("provenance-deep", put("provenance.json", b"[" * DEEP), 3),
+    Case("provenance-a-list", put("provenance.json", "[]"), 3),
+    Case("provenance-a-pipe", pipe("provenance.json"), 3),
+    Case("provenance-half-character", put("provenance.json", '{"_type": ' + HALF + "}"), 3),
+    Case("provenance-of-strange-types", put("provenance.json", {**STATEMENT, "subject": 7, "predicate": [1]}), 3),
+    Case("provenance-subjects-strange", put("provenance.json", {**STATEMENT, "subject": [7, [], {"name": []}]}), 3),
+    Case("recipe-aliases", put("recipe.yaml", bomb()), 3),
+    Case("recipe-deep", put("recipe.yaml", "[" * DEEP), 3),
+    Case("recipe-dates", put("recipe.yaml", "a: 2024-13-45"), 3),
+    Case("recipe-not-utf8", put("recipe.yaml", b"\xff\xff"), 3),
+    Case("card-aliases", put("README.md", "---\n" + bomb() + "---\n"), 3),
+    Case("card-deep", put("README.md", "---\na: " + "[" * DEEP + "\n---\n"), 3),
+    Case("card-strange-types", put("README.md", "---\nbase_model: 7\nlicense: [1]\n---\n"), 3),
+    Case("card-names-no-text", put("README.md", "---\nlicense: mit\non: merge\n7: 8\n---\n"), 3),
+    Case("sums-not-utf8", put("SHA256SUMS", b"\xff" * 100), 3),
+    Case("sums-of-a-million-lines", put("SHA256SUMS", b"a  b\n" * 1_000_000), 3),
+    Case("sums-a-pipe", pipe("SHA256SUMS"), 3),
+    Case("bill-deep", put("bom.cdx.json", b"[" * DEEP), 3),
+    Case("bill-strange-types", put("bom.cdx.json", {"components": [7, {"name": [], "hashes": 7}]}), 3),
+    Case("signature-garbage", put("model.sig", b"\xff\x00"), 3),
+    Case("signature-deep", put("model.sig", b"[" * DEEP), 3),
+    Case("everything-gone", lambda place: [one.unlink() for one in place.iterdir() if one.is_file()], 3),
+]
 __all__ = ["CHECKPOINTS", "PROFILES", "RECIPES", "RELEASES", "RESULTS", "TASKS", "Case"]

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ sys.path[:0] = [str(HERE), str(HERE.parents[1]), str(HERE.parent), str(HERE.pare
 
 import corpus  # noqa: E402  # found by the line above
 from gguf_samples import F32, Q8_0, gguf  # noqa: E402
-from honest import (  # noqa: E402  # noqa: E402
+from honest import (  # noqa: E402
     CONFIG,
     DATE,
     PROFILE,
@@ -60,7 +61,7 @@ from mergegate.merge_core.checkpoint import fetch_header, parse_gguf_header  # n
 from mergegate.merge_core.checkpoint.pickled_file import parse_pickled  # noqa: E402
 from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary, vocabulary_differences  # noqa: E402
 from mergegate.merge_core.errors import MergegateError  # noqa: E402
-from mergegate.merge_core.files import JournalLocation, open_journal  # noqa: E402  # noqa: E402
+from mergegate.merge_core.files import JournalLocation, open_journal  # noqa: E402
 from mergegate.merge_core.parsing import parse_line, parse_yaml  # noqa: E402
 from mergegate.merge_core.recipe import parse_reference, resolve_local  # noqa: E402
 from mergegate.tasks.checkpoints import parse_card  # noqa: E402
@@ -91,8 +92,8 @@ class Found:
     executions: int = 0
     seconds: float = 0.0
     values: int = 0  # Executions that ended in a value.
-    by_target: dict[str, int] = field(default_factory=dict)
-    costs: dict[str, float] = field(default_factory=dict)  # CPU seconds by target.
+    by_target: Counter[str] = field(default_factory=Counter)
+    costs: Counter[str] = field(default_factory=Counter)  # CPU seconds by target.
     failures: list[tuple[str, bytes, str]] = field(default_factory=list)
 
 
@@ -165,17 +166,21 @@ def targets(place: Path, release: Path | None) -> dict[str, Target]:
 
         return parse
 
-    def index(data: bytes) -> object:
-        (place / "index" / "model.safetensors.index.json").write_bytes(data)
-        return open_checkpoint(place / "index")
+    def reads(path: Path, read: Callable[[], object]) -> Callable[[bytes], object]:
+        """Return a parser that reads a file."""
 
-    def tokens(data: bytes) -> object:
-        (place / "tokens" / "tokenizer.json").write_bytes(data)
+        def parse(data: bytes) -> object:
+            path.write_bytes(data)
+            return read()
+
+        return parse
+
+    def tokens() -> object:
         found = read_vocabulary(place / "tokens")
         return vocabulary_differences(found, known) if found else None
 
-    def card(data: bytes) -> object:
-        (place / "card" / "README.md").write_bytes(data)
+    def card() -> object:
+        data = (place / "card" / "README.md").read_bytes()
         return parse_card(data), read_declaration(CardSource(place / "card"))
 
     def a_recipe(data: bytes) -> object:
@@ -185,14 +190,6 @@ def targets(place: Path, release: Path | None) -> dict[str, Target]:
         documents = parse_yaml(data.decode(errors="replace"), "p")
         return parse_profile(documents[0] if documents and isinstance(documents[0], dict) else {}, "p").candidates()
 
-    def task(data: bytes) -> object:
-        (place / "task" / "task.yaml").write_bytes(data)
-        return read_definition(place / "task" / "task.yaml")
-
-    def code(data: bytes) -> object:
-        (place / "task" / "f.py").write_bytes(data)
-        return local_imports(place / "task" / "f.py", place / "task")
-
     def a_pickle(data: bytes) -> object:
         return parse_pickled(io.BytesIO(data), len(data), PLACE)
 
@@ -200,11 +197,7 @@ def targets(place: Path, release: Path | None) -> dict[str, Target]:
         return a_pickle(torch_weights(data))
 
     def of_results(folder: str, name: str) -> Callable[[bytes], object]:
-        def parse(data: bytes) -> object:
-            (place / folder / name).write_bytes(data)
-            return read_task(find_results(place / folder), "letters")
-
-        return parse
+        return reads(place / folder / name, lambda: read_task(find_results(place / folder), "letters"))
 
     def log(data: bytes, name: str = "log.json") -> object:
         (place / name).write_bytes(data)
@@ -277,24 +270,28 @@ def targets(place: Path, release: Path | None) -> dict[str, Target]:
 
     parts = ("samples", "reductions")
     group = "group: g\ntask: [{task: a, dataset_path: b}, {group: h, task: [x]}]\n"
+    unigram = {"model": {"vocab": [["a", 0.5], ["b", 1]]}}
     template = {"chat_template": "{{ a }}", "tokenizer_class": "A"}
     read_card = "---\nlicense: apache-2.0\nbase_model: [a/b, c/d]\nlanguage: [en]\n---\n# x\n"
     module = "import os\nfrom . import a\nfrom b.c import d as e\n\ndef f(x):\n    return [y for y in x]\n"
+    definition, code = place / "task" / "task.yaml", place / "task" / "f.py"
     of_one = b"}" + corpus.text("model.norm.weight") + corpus.tensor() + b"s"
     found = {
         "header": target(header, safetensors()),
         "gguf": target(gguf_header, gguf(), gguf({}, [("a", F32, (4, 4)), ("b", Q8_0, (2, 32))])),
-        "index": target(index, shards),
+        "index": target(
+            reads(place / "index" / "model.safetensors.index.json", lambda: open_checkpoint(place / "index")), shards
+        ),
         "config": target(of_checkpoint("config.json", planned=True), CONFIG, {"text_config": CONFIG}),
-        "tokenizer": target(tokens, TOKENIZER, {"model": {"vocab": [["a", 0.5], ["b", 1]]}}),
+        "tokenizer": target(reads(place / "tokens" / "tokenizer.json", tokens), TOKENIZER, unigram),
         "tokenizer config": target(of_checkpoint("tokenizer_config.json"), template),
         "chat template": target(of_checkpoint("chat_template.jinja"), "{% for m in messages %}{{ m }}{% endfor %}"),
-        "card": target(card, read_card),
+        "card": target(reads(place / "card" / "README.md", card), read_card),
         "recipe": target(a_recipe, RECIPE, parse_yaml(RECIPE, "r")[0], *texts(corpus.RECIPES)),
         "reference": target(reference, "./base", "org/name@main+org/adapter@v1", "~/x", "/tmp/../x"),
         "profile": target(profile, PROFILE, inline, everything, *texts(corpus.PROFILES)),
-        "task": target(task, TASK, parse_yaml(TASK, "t")[0], group),
-        "task code": target(code, module),
+        "task": target(reads(definition, lambda: read_definition(definition)), TASK, parse_yaml(TASK, "t")[0], group),
+        "task code": target(reads(code, lambda: local_imports(code, place / "task")), module),
         "zip": target(a_pickle, torch_weights(), corpus.shared_header(), corpus.many_members()),
         "pickle": target(description, of_one),
         "results": target(of_results("results", f"results_{DATE}.json"), result),
@@ -334,7 +331,7 @@ def limited() -> Iterator[None]:
 
 def turns(known: Mapping[str, Target], found: Found, random: Random) -> list[str]:
     """Return the next targets to execute; cheaper ones come more often, but each comes now and then."""
-    if min((found.by_target.get(name, 0) for name in known), default=0) < 20:
+    if min((found.by_target[name] for name in known), default=0) < 20:
         return list(known)
     often = {name: (found.by_target[name] / max(found.costs[name], 1e-6)) ** 0.5 for name in known}
     return random.choices(list(often), list(often.values()), k=500)
@@ -367,8 +364,8 @@ def fuzz(known: Mapping[str, Target], *, executions: int, seconds: float, seed: 
                     print(
                         f"{found.executions} in {took:.0f} s, {len(found.failures)} found", file=sys.stderr, flush=True
                     )
-                found.by_target[name] = found.by_target.get(name, 0) + 1
-                found.costs[name] = found.costs.get(name, 0.0) + time.process_time() - before
+                found.by_target[name] += 1
+                found.costs[name] += time.process_time() - before
     found.seconds = time.monotonic() - started
     return found
 
@@ -390,13 +387,13 @@ def main() -> int:
     arguments.add_argument("--executions", type=int, default=1_000_000)
     arguments.add_argument("--seconds", type=float, default=float("inf"))
     arguments.add_argument("--seed", type=int, default=0)
-    arguments.add_argument("--only", help="targets whose names begin so")
+    arguments.add_argument("--only", help="targets whose names begin so", default="")
     asked = arguments.parse_args()
     logging.disable(logging.WARNING)  # Each distrusted cache entry is a miss and would be logged.
     memory = Path("/dev/shm")
     with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None, prefix="mergegate-fuzz-") as scratch:
         known = targets(Path(scratch) / "inputs", published(Path(scratch) / "release"))
-        chosen = {name: target for name, target in known.items() if name.startswith(asked.only or "")}
+        chosen = {name: target for name, target in known.items() if name.startswith(asked.only)}
         found = fuzz(chosen, executions=asked.executions, seconds=asked.seconds, seed=asked.seed)
     for name, count in found.by_target.items():
         print(f"{count:>9}  {name}")

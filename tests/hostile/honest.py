@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+import math
 import pickle
 import struct
 import zipfile
@@ -19,11 +20,8 @@ SHAPES = {
     "lm_head.weight": [6, 4],
 }
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "num_hidden_layers": 1,
-    "vocab_size": 6,
-    "tie_word_embeddings": False,
-    "torch_dtype": "float32",
+    **{"architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1, "vocab_size": 6},
+    **{"tie_word_embeddings": False, "torch_dtype": "float32"},
 }
 TOKENIZER = {"model": {"type": "WordLevel", "vocab": {f"t{number}": number for number in range(6)}}, "added_tokens": []}
 DATE = "2026-01-01T00-00-00.000001"
@@ -57,9 +55,7 @@ def header(shapes: Mapping[str, list[int]] = SHAPES, **more: Any) -> dict[str, A
     entries: dict[str, Any] = {}
     start = 0
     for name, shape in shapes.items():
-        size = 4
-        for one in shape:
-            size *= one
+        size = 4 * math.prod(shape)
         entries[name] = {"dtype": "F32", "shape": shape, "data_offsets": [start, start + size]}
         start += size
     return {**entries, **more}
@@ -68,7 +64,7 @@ def header(shapes: Mapping[str, list[int]] = SHAPES, **more: Any) -> dict[str, A
 def safetensors(head: object = None, data: bytes | None = None, length: int | None = None) -> bytes:
     """Return a safetensors file with this header; a header given as bytes is used unchanged."""
     text = head if isinstance(head, bytes) else json.dumps(header() if head is None else head).encode()
-    size = sum(4 * (shape[0] * (shape[1] if len(shape) > 1 else 1)) for shape in SHAPES.values())
+    size = sum(4 * math.prod(shape) for shape in SHAPES.values())
     weights = struct.pack(f"<{size // 4}f", *(0.01 * number for number in range(size // 4)))
     return struct.pack("<Q", len(text) if length is None else length) + text + (weights if data is None else data)
 
@@ -129,14 +125,14 @@ def evil_pickle() -> bytes:
     return pickle.dumps(Evil(), protocol=2)
 
 
+HASHES = ("doc_hash", "prompt_hash", "target_hash")
+
+
 def samples(count: int = 40, acc: object = None) -> list[dict[str, Any]]:
     """Return the lines of a samples file; every other answer is right."""
     lines = []
     for number in range(count):
-        hashes = {
-            name: hashlib.sha256(f"{name} {number}".encode()).hexdigest()
-            for name in ("doc_hash", "prompt_hash", "target_hash")
-        }
+        hashes = {name: hashlib.sha256(f"{name} {number}".encode()).hexdigest() for name in HASHES}
         score = float(number % 2) if acc is None else acc
         lines.append({"doc_id": number, "filter": "none", "metrics": ["acc"], "acc": score, **hashes, "doc": {"w": 1}})
     return lines
@@ -146,20 +142,17 @@ def results(place: Path, lines: list[dict[str, Any]] | None = None, **changes: A
     """Write a consistent lm-eval output directory, then apply `changes` to the results file."""
     place.mkdir(parents=True)
     lines = samples() if lines is None else lines
-    hashed = "".join(line[name] for line in lines for name in ("doc_hash", "prompt_hash", "target_hash"))
+    hashed = "".join(line[name] for line in lines for name in HASHES)
     scores = [line["acc"] for line in lines if isinstance(line.get("acc"), (int, float))]
     known = len({line["doc_id"] for line in lines})
+    mean = sum(scores) / max(len(scores), 1)
     content: dict[str, Any] = {
-        "results": {"letters": {"acc,none": sum(scores) / max(len(scores), 1)}},
+        "results": {"letters": {"acc,none": mean}},
         "configs": {"letters": {"metric_list": [{"metric": "acc", "aggregation": "mean"}]}},
-        "higher_is_better": {"letters": {"acc": True}},
+        **{"higher_is_better": {"letters": {"acc": True}}, "versions": {"letters": 1}, "config": {}},
         "n-samples": {"letters": {"original": known, "effective": known}},
         "task_hashes": {"letters": hashlib.sha256(hashed.encode()).hexdigest()},
-        "versions": {"letters": 1},
-        "config": {},
-        "lm_eval_version": "0.4.13",
-        "model_name": "m",
-        **changes,
+        **{"lm_eval_version": "0.4.13", "model_name": "m", **changes},
     }
     (place / f"results_{DATE}.json").write_text(json.dumps(content))
     (place / f"samples_letters_{DATE}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -171,52 +164,34 @@ def inspect_log() -> dict[str, Any]:
     scores = [({"value": "C" if n % 2 else "I"}, {"value": {"a": 0.5, "b": n}}) for n in range(4)]
     samples = [
         {
-            "id": n,
-            "epoch": epoch,
-            "input": f"question {n}",
-            "choices": ["x", "y"],
-            "target": "A",
+            **{"id": n, "epoch": epoch, "input": f"question {n}", "choices": ["x", "y"], "target": "A"},
             "messages": [{"id": "1", "role": "user", "content": "attachment://1"}],
             "output": {"choices": [{"stop_reason": "max_tokens" if n else "stop"}]},
             "scores": {"match": match, "several": several},
-            "metadata": {"kind": n % 2},
-            "attachments": {"1": f"question {n}"},
-            "uuid": f"{n}-{epoch}",
+            **{"metadata": {"kind": n % 2}, "attachments": {"1": f"question {n}"}, "uuid": f"{n}-{epoch}"},
         }
         for n, (match, several) in enumerate(scores)
         for epoch in (1, 2)
     ]
-    means = {"match": 0.5, "a": 0.5, "b": 1.5}
+    means = [
+        {
+            **{"name": name, "scorer": scorer, "metadata": {"higher_is_better": True}},
+            "metrics": {"mean": {"name": "mean", "value": mean}},
+        }
+        for name, scorer, mean in (("match", "match", 0.5), ("a", "several", 0.5), ("b", "several", 1.5))
+    ]
+    reduced = [{"sample_id": n, "value": n % 2} for n in range(4)]
     return {
-        "version": 2,
-        "status": "success",
+        **{"version": 2, "status": "success"},
         "eval": {
-            "task": "letters",
-            "created": "2026-11-27T00:00:00+00:00",
-            "dataset": {"sample_ids": [0, 1, 2, 3]},
-            "model": "hf/one",
-            "config": {"epochs": 2},
-            "packages": {"inspect_ai": "0.3.285"},
+            **{"task": "letters", "created": "2026-11-27T00:00:00+00:00", "model": "hf/one", "config": {"epochs": 2}},
+            **{"dataset": {"sample_ids": [0, 1, 2, 3]}, "packages": {"inspect_ai": "0.3.285"}},
             "scorers": [{"name": "match"}, {"name": "several", "options": {"model": None}}],
         },
         "plan": {"steps": [{"solver": "generate", "params": {"cache": False}}], "config": {"max_tokens": 8}},
-        "results": {
-            "total_samples": 8,
-            "completed_samples": 8,
-            "scores": [
-                {
-                    "name": name,
-                    "scorer": "match" if name == "match" else "several",
-                    "metrics": {"mean": {"name": "mean", "value": mean}},
-                    "metadata": {"higher_is_better": True},
-                }
-                for name, mean in means.items()
-            ],
-        },
+        "results": {"total_samples": 8, "completed_samples": 8, "scores": means},
         "samples": samples,
-        "reductions": [
-            {"scorer": "match", "reducer": "mean", "samples": [{"sample_id": n, "value": n % 2} for n in range(4)]}
-        ],
+        "reductions": [{"scorer": "match", "reducer": "mean", "samples": reduced}],
     }
 
 
@@ -224,20 +199,14 @@ def exported_log() -> dict[str, Any]:
     """Return a log as ``mergegate export`` writes it, in which each score has its chance level."""
     log = inspect_log()
     log["eval"] |= {"config": {}, "metadata": {"task": "letters", "lm_eval_version": "0.4.13"}}
-    log["results"] |= {"total_samples": 4, "completed_samples": 4}
-    log["results"]["scores"] = [
-        {"name": "acc,none", "scorer": "acc,none", "metrics": {"mean": {"name": "mean", "value": 0.5}}}
-    ]
-    hashes = dict.fromkeys(("doc_hash", "prompt_hash", "target_hash"), "0" * 64)
-    log["samples"] = [
-        {
-            **sample,
-            "metadata": {**hashes, "kind": 0},
-            "scores": {"acc,none": {"value": sample["id"] % 2, "metadata": {"chance": 0.25}}},
-        }
-        for sample in log["samples"]
-        if sample["epoch"] == 1
-    ]
+    mean = {"mean": {"name": "mean", "value": 0.5}}
+    scores = [{"name": "acc,none", "scorer": "acc,none", "metrics": mean}]
+    log["results"] |= {"total_samples": 4, "completed_samples": 4, "scores": scores}
+    metadata = {**dict.fromkeys(HASHES, "0" * 64), "kind": 0}
+    for sample in log["samples"]:
+        chance = {"acc,none": {"value": sample["id"] % 2, "metadata": {"chance": 0.25}}}
+        sample |= {"metadata": metadata, "scores": chance}
+    log["samples"] = [sample for sample in log["samples"] if sample["epoch"] == 1]
     return {name: value for name, value in log.items() if name != "reductions"}
 
 

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -42,45 +43,31 @@ PLAIN = st.recursive(
 
 
 @given(value=PLAIN)
-def test_what_json_can_say_is_read_as_it_is(value: object) -> None:
+def test_what_json_and_yaml_can_say_is_read_as_it_is(value: object) -> None:
     assert parse_json(json.dumps(value).encode(), "x") == value
+    assert parse_yaml(yaml.safe_dump(value), "x") == ([] if value is None else [value])
 
 
-@given(value=PLAIN)
-def test_what_yaml_can_say_is_read_as_it_is(value: object) -> None:
-    text = yaml.safe_dump(value)
-    assert parse_yaml(text, "x") == ([] if value is None else [value])
+@pytest.mark.parametrize("parse", [parse_json, parse_yaml])
+@given(data=st.data())
+def test_any_bytes_are_a_value_or_invalid(parse: Any, data: st.DataObject) -> None:
+    json_text = st.text(alphabet='[]{}",:\\ud80ntrue-1.e5 ', max_size=60).map(str.encode)
+    yaml_text = st.text(alphabet="[]{}\",:&*<!|>-?'#%@\\0xuiond1.e5 \n\t\ud800", max_size=60)
+    content = data.draw(st.binary(max_size=60) | json_text if parse is parse_json else yaml_text)
+    try:
+        json.dumps(parse(content, "x"), ensure_ascii=False).encode()
+    except InvalidInput as error:
+        require_printable(error)
 
 
-def refused_in_words(error: InvalidInput) -> None:
+def require_printable(error: InvalidInput) -> None:
     assert str(error).replace("\n", "").isprintable()
 
 
-@given(content=st.binary(max_size=60) | st.text(alphabet='[]{}",:\\ud80ntrue-1.e5 ', max_size=60).map(str.encode))
-def test_any_bytes_are_a_value_or_invalid_json(content: bytes) -> None:
-    try:
-        json.dumps(parse_json(content, "x"), ensure_ascii=False).encode()
-    except InvalidInput as error:
-        refused_in_words(error)
-
-
-@given(text=st.text(alphabet="[]{}\",:&*<!|>-?'#%@\\0xuiond1.e5 \n\t\ud800", max_size=60))
-def test_any_text_is_plain_values_or_invalid_yaml(text: str) -> None:
-    try:
-        json.dumps(parse_yaml(text, "x"), ensure_ascii=False).encode()
-    except InvalidInput as error:
-        refused_in_words(error)
-
-
-@pytest.mark.parametrize(
-    "content", [b"[" * 200 + b"]" * 200, b'["' + b"[" * 200 + b'", ' + b"[" * 63 + b"]" * 63 + b"]"]
-)
-def test_only_brackets_outside_texts_nest(content: bytes) -> None:
-    if content.startswith(b'["'):
-        assert parse_json(content, "x")
-    else:
-        with pytest.raises(InvalidInput, match="200 levels"):
-            parse_json(content, "x")
+def test_only_brackets_outside_texts_nest() -> None:
+    assert parse_json(b'["' + b"[" * 200 + b'", ' + b"[" * 63 + b"]" * 63 + b"]", "x")
+    with pytest.raises(InvalidInput, match="200 levels"):
+        parse_json(b"[" * 200 + b"]" * 200, "x")
 
 
 def test_bounds_are_counted_before_anything_is_made() -> None:
@@ -90,11 +77,8 @@ def test_bounds_are_counted_before_anything_is_made() -> None:
         parse_json(b"[1,2,3,4,5,6,7,8,9,0,1]", "x", bounds=JsonBounds(size=22))
 
 
-def test_a_date_is_the_text_that_it_is() -> None:
+def test_a_date_is_its_text_and_an_alias_is_good_for_a_few_values_and_not_for_a_million() -> None:
     assert parse_yaml("a: 2024-01-02\nb: 2024-13-45", "x") == [{"a": "2024-01-02", "b": "2024-13-45"}]
-
-
-def test_an_alias_is_good_for_a_few_values_and_not_for_a_million() -> None:
     assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]", "x") == [{"a": [1, 2], "b": [[1, 2], [1, 2]]}]
     with pytest.raises(InvalidInput, match="its aliases expand to"):
         parse_yaml("a: &a " + "x" * 50_000 + "\nb: [" + "*a, " * 1000 + "]", "x")
@@ -172,22 +156,17 @@ def test_a_link_inside_the_directory_is_fine(tmp_path: Path) -> None:
     assert plain_file(tmp_path / "b.json", within=tmp_path) == tmp_path / "a.json"
 
 
-def test_what_became_a_pipe_after_it_was_looked_at_is_not_waited_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("create", "refusal"),
+    [(os.mkfifo, "no longer a plain file"), (lambda path: path.symlink_to("/etc/passwd"), "cannot be read")],
+)
+def test_what_became_a_pipe_or_a_link_after_it_was_looked_at_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, create: Callable[[Path], object], refusal: str
 ) -> None:
-    os.mkfifo(tmp_path / "pipe")
+    create(tmp_path / "file")
     monkeypatch.setattr("mergegate.merge_core.parsing.files.plain_file", lambda path, within=None: path)
-    with pytest.raises(InvalidInput, match="no longer a plain file"):
-        open_plain(tmp_path / "pipe")
-
-
-def test_what_became_a_link_after_it_was_looked_at_is_not_followed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "link").symlink_to("/etc/passwd")
-    monkeypatch.setattr("mergegate.merge_core.parsing.files.plain_file", lambda path, within=None: path)
-    with pytest.raises(InvalidInput, match="cannot be read"):
-        open_plain(tmp_path / "link")
+    with pytest.raises(InvalidInput, match=refusal):
+        open_plain(tmp_path / "file")
 
 
 def test_a_companion_that_becomes_a_link_out_does_not_travel(tmp_path: Path) -> None:

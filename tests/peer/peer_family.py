@@ -1,27 +1,45 @@
-"""Writes tiny Llama checkpoints for both tools, by default without equal magnitudes among a tensor's differences."""
+"""Writes tiny Llama checkpoints for both tools, and runs the other tool in its environment."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
+PROJECT = Path(__file__).resolve().parents[2]
 BASE, TUNED = "base", ("one", "two", "three")
 LAYERS, HIDDEN, WIDE, TOKENS = 4, 16, 24, 40
 
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "intermediate_size": WIDE,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": TOKENS,
-}
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": WIDE,
+    "num_hidden_layers": LAYERS, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": TOKENS,
+}  # fmt: skip
+
+
+def interpreter(name: str) -> Path:
+    return PROJECT / f".venv-{name}" / "bin" / "python"
+
+
+def require_peer(name: str) -> None:
+    """Skip the test without the environment of a peer, or fail it if the environment is required."""
+    if not interpreter(name).exists():
+        message = f"no environment: make .venv-{name}/ready"
+        is_required = os.environ.get(f"MERGEGATE_REQUIRE_{name.upper()}")
+        pytest.fail(message) if is_required else pytest.skip(message)
+
+
+def run_peer(name: str, script: str, *arguments: str, directory: Path) -> None:
+    """Run a script of this directory with the interpreter of a peer's environment."""
+    command = [interpreter(name), Path(__file__).with_name(script), *arguments]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    ran = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
 
 
 def shapes() -> Iterator[tuple[str, tuple[int, ...]]]:

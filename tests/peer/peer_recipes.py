@@ -101,126 +101,98 @@ def _method(name: str, body: str, parameters: str = "") -> str:
     return f"merge_method: {name}\n{body}{tail}"
 
 
-DETERMINISTIC: dict[str, str] = {
-    "linear weighted": _method("linear", _WEIGHTED),
-    "linear not normalised": _method("linear", _WEIGHTED, "normalize: false"),
-    "linear varied": _method("linear", _VARIED),
-    "linear with the base as one more": _method("linear", _BASED + _TWO, "weight: 0.5"),
-    "linear cut": _method("linear", _CUT),
-    "linear of a module": _method("linear", _MODULES),
-    "slerp": _method("slerp", "base_model: one\n" + _TWO, "t: 0.3"),
-    "slerp from the second": _method("slerp", "base_model: two\n" + _TWO, "t: 0.3"),
-    "slerp beyond the ends": _method("slerp", "base_model: one\n" + _TWO, "t: [-0.5, 1.6]"),
-    "slerp by part": _method("slerp", "base_model: one\n" + _TWO + _T_BY_PART),
-    "slerp with the base alone": _method("slerp", _BASED + "models: [{model: one}]\n", "t: 0.8"),
-    "slerp cut": _method(
-        "slerp",
-        "base_model: one\nslices:\n"
-        "  - sources: [{model: one, layer_range: [0, 3]}, {model: two, layer_range: [1, 4]}]\n"
-        "  - sources: [{model: two, layer_range: [0, 2]}, {model: one, layer_range: [2, 4]}]\n"
-        "    parameters: {t: 0.9}\n",
-        "t: [0.1, 0.6]",
-    ),
-    "nuslerp": _method("nuslerp", _TWO, "weight: [0.2, 0.9]"),
-    "nuslerp of unequal weights": _method(
-        "nuslerp", "models: [{model: one, parameters: {weight: 0.3}}, {model: two, parameters: {weight: 0.9}}]\n"
-    ),
-    "nuslerp over a base": _method(
-        "nuslerp",
-        _BASED + "models: [{model: one, parameters: {weight: 0.3}}, {model: two, parameters: {weight: 0.9}}]\n",
-    ),
-    "nuslerp by rows": _method(
-        "nuslerp",
-        "models: [{model: one, parameters: {weight: 0.3}}, {model: two, parameters: {weight: 0.9}}]\n",
-        "nuslerp_flatten: false",
-    ),
-    "nuslerp by columns": _method(
-        "nuslerp",
-        _BASED + "models: [{model: one, parameters: {weight: 0.3}}, {model: two, parameters: {weight: 0.9}}]\n",
-        "nuslerp_flatten: false, nuslerp_row_wise: true",
-    ),
-    "multislerp": _method("multislerp", _THREE, "weight: 1"),
-    "multislerp weighted": _method("multislerp", _VARIED),
-    "multislerp over a base": _method("multislerp", _BASED + _VARIED),
-    "multislerp not normalised": _method("multislerp", _WEIGHTED, "normalize_weights: false"),
-    "karcher": _method("karcher", _THREE),
-    "karcher of two": _method("karcher", _TWO),
-    "karcher with the base as one more": _method("karcher", _BASED + _TWO, "max_iter: 3, tol: 1.0e-9"),
-    "task_arithmetic": _method("task_arithmetic", _BASED + _WEIGHTED),
-    "task_arithmetic normalised": _method("task_arithmetic", _BASED + _WEIGHTED, "normalize: true, lambda: 0.6"),
-    "task_arithmetic varied": _method("task_arithmetic", _BASED + _VARIED),
-    "task_arithmetic with the base listed": _method(
-        "task_arithmetic",
+_ONE = "models: [{model: one}]\n"
+_UNEQUAL = "models: [{model: one, parameters: {weight: 0.3}}, {model: two, parameters: {weight: 0.9}}]\n"
+_LISTED = "models: [{model: one}, {model: base}, {model: two}]\n"
+_SLERP_CUT = """base_model: one
+slices:
+  - sources: [{model: one, layer_range: [0, 3]}, {model: two, layer_range: [1, 4]}]
+  - sources: [{model: two, layer_range: [0, 2]}, {model: one, layer_range: [2, 4]}]
+    parameters: {t: 0.9}
+"""
+_SCALE = "[{filter: down_proj, value: 0.5}, {filter: o_proj, value: 0}, {value: 1}]"
+
+# The first word of a name is the method. A row has the body and the parameters for all models.
+_DETERMINISTIC: dict[str, tuple[str, ...]] = {
+    "linear weighted": (_WEIGHTED,),
+    "linear not normalised": (_WEIGHTED, "normalize: false"),
+    "linear varied": (_VARIED,),
+    "linear with the base as one more": (_BASED + _TWO, "weight: 0.5"),
+    "linear cut": (_CUT,),
+    "linear of a module": (_MODULES,),
+    "slerp": ("base_model: one\n" + _TWO, "t: 0.3"),
+    "slerp from the second": ("base_model: two\n" + _TWO, "t: 0.3"),
+    "slerp beyond the ends": ("base_model: one\n" + _TWO, "t: [-0.5, 1.6]"),
+    "slerp by part": ("base_model: one\n" + _TWO + _T_BY_PART,),
+    "slerp with the base alone": (_BASED + _ONE, "t: 0.8"),
+    "slerp cut": (_SLERP_CUT, "t: [0.1, 0.6]"),
+    "nuslerp": (_TWO, "weight: [0.2, 0.9]"),
+    "nuslerp of unequal weights": (_UNEQUAL,),
+    "nuslerp over a base": (_BASED + _UNEQUAL,),
+    "nuslerp by rows": (_UNEQUAL, "nuslerp_flatten: false"),
+    "nuslerp by columns": (_BASED + _UNEQUAL, "nuslerp_flatten: false, nuslerp_row_wise: true"),
+    "multislerp": (_THREE, "weight: 1"),
+    "multislerp weighted": (_VARIED,),
+    "multislerp over a base": (_BASED + _VARIED,),
+    "multislerp not normalised": (_WEIGHTED, "normalize_weights: false"),
+    "karcher": (_THREE,),
+    "karcher of two": (_TWO,),
+    "karcher with the base as one more": (_BASED + _TWO, "max_iter: 3, tol: 1.0e-9"),
+    "task_arithmetic": (_BASED + _WEIGHTED,),
+    "task_arithmetic normalised": (_BASED + _WEIGHTED, "normalize: true, lambda: 0.6"),
+    "task_arithmetic varied": (_BASED + _VARIED,),
+    "task_arithmetic with the base listed": (
         _BASED + "models: [{model: one}, {model: base}, {model: two}]\n",
         "weight: 0.8, lambda: [0.2, 1.4]",
     ),
-    "task_arithmetic cut": _method("task_arithmetic", _CUT_OVER_BASE),
-    "ties": _method("ties", _BASED + _DENSE),
-    "ties of one density": _method("ties", _BASED + _THREE, "weight: 1, density: 0.2"),
-    "ties of everything": _method("ties", _BASED + _THREE, "weight: 1"),
-    "ties of next to nothing": _method("ties", _BASED + _THREE, "weight: 1, density: 0.001"),
-    "ties with a negative weight": _method("ties", _BASED + _WEIGHTED, "density: 0.6, normalize: false"),
-    "ties not normalised": _method("ties", _BASED + _DENSE, "normalize: false, lambda: 1.7, int8_mask: true"),
-    "ties rescaled": _method("ties", _BASED + _DENSE, "rescale: true"),
-    "ties varied": _method("ties", _BASED + _SPARSE_VARIED, "normalize: true, int8_mask: true"),
-    "ties cut": _method("ties", _CUT_OVER_BASE),
-    "breadcrumbs": _method("breadcrumbs", _BASED + _DENSE, "gamma: 0.05"),
-    "breadcrumbs by default": _method("breadcrumbs", _BASED + _DENSE),
-    "breadcrumbs without room below": _method("breadcrumbs", _BASED + _THREE, "weight: 1, density: 0.95, gamma: 0.1"),
-    "breadcrumbs normalised": _method("breadcrumbs", _BASED + _DENSE, "gamma: [0, 0.2], normalize: true, lambda: 1.2"),
-    "breadcrumbs rescaled": _method("breadcrumbs", _BASED + _DENSE, "gamma: 0.1, rescale: true"),
-    "breadcrumbs_ties": _method("breadcrumbs_ties", _BASED + _DENSE, "gamma: 0.05"),
-    "breadcrumbs_ties normalised": _method("breadcrumbs_ties", _BASED + _DENSE, "gamma: 0.02, normalize: true"),
-    "breadcrumbs_ties cut": _method("breadcrumbs_ties", _CUT_OVER_BASE),
-    "model_stock": _method("model_stock", _BASED + _THREE),
-    "model_stock of two": _method("model_stock", _BASED + _TWO),
-    "model_stock by rows": _method("model_stock", _BASED + _THREE, "filter_wise: true"),
-    "sce": _method("sce", _BASED + _THREE),
-    "sce of the most varied": _method("sce", _BASED + _THREE, "select_topk: 0.3"),
-    "sce along the layers": _method("sce", _BASED + _THREE, "select_topk: [0.9, 0.1], int8_mask: true"),
-    "ram": _method("ram", _BASED + _THREE),
-    "ram of large differences": _method("ram", _BASED + _THREE, "epsilon: 0.02"),
-    "ramplus_tl": _method("ramplus_tl", _BASED + _THREE),
-    "ramplus_tl of large differences": _method("ramplus_tl", _BASED + _THREE, "epsilon: 0.03, r: 0.4, alpha: 0.7"),
-    "nearswap": _method("nearswap", _BASED + "models: [{model: one}]\n", "t: 0.01"),
-    "nearswap of little": _method("nearswap", _BASED + "models: [{model: base}, {model: two}]\n", "t: 0.0005"),
-    "nearswap along the layers": _method("nearswap", _BASED + "models: [{model: three}]\n", "t: [0, 0.1]"),
-    "arcee_fusion": _method("arcee_fusion", _BASED + "models: [{model: base}, {model: one}]\n"),
-    "arcee_fusion with the base implied": _method("arcee_fusion", _BASED + "models: [{model: three}]\n"),
-    "passthrough": _method("passthrough", "models: [{model: two}]\n"),
-    "passthrough scaled": _method(
-        "passthrough",
-        "models: [{model: two, parameters: {scale: [{filter: down_proj, value: 0.5}, {filter: o_proj, value: 0}, "
-        "{value: 1}]}}]\n",
-    ),
-    "passthrough stacked": _method("passthrough", _STACK),
+    "task_arithmetic cut": (_CUT_OVER_BASE,),
+    "ties": (_BASED + _DENSE,),
+    "ties of one density": (_BASED + _THREE, "weight: 1, density: 0.2"),
+    "ties of everything": (_BASED + _THREE, "weight: 1"),
+    "ties of next to nothing": (_BASED + _THREE, "weight: 1, density: 0.001"),
+    "ties with a negative weight": (_BASED + _WEIGHTED, "density: 0.6, normalize: false"),
+    "ties not normalised": (_BASED + _DENSE, "normalize: false, lambda: 1.7, int8_mask: true"),
+    "ties rescaled": (_BASED + _DENSE, "rescale: true"),
+    "ties varied": (_BASED + _SPARSE_VARIED, "normalize: true, int8_mask: true"),
+    "ties cut": (_CUT_OVER_BASE,),
+    "breadcrumbs": (_BASED + _DENSE, "gamma: 0.05"),
+    "breadcrumbs by default": (_BASED + _DENSE,),
+    "breadcrumbs without room below": (_BASED + _THREE, "weight: 1, density: 0.95, gamma: 0.1"),
+    "breadcrumbs normalised": (_BASED + _DENSE, "gamma: [0, 0.2], normalize: true, lambda: 1.2"),
+    "breadcrumbs rescaled": (_BASED + _DENSE, "gamma: 0.1, rescale: true"),
+    "breadcrumbs_ties": (_BASED + _DENSE, "gamma: 0.05"),
+    "breadcrumbs_ties normalised": (_BASED + _DENSE, "gamma: 0.02, normalize: true"),
+    "breadcrumbs_ties cut": (_CUT_OVER_BASE,),
+    "model_stock": (_BASED + _THREE,),
+    "model_stock of two": (_BASED + _TWO,),
+    "model_stock by rows": (_BASED + _THREE, "filter_wise: true"),
+    "sce": (_BASED + _THREE,),
+    "sce of the most varied": (_BASED + _THREE, "select_topk: 0.3"),
+    "sce along the layers": (_BASED + _THREE, "select_topk: [0.9, 0.1], int8_mask: true"),
+    "ram": (_BASED + _THREE,),
+    "ram of large differences": (_BASED + _THREE, "epsilon: 0.02"),
+    "ramplus_tl": (_BASED + _THREE,),
+    "ramplus_tl of large differences": (_BASED + _THREE, "epsilon: 0.03, r: 0.4, alpha: 0.7"),
+    "nearswap": (_BASED + _ONE, "t: 0.01"),
+    "nearswap of little": (_BASED + "models: [{model: base}, {model: two}]\n", "t: 0.0005"),
+    "nearswap along the layers": (_BASED + "models: [{model: three}]\n", "t: [0, 0.1]"),
+    "arcee_fusion": (_BASED + "models: [{model: base}, {model: one}]\n",),
+    "arcee_fusion with the base implied": (_BASED + "models: [{model: three}]\n",),
+    "passthrough": ("models: [{model: two}]\n",),
+    "passthrough scaled": (f"models: [{{model: two, parameters: {{scale: {_SCALE}}}}}]\n",),
+    "passthrough stacked": (_STACK,),
 }
+DETERMINISTIC = {name: _method(name.split()[0], *row) for name, row in _DETERMINISTIC.items()}
 
 # Methods that behave differently when fine-tunes are as close to the base as real ones are. arcee_fusion is left out:
 # at that distance its KL divergences are below float32 resolution, and an eighth of mergekit's mask is rounding noise.
 NEAR = (
-    "slerp",
-    "slerp by part",
-    "nuslerp over a base",
-    "nuslerp by rows",
-    "multislerp weighted",
-    "karcher",
-    "task_arithmetic",
-    "model_stock",
-    "model_stock by rows",
-    "sce",
-    "ram",
-    "ramplus_tl",
-    "nearswap",
+    *("slerp", "slerp by part", "nuslerp over a base", "nuslerp by rows", "multislerp weighted", "karcher"),
+    *("task_arithmetic", "model_stock", "model_stock by rows", "sce", "ram", "ramplus_tl", "nearswap"),
 )
 
 # Methods that draw random masks → their parameters besides weight and density.
-RANDOM: dict[str, str] = {
-    "dare_linear": "",
-    "dare_ties": "",
-    "della": "epsilon: 0.08",
-    "della_linear": "epsilon: 0.08",
-}
+RANDOM = {"dare_linear": "", "dare_ties": "", "della": "epsilon: 0.08", "della_linear": "epsilon: 0.08"}
 DENSITY = 0.4
 
 
@@ -238,77 +210,63 @@ def _and(parameters: str) -> str:
     return f", {parameters}" if parameters else ""
 
 
-# The kinds of recipes in mergekit's examples, for the tiny models. Name → (recipe, name of the final document or None).
-EXAMPLES: dict[str, tuple[str, str | None]] = {
+# The kinds of recipes in mergekit's examples, for the tiny models. Some are in block style, as mergekit shows them.
+_SLERP_OF_LAYERS = (
+    "slices:\n  - sources:\n"
+    "      - model: one\n        layer_range: [0, 4]\n"
+    "      - model: two\n        layer_range: [0, 4]\n"
+    f"merge_method: slerp\nbase_model: one{_T_BY_PART}dtype: float16\n"
+)
+
+
+def _stack(*slices: tuple[str, int, int]) -> str:
+    lines = (f"  - sources:\n    - model: {model}\n      layer_range: [{low}, {high}]\n" for model, low, high in slices)
+    return f"slices:\n{''.join(lines)}merge_method: passthrough\ndtype: float16\n"
+
+
+# Name → recipe.
+_EXAMPLES = {
     "a weighted average in half precision": (
         "models:\n"
         "  - model: one\n    parameters:\n      weight: 1.0\n"
         "  - model: two\n    parameters:\n      weight: 0.3\n"
         "  - model: three\n    parameters:\n      weight: 0.5\n"
-        "merge_method: linear\ndtype: float16\n",
-        None,
+        "merge_method: linear\ndtype: float16\n"
     ),
-    "slerp of all layers with gradients by part": (
-        "slices:\n  - sources:\n"
-        "      - model: one\n        layer_range: [0, 4]\n"
-        "      - model: two\n        layer_range: [0, 4]\n"
-        "merge_method: slerp\nbase_model: one" + _T_BY_PART + "dtype: float16\n",
-        None,
-    ),
+    "slerp of all layers with gradients by part": _SLERP_OF_LAYERS,
     "ties with gradients of density and weight": (
-        _SPARSE_VARIED.lstrip() + "merge_method: ties\nbase_model: base\n"
-        "parameters:\n  normalize: true\n  int8_mask: true\ndtype: float16\n",
-        None,
+        f"{_SPARSE_VARIED.lstrip()}merge_method: ties\nbase_model: base\n"
+        "parameters:\n  normalize: true\n  int8_mask: true\ndtype: float16\n"
     ),
     "ties of two not normalised": (
         "models:\n"
         "  - model: one\n    parameters:\n      density: 0.5\n      weight: 0.5\n"
         "  - model: two\n    parameters:\n      density: 0.5\n      weight: 0.5\n"
-        "merge_method: ties\nbase_model: base\nparameters:\n  normalize: false\n  int8_mask: true\ndtype: float16\n",
-        None,
+        "merge_method: ties\nbase_model: base\nparameters:\n  normalize: false\n  int8_mask: true\ndtype: float16\n"
     ),
-    "a stack of two models' layers": (
-        "slices:\n  - sources:\n    - model: one\n      layer_range: [0, 3]\n"
-        "  - sources:\n    - model: two\n      layer_range: [1, 4]\n"
-        "merge_method: passthrough\ndtype: float16\n",
-        None,
+    "a stack of two models' layers": _stack(("one", 0, 3), ("two", 1, 4)),
+    "embeddings of one model, layers of another, head of a third": _stack(
+        *(("one", 0, 0), ("two", 0, 2), ("one", 1, 1), ("two", 2, 4), ("three", 4, 4))
     ),
-    "embeddings of one model, layers of another, head of a third": (
-        "slices:\n  - sources:\n    - model: one\n      layer_range: [0, 0]\n"
-        "  - sources:\n    - model: two\n      layer_range: [0, 2]\n"
-        "  - sources:\n    - model: one\n      layer_range: [1, 1]\n"
-        "  - sources:\n    - model: two\n      layer_range: [2, 4]\n"
-        "  - sources:\n    - model: three\n      layer_range: [4, 4]\n"
-        "merge_method: passthrough\ndtype: float16\n",
-        None,
-    ),
-    "a model without its last layers": (
-        "slices:\n  - sources:\n    - model: one\n      layer_range: [0, 2]\n"
-        "merge_method: passthrough\ndtype: float16\n",
-        None,
-    ),
+    "a model without its last layers": _stack(("one", 0, 2)),
     "fusion of two of which one is the base": (
         "models:\n  - model: one\n  - model: two\nmerge_method: arcee_fusion\nbase_model: one\n"
-        "dtype: bfloat16\nout_dtype: bfloat16\n",
-        None,
+        "dtype: bfloat16\nout_dtype: bfloat16\n"
     ),
     "an unnamed document that needs a named one": (
         "name: blend\nmerge_method: linear\nmodels: [{model: one}, {model: two}]\nparameters: {weight: 0.5}\n---\n"
         "merge_method: task_arithmetic\nbase_model: base\nmodels: [{model: blend}, {model: three}]\n"
-        "parameters: {weight: 0.6}\n",
-        None,
+        "parameters: {weight: 0.6}\n"
     ),
     "documents that all have names": (
-        "slices:\n  - sources:\n"
-        "      - model: one\n        layer_range: [0, 4]\n"
-        "      - model: two\n        layer_range: [0, 4]\n"
-        "merge_method: slerp\nbase_model: one" + _T_BY_PART + "dtype: float16\nname: first-step\n---\n"
+        f"{_SLERP_OF_LAYERS}name: first-step\n---\n"
         "models:\n"
         "  - model: first-step\n    parameters:\n      density: [1, 0.7, 0.1]\n      weight: 1.0\n"
         "  - model: three\n    parameters:\n      density: 0.33\n      weight:\n"
         "        - filter: mlp\n          value: 0.5\n        - value: 0\n"
         "merge_method: ties\nbase_model: base\nparameters:\n  normalize: true\n  int8_mask: true\n"
-        "dtype: float16\nname: second-step\n",
-        "second-step",
+        "dtype: float16\nname: second-step\n"
     ),
 }
+# Name → (recipe, name of the final document, if all have names).
+EXAMPLES = {name: (text, "second-step" if "all have names" in name else None) for name, text in _EXAMPLES.items()}

@@ -6,8 +6,6 @@ Without that environment these tests are skipped, unless MERGEGATE_REQUIRE_FUSIO
 
 from __future__ import annotations
 
-import os
-import subprocess
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from peer_family import require_peer, run_peer
 from safetensors.torch import load_file, save_file
 
 from mergegate.merge_core import load_recipe, merge_tensors, open_checkpoint, plan_merge
@@ -31,8 +30,6 @@ from mergegate.merge_core.recipe import InputMeasurements
 
 pytestmark = pytest.mark.fusionbench
 
-PEER = Path(__file__).resolve().parents[2] / ".venv-fusionbench" / "bin" / "python"
-SCRIPT = Path(__file__).with_name("run_fusionbench.py")
 # A square, a tall and a wide matrix of a layer, each spanning several groups of rows.
 MATRICES = {
     "model.layers.0.self_attn.q_proj.weight": (144, 144),
@@ -40,10 +37,11 @@ MATRICES = {
     "model.layers.0.mlp.down_proj.weight": (96, 300),
 }
 MODELS = 3
+Tensors = Mapping[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, torch.Tensor]:
+def given(tmp_path_factory: pytest.TempPathFactory) -> Tensors:
     """Matrices with low-rank task vectors plus noise, and moments of more inputs than a matrix has columns."""
     made = torch.Generator().manual_seed(11)
     found = {}
@@ -61,26 +59,16 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, torch.Tensor
 
 
 @pytest.fixture(scope="module")
-def theirs(given: Mapping[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, torch.Tensor]:
-    if not PEER.exists():
-        if os.environ.get("MERGEGATE_REQUIRE_FUSIONBENCH"):
-            pytest.fail("make .venv-fusionbench/ready first")
-        pytest.skip("FusionBench is not installed (make test-fusionbench)")
+def theirs(given: Tensors, tmp_path_factory: pytest.TempPathFactory) -> Tensors:
+    require_peer("fusionbench")
     place = tmp_path_factory.mktemp("fusionbench")
     save_file(dict(given), place / "inputs.safetensors")
-    ran = subprocess.run(
-        [PEER, SCRIPT, place / "inputs.safetensors", place / "results.safetensors"],
-        cwd=place,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    run_peer("fusionbench", "run_fusionbench.py", "inputs.safetensors", "results.safetensors", directory=place)
     return load_file(place / "results.safetensors")
 
 
 @pytest.fixture(scope="module")
-def root(given: Mapping[str, torch.Tensor], tmp_path_factory: pytest.TempPathFactory) -> Path:
+def root(given: Tensors, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same matrices as checkpoints, with the moments and importance of each model."""
     place = tmp_path_factory.mktemp("ours")
     for model in ("base", *(f"model{i}" for i in range(MODELS))):
@@ -92,18 +80,17 @@ def root(given: Mapping[str, torch.Tensor], tmp_path_factory: pytest.TempPathFac
         measured = place / f"measured{i}"
         measured.mkdir()
         moments = {name: pack_moments(given[f"{name}/moments{i}"].double().numpy()) for name in MATRICES}
-        save_file(
-            {name: torch.from_numpy(one) for name, one in moments.items()}, measured / measurement_file_name(INPUTS, 0)
-        )
-        write_measurement(measured / INPUTS, {name: name for name in MATRICES}, positions=1)
-        save_file(
-            {name: given[f"{name}/importance{i}"] for name in MATRICES}, measured / measurement_file_name(IMPORTANCE, 0)
-        )
-        write_measurement(measured / IMPORTANCE, {name: name for name in MATRICES}, positions=1)
+        importance = {name: given[f"{name}/importance{i}"] for name in MATRICES}
+        for kind, tensors in (
+            (INPUTS, {n: torch.from_numpy(one) for n, one in moments.items()}),
+            (IMPORTANCE, importance),
+        ):
+            save_file(tensors, measured / measurement_file_name(kind, 0))
+            write_measurement(measured / kind, {name: name for name in MATRICES}, positions=1)
     return place
 
 
-def ours(root: Path, method: str, parameters: str = "", *, base: bool = True) -> Mapping[str, torch.Tensor]:
+def ours(root: Path, method: str, parameters: str = "", *, base: bool = True) -> Tensors:
     reads = method in ("regmean", "fisher")
     models = ", ".join(f"{{model: model{i}{', text: own' if reads else ''}}}" for i in range(MODELS))
     recipe = load_recipe(
@@ -139,8 +126,8 @@ def distance(one: torch.Tensor, other: torch.Tensor, base: torch.Tensor) -> floa
     ],
 )
 def test_the_same_numbers(
-    given: Mapping[str, torch.Tensor],
-    theirs: Mapping[str, torch.Tensor],
+    given: Tensors,
+    theirs: Tensors,
     root: Path,
     their: str,
     method: str,
@@ -154,9 +141,7 @@ def test_the_same_numbers(
         assert apart < 1e-4, name
 
 
-def test_svc_of_what_another_method_has_merged(
-    given: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], root: Path
-) -> None:
+def test_svc_of_what_another_method_has_merged(given: Tensors, theirs: Tensors, root: Path) -> None:
     names = [f"model{i}" for i in range(MODELS)]
     steps = [
         {"name": "middle", "merge_method": "median", "models": [{"model": name} for name in names]},
@@ -174,9 +159,7 @@ def test_svc_of_what_another_method_has_merged(
         assert apart < 1e-4
 
 
-def test_wudi_in_closed_form_is_where_adam_is_going(
-    given: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], root: Path
-) -> None:
+def test_wudi_in_closed_form_is_where_adam_is_going(given: Tensors, theirs: Tensors, root: Path) -> None:
     """FusionBench takes 300 Adam steps of at most 1e-5 from the sum of task vectors, so the test compares losses."""
     for name, found in ours(root, "wudi", "ridge: 1e-6").items():
         base = given[f"{name}/base"].double()
@@ -192,7 +175,7 @@ def test_wudi_in_closed_form_is_where_adam_is_going(
         assert adam <= start
 
 
-def test_knots_of_a_mean_is_the_mean(given: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]) -> None:
+def test_knots_of_a_mean_is_the_mean(given: Tensors, theirs: Tensors) -> None:
     """FusionBench computes only KnOTS's shared directions, and a mean in them must be the plain mean.
 
     The caller chooses the merge inside these directions. mergegate uses TIES there, and
@@ -204,9 +187,7 @@ def test_knots_of_a_mean_is_the_mean(given: Mapping[str, torch.Tensor], theirs: 
         assert distance(theirs[f"knots, mean/{name}"], mean, base) < 1e-4
 
 
-def test_fisher_as_they_usually_do_it_is_another_mean(
-    given: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
-) -> None:
+def test_fisher_as_they_usually_do_it_is_another_mean(given: Tensors, theirs: Tensors) -> None:
     """FusionBench scales each model's importance to unit norm over the whole model and adds 1e-6."""
     for name in MATRICES:  # Each FusionBench call gets one matrix here, so the matrix's norm is the model's norm.
         scaled = []

@@ -7,9 +7,7 @@ Without that environment these tests are skipped, unless MERGEGATE_REQUIRE_PEER 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
@@ -17,16 +15,15 @@ from typing import Literal
 import numpy as np
 import pytest
 import torch
-from peer_family import write_family
+from peer_family import require_peer, run_peer, write_family
 from peer_recipes import DENSITY, DETERMINISTIC, EXAMPLES, NEAR, RANDOM, random_of_one, random_of_three
-from safetensors import safe_open
+from safetensors.torch import load_file
 
 from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core.checkpoint import read_header
 
 pytestmark = pytest.mark.peer
 
-PEER = Path(__file__).resolve().parents[2] / ".venv-peer" / "bin" / "python"
-SCRIPT = Path(__file__).with_name("run_mergekit.py")
 SEEDS = range(24)
 
 # Family → (distance of the fine-tunes from the base, dtype).
@@ -64,15 +61,7 @@ class Peer:
         for name, (recipe, final) in EXAMPLES.items():
             self._add("far", name, recipe, final=final)
         (root / "jobs.json").write_text(json.dumps(self.jobs))
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        ran = subprocess.run(
-            [PEER, SCRIPT, root / "jobs.json", root / "results.json"],
-            cwd=root,
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert ran.returncode == 0, ran.stderr[-2000:]
+        run_peer("peer", "run_mergekit.py", "jobs.json", "results.json", directory=root)
         self.errors: dict[str, str | None] = json.loads((root / "results.json").read_text())
 
     def _add(self, family: str, name: str, recipe: str, *, seed: int = 0, final: str | None = None) -> None:
@@ -82,15 +71,8 @@ class Peer:
         self._recipe(family, name).write_text(
             re.sub(r"(model: )(base|one|two|three)\b", rf"\1{family}/\2", recipe), encoding="utf-8"
         )
-        self.jobs.append(
-            {
-                "recipe": str(self._recipe(family, name)),
-                "out": str(out),
-                "seed": seed,
-                "multi": "\n---\n" in recipe,
-                "final": final,
-            }
-        )
+        job = {"recipe": str(self._recipe(family, name)), "out": str(out), "seed": seed}
+        self.jobs.append({**job, "multi": "\n---\n" in recipe, "final": final})
 
     def _out(self, family: str, name: str, seed: int) -> Path:
         return self.root / "peer" / family / f"{name.replace(' ', '-')}-{seed}"
@@ -124,21 +106,14 @@ class Peer:
 @pytest.fixture(scope="session")
 def peer(tmp_path_factory: pytest.TempPathFactory) -> Peer:
     """Results of mergekit."""
-    if not PEER.exists():
-        message = "mergekit's environment is not there: make .venv-peer/ready"
-        if os.environ.get("MERGEGATE_REQUIRE_PEER"):
-            pytest.fail(message)
-        pytest.skip(message)
+    require_peer("peer")
     return Peer(tmp_path_factory.mktemp("mergekit"))
 
 
 def load(directory: Path) -> Tensors:
     """Return all tensors of a checkpoint in float64."""
-    tensors: dict[str, np.ndarray] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        with safe_open(file, "pt") as opened:
-            tensors.update({name: opened.get_tensor(name).double().numpy() for name in opened.keys()})  # noqa: SIM118  # The opened file is not a mapping.
-    return tensors
+    files = (load_file(file) for file in sorted(directory.glob("*.safetensors")))
+    return {name: tensor.double().numpy() for tensors in files for name, tensor in tensors.items()}
 
 
 def flat(tensors: Tensors) -> np.ndarray:
@@ -148,11 +123,8 @@ def flat(tensors: Tensors) -> np.ndarray:
 
 def formats(directory: Path) -> dict[str, str]:
     """Return the stored dtype of each tensor."""
-    found: dict[str, str] = {}
-    for file in directory.glob("*.safetensors"):
-        with safe_open(file, "pt") as opened:
-            found.update({name: opened.get_slice(name).get_dtype() for name in opened.keys()})  # noqa: SIM118  # The opened file is not a mapping.
-    return found
+    tensors = (tensor for file in directory.glob("*.safetensors") for tensor in read_header(file))
+    return {tensor.name: tensor.dtype.code for tensor in tensors}
 
 
 @pytest.mark.parametrize(("family", "name"), CASES, ids=[f"{family}: {name}" for family, name in CASES])

@@ -7,8 +7,6 @@ weights. The few differences are listed with the reason.
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from peer_family import TOKENS, write_family
-from test_against_mergekit import PEER, SCRIPT, load
+from peer_family import TOKENS, require_peer, run_peer, write_family
+from test_against_mergekit import load
 from tokenizers import Tokenizer, models
 
 from mergegate.merge_core import EngineSettings, MergePlan, load_recipe, merge_weights, open_checkpoint, plan_merge
@@ -106,11 +104,7 @@ DIFFERENT = {
 @pytest.fixture(scope="module")
 def peer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, str | None]]:
     """A directory with models, recipes and mergekit's results, and mergekit's error per recipe (None if it merged)."""
-    if not PEER.exists():
-        message = "mergekit's environment is not there: make .venv-peer/ready"
-        if os.environ.get("MERGEGATE_REQUIRE_PEER"):
-            pytest.fail(message)
-        pytest.skip(message)
+    require_peer("peer")
     root = tmp_path_factory.mktemp("reading")
     write_family(root, spread=0.03, dtype=torch.float32)
     tokenizer = Tokenizer(models.WordLevel({f"t{number}": number for number in range(TOKENS)}, unk_token="t0"))
@@ -123,11 +117,7 @@ def peer(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Mapping[str, s
         (root / f"{number}.yaml").write_text(text)
         jobs.append({"recipe": f"{number}.yaml", "out": f"{number}.out", "seed": 0, "multi": False, "final": None})
     (root / "jobs.json").write_text(json.dumps(jobs))
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    ran = subprocess.run(
-        [PEER, SCRIPT, "jobs.json", "results.json"], cwd=root, env=environment, capture_output=True, text=True
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
+    run_peer("peer", "run_mergekit.py", "jobs.json", "results.json", directory=root)
     return root, json.loads((root / "results.json").read_text())
 
 

@@ -6,25 +6,36 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 import worker_functions
-from clusters import KINDS, descendants
+from benchmark_scripts import load_benchmark
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.runners import Runner, RunnerSettings, open_runner
 from mergegate.tasks.stage import DeferredProgress, progress_watcher
 
 GONE_WITHIN_S = 60.0
+# Ray has a separate environment. If the variable requires Ray, a missing environment fails the test.
+IS_MISSING = find_spec("ray") is None and "MERGEGATE_REQUIRE_RAY" not in os.environ
+KINDS = [
+    pytest.param("dask", marks=pytest.mark.story),
+    pytest.param("ray", marks=[pytest.mark.ray, pytest.mark.skipif(IS_MISSING, reason="make test-ray")]),
+]
 
 
+@dataclass(frozen=True)
 class Opened:
     """A runner that is open for all tests of a module."""
 
-    def __init__(self, kind: str, runner: Runner, before: dict[int, str]) -> None:
-        self.kind, self.runner, self.before = kind, runner, before
+    kind: str
+    runner: Runner
+    before: dict[int, str]
 
     def each(self, function: Callable[[Any], Any], items: Sequence[Any]) -> list[tuple[int, Any]]:
         """Run each call in its own flow, as sweeps and releases do, because one runner serves several flows."""
@@ -51,15 +62,10 @@ def opened(
         assert not list(Path(os.environ["MERGEGATE_HOME"]).glob("runner-*"))
 
 
-def test_results_equal_those_of_this_process(opened: Opened) -> None:
-    assert dict(opened.each(worker_functions.square, range(7))) == {number: number * number for number in range(7)}
-
-
 def test_two_items_run_at_a_time_and_results_arrive_in_order_of_completion(opened: Opened, tmp_path: Path) -> None:
     items = [(tmp_path, number, 4) for number in range(4)]
-    found = worker_functions.record_arrivals(
-        opened.runner.run_each(worker_functions.finish_in_reverse, items), tmp_path
-    )
+    results = opened.runner.run_each(worker_functions.finish_in_reverse, items)
+    found = worker_functions.record_arrivals(results, tmp_path)
     assert dict(found) == {0: 0, 1: 1, 2: 4, 3: 9}
     assert found[0][0] == 1
 
@@ -69,10 +75,7 @@ def test_the_result_of_a_failed_item_is_its_exception(opened: Opened) -> None:
     assert (found[0], found[2]) == (0, 2)
     assert isinstance(found[1], Refused)
     assert found[1].where == "item 1"
-
-
-def test_an_exception_that_cannot_be_pickled_keeps_its_message(opened: Opened) -> None:
-    (_, error), *_ = opened.each(worker_functions.fail_oddly, [0])
+    (_, error), *_ = opened.each(worker_functions.fail_oddly, [0])  # This exception cannot be pickled.
     assert isinstance(error, RuntimeError)
     assert str(error) == "OddError: left and right"
 
@@ -80,10 +83,12 @@ def test_an_exception_that_cannot_be_pickled_keeps_its_message(opened: Opened) -
 def test_a_killed_worker_costs_one_attempt_of_one_item(opened: Opened, tmp_path: Path) -> None:
     found = opened.each(worker_functions.kill_first_worker, [(tmp_path, number, 2) for number in range(6)])
     assert dict(found) == {number: number for number in range(6)}
-    tries = {int(file.name): len(file.read_text().split()) for file in tmp_path.iterdir()}
-    assert tries == {number: 2 if number == 2 else 1 for number in range(6)}
-    pids = (tmp_path / "2").read_text().split()
-    assert pids[0] != pids[1]
+    assert count_tries(tmp_path) == {number: 2 if number == 2 else 1 for number in range(6)}
+    assert len(set((tmp_path / "2").read_text().split())) == 2
+
+
+def count_tries(directory: Path) -> dict[int, int]:
+    return {int(file.name): len(file.read_text().split()) for file in directory.iterdir()}
 
 
 def test_an_item_that_kills_every_worker_fails(opened: Opened, tmp_path: Path) -> None:
@@ -91,8 +96,7 @@ def test_an_item_that_kills_every_worker_fails(opened: Opened, tmp_path: Path) -
     assert isinstance(found[2], InvalidInput)
     assert "its worker died on every attempt" in found[2].found
     assert {at: result for at, result in found.items() if at != 2} == {at: at for at in range(6) if at != 2}
-    tries = {int(file.name): len(file.read_text().split()) for file in tmp_path.iterdir()}
-    assert tries == {number: 2 if number == 2 else 1 for number in range(6)}
+    assert count_tries(tmp_path) == {number: 2 if number == 2 else 1 for number in range(6)}
 
 
 def test_workers_use_the_home_and_the_api_of_the_run(opened: Opened) -> None:
@@ -103,7 +107,6 @@ def test_workers_use_the_home_and_the_api_of_the_run(opened: Opened) -> None:
     for worker in workers:
         assert worker["api"] == worker["PREFECT_API_URL"] == settings.api.url
         assert worker["prefect home"] == worker["PREFECT_HOME"] == str(settings.home)
-        assert settings.api.auth_string is not None
         assert worker["PREFECT_API_AUTH_STRING"] == settings.api.auth_string.get_secret_value()
         assert worker["MERGEGATE_HOME"] == os.environ["MERGEGATE_HOME"]
         assert worker["HF_HUB_OFFLINE"] == "1"
@@ -124,10 +127,8 @@ def test_stages_that_run_on_a_worker_are_reported_to_the_run(opened: Opened) -> 
     watcher = DeferredProgress()
     with progress_watcher(watcher):
         opened.each(worker_functions.run_stage, range(2))
-    assert sorted((one.stage, one.subject, one.status) for one in watcher.stages) == [
-        ("evaluate", "0", "made"),
-        ("evaluate", "1", "made"),
-    ]
+    stages = sorted((one.stage, one.subject, one.status) for one in watcher.stages)
+    assert stages == [("evaluate", "0", "made"), ("evaluate", "1", "made")]
 
 
 def test_a_runner_is_usable_after_an_iterator_was_closed(opened: Opened, tmp_path: Path) -> None:
@@ -148,9 +149,8 @@ def test_an_existing_cluster_keeps_running_and_must_share_the_home(
     from mergegate.tasks.runners import cluster
 
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(Path(__file__).parent), str(cluster.ROOT))))
-    with LocalCluster(
-        n_workers=1, threads_per_worker=1, host="127.0.0.1", dashboard_address="127.0.0.1:0", memory_limit=0
-    ) as there:
+    own: Any = {"host": "127.0.0.1", "dashboard_address": "127.0.0.1:0", "memory_limit": 0}
+    with LocalCluster(n_workers=1, threads_per_worker=1, **own) as there:
         settings = RunnerSettings(kind="dask", address=there.scheduler_address)
         with open_runner(settings) as runner:
             (_, worker), *_ = runner.run_each(worker_functions.worker_environment, [0])
@@ -173,3 +173,74 @@ def test_an_address_without_a_scheduler_is_refused(monkeypatch: pytest.MonkeyPat
     settings = RunnerSettings(kind="dask", address="tcp://127.0.0.1:9")
     with open_runner(settings) as runner, pytest.raises(InvalidInput, match="no Dask scheduler"):
         list(runner.run_each(worker_functions.square, [0]))
+
+
+def descendants() -> dict[int, str]:
+    """Return the command lines of all running descendants of this process, by process id.
+
+    Python's resource tracker is left out, because it stays once anything was spawned.
+    """
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, above = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if state != "Z":
+                children.setdefault(int(above), []).append(int(entry.name))
+    found: dict[int, str] = {}
+    nodes = [os.getpid()]
+    while nodes:
+        for pid in children.get(nodes.pop(), []):
+            try:
+                found[pid] = (Path("/proc") / str(pid) / "cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue
+            nodes.append(pid)
+    return {pid: what for pid, what in found.items() if "multiprocessing.resource_tracker" not in what}
+
+
+TRIALS = 8
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    """Import ``benchmarks/sweep_kills.py``."""
+    return load_benchmark("sweep_kills")
+
+
+@pytest.fixture(scope="module")
+def here(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the sweep as one undisturbed process runs it."""
+    return bench.undisturbed(tmp_path_factory.mktemp("here") / "project", trials=TRIALS)
+
+
+@pytest.mark.proof
+def test_a_sweep_that_is_killed_twice_has_the_same_trials_and_winner(
+    bench: ModuleType, here: Any, tmp_path: Path
+) -> None:
+    killed, kills = bench.disturbed(tmp_path / "killed", kills=2, seed=3, trials=TRIALS)
+    assert len(kills) == 2
+    rows, fine = bench.compared(here, killed, kills)
+    assert fine, rows
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sweep_with_a_dying_worker_has_the_same_trials_and_winner(
+    kind: str, bench: ModuleType, here: Any, tmp_path: Path
+) -> None:
+    there = bench.undisturbed(tmp_path / kind, kind, TRIALS, deaths=1)
+    assert there.trials() == here.trials()
+    assert there.winner() == here.winner() != b""
+    assert {one["scored"]: one for one in there.ledger()} == {one["scored"]: one for one in here.ledger()}
+    assert len(there.ledger()) == len(here.ledger())
+    ended = [note.key for note in there.notes("end")]
+    assert set(ended) == {one["scored"] for one in there.ledger()}
+    # One trial may be scored twice, if its worker died before it could report the score.
+    assert len(ended) - len(set(ended)) <= 1
+    assert len(there.notes("dies")) == 1
+    assert {note.process for note in there.notes("dies")}.isdisjoint({note.process for note in here.notes("begin")})
+    assert len({note.process for note in there.notes("begin")}) >= 2  # At least two processes have worked.
+    assert there.wait_until_gone() < bench.GONE_WITHIN_S

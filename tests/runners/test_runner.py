@@ -7,6 +7,7 @@ import time
 from contextvars import ContextVar
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import worker_functions
@@ -14,7 +15,7 @@ from pydantic import ValidationError
 
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.runners import Runner, RunnerSettings, local_runner, open_runner
+from mergegate.tasks.runners import RunnerSettings, local_runner, open_runner
 from mergegate.tasks.runners import runner as runner_module
 from mergegate.tasks.runners.cluster import _require_reachable
 from mergegate.tasks.stage import DeferredProgress, StageEnd, progress_watcher, relay_progress
@@ -99,27 +100,22 @@ def test_an_interrupt_is_raised_in_the_calling_thread(workers: int) -> None:
         list(runner.run_each(end, range(3)))
 
 
-def test_no_items_give_no_results() -> None:
-    with open_runner(RunnerSettings(workers=3)) as runner:
+has_dask = pytest.mark.skipif(find_spec("prefect_dask") is None, reason="without the extra 'dask'")
+
+
+@pytest.mark.parametrize("settings", [{"workers": 3}, pytest.param({"kind": "dask"}, marks=has_dask)])
+def test_no_items_give_no_results_and_start_no_cluster(settings: dict[str, Any]) -> None:
+    with open_runner(RunnerSettings.model_validate(settings)) as runner:
         assert list(runner.run_each(worker_functions.square, [])) == []
 
 
 @pytest.mark.parametrize("kind", ["dask", "ray"])
 def test_a_missing_package_is_reported_when_the_runner_is_opened(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runner_module, "find_spec", lambda name: None)
-    with pytest.raises(InvalidInput, match="is not installed") as caught, open_runner(_settings(kind)):
+    settings = RunnerSettings.model_validate({"kind": kind})
+    with pytest.raises(InvalidInput, match="is not installed") as caught, open_runner(settings):
         pass
     assert f"mergegate[{kind}]" in caught.value.remedy
-
-
-@pytest.mark.skipif(find_spec("prefect_dask") is None, reason="without the extra 'dask'")
-def test_a_cluster_that_is_not_needed_is_not_started() -> None:
-    with open_runner(_settings("dask")) as runner:
-        assert list(runner.run_each(worker_functions.square, [])) == []
-
-
-def _settings(kind: str) -> RunnerSettings:
-    return RunnerSettings.model_validate({"kind": kind})
 
 
 @pytest.mark.parametrize(
@@ -172,8 +168,3 @@ def test_relayed_stages_reach_the_watcher() -> None:
         relay_progress(there.stages)
     (told,) = watcher.stages
     assert told == there.stages[0] == StageEnd("evaluate", "merge", "made", told.seconds, "copy 100.0")
-
-
-def test_a_local_runner_implements_the_protocol() -> None:
-    runner: Runner = local_runner()
-    assert dict(runner.run_each(worker_functions.square, [4])) == {0: 16}

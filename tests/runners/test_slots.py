@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import worker_functions
@@ -76,13 +77,14 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def asked_at(
-    slot: WorkerSlot,
-    function: object = worker_functions.process_identity,
-    *arguments: object,
-    models: tuple[Model, ...] = (),
-) -> object:
+    slot: WorkerSlot, function: Any = worker_functions.process_identity, *arguments: object, models: Any = ()
+) -> Any:
     with use_slot(slot):
-        return call_model_process(function, arguments, location=f"place {slot.number}", models=models)  # type: ignore[arg-type]
+        return call_model_process(function, arguments, location=f"place {slot.number}", models=models)
+
+
+def in_children(test: Any) -> Any:
+    return pytest.mark.story(pytest.mark.usefixtures("children", "home")(test))
 
 
 def alive(pid: int) -> bool:
@@ -93,13 +95,16 @@ def alive(pid: int) -> bool:
     return True
 
 
-@pytest.mark.story
-@pytest.mark.usefixtures("children", "home")
-def test_every_slot_keeps_its_own_process_and_share() -> None:
+@in_children
+def test_every_slot_keeps_its_own_process_and_share_and_works_in_parallel(tmp_path: Path) -> None:
     slots = slots_for(2, 8, ("0", "1"))
     with ThreadPoolExecutor(2) as threads:
         found = list(threads.map(asked_at, slots))
         again = list(threads.map(asked_at, slots))
+        # Each call waits for the other, so they would never end if they ran one after the other.
+        wait = worker_functions.wait_for_peer
+        futures = [threads.submit(asked_at, slot, wait, tmp_path, slot.number) for slot in slots]
+        assert [future.result() for future in futures] == ["met", "met"]
     assert found == again
     (first, one), (second, other) = found
     assert len({os.getpid(), first, second}) == 3
@@ -112,25 +117,11 @@ def test_every_slot_keeps_its_own_process_and_share() -> None:
     assert not alive(first)
 
 
-@pytest.mark.story
-@pytest.mark.usefixtures("children", "home")
-def test_processes_of_several_slots_work_in_parallel(tmp_path: Path) -> None:
-    """Each call waits for the other, so they would never end if they ran one after the other."""
-    slots = slots_for(2, 2, ())
-    with ThreadPoolExecutor(2) as threads:
-        futures = [
-            threads.submit(asked_at, slot, worker_functions.wait_for_peer, tmp_path, slot.number) for slot in slots
-        ]
-        assert [future.result() for future in futures] == ["met", "met"]
-
-
-@pytest.mark.story
-@pytest.mark.usefixtures("children", "home")
+@in_children
 def test_a_process_that_is_killed_next_to_others_is_tried_again_without_them(tmp_path: Path) -> None:
     """The system kills a process if several together need too much memory."""
     slots = slots_for(2, 2, ())
     other = asked_at(slots[1])
-    assert isinstance(other, tuple)
     model = Model(name="a", digest="a", directory=tmp_path)
     assert asked_at(slots[0], worker_functions.die_on_first_call, tmp_path, models=(model,)) == "second time"
     assert not alive(other[0])
@@ -139,8 +130,7 @@ def test_a_process_that_is_killed_next_to_others_is_tried_again_without_them(tmp
         asked_at(slots[0], worker_functions.die, models=(model,))
 
 
-@pytest.mark.story
-@pytest.mark.usefixtures("children", "home")
+@in_children
 def test_a_cancelled_slot_ends_its_process(tmp_path: Path) -> None:
     gone = threading.Event()
     slot = WorkerSlot(1, cancelled=gone)

@@ -40,6 +40,18 @@ for attempt in json.loads(sys.argv[1]):
     except BaseException as error: answers[attempt] = type(error).__name__
 print(json.dumps(answers))
 """
+CONFINE = """
+import json, os, sys, tempfile
+from mergegate.tasks.sandbox import Confinement, ProcessOptions, SupervisedProcess, environment_of_child
+command, confinement = json.loads(sys.argv[1])
+with tempfile.TemporaryFile() as output:
+    options = ProcessOptions("test", confinement=Confinement(**confinement))
+    process = SupervisedProcess(command, environment_of_child(), output, options)
+    assert process.unconfined == (), process.unconfined
+    process.ends(600); process.end(); output.seek(0); sys.stdout.write(output.read().decode())
+"""
+PROJECT = Path(__file__).parents[2]
+SECRETS = (".ssh/id_ed25519", ".netrc", ".cache/huggingface/token", ".config/gh/hosts.yml")
 Try = Callable[..., dict[str, str]]
 
 
@@ -51,41 +63,16 @@ def attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Try:
     """
     require_confinement()
     home = tmp_path / "home"
-    for place in (
-        ".ssh/id_ed25519",
-        ".netrc",
-        ".cache/huggingface/token",
-        ".config/gh/hosts.yml",
-        "models/config.json",
-    ):
+    for place in (*SECRETS, "models/config.json"):
         (home / place).parent.mkdir(parents=True, exist_ok=True)
         (home / place).write_text(SECRET)
     monkeypatch.setenv("HOME", str(home))
     monkeypatch.setenv("HF_TOKEN", SECRET)
 
     def carry_out(*expressions: str, **confinement: Any) -> dict[str, str]:
-        # An intermediate process starts with the secret in its environment; the environment of this process is fixed by
-        # pytest.
-        script = (
-            "import json, os, sys, tempfile\n"
-            "from mergegate.tasks.sandbox import Confinement, ProcessOptions, SupervisedProcess, environment_of_child\n"
-            "command, confinement = json.loads(sys.argv[1])\n"
-            "with tempfile.TemporaryFile() as output:\n"
-            "    options = ProcessOptions('test', confinement=Confinement(**confinement))\n"
-            "    process = SupervisedProcess(command, environment_of_child(), output, options)\n"
-            "    assert process.unconfined == (), process.unconfined\n"
-            "    process.ends(600); process.end(); output.seek(0); sys.stdout.write(output.read().decode())\n"
-        )
-        command = [sys.executable, "-c", ATTEMPTS, json.dumps(expressions)]
-        done = subprocess.run(
-            [sys.executable, "-c", script, json.dumps([command, confinement])],
-            cwd=Path(__file__).parents[2],
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        found: dict[str, str] = json.loads(done.stdout)
-        return found
+        # An intermediate process starts with the secret in its environment; pytest fixes the environment of this one.
+        arguments = json.dumps([[sys.executable, "-c", ATTEMPTS, json.dumps(expressions)], confinement])
+        return json.loads(subprocess.check_output([sys.executable, "-c", CONFINE, arguments], cwd=PROJECT, text=True))
 
     return carry_out
 
@@ -108,14 +95,12 @@ def test_no_secret_is_found_in_any_environment(attempts: Try) -> None:
 
 def test_no_secret_is_readable_in_its_usual_location(attempts: Try, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "home/.ssh/id_ed25519")
-    places = (".ssh/id_ed25519", ".netrc", ".cache/huggingface/token", ".config/gh/hosts.yml", "../link")
-    secret = [f"read(os.path.expanduser('~/{place}'))" for place in places]
+    secret = [f"read(os.path.expanduser('~/{place}'))" for place in (*SECRETS, "../link")]
     new = "write(os.path.expanduser('~/.ssh/authorized_keys'))"
-    found = attempts(*secret, new, "read(os.path.expanduser('~/models/config.json'))")
+    ordinary = "read(os.path.expanduser('~/models/config.json'))"
+    found = attempts(*secret, new, ordinary)
     assert {found[attempt] for attempt in (*secret, new)} == {"PermissionError"}
-    assert (
-        found["read(os.path.expanduser('~/models/config.json'))"] == SECRET
-    )  # An ordinary file is readable, so the checks above can fail.
+    assert found[ordinary] == SECRET  # The file is readable, so the checks above can fail.
 
 
 def test_a_confined_process_writes_only_to_granted_paths(attempts: Try, tmp_path: Path) -> None:
@@ -137,12 +122,6 @@ def test_a_confined_process_writes_only_to_granted_paths(attempts: Try, tmp_path
         shutil.rmtree(outside)
 
 
-def test_the_cache_of_the_hub_is_writable_next_to_its_hidden_token(attempts: Try) -> None:
-    place = "os.path.expanduser('~/.cache/huggingface/datasets/new')"
-    found = attempts(f"os.makedirs({place})", f"write({place} + '/data')")
-    assert list(found.values()) == ["None", "1"]
-
-
 @pytest.mark.story
 def test_a_confined_process_has_network_access_only_if_granted(attempts: Try) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -154,16 +133,17 @@ def test_a_confined_process_has_network_access_only_if_granted(attempts: Try) ->
         assert attempts(ours, network=True)[ours].startswith("<socket.socket")
 
 
-def test_a_confined_process_cannot_signal_others_and_has_limited_memory(attempts: Try) -> None:
-    found = attempts("os.kill(grandparent, 0)", "len(bytearray(3 << 30))", "len(bytearray(1 << 20))", memory=1 << 30)
-    assert list(found.values()) == ["PermissionError", "MemoryError", str(1 << 20)]
-
-
-def test_child_processes_inherit_the_confinement(attempts: Try) -> None:
+def test_a_confined_process_cannot_signal_others_or_leave_its_limits_through_a_child(attempts: Try) -> None:
     again = (
         "subprocess.run([sys.executable, '-c', 'open(\"/etc/shadow\")'], capture_output=True, text=True).stderr[-300:]"
     )
-    assert "PermissionError" in attempts(again)[again]
+    limits = ("len(bytearray(3 << 30))", "len(bytearray(1 << 20))")
+    # The cache of the Hub is writable next to its hidden token.
+    cache = "os.path.expanduser('~/.cache/huggingface/datasets/new')"
+    writes = (f"os.makedirs({cache})", f"write({cache} + '/data')")
+    found = attempts("os.kill(grandparent, 0)", *limits, *writes, again, memory=1 << 30)
+    assert "PermissionError" in found.pop(again)
+    assert list(found.values()) == ["PermissionError", "MemoryError", str(1 << 20), "None", "1"]
 
 
 def test_missing_restrictions_are_logged(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -176,12 +156,8 @@ def test_missing_restrictions_are_logged(monkeypatch: pytest.MonkeyPatch, caplog
         (without / name).write_text(text.replace("_libc = ctypes.CDLL(None, use_errno=True)", _NO_SUCH_CALLS))
     monkeypatch.setattr(supervised, "__file__", str(without / "supervision.py"))
     with tempfile.TemporaryFile() as output:
-        process = SupervisedProcess(
-            [sys.executable, "-c", "print('ran')"],
-            os.environ,
-            output,
-            ProcessOptions("test", confinement=Confinement()),
-        )
+        options = ProcessOptions("test", confinement=Confinement())
+        process = SupervisedProcess([sys.executable, "-c", "print('ran')"], os.environ, output, options)
         assert process.unconfined == ("files", "network")
         process.ends(600)
         process.end()
@@ -198,23 +174,15 @@ _libc = _Without()
 
 @given(st.sampled_from(["TOKEN", "SECRET", "PASSWORD", "API_KEY", "ACCESS_KEY", "AUTH", "AUTH_STRING", "CREDENTIALS"]))
 def test_variables_with_secret_names_are_not_passed_on(kind: str) -> None:
-    names = [
-        kind,
-        f"HF_{kind}",
-        f"VLLM_{kind}",
-        f"MERGEGATE_{kind}",
-        f"PYTHON_{kind}",
-        f"AWS_{kind}_ID",
-        f"hf_{kind}".lower(),
-    ]
+    prefixed = [f"{prefix}_{kind}" for prefix in ("HF", "VLLM", "MERGEGATE", "PYTHON")]
+    names = [kind, *prefixed, f"AWS_{kind}_ID", f"hf_{kind}".lower()]
     assert environment_of_child(dict.fromkeys(names, SECRET)) == {}
 
 
 def test_variables_that_libraries_need_are_passed_on() -> None:
     needed = ("PATH", "HOME", "LANG", "LC_ALL", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOME", "PYTHONPATH")
-    assert environment_of_child(dict.fromkeys((*needed, "DATABASE_URL", "PREFECT_API_URL"), "x")) == dict.fromkeys(
-        needed, "x"
-    )
+    given = dict.fromkeys((*needed, "DATABASE_URL", "PREFECT_API_URL"), "x")
+    assert environment_of_child(given) == dict.fromkeys(needed, "x")
 
 
 class _Command:

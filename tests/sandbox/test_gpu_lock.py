@@ -22,6 +22,7 @@ from mergegate.tasks.sandbox import ProcessOptions, SupervisedProcess
 from mergegate.tasks.sandbox.gpu_lock import LOCKS, GpuLocks, list_host_gpus, select_gpus
 
 FIRST, SECOND = "GPU-aaaa1111-0000-0000-0000-000000000001", "GPU-bbbb2222-0000-0000-0000-000000000002"
+Environment = Callable[[str], dict[str, str]]
 HOLDER = """
 import os, sys, time
 from pathlib import Path
@@ -46,11 +47,8 @@ def driver(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def environment(tmp_path: Path) -> Callable[[str], dict[str, str]]:
-    def seen(visible: str) -> dict[str, str]:
-        return {"CUDA_VISIBLE_DEVICES": visible, LOCKS: str(tmp_path)}
-
-    return seen
+def environment(tmp_path: Path) -> Environment:
+    return lambda visible: {"CUDA_VISIBLE_DEVICES": visible, LOCKS: str(tmp_path)}
 
 
 def is_free(place: Path, uuid: str) -> bool:
@@ -81,14 +79,8 @@ def test_gpus_are_listed_in_bus_order(driver: Path) -> None:
 @pytest.mark.parametrize(
     ("visible", "held"),
     [
-        ("0", [FIRST]),
-        ("1", [SECOND]),
-        ("1,0", [FIRST, SECOND]),
-        (SECOND, [SECOND]),
-        ("GPU-bbbb", [SECOND]),
-        ("MIG-1234", [FIRST, SECOND]),
-        ("7", [FIRST, SECOND]),
-        ("", []),
+        *(("0", [FIRST]), ("1", [SECOND]), ("1,0", [FIRST, SECOND]), (SECOND, [SECOND]), ("GPU-bbbb", [SECOND])),
+        *(("MIG-1234", [FIRST, SECOND]), ("7", [FIRST, SECOND]), ("", [])),
     ],
 )
 def test_a_process_locks_the_gpus_that_it_may_see(visible: str, held: list[str]) -> None:
@@ -104,7 +96,7 @@ def test_all_processes_lock_gpus_in_one_order(visible: list[str], host: list[str
 
 
 def test_a_second_job_waits_until_the_first_is_done(
-    tmp_path: Path, driver: Path, environment: Callable[[str], dict[str, str]], caplog: pytest.LogCaptureFixture
+    tmp_path: Path, driver: Path, environment: Environment, caplog: pytest.LogCaptureFixture
 ) -> None:
     one, other = GpuLocks(driver), GpuLocks(driver)
     held = one.acquire(environment("0,1"))
@@ -116,7 +108,6 @@ def test_a_second_job_waits_until_the_first_is_done(
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    elsewhere = GpuLocks(driver)
     deadline = time.monotonic() + HANG_S
     while "waiting until it ends" not in caplog.text and not came.wait(0.01):
         assert time.monotonic() < deadline
@@ -125,34 +116,23 @@ def test_a_second_job_waits_until_the_first_is_done(
     held.release()  # A second release has no effect.
     assert came.wait(HANG_S)
     waiting.join(HANG_S)
-    elsewhere.acquire(environment("0")).release()
+    GpuLocks(driver).acquire(environment("0")).release()
     assert {path.name for path in tmp_path.glob("*.lock")} == {f"mergegate-{FIRST}.lock", f"mergegate-{SECOND}.lock"}
 
 
-def test_leases_of_one_process_share_the_locks(
-    tmp_path: Path, driver: Path, environment: Callable[[str], dict[str, str]]
-) -> None:
+def test_leases_of_one_process_share_the_locks(tmp_path: Path, driver: Path, environment: Environment) -> None:
     locks = GpuLocks(driver)
     one, other = locks.acquire(environment("0")), locks.acquire(environment("0"))
+    GpuLocks(driver).acquire(environment("1")).release()  # Other GPUs stay free.
     one.release()
     assert not is_free(tmp_path, FIRST)
     other.release()
     assert is_free(tmp_path, FIRST)
 
 
-def test_other_gpus_stay_free(driver: Path, environment: Callable[[str], dict[str, str]]) -> None:
-    held = GpuLocks(driver).acquire(environment("0"))
-    GpuLocks(driver).acquire(environment("1")).release()
-    held.release()
-
-
-def test_a_killed_job_releases_its_gpus(
-    tmp_path: Path, driver: Path, environment: Callable[[str], dict[str, str]]
-) -> None:
-    job = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(driver)], stdout=subprocess.PIPE, env={**os.environ, **environment("0")}
-    )
-    assert job.stdout is not None
+def test_a_killed_job_releases_its_gpus(tmp_path: Path, driver: Path, environment: Environment) -> None:
+    command, own = [sys.executable, "-c", HOLDER, str(driver)], {**os.environ, **environment("0")}
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, env=own)
     assert job.stdout.readline() == b"held\n"
     assert not is_free(tmp_path, FIRST)
     job.send_signal(signal.SIGKILL)
@@ -161,17 +141,12 @@ def test_a_killed_job_releases_its_gpus(
     assert is_free(tmp_path, FIRST)
 
 
-def test_a_child_process_holds_the_lock_until_it_ends(
-    tmp_path: Path, driver: Path, environment: Callable[[str], dict[str, str]]
-) -> None:
+def test_a_child_process_holds_the_lock_until_it_ends(tmp_path: Path, driver: Path, environment: Environment) -> None:
     held = GpuLocks(driver).acquire(environment("0"))
     with (tmp_path / "log").open("wb") as output:
-        process = SupervisedProcess(
-            [sys.executable, "-c", "import time; time.sleep(1000)"],
-            dict(os.environ),
-            output,
-            ProcessOptions("test", inherited=held.descriptors),
-        )
+        options = ProcessOptions("test", inherited=held.descriptors)
+        command = [sys.executable, "-c", "import time; time.sleep(1000)"]
+        process = SupervisedProcess(command, dict(os.environ), output, options)
     held.release()
     assert not is_free(tmp_path, FIRST)
     assert not any(name.endswith(".lock") for name in open_files(process.pid))
@@ -179,9 +154,7 @@ def test_a_child_process_holds_the_lock_until_it_ends(
     assert is_free(tmp_path, FIRST)
 
 
-def test_a_link_in_place_of_a_lock_file_is_refused(
-    tmp_path: Path, driver: Path, environment: Callable[[str], dict[str, str]]
-) -> None:
+def test_a_link_in_place_of_a_lock_file_is_refused(tmp_path: Path, driver: Path, environment: Environment) -> None:
     (tmp_path / "victim").write_text("precious")
     (tmp_path / f"mergegate-{FIRST}.lock").symlink_to(tmp_path / "victim")
     with pytest.raises(OSError, match="symbolic links"):

@@ -13,6 +13,7 @@ from mergegate.merge_core.errors import Refused
 from mergegate.tasks.sandbox import ProgramEnd, ProgramLimits, program_child, programs, run_program
 
 QUICK = ProgramLimits(cpu=1, clock=20, memory=1 << 29)
+IGNORES_ITS_LIMIT = "import signal, time\nsignal.signal(signal.SIGXCPU, lambda *_: None)\nwhile True: pass"
 SECRET = "hf_planted_where_no_program_may_look"
 
 
@@ -37,11 +38,7 @@ def confined(monkeypatch: pytest.MonkeyPatch) -> None:
         ("kept = bytearray(1 << 30)", "failed"),
         pytest.param("import os\nwhile True: os.fork()", "failed", marks=pytest.mark.story),
         ("while True: pass", "out of time"),
-        pytest.param(
-            "import signal, time\nsignal.signal(signal.SIGXCPU, lambda *_: None)\nwhile True: pass",
-            "out of time",
-            marks=pytest.mark.story,
-        ),
+        pytest.param(IGNORES_ITS_LIMIT, "out of time", marks=pytest.mark.story),
     ],
 )
 def test_a_program_passes_if_it_reaches_its_end(program: str, end: str) -> None:

@@ -1,19 +1,23 @@
-"""A supervised process and its children end together, and the supervisor reports how and why."""
+"""A supervised process and its children end together; libraries without bytecode are compiled by one import."""
 
 from __future__ import annotations
 
 import os
+import select
 import signal
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import Pipe
 from pathlib import Path
 from typing import IO, Any
 
 import pytest
+from patience import HANG_S
 
-from mergegate.tasks.sandbox import NotStarted, ProcessEnd, ProcessOptions, SupervisedProcess
+from mergegate.tasks.sandbox import NotStarted, ProcessEnd, ProcessOptions, SupervisedProcess, compile_imports
 
 Start = Callable[..., SupervisedProcess]
 
@@ -30,11 +34,8 @@ def start(output: IO[bytes]) -> Iterator[Start]:
     started = []
 
     def run(script: str, *arguments: str, **options: Any) -> SupervisedProcess:
-        started.append(
-            SupervisedProcess(
-                [sys.executable, "-c", script, *arguments], os.environ, output, ProcessOptions("test", **options)
-            )
-        )
+        command = [sys.executable, "-c", script, *arguments]
+        started.append(SupervisedProcess(command, os.environ, output, ProcessOptions("test", **options)))
         return started[-1]
 
     yield run
@@ -102,3 +103,109 @@ time.sleep(600)"""
 def test_a_missing_command_is_reported(output: IO[bytes]) -> None:
     with pytest.raises(NotStarted, match="/nowhere/server: No such file"):
         SupervisedProcess(["/nowhere/server"], {}, output, ProcessOptions("test"))
+
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+IMPORTS = "import early, package.last"
+
+
+@pytest.fixture
+def libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a library directory; each import of ``package.last`` adds a line to its file ``imported``."""
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    (tmp_path / "package").mkdir()
+    (tmp_path / "early.py").touch()
+    (tmp_path / "package" / "__init__.py").touch()
+    said = f"open({str(tmp_path / 'imported')!r}, 'a').write('once\\n')"
+    (tmp_path / "package" / "last.py").write_text(said)
+    return tmp_path
+
+
+def compile_them(libraries: Path, python: str = sys.executable, imports: str = IMPORTS) -> None:
+    seen = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    compile_imports(python, imports, libraries / "package" / "last.py", seen | {"PYTHONPATH": str(libraries)})
+
+
+def compiled(libraries: Path) -> set[str]:
+    return {path.name.partition(".")[0] for path in libraries.rglob("*.pyc")}
+
+
+def imported(libraries: Path) -> int:
+    place = libraries / "imported"
+    return len(place.read_text().splitlines()) if place.exists() else 0
+
+
+def test_all_imports_are_compiled_once(libraries: Path) -> None:
+    compile_them(libraries)
+    assert compiled(libraries) == {"early", "__init__", "last"}
+    compile_them(libraries)
+    assert imported(libraries) == 1
+
+
+ASKS = """
+import sys
+from pathlib import Path
+from mergegate.tasks.sandbox import compile_imports
+print("asks", flush=True)
+compile_imports(sys.executable, sys.argv[1], Path(sys.argv[2]), {"PYTHONPATH": sys.argv[3]})
+"""
+
+
+def asking(libraries: Path) -> list[str]:
+    return [sys.executable, "-c", ASKS, IMPORTS, str(libraries / "package" / "last.py"), str(libraries)]
+
+
+def test_only_one_of_two_simultaneous_runs_compiles(libraries: Path) -> None:
+    os.mkfifo(libraries / "gate")
+    (libraries / "early.py").write_text(
+        f"with open({str(libraries / 'imported')!r}, 'a') as said: said.write('once\\n'); first = said.tell() == 5\n"
+        f"if first: open({str(libraries / 'gate')!r}).read()\n"
+    )
+    (libraries / "package" / "last.py").write_text("")
+    with ThreadPoolExecutor() as beside:
+        first = beside.submit(compile_them, libraries)
+        with (libraries / "gate").open("w"):  # The first run is in the middle of its imports.
+            command = asking(libraries)
+            second = subprocess.Popen(command, stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": str(PROJECT)})
+            assert second.stdout.readline() == b"asks\n"
+        first.result()
+    second.communicate(timeout=HANG_S)
+    assert second.returncode == 0
+    assert imported(libraries) == 1
+
+
+def test_nothing_is_compiled_if_python_does_not_write_bytecode(
+    libraries: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    compile_them(libraries)
+    assert (compiled(libraries), imported(libraries)) == (set(), 0)
+
+
+@pytest.mark.parametrize(
+    ("python", "imports"),
+    [("no such interpreter", IMPORTS), (sys.executable, "raise SystemExit(3)"), (sys.executable, IMPORTS)],
+)
+def test_a_failed_import_is_ignored(libraries: Path, python: str, imports: str) -> None:
+    if (python, imports) == (sys.executable, IMPORTS):
+        (libraries / "package" / "last.py").unlink()
+    compile_them(libraries, python, imports)
+    assert compiled(libraries) == set()
+
+
+def test_a_killed_run_leaves_no_compiling_process(libraries: Path) -> None:
+    os.mkfifo(libraries / "gate")
+    (libraries / "early.py").write_text(
+        f"import os; open({str(libraries / 'gate')!r}, 'w').write(f'{{os.getpid()}}')\n"
+    )
+    (libraries / "package" / "last.py").write_text("import time; time.sleep(1000)")
+    command = asking(libraries)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    run = subprocess.Popen(command, stdout=subprocess.DEVNULL, env={**environment, "PYTHONPATH": str(PROJECT)})
+    pid = int((libraries / "gate").read_text())
+    descriptor = os.pidfd_open(pid)
+    run.kill()
+    run.wait()
+    assert select.select([descriptor], [], [], HANG_S)[0], "the process has not ended"
+    os.close(descriptor)

@@ -1,9 +1,15 @@
-"""Retention as a pure decision: needed artifacts stay, quotas hold where possible, the least recently used go first."""
+"""Retention as a pure decision, and the records of runs that it reads: a lease ends with its process."""
 
 from __future__ import annotations
 
 import itertools
+import os
+import signal
 import string
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -11,7 +17,18 @@ from hypothesis import strategies as st
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import parse_bytes
-from mergegate.tasks.store import RELEASED, EntryName, RetentionPlan, RetentionRule, RunUse, StoreEntry
+from mergegate.tasks.store import (
+    RELEASED,
+    EntryName,
+    RetentionPlan,
+    RetentionRule,
+    RunUse,
+    StoreEntry,
+    forget_runs,
+    open_run,
+    read_runs,
+    record_use,
+)
 from mergegate.tasks.store.retention import LAST_RUNS, needed_by, plan_retention, runs_that_count
 
 NOW = 1_000_000_000.0
@@ -60,7 +77,7 @@ def planned(entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule,
 @pytest.mark.story
 @relaxed
 @given(stores(), runs, rules, st.integers(0, 10**9))
-def test_each_entry_is_decided_once_and_the_sizes_add_up(
+def test_a_plan_decides_each_entry_once_and_meets_the_quota_unless_needed_entries_exceed_it(
     entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule, beside: int
 ) -> None:
     plan = planned(entries, known, rule, beside)
@@ -68,40 +85,12 @@ def test_each_entry_is_decided_once_and_the_sizes_add_up(
     assert plan.bytes_before == beside + sum(one.bytes for one in entries)
     assert plan.bytes_after == beside + sum(one.bytes for one, _ in plan.retained)
     assert all(why for _, why in (*plan.removals, *plan.retained))
-
-
-@pytest.mark.story
-@relaxed
-@given(stores(), runs, rules)
-def test_entries_of_counting_runs_are_never_removed(
-    entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule
-) -> None:
-    gone = {one.entry_name for one, _ in planned(entries, known, rule).removals if one.kind in ("artifact", "value")}
-    live = [run for run in known if run.is_live]
-    for kind in itertools.product(("release", "sweep"), ("demo", "other")):
-        those = sorted(
-            (run for run in known if (run.flow, run.profile) == kind), key=lambda run: (run.started, run.run)
-        )
-        judged = [run for run in those if run.judged]
-        released = [run for run in judged if run.status == RELEASED]
-        live += those[-1:] + judged[-LAST_RUNS:] + released[-1:]
-    assert not gone & {name for run in live for name in run.used}
-
-
-@pytest.mark.story
-@relaxed
-@given(stores(), runs, rules)
-def test_the_quota_is_met_unless_needed_entries_exceed_it(
-    entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule
-) -> None:
-    plan = planned(entries, known, rule)
-    if rule.quota is None:
-        assert plan.over_quota == 0
-        return
     needed = needed_by(known, runs_that_count(known))
     kept = [one for one in entries if one.entry_name in needed and one.kind not in ("set aside", "left over")]
-    if plan.over_quota:
-        assert plan.bytes_after == sum(one.bytes for one in kept) > rule.quota
+    if rule.quota is None:
+        assert plan.over_quota == 0
+    elif plan.over_quota:
+        assert plan.bytes_after == beside + sum(one.bytes for one in kept) > rule.quota
     else:
         assert plan.bytes_after <= rule.quota
 
@@ -109,7 +98,7 @@ def test_the_quota_is_met_unless_needed_entries_exceed_it(
 @pytest.mark.story
 @relaxed
 @given(stores(), runs, rules)
-def test_only_as_many_least_recently_used_entries_as_necessary_are_removed(
+def test_only_the_least_recently_used_entries_are_removed_and_none_of_a_counting_run(
     entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule
 ) -> None:
     plan = planned(entries, known, rule)
@@ -120,6 +109,14 @@ def test_only_as_many_least_recently_used_entries_as_necessary_are_removed(
         assert plan.bytes_after + went[-1].bytes > rule.quota, "the last one had to go"
     if rule.quota is None:
         assert all(rule.grace_s is not None and max(0, NOW - one.used) >= rule.grace_s for one in went)
+    live = [run for run in known if run.is_live]
+    for kind in itertools.product(("release", "sweep"), ("demo", "other")):
+        own = [run for run in known if (run.flow, run.profile) == kind]
+        those = sorted(own, key=lambda run: (run.started, run.run))
+        judged = [run for run in those if run.judged]
+        live += those[-1:] + judged[-LAST_RUNS:] + [run for run in judged if run.status == RELEASED][-1:]
+    gone = {one.entry_name for one in went if one.kind in ("artifact", "value")}
+    assert not gone & {name for run in live for name in run.used}
 
 
 def run(at: int, profile: str = "demo", *, status: str = "refused", judged: bool = True, live: bool = False) -> RunUse:
@@ -139,9 +136,7 @@ def test_the_run_that_made_the_champion_counts_however_long_ago() -> None:
         "demo-298": "last runs of demo",
         "demo-299": "last runs of demo",
     }
-
-
-def test_a_command_without_a_flow_counts_while_it_goes_on() -> None:
+    # A command without a profile counts only while it is running.
     assert runs_that_count([run(1, profile="", live=True), run(2, profile="")]) == {"-1": "in use"}
 
 
@@ -164,3 +159,99 @@ def test_sizes_are_parsed_in_common_notations(said: str, bytes_: int) -> None:
 def test_an_invalid_size_is_refused(said: str) -> None:
     with pytest.raises(InvalidInput, match="here"):
         parse_bytes(said, "here")
+
+
+KEY = "0123456789abcdef" * 4
+NAME = EntryName("merge", KEY[:32])
+
+
+def ended(runs: Path, run: str, profile: str = "demo", status: str = "refused", judged: bool = True) -> None:
+    with open_run(runs, run, "release", profile) as opened:
+        record_use(runs, run, "merge", KEY, "")
+        opened.end(status, judged=judged)
+
+
+def test_a_run_is_live_inside_its_block_and_a_record_afterwards(tmp_path: Path) -> None:
+    with open_run(tmp_path / "runs", "one", "release", "demo") as opened:
+        assert record_use(tmp_path / "runs", "one", "merge", KEY, "reverser")
+        (run,) = read_runs(tmp_path / "runs")
+        assert (run.is_live, run.status, run.used) == (True, "", {NAME: "reverser"})
+        assert (tmp_path / "runs").stat().st_mode & 0o077 == 0
+        opened.end("released", judged=True)
+    (run,) = read_runs(tmp_path / "runs")
+    assert (run.is_live, run.status, run.judged, run.profile, run.flow) == (False, "released", True, "demo", "release")
+
+
+def test_without_a_registered_run_nothing_is_recorded(tmp_path: Path) -> None:
+    assert not record_use(tmp_path, "nobody", "merge", KEY, "")
+    with open_run(tmp_path, "process-1", "command", ""):  # A command without a profile leaves no record.
+        assert [run.is_live for run in read_runs(tmp_path)] == [True]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_killed_run_is_no_longer_live_and_keeps_its_record(tmp_path: Path) -> None:
+    script = f"""
+import os, signal, pathlib
+from mergegate.tasks.store import open_run, record_use
+runs = pathlib.Path({str(tmp_path)!r})
+with open_run(runs, "killed", "release", "demo"):
+    record_use(runs, "killed", "merge", {KEY!r}, "")
+    print("noted", flush=True)
+    signal.pause()
+"""
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path.cwd()) as child:
+        assert child.stdout.readline() == b"noted\n"
+        assert [run.is_live for run in read_runs(tmp_path)] == [True]
+        forget_runs(tmp_path)
+        assert forget_runs(tmp_path, "demo") == 0, "a run that goes on is not forgotten"
+        os.kill(child.pid, signal.SIGKILL)
+        child.wait()
+    (run,) = read_runs(tmp_path)
+    assert (run.is_live, run.status, set(run.used)) == (False, "", {NAME})
+
+
+def test_a_suspended_run_continues_its_record(tmp_path: Path) -> None:
+    ended(tmp_path, "one")
+    with open_run(tmp_path, "one", "release", "demo"):
+        record_use(tmp_path, "one", "gate", KEY, "")
+        (run,) = read_runs(tmp_path)
+        assert run.is_live
+        assert run.status == ""
+        assert set(run.used) == {NAME, EntryName("gate", KEY[:32])}
+
+
+def test_an_incomplete_line_loses_only_itself(tmp_path: Path) -> None:
+    ended(tmp_path, "one", status="")
+    with (tmp_path / "one.jsonl").open("ab") as file:
+        file.write(b'{"stage": "gate", "key": "0123')
+    with open_run(tmp_path, "one", "release", "demo"):
+        record_use(tmp_path, "one", "report", KEY, "")
+        (run,) = read_runs(tmp_path)
+    assert set(run.used) == {NAME, EntryName("report", KEY[:32])}
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(b"", b"garbage", b"[]\n{}", b'{"run": 1}', b"\xff\xfe", b'{"run": "x"}'),
+        *(Path.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")),
+    ],
+)
+def test_a_damaged_record_is_set_aside_and_the_others_are_read(tmp_path: Path, damage: Any) -> None:
+    ended(tmp_path, "one")
+    path = tmp_path / "two.jsonl"
+    path.write_bytes(damage) if isinstance(damage, bytes) else damage(path)
+    assert [run.run for run in read_runs(tmp_path)] == ["one"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.jsonl", "two.jsonl.damaged-1"]
+
+
+def test_pruning_keeps_the_counting_runs_of_each_profile(tmp_path: Path) -> None:
+    ended(tmp_path, "a1", status="released")
+    for night in range(2, 7):
+        ended(tmp_path, f"a{night}")
+    ended(tmp_path, "a7", judged=False)
+    ended(tmp_path, "b1", profile="other")
+    forget_runs(tmp_path)
+    assert [run.run for run in read_runs(tmp_path)] == ["a1", "a5", "a6", "a7", "b1"]
+    assert forget_runs(tmp_path, "demo") == 4
+    assert [run.run for run in read_runs(tmp_path)] == ["b1"]

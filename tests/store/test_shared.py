@@ -64,7 +64,9 @@ def address(tmp_path: Path) -> str:
     return f"file://{tmp_path}/shared"
 
 
-def test_an_empty_machine_fetches_everything_and_rebuilds_nothing(tmp_path: Path, address: str) -> None:
+def test_an_empty_machine_fetches_everything_once_and_rebuilds_nothing(
+    tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one, two = Machine(tmp_path / "1", address), Machine(tmp_path / "2", address)
     here, there = one.build(), two.build()
     assert (one.made, two.made) == (1, 0)
@@ -73,12 +75,6 @@ def test_an_empty_machine_fetches_everything_and_rebuilds_nothing(tmp_path: Path
     assert one.value() == two.value()
     assert (one.made, two.made) == (2, 0)
     assert list((tmp_path / "shared").rglob("*.lease")) == []
-
-
-def test_fetched_files_are_hashed_once(tmp_path: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    Machine(tmp_path / "1", address).build()
-    two = Machine(tmp_path / "2", address)
-    two.build()
     monkeypatch.setattr(SharedStore, "_connected", property(lambda self: pytest.fail("it is here")))
     two.build()
 
@@ -318,16 +314,6 @@ def test_a_bucket_can_be_the_shared_store(tmp_path: Path, monkeypatch: pytest.Mo
         other.release()
 
 
-@pytest.mark.parametrize(("former", "current"), RENAMED_VARIABLES.items())
-def test_a_renamed_variable_is_an_error_that_names_the_new_one(
-    former: str, current: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(former, "1GB")
-    with pytest.raises(InvalidInput, match=former) as caught:
-        environment_setting(current)
-    assert caught.value.remedy == f"set {current}"
-
-
 def test_the_environment_is_read_strictly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MERGEGATE_SHARED_STORE", raising=False)
     assert shared_store(tmp_path) is None
@@ -335,14 +321,16 @@ def test_the_environment_is_read_strictly(tmp_path: Path, monkeypatch: pytest.Mo
     found = shared_store(tmp_path)
     assert found is shared_store(tmp_path)
     assert (found.address, found.max_bytes) == ("memory://somewhere", 10**9)
-    for address in ("somewhere", "s4://bucket"):
-        monkeypatch.setenv("MERGEGATE_SHARED_STORE", address)
-        with pytest.raises(InvalidInput, match="MERGEGATE_SHARED_STORE"):
-            shared_store(tmp_path)
-    monkeypatch.setenv("MERGEGATE_SHARED_STORE", "memory://elsewhere")
-    monkeypatch.setenv("MERGEGATE_SHARED_STORE_MAX_SIZE", "much")
-    with pytest.raises(InvalidInput, match="MERGEGATE_SHARED_STORE_MAX_SIZE"):
-        shared_store(tmp_path)
+    for name, value in (("", "somewhere"), ("", "s4://bucket"), ("", "memory://elsewhere"), ("_MAX_SIZE", "much")):
+        monkeypatch.setenv(f"MERGEGATE_SHARED_STORE{name}", value)
+        if value != "memory://elsewhere":
+            with pytest.raises(InvalidInput, match=f"MERGEGATE_SHARED_STORE{name}"):
+                shared_store(tmp_path)
+    for former, current in RENAMED_VARIABLES.items():
+        monkeypatch.setenv(former, "1GB")
+        with pytest.raises(InvalidInput, match=former) as caught:
+            environment_setting(current)
+        assert caught.value.remedy == f"set {current}"
 
 
 def test_without_a_shared_store_no_request_is_sent(tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
-"""The store: an artifact is complete or absent, is trusted only if its manifest matches, and is built once."""
+"""An artifact is complete or absent, matches its manifest, is built once, and has a key of its inputs."""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import signal
 import subprocess
@@ -11,11 +13,15 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Annotated
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from patience import HANG_S
 from pydantic import BaseModel
 
+from mergegate.tasks.store.keys import NotInKey, canonical, digest, family_prefix, merkle, stage_key
 from mergegate.tasks.store.store import MANIFEST, BuildCallbacks, Store, StoreMiss
 
 KEY = "0123456789abcdef" * 4
@@ -38,16 +44,12 @@ def never(out: Path) -> Value:
     raise AssertionError("it was built a second time")
 
 
-def test_a_built_artifact_is_found_and_not_rebuilt(tmp_path: Path) -> None:
-    found, made = Store(tmp_path).build("merge", KEY, Value, writes("abc"))
-    assert made
-    assert Store(tmp_path).build("merge", KEY, Value, never) == (found, False)
-    assert (found.directory / "sub" / "weights").read_text() == "abc"
-
-
-def test_the_digest_depends_on_content_and_not_on_the_key(tmp_path: Path) -> None:
+def test_a_built_artifact_is_found_and_its_digest_depends_on_the_content_alone(tmp_path: Path) -> None:
     store = Store(tmp_path)
-    first, _ = store.build("merge", KEY, Value, writes("abc"))
+    first, made = store.build("merge", KEY, Value, writes("abc"))
+    assert made
+    assert Store(tmp_path).build("merge", KEY, Value, never) == (first, False)
+    assert (first.directory / "sub" / "weights").read_text() == "abc"
     same, _ = store.build("merge", KEY[::-1], Value, writes("abc"))
     other, _ = store.build("merge", "f" * 64, Value, writes("abd"))
     assert first.digest == same.digest != other.digest
@@ -69,25 +71,18 @@ def test_a_damaged_artifact_is_a_miss_with_a_reason_and_is_rebuilt(
 ) -> None:
     store = Store(tmp_path)
     artifact, _ = store.build("merge", KEY, Value, writes("abc"))
+    file = artifact.directory / name
+    before = file.stat() if file.exists() else None
     if content is None:
-        (artifact.directory / name).unlink()
+        file.unlink()
     else:
-        (artifact.directory / name).write_text(content)
-    with pytest.raises(StoreMiss, match=why):
-        store.open("merge", KEY, Value)
-    assert store.build("merge", KEY, Value, writes("abc")) == (artifact, True)
-
-
-def test_an_alteration_that_keeps_size_and_time_is_detected(tmp_path: Path) -> None:
-    store = Store(tmp_path)
-    artifact, _ = store.build("merge", KEY, Value, writes("abc"))
-    weights = artifact.directory / "sub" / "weights"
-    before = weights.stat()
-    weights.write_text("abx")
-    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+        file.write_text(content)
+        if before:  # The damage is found although the time does not change.
+            os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     for deep in (False, True):
-        with pytest.raises(StoreMiss, match="was altered"):
+        with pytest.raises(StoreMiss, match=why):
             store.open("merge", KEY, Value, deep=deep)
+    assert store.build("merge", KEY, Value, writes("abc")) == (artifact, True)
 
 
 def fails(out: Path) -> Value:
@@ -184,3 +179,61 @@ def test_a_locked_family_is_awaited(tmp_path: Path) -> None:
         order.append("first")
     other.join(HANG_S)
     assert order == ["first", "second"]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text() | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+class PlacedModel(BaseModel):
+    digest: str
+    place: Annotated[Path, NotInKey]
+
+
+@pytest.mark.story
+@given(st.dictionaries(st.text(), json_values))
+def test_the_order_of_a_mapping_does_not_matter(value: dict[str, object]) -> None:
+    assert digest(value) == digest(dict(reversed(value.items())))
+
+
+@given(json_values)
+def test_a_digest_is_the_sha256_of_plain_json(value: object) -> None:
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    assert digest(value) == hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def test_the_key_covers_stage_version_and_inputs_except_fields_marked_not_in_key() -> None:
+    assert len({stage_key("merge", 1, {"a": 1}), stage_key("merge", 2, {"a": 1}), stage_key("gate", 1, {"a": 1})}) == 3
+    assert digest(PlacedModel(digest="d", place=Path("/a"))) == digest(PlacedModel(digest="d", place=Path("/b")))
+    assert digest(PlacedModel(digest="d", place=Path("/a"))) != digest(PlacedModel(digest="e", place=Path("/a")))
+
+
+def test_only_keys_of_one_family_share_a_prefix() -> None:
+    def key(**inputs: object) -> str:
+        return stage_key("evaluate", 1, inputs, "part")
+
+    first, second = key(model="m", part=[0, 10]), key(model="m", part=[10, 20])
+    prefix = family_prefix("evaluate", 1, {"model": "m", "part": "any"}, "part")
+    assert first != second
+    assert len(first) == len(second) == 64
+    assert first.startswith(prefix)
+    assert second.startswith(prefix)
+    assert first[:32] != second[:32]  # Each has a separate directory.
+    assert not key(model="other", part=[0, 10]).startswith(prefix)
+    assert not stage_key("evaluate", 2, {"model": "m", "part": [0, 10]}, "part").startswith(prefix)
+    assert first[16:] == stage_key("evaluate", 1, {"model": "m", "part": [0, 10]})[16:]
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), b"bytes", {1: 2}, float("nan")])
+def test_a_value_without_a_canonical_form_is_an_error(value: object) -> None:
+    error = ValueError if isinstance(value, float) else TypeError
+    with pytest.raises(error, match=r"only string keys" if value == {1: 2} else "no canonical JSON form"):
+        canonical(value)
+
+
+def test_a_merkle_digest_covers_name_size_and_hash() -> None:
+    trees = ({"a": (1, "x")}, {"b": (1, "x")}, {"a": (2, "x")}, {"a": (1, "y")})
+    assert len(set(map(merkle, trees))) == 4
