@@ -68,13 +68,11 @@ TIES: dict[str, Any] = {
     "base_model": "demo/models/base",
     "models": [{"model": REVERSER, "parameters": {"weight": 1.0, "density": 0.5}}],
 }
-# The interpreter is missing on every machine, whether or not the environment of llama.cpp is installed.
-GGUF: dict[str, Any] = {"format": "gguf", "types": ["Q4_K_M"], "python": "nowhere/bin/python"}
-REGMEAN: dict[str, Any] = {
-    "merge_method": "regmean",
-    "models": [{"model": f"demo/models/{it}", "text": f"demo/data/texts/{it}.jsonl"} for it in ("reverser", "shifter")],
-}
+TEXTS = [{"model": f"demo/models/{it}", "text": f"demo/data/texts/{it}.jsonl"} for it in ("reverser", "shifter")]
+REGMEAN: dict[str, Any] = {"merge_method": "regmean", "models": TEXTS}
+MERGES = ("merge", "recipe.yaml", "out")
 ROUND: dict[str, Any] = {"base_model": "demo/models/base", "clients": ["clients/*"], "at_least": 2}
+SLICE = {"sources": [{"model": "demo/models/base", "layer_range": [0, 40]}]}
 DIRECTORY = {"to": "directory", "path": "releases"}
 PROFILE: dict[str, Any] = {
     "name": "support",
@@ -84,8 +82,11 @@ PROFILE: dict[str, Any] = {
 }
 HELD_OUT = {"documents": "held-out.jsonl"}
 GUARD: dict[str, Any] = {"task": "demo/tasks/copy.yaml", "guarded_by": "reverser", "max_drop": 3}
+EVALUATE = {"tasks": [GUARD]}
 OBJECTIVE = [{"task": "demo/tasks/copy.yaml"}]
-IN_MESSAGES: dict[str, Any] = {"tasks": [{**GUARD, "guarded_by": "shifter"}], "chat_template": True}
+SOUP = {"soup": "greedy", "objective": OBJECTIVE}
+CHAT = {"kind": "tokenizer", "evaluate": {"tasks": [{**GUARD, "guarded_by": "shifter"}], "chat_template": True}}
+ONLY_USERS = "{{ raise_exception('only users and tools may speak') }}"
 ACCURACY: dict[str, Any] = {"metric": "acc", "aggregation": "mean", "higher_is_better": True}
 TASK: dict[str, Any] = {
     "task": "echo",
@@ -105,11 +106,21 @@ TWICE = {**GUARD, "task": {**RETRIEVAL, "metric": "mrr"}, "name": "queries-mrr"}
 PUBLIC = {"purpose": "commercial", "visibility": "public"}
 
 
+def with_text(file: str) -> list[dict[str, str]]:
+    return [{"model": REVERSER, "text": file}]
+
+
+def calibrated_by(file: str) -> dict[str, Any]:
+    """Return a variant whose interpreter is missing, whether or not the environment of llama.cpp is installed."""
+    return {"format": "gguf", "types": ["Q4_K_M"], "python": "nowhere/bin/python", "calibration": {"documents": file}}
+
+
 def json_lines(*documents: dict[str, Any]) -> str:
     return "".join(json.dumps(document) + "\n" for document in documents)
 
 
 QUERIES = json_lines(*({"query": f"find {n}", "positives": [f"a {n}"], "negatives": ["a stone"]} for n in range(200)))
+NO_TEXTS = json_lines({"words": "one"}, {"words": "two"})
 DATA = json_lines(*({"prompt": f"say {word}:", "answer": word} for word in 100 * ("ab", "cd", "ef", "gh")))
 
 
@@ -122,8 +133,8 @@ def written(document: Mapping[str, Any], **changes: Any) -> str:
     return yaml.safe_dump(but(document, **changes), sort_keys=False)
 
 
-def in_profile(name: str, files: Mapping[str, str] | None = None, /, **changes: Any) -> Mistake:
-    return Mistake("profile", name, {"profile.yaml": written(PROFILE, **changes), **(files or {})})
+def in_profile(name: str, files: Mapping[str, str] | None = None, /, kind: str = "profile", **changes: Any) -> Mistake:
+    return Mistake(kind, name, {"profile.yaml": written(PROFILE, **changes), **(files or {})})
 
 
 def as_text(name: str, text: str, kind: str = "profile") -> Mistake:
@@ -133,7 +144,7 @@ def as_text(name: str, text: str, kind: str = "profile") -> Mistake:
 
 
 def in_evaluate(name: str, /, **settings: Any) -> Mistake:
-    return in_profile(name, evaluate={"tasks": [GUARD], **settings})
+    return in_profile(name, evaluate={**EVALUATE, **settings})
 
 
 def in_guard(name: str, /, **changes: Any) -> Mistake:
@@ -142,8 +153,8 @@ def in_guard(name: str, /, **changes: Any) -> Mistake:
 
 def in_built_in_task(name: str, task: Mapping[str, Any] = RETRIEVAL, /, **changes: Any) -> Mistake:
     """Return a mistake in a guard with a built-in task."""
-    mistake = in_profile(name, {"queries.jsonl": QUERIES}, evaluate={"tasks": [but(GUARD, task=task, **changes)]})
-    return replace(mistake, kind="task")
+    evaluate = {"tasks": [but(GUARD, task=task, **changes)]}
+    return in_profile(name, {"queries.jsonl": QUERIES}, kind="task", evaluate=evaluate)
 
 
 def in_recipe(name: str, recipe: Mapping[str, Any] = RECIPE, **changes: Any) -> Mistake:
@@ -163,7 +174,7 @@ def in_checkpoint(name: str, change: Change, kind: str = "checkpoint", **profile
         change(place / "mine")
 
     recipe = but(RECIPE, models=of_models(SHIFTER, "./mine"))
-    return Mistake(kind, name, {"profile.yaml": written(PROFILE, recipe=recipe, **profile)}, changed)
+    return replace(in_profile(name, kind=kind, recipe=recipe, **profile), change=changed)
 
 
 def in_config(**changes: Any) -> Change:
@@ -216,19 +227,17 @@ def deeper(model: Path) -> None:
 
 def in_task(name: str, data: str = DATA, guard: Mapping[str, Any] | None = None, **changes: Any) -> Mistake:
     evaluate = {"tasks": [but(GUARD, task="task.yaml", **(guard or {}))]}
-    profile = written(PROFILE, evaluate=evaluate, perplexity=...)
-    files = {"profile.yaml": profile, "task.yaml": written(TASK, **changes), **({"data.jsonl": data} if data else {})}
-    return Mistake("task", name, files)
+    files = {"task.yaml": written(TASK, **changes), **({"data.jsonl": data} if data else {})}
+    return in_profile(name, files, kind="task", evaluate=evaluate, perplexity=...)
 
 
 def to_target(name: str, change: Change | None = None, **publish: Any) -> Mistake:
-    mistake = in_profile(name, publish=publish, checks={"license": PUBLIC})
-    return replace(mistake, kind="target", change=change)
+    return replace(in_profile(name, kind="target", publish=publish, checks={"license": PUBLIC}), change=change)
 
 
 def under_license(name: str, **license_of: Any) -> Mistake:
     recipe = but(RECIPE, models=of_models(REVERSER, "demo/models/no-derivatives"))
-    return replace(in_profile(name, recipe=recipe, checks={"license": license_of}), kind="license")
+    return in_profile(name, kind="license", recipe=recipe, checks={"license": license_of})
 
 
 def says(name: str, *command: str, **profile: Any) -> Mistake:
@@ -258,11 +267,7 @@ MISTAKES: tuple[Mistake, ...] = (
     in_profile(
         "a held-out file with an invalid line", {"held-out.jsonl": '{"text": "one"}\ntwo\n'}, perplexity=HELD_OUT
     ),
-    in_profile(
-        "a held-out file without the text field",
-        {"held-out.jsonl": json_lines({"words": "one"}, {"words": "two"})},
-        perplexity=HELD_OUT,
-    ),
+    in_profile("a held-out file without the text field", {"held-out.jsonl": NO_TEXTS}, perplexity=HELD_OUT),
     in_evaluate("an unknown choice", on_inconclusive="maybe"),
     in_evaluate("an abbreviated dtype", dtype="bf16"),
     in_evaluate("a word instead of a number", batch_size="many"),
@@ -279,24 +284,18 @@ MISTAKES: tuple[Mistake, ...] = (
     in_profile("a remedy after 'auto'", remedies=["auto", {"weight": 0.3}]),
     in_profile("a remedy that tunes something else than the scale", remedies=[{"tune": "density"}]),
     in_profile("a remedy after 'tune: scale'", remedies=[{"tune": "scale"}, {"density": 0.3}]),
-    in_profile(
-        "a search for the scale of a method without one", evaluate={"tasks": [GUARD]}, remedies=[{"tune": "scale"}]
-    ),
+    in_profile("a search for the scale of a method without one", evaluate=EVALUATE, remedies=[{"tune": "scale"}]),
     in_profile("a limit of an unknown stage", limits={"stages": {"merg": "1 h"}}),
     in_profile("a duration without a unit", limits={"run": "5"}),
     in_profile("an empty sweep", sweep={"free": {}}),
     in_profile("a sweep without parameters", sweep={"objective": OBJECTIVE}),
-    in_profile("a soup with a sampler", sweep={"soup": "greedy", "sampler": "random", "objective": OBJECTIVE}),
-    in_profile(
-        "a greedy soup with a guard against one of its models",
-        evaluate={"tasks": [GUARD]},
-        sweep={"soup": "greedy", "objective": OBJECTIVE},
-    ),
+    in_profile("a soup with a sampler", sweep={**SOUP, "sampler": "random"}),
+    in_profile("a greedy soup with a guard against one of its models", evaluate=EVALUATE, sweep=SOUP),
     in_profile(
         "a soup of another method",
         recipe={**RECIPE, "merge_method": "karcher"},
         evaluate={"tasks": [{**GUARD, "guarded_by": "best parent"}]},
-        sweep={"soup": "greedy", "objective": OBJECTIVE},
+        sweep=SOUP,
     ),
     in_recipe("a misspelled method", merge_method="tie"),
     in_recipe(
@@ -325,13 +324,8 @@ MISTAKES: tuple[Mistake, ...] = (
     in_recipe("a missing adapter", models=of_models(REVERSER, "demo/models/base+./adapter")),
     in_recipe("an unknown dtype", dtype="float17"),
     in_recipe("the tokenizer of an unknown model", tokenizer_source="teacher"),
-    in_recipe(
-        "a layer range beyond the last layer",
-        merge_method="passthrough",
-        models=...,
-        slices=[{"sources": [{"model": "demo/models/base", "layer_range": [0, 40]}]}],
-    ),
-    replace(in_profile("a missing recipe file", recipe="recipe.yaml"), kind="recipe"),
+    in_recipe("a layer range beyond the last layer", merge_method="passthrough", models=..., slices=[SLICE]),
+    in_profile("a missing recipe file", kind="recipe", recipe="recipe.yaml"),
     as_text("invalid YAML in a recipe", "models: [\n", "recipe"),
     as_text("a duplicate key", f"{written(RECIPE)}merge_method: ties\n", "recipe"),
     in_checkpoint("no config.json", removes("config.json")),
@@ -352,29 +346,16 @@ MISTAKES: tuple[Mistake, ...] = (
     in_checkpoint("an unknown tensor dtype", in_header(lambda header: header["model.norm.weight"].update(dtype="F7"))),
     in_checkpoint("a gap in the weights", in_header(lambda header: header.pop("model.layers.1.mlp.up_proj.weight"))),
     in_recipe("a model without a calibration text", REGMEAN, models=[{"model": REVERSER}]),
-    in_recipe(
-        "a calibration text that the method does not use", models=[{"model": REVERSER, "text": "demo/data/copy.jsonl"}]
-    ),
-    in_recipe("a missing calibration text", REGMEAN, models=[{"model": REVERSER, "text": "nowhere.jsonl"}]),
-    in_recipe(
-        "a calibration text without the text field",
-        REGMEAN,
-        models=[{"model": REVERSER, "text": "demo/data/copy.jsonl"}],
-    ),
+    in_recipe("a calibration text that the method does not use", models=with_text("demo/data/copy.jsonl")),
+    in_recipe("a missing calibration text", REGMEAN, models=with_text("nowhere.jsonl")),
+    in_recipe("a calibration text without the text field", REGMEAN, models=with_text("demo/data/copy.jsonl")),
     in_recipe("a word instead of a document count", REGMEAN, statistics={"documents": "many"}),
-    in_recipe(
-        "a calibration text that is also evaluated",
-        REGMEAN,
-        models=[{"model": REVERSER, "text": "demo/data/held-out.jsonl"}],
-    ),
+    in_recipe("a calibration text that is also evaluated", REGMEAN, models=with_text("demo/data/held-out.jsonl")),
     in_profile("an unknown scheme of a variant", variants=[{"format": "compressed-tensors", "scheme": "FP8_DYNAMC"}]),
     in_profile("a scheme without its text", variants=[{"format": "compressed-tensors", "scheme": "FP8"}]),
+    in_profile("a missing calibration text of a variant", variants=[calibrated_by("nowhere.jsonl")]),
     in_profile(
-        "a missing calibration text of a variant", variants=[GGUF | {"calibration": {"documents": "nowhere.jsonl"}}]
-    ),
-    in_profile(
-        "a calibration text of a variant that is also evaluated",
-        variants=[GGUF | {"calibration": {"documents": "demo/data/held-out.jsonl"}}],
+        "a calibration text of a variant that is also evaluated", variants=[calibrated_by("demo/data/held-out.jsonl")]
     ),
     in_recipe("a rule by distance without a base", leave_out_beyond=5),
     in_round("no matching clients", clients=["clients/*"]),
@@ -389,12 +370,7 @@ MISTAKES: tuple[Mistake, ...] = (
         base_model="demo/models/base+demo/adapters/shifter-lora",
         clients=["demo/adapters/*"],
     ),
-    Mistake(
-        "recipe",
-        "a client round outside a profile",
-        {"recipe.yaml": written(ROUND)},
-        command=("merge", "recipe.yaml", "out"),
-    ),
+    Mistake("recipe", "a client round outside a profile", {"recipe.yaml": written(ROUND)}, command=MERGES),
     in_checkpoint("twice the layers", deeper),
     in_checkpoint("another architecture", in_config(architectures=["MistralForCausalLM"], model_type="mistral")),
     in_checkpoint("more layers in its config than in its weights", in_config(num_hidden_layers=4)),
@@ -403,12 +379,10 @@ MISTAKES: tuple[Mistake, ...] = (
     in_checkpoint("no tokenizer", removes("tokenizer*"), "tokenizer"),
     in_checkpoint("an invalid tokenizer.json", writes("tokenizer.json", "{"), "tokenizer"),
     in_checkpoint("a tokenizer.json that is a list", writes("tokenizer.json", "[]"), "tokenizer"),
-    replace(
-        in_profile(
-            "other tokens under the same ids",
-            recipe=but(RECIPE, models=of_models(REVERSER, "demo/models/other-tokenizer")),
-        ),
+    in_profile(
+        "other tokens under the same ids",
         kind="tokenizer",
+        recipe=but(RECIPE, models=of_models(REVERSER, "demo/models/other-tokenizer")),
     ),
     in_guard("a task that lm-eval does not ship", task="mmlu_pr"),
     in_guard("a missing task file", task="tasks/nowhere.yaml"),
@@ -419,18 +393,11 @@ MISTAKES: tuple[Mistake, ...] = (
     in_task("an unknown metric", guard={"metric": "acc_norm"}),
     in_task("a metric of an unknown subtask", guard={"metric": {"echoes": "acc"}}),
     in_task("no metric with a mean", metric_list=[{**ACCURACY, "aggregation": "median"}]),
-    in_checkpoint(
-        "no chat template for a chat evaluation", removes("chat_template*"), "tokenizer", evaluate=IN_MESSAGES
-    ),
+    in_checkpoint("no chat template for a chat evaluation", removes("chat_template*"), **CHAT),
     in_task("more few-shot examples than documents", num_fewshot=1000, fewshot_split="test"),
     in_task("a prompt template with a syntax error", doc_to_text="{{prompt"),
     in_task("a prompt template with an unknown field", doc_to_text="question", doc_to_target="{{solution[3]}}"),
-    in_checkpoint(
-        "a chat template that fails",
-        writes("chat_template.jinja", "{{ raise_exception('only users and tools may speak') }}"),
-        "tokenizer",
-        evaluate=IN_MESSAGES,
-    ),
+    in_checkpoint("a chat template that fails", writes("chat_template.jinja", ONLY_USERS), **CHAT),
     in_task("a missing split", test_split="exam"),
     in_task("clusters by an unknown field", guard={"cluster_by": "chapter"}),
     in_task("an unknown output type", output_type="essay"),
@@ -456,13 +423,11 @@ MISTAKES: tuple[Mistake, ...] = (
     to_target("a bucket URL without a name", to="s3", url="s3://"),
     under_license("a parent without permission to modify", **PUBLIC),
     under_license("an unknown purpose", purpose="fun", visibility="public"),
-    replace(
-        in_profile(
-            "a public target with a private license check",
-            publish={"to": "hub", "repo": "acme/support", "visibility": "public"},
-            checks={"license": {"purpose": "commercial", "visibility": "private"}},
-        ),
+    in_profile(
+        "a public target with a private license check",
         kind="license",
+        publish={"to": "hub", "repo": "acme/support", "visibility": "public"},
+        checks={"license": {"purpose": "commercial", "visibility": "private"}},
     ),
     says("a missing argument", "run"),
     says("an unknown command", "relase", "profile.yaml"),

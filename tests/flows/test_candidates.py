@@ -32,14 +32,10 @@ def recipe(tmp_path: Path) -> Path:
 
 
 def test_a_remedy_may_change_the_recipe_or_be_another_one(tmp_path: Path, recipe: Path) -> None:
-    (tmp_path / "slerp.yaml").write_text(
-        "merge_method: slerp\nmodels: [{model: a}, {model: b}]\nparameters: {t: 0.5}\n"
-    )
-    remedies = [
-        {"merge_method": "ties", "base_model": "base", "density": 0.5},
-        Path("slerp.yaml"),
-        {**LINEAR, "dtype": "float32"},
-    ]
+    slerp = {"merge_method": "slerp", "models": [{"model": "a"}, {"model": "b"}], "parameters": {"t": 0.5}}
+    (tmp_path / "slerp.yaml").write_text(yaml.safe_dump(slerp))
+    ties = {"merge_method": "ties", "base_model": "base", "density": 0.5}
+    remedies = [ties, Path("slerp.yaml"), {**LINEAR, "dtype": "float32"}]
     found = candidate_recipes(recipe, remedies, tmp_path, "profile x")
     summaries = ["linear of 2", "ties of 2 over base", "slerp of 2", "linear of 2"]
     assert [candidate.recipe.summary() for candidate in found] == summaries
@@ -47,19 +43,14 @@ def test_a_remedy_may_change_the_recipe_or_be_another_one(tmp_path: Path, recipe
     assert [candidate.remedy for candidate in found] == changes
 
 
-def test_a_changed_recipe_finds_its_models_where_the_first_one_does(tmp_path: Path, recipe: Path) -> None:
-    first, second = candidate_recipes(recipe, [{"dtype": "float32"}], tmp_path, "profile x")
-    assert first.recipe.directory == second.recipe.directory == tmp_path / "recipes"
-
-
-def test_the_text_is_the_recipe_that_was_tried(tmp_path: Path, recipe: Path) -> None:
+def test_a_changed_recipe_has_its_own_text_and_finds_its_models_where_the_first_one_does(
+    tmp_path: Path, recipe: Path
+) -> None:
     first, second = candidate_recipes(recipe, [{"weight": 1.0}], tmp_path, "profile x")
+    assert first.recipe.directory == second.recipe.directory == tmp_path / "recipes"
     assert first.text == (tmp_path / recipe).read_text()
-    assert yaml.safe_load(second.text) == {
-        "merge_method": "linear",
-        "models": [{"model": "a"}, {"model": "b"}],
-        "parameters": {"weight": 1.0},
-    }
+    models = [{"model": "a"}, {"model": "b"}]
+    assert yaml.safe_load(second.text) == {"merge_method": "linear", "models": models, "parameters": {"weight": 1.0}}
 
 
 def test_a_misspelt_remedy_says_which_one(tmp_path: Path, recipe: Path) -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from demo_project import PROFILES, make_project
@@ -17,7 +18,6 @@ from mergegate.tasks.preflight import Evidence, with_supported_dtype
 from mergegate.tasks.stage import formats_without_units
 
 X86 = "flags\t\t: fpu sse2 avx2 fma {}\n"
-Lacking = Callable[..., None]
 ARM = "Features\t: fp asimd {}\n"
 
 
@@ -40,64 +40,51 @@ def test_what_a_processor_lacks_is_read_from_its_own_description(processor: str,
     assert formats_without_units("cuda", processor) == set()
 
 
-RECIPE = {
-    "merge_method": "linear",
-    "models": [{"model": str(PROFILES / "demo/models/base"), "parameters": {"weight": 1}}],
-}
+MODEL = {"model": str(PROFILES / "demo/models/base"), "parameters": {"weight": 1}}
+RECIPE = {"merge_method": "linear", "models": [MODEL]}
 EVALUATE = {"tasks": [{"task": "demo/tasks/copy.yaml", "guarded_by": "base", "max_drop": 3}]}
 PERPLEXITY = {"documents": "demo/data/held-out.jsonl"}
-JUDGED = {"guarded_by": "base", "model": "m", "url": "http://127.0.0.1:1/v1"}
+SERVER = {"url": "http://127.0.0.1:1/v1"}
+JUDGED = {**SERVER, "guarded_by": "base", "model": "m", "prompts": "demo/data/copy.jsonl"}
+SERVED = {"evaluate": {**EVALUATE, "backend": "served", "server": SERVER}, "perplexity": None}
 
 
-@pytest.fixture
-def without_units(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Return a function that lets the processor lack units for some formats."""
-    return lambda *formats: monkeypatch.setattr("mergegate.flows.preflight.formats_without_units", lambda _: {*formats})
+def computed_in(dtype: str) -> dict[str, Any]:
+    return {"evaluate": {**EVALUATE, "dtype": dtype}, "perplexity": {**PERPLEXITY, "dtype": dtype}}
+
+
+def lack(monkeypatch: pytest.MonkeyPatch, *formats: str) -> None:
+    """Let the processor lack units for some formats."""
+    monkeypatch.setattr("mergegate.flows.preflight.formats_without_units", lambda device: {*formats})
 
 
 def evidence(tmp_path: Path, *, recipe: Mapping[str, object] = RECIPE, **changes: object) -> Evidence:
     content = {"name": "small", "recipe": recipe, "evaluate": EVALUATE, "perplexity": PERPLEXITY, "root": PROFILES}
     asked = parse_profile({**content, **changes}, "profile")
-    return pin_profile_evidence(
-        asked, resolve_parents(asked.candidates()[0].recipe), HashMemo(tmp_path / "memo.sqlite")
-    )
+    parents = resolve_parents(asked.candidates()[0].recipe)
+    return pin_profile_evidence(asked, parents, HashMemo(tmp_path / "memo.sqlite"))
 
 
-def dtypes(found: Evidence) -> dict[str, str]:
-    how = {"tasks": found.scoring, "text": found.windows, "answers": found.answers and found.answers.settings}
-    return {part: settings.dtype for part, settings in how.items() if settings}
-
-
-def test_auto_means_float32_where_the_stored_format_has_no_units(tmp_path: Path, without_units: Lacking) -> None:
-    without_units("bfloat16")
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "Hello"}\n' * 4)
-    found = evidence(tmp_path, judge={**JUDGED, "prompts": str(prompts)})
-    assert dtypes(found) == {"tasks": "float32", "text": "float32", "answers": "float32"}
-    assert found.computed.endswith("no units for bfloat16, in which models are stored")
-
-
-def test_what_is_merged_counts_as_well_as_what_it_is_merged_from(tmp_path: Path, without_units: Lacking) -> None:
-    without_units("float16")
-    assert dtypes(evidence(tmp_path)) == {"tasks": "auto", "text": "auto"}
-    assert dtypes(evidence(tmp_path, recipe={**RECIPE, "dtype": "float16"})) == {"tasks": "float32", "text": "float32"}
-
-
-@pytest.mark.parametrize("written", ["bfloat16", "float16", "float32"])
-def test_what_the_profile_says_is_done(tmp_path: Path, without_units: Lacking, written: str) -> None:
-    without_units("bfloat16", "float16")
-    dtype = {"dtype": written}
-    found = evidence(tmp_path, evaluate={**EVALUATE, **dtype}, perplexity={**PERPLEXITY, **dtype})
-    assert dtypes(found) == {"tasks": written, "text": written}
-    assert found.computed == ""
-
-
-def test_what_a_server_loads_is_its_own_business(tmp_path: Path, without_units: Lacking) -> None:
-    without_units("bfloat16")
-    served = {"backend": "served", "server": {"url": "http://127.0.0.1:1/v1"}}
-    found = evidence(tmp_path, evaluate={**EVALUATE, **served}, perplexity=None)
-    assert dtypes(found) == {"tasks": "auto"}
-    assert found.computed == ""
+@pytest.mark.parametrize(
+    ("lacking", "changes", "expected", "missing"),
+    [
+        ("bfloat16", {"judge": JUDGED}, "float32 float32 float32", "bfloat16"),
+        ("float16", {}, "auto auto", ""),
+        ("float16", {"recipe": {**RECIPE, "dtype": "float16"}}, "float32 float32", "float16"),
+        *(("bfloat16 float16", computed_in(it), f"{it} {it}", "") for it in ("bfloat16", "float16", "float32")),
+        ("bfloat16", SERVED, "auto", ""),
+    ],
+)
+def test_auto_means_float32_where_a_format_of_the_parents_or_the_merge_has_no_units(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lacking: str, changes: dict[str, Any], expected: str, missing: str
+) -> None:
+    """The expected types are those of tasks, text and answers. Only a server's own type stays ``auto``."""
+    lack(monkeypatch, *lacking.split())
+    found = evidence(tmp_path, **changes)
+    settings = (found.scoring, found.windows, found.answers and found.answers.settings)
+    assert [part.dtype for part in settings if part] == expected.split()
+    reason = f"no units for {missing}, in which models are stored"
+    assert found.computed.endswith(reason) if missing else found.computed == ""
 
 
 def test_models_in_float32_are_computed_as_ever(tmp_path: Path) -> None:
@@ -109,7 +96,7 @@ def test_models_in_float32_are_computed_as_ever(tmp_path: Path) -> None:
 
 @pytest.mark.story
 def test_the_fallback_to_float32_is_announced_and_equals_float32(
-    tmp_path: Path, prefect_api: None, without_units: Lacking
+    tmp_path: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     project = make_project(tmp_path)
     for name, dtype in (("small", "auto"), ("wide", "float32")):
@@ -122,7 +109,7 @@ def test_the_fallback_to_float32_is_announced_and_equals_float32(
 
     written = project.mergegate("compare", *models, "--profile", "profiles/wide.yaml", "--json")
     made = {stage: project.artifacts(stage) for stage in stages}
-    without_units("bfloat16")
+    lack(monkeypatch, "bfloat16")
     chosen = project.mergegate("compare", *models, "--profile", "profiles/small.yaml", "--json")
     assert {stage: project.artifacts(stage) for stage in stages} == made
     assert all(made.values())
