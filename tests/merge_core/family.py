@@ -92,14 +92,10 @@ def save_checkpoint(
     tokens = tensors["model.embed_tokens.weight"].shape[0]
     layers = sum("input_layernorm" in name for name in names)
     content = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": layers,
-        "vocab_size": tokens,
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": layers, "vocab_size": tokens,
         "tie_word_embeddings": "lm_head.weight" not in tensors,
-        "torch_dtype": str(next(iter(tensors.values())).dtype).removeprefix("torch."),
-        **(config or {}),
-    }
+        "torch_dtype": str(next(iter(tensors.values())).dtype).removeprefix("torch."), **(config or {}),
+    }  # fmt: skip
     (directory / "config.json").write_text(json.dumps(content))
     save_tokenizer(directory, [f"t{number}" for number in range(tokens)])
     return directory

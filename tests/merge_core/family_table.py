@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from family_trials import try_adapter, try_experts, try_vocabulary
+from family_trials import DONE, merged, try_adapter, try_experts, try_vocabulary
 from in_memory import average, stack
 from tiny_families import BY_NAME, FAMILIES, LAYERS, TinyFamily, load, logits, make
 
-from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_with_findings
+from mergegate.merge_core import load_recipe, open_checkpoint
 
 DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "families.md"
 WHOLE = "merge_method: linear\nmodels: [{model: a, parameters: {weight: 0.3}}, {model: b, parameters: {weight: 0.7}}]\n"
 Cut = list[tuple[str, int, int]]
-DONE = "✓"
 _ROW = re.compile(r"^\| (?P<name>[^|]+?) \| (?P<cells>.+) \|$")
 _COLUMNS = ("family", "whole models", "slices", "vocabulary", "adapters", "experts")
 
@@ -53,15 +52,9 @@ def recipe_of(cut: Cut) -> str:
 
 def merge_or_refuse(text: str, root: Path, out: str) -> str | None:
     """Merge, or return the key or tensor that the blocking finding names."""
-    recipe = load_recipe(text)
-    planned = plan_with_findings(recipe, {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()})
-    if planned.plan is None or planned.blocking:
-        (finding, *_) = planned.blocking
-        assert finding.found, finding
-        assert finding.remedy or finding.expected, finding
-        return finding.where.rsplit(": ", 1)[-1]
-    merge_weights(planned.plan, root / out)
-    return None
+    tables = {str(ref): open_checkpoint(root / ref.path) for ref in load_recipe(text).references()}
+    refusal = merged(text, tables, root / out)
+    return refusal and refusal.removeprefix("refused: `").removesuffix("`")
 
 
 def parents_of(family: TinyFamily, root: Path) -> dict[str, Any]:
@@ -127,13 +120,16 @@ def rows() -> dict[str, list[str]]:
     return found
 
 
-def write(outcomes: Mapping[str, list[str]]) -> None:
-    """Write the table into the document."""
+def replace_between(start: str, end: str, content: str) -> None:
+    """Replace the part of the document between two comments."""
     text = DOCUMENT.read_text("utf-8")
-    lines = [f"| {' | '.join(_COLUMNS)} |", f"|{' --- |' * len(_COLUMNS)}"]
-    lines += [f"| {' | '.join((name, *found))} |" for name, found in outcomes.items()]
-    start, end = text.index("<!-- table -->"), text.index("<!-- end of table -->")
-    DOCUMENT.write_text(text[:start] + "<!-- table -->\n\n" + "\n".join(lines) + "\n\n" + text[end:], "utf-8")
+    DOCUMENT.write_text(text[: text.index(start)] + f"{start}\n\n{content}\n\n" + text[text.index(end) :], "utf-8")
+
+
+def markdown_table(columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
+    """Return a Markdown table. The first column contains the keys of ``rows``."""
+    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
+    return "\n".join([*lines, *(f"| {' | '.join((name, *cells))} |" for name, cells in rows.items())])
 
 
 def main() -> None:
@@ -143,7 +139,7 @@ def main() -> None:
         with TemporaryDirectory() as place:
             outcomes[family.name] = row_of(family, Path(place))
         print(family.name, *outcomes[family.name], sep="\t", file=sys.stderr)
-    write(outcomes)
+    replace_between("<!-- table -->", "<!-- end of table -->", markdown_table(_COLUMNS, outcomes))
 
 
 if __name__ == "__main__":

@@ -45,8 +45,9 @@ _MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 def refused(said: Finding | InvalidInput) -> str:
     """Return the table cell for a refusal: the key or tensor that the message names.
 
-    A message without a remedy or an expected value fails the trial.
+    A message without the state that was found, or without a remedy or an expected value, fails the trial.
     """
+    assert said.found, said
     assert said.remedy or said.expected, said
     return f"refused: `{said.where.rsplit(': ', 1)[-1]}`"
 

@@ -1,102 +1,80 @@
-"""Compare model_kinds.json with the mappings of the installed transformers, and kinds of directories with the rule."""
+"""Kinds of models are those of transformers, and a merge of models of different kinds is refused by name.
+
+``model_kinds.json`` is compared with the mappings of the installed transformers. Exceptions are the networks that other
+models were trained from.
+"""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Iterator
+from itertools import permutations
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_kinds import write
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from mergegate.merge_core import architecture
+from mergegate.merge_core import (
+    Checkpoint,
+    PlannedMerge,
+    architecture,
+    load_recipe,
+    open_checkpoint,
+    plan_with_findings,
+)
 from mergegate.merge_core.architecture import find_kind
 from mergegate.merge_core.checkpoint import Companions
 
 KINDS = Path(architecture.__file__).parent / "model_kinds.json"
 # Entries of model_kinds.json in order: task on the Hub, kind, loader, forms of tasks, modalities, and mappings.
 TEXT, PICTURES, SOUND = ("text",), ("text", "pictures"), ("sound",)
-ENTRIES: tuple[tuple[str, str, str, tuple[str, ...], tuple[str, ...], tuple[str, ...]], ...] = (
-    (
-        "automatic-speech-recognition",
-        "speech",
-        "AutoModelForSpeechSeq2Seq",
-        ("transcription",),
-        SOUND,
-        ("SPEECH_SEQ_2_SEQ unprompted",),
-    ),
-    ("automatic-speech-recognition", "speech", "AutoModelForCTC", ("transcription",), SOUND, ("CTC",)),
-    ("automatic-speech-recognition", "speech", "", (), SOUND, ("RNNT", "TDT")),
+SPEECH, VISION = "automatic-speech-recognition", "vision-language"
+Entry = tuple[str, str, str, tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+
+
+def unjudged(tag: str, *mappings: str, kind: str = "other", loader: str | None = None) -> Entry:
+    """Return an entry of a kind without tasks, whose loader has the name of its mapping."""
+    words = "".join(word.capitalize() for word in mappings[0].split("_"))
+    return tag, kind, f"AutoModelFor{words}" if loader is None else loader, (), (), mappings
+
+
+ENTRIES: tuple[Entry, ...] = (
+    (SPEECH, "speech", "AutoModelForSpeechSeq2Seq", ("transcription",), SOUND, ("SPEECH_SEQ_2_SEQ unprompted",)),
+    (SPEECH, "speech", "AutoModelForCTC", ("transcription",), SOUND, ("CTC",)),
+    (SPEECH, "speech", "", (), SOUND, ("RNNT", "TDT")),
     # Language models that transcribe if a prompt tells them to. Transcription tasks have no prompts.
-    (
-        "automatic-speech-recognition",
-        "speech",
-        "AutoModelForMultimodalLM",
-        TEXT,
-        SOUND,
-        ("SPEECH_SEQ_2_SEQ prompted",),
-    ),
-    (
-        "image-text-to-text",
-        "vision-language",
-        "AutoModelForImageTextToText",
-        PICTURES,
-        ("pictures",),
-        ("IMAGE_TEXT_TO_TEXT",),
-    ),
+    (SPEECH, "speech", "AutoModelForMultimodalLM", TEXT, SOUND, ("SPEECH_SEQ_2_SEQ prompted",)),
+    ("image-text-to-text", VISION, "AutoModelForImageTextToText", PICTURES, ("pictures",), ("IMAGE_TEXT_TO_TEXT",)),
     ("audio-text-to-text", "speech", "AutoModelForMultimodalLM", TEXT, SOUND, ("MULTIMODAL_LM sound",)),
     ("audio-text-to-text", "speech", "", (), SOUND, ("SEQ_TO_SEQ_CAUSAL_LM sound",)),
-    ("any-to-any", "vision-language", "AutoModelForMultimodalLM", PICTURES, ("pictures", "sound"), ("MULTIMODAL_LM",)),
+    ("any-to-any", VISION, "AutoModelForMultimodalLM", PICTURES, ("pictures", "sound"), ("MULTIMODAL_LM",)),
     ("text-generation", "text generator", "AutoModelForCausalLM", TEXT, (), ("CAUSAL_LM",)),
     ("text2text-generation", "sequence-to-sequence", "AutoModelForSeq2SeqLM", TEXT, (), ("SEQ_TO_SEQ_CAUSAL_LM",)),
-    ("text-classification", "classifier", "AutoModelForSequenceClassification", (), (), ("SEQUENCE_CLASSIFICATION",)),
-    ("token-classification", "classifier", "AutoModelForTokenClassification", (), (), ("TOKEN_CLASSIFICATION",)),
-    ("question-answering", "other", "AutoModelForQuestionAnswering", (), (), ("QUESTION_ANSWERING",)),
-    ("multiple-choice", "other", "AutoModelForMultipleChoice", (), (), ("MULTIPLE_CHOICE",)),
-    ("fill-mask", "other", "AutoModelForMaskedLM", (), (), ("MASKED_LM",)),
-    ("image-classification", "classifier", "AutoModelForImageClassification", (), (), ("IMAGE_CLASSIFICATION",)),
-    ("video-classification", "classifier", "AutoModelForVideoClassification", (), (), ("VIDEO_CLASSIFICATION",)),
-    ("audio-classification", "classifier", "AutoModelForAudioClassification", (), (), ("AUDIO_CLASSIFICATION",)),
-    (
-        "zero-shot-image-classification",
-        "other",
-        "AutoModelForZeroShotImageClassification",
-        (),
-        (),
-        ("ZERO_SHOT_IMAGE_CLASSIFICATION",),
+    unjudged("text-classification", "SEQUENCE_CLASSIFICATION", kind="classifier"),
+    unjudged("token-classification", "TOKEN_CLASSIFICATION", kind="classifier"),
+    unjudged("question-answering", "QUESTION_ANSWERING"),
+    unjudged("multiple-choice", "MULTIPLE_CHOICE"),
+    unjudged("fill-mask", "MASKED_LM", loader="AutoModelForMaskedLM"),
+    unjudged("image-classification", "IMAGE_CLASSIFICATION", kind="classifier"),
+    unjudged("video-classification", "VIDEO_CLASSIFICATION", kind="classifier"),
+    unjudged("audio-classification", "AUDIO_CLASSIFICATION", kind="classifier"),
+    unjudged("zero-shot-image-classification", "ZERO_SHOT_IMAGE_CLASSIFICATION"),
+    unjudged("object-detection", "OBJECT_DETECTION"),
+    unjudged("zero-shot-object-detection", "ZERO_SHOT_OBJECT_DETECTION"),
+    unjudged(
+        "image-segmentation", "SEMANTIC_SEGMENTATION", "UNIVERSAL_SEGMENTATION", "INSTANCE_SEGMENTATION", loader=""
     ),
-    ("object-detection", "other", "AutoModelForObjectDetection", (), (), ("OBJECT_DETECTION",)),
-    (
-        "zero-shot-object-detection",
-        "other",
-        "AutoModelForZeroShotObjectDetection",
-        (),
-        (),
-        ("ZERO_SHOT_OBJECT_DETECTION",),
-    ),
-    (
-        "image-segmentation",
-        "other",
-        "",
-        (),
-        (),
-        ("SEMANTIC_SEGMENTATION", "UNIVERSAL_SEGMENTATION", "INSTANCE_SEGMENTATION"),
-    ),
-    ("mask-generation", "other", "AutoModelForMaskGeneration", (), (), ("MASK_GENERATION",)),
-    ("depth-estimation", "other", "AutoModelForDepthEstimation", (), (), ("DEPTH_ESTIMATION",)),
-    (
-        "visual-question-answering",
-        "other",
-        "AutoModelForVisualQuestionAnswering",
-        (),
-        (),
-        ("VISUAL_QUESTION_ANSWERING",),
-    ),
-    ("text-to-speech", "other", "", (), (), ("TEXT_TO_WAVEFORM", "TEXT_TO_SPECTROGRAM")),
-    ("time-series-forecasting", "other", "", (), (), ("TIME_SERIES_PREDICTION",)),
-    ("image-feature-extraction", "other", "AutoModel", (), (), ("IMAGE",)),
-    ("feature-extraction", "other", "AutoModel", (), (), ("BASE",)),
+    unjudged("mask-generation", "MASK_GENERATION"),
+    unjudged("depth-estimation", "DEPTH_ESTIMATION"),
+    unjudged("visual-question-answering", "VISUAL_QUESTION_ANSWERING"),
+    unjudged("text-to-speech", "TEXT_TO_WAVEFORM", "TEXT_TO_SPECTROGRAM", loader=""),
+    unjudged("time-series-forecasting", "TIME_SERIES_PREDICTION", loader=""),
+    unjudged("image-feature-extraction", "IMAGE", loader="AutoModel"),
+    unjudged("feature-extraction", "BASE", loader="AutoModel"),
 )
 
 
@@ -154,3 +132,73 @@ def mapping_of(name: str) -> dict[str, Any]:
 def test_a_class_in_several_mappings_has_its_widest_kind() -> None:
     kind = find_kind({"architectures": ["Gemma3ForConditionalGeneration"]}, Companions())
     assert (kind.name, kind.pipeline_tag) == ("vision-language", "image-text-to-text")
+
+
+LINEAR = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 0.5}\n"
+VECTORS = "merge_method: task_arithmetic\nbase_model: a\nmodels: [{model: b}]\nparameters: {weight: 0.5}\n"
+# Some have the same classes and sizes, so that only their kind differs.
+SAMPLED = ("text generator", "bert embedding", "cross-encoder", "sequence classifier", "t5", "whisper", "llava")
+PRETRAINED = ("bare encoder", "masked language model", "causal language model")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+    root = tmp_path_factory.mktemp("kinds")
+    names = [*SAMPLED, "bare encoder", "masked language model", "qwen3 embedding"]
+    directories = {name: write(name, root / name.replace(" ", "-")) for name in names}
+    config = AutoConfig.from_pretrained(directories["qwen3 embedding"])
+    AutoModelForCausalLM.from_config(config).save_pretrained(root / "causal")
+    for file in directories["qwen3 embedding"].glob("tokenizer*"):
+        shutil.copy(file, root / "causal")
+    directories["causal language model"] = root / "causal"
+    return {name: open_checkpoint(path) for name, path in directories.items()}
+
+
+def planned(recipe: str, first: Checkpoint, second: Checkpoint) -> PlannedMerge:
+    return plan_with_findings(load_recipe(recipe), {"a": first, "b": second})
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("recipe", [LINEAR, VECTORS], ids=["linear", "task vectors"])
+def test_two_models_of_different_kinds_are_refused(recipe: str, checkpoints: dict[str, Checkpoint]) -> None:
+    for first, second in permutations(SAMPLED, 2):
+        assert planned(recipe, checkpoints[first], checkpoints[second]).blocking, (first, second)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_two_models_of_one_kind_fit(name: str, checkpoints: dict[str, Checkpoint]) -> None:
+    assert planned(LINEAR, checkpoints[name], checkpoints[name]).blocking == ()
+
+
+def test_the_refusal_names_both_models_and_their_kinds(checkpoints: dict[str, Checkpoint]) -> None:
+    for recipe in (LINEAR, VECTORS):
+        blocking = planned(recipe, checkpoints["bert embedding"], checkpoints["cross-encoder"]).blocking
+        (finding,) = [finding for finding in blocking if finding.where == "b: kind of model"]
+        assert (finding.found, finding.expected) == ("a cross-encoder", "an embedding model, like a")
+
+
+@pytest.mark.parametrize("base", PRETRAINED)
+def test_the_base_of_embedding_models_may_be_the_network_they_were_trained_from(
+    base: str, checkpoints: dict[str, Checkpoint]
+) -> None:
+    name = "qwen3 embedding" if base == "causal language model" else "bert embedding"
+    result = planned(VECTORS, checkpoints[base], checkpoints[name])
+    assert result.blocking == ()
+    assert result.plan is not None
+    assert find_kind(result.plan.config, result.plan.companions).name == "embedding"
+
+
+@pytest.mark.parametrize("base", PRETRAINED[1:])
+def test_a_language_model_is_not_averaged_with_embedding_models(base: str, checkpoints: dict[str, Checkpoint]) -> None:
+    embedding = checkpoints["qwen3 embedding" if base == "causal language model" else "bert embedding"]
+    for pair in ((checkpoints[base], embedding), (embedding, checkpoints[base])):
+        assert any(finding.where.endswith("kind of model") for finding in planned(LINEAR, *pair).blocking)
+    assert planned(VECTORS, embedding, checkpoints[base]).blocking
+
+
+def test_a_network_without_a_head_is_averaged_with_a_warning_about_its_pooling(
+    checkpoints: dict[str, Checkpoint],
+) -> None:
+    result = planned(LINEAR, checkpoints["bert embedding"], checkpoints["bare encoder"])
+    assert result.blocking == ()
+    assert "b: modules.json" in [finding.where for finding in result.findings if finding.severity == "warn"]

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -237,18 +238,11 @@ def test_a_second_process_waits_and_reports_it_once(path: Path) -> None:
 
 
 def test_a_waiter_locks_the_current_file_after_the_old_one_was_removed(path: Path) -> None:
-    waiting, inside, leave = threading.Event(), threading.Event(), threading.Event()
-
-    def second() -> None:
-        with hold_lock(path, remove=True, on_wait=waiting.set):
-            inside.set()
-            leave.wait(60)
-
+    leave = threading.Event()
     with hold_lock(path, remove=True):
-        thread = threading.Thread(target=second)
-        thread.start()
-        assert waiting.wait(60)
-    assert inside.wait(60)
+        thread = waiter(path, order := [], leave, remove=True)
+    while not order:
+        time.sleep(0.001)
     assert try_open_locked(path, FLAGS) is None, "a third one finds the file of the second"
     leave.set()
     thread.join(60)
