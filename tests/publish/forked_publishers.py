@@ -53,8 +53,8 @@ from mergegate.tasks.publish.targets.hub_publication import publish_hub
 from mergegate.tasks.checkpoints.hub import HubAccess
 
 def publish(request, job, waits):
-    access = HubAccess(job["endpoint"], job["token"])
-    done = publish_hub(request, job["repo"], access, wait=waits.append, **job["options"])
+    access = HubAccess(job["target"]["endpoint"], job["target"]["token"])
+    done = publish_hub(request, "acme/demo", access, wait=waits.append, **job["target"]["options"])
     return {"commit": done.commit, "new": done.new}
 """
 _FORKS = """
@@ -106,12 +106,13 @@ class ForkedPublishers:
         expected_head: str | None = None,
         on_start: Callable[[int], None] = lambda pid: None,
         sha256: Mapping[str, str] | None = None,
-        **more: Any,
+        watched: bool = False,
     ) -> dict[str, Any]:
         """Publish ``files`` (name -> path) and return the outcome: version and new, refused, or killed.
 
+        ``target`` has the settings of a profile; for the Hub's client ``endpoint``, ``token`` and ``options``.
         ``on_start`` is called with the process ID before the process sends anything. ``sha256`` holds the hashes of
-        gated files that differ on disk.
+        gated files that differ on disk. The outcome of a ``watched`` publication has the reported progress.
         """
         known = sha256 or {}
         job = {
@@ -120,29 +121,16 @@ class ForkedPublishers:
             "version": version,
             "expected_head": expected_head,
             "memo": str(self.memo),
-            "watched": False,
+            "watched": watched,
         }
         assert self.process.stdin
         assert self.process.stdout
-        self.process.stdin.write(json.dumps({**job, **more}) + "\n")
+        self.process.stdin.write(json.dumps(job) + "\n")
         self.process.stdin.flush()
         on_start(json.loads(self.process.stdout.readline())["pid"])
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())
         assert "unexpected" not in answer, answer["unexpected"]
         return answer
-
-
-class HubPublishers(ForkedPublishers):
-    """Publishers that use the real client of the Hub."""
-
-    def publish_to_hub(
-        self, endpoint: str, token: str, files: Mapping[str, Path], version: str, **more: Any
-    ) -> dict[str, Any]:
-        """Publish to ``acme/demo``. ``more`` has arguments of `publish`, and options of ``publish_hub``."""
-        ours = ("expected_head", "on_start", "sha256", "watched")
-        arguments = {name: more.pop(name) for name in ours if name in more}
-        hub = {"endpoint": endpoint, "token": token, "repo": "acme/demo", "options": more}
-        return self.publish({}, files, version, **arguments, **hub)
 
 
 @contextmanager
@@ -174,11 +162,11 @@ def forked_publishers(place: Path, *warm: str, **environment: str) -> Iterator[F
 
 
 @contextmanager
-def hub_publishers(place: Path, *, xet: bool) -> Iterator[HubPublishers]:
+def hub_publishers(place: Path, *, xet: bool) -> Iterator[ForkedPublishers]:
     """Run a warm process that has imported the client of the Hub, with its own empty cache."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     settings = {"HF_HOME": str(place / "hf"), "HF_HUB_DISABLE_XET": "0" if xet else "1"}
     # hf_xet waits between retries in Rust, where a patched `time.sleep` has no effect.
     settings |= {"HF_XET_CLIENT_RETRY_MAX_ATTEMPTS": "1", "HF_XET_CLIENT_RETRY_BASE_DELAY": "1ms"}
     with _warm_process(place, _HUB, environment={**clean, **settings}) as started:
-        yield HubPublishers(*started)
+        yield ForkedPublishers(*started)

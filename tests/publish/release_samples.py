@@ -264,16 +264,11 @@ def variant_parts(
         reasons = {"outcome": "fail", "publishable": False, "reasons": ("copying lost 5.0 points against merge",)}
         verdicts.append(
             build(
-                VariantVerdict,
-                type=name,
-                backend="llama_cpp",
-                record=record,
+                VariantVerdict, type=name, backend="llama_cpp", record=record,
                 checks=(Check.passed_check("chat template", f"read from {root}", "that of the merge"),),
-                gate=of_merge.content.verdict,
-                digest=sha(name),
-                **(reasons if name in failed else {}),
+                gate=of_merge.content.verdict, digest=sha(name), **(reasons if name in failed else {}),
             )
-        )
+        )  # fmt: skip
         if name not in failed:
             weights = stored("variant", root / name, record, variant__gguf=data)
             passed.append(PassedVariant(name, weights, evidence(root / f"evidence of {name}")))

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from forked_publishers import HubPublishers, hub_publishers
+from forked_publishers import ForkedPublishers, hub_publishers
 from hub_look_alike import READER, STRANGER, WRITER, Fault, LookAlike, hub, use_hub
 from look_alike_repository import Repository, plain
 from loopback import Request
@@ -44,12 +44,14 @@ AutoModelForCausalLM.from_pretrained("acme/demo", revision="v1")
 class Publication:
     """A release, and a publisher for the stand-in Hub."""
 
-    warm: HubPublishers
+    warm: ForkedPublishers
     stand_in: LookAlike
     files: dict[str, Path]
 
-    def publish(self, version: str = "v1", token: str = WRITER, **options: Any) -> dict[str, Any]:
-        return self.warm.publish_to_hub(self.stand_in.url, token, self.files, version, **options)
+    def publish(self, version: str = "v1", token: str = WRITER, **more: Any) -> dict[str, Any]:
+        options = {name: more.pop(name) for name in ("visibility", "gated") if name in more}
+        target = {"endpoint": self.stand_in.url, "token": token, "options": options}
+        return self.warm.publish(target, self.files, version, **more)
 
     def replace_weights(self) -> None:
         self.files["model.safetensors"].write_bytes(os.urandom(2000))
@@ -61,13 +63,13 @@ class Publication:
 
 
 @pytest.fixture(scope="module")
-def lfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubPublishers]:
+def lfs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedPublishers]:
     with hub_publishers(tmp_path_factory.mktemp("lfs"), xet=False) as warm:
         yield warm
 
 
 @pytest.fixture(scope="module")
-def xet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HubPublishers]:
+def xet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkedPublishers]:
     with hub_publishers(tmp_path_factory.mktemp("xet"), xet=True) as warm:
         yield warm
 
@@ -87,7 +89,7 @@ def files(tmp_path: Path) -> dict[str, Path]:
 
 
 @pytest.fixture
-def demo(lfs: HubPublishers, stand_in: LookAlike, files: dict[str, Path]) -> Publication:
+def demo(lfs: ForkedPublishers, stand_in: LookAlike, files: dict[str, Path]) -> Publication:
     return Publication(lfs, stand_in, files)
 
 
@@ -106,7 +108,7 @@ def run_with_hub(script: str, *arguments: str, **settings: str) -> str:
 def test_a_published_release_downloads_byte_for_byte_and_loads(
     tmp_path: Path, by: str, request: pytest.FixtureRequest
 ) -> None:
-    warm: HubPublishers = request.getfixturevalue(by.partition(" ")[0])
+    warm: ForkedPublishers = request.getfixturevalue(by.partition(" ")[0])
     (tmp_path / "README.md").write_text(CARD)
     (tmp_path / "empty").touch()
     model = {path.name: path for path in MODEL.iterdir() if path.is_file() and path.name != "README.md"}
@@ -143,11 +145,6 @@ print(found and found.head, found and sorted(p.name for p in found.directory.ite
     assert run_with_hub(script, **settings).strip() == expected
 
 
-def test_a_new_repository_is_private(demo: Publication) -> None:
-    demo.publish()
-    assert demo.stand_in.repository.private
-
-
 def test_a_public_release_is_seen_by_others_only_when_it_is_complete(demo: Publication) -> None:
     complete: list[bool] = []
 
@@ -165,6 +162,7 @@ def test_a_public_release_is_seen_by_others_only_when_it_is_complete(demo: Publi
 
 def test_a_version_never_changes_its_content(demo: Publication) -> None:
     demo.publish()
+    assert demo.stand_in.repository.private, "a new repository is private"
     demo.replace_weights()
     assert "already published with other content (model.safetensors)" in demo.publish()["refused"]
     assert len(demo.titles) == 2

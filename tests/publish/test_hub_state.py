@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -48,82 +47,54 @@ REPLACING = ObservedState(exists=True, main=OLD_MAIN, tagged=None, tags={"v1": O
 BOTH = ("README.md", "model.safetensors")
 
 
-def case(title: str, *values: object) -> Any:
-    return pytest.param(*values, id=title)
-
-
 REPLACED = (("model.safetensors",), ("model-2.safetensors",))  # files to send and to delete
+DONE, OPEN = Done(NEW_MAIN.commit), ChangeSettings(private=False, gated=False)
+PROMOTED = replace(REPLACING, main=NEW_MAIN)
 TAGGED = replace(FRESH, main=NEW_MAIN, tagged=NEW_MAIN)
 GATED = replace(FRESH, private=False, gated="auto")
+EDITED = ObservedState(exists=True, main=Head("9" * 40, OLD), tagged=NEW_MAIN)
+LEFT = ("mergegate-staging/v0",)
+STATES = {
+    "no repository": (DESIRED, ObservedState(exists=False), CreateRepository()),
+    "empty repository": (DESIRED, FRESH, CreateBranch(EMPTY.commit)),
+    "empty branch": (DESIRED, replace(FRESH, staged=EMPTY), StageFiles(EMPTY.commit, BOTH, ())),
+    "old branch": (DESIRED, replace(REPLACING, staged=OLD_MAIN), StageFiles(OLD_MAIN.commit, *REPLACED)),
+    "staged": (DESIRED, replace(REPLACING, staged=STAGED), Promote(OLD_MAIN.commit, STAGED, *REPLACED)),
+    "promoted, not tagged": (DESIRED, replace(PROMOTED, staged=STAGED), Tag(NEW_MAIN.commit)),
+    "tagged": (DESIRED, replace(PROMOTED, staged=STAGED, tagged=NEW_MAIN), DeleteBranch("mergegate-staging/v2")),
+    "the branch of a run that died": (DESIRED, replace(PROMOTED, tagged=NEW_MAIN, leftovers=LEFT), DeleteBranch(*LEFT)),
+    "released": (DESIRED, TAGGED, DONE),
+    "the same content under a new name": (DESIRED, replace(FRESH, main=NEW_MAIN), Tag(NEW_MAIN.commit)),
+    "another is current": (DESIRED, replace(REPLACING, tagged=NEW_MAIN), Promote(OLD_MAIN.commit, NEW_MAIN, *REPLACED)),
+    "what a person changed after the release stays": (DESIRED, EDITED, DONE),
+    "still private": (PUBLIC, replace(FRESH, staged=STAGED), Promote(EMPTY.commit, STAGED, BOTH, ())),
+    "complete: now it is opened": (PUBLIC, replace(TAGGED, staged=STAGED), OPEN),
+    "a repository that was made private after its release stays private": (PUBLIC, TAGGED, DONE),
+    "gated before anything is staged": (
+        replace(PUBLIC, gated="manual"),
+        replace(REPLACING, private=False),
+        ChangeSettings(private=False, gated="manual"),
+    ),
+    "the gate is lifted only for the release": (PUBLIC, GATED, CreateBranch(EMPTY.commit)),
+    "the gate is lifted with it": (PUBLIC, replace(GATED, main=NEW_MAIN, staged=STAGED, tagged=NEW_MAIN), OPEN),
+}
 
 
-@pytest.mark.parametrize(
-    ("desired", "observed", "step"),
-    [
-        case("no repository", DESIRED, ObservedState(exists=False), CreateRepository()),
-        case("empty repository", DESIRED, FRESH, CreateBranch(EMPTY.commit)),
-        case("empty branch", DESIRED, replace(FRESH, staged=EMPTY), StageFiles(EMPTY.commit, BOTH, ())),
-        case(
-            "branch with the old release",
-            *(DESIRED, replace(REPLACING, staged=OLD_MAIN), StageFiles(OLD_MAIN.commit, *REPLACED)),
-        ),
-        case("staged", DESIRED, replace(REPLACING, staged=STAGED), Promote(OLD_MAIN.commit, STAGED, *REPLACED)),
-        case("promoted, not tagged", DESIRED, replace(REPLACING, main=NEW_MAIN, staged=STAGED), Tag(NEW_MAIN.commit)),
-        case(
-            "tagged, branch still there",
-            *(DESIRED, replace(REPLACING, main=NEW_MAIN, staged=STAGED, tagged=NEW_MAIN)),
-            DeleteBranch("mergegate-staging/v2"),
-        ),
-        case(
-            "the branch of a run that died",
-            *(DESIRED, replace(REPLACING, main=NEW_MAIN, tagged=NEW_MAIN, leftovers=("mergegate-staging/v0",))),
-            DeleteBranch("mergegate-staging/v0"),
-        ),
-        case("released", DESIRED, TAGGED, Done(NEW_MAIN.commit)),
-        case("the same content under a new name", DESIRED, replace(FRESH, main=NEW_MAIN), Tag(NEW_MAIN.commit)),
-        case(
-            "another release is current",
-            *(DESIRED, replace(REPLACING, tagged=NEW_MAIN), Promote(OLD_MAIN.commit, NEW_MAIN, *REPLACED)),
-        ),
-        case(
-            "what a person changed after the release stays",
-            *(DESIRED, ObservedState(exists=True, main=Head("9" * 40, OLD), tagged=NEW_MAIN), Done(NEW_MAIN.commit)),
-        ),
-        case("still private", PUBLIC, replace(FRESH, staged=STAGED), Promote(EMPTY.commit, STAGED, BOTH, ())),
-        case(
-            "complete: now it is opened",
-            *(PUBLIC, replace(TAGGED, staged=STAGED), ChangeSettings(private=False, gated=False)),
-        ),
-        case(
-            "a repository that was made private after its release stays private", PUBLIC, TAGGED, Done(NEW_MAIN.commit)
-        ),
-        case(
-            "gated before anything is staged",
-            *(replace(PUBLIC, gated="manual"), replace(REPLACING, private=False)),
-            ChangeSettings(private=False, gated="manual"),
-        ),
-        case("the gate is lifted only for the release", PUBLIC, GATED, CreateBranch(EMPTY.commit)),
-        case(
-            "the gate is lifted with the release",
-            *(PUBLIC, replace(GATED, main=NEW_MAIN, staged=STAGED, tagged=NEW_MAIN)),
-            ChangeSettings(private=False, gated=False),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("desired", "observed", "step"), STATES.values(), ids=STATES)
 def test_the_next_step_follows_from_the_state(desired: DesiredState, observed: ObservedState, step: Step) -> None:
     assert next_step(desired, observed) == step
 
 
-@pytest.mark.parametrize(
-    ("observed", "expected_head", "found"),
-    [
-        case("tag", replace(FRESH, tagged=OLD_MAIN), None, "already published with other content"),
-        case("main changed meanwhile", replace(REPLACING, staged=STAGED), EMPTY.commit, "main is at 1111"),
-        case("changed before a return", replace(REPLACING, tagged=NEW_MAIN), EMPTY.commit, "main is at 1111"),
-        case("public, though private wanted", replace(FRESH, private=False), None, "the repository is public"),
-        case("no main", ObservedState(exists=True), None, "no branch 'main'"),
-    ],
-)
+BLOCKED = {
+    "tag": (replace(FRESH, tagged=OLD_MAIN), None, "already published with other content"),
+    "main changed meanwhile": (replace(REPLACING, staged=STAGED), EMPTY.commit, "main is at 1111"),
+    "changed before a return": (replace(REPLACING, tagged=NEW_MAIN), EMPTY.commit, "main is at 1111"),
+    "public, though private wanted": (replace(FRESH, private=False), None, "the repository is public"),
+    "no main": (ObservedState(exists=True), None, "no branch 'main'"),
+}
+
+
+@pytest.mark.parametrize(("observed", "expected_head", "found"), BLOCKED.values(), ids=BLOCKED)
 def test_a_step_that_would_break_a_guarantee_is_blocked_with_a_remedy(
     observed: ObservedState, expected_head: str | None, found: str
 ) -> None:
@@ -134,47 +105,23 @@ def test_a_step_that_would_break_a_guarantee_is_blocked_with_a_remedy(
 
 
 def test_a_main_with_this_release_is_not_a_foreign_change() -> None:
-    assert next_step(DESIRED, replace(FRESH, main=NEW_MAIN, staged=STAGED), expected_head=EMPTY.commit) == Tag(
-        NEW_MAIN.commit
-    )
+    observed = replace(FRESH, main=NEW_MAIN, staged=STAGED)
+    assert next_step(DESIRED, observed, expected_head=EMPTY.commit) == Tag(NEW_MAIN.commit)
 
 
 @pytest.mark.parametrize(
-    ("remote", "held"),
+    ("file", "remote", "held"),
     [
-        (RemoteFile(9, "1" * 40, "a" * 64), True),
-        (RemoteFile(9, "1" * 40, "d" * 64), False),
-        (RemoteFile(8, "1" * 40, "a" * 64), False),
-        (RemoteFile(9, "1" * 40), False),
-        (None, False),
+        (WEIGHTS, RemoteFile(9, "1" * 40, "a" * 64), True),
+        (WEIGHTS, RemoteFile(9, "1" * 40, "d" * 64), False),
+        (WEIGHTS, RemoteFile(8, "1" * 40, "a" * 64), False),
+        (WEIGHTS, RemoteFile(9, "1" * 40), False),
+        (WEIGHTS, None, False),
+        (CARD, RemoteFile(4, "b" * 40), True),
+        (CARD, RemoteFile(4, "c" * 40), False),
     ],
 )
-def test_a_large_file_is_known_by_its_sha256(remote: RemoteFile | None, held: bool) -> None:
-    assert WEIGHTS.matches(remote) is held
-
-
-@pytest.mark.parametrize(("blob", "held"), [("b" * 40, True), ("c" * 40, False)])
-def test_a_small_file_is_known_by_its_git_id(blob: str, held: bool) -> None:
-    assert CARD.matches(RemoteFile(4, blob)) is held
-
-
-def test_the_steps_lead_from_an_empty_hub_to_a_release() -> None:
-    observed, steps = ObservedState(exists=False), []
-    while not isinstance(step := next_step(PUBLIC, observed, EMPTY.commit), Done):
-        steps.append(type(step).__name__)
-        match step:
-            case CreateRepository():
-                observed = FRESH
-            case CreateBranch():
-                observed = replace(observed, staged=observed.main)
-            case StageFiles():
-                observed = replace(observed, staged=STAGED)
-            case Promote():
-                observed = replace(observed, main=NEW_MAIN)
-            case Tag(commit):
-                observed = replace(observed, tagged=NEW_MAIN, tags={"v2": commit})
-            case ChangeSettings(private, gated):
-                observed = replace(observed, private=private, gated=gated)
-            case DeleteBranch():
-                observed = replace(observed, staged=None)
-    assert " ".join(steps) == "CreateRepository CreateBranch StageFiles Promote Tag ChangeSettings DeleteBranch"
+def test_a_large_file_is_known_by_its_sha256_and_a_small_one_by_its_git_id(
+    file: DesiredFile, remote: RemoteFile | None, held: bool
+) -> None:
+    assert file.matches(remote) is held

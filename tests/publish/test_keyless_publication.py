@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from mergegate.merge_core.errors import Refused
 from mergegate.tasks.publish import describe_merge, pending_release, publish
 from mergegate.tasks.publish.keyless import Signer, SignerPolicy
 from mergegate.tasks.publish.releases import VerifiedRelease, check_release
-from mergegate.tasks.publish.targets import PublishTarget, Target, find_release
+from mergegate.tasks.publish.targets import PublishTarget, Release, Target, find_release
 from mergegate.tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
 
 IDENTITY = "https://ci.example.org/acme/models/release"
@@ -35,80 +37,79 @@ def s3() -> Iterator[S3OnLoopback]:
         yield server
 
 
+@dataclass(frozen=True)
+class Signed:
+    """A target that signs with a sigstore instance, whose trust configuration is in ``root``."""
+
+    target: PublishTarget
+    instance: SigstoreInstance
+    root: Path
+
+    def publish(self, release: Publishable, **settings: object) -> Release:
+        return release.publish(self.target.model_copy(update=settings), self.root)
+
+    def signer(self, identity: str = IDENTITY) -> SignerPolicy:
+        return SignerPolicy(Signer(identity, self.instance.issuer), self.root / "trust.json")
+
+    def verify(self, version: str, identity: str = IDENTITY) -> VerifiedRelease:
+        if isinstance(self.target, DirectoryTarget):
+            release: Any = DirectoryRelease(self.root / self.target.path / version)
+        else:
+            find = ShelfTarget.open if isinstance(self.target, ShelfTarget) else find_release
+            release = find(self.target.reference_to(version))
+        return check_release(release, signer=self.signer(identity))
+
+    def signature(self, version: str) -> bytes | None:
+        return self.target.published_file(self.root, version, "model.sigstore.json")
+
+
 @pytest.fixture
-def instance(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SigstoreInstance]:
-    with sigstore_on_loopback() as running:
-        running.write_trust_config(tmp_path)
-        monkeypatch.setenv("SIGSTORE_ID_TOKEN", running.token(IDENTITY))
-        yield running
-
-
-def built(settings: dict[str, object]) -> PublishTarget:
-    return TypeAdapter[PublishTarget](Target).validate_python({**settings, "sign": {"trust_config": "trust.json"}})
-
-
-@pytest.fixture(params=["directory", "hub", "s3", "oci", "mlflow", "shelf"])
-def target(
-    request: pytest.FixtureRequest,
-    tmp_path: Path,
-    home: Path,
-    prefect_api: None,
-    instance: SigstoreInstance,
-    monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[PublishTarget]:
-    """Yield an empty target of each kind, also one of another package, that signs with the instance."""
+def signed(
+    request: pytest.FixtureRequest, tmp_path: Path, home: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Signed]:
+    """Yield an empty target of a kind, also one of another package, that signs with an instance."""
     monkeypatch.setattr("time.sleep", lambda seconds: None)
-    kind = request.param
-    if kind == "directory":
-        yield built({"path": "releases/demo"})
-    elif kind == "hub":
-        with hub(tmp_path / "hub") as stand_in:
+    with sigstore_on_loopback() as instance, ExitStack() as servers:
+        instance.write_trust_config(tmp_path)
+        monkeypatch.setenv("SIGSTORE_ID_TOKEN", instance.token(IDENTITY))
+        kind = getattr(request, "param", "directory")
+        settings: dict[str, object] = {"path": "releases/demo"}
+        if kind == "hub":
+            stand_in = servers.enter_context(hub(tmp_path / "hub"))
             use_hub(monkeypatch, stand_in.url, tmp_path, WRITER)
-            yield built({"to": "hub", "repo": "acme/demo"})
-    elif kind == "s3":
-        s3: S3OnLoopback = request.getfixturevalue("s3")
-        s3.empty()
-        with s3.found_by_clients(monkeypatch):
-            yield built({"to": "s3", "url": "s3://models/acme/demo"})
-    elif kind == "shelf":
-        monkeypatch.chdir(tmp_path)
-        trust = {"trust_config": "trust.json"}
-        yield ShelfTarget.model_validate({"to": "shelf", "place": "library", "sign": trust})
-    else:
-        with small_registry() as registry, small_mlflow() as mlflow:
-            oci = {"to": "oci", "repository": f"{registry.url.removeprefix('http://')}/acme/demo"}
-            tracking = {"tracking_uri": mlflow.url} if kind == "mlflow" else {}
-            yield built({"to": "mlflow", "model": "demo", "storage": oci, **tracking} if kind == "mlflow" else oci)
+            settings = {"to": "hub", "repo": "acme/demo"}
+        elif kind == "s3":
+            s3: S3OnLoopback = request.getfixturevalue("s3")
+            s3.empty()
+            servers.enter_context(s3.found_by_clients(monkeypatch))
+            settings = {"to": "s3", "url": "s3://models/acme/demo"}
+        elif kind == "shelf":
+            monkeypatch.chdir(tmp_path)
+            settings = {"to": "shelf", "place": "library"}
+        elif kind in ("oci", "mlflow"):
+            registry = servers.enter_context(small_registry())
+            settings = {"to": "oci", "repository": f"{registry.url.removeprefix('http://')}/acme/demo"}
+        if kind == "mlflow":
+            mlflow = servers.enter_context(small_mlflow())
+            settings = {"to": "mlflow", "model": "demo", "storage": settings, "tracking_uri": mlflow.url}
+        validate = ShelfTarget.model_validate if kind == "shelf" else TypeAdapter(Target).validate_python
+        yield Signed(validate({**settings, "sign": {"trust_config": "trust.json"}}), instance, tmp_path)
 
 
-def signed_by(instance: SigstoreInstance, root: Path, identity: str = IDENTITY) -> SignerPolicy:
-    return SignerPolicy(Signer(identity, instance.issuer), root / "trust.json")
-
-
-def verify(target: PublishTarget, version: str, signer: SignerPolicy) -> VerifiedRelease:
-    """Verify a published version, from the directory of the trust configuration."""
-    assert signer.trust_config
-    root = signer.trust_config.parent
-    if isinstance(target, DirectoryTarget):
-        return check_release(DirectoryRelease(root / target.path / version), signer=signer)
-    find = ShelfTarget.open if isinstance(target, ShelfTarget) else find_release
-    return check_release(find(target.reference_to(version)), signer=signer)
-
-
-def signature_of(target: PublishTarget, root: Path, version: str) -> bytes:
-    content = target.published_file(root, version, "model.sigstore.json")
-    assert content is not None
-    return content
+@pytest.fixture
+def one(tmp_path: Path) -> Publishable:
+    return publishable(tmp_path / "one")
 
 
 @pytest.mark.story
+@pytest.mark.parametrize("signed", ["directory", "hub", "s3", "oci", "mlflow", "shelf"], indirect=True)
 def test_a_release_is_signed_once_however_often_and_wherever_it_is_published(
-    target: PublishTarget, tmp_path: Path, home: Path, instance: SigstoreInstance
+    signed: Signed, tmp_path: Path, home: Path, one: Publishable
 ) -> None:
-    one, two = publishable(tmp_path / "one"), publishable(tmp_path / "two", weights=b"others")
-    assert target.published_file(tmp_path, "v1", "model.sigstore.json") is None
+    target, instance, two = signed.target, signed.instance, publishable(tmp_path / "two", weights=b"others")
+    assert signed.signature("v1") is None
     before = pending_release(target, tmp_path, one.parts)
-    first = one.publish(target, tmp_path)
+    first = signed.publish(one)
     assert (first.version, first.new, instance.signings) == (before.version, True, 1)
     assert not list(home.glob("signatures/*"))
     after = pending_release(target, tmp_path, one.parts)
@@ -117,51 +118,49 @@ def test_a_release_is_signed_once_however_often_and_wherever_it_is_published(
     assert current is not None
     assert current.name == before.version or target.current_head(tmp_path) == current.head
 
-    original = signature_of(target, tmp_path, first.version)
-    assert not one.publish(target, tmp_path).new
+    original = signed.signature(first.version)
+    assert original is not None
+    assert not signed.publish(one).new
     shutil.rmtree(home)  # another machine publishes the same files
-    assert not one.publish(target, tmp_path).new
-    later = two.publish(target, tmp_path)
+    assert not signed.publish(one).new
+    later = signed.publish(two)
     assert (later.new, instance.signings) == (True, 2)
     if not isinstance(target, ShelfTarget):
-        assert one.publish(target, tmp_path).new, "it is current again"
-    assert (signature_of(target, tmp_path, first.version), instance.signings) == (original, 2)
+        assert signed.publish(one).new, "it is current again"
+    assert (signed.signature(first.version), instance.signings) == (original, 2)
 
     for version in (first.version, later.version):
-        verified = verify(target, version, signed_by(instance, tmp_path))
+        verified = signed.verify(version)
         assert verified.keyless is not None
         assert (verified.signed, verified.keyless.status, verified.version) == ("none", "valid", version)
     with pytest.raises(Refused, match=f"signed by {IDENTITY} .*; expected mallory"):
-        verify(target, first.version, signed_by(instance, tmp_path, "mallory@example.org"))
+        signed.verify(first.version, "mallory@example.org")
 
 
-@pytest.mark.parametrize("target", ["directory", *REMOTE], indirect=True)
+@pytest.mark.parametrize("signed", ["directory", *REMOTE], indirect=True)
 def test_an_interrupted_publication_uses_its_signature_again(
-    target: PublishTarget, tmp_path: Path, home: Path, instance: SigstoreInstance, monkeypatch: pytest.MonkeyPatch
+    signed: Signed, home: Path, one: Publishable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    named = target.model_copy(update={"version": "v1"})
-    release = publishable(tmp_path / "one")
+    def die(*_: object) -> None:
+        raise Refused("target", found="no answer")
+
     with monkeypatch.context() as patch:
-
-        def die(*_: object) -> None:
-            raise Refused("target", found="no answer")
-
-        patch.setattr(type(target), "publish", die)
+        patch.setattr(type(signed.target), "publish", die)
         with pytest.raises(Refused, match="no answer"):
-            release.publish(named, tmp_path)
+            signed.publish(one, version="v1")
     (pending,) = home.glob("signatures/*")
     original = pending.read_bytes()
-    done = release.publish(named, tmp_path)
+    done = signed.publish(one, version="v1")
     assert done.new
-    assert (signature_of(named, tmp_path, done.version), instance.signings) == (original, 1)
-    verify(named, done.version, signed_by(instance, tmp_path))
+    assert (signed.signature(done.version), signed.instance.signings) == (original, 1)
+    signed.verify(done.version)
 
 
-@pytest.mark.parametrize("target", ["directory", *REMOTE], indirect=True)
+@pytest.mark.parametrize("signed", ["directory", *REMOTE], indirect=True)
 def test_of_two_publishers_at_once_the_second_takes_over_the_signature_of_the_first(
-    target: PublishTarget, tmp_path: Path, home: Path, instance: SigstoreInstance, monkeypatch: pytest.MonkeyPatch
+    signed: Signed, home: Path, one: Publishable, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    release, kind = publishable(tmp_path / "one"), type(target)
+    kind = type(signed.target)
     real = kind.publish
     calls: list[Any] = []
 
@@ -169,77 +168,55 @@ def test_of_two_publishers_at_once_the_second_takes_over_the_signature_of_the_fi
         calls.append(request)
         if len(calls) == 1:
             shutil.rmtree(home)
-            release.publish(target, tmp_path)
+            signed.publish(one)
         return real(self, request)
 
     monkeypatch.setattr(kind, "publish", overtaken)
-    release.publish(target, tmp_path)
-    assert instance.signings == 2
+    signed.publish(one)
+    assert signed.instance.signings == 2
     assert len({request.files[-1].sha256 for request in calls}) == 2
-    verify(target, calls[0].version, signed_by(instance, tmp_path))
+    signed.verify(calls[0].version)
 
 
-@pytest.fixture
-def directory(tmp_path: Path, home: Path, prefect_api: None, instance: SigstoreInstance) -> PublishTarget:
-    return built({"path": "releases/demo"})
-
-
-def test_variants_are_signed_too_and_verified_with_their_merge(
-    directory: PublishTarget, tmp_path: Path, instance: SigstoreInstance
-) -> None:
-    merge = publishable(tmp_path / "merge")
-    merge.publish(directory, tmp_path)
-    parts = variant_parts(tmp_path / "variants", describe_merge(directory, tmp_path, merge.parts), "Q8_0")
-    place = directory.for_variants("GGUF")
+def test_variants_are_signed_and_verified_with_their_merge(signed: Signed, tmp_path: Path, one: Publishable) -> None:
+    signed.publish(one)
+    parts = variant_parts(tmp_path / "variants", describe_merge(signed.target, tmp_path, one.parts), "Q8_0")
+    place = signed.target.for_variants("GGUF")
     variants = publish(place, tmp_path, parts)
     assert not publish(place, tmp_path, parts).new
-    assert instance.signings == 2
+    assert signed.instance.signings == 2
     location = DirectoryRelease(Path(variants.location))
-    verified = check_release(location, signer=signed_by(instance, tmp_path))
+    verified = check_release(location, signer=signed.signer())
     assert verified.merge is not None
     assert verified.merge.problem == ""
     assert "--identity ID --issuer URL --trust-config FILE" in (location.directory / "README.md").read_text()
-    link = Path(variants.location) / verified.merge.address
-    (link / "model.sigstore.json").unlink()
+    (location.directory / verified.merge.address / "model.sigstore.json").unlink()
     with pytest.raises(Refused, match=r"model\.sigstore\.json: missing; expected a keyless signature by "):
-        check_release(location, signer=signed_by(instance, tmp_path))
+        check_release(location, signer=signed.signer())
 
 
-def test_a_key_and_an_identity_can_both_sign(
-    directory: PublishTarget, tmp_path: Path, instance: SigstoreInstance, released: Publishable
-) -> None:
-    key, public = write_keys(tmp_path)
-    place = directory.model_copy(update={"sign_key": key})
-    location = DirectoryRelease(Path(released.publish(place, tmp_path).location))
-    assert not released.publish(place, tmp_path).new
-    verified = check_release(location, public, signer=signed_by(instance, tmp_path))
-    assert verified.keyless is not None
-    assert (verified.signed, verified.keyless.status) == ("valid", "valid")
-    unchecked = check_release(location)
-    assert unchecked.keyless is not None
-    assert (unchecked.signed, unchecked.keyless.status) == ("not checked", "not checked")
-    assert f"a keyless signature that claims to be by {IDENTITY} (issuer {instance.issuer})" in str(unchecked)
-
+def test_a_key_and_an_identity_can_both_sign(signed: Signed, tmp_path: Path, one: Publishable) -> None:
     from model_signing import verifying
 
-    verifying.Config().use_elliptic_key_verifier(public_key=public).verify(
-        location.directory, location.directory / "model.sig"
-    )
-    verifying.Config().use_sigstore_verifier(
-        identity=IDENTITY, oidc_issuer=instance.issuer, trust_config=tmp_path / "trust.json"
-    ).verify(location.directory, location.directory / "model.sigstore.json")
+    key, public = write_keys(tmp_path)
+    directory = Path(signed.publish(one, sign_key=key).location)
+    assert not signed.publish(one, sign_key=key).new
+    verified = check_release(DirectoryRelease(directory), public, signer=signed.signer())
+    assert verified.keyless is not None
+    assert (verified.signed, verified.keyless.status) == ("valid", "valid")
+    unchecked = check_release(DirectoryRelease(directory))
+    assert unchecked.keyless is not None
+    assert (unchecked.signed, unchecked.keyless.status) == ("not checked", "not checked")
+    assert f"a keyless signature that claims to be by {IDENTITY} (issuer {signed.instance.issuer})" in str(unchecked)
+    with_key = verifying.Config().use_elliptic_key_verifier(public_key=public)
+    with_key.verify(directory, directory / "model.sig")
+    identity = {"identity": IDENTITY, "oidc_issuer": signed.instance.issuer}
+    keyless = verifying.Config().use_sigstore_verifier(**identity, trust_config=tmp_path / "trust.json")
+    keyless.verify(directory, directory / "model.sigstore.json")
 
 
-@pytest.fixture
-def released(tmp_path: Path) -> Publishable:
-    return publishable(tmp_path / "one")
-
-
-def test_every_changed_file_is_refused(
-    directory: PublishTarget, tmp_path: Path, instance: SigstoreInstance, released: Publishable
-) -> None:
-    location = Path(released.publish(directory.model_copy(update={"version": "v1"}), tmp_path).location)
-    policy = signed_by(instance, tmp_path)
+def test_every_changed_file_is_refused(signed: Signed, one: Publishable) -> None:
+    location = Path(signed.publish(one, version="v1").location)
     for file in [path for path in location.rglob("*") if path.is_file()]:
         original = file.read_bytes()
         for changed in (original[:-2] + bytes([original[-2] ^ 1]) + original[-1:], None):
@@ -248,22 +225,22 @@ def test_every_changed_file_is_refused(
             else:
                 file.write_bytes(changed)
             with pytest.raises(Refused) as refused:
-                check_release(DirectoryRelease(location), signer=policy)
+                check_release(DirectoryRelease(location), signer=signed.signer())
             name = file.relative_to(location).as_posix()
             assert f"{name}:" in str(refused.value) or f"{name} is missing" in str(refused.value)
         file.write_bytes(original)
     (location / "added.py").touch()
     with pytest.raises(Refused, match=r"added\.py: not listed by model\.sigstore\.json"):
-        check_release(DirectoryRelease(location), signer=policy)
+        check_release(DirectoryRelease(location), signer=signed.signer())
 
 
 def test_a_forged_signature_next_to_a_release_is_refused_even_if_no_one_checks_the_signer(
-    directory: PublishTarget, tmp_path: Path, instance: SigstoreInstance, released: Publishable
+    signed: Signed, tmp_path: Path, one: Publishable
 ) -> None:
-    location = Path(released.publish(directory, tmp_path).location)
-    other = Path(publishable(tmp_path / "two", weights=b"x").publish(directory, tmp_path).location)
+    location = Path(signed.publish(one).location)
+    other = Path(signed.publish(publishable(tmp_path / "two", weights=b"x")).location)
     shutil.copyfile(other / "model.sigstore.json", location / "model.sigstore.json")
     with pytest.raises(Refused, match=r"model\.safetensors: sha256 is .* model\.sigstore\.json specifies"):
         check_release(DirectoryRelease(location))
     with pytest.raises(Refused, match="already published with other content"):
-        released.publish(directory, tmp_path)
+        signed.publish(one)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from types import SimpleNamespace
@@ -116,17 +116,15 @@ def test_check_and_dry_run_name_the_credential_of_every_repository(
 
 
 class Refusal(NamedTuple):
-    """What is wrong in a job of GitHub Actions, and the refusal that says so."""
+    """What is wrong in a job, and the refusal that says so."""
 
     words: list[str]
     kind: type[MergegateError] = Refused
-    environment: Callable[[LookAlike], dict[str, str]] = lambda server: job_environment(server.url)
+    environment: Mapping[str, str] = {}
+    in_job: bool = True  # whether the job is one of GitHub Actions that may request id tokens
+    id_token: Callable[[LookAlike], str] | None = None
     change: Callable[[LookAlike], object] = lambda server: None
     fault: Fault | None = None
-
-
-def with_id_token(issue: Callable[[LookAlike], str]) -> Callable[[LookAlike], dict[str, str]]:
-    return lambda server: {"HF_OIDC_ID_TOKEN": issue(server)}
 
 
 def remove_repository(server: LookAlike) -> None:
@@ -138,32 +136,39 @@ def publish_from_elsewhere(server: LookAlike) -> None:
     server.oidc.claims["repository"] = "mallory/models"
 
 
+def failing_exchange(**more: Any) -> Fault:
+    return Fault("fail", path="/oauth/token", times=99, **more)
+
+
 REFUSALS = {
     "no credential": Refusal(
-        ["export HF_TOKEN", "publish.token_block", "trusted publisher on"], InvalidInput, lambda server: {}
+        ["export HF_TOKEN", "publish.token_block", "trusted publisher on"], InvalidInput, in_job=False
     ),
     "permission": Refusal(
-        ["id-token: write", "HF_TOKEN", "token_block"], InvalidInput, lambda server: {"GITHUB_ACTIONS": "true"}
+        ["id-token: write", "HF_TOKEN", "token_block"], InvalidInput, {"GITHUB_ACTIONS": "true"}, in_job=False
     ),
     "resource": Refusal(
-        ["HF_OIDC_RESOURCE: acme/other", "published to acme/demo"],
-        InvalidInput,
-        lambda server: {**job_environment(server.url), "HF_OIDC_RESOURCE": "acme/other"},
+        ["HF_OIDC_RESOURCE: acme/other", "published to acme/demo"], InvalidInput, {"HF_OIDC_RESOURCE": "acme/other"}
     ),
     "identity": Refusal(
-        ["no OIDC identity", "HF_OIDC_ID_TOKEN"], InvalidInput, lambda server: {"HF_OIDC_RESOURCE": "acme/demo"}
+        ["no OIDC identity", "HF_OIDC_ID_TOKEN"], InvalidInput, {"HF_OIDC_RESOURCE": "acme/demo"}, in_job=False
     ),
     "expiry": Refusal(
         ["HF_OIDC_ID_TOKEN: the id token expired", "10 min ago", "cannot be renewed"],
         InvalidInput,
-        with_id_token(lambda server: server.oidc.issue(server.url, seconds=-600)),
+        in_job=False,
+        id_token=lambda server: server.oidc.issue(server.url, seconds=-600),
     ),
     "form": Refusal(
-        ["HF_OIDC_ID_TOKEN: it is not a JSON Web Token"], InvalidInput, with_id_token(lambda server: "$HF_ID_TOKEN")
+        ["HF_OIDC_ID_TOKEN: it is not a JSON Web Token"],
+        InvalidInput,
+        in_job=False,
+        id_token=lambda server: "$HF_ID_TOKEN",
     ),
     "audience": Refusal(
         ["400 invalid_grant", "aud=https://gitlab.example", "request the id token with"],
-        environment=with_id_token(lambda server: server.oidc.issue("https://gitlab.example")),
+        in_job=False,
+        id_token=lambda server: server.oidc.issue("https://gitlab.example"),
     ),
     "claims": Refusal(
         ["repository=mallory/models", "add a trusted publisher", "/acme/demo/settings"], change=publish_from_elsewhere
@@ -177,24 +182,18 @@ REFUSALS = {
         change=lambda server: server.oidc.publishers.insert(0, PublisherEntry("acme/demo", read_only=True)),
     ),
     "lost repository": Refusal(["the repository does not exist", "cannot create one"], change=remove_repository),
-    "busy Hub": Refusal(["503", "run again later"], fault=Fault("fail", path="/oauth/token", times=99)),
-    "old Hub": Refusal(
-        ["does not exchange id tokens: 404", "export HF_TOKEN"], fault=Fault("fail", path="/oauth/token", status=404)
-    ),
-    "page": Refusal(["not the expected JSON"], fault=Fault("fail", path="/oauth/token", status=200, body="<html>")),
+    "busy Hub": Refusal(["503", "run again later"], fault=failing_exchange()),
+    "old Hub": Refusal(["does not exchange id tokens: 404", "export HF_TOKEN"], fault=failing_exchange(status=404)),
+    "page": Refusal(["not the expected JSON"], fault=failing_exchange(status=200, body="<html>")),
     "connection": Refusal(
         ["check HF_ENDPOINT and the network"],
-        environment=lambda server: {
-            "HF_OIDC_ID_TOKEN": server.oidc.issue("http://127.0.0.1:9"),
-            "HF_ENDPOINT": "http://127.0.0.1:9",
-        },
+        environment={"HF_ENDPOINT": "http://127.0.0.1:9"},
+        in_job=False,
+        id_token=lambda server: server.oidc.issue("http://127.0.0.1:9"),
     ),
     "GitHub": Refusal(
         ["GitHub Actions does not issue it: 403", "run the job again"],
-        environment=lambda server: {
-            **job_environment(server.url),
-            "ACTIONS_ID_TOKEN_REQUEST_TOKEN": "ghs_of_an_ended_job",
-        },
+        environment={"ACTIONS_ID_TOKEN_REQUEST_TOKEN": "ghs_of_an_ended_job"},
     ),
 }
 
@@ -204,7 +203,10 @@ def test_the_check_refuses_what_a_publication_would_fail_on(
     server: LookAlike, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     refusal = REFUSALS[case]
-    for name, value in refusal.environment(server).items():
+    environment = {**(job_environment(server.url) if refusal.in_job else {}), **refusal.environment}
+    if refusal.id_token:
+        environment["HF_OIDC_ID_TOKEN"] = refusal.id_token(server)
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     refusal.change(server)
     server.set_faults([refusal.fault] if refusal.fault else [])
