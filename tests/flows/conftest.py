@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from kept import digest_of, kept
 from optional_stages import run_with_everything
 
 TESTS = Path(__file__).resolve().parents[1]
+VARIANTS = "variants: [{format: rounded, bits: [8, 6]}, {format: rounded, bits: 7, suffix: Second}]\n"
 SERVERS = (TESTS / "judge", TESTS / "serve", Path(__file__).with_name("optional_stages.py"))
 
 
@@ -52,3 +55,44 @@ def released(tmp_path_factory: pytest.TempPathFactory, demo_release: Path) -> tu
     root = tmp_path_factory.mktemp("released") / "project"
     shutil.copytree(demo_release, root, symlinks=True)
     return Project(root), Printed(*json.loads((root / "printed.json").read_text()))
+
+
+@pytest.fixture(scope="module")
+def demo(released: tuple[Project, Printed]) -> Project:
+    """Return this module's own copy of the project with the released demo."""
+    return released[0]
+
+
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Register the variant format ``rounded`` for this module."""
+    if (folder := str(TESTS / "variants")) not in sys.path:
+        sys.path.append(folder)
+    from rounded_format import rounded_registered
+
+    with rounded_registered(tmp_path_factory.mktemp("rounded") / "site"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def published_variants(
+    request: pytest.FixtureRequest, rounded: None, demo_release: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Project:
+    """Return this module's own copy of the project of the released demo, which has released variants in two places.
+
+    ``outcome.json`` is the outcome of the run that released them.
+    """
+
+    def make(place: Path) -> None:
+        shutil.copytree(demo_release, place, symlinks=True)
+        project = Project(place)
+        (place / "profiles" / "demo.yaml").open("a").write(VARIANTS)
+        result = project.mergegate("run", "profiles/demo.yaml", "--json")
+        assert result.exit_code == 0, result.output
+        (place / "outcome.json").write_text(result.stdout)
+
+    sources = (*SOURCES, Path(__file__), TESTS / "variants" / "rounded_format.py")
+    there = kept(request.config, "demo-with-variants", digest_of(sources), make)
+    root = tmp_path_factory.mktemp("published") / "project"
+    shutil.copytree(there, root, symlinks=True)
+    return Project(root)

@@ -24,6 +24,12 @@ class Printed:
     output: str
 
 
+def expect(result: Result, code: int, *words: str) -> Result:
+    """Require the exit code of a command and words in its output, and return its result."""
+    assert (result.exit_code, [word for word in words if word not in result.output]) == (code, []), result.output
+    return result
+
+
 @dataclass
 class Project:
     """A directory with the shipped profiles and its own state and releases."""

@@ -1,4 +1,4 @@
-"""Forge the evidence in a copy of a release. The digests show each change, and so does the recomputed verdict."""
+"""Forge a copy of a release. Digests show each change, and so does the recomputed verdict if they are forged, too."""
 
 from __future__ import annotations
 
@@ -10,11 +10,145 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
+import yaml
 
+from mergegate.merge_core.errors import Refused
 from mergegate.tasks.gate.verdict_record import EVIDENCE_RECORD, LIKELIHOODS, OUTCOMES
-from mergegate.tasks.publish.content import variant_evidence
+from mergegate.tasks.publish.content import (
+    BOM,
+    CARD,
+    PROVENANCE,
+    SIGNATURE,
+    SPDX,
+    SUMS,
+    checksums_text,
+    sha256_of,
+    variant_evidence,
+)
+from mergegate.tasks.publish.releases.verify import check_release
+from mergegate.tasks.publish.signature import sign
+from mergegate.tasks.publish.targets.directory import DirectoryRelease
 
 Columns = dict[str, list[Any]]
+
+
+def files_of(release: Path) -> list[Path]:
+    return [path for path in sorted(release.rglob("*")) if path.is_file()]
+
+
+def hashes_of(release: Path, *without: str) -> dict[str, str]:
+    files = [path for path in files_of(release) if path.name not in without]
+    return {path.relative_to(release).as_posix(): sha256_of(path.read_bytes()) for path in files}
+
+
+def write_sums(release: Path) -> None:
+    """Write a SHA256SUMS that matches the files, as a forger would."""
+    (release / SUMS).write_text(checksums_text(hashes_of(release, SUMS, SIGNATURE)))
+
+
+def edit(file: Path, path: str, value: Any) -> None:
+    """Replace what stands under a path such as ``a.0.b`` in a JSON file.
+
+    A ``value`` of ``...`` removes it, and a function changes it.
+    """
+    content = inner = json.loads(file.read_text())
+    *way, last = (int(step) if step.isdigit() else step for step in path.split("."))
+    for step in way:
+        inner = inner[step]
+    if value is ...:
+        del inner[last]
+    else:
+        inner[last] = value(inner[last]) if callable(value) else value
+    file.write_text(json.dumps(content))
+
+
+def edit_provenance(release: Path, path: str, value: Any) -> None:
+    """Change the predicate of the provenance."""
+    edit(release / PROVENANCE, f"predicate.{path}", value)
+
+
+def edit_card(release: Path, **fields: object) -> dict[str, Any]:
+    """Change the metadata of the card, and return them."""
+    _, front, page = (release / CARD).read_text().split("---\n", 2)
+    metadata = {**yaml.safe_load(front), **fields}
+    (release / CARD).write_text(f"---\n{yaml.safe_dump(metadata)}---\n{page}")
+    return metadata
+
+
+def remove(release: Path, beginning: str) -> None:
+    """Remove all files whose names begin like this, and what the bill of materials and the provenance say of them."""
+
+    def without(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [item for item in items if not item["name"].startswith(beginning)]
+
+    for path in files_of(release):
+        if path.relative_to(release).as_posix().startswith(beginning):
+            path.unlink()
+    edit(release / BOM, "components", without)
+    edit(release / PROVENANCE, "subject", without)
+
+
+def forge(release: Path, *changed: str) -> Path:
+    """Update provenance, bill of materials and SHA256SUMS to match the changed files.
+
+    The release moves to another name, so that its version cannot give the change away.
+    """
+    bom = json.loads((release / BOM).read_text())
+    files = [part for part in bom["components"] if "hashes" in part]
+    if SPDX not in changed and (release / SPDX).exists():
+        spdx = json.loads((release / SPDX).read_text())
+        spdx["@graph"] = [element for element in spdx["@graph"] if element["type"] != "software_File"]
+        for part in files:
+            if part["name"] != SPDX:
+                digest = {"hashValue": sha256_of((release / part["name"]).read_bytes())}
+                spdx["@graph"].append({"type": "software_File", "name": part["name"], "verifiedUsing": [digest]})
+        (release / SPDX).write_text(json.dumps(spdx))
+    for part in files:
+        part["hashes"][0]["content"] = sha256_of((release / part["name"]).read_bytes())
+    if BOM not in changed:
+        (release / BOM).write_text(json.dumps(bom))
+    statement = json.loads((release / PROVENANCE).read_text())
+    for subject in statement["subject"]:
+        subject["digest"]["sha256"] = sha256_of((release / subject["name"]).read_bytes())
+    (release / PROVENANCE).write_text(json.dumps(statement))
+    write_sums(release)
+    return release.rename(release.with_name("forged"))
+
+
+def sign_release(release: Path, private: Path, name: str = "demo") -> None:
+    (release / SIGNATURE).write_text(sign(name, hashes_of(release, SIGNATURE), private))
+
+
+def refusal_of(release: Path, key: Path | None = None, **options: Any) -> str:
+    with pytest.raises(Refused) as refusal:
+        check_release(DirectoryRelease(release), key, **options)
+    return str(refusal.value)
+
+
+def require_every_flip_is_found(release: Path, key: Path | None) -> None:
+    """Flip bytes at several places of every file. The release is intact before and afterwards."""
+    check_release(DirectoryRelease(release), key)
+    for path in files_of(release):
+        original = path.read_bytes()
+        # The last byte of a text may be any whitespace, which has no meaning; in a signature it is not compared.
+        last = len(original) - (2 if path.name == SIGNATURE else 1)
+        for place in {0, len(original) // 3, len(original) // 2, last}:
+            damaged = bytearray(original)
+            damaged[place] ^= 1
+            path.write_bytes(damaged)
+            refusal_of(release, key)
+        path.write_bytes(original)
+    check_release(DirectoryRelease(release), key)
+
+
+def require_digest_or_verdict_notices(release: Path) -> None:
+    """Require that digests show a changed evidence, and that the verdict does after all digests are forged."""
+    assert "sha256 is" in refusal_of(release, recompute=True)
+    forged = DirectoryRelease(forge(release))
+    check_release(forged)  # All digests agree.
+    with pytest.raises(Refused, match=r"does not follow from its outcomes|leads to no verdict"):
+        check_release(forged, recompute=True)
 
 
 @dataclass(frozen=True)
@@ -38,11 +172,9 @@ class Evidence:
         change(columns)
         pq.write_table(pa.table(columns, schema=table.schema), self.path(name))
 
-    def edit_record(self, change: Callable[[dict[str, Any]], object]) -> None:
+    def edit_record(self, path: str, value: Any) -> None:
         """Change the recorded inputs and verdict of the gate."""
-        record = json.loads(self.path(EVIDENCE_RECORD).read_text())
-        change(record)
-        self.path(EVIDENCE_RECORD).write_text(json.dumps(record))
+        edit(self.path(EVIDENCE_RECORD), path, value)
 
     def flip_outcome(self, model: str, task: str = "reverse", at: int = 0) -> None:
         """Flip one outcome of a model on a task."""
@@ -81,28 +213,14 @@ def worsen_a_likelihood(evidence: Evidence) -> None:
     evidence.edit_table(LIKELIHOODS, change)
 
 
+def change_a_prompt(evidence: Evidence) -> None:
+    model = "reverser" if evidence.model == "merge" else evidence.model
+    zeros = "0" * 64
+    evidence.edit_table(OUTCOMES, lambda columns: columns["prompt_hash"].__setitem__(row_of(columns, model), zeros))
+
+
 def add_an_unknown_model(evidence: Evidence) -> None:
     evidence.edit_table(OUTCOMES, lambda columns: [values.append(values[-1]) for values in columns.values()])
-
-
-def lower_the_confidence(evidence: Evidence) -> None:
-    evidence.edit_record(lambda record: record["inputs"]["plan"]["rule"].update(confidence=0.9))
-
-
-def raise_the_drift_limit(evidence: Evidence) -> None:
-    evidence.edit_record(lambda record: record["inputs"]["limits"].update(max_increase=0.5))
-
-
-def state_another_verdict(evidence: Evidence) -> None:
-    evidence.edit_record(lambda record: record["verdict"].update(publishable=False))
-
-
-def remove_a_guard(evidence: Evidence) -> None:
-    evidence.edit_record(lambda record: record["inputs"]["guards"].pop())
-
-
-def empty_a_table(evidence: Evidence) -> None:
-    evidence.path(OUTCOMES).write_bytes(b"")
 
 
 def truncate_the_record(evidence: Evidence) -> None:
@@ -110,15 +228,20 @@ def truncate_the_record(evidence: Evidence) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
-FORGERIES = (
-    flip_one_outcome,
-    drop_a_document,
-    worsen_a_likelihood,
-    add_an_unknown_model,
-    lower_the_confidence,
-    raise_the_drift_limit,
-    state_another_verdict,
-    remove_a_guard,
-    empty_a_table,
-    truncate_the_record,
-)
+def record(path: str, value: Any) -> Callable[[Evidence], None]:
+    return lambda evidence: evidence.edit_record(path, value)
+
+
+FORGERIES: dict[str, Callable[[Evidence], object]] = {
+    "flip an outcome": flip_one_outcome,
+    "drop a document": drop_a_document,
+    "worsen a likelihood": worsen_a_likelihood,
+    "change a prompt": change_a_prompt,
+    "add an unknown model": add_an_unknown_model,
+    "lower the confidence": record("inputs.plan.rule.confidence", 0.9),
+    "raise the drift limit": record("inputs.limits.max_increase", 0.5),
+    "state another verdict": record("verdict.publishable", False),
+    "remove a guard": record("inputs.guards", lambda guards: guards[:-1]),
+    "empty a table": lambda evidence: evidence.path(OUTCOMES).write_bytes(b""),
+    "truncate the record": truncate_the_record,
+}

@@ -14,6 +14,13 @@ def other_bytes(file: Path) -> bytes:
     return content[:-2] + bytes(byte ^ 1 for byte in content[-2:])
 
 
+def flip(file: Path, at: int = -1) -> None:
+    """Flip one bit of the byte at a position."""
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
 def overwrite(file: Path) -> None:
     """Change the file in place and restore its modification time."""
     status, content = file.stat(), other_bytes(file)

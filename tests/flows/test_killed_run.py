@@ -1,7 +1,8 @@
-"""After a run is killed at any moment, the next run gives a byte-identical release."""
+"""After a run is killed at any moment, the next run gives a byte-identical release. So do two runs, or two workers."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -12,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from demo_project import Project, make_project
+from demo_project import Project, expect, make_project
 from patience import HANG_S
 from typer.testing import Result
 
@@ -66,32 +67,15 @@ def files_of(release: Path) -> dict[str, bytes]:
     return {path.relative_to(release).as_posix(): path.read_bytes() for path in release.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize(
-    "moments", [("stage:merge", "publish:releases"), pytest.param(MOMENTS, marks=pytest.mark.proof)]
-)
-def test_killed_at_one_stage_after_the_other_the_release_is_byte_identical(
-    tmp_path: Path,
-    released: tuple[Project, Result],
-    begin_records: Callable[[Path], None],
-    moments: tuple[str, ...],
-) -> None:
-    undisturbed, _ = released
-    project = make_project(tmp_path / "killed")
-    begin_records(project.home)
-    for moment in moments:
-        run = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(DIES), moment, "run", "profiles/demo.yaml"],
-            cwd=project.root,
-            env=environment(project),
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-            check=False,
-        )
-        assert run.returncode == -signal.SIGKILL, f"{moment}\n{run.stdout}\n{run.stderr}"
-        assert not project.latest.exists()
-    run = subprocess.run(
-        [str(BIN / "mergegate"), "run", "profiles/demo.yaml"],
+def run_and_die(project: Project, dies: str, moment: str, profile: str) -> subprocess.CompletedProcess[str]:
+    """Run a profile with a program such as ``DIES``."""
+    command = [sys.executable, "-c", textwrap.dedent(dies), moment, "run", profile]
+    return finish(command, project)
+
+
+def finish(command: list[str], project: Project) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command,
         cwd=project.root,
         env=environment(project),
         capture_output=True,
@@ -99,6 +83,22 @@ def test_killed_at_one_stage_after_the_other_the_release_is_byte_identical(
         timeout=HANG_S,
         check=False,
     )
+
+
+@pytest.mark.parametrize(
+    "moments", [("stage:merge", "publish:releases"), pytest.param(MOMENTS, marks=pytest.mark.proof)]
+)
+def test_killed_at_one_stage_after_the_other_the_release_is_byte_identical(
+    tmp_path: Path, released: tuple[Project, Result], begin_records: Callable[[Path], None], moments: tuple[str, ...]
+) -> None:
+    undisturbed, _ = released
+    project = make_project(tmp_path / "killed")
+    begin_records(project.home)
+    for moment in moments:
+        run = run_and_die(project, DIES, moment, "profiles/demo.yaml")
+        assert run.returncode == -signal.SIGKILL, f"{moment}\n{run.stdout}\n{run.stderr}"
+        assert not project.latest.exists()
+    run = finish([str(BIN / "mergegate"), "run", "profiles/demo.yaml"], project)
     assert run.returncode == 0, run.stdout + run.stderr
     assert re.search(r"= merge ", run.stdout), "a finished stage was run again"
     assert files_of(project.latest) == files_of(undisturbed.latest)
@@ -132,3 +132,36 @@ def test_two_runs_at_once_make_everything_once(tmp_path: Path) -> None:
     releases = sorted(path.name for path in (project.root / "releases" / "demo").iterdir())
     assert len(releases) == 2
     assert "latest" in releases
+
+
+MEASURED = ("merge", "perplexity", "evaluate", "gate")  # Stages whose artifacts must be identical.
+
+
+def measured(home: Path) -> dict[str, str]:
+    """Return the content digest of each measurement and decision, by stage and key."""
+    found = {}
+    for stage in MEASURED:
+        for place in (home / "store" / stage).iterdir():
+            record = place / "manifest.json" if place.is_dir() else place
+            if not place.name.endswith((".partial", ".lock")):
+                found[f"{stage}/{place.stem}"] = json.loads(record.read_text())["digest"]
+    return found
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("runner", ["{workers: 2}", "{kind: dask, workers: 2}"])
+def test_two_workers_make_what_one_makes(
+    runner: str, demo_release: Path, tmp_path: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "dask" in runner:
+        pytest.importorskip("prefect_dask")
+    project = make_project(tmp_path / "project")
+    profile = project.edit("demo.yaml", "perplexity:", f"runner: {runner}\nperplexity:")
+    expect(project.mergegate("run", profile, "--json"), 0)
+    alone = measured(Project(demo_release).home)
+    assert len([name for name in alone if name.startswith("evaluate/")]) >= 12  # Four models, three tasks.
+    assert measured(project.home) == alone
+    assert not list(project.home.glob("runner-*"))
+    # A run without a runner has no work left.
+    again = project.mergegate("run", project.edit("demo.yaml", "perplexity:", "perplexity:"), "--json")
+    assert json.loads(again.stdout)["status"] == "nothing new"

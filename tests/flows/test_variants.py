@@ -1,40 +1,44 @@
-"""Quantized variants in a run: each has its own verdict, and the release of the merge does not depend on them."""
+"""Quantized variants in a run: each has its own verdict, and the release of the merge does not depend on them.
+
+They are published after the merge, each place as a whole, and again after a failure.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 import signal
-import subprocess
-import sys
-import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from demo_project import Printed, Project
-from patience import HANG_S
-from test_killed_run import DIES, environment, files_of
+from demo_project import Project, expect
+from test_killed_run import DIES, files_of, run_and_die
 
 from mergegate.flows import release
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "variants"))
-from rounded_format import rounded_registered
-
-pytestmark = pytest.mark.story
+pytestmark = [pytest.mark.story, pytest.mark.usefixtures("rounded")]
 
 GOOD, BAD = "{format: rounded, bits: [8, 6]}", "{format: rounded, bits: 7, suffix: Bad, fault: scales}"
 # Stages that a variant needs.
 STAGES = ("agreement", "variant", "perplexity", "evaluate")
 ALL = (*STAGES, "merge", "gate", "report", "evidence")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def rounded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Register the variant format ``rounded`` for this module."""
-    with rounded_registered(tmp_path_factory.mktemp("rounded") / "site"):
-        yield
+Gained = tuple[Project, dict[str, Any], dict[str, set[str]]]
+# A command that is killed when it renames a path among the releases for the given number of times.
+DIES_AT_A_RENAME = """
+    import os, pathlib, signal, sys
+    from mergegate.flows.cli import main
+    renames, rename = int(sys.argv.pop(1)), pathlib.Path.rename
+    def dies(self, target):
+        global renames
+        if "releases" in self.parts:
+            renames -= 1
+            if renames < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return rename(self, target)
+    pathlib.Path.rename = dies
+    main()
+"""
 
 
 def with_variants(project: Project, *variants: str, name: str = "demo", old: str = "", new: str = "") -> str:
@@ -50,7 +54,6 @@ def with_variants(project: Project, *variants: str, name: str = "demo", old: str
 
 
 def run(project: Project, profile: str, code: int = 0) -> dict[str, Any]:
-    """Run a profile, and return its outcome."""
     result = project.mergegate("run", profile, "--json")
     assert result.exit_code == code, result.output
     outcome: dict[str, Any] = json.loads(result.stdout)
@@ -58,67 +61,50 @@ def run(project: Project, profile: str, code: int = 0) -> dict[str, Any]:
 
 
 def built(project: Project) -> dict[str, set[str]]:
-    """Return the keys of all artifacts by stage."""
     return {stage: project.artifacts(stage) for stage in ALL}
 
 
 def verdicts(outcome: dict[str, Any]) -> dict[str, Any]:
-    """Return the verdicts on variants by type."""
     return {variant["type"]: variant for variant in outcome["content"]["variants"]}
 
 
 @pytest.fixture(scope="module")
-def gained(released: tuple[Project, Printed]) -> tuple[Project, dict[str, Any], dict[str, set[str]]]:
+def gained(demo: Project, rounded: None) -> Gained:
     """Add variants to the profile of the released demo, and run it.
 
-    Return the project, the outcome and the keys of the artifacts that this run built, by stage.
+    Return the demo, the outcome and the keys of the artifacts that this run built, by stage.
     """
-    project, _ = released
-    before = built(project)
-    outcome = run(project, with_variants(project, GOOD, BAD))
-    return project, outcome, {stage: keys - before[stage] for stage, keys in built(project).items()}
+    before = built(demo)
+    outcome = run(demo, with_variants(demo, GOOD, BAD))
+    return demo, outcome, {stage: keys - before[stage] for stage, keys in built(demo).items()}
 
 
-Gained = tuple[Project, dict[str, Any], dict[str, set[str]]]
-
-
-def test_each_variant_has_a_verdict_against_the_merge(gained: Gained) -> None:
+def test_each_variant_has_a_verdict_against_the_merge_and_a_failed_optional_one_refuses_nothing(gained: Gained) -> None:
     _, outcome, _ = gained
     judged = verdicts(outcome)
-    assert {name: (each["outcome"], each["publishable"]) for name, each in judged.items()} == {
-        "R8": ("pass", True),
-        "R6": ("pass", True),
-        "R7": ("fail", False),
-    }
+    expected = {"R8": ("pass", True), "R6": ("pass", True), "R7": ("fail", False)}
+    assert {name: (each["outcome"], each["publishable"]) for name, each in judged.items()} == expected
     gate = judged["R8"]["gate"]
     assert {guard["reference"] for guard in gate["guards"]} == {"merge"} == {gate["drift"]["reference"]}
     assert [guard["task"] for guard in gate["guards"]] == ["copy", "reverse", "shift"]
     assert judged["R8"]["conversion"]["texts"] == 4 * 200  # held-out documents and prompts of three tasks
     assert judged["R8"]["record"]["tensor_types"]["R8"] > 0
     assert [check["name"] for check in judged["R8"]["checks"]] == ["tokenizer", "chat template", "weights", "text"]
-
-
-def test_an_optional_variant_that_fails_is_named_and_refuses_nothing(gained: Gained) -> None:
-    _, outcome, _ = gained
     assert outcome["content"]["verdict"]["publishable"]
-    reasons = verdicts(outcome)["R7"]["reasons"]
-    assert "perplexity" in reasons[0]
-    assert "of merge" in reasons[0]
-    assert "text" not in [check["name"] for check in verdicts(outcome)["R7"]["checks"]]  # a bad one is not served
+    (reason, *_) = judged["R7"]["reasons"]
+    assert "perplexity" in reason
+    assert "of merge" in reason
+    assert "text" not in [check["name"] for check in judged["R7"]["checks"]]  # a bad one is not served
 
 
 def test_a_released_merge_that_gains_variants_is_not_merged_evaluated_or_released_again(gained: Gained) -> None:
     project, outcome, new = gained
     assert new["merge"] == set()
     assert outcome["version"] == project.latest.resolve().name
-    assert [path.name for path in project.latest.parent.iterdir() if path.is_dir() and not path.is_symlink()] == [
-        outcome["version"]
-    ]
-    models = [
-        json.loads((project.home / "store" / "evaluate" / key / "value.json").read_text())["model"]
-        for key in new["evaluate"]
-    ]
-    assert set(models) == {"R8", "R6", "R7"}
+    releases = [path.name for path in project.latest.parent.iterdir() if path.is_dir() and not path.is_symlink()]
+    assert releases == [outcome["version"]]
+    values = [project.home / "store" / "evaluate" / key / "value.json" for key in new["evaluate"]]
+    assert {json.loads(value.read_text())["model"] for value in values} == {"R8", "R6", "R7"}
 
 
 def test_a_second_run_builds_and_evaluates_nothing(gained: Gained, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,10 +134,7 @@ def test_a_changed_limit_runs_only_the_gate_again(gained: Gained) -> None:
 def test_a_required_variant_that_fails_refuses_the_release(gained: Gained) -> None:
     project, _, _ = gained
     profile = with_variants(project, GOOD, BAD.replace("}", ", required: true}"), name="strict")
-    result = project.mergegate("run", profile)
-    assert result.exit_code == 3
-    assert "refused: strict is not released" in result.output
-    assert "variant R7: perplexity is 1.3" in result.output
+    expect(project.mergegate("run", profile), 3, "refused: strict is not released", "variant R7: perplexity is 1.3")
     assert not (project.root / "releases" / "strict").exists()
 
 
@@ -238,15 +221,7 @@ def test_a_run_that_was_killed_while_it_built_variants_resumes(gained: Gained, t
         shutil.rmtree(project.home / "store" / stage)
     profile = with_variants(project, GOOD)
     for moment in ("agreement", "variant"):
-        killed = subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(DIES), f"stage:{moment}", "run", profile],
-            cwd=project.root,
-            env=environment(project),
-            capture_output=True,
-            text=True,
-            timeout=HANG_S,
-            check=False,
-        )
+        killed = run_and_die(project, DIES, f"stage:{moment}", profile)
         assert killed.returncode == -signal.SIGKILL, f"{moment}\n{killed.stdout}\n{killed.stderr}"
         assert not [path for path in (project.home / "store" / "variant").glob("*") if path.suffix != ".partial"]
     again = run(project, profile)
@@ -254,3 +229,71 @@ def test_a_run_that_was_killed_while_it_built_variants_resumes(gained: Gained, t
         name: verdicts(outcome)[name]["digest"] for name in ("R8", "R6")
     }
     assert files_of(project.latest) == files_of(undisturbed.latest)
+
+
+# Publication.
+
+
+def test_each_place_is_published_once(published_variants: Project, demo_release: Path) -> None:
+    outcome = json.loads((published_variants.root / "outcome.json").read_text())
+    assert outcome["status"] == "released"
+    assert outcome["message"].startswith("released R8, R6, R7 of demo ")
+    assert [(each["types"], each["new"]) for each in outcome["variants"]] == [(["R8", "R6"], True), (["R7"], True)]
+    # The release of the merge does not depend on its variants.
+    assert files_of(published_variants.latest) == files_of(Project(demo_release).latest)
+    again = run(published_variants, "profiles/demo.yaml")
+    assert again["status"] == "nothing new"
+    assert [each["new"] for each in again["variants"]] == [False, False]
+
+
+def test_a_place_that_fails_leaves_the_others_published_and_running_again_completes_it(
+    published_variants: Project,
+) -> None:
+    second = published_variants.root / "releases" / "demo-Second"
+    version = (second / "latest").resolve()
+    genuine = (version / "README.md").read_bytes()
+    (version / "README.md").write_bytes(genuine + b"edited")
+    shutil.rmtree(second.with_name("demo-Rounded"))
+    failed = run(published_variants, "profiles/demo.yaml", code=3)
+    for words in (
+        "was released before, but not all of its variants",
+        "demo-Second is not published: ",
+        "other content",
+        "Run again to publish the missing variants.",
+    ):
+        assert words in failed["message"]
+    assert [(each["types"], each["new"]) for each in failed["variants"]] == [(["R8", "R6"], True)]
+    (version / "README.md").write_bytes(genuine)
+    again = run(published_variants, "profiles/demo.yaml")
+    assert [each["new"] for each in again["variants"]] == [False, False]
+    # A place without a new variant keeps its release, and the run says so.
+    before = files_of(second)
+    profile = published_variants.root / "profiles" / "demo.yaml"
+    profile.write_text(profile.read_text().replace("suffix: Second", "suffix: Second, fault: scales"))
+    outcome = run(published_variants, "profiles/demo.yaml")
+    profile.write_text(profile.read_text().replace(", fault: scales", ""))
+    assert "demo-Second keeps its earlier release, because no variant of" in outcome["message"]
+    assert files_of(second) == before
+
+
+@pytest.mark.proof
+def test_killed_before_each_step_of_the_publication_every_place_is_whole_and_the_bytes_are_the_same(
+    published_variants: Project, tmp_path: Path
+) -> None:
+    project = Project(tmp_path / "project")
+    shutil.copytree(published_variants.root, project.root, symlinks=True)
+    shutil.rmtree(project.root / "releases")
+    names, kills = ("demo", "demo-Rounded", "demo-Second"), 0
+    while True:
+        # Each run completes one more step than the one before it, because it resumes after the kill.
+        done = run_and_die(project, DIES_AT_A_RENAME, "1" if kills else "0", "profiles/demo.yaml")
+        for name in names:
+            if (latest := project.root / "releases" / name / "latest").exists():
+                assert files_of(latest) == files_of(published_variants.root / "releases" / name / "latest")
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+        kills += 1
+    assert kills >= 5
+    for name in names:
+        assert files_of(project.root / "releases" / name / "latest")
