@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 import yaml
-from completions_server import serving
 from demo_project import Project, make_project
+from openai_server import serving
 from vllm_engine import write_vllm
 
 from mergegate.tasks.checkpoints import end_model_process
@@ -25,6 +25,7 @@ from mergegate.tasks.checkpoints.model import Model
 
 PARENTS = ("reverser", "shifter", "thinker")
 FEW = 80  # documents for backends that answer slowly here
+LAST_WORD = {"function": "regex", "regex_pattern": "([a-p]+)\\s*$"}
 TASK = {
     "task": "written",
     "dataset_path": "json",
@@ -35,12 +36,7 @@ TASK = {
     "doc_to_target": "{{answer}}",
     "target_delimiter": "",
     "generation_kwargs": {"until": ["\n"], "max_gen_toks": 40, "do_sample": False},
-    "filter_list": [
-        {
-            "name": "last",
-            "filter": [{"function": "regex", "regex_pattern": "([a-p]+)\\s*$"}, {"function": "take_first"}],
-        }
-    ],
+    "filter_list": [{"name": "last", "filter": [LAST_WORD, {"function": "take_first"}]}],
     "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     "metadata": {"version": 1.0},
 }
@@ -58,10 +54,8 @@ class Family:
             data = {"data_files": {"test": f"words{count}.jsonl"}}
             (self.profiles / f"written{count}.yaml").write_text(yaml.safe_dump({**TASK, "dataset_kwargs": data}))
         self.documents = len(words)
-        models = [
-            {"model": f"demo/models/{name}", "parameters": {"weight": weight}}
-            for name, weight in zip(PARENTS, (0.5, 0.5, 0.0), strict=True)
-        ]
+        models = [{"model": f"demo/models/{name}", "parameters": {"weight": 0.5}} for name in PARENTS]
+        models[-1]["parameters"] = {"weight": 0.0}
         recipe = {"merge_method": "linear", "models": models, "dtype": "bfloat16"}
         (self.profiles / "wordy.yaml").write_text(yaml.safe_dump(recipe))
 
@@ -89,10 +83,8 @@ class Family:
         """Return the parents and the merge under the names that they have in a run."""
         directories = {name: self.profiles / "demo" / "models" / name for name in PARENTS}
         (merged,) = (self.project.home / "store" / "merge").glob("*/**/model.safetensors")
-        return {
-            name: Model(name=name, digest=name, directory=directory)
-            for name, directory in {**directories, "merge": merged.parent}.items()
-        }
+        places = {**directories, "merge": merged.parent}
+        return {name: Model(name=name, digest=name, directory=place) for name, place in places.items()}
 
 
 @pytest.fixture(scope="module")
@@ -108,12 +100,8 @@ def family(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> Famil
 def test_a_small_budget_does_not_decide(family: Family) -> None:
     code, verdict, _ = family.run("short", family.documents, max_answer_tokens=40)
     (guard,) = verdict["guards"]
-    assert (code, guard["outcome"], guard["reference_score"], guard["merge_score"]) == (
-        3,
-        "inconclusive",
-        0.7575,
-        0.7775,
-    )
+    assert (code, guard["outcome"]) == (3, "inconclusive")
+    assert (guard["reference_score"], guard["merge_score"]) == (0.7575, 0.7775)
     assert guard["cut_answers"] == {"lowest_drop": -2.0, "highest_drop": 22.25, "decide": True}
     assert (guard["answers"]["reference"]["cut_off"], guard["answers"]["merge"]["cut_off"]) == (97, 0)
     assert verdict["reasons"] == [
@@ -141,11 +129,7 @@ def test_only_cut_off_answers_are_generated_again_and_the_merge_is_refused(famil
     assert family.run("long", family.documents)[1] == verdict
     assert family.run("longest", family.documents, max_answer_tokens=80)[1]["guards"] == verdict["guards"]
     assert (family.project.artifacts("regenerate"), family.project.artifacts("evaluate")) == known
-
-
-@pytest.mark.story
-def test_a_comparison_of_two_checkpoints_generates_answers_again(family: Family) -> None:
-    family.run("long", family.documents)
+    # A comparison of two checkpoints generates answers again, too.
     models = family.models()
     directories = (str(models["thinker"].directory), str(models["merge"].directory))
     result = family.project.mergegate("compare", *directories, "--profile", "profiles/long.yaml", "--json")
@@ -190,6 +174,5 @@ def test_a_served_model_is_judged_in_the_same_way(family: Family, monkeypatch: p
 
 
 @pytest.mark.proof
-@pytest.mark.story
 def test_a_model_on_vllm_is_judged_in_the_same_way(family: Family, engine: None) -> None:
     check_both_budgets(family, "vllm")

@@ -1,8 +1,4 @@
-"""``profiles/demo-regmean.yaml`` from the recipe to the release.
-
-Each model reads its own text before the merge. The merge keeps both skills without a search for a scale, and can be
-reproduced from its provenance.
-"""
+"""``profiles/demo-regmean.yaml`` from the recipe to the release. Each model reads its own text before the merge."""
 
 from __future__ import annotations
 
@@ -11,7 +7,7 @@ import shutil
 
 import pytest
 import yaml
-from demo_project import PROFILES, Printed, Project, make_project
+from demo_project import PROFILES, Project, expect, make_project
 
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.files import HashMemo
@@ -22,13 +18,11 @@ PROFILE = "profiles/demo-regmean.yaml"
 
 
 @pytest.fixture(scope="module")
-def released(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> tuple[Project, Printed]:
+def project(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> Project:
+    """Return a project in which the demo of RegMean has been released."""
     project = make_project(tmp_path_factory.mktemp("regmean"))
-    result = project.mergegate("run", PROFILE)
-    return project, Printed(result.exit_code, result.output)
-
-
-Released = tuple[Project, Printed]
+    expect(project.mergegate("run", PROFILE), 0, "statistics")
+    return project
 
 
 def own_profile(project: Project, name: str, **changes: object) -> str:
@@ -43,50 +37,31 @@ def own_profile(project: Project, name: str, **changes: object) -> str:
 
 
 @pytest.mark.story
-def test_it_is_released_with_both_skills(released: Released) -> None:
-    project, printed = released
-    assert printed.exit_code == 0, printed.output
-    assert "statistics" in printed.output
+def test_it_is_released_with_both_skills_and_names_its_texts(project: Project) -> None:
     latest = project.root / "releases/demo-regmean/latest"
-    verdict = json.loads((latest / "provenance.json").read_text())["predicate"]["mergegate_verdict"]
-    scores = {guard["task"]: guard["merge_score"] for guard in verdict["guards"]}
+    predicate = json.loads((latest / "provenance.json").read_text())["predicate"]
+    scores = {guard["task"]: guard["merge_score"] for guard in predicate["mergegate_verdict"]["guards"]}
     assert scores["copy"] >= 0.99
     assert scores["reverse"] >= 0.96
     assert scores["shift"] >= 0.99
     assert "text: ../data/texts/reverser.jsonl" in (latest / "README.md").read_text()
-
-
-@pytest.mark.story
-def test_the_provenance_names_the_texts(released: Released) -> None:
-    project, _ = released
-    latest = project.root / "releases/demo-regmean/latest"
-    build = json.loads((latest / "provenance.json").read_text())["predicate"]["buildDefinition"]
-    texts = [one for one in build["resolvedDependencies"] if one["annotations"]["role"] == "text"]
+    dependencies = predicate["buildDefinition"]["resolvedDependencies"]
+    texts = [one for one in dependencies if one["annotations"]["role"] == "text"]
     hashes = HashMemo(project.root / "hashes.db")
-    wanted = {name: hashes.sha256(PROFILES / f"demo/data/texts/{name}.jsonl") for name in ("reverser", "shifter")}
     assert {one["name"]: one["digest"]["sha256"] for one in texts} == {
-        f"../data/texts/{name}.jsonl": sha256 for name, sha256 in wanted.items()
+        f"../data/texts/{name}.jsonl": hashes.sha256(PROFILES / f"demo/data/texts/{name}.jsonl")
+        for name in ("reverser", "shifter")
     }
     assert project.mergegate("verify", "releases/demo-regmean/latest").exit_code == 0
 
 
 @pytest.mark.story
-def test_a_second_run_reads_nothing_and_makes_nothing(released: Released) -> None:
-    project, _ = released
+def test_a_second_run_reads_nothing_and_other_off_diagonals_only_merge_anew(project: Project) -> None:
     before = {stage: project.artifacts(stage) for stage in ("statistics", "overlap", "merge", "evaluate")}
     assert len(before["statistics"]) == 2
-    result = project.mergegate("run", PROFILE)
-    assert result.exit_code == 0
-    assert "nothing new" in result.output
+    expect(project.mergegate("run", PROFILE), 0, "nothing new")
     assert {stage: project.artifacts(stage) for stage in before} == before
-    dry = project.mergegate("run", PROFILE, "--dry-run")
-    assert "are cached" in dry.output
-
-
-@pytest.mark.story
-def test_another_share_of_off_diagonals_merges_anew_and_reads_nothing(released: Released) -> None:
-    project, _ = released
-    before = {stage: project.artifacts(stage) for stage in ("statistics", "merge")}
+    assert "are cached" in project.mergegate("run", PROFILE, "--dry-run").output
     name = own_profile(project, "more", parameters={"off_diagonals": 0.95})
     assert project.mergegate("run", name).exit_code == 0
     assert project.artifacts("statistics") == before["statistics"]
@@ -94,11 +69,9 @@ def test_another_share_of_off_diagonals_merges_anew_and_reads_nothing(released: 
 
 
 @pytest.mark.story
-def test_it_is_reproduced_from_its_texts_or_says_which_is_another(released: Released) -> None:
-    project, _ = released
+def test_it_is_reproduced_from_its_texts_or_says_which_is_another(project: Project) -> None:
     recipes = str(project.root / "profiles/demo/recipes")
-    result = project.mergegate("reproduce", "releases/demo-regmean/latest", "--parents", recipes)
-    assert result.exit_code == 0, result.output
+    expect(project.mergegate("reproduce", "releases/demo-regmean/latest", "--parents", recipes), 0)
     elsewhere = project.root / "elsewhere"
     for place in ("models", "data/texts"):
         shutil.copytree(PROFILES / "demo" / place, elsewhere / place)
@@ -112,10 +85,8 @@ def test_it_is_reproduced_from_its_texts_or_says_which_is_another(released: Rele
 
 
 @pytest.mark.proof
-@pytest.mark.story
-def test_a_search_looks_at_the_texts_once(released: Released) -> None:
+def test_a_search_looks_at_the_texts_once(project: Project) -> None:
     """The scale of a merge that uses calibration data can be searched like any other."""
-    project, _ = released
     before = project.artifacts("statistics")
     name = own_profile(project, "searched", base_model="demo/models/base", parameters={"lambda": "$scale"})
     profile = yaml.safe_load((project.root / name).read_text())

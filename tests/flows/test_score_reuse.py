@@ -1,19 +1,19 @@
 """Scores are reused by later runs, even with other interim looks, and are announced before a run.
 
-A merge that has already failed is not evaluated further.
+A merge that has already failed is not evaluated further. A merge that is compared with the current release is judged on
+other documents than that release.
 """
 
 from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
-from demo_project import Printed, Project
+from demo_project import Project, expect
 from samples import sampled
-
-Released = tuple[Project, Printed]
 
 
 def scored(project: Project) -> set[str]:
@@ -26,43 +26,49 @@ def run(project: Project, profile: str) -> tuple[int, dict[str, Any]]:
     return result.exit_code, found
 
 
+def lopsided(project: Project, name: str, *weights: float) -> str:
+    """Write a profile whose merge has no scores in the store: the lopsided demo with other weights."""
+    models = [
+        {"model": f"demo/models/{model}", "parameters": {"weight": weight}}
+        for model, weight in zip(("reverser", "shifter"), weights, strict=True)
+    ]
+    recipe = json.dumps({"merge_method": "linear", "dtype": "bfloat16", "models": models})
+    text = (project.root / "profiles" / "demo-lopsided.yaml").read_text()
+    text = text.replace("name: demo-lopsided", f"name: {name}").replace("demo/recipes/lopsided.yaml", recipe)
+    (project.root / "profiles" / f"{name}.yaml").write_text(text)
+    return f"profiles/{name}.yaml"
+
+
 @pytest.mark.proof
-@pytest.mark.story
-def test_other_interim_looks_reuse_all_scores(released: Released) -> None:
-    project, _ = released
-    before = scored(project)
+def test_other_interim_looks_reuse_all_scores(demo: Project) -> None:
+    before = scored(demo)
     for documents in (50, 130, 300):
-        profile = project.edit("demo.yaml", "evaluate:\n", f"evaluate:\n  documents: {documents}\n")
-        code, found = run(project, profile)
+        profile = demo.edit("demo.yaml", "evaluate:\n", f"evaluate:\n  documents: {documents}\n")
+        code, found = run(demo, profile)
         assert code == 0, found
         ends = {documents * 2**look for look in range(4)} | {400}
         assert {guard["n"] for guard in found["content"]["verdict"]["guards"]} <= ends
-        assert scored(project) == before
+        assert scored(demo) == before
 
 
 @pytest.mark.story
-def test_check_forecasts_the_power_of_each_guard(released: Released) -> None:
-    project, _ = released
-    checked = json.loads(project.mergegate("check", "profiles/demo.yaml", "--json").stdout)["summary"]
+def test_check_forecasts_the_power_of_each_guard(demo: Project) -> None:
+    checked = json.loads(demo.mergegate("check", "profiles/demo.yaml", "--json").stdout)["summary"]
     lines = [line for line in checked if line.startswith("power: ")]
     assert "passes" in lines[0]
     assert [line.split()[1] for line in lines[1:4]] == ["copy:", "reverse:", "shift:"]
-    assert all(
-        re.search(r"from how the (merge of the last run|merges of the last \d runs) differed on ", line)
-        for line in lines[1:4]
-    )
-    planned = project.mergegate("plan", "profiles/demo.yaml", "--no-probe", "--json")
-    assert planned.exit_code == 0, planned.output
-    power = json.loads(planned.stdout)["power"]
-    assert [task["documents"] for task in power["tasks"]] == [400, 400, 400]
-    assert all("the merge" in task["basis"] for task in power["tasks"])
-    shown = " ".join(project.mergegate("plan", "profiles/demo.yaml", "--no-probe").stdout.split())
+    basis = r"from how the (merge of the last run|merges of the last \d runs) differed on "
+    assert all(re.search(basis, line) for line in lines[1:4])
+    planned = expect(demo.mergegate("plan", "profiles/demo.yaml", "--no-probe", "--json"), 0)
+    tasks = json.loads(planned.stdout)["power"]["tasks"]
+    assert [task["documents"] for task in tasks] == [400, 400, 400]
+    assert all("the merge" in task["basis"] for task in tasks)
+    shown = " ".join(demo.mergegate("plan", "profiles/demo.yaml", "--no-probe").stdout.split())
     assert all(line in shown for line in lines)
 
 
 def test_where_nothing_was_scored_the_guess_is_told_as_one(project: Project) -> None:
-    planned = project.mergegate("plan", "profiles/demo.yaml", "--no-probe")
-    assert planned.exit_code == 0, planned.output
+    planned = expect(project.mergegate("plan", "profiles/demo.yaml", "--no-probe"), 0)
     assert "have not been counted yet" in planned.stdout
     assert project.artifacts("documents") == set()
     checked = json.loads(project.mergegate("check", "profiles/demo.yaml", "--json").stdout)["summary"]
@@ -73,9 +79,8 @@ def test_where_nothing_was_scored_the_guess_is_told_as_one(project: Project) -> 
 @pytest.mark.parametrize(
     "profile", sampled(["demo-lopsided.yaml", "demo-refused.yaml"], ["demo-refused.yaml"], pytest.mark.proof)
 )
-def test_a_lost_skill_ends_the_tasks(released: Released, profile: str) -> None:
-    project, _ = released
-    code, found = run(project, f"profiles/{profile}")
+def test_a_lost_skill_ends_the_tasks(demo: Project, profile: str) -> None:
+    code, found = run(demo, f"profiles/{profile}")
     verdict = found["content"]["verdict"]
     assert code == 3
     assert verdict["outcome"] == "fail"
@@ -83,36 +88,47 @@ def test_a_lost_skill_ends_the_tasks(released: Released, profile: str) -> None:
     assert lost
     assert {one["decided_by"] for one in verdict["not_run"]} <= lost
     assert {one["task"] for one in (*verdict["guards"], *verdict["not_run"])} == {"copy", "reverse", "shift"}
-    before = scored(project)
-    assert run(project, f"profiles/{profile}") == (code, found)  # A repeated run gives the same result, to the letter.
-    assert scored(project) == before
+    before = scored(demo)
+    assert run(demo, f"profiles/{profile}") == (code, found)  # A repeated run gives the same result, to the letter.
+    assert scored(demo) == before
 
 
 @pytest.mark.story
-def test_what_was_not_run_stands_in_the_table_and_on_the_page(released: Released) -> None:
-    project, _ = released
-    models = [
-        {"model": f"demo/models/{name}", "parameters": {"weight": weight}}
-        for name, weight in (("reverser", 0.92), ("shifter", 0.08))  # A merge without scores in the store.
-    ]
-    text = (project.root / "profiles" / "demo-lopsided.yaml").read_text().replace("name: demo-lopsided", "name: early")
-    text = text.replace("shift.yaml, guarded_by", "shift.yaml, margin: 9, guarded_by")  # Decided before a drop of 4.
-    recipe = json.dumps({"merge_method": "linear", "dtype": "bfloat16", "models": models})
-    (project.root / "profiles" / "early.yaml").write_text(text.replace("demo/recipes/lopsided.yaml", recipe))
-    before = scored(project)
-    result = project.mergegate("run", "profiles/early.yaml")
-    assert result.exit_code == 3, result.output
-    assert "skipped: shift had already failed" in result.output
-    assert len(scored(project) - before) == 2  # The merge on copy and shift; no parent.
+def test_what_was_not_run_stands_in_the_table_and_on_the_page(demo: Project) -> None:
+    profile = lopsided(demo, "early", 0.92, 0.08)
+    file = demo.root / profile  # Decided before a drop of 4.
+    file.write_text(file.read_text().replace("shift.yaml, guarded_by", "shift.yaml, margin: 9, guarded_by"))
+    before = scored(demo)
+    result = expect(demo.mergegate("run", profile), 3, "skipped: shift had already failed")
+    assert len(scored(demo) - before) == 2  # The merge on copy and shift; no parent.
     assert "\nmean of 2 " in result.output
-    page = (project.home / "reports" / "early.html").read_text().replace("<wbr>", "")
+    page = (demo.home / "reports" / "early.html").read_text().replace("<wbr>", "")
     assert "skipped: shift had already failed" in page
     assert "mergegate evaluated 800 of 1,200 documents. Deciding early, and skipping 1 task, saved 33 %." in page
 
 
+@pytest.mark.story
+def test_parents_are_evaluated_once_ever(demo: Project) -> None:
+    profile = lopsided(demo, "once", 0.91, 0.09)
+    demo.mergegate("run", "profiles/demo-refused.yaml")
+    before = scored(demo)
+    result = demo.mergegate("run", profile)
+    new = scored(demo) - before
+    assert re.search(r"cached: reverser, shifter · merge", result.output)
+    verdict = run(demo, profile)[1]["content"]["verdict"]
+    judged = {guard["task"] for guard in verdict["guards"]}
+    skipped = {one["task"] for one in verdict["not_run"]}  # The order of tasks depends on how long they took.
+    assert judged | skipped == {"copy", "reverse", "shift"}
+    assert len(new) == len(judged)  # The merge; its parents are cached.
+
+
+def words_of(*settings: str) -> list[str]:
+    return [word for setting in settings for word in ("--set", setting)]
+
+
 def dry_run(project: Project, *settings: str, profile: str = "profiles/demo.yaml") -> dict[str, Any]:
-    words = [word for setting in settings for word in ("--set", setting)]
-    found: dict[str, Any] = json.loads(project.mergegate("run", profile, "--dry-run", "--json", *words).stdout)
+    result = project.mergegate("run", profile, "--dry-run", "--json", *words_of(*settings))
+    found: dict[str, Any] = json.loads(result.stdout)
     assert found["status"] == "ready", found
     return found
 
@@ -123,44 +139,145 @@ def missing(planned: dict[str, Any]) -> dict[str, int]:
 
 
 @pytest.mark.story
-def test_the_forecast_counts_the_documents_that_an_inconclusive_gate_adds(released: Released) -> None:
-    project, _ = released
-    cached = dry_run(project)
+def test_the_forecast_counts_the_documents_that_an_inconclusive_gate_adds(demo: Project) -> None:
+    cached = dry_run(demo)
     assert set(missing(cached).values()) == {0}
     assert cached["further_documents"] == 0
     assert "has nothing to do" in cached["message"]
     sampled_anew = ("evaluate.seed=1", "evaluate.documents=50")
-    planned = dry_run(project, *sampled_anew)
+    planned = dry_run(demo, *sampled_anew)
     assert set(missing(planned).values()) == {50}
     assert planned["further_documents"] == 3 * 4 * 350
     assert "evaluates up to 4,200 more documents over all models" in planned["message"]
-    assert dry_run(project, *sampled_anew, "evaluate.extend=false")["further_documents"] == 0
-    assert dry_run(project, "evaluate.seed=1", "evaluate.documents=all")["further_documents"] == 0
+    assert dry_run(demo, *sampled_anew, "evaluate.extend=false")["further_documents"] == 0
+    assert dry_run(demo, "evaluate.seed=1", "evaluate.documents=all")["further_documents"] == 0
 
 
 @pytest.mark.story
-def test_a_guard_has_its_own_number_of_documents(released: Released) -> None:
-    project, _ = released
+def test_a_guard_has_its_own_number_of_documents(demo: Project) -> None:
     guard = "task: demo/tasks/copy.yaml,"
     for documents, first in (("100", 100), ("all", 400)):
-        profile = project.edit("demo.yaml", guard, f"{guard} documents: {documents},")
-        planned = dry_run(project, "evaluate.seed=1", "evaluate.documents=50", profile=profile)
+        profile = demo.edit("demo.yaml", guard, f"{guard} documents: {documents},")
+        planned = dry_run(demo, "evaluate.seed=1", "evaluate.documents=50", profile=profile)
         looked_at = missing(planned)
         assert {count for subject, count in looked_at.items() if subject.endswith("copy")} == {first}
         assert {count for subject, count in looked_at.items() if not subject.endswith("copy")} == {50}
         assert planned["further_documents"] == 4 * ((400 - first) + 2 * 350)
     # Scores of the same documents are reused, so another sample size does not change a key.
-    assert set(missing(dry_run(project, profile=profile)).values()) == {0}
+    assert set(missing(dry_run(demo, profile=profile)).values()) == {0}
 
 
 @pytest.mark.proof
-def test_the_forecast_uses_the_keys_of_the_evaluation(released: Released) -> None:
-    project, _ = released
+def test_the_forecast_uses_the_keys_of_the_evaluation(demo: Project) -> None:
     guard = "task: demo/tasks/copy.yaml,"
-    profile = project.edit("demo.yaml", guard, f"{guard} documents: 20, system_instruction: Copy the word.,")
+    profile = demo.edit("demo.yaml", guard, f"{guard} documents: 20, system_instruction: Copy the word.,")
     settings = ("evaluate.extend=false", "evaluate.on_inconclusive=pass", "publish=null")
-    looked_at = missing(dry_run(project, *settings, profile=profile))
+    looked_at = missing(dry_run(demo, *settings, profile=profile))
     assert {subject.split(", ")[1] for subject, count in looked_at.items() if count} == {"copy"}
-    words = [word for setting in settings for word in ("--set", setting)]
-    assert project.mergegate("run", profile, *words).exit_code == 0
-    assert set(missing(dry_run(project, *settings, profile=profile)).values()) == {0}
+    assert demo.mergegate("run", profile, *words_of(*settings)).exit_code == 0
+    assert set(missing(dry_run(demo, *settings, profile=profile)).values()) == {0}
+
+
+# The change of the sample.
+
+FIRST, SIZE = 100, 400  # documents of the first look, and of each task of the demo
+SEED = 1  # the released demo has no scores in this order
+
+
+def write_profile(project: Project, density: float, *settings: str) -> str:
+    """Write a profile whose guard on ``copy`` compares with the champion, and return its path."""
+    more = "".join(f"  {setting}\n" for setting in settings)
+    text = f"""\
+name: changing
+recipe:
+  merge_method: ties
+  base_model: demo/models/base
+  models:
+    - {{model: demo/models/reverser, parameters: {{weight: 1.0, density: {density}}}}}
+    - {{model: demo/models/shifter, parameters: {{weight: 1.0, density: 0.5}}}}
+  dtype: bfloat16
+checks: {{license: {{purpose: commercial, visibility: public}}}}
+evaluate:
+  documents: {FIRST}
+  seed: {SEED}
+{more}  tasks:
+    - {{task: demo/tasks/copy.yaml, guarded_by: champion, max_drop: 8, margin: 12}}
+    - {{task: demo/tasks/copy.yaml, guarded_by: base, max_drop: 8, margin: 12}}
+    - {{task: demo/tasks/reverse.yaml, guarded_by: reverser, max_drop: 8, margin: 12}}
+publish: {{to: directory, path: ../releases/changing}}
+"""
+    (project.root / "profiles" / "changing.yaml").write_text(text)
+    return "profiles/changing.yaml"
+
+
+def outcome_of(project: Project, density: float, *settings: str) -> dict[str, Any]:
+    return run(project, write_profile(project, density, *settings))[1]
+
+
+def guards(outcome: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    return {(guard["task"], guard["reference"]): guard for guard in outcome["content"]["verdict"]["guards"]}
+
+
+def evaluated(project: Project) -> list[tuple[str, str, int, int]]:
+    """Return model, task and range of documents of every evaluation in the store."""
+    found = []
+    for path in sorted((project.home / "store" / "evaluate").iterdir()):
+        if path.is_dir():
+            value = json.loads((path / "value.json").read_text())
+            if value["seed"] == SEED:
+                part = value["part"]
+                found.append((value["model"], value["tasks"][0]["task"], part["first"], part["last"]))
+    return found
+
+
+@pytest.mark.story
+def test_each_new_merge_is_judged_on_the_next_documents_and_a_repeated_one_on_its_own(demo: Project) -> None:
+    first = outcome_of(demo, 0.5)
+    assert first["status"] == "released", first
+    copy = guards(first)["copy", "base"]
+    assert copy["sample_start"] == 0  # no champion yet
+
+    card = (demo.root / "releases" / "changing" / "latest" / "README.md").read_text()
+    assert "The documents that measured these scores also selected this merge." in card
+    checked = demo.mergegate("check", write_profile(demo, 0.45)).output
+    assert f"copy: each new merge is judged on the next {FIRST} of {SIZE} documents" in checked
+
+    before = evaluated(demo)
+    assert outcome_of(demo, 0.5)["status"] == "nothing new"
+    assert evaluated(demo) == before
+
+    planned = json.loads(demo.mergegate("run", write_profile(demo, 0.45), "--dry-run", "--json").stdout)
+    missing = {stage["subject"]: stage["missing"] for stage in planned["stages"] if stage["stage"] == "evaluate"}
+    assert missing["base, copy"] == (FIRST if copy["n"] < SIZE else 0)  # the next documents
+    assert missing["base, reverse"] == 0
+
+    start = copy["n"] % SIZE
+    outcomes = {}
+    for density in (0.45, 0.4):
+        outcomes[density] = outcome_of(demo, density)
+        judged = guards(outcomes[density])
+        assert judged["copy", "champion"]["sample_start"] == start
+        assert judged["copy", "base"]["sample_start"] == start  # guards of one task share their scores
+        assert judged["reverse", "reverser"]["sample_start"] == 0  # no guard against the champion
+        if density == 0.45:  # the champion was selected on other documents
+            (section,) = (one for one in outcomes[density]["content"]["sections"] if one["title"] == "Documents")
+            wanted = rf"copy: the current release scores [\d.]+ on the {copy['n']} documents that selected it, and "
+            assert re.match(wanted, section["sentences"][0])
+        start = (start + judged["copy", "champion"]["n"]) % SIZE
+
+    answers = [
+        (model, task, position)
+        for model, task, first, last in evaluated(demo)
+        if model == "base"
+        for position in range(first, last)
+    ]
+    assert max(Counter(answers).values()) == 1  # the reference answers each document once, however many samples use it
+    before = evaluated(demo)
+    if outcomes[0.4]["status"] == "refused":
+        assert outcome_of(demo, 0.4)["content"] == outcomes[0.4]["content"]
+    else:
+        assert outcome_of(demo, 0.4)["status"] == "nothing new"
+    assert evaluated(demo) == before
+
+    kept = outcome_of(demo, 0.35, "resample: false")
+    assert guards(kept)["copy", "champion"]["sample_start"] == 0

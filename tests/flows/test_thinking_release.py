@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from demo_project import PROFILES, Project
+from demo_project import PROFILES, Project, expect
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from lm_eval_runs import prepare, simple_evaluate
+from typer.testing import Result
 
 from mergegate.tasks.evaluation.document_scores import SCORES_FILE, read_document_scores
 
@@ -32,14 +33,8 @@ def write_task(project: Project) -> None:
 
 def lm_evals_scores(model: Path, task: Path, scratch: Path, budget: int) -> Mapping[int, tuple[float, str]]:
     """Return score and answer of each document, as lm-eval computes them with the settings of the profile."""
-    lm = HFLM(
-        pretrained=str(model),
-        device="cpu",
-        dtype="auto",
-        batch_size=16,
-        think_end_token="z",
-        enable_thinking=True,
-    )
+    settings = {"dtype": "auto", "batch_size": 16, "think_end_token": "z", "enable_thinking": True}
+    lm = HFLM(pretrained=str(model), device="cpu", **settings)
     manager = TaskManager(include_path=str(prepare([task], scratch)), include_defaults=False)
     results = simple_evaluate(
         lm,
@@ -59,16 +54,12 @@ def test_a_thinking_model_is_recognized_checked_and_released(project: Project, t
     write_task(project)
     tasks = ("--task", f"{TASK}:thinker", "--task", "profiles/demo/tasks/shift.yaml:base")
     text = ("--data", "profiles/demo/data/held-out.jsonl")
-    done = project.mergegate("init", *MODELS, *tasks, *text, "--yes", "--name", "thinks")
-    assert done.exit_code == 0, done.output
-    assert "thinking thinker: its thoughts end with z" in done.output
+    result = project.mergegate("init", *MODELS, *tasks, *text, "--yes", "--name", "thinks")
+    expect(result, 0, "thinking thinker: its thoughts end with z")
     file = project.root / "thinks.yaml"
     profile = yaml.safe_load(file.read_text())
-    assert {name: profile["evaluate"][name] for name in ("chat_template", "enable_thinking", "think_end_token")} == {
-        "chat_template": True,
-        "enable_thinking": True,
-        "think_end_token": "z",
-    }
+    settings = {"chat_template": True, "enable_thinking": True, "think_end_token": "z"}
+    assert settings.items() <= profile["evaluate"].items()
     written, shift = profile["evaluate"]["tasks"]
     assert written["gen_kwargs"] == {"max_gen_toks": 64}  # half of the context of the demo family
     assert shift["apply_chat_template"] is False  # the task scores given answers
@@ -82,8 +73,7 @@ def test_a_thinking_model_is_recognized_checked_and_released(project: Project, t
     for model, weight in zip(recipe["models"], (0.04, 0.96), strict=True):
         model["parameters"]["weight"] = weight
     (project.root / "thinks.recipe.yaml").write_text(yaml.safe_dump(recipe))
-    run = project.mergegate("run", "thinks.yaml")
-    assert run.exit_code == 0, run.output
+    run = expect(project.mergegate("run", "thinks.yaml"), 0)
     assert {"tokens", "answer,", "thoughts"} <= set(run.output.split()), run.output  # the line wraps
 
     stored = []
@@ -106,39 +96,26 @@ def test_a_thinking_model_is_recognized_checked_and_released(project: Project, t
     ]
 
 
-def test_check_refuses_to_let_a_model_think_before_given_answers(project: Project) -> None:
+def check_given(project: Project, task: str, **evaluate: object) -> Result:
+    """Check a profile with a chat template and one task."""
     write_task(project)
+    tasks = [{"task": task, "guarded_by": "base"}]
     profile = {
         "name": "given",
         "recipe": "profiles/demo/recipes/ties.yaml",
         "checks": {"license": {"purpose": "commercial", "visibility": "public"}},
-        "evaluate": {
-            "chat_template": True,
-            "enable_thinking": True,
-            "think_end_token": "z",
-            "tasks": [{"task": "profiles/demo/tasks/reverse.yaml", "guarded_by": "base"}],
-        },
+        "evaluate": {"chat_template": True, "tasks": tasks, **evaluate},
     }
     (project.root / "given.yaml").write_text(yaml.safe_dump(profile))
-    refused = project.mergegate("check", "given.yaml")
-    assert refused.exit_code == 2
-    assert "before which no model thinks" in refused.output
-    assert "set enable_thinking: false for this task" in refused.output
+    return project.mergegate("check", "given.yaml", "--json")
+
+
+def test_check_refuses_to_let_a_model_think_before_given_answers(project: Project) -> None:
+    result = check_given(project, "profiles/demo/tasks/reverse.yaml", enable_thinking=True, think_end_token="z")
+    expect(result, 2, "before which no model thinks", "set enable_thinking: false for this task")
 
 
 def test_check_says_when_no_template_reads_a_setting(project: Project) -> None:
-    write_task(project)
-    profile = {
-        "name": "given",
-        "recipe": "profiles/demo/recipes/ties.yaml",
-        "checks": {"license": {"purpose": "commercial", "visibility": "public"}},
-        "evaluate": {
-            "chat_template": True,
-            "chat_template_args": {"reasoning_effort": "low"},
-            "tasks": [{"task": TASK, "guarded_by": "base"}],
-        },
-    }
-    (project.root / "unread.yaml").write_text(yaml.safe_dump(profile))
-    checked = json.loads(project.mergegate("check", "unread.yaml", "--json").stdout)
-    found = [finding["found"] for finding in checked["findings"]]
+    checked = check_given(project, TASK, chat_template_args={"reasoning_effort": "low"})
+    found = [finding["found"] for finding in json.loads(checked.stdout)["findings"]]
     assert any(text.startswith("reasoning_effort has no effect: the chat template of") for text in found)

@@ -1,33 +1,43 @@
-"""A training run is released by window: only its last checkpoint is a reference, and each run finds new checkpoints."""
+"""A training run is released by window: only its last checkpoint is a reference, and each run finds new checkpoints.
+
+The last tests train the demo's run over three simulated nights, and release a merge of its last checkpoints after each.
+"""
 
 from __future__ import annotations
 
+import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
 import yaml
-from demo_project import PROFILES, Project, make_project
+from demo_project import PROFILES, Project, expect, make_project
 from safetensors.torch import load_file, save_file
 
 from mergegate.flows.profile import Profile, load_profile
 from mergegate.merge_core.errors import InvalidInput
 
 MODELS = PROFILES / "demo/models"
-PROFILE = """\
-name: trained
-recipe: {run: ../runs/a, window: 3, schedule: linear, dtype: bfloat16}
+RUN = "{run: ../runs/a, window: 3, schedule: linear, dtype: bfloat16}"
+REMEDIES = """\
 remedies:
   - {window: 2}
   - {schedule: cosine}
   - {window: {steps: 400}, merge_method: median, base_model: demo/models/base, schedule: mean}
-checks: {license: {purpose: research, visibility: private}}
-perplexity: {documents: demo/data/held-out.jsonl, reference: last checkpoint}
+"""
+PROFILE = f"""\
+name: trained
+recipe: {RUN}
+{REMEDIES}checks: {{license: {{purpose: research, visibility: private}}}}
+perplexity: {{documents: demo/data/held-out.jsonl, reference: last checkpoint}}
 evaluate:
   documents: 100
-  tasks: [{task: demo/tasks/reverse.yaml, guarded_by: last checkpoint, max_drop: 3}]
-publish: {to: directory, path: ../releases/trained}
+  tasks: [{{task: demo/tasks/reverse.yaml, guarded_by: last checkpoint, max_drop: 3}}]
+publish: {{to: directory, path: ../releases/trained}}
 """
 
 
@@ -60,10 +70,6 @@ def profile_of(project: Project, text: str = PROFILE) -> Profile:
     return load_profile(project.root / "profiles/trained.yaml")
 
 
-def without_remedies(text: str) -> str:
-    return text.replace(text[text.index("remedies") : text.index("checks")], "")
-
-
 def test_remedies_change_the_recipe_as_it_is_written(project: Project) -> None:
     first, smaller, cosine, median = profile_of(project).candidates()
     assert [len(candidate.windows[0].checkpoints) for candidate in (first, smaller, cosine, median)] == [3, 2, 3, 4]
@@ -78,36 +84,23 @@ def test_remedies_change_the_recipe_as_it_is_written(project: Project) -> None:
 
 
 def test_a_document_of_several_may_be_a_run(project: Project) -> None:
+    models = [{"model": "averaged", "parameters": {"weight": 1}}]
     documents = [
         {"name": "averaged", "run": "../runs/a", "window": 2},
-        {
-            "merge_method": "task_arithmetic",
-            "base_model": "demo/models/base",
-            "models": [{"model": "averaged", "parameters": {"weight": 1}}],
-        },
+        {"merge_method": "task_arithmetic", "base_model": "demo/models/base", "models": models},
     ]
-    recipe = project.root / "profiles/recipe.yaml"
-    recipe.write_text(yaml.safe_dump_all(documents))
-    text = PROFILE.replace("{run: ../runs/a, window: 3, schedule: linear, dtype: bfloat16}", "recipe.yaml")
-    (candidate,) = profile_of(
-        project, text.replace(text[text.index("remedies") : text.index("checks")], "")
-    ).candidates()
+    (project.root / "profiles/recipe.yaml").write_text(yaml.safe_dump_all(documents))
+    (candidate,) = profile_of(project, PROFILE.replace(RUN, "recipe.yaml").replace(REMEDIES, "")).candidates()
     (window,) = candidate.windows
     assert window.checkpoints == ("../runs/a/checkpoint-900", "../runs/a/checkpoint-1000")
     assert candidate.summary == candidate.recipe.summary()
     assert len(candidate.recipe.steps) == 1
 
 
-def test_a_guard_against_the_last_checkpoint_needs_a_run(project: Project) -> None:
-    text = PROFILE.replace("{run: ../runs/a, window: 3, schedule: linear, dtype: bfloat16}", "demo/recipes/ties.yaml")
-    profile_of(project, without_remedies(text))
-    checked = project.mergegate("check", "profiles/trained.yaml")
-    assert checked.exit_code == 2
-    assert "'last checkpoint', which is not a model in this merge" in checked.output
-    assert "a recipe with one training run" in checked.output
-
-
-def test_a_typing_error_in_a_remedy_of_a_run_is_refused(project: Project) -> None:
+def test_a_guard_without_a_run_and_a_typing_error_in_a_remedy_are_refused(project: Project) -> None:
+    profile_of(project, PROFILE.replace(RUN, "demo/recipes/ties.yaml").replace(REMEDIES, ""))
+    result = project.mergegate("check", "profiles/trained.yaml")
+    expect(result, 2, "'last checkpoint', which is not a model in this merge", "a recipe with one training run")
     with pytest.raises(InvalidInput, match="windwo"):
         profile_of(project, PROFILE.replace("{window: 2}", "{windwo: 2}")).candidates()
 
@@ -115,8 +108,7 @@ def test_a_typing_error_in_a_remedy_of_a_run_is_refused(project: Project) -> Non
 @pytest.mark.story
 def test_each_run_merges_the_new_window_and_measures_only_the_last_checkpoint(project: Project) -> None:
     first = project.mergegate("run", "profiles/trained.yaml")
-    assert first.exit_code == 0, first.output
-    assert "training run: 3 of 4 checkpoints, steps 800 to 1000, linear weights" in first.output
+    expect(first, 0, "training run: 3 of 4 checkpoints, steps 800 to 1000, linear weights")
     assert len(project.artifacts("perplexity")) == 2  # of the last checkpoint and of the merge
     assert "checkpoint-900" not in first.output
     latest = project.root / "releases/trained/latest"
@@ -127,14 +119,10 @@ def test_each_run_merges_the_new_window_and_measures_only_the_last_checkpoint(pr
     assert "| ../runs/a/checkpoint-800 to checkpoint-1000 (3 checkpoints) | parents | apache-2.0 |" in card
     assert "linear of 3 checkpoints, steps 800 to 1000" in card
 
-    again = project.mergegate("run", "profiles/trained.yaml")
-    assert again.exit_code == 0
-    assert "nothing new" in again.output
+    expect(project.mergegate("run", "profiles/trained.yaml"), 0, "nothing new")
 
     save(project, 1100)
-    second = project.mergegate("run", "profiles/trained.yaml")
-    assert second.exit_code == 0, second.output
-    assert "steps 900 to 1100" in second.output
+    expect(project.mergegate("run", "profiles/trained.yaml"), 0, "steps 900 to 1100")
     page = (project.home / "reports" / "trained.html").read_text()
     assert "<li>Training run: steps 800 to 1000 → steps 900 to 1100.</li>" in page
     assert "was added" not in page
@@ -145,13 +133,116 @@ def test_each_run_merges_the_new_window_and_measures_only_the_last_checkpoint(pr
 
 @pytest.mark.story
 def test_init_proposes_a_recipe_for_a_directory_of_checkpoints(project: Project) -> None:
-    written = project.mergegate("init", "runs/a", "--out", "new", "--task", "profiles/demo/tasks/copy.yaml", "--yes")
-    assert written.exit_code == 0, written.output
+    expect(project.mergegate("init", "runs/a", "--out", "new", "--task", "profiles/demo/tasks/copy.yaml", "--yes"), 0)
     recipe = yaml.safe_load((project.root / "new/a.recipe.yaml").read_text())
     assert {"run": "../runs/a", "window": 8, "schedule": "mean"}.items() <= recipe.items()
     profile = yaml.safe_load((project.root / "new/a.yaml").read_text())
     assert profile["evaluate"]["tasks"][0]["guarded_by"] == "last checkpoint"
     assert project.mergegate("check", "new/a.yaml").exit_code == 0
-    refused = project.mergegate("init", "profiles/demo/models/base", "--out", "other")
-    assert refused.exit_code == 2
-    assert "the directory of a training run" in refused.output
+    result = project.mergegate("init", "profiles/demo/models/base", "--out", "other")
+    expect(result, 2, "the directory of a training run")
+
+
+# Three nights.
+
+WINDOW, NIGHTS, EVERY = 8, 3, 5
+
+
+def train(directory: Path, checkpoints: int, *options: str) -> None:
+    """Train until ``directory`` has a number of checkpoints."""
+    script = PROFILES / "demo" / "train_run.py"
+    arguments = [str(directory), "--checkpoints", str(checkpoints), "--every", str(EVERY), *options]
+    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+class Nights(NamedTuple):
+    """A project after three nights: the output and the release of each, and the output of a run in between."""
+
+    project: Project
+    outputs: list[str]
+    releases: list[Path]
+    repeated: str
+
+    def checkpoint(self, number: int) -> Path:
+        return self.project.root / "runs" / "demo" / f"checkpoint-{EVERY * number}"
+
+
+@pytest.fixture(scope="module")
+def three_nights(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> Nights:
+    project = make_project(tmp_path_factory.mktemp("training-run"))
+    outputs, releases, repeated = list[str](), list[Path](), ""
+    for night in range(1, NIGHTS + 1):
+        train(project.root / "runs" / "demo", night * WINDOW)
+        outputs.append(expect(project.mergegate("run", "profiles/demo-training-run.yaml"), 0).output)
+        releases.append((project.root / "releases/demo-training-run/latest").resolve())
+        if night == 2:  # without new checkpoints
+            repeated = project.mergegate("run", "profiles/demo-training-run.yaml").output
+    return Nights(project, outputs, releases, repeated)
+
+
+@pytest.mark.proof
+def test_each_night_releases_the_newest_checkpoints_if_they_pass_against_the_night_before(three_nights: Nights) -> None:
+    for night, (output, release) in enumerate(zip(three_nights.outputs, three_nights.releases, strict=True)):
+        assert "released demo-training-run" in output
+        recipe = yaml.safe_load((release / "recipe.yaml").read_text())
+        window = [three_nights.checkpoint(night * WINDOW + index).name for index in range(1, WINDOW + 1)]
+        assert [Path(model["model"]).name for model in recipe["models"]] == window
+        verdict = json.loads((release / "evidence" / "gate.json").read_text())["verdict"]
+        references = {guard["reference"] for guard in verdict["guards"]}
+        assert references == ({window[-1]} if night == 0 else {"champion", window[-1]})
+        expect(three_nights.project.mergegate("verify", str(release), "--verdict"), 0)
+    assert len(set(three_nights.releases)) == NIGHTS
+    assert f"nothing new: {three_nights.releases[1].name} is released" in three_nights.repeated
+
+
+@pytest.mark.proof
+def test_a_release_is_the_mean_of_its_window(three_nights: Nights) -> None:
+    """A linear decay over equal distances weights all checkpoints equally."""
+    numbers = range((NIGHTS - 1) * WINDOW + 1, NIGHTS * WINDOW + 1)
+    parents = [load_file(three_nights.checkpoint(number) / "model.safetensors") for number in numbers]
+    for name, tensor in load_file(three_nights.releases[-1] / "model.safetensors").items():
+        mean = sum(parent[name].double() for parent in parents) / WINDOW
+        # Half a unit in the last place of bfloat16, and the rounding of float32 before it.
+        assert ((tensor.double() - mean).abs() <= mean.abs() * (2.0**-8 + 2.0**-20) + 1e-38).all(), name
+
+
+@pytest.mark.proof
+def test_the_merge_predicts_held_out_text_better_than_the_last_checkpoint(three_nights: Nights) -> None:
+    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    lines = (PROFILES / "demo" / "data" / "held-out.jsonl").read_text().splitlines()[:300]
+    last = three_nights.checkpoint(WINDOW * NIGHTS)
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(last)
+    texts = [tokenizer.bos_token + json.loads(line)["text"] + tokenizer.eos_token for line in lines]
+
+    @torch.no_grad()
+    def log_likelihoods(checkpoint: Path) -> torch.Tensor:
+        model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        values = []
+        for text in texts:
+            ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
+            values.append(-model(input_ids=ids, labels=ids).loss)
+        return torch.stack(values)
+
+    gains = log_likelihoods(three_nights.releases[-1]) - log_likelihoods(last)
+    assert gains.mean() > 3 * gains.std() / len(gains) ** 0.5
+
+
+@pytest.mark.story
+def test_a_run_that_continues_has_the_checkpoints_of_one_that_did_not_stop(tmp_path: Path) -> None:
+    train(tmp_path / "nights", 1)
+    train(tmp_path / "nights", 2)
+    train(tmp_path / "whole", 2)
+    for file in (f"checkpoint-{step}/model.safetensors" for step in (EVERY, 2 * EVERY)):
+        assert (tmp_path / "nights" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
+
+
+@pytest.mark.story
+def test_a_decayed_run_ends_at_a_learning_rate_near_zero(tmp_path: Path) -> None:
+    train(tmp_path, 5)
+    train(tmp_path, 10, "--decay")
+    state = json.loads((tmp_path / f"checkpoint-{10 * EVERY}" / "trainer_state.json").read_text())
+    rates = {entry["step"]: entry["learning_rate"] for entry in state["log_history"]}
+    assert rates[5 * EVERY] == 1e-3
+    assert rates[10 * EVERY] == pytest.approx(1e-3 / (5 * EVERY))
