@@ -7,54 +7,22 @@ minute.
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from demo_project import make_project
-from patience import HANG_S
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.objects import FlowRun
-from served_site import (
-    PROJECT,
-    answers,
-    asked,
-    bare_environment,
-    free_port,
-    in_a_terminal_of_its_own,
-    until,
-    webhook,
-)
-
-pytestmark = pytest.mark.story
+from served_site import PROJECT, answers, asked, bare_environment, free_port, in_a_terminal_of_its_own, until, webhook
+from walkthrough import Block, Reader, blocks_of, fresh_clone
 
 WRITTEN_ADDRESS = "postgresql://mergegate@127.0.0.1:5432/mergegate"
 WRITTEN_HOOK = "https://chat.example/hooks/123"
 WRITTEN_SCHEDULE = '"0 3 * * *", timezone: Europe/Berlin'
 
 
-def blocks(page: str, heading: str, kind: str = "sh") -> list[str]:
-    """Return the code blocks of one kind in a section of a guide, up to the next heading."""
-    text = (PROJECT / "docs" / "how-to" / page).read_text()
-    section = re.split(rf"^#+ {re.escape(heading)}\n", text, flags=re.MULTILINE)[1]
-    section = re.split(r"^##+ ", section, flags=re.MULTILINE)[0]
-    found = re.findall(r"^```(\w*)\n(.*?)^```$", section, re.DOTALL | re.MULTILINE)
-    return [text for written, text in found if written == kind]
-
-
-@pytest.fixture
-def clone(tmp_path: Path) -> Path:
-    """Return a project as a user would have it, with its environment installed."""
-    make_project(tmp_path)
-    environment = tmp_path / ".venv"
-    environment.mkdir()
-    for name in ("bin", "lib", "pyvenv.cfg"):
-        (environment / name).symlink_to(Path(sys.prefix) / name)
-    return tmp_path
+HOW_TO = PROJECT / "docs" / "how-to"
 
 
 @pytest.fixture
@@ -71,33 +39,21 @@ def database() -> Iterator[str]:
             yield str(server.get_uri())
 
 
-class Person:
-    """A user who follows the page block by block."""
-
-    def __init__(self, root: Path, environment: dict[str, str], activate: str, told: dict[str, str]) -> None:
-        self.root, self.environment, self.activate, self.told = root, environment, activate, told
-
-    def typed(self, block: str) -> str:
-        for written, here in self.told.items():
-            block = block.replace(written, here)
-        return self.activate + block
-
-    def types(self, block: str) -> str:
-        words = ["bash", "-ec", self.typed(block)]
-        done = subprocess.run(
-            words, cwd=self.root, env=self.environment, capture_output=True, text=True, timeout=HANG_S, check=False
-        )
-        assert done.returncode == 0, f"{block}\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+def types(me: Reader, text: str) -> str:
+    """Type commands, and return what they print. Each must succeed."""
+    me.run(Block("bash", "", text, 0))
+    assert me.exit_code == 0, f"{text}\n{me.output}"
+    return me.output
 
 
 @pytest.mark.proof
-def test_the_page_word_for_word(clone: Path, database: str) -> None:
-    activate, server, worker, deploy, by_hand, refused, report = blocks(
-        "schedule-runs.md", "From a new machine to the first report"
+def test_the_page_word_for_word(tmp_path: Path, database: str) -> None:
+    clone, page = fresh_clone(tmp_path), HOW_TO / "schedule-runs.md"
+    nights = blocks_of(page)[0].text
+    activate, server, worker, deploy, by_hand, refused, report = (
+        block.text for block in blocks_of(page, "From a new machine to the first report")
     )
-    (nights,) = blocks("schedule-runs.md", "Schedule runs", "yaml")
-    approve, _ = blocks("approve-releases.md", "Approve releases")
+    approve = next(block.text for block in blocks_of(HOW_TO / "approve-releases.md") if block.is_command)
     port = free_port()
     environment = bare_environment(clone)
     with webhook() as received:
@@ -106,25 +62,29 @@ def test_the_page_word_for_word(clone: Path, database: str) -> None:
             WRITTEN_HOOK: received.url,
             "mergegate server": f"mergegate server --port {port}",
         }
-        me = Person(clone, environment, activate, told)
-        with in_a_terminal_of_its_own(me.typed(server), clone, environment) as log:
+        me = Reader(clone, environment, told)
+        types(me, activate)
+        with in_a_terminal_of_its_own(me.with_state(server), clone, environment) as log:
             until(lambda: answers(port), "the server", log)
             assert not (clone / ".mergegate" / "prefect" / "prefect.db").exists()  # The records are in PostgreSQL.
             # First, a schedule that fires within a minute; later, the one from the page.
             assert WRITTEN_SCHEDULE in nights
             (clone / "schedules.yaml").write_text(nights.replace(WRITTEN_SCHEDULE, "every 30 s"))
-            assert "+ release/demo " in me.types(deploy)
-            with in_a_terminal_of_its_own(me.typed(worker), clone, environment) as work, asked(clone, port) as client:
+            assert "+ release/demo " in types(me, deploy)
+            with (
+                in_a_terminal_of_its_own(me.with_state(worker), clone, environment) as work,
+                asked(clone, port) as client,
+            ):
                 until(lambda: ended(client, "Released", scheduled=True), "a night", work)
                 assert (clone / "releases" / "demo" / "latest").is_dir()
-                assert me.types(report)
+                assert types(me, report)
                 (clone / "schedules.yaml").write_text(nights)
-                assert "~ release/demo " in me.types(deploy)
+                assert "~ release/demo " in types(me, deploy)
 
-                assert "NothingNew" in me.types(by_hand)
-                assert "reverse lost 22.2 points" in me.types(refused)
+                assert "NothingNew" in types(me, by_hand)
+                assert "reverse lost 22.2 points" in types(me, refused)
 
-                assert "approved demo-approved" in me.types(approve)
+                assert "approved demo-approved" in types(me, approve)
                 until(lambda: ended(client, "Released", of="demo-approved"), "the approved release", work)
                 assert (clone / "releases" / "demo-approved" / "latest").is_dir()
 
@@ -133,11 +93,11 @@ def test_the_page_word_for_word(clone: Path, database: str) -> None:
             until(lambda: missing_in(received.texts()) == [], "messages")
 
 
-def answered_over_the_api(client: SyncPrefectClient, me: Person, clone: Path, work: Path) -> None:
+def answered_over_the_api(client: SyncPrefectClient, me: Reader, clone: Path, work: Path) -> None:
     """Answer an approval as Prefect's page does: invalid input leaves the run waiting, and a rejection ends it."""
     place = clone / "releases" / "demo-approved"
     place.rename(place.with_name("moved-away"))
-    me.types("mergegate trigger demo-approved")
+    types(me, "mergegate trigger demo-approved")
     until(lambda: suspended(client), "a run that waits", work)
     (run,) = suspended(client)
     for nonsense in ({}, {"publish": "perhaps"}, {"publish": True, "version": "something-else"}):

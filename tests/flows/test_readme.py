@@ -1,10 +1,12 @@
-"""The README works as written: its commands run in order in a fresh clone and print what it shows."""
+"""The README and each tutorial work as written: their commands run in order and print what the page shows."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from samples import sampled
+from served_site import free_port
 from walkthrough import PROJECT, blocks_of, fresh_clone, reader
 
 README = PROJECT / "README.md"
@@ -18,22 +20,22 @@ REPLACED = {
 }
 TRIED = ("Install", "Write a profile")
 SHOWN = ("Example output",)
+TUTORIALS = {page.stem: page for page in sorted((PROJECT / "docs" / "tutorials").glob("*.md"))}
+ELSEWHERE = ("release-quantized-variants",)  # tests/variants/test_variant_release.py follows it in other environments
+SHORT = ("first-release",)  # a story follows this one, and a proof all others
 
-pytestmark = pytest.mark.story
 
-
-def test_its_commands_work(tmp_path: Path) -> None:
+@pytest.mark.story
+def test_its_commands_work_and_its_example_shows_what_the_demo_prints(tmp_path: Path) -> None:
     text = README.read_text(encoding="utf-8")
     assert [written for written in REPLACED if written not in text] == []
-    user = reader(fresh_clone(tmp_path), REPLACED)
+    clone = fresh_clone(tmp_path / "clone")
+    user = reader(clone, REPLACED)
     for heading in TRIED:
         user.follow(blocks_of(README, heading), f"README.md, {heading}")
-    assert (tmp_path / "mergegate-demo/releases/demo/latest").is_dir()
-    assert (tmp_path / "new/new.yaml").is_file()
-
-
-def test_its_example_shows_what_the_demo_prints(tmp_path: Path) -> None:
-    user = reader(fresh_clone(tmp_path))
+    assert (clone / "mergegate-demo/releases/demo/latest").is_dir()
+    assert (clone / "new/new.yaml").is_file()
+    user = reader(fresh_clone(tmp_path / "other"))
     for heading in SHOWN:
         user.follow(blocks_of(README, heading), f"README.md, {heading}")
 
@@ -41,3 +43,21 @@ def test_its_example_shows_what_the_demo_prints(tmp_path: Path) -> None:
 def test_no_block_of_it_is_left_out() -> None:
     tried = [block for heading in (*TRIED, *SHOWN) for block in blocks_of(README, heading)]
     assert tried == blocks_of(README)
+
+
+@pytest.mark.parametrize(
+    "name", sampled([name for name in TUTORIALS if name not in ELSEWHERE], SHORT, pytest.mark.proof)
+)
+@pytest.mark.story
+def test_a_tutorial_works_as_written(name: str, tmp_path: Path) -> None:
+    port = str(free_port())  # of the page that starts a server
+    user = reader(tmp_path, {"mergegate server": f"mergegate server --port {port}"})
+    user.follow(blocks_of(TUTORIALS[name]), f"{name}.md")
+
+
+@pytest.mark.parametrize("name", TUTORIALS)
+def test_a_tutorial_is_short_and_ends_with_the_next_pages(name: str) -> None:
+    text = TUTORIALS[name].read_text(encoding="utf-8")
+    assert len(text.split()) <= 1200
+    assert "minutes" in text.partition("\n## ")[0]  # it says how long it takes
+    assert text.rpartition("\n## ")[2].startswith("Next\n")
