@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from demo_project import Project
+from demo_project import Project, expect
 from pydantic import TypeAdapter
 from tiny_kinds import pair
 
@@ -53,11 +53,7 @@ def project(tmp_path: Path, written: Path) -> Project:
     for kind in written.iterdir():
         (tmp_path / kind.name).symlink_to(kind)
     rows = [
-        {
-            "query": f"w{number % 40} w{number // 40}",
-            "positives": [f"w{number % 40}"],
-            "negatives": ["w39 w38 w37", "w36 w35 w34"],
-        }
+        {"query": f"w{number % 40} w{number // 40}", "positives": [f"w{number % 40}"], "negatives": NEGATIVES}
         for number in range(300)
     ]
     (tmp_path / "queries.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -121,29 +117,28 @@ def test_a_missing_library_is_found_with_the_command_that_installs_it(
     assert finding.remedy == "pip install 'mergegate[embeddings]'"
 
 
-@pytest.mark.story
-def test_check_accepts_a_retrieval_guard_on_embedding_models_and_names_their_kind(project: Project) -> None:
+def test_check_accepts_a_retrieval_guard_on_embedding_models_and_refuses_their_perplexity(project: Project) -> None:
     result = project.mergegate("check", write_profile(project, "embedding", evaluate={"tasks": [RETRIEVAL]}))
-    assert result.exit_code == 0, result.output
-    assert "✓ kind: an embedding model, judged by retrieval tasks" in result.output
-
-
-def test_check_refuses_the_perplexity_of_embedding_models(project: Project) -> None:
+    expect(result, 0, "✓ kind: an embedding model, judged by retrieval tasks")
     (project.root / "text.txt").write_text("".join(f"Some text {number}.\n\n" for number in range(20)))
     sections = {"perplexity": {"documents": "text.txt"}, "evaluate": {"tasks": [RETRIEVAL]}}
     result = project.mergegate("check", write_profile(project, "embedding", **sections))
-    assert result.exit_code == 2
-    assert "✗ perplexity: a perplexity, but the merge is an embedding model" in result.output
-    assert "kind: retrieval, data: queries.jsonl" in result.output
+    refused = "✗ perplexity: a perplexity, but the merge is an embedding model"
+    expect(result, 2, refused, "kind: retrieval, data: queries.jsonl")
 
 
-def test_a_run_stops_before_the_merge(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_and_a_comparison_stop_before_models_that_the_guards_do_not_fit(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(project.root)
     monkeypatch.setenv("MERGEGATE_HOME", str(project.home))
     monkeypatch.setattr(Problems, "ask", lambda self, stage, *inputs: stage.build(*inputs))  # without a flow
     profile = load_profile(Path(write_profile(project, "classifier", evaluate={"tasks": [RETRIEVAL]})))
     with pytest.raises(InvalidInput, match=r"a classifier \(text-classification\), which mergegate cannot evaluate"):
         preflight_profile(profile, Problems(stop_at_once=True))
+    profile = load_profile(Path(write_profile(project, "embedding", evaluate={"tasks": [RETRIEVAL]})))
+    with pytest.raises(InvalidInput, match="a retrieval task, but b is a sequence-to-sequence model"):
+        make_comparison("embedding/a", "t5/b", profile)
 
 
 def test_a_merge_of_classifiers_needs_no_verdict(project: Project) -> None:
@@ -155,15 +150,6 @@ def test_a_merge_of_classifiers_needs_no_verdict(project: Project) -> None:
     assert (project.root / "out/model.safetensors").is_file()
 
 
-def test_a_comparison_refuses_a_model_that_the_guards_do_not_fit(
-    project: Project, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(project.root)
-    profile = load_profile(Path(write_profile(project, "embedding", evaluate={"tasks": [RETRIEVAL]})))
-    with pytest.raises(InvalidInput, match="a retrieval task, but b is a sequence-to-sequence model"):
-        make_comparison("embedding/a", "t5/b", profile)
-
-
 def test_a_plan_says_the_kind(project: Project) -> None:
     profile = write_profile(project, "embedding", evaluate={"tasks": [RETRIEVAL]})
     assert "The merge is an embedding model" in project.mergegate("plan", profile, "--no-probe").output
@@ -173,8 +159,7 @@ def test_a_plan_says_the_kind(project: Project) -> None:
 @pytest.mark.story
 @pytest.mark.parametrize("kind", ["embedding", "t5", "classifier"])
 def test_init_writes_a_profile_that_check_accepts(project: Project, kind: str) -> None:
-    result = project.mergegate("init", f"{kind}/a", f"{kind}/b", "--yes", "--name", "new", "--out", "new")
-    assert result.exit_code == 0, result.output
+    expect(project.mergegate("init", f"{kind}/a", f"{kind}/b", "--yes", "--name", "new", "--out", "new"), 0)
     profile = yaml.safe_load((project.root / "new/new.yaml").read_text())
     assert "perplexity" not in profile
     assert ("publish" in profile) == ("evaluate" in profile) == (kind == "embedding")
@@ -187,18 +172,15 @@ def test_init_takes_queries_as_a_task_and_refuses_a_task_of_text(project: Projec
     (guard,) = yaml.safe_load((project.root / "good.yaml").read_text())["evaluate"]["tasks"]
     assert (guard["task"], guard["guarded_by"]) == ({"kind": "retrieval", "data": "queries.jsonl"}, "b")
     for option in (("--task", "gsm8k"), ("--data", "queries.jsonl")):
-        result = project.mergegate("init", *models, "bad", *option)
-        assert result.exit_code == 2
-        assert "the merge is an embedding model" in result.output
+        expect(project.mergegate("init", *models, "bad", *option), 2, "the merge is an embedding model")
 
 
 def test_two_metrics_of_one_file_are_two_tasks_with_names(project: Project) -> None:
     mean = {**RETRIEVAL, "task": {**RETRIEVAL["task"], "metric": "mrr"}}  # type: ignore[dict-item]
-    same = project.mergegate(
+    result = project.mergegate(
         "check", write_profile(project, "embedding", evaluate={"rule": "each", "tasks": [RETRIEVAL, mean]})
     )
-    assert same.exit_code == 2
-    assert "set name: queries-2 in one of the guards" in same.output
+    expect(result, 2, "set name: queries-2 in one of the guards")
     named = {"rule": "each", "tasks": [RETRIEVAL, {**mean, "name": "queries-mrr"}]}
     assert project.mergegate("check", write_profile(project, "embedding", evaluate=named)).exit_code == 0
 

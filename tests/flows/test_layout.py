@@ -42,21 +42,11 @@ def printed(width: int, draw: object, *, terminal: bool = False) -> list[str]:
 
 def score_table(models: int) -> ScoreTable:
     names = (*MODELS[: min(models, len(MODELS)) - 1], *(f"model-{at}" for at in range(models - len(MODELS))), "merge")
-    rows = [
-        Row(
-            (
-                task,
-                *(f"{10 * at + number}.5{' *' if number == 1 else ''}" for number in range(models)),
-                names[0],
-                DROP,
-                "3",
-                "11/task",
-                word,
-            ),
-            reference_score=f"{10 * at}.5",
-        )
-        for at, (task, word) in enumerate(zip(TASKS, ("pass", "fail", "inconclusive", "pass"), strict=True))
-    ]
+    rows = []
+    for at, (task, word) in enumerate(zip(TASKS, ("pass", "fail", "inconclusive", "pass"), strict=True)):
+        scores = [f"{10 * at + number}.5{' *' if number == 1 else ''}" for number in range(models)]
+        cells = (task, *scores, names[0], DROP, "3", "11/task", word)
+        rows.append(Row(cells, reference_score=f"{10 * at}.5"))
     left_out = Row(("reverse", *("",) * models, names[0], "", "3", "", f"skipped: {TASKS[1]} had already failed"))
     return ScoreTable("t", ("task", *names, *DECISION_COLUMNS), (*rows, left_out))
 
@@ -199,17 +189,13 @@ def test_a_log_reports_progress_every_half_minute() -> None:
     pulse.on_progress("merge", "", 500_000_000, 2_000_000_000, "B")
     pulse.on_description("merge", "", lambda width: f"in {width} characters")
     assert said[4:] == ["merge: 500 MB of 2 GB"]
-
-
-def test_a_short_stage_says_nothing_on_the_way() -> None:
-    clock, said = SimpleNamespace(now=0.0), []
-    pulse = Pulse(said.append, lambda: clock.now)
-    pulse.on_start("evaluate", "merge")
+    clock.now = 1000.0
+    pulse.on_start("evaluate", "merge")  # a short stage says nothing on the way
     for second in range(29):
-        clock.now = float(second)
+        clock.now = 1000.0 + second
         pulse.on_progress("evaluate", "merge", second, 29, "requests of copy")
     pulse.on_end("evaluate", "merge")
-    assert said == []
+    assert len(said) == 5
 
 
 @pytest.mark.parametrize("quiet", [True, False])
@@ -230,7 +216,7 @@ def test_a_pipe_and_json_have_progress_on_standard_error(
     assert ("gsm8k 51.0" in out) is not quiet
 
 
-def described(command: object) -> Iterator[tuple[str, object]]:
+def described(command: Any) -> Iterator[tuple[str, Any]]:
     """Yield each command with its full name, such as ``store gc``."""
     for name, below in getattr(command, "commands", {}).items():
         yield name, below
@@ -246,7 +232,7 @@ COMMANDS = dict(described(typer.main.get_command(app)))
 LEAVES = {name: command for name, command in COMMANDS.items() if not hasattr(command, "commands")}
 
 
-def test_the_help_lists_every_command_in_one_of_six_groups() -> None:
+def test_the_help_lists_every_command_in_one_of_six_groups_with_a_summary() -> None:
     shown = CliRunner().invoke(app, ["-h"]).output
     listing = shown[shown.index("Release:") :]
     titles = [line.removesuffix(":") for line in listing.splitlines() if line and not line.startswith(" ")]
@@ -254,17 +240,13 @@ def test_the_help_lists_every_command_in_one_of_six_groups() -> None:
     listed = [line.split()[0] for line in listing.splitlines() if line.startswith("  ")]
     assert sorted(listed) == sorted(name for name in COMMANDS if " " not in name)
     for name, command in COMMANDS.items():
-        if " " not in name:
-            assert command.rich_help_panel in HELP_GROUPS, name  # type: ignore[attr-defined]
-
-
-def test_a_summary_starts_with_a_verb_and_fits_its_line() -> None:
-    for name, command in COMMANDS.items():
-        summary = command.short_help  # type: ignore[attr-defined]
+        assert " " in name or command.rich_help_panel in HELP_GROUPS, name
+        summary = command.short_help
         assert summary.split()[0].rstrip(",") in VERBS.split(), name
         assert summary.endswith("."), name
         assert len(summary) <= 60, name
-        arguments = [one for one in command.params if one.param_type_name == "argument"]  # type: ignore[attr-defined]
+        assert " ".join(str(command.help).split()).startswith(summary), name
+        arguments = [one for one in command.params if one.param_type_name == "argument"]
         assert all(one.metavar.isupper() or "=" in one.metavar for one in arguments), name
 
 
@@ -272,7 +254,7 @@ def test_a_summary_starts_with_a_verb_and_fits_its_line() -> None:
 def test_the_help_of_a_command_ends_with_examples_that_parse(name: str) -> None:
     shown = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "80"}).output
     assert max(map(cell_len, shown.splitlines())) <= 80
-    command: Any = LEAVES[name]
+    command = LEAVES[name]
     examples = command.epilog.splitlines()
     assert 1 <= len(examples) <= 3
     assert shown.rstrip().endswith("\n".join(f"  {example}" for example in examples))
@@ -284,12 +266,6 @@ def test_the_help_of_a_command_ends_with_examples_that_parse(name: str) -> None:
     for option in (one for one in command.params if one.param_type_name == "option" and not one.hidden):
         assert option.help[0].isupper(), (name, option.name)
         assert option.help.endswith("."), (name, option.name)
-
-
-def test_the_list_of_commands_agrees_with_the_help_of_each_command() -> None:
-    for name, command in described(typer.main.get_command(app)):
-        text = " ".join(str(command.help).split())  # type: ignore[attr-defined]
-        assert text.startswith(command.short_help), name  # type: ignore[attr-defined]
 
 
 def test_the_module_is_the_command() -> None:

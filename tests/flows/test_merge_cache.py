@@ -9,7 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from demo_project import Project, make_project
+from demo_project import Project, expect, make_project
+from tampering import flip
 
 RECIPE = "profiles/demo/recipes/linear.yaml"
 
@@ -25,60 +26,40 @@ def project(tmp_path: Path) -> Project:
     return made
 
 
-def test_the_same_merge_is_not_made_again(project: Project) -> None:
+def test_the_same_merge_is_not_made_again_unless_it_was_removed(project: Project) -> None:
     weights = project.root / "merged" / "model.safetensors"
     before = weights.stat()
-    again = project.mergegate("merge", RECIPE, "merged", "--json")
-    assert again.exit_code == 0
+    again = expect(project.mergegate("merge", RECIPE, "merged", "--json"), 0)
     assert json.loads(again.stdout)["status"] == "nothing new"
     assert weights.stat() == before
+    shutil.rmtree(project.root / "merged")
+    again = expect(project.mergegate("merge", RECIPE, "merged"), 0)
+    assert "nothing new" not in again.output
 
 
-def _recipe_other(root: Path) -> None:
-    file = root / RECIPE
-    file.write_text(file.read_text().replace("0.5", "0.4"))
-
-
-def _parent_touched(root: Path) -> None:
-    parent = next((root / "profiles/demo/models").rglob("*.safetensors"))
-    os.utime(parent, ns=(1, 1))
-
-
-def _result_written(root: Path) -> None:
-    with (root / "merged" / "model.safetensors").open("r+b") as file:
-        file.seek(-1, os.SEEK_END)
-        file.write(b"\x01")
-
-
-def _result_incomplete(root: Path) -> None:
-    (root / "merged" / "config.json").unlink()
-
-
-def _result_with_more(root: Path) -> None:
-    (root / "merged" / "more.txt").touch()
-
-
-def _memory_damaged(root: Path) -> None:
+def write_garbage(root: Path) -> None:
     for file in (root / ".mergegate" / "merges").iterdir():
         file.write_bytes(b"\0garbage")
 
 
-@pytest.mark.parametrize(
-    "change",
-    [_recipe_other, _parent_touched, _result_written, _result_incomplete, _result_with_more, _memory_damaged],
-)
-def test_anything_else_is_not_written_over(project: Project, change: Callable[[Path], None]) -> None:
+def write_another_recipe(root: Path) -> None:
+    (root / RECIPE).write_text((root / RECIPE).read_text().replace("0.5", "0.4"))
+
+
+CHANGES: dict[str, Callable[[Path], object]] = {
+    "another recipe": write_another_recipe,
+    "a touched parent": lambda root: os.utime(next((root / "profiles/demo/models").rglob("*.safetensors")), ns=(1, 1)),
+    "other weights": lambda root: flip(root / "merged" / "model.safetensors"),
+    "a missing file": lambda root: (root / "merged" / "config.json").unlink(),
+    "one more file": lambda root: (root / "merged" / "more.txt").touch(),
+    "a damaged record": write_garbage,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_anything_else_is_not_written_over(project: Project, change: Callable[[Path], object]) -> None:
     change(project.root)
-    again = project.mergegate("merge", RECIPE, "merged")
-    assert again.exit_code == 2
-    assert "it exists" in again.output
-
-
-def test_what_was_removed_is_made_again(project: Project) -> None:
-    shutil.rmtree(project.root / "merged")
-    again = project.mergegate("merge", RECIPE, "merged")
-    assert again.exit_code == 0
-    assert "nothing new" not in again.output
+    expect(project.mergegate("merge", RECIPE, "merged"), 2, "it exists")
 
 
 @pytest.mark.story

@@ -68,36 +68,31 @@ def test_json_has_every_number(plan: Plan) -> None:
     assert content["cost"] == {"a": pytest.approx([least, most]), "b": pytest.approx([2 * least, 2 * most])}
 
 
-def test_rates_are_measured_once_an_hour(plan: Plan) -> None:
-    first, second = answer(plan("--json")), answer(plan("--json"))
-    assert second["rates"] == first["rates"]
-    assert answer(plan("--json", "--probe"))["rates"]["measured_at"] > first["rates"]["measured_at"]
-
-
-def test_without_a_probe_there_is_no_time_and_nothing_is_written(plan: Plan, home: Path) -> None:
+def test_rates_are_measured_once_an_hour_and_without_a_probe_earlier_rates_still_count(plan: Plan, home: Path) -> None:
     content = answer(plan("--json", "--no-probe", "--price", "a=1"))
     assert (content["rates"], content["time"], content["cost"]) == (None, None, {"a": None})
     assert not home.exists()
     assert "this machine was not measured" in plan("--no-probe").stdout
+    first, second = answer(plan("--json")), answer(plan("--json"))
+    assert second["rates"] == first["rates"]
+    assert answer(plan("--json", "--no-probe"))["rates"] == first["rates"]
+    assert answer(plan("--json", "--probe"))["rates"]["measured_at"] > first["rates"]["measured_at"]
 
 
-def test_without_a_probe_earlier_rates_still_count(plan: Plan) -> None:
-    measured = answer(plan("--json"))["rates"]
-    assert answer(plan("--json", "--no-probe"))["rates"] == measured
+PRICE, DEVICE = "NAME=DOLLARS_PER_HOUR", "auto, cpu, cuda or cuda:N"
 
 
-@pytest.mark.parametrize("price", ["box", "=1", "box=", "box=cheap", "box=-1", "box=inf", "box=nan"])
-def test_an_invalid_price_is_refused(plan: Plan, price: str) -> None:
-    result = plan("--no-probe", "--price", price)
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        *(("--price", price, PRICE) for price in ("box", "=1", "box=", "box=cheap", "box=-1", "box=inf", "box=nan")),
+        *(("--device", device, DEVICE) for device in ("tpu", "cuda:one", "cpu:")),
+    ],
+)
+def test_an_invalid_price_or_device_is_refused(plan: Plan, option: str, value: str, expected: str) -> None:
+    result = plan("--no-probe", option, value)
     assert result.exit_code == 2
-    assert "NAME=DOLLARS_PER_HOUR" in result.stderr
-
-
-@pytest.mark.parametrize("device", ["tpu", "cuda:one", "cpu:"])
-def test_an_unknown_device_is_refused(plan: Plan, device: str) -> None:
-    result = plan("--no-probe", "--device", device)
-    assert result.exit_code == 2
-    assert "auto, cpu, cuda or cuda:N" in result.stderr
+    assert expected in result.stderr
 
 
 def test_a_recipe_that_cannot_be_merged_is_refused(plan: Plan) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from demo_project import PROFILES, Project
+from demo_project import PROFILES, Project, expect
 
 from mergegate.tasks.preflight.licenses import quote_text
 
@@ -22,13 +22,9 @@ def edit_json(file: Path, **fields: str) -> None:
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Set up models, adapters and texts in different directories; two models have the same last path component."""
-    for source, target in {
-        "models/base": "disk one/base",
-        "models/reverser": "disk one/tuned/model",
-        "models/shifter": "disk two/tuned/model",
-        "adapters": "lora/adapters",
-        "data": "texts/data",
-    }.items():
+    targets = ("disk one/base", "disk one/tuned/model", "disk two/tuned/model", "lora/adapters", "texts/data")
+    sources = ("models/base", "models/reverser", "models/shifter", "adapters", "data")
+    for source, target in zip(sources, targets, strict=True):
         shutil.copytree(DEMO / source, tmp_path / target)
     for model in tmp_path.glob("disk */**/config.json"):
         edit_json(model, _name_or_path=str(model.parent))
@@ -66,55 +62,34 @@ def release(machine: Path, recipe: dict[str, object], *, remedy: dict[str, objec
         "remedies": [remedy] if remedy else [],
     }
     (project.root / "p.yaml").write_text(yaml.safe_dump(profile))
-    done = project.mergegate("run", "p.yaml", "--set", f"perplexity.documents={texts}/held-out.jsonl")
-    assert done.exit_code == 0, done.output
+    expect(project.mergegate("run", "p.yaml", "--set", f"perplexity.documents={texts}/held-out.jsonl"), 0)
     return (project.root / "releases" / "latest").resolve()
 
 
 def require_no_trace(machine: Path, released: Path) -> None:
     traces = (str(machine), json.dumps(str(machine)).strip('"').replace("/", "\\/"), "disk%20one", "/root/x")
-    leaks = [
-        f"{file.name}: {trace}"
-        for file in released.rglob("*")
-        if file.is_file()
-        for trace in traces
-        if trace.encode() in file.read_bytes()
-    ]
-    assert leaks == []
+    files = [file for file in released.rglob("*") if file.is_file()]
+    assert [(file.name, trace) for file in files for trace in traces if trace.encode() in file.read_bytes()] == []
 
 
-def paths(machine: Path) -> dict[str, str]:
-    return {
-        "base": f"{machine}/disk one/base",
-        "one": f"{machine}/disk one/tuned/model/",
-        "two": f"{machine}/disk two/tuned/model",
-        "lora": f"{machine}/lora/adapters/reverser-lora",
-    }
+def paths(machine: Path) -> tuple[str, str, str, str]:
+    """Return the paths of the base, of both models and of an adapter."""
+    places = ("disk one/base", "disk one/tuned/model/", "disk two/tuned/model", "lora/adapters/reverser-lora")
+    base, one, two, lora = (f"{machine}/{place}" for place in places)
+    return base, one, two, lora
+
+
+def weighted(model: object, weight: float) -> dict[str, object]:
+    return {"model": model, "parameters": {"weight": weight}}
 
 
 @pytest.mark.story
 def test_models_adapter_base_tokenizer_and_a_remedy(machine: Path) -> None:
-    model = paths(machine)
-    released = release(
-        machine,
-        {
-            "merge_method": "task_arithmetic",
-            "base_model": model["base"],
-            "models": [
-                {"model": model["one"], "parameters": {"weight": 30.0}},
-                {"model": model["two"], "parameters": {"weight": 30.0}},
-                {"model": f"{model['base']}+{model['lora']}", "parameters": {"weight": 0.1}},
-            ],
-            "tokenizer_source": model["two"],
-        },
-        remedy={
-            "merge_method": "linear",
-            "models": [
-                {"model": model["base"], "parameters": {"weight": 1.0}},
-                {"model": {"model": {"path": model["two"]}}, "parameters": {"weight": 0.0}},
-            ],
-        },
-    )
+    base, one, two, lora = paths(machine)
+    models = [weighted(one, 30.0), weighted(two, 30.0), weighted(f"{base}+{lora}", 0.1)]
+    recipe = {"merge_method": "task_arithmetic", "base_model": base, "models": models, "tokenizer_source": two}
+    remedied = [weighted(base, 1.0), weighted({"model": {"path": two}}, 0.0)]
+    released = release(machine, recipe, remedy={"merge_method": "linear", "models": remedied})
     require_no_trace(machine, released)
     recipe = yaml.safe_load((released / "recipe.yaml").read_text())
     assert recipe["models"][0]["model"] == "base"
@@ -122,29 +97,20 @@ def test_models_adapter_base_tokenizer_and_a_remedy(machine: Path) -> None:
     assert project.mergegate("verify", str(released)).exit_code == 0
     beside = project.root / "again"
     beside.mkdir()
-    for name, path in {"base": model["base"], "model": model["two"]}.items():
+    for name, path in {"base": base, "model": two}.items():
         (beside / name).symlink_to(path)
-    again = project.mergegate("reproduce", str(released), "--parents", str(beside))
-    assert again.exit_code == 0, again.output
-    without = project.mergegate("reproduce", str(released))
-    assert without.exit_code == 2
+    expect(project.mergegate("reproduce", str(released), "--parents", str(beside)), 0)
+    without = expect(project.mergegate("reproduce", str(released)), 2)
     assert "pass --parents DIR with the merged checkpoint at DIR/base" in " ".join(without.output.split())
 
 
 @pytest.mark.story
 def test_calibration_texts_and_two_models_of_one_name(machine: Path) -> None:
-    model, texts = paths(machine), f"{machine}/texts/data/texts"
+    (_, one, two, _), texts = paths(machine), f"{machine}/texts/data/texts"
+    models = [{"model": one, "text": f"{texts}/reverser.jsonl"}, {"model": two, "text": f"{texts}/shifter.jsonl"}]
+    statistics = {"documents": 8, "max_length": 64}
     released = release(
-        machine,
-        {
-            "merge_method": "regmean",
-            "models": [
-                {"model": model["one"], "text": f"{texts}/reverser.jsonl"},
-                {"model": model["two"], "text": f"{texts}/shifter.jsonl"},
-            ],
-            "statistics": {"documents": 8, "max_length": 64},
-            "dtype": "bfloat16",
-        },
+        machine, {"merge_method": "regmean", "models": models, "statistics": statistics, "dtype": "bfloat16"}
     )
     require_no_trace(machine, released)
     recipe = yaml.safe_load((released / "recipe.yaml").read_text())
@@ -152,29 +118,20 @@ def test_calibration_texts_and_two_models_of_one_name(machine: Path) -> None:
     assert [entry["text"] for entry in recipe["models"]] == ["reverser.jsonl", "shifter.jsonl"]
 
 
+@pytest.mark.story
 def test_adapters_of_a_local_base(machine: Path) -> None:
-    model = paths(machine)
-    released = release(
-        machine,
-        {
-            "merge_method": "linear",
-            "models": [
-                {"model": f"{model['base']}+{machine}/lora/adapters/{name}-lora", "parameters": {"weight": 0.5}}
-                for name in ("reverser", "shifter")
-            ],
-            "output": "adapter",
-            "rank": 48,
-        },
-    )
+    base, *_ = paths(machine)
+    adapters = [f"{base}+{machine}/lora/adapters/{name}-lora" for name in ("reverser", "shifter")]
+    models = [weighted(adapter, 0.5) for adapter in adapters]
+    released = release(machine, {"merge_method": "linear", "models": models, "output": "adapter", "rank": 48})
     require_no_trace(machine, released)
     assert json.loads((released / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"
 
 
 def test_a_path_that_slips_through_is_refused_with_file_and_text(machine: Path) -> None:
-    model = paths(machine)
     (machine / "disk one" / "base" / "chat_template.jinja").write_text(f"{{# from {machine}/user/template #}}")
     project = Project(machine / "user" / "project")
-    recipe = {"merge_method": "linear", "models": [{"model": model["base"], "parameters": {"weight": 1.0}}]}
+    recipe: dict[str, object] = {"merge_method": "linear", "models": [weighted(paths(machine)[0], 1.0)]}
     with pytest.raises(AssertionError) as refusal:
         release(machine, recipe)
     printed = str(refusal.value)

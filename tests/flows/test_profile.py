@@ -72,41 +72,37 @@ def test_defaults_are_those_of_a_careful_publisher() -> None:
     assert profile.perplexity.limits.max_increase == 0.05
 
 
+def guards(**guard: object) -> dict[str, object]:
+    return {"evaluate": {"tasks": [{"task": "m", "guarded_by": "g", **guard}]}}
+
+
 @pytest.mark.parametrize(
-    ("change", "place", "advice"),
+    ("change", "place", "words"),
     [
         ({"recepe": "x"}, "profile.yaml: recepe", "did you mean 'recipe'?"),
         ({"perplexity": {"documents": "d", "max_incraese": "5%"}}, "perplexity.max_incraese", "'max_increase'"),
-        ({"evaluate": {"tasks": [{"task": "m", "guarded_by": "g", "maxdrop": 2}]}}, "tasks[0].maxdrop", "'max_drop'"),
+        (guards(maxdrop=2), "tasks[0].maxdrop", "'max_drop'"),
         ({"checks": {"licence": {}}}, "checks.licence", "did you mean 'license'?"),
         ({"checks": {"license": {"purpos": "x"}}}, "checks.license.purpos", "did you mean 'purpose'?"),
         ({"publish": {"to": "directory", "paht": "x", "path": "y"}}, "publish.paht", "did you mean 'path'?"),
         ({"variants": [{"format": "gguf", "types": ["Q8_0"], "sufix": "X"}]}, "variants[0].sufix", "'suffix'"),
+        ({"name": "../up"}, "name", ""),
+        ({"name": None}, "name", ""),
+        ({"perplexity": {"documents": "d", "max_increase": "5 percent"}}, "perplexity", "5 percent"),
+        ({"evaluate": {"tasks": []}}, "evaluate.tasks", ""),
+        (guards(max_drop=-1), "max_drop", ""),
+        (
+            {"publish": {"to": "directory", "path": "out", "about": {"training_compute": {"../models/base": "much"}}}},
+            "profile.yaml: publish.about.training_compute['../models/base']",  # a key that is not a word is quoted
+            "",
+        ),
     ],
 )
-def test_a_misspelt_key_is_an_error_with_place_and_suggestion(
-    change: dict[str, object], place: str, advice: str
-) -> None:
+def test_a_fault_is_an_error_with_its_place_and_a_suggestion(change: dict[str, object], place: str, words: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         parse_profile({**GOOD, **change}, "profile.yaml")
     assert place in caught.value.where
-    assert advice in caught.value.remedy
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"name": "../up"}, "name"),
-        ({"name": None}, "name"),
-        ({"perplexity": {"documents": "d", "max_increase": "5 percent"}}, "5 percent"),
-        ({"evaluate": {"tasks": []}}, "evaluate.tasks"),
-        ({"evaluate": {"tasks": [{"task": "m", "guarded_by": "g", "max_drop": -1}]}}, "max_drop"),
-        ({"perplexity": None, "evaluate": None}, "publish needs evidence"),
-    ],
-)
-def test_a_value_that_cannot_be_is_refused_with_its_place(change: dict[str, object], words: str) -> None:
-    with pytest.raises(InvalidInput, match=words):
-        parse_profile({**GOOD, **change}, "profile.yaml")
+    assert words in str(caught.value)
 
 
 def test_a_profile_whose_guards_are_all_advisory_is_refused() -> None:
@@ -124,20 +120,9 @@ def test_an_error_about_the_whole_profile_does_not_print_the_profile() -> None:
 
 def test_all_faults_are_named_at_once() -> None:
     with pytest.raises(InvalidInput, match="2 problems") as caught:
-        parse_profile(
-            {**GOOD, "recepe": 1, "evaluate": {"tasks": [{"task": "m", "guarded_by": "g", "max_drop": "x"}]}},
-            "profile.yaml",
-        )
+        parse_profile({**GOOD, "recepe": 1, **guards(max_drop="x")}, "profile.yaml")
     assert "recepe: unknown key" in str(caught.value)
     assert "evaluate.tasks[0].max_drop: 'x'" in str(caught.value)
-
-
-def test_a_key_that_is_not_a_word_is_quoted_in_the_place_of_a_fault() -> None:
-    about = {"training_compute": {"../models/base": "much"}}
-    publish = {"to": "directory", "path": "out", "about": about}
-    with pytest.raises(InvalidInput) as caught:
-        parse_profile({**GOOD, "publish": publish}, "profile.yaml")
-    assert caught.value.where == "profile.yaml: publish.about.training_compute['../models/base']"
 
 
 @pytest.mark.parametrize("text", ["", "- a", "name: [", "a: 1\n---\nb: 2\n"])
@@ -148,19 +133,18 @@ def test_what_is_no_profile_is_refused(tmp_path: Path, text: str) -> None:
         load_profile(file)
 
 
-def test_paths_are_relative_to_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_paths_are_relative_to_the_file_and_a_recipe_may_stand_inline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "profiles").mkdir()
     (tmp_path / "profiles" / "p.yaml").write_text(yaml.safe_dump(GOOD))
     monkeypatch.chdir(tmp_path)
     assert load_profile(Path("profiles/p.yaml")).root == tmp_path / "profiles"
-
-
-def test_a_recipe_may_stand_inline(tmp_path: Path) -> None:
     recipe = {"merge_method": "linear", "models": [{"model": "a/b", "parameters": {"weight": 1}}]}
-    profile = parse_profile({**GOOD, "recipe": recipe, "root": str(tmp_path)}, "profile.yaml")
-    assert [str(ref) for ref in profile.candidates()[0].recipe.references()] == ["a/b"]
-    assert profile.candidates()[0].recipe.directory == tmp_path
-    assert yaml.safe_load(profile.candidates()[0].text) == recipe
+    (inline,) = parse_profile({**GOOD, "recipe": recipe, "root": str(tmp_path)}, "profile.yaml").candidates()
+    assert [str(ref) for ref in inline.recipe.references()] == ["a/b"]
+    assert inline.recipe.directory == tmp_path
+    assert yaml.safe_load(inline.text) == recipe
 
 
 def test_a_guard_that_names_no_parent_is_refused_with_a_suggestion(tmp_path: Path) -> None:
@@ -179,17 +163,13 @@ def test_a_profile_survives_the_way_through_prefect_as_json() -> None:
     assert Profile.model_validate_json(profile.model_dump_json()) == profile
 
 
-def test_a_recipe_instead_of_a_profile_is_recognized() -> None:
-    demo = next(file for file in PROFILES if file.stem == "demo")
-    with pytest.raises(InvalidInput, match="a recipe") as caught:
-        load_profile(demo.parent / "demo" / "recipes" / "ties.yaml")
-    assert "mergegate merge" in caught.value.remedy
-
-
 def test_recipes_and_profiles_are_told_apart() -> None:
-    demo = next(file for file in PROFILES if file.stem == "demo")
-    assert not is_recipe(demo)
-    assert is_recipe(demo.parent / "demo" / "recipes" / "ties.yaml")
+    recipe = PROFILES[0].parent / "demo" / "recipes" / "ties.yaml"
+    assert not is_recipe(PROFILES[0])
+    assert is_recipe(recipe)
+    with pytest.raises(InvalidInput, match="a recipe") as caught:
+        load_profile(recipe)
+    assert "mergegate merge" in caught.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -231,9 +211,6 @@ def test_every_example_of_a_real_family_means_something(file: Path) -> None:
     }
     assert profile.evaluate is not None
     assert {guard.guarded_by for guard in profile.evaluate.tasks} <= models
-
-
-def test_there_is_an_example_of_each_large_family() -> None:
     assert {file.stem for file in EXAMPLES} == {"gemma", "llama", "mistral", "qwen"}
 
 
@@ -246,17 +223,9 @@ def test_what_a_refusal_proposes_is_tried_after_what_is_written(said: object, wr
     recipe = {"merge_method": "ties", "base_model": "./b", "models": models}
     profile = parse_profile({**GOOD, "recipe": recipe, "remedies": said}, "profile.yaml")
     assert (len(profile.candidates()) - 1, profile.max_proposed_remedies) == (written, proposed)
-    assert [profile.with_remedies(choice).max_proposed_remedies for choice in ("written", "auto", None)] == [
-        0,
-        3,
-        proposed,
-    ]
+    choices = [profile.with_remedies(choice).max_proposed_remedies for choice in ("written", "auto", None)]
+    assert choices == [0, 3, proposed]
     assert len(profile.with_remedies("auto").candidates()) - 1 == written
-
-
-def test_nothing_is_written_after_what_a_refusal_proposes() -> None:
-    with pytest.raises(InvalidInput, match="'auto' must be the last one"):
-        parse_profile({**GOOD, "remedies": ["auto", {"density": 0.3}]}, "profile.yaml")
 
 
 def renamed_keys() -> list[tuple[type[BaseModel], str, str]]:

@@ -1,12 +1,14 @@
 """``schedules.yaml``: which settings it accepts, and which deployments and rules it creates on the server.
 
-All functions under test are pure, so no server runs.
+Then the address and the secret of that server, and how they reach Prefect. No server is started.
 """
 
 from __future__ import annotations
 
 import inspect
+import os
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,23 @@ from typing import Any
 import pytest
 import yaml
 from demo_project import PROFILES
+from prefect.settings import get_current_settings
 
-from mergegate.flows.prefect_api import Schedules, desired_deployments, desired_rules
+from mergegate.flows.prefect_api import (
+    Schedules,
+    configure,
+    database_url,
+    desired_deployments,
+    desired_rules,
+    find_site,
+    load_or_create_secret,
+    require_database,
+    require_site,
+    write_settings,
+)
 from mergegate.flows.prefect_api.notifications import StateChange
 from mergegate.flows.prefect_api.schedules import OCCASIONS, load_schedules, parse_schedules
+from mergegate.flows.prefect_api.site import Site, own_settings
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import parse_duration
 
@@ -68,16 +83,13 @@ def test_invalid_schedules_are_refused_with_location_and_suggestion(data: dict[s
     assert str(refused.value).startswith("schedules.yaml")
 
 
-def test_the_former_name_of_the_file_is_an_error_that_says_how_to_rename_it(tmp_path: Path) -> None:
+def test_an_absent_file_says_what_to_write_or_how_to_rename_an_earlier_one(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="profiles: \\[\\{profile"):
+        load_schedules(tmp_path / "schedules.yaml")
     (tmp_path / "nights.yaml").write_text("profiles: []\n")
     with pytest.raises(InvalidInput) as caught:
         load_schedules(tmp_path / "schedules.yaml")
     assert caught.value.remedy == f"mv {tmp_path / 'nights.yaml'} {tmp_path / 'schedules.yaml'}"
-
-
-def test_an_absent_file_says_what_to_write(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="profiles: \\[\\{profile"):
-        load_schedules(tmp_path / "schedules.yaml")
 
 
 @pytest.mark.parametrize(
@@ -102,15 +114,9 @@ def test_the_deployment_of_a_profile_is_readable(project: Path) -> None:
     assert set(one.tags) == {"mergegate", "release", "demo", "nightly"}
     assert one.parameters == {"profile": "profiles/demo.yaml"}
     assert one.on_collision == "CANCEL_NEW"
-
-
-def test_without_a_schedule_it_is_no_night(project: Path) -> None:
-    *_, one = desired_deployments(nights(DEMO), project)
+    *_, one = desired_deployments(nights(DEMO), project)  # without a schedule, it is not a night
     assert one.schedule is None
     assert "nightly" not in one.tags
-
-
-def test_a_sweep_has_its_own_kind_of_deployment(project: Path) -> None:
     swept = {"profile": "profiles/demo-sweep.yaml", "flow": "sweep", "schedule": "every 7 d"}
     *_, one = desired_deployments(nights(swept), project)
     assert (one.full_name, one.entrypoint) == ("sweep/demo-sweep", "mergegate.flows.sweep:sweep")
@@ -125,20 +131,16 @@ def test_a_sweep_has_its_own_kind_of_deployment(project: Path) -> None:
         ([DEMO, DEMO], "a second entry for release/demo"),
         ([{"profile": "profiles/gone.yaml"}], "gone.yaml"),
         ([{"profile": "profiles/demo/recipes/ties.yaml"}], "a recipe"),
+        ([{"profile": "profiles/release.yaml"}], "rename the profile"),  # its name is reserved
     ],
 )
 def test_what_cannot_be_deployed_is_refused_before_anything_is(
     project: Path, profiles: list[dict[str, str]], said: str
 ) -> None:
-    with pytest.raises(InvalidInput, match=said):
-        desired_deployments(nights(*profiles), project)
-
-
-def test_a_profile_must_not_have_a_reserved_name(project: Path) -> None:
     text = (project / "profiles" / "demo.yaml").read_text().replace("name: demo", "name: release")
     (project / "profiles" / "release.yaml").write_text(text)
-    with pytest.raises(InvalidInput, match="rename the profile"):
-        desired_deployments(nights({"profile": "profiles/release.yaml"}), project)
+    with pytest.raises(InvalidInput, match=said):
+        desired_deployments(nights(*profiles), project)
 
 
 def test_prefect_yaml_says_the_same_of_those_that_take_any_profile() -> None:
@@ -156,26 +158,21 @@ def test_prefect_yaml_says_the_same_of_those_that_take_any_profile() -> None:
         assert theirs["work_pool"] == {"name": "mergegate"}
 
 
+def rules_of(project: Path, *recipients: Mapping[str, object]) -> list[str]:
+    told = nights(DEMO, notify=list(recipients))
+    return [rule.name for rule in desired_rules(told, desired_deployments(told, project))]
+
+
 def test_each_recipient_has_a_rule_for_each_occasion_and_silence_needs_nobody(project: Path) -> None:
-    told = nights(
-        DEMO,
-        notify=[{"to": "slack", "address": "$A", "events": ["refused"]}, {"to": "webhook", "address": "$B"}],
-    )
-    rules = desired_rules(told, desired_deployments(told, project))
-    names = [rule.name for rule in rules]
-    assert names[:3] == [
-        "mergegate: a silent run has crashed",
-        "mergegate: a run that did not start has crashed",
-        "mergegate: notify slack of refused",
-    ]
+    slack = {"to": "slack", "address": "$A", "events": ["refused"]}
+    names = rules_of(project, slack, {"to": "webhook", "address": "$B"})
+    silences = ["mergegate: a silent run has crashed", "mergegate: a run that did not start has crashed"]
+    assert names[:3] == [*silences, "mergegate: notify slack of refused"]
     assert names[3:] == [f"mergegate: notify webhook of {occasion}" for occasion in OCCASIONS]
     assert len(set(names)) == len(names)
-
-
-def test_two_of_a_kind_are_told_apart(project: Path) -> None:
-    told = nights(DEMO, notify=[{"to": "slack", "address": "$A", "events": ["late"]}] * 2)
-    names = [rule.name for rule in desired_rules(told, desired_deployments(told, project))]
-    assert names[2:] == ["mergegate: notify slack 1 of late", "mergegate: notify slack 2 of late"]
+    late = {**slack, "events": ["late"]}
+    two = ["mergegate: notify slack 1 of late", "mergegate: notify slack 2 of late"]
+    assert rules_of(project, late, late)[2:] == two
 
 
 def test_a_profile_with_approval_has_a_rule_for_its_timeout(project: Path) -> None:
@@ -206,3 +203,139 @@ def test_whatever_a_run_comes_into_before_it_ends_its_silence_is_missed(project:
         assert isinstance(rule.then, StateChange)
         assert rule.then.state == "CRASHED"
         assert "release/demo" in rule.deployments
+
+
+# The server.
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make an empty project the working directory, and return it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / ".mergegate"))
+    for name in ("PREFECT_API_URL", "PREFECT_API_AUTH_STRING", "MERGEGATE_DATABASE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+def mode(file: Path) -> int:
+    return stat.S_IMODE(file.stat().st_mode)
+
+
+def test_the_secret_is_drawn_once_and_readable_by_its_owner_only(here: Path) -> None:
+    old = os.umask(0)
+    try:
+        secret = load_or_create_secret()
+    finally:
+        os.umask(old)
+    file = here / ".mergegate" / "prefect" / "auth"
+    assert load_or_create_secret() == secret == file.read_text()
+    assert len(secret.partition(":")[2]) >= 40
+    assert (mode(file), mode(file.parent)) == (0o600, 0o700)
+    file.chmod(0o644)  # a secret that others can read is made private
+    assert load_or_create_secret() == secret
+    assert mode(file) == 0o600
+
+
+@pytest.mark.parametrize("damage", [b"", b"no colon", b"\xff\xfe:", b"a:b\x00c"])
+def test_a_damaged_secret_is_replaced(here: Path, damage: bytes) -> None:
+    load_or_create_secret()
+    (here / ".mergegate" / "prefect" / "auth").write_bytes(damage)
+    assert len(load_or_create_secret()) > 40
+
+
+def test_prefects_own_command_line_is_told_in_a_file_for_the_owner_only(here: Path) -> None:
+    site = Site(here, here / ".mergegate", "http://127.0.0.1:4300", load_or_create_secret())
+    assert write_settings(site)
+    assert mode(here / "prefect.toml") == 0o600
+    assert own_settings() == {"url": "http://127.0.0.1:4300/api", "auth_string": site.secret}
+    assert find_site().address == "http://127.0.0.1:4300"
+    assert "/prefect.toml" in (Path(__file__).resolve().parents[2] / ".gitignore").read_text().splitlines()
+
+
+def test_a_foreign_prefect_toml_stays_unchanged(here: Path) -> None:
+    (here / "prefect.toml").write_text('[api]\nurl = "http://elsewhere/api"\n')
+    assert not write_settings(find_site())
+    assert own_settings() == {}
+    assert "elsewhere" in (here / "prefect.toml").read_text()
+
+
+def test_a_run_by_hand_does_not_depend_on_that_server(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_settings(find_site(address="http://127.0.0.1:9"))
+    monkeypatch.setenv("PREFECT_API_URL", "x")
+    monkeypatch.delenv("PREFECT_API_URL")
+    configure(here / ".mergegate")
+    assert os.environ["PREFECT_API_URL"] == ""
+    assert not type(get_current_settings())().api.url  # Construct the settings again.
+
+
+def test_the_address_is_what_is_said_nearest(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = parse_schedules({"profiles": [], "server": {"address": "http://in-nights:1/"}}, "schedules.yaml")
+    assert find_site().address == "http://127.0.0.1:4200"
+    assert find_site(file).address == "http://in-nights:1"
+    monkeypatch.setenv("PREFECT_API_URL", "http://in-environment:2/api")
+    assert find_site(file).address == "http://in-environment:2"
+    assert find_site(file, address="http://said:3").api == "http://said:3/api"
+    with pytest.raises(InvalidInput, match="no server answers"):
+        require_site(find_site(address="http://127.0.0.1:9"))
+
+
+MALFORMED = (
+    "http://[::1",
+    "http://[zz]:1",
+    "http://host:abc",
+    "http://host:65536",
+    "http://host:0",
+    "http://256.1.1.1:1",
+    f"http://{'a' * 64}",
+)
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:4200", "ftp://x", "http://", "http://:4200", *MALFORMED])
+def test_an_invalid_address_is_refused_with_its_source(
+    here: Path, monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    with pytest.raises(InvalidInput, match="expected http://host:port"):
+        parse_schedules({"profiles": [], "server": {"address": address}}, "schedules.yaml")
+    monkeypatch.setenv("PREFECT_API_URL", address)
+    with pytest.raises(InvalidInput, match="PREFECT_API_URL"):
+        find_site()
+
+
+@pytest.mark.parametrize("address", ["http://[::1]:4200", "https://server_1", "http://bücher.example:1"])
+def test_a_valid_address_is_accepted_from_every_source(here: Path, address: str) -> None:
+    file = parse_schedules({"profiles": [], "server": {"address": address}}, "schedules.yaml")
+    assert find_site(file).address == find_site(address=address).address == address
+
+
+def test_the_server_asks_for_the_secret_and_keeps_its_slots_on_disk(here: Path) -> None:
+    site = Site(here, here / ".mergegate", "http://10.0.0.1:4200", "a:b")
+    told = site.server_environment("postgresql+asyncpg://db/x")
+    assert told["PREFECT_SERVER_API_AUTH_STRING"] == told["PREFECT_API_AUTH_STRING"] == "a:b"
+    assert told["PREFECT_SERVER_CSRF_PROTECTION_ENABLED"] == "1"
+    assert told["PREFECT_SERVER_CONCURRENCY_LEASE_STORAGE"].endswith("filesystem")
+    assert told["PREFECT_SERVER_DATABASE_CONNECTION_URL"] == "postgresql+asyncpg://db/x"
+    assert "PREFECT_SERVER_DATABASE_CONNECTION_URL" not in {
+        name: text for name, text in site.server_environment(None).items() if name not in os.environ
+    }
+
+
+def test_the_database_comes_from_the_environment_or_the_schedules_file(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = parse_schedules({"profiles": [], "server": {"database": "postgresql://me@db/one"}}, "schedules.yaml")
+    assert database_url(None) is None
+    assert database_url(file) == "postgresql+asyncpg://me@db/one"
+    monkeypatch.setenv("MERGEGATE_DATABASE", "postgres://me:secret@db/two")
+    assert database_url(file) == "postgresql+asyncpg://me:secret@db/two"
+    monkeypatch.setenv("MERGEGATE_DATABASE", "sqlite:///x")
+    with pytest.raises(InvalidInput, match="MERGEGATE_DATABASE"):
+        database_url(file)
+
+
+@pytest.mark.parametrize("hosts", [*(f"127.0.0.1:{port}" for port in ("abc", "65536", "1,127.0.0.1:2", "1")), "[::1"])
+def test_a_database_that_cannot_be_reached_is_named_without_its_password(hosts: str) -> None:
+    with pytest.raises(InvalidInput) as caught:
+        require_database(f"postgresql+asyncpg://me:secret@{hosts}/records?ssl=disable")
+    assert caught.value.where == f"the database at {hosts}/records"
+    assert "secret" not in str(caught.value)

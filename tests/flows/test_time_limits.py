@@ -7,10 +7,10 @@ import subprocess
 import sys
 import threading
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from typing import Any
 
 import pytest
-from demo_project import Printed, Project
+from demo_project import Project, expect
 from patience import HANG_S
 from pydantic import ValidationError
 
@@ -29,55 +29,42 @@ def wait(seconds: float = HANG_S) -> None:
 
 
 class TestTimeLimits:
-    def test_a_stage_ends_when_its_time_is_up_and_names_its_limit(self) -> None:
-        with (
-            apply_limits(Limits(stages={"merge": "0.05 s"})),
-            pytest.raises(OutOfTime) as refused,
-            within_limit("merge"),
-        ):
+    @pytest.mark.parametrize(
+        ("limits", "where", "expected"),
+        [
+            ({"stages": {"merge": "0.05 s"}}, "merge", "limits.stages.merge"),
+            ({"run": "0.05 s"}, "the run", ""),
+        ],
+    )
+    def test_work_ends_when_its_time_is_up_and_names_its_limit(
+        self, limits: dict[str, Any], where: str, expected: str
+    ) -> None:
+        with pytest.raises(OutOfTime) as refused, apply_limits(Limits(**limits)), within_limit("merge"):
             wait()
-        assert refused.value.where == "merge"
-        assert "limits.stages.merge" in refused.value.expected
-
-    def test_a_run_ends_when_its_time_is_up_whatever_its_stages_may(self) -> None:
-        def both() -> None:
-            with apply_limits(Limits(run="0.05 s")), within_limit("merge"):
-                wait()
-
-        with pytest.raises(OutOfTime) as refused:
-            both()
-        assert refused.value.where == "the run"
+        assert refused.value.where == where
+        assert expected in refused.value.expected
 
     def test_the_next_stage_has_its_own_time(self) -> None:
-        limits = Limits(stages={"merge": "0.05 s"})
-        with apply_limits(limits):
+        with apply_limits(Limits(stages={"merge": "0.05 s"})):
             with pytest.raises(OutOfTime), within_limit("merge"):
                 wait()
             with within_limit("gate"):
                 wait(0.1)
 
-    def test_no_handler_of_exceptions_on_the_way_takes_it_for_its_own(self) -> None:
+    def test_no_handler_takes_it_for_its_own_and_what_cleans_up_is_not_interrupted_again(self) -> None:
+        cleaned = []
+
         def careless() -> None:
             try:
                 wait()
             except Exception:  # Any code along the way may catch this broadly.
-                wait()
-
-        with apply_limits(Limits(stage="0.05 s")), pytest.raises(OutOfTime), within_limit("gate"):
-            careless()
-
-    def test_what_cleans_up_is_not_interrupted_again(self) -> None:
-        cleaned = []
-
-        def work() -> None:
-            try:
                 wait()
             finally:
                 wait(0.2)  # Longer than the limit itself.
                 cleaned.append(True)
 
         with apply_limits(Limits(stage="0.05 s")), pytest.raises(OutOfTime), within_limit("gate"):
-            work()
+            careless()
         assert cleaned
 
     def test_a_time_limit_leaves_no_alarm_behind(self) -> None:
@@ -86,6 +73,8 @@ class TestTimeLimits:
             assert signal.getitimer(signal.ITIMER_REAL)[0] > 0
         assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
         assert signal.getsignal(signal.SIGALRM) is before
+        with within_limit("merge"):  # Where there is no run, there is no limit.
+            assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
     def test_in_another_thread_it_does_nothing(self) -> None:
         ended = []
@@ -99,10 +88,6 @@ class TestTimeLimits:
         thread.start()
         thread.join(HANG_S)
         assert ended
-
-    def test_where_there_is_no_run_there_is_no_limit(self) -> None:
-        with within_limit("merge"):
-            assert signal.getitimer(signal.ITIMER_REAL)[0] == 0
 
     def test_an_unresponsive_main_thread_is_ended_with_its_process(self) -> None:
         script = (
@@ -126,10 +111,8 @@ class TestSettings:
             Limits(run=limit)
 
     def test_an_unknown_stage_is_refused_with_a_suggestion(self) -> None:
-        with (
-            pytest.raises(InvalidInput, match="an unknown stage") as refused,
-            apply_limits(Limits(stages={"merg": "1 h"})),
-        ):
+        limits = Limits(stages={"merg": "1 h"})
+        with pytest.raises(InvalidInput, match="an unknown stage") as refused, apply_limits(limits):
             pass
         assert "merge" in refused.value.remedy
 
@@ -162,7 +145,8 @@ class TestMemoryOfAChild:
             except Exception as cause:
                 raise InvalidInput("task copy", found="its data cannot be loaded") from cause
 
-        kind, *said = answer_question(unused_asker(), loads, ())
+        ours, _ = Pipe()
+        kind, *said = answer_question(ours, loads, ())
         assert kind == "starved"
         assert str(error)[:200] in said[0]
 
@@ -170,28 +154,21 @@ class TestMemoryOfAChild:
         def loads(on_progress: object) -> None:
             raise InvalidInput("task copy", found="no such file")
 
-        kind, problem = answer_question(unused_asker(), loads, ())
+        ours, _ = Pipe()
+        kind, problem = answer_question(ours, loads, ())
         assert kind == "problem"
         assert isinstance(problem, InvalidInput)
 
 
-def unused_asker() -> Connection:
-    ours, _ = Pipe()
-    return ours
-
-
 @pytest.mark.story
-def test_a_run_out_of_time_is_refused_and_the_next_one_goes_on(released: tuple[Project, Printed]) -> None:
-    project, _ = released
-    profile = project.edit("demo.yaml", "recipes/ties.yaml", "recipes/dare_ties.yaml")  # Needs a new perplexity.
-    path = project.root / profile
+def test_a_run_out_of_time_is_refused_and_the_next_one_goes_on(demo: Project) -> None:
+    profile = demo.edit("demo.yaml", "recipes/ties.yaml", "recipes/dare_ties.yaml")  # Needs a new perplexity.
+    path = demo.root / profile
     path.write_text(path.read_text() + "limits: {stages: {perplexity: 0.01 s}}\n")
-    refused = project.mergegate("run", profile)
-    assert refused.exit_code == 3, refused.output
-    assert "limits.stages.perplexity" in refused.output
+    refused = expect(demo.mergegate("run", profile), 3, "limits.stages.perplexity")
     assert "Traceback" not in refused.output
     path.write_text(path.read_text().replace("0.01 s", "1 h"))
-    done = project.mergegate("run", profile)
+    done = demo.mergegate("run", profile)
     assert done.exit_code in (0, 3), done.output
     assert "limits" not in done.output
 
@@ -202,7 +179,5 @@ def test_a_process_cannot_exceed_its_memory_limit(project: Project) -> None:
     profile = project.edit("demo.yaml", "max_increase: 5%", "max_increase: 5%")
     path = project.root / profile
     path.write_text(path.read_text() + "limits: {memory: 100MB}\n")
-    refused = project.mergegate("run", profile)
-    assert refused.exit_code == 2, refused.output
-    assert "ran out of memory" in refused.output, refused.output
+    refused = expect(project.mergegate("run", profile), 2, "ran out of memory")
     assert "Traceback" not in refused.output
