@@ -21,10 +21,7 @@ TASKS = ("reverse", "shift")
 SEARCH, CONFIRMATION = 40, 100
 LINEAR = "demo/recipes/linear-searched.yaml"
 # The start point is a poor hand-written recipe: the merge loses part of the reversing skill.
-WEIGHTS = {
-    "reverser": {"low": 0.05, "high": 1.0, "start": 0.35},
-    "shifter": {"low": 0.05, "high": 1.0, "start": 0.65},
-}
+WEIGHTS = {"reverser": {"low": 0.05, "high": 1.0, "start": 0.35}, "shifter": {"low": 0.05, "high": 1.0, "start": 0.65}}
 
 
 def small_sweep() -> dict[str, Any]:

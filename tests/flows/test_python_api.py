@@ -63,10 +63,13 @@ def documented() -> Iterator[doctest.DocTest]:
 EXAMPLES = {test.name: test for test in documented() if test.examples}
 
 
-def test_every_function_has_an_example() -> None:
+def test_every_function_has_an_example_and_every_public_name_exists() -> None:
     functions = {name for name in mergegate.__all__ if getattr(mergegate, name).__module__ == "mergegate.api"}
     assert len(functions) == 11
     assert functions - set(EXAMPLES) == set()
+    assert all(getattr(mergegate, name).__name__ == name for name in mergegate.__all__)
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = mergegate.no_such_name
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -110,12 +113,6 @@ print(sorted(heavy))
     assert done.stdout == "[]\n"
 
 
-def test_every_public_name_exists_and_any_other_raises_an_attribute_error() -> None:
-    assert all(getattr(mergegate, name).__name__ == name for name in mergegate.__all__)
-    with pytest.raises(AttributeError, match="no_such_name"):
-        _ = mergegate.no_such_name
-
-
 def test_a_plain_script_in_another_directory_runs_the_flow_without_a_main_guard(
     demo: Path, tmp_path: Path, begin_records: Callable[[Path], None]
 ) -> None:
@@ -137,31 +134,27 @@ def test_a_plain_script_in_another_directory_runs_the_flow_without_a_main_guard(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["script.py"]  # all state is in the project
 
 
-def test_the_text_of_a_result_is_the_summary_of_the_command(demo: Path) -> None:
-    result = mergegate.run("profiles/demo.yaml", progress=False)
-    printed = Project(demo).mergegate("run", "profiles/demo.yaml")
-    wide = printed.output.replace("\n\n", "\n")
+def test_the_text_of_a_result_is_the_summary_of_the_command_after_plain_lines_of_progress(
+    demo: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = mergegate.run("profiles/demo.yaml")
+    output = capsys.readouterr().out
+    assert "= evaluate" in output
+    assert "\x1b" not in output
+    printed = " ".join(Project(demo).mergegate("run", "profiles/demo.yaml").output.split())
     for line in str(result).splitlines():
-        assert " ".join(line.split()) in " ".join(wide.split())
+        assert " ".join(line.split()) in printed
     assert result.status == "nothing new"
     assert result.to_dict()["message"] == result.message
 
 
-def test_progress_is_plain_lines_in_a_log(demo: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    mergegate.run("profiles/demo.yaml")
-    output = capsys.readouterr().out
-    assert "= evaluate" in output
-    assert "\x1b" not in output
-
-
 def test_a_release_refused_by_a_check_is_a_result(demo: Path) -> None:
     result = mergegate.run("profiles/demo-forbidden.yaml", progress=False)
-    assert (result.status, result.verdict, result.passed) == ("refused", None, False)
+    assert (result.status, result.verdict, result.passed, result.guards) == ("refused", None, False, ())
     assert result.finding is not None
     assert result.finding.where in result.message
     assert result.report is not None
     assert result.report.is_file()
-    assert result.guards == ()
     assert "refused" in result._repr_html_()
 
 
@@ -201,18 +194,15 @@ def test_a_changed_release_raises_refused(demo: Path, tmp_path: Path) -> None:
         mergegate.verify(release)
 
 
-def test_an_interruption_raises_keyboard_interrupt(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("mergegate.api.run_release", lambda *_: RunOutcome(status="interrupted", message="interrupted"))
-    with pytest.raises(KeyboardInterrupt):
-        mergegate.run("profiles/demo.yaml")
-
-
-def test_an_error_of_the_disk_is_converted(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interruption_and_an_error_of_the_disk_are_converted(demo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full_disk(*_: object) -> RunOutcome:
         raise OSError(28, "No space left on device", "file")
 
     monkeypatch.setattr("mergegate.api.run_release", full_disk)
     with pytest.raises(mergegate.DiskUnavailable):
+        mergegate.run("profiles/demo.yaml")
+    monkeypatch.setattr("mergegate.api.run_release", lambda *_: RunOutcome(status="interrupted", message="interrupted"))
+    with pytest.raises(KeyboardInterrupt):
         mergegate.run("profiles/demo.yaml")
 
 
@@ -228,14 +218,8 @@ def test_a_project_argument_selects_the_state_for_one_call(tmp_path: Path, demo:
 
 def test_a_profile_can_be_constructed_in_python(demo: Path) -> None:
     loaded = mergegate.load_profile("profiles/demo.yaml")
-    profile = mergegate.Profile(
-        name="constructed",
-        recipe=loaded.root / loaded.recipe,
-        checks=loaded.checks,
-        perplexity=loaded.perplexity,
-        evaluate=loaded.evaluate,
-        root=loaded.root,
-    )
+    sections = {name: getattr(loaded, name) for name in ("checks", "perplexity", "evaluate", "root")}
+    profile = mergegate.Profile(name="constructed", recipe=loaded.root / loaded.recipe, **sections)
     result = mergegate.run(profile, progress=False)
     assert (result.status, result.verdict) == ("passed", "pass")
 
@@ -278,12 +262,12 @@ def test_a_notebook_without_widgets_gets_plain_lines(monkeypatch: pytest.MonkeyP
     assert not consoles[0].is_jupyter
 
 
-@pytest.fixture(scope="module")
-def executed(
-    tmp_path_factory: pytest.TempPathFactory, demo_release: Path, begin_records: Callable[[Path], None]
-) -> list[str]:
-    """The outputs of the tutorial's cells, executed in a fresh process on a project whose models were scored before."""
-    root = make_project(tmp_path_factory.mktemp("tutorial") / "demo").root
+@pytest.mark.proof
+def test_the_cells_of_the_tutorial_work_and_its_stored_outputs_are_current(
+    tmp_path: Path, demo_release: Path, begin_records: Callable[[Path], None]
+) -> None:
+    """The cells run in a fresh process, on a project whose models were scored before."""
+    root = make_project(tmp_path / "demo").root
     # `reproduce` finds parents below the project only if they are not behind a link.
     (root / "profiles" / "demo").unlink()
     shutil.copytree(PROFILES / "demo", root / "profiles" / "demo")
@@ -304,15 +288,11 @@ def executed(
                 lines = output.splitlines(keepends=True)
                 cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": lines}]
         NOTEBOOK.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    return outputs
-
-
-def test_the_cells_of_the_tutorial_work_and_its_stored_outputs_are_current(executed: list[str]) -> None:
     cells = code_cells(NOTEBOOK)
-    assert len(executed) == len(cells)
+    assert len(outputs) == len(cells)
     stored = {number: "".join(cell["outputs"][0]["text"]) for number, cell in enumerate(cells) if cell["outputs"]}
     assert len(stored) > 5
-    assert stored == {number: executed[number] for number in stored}
+    assert stored == {number: outputs[number] for number in stored}
 
 
 def test_the_tutorial_is_a_valid_notebook_without_paths_of_a_machine() -> None:

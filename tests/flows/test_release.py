@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sqlite3
 from pathlib import Path
 
 import pytest
-from demo_project import PROFILES, Printed, Project
+from demo_project import PROFILES, Printed, Project, expect
+from samples import sampled
 from sheet_sources import require_correct_sheet
+from tampering import flip
 
 from mergegate.tasks.report import read_history
 
@@ -35,162 +38,110 @@ def exact_match(model_directory: Path, task: str) -> float:
     return right / len(documents)
 
 
-def test_the_demo_is_released(released: Released) -> None:
+def test_the_demo_is_released_and_says_where_it_comes_from(released: Released) -> None:
     project, result = released
     assert result.exit_code == 0, result.output
     assert "released demo" in result.output
     assert (project.latest / "model.safetensors").is_file()
     assert project.latest.is_symlink()
-
-
-@pytest.mark.parametrize("task", ["copy", "reverse", "shift"])
-def test_the_released_model_has_the_skills_that_its_report_states(
-    released: Released, demo_release: Path, task: str
-) -> None:
-    project, _ = released
-    (path,) = (Project(demo_release).home / "store" / "report").iterdir()  # Other tests add reports to ``project``.
-    report = json.loads((path / "report.json").read_text())
-    merged = next(model for model in report["models"] if model["role"] == "merge")
-    stated = next(score["score"] for score in merged["scores"]["tasks"] if score["task"] == task)
-    # lm-eval runs in batches. In bfloat16 this can flip a close call, in at most two documents of 400.
-    assert exact_match(project.latest, task) == pytest.approx(stated, abs=2 / 400)
-    assert stated > 0.97
-
-
-def test_the_release_says_where_it_comes_from(released: Released) -> None:
-    project, _ = released
     provenance = json.loads((project.latest / "provenance.json").read_text())
-    names = {subject["name"] for subject in provenance["subject"]}
-    assert names == {
-        path.relative_to(project.latest).as_posix() for path in project.latest.rglob("*") if path.is_file()
-    } - {"provenance.json", "SHA256SUMS"}
+    files = {path.relative_to(project.latest).as_posix() for path in project.latest.rglob("*") if path.is_file()}
+    assert {subject["name"] for subject in provenance["subject"]} == files - {"provenance.json", "SHA256SUMS"}
     card = (project.latest / "README.md").read_text()
     assert "license: apache-2.0" in card
     for text in (json.dumps(provenance), card, (project.latest / "report.html").read_text()):
         assert str(project.root) not in text
         assert str(PROFILES) not in text
-
-
-def test_the_compliance_sheet_agrees_with_its_sources(released: Released) -> None:
-    project, _ = released
     # Elements · three models · 64 operations · the units of ties: 2.6 for the result, 1.2 for each of up to 6 passes.
     elements = 280_416 * 3 * 64
-    require_correct_sheet(
-        project.latest, project.root / "profiles" / "demo.yaml", (elements * 2.6, elements * (2.6 + 6 * 1.2))
-    )
+    flop = (elements * 2.6, elements * (2.6 + 6 * 1.2))
+    require_correct_sheet(project.latest, project.root / "profiles" / "demo.yaml", flop)
 
 
-def test_the_history_knows_what_the_report_says(released: Released) -> None:
-    project, _ = released
-    night = read_history(project.home / "reports").records[0]
-    assert (night.profile, night.flow, night.status, night.method) == (
-        "demo",
-        "release",
-        "released",
-        "ties of 2 over base",
-    )
-    assert night.version == project.latest.resolve().name
+@pytest.mark.parametrize("task", sampled(["copy", "reverse", "shift"], ["reverse"]))
+def test_the_released_model_has_the_skills_that_its_report_states(demo: Project, demo_release: Path, task: str) -> None:
+    (path,) = (Project(demo_release).home / "store" / "report").iterdir()  # Other tests add reports to ``project``.
+    report = json.loads((path / "report.json").read_text())
+    merged = next(model for model in report["models"] if model["role"] == "merge")
+    stated = next(score["score"] for score in merged["scores"]["tasks"] if score["task"] == task)
+    # lm-eval runs in batches. In bfloat16 this can flip a close call, in at most two documents of 400.
+    assert exact_match(demo.latest, task) == pytest.approx(stated, abs=2 / 400)
+    assert stated > 0.97
+
+
+def test_the_history_knows_what_the_report_says(demo: Project) -> None:
+    night = read_history(demo.home / "reports").records[0]
+    told = (night.profile, night.flow, night.status, night.method)
+    assert told == ("demo", "release", "released", "ties of 2 over base")
+    assert night.version == demo.latest.resolve().name
     assert [one.name for one in night.parents] == ["base", "reverser", "shifter"]
-    assert {one.task: one.limit for one in night.scores if one.merge is not None} == dict.fromkeys(
-        ("copy", "reverse", "shift"), "3, margin 4"
-    )
+    limits = {one.task: one.limit for one in night.scores if one.merge is not None}
+    assert limits == dict.fromkeys(("copy", "reverse", "shift"), "3, margin 4")
     assert night.bytes_made > night.bytes_merged > 500_000
     stages = {one.name: (one.calls, one.cached) for one in night.stages}
     assert stages["perplexity"] == (4, 0)
-    page = (project.home / "reports" / night.report).read_text(encoding="utf-8")
+    page = (demo.home / "reports" / night.report).read_text(encoding="utf-8")
     assert "This is the first recorded run of this profile." in page
 
 
-def test_a_second_run_finds_nothing_new_and_makes_nothing(released: Released) -> None:
-    project, _ = released
-    before = {path: path.lstat().st_mtime_ns for path in sorted(project.root.glob("releases/**/*"))}
-    stages = {
-        stage.name: project.artifacts(stage.name) for stage in (project.home / "store").iterdir() if stage.is_dir()
-    }
-    result = project.mergegate("run", "profiles/demo.yaml")
-    assert result.exit_code == 0
-    assert "nothing new" in result.output
-    before_it, last = read_history(project.home / "reports").runs_of("demo", "release")[-2:]
+def test_a_second_run_finds_nothing_new_and_makes_nothing(demo: Project) -> None:
+    before = {path: path.lstat().st_mtime_ns for path in sorted(demo.root.glob("releases/**/*"))}
+    stages = {place.name: demo.artifacts(place.name) for place in (demo.home / "store").iterdir()}
+    result = expect(demo.mergegate("run", "profiles/demo.yaml"), 0, "nothing new")
+    before_it, last = read_history(demo.home / "reports").runs_of("demo", "release")[-2:]
     assert (last.status, last.bytes_made, last.scores) == ("nothing new", 0, before_it.scores)
-    page = (project.home / "reports" / last.report).read_text(encoding="utf-8")
+    page = (demo.home / "reports" / last.report).read_text(encoding="utf-8")
     assert "Parents, recipe, limits and scores are unchanged" in page
     assert before_it.report.rpartition("/")[2] in page
     assert "✓" not in "".join(line[:4] for line in result.output.splitlines())
-    assert {path: path.lstat().st_mtime_ns for path in sorted(project.root.glob("releases/**/*"))} == before
-    assert stages == {stage: project.artifacts(stage) for stage in stages}
+    assert {path: path.lstat().st_mtime_ns for path in sorted(demo.root.glob("releases/**/*"))} == before
+    assert stages == {stage: demo.artifacts(stage) for stage in stages}
+    outcome = json.loads(demo.mergegate("run", "profiles/demo.yaml", "--json").stdout)
+    assert outcome["status"] == "nothing new"
+    assert Path(outcome["location"]).resolve() == demo.latest.resolve()
+    assert [guard["outcome"] for guard in outcome["content"]["verdict"]["guards"]] == ["pass"] * 3
 
 
-def test_the_plain_average_is_refused_for_the_skill_it_loses(released: Released) -> None:
-    project, _ = released
-    result = project.mergegate("run", "profiles/demo-refused.yaml")
-    assert result.exit_code == 3
-    sentence = re.search(
-        r"reverse lost ([\d.]+) points against reverser, at least ([\d.]+); max_drop is 3", result.output
-    )
+def test_the_plain_average_is_refused_for_the_skill_it_loses(demo: Project) -> None:
+    result = expect(demo.mergegate("run", "profiles/demo-refused.yaml"), 3)
+    words = r"reverse lost ([\d.]+) points against reverser, at least ([\d.]+); max_drop is 3"
+    sentence = re.search(words, result.output)
     assert sentence, result.output
     drop, low = (float(group) for group in sentence.groups())
     assert 3 < low < drop
-    assert not (project.root / "releases" / "demo-refused").exists()
-    assert (project.home / "reports" / "demo-refused.html").is_file()
+    assert not (demo.root / "releases" / "demo-refused").exists()
+    assert (demo.home / "reports" / "demo-refused.html").is_file()
 
 
 @pytest.mark.story
-def test_prompts_that_are_cut_to_eight_tokens_release_nothing(released: Released) -> None:
-    project, _ = released
-    profile = project.root / "profiles" / "short.yaml"
-    text = (project.root / "profiles" / "demo-refused.yaml").read_text()
+def test_prompts_that_are_cut_to_eight_tokens_release_nothing(demo: Project) -> None:
+    profile = demo.root / "profiles" / "short.yaml"
+    text = (demo.root / "profiles" / "demo-refused.yaml").read_text()
     profile.write_text(text.replace("evaluate:\n", "evaluate:\n  max_length: 8\n").replace("demo-refused", "short"))
-    assert "a loss could not show" not in " ".join(project.mergegate("check", "profiles/short.yaml").output.split())
-    result = project.mergegate("run", "profiles/short.yaml")
-    assert result.exit_code == 3, result.output
-    assert not (project.root / "releases" / "short").exists()
+    assert "a loss could not show" not in " ".join(demo.mergegate("check", "profiles/short.yaml").output.split())
+    result = expect(demo.mergegate("run", "profiles/short.yaml"), 3)
+    assert not (demo.root / "releases" / "short").exists()
     output = " ".join(result.output.split())
     assert "reverse cannot show a loss, because reverser scores 0.0, and an empty answer would score 0.0" in output
     # The next check knows the scores of the parents, and says so before a merge is evaluated.
-    checked = " ".join(project.mergegate("check", "profiles/short.yaml").output.split())
+    checked = " ".join(demo.mergegate("check", "profiles/short.yaml").output.split())
     assert "reverse: reverser scores 0.0, and an empty answer would score 0.0, so a loss could not show" in checked
 
 
 @pytest.mark.story
-def test_parents_are_evaluated_once_ever(released: Released) -> None:
-    project, _ = released
-    models = [
-        {"model": f"demo/models/{name}", "parameters": {"weight": weight}}
-        for name, weight in (("reverser", 0.91), ("shifter", 0.09))  # A merge without scores in the store.
-    ]
-    text = (project.root / "profiles" / "demo-lopsided.yaml").read_text().replace("name: demo-lopsided", "name: once")
-    recipe = json.dumps({"merge_method": "linear", "dtype": "bfloat16", "models": models})
-    (project.root / "profiles" / "once.yaml").write_text(text.replace("demo/recipes/lopsided.yaml", recipe))
-    project.mergegate("run", "profiles/demo-refused.yaml")
-    before = project.artifacts("evaluate")
-    result = project.mergegate("run", "profiles/once.yaml")
-    new = project.artifacts("evaluate") - before
-    assert re.search(r"cached: reverser, shifter · merge", result.output)
-    verdict = json.loads(project.mergegate("run", "profiles/once.yaml", "--json").stdout)["content"]["verdict"]
-    judged = {guard["task"] for guard in verdict["guards"]}
-    skipped = {one["task"] for one in verdict["not_run"]}  # The order of tasks depends on how long they took.
-    assert judged | skipped == {"copy", "reverse", "shift"}
-    assert len(new) == len(judged)  # The merge; its parents are cached.
-
-
-def test_a_lost_skill_that_perplexity_cannot_see_is_refused(released: Released) -> None:
-    project, _ = released
-    result = project.mergegate("run", "profiles/demo-lopsided.yaml", "--json")
-    assert result.exit_code == 3
+def test_a_lost_skill_that_perplexity_cannot_see_is_refused(demo: Project) -> None:
+    result = expect(demo.mergegate("run", "profiles/demo-lopsided.yaml", "--json"), 3)
     verdict = json.loads(result.stdout)["content"]["verdict"]
     assert verdict["drift"]["outcome"] == "pass"
     assert {guard["task"]: guard["outcome"] for guard in verdict["guards"]}["shift"] == "fail"
 
 
 @pytest.mark.story
-def test_a_broken_merge_is_refused_by_perplexity_before_any_task_is_run(released: Released) -> None:
-    project, _ = released
-    before = project.artifacts("evaluate")
-    result = project.mergegate("run", "profiles/demo-exploding.yaml")
-    assert result.exit_code == 3
-    assert "perplexity is" in result.output
-    assert project.artifacts("evaluate") == before
-    assert not (project.root / "releases" / "demo-exploding").exists()
+def test_a_broken_merge_is_refused_by_perplexity_before_any_task_is_run(demo: Project) -> None:
+    before = demo.artifacts("evaluate")
+    expect(demo.mergegate("run", "profiles/demo-exploding.yaml"), 3, "perplexity is")
+    assert demo.artifacts("evaluate") == before
+    assert not (demo.root / "releases" / "demo-exploding").exists()
 
 
 @pytest.mark.parametrize(
@@ -203,9 +154,8 @@ def test_a_broken_merge_is_refused_by_perplexity_before_any_task_is_run(released
 def test_a_parent_that_must_not_be_merged_is_refused_before_any_weight_is_read(
     project: Project, profile: str, words: str
 ) -> None:
-    result = project.mergegate("run", f"profiles/{profile}.yaml")
-    assert result.exit_code == 3
-    assert words in result.output
+    for command in ("check", "run"):
+        expect(project.mergegate(command, f"profiles/{profile}.yaml"), 3, words)
     assert project.artifacts("merge") == set()
     weights = {path.stat().st_ino for path in (PROFILES / "demo" / "models").glob("*/model.safetensors")}
     with sqlite3.connect(project.home / "store" / "hashes.sqlite") as memo:
@@ -213,109 +163,65 @@ def test_a_parent_that_must_not_be_merged_is_refused_before_any_weight_is_read(
     assert not hashed & weights
 
 
-def test_check_finds_the_same_without_running_anything(project: Project) -> None:
-    for profile, words in (("demo-forbidden", "does not permit"), ("demo-tokenizer", "tokens have different ids")):
-        result = project.mergegate("check", f"profiles/{profile}.yaml")
-        assert result.exit_code == 3
-        assert words in result.output
-    good = project.mergegate("check", "profiles/demo.yaml", "--json")
-    assert good.exit_code == 0
+def test_a_check_of_the_demo_has_no_remarks(project: Project) -> None:
+    good = expect(project.mergegate("check", "profiles/demo.yaml", "--json"), 0)
     assert json.loads(good.stdout)["remarks"] == []
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "advice"),
-    [
-        ("max_increase", "max_incraese", "did you mean 'max_increase'?"),
-        ("guarded_by: reverser", "guarded_by: revreser", "did you mean 'reverser'?"),
-        ("recipe: demo/recipes/ties.yaml", "recipe: {merge_method: tise, models: []}", "did you mean 'ties'?"),
-        ("demo/data/held-out.jsonl", "demo/data/hold-out.jsonl", "no such file"),
-    ],
-)
-def test_what_cannot_mean_anything_exits_2_with_advice_and_no_traceback(
-    project: Project, old: str, new: str, advice: str
-) -> None:
-    result = project.mergegate("run", project.edit("demo.yaml", old, new))
-    assert result.exit_code == 2
-    assert advice in result.output
-    assert "Traceback" not in result.output
-
-
-def test_a_changed_threshold_runs_only_the_gate(released: Released) -> None:
-    project, _ = released
+@pytest.mark.story
+def test_a_changed_threshold_runs_only_the_gate(demo: Project) -> None:
     costly = ("merge", "perplexity", "evaluate")
-    before = {stage: project.artifacts(stage) for stage in costly}
-    gates = project.artifacts("gate")
-    profile = project.edit("demo.yaml", "guarded_by: reverser, max_drop: 3", "guarded_by: reverser, max_drop: 1")
-    project.mergegate("run", profile)
-    assert {stage: project.artifacts(stage) for stage in costly} == before
-    assert len(project.artifacts("gate") - gates) == 1
+    before = {stage: demo.artifacts(stage) for stage in costly}
+    gates = demo.artifacts("gate")
+    profile = demo.edit("demo.yaml", "guarded_by: reverser, max_drop: 3", "guarded_by: reverser, max_drop: 1")
+    demo.mergegate("run", profile)
+    assert {stage: demo.artifacts(stage) for stage in costly} == before
+    assert len(demo.artifacts("gate") - gates) == 1
 
 
 @pytest.mark.story
 @pytest.mark.parametrize("damage", ["deleted", "truncated", "altered"])
-def test_a_damaged_merge_is_noticed_and_rebuilt_to_the_same_release(released: Released, damage: str) -> None:
-    project, _ = released
-    released_before = project.latest.resolve()
-    for artifact in (project.home / "store" / "merge").iterdir():
+def test_a_damaged_merge_is_noticed_and_rebuilt_to_the_same_release(demo: Project, damage: str) -> None:
+    released_before = demo.latest.resolve()
+    for artifact in (demo.home / "store" / "merge").iterdir():
         weights = artifact / "model.safetensors"
         match damage:
             case "deleted":
                 shutil.rmtree(artifact)
             case "truncated":
-                weights.write_bytes(weights.read_bytes()[:-100])
+                os.truncate(weights, weights.stat().st_size - 100)
             case "altered":
-                data = bytearray(weights.read_bytes())
-                data[-1] ^= 1
-                weights.write_bytes(bytes(data))
-    result = project.mergegate("run", "profiles/demo.yaml")
-    assert result.exit_code == 0
+                flip(weights)
+    result = expect(demo.mergegate("run", "profiles/demo.yaml"), 0)
     assert re.search(r"✓ merge", result.output)
     assert "nothing new" in result.output
-    assert project.latest.resolve() == released_before
+    assert demo.latest.resolve() == released_before
 
 
-def test_an_altered_release_is_not_taken_for_the_one_that_was_gated(released: Released) -> None:
-    project, _ = released
-    card = project.latest / "README.md"
+@pytest.mark.story
+def test_an_altered_release_is_not_taken_for_the_one_that_was_gated(demo: Project) -> None:
+    card = demo.latest / "README.md"
     original = card.read_bytes()
     card.write_bytes(original + b"\nedited by hand\n")
     try:
-        result = project.mergegate("run", "profiles/demo.yaml")
-        assert result.exit_code == 3
-        assert "already published with other content" in result.output
+        expect(demo.mergegate("run", "profiles/demo.yaml"), 3, "already published with other content")
     finally:
         card.write_bytes(original)
 
 
-def test_without_a_target_the_gate_is_the_end(released: Released) -> None:
-    project, _ = released
-    text = (project.root / "profiles" / "demo.yaml").read_text()
-    profile = project.edit("demo.yaml", text[text.index("publish:") :], "")
-    result = project.mergegate("run", profile, "--json")
-    assert result.exit_code == 0
+def test_without_a_target_the_gate_is_the_end(demo: Project) -> None:
+    text = (demo.root / "profiles" / "demo.yaml").read_text()
+    profile = demo.edit("demo.yaml", text[text.index("publish:") :], "")
+    result = expect(demo.mergegate("run", profile, "--json"), 0)
     assert json.loads(result.stdout)["status"] == "passed"
-
-
-def test_json_has_all_facts(released: Released) -> None:
-    project, _ = released
-    outcome = json.loads(project.mergegate("run", "profiles/demo.yaml", "--json").stdout)
-    assert outcome["status"] == "nothing new"
-    assert Path(outcome["location"]).resolve() == project.latest.resolve()
-    assert [guard["outcome"] for guard in outcome["content"]["verdict"]["guards"]] == ["pass"] * 3
 
 
 @pytest.mark.parametrize("method", ["slerp", "dare_ties", "linear"])
 def test_merge_makes_a_checkpoint_that_loads(project: Project, method: str) -> None:
     from transformers import AutoModelForCausalLM
 
-    out = project.root / "merged"
-    result = project.mergegate("merge", f"profiles/demo/recipes/{method}.yaml", str(out))
-    assert result.exit_code == 0, result.output
-    AutoModelForCausalLM.from_pretrained(out)
-    again = project.mergegate("merge", f"profiles/demo/recipes/{method}.yaml", str(out))
-    assert again.exit_code == 0
-    assert "nothing new" in again.output
-    other = project.mergegate("merge", f"profiles/demo/recipes/{method}.yaml", str(out), "--seed", "1")
-    assert other.exit_code == 2
-    assert "it exists" in other.output
+    arguments = ("merge", f"profiles/demo/recipes/{method}.yaml", str(project.root / "merged"))
+    expect(project.mergegate(*arguments), 0)
+    AutoModelForCausalLM.from_pretrained(project.root / "merged")
+    expect(project.mergegate(*arguments), 0, "nothing new")
+    expect(project.mergegate(*arguments, "--seed", "1"), 2, "it exists")

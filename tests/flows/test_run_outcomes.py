@@ -12,7 +12,7 @@ from pathlib import Path
 from uuid import uuid4
 
 import pytest
-from demo_project import Project, make_project
+from demo_project import Project, expect, make_project
 from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.context import FlowRunContext
@@ -110,6 +110,7 @@ class TestEveryEnding:
         assert ended.is_completed() == (code == 0)
         (line,) = read_history(home() / "reports").records
         assert line.status == state.lower()
+        assert read_runs(runs_directory())[-1].judged is (story is passed)  # the others have no evidence
         page = (home() / "reports" / line.report).read_text(encoding="utf-8").replace("<wbr>", "")
         for word in (*words, "Error" if state == "Failed" else state):
             assert word in page
@@ -125,7 +126,7 @@ class TestEveryEnding:
             assert ended.message == outcome.text
 
     @pytest.mark.story
-    def test_a_usage_error_of_an_attended_run_is_not_recorded(self) -> None:
+    def test_only_a_usage_error_of_an_attended_run_is_not_recorded(self) -> None:
         run_of(passed, deployed=False)
         page = (home() / "reports" / "demo.html").read_bytes()
         assert run_of(invalid, deployed=False).name == "Invalid"
@@ -137,12 +138,6 @@ class TestEveryEnding:
     def test_invalid_weights_are_recorded_even_if_a_user_watches(self) -> None:
         run_of(invalid_weights, deployed=False)
         assert [record.status for record in read_history(home() / "reports").records] == ["invalid"]
-
-    @pytest.mark.story
-    def test_a_refusal_without_evidence_is_not_recorded_as_judged(self) -> None:
-        for story, judged in ((refused, False), (invalid, False), (passed, True)):
-            run_of(story)
-            assert read_runs(runs_directory())[-1].judged is judged
 
     @pytest.mark.story
     def test_stages_and_what_they_added_to_the_store_are_told(self) -> None:
@@ -173,47 +168,46 @@ class TestEveryEnding:
             run_of(refused).result()
 
 
+DATE = "2026-11-21"
+
+
 class TestNames:
     def test_run_names_are_readable(self, tmp_path: Path) -> None:
-        root = make_project(tmp_path).root
-        named = run_name("release", {"profile": root / "profiles" / "demo.yaml"}, "2026-11-21")
-        assert named == "demo · ties of 2 · 2026-11-21"
-        swept = run_name("sweep", {"profile": str(root / "profiles" / "demo-sweep.yaml")}, "2026-11-21")
+        profiles = make_project(tmp_path).root / "profiles"
+        named = run_name("release", {"profile": profiles / "demo.yaml"}, DATE)
+        assert named == f"demo · ties of 2 · {DATE}"
+        swept = run_name("sweep", {"profile": str(profiles / "demo-sweep.yaml")}, DATE)
         assert swept.startswith("demo-sweep · sweep of ")
-        compared = run_name("compare", {"reference": "models/a", "candidate": "org/b@main"}, "2026-11-21")
-        assert compared == "b@main against a · 2026-11-21"
+        compared = run_name("compare", {"reference": "models/a", "candidate": "org/b@main"}, DATE)
+        assert compared == f"b@main against a · {DATE}"
+        profile = Profile.model_validate({"name": "inline", "recipe": "nowhere.yaml"})
+        assert profile_name(profile) == "inline"
+        assert run_name("release", {"profile": profile}, DATE) == f"inline · {DATE}"
 
     @pytest.mark.parametrize(
-        "content",
+        ("content", "name"),
         [
-            None,
-            b"",
-            b"\xff\xfe\x00",
-            b"name: [1",
-            b"name: broken\nrecepe: 1",
-            b"name: x/../y\nrecipe: 1",
-            b"name: n\nrecipe: nowhere.yaml\n",
-            b"- 1\n" * 10_000,
+            (None, "nightly"),
+            (b"", "nightly"),
+            (b"\xff\xfe\x00", "nightly"),
+            (b"name: [1", "nightly"),
+            (b"name: broken\nrecepe: 1", "broken"),
+            (b"name: x/../y\nrecipe: 1", "nightly"),
+            (b"name: n\nrecipe: nowhere.yaml\n", "n"),
+            (b"- 1\n" * 10_000, "nightly"),
         ],
     )
-    def test_run_names_never_fail_or_block(self, tmp_path: Path, content: bytes | None) -> None:
+    def test_run_names_never_fail_or_block(self, tmp_path: Path, content: bytes | None, name: str) -> None:
         file = tmp_path / "nightly.yaml"
         if content is not None:
             file.write_bytes(content)
-        began = time.monotonic()
-        named = run_name("release", {"profile": file}, "2026-11-21")
-        assert time.monotonic() - began < 5
-        own = {b"name: broken\nrecepe: 1": "broken", b"name: n\nrecipe: nowhere.yaml\n": "n"}.get(content or b"")
-        assert named == f"{own or 'nightly'} · 2026-11-21"
+        began = time.process_time()  # Not the wall clock, so other programs cannot fail this test.
+        assert run_name("release", {"profile": file}, DATE) == f"{name} · {DATE}"
+        assert time.process_time() - began < 5
 
     @pytest.mark.parametrize("parameters", [{}, {"profile": 3}, {"profile": {"name": "x"}}])
     def test_parameters_that_mean_nothing_have_a_name_too(self, parameters: dict[str, object]) -> None:
-        assert run_name("release", parameters, "2026-11-21") == "release · 2026-11-21"
-
-    def test_a_complete_profile_has_a_headline(self) -> None:
-        profile = Profile.model_validate({"name": "inline", "recipe": "nowhere.yaml"})
-        assert profile_name(profile) == "inline"
-        assert run_name("release", {"profile": profile}, "2026-11-21") == "inline · 2026-11-21"
+        assert run_name("release", parameters, DATE) == f"release · {DATE}"
 
 
 class TestPrefectsPage:
@@ -232,22 +226,20 @@ class TestPrefectsPage:
 LONG = "a-profile-whose-name-is-quite-long"
 
 
+def archive(project: Project, number: int, profile: str) -> None:
+    record = RunRecord(
+        run=str(number), flow="release", profile=profile, ended=1_790_000_000.0 + number, seconds=4000,
+        status="nothing new", message="m", version="0123456789abcdef",
+    )  # fmt: skip
+    archive_run(project.home / "reports", record, PAGE)
+
+
 class TestTheCommand:
     @pytest.fixture
     def project(self, tmp_path: Path) -> Project:
         project = Project(tmp_path)
         for number, profile in enumerate(("demo", LONG, "demo")):
-            record = RunRecord(
-                run=str(number),
-                flow="release",
-                profile=profile,
-                ended=1_790_000_000.0 + number,
-                seconds=4000,
-                status="nothing new",
-                message="m",
-                version="0123456789abcdef",
-            )
-            archive_run(project.home / "reports", record, PAGE)
+            archive(project, number, profile)
         return project
 
     def test_fits_eighty_columns_the_newest_first(self, project: Project) -> None:
@@ -258,15 +250,11 @@ class TestTheCommand:
         assert words.count("nothing") == 3
         assert text.count("1 h 06 m") == 3
 
-    def test_of_one_profile_as_json(self, project: Project) -> None:
+    def test_of_one_profile_as_json_or_an_unknown_one(self, project: Project) -> None:
         said = json.loads(project.mergegate("history", "demo", "--json").stdout)
         assert [one["run"] for one in said["runs"]] == ["2", "0"]
         assert said["damaged"] == 0
-
-    def test_an_unknown_profile_is_refused_with_the_known_ones(self, project: Project) -> None:
-        result = project.mergegate("history", "demos")
-        assert result.exit_code == 2
-        assert "did you mean 'demo'?" in result.output
+        expect(project.mergegate("history", "demos"), 2, "did you mean 'demo'?")
 
     def test_damage_is_reported_and_an_empty_history_is_not_an_error(self, project: Project, tmp_path: Path) -> None:
         with (project.home / "reports" / "history.jsonl").open("ab") as file:
@@ -304,12 +292,8 @@ class TestTheCommand:
         profiles = project.root / "profiles"
         (profiles / "typing-error.yaml").write_text("name: demo\nrecepe: x\n")
         shutil.copy(profiles / "demo" / "recipes" / "ties.yaml", profiles / "recipe.yaml")
-        record = RunRecord(
-            run="1", flow="release", profile="demo", ended=1_790_000_000.0, seconds=4000, status="nothing new",
-            message="m", version="0123456789abcdef",
-        )  # fmt: skip
+        archive(project, 1, "demo")
         reports = project.home / "reports"
-        archive_run(reports, record, PAGE)
         before = {path: path.read_bytes() for path in reports.rglob("*") if path.is_file()}
         files = {path.name for path in profiles.iterdir()}
         words = [

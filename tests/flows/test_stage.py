@@ -1,7 +1,4 @@
-"""Stages in the real Prefect.
-
-They are cached by content, verified on every cache hit, and raise errors that a user can cause without a traceback.
-"""
+"""Stages in the real Prefect: cached by content, verified on every cache hit, without tracebacks for user errors."""
 
 from __future__ import annotations
 
@@ -88,30 +85,28 @@ def test_the_second_run_is_served_from_the_store() -> None:
     assert first == again
     assert spy.seen[-1] == ("ended", "count", "", "made", "number 1")
     assert spy_again.seen == [("started", "count", ""), ("ended", "count", "", "cached", "number 1")]
+    assert run(2)[2] == 1  # Other inputs are a miss.
 
 
 @pytest.mark.story
-def test_different_inputs_are_a_cache_miss() -> None:
-    assert run(1)[2] + run(2)[2] == 2
-
-
-@pytest.mark.story
-@pytest.mark.parametrize("damage", ["delete", "truncate", "alter", "value"])
+@pytest.mark.parametrize(
+    ("damage", "file", "content"),
+    [
+        ("delete", "", ""),
+        ("truncate", "number.txt", ""),
+        ("alter", "number.txt", "4"),
+        ("value", "value.json", "{"),
+    ],
+)
 def test_a_damaged_artifact_is_rebuilt_with_a_log_line(
-    damage: str, home: Path, caplog: pytest.LogCaptureFixture
+    damage: str, file: str, content: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     first, _, _ = run(3)
     assert isinstance(first, Artifact)
-    file = first.directory / "number.txt"
-    match damage:
-        case "delete":
-            shutil.rmtree(first.directory)
-        case "truncate":
-            file.write_text("")
-        case "alter":
-            file.write_text("4")
-        case "value":
-            (first.directory / "value.json").write_text("{")
+    if damage == "delete":
+        shutil.rmtree(first.directory)
+    else:
+        (first.directory / file).write_text(content)
     with caplog.at_level(logging.WARNING, logger="mergegate.tasks.stage"):
         again, spy, ran = run(3)
     assert again == first
@@ -122,9 +117,7 @@ def test_a_damaged_artifact_is_rebuilt_with_a_log_line(
 
 
 @pytest.mark.story
-def test_user_errors_are_raised_without_a_traceback_and_not_cached(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_user_errors_are_raised_without_a_traceback_and_not_cached(caplog: pytest.LogCaptureFixture) -> None:
     error, spy, _ = run(5, fail=True)
     assert isinstance(error, InvalidInput)
     assert spy.seen[-1] == ("ended", "count", "", "failed", "5")
@@ -141,16 +134,10 @@ def test_a_cached_refusal_refuses_again() -> None:
         assert spy.seen[-1] == ("ended", "count", "", "refused", "number 6")
 
 
-def test_progress_names_the_running_stage_and_its_subject() -> None:
-    model = Model(name="reverser", digest="d", directory=Path("/nowhere"))
-    _, spy, _ = run(7, model=model)
+def test_the_name_of_a_model_is_in_its_progress_but_not_in_the_key() -> None:
+    _, spy, _ = run(8, model=Model(name="reverser", digest="d", directory=Path("/here")))
     assert ("advanced", "count", "reverser", 1, 2, "steps") in spy.seen
-
-
-def test_the_name_of_a_model_does_not_change_the_key() -> None:
-    run(8, model=Model(name="reverser", digest="d", directory=Path("/here")))
-    _, _, ran = run(8, model=Model(name="math", digest="d", directory=Path("/there")))
-    assert ran == 0
+    assert run(8, model=Model(name="math", digest="d", directory=Path("/there")))[2] == 0
 
 
 def test_the_plain_function_runs_without_prefect_and_store(tmp_path: Path) -> None:
@@ -158,19 +145,21 @@ def test_the_plain_function_runs_without_prefect_and_store(tmp_path: Path) -> No
     assert not store().root.exists()
 
 
+class Done:
+    def __init__(self, new: bool) -> None:
+        self.new = new
+
+    def summary(self) -> str:
+        return "done"
+
+
 def test_a_step_is_never_cached() -> None:
     done: list[int] = []
-
-    class Done:
-        new = True
-
-        def summary(self) -> str:
-            return "done"
 
     @step("publish")
     def publish() -> Done:
         done.append(1)
-        return Done()
+        return Done(new=True)
 
     @flow
     def twice() -> None:
@@ -184,19 +173,13 @@ def test_a_step_is_never_cached() -> None:
 def test_a_dry_pass_stops_at_an_unfinished_step() -> None:
     done: list[str] = []
 
-    class Done:
-        new = False
-
-        def summary(self) -> str:
-            return "there"
-
     def work(place: str) -> Done:
         done.append(place)
-        return Done()
+        return Done(new=False)
 
     told, silent = step("publish", is_done=lambda place: place == "there")(work), step("publish")(work)
     with dry_pass():
-        assert told("there").summary() == "there"
+        assert told("there").summary() == "done"
         for one, place in ((told, "elsewhere"), (silent, "there")):
             with pytest.raises(WorkRequired, match="publish"):
                 one(place)
@@ -225,23 +208,16 @@ def meet(out: Path, number: int) -> Counted:
     return Counted(number=number)
 
 
-def test_independent_stages_run_in_parallel_on_a_task_runner() -> None:
+def test_submitted_stages_run_in_parallel_and_their_results_raise_errors() -> None:
     @flow(task_runner=ThreadPoolTaskRunner(max_workers=2))
     def both() -> list[int]:
         running = [meet.submit(1), meet.submit(2)]
+        failing = count.submit(27, fail=True)
+        with pytest.raises(InvalidInput, match="27"):
+            failing.result()
         return [one.result().value.number for one in running]
 
     assert both() == [1, 2]
-
-
-def test_result_raises_the_error_of_a_submitted_stage() -> None:
-    @flow(task_runner=ThreadPoolTaskRunner(max_workers=2))
-    def one() -> None:
-        running = count.submit(27, fail=True)
-        with pytest.raises(InvalidInput, match="27"):
-            running.result()
-
-    one()
 
 
 @pytest.mark.story
@@ -294,35 +270,26 @@ def task_runs(monkeypatch: pytest.MonkeyPatch) -> dict[str, Emitted]:
     return emitted
 
 
-def state_names(task_runs: dict[str, Emitted]) -> tuple[str | None, str | None]:
-    return task_runs["count"].state.name, task_runs["double"].state.name
-
-
 @pytest.mark.story
-def test_prefect_distinguishes_a_miss_a_hit_and_a_rebuild(task_runs: dict[str, Emitted]) -> None:
-    two_stages(21)
-    assert state_names(task_runs) == ("Made", "Made")
-    two_stages(21)
-    assert state_names(task_runs) == ("Cached", "Cached")
+def test_prefect_distinguishes_a_miss_a_hit_and_a_rebuild_and_shows_dependencies(task_runs: dict[str, Emitted]) -> None:
+    def require(*names: str) -> None:
+        two_stages(21)
+        assert (task_runs["count"].state.name, task_runs["double"].state.name) == names
+        assert upstream_of(task_runs["double"]) == [task_runs["count"].run.id]
+        assert upstream_of(task_runs["count"]) == []
+
+    require("Made", "Made")
+    require("Cached", "Cached")
     artifact, _, _ = run(21)
     assert isinstance(artifact, Artifact)
     (artifact.directory / "number.txt").write_text("x")
-    two_stages(21)
-    assert state_names(task_runs) == ("Rebuilt", "Cached")  # The rebuilt bytes are identical, so dependents stay valid.
+    require("Rebuilt", "Cached")  # The rebuilt bytes are identical, so dependents stay valid.
 
 
 def test_prefect_shows_a_refusal_as_a_failure_with_its_reason(task_runs: dict[str, Emitted]) -> None:
     two_stages(22, allowed=False)
     ((name, (_, state)),) = task_runs.items()
     assert (name, state.type, state.name, state.message) == ("count", StateType.FAILED, "Refused", "here: no")
-
-
-@pytest.mark.story
-def test_prefects_graph_shows_dependencies_between_stages(task_runs: dict[str, Emitted]) -> None:
-    for _ in range(2):  # The second time, both come from the store.
-        two_stages(23)
-        assert upstream_of(task_runs["double"]) == [task_runs["count"].run.id]
-        assert upstream_of(task_runs["count"]) == []
 
 
 def test_the_graph_has_stages_passed_to_after(task_runs: dict[str, Emitted]) -> None:

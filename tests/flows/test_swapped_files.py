@@ -1,8 +1,7 @@
 """Files that are swapped, linked or touched during a real release, at each of its stages.
 
-The result is a refusal, or a release of exactly the pinned bytes. The demo, with every optional stage, runs once, and
-the test records the call of each stage. Each call is then repeated as in a run, while something else writes to the
-files.
+The result is a refusal, or a release of exactly the pinned bytes. The test records the call of each stage of one
+release. It then repeats each call as in a run, while something else writes to the files.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from demo_project import PROFILES, Project
+from demo_project import PROFILES, Project, expect
 from optional_stages import run_with_everything
 from samples import sampled, sampled_rows
 from tampering import CHANGES, HARMLESS
@@ -106,12 +105,13 @@ def made_anew(release: Release, name: str, body: Callable[..., Any]) -> Iterator
         assert not list((store / name).glob("*.partial"))
 
 
-def pairs() -> list[Any]:
-    """Return pairs of a stage and a change: all in the long suite, otherwise a few that cover each stage and change."""
-    stages, changes = sorted(READING), list(CHANGES)
-    every = [(stage, change) for stage in stages for change in changes]
-    often = [(stage, changes[place % len(changes)]) for place, stage in enumerate(stages)]
-    return sampled_rows(every, often, pytest.mark.proof)
+STAGES, KINDS = sorted(READING), list(CHANGES)
+# All pairs of a stage and a change in the long suite, otherwise a few that cover each stage and change.
+PAIRS = sampled_rows(
+    [(stage, change) for stage in STAGES for change in KINDS],
+    [(stage, KINDS[place % len(KINDS)]) for place, stage in enumerate(STAGES)],
+    pytest.mark.proof,
+)
 
 
 def models_of(call: StageCall) -> list[Model]:
@@ -126,20 +126,17 @@ def refusal(build: Callable[[], Any], model: Model) -> None:
     assert caught.value.remedy
 
 
-@pytest.mark.parametrize(("name", "change"), pairs())
+@pytest.mark.parametrize(("name", "change"), PAIRS)
 def test_no_stage_reads_what_is_not_pinned(release: Release, name: str, change: str) -> None:
     _, call = release.calls[name]
     for model in models_of(call)[-2:]:
         for file in (WEIGHTS, "config.json", "tokenizer.json"):
-            with (
-                made_anew(release, name, lambda *_, **__: pytest.fail("it reads")) as build,
-                put_back(model.directory),
-            ):
+            with made_anew(release, name, lambda *_, **__: pytest.fail("it reads")) as build, put_back(model.directory):
                 CHANGES[change](model.directory / file)
                 refusal(build, model)
 
 
-@pytest.mark.parametrize(("name", "change"), pairs())
+@pytest.mark.parametrize(("name", "change"), PAIRS)
 def test_no_stage_keeps_what_it_made_while_a_file_was_changed(release: Release, name: str, change: str) -> None:
     stage, call = release.calls[name]
     model = models_of(call)[-1]
@@ -213,34 +210,25 @@ def test_the_command_merge_takes_no_tokenizer_that_came_later(
 
     own_family(project)
     original, one = blocks.read_into, threading.Lock()
+    tokenizer = project.root / "profiles" / "demo" / "models" / "base" / "tokenizer.json"
 
     def reading(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
         original(fd, buffer, offset, path)
         with one:
-            replace(path)
-
-    def replace(path: Path) -> None:
-        tokenizer = project.root / "profiles" / "demo" / "models" / "base" / "tokenizer.json"
-        if path.parent == tokenizer.parent and not tokenizer.with_name("other.bin").exists():
-            CHANGES["replaced"](tokenizer)
-            tokenizer.with_name("other.bin").touch()
+            if path.parent == tokenizer.parent and not tokenizer.with_name("other.bin").exists():
+                CHANGES["replaced"](tokenizer)
+                tokenizer.with_name("other.bin").touch()
 
     monkeypatch.setattr(blocks, "read_into", reading)
     out = project.root / "out"
     result = project.mergegate("merge", "profiles/demo/recipes/ties.yaml", str(out), *share)
-    assert result.exit_code == 3, result.output
-    assert "the file changed or was replaced while it was merged" in result.output
+    expect(result, 3, "the file changed or was replaced while it was merged")
     assert not (out / "config.json").exists()
 
 
 def test_a_release_under_which_files_change_at_every_stage(tmp_path: Path, release: Release, prefect_api: None) -> None:
-    """A parent or the merge changes at the next stage, in one run after another.
-
-    Each change is undone before the next run, which continues from the store. The final release equals that of an
-    undisturbed run.
-    """
+    """Each change is undone before the next run, which continues from the store and gives the undisturbed release."""
     from mergegate.tasks.explain.stage import explain
-    from mergegate.tasks.perplexity.stage import perplexity
     from mergegate.tasks.publish import stage as publishing
 
     undisturbed = release.project.latest.resolve()
@@ -250,39 +238,35 @@ def test_a_release_under_which_files_change_at_every_stage(tmp_path: Path, relea
     shutil.rmtree(root / "releases")
     for name in ("merge", "explain", "report"):
         shutil.rmtree(project.home / "store" / name)
-    kinds = iter([*CHANGES.items()] * 2)
+    kinds = iter([*CHANGES.items()])
     parents = [root / "profiles" / "demo" / "models" / name for name in ("base", "reverser", "shifter")]
+    before = {stage.name: project.artifacts(stage.name) for stage in (merge, explain)}
 
-    def disturbed(stage: DeclaredStage[Any, Any, Any], directory: Callable[[], Path], *, first: bool) -> None:
+    def disturbed(stage: DeclaredStage[Any, Any, Any], directory: Path, *, first: bool) -> None:
         kind, change = next(kinds)
-        work, place = stage.work, []
+        work, kept = stage.work, tmp_path / "kept"
 
         def body(*args: Any, **kwargs: Any) -> Any:
-            if not first:
-                value = work(*args, **kwargs)
-            place.append(directory())
-            shutil.copytree(place[-1], tmp_path / "kept", symlinks=True)
-            change(place[-1] / WEIGHTS)
+            value = None if first else work(*args, **kwargs)
+            shutil.copytree(directory, kept, symlinks=True)
+            change(directory / WEIGHTS)
             return work(*args, **kwargs) if first else value
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(stage, "work", body)
             result = project.mergegate("run", "profiles/demo.yaml")
-        assert place, f"{stage.name} did not run\n{result.output}"
-        shutil.rmtree(place[0])
-        (tmp_path / "kept").rename(place[0])
-        assert result.exit_code == 3, f"{stage.name}, {kind}\n{result.output}"
-        assert "changed" in result.output
-        assert f"{place[0].name}: " in result.output
-        assert "Traceback" not in result.output
+        assert kept.exists(), f"{stage.name} did not run\n{result.output}"
+        shutil.rmtree(directory)
+        kept.rename(directory)
+        expect(result, 3, "changed", f"{directory.name}: ")
+        assert "Traceback" not in result.output, kind
         assert not (root / "releases").exists() or not project.latest.exists()
-        assert not project.artifacts(stage.name) - before.get(stage.name, set())
+        assert not project.artifacts(stage.name) - before[stage.name]
 
-    before = {stage.name: project.artifacts(stage.name) for stage in (merge, perplexity, explain)}
     for number, parent in enumerate(parents):
-        disturbed(merge, lambda parent=parent: parent, first=number % 2 == 0)  # type: ignore[misc]  # binds the loop
+        disturbed(merge, parent, first=number % 2 == 0)
     for number in range(2):
-        disturbed(explain, lambda: parents[1], first=number == 0)
+        disturbed(explain, parents[1], first=number == 0)
     # Between the last stage and the release, which hashes files as it copies them.
     merged = lambda: next(place for place in (project.home / "store" / "merge").iterdir() if place.is_dir())  # noqa: E731
     original = publishing._release_files
@@ -298,6 +282,5 @@ def test_a_release_under_which_files_change_at_every_stage(tmp_path: Path, relea
         result = project.mergegate("run", "profiles/demo.yaml")
     assert result.exit_code == 3, result.output
     assert not project.latest.exists()
-    result = project.mergegate("run", "profiles/demo.yaml")
-    assert result.exit_code == 0, result.output
+    expect(project.mergegate("run", "profiles/demo.yaml"), 0)
     assert project.latest.resolve().name == undisturbed.name

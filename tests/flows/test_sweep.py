@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import small_sweeps
 import yaml
-from demo_project import PROFILES, SOURCES, Printed, Project, make_project
+from demo_project import PROFILES, SOURCES, Printed, Project, expect, make_project
 from kept import digest_of, kept
 from numpy.typing import NDArray
 
@@ -44,44 +44,34 @@ def swept(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @pytest.mark.story
-def test_a_confirmed_winner_is_released(swept: Swept) -> None:
-    _, printed, scored = swept
+def test_a_confirmed_winner_is_released_and_its_recipe_file_reproduces_the_release(
+    swept: Swept, tmp_path: Path
+) -> None:
+    project, printed, scored = swept
     assert printed["first"].exit_code == 0, printed["first"].output
     assert "held-out documents confirm a true lead of" in printed["first"].output  # Announced before the search.
     assert "confirmed: the winner is" in printed["first"].output
     assert f"released {small_sweeps.NAME}" in printed["first"].output
     assert scored == 10 + 2  # Ten recipes, and two of them on the confirmation documents.
-
-
-@pytest.mark.story
-def test_the_recipe_file_of_the_winner_reproduces_the_release(swept: Swept, tmp_path: Path) -> None:
-    project, _, _ = swept
     file = project.home / "sweeps" / f"{small_sweeps.NAME}-winner.yaml"
     assert "$" not in file.read_text()
-    merged = project.mergegate("merge", str(file), str(tmp_path / "merged"))
-    assert merged.exit_code == 0, merged.output
-    released = project.root / "releases" / small_sweeps.NAME / "latest"
-    weights = [path.name for path in released.glob("*.safetensors")]
+    expect(project.mergegate("merge", str(file), str(tmp_path / "merged")), 0)
+    weights = list((project.root / "releases" / small_sweeps.NAME / "latest").glob("*.safetensors"))
     assert weights
-    for name in weights:
-        assert (tmp_path / "merged" / name).read_bytes() == (released / name).read_bytes()
+    for path in weights:
+        assert (tmp_path / "merged" / path.name).read_bytes() == path.read_bytes()
 
 
 @pytest.mark.story
-def test_a_repeated_sweep_scores_and_releases_nothing_new(swept: Swept) -> None:
+def test_a_repeated_sweep_does_nothing_new_and_one_without_a_better_candidate_confirms_none(swept: Swept) -> None:
     project, printed, scored = swept
     assert printed["again"].exit_code == 0, printed["again"].output
-    assert "= search" in printed["again"].output
-    assert "all cached" in printed["again"].output
-    assert "nothing new" in printed["again"].output
+    for words in ("= search", "all cached", "nothing new"):
+        assert words in printed["again"].output
     keys = Counter(record["scored"] for record in small_sweeps.scored_trials(project.home, "reverse"))
     assert set(keys.values()) == {1}
     assert len(keys) == scored
 
-
-@pytest.mark.story
-def test_a_sweep_without_a_better_candidate_confirms_none(swept: Swept) -> None:
-    project, printed, _ = swept
     assert printed["saturated"].exit_code == 3
     assert "no candidate confirmed" in printed["saturated"].output
     assert "no candidate confirmed" in (project.home / "reports" / "saturated.sweep.html").read_text()
@@ -163,18 +153,15 @@ def test_a_forbidden_choice_is_refused_before_any_merge(project: Project) -> Non
         "method": {"type": "category", "choices": ["ties", "dare_ties"], "start": "ties"},
         "who": {"type": "category", "choices": models, "start": models[0]},
     }
-    result = project.mergegate("sweep", small_sweeps.write_profile(project, profile))
-    assert result.exit_code == 3, result.output
-    assert "no-derivatives" in result.output
+    expect(project.mergegate("sweep", small_sweeps.write_profile(project, profile)), 3, "no-derivatives")
     assert not (project.home / "sweeps").exists()
     assert not project.artifacts("merge")
 
 
-def test_a_profile_without_a_sweep_section_is_rejected_with_an_example(project: Project) -> None:
-    result = project.mergegate("sweep", "profiles/demo.yaml")
-    assert result.exit_code == 2
-    assert "no section 'sweep'" in result.output
-    assert "docs/how-to/search-a-recipe.md" in result.output
+def test_a_profile_without_a_sweep_section_and_a_dashboard_of_a_soup_are_rejected(project: Project) -> None:
+    expect(project.mergegate("sweep", "profiles/demo.yaml"), 2, "no section 'sweep'", "docs/how-to/search-a-recipe.md")
+    result = project.mergegate("sweep", "profiles/demo-soup.yaml", "--dashboard")
+    expect(result, 2, "--dashboard: a soup, which has no free parameters")
 
 
 def sweep_by_name(project: Project) -> str:
@@ -189,15 +176,10 @@ def sweep_by_name(project: Project) -> str:
     return small_sweeps.write_profile(project, profile)
 
 
-def put_letters(project: Project) -> None:
-    shutil.copy(DEMO / "data" / "reverse.jsonl", project.root / "profiles" / "eval-data" / "letters_test.jsonl")
-
-
 def test_check_lists_missing_data_of_a_sweep(project: Project) -> None:
     name = sweep_by_name(project)
     for _ in range(2):  # First without the directory, then without the file.
-        result = project.mergegate("check", name, "--json")
-        assert result.exit_code == 2, result.output
+        result = expect(project.mergegate("check", name, "--json"), 2)
         (told,) = [one for one in json.loads(result.stdout)["findings"] if one["where"].startswith("evaluate.data")]
         assert "acme/letters" in told["found"] + told["expected"]
         assert "mergegate fetch-data" in told["remedy"]
@@ -209,7 +191,7 @@ def test_check_lists_missing_data_of_a_sweep(project: Project) -> None:
 def test_a_sweep_uses_data_from_the_data_directory(project: Project) -> None:
     name = sweep_by_name(project)
     (project.root / "profiles" / "eval-data").mkdir()
-    put_letters(project)
+    shutil.copy(DEMO / "data" / "reverse.jsonl", project.root / "profiles" / "eval-data" / "letters_test.jsonl")
     assert project.mergegate("check", name).exit_code == 0
     done = json.loads(project.mergegate("sweep", name, "--json").stdout)
     assert done["status"] in ("released", "refused"), done["message"]
@@ -238,8 +220,7 @@ def test_hand_written_recipes_may_share_a_file_name(tmp_path: Path) -> None:
 @pytest.mark.story
 def test_the_demo_soup_keeps_the_two_models_that_help_each_other(tmp_path: Path, prefect_api: None) -> None:
     project = make_project(tmp_path / "project")
-    first = project.mergegate("sweep", "profiles/demo-soup.yaml", "--no-release")
-    assert first.exit_code == 0, first.output
+    first = expect(project.mergegate("sweep", "profiles/demo-soup.yaml", "--no-release"), 0)
     results = {line.split()[0]: line.split()[-1] for line in first.output.splitlines() if len(line.split()) >= 5}
     assert (results["shifter"], results["reverser"]) == ("first", "kept")
     recipe = yaml.safe_load((project.home / "sweeps" / "demo-soup-winner.yaml").read_text())
@@ -252,9 +233,3 @@ def test_the_demo_soup_keeps_the_two_models_that_help_each_other(tmp_path: Path,
     assert again.exit_code == 0, again.output
     ingredients = json.loads(again.output)["sweep"]["soup"]["ingredients"]
     assert [item["outcome"] for item in ingredients] == ["first", "kept", "not added", "not added"]
-
-
-def test_a_soup_has_no_dashboard(tmp_path: Path) -> None:
-    printed = make_project(tmp_path / "project").mergegate("sweep", "profiles/demo-soup.yaml", "--dashboard")
-    assert printed.exit_code == 2
-    assert "--dashboard: a soup, which has no free parameters" in printed.output

@@ -78,25 +78,18 @@ def release_with(project: Project, most: int, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.story
-def test_a_custom_stage_can_refuse_a_release(
-    released: tuple[Project, Printed], monkeypatch: pytest.MonkeyPatch
+def test_a_custom_stage_can_refuse_a_release_and_has_a_section_in_report_summary_and_prefects_page(
+    demo: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    project, _ = released
-    outcome, weighed = release_with(project, 1000, monkeypatch)
+    outcome, weighed = release_with(demo, 1000, monkeypatch)
     assert weighed == ["merge"]
     assert (outcome.status, outcome.exit_code) == ("refused", 3)
     assert outcome.reasons[-1].startswith("weight:")
     assert outcome.content is not None
     assert outcome.content.verdict.reasons[-1].startswith("weight:")
-    assert project.artifacts("weigh")
+    assert demo.artifacts("weigh")
 
-
-@pytest.mark.story
-def test_a_custom_section_is_in_report_summary_and_prefects_page(
-    released: tuple[Project, Printed], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    project, _ = released
-    outcome, _ = release_with(project, 10**9, monkeypatch)
+    outcome, _ = release_with(demo, 10**9, monkeypatch)
     assert outcome.status in ("released", "nothing new")
     assert outcome.content is not None
     assert outcome.report is not None

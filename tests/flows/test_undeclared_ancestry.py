@@ -6,7 +6,7 @@ import json
 import shutil
 
 import pytest
-from demo_project import PROFILES, Project
+from demo_project import PROFILES, Project, expect
 
 RECIPE = """\
 merge_method: linear
@@ -36,12 +36,11 @@ def hidden(project: Project) -> Project:
 
 
 def write_profile(project: Project, license: object) -> str:
-    held_out = str(PROFILES / "demo" / "data" / "held-out.jsonl")
     profile = {
         "name": "hidden",
         "recipe": "recipes/hidden.yaml",
         "checks": {"license": license},
-        "perplexity": {"documents": held_out},
+        "perplexity": {"documents": str(PROFILES / "demo" / "data" / "held-out.jsonl")},
     }
     (project.root / "hidden.yaml").write_text(json.dumps(profile))
     return "hidden.yaml"
@@ -58,9 +57,8 @@ def test_check_and_run_refuse_a_hidden_copy(hidden: Project) -> None:
     code, found = findings(hidden, profile)
     assert code == 3
     assert any("cc-by-nc-4.0 (of corp/thinker) forbids commercial use" in text for text in found)
-    assert any(
-        "hidden declares mit, but its weights equal those of corp/thinker (cc-by-nc-4.0" in text for text in found
-    )
+    declared = "hidden declares mit, but its weights equal those of corp/thinker (cc-by-nc-4.0"
+    assert any(declared in text for text in found)
     result = hidden.mergegate("run", profile, "--json")
     answer = json.loads(result.stdout)
     assert (result.exit_code, answer["status"]) == (3, "refused")
@@ -83,5 +81,4 @@ def test_a_shared_index_is_named_by_the_profile(hidden: Project) -> None:
     assert findings(hidden, write_profile(hidden, {"purpose": "commercial"}))[0] == 0
     assert findings(hidden, write_profile(hidden, {"purpose": "commercial", "fingerprints": "known.jsonl"}))[0] == 3
     result = hidden.mergegate("check", write_profile(hidden, {"fingerprints": "gone.jsonl"}))
-    assert result.exit_code == 2
-    assert "remedy:   create it with 'mergegate fingerprint MODEL --index" in result.output
+    expect(result, 2, "remedy:   create it with 'mergegate fingerprint MODEL --index")
