@@ -1,7 +1,8 @@
-"""Load embedding models and cross-encoders: with all of their modules and tensors, or with an error that names one."""
+"""Embedding models and cross-encoders load with all of their parts or an error; lean imports hide unused packages."""
 
 from __future__ import annotations
 
+import gc
 import json
 import shutil
 import socket
@@ -16,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints import Model, load_model, model_cache, unload_models
+from mergegate.tasks.checkpoints import Model, import_lean, load_model, model_cache, unload_models
 
 LOADED_BY_SENTENCE_TRANSFORMERS = (
     "bert embedding",
@@ -179,3 +180,44 @@ def test_other_models_do_not_import_sentence_transformers(checkpoints: Callable[
         "with load_model(m, dtype='auto', device='cpu'): print('sentence_transformers' in sys.modules)\n"
     )
     assert subprocess.check_output([sys.executable, "-c", program], text=True) == "False\n"
+
+
+# Like transformers: search for the package once, remember the result, and import it much later.
+PACKAGE = "from importlib.util import find_spec\nSEEN = find_spec('unasked') is not None\n"
+PART = "from looking import SEEN\nif SEEN:\n    import unasked\n"
+
+
+@pytest.fixture
+def a_package_that_looks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (tmp_path / "looking").mkdir()
+    (tmp_path / "looking" / "__init__.py").write_text(PACKAGE)
+    (tmp_path / "looking" / "part.py").write_text(PART)
+    (tmp_path / "unasked.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(model_cache, "_UNUSED_PACKAGES", ("unasked",))
+    yield
+    for name in ("looking", "looking.part", "unasked"):
+        sys.modules.pop(name, None)
+
+
+@pytest.mark.usefixtures("a_package_that_looks")
+def test_unused_packages_are_hidden_only_during_the_import() -> None:
+    import_lean("looking.part")
+    assert "unasked" not in sys.modules
+    __import__("unasked")
+
+
+@pytest.mark.usefixtures("a_package_that_looks")
+def test_a_package_that_found_an_optional_one_can_import_it() -> None:
+    __import__("looking")
+    import_lean("looking.part")
+    assert "unasked" in sys.modules
+
+
+@pytest.mark.usefixtures("a_package_that_looks")
+def test_garbage_collection_is_restored(tmp_path: Path) -> None:
+    (tmp_path / "looking" / "part.py").write_text("import gc\nassert not gc.isenabled()\nraise ImportError\n")
+    with pytest.raises(ImportError):
+        import_lean("looking.part")
+    assert gc.isenabled()
+    assert "unasked" not in sys.modules

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +13,7 @@ from hub_family import RECIPE, go_offline, header_sizes, mergegate
 from hub_look_alike import WRITER, Fault, LookAlike, hub
 
 from mergegate.merge_core import load_recipe, open_checkpoint
-from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.fetch import FetchedWeights
 from mergegate.tasks.checkpoints.hub.download import Downloaded, download_snapshots
@@ -24,6 +26,8 @@ from mergegate.tasks.checkpoints.pin import (
     pin_checkpoints,
     resolve_parents,
 )
+
+Obstacle = Callable[[LookAlike, pytest.MonkeyPatch], None]
 
 
 @pytest.fixture
@@ -53,7 +57,7 @@ def test_only_files_of_the_checkpoint_are_downloaded_and_have_the_digest_of_the_
     online: LookAlike, models: Path, memo: HashMemo
 ) -> None:
     found = parents()
-    come = download(found, memo)
+    come = download_snapshots([*snapshots_of(found), *snapshots_of(found)], memo)
     weights = weights_of(models)
     assert online.sent == weights
     assert (come.new_files, come.bytes) == (len(weights), sum(weights.values()))
@@ -138,15 +142,6 @@ def test_a_branch_with_a_cached_commit_needs_one_request(online: LookAlike, memo
     assert paths == [f"/api/models/acme/{name}" for name in ("base", "code", "math")]
 
 
-def test_missing_weights_are_reported_offline(
-    online: LookAlike, memo: HashMemo, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = parents()
-    go_offline(monkeypatch)
-    with pytest.raises(InvalidInput, match="HF_HUB_OFFLINE"):
-        download(found, memo)
-
-
 def test_a_file_that_differs_from_the_listing_is_refused_and_can_be_repaired(
     online: LookAlike, models: Path, memo: HashMemo
 ) -> None:
@@ -228,21 +223,6 @@ def test_weights_in_xet_are_downloaded_with_xet(
     assert (found[0].directory / "model.safetensors").read_bytes() == file.read_bytes()
 
 
-def test_a_repository_named_twice_is_fetched_once(online: LookAlike, memo: HashMemo, models: Path) -> None:
-    found = parents()
-    download_snapshots([*snapshots_of(found), *snapshots_of(found)], memo)
-    assert online.sent == weights_of(models)
-
-
-@pytest.mark.parametrize("kind", ["fail", "drop"])
-def test_a_failing_storage_is_refused_with_a_remedy(online: LookAlike, memo: HashMemo, kind: str) -> None:
-    found = parents()
-    online.set_faults([Fault(kind, path="/_storage", times=1000)])
-    with pytest.raises(Refused) as caught:
-        download_snapshots(snapshots_of(found), memo, wait=lambda seconds: None)
-    assert "run again" in caught.value.remedy
-
-
 def test_a_storage_that_fails_once_is_tried_again(online: LookAlike, memo: HashMemo) -> None:
     found = parents()
     online.set_faults([Fault("fail", path="/_storage", times=2), Fault("drop", path="/_storage", nth=4)])
@@ -251,24 +231,45 @@ def test_a_storage_that_fails_once_is_tried_again(online: LookAlike, memo: HashM
     assert len(waits) == 2
 
 
-def test_revoked_access_is_reported(online: LookAlike, memo: HashMemo) -> None:
-    found = parents()
+def refuse_access(online: LookAlike, patch: pytest.MonkeyPatch) -> None:
     online.repositories["acme/math"].gated = "auto"
-    with pytest.raises(InvalidInput, match="gated"):
-        download(found, memo)
 
 
-def test_a_full_disk_is_reported(online: LookAlike, memo: HashMemo, monkeypatch: pytest.MonkeyPatch) -> None:
-    import errno
-
-    def full(*_: object, **__: object) -> None:
+def fill_disk(online: LookAlike, patch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    patch.setattr("huggingface_hub.hf_hub_download", fail)
+
+
+def break_storage(kind: str) -> Obstacle:
+    return lambda online, patch: online.set_faults([Fault(kind, path="/_storage", times=1000)])
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "error", "words", "remedy"),
+    [
+        (lambda online, patch: go_offline(patch), InvalidInput, "HF_HUB_OFFLINE", ""),
+        (refuse_access, InvalidInput, "gated", ""),
+        (fill_disk, Refused, "No space left", "HF_HOME"),
+        (break_storage("fail"), Refused, "", "run again"),
+        (break_storage("drop"), Refused, "", "run again"),
+    ],
+)
+def test_weights_that_cannot_be_fetched_are_reported(
+    online: LookAlike,
+    memo: HashMemo,
+    monkeypatch: pytest.MonkeyPatch,
+    obstacle: Obstacle,
+    error: type[MergegateError],
+    words: str,
+    remedy: str,
+) -> None:
     found = parents()
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", full)
-    with pytest.raises(Refused, match="No space left") as caught:
-        download(found, memo)
-    assert "HF_HOME" in caught.value.remedy
+    obstacle(online, monkeypatch)
+    with pytest.raises(error, match=words) as caught:
+        download_snapshots(snapshots_of(found), memo, wait=lambda seconds: None)
+    assert remedy in caught.value.remedy
 
 
 def test_a_branch_that_moves_during_the_merge_is_merged_as_pinned(

@@ -39,21 +39,22 @@ sweep:
 """
 
 
-def add_letters(server: LookAlike, place: Path, name: str) -> str:
-    (place / "d").mkdir(parents=True, exist_ok=True)
-    for split in ("test", "train"):
-        (place / "d" / f"{split}.jsonl").write_text(json.dumps({"prompt": name, "answer": "x"}) + "\n")
-    return server.add_model(f"acme/{name}", place).id
-
-
-def add_piqa(server: LookAlike, place: Path, goal: str) -> str:
-    for split in ("train", "validation"):
+def add_dataset(server: LookAlike, place: Path, name: str, row: dict[str, object], *splits: str) -> str:
+    for split in splits:
         (place / "data").mkdir(parents=True, exist_ok=True)
-        row = {"goal": goal, "sol1": "this", "sol2": "that", "label": 0}
         (place / "data" / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
     (place / "README.md").write_text("---\nlicense: mit\n---\n")
     (place / "setup.py").write_text("raise SystemExit\n")
-    return server.add_model("baber/piqa", place).id
+    return server.add_model(name, place).id
+
+
+def add_letters(server: LookAlike, place: Path, name: str) -> str:
+    return add_dataset(server, place, f"acme/{name}", {"prompt": name, "answer": "x"}, "test", "train")
+
+
+def add_piqa(server: LookAlike, place: Path, goal: str) -> str:
+    row = {"goal": goal, "sol1": "this", "sol2": "that", "label": 0}
+    return add_dataset(server, place, "baber/piqa", row, "train", "validation")
 
 
 @pytest.mark.story
@@ -82,7 +83,7 @@ def test_datasets_of_yaml_files_and_of_a_sweep_are_fetched_too(online: LookAlike
     (tmp_path / "p.yaml").write_text(PROFILE.replace("piqa", "letters.yaml") + SWEEP)
     (tmp_path / "letters.yaml").write_text(LETTERS)
     # One file of a dataset, by its address.
-    address = "dataset_kwargs: {data_files: {test: 'hf://datasets/acme/digits/d/test.jsonl'}}"
+    address = "dataset_kwargs: {data_files: {test: 'hf://datasets/acme/digits/data/test.jsonl'}}"
     digits = LETTERS.replace("task: letters", "task: digits").replace("acme/letters", f"json\n{address}")
     (tmp_path / "digits.yaml").write_text(digits)
     _, fetched = fetch_profile_data(tmp_path / "p.yaml", Console(quiet=True))

@@ -118,14 +118,6 @@ def test_if_memory_runs_out_with_several_models_one_at_a_time_is_loaded(tmp_path
     assert notes.read_text().splitlines() == ["a 1", "b 2", "b 1", "a 1", "b 1"]
 
 
-@pytest.mark.story
-@pytest.mark.usefixtures("new_process")
-def test_a_process_that_dies_with_one_model_is_not_tried_again(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="killed by signal 9") as caught:
-        call_model_process(functions.die, (), location="x", models=[make_model(tmp_path / "a")])
-    assert "batch_size" in caught.value.remedy
-
-
 @pytest.mark.proof
 @pytest.mark.usefixtures("new_process")
 def test_a_kill_during_perplexity_is_reported_as_for_a_task(
@@ -325,11 +317,16 @@ def test_waiting_threads_spin_briefly_unless_the_user_overrides_it(
 
 
 @pytest.mark.story
-def test_a_call_uses_the_process_that_was_started_early(new_process: None) -> None:
+def test_a_call_uses_the_process_that_was_started_early_and_is_not_tried_again_if_it_dies_with_one_model(
+    new_process: None, tmp_path: Path
+) -> None:
     start_model_process()
     slot = wait_for_early_process()
     pid = slot.current.child.pid if slot.current else 0
     assert call_model_process(functions.process_id, (), location="a call") == pid
+    with pytest.raises(InvalidInput, match="killed by signal 9") as caught:
+        call_model_process(functions.die, (), location="x", models=[make_model(tmp_path / "a")])
+    assert "batch_size" in caught.value.remedy
 
 
 def test_a_failed_early_start_is_reported_by_the_first_call_only(

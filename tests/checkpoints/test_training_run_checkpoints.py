@@ -52,9 +52,8 @@ def test_steps_are_read_from_the_names_of_common_trainers(family: str, steps: li
 
 
 def test_epochs_count_only_if_no_name_has_a_step() -> None:
-    assert steps_in_names(["epoch_0", "epoch_1", "last"]) == {"epoch_0": 0, "epoch_1": 1}
-    assert steps_in_names(["epoch_0", "step_5"]) == {"step_5": 5}
-    assert steps_in_names(["step-50K-105b"]) == {"step-50K-105b": 50_000}
+    for names in ({"epoch_0": 0, "epoch_1": 1}, {"step_5": 5}, {"step-50K-105b": 50_000}):
+        assert steps_in_names([*names, "last", "epoch_0"]) == names
 
 
 BASE = random_tensors(0)
@@ -101,13 +100,16 @@ def only_optimizer(directory: Path) -> None:
     (directory / "optimizer.pt").write_bytes(b"\0" * 100)
 
 
+SHARDS = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
+
+
 @pytest.mark.parametrize(
     "damage",
     [
         lambda path: (path / "config.json").unlink(),
-        lambda path: (path / "model-00002-of-00002.safetensors").unlink(),
-        lambda path: half_of(path / "model-00002-of-00002.safetensors"),
-        lambda path: (path / "model-00001-of-00002.safetensors").write_bytes(b""),
+        lambda path: (path / SHARDS[1]).unlink(),
+        lambda path: half_of(path / SHARDS[1]),
+        lambda path: (path / SHARDS[0]).write_bytes(b""),
         lambda path: (path / "trainer_state.json").write_text('{"global'),
         lambda path: (path / "trainer_state.json").unlink(),
         only_optimizer,
