@@ -5,21 +5,9 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+import gate_samples as samples
 import pytest
-from gate_samples import (
-    GUARD,
-    PARENT,
-    gate_scores,
-    likelihoods,
-    outcome,
-    part,
-    read,
-    right_on,
-    scores,
-    scores_of,
-    verdict_of,
-    worse,
-)
+from gate_samples import GUARD, PARENT, gate_scores, outcome, part, read, scores, scores_of, verdict_of, worse
 from prefect import flow
 
 from mergegate.merge_core.errors import InvalidInput
@@ -91,7 +79,7 @@ def test_several_guards_of_one_task_do_not_narrow_the_interval() -> None:
 
 
 def test_a_verdict_survives_its_json() -> None:
-    broken = judge_drift({"base": PARENT}, likelihoods([math.nan] * 500), LIMITS, 0.95)
+    broken = judge_drift({"base": PARENT}, samples.likelihoods([math.nan] * 500), LIMITS, 0.95)
     verdict = gate_verdict([verdict_of(43, 0, 300)], broken, "block")
     assert GateVerdict.model_validate_json(verdict.model_dump_json()) == verdict
 
@@ -150,9 +138,9 @@ def test_a_changed_threshold_gives_a_new_verdict_on_the_same_evidence(tmp_path: 
 
 
 def test_the_parts_of_a_task_are_judged_together(tmp_path: Path) -> None:
-    whole = scores_of(tmp_path / "whole", reverser=400, merge=340)
+    whole, starts = scores_of(tmp_path / "whole", reverser=400, merge=340), range(0, 400, 100)
     pieces = {
-        name: [part(tmp_path / name / str(at), right_on(range(right), at + 100, at)) for at in range(0, 400, 100)]
+        name: [part(tmp_path / f"{name}{at}", samples.right_on(range(right), at + 100, at)) for at in starts]
         for name, right in (("reverser", 400), ("merge", 340))
     }
     assert gate_scores(pieces) == gate_scores(whole)
@@ -160,7 +148,7 @@ def test_the_parts_of_a_task_are_judged_together(tmp_path: Path) -> None:
 
 def test_a_document_in_two_parts_is_rejected(tmp_path: Path) -> None:
     found = scores_of(tmp_path, reverser=400, merge=400)
-    found["merge"].append(part(tmp_path / "b", right_on((), 500, 399)))
+    found["merge"].append(part(tmp_path / "b", samples.right_on((), 500, 399)))
     with pytest.raises(InvalidInput, match="parts with the same documents"):
         gate_scores(found)
     with pytest.raises(InvalidInput, match="parts with the same documents"):

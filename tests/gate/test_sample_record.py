@@ -11,20 +11,9 @@ from gate_samples import BENCHMARKS
 from hypothesis import given
 from hypothesis import strategies as st
 
+from mergegate.tasks import gate
 from mergegate.tasks.evaluation import EvalTask, SampleUse, Scoring
-from mergegate.tasks.gate import (
-    CHAMPION,
-    Guard,
-    JudgedSample,
-    damaged_sample_records,
-    normal_quantile,
-    read_samples,
-    record_sample,
-    sample_start,
-    selection_inflation,
-    uses_per_document,
-    wear_findings,
-)
+from mergegate.tasks.gate import CHAMPION, Guard, JudgedSample, read_samples, record_sample, sample_start, wear_findings
 from mergegate.tasks.preflight import Evidence, with_next_samples
 from mergegate.tasks.stage import home as home_of
 
@@ -93,7 +82,7 @@ def test_uses_are_counted_per_document(windows: list[tuple[int, int]], start: in
     history = [JudgedSample(merge=f"m{at}", start=begin, documents=n) for at, (begin, n) in enumerate(windows)]
     sample = {(start + at) % 100 for at in range(documents)}
     uses = sum((begin + at) % 100 in sample for begin, n in windows for at in range(n))
-    assert uses_per_document(history, start, documents, 100) == pytest.approx(uses / documents)
+    assert gate.uses_per_document(history, start, documents, 100) == pytest.approx(uses / documents)
 
 
 @pytest.mark.parametrize("garbage", [b"", b"\xff", b"{", b"[1]", b'[{"merge": ""}]', b'[{"merge": "m", "start": -1}]'])
@@ -101,7 +90,7 @@ def test_a_damaged_record_counts_as_missing(garbage: bytes) -> None:
     judge("m1")
     (record,) = (home_of() / "samples").glob("*.json")
     record.write_bytes(garbage)
-    assert [damage.path for damage in damaged_sample_records()] == [record]
+    assert [damage.path for damage in gate.damaged_sample_records()] == [record]
     assert judge("m2") == 500
 
 
@@ -135,11 +124,11 @@ def test_the_expected_inflation_is_that_of_simulated_merges_that_pass(discordanc
     by_chance = rng.binomial(n, 2 * discordance, 40_000)  # documents that each model answers by chance
     reference, merge = rng.binomial(by_chance, 0.5), rng.binomial(by_chance, 0.5)
     error = 100 * math.sqrt(discordance / n)
-    half = normal_quantile(0.95) * error
+    half = gate.normal_quantile(0.95) * error
     drop = 100 * (reference - merge) / n
     passes = (drop <= 2) & (drop + half <= 3)
     luck = 100 * (merge - by_chance / 2) / n
-    wanted = selection_inflation(0.0, half, 0.95, 2.0, 3.0)
+    wanted = gate.selection_inflation(0.0, half, 0.95, 2.0, 3.0)
     assert luck[passes].mean() == pytest.approx(wanted, abs=0.1)
 
 

@@ -19,20 +19,16 @@ from other_words import read_with_other_words
 
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.gate import EVIDENCE_RECORD, EVIDENCE_TABLES, RecordedEvidence, VerdictRecord, verdict_record
 from mergegate.tasks.gate.settings import GateRule, Guard
 from mergegate.tasks.gate.stage import GateInputs, GatePlan, gate
 from mergegate.tasks.gate.verdict_record import (
-    EVIDENCE_RECORD,
-    EVIDENCE_TABLES,
     OUTCOMES,
-    RecordedEvidence,
-    VerdictRecord,
     compare_verdicts,
     decide_again,
     joint_verdict,
     plain_verdict,
     record_evidence,
-    verdict_record,
 )
 from mergegate.tasks.perplexity.settings import DriftLimits
 from mergegate.tasks.stage import Section, Verdict

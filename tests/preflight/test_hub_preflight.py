@@ -100,6 +100,7 @@ def test_when_no_parent_can_be_had_each_is_a_finding(online: LookAlike, tmp_path
     assert (code, blocking(remarks)) == (2, ["acme/math", "acme/code", "acme/base"])
 
 
+@pytest.mark.story
 def test_a_target_that_may_not_be_written_ends_the_run_before_anything_is_looked_at(
     online: LookAlike, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, prefect_api: None
 ) -> None:

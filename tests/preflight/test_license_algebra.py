@@ -184,22 +184,15 @@ LICENSES = st.sampled_from(list(TABLE.licenses.values()))
 NAMES = st.sampled_from(["acme/a", "acme/b", "acme/c"])
 MODELS = st.builds(Licensed, name=NAMES, license=LICENSES, contradicted=st.none() | LICENSES)
 PARENTS = st.builds(
-    LicensedParent,
-    name=NAMES,
-    license=LICENSES,
-    ancestors=st.lists(MODELS, max_size=2).map(tuple),
-    contradicted=st.none() | LICENSES,
-    unread=st.sampled_from([(), (Unread(name="acme/gone"),)]),
-)
+    LicensedParent, name=NAMES, license=LICENSES, ancestors=st.lists(MODELS, max_size=2).map(tuple),
+    contradicted=st.none() | LICENSES, unread=st.sampled_from([(), (Unread(name="acme/gone"),)]),
+)  # fmt: skip
 ANYTHING = LICENSES | PARENTS
 Anything = License | LicensedParent
 USES = st.builds(
-    Use,
-    purpose=st.sampled_from(["commercial", "research"]),
-    visibility=st.sampled_from(["public", "private"]),
-    commercial_entity=st.booleans(),
-    name=st.sampled_from(["acme/mix", "acme/Llama-mix", "Llama-3-mix", "EXAONE-mix"]),
-)
+    Use, purpose=st.sampled_from(["commercial", "research"]), visibility=st.sampled_from(["public", "private"]),
+    commercial_entity=st.booleans(), name=st.sampled_from(["acme/mix", "acme/Llama-mix", "Llama-3-mix", "EXAONE-mix"]),
+)  # fmt: skip
 ACCEPTED = st.dictionaries(
     st.sampled_from(["acme/a", "acme/b", "acme/c", *TABLE.licenses]), st.just("alice: has read it"), max_size=60
 )

@@ -14,20 +14,10 @@ from safetensors.numpy import save_file
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints.pin import ResolvedCheckpoint
-from mergegate.tasks.preflight.licenses.check import (
-    Declared,
-    LicenseVerdict,
-    check_licenses,
-    compare_weights,
-    read_licenses,
-)
-from mergegate.tasks.preflight.licenses.fingerprint_index import (
-    IndexedAncestor,
-    IndexedModel,
-    add_to_index,
-    fingerprint_model,
-    read_index,
-)
+from mergegate.tasks.preflight.licenses import check as license_check
+from mergegate.tasks.preflight.licenses import fingerprint_index as fingerprints
+from mergegate.tasks.preflight.licenses.check import Declared, check_licenses, compare_weights, read_licenses
+from mergegate.tasks.preflight.licenses.fingerprint_index import IndexedModel, add_to_index, read_index
 from mergegate.tasks.preflight.licenses.settings import LicenseSettings
 from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.preflight.licenses.weight_relations import KnownModels, read_known_models
@@ -64,8 +54,9 @@ def index_model(
     tmp_path: Path, name: str, weights: Weights, license: str = "cc-by-nc-4.0", **ancestors: str
 ) -> IndexedModel:
     """Return the entry of a known model. ``ancestors`` are the licenses of models of the same organization."""
-    fingerprint = fingerprint_model(save_model(tmp_path / "known" / name.replace("/", "--"), weights), 1024)
-    above = tuple(IndexedAncestor(name=f"acme/{key}", license=value) for key, value in ancestors.items())
+    model = save_model(tmp_path / "known" / name.replace("/", "--"), weights)
+    fingerprint = fingerprints.fingerprint_model(model, 1024)
+    above = tuple(fingerprints.IndexedAncestor(name=f"acme/{key}", license=value) for key, value in ancestors.items())
     found = {"ancestors": above, "digest": fingerprint.digest, "samples": fingerprint.to_json()}
     return IndexedModel(name=name, license=license, **found)
 
@@ -77,7 +68,7 @@ def compared(
     return compare_weights(declared, parents, KnownModels(index), settings or LicenseSettings(), TABLE)
 
 
-def verdict_of(declared: Declared) -> LicenseVerdict:
+def verdict_of(declared: Declared) -> license_check.LicenseVerdict:
     verdict = check_licenses.work(declared, LicenseSettings().use("mix"), TABLE, {})
     assert type(verdict).model_validate_json(verdict.model_dump_json()) == verdict
     return verdict
@@ -179,12 +170,9 @@ def test_declared_and_harmless_relations_of_parents_are_no_finding(tmp_path: Pat
     base_model = {"card": "../two", "common base": "gone/base"}.get(case, "")
     one = save_model(tmp_path / "one", BASE, "mit", base_model)
     two = save_model(
-        tmp_path / "two",
-        OTHER if case == "unrelated" else TUNED,
-        "mit" if case == "same license" else "apache-2.0",
-        base_model if case == "common base" else "",
-        is_base=case == "base of the recipe",
-    )
+        tmp_path / "two", OTHER if case == "unrelated" else TUNED, "mit" if case == "same license" else "apache-2.0",
+        base_model if case == "common base" else "", is_base=case == "base of the recipe",
+    )  # fmt: skip
     assert compared(one, two).undeclared == ()
 
 

@@ -28,17 +28,8 @@ from mergegate.tasks.explain.stage import Explanation, Flip, Flips, LostDocument
 from mergegate.tasks.gate.stage import GateVerdict
 from mergegate.tasks.perplexity.measurement import WindowSettings
 from mergegate.tasks.perplexity.stage import Likelihoods
-from mergegate.tasks.report.content import (
-    Library,
-    MergedFile,
-    ReportContent,
-    ReportedAttempt,
-    ReportedCheck,
-    ReportedJudge,
-    ReportedModel,
-    ReportedServing,
-    StoredArtifact,
-)
+from mergegate.tasks.report import content as parts
+from mergegate.tasks.report.content import ReportContent, ReportedCheck, ReportedModel, ReportedServing
 from mergegate.tasks.serve.measurements import ServingCost
 from mergegate.tasks.serve.verdict import Check
 from mergegate.tasks.stage import Outcome
@@ -94,8 +85,8 @@ def content(models: tuple[ReportedModel, ...], verdict: GateVerdict, name: str =
         verdict=verdict,
         scoring=Scoring(dtype="float32"),
         windows=WindowSettings(max_length=128),
-        files=tuple(MergedFile(name=file, size=size, sha256=sha(file)) for file, size in sizes.items()),
-        versions=tuple(Library(name=library, version=version) for library, version in versions.items()),
+        files=tuple(parts.MergedFile(name=file, size=size, sha256=sha(file)) for file, size in sizes.items()),
+        versions=tuple(parts.Library(name=library, version=version) for library, version in versions.items()),
         reproduce=("git clone <this repository> && cd mergegate", "make install", "mergegate run profiles/demo.yaml"),
     )
 
@@ -207,24 +198,25 @@ def explanation(layers: int = 4, names: tuple[str, ...] = ("reverser", "sorter")
 
 def explained() -> ReportContent:
     """Return a refused merge with every section that a report can have."""
-    judge = ReportedJudge(
+    judge = parts.ReportedJudge(
         model="judge-70b", reference="reverser", prompts=80, wins=31, ties=24, losses=25, win_rate=0.5375, low=0.461,
         high=0.614, confidence=0.95, consistency=0.84, length_ratio=1.07, max_shortfall=3, outcome="inconclusive",
         reason="Judged answers: level with reverser [46.1, 61.4], undecided after 80 prompts.",
     )  # fmt: skip
-    linear = "reversing falls 31.2 points below reverser [28.0, 34.4]; 3 are allowed."
-    ties = "reversing falls 14.4 points below reverser [11.7, 17.1]; 3 are allowed."
-    change = "merge_method: ties, density: 0.3"
-    attempts = (
-        ReportedAttempt(recipe="linear of 2", change="", outcome="fail", reason=linear, digest=sha("linear")),
-        ReportedAttempt(recipe="ties of 2 over base", change=change, outcome="fail", reason=ties, digest=sha("merge")),
+    refusals = (
+        ("linear of 2", "", "reversing falls 31.2 points below reverser [28.0, 34.4]; 3 are allowed.", "linear"),
+        ("ties of 2 over base", "merge_method: ties, density: 0.3", refused().verdict.reasons[0], "merge"),
+    )
+    attempts = tuple(
+        parts.ReportedAttempt(recipe=recipe, change=change, outcome="fail", reason=reason, digest=sha(name))
+        for recipe, change, reason, name in refusals
     )
     artifacts = (
-        StoredArtifact(stage="merge", subject="", key=sha("key of the merge")),
-        StoredArtifact(stage="evaluate", subject="merge", key=sha("key of its scores")),
+        parts.StoredArtifact(stage="merge", subject="", key=sha("key of the merge")),
+        parts.StoredArtifact(stage="evaluate", subject="merge", key=sha("key of its scores")),
     )
-    parts = {"explanation": explanation(), "attempts": attempts, "judge": judge, "artifacts": artifacts}
-    return update(refused(), **parts, ensemble=likelihoods(3.2), name="demo-explained")
+    sections = {"explanation": explanation(), "attempts": attempts, "judge": judge, "artifacts": artifacts}
+    return update(refused(), **sections, ensemble=likelihoods(3.2), name="demo-explained")
 
 
 CHECKS = (

@@ -19,20 +19,8 @@ from hypothesis import strategies as st
 from pages import Page
 
 from mergegate.merge_core.recipe import RunWindow
-from mergegate.tasks.report import (
-    EndedRun,
-    EndedStage,
-    RunParent,
-    RunRecord,
-    RunScore,
-    RunVariant,
-    archive_run,
-    changes_since,
-    file_name,
-    read_history,
-    render_ending,
-    render_history,
-)
+from mergegate.tasks import report
+from mergegate.tasks.report import RunParent, RunRecord, RunScore, archive_run, changes_since, read_history
 from mergegate.tasks.report.history import archive, ledger
 from mergegate.tasks.report.history.archive import run_facts
 from mergegate.tasks.report.history.ledger import History
@@ -324,7 +312,7 @@ class TestThePages:
             assert kept.latest.parent == reports
         assert {path.name for path in tmp_path.iterdir()} == {"reports"}
         assert "All runs" in (reports / "index.html").read_text(encoding="utf-8")
-        assert file_name(profile).lower() != "index"
+        assert report.file_name(profile).lower() != "index"
 
     def test_linking_a_page_again_replaces_its_links(self, tmp_path: Path) -> None:
         first = archive_run(tmp_path, record(), PAGE)
@@ -350,7 +338,7 @@ class TestTheIndex:
 
     def test_a_task_has_the_same_color_in_both_charts_and_limits_are_named(self) -> None:
         scores = (score("a", None), score("b"), score("b", reference="c", margin=4.0))
-        page = render_history(History(tuple(measured(run=str(number), scores=scores) for number in range(2))))
+        page = report.render_history(History(tuple(measured(run=str(number), scores=scores) for number in range(2))))
         colors = re.findall(r"var\(--series-(\d)\)[^>]*>(?:</path>)?</svg> (?:<wbr>)?([ab])", page)
         assert len({color for color, task in colors if task == "b"}) == 1
         assert len({color for color, task in colors}) == 2
@@ -364,16 +352,16 @@ class TestTheIndex:
         names = dict.fromkeys(("profile", "flow", "status", "message", "version", "method"), EVIL)
         names |= {"report": f"{EVIL}/x.html", "parents": (parent(EVIL),), "scores": (score(EVIL), score(EVIL + "2"))}
         evil = [record(run=str(number), recipe=EVIL * (number + 1), **names) for number in range(3)]
-        page = Page(render_history(History(tuple(evil), 1), pages={run.report for run in evil}))
+        page = Page(report.render_history(History(tuple(evil), 1), pages={run.report for run in evil}))
         assert "script" not in page.tags
         assert "alert(1)" in page.text
         assert "49" not in page.text
         texts = dict.fromkeys(("name", "flow", "status", "message", "where", "found", "expected", "remedy"), EVIL)
-        stage = EndedStage(name=EVIL, subject=EVIL, status="made", seconds=1, summary=EVIL)
-        assert "script" not in Page(render_ending(EndedRun(**texts, stages=(stage,)))).tags
+        stage = report.EndedStage(name=EVIL, subject=EVIL, status="made", seconds=1, summary=EVIL)
+        assert "script" not in Page(report.render_ending(report.EndedRun(**texts, stages=(stage,)))).tags
 
     def test_the_index_has_no_scripts_or_external_resources(self) -> None:
-        page = render_history(History(tuple(nights())))
+        page = report.render_history(History(tuple(nights())))
         read = Page(page)
         assert read.tags.isdisjoint({"script", "link", "img", "iframe", "object"})
         assert read.attributes("src") == []
@@ -391,7 +379,7 @@ class TestTheIndex:
             assert changes_since(runs, last)[0] in unescape(text)
 
     def test_equal_histories_give_equal_pages(self) -> None:
-        assert render_history(History(tuple(nights()))) == render_history(History(tuple(nights())))
+        assert report.render_history(History(tuple(nights()))) == report.render_history(History(tuple(nights())))
 
     @pytest.mark.parametrize("ended", [-1e18, 0.0, 1e18, 253402300800.0])
     def test_a_clock_that_is_off_by_years_is_tolerated(self, tmp_path: Path, ended: float) -> None:
@@ -403,7 +391,7 @@ class TestTheIndex:
         assert "No run has ended here yet." in index().text
 
     def test_damaged_lines_are_reported(self) -> None:
-        assert "2 damaged lines" in render_history(History((record(),), 2))
+        assert "2 damaged lines" in report.render_history(History((record(),), 2))
 
 
 class TestThePlots:
@@ -427,7 +415,7 @@ class TestThePlots:
 
 
 def index(*runs: RunRecord) -> Page:
-    return Page(render_history(History(runs)))
+    return Page(report.render_history(History(runs)))
 
 
 def links(page: Path) -> list[Path]:
@@ -489,8 +477,8 @@ def test_a_page_shows_the_facts_of_its_run_and_release() -> None:
     assert add_links(page, "demo/a.html", NeighborPages(), (), hostile) == page  # links are added only once
 
 
-def variant(name: str, outcome: str) -> RunVariant:
-    return RunVariant(type=name, outcome=outcome, published=outcome == "pass", drop=1.0)
+def variant(name: str, outcome: str) -> report.RunVariant:
+    return report.RunVariant(type=name, outcome=outcome, published=outcome == "pass", drop=1.0)
 
 
 def test_a_line_has_the_variants_of_its_run_if_there_are_any() -> None:
@@ -523,6 +511,7 @@ def test_the_history_page_lists_the_variants_of_a_run() -> None:
 def test_the_page_of_an_ended_run_says_that_nothing_was_merged_only_if_it_is_true(
     status: str, stages: tuple[str, ...]
 ) -> None:
-    ended = [EndedStage(name=name, subject="", status="made", seconds=1, summary="") for name in stages]
-    page = Page(render_ending(EndedRun(name="demo", flow="release", status=status, message="x", stages=tuple(ended))))
+    ended = [report.EndedStage(name=name, subject="", status="made", seconds=1, summary="") for name in stages]
+    run = report.EndedRun(name="demo", flow="release", status=status, message="x", stages=tuple(ended))
+    page = Page(report.render_ending(run))
     assert ("merged and published nothing" in page.text) == ("merge" not in stages)
