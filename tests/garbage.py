@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import math
 import os
 import shutil
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from hypothesis import strategies as st
 
@@ -72,3 +75,28 @@ DAMAGE: dict[str, Callable[[Path], None]] = {
 }
 
 CONTENT = st.binary(max_size=400) | st.sampled_from([b"null", b"[]", b"{}", b'""', b"0", b"[" * 5000, b"9" * 5000])
+
+
+# One value of each JSON type, and numbers out of every field's range.
+OTHER_VALUES = (None, True, False, "x", "", 5, -1, 0.5, 2**70, -(2**70), 1e308, math.inf, math.nan, [], ["x"], {})
+OTHER_VALUES += ({"x": 1},)
+Keys: TypeAlias = tuple[str | int, ...]
+
+
+def values_in(value: Any, skipped: Collection[str] = (), keys: Keys = ()) -> Iterator[Keys]:
+    """Yield the path of keys to every value in plain data, except below the keys in ``skipped``."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        if key not in skipped:
+            yield (*keys, key)
+            yield from values_in(inner, skipped, (*keys, key))
+
+
+def with_value(content: Any, keys: Keys, value: object) -> Any:
+    """Return plain data with the value at ``keys`` replaced."""
+    changed = copy.deepcopy(content)
+    inner = changed
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = value
+    return changed

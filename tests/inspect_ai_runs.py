@@ -73,11 +73,9 @@ def _main() -> None:
         for sample in task["samples"]:
             answers.setdefault(task["model"], {})[sample["input"]] = sample.pop("answers")
             samples.append(Sample(**sample))
-        scorers = {
-            "match": [match(location="exact")],
-            "choice": [choice()],
-            "graded": [graded(), several()],
-        }[task["scorer"]]
+        scorers = {"match": [match(location="exact")], "choice": [choice()], "graded": [graded(), several()]}[
+            task["scorer"]
+        ]
         solver = [multiple_choice()] if task["scorer"] == "choice" else [system_message("Be brief."), generate()]
         (log,) = eval(
             Task(name=task["name"], dataset=samples, solver=solver, scorer=scorers, version=task.get("version", 0)),

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from samples import sampled
 from scoring_runs import pin, scoring_job
 from tiny_models import make_model, words, write_choices
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -107,7 +106,14 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize("name", sampled(REQUESTS, ["choices"]))
+@pytest.mark.parametrize(
+    "name",
+    [
+        "choices",
+        pytest.param("sampled", marks=pytest.mark.story),
+        pytest.param("greedy", marks=pytest.mark.proof),  # In stories, one run is killed in every batch.
+    ],
+)
 def test_a_killed_batch_is_repeated_and_the_result_is_identical(
     tmp_path: Path, lm: Any, batches: Watched, name: str
 ) -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from lm_eval_runs import run_lm_eval_here
 from pydantic import ValidationError
-from scoring_runs import model_in, pin, score, scoring_job, without_probability, write_task
+from scoring_runs import model_in, pin, score, without_probability, write_task
 from tiny_models import Prefix, make_model, write_choices, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 
@@ -23,7 +24,6 @@ from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation import document_scores
 from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.harness import score_documents
 from mergegate.tasks.evaluation.metrics import default_metric
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import score_table
@@ -70,10 +70,15 @@ def documents_of(task: EvalTask) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
+@cache
+def plain_model(directory: Path) -> tuple[Any, Any]:
+    network = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
+    return network, AutoTokenizer.from_pretrained(directory)
+
+
 def reference_choices(model: Model, document: dict[str, Any], bos: int | None) -> list[float]:
     """Return the log-likelihood of each choice from plain transformers, with log-softmax in float64."""
-    network = AutoModelForCausalLM.from_pretrained(model.directory, dtype="auto")
-    tokenizer = AutoTokenizer.from_pretrained(model.directory)
+    network, tokenizer = plain_model(model.directory)
     found = []
     for choice in document["choices"]:
         before, after = (tokenizer(text, add_special_tokens=False).input_ids for text in (document["word"], choice))
@@ -247,13 +252,6 @@ def test_changed_data_are_seen_even_under_an_old_time_stamp(tmp_path: Path, mode
     data.write_text('{"word": "a", "right": 0, "choices": ["a", "b"]}\n')
     with pytest.raises(InvalidInput, match="a file that changed during the run"):
         measure(model, task)
-
-
-def test_progress_is_reported_up_to_the_last_request(model: Model, task: EvalTask) -> None:
-    told: list[tuple[int, int]] = []
-    score_documents(scoring_job(model, task, batch_size=8), lambda *how_far: told.append(how_far))
-    assert told[-1] == (80, 80)  # two choices per document
-    assert told == sorted(told)
 
 
 def test_few_shot_examples_change_the_prompts_and_their_hashes(model: Model, shot: EvalTask) -> None:

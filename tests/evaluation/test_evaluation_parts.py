@@ -9,6 +9,9 @@ import signal
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -39,7 +42,7 @@ from mergegate.tasks.evaluation.stage import Scores, TaskScores, evaluate_docume
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.gate.references import pin_tasks
 from mergegate.tasks.gate.settings import Guard
-from mergegate.tasks.stage.progress import StageStatus, progress_watcher
+from mergegate.tasks.stage.progress import progress_watcher
 from mergegate.tasks.stage.stages import separate_store, store
 from mergegate.tasks.store.store import Artifact
 
@@ -73,27 +76,15 @@ def task(root: Path) -> EvalTask:
     return pin(root / "letters.yaml")
 
 
-class Watching:
-    def __init__(self) -> None:
-        self.endings: list[StageStatus] = []
-        self.summaries: list[str] = []
-        self.how_far: list[tuple[int, int]] = []
-
-    def on_message(self, text: str) -> None: ...
-    def on_start(self, stage: str, subject: str) -> None: ...
-    def on_progress(self, stage: str, subject: str, completed: int, total: int, unit: str) -> None:
-        self.how_far.append((completed, total))
-
-    def on_end(self, stage: str, subject: str, ending: StageStatus, seconds: float, summary: str) -> None:
-        self.endings.append(ending)
-        self.summaries.append(summary)
-
-
-def watch(*calls: Callable[[], list[Artifact[Scores]]]) -> tuple[Watching, list[list[Artifact[Scores]]]]:
-    """Return a watcher of the calls and their results."""
-    watching = Watching()
-    with progress_watcher(watching):
-        return watching, [call() for call in calls]
+def watch(*calls: Callable[[], list[Artifact[Scores]]]) -> tuple[Any, list[list[Artifact[Scores]]]]:
+    """Return what a watcher of the calls sees, and their results."""
+    watcher = Mock()
+    with progress_watcher(watcher):
+        results = [call() for call in calls]
+    ends = [call.args for call in watcher.on_end.call_args_list]
+    how_far = [call.args[2:4] for call in watcher.on_progress.call_args_list]
+    watched = SimpleNamespace(endings=[end[2] for end in ends], summaries=[end[4] for end in ends], how_far=how_far)
+    return watched, results
 
 
 def made() -> dict[str, tuple[int, int]]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from garbage import OTHER_VALUES, values_in
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inspect_ai_runs import run_inspect
@@ -32,7 +33,8 @@ from mergegate.tasks.evaluation.result_files import find_results, read_task
 VALIDATORS = Path(__file__).resolve().parents[2] / ".venv-validators" / "bin" / "python"
 SAMPLES = Path(__file__).parent / "inspect_samples"
 RECORDED = {path.parent.name: path for path in SAMPLES.glob("*/*")}
-OTHER_VALUES = (None, True, "x", "", 5, -1, 0.5, 2**70, 1e308, math.inf, math.nan, [], ["x"], {}, {"x": 1})
+# mergegate does not read the events.
+UNREAD = ("events", "events_data", "stats", "_journal/start.json", "_journal/summaries/1.json")
 GRADES = ["1", "0", "0.25", "true", "false", '"C"', '"I"', '"P"', '"N"', '"yes"', '"No"', '"0.75"']
 
 
@@ -167,17 +169,6 @@ def test_cut_answers_are_reported_and_count_as_scored() -> None:
     assert not any(row.is_cut_off for row in results.outcomes)  # as in lm-eval's files, which do not tell
 
 
-def values_in(value: Any, place: tuple[str | int, ...] = ()) -> list[tuple[str | int, ...]]:
-    """Return the path of keys to every value in plain data, except the events, which are not read."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [
-        found
-        for key, inner in items
-        if key not in ("events", "events_data", "stats", "_journal/start.json", "_journal/summaries/1.json")
-        for found in [(*place, key), *values_in(inner, (*place, key))]
-    ]
-
-
 @pytest.mark.story
 @pytest.mark.parametrize("name", ["one", "json"])
 @given(data=st.data())
@@ -187,7 +178,7 @@ def test_an_altered_log_is_refused_or_means_the_same(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / f"altered{RECORDED[name].suffix}"
     original, parts = read(RECORDED[name]), log_parts(RECORDED[name])
-    place = data.draw(st.sampled_from(values_in(parts)))
+    place = data.draw(st.sampled_from(list(values_in(parts, UNREAD))))
     action = data.draw(st.sampled_from(("replace", "remove", "replace")))
     inner = parts
     for key in place[:-1]:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 import struct
 import unicodedata
-import wave
 from pathlib import Path
 
 import numpy as np
 import pytest
 from tiny_models import write_jsonl
+from tone_speech import write_wave
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
@@ -34,18 +34,6 @@ def table_distance(first: str, second: str) -> int:
                 table[row - 1][column] + 1, table[row][column - 1] + 1, table[row - 1][column - 1] + changed
             )
     return table[-1][-1]
-
-
-def write_wave(path: Path, samples: np.ndarray, width: int = 2, rate: int = 16000) -> Path:
-    """Write samples in [-1, 1), ``[samples]`` or ``[samples, channels]``, as integers of ``width`` bytes."""
-    integers = np.round(samples * (1 << (8 * width - 1))).astype(np.int64) + (128 if width == 1 else 0)
-    content = integers.astype("<i8").view(np.uint8).reshape(-1, 8)[:, :width].tobytes()
-    with wave.open(str(path), "wb") as file:
-        file.setnchannels(samples.shape[1] if samples.ndim > 1 else 1)
-        file.setsampwidth(width)
-        file.setframerate(rate)
-        file.writeframes(content)
-    return path
 
 
 def tone(frequency: float, seconds: float, rate: int) -> np.ndarray:

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow.parquet as pq
 import pytest
 import torch
+from builders.results import build, gate_verdict
 from lm_eval_runs import run_lm_eval_here
 from safetensors.torch import load_file, save_file
 from scoring_runs import pin
@@ -193,14 +194,11 @@ RECIPE: dict[str, Any] = {
 
 
 def verdict(outcome: str) -> GateVerdict:
-    guard = GuardVerdict(
-        task="letters", metric=METRIC, reference="a", reference_score=1.0, merge_score=0.9, n=30, lost=3, won=0,
-        drop=10.0, low=2.0, high=18.0, confidence=0.95, max_drop=2, margin=3, outcome=outcome, reason="letters: lost",
-    )  # fmt: skip
-    return GateVerdict(
-        outcome=outcome, publishable=outcome == "pass", guards=(guard,), drift=None, overall_drop=10.0, overall_low=2.0,
-        overall_high=18.0, on_inconclusive="block", reasons=() if outcome == "pass" else (guard.reason,),
-    )  # fmt: skip
+    drop = {"drop": 10.0, "low": 2.0, "high": 18.0, "max_drop": 2, "lost": 3, "won": 0, "n": 30}
+    scores = {"metric": METRIC, "reference": "a", "reference_score": 1.0, "merge_score": 0.9}
+    guard = build(GuardVerdict, task="letters", outcome=outcome, reason="letters: lost", **scores, **drop)
+    reasons = () if outcome == "pass" else (guard.reason,)
+    return gate_verdict((guard,), None, reasons, outcome, overall=(10.0, 2.0, 18.0))
 
 
 def explained(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from builders.results import build, gate_verdict
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,6 +29,7 @@ from mergegate.tasks.explain.stage import named_base
 from mergegate.tasks.gate.drift import DriftVerdict
 from mergegate.tasks.gate.evidence import GuardVerdict
 from mergegate.tasks.gate.stage import GateVerdict
+from mergegate.tasks.stage import Outcome
 
 
 def tally(
@@ -60,20 +62,13 @@ def tally(
 
 
 def guard(task: str = "reversing", reference: str = "a", drop: float = 9.0) -> GuardVerdict:
-    return GuardVerdict(
-        task=task, metric="acc,none", reference=reference, reference_score=0.9, merge_score=0.8, n=500, lost=50, won=5,
-        drop=drop, low=drop - 2, high=drop + 2, confidence=0.95, max_drop=2, margin=3, outcome="fail", reason="lost",
-    )  # fmt: skip
+    measured = {"reference_score": 0.9, "merge_score": 0.8, "lost": 50, "won": 5, "max_drop": 2}
+    bounds = {"drop": drop, "low": drop - 2, "high": drop + 2}
+    return build(GuardVerdict, task=task, reference=reference, outcome="fail", reason="lost", **measured, **bounds)
 
 
-def refused(*guards: GuardVerdict, drift: DriftVerdict | None = None, outcome: str = "fail") -> GateVerdict:
-    return GateVerdict.model_validate(
-        {
-            "outcome": outcome, "publishable": False, "guards": [g.model_dump() for g in guards],
-            "drift": drift.model_dump() if drift else None, "overall_drop": None, "overall_low": None,
-            "overall_high": None, "on_inconclusive": "block", "reasons": ["lost"],
-        }
-    )  # fmt: skip
+def refused(*guards: GuardVerdict, drift: DriftVerdict | None = None, outcome: Outcome = "fail") -> GateVerdict:
+    return gate_verdict(guards, drift, ("lost",), outcome)
 
 
 RISEN = DriftVerdict(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 import sys
-import wave
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,9 @@ import tiny_kinds
 import torch
 import transformers
 from PIL import Image
+from scoring_runs import mean_of, write_task
 from tiny_models import LETTERS, write_jsonl
+from tone_speech import write_wave
 
 TESTS = Path(__file__).resolve().parents[1]
 sys.path += [str(TESTS / folder) for folder in ("flows", "merge_core")]
@@ -27,7 +28,7 @@ from in_memory import average  # noqa: E402
 
 from mergegate.merge_core.architecture import ModelKind, TaskForm, kind_of_directory  # noqa: E402
 
-__all__ = ["GUARDS", "Project", "average", "load", "make_project", "outputs"]
+__all__ = ["GUARDS", "Project", "average", "load", "make_project", "outputs", "transcriber"]
 
 GUARDS: Mapping[TaskForm, str] = {
     "text": "letters.yaml",
@@ -91,19 +92,9 @@ def _write_letters(root: Path, score: Callable[[str, str], float] | None) -> Non
         word, choices = "".join(rng.choices(LETTERS[:16], k=6)), rng.sample(LETTERS[:16], 2)
         right = int(score(word, choices[1]) > score(word, choices[0])) if score else 0
         rows.append({"word": word, "choices": choices, "right": right})
-    write_jsonl(root / "letters.jsonl", rows)
-    (root / "letters.yaml").write_text(
-        "task: letters\n"
-        "dataset_path: json\n"
-        "dataset_kwargs: {data_files: {test: letters.jsonl}}\n"
-        "test_split: test\n"
-        "output_type: multiple_choice\n"
-        'doc_to_text: "{{word}}"\n'
-        'doc_to_choice: "{{choices}}"\n'
-        "doc_to_target: right\n"
-        'target_delimiter: ""\n'
-        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
-    )
+    config = {"output_type": "multiple_choice", "doc_to_text": "{{word}}", "doc_to_choice": "{{choices}}"}
+    config |= {"doc_to_target": "right", "target_delimiter": ""}
+    write_task(root, "letters", rows, **config, metric_list=[mean_of("acc")])
 
 
 def _letter_scorer(parent: Path) -> Callable[[str, str], float]:
@@ -123,11 +114,7 @@ def _letter_scorer(parent: Path) -> Callable[[str, str], float]:
 def _write_speech(root: Path, transcribe: Callable[[np.ndarray], str] | None) -> None:
     rows: list[dict[str, object]] = []
     for number in range(40):
-        with wave.open(str(root / f"{number}.wav"), "wb") as file:
-            file.setnchannels(1)
-            file.setsampwidth(2)
-            file.setframerate(SAMPLE_RATE)
-            file.writeframes((_sound(number) * 32767).astype("<i2").tobytes())
+        write_wave(root / f"{number}.wav", _sound(number))
         rows.append({"audio": f"{number}.wav", "text": transcribe(_sound(number)) if transcribe else "one"})
     write_jsonl(root / "speech.jsonl", rows)
 
@@ -138,9 +125,10 @@ def _sound(number: int) -> np.ndarray:
     return (0.4 * np.sin(2000 * (1 + number) * times) + 0.4 * np.sin(700 * (1 + number % 7) * times)).astype("float32")
 
 
-def _transcriber(parent: Path) -> Callable[[np.ndarray], str]:
-    _, model = load(parent)
-    processor = transformers.AutoProcessor.from_pretrained(parent)
+def transcriber(directory: Path) -> Callable[[np.ndarray], str]:
+    """Return a function that transcribes one recording with transformers alone."""
+    _, model = load(directory)
+    processor = transformers.AutoProcessor.from_pretrained(directory)
 
     def transcribe(sound: np.ndarray) -> str:
         features = processor(sound, sampling_rate=SAMPLE_RATE, return_tensors="pt")
@@ -155,7 +143,7 @@ def _transcriber(parent: Path) -> Callable[[np.ndarray], str]:
 _DATA: Mapping[TaskForm, tuple[Callable[[Path, Any], None], Callable[[Path], Any]]] = {
     "text": (_write_letters, _letter_scorer),
     "retrieval": (_write_ranking, _ranker),
-    "transcription": (_write_speech, _transcriber),
+    "transcription": (_write_speech, transcriber),
 }
 """For each form of task, a function that writes its data, and one that returns the labels of a parent."""
 

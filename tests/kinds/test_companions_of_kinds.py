@@ -7,7 +7,6 @@ Then each setting in each file of a parent is changed, and each file is removed.
 
 from __future__ import annotations
 
-import copy
 import json
 import warnings
 from collections.abc import Iterator
@@ -19,6 +18,9 @@ import pytest
 import tiny_kinds
 import torch
 import transformers
+from garbage import with_value
+from safetensors.torch import load_file
+from samples import sampled
 
 from mergegate.merge_core import PlannedMerge, load_recipe, merge_weights, open_checkpoint, plan_with_findings
 from mergegate.merge_core.architecture import kind_of_directory
@@ -41,8 +43,23 @@ def plan(root: Path) -> PlannedMerge:
         return PlannedMerge((finding_of(error),), None)
 
 
-FAST = ("bert embedding", "cross-encoder", "llava", "whisper")
-KINDS = [pytest.param(name, marks=() if name in FAST else pytest.mark.story) for name in tiny_kinds.KINDS]
+KINDS = sampled(tiny_kinds.KINDS, ("bert embedding", "cross-encoder", "llava", "whisper"))
+KIND_NAMES = {
+    "text generator": ("text generator",),
+    "embedding": ("bert embedding", "modernbert embedding", "qwen3 embedding", "sparse encoder"),
+    "cross-encoder": ("cross-encoder", "older cross-encoder", "reranker without modules"),
+    "vision-language": tiny_kinds.VISION_LANGUAGE,
+    "speech": ("whisper", "wav2vec2", "audio language model"),
+    "sequence-to-sequence": ("t5", "bart"),
+    "classifier": ("sequence classifier", "token classifier"),
+    "other": ("masked language model", "bare encoder", "clip"),
+}
+
+
+@pytest.mark.parametrize("name", tiny_kinds.KINDS)
+def test_tiny_models_have_their_kind(name: str, tmp_path: Path) -> None:
+    kind = kind_of_directory(tiny_kinds.write(name, tmp_path / "model"))
+    assert name in KIND_NAMES[kind.name]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -84,14 +101,11 @@ def load_processors(directory: Path) -> dict[str, Any]:
 def merge_in_memory(root: Path) -> Any:
     """Return the first parent with the weighted mean of both state dicts."""
     network, other = load_network(root / "a"), load_network(root / "b")
-    states = [copy.deepcopy(parent.state_dict()) for parent in (network, other)]
-    mean = {
-        name: (WEIGHTS[0] * tensor.double() + WEIGHTS[1] * states[1][name].double()).to(tensor.dtype)
-        if tensor.is_floating_point()
-        else tensor
-        for name, tensor in states[0].items()
-    }
-    network.load_state_dict(mean)
+    theirs = other.state_dict()
+    with torch.no_grad():
+        for name, tensor in network.state_dict().items():
+            if tensor.is_floating_point():
+                tensor.copy_(WEIGHTS[0] * tensor.double() + WEIGHTS[1] * theirs[name].double())
     return network
 
 
@@ -141,15 +155,9 @@ def run_network(network: Any, processors: dict[str, Any]) -> dict[str, torch.Ten
             for name in network.prompts:
                 outputs[name] = network.encode(SENTENCES, prompt_name=name, convert_to_tensor=True)
             return {name: tensor.to_dense() for name, tensor in outputs.items()}
-        return {"logits": first_output(network(**network_inputs(network, processors)))}
-
-
-def first_output(output: Any) -> torch.Tensor:
-    for name in ("logits", "logits_per_image", "last_hidden_state"):
-        if getattr(output, name, None) is not None:
-            tensor: torch.Tensor = getattr(output, name)
-            return tensor
-    raise AssertionError(f"no known output in {list(output)}")
+        output = network(**network_inputs(network, processors))
+        names = ("logits", "logits_per_image", "last_hidden_state")
+        return {"logits": next(output[name] for name in names if getattr(output, name, None) is not None)}
 
 
 def network_inputs(network: Any, processors: dict[str, Any]) -> dict[str, Any]:
@@ -172,6 +180,15 @@ def network_inputs(network: Any, processors: dict[str, Any]) -> dict[str, Any]:
     if network.config.is_encoder_decoder:
         return {"input_ids": ids, "decoder_input_ids": ids[:, :5]}
     return {"input_ids": ids}
+
+
+def test_tiny_parents_differ_in_every_tensor(merged: Path) -> None:
+    files = sorted(path.relative_to(merged / "a") for path in (merged / "a").rglob("*.safetensors"))
+    assert files
+    for file in files:
+        first, second = (load_file(merged / name / file) for name in "ab")
+        assert first.keys() == second.keys()
+        assert [key for key in first if first[key].equal(second[key])] == []
 
 
 @pytest.mark.story
@@ -218,12 +235,10 @@ def settings_of(content: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str,
 
 
 def with_other_value(content: Any, path: tuple[str, ...]) -> Any:
-    changed = copy.deepcopy(content)
-    inner = changed
-    for key in path[:-1]:
+    inner = content
+    for key in path:
         inner = inner[key]
-    inner[path[-1]] = other_value(inner[path[-1]])
-    return changed
+    return with_value(content, path, other_value(inner))
 
 
 def other_value(value: Any) -> Any:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,26 +12,26 @@ import pytest
 import torch
 import transformers
 from PIL import Image
+from scoring_runs import mean_of, model_in, pin, quiet, scoring_job, write_task
 from tiny_kinds import PICTURE_SIZE, write
+from tiny_models import write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import HashMemo, JournalLocation
-from mergegate.tasks.checkpoints import Model, TellProgress, load_model
+from mergegate.merge_core.files import JournalLocation
+from mergegate.tasks.checkpoints import TellProgress, load_model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation import (
     EvalTask,
     PromptSettings,
     Scoring,
     document_texts,
-    pin_task,
     require_effect,
     task_form,
     tokenize_task,
 )
 from mergegate.tasks.evaluation.backends.picture_reader import load_processor
-from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
+from mergegate.tasks.evaluation.harness import score_documents
 from mergegate.tasks.evaluation.pictures import hash_picture, split_at_placeholders
 from mergegate.tasks.evaluation.task_loading import inspect_data
 
@@ -39,52 +39,42 @@ COLORS = {"red": (255, 0, 0), "green": (0, 255, 0), "blue": (0, 0, 255)}
 DOCUMENTS = 6
 
 
-@pytest.fixture(autouse=True)
-def _no_models() -> Iterator[None]:
-    yield
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield write("llava", tmp_path_factory.mktemp("models") / "llava")
     unload_models()
 
 
-@pytest.fixture(scope="module")
-def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write("llava", tmp_path_factory.mktemp("models") / "llava")
+GENERATED: dict[str, Any] = {"output_type": "generate_until", "doc_to_target": "{{label}}"}
+GENERATED |= {"metric_list": [mean_of("exact_match")]}
+GENERATED["generation_kwargs"] = {"until": ["~"], "max_gen_toks": 6, "do_sample": False}
+CHOSEN = {"output_type": "multiple_choice", "doc_to_choice": list(COLORS), "doc_to_target": "right"}
+CHOSEN |= {"metric_list": [mean_of("acc")]}
 
 
-def write_task(directory: Path, *, choices: bool = False, text: str = "<image>Which color?") -> Path:
+def shapes(directory: Path, **config: Any) -> Path:
     """Write a task whose pictures are in a directory with their labels, which datasets reads without a function."""
-    shapes = directory / "shapes"
-    (shapes / "test").mkdir(parents=True)
     rows = []
     for number in range(DOCUMENTS):
         label = list(COLORS)[number % len(COLORS)]
-        paint(shapes / "test" / f"{number}.png", label, number)
+        paint(directory / "shapes" / "test" / f"{number}.png", label, number)
         rows.append({"file_name": f"{number}.png", "label": label, "right": number % len(COLORS)})
-    (shapes / "test" / "metadata.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    output = (
-        f"output_type: multiple_choice\ndoc_to_choice: {list(COLORS)}\ndoc_to_target: right\n"
-        "metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]\n"
-        if choices
-        else "output_type: generate_until\ndoc_to_target: '{{label}}'\n"
-        "generation_kwargs: {until: ['~'], max_gen_toks: 6, do_sample: false}\n"
-        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
-    )
-    path = directory / "shapes.yaml"
-    path.write_text(
-        f"task: shapes\ndataset_path: shapes\ntest_split: test\ndoc_to_image: [image]\ndoc_to_text: '{text}'\n{output}"
-    )
-    return path
+    write_jsonl(directory / "shapes" / "test" / "metadata.jsonl", rows)
+    defaults = {"dataset_path": "shapes", "test_split": "test", "doc_to_image": ["image"]}
+    defaults |= {"doc_to_text": "<image>Which color?", **GENERATED}
+    return write_task(directory, "shapes", **defaults | config)
 
 
 def paint(file: Path, color: str, number: int) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
     picture = Image.new("RGB", (PICTURE_SIZE, PICTURE_SIZE), COLORS[color])
     picture.putpixel((number, 0), (255, 255, 255))
     picture.save(file)
 
 
 def pinned(path: Path) -> EvalTask:
-    task = pin_task(path.name, path.parent, HashMemo(path.parent / "hashes.db"))
-    loaded = inspect_data(task)
-    return task.model_copy(update={"data_digest": loaded.data.digest, "documents": loaded.documents})
+    loaded = inspect_data(pin(path))
+    return pin(path, data_digest=loaded.data.digest, documents=loaded.documents)
 
 
 def scored(
@@ -92,13 +82,12 @@ def scored(
     directory: Path,
     *,
     journal: JournalLocation | None = None,
-    on_progress: TellProgress = lambda done, total: None,
+    on_progress: TellProgress = quiet,
     **settings: Any,
 ) -> tuple[DocumentScore, ...]:
-    scoring = Scoring(dtype="float32", batch_size=4, chat_template=True, **settings)
-    model = Model(name="llava", digest=str(directory), directory=directory)
-    part = DocumentRange(first=0, last=DOCUMENTS)
-    return score_documents(ScoringJob(model, task, scoring, part, "cpu", journal), on_progress)
+    settings = {"dtype": "float32", "batch_size": 4, "chat_template": True, **settings}
+    job = scoring_job(model_in(directory, "llava"), task, (0, DOCUMENTS), **settings)
+    return score_documents(replace(job, journal=journal), on_progress)
 
 
 class Oracle:
@@ -130,7 +119,7 @@ class Oracle:
 
 @pytest.mark.story
 def test_answers_are_those_of_transformers(llava: Path, tmp_path: Path) -> None:
-    rows = scored(pinned(write_task(tmp_path)), llava)
+    rows = scored(pinned(shapes(tmp_path)), llava)
     oracle = Oracle(llava)
     answers = [oracle.answer(tmp_path / "shapes" / "test" / f"{number}.png") for number in range(DOCUMENTS)]
     by_document = sorted(rows, key=lambda row: row.doc_id)
@@ -139,20 +128,19 @@ def test_answers_are_those_of_transformers(llava: Path, tmp_path: Path) -> None:
 
 
 def test_likelihoods_of_given_answers_are_those_of_transformers(llava: Path, tmp_path: Path) -> None:
-    rows = scored(pinned(write_task(tmp_path, choices=True)), llava)
+    rows = scored(pinned(shapes(tmp_path, **CHOSEN)), llava)
     oracle = Oracle(llava)
-    for row in rows:
-        if row.metric != "acc,none":
-            continue
+    right = [row for row in rows if row.metric == "acc,none"]
+    for row in right:
         picture = tmp_path / "shapes" / "test" / f"{row.doc_id}.png"
         likelihoods = [oracle.likelihood(picture, color) for color in COLORS]
         assert row.outcome == float(max(range(3), key=lambda at: likelihoods[at]) == row.doc_id % 3)
     probabilities = [row.outcome for row in rows if row.metric != "acc,none"]
-    assert len(set(probabilities)) == DOCUMENTS  # each document has a picture of its own
+    assert len(set(probabilities)) == len(right) == DOCUMENTS  # each document has a picture of its own
 
 
 def test_two_reads_have_equal_hashes_and_another_picture_has_another(llava: Path, tmp_path: Path) -> None:
-    path = write_task(tmp_path)
+    path = shapes(tmp_path)
     task = pinned(path)
     first, again = ({(row.doc_hash, row.prompt_hash) for row in scored(task, llava)} for _ in range(2))
     assert first == again
@@ -166,28 +154,25 @@ def test_two_reads_have_equal_hashes_and_another_picture_has_another(llava: Path
 
 
 @pytest.mark.parametrize(
-    ("text", "found"), [("Which color?", "0 placeholders"), ("<image>and <image>", "2 placeholders <image> for 1")]
+    ("config", "found"),
+    [
+        ({"doc_to_text": "Which color?"}, "0 placeholders"),
+        ({"doc_to_text": "<image>and <image>"}, "2 placeholders <image> for 1"),
+        ({"doc_to_image": ["label"]}, "'red'"),
+    ],
 )
-def test_a_prompt_needs_a_placeholder_for_each_picture(tmp_path: Path, text: str, found: str) -> None:
+def test_a_prompt_needs_a_picture_for_each_placeholder(tmp_path: Path, config: dict[str, Any], found: str) -> None:
     with pytest.raises(InvalidInput, match=found):
-        pinned(write_task(tmp_path, text=text))
-
-
-def test_a_value_that_is_not_a_picture_is_refused(tmp_path: Path) -> None:
-    path = write_task(tmp_path)
-    path.write_text(path.read_text().replace("doc_to_image: [image]", "doc_to_image: [label]"))
-    with pytest.raises(InvalidInput, match="'red'"):
-        pinned(path)
+        pinned(shapes(tmp_path, **config))
 
 
 def test_a_long_prompt_is_not_cut(llava: Path, tmp_path: Path) -> None:
-    task = pinned(write_task(tmp_path))
     with pytest.raises(InvalidInput, match=r"tokens, some of which stand for the pictures"):
-        scored(task, llava, max_length=40)
+        scored(pinned(shapes(tmp_path)), llava, max_length=40)
 
 
 def test_an_interrupted_evaluation_resumes_with_the_unanswered_pictures(llava: Path, tmp_path: Path) -> None:
-    task = pinned(write_task(tmp_path))
+    task = pinned(shapes(tmp_path))
     expected = scored(task, llava)
     location = JournalLocation(tmp_path / "journal", "key")
     assert scored(task, llava, journal=location) == expected
@@ -201,18 +186,9 @@ def test_an_interrupted_evaluation_resumes_with_the_unanswered_pictures(llava: P
 
 def test_placeholders_become_parts_of_a_message() -> None:
     history = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>and <image> differ?"}]
-    assert split_at_placeholders(history) == [
-        history[0],
-        {
-            "role": "user",
-            "content": [
-                {"type": "image"},
-                {"type": "text", "text": "and "},
-                {"type": "image"},
-                {"type": "text", "text": " differ?"},
-            ],
-        },
-    ]
+    first, second = ({"type": "text", "text": text} for text in ("and ", " differ?"))
+    content = [{"type": "image"}, first, {"type": "image"}, second]
+    assert split_at_placeholders(history) == [history[0], {"role": "user", "content": content}]
 
 
 def test_pictures_with_equal_bytes_and_other_sizes_or_colors_differ() -> None:
@@ -225,7 +201,7 @@ def test_pictures_with_equal_bytes_and_other_sizes_or_colors_differ() -> None:
 
 
 def test_the_prompt_for_people_names_each_picture(tmp_path: Path) -> None:
-    task = pinned(write_task(tmp_path))
+    task = pinned(shapes(tmp_path))
     texts = document_texts(task, {"shapes": range(DOCUMENTS)})
     prompts = [texts["shapes", position].prompt for position in range(DOCUMENTS)]
     assert len(set(prompts)) == DOCUMENTS
@@ -243,7 +219,7 @@ def test_the_prompt_for_people_names_each_picture(tmp_path: Path) -> None:
 def test_a_picture_task_needs_a_backend_that_reads_pictures_and_a_chat_template(
     tmp_path: Path, settings: dict[str, Any], own: PromptSettings | None, found: str
 ) -> None:
-    path = write_task(tmp_path)
+    path = shapes(tmp_path)
     require_effect(path.name, PromptSettings(apply_chat_template=True), tmp_path)
     with pytest.raises(InvalidInput, match=found):
         require_effect(path.name, own, tmp_path, Scoring(**settings))
@@ -251,7 +227,7 @@ def test_a_picture_task_needs_a_backend_that_reads_pictures_and_a_chat_template(
 
 @pytest.mark.story
 def test_the_form_of_a_task_follows_its_documents(tmp_path: Path) -> None:
-    assert pinned(write_task(tmp_path)).form == "pictures"
+    assert pinned(shapes(tmp_path)).form == "pictures"
     assert task_form("mmmu_val", None) == task_form("chartqa", None) == "pictures"
     assert task_form("arc_easy", None) == "text"
 
@@ -264,17 +240,12 @@ def test_a_processor_without_its_package_is_refused_by_the_name_of_the_package(t
 
 def test_a_picture_that_a_function_opens_is_part_of_the_task(tmp_path: Path) -> None:
     paint(tmp_path / "0.png", "red", 0)
-    (tmp_path / "rows.jsonl").write_text(json.dumps({"picture": "0.png", "label": "red"}) + "\n")
     (tmp_path / "reading.py").write_text(
         "from pathlib import Path\nfrom PIL import Image\n"
         "def pictures(doc):\n    return [Image.open(Path(__file__).parent / doc['picture'])]\n"
     )
-    path = tmp_path / "opened.yaml"
-    path.write_text(
-        "task: opened\ndataset_path: json\ndataset_kwargs: {data_files: {test: rows.jsonl}}\ntest_split: test\n"
-        "doc_to_image: !function reading.pictures\ndoc_to_text: '<image>Which color?'\ndoc_to_target: '{{label}}'\n"
-        "output_type: generate_until\nmetric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n"
-    )
+    pictures = {"doc_to_image": "!function reading.pictures", "doc_to_text": "<image>Which color?"}
+    path = write_task(tmp_path, "opened", [{"picture": "0.png", "label": "red"}], **pictures, **GENERATED)
     first = pinned(path)
     assert pinned(path) == first
     paint(tmp_path / "0.png", "blue", 0)
@@ -286,15 +257,13 @@ def test_a_picture_that_a_function_opens_is_part_of_the_task(tmp_path: Path) -> 
 def test_a_model_that_reads_only_text_cannot_answer_about_pictures(tmp_path: Path) -> None:
     directory = write("text generator", tmp_path / "text")
     with pytest.raises(InvalidInput, match="a decoder that reads pictures"):
-        scored(pinned(write_task(tmp_path)), directory)
+        scored(pinned(shapes(tmp_path)), directory)
 
 
 def test_a_sweep_cannot_search_with_pictures(llava: Path, tmp_path: Path) -> None:
-    task = pinned(write_task(tmp_path, choices=True))
-    scoring = Scoring(dtype="float32", batch_size=4, chat_template=True)
-    model = Model(name="llava", digest=str(llava), directory=llava)
+    task = pinned(shapes(tmp_path, **CHOSEN))
     with (
-        load_model(model, dtype="float32", device="cpu") as loaded,
+        load_model(model_in(llava), dtype="float32", device="cpu") as loaded,
         pytest.raises(InvalidInput, match="documents with pictures"),
     ):
-        tokenize_task(task, scoring, loaded)
+        tokenize_task(task, Scoring(dtype="float32", batch_size=4, chat_template=True), loaded)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as tf
-from kinds.taught import teach
-from kinds.tiny_kinds import letter_tokenizer, write
+from kind_projects import average
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval_runs import run_lm_eval
-from tiny_models import write_jsonl
+from scoring_runs import mean_of, model_in, pin, quiet, scoring_job, write_task
+from tiny_kinds import letter_tokenizer, write
+from tone_speech import teach
 
 from mergegate.flows.preflight import kind_demands
 from mergegate.flows.profile import load_profile
@@ -24,18 +26,16 @@ from mergegate.merge_core import merge
 from mergegate.merge_core.architecture import TEXT_GENERATOR, find_kind
 from mergegate.merge_core.checkpoint import Companions
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import HashMemo, JournalLocation
-from mergegate.tasks.checkpoints import LoadedModel, Model, load_model, unload_models
+from mergegate.merge_core.files import JournalLocation
+from mergegate.tasks.checkpoints import LoadedModel, load_model, unload_models
 from mergegate.tasks.evaluation.backends.hf import wrap_model
-from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.harness import LongerAnswers, ScoringJob, score_documents
 from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
+from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.preflight import kind_findings
 
 FAMILIES = ("t5", "bart")
 COUNT = 12
-WHOLE = DocumentRange(first=0, last=COUNT)
 # Sizes of the families whose merges are compared, besides those of ``tiny_kinds``.
 STACKS = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
 STACKS |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64}
@@ -54,13 +54,22 @@ MERGED: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def loaded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    directory = write(request.param, tmp_path_factory.mktemp("model") / "a")
-    model = Model(name=request.param, digest=str(directory), directory=directory)
-    with load_model(model, dtype="auto", device="cpu") as loaded_model:
-        yield loaded_model
+@pytest.fixture(scope="module")
+def t5(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write("t5", tmp_path_factory.mktemp("models") / "t5")
+
+
+@pytest.fixture(scope="module")
+def bart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield write("bart", tmp_path_factory.mktemp("models") / "bart")
     unload_models()
+
+
+@pytest.fixture(params=FAMILIES)
+def loaded(request: pytest.FixtureRequest) -> Iterator[LoadedModel]:
+    directory = request.getfixturevalue(request.param)
+    with load_model(model_in(directory), dtype="auto", device="cpu") as loaded_model:
+        yield loaded_model
 
 
 def prompts(longest: int = 50) -> list[str]:
@@ -74,9 +83,9 @@ def rated() -> list[Instance]:
     return [Instance("loglikelihood", {}, pair, 0) for pair in zip(prompts(), answers, strict=True)]
 
 
-def written(budget: int, **settings: Any) -> list[Instance]:
+def written(budget: int, texts: Sequence[str] = (), **settings: Any) -> list[Instance]:
     settings = {"until": ["\n"], "max_gen_toks": budget, **settings}
-    return [Instance("generate_until", {}, (prompt, settings), 0) for prompt in prompts()]
+    return [Instance("generate_until", {}, (prompt, settings), 0) for prompt in texts or prompts()]
 
 
 def reference(loaded_model: LoadedModel) -> HFLM:
@@ -107,17 +116,15 @@ def test_generated_answers_are_those_of_lm_eval_up_to_the_budget(loaded: LoadedM
 
 def test_the_prompt_does_not_use_up_the_budget_of_an_answer(loaded: LoadedModel) -> None:
     lm = wrap_model(loaded, Scoring(batch_size=4, max_length=20))
-    lm.generate_until([Instance("generate_until", {}, ("a" * 60, {"until": [], "max_gen_toks": 30}), 0)])
-    (end,) = lm.answer_ends
-    assert (end.reason, end.tokens) == ("length", 30)
+    lm.generate_until(written(30, ["a" * 60], until=[]))
+    assert [(end.reason, end.tokens) for end in lm.answer_ends] == [("length", 30)]
 
 
-def test_an_answer_ends_where_the_decoder_has_no_more_positions(tmp_path: Path) -> None:
-    directory = write("bart", tmp_path / "bart")
-    with load_model(Model(name="b", digest="b", directory=directory), dtype="auto", device="cpu") as loaded_model:
+def test_an_answer_ends_where_the_decoder_has_no_more_positions(bart: Path) -> None:
+    with load_model(model_in(bart), dtype="auto", device="cpu") as loaded_model:
         positions = loaded_model.network.config.max_position_embeddings
         lm = wrap_model(loaded_model, Scoring(batch_size=1))
-        lm.generate_until([Instance("generate_until", {}, ("a", {"until": [], "max_gen_toks": positions + 5}), 0)])
+        lm.generate_until(written(positions + 5, ["a"], until=[]))
         assert [(end.reason, end.tokens) for end in lm.answer_ends] == [("context", positions - 1)]
         with pytest.raises(InvalidInput, match="an answer choice"):
             lm.loglikelihood([Instance("loglikelihood", {}, ("a", "b" * (positions + 1)), 0)])
@@ -128,52 +135,44 @@ def test_a_limit_on_prompt_and_answer_together_is_refused(loaded: LoadedModel) -
         wrap_model(loaded, Scoring()).generate_until(written(5, max_length=20))
 
 
-def letters_task(directory: Path, kind: str, prompt_length: int = 30) -> EvalTask:
+def letters_task(directory: Path, kind: str) -> EvalTask:
     """Write and pin a task of ``COUNT`` documents, whose answers are generated or chosen."""
-    rows: list[dict[str, object]] = [
+    rows = [
         {
             "word": word,
             "right": number % 2,
             "choices": ["AB", "CD"],
             "answer": (word[:3].upper(), "no")[number % 3 == 2],
         }
-        for number, word in enumerate(prompts(prompt_length))
+        for number, word in enumerate(prompts(30))
     ]
-    write_jsonl(directory / "rows.jsonl", rows)
-    lines = {
-        "chosen": "output_type: multiple_choice\ndoc_to_choice: choices\ndoc_to_target: right\n",
-        "generated": 'output_type: generate_until\ndoc_to_target: "{{answer}}"\n'
-        'generation_kwargs: {until: ["x"], max_gen_toks: 6}\n'
-        "metric_list: [{metric: exact_match, aggregation: mean, higher_is_better: true}]\n",
-    }
-    path = directory / f"{kind}.yaml"
-    path.write_text(
-        f"task: {kind}\ndataset_path: json\ndataset_kwargs: {{data_files: {{test: rows.jsonl}}}}\ntest_split: test\n"
-        f'doc_to_text: "{{{{word}}}}>"\n{lines[kind]}'
-    )
-    return pin_task(path.name, directory, HashMemo(directory / "hashes.db"))
+    chosen = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "right"}
+    generated = {"output_type": "generate_until", "doc_to_target": "{{answer}}"}
+    generated |= {"generation_kwargs": {"until": ["x"], "max_gen_toks": 6}, "metric_list": [mean_of("exact_match")]}
+    config = chosen if kind == "chosen" else generated
+    return pin(write_task(directory, kind, rows, doc_to_text="{{word}}>", **config))
 
 
 def job(directory: Path, task: EvalTask, journal: Path | None = None, **scoring: Any) -> ScoringJob:
-    model = Model(name="m", digest=str(directory), directory=directory)
-    location = JournalLocation(journal, "key") if journal else None
-    return ScoringJob(model, task, Scoring.model_validate({"batch_size": 4, **scoring}), WHOLE, "cpu", location)
+    plain = scoring_job(model_in(directory), task, (0, COUNT), **{"batch_size": 4, **scoring})
+    return replace(plain, journal=JournalLocation(journal, "key") if journal else None)
 
 
 def score(scoring_job: ScoringJob) -> dict[tuple[int, str], Any]:
-    return {(row.doc_id, row.metric): row for row in score_documents(scoring_job, lambda done, of: None)}
+    return {(row.doc_id, row.metric): row for row in score_documents(scoring_job, quiet)}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["chosen", "generated"])
 def test_a_killed_part_resumes_from_its_journal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kind: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kind: str, request: pytest.FixtureRequest
 ) -> None:
-    directory, task = write(family, tmp_path / "m"), letters_task(tmp_path, kind)
+    directory, task = request.getfixturevalue(family), letters_task(tmp_path, kind)
     expected = score(job(directory, task))
-    with load_model(job(directory, task).model, dtype="auto", device="cpu") as loaded_model:
+    with load_model(model_in(directory), dtype="auto", device="cpu") as loaded_model:
         network = type(loaded_model.network)
-    calls, limit, compute = 0, 2, network.forward if kind == "chosen" else network.generate
+    name = "forward" if kind == "chosen" else "generate"
+    calls, limit, compute = 0, 2, getattr(network, name)
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal calls
@@ -182,33 +181,27 @@ def test_a_killed_part_resumes_from_its_journal(
             raise KeyboardInterrupt
         return compute(self, *args, **kwargs)
 
-    monkeypatch.setattr(network, "forward" if kind == "chosen" else "generate", counted)
+    monkeypatch.setattr(network, name, counted)
     with pytest.raises(KeyboardInterrupt):
         score(job(directory, task, tmp_path / "journal"))
     calls, limit = 0, 1000
     assert score(job(directory, task, tmp_path / "journal")) == expected
     assert calls == (6 if kind == "chosen" else 3) - 2  # two choices per document, four requests per batch
-    unload_models()
 
 
 @pytest.mark.parametrize("kind", ["chosen", "generated"])
-def test_only_the_prompt_counts_towards_the_tokens_that_are_cut(tmp_path: Path, kind: str) -> None:
-    directory, task = write("t5", tmp_path / "m"), letters_task(tmp_path, kind)
-    rows = score(job(directory, task, max_length=10))
+def test_only_the_prompt_counts_towards_the_tokens_that_are_cut(tmp_path: Path, t5: Path, kind: str) -> None:
+    rows = score(job(t5, letters_task(tmp_path, kind), max_length=10))
     tokens = [len(word) + 2 for word in prompts(30)]  # '>' and an end token
     cuts = {doc_id: row.prompt_cut for (doc_id, _), row in rows.items()}
     assert cuts == {number: max(0, count - 10) for number, count in enumerate(tokens)}
-    unload_models()
 
 
-def test_longer_answers_have_the_larger_budget_whatever_the_prompt(tmp_path: Path) -> None:
-    directory, task = write("bart", tmp_path / "m"), letters_task(tmp_path, "generated")
-    first = job(directory, task, max_length=10)
+def test_longer_answers_have_the_larger_budget_whatever_the_prompt(tmp_path: Path, bart: Path) -> None:
+    first = job(bart, letters_task(tmp_path, "generated"), max_length=10)
     assert {row.budgets for row in score(first).values()} == {(6,)}
-    longer = LongerAnswers({"generated": [0, 1, 2]}, {"generated": 12})
-    rows = score(ScoringJob(first.model, task, first.scoring, WHOLE, "cpu", None, longer))
+    rows = score(replace(first, longer=LongerAnswers({"generated": [0, 1, 2]}, {"generated": 12})))
     assert {(row.ended, row.answer_tokens) for row in rows.values()} == {(("length",), (12,))}
-    unload_models()
 
 
 @pytest.mark.parametrize("family", MERGED)
@@ -229,12 +222,8 @@ def test_a_merge_equals_the_average_in_memory(tmp_path: Path, family: str) -> No
         "- {model: a, parameters: {weight: 0.25}}\n- {model: b, parameters: {weight: 0.75}}\n"
     )
     merge(tmp_path / "recipe.yaml", tmp_path / "merge", device="cpu")
-    expected = networks[0]
-    with torch.no_grad():
-        states = [network.state_dict() for network in networks]
-        for name in {tensor.data_ptr(): name for name, tensor in states[0].items()}.values():  # tied ones once
-            states[0][name].copy_(0.25 * states[0][name] + 0.75 * states[1][name])
-    model = Model(name="merge", digest=str(tmp_path), directory=tmp_path / "merge")
+    expected = average(networks, [0.25, 0.75])
+    model = model_in(tmp_path / "merge")
     ids = tokenizer(["some text", "more text"], return_tensors="pt", padding=True)["input_ids"]
     with load_model(model, dtype="auto", device="cpu") as loaded_model, torch.no_grad():
         arguments = {"input_ids": ids, "decoder_input_ids": ids[:, :4]}

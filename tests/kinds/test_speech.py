@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
-import wave
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
-import torch
 import transformers as tf
-from kinds.tiny_kinds import write
-from kinds.tone_speech import RATE, phrases, sound_of, write_parents, write_recordings
+from kind_projects import average, load, transcriber
+from scoring_runs import model_in, quiet, scoring_job
+from tiny_kinds import write
+from tone_speech import RATE, phrases, sound_of, write_parents, write_recordings, write_wave
 
 import mergegate
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints import Model, unload_models
+from mergegate.tasks.checkpoints import unload_models
 from mergegate.tasks.evaluation.built_in import TranscriptionTask
 from mergegate.tasks.evaluation.built_in.error_rates import normalize_words, share_of_errors
-from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
-from mergegate.tasks.evaluation.settings import Scoring
+from mergegate.tasks.evaluation.harness import score_documents
 from mergegate.tasks.evaluation.task_definition import pin_built_in
 
 COUNT = 30
@@ -62,41 +60,25 @@ def score(directory: Path, data: Path, *, batch_size: int = 8, **settings: Any) 
     """Return the scores of a model in the order of the recordings, by metric."""
     task = TranscriptionTask(kind="transcription", data=data, **settings)
     pinned = pin_built_in(task, data.parent, HashMemo(data.parent / "hashes.db"))
-    model = Model(name="m", digest=str(directory), directory=directory)
-    part = DocumentRange(first=0, last=len(data.read_text().splitlines()))
-    job = ScoringJob(model, pinned, Scoring(batch_size=batch_size), part, "cpu")
-    rows = sorted(score_documents(job, lambda done, of: None), key=lambda row: row.doc_id)
+    part = (0, len(data.read_text().splitlines()))
+    job = scoring_job(model_in(directory), pinned, part, batch_size=batch_size)
+    rows = sorted(score_documents(job, quiet), key=lambda row: row.doc_id)
     return {metric: [row for row in rows if row.metric == f"{metric},none"] for metric in ("wer", "cer")}
+
+
+def spoken_in(data: Path) -> list[str]:
+    return [normalize_words(json.loads(line)["text"]) for line in data.read_text().splitlines()]
 
 
 def mean(rows: list[DocumentScore]) -> float:
     return sum(row.outcome for row in rows) / len(rows)
 
 
-def transcripts_of(family: str, directory: Path, sounds: list[Any]) -> list[str]:
-    """Transcribe with transformers alone, one recording at a time."""
-    processor = tf.AutoProcessor.from_pretrained(directory)
-    kind = tf.AutoModelForSpeechSeq2Seq if family == "whisper" else tf.AutoModelForCTC
-    network = kind.from_pretrained(directory).eval()
-    texts = []
-    for sound in sounds:
-        inputs = processor(sound, sampling_rate=RATE, return_tensors="pt")
-        with torch.no_grad():
-            if family == "whisper":
-                texts += processor.batch_decode(network.generate(**inputs), skip_special_tokens=True)
-            else:
-                texts += processor.batch_decode(network(**inputs).logits.argmax(-1))
-    return texts
-
-
 @pytest.mark.story
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_are_those_of_transformers(data: Path, parents: Parents, family: str) -> None:
-    lines = [json.loads(line) for line in data.read_text().splitlines()]
-    spoken = [normalize_words(line["text"]) for line in lines]
-    texts = [
-        normalize_words(text) for text in transcripts_of(family, parents(family) / "a", list(map(sound_of, spoken)))
-    ]
+    spoken, transcribe = spoken_in(data), transcriber(parents(family) / "a")
+    texts = [normalize_words(transcribe(sound_of(phrase))) for phrase in spoken]
     rows = score(parents(family) / "a", data)
     assert [normalize_words(row.answer) for row in rows["wer"]] == texts
     pairs = list(zip(spoken, texts, strict=True))
@@ -165,16 +147,9 @@ def test_a_missing_package_is_named(data: Path, parents: Parents, monkeypatch: p
 
 
 @pytest.mark.story
-def test_a_recording_that_the_model_cannot_hear_at_once_is_refused(
-    data: Path, parents: Parents, tmp_path: Path
-) -> None:
+def test_a_recording_that_the_model_cannot_hear_at_once_is_refused(parents: Parents, tmp_path: Path) -> None:
     long = write_recordings(tmp_path / "long", 1)
-
-    with wave.open(str(long.with_name("0.wav")), "wb") as file:
-        file.setnchannels(1)
-        file.setsampwidth(2)
-        file.setframerate(RATE)
-        file.writeframes(np.zeros(3 * RATE, "<i2").tobytes())
+    write_wave(long.with_name("0.wav"), np.zeros(3 * RATE))
     task = TranscriptionTask(kind="transcription", data=long)
     with pytest.raises(InvalidInput, match=r"0\.wav: a recording of 3\.0 s"):
         task.check_model("m", parents("whisper") / "a", task.documents())
@@ -198,19 +173,15 @@ def test_a_transcript_that_reaches_the_limit_of_the_model_is_cut_off(
     assert {row.ended for row in score(parents("wav2vec2") / "a", data)["wer"]} == {()}
 
 
-def test_a_language_is_refused_for_a_model_without_languages(data: Path, parents: Parents) -> None:
+def test_a_language_or_task_is_refused_for_a_model_without_it(data: Path, parents: Parents, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="does not select languages"):
         score(parents("wav2vec2") / "a", data, language="de")
-
-
-def test_a_transcription_task_is_refused_for_another_kind_of_model(
-    data: Path, parents: Parents, tmp_path: Path
-) -> None:
     with pytest.raises(InvalidInput, match="a transcription task for a sequence-to-sequence model"):
         score(write("t5", tmp_path / "t5"), data)
 
 
-def run(root: Path, data: Path, models: str) -> Any:
+def run(root: Path, data: Path, names: str) -> Any:
+    models = ", ".join(f"{{model: {name}, parameters: {{weight: .5}}}}" for name in names)
     (root / "profile.yaml").write_text(
         f"name: speech\nrecipe: {{merge_method: linear, dtype: float32, models: [{models}]}}\n"
         f"evaluate: {{tasks: [{{task: {{kind: transcription, data: {data}}}, guarded_by: best parent, "
@@ -226,20 +197,15 @@ def test_a_good_merge_is_released_and_a_broken_one_fails(
     data: Path, parents: Parents, tmp_path: Path, family: str
 ) -> None:
     shutil.copytree(parents(family), tmp_path, dirs_exist_ok=True)
-    result = run(tmp_path, data, "{model: a, parameters: {weight: .5}}, {model: b, parameters: {weight: .5}}")
+    result = run(tmp_path, data, "ab")
     assert (result.status, result.verdict) == ("released", "pass"), str(result)
     release, *_ = (path.parent for path in (tmp_path / "releases").glob("*/config.json"))
-    spoken = [normalize_words(json.loads(line)["text"]) for line in data.read_text().splitlines()]
-    sounds = [sound_of(phrase) for phrase in spoken]
-    kind = tf.AutoModelForSpeechSeq2Seq if family == "whisper" else tf.AutoModelForCTC
-    networks = [kind.from_pretrained(tmp_path / name) for name in "ab"]
-    states = [network.state_dict() for network in networks]
-    average = {name: (tensor + states[1][name]) / 2 for name, tensor in states[0].items()}
-    networks[0].load_state_dict(average)
     in_memory = shutil.copytree(tmp_path / "a", tmp_path / "average")
-    networks[0].save_pretrained(in_memory)
-    assert transcripts_of(family, release, sounds) == transcripts_of(family, in_memory, sounds)
+    average([load(tmp_path / name)[1] for name in "ab"], [0.5, 0.5]).save_pretrained(in_memory)
+    sounds = list(map(sound_of, spoken_in(data)))
+    released, expected = (list(map(transcriber(directory), sounds)) for directory in (release, in_memory))
+    assert released == expected
 
     write(family, tmp_path / "c", seed=5)
-    result = run(tmp_path, data, "{model: a, parameters: {weight: .5}}, {model: c, parameters: {weight: .5}}")
+    result = run(tmp_path, data, "ac")
     assert (result.status, result.verdict) == ("refused", "fail"), str(result)

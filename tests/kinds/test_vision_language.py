@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,14 +13,17 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from kind_projects import average
 from lm_eval.api.instance import Instance
 from safetensors.torch import load_file, save_file
+from samples import sampled
+from scoring_runs import model_in
 from tiny_kinds import VISION_LANGUAGE, pair, write
 
 from mergegate.merge_core import load_recipe, merge_weights, plan_merge
 from mergegate.merge_core.checkpoint import open_checkpoint
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints import LoadedModel, Model, load_model
+from mergegate.tasks.checkpoints import LoadedModel, load_model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.backends.hf import wrap_model
 from mergegate.tasks.perplexity.measurement import TextWindow, read_batch
@@ -36,8 +40,13 @@ def _no_models() -> Iterator[None]:
     unload_models()
 
 
-def model_in(directory: Path) -> Model:
-    return Model(name=directory.name, digest=str(directory), directory=directory)
+FAMILIES = sampled(VISION_LANGUAGE, ["llava", "gemma3", "qwen2_vl"])
+
+
+@contextmanager
+def loading(directory: Path) -> Iterator[LoadedModel]:
+    with load_model(model_in(directory), dtype="float32", device="cpu") as loaded:
+        yield loaded
 
 
 def loaded_directly(directory: Path) -> Any:
@@ -70,12 +79,16 @@ def requests_with_shared_prefixes(seed: int) -> list[tuple[str, str]]:
     return [*shared, *((question, text(length)) for length in (2, 5, 5)), (text(3), text(2)), (text(70), text(3))]
 
 
-@pytest.mark.parametrize("family", VISION_LANGUAGE)
-def test_likelihoods_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_likelihoods_and_answers_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
     directory = write(family, tmp_path / family)
     network = loaded_directly(directory)
     requests = requests_with_shared_prefixes(len(family))
-    with load_model(model_in(directory), dtype="float32", device="cpu") as loaded:
+    rng = random.Random(1)
+    examples = "".join(rng.choices(LETTERS, k=24))
+    prompts = [examples + "".join(rng.choices(LETTERS, k=length)) for length in (5, 12, 20)]
+    settings = {"until": ["~"], "max_gen_toks": 12}
+    with loading(directory) as loaded:
         assert type(loaded.network) is type(network)
         lm = _wrapped(loaded)
         answers = lm.loglikelihood(_instances("loglikelihood", requests), disable_tqdm=True)
@@ -85,29 +98,14 @@ def test_likelihoods_equal_those_of_transformers(family: str, tmp_path: Path) ->
             context, target = lm._encode_pair(prompt, continuation)
             expected = likelihoods(network, context + target)[-len(target) :].sum()
             assert likelihood == pytest.approx(float(expected), abs=1e-4)
+        asked = _instances("generate_until", [(prompt, settings) for prompt in prompts])
+        for prompt, answer in zip(prompts, lm.generate_until(asked, disable_tqdm=True), strict=True):
+            tokens = torch.tensor([lm.tok_encode(prompt)])
+            mask = {"attention_mask": torch.ones_like(tokens)}
+            expected = network.generate(input_ids=tokens, **mask, max_new_tokens=12, do_sample=False)
+            assert answer == lm.tok_decode(expected[0, tokens.shape[1] :].tolist()).split("~")[0]
     for window, row in zip(windows, rows, strict=True):  # padded on the right, as perplexity reads texts
         assert torch.allclose(row, likelihoods(network, window), atol=1e-4)
-
-
-@pytest.mark.parametrize("family", VISION_LANGUAGE)
-def test_answers_equal_those_of_transformers(family: str, tmp_path: Path) -> None:
-    directory = write(family, tmp_path / family)
-    network = loaded_directly(directory)
-    rng = random.Random(1)
-    examples = "".join(rng.choices(LETTERS, k=24))
-    prompts = [examples + "".join(rng.choices(LETTERS, k=length)) for length in (5, 12, 20)]
-    with load_model(model_in(directory), dtype="float32", device="cpu") as loaded:
-        lm = _wrapped(loaded)
-        settings = {"until": ["~"], "max_gen_toks": 12}
-        written = lm.generate_until(
-            _instances("generate_until", [(prompt, settings) for prompt in prompts]), disable_tqdm=True
-        )
-        for prompt, answer in zip(prompts, written, strict=True):
-            tokens = torch.tensor([lm.tok_encode(prompt)])
-            expected = network.generate(
-                input_ids=tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=12, do_sample=False
-            )
-            assert answer == lm.tok_decode(expected[0, tokens.shape[1] :].tolist()).split("~")[0]
 
 
 def _wrapped(loaded: LoadedModel) -> Any:
@@ -115,23 +113,18 @@ def _wrapped(loaded: LoadedModel) -> Any:
 
 
 def _instances(kind: Any, requests: list[tuple[Any, ...]]) -> list[Instance]:
-    return [
-        Instance(request_type=kind, doc={}, arguments=request, idx=number) for number, request in enumerate(requests)
-    ]
+    return [Instance(kind, {}, request, number) for number, request in enumerate(requests)]
 
 
-@pytest.mark.parametrize("family", VISION_LANGUAGE)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_merge_equals_the_merge_in_memory(family: str, tmp_path: Path) -> None:
     parents = pair(family, tmp_path)
     models = [{"model": str(parent), "parameters": {"weight": 0.5}} for parent in parents]
     recipe = load_recipe({"merge_method": "linear", "models": models, "dtype": "float32"})
     plan = plan_merge(recipe, {str(parent): open_checkpoint(parent) for parent in parents})
     merge_weights(plan, tmp_path / "merge", device="cpu")
-    expected, other = (loaded_directly(parent) for parent in parents)
-    with torch.no_grad():
-        for own, theirs in zip(expected.parameters(), other.parameters(), strict=True):
-            own.copy_((own + theirs) / 2)
-    with load_model(model_in(tmp_path / "merge"), dtype="float32", device="cpu") as loaded:
+    expected = average([loaded_directly(parent) for parent in parents], [0.5, 0.5])
+    with loading(tmp_path / "merge") as loaded:
         state = loaded.network.state_dict()
         for name, tensor in expected.state_dict().items():
             assert torch.allclose(state[name].double(), tensor.double(), atol=1e-6), name
@@ -143,10 +136,7 @@ def test_a_class_that_ignores_the_vision_tower_is_refused(tmp_path: Path) -> Non
     directory = write("llama4", tmp_path / "llama4")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "architectures": ["Llama4ForCausalLM"]}))
-    with (
-        pytest.raises(InvalidInput, match=r"does not read .*vision.* more tensors"),
-        load_model(model_in(directory), dtype="float32", device="cpu"),
-    ):
+    with pytest.raises(InvalidInput, match=r"does not read .*vision.* more tensors"), loading(directory):
         pass
 
 
@@ -154,10 +144,8 @@ def test_a_tensor_that_no_part_reads_is_refused(tmp_path: Path) -> None:
     directory = write("llava", tmp_path / "llava")
     tensors = load_file(directory / "model.safetensors")
     save_file({**tensors, "left.over": torch.ones(2)}, directory / "model.safetensors", {"format": "pt"})
-    with (
-        pytest.raises(InvalidInput, match=r"LlavaForConditionalGeneration does not read .*left\.over"),
-        load_model(model_in(directory), dtype="float32", device="cpu"),
-    ):
+    message = r"LlavaForConditionalGeneration does not read .*left\.over"
+    with pytest.raises(InvalidInput, match=message), loading(directory):
         pass
 
 
@@ -189,7 +177,7 @@ def test_a_chat_template_that_reads_only_lists_renders_a_plain_text(tmp_path: Pa
     (directory / "chat_template.jinja").write_text(LLAVA_TEMPLATE)
     plain = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Name a color."}]
     picture = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "Which color?"}]}]
-    with load_model(model_in(directory), dtype="float32", device="cpu") as loaded:
+    with loading(directory) as loaded:
         lm = _wrapped(loaded)
         lm.chat_template_args = {}
         assert lm.apply_chat_template(plain) == "SYSTEM: Be brief. USER: Name a color. ASSISTANT:"
@@ -200,5 +188,5 @@ def test_a_chat_template_that_reads_only_lists_renders_a_plain_text(tmp_path: Pa
 def test_a_chat_template_that_reads_plain_texts_is_not_changed(family: str, tmp_path: Path) -> None:
     directory = write(family, tmp_path / family)
     template = transformers.AutoTokenizer.from_pretrained(directory).chat_template
-    with load_model(model_in(directory), dtype="float32", device="cpu") as loaded:
+    with loading(directory) as loaded:
         assert loaded.tokenizer.chat_template == template

@@ -345,24 +345,15 @@ VISION_LANGUAGE: Mapping[str, Callable[[], Parts]] = {
 """Vision-language models by family. llava and gemma3 have a processor that works without torchvision."""
 
 KINDS: Mapping[str, Callable[[], Parts]] = {
-    "text generator": _text_generator,
-    "bert embedding": _bert_embedding,
-    "modernbert embedding": _modernbert_embedding,
-    "qwen3 embedding": _qwen3_embedding,
-    "sparse encoder": _sparse_encoder,
-    "cross-encoder": _cross_encoder,
+    "text generator": _text_generator, "bert embedding": _bert_embedding, "modernbert embedding": _modernbert_embedding,
+    "qwen3 embedding": _qwen3_embedding, "sparse encoder": _sparse_encoder, "cross-encoder": _cross_encoder,
     "older cross-encoder": _older_cross_encoder,
-    "reranker without modules": lambda: _encoder("ForSequenceClassification", num_labels=1),
-    **VISION_LANGUAGE,
-    "whisper": _whisper,
-    "wav2vec2": _ctc,
-    "audio language model": _audio_language,
+    "reranker without modules": lambda: _encoder("ForSequenceClassification", num_labels=1), **VISION_LANGUAGE,
+    "whisper": _whisper, "wav2vec2": _ctc, "audio language model": _audio_language,
     "t5": lambda: _encoder_decoder("t5", d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2),
     "bart": lambda: _encoder_decoder("bart", **_STACKS, max_position_embeddings=256),
     "sequence classifier": lambda: _encoder("ForSequenceClassification", num_labels=3),
     "token classifier": lambda: _encoder("ForTokenClassification", num_labels=5),
-    "masked language model": lambda: _encoder("ForMaskedLM"),
-    "bare encoder": _encoder,
-    "clip": _clip,
-}
+    "masked language model": lambda: _encoder("ForMaskedLM"), "bare encoder": _encoder, "clip": _clip,
+}  # fmt: skip
 """Builders of the checkpoints by name."""
