@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from spaces import TIES, TIES_PARAMETERS, WEIGHT, settings_of, space_of
+from toy_search import TIES, TIES_PARAMETERS, WEIGHT, settings_of, space_of
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.sweep.objective import Limit, MetricKey, Objective, Term

@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from spaces import TIES
-from toy_search import COPY, REV, ToyModels, by_weights, hand_written_ties, run_toy, toy_settings, toy_space
+from toy_search import COPY, REV, TIES, ToyModels, by_weights, hand_written_ties, run_toy, toy_settings, toy_space
 
 from mergegate.merge_core.errors import DiskUnavailable, InvalidInput, Refused
 from mergegate.tasks.sweep.ledger import open_ledger, request_key, study_key

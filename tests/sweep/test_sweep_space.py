@@ -11,7 +11,7 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from spaces import TIES, TIES_PARAMETERS, WEIGHT, space_of, ties_space
+from toy_search import TIES, TIES_PARAMETERS, WEIGHT, space_of, ties_space
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.recipe import load_recipe, value_for

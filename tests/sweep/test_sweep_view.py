@@ -7,8 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from spaces import TIES
-from toy_search import ToyModels, hand_written_ties, run_toy, toy_settings, toy_space
+from toy_search import TIES, ToyModels, hand_written_ties, run_toy, toy_settings, toy_space
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.sweep.optuna_view import open_view, parameter_importances, serve_dashboard, view_storage

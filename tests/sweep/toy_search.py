@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from spaces import TIES, TIES_PARAMETERS, settings_of
 
 from mergegate.tasks.sweep.ledger import Ledger, open_ledger, request_key, study_key
 from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric, make_objective
@@ -19,6 +18,18 @@ from mergegate.tasks.sweep.settings import SweepSettings
 from mergegate.tasks.sweep.space import Space, make_space, recipe_key
 from mergegate.tasks.sweep.study import HandWritten, Study, TrialRequest, TrialScores
 
+TIES = {
+    "merge_method": "ties",
+    "base_model": "base",
+    "dtype": "bfloat16",
+    "parameters": {"lambda": 1.0},
+    "models": [
+        {"model": "math", "parameters": {"weight": "$math", "density": "$density"}},
+        {"model": "code", "parameters": {"weight": "$code", "density": "$density"}},
+    ],
+}
+WEIGHT = {"low": 0.2, "high": 1.8, "start": 1.0}
+TIES_PARAMETERS: dict[str, Any] = {"math": WEIGHT, "code": WEIGHT, "density": {"low": 0.05, "high": 1.0, "start": 0.5}}
 REV, COPY = MetricKey("rev", "exact"), MetricKey("copy", "exact")
 Quality = Callable[[dict[str, Any]], float]
 
@@ -113,3 +124,17 @@ def search_toy(models: Any, ledger: Ledger, settings: SweepSettings, **more: Any
 def hand_written_ties(space: Space) -> HandWritten:
     """Return the searched recipe with its start values."""
     return HandWritten("ties", space.fill_recipe(space.start))
+
+
+def settings_of(parameters: dict[str, Any], **more: Any) -> SweepSettings:
+    return SweepSettings.model_validate(
+        {"objective": [{"task": "rev", "measure": "exact"}], "parameters": parameters, **more}
+    )
+
+
+def space_of(recipe: dict[str, Any], parameters: dict[str, Any], layers: int | None = 4, **more: Any) -> Space:
+    return make_space(recipe, settings_of(parameters, **more), layers, "r.yaml")
+
+
+def ties_space() -> Space:
+    return space_of(TIES, TIES_PARAMETERS)
