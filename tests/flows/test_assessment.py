@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 from prefect import flow
+from samples import sampled
 
 from mergegate.flows.attempt import Assessment, assess_merge, assessment
 from mergegate.merge_core.architecture import TEXT_GENERATOR, find_kind
@@ -24,6 +24,7 @@ from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.gate.settings import CHAMPION, GateRule, Guard
+from mergegate.tasks.gate.stage import GateVerdict
 from mergegate.tasks.merge.weight_comparison import CopiedParent
 from mergegate.tasks.preflight import Evidence, power_forecast
 from mergegate.tasks.report import gate_notes
@@ -45,16 +46,15 @@ def model(name: str) -> Model:
     return Model(name=name, digest=digest(name), directory=Path("/nowhere"))
 
 
-@pytest.fixture(autouse=True)
-def text_generators(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let all models be text generators, because they have no files."""
-    monkeypatch.setattr(assessment, "kind_of_directory", lambda directory: TEXT_GENERATOR)
+Right = Callable[[str, str, int], bool]  # whether a model answers a document of a task right
+Judged = Callable[..., tuple[Assessment, "Bench"]]
+EACH = GateRule(rule="each")
 
 
 class Bench:
     """A fake lm-eval whose answers are a function of model, task and document. It records every request."""
 
-    def __init__(self, place: Path, right: Callable[[str, str, int], bool]) -> None:
+    def __init__(self, place: Path, right: Right) -> None:
         self.place, self.right = place, right
         self.asked: list[tuple[str, str, int]] = []
 
@@ -65,6 +65,11 @@ class Bench:
         self.asked.append((model.name, task.name, documents))
         wanted = [part for part in document_ranges(SIZE, scoring.first_look) if part.first < documents]
         return [self._part(model.name, task.name, part.first, part.last) for part in wanted]
+
+    @property
+    def looks(self) -> dict[str, set[int]]:
+        """The numbers of documents that were requested, by task."""
+        return {task: {n for _, name, n in self.asked if name == task} for _, task, _ in self.asked}
 
     def _part(self, name: str, task: str, first: int, last: int) -> Artifact[Scores]:
         directory = self.place / f"{name}-{task}-{first}"
@@ -79,35 +84,27 @@ class Bench:
         return Artifact("evaluate", str(directory), digest([list(o) for o in scored]), value, directory, {})
 
 
-class NoCopies:
-    """A replacement for the comparison of weights, because the models of these tests have none."""
-
-    @staticmethod
-    def build(merge: Model, parents: tuple[Model, ...]) -> SimpleNamespace:
-        return SimpleNamespace(value=CopiedParent(parent=None))
-
-
 @pytest.fixture
-def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Assessment, Bench]]:
-    """Return a function that assesses a merge with a fake evaluation."""
+def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Judged:
+    """Return a function that assesses a merge with a fake evaluation. The models have no files."""
+    monkeypatch.setattr(assessment, "kind_of_directory", lambda directory: TEXT_GENERATOR)
 
     def run(
-        right: Callable[[str, str, int], bool],
-        *,
-        guards: tuple[Guard, ...],
+        right: Right,
+        *guards: Guard,
         first: int | Literal["all"] | None = 500,
         rule: GateRule | None = None,
         champion: Model | None = None,
         workers: int = 1,
+        bench: Bench | None = None,
     ) -> tuple[Assessment, Bench]:
-        bench = Bench(tmp_path, right)
+        bench = bench or Bench(tmp_path, right)
         monkeypatch.setattr(assessment, "evaluate_documents", bench.evaluate_to)
-        monkeypatch.setattr(assessment, "find_copied_parent", NoCopies)
+        no_copies = SimpleNamespace(build=lambda *_: SimpleNamespace(value=CopiedParent(parent=None)))
+        monkeypatch.setattr(assessment, "find_copied_parent", no_copies)
         monkeypatch.setattr(task_definition, "task_form", lambda *_: "text")  # lm-eval has no tasks of these names
         tasks = tuple(task for task in TASKS if task.name in {guard.task for guard in guards})
-        evidence = Evidence(
-            tasks=tasks, scoring=Scoring(documents=first), guards=guards, rule=rule or GateRule(rule="each")
-        )
+        evidence = Evidence(tasks=tasks, scoring=Scoring(documents=first), guards=guards, rule=rule or EACH)
 
         @flow
         def judge() -> Assessment:
@@ -122,6 +119,7 @@ def judged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tup
 
 COPY, REVERSE = Guard(task="copy", guarded_by="base"), Guard(task="reverse", guarded_by="reverser")
 SORT = Guard(task="sort", guarded_by="base")
+WIDE_SORT = SORT.model_copy(update={"max_drop": 9.0})  # a drop of 10 points is detected sooner than one of 3
 
 
 def sometimes_wrong(name: str, task: str, doc: int) -> bool:
@@ -132,35 +130,47 @@ def sometimes_wrong(name: str, task: str, doc: int) -> bool:
     return task == "copy" or (doc % 20 != 3 if name == "merge" else doc % 20 != 7)
 
 
-@pytest.mark.story
-def test_only_the_inconclusive_task_is_extended(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
-    result, bench = judged(sometimes_wrong, guards=(COPY, REVERSE))
-    assert result.verdict.value.outcome == "pass"
-    assert [guard.n for guard in result.verdict.value.guards] == [500, 1000]
-    assert max(documents for _, task, documents in bench.asked if task == "copy") == 500
+def noisy(name: str, task: str, doc: int) -> bool:
+    return doc % 2 == (name == "merge")  # they disagree on every document, and neither is better
 
 
-def test_a_failed_guard_ends_the_evaluation_at_the_first_look(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
-    def lost(name: str, task: str, doc: int) -> bool:
-        return doc % 3 != 0 if name == "merge" and task == "copy" else sometimes_wrong(name, task, doc)
-
-    result, bench = judged(lost, guards=(COPY, REVERSE))
-    assert result.verdict.value.outcome == "fail"
-    assert {documents for *_, documents in bench.asked} == {500}
-
-
-def loses(*tasks: str) -> Callable[[str, str, int], bool]:
+def loses(*tasks: str) -> Right:
     """Return answers that are all right except those of the merge on every third document of these tasks."""
     return lambda name, task, doc: not (name == "merge" and task in tasks and doc % 3 == 0)
 
 
+# Answers, guards, settings, outcome, and the numbers of documents at which each task is looked at.
+LOOKS: dict[str, tuple[Right, tuple[Guard, ...], dict[str, Any], str, dict[str, set[int]]]] = {
+    "one look at all documents": (sometimes_wrong, (REVERSE,), {"first": "all"}, "pass", {"reverse": {SIZE}}),
+    "one look": (sometimes_wrong, (REVERSE,), {"rule": GateRule(extend=False)}, "pass", {"reverse": {500}}),
+    "more looks by default": (sometimes_wrong, (REVERSE,), {"first": None}, "pass", {"reverse": {500, 1000}}),
+    "more looks for the inconclusive task": (
+        *(sometimes_wrong, (COPY, REVERSE), {}, "pass"),
+        {"copy": {500}, "reverse": {500, 1000}},
+    ),
+    "all looks if none decides": (noisy, (REVERSE,), {}, "inconclusive", {"reverse": {500, 1000, SIZE}}),
+}
+
+
+@pytest.mark.parametrize("name", sampled(LOOKS, ["one look at all documents", "one look"]))
+def test_a_task_is_looked_at_until_its_guard_is_decided(judged: Judged, name: str) -> None:
+    right, guards, settings, outcome, looks = LOOKS[name]
+    result, bench = judged(right, *guards, **settings)
+    assert (result.verdict.value.outcome, bench.looks) == (outcome, looks)
+    verdicts = result.verdict.value.guards
+    assert [guard.n for guard in verdicts] == [max(looks[guard.task]) for guard in guards]
+    assert outcome == "pass" or verdicts[-1].documents_left == 0
+    if name == "one look":
+        look = verdicts[0].look
+        assert look is not None
+        assert (look.number, look.of, look.confidence) == (1, 1, 0.95)
+
+
 @pytest.mark.parametrize("rule", ["each", "suite"])
-def test_when_a_task_is_lost_those_to_come_are_not_run(
-    judged: Callable[..., tuple[Assessment, Bench]], rule: Literal["each", "suite"]
-) -> None:
-    result, bench = judged(loses("reverse"), guards=(COPY, REVERSE, SORT), rule=GateRule(rule=rule))
+def test_when_a_task_is_lost_those_to_come_are_not_run(judged: Judged, rule: Literal["each", "suite"]) -> None:
+    result, bench = judged(loses("reverse"), COPY, REVERSE, SORT, rule=GateRule(rule=rule))
     verdict = result.verdict.value
-    assert {task for _, task, _ in bench.asked} == {"copy", "reverse"}
+    assert bench.looks == {"copy": {500}, "reverse": {500}}
     assert (verdict.outcome, verdict.publishable, verdict.suites) == ("fail", False, ())
     assert [guard.task for guard in verdict.guards] == ["copy", "reverse"]
     assert [(one.task, one.word, one.documents) for one in verdict.not_run] == [
@@ -169,80 +179,58 @@ def test_when_a_task_is_lost_those_to_come_are_not_run(
     assert all(part.value.tasks[0].task != "sort" for parts in result.scores.values() for part in parts)
 
 
-@pytest.mark.story
-def test_what_decides_most_in_a_second_comes_first(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
-    wide = SORT.model_copy(update={"max_drop": 9.0})  # a drop of 10 points is detected sooner than one of 3
-    _, bench = judged(sometimes_wrong, guards=(COPY, REVERSE, wide), rule=GateRule())
-    assert list(dict.fromkeys(task for _, task, _ in bench.asked)) == ["sort", "copy", "reverse"]
-    found, bench = judged(loses("sort"), guards=(COPY, REVERSE, wide), rule=GateRule())
-    assert {task for _, task, _ in bench.asked} == {"sort"}
-    assert [one.task for one in found.verdict.value.not_run] == ["copy", "reverse"]  # in the order of the profile
-
-
-def test_tasks_that_are_run_later_are_told_in_the_order_of_the_profile(
-    judged: Callable[..., tuple[Assessment, Bench]],
-) -> None:
-    wide = SORT.model_copy(update={"max_drop": 9.0})
-    result, _ = judged(sometimes_wrong, guards=(COPY, REVERSE, wide), rule=GateRule())
-    for parts in result.scores.values():
+def test_what_decides_most_in_a_second_comes_first(judged: Judged) -> None:
+    result, bench = judged(sometimes_wrong, COPY, REVERSE, WIDE_SORT, rule=GateRule())
+    assert list(bench.looks) == ["sort", "copy", "reverse"]
+    for parts in result.scores.values():  # in the order of the profile
         assert list(dict.fromkeys(part.value.tasks[0].task for part in parts)) == ["copy", "reverse", "sort"]
 
 
 @pytest.mark.story
+def test_tasks_are_not_run_after_the_first_that_is_lost(judged: Judged) -> None:
+    result, bench = judged(loses("sort"), COPY, REVERSE, WIDE_SORT, rule=GateRule())
+    assert set(bench.looks) == {"sort"}
+    assert [one.task for one in result.verdict.value.not_run] == ["copy", "reverse"]  # in the order of the profile
+
+
+@pytest.mark.story
 def test_a_task_that_is_lost_at_the_second_look_leaves_the_others_where_they_were(
-    judged: Callable[..., tuple[Assessment, Bench]],
+    judged: Judged,
 ) -> None:
     def falls_late(name: str, task: str, doc: int) -> bool:
         if task == "copy" and name == "merge" and doc >= 500:
             return doc % 2 == 0
         return doc % 7 != (1 if name == "merge" else 2)  # too noisy for the first look to decide
 
-    result, bench = judged(falls_late, guards=(COPY, REVERSE, SORT), rule=GateRule())
+    result, bench = judged(falls_late, COPY, REVERSE, SORT, rule=GateRule())
     verdict = result.verdict.value
     assert verdict.outcome == "fail"
-    assert {task: max(n for _, name, n in bench.asked if name == task) for task in ("copy", "reverse", "sort")} == {
-        "copy": 1000,
-        "reverse": 500,
-        "sort": 500,
-    }
+    assert bench.looks == {"copy": {500, 1000}, "reverse": {500}, "sort": {500}}
     assert [(guard.task, guard.n) for guard in verdict.guards] == [("copy", 1000), ("reverse", 500), ("sort", 500)]
     assert verdict.not_run == ()
     assert verdict.suites == ()
 
 
 @pytest.mark.story
-def test_what_costs_nothing_is_never_left_out(
-    judged: Callable[..., tuple[Assessment, Bench]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_costs_nothing_is_never_left_out(judged: Judged, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(assessment, "count_missing_documents", lambda task, *_: 0 if task.name == "copy" else 500)
-    result, bench = judged(loses("reverse", "copy"), guards=(REVERSE, SORT, COPY), rule=GateRule())
-    assert {task for _, task, _ in bench.asked} == {"copy"}
+    result, bench = judged(loses("reverse", "copy"), REVERSE, SORT, COPY, rule=GateRule())
+    assert set(bench.looks) == {"copy"}
     assert {one.decided_by for one in result.verdict.value.not_run} == {"copy"}
     monkeypatch.setattr(assessment, "count_missing_documents", lambda *_: 0)
-    result, bench = judged(loses("reverse", "copy"), guards=(REVERSE, SORT, COPY), rule=GateRule())
-    assert {task for _, task, _ in bench.asked} == {"copy", "reverse", "sort"}
+    result, bench = judged(loses("reverse", "copy"), REVERSE, SORT, COPY, rule=GateRule())
+    assert set(bench.looks) == {"copy", "reverse", "sort"}
     assert result.verdict.value.not_run == ()
 
 
 @pytest.mark.story
 def test_where_each_model_has_a_process_of_its_own_references_are_loaded_once(
-    judged: Callable[..., tuple[Assessment, Bench]], monkeypatch: pytest.MonkeyPatch
+    judged: Judged, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = dataclasses.replace(find_backend("hf"), frees_memory=False)
     monkeypatch.setattr(assessment, "find_backend", lambda name: backend)
-    _, bench = judged(sometimes_wrong, guards=(COPY, REVERSE), first="all")
+    _, bench = judged(sometimes_wrong, COPY, REVERSE, first="all")
     assert [name for name, *_ in bench.asked[:4]] == ["base", "base", "reverser", "reverser"]
-
-
-@pytest.mark.story
-def test_what_no_look_decides_ends_with_the_last_one(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
-    def noisy(name: str, task: str, doc: int) -> bool:
-        return doc % 2 == (name == "merge")  # they disagree on every document, and neither is better
-
-    result, bench = judged(noisy, guards=(REVERSE,))
-    assert result.verdict.value.outcome == "inconclusive"
-    assert sorted({documents for *_, documents in bench.asked}) == [500, 1000, SIZE]
-    assert result.verdict.value.guards[0].documents_left == 0
 
 
 def test_a_variant_is_scored_by_its_own_backend_and_may_copy_the_merge(
@@ -260,6 +248,7 @@ def test_a_variant_is_scored_by_its_own_backend_and_may_copy_the_merge(
         backends.add((scored.name, scoring.backend))
         return ()
 
+    monkeypatch.setattr(assessment, "kind_of_directory", lambda directory: TEXT_GENERATOR)
     monkeypatch.setattr(assessment, "evaluate_documents", evaluate_with)
     monkeypatch.setattr(assessment, "known_scores", search)
     monkeypatch.setattr(power_forecast, "known_scores", search)
@@ -279,57 +268,38 @@ def test_a_variant_is_scored_by_its_own_backend_and_may_copy_the_merge(
     assert {guard.reference for guard in verdict.guards} == {"merge"}
 
 
-def test_without_extension_the_first_look_is_the_only_one(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
-    result, bench = judged(sometimes_wrong, guards=(REVERSE,), rule=GateRule(extend=False))
-    guard = result.verdict.value.guards[0]
-    assert guard.look is not None
-    assert (guard.look.number, guard.look.of, guard.look.confidence) == (1, 1, 0.95)
-    assert {documents for *_, documents in bench.asked} == {500}
-
-
-def test_all_documents_at_once_are_one_look(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
-    _, bench = judged(sometimes_wrong, guards=(REVERSE,), first="all")
-    assert {documents for *_, documents in bench.asked} == {SIZE}
-
-
-@pytest.mark.story
-def test_interim_looks_are_the_default(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
-    _, bench = judged(sometimes_wrong, guards=(REVERSE,), first=None)
-    assert {documents for *_, documents in bench.asked} == {500, 1000}
-
-
-def test_interim_looks_that_cannot_decide_are_skipped(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
+def test_interim_looks_that_cannot_decide_are_skipped(judged: Judged) -> None:
     def wild(name: str, task: str, doc: int) -> bool:
         return (doc * 7919) % 11 < 5 if name == "merge" else (doc * 7919) % 11 >= 5  # opposite answers, similar scores
 
     strict = REVERSE.model_copy(update={"max_drop": 12.0, "margin": 12.5})
-    result, bench = judged(wild, guards=(strict,), first=1300)
+    result, bench = judged(wild, strict, first=1300)
     assert result.verdict.value.outcome == "inconclusive"
     (guard,) = result.verdict.value.guards
     assert guard.chance_left is not None
-    assert ({documents for *_, documents in bench.asked} == {1300}) == (guard.chance_left < 0.02)
+    assert (bench.looks == {"reverse": {1300}}) == (guard.chance_left < 0.02)
+
+
+REIGNING = REVERSE.model_copy(update={"guarded_by": CHAMPION})
 
 
 @pytest.mark.story
-def test_the_champion_is_scored_where_a_guard_asks_for_it(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
-    reigning = REVERSE.model_copy(update={"guarded_by": CHAMPION})
-    result, bench = judged(sometimes_wrong, guards=(COPY, reigning), champion=model(CHAMPION))
+def test_the_champion_is_scored_where_a_guard_asks_for_it(judged: Judged) -> None:
+    result, bench = judged(sometimes_wrong, COPY, REIGNING, champion=model(CHAMPION))
     assert {task for name, task, _ in bench.asked if name == CHAMPION} == {"reverse"}
     assert [guard.reference for guard in result.verdict.value.guards] == ["base", CHAMPION]
 
 
-def test_the_first_release_is_not_held_against_a_champion(judged: Callable[..., tuple[Assessment, Bench]]) -> None:
-    reigning = REVERSE.model_copy(update={"guarded_by": CHAMPION})
-    result, _ = judged(sometimes_wrong, guards=(COPY, reigning))
-    assert result.verdict.value.publishable
-    assert result.verdict.value.notes == ("reverse: no release to compare with yet",)
+def test_the_first_release_is_not_held_against_a_champion(judged: Judged) -> None:
+    verdict = judged(sometimes_wrong, COPY, REIGNING)[0].verdict.value
+    assert (verdict.publishable, verdict.notes) == (True, ("reverse: no release to compare with yet",))
 
 
 @pytest.mark.story
 @pytest.mark.parametrize("rule", ["each", "suite"])
 @pytest.mark.parametrize("lost", [(), ("reverse",), ("copy", "sort")], ids=["none", "one", "two"])
 def test_side_by_side_nothing_else_is_asked_and_nothing_else_comes_out(
-    judged: Callable[..., tuple[Assessment, Bench]], rule: Literal["each", "suite"], lost: tuple[str, ...]
+    judged: Judged, rule: Literal["each", "suite"], lost: tuple[str, ...]
 ) -> None:
     """Several workers skip the tasks that one worker would skip, and reach the same verdict.
 
@@ -339,9 +309,8 @@ def test_side_by_side_nothing_else_is_asked_and_nothing_else_comes_out(
     def right(name: str, task: str, doc: int) -> bool:
         return sometimes_wrong(name, task, doc) if not lost else loses(*lost)(name, task, doc)
 
-    guards = (COPY, REVERSE, SORT)
-    alone, bench = judged(right, guards=guards, rule=GateRule(rule=rule))
-    together, others = judged(right, guards=guards, rule=GateRule(rule=rule), workers=3)
+    alone, bench = judged(right, COPY, REVERSE, SORT, rule=GateRule(rule=rule))
+    together, others = judged(right, COPY, REVERSE, SORT, rule=GateRule(rule=rule), workers=3)
     assert together.verdict.digest == alone.verdict.digest
     assert together.scores == alone.scores
     assert sorted(others.asked) == sorted(bench.asked)
@@ -361,23 +330,21 @@ def test_what_can_leave_others_out_is_asked_alone() -> None:
 
 
 @pytest.mark.parametrize("workers", [1, 3])
-def test_the_first_that_fails_is_what_is_said(
-    judged: Callable[..., tuple[Assessment, Bench]], workers: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_that_fails_is_what_is_said(judged: Judged, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """If two models cannot be scored, the error names the model that a single worker would score first."""
 
     def fail(name: str, task: str, doc: int) -> bool:
         raise InvalidInput(name, found="cannot be loaded")
 
     with pytest.raises(InvalidInput) as caught:
-        judged(fail, guards=(COPY,), workers=workers)
+        judged(fail, COPY, workers=workers)
     assert caught.value.where == "base"
 
 
 class CutBench(Bench):
     """A bench whose answers are cut off on every tenth document until their budget has been doubled often enough."""
 
-    def __init__(self, place: Path, right: Callable[[str, str, int], bool], needed: int) -> None:
+    def __init__(self, place: Path, right: Right, needed: int) -> None:
         super().__init__(place, right)
         self.needed = needed
         self.lengthened: list[tuple[str, str, int, int]] = []  # model, task, documents, doublings
@@ -411,64 +378,57 @@ class CutBench(Bench):
         return dataclasses.replace(artifact, directory=directory, digest=digest([list(row) for row in rows]))
 
 
-def cut_benches(monkeypatch: pytest.MonkeyPatch, needed: int) -> list[CutBench]:
-    """Let ``judged`` use a ``CutBench``. Return the list to which it adds it."""
-    benches: list[CutBench] = []
-
-    def make(place: Path, right: Callable[[str, str, int], bool]) -> CutBench:
-        benches.append(CutBench(place, right, needed))
-        monkeypatch.setattr(assessment, "lengthen_answers", benches[-1].lengthen)
-        return benches[-1]
-
-    monkeypatch.setattr(sys.modules[__name__], "Bench", make)
-    return benches
+def judge_cut_answers(
+    judged: Judged, place: Path, monkeypatch: pytest.MonkeyPatch, needed: int, **rule: Any
+) -> tuple[GateVerdict, list[tuple[str, str, int, int]]]:
+    """Return the verdict and the calls that lengthened answers."""
+    bench = CutBench(place, sometimes_wrong, needed)
+    monkeypatch.setattr(assessment, "lengthen_answers", bench.lengthen)
+    result, _ = judged(sometimes_wrong, REVERSE, rule=GateRule(rule="each", **rule), bench=bench)
+    return result.verdict.value, bench.lengthened
 
 
 @pytest.mark.story
 @pytest.mark.parametrize("needed", [1, 3])
 def test_cut_off_answers_are_lengthened_at_the_same_look_for_all_models(
-    judged: Callable[..., tuple[Assessment, Bench]], monkeypatch: pytest.MonkeyPatch, needed: int
+    judged: Judged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, needed: int
 ) -> None:
-    benches = cut_benches(monkeypatch, needed)
-    result, _ = judged(sometimes_wrong, guards=(REVERSE,), rule=GateRule(rule="each"))
-    (bench,) = benches
-    verdict = result.verdict.value
+    verdict, lengthened = judge_cut_answers(judged, tmp_path, monkeypatch, needed)
     assert (verdict.outcome, verdict.guards[0].n) == ("pass", 1000)
     assert verdict.guards[0].cut_answers is None
-    first = [call for call in bench.lengthened if call[2] == 500]
-    assert first == [
-        (name, "reverse", 500, 1) for _ in range(needed) for name in ("base", "reverser", "merge")
-    ]  # one doubling after another, at the first look
-    second = [call for call in bench.lengthened if call[2] == 1000]
-    assert sorted(second) == sorted((name, "reverse", 1000, needed) for name in ("base", "reverser", "merge"))
+    models = ("base", "reverser", "merge")
+    # At the first look, one doubling after another; at the second look, all doublings at once.
+    assert [one for one in lengthened if one[2] == 500] == [(it, "reverse", 500, 1) for it in needed * models]
+    second = [one for one in lengthened if one[2] == 1000]
+    assert sorted(second) == sorted((name, "reverse", 1000, needed) for name in models)
 
 
 def test_answers_are_not_lengthened_beyond_the_limit(
-    judged: Callable[..., tuple[Assessment, Bench]], monkeypatch: pytest.MonkeyPatch
+    judged: Judged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    benches = cut_benches(monkeypatch, 9)
-    result, _ = judged(sometimes_wrong, guards=(REVERSE,), rule=GateRule(rule="each", max_answer_tokens=80))
-    assert [call[3] for call in benches[0].lengthened] == [1, 1, 1]
-    (guard,) = result.verdict.value.guards
+    verdict, lengthened = judge_cut_answers(judged, tmp_path, monkeypatch, 9, max_answer_tokens=80)
+    assert [doublings for *_, doublings in lengthened] == [1, 1, 1]
+    (guard,) = verdict.guards
     assert (guard.outcome, guard.n, guard.documents_left) == ("inconclusive", 500, SIZE - 500)
     assert guard.reason.endswith("evaluate.max_answer_tokens above 80 would decide")
 
 
 @pytest.mark.parametrize(
-    ("class_name", "note"),
+    ("class_name", "untested"),
     [
         ("LlamaForCausalLM", ""),
-        ("LlavaForConditionalGeneration", "only text was tested: no task tests how the merge reads pictures"),
-        ("Gemma3nForConditionalGeneration", "only text was tested: no task tests how the merge reads pictures"),
-        ("VoxtralForConditionalGeneration", "only text was tested: no task tests how the merge reads sound"),
+        ("LlavaForConditionalGeneration", "pictures"),
+        ("Gemma3nForConditionalGeneration", "pictures"),
+        ("VoxtralForConditionalGeneration", "sound"),
     ],
 )
 def test_the_verdict_notes_that_only_text_was_tested(
-    judged: Callable[..., tuple[Assessment, Bench]], monkeypatch: pytest.MonkeyPatch, class_name: str, note: str
+    judged: Judged, monkeypatch: pytest.MonkeyPatch, class_name: str, untested: str
 ) -> None:
     kind = find_kind({"architectures": [class_name]}, Companions())
     monkeypatch.setattr(assessment, "kind_of_directory", lambda directory: kind)
-    result, _ = judged(lambda *_: True, guards=(COPY,))
+    result, _ = judged(lambda *_: True, COPY)
     verdict = result.verdict.value
+    note = f"only text was tested: no task tests how the merge reads {untested}" if untested else ""
     assert (verdict.outcome, verdict.untested_note) == ("pass", note)
     assert gate_notes(verdict) == ((note,) if note else ())

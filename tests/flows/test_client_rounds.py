@@ -166,7 +166,6 @@ def test_without_a_method_it_is_the_mean_by_samples(place: Path) -> None:
     ("changes", "said"),
     [
         ({"clients": []}, "a list of directories"),
-        ({"clients": "clients/*"}, "a list of directories"),
         ({"samples": {"clients/ada": 0}}, "above 0"),
         ({"samples": {"clients/ada": True}}, "above 0"),
         ({"samples": ["clients/ada"]}, "above 0"),
@@ -184,10 +183,8 @@ def test_without_a_method_it_is_the_mean_by_samples(place: Path) -> None:
         ({"adam": {"rate": "0.1"}}, "above 0"),
         ({"adam": {"rate": 0.1, "tau": 0}}, "above 0"),
         ({"adam": {"rate": 0.1, "tau": float("nan")}}, "above 0"),
-        ({"adam": {"rate": 0.1, "beta1": 1}}, "below 1"),
         ({"adam": {"rate": 0.1, "beta2": -0.1}}, "from 0"),
         ({"adam": {"rate": 0.1, "beta_1": 0.9}}, "beta1"),
-        ({"adam": {"rate": 0.1}, "momentum": 0.9}, "combined with momentum"),
         ({"base_model": None}, "base_model"),
         ({"merge_method": "task_arithmetic", "samples": {"clients/ada": 3}}, "no sample count of clients/ben"),
         ({"samples": dict.fromkeys([f"clients/{name}" for name in HONEST], 3)}, "weights all clients equally"),

@@ -25,7 +25,7 @@ from typing import Any
 
 import pytest
 from benchmark_scripts import load_benchmark
-from demo_project import Printed, Project, make_project
+from demo_project import Project, expect, make_project
 from faults import files_below
 from patience import HANG_S
 from power import PowerCut, power
@@ -141,22 +141,17 @@ class TestPowerLoss:
 
 
 @pytest.mark.story
-def test_clock_jumps_neither_rebuild_nor_lose_artifacts(
-    released: tuple[Project, Printed], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_clock_jumps_neither_rebuild_nor_lose_artifacts(demo: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock is mergegate's own: the history, run names, records and the store's grace period use it."""
-    project, _ = released
-    true, before = time.time, project.latest.resolve()
+    true, before = time.time, demo.latest.resolve()
     for jump in (YEAR_S, -2 * YEAR_S, 0.0):
         monkeypatch.setattr(time, "time", lambda jump=jump: true() + jump)
-        run = project.mergegate("run", "profiles/demo.yaml")
-        assert run.exit_code == 0, run.output
-        assert "nothing new" in run.output
+        run = expect(demo.mergegate("run", "profiles/demo.yaml"), 0, "nothing new")
         assert not re.search(r"✓ (merge|perplexity|evaluate|gate)", run.output), "a stage was made again"
-        assert project.mergegate("store", "gc").exit_code == 0
-        assert project.mergegate("store", "verify").exit_code == 0
-    assert project.latest.resolve() == before
-    told = json.loads(project.mergegate("history", "--json", "--last", "3").stdout)
+        assert demo.mergegate("store", "gc").exit_code == 0
+        assert demo.mergegate("store", "verify").exit_code == 0
+    assert demo.latest.resolve() == before
+    told = json.loads(demo.mergegate("history", "--json", "--last", "3").stdout)
     ended = [one["ended"] for one in told["runs"]]
     assert ended[1] < ended[0] < ended[2], "the newest first, whatever the clock said"
 
@@ -171,10 +166,7 @@ def stages_made(project: Project) -> list[dict[str, int]]:
 
 @pytest.mark.proof
 @pytest.mark.parametrize("number", [2, 8])
-def test_runs_at_once_make_each_artifact_once_and_end_alike(
-    tmp_path: Path, released: tuple[Project, Printed], number: int
-) -> None:
-    undisturbed, _ = released
+def test_runs_at_once_make_each_artifact_once_and_end_alike(tmp_path: Path, demo: Project, number: int) -> None:
     project = make_project(tmp_path)
     command = [sys.executable, "-c", "from mergegate.flows.cli import main; main()"]
     runs = [
@@ -191,14 +183,14 @@ def test_runs_at_once_make_each_artifact_once_and_end_alike(
     said = [run.communicate(timeout=HANG_S) for run in runs]
     assert [run.returncode for run in runs] == [0] * number, said
     outcomes = [json.loads(out) for out, _ in said]
-    assert {one["version"] for one in outcomes} == {undisturbed.latest.resolve().name}
+    assert {one["version"] for one in outcomes} == {demo.latest.resolve().name}
     assert sorted({one["status"] for one in outcomes}) == ["nothing new", "released"]
     assert [one["status"] for one in outcomes].count("released") == 1
-    alone, together = stages_made(undisturbed)[0], stages_made(project)
+    alone, together = stages_made(demo)[0], stages_made(project)
     assert len(together) == number
     for stage in alone.keys() - NOT_CACHED:
         assert sum(run.get(stage, 0) for run in together) == alone[stage], f"{stage}: {together}"
-    assert files_below(project.latest.resolve()) == files_below(undisturbed.latest.resolve())
+    assert files_below(project.latest.resolve()) == files_below(demo.latest.resolve())
     assert len(list((project.root / "releases" / "demo").iterdir())) == 2  # the version and latest
     assert not list((project.home / "store").glob("*/*.partial"))
 

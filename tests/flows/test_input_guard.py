@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tampering import CHANGES, HARMLESS
@@ -18,12 +19,15 @@ from mergegate.tasks.checkpoints import (
     PinnedRecipe,
     files_fingerprint,
     find_checkpoint,
+    model_process,
     pin_checkpoints,
 )
 from mergegate.tasks.stage import StageValue, input_guard, on_input_change, stage, stages, store, value_stage
+from mergegate.tasks.stage.stages import DeclaredStage
 
 pytestmark = pytest.mark.usefixtures("home")
 
+Change = Callable[[Path], None]
 WEIGHTS = "model.safetensors"
 meanwhile: list[Callable[[], None]] = []
 read: list[bytes] = []
@@ -80,8 +84,8 @@ def pinned(directory: Path) -> PinnedCheckpoint:
     return pin_checkpoints([find_checkpoint(str(directory))], store().hashes)[0]
 
 
-def refused(model: Model, build: Callable[[], object]) -> ChangedInput:
-    """Check that a build is refused with the name of the model and the file and stores nothing; return the error."""
+def refused(model: Model, build: Callable[[], object]) -> None:
+    """Check that a build is refused with the name of the model and the file, and stores nothing."""
     with pytest.raises(ChangedInput) as caught:
         build()
     assert caught.value.where.startswith(f"{model.name}: {model.directory}")
@@ -89,39 +93,28 @@ def refused(model: Model, build: Callable[[], object]) -> ChangedInput:
     assert caught.value.exit_code == 3
     for name in ("copied", "measured"):
         assert not list((store().root / name).glob("*"))
-    return caught.value
 
 
 @pytest.mark.parametrize("file", [WEIGHTS, "config.json"])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_was_changed_before_is_not_read(
-    model: PinnedCheckpoint, change: Callable[[Path], None], file: str
-) -> None:
+def test_what_was_changed_before_is_not_read(model: PinnedCheckpoint, change: Change, file: str) -> None:
     change(model.directory / file)
     refused(model, lambda: copied.build(model))
     refused(model, lambda: measured.build(model))
     assert not read
 
 
-@pytest.mark.parametrize("file", [WEIGHTS, "config.json"])
+@pytest.mark.parametrize(("declared", "file"), [(copied, WEIGHTS), (copied, "config.json"), (measured, WEIGHTS)])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_is_changed_meanwhile_is_not_kept(
-    model: PinnedCheckpoint, change: Callable[[Path], None], file: str
+    model: PinnedCheckpoint, change: Change, declared: DeclaredStage[Any, Any, Any], file: str
 ) -> None:
     meanwhile[:] = [lambda: change(model.directory / file)]
-    refused(model, lambda: copied.build(model))
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_value_of_what_is_changed_meanwhile_is_not_kept(
-    model: PinnedCheckpoint, change: Callable[[Path], None]
-) -> None:
-    meanwhile[:] = [lambda: change(model.directory / WEIGHTS)]
-    refused(model, lambda: measured.build(model))
+    refused(model, lambda: declared.build(model))
 
 
 @pytest.mark.parametrize("touch", HARMLESS.values(), ids=HARMLESS)
-def test_the_same_bytes_go_on(model: PinnedCheckpoint, touch: Callable[[Path], None]) -> None:
+def test_the_same_bytes_go_on(model: PinnedCheckpoint, touch: Change) -> None:
     expected = (model.directory / WEIGHTS).read_bytes()
     touch(model.directory / WEIGHTS)
     meanwhile[:] = [lambda: touch(model.directory / WEIGHTS)]
@@ -144,12 +137,11 @@ def test_other_bytes_that_are_put_back_are_not_in_the_result(model: PinnedCheckp
     restore: list[bool] = []
     identities = input_guard._identities
 
-    def put_back(inputs: object) -> object:
-        if restore:
-            restore.clear()
+    def put_back(inputs: Any) -> object:
+        if restore and restore.pop():
             weights.write_bytes(content)
             os.utime(weights, ns=times)
-        return identities(inputs)  # type: ignore[arg-type]
+        return identities(inputs)
 
     meanwhile[:] = [alter]
     with pytest.MonkeyPatch.context() as patch:
@@ -168,6 +160,7 @@ def test_files_that_are_touched_for_ever_end_it(model: PinnedCheckpoint) -> None
 
 def test_whoever_keeps_what_was_read_is_told(model: PinnedCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[bool] = []
+    assert model_process.end_model_process in input_guard._change_callbacks
     monkeypatch.setattr(input_guard, "_change_callbacks", list(input_guard._change_callbacks))
     on_input_change(lambda: told.append(True))
     copied.build(model)
@@ -178,26 +171,22 @@ def test_whoever_keeps_what_was_read_is_told(model: PinnedCheckpoint, monkeypatc
     assert told
 
 
-def test_the_process_that_holds_models_is_ended() -> None:
-    from mergegate.tasks.checkpoints import model_process
+def fails(found: str, *changes: Callable[[], object]) -> Callable[[], None]:
+    def fail() -> None:
+        for change in changes:
+            change()
+        raise InvalidInput("the file", found=found)
 
-    assert model_process.end_model_process in input_guard._change_callbacks
+    return fail
 
 
 def test_an_error_that_a_change_brought_about_is_said_to_be_that(model: PinnedCheckpoint) -> None:
-    def damage() -> None:
-        CHANGES["truncated"](model.directory / WEIGHTS)
-        raise InvalidInput("the file", found="ends early")
-
-    meanwhile[:] = [damage]
+    meanwhile[:] = [fails("ends early", lambda: CHANGES["truncated"](model.directory / WEIGHTS))]
     refused(model, lambda: copied.build(model))
 
 
 def test_an_error_of_another_cause_stays_what_it_is(model: PinnedCheckpoint) -> None:
-    def fail() -> None:
-        raise InvalidInput("the file", found="is no model")
-
-    meanwhile[:] = [fail]
+    meanwhile[:] = [fails("is no model")]
     with pytest.raises(InvalidInput, match="is no model"):
         copied.build(model)
 
@@ -231,12 +220,9 @@ def test_unfinished_work_is_not_gone_on_with_when_anything_was_done_to_a_file(mo
 
 
 def test_the_place_of_a_file_is_no_matter_but_the_file_is(model: PinnedCheckpoint) -> None:
-    identity = file_identity(model.directory / WEIGHTS)
-    fd = os.open(model.directory / WEIGHTS, os.O_RDONLY)
-    try:
-        assert file_identity(fd) == identity
-    finally:
-        os.close(fd)
+    weights = model.directory / WEIGHTS
+    with weights.open("rb") as opened:
+        assert file_identity(opened.fileno()) == file_identity(weights)
 
 
 def test_every_stage_is_guarded() -> None:
