@@ -20,15 +20,11 @@ MOE = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_
 
 GPT2 = {"vocab_size": 96, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", SMALL),
-    "qwen2": ("Qwen2", SMALL),
-    "gpt2": ("GPT2", GPT2),
-    "mixtral": ("Mixtral", {**SMALL, **MOE}),
-    "qwen3_moe": ("Qwen3Moe", {**SMALL, **MOE}),
-    "gpt_oss": ("GptOss", {**SMALL, **MOE}),
-    "llama4": ("Llama4", {**SMALL, **MOE, "intermediate_size_mlp": 48}),
+    "llama": ("Llama", SMALL), "qwen2": ("Qwen2", SMALL), "gpt2": ("GPT2", GPT2),
+    "mixtral": ("Mixtral", {**SMALL, **MOE}), "qwen3_moe": ("Qwen3Moe", {**SMALL, **MOE}),
+    "gpt_oss": ("GptOss", {**SMALL, **MOE}), "llama4": ("Llama4", {**SMALL, **MOE, "intermediate_size_mlp": 48}),
     "granite": ("GraniteMoe", {**SMALL, **MOE}),
-}
+}  # fmt: skip
 VISION = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
 
 

@@ -19,23 +19,11 @@ from mergegate.merge_core.architecture.conversions import _content
 LOADERS = ("AutoModelForMultimodalLM", "AutoModelForImageTextToText", "AutoModelForCausalLM", "AutoModelForSeq2SeqLM")
 # Values of sizes in the parts for images and sound.
 _SMALL: Mapping[str, Any] = {
-    "hidden_size": 16,
-    "embed_dim": 16,
-    "d_model": 16,
-    "intermediate_size": 24,
-    "encoder_ffn_dim": 24,
-    "num_hidden_layers": 2,
-    "encoder_layers": 2,
-    "num_layers": 2,
-    "depth": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "encoder_attention_heads": 2,
-    "num_heads": 2,
-    "image_size": 16,
-    "patch_size": 8,
-    "num_mel_bins": 8,
-    "head_dim": 8,
+    **dict.fromkeys(("hidden_size", "embed_dim", "d_model", "image_size"), 16),
+    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim"), 24),
+    **dict.fromkeys(("num_hidden_layers", "encoder_layers", "num_layers", "depth"), 2),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "encoder_attention_heads", "num_heads"), 2),
+    **dict.fromkeys(("patch_size", "num_mel_bins", "head_dim"), 8),
 }
 # Networks that are not tried: their forward pass needs a picture, or their tiny form takes a minute.
 UNTRIED = frozenset({"blip-2", "instructblip", "instructblipvideo", "gemma4"})

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from family_table import BY_NAME
+from family_table import BY_NAME, DOCUMENT, markdown_table, replace_between
 from family_table import rows as detailed_rows
 from family_trials import DONE, LINEAR, merged, refused, try_adapter
 from in_memory import average
@@ -37,7 +37,6 @@ from mergegate.merge_core.architecture.model_kinds import ModelKind, class_kinds
 from mergegate.merge_core.errors import InvalidInput
 
 PROJECT = Path(__file__).resolve().parents[2]
-DOCUMENT = PROJECT / "docs" / "families.md"
 COMMAND = "python tests/merge_core/every_family.py"
 START, END = "<!-- every family -->", "<!-- end of every family -->"
 PARTS_START, PARTS_END = "<!-- parts -->", "<!-- end of parts -->"
@@ -127,20 +126,14 @@ def vllm_classes() -> frozenset[str] | None:
     for statement in ast.parse(found[0].read_text("utf-8")).body:
         target = statement.targets[0] if isinstance(statement, ast.Assign) else None
         if isinstance(target, ast.Name) and re.fullmatch(r"_(?!SPECULATIVE|PREVIOUSLY|OOT)\w+_MODELS", target.id):
-            keys = (
-                statement.value.keys
-                if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Dict)
-                else []
-            )
+            keys = statement.value.keys if isinstance(statement.value, ast.Dict) else []
             names |= {key.value for key in keys if isinstance(key, ast.Constant)}
     return frozenset(names)
 
 
 # --- Small models --------------------------------------------------------------------------------------------------
 
-_DEPTHS = re.compile(
-    r"(?:(?:num|n|encoder|decoder)_)*(?:hidden_)?layers?|n_layers?|depth|num_encoder_blocks|num_blocks"
-)
+_DEPTHS = re.compile(r"(?:(?:num|n|encoder|decoder)_)*(?:hidden_)?layers?|n_layers?|depth|num_(?:encoder_)?blocks")
 _HEAD_SIZES = re.compile(r".*head_dim|kv_channels|d_kv|d_head")
 _TOKEN = re.compile(r".*token_(?:id|ids|index)")
 # Numbers that are not widths: sizes of inputs, counts, positions, and parameters of operations.
@@ -175,17 +168,9 @@ class Shrink(NamedTuple):
 
 _DEEP = 1000
 WAYS = (
-    Shrink(16, 2),
-    Shrink(8, 2),
-    Shrink(4, 2),
-    Shrink(16, 4),
-    Shrink(16, _DEEP),
-    Shrink(16, 2, more=(("head_dim", 16),)),
-    Shrink(4, 2, floor=32),
-    Shrink(8, _DEEP),
-    Shrink(1, 2),
-    Shrink(1, _DEEP),
-)
+    Shrink(16, 2), Shrink(8, 2), Shrink(4, 2), Shrink(16, 4), Shrink(16, _DEEP),
+    Shrink(16, 2, more=(("head_dim", 16),)), Shrink(4, 2, floor=32), Shrink(8, _DEEP), Shrink(1, 2), Shrink(1, _DEEP),
+)  # fmt: skip
 
 
 def small_configuration(model_type: str, way: Shrink) -> Any:
@@ -421,15 +406,8 @@ def named_parts() -> list[str]:
 
 def write(table: Mapping[str, Row]) -> None:
     """Write the table and the list of parts into the document."""
-    lines = [f"| {' | '.join(_COLUMNS)} |", f"|{' --- |' * len(_COLUMNS)}"]
-    lines += [f"| {' | '.join((name, *table[name]))} |" for name in families() if name in table]
-    text = DOCUMENT.read_text("utf-8")
-    for start, end, content in (
-        (START, END, "\n".join(lines)),
-        (PARTS_START, PARTS_END, ", ".join(f"`{name}`" for name in parts())),
-    ):
-        text = text[: text.index(start)] + f"{start}\n\n{content}\n\n" + text[text.index(end) :]
-    DOCUMENT.write_text(text, "utf-8")
+    replace_between(START, END, markdown_table(_COLUMNS, {name: table[name] for name in families() if name in table}))
+    replace_between(PARTS_START, PARTS_END, ", ".join(f"`{name}`" for name in parts()))
 
 
 def try_family(model_type: str) -> Trial:
