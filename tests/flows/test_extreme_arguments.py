@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import typer.main
-from demo_project import Project, make_project
-from samples import sampled
+from demo_project import Project, expect, make_project
 
 from mergegate.flows.cli.app import app
 from mergegate.flows.cli.command import local_path
@@ -22,48 +21,37 @@ from mergegate.merge_core.errors import EXIT_CODES
 
 PATIENCE_S = 30
 PARENTLESS = "name: m\nrecipe: {merge_method: linear, models: [{model: nowhere, parameters: {weight: 1}}]}\n"
+BASE, REVERSER = "profiles/demo/models/base", "profiles/demo/models/reverser"
+RECIPE = "profiles/demo/recipes/linear.yaml"
 # Valid arguments of each command. The tests replace one parameter at a time. Commands that would start Prefect's API
 # for an existing profile get a missing one.
 ARGUMENTS: dict[str, list[str]] = {
     "run": ["parentless.yaml", "--dry-run"],
     "demo": ["copy-of-the-demo"],
-    "sweep": ["missing.yaml"],
-    "tune": ["missing.yaml"],
-    "server": [],
+    **{name: ["missing.yaml"] for name in ("sweep", "tune", "shadow evaluate", "shadow status", "shadow serve")},
+    **{
+        name: [] for name in ("server", "deploy", "approve", "schema", "methods", "doctor", "history", "status", "open")
+    },
+    **{name: [] for name in ("store ls", "store du", "store verify", "store gc")},
     "worker": ["--once"],
-    "deploy": [],
     "trigger": ["demo"],
-    "approve": [],
-    "merge": ["profiles/demo/recipes/linear.yaml", "out"],
+    "merge": [RECIPE, "out"],
     "check": ["parentless.yaml"],
     "fetch-data": ["parentless.yaml"],
-    "extract-lora": ["profiles/demo/models/reverser", "profiles/demo/models/base", "--rank", "1"],
-    "init": ["profiles/demo/models/base", "profiles/demo/models/reverser", "--out", "new", "--yes"],
-    "schema": [],
-    "plan": ["profiles/demo/recipes/linear.yaml", "--no-probe"],
+    "extract-lora": [REVERSER, BASE, "--rank", "1"],
+    "init": [BASE, REVERSER, "--out", "new", "--yes"],
+    "plan": [RECIPE, "--no-probe"],
     "smoke": ["profiles/demo/models/nowhere"],
-    "methods": [],
-    "transplant-tokenizer": ["profiles/demo/models/reverser", "profiles/demo/models/base", "out"],
-    "compare": ["profiles/demo/models/nowhere", "profiles/demo/models/base", "--profile", "missing.yaml"],
+    "transplant-tokenizer": [REVERSER, BASE, "out"],
+    "compare": ["profiles/demo/models/nowhere", BASE, "--profile", "missing.yaml"],
     "gate": ["merge=results", "--profile", "parentless.yaml"],
-    "doctor": [],
-    "history": [],
-    "status": [],
-    "open": [],
     "explain": ["1234"],
     "verify": ["nowhere"],
     "export": ["nowhere", "--format", "inspect", "--output", "exported"],
-    "fingerprint": ["profiles/demo/models/base", "--index", "known.jsonl"],
+    "fingerprint": [BASE, "--index", "known.jsonl"],
     "reproduce": ["nowhere"],
-    "store ls": [],
-    "store du": [],
-    "store verify": [],
-    "store gc": [],
-    "shadow evaluate": ["missing.yaml"],
     "shadow promote": ["missing.yaml", "--reason", "because"],
     "shadow rollback": ["missing.yaml", "--reason", "because"],
-    "shadow status": ["missing.yaml"],
-    "shadow serve": ["missing.yaml"],
     "shadow replay": ["missing.jsonl", "--to", "http://127.0.0.1:9"],
 }
 PATHS = ["", ".", "/", "..", "pipe", "directory", "nowhere/at/all", "a\0b", "x" * 300, "\udcff", "-x", "a\nb"]
@@ -121,10 +109,6 @@ def line_with(name: str, parameter: Any, value: str) -> list[str]:
     return [*name.split(), *options, "--", *arguments]
 
 
-class Hang(BaseException):
-    """Raised if a command hangs. It derives from BaseException so that mergegate does not catch it."""
-
-
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     made = make_project(tmp_path_factory.mktemp("above") / "project")
@@ -136,20 +120,26 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Project:
     return made
 
 
-def require_known_ending(project: Project, line: list[str]) -> None:
-    def hang(*_: object) -> None:
-        raise Hang(f"{PATIENCE_S} s")
+class Hang(BaseException):
+    """Raised if a command hangs. It derives from BaseException so that mergegate does not catch it."""
 
+
+def hang(*_: object) -> None:
+    raise Hang(f"{PATIENCE_S} s")
+
+
+def require_known_ending(project: Project, line: list[str]) -> None:
+    shown = [word[:60] for word in line]
     before = signal.signal(signal.SIGALRM, hang)
     signal.alarm(PATIENCE_S)
     try:
         result = project.mergegate(*line)
     except BaseException as error:
-        pytest.fail(f"{[word[:60] for word in line]}: {type(error).__name__}: {error}")
+        pytest.fail(f"{shown}: {type(error).__name__}: {error}")
     finally:
         signal.alarm(0)
         signal.signal(signal.SIGALRM, before)
-    assert result.exit_code in set(EXIT_CODES.values()) - {1}, f"{[word[:60] for word in line]}: {result.output}"
+    assert result.exit_code in set(EXIT_CODES.values()) - {1}, f"{shown}: {result.output}"
     assert "Traceback" not in result.output, result.output
 
 
@@ -173,34 +163,30 @@ def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     os.environ.update(before)
 
 
-def check_command(project: Project, name: str, *, quick: bool) -> None:
+def test_every_command_has_valid_arguments_here() -> None:
+    assert set(ARGUMENTS) == set(COMMANDS)
+
+
+def rows() -> Iterator[Any]:
+    """Yield each command with quick values, and then with all others."""
+    for quick in (True, False):
+        for name in COMMANDS:
+            # ``compare`` starts Prefect's API before it reads its arguments.
+            marks = () if quick and name != "compare" else pytest.mark.proof
+            yield pytest.param(name, quick, marks=marks, id=name if quick else f"{name}: all others")
+
+
+@pytest.mark.parametrize(("name", "quick"), rows())
+def test_extreme_arguments_end_in_an_exit_code(project: Project, name: str, quick: bool) -> None:
     for parameter in COMMANDS[name].params:
         for value in extreme_values(parameter):
             if (value in QUICK) == quick and (name, parameter.name, value) not in WRITE_TO_THE_SYSTEM:
                 require_known_ending(project, line_with(name, parameter, value))
 
 
-def test_every_command_has_valid_arguments_here() -> None:
-    assert set(ARGUMENTS) == set(COMMANDS)
-
-
-# ``compare`` starts Prefect's API before it reads its arguments.
-@pytest.mark.parametrize("name", sampled(COMMANDS, set(COMMANDS) - {"compare"}, pytest.mark.proof))
-def test_extreme_arguments_end_in_an_exit_code(project: Project, name: str) -> None:
-    check_command(project, name, quick=True)
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("name", COMMANDS)
-def test_all_other_extreme_arguments_end_in_an_exit_code(project: Project, name: str) -> None:
-    check_command(project, name, quick=False)
-
-
 @pytest.mark.parametrize("value", ["-5", str(-(2**70)), "", "nan"])
 def test_a_seed_is_a_whole_number_from_0(project: Project, value: str) -> None:
-    result = project.mergegate("merge", *ARGUMENTS["merge"], "--seed", value)
-    assert result.exit_code == 2
-    assert "--seed" in result.output
+    expect(project.mergegate("merge", *ARGUMENTS["merge"], "--seed", value), 2, "--seed")
 
 
 def test_every_path_on_the_command_line_has_the_one_parser() -> None:

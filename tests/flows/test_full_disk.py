@@ -1,4 +1,4 @@
-"""Full disks, deleted directories and unusable names give one message, and the next run continues.
+"""Full disks, deleted directories and unusable names give one message, and no command touches files of the user.
 
 The exit code is 3 if the machine is at fault, and 2 if the command's input is.
 """
@@ -9,20 +9,19 @@ import errno
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
-from demo_project import PROFILES, Project, make_project
+from demo_project import PROFILES, Project, expect, make_project
 from faults import disk_fails, files_below
 from patience import HANG_S
 from samples import sampled
 
-from mergegate.flows.cli import merge as merging
+from mergegate.merge_core.files import new_directory
 
 RECIPE = str(PROFILES / "demo" / "recipes" / "dare_ties.yaml")
-MAIN = "from mergegate.flows.cli import main; main()"
 Done = subprocess.CompletedProcess[str]
+MAIN = "from mergegate.flows.cli import main; main()"
 
 
 @pytest.fixture
@@ -31,9 +30,7 @@ def offline(tmp_path: Path) -> Project:
     return make_project(tmp_path / "project")
 
 
-def run(
-    *arguments: str, cwd: Path, before: str = "", stdout: int = subprocess.PIPE
-) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, cwd: Path, before: str = "", stdout: int = subprocess.PIPE) -> Done:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("PREFECT_", "MERGEGATE_"))}
     return subprocess.run(
         [sys.executable, "-c", f"import os, sys\n{before}\n{MAIN}", *arguments],
@@ -47,8 +44,8 @@ def run(
     )
 
 
-def assert_one_message(done: subprocess.CompletedProcess[str], *words: str, code: int = 3) -> None:
-    assert done.returncode == code, done.stderr
+def assert_one_message(done: Done, *words: str) -> None:
+    assert done.returncode == 3, done.stderr
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
     assert done.stderr.count("remedy:") == 1
@@ -79,39 +76,11 @@ def test_a_merge_on_a_failing_disk_ends_in_one_message_and_the_next_one_in_the_s
     assert not list(offline.root.glob(".*.lock"))
 
 
-def test_a_second_merge_into_one_directory_is_refused(offline: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    inside, go_on = threading.Event(), threading.Event()
-    merge_weights = merging.merge_weights
-
-    def slow(*args: object, **kwargs: object) -> object:
-        inside.set()
-        assert go_on.wait(HANG_S)
-        return merge_weights(*args, **kwargs)  # type: ignore[arg-type]
-
-    def first() -> None:
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(merging, "merge_weights", slow)
-            ended.append(merging.merge_recipe(Path(RECIPE), merging.MergeOptions(out, device="cpu"), quiet()))
-
-    ended: list[object] = []
-    out = offline.root / "out"
-    thread = threading.Thread(target=first)
-    thread.start()
-    assert inside.wait(HANG_S)
-    result = offline.mergegate("merge", RECIPE, "out")
-    go_on.set()
-    thread.join(HANG_S)
+def test_a_second_merge_into_one_directory_is_refused(offline: Project) -> None:
+    with new_directory(offline.root / "out", resume=True):
+        result = offline.mergegate("merge", RECIPE, "out")
     assert result.exit_code == 3, result.output
     assert "another merge into it is running" in result.output
-    assert len(ended) == 1
-    assert (out / "config.json").exists()
-    assert offline.mergegate("merge", RECIPE, "out").exit_code == 2, "it is there by now"
-
-
-def quiet() -> object:
-    from rich.console import Console
-
-    return Console(quiet=True)
 
 
 @pytest.mark.parametrize(
@@ -126,18 +95,8 @@ def test_a_working_directory_that_was_deleted_is_said_to_be(tmp_path: Path, comm
 
 
 @pytest.mark.parametrize("name", ["n" * 300, "/".join(["n" * 200] * 30)], ids=["name", "path"])
-def test_a_path_that_no_disk_can_hold_is_refused_when_it_is_read(tmp_path: Path, name: str) -> None:
-    done = run("merge", RECIPE, name, cwd=tmp_path)
-    assert done.returncode == 2
-    assert "Invalid value for 'OUT'" in done.stderr
-    assert "bytes" in done.stderr
-    assert "Traceback" not in done.stderr
-
-
-def test_a_parent_in_the_home_of_an_unknown_user_is_reported(tmp_path: Path) -> None:
-    recipe = "merge_method: linear\nmodels: [{model: ~nobody-of-that-name/a}, {model: b}]\nparameters: {weight: 1}\n"
-    (tmp_path / "recipe.yaml").write_text(recipe)
-    assert_one_message(run("merge", "recipe.yaml", "out", cwd=tmp_path), "~nobody-of-that-name", "user", code=2)
+def test_a_path_that_no_disk_can_hold_is_refused_when_it_is_read(offline: Project, name: str) -> None:
+    expect(offline.mergegate("merge", RECIPE, name), 2, "Invalid value for 'OUT'", "bytes")
 
 
 @pytest.mark.story
@@ -154,27 +113,75 @@ def test_output_that_cannot_be_printed_is_said_where_it_can_be(tmp_path: Path, c
         assert_one_message(run(*command, cwd=tmp_path, stdout=full.fileno()), "the disk is full")
 
 
-def test_a_doctor_says_that_nothing_is_wrong_where_nothing_is(offline: Project) -> None:
-    result = offline.mergegate("doctor")
-    assert result.exit_code == 0
-    assert "no damaged and no leftover files" in result.output
-
-
 def test_a_doctor_finds_what_is_damaged_and_mends_it(offline: Project) -> None:
+    expect(offline.mergegate("doctor"), 0, "no damaged and no leftover files")
     home = offline.home
     for name in ("store/gate", "prefect", "anchors", "reports/demo.html"):
         (home / name).mkdir(parents=True)
     (home / "store" / "gate" / f"{'a' * 32}.json").write_text("{")
-    (home / "store" / "hashes.sqlite").write_bytes(b"garbage" * 99)
-    (home / "prefect" / "prefect.db").write_bytes(b"garbage" * 99)
     (home / "anchors" / "0.json").write_text("{")
-    (home / "logs").write_text("a file")
-    result = offline.mergegate("doctor")
-    assert result.exit_code == 3
+    for name in ("store/hashes.sqlite", "prefect/prefect.db", "logs"):
+        (home / name).write_bytes(b"garbage" * 99)
+    result = expect(offline.mergegate("doctor"), 3)
     said = "".join(result.output.split())
-    for name in ("a.json", "hashes.sqlite", "prefect.db", "0.json", "demo.html", "logs"):
-        assert name in said
+    damaged = ("a.json", "hashes.sqlite", "prefect.db", "0.json", "demo.html", "logs")
+    assert [name for name in damaged if name not in said] == []
     assert offline.mergegate("doctor", "--repair").exit_code == 0
     assert offline.mergegate("doctor").exit_code == 0
     assert offline.mergegate("doctor", "--repair", "--json").exit_code == 0
     assert "set aside" not in offline.mergegate("doctor").output
+
+
+REVERSER, BASE = "profiles/demo/models/reverser", "profiles/demo/models/base"
+COMMANDS = {
+    "merge": ["merge", "profiles/demo/recipes/linear.yaml", "o"],
+    "merge of adapters": ["merge", "profiles/demo/recipes/adapters.yaml", "o"],
+    "merge --share": ["merge", "profiles/demo/recipes/linear.yaml", "o", "--share"],
+    "merge of adapters --share": ["merge", "profiles/demo/recipes/adapters.yaml", "o", "--share"],
+    "extract-lora": ["extract-lora", REVERSER, BASE, "--rank=1", "--out=o"],
+    "transplant-tokenizer": ["transplant-tokenizer", REVERSER, BASE, "o"],
+    "schema": ["schema", "--write", "o"],
+}
+SHARED = ["steps.partial/notes", "merge.partial", "config.json", "a.journal.partial", "x.partial.damaged-1"]
+
+
+def of_the_user(root: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in root.rglob("*") if path.is_file() and ".mergegate" not in path.parts}
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        *((command, "o.partial/notes.txt") for command in COMMANDS if command != "schema" and "--share" not in command),
+        *((command, "o/notes.txt") for command in COMMANDS if command != "schema"),
+        *(("merge --share", f"o/{name}") for name in SHARED),
+        ("schema", "o/reference/profile.md"),
+        ("schema", "o/schema/recipe.json"),
+    ],
+)
+def test_files_of_the_user_stay(offline: Project, command: str, name: str) -> None:
+    (offline.root / name).parent.mkdir(parents=True)
+    (offline.root / name).write_text("of the user")
+    before = of_the_user(offline.root)
+    result = expect(offline.mergegate(*COMMANDS[command]), 2)
+    assert name.split("/")[0] in result.output or "with --share" in result.output
+    assert of_the_user(offline.root) == before
+
+
+def test_schemas_are_written_over_older_ones(offline: Project) -> None:
+    assert offline.mergegate("schema", "--write", "o").exit_code == 0
+    before = of_the_user(offline.root)
+    assert offline.mergegate("schema", "--write", "o").exit_code == 0
+    assert of_the_user(offline.root) == before
+
+
+@pytest.mark.parametrize("command", ["doctor --repair", "store gc --older-than 0 --quota 0B"])
+def test_files_of_the_user_in_the_home_stay(offline: Project, command: str) -> None:
+    names = ["backup.partial", "photo.damaged-1.jpg", "store/notes.txt", "store/merge/big.partial", "store/x/y.doomed"]
+    names += ["store/merge/photo.damaged-x", "reports/notes.partial", "12"]
+    for name in names:
+        (offline.home / name).parent.mkdir(parents=True, exist_ok=True)
+        (offline.home / name).write_text("of the user")
+    for _ in range(2):
+        offline.mergegate(*command.split())
+    assert {name: (offline.home / name).exists() for name in names} == dict.fromkeys(names, True)

@@ -1,21 +1,52 @@
-"""Profiles from ``mergegate init`` pass the check without edits for model families of transformers."""
+"""Profiles from ``mergegate init`` pass the check without edits. It prompts on a terminal for what no flag provides."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
-from demo_project import PROFILES, Project
+from demo_project import PROFILES, Project, expect
 from model_families import FAMILIES, write_family
 from samples import sampled
+from terminal import terminal
+from typer.testing import CliRunner
 
+from mergegate.flows.cli.init import directory_for_new_files, prompt, write_new_files
 from mergegate.flows.cli.profile_draft import claimed_tasks
 from mergegate.flows.cli.schema import generated_pages
+from mergegate.merge_core.errors import InvalidInput
 
 FAMILY = PROFILES / "demo"
+MODELS = ("models/base", "models/sums", "models/verse")
+NAME, WHO, TEXT = "name of the release", "accept these license gaps?", "held-out text"
+TASKS = "tasks that the merge must not lose"
+
+
+@pytest.fixture(scope="module")
+def families(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return a function that trains a model family by name, once per test process."""
+
+    @cache
+    def train(name: str) -> Path:
+        write_family(root := tmp_path_factory.mktemp(name), FAMILIES[name])
+        return root
+
+    return train
+
+
+@pytest.fixture
+def root(tmp_path: Path, families: Callable[[str], Path]) -> Path:
+    """Write a model family in which one model has no card, so its license is in doubt."""
+    shutil.copytree(families("qwen2"), tmp_path / "models")
+    (tmp_path / "models" / "verse" / "README.md").unlink()
+    return tmp_path
 
 
 def with_a_token_of_its_own(model: Path) -> None:
@@ -32,17 +63,15 @@ def with_a_token_of_its_own(model: Path) -> None:
 @pytest.mark.story
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("differs", [False, True], ids=["one tokenizer", "two tokenizers"])
-def test_a_pair_made_by_transformers_passes_the_check_unedited(project: Project, family: str, differs: bool) -> None:
-    base, *models = write_family(project.root / "models", FAMILIES[family])
+def test_a_pair_made_by_transformers_passes_the_check_unedited(
+    project: Project, families: Callable[[str], Path], family: str, differs: bool
+) -> None:
+    shutil.copytree(families(family), project.root / "models")
     if differs:
-        with_a_token_of_its_own(project.root / "models" / models[-1])
-    places = [f"models/{name}" for name in (base, *models)]
-    arguments = ("init", *places, "--yes", "--out", "nightly", "--name", "both")
-    done = project.mergegate(*arguments)
-    assert done.exit_code == 0, done.output
-    assert "next     mergegate run nightly/both.yaml" in done.output
-    checked = project.mergegate("check", "nightly/both.yaml", "--json")
-    assert checked.exit_code == 0, checked.output
+        with_a_token_of_its_own(project.root / "models" / "verse")
+    arguments = ("init", *MODELS, "--yes", "--out", "nightly", "--name", "both")
+    expect(project.mergegate(*arguments), 0, "next     mergegate run nightly/both.yaml")
+    checked = expect(project.mergegate("check", "nightly/both.yaml", "--json"), 0)
     findings = json.loads(checked.stdout)["findings"]
     warned = [one["where"] for one in findings if one["severity"] != "info"]
     assert [place for place in warned if "pad_token" not in place] == []
@@ -51,9 +80,7 @@ def test_a_pair_made_by_transformers_passes_the_check_unedited(project: Project,
     recipe = yaml.safe_load((project.root / "nightly" / "both.recipe.yaml").read_text())
     assert recipe["chat_template"] == "auto"  # the base has none
     assert recipe.get("tokenizer") == ({"source": "union"} if differs else None)
-    again = project.mergegate(*arguments)
-    assert again.exit_code == 2, again.output
-    assert "it exists" in again.output
+    expect(project.mergegate(*arguments), 2, "it exists")
 
 
 @pytest.mark.story
@@ -65,17 +92,6 @@ def test_a_run_of_what_was_drafted_ends_in_a_verdict(project: Project, family: s
     assert told["status"] in ("released", "refused"), told["message"]
     assert told["content"]["verdict"]["drift"]["outcome"] in ("pass", "fail", "inconclusive")  # not an error
     assert told["findings"] == []
-
-
-def test_an_undeclared_license_needs_acceptance(project: Project) -> None:
-    models = write_family(project.root / "models", FAMILIES["qwen2"])
-    (project.root / "models" / models[-1] / "README.md").unlink()
-    arguments = ("init", *(f"models/{name}" for name in models), "--json")
-    doubted = project.mergegate(*arguments, "--out", "doubted")
-    assert doubted.exit_code == 3, doubted.output
-    assert models[-1] in " ".join(json.loads(doubted.stdout)["doubts"])
-    accepted = project.mergegate(*arguments, "--out", "settled", "--accept", "alice: it is ours")
-    assert accepted.exit_code == 0, accepted.output
 
 
 @pytest.mark.story
@@ -101,15 +117,143 @@ def test_schemas_and_the_reference_are_those_of_the_types() -> None:
     assert not stale, "stale: mergegate schema --write docs"
 
 
-def test_every_shipped_profile_and_recipe_keeps_to_the_schema() -> None:
+@pytest.mark.parametrize(("kind", "pattern"), [("profile", "*.yaml"), ("recipe", "demo/recipes/*.yaml")])
+def test_every_shipped_profile_and_recipe_keeps_to_the_schema(kind: str, pattern: str) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    pages = generated_pages()
-    for kind, files in (("profile", PROFILES.glob("*.yaml")), ("recipe", (FAMILY / "recipes").glob("*.yaml"))):
-        validator = jsonschema.Draft202012Validator(json.loads(pages[f"schema/{kind}.json"]))
-        for file in files:
-            for document in yaml.safe_load_all(file.read_text()):
-                faults = [
-                    f"{file.name}: {'.'.join(map(str, one.path))}: {one.message}"
-                    for one in validator.iter_errors(document)
-                ]
-                assert not faults
+    validator = jsonschema.Draft202012Validator(json.loads(generated_pages()[f"schema/{kind}.json"]))
+    assert list(PROFILES.glob(pattern))
+    for file in PROFILES.glob(pattern):
+        for document in yaml.safe_load_all(file.read_text()):
+            assert [f"{file.name}: {one.json_path}: {one.message}" for one in validator.iter_errors(document)] == []
+
+
+# --- prompts on a terminal ---
+
+
+@pytest.fixture
+def tasks(root: Path) -> Path:
+    """Write two tasks with their own data, because no task of lm-eval has its data here."""
+    with (root / "sums.jsonl").open("w") as data:
+        data.writelines(f'{{"question": "{n} + 1 =", "answer": " {n + 1}"}}\n' for n in range(300))
+    for name in ("plus", "more"):
+        (root / f"{name}.yaml").write_text(
+            f"task: {name}\ntest_split: test\n"
+            "dataset_path: json\ndataset_kwargs: {data_files: {test: sums.jsonl}}\n"
+            'output_type: loglikelihood\ndoc_to_text: "{{question}}"\ndoc_to_target: "{{answer}}"\n'
+            "metric_list:\n  - {metric: acc, aggregation: mean, higher_is_better: true}\n"
+        )
+    return root
+
+
+def test_an_undeclared_license_needs_acceptance(root: Path) -> None:
+    project = Project(root)
+    doubted = expect(project.mergegate("init", *MODELS, "--json", "--out", "doubted"), 3)
+    assert "verse" in " ".join(json.loads(doubted.stdout)["doubts"])
+    expect(project.mergegate("init", *MODELS, "--json", "--out", "settled", "--accept", "alice: it is ours"), 0)
+
+
+def files_in(place: Path) -> dict[str, str]:
+    return {file.name: file.read_text() for file in place.iterdir()} if place.exists() else {}
+
+
+@pytest.mark.story
+def test_enter_accepts_the_default(root: Path) -> None:
+    shutil.copy(root / "models/base/README.md", root / "models/verse/README.md")  # so that no license is in doubt
+    with terminal(root, "init", *MODELS, "--out", "asked") as screen:
+        for question, proposed in ((NAME, "[sums-verse]: "), (TEXT, "[sample]: "), (TASKS, "[none]: ")):
+            screen.see(question)
+            screen.see(proposed)
+            screen.type("\n")
+        assert screen.end() == 0, screen.shown
+    assert WHO not in screen.shown
+    with terminal(root, "init", *MODELS, "--out", "told", "--yes") as screen:
+        assert screen.end() == 0, screen.shown
+    assert "name of the release" not in screen.shown
+    assert files_in(root / "asked") == files_in(root / "told")
+    assert set(files_in(root / "asked")) == {"sums-verse.yaml", "sums-verse.recipe.yaml", "held-out.sample.txt"}
+
+
+@pytest.mark.story
+def test_an_invalid_answer_is_prompted_again(tasks: Path) -> None:
+    root = tasks
+    (root / "taken.yaml").write_text("ours\n")
+    (root / "empty.txt").touch()
+    (root / "own.txt").write_text("A text.\n\nAnother one.\n")
+    answers = {
+        NAME: {"a/b": "letters, digits", "taken": "it exists", "mine": ""},
+        WHO: {"me": "'name: reason'", "alice: we made it": ""},
+        TEXT: {"nowhere.txt": "no such file", "models": "a directory", "empty.txt": "an empty file", "own.txt": ""},
+        TASKS: {"nosuch_task": "nosuch_task", "plus.yaml:nobody": "best parent", "plus.yaml:sums, more.yaml": ""},
+    }
+    with terminal(root, "init", *MODELS) as screen:
+        for question, typed in answers.items():
+            for answer, why_not in typed.items():
+                screen.see(question)
+                screen.see(": ")
+                screen.type(f"{answer}\n")
+                if why_not:
+                    screen.see("Error: ")
+                    screen.see(why_not)
+        assert screen.end() == 0, screen.shown
+    assert (root / "taken.yaml").read_text() == "ours\n"
+    profile = (root / "mine.yaml").read_text()
+    assert "alice: we made it" in profile
+    assert "documents: own.txt" in profile
+    assert "{task: plus.yaml, guarded_by: sums, max_drop: 3}" in profile
+    assert "{task: more.yaml, guarded_by: best parent, max_drop: 3}" in profile
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("last", sampled([NAME, WHO, TEXT, TASKS], [NAME, TASKS], pytest.mark.proof))
+def test_ctrl_c_at_a_question_ends_it_and_leaves_nothing(root: Path, last: str) -> None:
+    before = set(root.iterdir())
+    with terminal(root, "init", *MODELS, "--out", "new/place") as screen:
+        for question in (NAME, WHO, TEXT, TASKS):
+            screen.see(question)
+            screen.see(": ")
+            if question == last:
+                break
+            screen.type("\n")
+        assert screen.interrupt() == 130, screen.shown
+    assert "Traceback" not in screen.shown
+    assert set(root.iterdir()) - before <= {root / ".mergegate"}
+
+
+@pytest.mark.story
+def test_flags_answer_on_a_terminal_too(tasks: Path) -> None:
+    root = tasks
+    (root / "own.txt").write_text("A text.\n")
+    flags = ("--name", "mine", "--accept", "alice: ours", "--data", "own.txt", "--task", "plus.yaml:sums")
+    with terminal(root, "init", *MODELS, *flags) as screen:
+        assert screen.end() == 0, screen.shown
+    assert not [question for question in (NAME, WHO, TEXT, TASKS) if question in screen.shown]
+
+
+def test_a_prompt_repeats_until_the_answer_is_valid() -> None:
+    def even(text: str) -> str:
+        if not text.isdigit() or int(text) % 2:
+            raise InvalidInput("here", found=repr(text), expected="an even number")
+        return text
+
+    app = typer.Typer()
+    app.command()(lambda: typer.echo(f"got {prompt('how many', '4', even)}"))
+    done = CliRunner().invoke(app, input="x\n3\n 8 \n")
+    assert "got 8" in done.output
+    assert done.output.count("Error:") == 2
+    assert "'3'; expected: an even number" in done.output
+    assert "got 4" in CliRunner().invoke(app, input="\n").output
+
+
+def test_files_are_written_together_or_not_at_all(tmp_path: Path) -> None:
+    place = tmp_path / "new" / "place"
+    with pytest.raises(KeyboardInterrupt), directory_for_new_files(place):
+        raise KeyboardInterrupt
+    assert not (tmp_path / "new").exists()
+    with directory_for_new_files(place):
+        write_new_files({place / "a": "1", place / "b": "2"})
+    with pytest.raises(InvalidInput, match="b: it exists"), directory_for_new_files(place):
+        write_new_files({place / "c": "3", place / "b": "4"})
+    assert files_in(place) == {"a": "1", "b": "2"}
+    with pytest.raises(UnicodeEncodeError):  # an error while a file is being written
+        write_new_files({place / "c": "3", place / "d": "\ud800"})
+    assert files_in(place) == {"a": "1", "b": "2"}
