@@ -1,10 +1,9 @@
-"""Commands and YAML in the README and docs/ are accepted by the product, and everyday commands end well."""
+"""Commands and YAML in the README and docs/ are accepted by the product."""
 
 from __future__ import annotations
 
 import re
 import shlex
-import shutil
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
@@ -13,7 +12,6 @@ from typing import Any, NamedTuple
 import pytest
 import typer
 import yaml
-from demo_project import Printed, Project
 from typer.exceptions import TyperException
 
 from mergegate.flows.cli.app import app
@@ -231,27 +229,3 @@ def test_a_wrong_key_in_a_fragment_is_found() -> None:
     for text in (*fragments, "- {task: x, guarded_by: a, n: 1}"):
         with pytest.raises((InvalidInput, AssertionError)):
             test_each_yaml_block_is_valid(text, PROJECT / "README.md")
-
-
-EVERYDAY = (
-    *("check profiles/demo.yaml", "run profiles/demo.yaml", "plan profiles/demo/recipes/ties.yaml"),
-    *("merge profiles/demo/recipes/ties.yaml out", "methods"),
-    "compare releases/demo/latest out -p profiles/demo.yaml",
-    *("verify releases/demo/latest", "reproduce releases/demo/latest --parents profiles/demo/recipes"),
-    *("store ls", "store du", "store verify", "store gc"),
-    *("status", "open demo", "explain demo", "history demo", "doctor"),
-)
-
-
-@pytest.mark.story  # merges and evaluates models
-@pytest.mark.usefixtures("prefect_api")
-def test_each_everyday_command_ends_well_after_a_release(
-    released: tuple[Project, Printed], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("webbrowser.open", lambda *_: True)
-    shutil.copytree(released[0].root, tmp_path / "project", symlinks=True)
-    project = Project(tmp_path / "project")
-    for command in EVERYDAY:
-        done = project.mergegate(*command.split())
-        assert done.exit_code == 0, f"{command}\n{done.output}"
-        assert "Traceback" not in done.output

@@ -6,47 +6,40 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
-from demo_project import Printed, Project
+from demo_project import Project, expect
 from samples import sampled
 
 from mergegate.flows import release
-from mergegate.flows.outcome import RunOutcome
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.report import read_history
 from mergegate.tasks.stage import WorkRequired, dry_pass, require_work_allowed
 
 PROFILE = "profiles/demo.yaml"
-Released = tuple[Project, Printed]
 
 
-class Answer(NamedTuple):
-    """Outcome of a run as the user sees it."""
-
-    status: str
-    version: str | None
-    message: str
+Answer = tuple[str, str | None, str]  # status, version and message, which the user sees
+Change = Callable[[Project], None]
 
 
 @pytest.fixture(scope="module")
-def own(released: Released) -> Project:
+def own(demo: Project) -> Project:
     """Return the released demo, up to date, with its own copy of the model family whose files tests may change."""
-    project, _ = released
-    family = project.root / "profiles" / "demo"
+    family = demo.root / "profiles" / "demo"
     source = family.resolve()
     family.unlink()
     shutil.copytree(source, family)
-    assert project.mergegate("run", PROFILE).exit_code == 0
-    return project
+    assert demo.mergegate("run", PROFILE).exit_code == 0
+    return demo
 
 
 def looked(project: Project, *, overrides: tuple[str, ...] = (), publish: bool = True) -> Answer | None:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(project.root)
         patch.setenv("MERGEGATE_HOME", str(project.home))
-        return _answer(release.run_release_dry_pass(Path(PROFILE), overrides, publish, None))
+        outcome = release.run_release_dry_pass(Path(PROFILE), overrides, publish, None)
+    return outcome and (outcome.status, outcome.version, outcome.message)
 
 
 def run(project: Project, monkeypatch: pytest.MonkeyPatch) -> Answer:
@@ -55,16 +48,7 @@ def run(project: Project, monkeypatch: pytest.MonkeyPatch) -> Answer:
         patch.setattr(release, "run_release_dry_pass", lambda *_: None)
         printed = project.mergegate("run", PROFILE, "--json")
     said = json.loads(printed.stdout)
-    return Answer(said["status"], said.get("version"), said["message"])
-
-
-def _answer(outcome: RunOutcome | None) -> Answer | None:
-    return outcome and Answer(outcome.status, outcome.version, outcome.message)
-
-
-# Every kind of change: the function that applies it to the project, and whether it leaves work to do.
-
-Change = Callable[[Project], None]
+    return said["status"], said.get("version"), said["message"]
 
 
 def edited(file: str, old: str, new: str) -> Change:
@@ -121,6 +105,7 @@ def touched(project: Project) -> None:
         path.touch()
 
 
+# Every kind of change: the function that applies it to the project, and whether it leaves work to do.
 MODELS, STORE = "profiles/demo/models", ".mergegate/store"
 CHANGES: dict[str, tuple[Change, bool]] = {
     "nothing": (lambda project: None, False),
@@ -160,13 +145,19 @@ CHANGES: dict[str, tuple[Change, bool]] = {
 }
 
 
+@pytest.fixture
+def copied(own: Project, tmp_path: Path) -> Project:
+    project = Project(tmp_path / "project")
+    shutil.copytree(own.root, project.root, symlinks=True)
+    return project
+
+
 @pytest.mark.story
 @pytest.mark.parametrize("kind", sampled(CHANGES, list(CHANGES)[::24], pytest.mark.proof))
 def test_a_dry_pass_returns_the_outcome_of_the_run_or_nothing(
-    own: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+    copied: Project, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    project = Project(tmp_path / "project")
-    shutil.copytree(own.root, project.root, symlinks=True)
+    project = copied
     run(project, monkeypatch)  # The copied files are new to the hash cache, so this run hashes them.
     assert looked(project) is not None
     change, is_work = CHANGES[kind]
@@ -178,14 +169,12 @@ def test_a_dry_pass_returns_the_outcome_of_the_run_or_nothing(
 
 
 @pytest.mark.story
-def test_after_a_release_a_dry_pass_is_enough(own: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    project = Project(tmp_path / "project")
-    shutil.copytree(own.root, project.root, symlinks=True)
-    shutil.rmtree(project.root / "releases")
-    assert run(project, monkeypatch).status == "released"
-    found = looked(project)
+def test_after_a_release_a_dry_pass_is_enough(copied: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.rmtree(copied.root / "releases")
+    assert run(copied, monkeypatch)[0] == "released"
+    found = looked(copied)
     assert found is not None
-    assert found.status == "nothing new"
+    assert found[0] == "nothing new"
 
 
 @pytest.mark.story
@@ -195,10 +184,7 @@ def test_a_run_without_work_needs_no_prefect_and_is_archived(own: Project, monke
     monkeypatch.setenv("MERGEGATE_LOG", str(log))
     monkeypatch.setattr("mergegate.flows.prefect_api.configured_url", lambda: None)
     monkeypatch.setattr("mergegate.flows.prefect_api.local_api", None)  # Any call fails.
-    printed = own.mergegate("run", PROFILE)
-    assert printed.exit_code == 0, printed.output
-    assert "nothing new" in printed.output
-    assert "= evaluate" in printed.output
+    expect(own.mergegate("run", PROFILE), 0, "nothing new", "= evaluate")
     *others, last = read_history(own.home / "reports").records
     assert (len(others), last.status, last.flow) == (len(before), "nothing new", "release")
     assert (own.home / "reports" / last.report).is_file()
@@ -212,7 +198,7 @@ def test_a_run_that_was_not_published_has_something_to_do_when_it_may(own: Proje
     own.mergegate("run", PROFILE, "--no-publish")
     said = looked(own, publish=False)
     assert said is not None
-    assert said.status == "passed"
+    assert said[0] == "passed"
     assert looked(own, overrides=("publish.path=../releases/new",)) is None
 
 
@@ -226,16 +212,18 @@ def test_what_other_people_look_at_is_told_to_their_server(own: Project, monkeyp
     assert json.loads(printed.stdout)["status"] == "nothing new"
 
 
-def test_an_invalid_setting_is_refused_as_in_a_run(own: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_setting_is_refused(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MERGEGATE_STORE_QUOTA", "much")
-    assert looked(own) is None
-    assert own.mergegate("run", PROFILE).exit_code == 2
+    assert project.mergegate("run", PROFILE).exit_code == 2
 
 
 @pytest.mark.story
 def test_newer_libraries_or_a_newer_stage_are_something_to_do(own: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     from mergegate.tasks.gate import gate
 
+    with monkeypatch.context() as patch:
+        patch.setenv("MERGEGATE_STORE_QUOTA", "much")
+        assert looked(own) is None
     with monkeypatch.context() as patch:
         patch.setattr(gate, "version", gate.version + 1)
         assert looked(own) is None

@@ -1,19 +1,24 @@
-"""Everyday commands: dry run, status, history and explanation, and one JSON schema for all machine-readable output."""
+"""Everyday commands: dry run, status, history and explanation, one JSON schema for all answers, and the JSON log."""
 
 from __future__ import annotations
 
 import ast
 import json
+import logging
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from demo_project import PROFILES, Printed, Project
+from demo_project import PROFILES, Project, expect
+from prefect import flow
 from rich.cells import cell_len
 
 from mergegate.flows.cli.json_events import EventLines
+from mergegate.flows.outcome import RunOutcome, conclude_flow, flow_outcome
+from mergegate.merge_core.errors import Refused
+from mergegate.tasks.stage import StageValue, value_stage
 
 CLI = PROFILES.parent / "flows" / "cli"
 ANSWERS = ("status", "history", "doctor", "methods", "store ls", "store du", "check profiles/demo.yaml", "explain demo")
@@ -29,12 +34,11 @@ STOPPED = ("check nowhere.yaml", "explain nobody", "open nobody", "history nobod
 
 
 @pytest.mark.parametrize("command", [*ANSWERS, *FINISHED, FETCHED, *STOPPED])
-def test_what_commands_print_for_machines_has_one_shape(released: tuple[Project, Printed], command: str) -> None:
+def test_what_commands_print_for_machines_has_one_shape(demo: Project, command: str) -> None:
     jsonschema = pytest.importorskip("jsonschema")
-    project, _ = released
     if command == FETCHED:
-        have_data_by_name(project)
-    done = project.mergegate(*command.split(), "--json")
+        have_data_by_name(demo)
+    done = demo.mergegate(*command.split(), "--json")
     schema = json.loads((PROFILES.parent / "docs" / "schema" / "answer.json").read_text())
     told = json.loads(done.stdout)
     jsonschema.Draft202012Validator(schema).validate(told)
@@ -42,7 +46,7 @@ def test_what_commands_print_for_machines_has_one_shape(released: tuple[Project,
     assert told["status"] in documented_statuses(command)
     if command == FETCHED:
         assert told["datasets"] == [
-            {"dataset": "baber/piqa", "revision": "", "directory": str(project.root / "profiles/eval-data/baber/piqa")}
+            {"dataset": "baber/piqa", "revision": "", "directory": str(demo.root / "profiles/eval-data/baber/piqa")}
         ]
 
 
@@ -52,7 +56,7 @@ def documented_statuses(command: str) -> set[str]:
     table = page.partition("| commands | `status` |")[2].partition("\n\n")[0]
     rows = {cells[0]: cells[1] for line in table.splitlines()[2:] if (cells := line.strip("| ").split(" | "))}
     first, *others = command.split()
-    spellings = {first, f"{first} {others[0]}" if others else first, command}
+    spellings = {first, " ".join((first, *others[:1])), command}
     if "--dry-run" in others:
         spellings.add(f"{first} --dry-run")
     of_command = " ".join(words for names, words in rows.items() if spellings & set(re.findall(r"`([^`]+)`", names)))
@@ -67,8 +71,8 @@ def have_data_by_name(project: Project) -> None:
     data.mkdir(exist_ok=True)
     (data / "piqa_validation.jsonl").write_text("{}\n")
     evaluate = {"data": "eval-data", "tasks": [{"task": "piqa", "guarded_by": "base"}]}
-    profile = {"name": "n", "recipe": "r.yaml", "evaluate": evaluate}
-    (project.root / "profiles" / "by-name.yaml").write_text(json.dumps(profile))
+    profile = json.dumps({"name": "n", "recipe": "r.yaml", "evaluate": evaluate})
+    (project.root / "profiles" / "by-name.yaml").write_text(profile)
 
 
 def test_no_command_prints_json_in_a_shape_of_its_own() -> None:
@@ -83,12 +87,10 @@ def test_no_command_prints_json_in_a_shape_of_its_own() -> None:
 
 
 @pytest.mark.story
-def test_a_dry_run_says_what_is_cached_and_what_is_left(released: tuple[Project, Printed]) -> None:
-    project, _ = released
+def test_a_dry_run_says_what_is_cached_and_what_is_left(demo: Project) -> None:
 
     def planned(*more: str) -> dict[str, Any]:
-        done = project.mergegate("run", "profiles/demo.yaml", "--dry-run", "--json", *more)
-        assert done.exit_code == 0, done.output
+        done = expect(demo.mergegate("run", "profiles/demo.yaml", "--dry-run", "--json", *more), 0)
         told: dict[str, Any] = json.loads(done.stdout)
         return told
 
@@ -105,19 +107,14 @@ def test_a_dry_run_says_what_is_cached_and_what_is_left(released: tuple[Project,
     assert 0 < never_run["seconds"] == never_run["cost"]["box"]
 
 
-def test_a_past_run_is_explained_in_lines(released: tuple[Project, Printed]) -> None:
-    done = released[0].mergegate("explain", "demo")
-    assert done.exit_code == 0, done.output
-    assert "demo: released" in done.output
+def test_a_past_run_is_explained_in_lines(demo: Project) -> None:
+    done = expect(demo.mergegate("explain", "demo"), 0, "demo: released")
     assert "reverse: drop 0.5 [-0.3, 1.5] points against reverser, max_drop 3, margin 4" in done.output
     assert "merged    ties of 2 over base" in done.output
 
 
 def test_status_needs_no_server(project: Project) -> None:
-    done = project.mergegate("status")
-    assert done.exit_code == 0, done.output
-    assert "running  nothing" in done.output
-    assert "no run has finished here yet" in done.output
+    expect(project.mergegate("status"), 0, "running  nothing", "no run has finished here yet")
 
 
 def test_events_are_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,47 +125,45 @@ def test_events_are_a_line_each(capsys: pytest.CaptureFixture[str]) -> None:
     lines.on_end("evaluate", "base", "made", 1.5, "copy 100.0")
     told = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [one["event"] for one in told] == ["started", "advanced", "ended"]
-    assert told[-1] | {"time": 0} == {
-        "event": "ended",
-        "time": 0,
-        "stage": "evaluate",
-        "subject": "base",
-        "status": "made",
-        "seconds": 1.5,
-        "summary": "copy 100.0",
-    }
+    ended = {"event": "ended", "stage": "evaluate", "subject": "base", "status": "made", "seconds": 1.5}
+    assert told[-1] | {"time": 0} == {**ended, "time": 0, "summary": "copy 100.0"}
 
 
+REFUSED = ("check profiles/demo-forbidden.yaml", "explain nosuch", "open nosuch", "verify nosuch")
 PLAIN = (
-    "status",
-    "history",
-    "explain demo",
-    "check profiles/demo.yaml",
-    "check profiles/demo-forbidden.yaml",
-    "plan profiles/demo.yaml",
-    "run profiles/demo.yaml",
-    "run profiles/demo.yaml --dry-run",
-    "verify releases/demo/latest",
-    "verify nosuch",
-    "open nosuch",
-    "explain nosuch",
-    "store ls",
-    "store du",
-    "store gc --dry-run",
-    "methods",
-    "doctor",
+    *("run profiles/demo.yaml", "run profiles/demo.yaml --dry-run", "verify releases/demo/latest"),
+    *("status", "history", "history demo", "explain demo", "open demo", "methods", "doctor"),
+    *("store ls", "store du", "store verify", "store gc --dry-run", "store gc"),
+    *("check profiles/demo.yaml", "plan profiles/demo.yaml", "plan profiles/demo/recipes/ties.yaml"),
+)
+ONCE = (
+    "merge profiles/demo/recipes/ties.yaml out",
+    "compare releases/demo/latest out -p profiles/demo.yaml",
+    "reproduce releases/demo/latest --parents profiles/demo/recipes",
 )
 
 
-@pytest.mark.story
-def test_no_line_is_wider_than_80_columns_and_no_word_is_broken(demo_release: Path, tmp_path: Path) -> None:
+@pytest.mark.story  # merges and evaluates models
+def test_everyday_commands_end_well_and_neither_exceed_80_columns_nor_break_words(
+    demo_release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("webbrowser.open", lambda *_: True)
     # A project of its own, because another run of the profile changes what other tests expect of its last run.
     project = Project(tmp_path / "project")
     shutil.copytree(demo_release, project.root, symlinks=True)
-    project.mergegate("run", "profiles/demo.yaml")
+
+    def output_of(command: str, columns: int = 1000) -> str:
+        done = project.mergegate(*command.split(), columns=columns)
+        assert (done.exit_code == 0) is (command not in REFUSED), f"{command}\n{done.output}"
+        assert "Traceback" not in done.output
+        return done.output
+
+    output_of("run profiles/demo.yaml")
+    for command in ONCE:
+        output_of(command)
     (project.root / "schedules.yaml").write_text("profiles:\n  - {profile: profiles/demo.yaml, schedule: every 6 h}\n")
-    for command in PLAIN:
-        wide, narrow = (project.mergegate(*command.split(), columns=columns).output for columns in (1000, 80))
+    for command in (*PLAIN, *REFUSED):
+        wide, narrow = (output_of(command, columns) for columns in (1000, 80))
         for line in narrow.splitlines():
             # Only a word that is wider than the terminal may pass its end.
             assert cell_len(line.rstrip()) <= 80 or max(map(cell_len, line.split())) > 60, (command, line)
@@ -178,3 +173,83 @@ def test_no_line_is_wider_than_80_columns_and_no_word_is_broken(demo_release: Pa
         new = {word for word in set(narrow.split()) - set(wide.split()) if not re.search(r"\d", word)}
         lost = set(wide.split()) - set(narrow.split())
         assert not [part for part in new if any(word.startswith(part) or word.endswith(part) for word in lost)], command
+
+
+# --- the JSON log: every line identifies its run ---
+
+
+class Said(StageValue):
+    word: str
+
+    def summary(self) -> str:
+        return f"said {self.word}"
+
+
+@value_stage("say", version=1)
+def say(word: str) -> Said:
+    logging.getLogger("mergegate.tasks.somebody").warning("odd: %s", word)
+    if word == "no":
+        raise Refused("here", found="no")
+    return Said(word=word)
+
+
+@pytest.fixture
+def log(tmp_path: Path, home: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("MERGEGATE_LOG", str(tmp_path / "log.jsonl"))
+    return tmp_path / "log.jsonl"
+
+
+def night(word: str) -> RunOutcome:
+    def make() -> RunOutcome:
+        say(word)
+        return RunOutcome(status="passed", message="passed")
+
+    @flow(name="release")
+    def run() -> object:
+        return conclude_flow(make, "support")
+
+    found = flow_outcome(run(return_state=True))
+    assert isinstance(found, RunOutcome)
+    return found
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_every_line_names_run_flow_and_profile_and_those_of_a_stage_its_key(log: Path) -> None:
+    handlers = [list(logging.getLogger(name).handlers) for name in ("", "prefect")]
+    night("yes")
+    assert [list(logging.getLogger(name).handlers) for name in ("", "prefect")] == handlers
+    lines = lines_of(log)
+    assert {(line["flow"], line["profile"]) for line in lines} == {("release", "support")}
+    assert len({line["run"] for line in lines}) == 1
+    started, odd, ended = (
+        next(line for line in lines if line["event"] == event and line.get("stage") == "say")
+        for event in ("stage started", "log", "stage ended")
+    )
+    key = say.key("yes")
+    assert [started["key"], odd["key"], ended["key"]] == [key] * 3
+    assert odd["message"] == "odd: yes"
+    assert (ended["status"], ended["message"]) == ("made", "said yes")
+    assert ended["seconds"] >= 0
+    assert (lines[-1]["event"], lines[-1]["status"]) == ("run ended", "passed")
+
+
+@pytest.mark.story
+def test_the_log_distinguishes_cache_hits_and_refusals(log: Path) -> None:
+    for word in ("yes", "yes", "no"):
+        night(word)
+    lines = lines_of(log)
+    stages = [(line["status"], line["level"]) for line in lines if line["event"] == "stage ended"]
+    assert stages == [("made", "info"), ("cached", "info"), ("refused", "warning")]
+    assert [line["status"] for line in lines if line["event"] == "run ended"] == ["passed", "passed", "refused"]
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("place", ["nowhere/log.jsonl", ".", "/dev/full"])
+@pytest.mark.usefixtures("log")
+def test_an_unwritable_log_does_not_fail_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MERGEGATE_LOG", place)
+    assert night("yes").status == "passed"
