@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from demo_project import PROFILES, Project, make_project
+from demo_project import PROFILES, Project, expect, make_project
 from safetensors.torch import load_file
 from sheet_sources import require_correct_sheet
 from test_release import exact_match
@@ -20,8 +20,7 @@ def test_the_shipped_adapters_are_what_extraction_makes(tmp_path: Path, name: st
     project = make_project(tmp_path)
     models, out = project.root / "profiles" / "demo" / "models", project.root / "adapter"
     arguments = ("--rank", "16", "--dtype", "bfloat16", "--out", str(out))
-    done = project.mergegate("extract-lora", str(models / name), str(models / "base"), *arguments)
-    assert done.exit_code == 0, done.output
+    done = expect(project.mergegate("extract-lora", str(models / name), str(models / "base"), *arguments), 0)
     assert "% of the change" in done.output
     shipped, made = (
         load_file(place / "adapter_model.safetensors") for place in (DEMO / "adapters" / f"{name}-lora", out)
@@ -35,43 +34,30 @@ def test_the_shipped_adapters_are_what_extraction_makes(tmp_path: Path, name: st
 
 
 def test_an_existing_directory_is_not_written_over(tmp_path: Path) -> None:
-    done = make_project(tmp_path).mergegate("extract-lora", "a", "b", "--rank", "4", "--out", str(tmp_path))
-    assert done.exit_code == 2
+    done = expect(make_project(tmp_path).mergegate("extract-lora", "a", "b", "--rank", "4", "--out", str(tmp_path)), 2)
     assert "it exists" in done.output
 
 
-@pytest.mark.parametrize("recipe", ["adapter", "adapters"])
-def test_a_recipe_with_adapters_is_merged_and_planned(tmp_path: Path, recipe: str) -> None:
+@pytest.mark.parametrize(("recipe", "options"), [("adapter", ["--no-probe"]), ("adapters", [])])
+def test_a_recipe_with_adapters_is_merged_as_planned(tmp_path: Path, recipe: str, options: list[str]) -> None:
     project, file = make_project(tmp_path), f"profiles/demo/recipes/{recipe}.yaml"
-    for command in (("merge", file, "out"), ("plan", file, "--no-probe")):
-        done = project.mergegate(*command)
-        assert done.exit_code == 0, done.output
-
-
-@pytest.mark.story
-def test_the_size_of_an_adapter_is_its_own(tmp_path: Path) -> None:
-    project = make_project(tmp_path)
-    recipe, out = "profiles/demo/recipes/adapters.yaml", project.root / "out"
-    assert project.mergegate("merge", recipe, str(out)).exit_code == 0
-    made = load_file(out / "adapter_model.safetensors").values()
-    planned = json.loads(project.mergegate("plan", recipe, "--json").stdout)
-    needs = planned["needs"]
-    assert needs["tensors"] == len(made)
-    assert needs["parameters"] == sum(one.numel() for one in made)
-    assert needs["bytes_written"] == sum(one.nbytes for one in made)
-    assert planned["time"] is None
-    said = project.mergegate("check", "profiles/demo-adapters.yaml").output
-    assert f"{len(made)} tensors, {needs['bytes_written'] / 1e6:,.1f} MB to write" in " ".join(said.split())
+    expect(project.mergegate("merge", file, "out"), 0)
+    planned = json.loads(expect(project.mergegate("plan", file, "--json", *options), 0).stdout)
+    if recipe == "adapters":
+        made, needs = load_file(tmp_path / "out" / "adapter_model.safetensors").values(), planned["needs"]
+        assert (needs["tensors"], needs["parameters"]) == (len(made), sum(one.numel() for one in made))
+        assert needs["bytes_written"] == sum(one.nbytes for one in made)
+        assert planned["time"] is None
+        said = project.mergegate("check", "profiles/demo-adapters.yaml").output
+        assert f"{len(made)} tensors, {needs['bytes_written'] / 1e6:,.1f} MB to write" in " ".join(said.split())
 
 
 def run(tmp_path: Path, profile: str) -> tuple[Project, Path]:
     """Release a profile, reproduce the release, and return the project and the release."""
     project = make_project(tmp_path)
-    done = project.mergegate("run", f"profiles/{profile}.yaml")
-    assert done.exit_code == 0, done.output
+    expect(project.mergegate("run", f"profiles/{profile}.yaml"), 0)
     release = project.root / "releases" / profile / "latest"
-    again = project.mergegate("reproduce", str(release), "--parents", str(DEMO / "recipes"))
-    assert again.exit_code == 0, again.output
+    expect(project.mergegate("reproduce", str(release), "--parents", str(DEMO / "recipes")), 0)
     return project, release
 
 

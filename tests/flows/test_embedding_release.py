@@ -6,11 +6,13 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from demo_project import PROFILES, Project, make_project
+from demo_project import PROFILES, Project, expect, make_project
 from safetensors.torch import load_file, save_file
+from typer.testing import Result
 
 pytestmark = pytest.mark.story
 
@@ -21,20 +23,13 @@ Released = tuple[Project, Path]
 def released(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> Released:
     """Return a project with the release of ``demo-embeddings.yaml``, and the directory of the release."""
     project = make_project(tmp_path_factory.mktemp("embeddings"))
-    result = project.mergegate("run", "profiles/demo-embeddings.yaml")
-    assert result.exit_code == 0, result.output
+    expect(project.mergegate("run", "profiles/demo-embeddings.yaml"), 0)
     return project, project.root / "releases" / "demo-embeddings" / "latest"
 
 
 def test_the_demo_of_embedding_models_is_released_with_its_modules(released: Released) -> None:
-    _, release = released
-    for file in (
-        "modules.json",
-        "config_sentence_transformers.json",
-        "1_Pooling/config.json",
-        "2_Dense/model.safetensors",
-    ):
-        assert (release / file).is_file()
+    files = ("modules.json", "config_sentence_transformers.json", "1_Pooling/config.json", "2_Dense/model.safetensors")
+    assert [file for file in files if not (released[1] / file).is_file()] == []
 
 
 def test_the_release_embeds_like_a_merge_in_memory(released: Released) -> None:
@@ -56,42 +51,27 @@ def test_the_release_embeds_like_a_merge_in_memory(released: Released) -> None:
     assert cosines.min() > 0.999  # The release is rounded to bfloat16.
 
 
-def edit_json(file: Path, change: Callable[[object], object]) -> None:
+def edit_json(file: Path, change: Callable[[Any], object]) -> None:
     file.write_text(json.dumps(change(json.loads(file.read_text()))))
 
 
-def lose_pooling(model: Path) -> None:
-    """Pool like sentence-transformers does without a pooling module."""
-    pooling = model / "1_Pooling" / "config.json"
-    size = json.loads(pooling.read_text())
-    dimension = size.get("embedding_dimension") or size.get("word_embedding_dimension")
-    pooling.write_text(json.dumps({"word_embedding_dimension": dimension, "pooling_mode_mean_tokens": True}))
+def pool_by(**modes: bool) -> Callable[[Path], None]:
+    """Return a change of the pooling. A mean is what sentence-transformers uses without a pooling module."""
+
+    def change(settings: Any) -> object:
+        dimension = settings.get("embedding_dimension") or settings.get("word_embedding_dimension")
+        return {"word_embedding_dimension": dimension, **modes}
+
+    return lambda model: edit_json(model / "1_Pooling" / "config.json", change)
 
 
 def lose_prompts(model: Path) -> None:
-    edit_json(
-        model / "config_sentence_transformers.json",
-        lambda settings: {**settings, "prompts": {"query": "", "document": ""}},  # type: ignore[dict-item]
-    )
+    prompts = {"prompts": {"query": "", "document": ""}}
+    edit_json(model / "config_sentence_transformers.json", lambda settings: {**settings, **prompts})
 
 
 def lose_module(number: int) -> Callable[[Path], None]:
-    def lose(model: Path) -> None:
-        edit_json(model / "modules.json", lambda modules: [each for each in modules if each["idx"] != number])  # type: ignore[attr-defined]
-
-    return lose
-
-
-def pool_the_last_token(model: Path) -> None:
-    lose_pooling(model)
-    edit_json(
-        model / "1_Pooling" / "config.json",
-        lambda settings: {  # type: ignore[dict-item]
-            **settings,
-            "pooling_mode_mean_tokens": False,
-            "pooling_mode_lasttoken": True,
-        },
-    )
+    return lambda model: edit_json(model / "modules.json", lambda all_: [it for it in all_ if it["idx"] != number])
 
 
 def scale_dimensions(model: Path) -> None:
@@ -114,48 +94,37 @@ def lose_the_dense_module(model: Path) -> None:
 
 
 DAMAGE: dict[str, Callable[[Path], None]] = {
-    "pooling lost": lose_pooling,
-    "wrong pooling": pool_the_last_token,
+    "pooling lost": pool_by(pooling_mode_mean_tokens=True),
+    "wrong pooling": pool_by(pooling_mode_mean_tokens=False, pooling_mode_lasttoken=True),
     "prompts lost": lose_prompts,
     "dense module lost": lose_the_dense_module,
     "normalization lost": lose_module(3),
 }
 
 
-def damaged(release: Path, directory: Path, damage: Callable[[Path], None]) -> Path:
-    shutil.copytree(release, directory, dirs_exist_ok=True, symlinks=False)
-    damage(directory)
-    return directory
+def compare(released: Released, name: str, change: Callable[[Path], object], *options: str) -> Result:
+    """Compare the release with a changed copy of itself."""
+    project, release = released
+    shutil.copytree(release, copy := project.root / name.replace(" ", "-"), dirs_exist_ok=True)
+    change(copy)
+    return project.mergegate("compare", str(release), str(copy), "--profile", "profiles/demo-embeddings.yaml", *options)
 
 
 @pytest.mark.parametrize("name", DAMAGE)
 def test_a_damaged_merge_is_refused(name: str, released: Released) -> None:
-    project, release = released
-    broken = damaged(release, project.root / name.replace(" ", "-"), DAMAGE[name])
-    result = project.mergegate(
-        "compare", str(release), str(broken), "--profile", "profiles/demo-embeddings.yaml", "--json"
-    )
+    result = compare(released, name, DAMAGE[name], "--json")
     outcome = json.loads(result.stdout)
-    guards = {guard["task"]: guard for guard in outcome["content"]["verdict"]["guards"]}
-    assert result.exit_code == 3
-    assert outcome["status"] == "refused"
-    assert "fail" in {guard["outcome"] for guard in guards.values()}
+    assert (result.exit_code, outcome["status"]) == (3, "refused")
+    assert "fail" in {guard["outcome"] for guard in outcome["content"]["verdict"]["guards"]}
 
 
 @pytest.mark.parametrize("change", [lambda _: None, scale_dimensions], ids=["copy", "other weights"])
 def test_an_equal_model_passes(change: Callable[[Path], None], released: Released) -> None:
-    project, release = released
-    copy = damaged(release, project.root / "equal", change)
-    result = project.mergegate(
-        "compare", str(release), str(copy), "--profile", "profiles/demo-embeddings.yaml", "--json"
-    )
-    assert result.exit_code == 0, result.output
+    expect(compare(released, "equal", change), 0)
 
 
 def test_a_merge_without_its_modules_is_refused_with_the_reason(released: Released) -> None:
     """A merge of the transformers alone, which sentence-transformers would load with another pooling."""
-    project, release = released
-    broken = damaged(release, project.root / "modules-lost", lambda model: (model / "modules.json").unlink())
-    result = project.mergegate("compare", str(release), str(broken), "--profile", "profiles/demo-embeddings.yaml")
+    result = compare(released, "modules lost", lambda model: (model / "modules.json").unlink())
     assert result.exit_code in (2, 3)
     assert "retrieval" in result.output or "kind" in result.output

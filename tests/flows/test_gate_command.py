@@ -1,16 +1,23 @@
-"""``mergegate gate`` gives results of lm-eval and inspect_ai the verdict that the stages give to the same models."""
+"""Exchange with lm-eval and inspect_ai: ``gate`` judges their results like the stages, and ``export`` writes logs."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import pytest
-from demo_project import PROFILES, Project, make_project
+from demo_project import PROFILES, Project, expect, make_project
+from forged_evidence import Evidence, flip_one_outcome
 from inspect_ai_runs import run_inspect
 from lm_eval_runs import run_lm_eval
+from typer.testing import CliRunner, Result
+
+from mergegate.flows.cli.app import app
+from mergegate.tasks.publish.content import PROVENANCE
 
 DEMO = PROFILES / "demo"
 VALIDATORS = Path(__file__).resolve().parents[2] / ".venv-validators" / "bin" / "python"
@@ -31,28 +38,36 @@ def judged(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> tuple
     """Return a project with a merged checkpoint, and the directory with lm-eval's results for three models by name."""
     project = make_project(tmp_path_factory.mktemp("project"))
     (project.root / "profiles" / "reverser.yaml").write_text(PROFILE)
-    merged = project.mergegate("merge", "profiles/demo/recipes/ties.yaml", "merged")
-    assert merged.exit_code == 0, merged.output
+    expect(project.mergegate("merge", "profiles/demo/recipes/ties.yaml", "merged"), 0)
     out = tmp_path_factory.mktemp("lm-eval")
     for name, model in models(project).items():
         run_lm_eval(out / name, model, TASKS, out / "scratch")
     return project, out
 
 
+def json_lines(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
 def models(project: Project) -> dict[str, Path]:
     return {"base": DEMO / "models/base", "reverser": DEMO / "models/reverser", "merged": project.root / "merged"}
 
 
-def gate(project: Project, *results: str, profile: str = "profiles/reverser.yaml") -> tuple[int, dict[str, Any]]:
-    done = project.mergegate("gate", *results, "--profile", profile, "--json")
+def call(project: Project, merge: Path, reverser: Path, *options: str) -> Result:
+    arguments = (f"merge={merge}", f"reverser={reverser}", "--profile", "profiles/reverser.yaml")
+    return project.mergegate("gate", *arguments, *options)
+
+
+def gate(project: Project, merge: Path, reverser: Path) -> tuple[int, dict[str, Any]]:
+    done = call(project, merge, reverser, "--json")
     return done.exit_code, json.loads(done.stdout)
 
 
 @pytest.mark.story
-@pytest.mark.parametrize(("merge", "code"), [pytest.param("merged", 0, marks=pytest.mark.story), ("base", 3)])
+@pytest.mark.parametrize(("merge", "code"), [("merged", 0), ("base", 3)])
 def test_the_verdict_is_that_of_the_stages(judged: tuple[Project, Path], merge: str, code: int) -> None:
     project, out = judged
-    found, ours = gate(project, f"merge={out / merge}", f"reverser={out / 'reverser'}")
+    found, ours = gate(project, out / merge, out / "reverser")
     checkpoints = [str(models(project)[name]) for name in ("reverser", merge)]
     done = project.mergegate("compare", *checkpoints, "--profile", "profiles/reverser.yaml", "--json")
     theirs = json.loads(done.stdout)
@@ -77,15 +92,12 @@ def inspect_logs(judged: tuple[Project, Path], tmp_path_factory: pytest.TempPath
     tasks: list[Mapping[str, Any]] = []
     for name in ("base", "reverser", "merged"):
         for file in (judged[1] / name).rglob("samples_*.jsonl"):
-            lines = [json.loads(line) for line in file.read_text().splitlines()]
             samples = [
                 {
-                    "id": line["doc_id"],
-                    "input": line["doc"]["prompt"],
-                    "target": line["doc"]["answer"],
+                    **{"id": line["doc_id"], "input": line["doc"]["prompt"], "target": line["doc"]["answer"]},
                     "answers": [line["doc"]["answer"] if line["acc"] else "another"],
                 }
-                for line in lines
+                for line in json_lines(file)
             ]
             task = {"name": file.name.split("_")[1], "model": name, "scorer": "match", "samples": samples}
             tasks.append({**task, "log_dir": str(root / name), "format": "json" if name == "base" else "eval"})
@@ -99,7 +111,7 @@ def test_the_verdict_on_logs_of_inspect_ai_is_that_on_lm_eval_results(
     judged: tuple[Project, Path], inspect_logs: Path, merge: str, code: int
 ) -> None:
     project, out = judged
-    sides = [gate(project, f"merge={root / merge}", f"reverser={root / 'reverser'}") for root in (out, inspect_logs)]
+    sides = [gate(project, root / merge, root / "reverser") for root in (out, inspect_logs)]
     assert [found for found, _ in sides] == [code, code]
     theirs, ours = (side["content"]["verdict"] for _, side in sides)
     assert {guard["metric"] for guard in ours["guards"]} == {"match/accuracy"}
@@ -112,9 +124,7 @@ def test_the_verdict_on_logs_of_inspect_ai_is_that_on_lm_eval_results(
 @pytest.mark.story
 def test_documents_of_two_formats_cannot_be_matched(judged: tuple[Project, Path], inspect_logs: Path) -> None:
     project, out = judged
-    results = [f"merge={inspect_logs / 'merged'}", f"reverser={out / 'reverser'}"]
-    done = project.mergegate("gate", *results, "--profile", "profiles/reverser.yaml")
-    assert done.exit_code == 2
+    done = expect(call(project, inspect_logs / "merged", out / "reverser"), 2)
     assert "both in one format, because the documents of the two cannot be matched" in " ".join(done.output.split())
 
 
@@ -122,9 +132,9 @@ def test_documents_of_two_formats_cannot_be_matched(judged: tuple[Project, Path]
 def test_an_exported_log_is_compared_with_lm_eval_by_its_hashes(judged: tuple[Project, Path], tmp_path: Path) -> None:
     project, out = judged
     for file in (out / "merged").rglob("samples_*.jsonl"):
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        lines = json_lines(file)
         (tmp_path / f"{file.stem}.json").write_text(json.dumps(exported_log(file.name.split("_")[1], lines)))
-    both = [gate(project, f"merge={merge}", f"reverser={out / 'reverser'}") for merge in (out / "merged", tmp_path)]
+    both = [gate(project, merge, out / "reverser") for merge in (out / "merged", tmp_path)]
     verdicts = [side["content"]["verdict"] for _, side in both]
     assert [code for code, _ in both] == [0, 0]
     assert verdicts[0] == verdicts[1]
@@ -133,81 +143,58 @@ def test_an_exported_log_is_compared_with_lm_eval_by_its_hashes(judged: tuple[Pr
         log = json.loads(file.read_text())
         log["samples"][3]["metadata"]["doc_hash"] = "0" * 64
         file.write_text(json.dumps(log))
-    results = [f"merge={tmp_path}", f"reverser={out / 'reverser'}"]
-    done = project.mergegate("gate", *results, "--profile", "profiles/reverser.yaml")
-    assert done.exit_code == 2
+    done = expect(call(project, tmp_path, out / "reverser"), 2)
     assert "a different doc on each side" in " ".join(done.output.split())
 
 
 def exported_log(task: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
     """Return the log that ``mergegate export`` writes for samples of lm-eval, as far as a gate reads it."""
-    from importlib.metadata import version
-
     samples = [
         {
-            "id": line["doc_id"],
-            "epoch": 1,
-            "input": "withheld",
-            "target": "withheld",
+            **{"id": line["doc_id"], "epoch": 1, "input": "withheld", "target": "withheld"},
             "scores": {"acc,none": {"value": line["acc"]}},
             "metadata": {**{name: line[name] for name in ("doc_hash", "prompt_hash", "target_hash")}, "chance": 0.0},
         }
         for line in lines
     ]
     score = {"name": "acc,none", "scorer": "acc,none", "metadata": {"higher_is_better": True}}
-    mean = sum(line["acc"] for line in lines) / len(lines)
-    return {
-        "version": 2,
-        "status": "success",
-        "eval": {
-            "created": "2026-11-27T00:00:00+00:00",
-            "task": task,
-            "dataset": {"sample_ids": [line["doc_id"] for line in lines]},
-            "model": "hf/merged",
-            "config": {},
-            "metadata": {"task": task, "lm_eval_version": version("lm_eval")},
-        },
-        "results": {
-            "total_samples": len(lines),
-            "completed_samples": len(lines),
-            "scores": [{**score, "metrics": {"mean": {"value": mean}}}],
-        },
-        "samples": samples,
+    mean = {"mean": {"value": sum(line["acc"] for line in lines) / len(lines)}}
+    counts = {"total_samples": len(lines), "completed_samples": len(lines)}
+    spec = {
+        "created": "2026-11-27T00:00:00+00:00",
+        **{"task": task, "model": "hf/merged", "config": {}},
+        "dataset": {"sample_ids": [line["doc_id"] for line in lines]},
+        "metadata": {"task": task, "lm_eval_version": version("lm_eval")},
     }
-
-
-def test_compare_reports_a_lost_skill(judged: tuple[Project, Path]) -> None:
-    project, out = judged
-    _, refused = gate(project, f"merge={out / 'base'}", f"reverser={out / 'reverser'}")
-    assert "reverse lost " in refused["message"]
-    assert "points against reverser" in refused["message"]
+    results = {**counts, "scores": [{**score, "metrics": mean}]}
+    return {"version": 2, "status": "success", "eval": spec, "results": results, "samples": samples}
 
 
 def test_one_reference_stands_for_every_model_that_a_guard_names(judged: tuple[Project, Path]) -> None:
     project, out = judged
-    named = gate(project, f"merge={out / 'base'}", f"reverser={out / 'reverser'}")
-    code, alone = gate(project, f"merge={out / 'base'}", f"reference={out / 'reverser'}")
-    assert code == 3
-    assert alone["message"] == named[1]["message"].replace("reverser", "reference")
+    code, named = gate(project, out / "base", out / "reverser")
+    results = (f"merge={out / 'base'}", f"reference={out / 'reverser'}")
+    alone = project.mergegate("gate", *results, "--profile", "profiles/reverser.yaml", "--json")
+    assert code == alone.exit_code == 3
+    assert "reverse lost " in named["message"]
+    assert "points against reverser" in named["message"]
+    assert json.loads(alone.stdout)["message"] == named["message"].replace("reverser", "reference")
 
 
 def test_the_best_of_the_given_parents_can_be_the_reference(judged: tuple[Project, Path]) -> None:
     project, out = judged
     text = PROFILE.replace("guarded_by: reverser", "guarded_by: best parent")
     (project.root / "profiles" / "best.yaml").write_text(text)
-    results = [
-        f"{name}={out / place}" for name, place in (("merge", "merged"), ("base", "base"), ("reverser", "reverser"))
-    ]
-    code, passed = gate(project, *results, profile="profiles/best.yaml")
-    assert code == 0
-    assert [guard["reference"] for guard in passed["content"]["verdict"]["guards"]] == ["base", "reverser"]
+    places = {"merge": "merged", "base": "base", "reverser": "reverser"}
+    results = [f"{name}={out / place}" for name, place in places.items()]
+    passed = expect(project.mergegate("gate", *results, "--profile", "profiles/best.yaml", "--json"), 0)
+    guards = json.loads(passed.stdout)["content"]["verdict"]["guards"]
+    assert [guard["reference"] for guard in guards] == ["base", "reverser"]
 
 
 def test_the_output_shows_a_table_and_the_evidence_that_was_not_judged(judged: tuple[Project, Path]) -> None:
     project, out = judged
-    results = [f"merge={out / 'merged'}", f"reverser={out / 'reverser'}"]
-    done = project.mergegate("gate", *results, "--profile", "profiles/reverser.yaml")
-    assert done.exit_code == 0
+    done = expect(call(project, out / "merged", out / "reverser"), 0)
     assert "perplexity is not judged" in done.stdout
     assert "kept-skills passed the gate" in done.stdout
     worded = [line.split()[0] for line in done.stdout.splitlines() if line.rstrip().endswith("pass")]
@@ -215,24 +202,81 @@ def test_the_output_shows_a_table_and_the_evidence_that_was_not_judged(judged: t
 
 
 @pytest.mark.parametrize(
-    ("results", "words"),
+    ("results", "profile", "words"),
     [
-        (["merge"], "NAME=DIRECTORY"),
-        (["merge=a", "merge=b"], "a second directory for merge"),
-        (["mege=a", "base=b"], "did you mean 'mege'"),
-        (["merge=a"], "only results of the merge"),
-        (["merge=a", "bsae=b"], "did you mean 'bsae'"),
-        (["merge=nowhere", "reference=nowhere"], "no such directory"),
+        ("merge", "profiles/demo.yaml", "NAME=DIRECTORY"),
+        ("merge=a merge=b", "profiles/demo.yaml", "a second directory for merge"),
+        ("mege=a base=b", "profiles/demo.yaml", "did you mean 'mege'"),
+        ("merge=a", "profiles/demo.yaml", "only results of the merge"),
+        ("merge=a bsae=b", "profiles/demo.yaml", "did you mean 'bsae'"),
+        ("merge=nowhere reference=nowhere", "profiles/demo.yaml", "no such directory"),
+        ("merge=a reference=b", "bare.yaml", "there are no guards"),
     ],
 )
-def test_results_that_cannot_be_judged_are_refused(project: Project, results: list[str], words: str) -> None:
-    done = project.mergegate("gate", *results, "--profile", "profiles/demo.yaml")
-    assert done.exit_code == 2
-    assert words in done.output
-
-
-def test_a_profile_without_guards_cannot_judge(project: Project) -> None:
+def test_results_that_cannot_be_judged_are_refused(project: Project, results: str, profile: str, words: str) -> None:
     (project.root / "bare.yaml").write_text("name: bare\nrecipe: none.yaml\n")
-    done = project.mergegate("gate", "merge=a", "reference=b", "--profile", "bare.yaml")
-    assert done.exit_code == 2
-    assert "there are no guards" in done.output
+    expect(project.mergegate("gate", *results.split(), "--profile", profile), 2, words)
+
+
+# --- export ---
+
+
+@pytest.fixture
+def release(demo: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a copy of the demo release, in the working directory, without a store."""
+    version = demo.latest.resolve()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "no-store"))
+    return Path(shutil.copytree(version, tmp_path / version.name))
+
+
+@pytest.mark.story
+def test_scores_and_settings_are_those_of_the_run(release: Path) -> None:
+    result = CliRunner().invoke(app, ["export", release.name, "--format", "inspect", "--output", "logs", "--json"])
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.output)
+    logs = [json.loads(path.read_text()) for path in Path("logs").rglob("*.json")]
+    assert (answer["status"], answer["files"], answer["models"]) == ("made", len(logs), 4)
+    assert not Path("no-store").exists()
+    predicate = json.loads((release / PROVENANCE).read_text())["predicate"]
+    means = {
+        (log["eval"]["metadata"]["mergegate"]["model"], log["eval"]["task"], score["name"]): score["metrics"]["mean"]
+        for log in logs
+        if log["eval"]["task"] != "perplexity"
+        for score in log["results"]["scores"]
+    }
+    for guard in predicate["mergegate_verdict"]["guards"]:
+        assert means["merge", guard["task"], guard["metric"]]["value"] == guard["merge_score"]
+        assert means[guard["reference"], guard["task"], guard["metric"]]["value"] == guard["reference_score"]
+    scoring = predicate["mergegate_evaluation"]["scoring"]
+    for log in logs:
+        spec = log["eval"]
+        namespace = "mergegate-demo" if spec["metadata"]["mergegate"]["role"] == "release" else "local"
+        assert spec["model"].startswith(f"hf/{namespace}/")
+        assert spec["task_args"] == {name: value for name, value in scoring.items() if value is not None}
+    sources = {log["eval"]["metadata"]["mergegate"]["reference"] for log in logs}
+    parents = {item["name"] for item in predicate["buildDefinition"]["resolvedDependencies"]}
+    assert sources == {"demo", *parents}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["inspect", "--output", "there"], "it exists"),
+        (["helm", "--output", "out"], "helm"),
+        (["every-eval-ever", "--output", "out", "--organization", " Acme"], "--organization"),
+    ],
+)
+def test_wrong_arguments_are_refused(release: Path, arguments: list[str], message: str) -> None:
+    Path("there").mkdir()
+    result = CliRunner().invoke(app, ["export", release.name, "--format", *arguments])
+    assert (result.exit_code, message in result.output) == (2, True), result.output
+    assert not Path("out").exists()
+
+
+def test_an_altered_release_is_not_exported(release: Path) -> None:
+    flip_one_outcome(Evidence(release))
+    result = CliRunner().invoke(app, ["export", release.name, "--format", "inspect", "--output", "out"])
+    assert result.exit_code == 3
+    assert "sha256 is" in result.output
+    assert not Path("out").exists()
