@@ -8,7 +8,7 @@ import sys
 from uuid import UUID
 
 import pytest
-from demo_project import Printed, Project
+from demo_project import Project, expect
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, StateDetails, StateType
 from rich.console import Console
@@ -21,25 +21,20 @@ from mergegate.tasks.publish import PendingRelease
 
 
 @pytest.mark.story
-def test_a_release_that_has_to_be_approved_is_published_only_then(released: tuple[Project, Printed]) -> None:
+def test_a_release_that_has_to_be_approved_is_published_only_then(demo: Project) -> None:
     """A run without a terminal is refused, ``--approve`` publishes, and a run with nothing new needs no approval."""
-    project, _ = released
-    profile, releases = project.edit("demo.yaml", "releases/demo\n", "releases/demo\n  approval: true\n"), "edited-demo"
-    refused = project.mergegate("run", profile)
-    assert refused.exit_code == 3
-    assert "--approve" in refused.output
-    assert not list(project.root.glob(f"releases/{releases}/*"))
+    profile, releases = demo.edit("demo.yaml", "releases/demo\n", "releases/demo\n  approval: true\n"), "edited-demo"
+    expect(demo.mergegate("run", profile), 3, "--approve")
+    assert not list(demo.root.glob(f"releases/{releases}/*"))
 
-    done = project.mergegate("run", profile, "--approve", "--json")
+    done = demo.mergegate("run", profile, "--approve", "--json")
     outcome = json.loads(done.stdout)
     assert (done.exit_code, outcome["status"]) == (0, "released")
     assert "approved in advance" in outcome["message"]
-    published = {one.name for one in project.root.glob(f"releases/{releases}/*")}
+    published = {one.name for one in demo.root.glob(f"releases/{releases}/*")}
     assert published == {"latest", outcome["version"]}
 
-    again = project.mergegate("run", profile)
-    assert again.exit_code == 0, again.output
-    assert "nothing new" in again.output
+    expect(demo.mergegate("run", profile), 0, "nothing new")
 
 
 REQUEST = ApprovalRequest("demo", PendingRelease("abc123", "d" * 64, is_current=False), "# All of it", 60.0)

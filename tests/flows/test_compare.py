@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from demo_project import PROFILES, Project, make_project
+from demo_project import PROFILES, Project, expect, make_project
 
 from mergegate.flows.compare import find_checkpoints
 from mergegate.merge_core.errors import InvalidInput
@@ -71,8 +71,7 @@ def test_the_report_is_a_page_about_both(compared: Compared) -> None:
 def test_the_output_shows_lines_a_table_and_the_page(compared: Compared) -> None:
     project, _ = compared
     arguments = (str(MODELS / "reverser"), str(MODELS / "base"), "--profile", "profiles/small.yaml")
-    done = project.mergegate("compare", *arguments)
-    assert done.exit_code == 3
+    done = expect(project.mergegate("compare", *arguments), 3)
     shown = ("perplexity", "evaluate", "gate", "base does not pass against reverser", "base-against-reverser.html")
     assert [words for words in shown if words not in done.stdout] == []
 
@@ -100,8 +99,7 @@ def test_a_checkpoint_passes_against_itself(compared: Compared) -> None:
 
 def test_tasks_are_skipped_for_a_broken_checkpoint(compared: Compared) -> None:
     project, _ = compared
-    merged = project.mergegate("merge", "profiles/demo/recipes/exploding.yaml", "exploded")
-    assert merged.exit_code == 0, merged.output
+    expect(project.mergegate("merge", "profiles/demo/recipes/exploding.yaml", "exploded"), 0)
     before = project.artifacts("evaluate")
     code, outcome = compare(project, MODELS / "base", project.root / "exploded")
     assert code == 3
@@ -122,9 +120,7 @@ def test_tasks_are_skipped_for_a_broken_checkpoint(compared: Compared) -> None:
 )
 def test_what_cannot_be_compared_is_said(project: Project, checkpoints: list[str], profile: str, words: str) -> None:
     (project.root / "bare.yaml").write_text("name: bare\nrecipe: none.yaml\n")
-    done = project.mergegate("compare", *checkpoints, "--profile", profile)
-    assert done.exit_code == 2
-    assert words in done.output
+    expect(project.mergegate("compare", *checkpoints, "--profile", profile), 2, words)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from demo_project import Printed, Project
+from demo_project import Project, expect
 from faults import files_below
 from garbage import DAMAGE
 from test_embedded_api import start_api
@@ -30,8 +30,7 @@ def state_files(project: Project) -> list[Path]:
 
 
 def run(project: Project) -> str:
-    result = project.mergegate("run", "profiles/demo.yaml")
-    assert result.exit_code == 0, result.output
+    result = expect(project.mergegate("run", "profiles/demo.yaml"), 0)
     return result.output
 
 
@@ -40,9 +39,9 @@ def version_of(project: Project) -> str:
 
 
 @pytest.fixture
-def copied(released: tuple[Project, Printed], tmp_path: Path) -> Project:
+def copied(demo: Project, tmp_path: Path) -> Project:
     """Return this test's own copy of the project with the released demo."""
-    shutil.copytree(released[0].root, tmp_path / "project", symlinks=True)
+    shutil.copytree(demo.root, tmp_path / "project", symlinks=True)
     return Project(tmp_path / "project")
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -18,6 +16,7 @@ from patience import HANG_S
 from prefect.client.orchestration import SyncPrefectClient
 from prefect.client.schemas.actions import BlockDocumentCreate
 from prefect.client.schemas.objects import State, StateType
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Scheduled
 from served_site import (
@@ -53,6 +52,7 @@ pytestmark = pytest.mark.story
 
 Begin = Callable[[Path], None]
 DEMO = {"profile": "profiles/demo.yaml", "schedule": "0 3 * * *", "timezone": "Europe/Berlin"}
+REFUSAL, QUOTES = "demo is not released\nreverse lost 22.2 points\nand more", "something 'broke' \"loudly\""
 REFUSED = {"profile": "profiles/demo-refused.yaml"}
 FORBIDDEN = {"profile": "profiles/demo-forbidden.yaml"}
 
@@ -76,6 +76,16 @@ class Served:
         )
         return {one.name: one.change for one in done} | dict(rules)
 
+    def deployment(self, name: str = "release/demo") -> DeploymentResponse:
+        there = deployments_on_server(self.client).get(name)
+        assert there is not None
+        return there
+
+    def scheduled_run(self, deployment: DeploymentResponse, days: int, *tags: str) -> UUID:
+        """Create a run that is due in so many days, and return its id."""
+        state: State[object] = Scheduled(scheduled_time=datetime.now(UTC) + timedelta(days=days))
+        return self.client.create_flow_run_from_deployment(deployment.id, state=state, tags=tags).id
+
     def manual_runs(self) -> set[UUID]:
         """Return the ids of all runs, except those that the server's scheduler has planned.
 
@@ -94,23 +104,19 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory, begin_records: Begin) -> Iterator[Served]:
-    with _served(tmp_path_factory.mktemp("served"), begin_records) as place:
-        yield place
+    yield from start_server(tmp_path_factory.mktemp("served"), begin_records)
 
 
 @pytest.fixture(scope="module")
 def served_alone(tmp_path_factory: pytest.TempPathFactory, begin_records: Begin) -> Iterator[Served]:
     """Yield a server on which no other test has left runs that occupy its only slot."""
-    with _served(tmp_path_factory.mktemp("alone"), begin_records) as place:
-        yield place
+    yield from start_server(tmp_path_factory.mktemp("alone"), begin_records)
 
 
-@contextmanager
-def _served(root: Path, begin_records: Begin) -> Iterator[Served]:
+def start_server(root: Path, begin_records: Begin) -> Iterator[Served]:
     begin_records(make_project(root).home)
     (root / "prefect.yaml").write_text((PROJECT / "prefect.yaml").read_text())
-    port = free_port()
-    environment = bare_environment(root)
+    port, environment = free_port(), bare_environment(root)
     with in_a_terminal_of_its_own([*MERGEGATE, "server", "--port", str(port)], root, environment) as log:
         until(lambda: answers(port), "the server", log)
         with asked(root, port) as client:
@@ -124,10 +130,7 @@ def nights(*profiles: dict[str, str], **more: object) -> Schedules:
 def test_twice_does_nothing_and_what_is_listed_no_more_goes(served: Served) -> None:
     served.deploy(nights(FORBIDDEN))  # Removes deployments that other tests have left.
     first = served.deploy(nights(DEMO, REFUSED))
-    assert {name: first[name] for name in ("release/demo", "release/demo-refused")} == {
-        "release/demo": "made",
-        "release/demo-refused": "made",
-    }
+    assert (first["release/demo"], first["release/demo-refused"]) == ("made", "made")
     assert set(served.deploy(nights(DEMO, REFUSED)).values()) == {"unchanged"}
 
     foreign = served.client.create_deployment(served.client.create_flow_from_name("release"), "of-somebody-else")
@@ -137,39 +140,31 @@ def test_twice_does_nothing_and_what_is_listed_no_more_goes(served: Served) -> N
 
     without = served.deploy(nights({"profile": DEMO["profile"]}))
     assert without["release/demo"] == "changed"
-    there = deployments_on_server(served.client).get("release/demo")
-    assert there is not None
-    assert there.schedules == []
+    assert served.deployment().schedules == []
 
 
 def test_removing_a_schedule_removes_its_planned_runs(served: Served) -> None:
     """The server's scheduler may add runs during a deployment. The next deployment removes them."""
     served.deploy(nights({**DEMO, "schedule": "30 4 * * *"}))
-    there = deployments_on_server(served.client).get("release/demo")
-    assert there is not None
-    mine = served.client.create_flow_run_from_deployment(
-        there.id, state=Scheduled(scheduled_time=datetime.now(UTC) + timedelta(days=1))
-    )
+    there = served.deployment()
+    mine = served.scheduled_run(there, 1)
 
     def only_mine() -> bool:
         served.deploy(nights({"profile": DEMO["profile"]}))
         planned = served.client.get_scheduled_flow_runs_for_deployments([there.id])
-        return [run.id for run in planned if run.auto_scheduled or run.id == mine.id] == [mine.id]
+        return [run.id for run in planned if run.auto_scheduled or run.id == mine] == [mine]
 
-    deadline = time.monotonic() + HANG_S
-    while not only_mine():
-        assert time.monotonic() < deadline
-    served.client.delete_flow_run(mine.id)
+    until(only_mine, "only the run of the user")
+    served.client.delete_flow_run(mine)
 
 
 def test_a_deployment_has_a_readable_name_and_description(served: Served) -> None:
     served.deploy(nights(DEMO))
-    there = deployments_on_server(served.client).get("release/demo")
-    assert there is not None
+    there = served.deployment()
     assert there.description == "demo · ties of 2 over base"
     assert set(there.tags) == {"mergegate", "release", "demo", "nightly"}
-    assert [one.schedule.model_dump()["cron"] for one in there.schedules] == ["0 3 * * *"]
-    assert [one.schedule.model_dump()["timezone"] for one in there.schedules] == ["Europe/Berlin"]
+    (schedule,) = [one.schedule.model_dump() for one in there.schedules]
+    assert (schedule["cron"], schedule["timezone"]) == ("0 3 * * *", "Europe/Berlin")
     assert there.global_concurrency_limit is not None
     assert there.global_concurrency_limit.limit == 1
     assert there.concurrency_options is not None
@@ -192,21 +187,16 @@ def test_what_the_form_cannot_mean_is_refused_before_a_run_exists(served: Served
 def test_prefects_own_deploy_works_as_well(served: Served) -> None:
     served.deploy(nights(DEMO))
     served.run("prefect", "--no-prompt", "deploy", "--all")
-    there = deployments_on_server(served.client).get("release/release")
-    assert there is not None
+    there = served.deployment("release/release")
     assert there.pull_steps == [{"prefect.deployments.steps.set_working_directory": {"directory": str(served.root)}}]
     assert there.work_pool_name == "mergegate"
 
 
-def test_another_project_keeps_its_deployments(served: Served, tmp_path: Path) -> None:
+def test_another_project_keeps_its_deployments_even_on_a_server_with_many_flows(served: Served, tmp_path: Path) -> None:
+    """Prefect returns at most 200 flows at once, in the order of their names."""
     served.deploy(nights(DEMO))
     with pytest.raises(InvalidInput, match="it belongs to another project"):
         served.deploy(nights(DEMO), replace(served.site, root=tmp_path))
-
-
-def test_a_server_with_many_flows_still_knows_ours(served: Served, tmp_path: Path) -> None:
-    """Prefect returns at most 200 flows at once, in the order of their names."""
-    served.deploy(nights(DEMO))
     for number in range(200):
         served.client.create_flow_from_name(f"another-team-{number}")
     assert len(served.client.read_flows()) == 200
@@ -267,61 +257,49 @@ def test_each_recipient_is_notified_once_per_occasion(served: Served, told: Rece
     """Eight runs change state at the same time, and each message arrives exactly once as plain text."""
     file = nights(DEMO, notify=[{"to": "webhook", "address": "$HOOK"}])
     assert "made" in served.deploy(file).values()
-    deployment = deployments_on_server(served.client).get("release/demo")
-    assert deployment is not None
+    deployment = served.deployment()
     runs = [served.client.create_flow_run_from_deployment(deployment.id) for _ in range(8)]
-    endings = {
-        "Released": (StateType.COMPLETED, "✓ demo: released demo 123"),
-        "Refused": (StateType.FAILED, "✗ demo refused: reverse lost 22.2 points"),
-        "Invalid": (StateType.FAILED, "✗ demo invalid: profile.yaml: unknown key"),
-        "Failed": (StateType.FAILED, "✗ demo failed: something 'broke' \"loudly\""),
-        "Crashed": (StateType.CRASHED, "✗ demo crashed: the run has been silent"),
-        "Late": (StateType.SCHEDULED, "! demo is late: no worker has started it"),
-        "Suspended": (StateType.PAUSED, "? demo waits for approval: mergegate approve demo"),
-        "Cancelled": (StateType.CANCELLED, ""),
-    }
-    messages = {
-        "Released": "released demo 123\napproved by somebody",
-        "Refused": "demo is not released\nreverse lost 22.2 points\nand more",
-        "Invalid": "profile.yaml: unknown key",
-        "Failed": "something 'broke' \"loudly\"",
-        "Crashed": "the run has been silent",
-    }
-    for run, (name, (kind, _)) in zip(runs, endings.items(), strict=True):
-        state: State[object] = State(type=kind, name=name, message=messages.get(name))
+    endings = (
+        ("Released", StateType.COMPLETED, "released demo 123\napproved by somebody", "✓ demo: released demo 123"),
+        ("Refused", StateType.FAILED, REFUSAL, "✗ demo refused: reverse lost 22.2 points"),
+        ("Invalid", StateType.FAILED, "profile.yaml: unknown key", "✗ demo invalid: profile.yaml: unknown key"),
+        ("Failed", StateType.FAILED, QUOTES, f"✗ demo failed: {QUOTES}"),
+        ("Crashed", StateType.CRASHED, "the run has been silent", "✗ demo crashed: the run has been silent"),
+        ("Late", StateType.SCHEDULED, None, "! demo is late: no worker has started it"),
+        ("Suspended", StateType.PAUSED, None, "? demo waits for approval: mergegate approve demo"),
+        ("Cancelled", StateType.CANCELLED, None, ""),
+    )
+    for run, (name, kind, message, _) in zip(runs, endings, strict=True):
+        state: State[object] = State(type=kind, name=name, message=message)
         served.client.set_flow_run_state(run.id, state, force=True)
     wanted = {
         f"{text} · {page_of_run(run.id, served.site.address)}"
-        for run, (_, text) in zip(runs, endings.values(), strict=True)
+        for run, (*_, text) in zip(runs, endings, strict=True)
         if text
     }
     until(lambda: wanted <= set(told.texts()), f"{wanted} in\n{told.texts()}")
     assert sorted(text for text in told.texts() if text in wanted) == sorted(wanted)
 
     assert set(served.deploy(file).values()) == {"unchanged"}
-    monkey_free = nights(DEMO)
-    gone = served.deploy(monkey_free)
+    gone = served.deploy(nights(DEMO))
     assert [name for name, change in gone.items() if change == "removed"] == sorted(
         f"mergegate: notify webhook of {occasion}" for occasion in ("released", "refused", "failed", "late", "approval")
     )
     assert not [one for one in served.client.read_block_documents(limit=200) if "webhook-hook" in (one.name or "")]
 
 
+UNKNOWN_KEY = ("profiles/bad.yaml", "name: support\nrecepe: x\n", "Invalid", "unknown key 'recepe'", "support · ")
+
+
 @pytest.mark.parametrize(
-    ("profile", "content", "state", "reason"),
+    ("profile", "content", "state", "reason", "name"),
     [
-        ("profiles/demo-forbidden.yaml", None, "Refused", "does not permit sharing modified"),
-        pytest.param(
-            "profiles/bad.yaml",
-            "name: support\nrecepe: x\n",
-            "Invalid",
-            "unknown key 'recepe'",
-            marks=pytest.mark.proof,
-        ),
+        (FORBIDDEN["profile"], None, "Refused", "does not permit sharing modified", "demo-forbidden · ties of 2"),
+        pytest.param(*UNKNOWN_KEY, marks=pytest.mark.proof),
     ],
 )
 def test_a_refused_run_does_not_look_like_a_crash_in_logs(
-    served_alone: Served, profile: str, content: str | None, state: str, reason: str
+    served_alone: Served, profile: str, content: str | None, state: str, reason: str, name: str
 ) -> None:
     served = served_alone
     served.deploy(nights({"profile": DEMO["profile"]}))
@@ -338,8 +316,8 @@ def test_a_refused_run_does_not_look_like_a_crash_in_logs(
     assert reason in said
     for word in ("Traceback", "exception", "Unexpected", "exited with status code"):
         assert word not in said, said
-    assert run.name.startswith({"Refused": "demo-forbidden · ties of 2", "Invalid": "support · "}[state])
-    page = served.root / ".mergegate" / "reports" / f"{'support' if content else 'demo-forbidden'}.html"
+    assert run.name.startswith(name)
+    page = served.root / ".mergegate" / "reports" / f"{name.split()[0]}.html"
     assert state in page.read_text(encoding="utf-8")
 
 
@@ -348,21 +326,12 @@ def test_one_of_several_missed_scheduled_runs_is_made_up_for(served_alone: Serve
     """After two scheduled runs without a worker, one is executed and the other is cancelled."""
     served = served_alone
     served.deploy(nights({"profile": "profiles/demo-forbidden.yaml", "schedule": "0 3 * * *", "timezone": "UTC"}))
-    deployment = deployments_on_server(served.client).get("release/demo-forbidden")
-    assert deployment is not None
-    now = datetime.now(UTC)
-    missed = {
-        served.client.create_flow_run_from_deployment(
-            deployment.id, state=Scheduled(scheduled_time=now - timedelta(days=ago)), tags=["auto-scheduled"]
-        ).id
-        for ago in (1, 2)
-    }
+    deployment = served.deployment("release/demo-forbidden")
+    missed = {served.scheduled_run(deployment, -days, "auto-scheduled") for days in (1, 2)}
     for _ in missed:  # each worker takes one run because there is one slot
         served.run(*MERGEGATE, "worker", "--once")
     assert Counter(served.client.read_flow_run(one).state_name for one in missed) == {"Refused": 1, "Cancelled": 1}
     # A run that a user starts is always executed.
-    asked_for = served.client.create_flow_run_from_deployment(
-        deployment.id, state=Scheduled(scheduled_time=now - timedelta(days=1))
-    ).id
+    asked_for = served.scheduled_run(deployment, -1)
     served.run(*MERGEGATE, "worker", "--once")
     assert served.client.read_flow_run(asked_for).state_name == "Refused"

@@ -1,4 +1,4 @@
-"""Commands name the share of a text that different tokenizers affect. Users accept it or join the vocabularies."""
+"""Different tokenizers, and copies of a parent, are refused with what they affect, unless the profile accepts them."""
 
 from __future__ import annotations
 
@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from demo_project import PROFILES, Printed, Project
+from demo_project import PROFILES, Project, expect
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 MODELS = PROFILES / "demo" / "models"
-Released = tuple[Project, Printed]
 
 
-def write_profile(project: Project, *accepted: str) -> str:
+def write_lower_profile(project: Project, *accepted: str) -> str:
     """Write a profile that merges the base with a model of the same token IDs whose tokenizer lowercases text."""
     place = project.root / "models"
     for name in ("base", "shifter"):
@@ -34,8 +33,7 @@ def write_profile(project: Project, *accepted: str) -> str:
 def test_a_tokenizer_that_cuts_in_another_way_is_refused_with_the_share_and_accepted_by_name(project: Project) -> None:
     found, severities = [], []
     for accepted, code in (((), 3), (("normalizer",), 0)):
-        checked = project.mergegate("check", write_profile(project, *accepted), "--json")
-        assert checked.exit_code == code, checked.output
+        checked = expect(project.mergegate("check", write_lower_profile(project, *accepted), "--json"), code)
         (remark,) = [one for one in json.loads(checked.stdout)["remarks"] if "normalizer" in one["where"]]
         found.append(remark["found"].replace(str(project.root / "models") + "/", ""))
         severities.append(remark["severity"])
@@ -44,12 +42,9 @@ def test_a_tokenizer_that_cuts_in_another_way_is_refused_with_the_share_and_acce
 
 
 @pytest.mark.story
-def test_the_union_of_the_demo_keeps_both_skills_and_the_token_of_one_parent(released: Released) -> None:
-    project, _ = released
-    planned = project.mergegate("plan", "profiles/demo-union.yaml", "--no-probe")
-    assert planned.exit_code == 0, planned.output
-    result = project.mergegate("run", "profiles/demo-union.yaml", "--json")
-    assert result.exit_code == 0, result.output
+def test_the_union_of_the_demo_keeps_both_skills_and_the_token_of_one_parent(demo: Project) -> None:
+    expect(demo.mergegate("plan", "profiles/demo-union.yaml", "--no-probe"), 0)
+    result = expect(demo.mergegate("run", "profiles/demo-union.yaml", "--json"), 0)
     outcome = json.loads(result.stdout)
     assert outcome["status"] == "released"
     release = Path(outcome["location"])
@@ -75,3 +70,44 @@ def test_a_model_with_an_adapter_is_given_another_tokenizer_as_the_model_that_it
     )
     assert tensors.keys() == others.keys()
     assert [name for name, tensor in tensors.items() if not tensor.equal(others[name])] == []
+
+
+COPY = {"reverser": 1.0, "shifter": 0.0}
+
+
+def write_copied_profile(project: Project, weights: dict[str, float], **checks: object) -> str:
+    recipe = {
+        "merge_method": "task_arithmetic",
+        "base_model": "demo/models/base",
+        "models": [{"model": f"demo/models/{it}", "parameters": {"weight": weights[it]}} for it in weights],
+        "dtype": "bfloat16",
+    }
+    profile = {
+        "name": "copied",
+        "recipe": recipe,
+        "checks": {"license": {"purpose": "commercial", "visibility": "public"}, **checks},
+        "evaluate": {"tasks": [{"task": "demo/tasks/copy.yaml", "guarded_by": "base", "max_drop": 3}]},
+        "publish": {"to": "directory", "path": "../releases/copied"},
+    }
+    (project.root / "profiles" / "copied.yaml").write_text(yaml.safe_dump(profile))
+    return "profiles/copied.yaml"
+
+
+@pytest.mark.story
+def test_a_copy_is_refused_before_any_evaluation(project: Project) -> None:
+    for name, weights in (("base", {"reverser": 0.0, "shifter": 0.0}), ("reverser", COPY)):
+        result = expect(project.mergegate("run", write_copied_profile(project, weights)), 3)
+        assert f"the merge is a copy of {name}: all weights are equal" in result.output
+        assert f"publish {name} itself, or set checks.copies.accepted: [{name}]" in result.output
+        assert project.artifacts("evaluate") == set()
+        assert not (project.root / "releases" / "copied").exists()
+
+
+@pytest.mark.story
+def test_an_accepted_copy_is_released(project: Project) -> None:
+    name = write_copied_profile(project, COPY, copies={"accepted": ["reverser"]})
+    expect(project.mergegate("run", name), 0, "released copied")
+    release = project.root / "releases" / "copied" / "latest"
+    for file in ("README.md", "MODIFICATIONS"):
+        assert "This release is a copy. Its weights are those of " in (release / file).read_text()
+    assert project.mergegate("verify", str(release)).exit_code == 0
