@@ -56,14 +56,8 @@ def applied(kept: Path, adapter: Path, base: str = "base") -> object:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("peft_type", "LOHA"),
-        ("peft_type", None),
-        ("init_lora_weights", "pissa"),
-        ("init_lora_weights", "pissa_niter_16"),
-        ("init_lora_weights", "olora"),
-        ("init_lora_weights", "corda"),
-        ("init_lora_weights", "loftq"),
-        ("init_lora_weights", "lora_ga"),
+        *(("peft_type", value) for value in ("LOHA", None)),
+        *(("init_lora_weights", value) for value in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga")),
         ("init_lora_weights", "something new"),
         ("layer_replication", [[0, 1], [0, 2]]),
         ("use_qalora", True),
@@ -75,18 +69,11 @@ def applied(kept: Path, adapter: Path, base: str = "base") -> object:
         ("velora_config", {"rank": 1}),
         ("megatron_config", {"x": 1}),
         ("invented_by_a_later_version", {"x": 1}),
-        ("r", 0),
-        ("r", "8"),
-        ("lora_alpha", float("nan")),
-        ("lora_alpha", None),
-        ("bias", "some"),
-        ("use_dora", "yes"),
-        ("rank_pattern", [1]),
-        ("rank_pattern", {"q_proj": 0}),
-        ("rank_pattern", {"(a+)+b": 2}),
-        ("rank_pattern", {"(": 2}),
-        ("trainable_token_indices", [1, 1]),
-        ("trainable_token_indices", "all"),
+        *(("r", value) for value in (0, "8")),
+        *(("lora_alpha", value) for value in (float("nan"), None)),
+        *(("bias", "some"), ("use_dora", "yes")),
+        *(("rank_pattern", value) for value in ([1], {"q_proj": 0}, {"(a+)+b": 2}, {"(": 2})),
+        *(("trainable_token_indices", value) for value in ([1, 1], "all")),
         ("target_parameters", "experts"),
     ],
 )
@@ -97,19 +84,19 @@ def test_a_configuration_that_cannot_be_applied_is_refused_by_its_key(
         applied(kept, configured(adapter, **{key: value}))
 
 
-@pytest.mark.parametrize("value", [True, False, "gaussian", "eva", "orthogonal"])
-def test_initializations_that_keep_the_base_are_accepted(kept: Path, adapter: Path, value: object) -> None:
-    assert applied(kept, configured(adapter, init_lora_weights=value))
-
-
-@pytest.mark.parametrize("value", [None, True, 0, 5, "yes", [], {"a": 1}])
-def test_any_value_of_fan_in_fan_out_is_accepted(kept: Path, adapter: Path, value: object) -> None:
-    """The orientation of a weight follows from the model."""
-    assert applied(kept, configured(adapter, fan_in_fan_out=value))
-
-
-def test_unset_keys_of_a_later_version_are_accepted(kept: Path, adapter: Path) -> None:
-    assert applied(kept, configured(adapter, invented=None, another={}, third=False))
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *({"init_lora_weights": value} for value in (True, False, "gaussian", "eva", "orthogonal")),
+        # The orientation of a weight follows from the model.
+        *({"fan_in_fan_out": value} for value in (None, True, 0, 5, "yes", [], {"a": 1})),
+        {"invented": None, "another": {}, "third": False},
+    ],
+)
+def test_settings_that_do_not_change_the_result_are_accepted(
+    kept: Path, adapter: Path, settings: dict[str, Any]
+) -> None:
+    assert applied(kept, configured(adapter, **settings))
 
 
 def test_an_untrained_pissa_adapter_is_refused(tmp_path: Path) -> None:
@@ -164,12 +151,8 @@ def test_a_tensor_without_a_target_is_refused_by_name(
 @pytest.mark.parametrize(
     "name",
     [
-        "embed_tokens.token_adapter.trainable_tokens_delta",
-        "embed_tokens.weight",
-        "layers.0.self_attn.q_proj.base_layer.weight",
-        "layers.0.self_attn.q_proj.lora_A.weight",
-        "layers.0.self_attn.q_proj.lora_B.weight",
-        "norm.weight",
+        *("embed_tokens.token_adapter.trainable_tokens_delta", "embed_tokens.weight", "norm.weight"),
+        *(f"layers.0.self_attn.q_proj.{part}.weight" for part in ("base_layer", "lora_A", "lora_B")),
     ],
 )
 def test_a_tensor_of_any_other_shape_is_refused_by_name(

@@ -30,14 +30,14 @@ from mergegate.merge_core.checkpoint import Checkpoint
 from mergegate.merge_core.errors import Finding, InvalidInput
 
 DONE, NOTHING = "✓", "\N{EN DASH}"
-LINEAR = (
-    "merge_method: linear\n"
-    "models: [{{model: {}, parameters: {{weight: 0.3}}}}, {{model: {}, parameters: {{weight: 0.7}}}}]\n"
-)
-TIES = (
-    "merge_method: ties\nbase_model: {}\nparameters: {{weight: 0.7, density: 0.5}}\n"
-    "models: [{{model: {}}}, {{model: {}}}]\n"
-)
+LINEAR = """merge_method: linear
+models: [{{model: {}, parameters: {{weight: 0.3}}}}, {{model: {}, parameters: {{weight: 0.7}}}}]
+"""
+TIES = """merge_method: ties
+base_model: {}
+models: [{{model: {}}}, {{model: {}}}]
+parameters: {{weight: 0.7, density: 0.5}}
+"""
 # PEFT does not adapt some layers of these families, because their kernels read the weights directly.
 _MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 
@@ -76,12 +76,9 @@ def require_same(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Te
     Raises:
         AssertionError: Some tensors differ. The message names them.
     """
-    different = sorted(ours.keys() ^ theirs.keys())
-    different += [
-        name
-        for name in ours.keys() & theirs.keys()
-        if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])
-    ]
+    pairs = {name: (ours[name], theirs[name]) for name in ours.keys() & theirs.keys()}
+    different = [name for name, (one, two) in pairs.items() if one.dtype != two.dtype or not torch.equal(one, two)]
+    different += sorted(ours.keys() ^ theirs.keys())
     assert different == [], f"{what}: {different}"
 
 

@@ -16,14 +16,8 @@ from torch import nn
 # Modules after the layers in the module that contains them, and heads at the top level.
 _AFTER = ("norm", "ln_f", "norm_f", "final_layernorm", "final_layer_norm", "embedding_norm")
 _HEADS = ("lm_head", "embed_out", "cls", "classifier", "generator_predictions", "generator_lm_head")
-_LISTS = (
-    "layer_types",
-    "layers_block_type",
-    "mlp_layer_types",
-    "no_rope_layers",
-    "layers_num_experts",
-    "per_layer_config",
-)
+_LISTS = ("layer_types", "layers_block_type", "mlp_layer_types", "no_rope_layers")
+_LISTS += ("layers_num_experts", "per_layer_config")
 
 
 def layers_of(model: nn.Module, depth: int) -> tuple[nn.Module, str]:
@@ -32,11 +26,8 @@ def layers_of(model: nn.Module, depth: int) -> tuple[nn.Module, str]:
         if any(sense in path for sense in ("vision", "visual", "audio", "mtp")):
             continue
         for name, child in module.named_children():
-            if (
-                isinstance(child, nn.ModuleList)
-                and len(child) == depth
-                and name in ("layers", "layer", "h", "block", "blocks")
-            ):
+            is_stack = name in ("layers", "layer", "h", "block", "blocks") and isinstance(child, nn.ModuleList)
+            if is_stack and len(child) == depth:
                 return module, name
     raise AssertionError("no stack of layers")
 
@@ -101,11 +92,9 @@ def _configs(model: nn.Module) -> list[Any]:
 
 def _cut(config: Any, indices: Sequence[int], depth: int) -> None:
     """Set the configuration's depth, and keep only the entries of these layers in its lists."""
-    cut = {}
-    for name in _LISTS:
-        value = getattr(config, name, None)
-        if isinstance(value, (list, tuple)) and len(value) == depth:
-            cut[name] = [value[index] for index in indices]
+    lists = {name: getattr(config, name, None) for name in _LISTS}
+    lists = {name: one for name, one in lists.items() if isinstance(one, (list, tuple)) and len(one) == depth}
+    cut: dict[str, Any] = {name: [value[index] for index in indices] for name, value in lists.items()}
     cut["num_hidden_layers"] = len(indices)
     # Some keys are computed properties and cannot be set. A subclass overrides them with plain values.
     config.__class__ = type(type(config).__name__, (type(config),), cut)

@@ -44,13 +44,7 @@ def l1_match(kept: Array, delta: Array) -> Array:
 
 
 def mix(
-    base: Array,
-    deltas: list[Array],
-    *,
-    weight: list[float],
-    consensus: str | None,
-    normalize: bool,
-    scale: float = 1.0,
+    base: Array, deltas: list[Array], *, weight: list[float], consensus: str | None, normalize: bool, scale: float = 1.0
 ) -> Array:
     weighted = np.stack([w * d for w, d in zip(weight, deltas, strict=True)])
     if consensus is None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 from tokenizer_samples import byte_level, with_added, write_tokenizer
+from transformers import AutoTokenizer
 
 from mergegate.merge_core import Finding, load_recipe, merge_weights, open_checkpoint, plan_merge, plan_with_findings
 from mergegate.merge_core.adapters import apply_adapter, open_adapter
@@ -22,13 +23,8 @@ from mergegate.tasks.merge import combine_parents
 CHATML = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 CHAT_TOKENS = ("<|im_start|>", "<|im_end|>")
 ONE = "merge_method: linear\nmodels: [{model: base+adapter, parameters: {weight: 1}}]\n"
-COMBINED = """\
-merge_method: linear
-models:
-  - {model: base+adapter, parameters: {weight: 0.5}}
-  - {model: base+second, parameters: {weight: 0.5}}
-output: adapter
-"""
+PAIR = "models: [{model: base+adapter}, {model: base+second}]\nparameters: {weight: 0.5}\n"
+COMBINED = f"merge_method: linear\n{PAIR}output: adapter\n"
 MODULE = "base_model.model.model.layers.0.mlp.up_proj"
 
 
@@ -57,8 +53,6 @@ def opened(root: Path, *adapters: str) -> Mapping[str, Checkpoint]:
 
 def library(directory: Path) -> tuple[int, object]:
     """Return the number of tokens and the chat template of the tokenizer that transformers loads."""
-    from transformers import AutoTokenizer
-
     loaded = AutoTokenizer.from_pretrained(directory)
     return len(loaded), loaded.chat_template
 

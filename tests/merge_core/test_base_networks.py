@@ -14,7 +14,7 @@ from typing import Any, Literal
 import pytest
 import torch
 import transformers
-from family import random_tensors, save_checkpoint
+from family import change_json, check_recipe, random_tensors, save_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -58,19 +58,16 @@ def save(directory: Path, config: Any, class_name: str, seed: int) -> Any:
     return network
 
 
-def change_config(directory: Path, **keys: Any) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
-
-
 def rename(directory: Path, change: Any) -> None:
     path = directory / "model.safetensors"
     save_file({change(name): tensor for name, tensor in load_file(path).items()}, path, {"format": "pt"})
 
 
+HALVES = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 0.5}\n"
+
+
 def merge(root: Path) -> PlannedMerge:
-    recipe = load_recipe("merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 0.5}\n")
-    planned = plan_with_findings(recipe, {name: open_checkpoint(root / name) for name in "ab"})
+    planned = check_recipe(HALVES, root)
     if planned.plan is not None and not planned.blocking:
         (root / "out").mkdir()
         merge_weights(planned.plan, root / "out")
@@ -102,7 +99,7 @@ def test_the_base_network_is_merged_and_the_head_is_that_of_the_first(
         save(tmp_path / name, config, kind, seed) for seed, (name, kind) in enumerate([("a", first), ("b", second)])
     ]
     if not named:
-        change_config(tmp_path / "b", architectures=None)
+        change_json(tmp_path / "b/config.json", architectures=None)
     planned = merge(tmp_path)
     assert planned.blocking == ()
     assert_average(tmp_path, first, *networks)
@@ -123,17 +120,21 @@ def test_a_prefix_of_the_base_network_more_or_less_changes_nothing(
     else:
         rename(tmp_path / bare, lambda name: name.removeprefix(prefix))
     if not named:
-        change_config(tmp_path / "a", architectures=None)
+        change_json(tmp_path / "a/config.json", architectures=None)
     assert merge(tmp_path).blocking == ()
     result = json.loads((tmp_path / "out/config.json").read_text())
     assert result["architectures"] == [kind]
     assert_average(tmp_path, kind, *networks)
 
 
-def test_two_different_heads_are_two_architectures(tmp_path: Path) -> None:
+def test_two_different_heads_or_families_are_two_architectures(tmp_path: Path) -> None:
     save(tmp_path / "a", BERT, "BertForMaskedLM", 0)
     save(tmp_path / "b", BERT, "BertForSequenceClassification", 1)
-    assert "b: config.json: architectures" in [finding.where for finding in merge(tmp_path).blocking]
+    other = tmp_path / "other"
+    save_checkpoint(other / "a", random_tensors(0))
+    save_checkpoint(other / "b", random_tensors(1), config={"architectures": None, "model_type": "mistral"})
+    for root in (tmp_path, other):
+        assert "b: config.json: architectures" in [finding.where for finding in merge(root).blocking]
 
 
 @pytest.mark.parametrize(
@@ -146,12 +147,6 @@ def test_a_base_network_must_be_whole(tmp_path: Path, missing: str) -> None:
     del tensors[missing]
     save_file(tensors, tmp_path / "b/model.safetensors", {"format": "pt"})
     assert f"b: {missing}" in [finding.where for finding in merge(tmp_path).blocking]
-
-
-def test_a_config_without_classes_is_of_another_family_if_it_says_so(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "a", random_tensors(0))
-    save_checkpoint(tmp_path / "b", random_tensors(1), config={"architectures": None, "model_type": "mistral"})
-    assert "b: config.json: architectures" in [finding.where for finding in merge(tmp_path).blocking]
 
 
 @pytest.mark.parametrize(
@@ -252,11 +247,7 @@ def test_transformers_loads_the_result_with_the_head_that_it_stores(
         if flag is None:
             del config["tie_word_embeddings"]
         (tmp_path / name / "config.json").write_text(json.dumps(config))
-    recipe = load_recipe("merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 0.5}\n")
-    planned = plan_with_findings(recipe, {name: open_checkpoint(tmp_path / name) for name in "ab"})
-    assert planned.plan is not None, planned.blocking
-    (tmp_path / "out").mkdir()
-    merge_weights(planned.plan, tmp_path / "out")
+    assert merge(tmp_path).blocking == ()
     merged, info = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not info["missing_keys"]
     assert not info["unexpected_keys"]
@@ -285,5 +276,4 @@ def test_a_model_without_a_head_may_have_one_under_an_unknown_name(tmp_path: Pat
         tensors = random_tensors(seed)
         tensors["output.weight"] = tensors.pop(HEAD)
         save_checkpoint(tmp_path / name, tensors, config={"tie_word_embeddings": False})
-    recipe = load_recipe("merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 0.5}\n")
-    assert plan_with_findings(recipe, {name: open_checkpoint(tmp_path / name) for name in "ab"}).blocking == ()
+    assert check_recipe(HALVES, tmp_path).blocking == ()

@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from family import load, merge_text, read_recipe, save_checkpoint
+from family import load, merge_text, open_models, plan_recipe, save_checkpoint
 from safetensors.torch import load_file, save_file
 
-from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, plan_merge
 from mergegate.merge_core.checkpoint import IMPORTANCE, measurement_file_name, open_importance, open_moments
 from mergegate.merge_core.engine.forecast import estimate_needs
 from mergegate.merge_core.errors import InvalidInput
@@ -145,9 +145,7 @@ def test_a_damaged_index_of_a_measurement_is_refused(
 
 def test_importance_is_included_in_the_forecast_and_in_the_record(root: Path) -> None:
     loaded = load_recipe(recipe())
-    checkpoints = {str(ref): open_checkpoint(root / ref.path) for ref in loaded.references()}
-    before = plan_merge(loaded, checkpoints)
-    after = plan_merge(read_recipe(recipe(), root), checkpoints)
+    before, after = plan_merge(loaded, open_models(loaded, root)), plan_recipe(recipe(), root)
     weights = sum(int(np.prod(shape)) for shape in SHAPES.values())
     assert before.bytes_read == after.bytes_read == len(MODELS) * weights * (4 + 4)
     how: Any = {"settings": EngineSettings(), "cores": 2, "device": "cpu"}
@@ -156,7 +154,7 @@ def test_importance_is_included_in_the_forecast_and_in_the_record(root: Path) ->
 
 def test_an_unprepared_merge_is_refused(root: Path) -> None:
     loaded = load_recipe(recipe())
-    plan = plan_merge(loaded, {str(ref): open_checkpoint(root / ref.path) for ref in loaded.references()})
+    plan = plan_merge(loaded, open_models(loaded, root))
     with pytest.raises(InvalidInput, match="on their texts are missing"):
         merge_weights(plan, root / "out", seed=0)
 

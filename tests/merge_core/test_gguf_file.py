@@ -62,11 +62,8 @@ def test_the_header_has_metadata_and_tensors_with_their_positions(tmp_path: Path
         assert content[tensor.offset : tensor.offset + 3] == b"\x01\x02\x03"
 
 
-def test_the_padding_after_the_last_tensor_may_be_missing() -> None:
+def test_the_padding_after_the_last_tensor_and_all_tensors_may_be_missing() -> None:
     assert parsed(gguf()[:-12]).tensors == parsed(gguf()).tensors
-
-
-def test_a_file_without_tensors_is_read() -> None:
     assert parsed(gguf(tensors=())).tensors == ()
     assert parsed(head()).metadata == {}
 

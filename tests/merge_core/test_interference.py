@@ -28,18 +28,14 @@ from mergegate.merge_core.architecture.tensor_kinds import tensor_kind
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods.contract import StoredBlock
 
-LINEAR = """
-merge_method: task_arithmetic
-base_model: base
-models:
-  - {model: a, parameters: {weight: 0.5}}
-  - {model: b, parameters: {weight: 0.5}}
-"""
+HALVES = (
+    "merge_method: task_arithmetic\nbase_model: base\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 0.5}\n"
+)
 
 
 @pytest.fixture
 def merged(family: Path) -> Path:
-    merge_text(LINEAR, family)
+    merge_text(HALVES, family)
     return family
 
 
@@ -121,13 +117,10 @@ def test_groups_are_in_network_order_and_add_up(merged: Path) -> None:
     assert Interference.model_validate_json(found.model_dump_json()) == found
 
 
-def test_a_merge_that_equals_a_parent_has_distance_zero(family: Path) -> None:
+def test_equal_models_have_distance_zero_and_no_direction(family: Path) -> None:
     whole = measure(family, "base", "a", "b", merge="a").network_tally
     assert whole.merge_distance(0) == 0.0
     assert whole.merge_length == whole.length(0)
-
-
-def test_a_parent_equal_to_the_origin_has_no_direction_and_no_conflict(family: Path) -> None:
     whole = measure(family, "base", "base", "a").network_tally
     assert (whole.length(0), whole.cosine(0, 1), whole.conflict, whole.pair_conflict(0, 1)) == (0.0, None, None, None)
 
@@ -200,12 +193,8 @@ def assert_alike(one: Tally, other: Tally) -> None:
 
 @pytest.mark.story
 @given(
-    length=st.integers(1, 3 * 4096 + 700),
-    models=st.integers(2, 5),
-    bf16=st.booleans(),
-    with_merge=st.booleans(),
-    seed=st.integers(0, 2**32 - 1),
-)
+    st.integers(1, 3 * 4096 + 700), st.integers(2, 5), st.booleans(), st.booleans(), st.integers(0, 2**32 - 1)
+)  # fmt: skip
 @settings(max_examples=25)
 def test_the_fused_tally_equals_the_numpy_tally(
     length: int, models: int, bf16: bool, with_merge: bool, seed: int

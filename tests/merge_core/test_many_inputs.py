@@ -1,4 +1,4 @@
-"""A merge of many sharded checkpoints reads each byte once, with few open files and blocks of a limited size."""
+"""Merges of many sharded checkpoints or many tensors read each byte once, with few open files and limited blocks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import product
@@ -14,12 +15,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-from family import load, merge_text, random_tensors, save_checkpoint
+from benchmark_scripts import load_benchmark
+from family import load, merge_text, open_models, plan_recipe, random_tensors, save_checkpoint
 
-from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge, system
+from mergegate.flows.cli.recipe_parents import clear_recipe
+from mergegate.merge_core import EngineSettings, load_recipe, open_checkpoint, plan_merge, system
+from mergegate.merge_core.architecture import parse_layer_place
+from mergegate.merge_core.checkpoint import checkpoint as checkpoint_file
 from mergegate.merge_core.engine import InputFiles, block_size
 from mergegate.merge_core.engine import input_files as engine_files
+from mergegate.merge_core.engine.forecast import estimate_needs, forecast
 from mergegate.merge_core.errors import ChangedInput, InvalidInput
+from mergegate.merge_core.plan import values
+from mergegate.merge_core.recipe import Recipe, value_for
 
 COUNT, SHARDS = 32, 3
 EPSILON = 2.0**-24  # unit roundoff of float32
@@ -136,11 +144,8 @@ def test_a_moving_sum_in_float64_is_exact(run: Path, tmp_path: Path) -> None:
         assert np.array_equal(total, np.sum([tensors[name] for tensors in inputs], axis=0))
 
 
-def test_blocks_have_whole_grains_and_a_limited_size(run: Path, tmp_path: Path) -> None:
-    recipe_file = tmp_path / "recipe.yaml"
-    recipe_file.write_text(linear([str(run / model) for model in checkpoints(COUNT)], 1.0, "bfloat16"))
-    recipe = load_recipe(recipe_file)
-    plan = plan_merge(recipe, {str(ref): open_checkpoint(Path(ref.path)) for ref in recipe.references()})
+def test_blocks_have_whole_grains_and_a_limited_size(run: Path) -> None:
+    plan = plan_recipe(linear(checkpoints(COUNT), 1.0, "bfloat16"), run)
     for count, grain in product((1, 2, 8, 32, 128, 4096), (1, 576, 16384, 1 << 22)):
         job = replace(plan.jobs[0], inputs=(plan.jobs[0].inputs * 128)[:count])
         size = block_size(job, grain, 1 << 20)
@@ -176,3 +181,78 @@ def test_a_file_that_was_replaced_while_it_was_closed_is_refused(
                 read_all(files)
     with pytest.raises(InvalidInput, match="cannot be read"):
         InputFiles([tmp_path / "missing"])
+
+
+huge = load_benchmark("huge_plan")
+LAYERS, DENSE, EXPERTS, FILES = 6, 2, 8, 5
+SHAPES = huge.deepseek_shapes(LAYERS, EXPERTS, DENSE)
+# One filter and one gradient distinguish the tensors.
+FILTERED = {"weight": [{"filter": "down_proj", "value": 0.25}, {"value": [0.5, 1.0]}]}
+
+
+@pytest.fixture(scope="module")
+def mixtures(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("huge")
+    for name in ("one", "two"):
+        huge.write_sparse(place / name, SHAPES, FILES)
+        config = (place / name / "config.json").read_text()
+        (place / name / "config.json").write_text(config.replace(f": {huge.LAYERS},", f": {LAYERS},"))
+    return place
+
+
+def recipe_in(place: Path) -> Recipe:
+    models = [{"model": str(place / name)} for name in ("one", "two")]
+    return load_recipe({"merge_method": "linear", "models": models, "parameters": FILTERED})
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, key: Callable[..., Any]) -> Counter[Any]:
+    """Count the calls of a function, grouped by ``key`` of their arguments."""
+    seen: Counter[Any] = Counter()
+    real = getattr(module, name)
+
+    def counted(*words: Any, **more: Any) -> Any:
+        seen[key(*words)] += 1
+        return real(*words, **more)
+
+    monkeypatch.setattr(module, name, counted)
+    return seen
+
+
+def test_the_generated_shapes_match_the_real_model() -> None:
+    assert len(huge.deepseek_shapes()) == 45_395
+
+
+def test_each_header_and_each_name_is_parsed_once(mixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    headers = counting(monkeypatch, checkpoint_file, "read_header", lambda path: path)
+    parse_layer_place.cache_clear()
+    cleared = clear_recipe(recipe_in(mixtures))
+    assert len(cleared.plan.jobs) == len(SHAPES)
+    assert len(headers) == 2 * FILES
+    assert set(headers.values()) == {1}
+    assert parse_layer_place.cache_info().misses <= len(SHAPES) + LAYERS  # names of both models, and some lookups
+
+
+def test_values_and_costs_are_computed_once_per_kind_of_tensor(mixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = recipe_in(mixtures)
+    opened = open_models(recipe, mixtures)
+    asked = counting(monkeypatch, values, "value_for", lambda parameter, *_: parameter.name)
+    costs = counting(monkeypatch, forecast, "work_of", lambda method, _: method.name)
+    plan = plan_merge(recipe, opened)
+    needs = estimate_needs(plan, EngineSettings(), cores=1, device="cpu")
+    # Two inputs, filtered or not, inside and outside of each layer.
+    assert asked["weight"] <= 2 * 2 * (LAYERS + 1)
+    shapes = len(set(SHAPES.values()))
+    assert sum(costs.values()) <= 2 * shapes * (LAYERS + 1)
+    assert needs.tensors == len(SHAPES)
+    assert needs.bytes_passed == plan.bytes_read == sum(job.nbytes_in for job in plan.jobs)
+
+
+def test_shared_values_equal_the_values_of_each_tensor_alone(mixtures: Path) -> None:
+    recipe = recipe_in(mixtures)
+    weight = recipe.method.parameter("weight")
+    assert weight is not None
+    for job in plan_merge(recipe, open_models(recipe, mixtures)).jobs:
+        at = parse_layer_place(job.output.name)
+        t = at.index / (LAYERS - 1) if at else 0.0
+        wanted = value_for(weight, (recipe.parameters,), job.output.name, t)
+        assert [own["weight"] for own in job.per_input] == [wanted, wanted], job.output.name

@@ -35,11 +35,8 @@ def pair(tmp_path: Path) -> Path:
 
 def factors(root: Path, method: str, parameters: str, **settings: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return the task vector and the factor that the merge applied to each of its elements."""
-    merge_text(
-        f"merge_method: {method}\nbase_model: base\nmodels: [{{model: a}}]\nparameters: {{weight: 1, {parameters}}}",
-        root,
-        **settings,
-    )
+    models = "base_model: base\nmodels: [{model: a}]"
+    merge_text(f"merge_method: {method}\n{models}\nparameters: {{weight: 1, {parameters}}}", root, **settings)
     base, tuned, merged = (load(root / name)["model.embed_tokens.weight"] for name in ("base", "a", "out"))
     return tuned - base, (merged - base) / (tuned - base)
 

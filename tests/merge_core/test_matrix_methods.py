@@ -5,7 +5,7 @@ The references are written from the formulas. The engine runs with small and lar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from family import load, save_checkpoint
+from family import load, open_models, save_checkpoint
 from safetensors.torch import save_file
 
-from mergegate.merge_core import EngineSettings, load_recipe, merge_tensors, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core import EngineSettings, load_recipe, merge_tensors, merge_weights, plan_merge
 from mergegate.merge_core.checkpoint import INPUTS as MOMENTS
 from mergegate.merge_core.checkpoint import (
     empty_moments,
@@ -42,6 +42,15 @@ SHAPES = {
 }
 MATRICES = [name for name in SHAPES if "_proj" in name]
 NAMES = ("a", "b", "c")
+
+
+def of(method: str, models: Sequence[str] = NAMES, weights: Sequence[float] = (), **parameters: Any) -> dict[str, Any]:
+    """Return a recipe of a method with a base, and with a weight of each model if there are weights."""
+    listed: list[dict[str, Any]] = [{"model": name} for name in models]
+    for entry, weight in zip(listed, weights, strict=False):
+        entry["parameters"] = {"weight": weight}
+    content = {"merge_method": method, "base_model": "base", "models": listed}
+    return {**content, "parameters": parameters} if parameters else content
 
 
 def drawn(seed: int, around: Mapping[str, torch.Tensor] | None = None, rank: int = 6) -> dict[str, torch.Tensor]:
@@ -95,7 +104,7 @@ def planned(root: Path, recipe: Mapping[str, Any], inputs: Mapping[str, str] | N
     if inputs is not None:
         measured = {name: InputMeasurements(place, place, open_moments(root / place)) for name, place in inputs.items()}
         read = replace(read, measured=measured)
-    return plan_merge(read, {str(ref): open_checkpoint(root / ref.path) for ref in read.references()})
+    return plan_merge(read, open_models(read, root))
 
 
 def merged(plan: Any, **settings: Any) -> dict[str, Array]:
@@ -233,8 +242,7 @@ def test_regmean_scales_the_difference_from_a_base(root: Path) -> None:
 
 @pytest.mark.parametrize("ridge", [0.01, 0.3])
 def test_wudi_is_regmean_with_the_moments_of_task_vectors(root: Path, ridge: float) -> None:
-    models = [{"model": name} for name in NAMES]
-    recipe = {"merge_method": "wudi", "base_model": "base", "models": models, "parameters": {"ridge": ridge}}
+    recipe = of("wudi", ridge=ridge)
     base, tuned = load(root / "base"), [load(root / name) for name in NAMES]
     wanted = {}
     for name in SHAPES:
@@ -260,9 +268,7 @@ def test_ace_matches_its_closed_form(
     for model, size in zip(NAMES, sizes, strict=True):
         changed = {name: base[name] + size * (x - base[name]) for name, x in load(root / model).items()}
         save_checkpoint(tmp_path / model, {name: torch.from_numpy(x).float() for name, x in changed.items()})
-    models = [{"model": name, "parameters": {"weight": own}} for name, own in zip(NAMES, weight, strict=True)]
-    parameters = {"ridge": ridge, "lambda": 0.8}
-    recipe = {"merge_method": "ace", "base_model": "base", "models": models, "parameters": parameters}
+    recipe = of("ace", weights=weight, **{"ridge": ridge, "lambda": 0.8})
     tuned = [load(tmp_path / name) for name in NAMES]
     wanted = {}
     for name in SHAPES:
@@ -285,8 +291,7 @@ def test_ace_scales_with_its_task_vectors(tmp_path: Path) -> None:
         save_checkpoint(place / "base", zero)
         for number, name in enumerate(("a", "b")):
             save_checkpoint(place / name, {key: x * scale for key, x in drawn(number + 1).items()})
-        models = [{"model": "a"}, {"model": "b"}]
-        found.append(merged(planned(place, {"merge_method": "ace", "base_model": "base", "models": models})))
+        found.append(merged(planned(place, of("ace", "ab"))))
     for name in SHAPES:
         np.testing.assert_allclose(found[1][name] * 64, found[0][name], rtol=1e-6, atol=1e-7, err_msg=name)
 
@@ -298,8 +303,7 @@ def test_ace_of_equal_models_is_that_model(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "base", base)
     for name in ("a", "b"):
         save_checkpoint(tmp_path / name, twin)
-    recipe = {"merge_method": "ace", "base_model": "base", "models": [{"model": "a"}, {"model": "b"}]}
-    for name, tensor in merged(planned(tmp_path, recipe)).items():
+    for name, tensor in merged(planned(tmp_path, of("ace", "ab"))).items():
         np.testing.assert_allclose(tensor, twin[name].double().numpy(), rtol=3e-7, err_msg=name)
 
 
@@ -310,13 +314,7 @@ def test_ace_of_changes_without_variance_is_the_mean(tmp_path: Path) -> None:
     for number, name in enumerate(("a", "b")):
         rows = {key: drawn(number + 1)[key][:1].expand_as(x) for key, x in base.items()}
         save_checkpoint(tmp_path / name, {key: (x + rows[key]).contiguous() for key, x in base.items()})
-    recipe = {
-        "merge_method": "ace",
-        "base_model": "base",
-        "models": [{"model": "a"}, {"model": "b"}],
-        "parameters": {"ridge": 1e-3},
-    }
-    found, own = merged(planned(tmp_path, recipe)), [load(tmp_path / name) for name in ("a", "b")]
+    found, own = merged(planned(tmp_path, of("ace", "ab", ridge=1e-3))), [load(tmp_path / name) for name in ("a", "b")]
     for name in SHAPES:
         wanted = mean([model[name] for model in own], [1.0, 1.0])
         np.testing.assert_allclose(found[name], wanted, rtol=1e-5, atol=1e-6, err_msg=name)
@@ -330,13 +328,7 @@ def test_spectral_methods_match_the_decomposition_of_whole_matrices(
     root: Path, method: str, parameters: dict[str, float], reference: Any
 ) -> None:
     weights = (1.0, 0.7, 1.3)
-    models = [{"model": n, "parameters": {"weight": w}} for n, w in zip(NAMES, weights, strict=True)]
-    recipe = {
-        "merge_method": method,
-        "base_model": "base",
-        "models": models,
-        "parameters": {"lambda": 0.8, **parameters},
-    }
+    recipe = of(method, weights=weights, **{"lambda": 0.8, **parameters})
     base, tuned = load(root / "base"), [load(root / name) for name in NAMES]
     wanted = {}
     for name in SHAPES:
@@ -360,7 +352,7 @@ def test_svc_post_processes_the_merge_of_another_method(root: Path, weight: floa
         "dtype": "float32",
     }
     both = load_recipe(yaml.safe_dump_all([{**ties, "name": "elected"}, svc_of_it]))
-    plan = plan_merge(both, {str(ref): open_checkpoint(root / ref.path) for ref in both.references()})
+    plan = plan_merge(both, open_models(both, root))
     base, tuned = load(root / "base"), [load(root / name) for name in NAMES]
     wanted = {}
     for name in SHAPES:
@@ -380,9 +372,7 @@ def test_at_most_one_model_is_marked_as_merged(root: Path, said: tuple[bool, ...
 @pytest.mark.parametrize("density", [0.3, 0.5])
 def test_knots_equals_ties_in_shared_directions(root: Path, density: float) -> None:
     weights = (1.0, 0.7, 1.3)
-    models = [{"model": n, "parameters": {"weight": w}} for n, w in zip(NAMES, weights, strict=True)]
-    parameters = {"lambda": 0.8, "density": density}
-    recipe = {"merge_method": "knots", "base_model": "base", "models": models, "parameters": parameters}
+    recipe = of("knots", weights=weights, **{"lambda": 0.8, "density": density})
     base, tuned = load(root / "base"), [load(root / name) for name in NAMES]
     plan = planned(root, recipe)
     found = [merged(plan, **way) for way in WAYS]
@@ -444,8 +434,7 @@ def test_unchanged_matrices_keep_the_base(tmp_path: Path, method: str) -> None:
     save_checkpoint(tmp_path / "base", base)
     for name in ("a", "b"):
         save_checkpoint(tmp_path / name, base)
-    recipe = {"merge_method": method, "base_model": "base", "models": [{"model": "a"}, {"model": "b"}]}
-    found = merged(planned(tmp_path, recipe))
+    found = merged(planned(tmp_path, of(method, "ab")))
     for name, tensor in base.items():
         np.testing.assert_array_equal(found[name], tensor.double().numpy(), err_msg=name)
 
@@ -457,8 +446,7 @@ def test_two_equal_models_give_that_model_up_to_truncation(tmp_path: Path) -> No
     save_checkpoint(tmp_path / "base", base)
     for name in ("a", "b"):
         save_checkpoint(tmp_path / name, twin)
-    recipe = {"merge_method": "tsv_m", "base_model": "base", "models": [{"model": "a"}, {"model": "b"}]}
-    found = merged(planned(tmp_path, recipe))
+    found = merged(planned(tmp_path, of("tsv_m", "ab")))
     for name in MATRICES:
         delta = (twin[name] - base[name]).double().numpy()
         u, s, vt = leading(delta, min(delta.shape) // 2)
@@ -470,11 +458,7 @@ def test_two_equal_models_give_that_model_up_to_truncation(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("method", ["regmean", "wudi", "ace", "tsv_m", "svc", "knots"])
 def test_a_resumed_matrix_merge_writes_the_same_bytes(root: Path, tmp_path: Path, method: str) -> None:
-    if method == "regmean":
-        plan = planned(root, regmean_recipe(), INPUTS)
-    else:
-        models = [{"model": name} for name in NAMES]
-        plan = planned(root, {"merge_method": method, "base_model": "base", "models": models})
+    plan = planned(root, regmean_recipe(), INPUTS) if method == "regmean" else planned(root, of(method))
     merge_weights(plan, tmp_path / "whole")
 
     class Killed(BaseException):
@@ -557,29 +541,27 @@ def test_regmean_solves_experts_that_are_stored_inputs_first(turned: Path, scale
 # --- Recipes that are refused ---
 
 
-def test_an_unprepared_merge_is_refused(root: Path) -> None:
+def test_an_unprepared_merge_and_lambda_without_a_base_are_refused(root: Path) -> None:
     with pytest.raises(InvalidInput, match="on their texts are missing"):
         merged(planned(root, regmean_recipe()))
-
-
-def test_moments_of_another_width_are_refused(root: Path, tmp_path: Path) -> None:
-    save_file({MATRICES[0]: torch.ones(1, 35 * 36 // 2)}, tmp_path / measurement_file_name(MOMENTS, 0))
-    write_measurement(tmp_path / MOMENTS, {MATRICES[0]: MATRICES[0]}, positions=1)
-    with pytest.raises(InvalidInput, match="width 35"):
-        merged(planned(root, regmean_recipe(("a",)), {"a": str(tmp_path)}))
-
-
-@pytest.mark.parametrize("broken", [float("nan"), float("inf"), -1.0])
-def test_invalid_moments_are_refused(root: Path, tmp_path: Path, broken: float) -> None:
-    save_file({MATRICES[0]: torch.full((1, 36 * 37 // 2), broken)}, tmp_path / measurement_file_name(MOMENTS, 0))
-    write_measurement(tmp_path / MOMENTS, {MATRICES[0]: MATRICES[0]}, positions=1)
-    with pytest.raises(InvalidInput, match="not finite, or squares are negative"):
-        merged(planned(root, regmean_recipe(("a",)), {"a": str(tmp_path)}))
-
-
-def test_lambda_without_a_base_is_refused(root: Path) -> None:
     with pytest.raises(InvalidInput, match="without a base"):
         planned(root, regmean_recipe(**{"lambda": 1.2}), INPUTS)
+
+
+@pytest.mark.parametrize(
+    ("count", "value", "words"),
+    [
+        (35 * 36 // 2, 1.0, "width 35"),
+        *((36 * 37 // 2, value, "not finite, or squares are negative") for value in (np.nan, np.inf, -1.0)),
+    ],
+)
+def test_invalid_moments_or_those_of_another_width_are_refused(
+    root: Path, tmp_path: Path, count: int, value: float, words: str
+) -> None:
+    save_file({MATRICES[0]: torch.full((1, count), value)}, tmp_path / measurement_file_name(MOMENTS, 0))
+    write_measurement(tmp_path / MOMENTS, {MATRICES[0]: MATRICES[0]}, positions=1)
+    with pytest.raises(InvalidInput, match=words):
+        merged(planned(root, regmean_recipe(("a",)), {"a": str(tmp_path)}))
 
 
 @pytest.mark.parametrize("width", [1, 2, 7])

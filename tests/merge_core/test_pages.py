@@ -56,10 +56,9 @@ class Watched:
             self.gone.append((self.name(fd), start // PART))
 
     def cached(self, fd: int, start: int, count: int) -> int:
-        assert not [1 for name, part, _ in self.reads if (name, part) == (self.name(fd), start // PART)], (
-            "asked too late"
-        )
-        return count if (self.name(fd), start // PART) in self.found else 0
+        part = self.name(fd), start // PART
+        assert part not in [(name, number) for name, number, _ in self.reads], "asked too late"
+        return count if part in self.found else 0
 
 
 @pytest.fixture
@@ -82,14 +81,11 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
         seen.uncached.update((seen.name(fd), part) for part in range(offset // PART, -(-(offset + count) // PART)))
         return count
 
-    monkeypatch.setattr(blocks, "read_uncached", uncached)
-    monkeypatch.setattr(blocks, "read_into", into)
-    monkeypatch.setattr(blocks, "read_at", at)
-    monkeypatch.setattr(pages, "forget_cached", seen.forget)
-    monkeypatch.setattr(pages, "cached_bytes", seen.cached)
-    monkeypatch.setattr(pages, "PART_BYTES", PART)
-    monkeypatch.setattr(pages, "_MIN_INPUT_BYTES", 0)
-    monkeypatch.setattr(pages, "_FAST_DISK", 0.0)
+    for name, function in {"read_uncached": uncached, "read_into": into, "read_at": at}.items():
+        monkeypatch.setattr(blocks, name, function)
+    changes = {"forget_cached": seen.forget, "cached_bytes": seen.cached, "PART_BYTES": PART}
+    for name, value in {**changes, "_MIN_INPUT_BYTES": 0, "_FAST_DISK": 0.0}.items():
+        monkeypatch.setattr(pages, name, value)
     return seen
 
 

@@ -133,50 +133,40 @@ def test_a_layer_number_with_too_many_digits_is_refused(digit: str, digits: int)
             load_recipe(f"merge_method: passthrough\nslices: [{{sources: [{{model: a, layer_range: {layer_range}}}]}}]")
 
 
-def test_slices_without_a_single_layer_are_refused() -> None:
-    empty = "{sources: [{model: a, layer_range: [0, 0]}]}, {sources: [{model: b, layer_range: [3, 3]}]}"
-    with pytest.raises(InvalidInput, match="every layer_range is empty"):
-        load_recipe(f"merge_method: passthrough\nslices: [{empty}]")
+@pytest.mark.parametrize(
+    ("slices", "words"),
+    [
+        (
+            "{sources: [{model: a, layer_range: [0, 0]}]}, {sources: [{model: b, layer_range: [3, 3]}]}",
+            "every layer_range is empty",
+        ),
+        (
+            "{sources: [{model: a, layer_range: [0, 2]}, {model: b, layer_range: [0, 3]}]}",
+            "same number of layers",
+        ),
+    ],
+)
+def test_slices_without_a_layer_or_of_unequal_length_are_refused(slices: str, words: str) -> None:
+    with pytest.raises(InvalidInput, match=words):
+        load_recipe(f"merge_method: slerp\nslices: [{slices}]\nparameters: {{t: 0.5}}")
 
 
-def test_slices_of_unequal_length_are_refused() -> None:
-    sources = "[{model: a, layer_range: [0, 2]}, {model: b, layer_range: [0, 3]}]"
-    with pytest.raises(InvalidInput, match="same number of layers"):
-        load_recipe(f"merge_method: slerp\nslices: [{{sources: {sources}}}]\nparameters: {{t: 0.5}}")
+def linear_document(models: str, name: str = "") -> str:
+    return f"{f'name: {name}' if name else ''}\nmerge_method: linear\nmodels: {models}\nparameters: {{weight: 1}}\n"
 
 
 def test_the_document_that_no_other_document_needs_is_the_result() -> None:
-    text = """
-name: last
-merge_method: linear
-models: [{model: first, parameters: {weight: 1}}, {model: c, parameters: {weight: 1}}]
----
-name: first
-merge_method: linear
-models: [{model: a, parameters: {weight: 1}}, {model: b, parameters: {weight: 1}}]
-"""
-    recipe = load_recipe(text)
+    documents = [linear_document("[{model: first}, {model: c}]", "last")]
+    documents += [linear_document("[{model: a}, {model: b}]", "first")]
+    recipe = load_recipe("---\n".join(documents))
     assert recipe.name == "last"
     assert [str(ref) for ref in recipe.references()] == ["a", "b", "c"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../../victim",
-        "/victim",
-        "a/b",
-        "a/",
-        ".",
-        "..",
-        "a\0b",
-        "\0",
-        "n" * 201,
-        "\N{SNOWMAN}" * 67,
-        "\ud800",
-        "a\udfff",
-    ],
-)
+PATHS = ("../../victim", "/victim", "a/b", "a/", ".", "..")
+
+
+@pytest.mark.parametrize("name", [*PATHS, "a\0b", "\0", "n" * 201, "\N{SNOWMAN}" * 67, "\ud800", "a\udfff"])
 @pytest.mark.parametrize("form", ["linear", "mixture"])
 def test_a_name_that_cannot_be_a_directory_is_refused(name: str, form: str) -> None:
     content: dict[str, Any] = {"merge_method": "linear", "models": [{"model": "a"}], "parameters": {"weight": 1}}
@@ -185,40 +175,26 @@ def test_a_name_that_cannot_be_a_directory_is_refused(name: str, form: str) -> N
     assert not any(finding.severity == "block" for finding in findings(content))
     (fault,) = [finding for finding in findings({**content, "name": name}) if finding.severity == "block"]
     assert fault.where == "r: name"
-    assert fault.found
-    assert fault.expected
-    assert fault.remedy
+    assert all((fault.found, fault.expected, fault.remedy))
 
 
 @pytest.mark.parametrize("name", ["...", ".a", "a b", "n" * 200, "\N{SNOWMAN}" * 66, "a\\b"])
 def test_any_other_text_is_a_name(name: str) -> None:
-    recipe = load_recipe(
-        {"merge_method": "linear", "models": [{"model": "a"}], "parameters": {"weight": 1}, "name": name}
-    )
-    assert recipe.name == name
+    content = {"merge_method": "linear", "models": [{"model": "a"}], "parameters": {"weight": 1}}
+    assert load_recipe({**content, "name": name}).name == name
 
 
 def test_documents_are_sorted_by_their_dependencies() -> None:
-    def text(name: str, models: str) -> str:
-        return f"{name}merge_method: linear\nmodels: {models}\nparameters: {{weight: 1}}\n"
-
-    recipe = load_recipe(
-        "---\n".join(
-            [
-                text("", "[{model: second}, {model: x}]"),
-                text("name: second\n", "[{model: first}, {model: y}]"),
-                text("name: first\n", "[{model: x}, {model: z}]"),
-            ]
-        )
-    )
+    documents = [linear_document("[{model: second}, {model: x}]")]
+    documents += [linear_document("[{model: first}, {model: y}]", "second")]
+    documents += [linear_document("[{model: x}, {model: z}]", "first")]
+    recipe = load_recipe("---\n".join(documents))
     assert [step.name for step in recipe.steps] == ["first", "second"]
     assert sorted(str(ref) for ref in recipe.references()) == ["x", "y", "z"]
+    circle = [linear_document("[{model: p}]")]
+    circle += [linear_document("[{model: q}]", "p"), linear_document("[{model: p}]", "q")]
     with pytest.raises(InvalidInput, match="needs its own result"):
-        load_recipe(
-            "---\n".join(
-                [text("", "[{model: p}]"), text("name: p\n", "[{model: q}]"), text("name: q\n", "[{model: p}]")]
-            )
-        )
+        load_recipe("---\n".join(circle))
 
 
 def test_a_model_is_first_searched_in_the_directory_of_the_recipe(
@@ -340,20 +316,10 @@ def test_one_error_reports_the_faults_of_all_documents_and_mixtures() -> None:
     mixture = {"gate_mode": "hiden", "experts": [expert, {"positive_prompts": "x"}], "experts_per_token": 0}
     reported = places(findings(yaml.safe_dump_all([{"dtype": "x", "merge_method": "nothing"}, mixture])))
     first, second = "r (document 1)", "r (document 2)"
-    assert reported == sorted(
-        [
-            first,
-            f"{first}: dtype",
-            f"{first}: merge_method",
-            second,
-            f"{second}: gate_mode",
-            f"{second}: experts[0].positive_prompts",
-            f"{second}: experts[0].noise_scale",
-            f"{second}: experts[0].nois",
-            f"{second}: experts[1]",
-            f"{second}: experts_per_token",
-        ]
-    )
+    mine = ["", ": dtype", ": merge_method"]
+    theirs = ["", ": gate_mode", ": experts[1]", ": experts_per_token"]
+    theirs += [f": experts[0].{key}" for key in ("positive_prompts", "noise_scale", "nois")]
+    assert reported == sorted([*(first + key for key in mine), *(second + key for key in theirs)])
 
 
 @pytest.mark.parametrize("key", ["models", "slices", "modules", "base_model", "parameters", "dtype", "tokenizer"])
@@ -427,19 +393,15 @@ MIXTURE: Mapping[str, Any] = {
     "base_model": "base",
     "experts": [{"source_model": name, "positive_prompts": [name]} for name in ("a", "b")],
 }
+# Either there is no remedy, or the author has to choose a value or a model.
+UNREMEDIED = (
+    *("out_dtype", "leave_out_beyond", "align_experts", "rank", "base_model", "parameters.lambda"),
+    *("tokenizer.pad_to_multiple_of", "tokenizer.tokens.<|y|>.force", "tokenizer.tokens.<|z|>.source"),
+    *("models[0].parameters.weight", "models[1].parameters.density", "models[2].model", "models[5]"),
+    *("models[6].parameters", "models[8]"),
+)
 REMEDIED: Mapping[str, tuple[Mapping[str, Any], Plant]] = {
-    **{
-        place: (GOOD, FAULTS[place])
-        for place in FAULTS
-        if place
-        not in (
-            # Either there is no remedy, or the author has to choose a value or a model.
-            *("out_dtype", "leave_out_beyond", "align_experts", "rank", "base_model", "parameters.lambda"),
-            *("tokenizer.pad_to_multiple_of", "tokenizer.tokens.<|y|>.force", "tokenizer.tokens.<|z|>.source"),
-            *("models[0].parameters.weight", "models[1].parameters.density", "models[2].model", "models[5]"),
-            *("models[6].parameters", "models[8]"),
-        )
-    },
+    **{place: (GOOD, plant) for place, plant in FAULTS.items() if place not in UNREMEDIED},
     "a word as the tokenizer": (GOOD, lambda r: r.update(tokenizer="union")),
     "a typo of a parameter at the top": (GOOD, lambda r: r.update(densty=0.5)),
     "a parameter at the top that is set": (GOOD, lambda r: r.update({"lambda": 0.5})),
@@ -479,15 +441,12 @@ def test_applying_the_remedy_fixes_the_fault(fault: str) -> None:
         (r"\\server\share\a", "mount the share"),
     ],
 )
-def test_a_windows_path_is_recognized(tmp_path: Path, path: str, remedy: str) -> None:
+def test_a_windows_path_is_recognized_unless_a_directory_has_its_name(tmp_path: Path, path: str, remedy: str) -> None:
     (tmp_path / "models" / "a").mkdir(parents=True)
+    (tmp_path / r"a\b").mkdir()
     with pytest.raises(InvalidInput, match="a Windows path") as caught:
         resolve_local(parse_reference(path, "r"), tmp_path)
     assert remedy in caught.value.remedy
     if written := re.match(r"write (\S+)$", caught.value.remedy):
         assert resolve_local(parse_reference(written[1], "r"), tmp_path) == tmp_path / "models" / "a"
-
-
-def test_a_directory_whose_name_has_a_backslash_is_found(tmp_path: Path) -> None:
-    (tmp_path / r"a\b").mkdir()
     assert resolve_local(CheckpointRef(r"a\b"), tmp_path) == tmp_path / r"a\b"

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from family import load, merge_text
+from family import load, merge_text, plan_recipe
 
-from mergegate.merge_core import EngineSettings, load_recipe, open_checkpoint, plan_merge
+from mergegate.merge_core import EngineSettings, open_checkpoint
 from mergegate.merge_core.analysis import Tally
 from mergegate.merge_core.engine.forecast import Needs, estimate_needs
 from mergegate.merge_core.errors import InvalidInput
@@ -35,26 +35,9 @@ from mergegate.tasks.explain.remedies import Diagnosis, Remedy, suggest_remedies
 from mergegate.tasks.gate import GateVerdict
 
 PEER = {
-    "linear",
-    "slerp",
-    "nuslerp",
-    "multislerp",
-    "karcher",
-    "task_arithmetic",
-    "ties",
-    "dare_linear",
-    "dare_ties",
-    "della",
-    "della_linear",
-    "breadcrumbs",
-    "breadcrumbs_ties",
-    "model_stock",
-    "sce",
-    "ram",
-    "ramplus_tl",
-    "nearswap",
-    "arcee_fusion",
-    "passthrough",
+    *("linear", "slerp", "nuslerp", "multislerp", "karcher", "task_arithmetic", "ties", "dare_linear", "dare_ties"),
+    *("della", "della_linear", "breadcrumbs", "breadcrumbs_ties", "model_stock", "sce", "ram", "ramplus_tl"),
+    *("nearswap", "arcee_fusion", "passthrough"),
 }
 
 
@@ -142,8 +125,7 @@ def test_declared_costs_of_another_package_are_in_the_estimate(family: Path, ins
     installed.append(Point([LOUDER, replace(LOUDER, name="measured", costs=costs)]))
 
     def needs(method: str) -> Needs:
-        recipe = load_recipe(f"merge_method: {method}\nmodels: [{{model: a}}]")
-        plan = plan_merge(recipe, {"a": open_checkpoint(family / "a")})
+        plan = plan_recipe(f"merge_method: {method}\nmodels: [{{model: a}}]", family)
         return estimate_needs(plan, EngineSettings(), cores=2, device="cpu")
 
     sizes = [tensor.shape for tensor in open_checkpoint(family / "a").tensors.values()]

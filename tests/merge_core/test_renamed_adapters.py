@@ -85,12 +85,10 @@ def test_two_adapters_are_merged_combined_and_extracted_as_in_memory(name: str, 
     one, two = (adapter_of(model, tmp_path / place, seed, skipped) for seed, place in enumerate(("one", "two")))
     base = open_checkpoint(tmp_path / "a")
     adapters = {f"a+{place}": open_adapter(tmp_path / place) for place in ("one", "two")}
-    models = [
-        {"model": ref, "parameters": {"weight": weight}} for ref, weight in zip(adapters, (0.3, 0.7), strict=True)
-    ]
+    weights = zip(adapters, (0.3, 0.7), strict=True)
+    models = [{"model": ref, "parameters": {"weight": weight}} for ref, weight in weights]
     recipe = {"merge_method": "linear", "models": models}
-    expected = {key: 0.3 * one[key].double() + 0.7 * two[key].double() for key in one}
-    expected = {key: value.to(one[key].dtype) for key, value in expected.items()}
+    expected = {key: (0.3 * one[key].double() + 0.7 * two[key].double()).to(one[key].dtype) for key in one}
 
     tables = {ref: apply_adapter(base, adapter) for ref, adapter in adapters.items()}
     merge_weights(plan_merge(load_recipe(recipe), tables), tmp_path / "merged")
@@ -101,12 +99,8 @@ def test_two_adapters_are_merged_combined_and_extracted_as_in_memory(name: str, 
     write_adapter(combined.adapter, tmp_path / "combined")
     require_close(loaded_by_peft(model, tmp_path / "combined", tmp_path / "by combined"), expected)
 
-    merge_weights(
-        plan_merge(
-            load_recipe({"merge_method": "passthrough", "models": [{"model": "a+one"}]}), {"a+one": tables["a+one"]}
-        ),
-        tmp_path / "tuned",
-    )
+    alone = load_recipe({"merge_method": "passthrough", "models": [{"model": "a+one"}]})
+    merge_weights(plan_merge(alone, tables), tmp_path / "tuned")
     extracted = extract_adapter(open_checkpoint(tmp_path / "tuned"), base, "a", ExtractionSettings(rank=4))
     assert extracted.error < 1e-4
     write_adapter(extracted.adapter, tmp_path / "extracted")

@@ -74,15 +74,18 @@ def test_a_name_that_occurs_twice_is_found_quickly_among_many(position: int) -> 
     assert caught.value.where == f"x.safetensors: t{position}"
 
 
-@pytest.mark.parametrize("content", [b"", b"1234567", struct.pack("<Q", 2**63) + b"{}", struct.pack("<Q", 50) + b"{}"])
-def test_a_file_without_a_whole_header_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "x.safetensors").write_bytes(content)
-    with pytest.raises(InvalidInput, match=r"x\.safetensors"):
-        read_header(tmp_path / "x.safetensors")
-
-
-def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidInput, match="does not exist"):
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        *((content, r"x\.safetensors") for content in (b"", b"1234567")),
+        *((struct.pack("<Q", size) + b"{}", r"x\.safetensors") for size in (2**63, 50)),
+        (None, "does not exist"),
+    ],
+)
+def test_a_file_without_a_whole_header_is_refused(tmp_path: Path, content: bytes | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / "x.safetensors").write_bytes(content)
+    with pytest.raises(InvalidInput, match=words):
         read_header(tmp_path / "x.safetensors")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -102,22 +103,20 @@ def _run(*steps: int) -> list[RunCheckpoint]:
     return [RunCheckpoint(f"c-{step}", step, step * 1000) for step in steps]
 
 
-def _steps(window: tuple[RunCheckpoint, ...]) -> list[int]:
-    return [checkpoint.step for checkpoint in window]
-
-
-def test_windows_select_the_newest_checkpoints() -> None:
+@pytest.mark.parametrize(
+    ("settings", "steps"),
+    [
+        ({"window": ("checkpoints", 3)}, [300, 400, 500]),
+        ({"window": ("steps", 200)}, [400, 500]),
+        ({"window": ("tokens", 200_001)}, [300, 400, 500]),
+        ({"window": None}, [9, 100, 200, 300, 400, 500]),
+        ({"window": None, "every": ("checkpoints", 2)}, [100, 300, 500]),
+        ({"window": None, "every": ("steps", 200)}, [200, 400]),
+    ],
+)
+def test_windows_select_the_newest_checkpoints(settings: Any, steps: list[int]) -> None:
     run = _run(9, 100, 200, 300, 400, 500)[::-1]
-    assert _steps(select_window(run, RunSettings(("r",), window=("checkpoints", 3)), "r")) == [300, 400, 500]
-    assert _steps(select_window(run, RunSettings(("r",), window=("steps", 200)), "r")) == [400, 500]
-    assert _steps(select_window(run, RunSettings(("r",), window=("tokens", 200_001)), "r")) == [300, 400, 500]
-    assert _steps(select_window(run, RunSettings(("r",), window=None), "r")) == [9, 100, 200, 300, 400, 500]
-    assert _steps(select_window(run, RunSettings(("r",), window=None, every=("checkpoints", 2)), "r")) == [
-        100,
-        300,
-        500,
-    ]
-    assert _steps(select_window(run, RunSettings(("r",), window=None, every=("steps", 200)), "r")) == [200, 400]
+    assert [checkpoint.step for checkpoint in select_window(run, RunSettings(("r",), **settings), "r")] == steps
 
 
 def test_steps_that_are_multiples_stay_in_the_window_when_the_run_grows() -> None:

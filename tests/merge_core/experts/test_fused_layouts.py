@@ -1,10 +1,13 @@
-"""Two layouts of one checkpoint merge to the same numbers, in the layout of the donor.
+"""Two layouts of one checkpoint merge to the same numbers, in the layout of the donor, in little memory.
 
 The oracle is transformers: it writes both layouts of one model, and reads the merged result.
 """
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,6 +17,7 @@ import mixtures
 import numpy as np
 import pytest
 import torch
+from family import open_models
 from hypothesis import given
 from hypothesis import strategies as st
 from mixtures import FAMILIES, build, logits, related, save
@@ -29,7 +33,7 @@ from mergegate.merge_core import (
     plan_with_findings,
 )
 from mergegate.merge_core.architecture.experts import disk_name, split_experts
-from mergegate.merge_core.checkpoint import DerivedTensor, StoredTensor
+from mergegate.merge_core.checkpoint import BY_CODE, Checkpoint, DerivedTensor, StoredTensor, render_header
 from mergegate.merge_core.engine import EngineSettings
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.recipe import InputMeasurements
@@ -73,8 +77,7 @@ def merged(root: Path, recipe: str, out: Path, *, seed: int = 3, **settings: obj
         loaded = replace(loaded, distances={})
     if loaded.texts:  # Without measurements, every tensor is the mean.
         loaded = replace(loaded, measured={str(ref): InputMeasurements("none", "none", {}) for ref in loaded.texts})
-    plan = plan_merge(loaded, {str(ref): open_checkpoint(root / ref.path) for ref in loaded.references()})
-    merge_weights(plan, out, seed=seed, settings=EngineSettings(**settings))
+    merge_weights(plan_merge(loaded, open_models(loaded, root)), out, seed=seed, settings=EngineSettings(**settings))
     return {name: tensor for file in sorted(out.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
@@ -183,7 +186,7 @@ class Doubled(DerivedTensor):
 def test_computed_fused_tensors_are_split_too(parents: Path, tmp_path: Path, family: str) -> None:
     """A model with an adapter on its fused experts has such tensors."""
     recipe = load_recipe(recipe_of("ties", ("base", "a-fused", "b-fused")))
-    opened = {str(ref): open_checkpoint(parents / family / ref.path) for ref in recipe.references()}
+    opened = open_models(recipe, parents / family)
     one = opened["a-fused"]
     doubled = {name: Doubled(name, tensor.dtype, tensor.shape, tensor) for name, tensor in one.tensors.items()}
     small = EngineSettings(block_elements=64)
@@ -223,7 +226,7 @@ def test_block_size_and_threads_do_not_change_the_result(parents: Path, tmp_path
 def test_a_killed_merge_resumes_within_a_fused_tensor(parents: Path, tmp_path: Path) -> None:
     home = parents / "qwen3_moe"
     recipe = load_recipe(recipe_of("ties", ("base-fused", "a", "b-fused")))
-    opened = {str(ref): open_checkpoint(home / ref.path) for ref in recipe.references()}
+    opened = open_models(recipe, home)
     plan = plan_merge(recipe, opened)
 
     def killed() -> None:
@@ -272,7 +275,7 @@ def test_a_filter_that_only_names_the_fused_layout_is_refused(parents: Path, wor
     values = f"{{weight: [{{filter: {word}, value: 0}}, {{value: 1}}]}}"
     text = f"merge_method: linear\nmodels: [{{model: a-fused}}, {{model: b-fused}}]\nparameters: {values}"
     recipe = load_recipe(text)
-    opened = {str(ref): open_checkpoint(parents / "mixtral" / ref.path) for ref in recipe.references()}
+    opened = open_models(recipe, parents / "mixtral")
     with pytest.raises(InvalidInput, match=r"block_sparse_moe\.") as refusal:
         plan_merge(recipe, opened)
     assert word in refusal.value.found
@@ -284,8 +287,6 @@ def test_a_filter_that_only_names_the_fused_layout_is_refused(parents: Path, wor
 )  # fmt: skip
 def test_shapes_alone_distinguish_the_two_layouts(experts: int, hidden: int, wide: int, transposed: bool) -> None:
     """This holds for any sizes, even if the hidden size equals that of both projections together."""
-    from mergegate.merge_core.checkpoint import BY_CODE, Checkpoint
-
     up, down = (experts, 2 * wide, hidden), (experts, hidden, wide)
     if transposed:
         up, down = (experts, hidden, 2 * wide), (experts, wide, hidden)
@@ -295,3 +296,44 @@ def test_shapes_alone_distinguish_the_two_layouts(experts: int, hidden: int, wid
     assert len(table) == (2 if transposed else 3) * experts
     first = next(iter(table.values()))
     assert first.shape == ((hidden, 2 * wide) if transposed else (wide, hidden))
+
+
+EXPERTS, WIDE, HIDDEN = 128, 4096, 4096  # In bfloat16, the gate and up projections take 8.6 GB.
+MERGE = r"""
+import re
+from pathlib import Path
+from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
+recipe = load_recipe({"merge_method": "linear", "models": [{"model": n, "parameters": {"weight": 1}} for n in "ab"]})
+plan = plan_merge(recipe, {name: open_checkpoint(Path(name)) for name in "ab"})
+assert len(plan.jobs) == 128, len(plan.jobs)
+merge_weights(plan, Path("out"))
+# Not ru_maxrss: that begins with what whoever started this process had in use.
+print(int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024, plan.bytes_written)
+"""
+
+
+def sparse(directory: Path) -> None:
+    """Write a config and a sparse weights file whose experts are holes, which read as zeros."""
+    directory.mkdir()
+    (directory / "config.json").write_text(json.dumps({"architectures": ["X"], "model_type": "qwen3_moe"}))
+    module = "model.layers.0.mlp.experts"
+    shapes = {f"{module}.gate_up_proj": (EXPERTS, 2 * WIDE, HIDDEN)}
+    sizes = [(name, "BF16", shape, 2 * shape[0] * shape[1] * shape[2]) for name, shape in shapes.items()]
+    header = render_header(sizes, {"format": "pt"})
+    with (directory / "model.safetensors").open("wb") as file:
+        file.write(header)
+        file.truncate(len(header) + sum(size for *_, size in sizes))
+
+
+@pytest.mark.proof
+def test_a_fused_tensor_of_8_gb_takes_less_than_1_gib(tmp_path: Path) -> None:
+    for name in "ab":
+        sparse(tmp_path / name)
+    done = subprocess.run(
+        [sys.executable, "-c", MERGE], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=900
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    peak, written = map(int, done.stdout.split())
+    (tmp_path / "out/model.safetensors").unlink()
+    assert written > 8 << 30
+    assert peak < 1 << 30

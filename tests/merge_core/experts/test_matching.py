@@ -15,12 +15,13 @@ import mixtures
 import numpy as np
 import pytest
 import torch
+from family import open_models
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mixtures import build, logits, permuted, related, save
 from safetensors.torch import load_file
 
-from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core import load_recipe, merge_weights, plan_merge
 from mergegate.merge_core.architecture.experts import MatchedExperts, assign, match_experts
 from mergegate.merge_core.engine import EngineSettings
 from mergegate.merge_core.errors import InvalidInput
@@ -56,7 +57,7 @@ def linear(*models: str, **more: Any) -> dict[str, Any]:
 
 def matched(root: Path, content: dict[str, Any]) -> MatchedExperts:
     recipe = load_recipe(content)
-    return match_experts(recipe, {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()})
+    return match_experts(recipe, open_models(recipe, root))
 
 
 def merged(root: Path, content: dict[str, Any], out: Path, **engine: Any) -> Path:
@@ -149,7 +150,7 @@ def test_experts_that_cannot_be_reordered_are_refused(twins: Path) -> None:
     with pytest.raises(InvalidInput, match="true or false"):
         load_recipe(linear("a", "b", align_experts="yes please"))
     recipe = load_recipe(linear("a", "crossed", align_experts=True))
-    opened = {str(ref): open_checkpoint(home / ref.path) for ref in recipe.references()}
+    opened = open_models(recipe, home)
     odd = opened["crossed"].tensors["model.layers.0.mlp.gate.weight"]
     name = "model.layers.0.mlp.preference"
     tensors = {**opened["crossed"].tensors, name: replace(odd, name=name)}
@@ -159,7 +160,7 @@ def test_experts_that_cannot_be_reordered_are_refused(twins: Path) -> None:
 
 def test_a_merge_with_align_experts_requires_matched_experts(twins: Path, tmp_path: Path) -> None:
     recipe = load_recipe(linear("a", "crossed", align_experts=True))
-    opened = {str(ref): open_checkpoint(twins / "mixtral" / ref.path) for ref in recipe.references()}
+    opened = open_models(recipe, twins / "mixtral")
     with pytest.raises(InvalidInput, match="matching of the experts is missing"):
         merge_weights(plan_merge(recipe, opened), tmp_path / "out")
 

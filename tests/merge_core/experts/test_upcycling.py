@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from family import check_recipe, open_models, plan_recipe
 from mixtures import logits, related
 from safetensors.torch import load_file
 
-from mergegate.merge_core import MergePlan, load_recipe, merge_weights, open_checkpoint, plan_merge, plan_with_findings
+from mergegate.merge_core import load_recipe, merge_weights, plan_merge
 from mergegate.merge_core.architecture.experts import OutputFamily, choose_output
 from mergegate.merge_core.architecture.experts.outputs import OUTPUT_FAMILIES
 from mergegate.merge_core.engine import EngineSettings
@@ -87,15 +88,24 @@ def of(base: str, output: str, *, count: int = 4, **more: Any) -> dict[str, Any]
     return document(base, [base] * count, architecture=output, **shared, **more)
 
 
-def planned(root: Path, content: dict[str, Any]) -> MergePlan:
-    recipe = load_recipe(content)
-    return plan_merge(recipe, {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()})
-
-
 def made(root: Path, content: dict[str, Any], out: Path, *, seed: int = 0, **settings: Any) -> Path:
-    record = merge_weights(planned(root, content), out, seed=seed, settings=EngineSettings(**settings))
+    record = merge_weights(plan_recipe(content, root), out, seed=seed, settings=EngineSettings(**settings))
     assert record.findings == ()
     return out
+
+
+def require_equal_outputs(mixture_directory: Path, model: Path) -> None:
+    """Require that a mixture computes what the dense model computes."""
+    found, expected = (logits(mixtures.load(directory)) for directory in (mixture_directory, model))
+    assert float((found - expected).abs().max()) <= 1e-6 * max(1.0, float(expected.abs().max()))
+
+
+def with_config(model: Path, directory: Path, content: dict[str, Any]) -> Path:
+    """Write the weights of a model with another configuration, and return the directory that contains the model."""
+    directory.mkdir(parents=True)
+    (directory / "model.safetensors").write_bytes((model / "model.safetensors").read_bytes())
+    (directory / "config.json").write_text(json.dumps(content))
+    return directory.parent
 
 
 @pytest.mark.parametrize("per_token", [1, pytest.param(2, marks=pytest.mark.story), 4])
@@ -103,10 +113,7 @@ def made(root: Path, content: dict[str, Any], out: Path, *, seed: int = 0, **set
 def test_equal_experts_compute_what_the_dense_model_computes(
     models: Path, tmp_path: Path, name: str, output: str, per_token: int
 ) -> None:
-    content = of(name, output, experts_per_token=per_token)
-    mixture = mixtures.load(made(models, content, tmp_path / "out"))
-    expected = logits(mixtures.load(models / name))
-    assert float((logits(mixture) - expected).abs().max()) <= 1e-6 * max(1.0, float(expected.abs().max()))
+    require_equal_outputs(made(models, of(name, output, experts_per_token=per_token), tmp_path / "out"), models / name)
 
 
 @pytest.mark.parametrize(("name", "output"), PAIRS)
@@ -114,32 +121,21 @@ def test_missing_config_keys_keep_the_defaults_of_the_dense_family(
     models: Path, tmp_path: Path, name: str, output: str
 ) -> None:
     """A configuration may list only deviations from its family's defaults; a mixture family has other defaults."""
-    changed = tmp_path / "models" / name
-    changed.mkdir(parents=True)
     said = json.loads((models / name / "config.json").read_text())
-    kind = getattr(transformers, said["architectures"][0].replace("ForCausalLM", "Config"))
-    usual = kind().to_dict()
+    usual = getattr(transformers, said["architectures"][0].replace("ForCausalLM", "Config"))().to_dict()
     short = {key: value for key, value in said.items() if key == "model_type" or usual.get(key, "-") != value}
-    (changed / "config.json").write_text(json.dumps(short))
-    (changed / "model.safetensors").write_bytes((models / name / "model.safetensors").read_bytes())
-    mixture = mixtures.load(made(changed.parent, of(name, output), tmp_path / "out"))
-    expected = logits(mixtures.load(models / name))
-    assert float((logits(mixture) - expected).abs().max()) <= 1e-6 * max(1.0, float(expected.abs().max()))
+    root = with_config(models / name, tmp_path / "models" / name, short)
+    require_equal_outputs(made(root, of(name, output), tmp_path / "out"), models / name)
 
 
 @pytest.mark.parametrize("output", ["Mixtral", "GLM-4 MoE", "Qwen MoE"])
 def test_older_rotary_settings_are_converted(models: Path, tmp_path: Path, output: str) -> None:
     """Checkpoints from before transformers 5 have separate ``rope_theta`` and ``rope_scaling`` keys."""
-    older = tmp_path / "models" / "far"
-    older.mkdir(parents=True)
-    (older / "model.safetensors").write_bytes((models / "far/model.safetensors").read_bytes())
     said = json.loads((models / "far/config.json").read_text())
     rope = said.pop("rope_parameters")
     said |= {"rope_theta": rope["rope_theta"], "rope_scaling": {"type": "linear", "factor": rope["factor"]}}
-    (older / "config.json").write_text(json.dumps(said))
-    mixture = mixtures.load(made(older.parent, of("far", output), tmp_path / "out"))
-    expected = logits(mixtures.load(models / "far"))
-    assert float((logits(mixture) - expected).abs().max()) <= 1e-6 * max(1.0, float(expected.abs().max()))
+    root = with_config(models / "far", tmp_path / "models/far", said)
+    require_equal_outputs(made(root, of("far", output), tmp_path / "out"), models / "far")
 
 
 @pytest.mark.parametrize(("name", "output"), [("llama", "Mixtral"), ("qwen3", "Qwen3 MoE")])
@@ -228,7 +224,7 @@ def test_a_mixture_can_be_a_step_and_use_steps(models: Path, tmp_path: Path) -> 
     )
     recipe = load_recipe(text)
     assert [str(ref) for ref in recipe.references()] == ["llama", "llama-b"]
-    plan = plan_merge(recipe, {str(ref): open_checkpoint(models / ref.path) for ref in recipe.references()})
+    plan = plan_merge(recipe, open_models(recipe, models))
     merge_weights(plan, tmp_path / "out")
     name = "block_sparse_moe.experts.0.w1.weight"
     first, second = (load_file(models / one / "model.safetensors") for one in ("llama", "llama-b"))
@@ -252,11 +248,9 @@ def test_a_mixture_can_be_a_step_and_use_steps(models: Path, tmp_path: Path) -> 
 )  # fmt: skip
 def test_models_that_no_family_can_represent_are_refused(models: Path, content: dict[str, Any], found: str) -> None:
     with pytest.raises(InvalidInput) as refusal:
-        planned(models, content)
+        plan_recipe(content, models)
     assert found in refusal.value.found
-    recipe = load_recipe(content)
-    opened = {str(ref): open_checkpoint(models / ref.path) for ref in recipe.references()}
-    assert plan_with_findings(recipe, opened).blocking
+    assert check_recipe(content, models).blocking
 
 
 @pytest.mark.parametrize("suffix", ["", "ForCausalLM"])
@@ -279,7 +273,7 @@ def test_a_bias_without_a_counterpart_is_refused(models: Path, tmp_path: Path) -
     for name in ("attention_bias", "mlp_bias"):
         dense("Llama", **{name: True}).save_pretrained(tmp_path / name)
         with pytest.raises(InvalidInput, match=r"bias.*Mixtral has no such tensor"):
-            planned(tmp_path, document(name, [name] * 2))
+            plan_recipe(document(name, [name] * 2), tmp_path)
 
 
 def test_models_of_different_sizes_are_refused(models: Path, tmp_path: Path) -> None:
@@ -287,9 +281,9 @@ def test_models_of_different_sizes_are_refused(models: Path, tmp_path: Path) -> 
     dense("Llama").save_pretrained(tmp_path / "base")
     dense("Llama", num_hidden_layers=3).save_pretrained(tmp_path / "deeper")
     with pytest.raises(InvalidInput, match=r"shape \[48, 32\]"):
-        planned(tmp_path, document("base", ["base", "wider"]))
+        plan_recipe(document("base", ["base", "wider"]), tmp_path)
     with pytest.raises(InvalidInput, match="num_hidden_layers"):
-        planned(tmp_path, document("base", ["base", "deeper"]))
+        plan_recipe(document("base", ["base", "deeper"]), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -311,13 +305,11 @@ def test_an_untrusted_config_is_refused_without_a_traceback(
     models: Path, tmp_path: Path, key: str, value: object
 ) -> None:
     """The configuration is refused immediately, unless the plan does not need the value."""
-    (tmp_path / "odd").mkdir()
-    (tmp_path / "odd/model.safetensors").write_bytes((models / "llama/model.safetensors").read_bytes())
     said = json.loads((models / "llama/config.json").read_text())
-    (tmp_path / "odd/config.json").write_text(json.dumps({**said, key: value}))
+    with_config(models / "llama", tmp_path / "odd", {**said, key: value})
     for output in ("Mixtral", "GLM-4 MoE"):
         try:
-            plan = planned(tmp_path, of("odd", output))
+            plan = plan_recipe(of("odd", output), tmp_path)
         except InvalidInput:
             continue
         assert key == "rope_parameters"
@@ -363,16 +355,14 @@ def test_keys_that_mergekit_moe_ignores_are_warnings() -> None:
 def test_equal_prompts_are_a_warning(models: Path) -> None:
     experts = [{"source_model": name, "positive_prompts": ["add"]} for name in ("llama", "llama-b")]
     content = {**document("llama", experts), "gate_mode": "hidden"}
-    recipe = load_recipe(content)
-    opened = {str(ref): open_checkpoint(models / ref.path) for ref in recipe.references()}
-    planned_merge = plan_with_findings(recipe, opened)
+    planned_merge = check_recipe(content, models)
     assert not planned_merge.blocking
     assert any("two rows of the router are equal" in finding.found for finding in planned_merge.findings)
 
 
 def test_a_mixture_without_router_rows_can_be_planned_but_not_merged(models: Path, tmp_path: Path) -> None:
     experts = [{"source_model": name, "positive_prompts": [name]} for name in ("llama", "llama-b")]
-    plan = planned(models, {**document("llama", experts), "gate_mode": "hidden"})
+    plan = plan_recipe({**document("llama", experts), "gate_mode": "hidden"}, models)
     assert plan.bytes_written > 0
     with pytest.raises(InvalidInput, match="router rows from the prompts are missing"):
         merge_weights(plan, tmp_path / "out")
