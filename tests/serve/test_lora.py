@@ -13,9 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from adapted import applied, linear_adapter, pinned
 from safetensors.torch import load_file, save_file
-from variants import model_in, with_config
+from variants import applied, linear_adapter, model_in, pinned, with_config
 
 from mergegate.merge_core.checkpoint import open_checkpoint
 from mergegate.tasks.checkpoints import PinnedCheckpoint

@@ -12,6 +12,7 @@ import torch
 import yaml
 from openai_server import Tiny, serving
 from patience import HANG_S
+from samples import sampled_rows
 from typer.testing import CliRunner
 from variants import DEMO, copied, missing_tensor, model_in, no_chat_template
 
@@ -32,7 +33,6 @@ torch.set_num_threads(1)
 
 OPENAI_SERVER = str(Path(__file__).parents[1] / "openai_server.py")
 CPU = Runtime(device="cpu", libraries={})
-DIES = "ended while mergegate checked {}"
 
 
 def settings(*arguments: str, **changes: object) -> ServeSettings:
@@ -69,31 +69,23 @@ def test_a_good_checkpoint_is_served_and_passes(checkpoint: Path, tmp_path: Path
 
 
 REFUSED = "ValueError: Following weights were not initialized from checkpoint"
-
-
-@pytest.mark.parametrize(
-    ("fault", "check", "seen"),
-    [
-        pytest.param(
-            "dies", "server lives", DIES.format("text: RuntimeError: the floor is gone"), marks=pytest.mark.story
-        ),
-        pytest.param(
-            "swallows",
-            "server lives",
-            DIES.format("over-long prompt: IndexError: index out of range in self"),
-            marks=pytest.mark.story,
-        ),
-        pytest.param("silent", "a first answer", "no answer in 2 s", marks=pytest.mark.story),
-        (f"says {REFUSED}", "ready", REFUSED),
-    ],
+DIED = "ended while mergegate checked"
+ENDS = (
+    (f"says {REFUSED}", "ready", REFUSED),
+    ("dies", "server lives", f"{DIED} text: RuntimeError: the floor is gone"),
+    ("swallows", "server lives", f"{DIED} over-long prompt: IndexError: index out of range in self"),
+    ("silent", "a first answer", "no answer in 0.5 s"),
 )
+
+
+@pytest.mark.parametrize(("fault", "check", "seen"), sampled_rows(ENDS, ENDS[:1]))
 def test_a_server_that_dies_hangs_or_refuses_the_checkpoint_is_the_models_failure(
     checkpoint: Path, tmp_path: Path, fault: str, check: str, seen: str
 ) -> None:
-    limit = {"request_timeout": 2} if fault == "silent" else {}
+    limit = {"request_timeout": 0.5} if fault == "silent" else {}
     verdict = smoke(checkpoint, tmp_path / "server.log", settings("--fault", fault, **limit))
     assert (verdict.checks[-1].name, verdict.checks[-1].outcome) == (check, "fail")
-    assert seen in verdict.checks[-1].seen
+    assert verdict.checks[-1].seen == seen or (check == "ready" and seen in verdict.checks[-1].seen)
     assert verdict.refuses()
     assert fault == "silent" or seen.rpartition(": ")[2] in (tmp_path / "server.log").read_text()
 
@@ -290,7 +282,7 @@ class TestCommand:
         assert "nats a token from transformers" in done.output
         assert "tiny on http://127.0.0.1" in done.output
         assert " checks passed" in done.output
-        assert re.search(r"throughput +\d+ tokens/s", done.output)
+        assert re.search(r"throughput +[\d.,]+ tokens/s", done.output)
 
     @pytest.mark.story
     def test_a_checkpoint_is_served_and_its_numbers_stand_below_the_checks(self, checkpoint: Path) -> None:

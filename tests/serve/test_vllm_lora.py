@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapted import applied, linear_adapter, negated, pinned
-from real_server import PROJECT, real_server
-from variants import DEMO
+from variants import DEMO, PROJECT, applied, linear_adapter, negated, pinned, real_server
 
 from mergegate.flows.profile import load_profile
 from mergegate.tasks.checkpoints.model import Model
