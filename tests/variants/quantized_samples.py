@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from mergegate.tasks.variants.quantized_tensors import SCHEMES, Scheme, expected_configuration
 from tests.tiny_models import LETTERS, make_model
@@ -25,25 +26,12 @@ def make_merge(directory: Path, family: Family) -> Path:
     make_model(directory)
     torch.manual_seed(1)
     sizes: dict[str, Any] = {
-        "vocab_size": len(LETTERS) + 3,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 1,
-        "num_key_value_heads": 1,
-        "max_position_embeddings": 64,
-        "initializer_range": 0.1,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "tie_word_embeddings": family == "qwen2",
+        **{"vocab_size": len(LETTERS) + 3, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2},
+        **{"num_attention_heads": 1, "num_key_value_heads": 1, "max_position_embeddings": 64},
+        **{"initializer_range": 0.1, "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": family == "qwen2"},
+        **({"num_local_experts": 4, "num_experts_per_tok": 2} if family == "mixtral" else {}),
     }
-    network: Any
-    if family == "llama":
-        network = LlamaForCausalLM(LlamaConfig(**sizes))
-    elif family == "qwen2":
-        network = Qwen2ForCausalLM(Qwen2Config(**sizes))
-    else:
-        network = MixtralForCausalLM(MixtralConfig(**sizes, num_local_experts=4, num_experts_per_tok=2))
+    network: Any = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
     for file in directory.glob("*.safetensors"):
         file.unlink()
     network.to(torch.bfloat16).save_pretrained(directory, max_shard_size="200KB" if family == "qwen2" else "5GB")
@@ -53,11 +41,7 @@ def make_merge(directory: Path, family: Family) -> Path:
 
 def is_matrix(name: str) -> bool:
     """Return whether a scheme quantizes the tensor of these families called ``name``."""
-    return name.endswith(
-        tuple(
-            f"{word}.weight" for word in ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-        )
-    ) or (".experts." in name and name.endswith(("w1.weight", "w2.weight", "w3.weight")))
+    return re.search(r"((q|k|v|o|gate|up|down)_proj|\.experts\..*w[123])\.weight$", name) is not None
 
 
 def quantize_by_hand(merge: Path, directory: Path, scheme_name: str) -> Path:

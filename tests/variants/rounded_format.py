@@ -47,6 +47,7 @@ Fault = Literal[
     "truncated",  # the weights end early
     "answers",  # the serving runtime does not answer
 ]
+Texts = Callable[[], Sequence[str]]
 WEIGHTS = "model.safetensors"
 SITE = Path(__file__).parent
 
@@ -75,53 +76,39 @@ class RoundedFormat(VariantFormat):
 
     def check(self, root: Path) -> str:
         if self.fault == "environment":
-            raise InvalidInput(
-                "variants.rounded",
-                found="the rounder is not installed",
-                expected="its environment",
-                remedy="run 'make rounded-env'",
-            )
+            found, remedy = "the rounder is not installed", "run 'make rounded-env'"
+            raise InvalidInput("variants.rounded", found=found, expected="its environment", remedy=remedy)
         return "rounder 1.0"
 
-    def convert(
-        self, merge: Model, texts: Callable[[], Sequence[str]], root: Path
-    ) -> StoredValue[ConversionCheck] | None:
+    def convert(self, merge: Model, texts: Texts, root: Path) -> StoredValue[ConversionCheck] | None:
         return compare_rounded(merge, tuple(texts()), self.fault) if self.converts else None
 
     def build(self, merge: Model, variant_type: str, root: Path) -> Artifact[VariantRecord]:
         return round_weights(merge, variant_type, self.fault)
 
     def open(self, merge: Model, variant_type: str, artifact: Artifact[VariantRecord]) -> QuantizedModel:
-        return QuantizedModel(
-            name=variant_type,
-            digest=artifact.digest,
-            directory=artifact.directory,
-            files=tuple(sorted(artifact.files.items())),
-            source=merge,
-            backend="hf",
-        )
+        files = tuple(sorted(artifact.files.items()))
+        fields = {"digest": artifact.digest, "directory": artifact.directory, "files": files}
+        return QuantizedModel(name=variant_type, source=merge, backend="hf", **fields)
 
     def inspect(self, model: QuantizedModel) -> Sequence[Check]:
         checks = []
         for name in ("tokenizer.json", "chat_template.jinja"):
-            there, original = model.directory / name, model.source.directory / name
+            file, original = model.directory / name, model.source.directory / name
             what = name.partition(".")[0].replace("_", " ")
             if not original.exists():
                 continue
-            if there.exists() and there.read_bytes() == original.read_bytes():
+            if file.exists() and file.read_bytes() == original.read_bytes():
                 checks.append(Check.passed_check(what, "that of the merge"))
             else:
-                found = "differs from that of the merge" if there.exists() else "is missing"
+                found = "differs from that of the merge" if file.exists() else "is missing"
                 checks.append(Check.failed_check(what, found, "that of the merge", "build the variant again", name))
+        weights = model.directory / WEIGHTS
         try:
-            with safe_open(model.directory / WEIGHTS, "pt") as file:
-                checks.append(Check.passed_check("weights", f"{len(file.keys())} tensors"))
+            with safe_open(weights, "pt") as content:
+                checks.append(Check.passed_check("weights", f"{len(content.keys())} tensors"))
         except SafetensorError as error:
-            checks.append(
-                Check.failed_check(
-                    "weights", str(error), "a complete file", "build it again", str(model.directory / WEIGHTS)
-                )
-            )
+            checks.append(Check.failed_check("weights", str(error), "a complete file", "build it again", str(weights)))
         return checks
 
     def smoke(self, model: QuantizedModel, serve: ServeSettings | None, root: Path) -> Sequence[Check]:
@@ -139,27 +126,18 @@ class RoundedFormat(VariantFormat):
 def compare_rounded(merge: Model, texts: tuple[str, ...], fault: Fault | None) -> ConversionCheck:
     """Pretend to compare an unquantized file with the merge."""
     difference = 3.25 if fault == "conversion" else 0.0
-    return ConversionCheck(
-        documents=len(texts),
-        mean_difference=difference,
-        max_difference=2 * difference,
-        limit=0.05,
-        texts=len(texts),
-        different_texts=(),
-        problems=(f"the converted file differs from the merge by {difference} nats per document",) * bool(difference),
-    )
+    problems = (f"the converted file differs from the merge by {difference} nats per document",) * bool(difference)
+    texts_found = {"documents": len(texts), "texts": len(texts), "different_texts": (), "problems": problems}
+    return ConversionCheck(mean_difference=difference, max_difference=2 * difference, limit=0.05, **texts_found)
 
 
 @stage("variant", version=1, hashes_of=lambda record: {}, subject="merge")
 def round_weights(out: Path, merge: Model, variant_type: str, fault: Fault | None) -> VariantRecord:
     """Round the matrices of ``merge``, and copy the files next to its weights."""
     if fault == "build":
-        raise Refused(
-            f"variant {variant_type}",
-            found="model.layers.0.mlp.up_proj.weight has 97 columns",
-            expected="a multiple of 32",
-            remedy="use another type",
-        )
+        found = "model.layers.0.mlp.up_proj.weight has 97 columns"
+        wanted, remedy = "a multiple of 32", "use another type"
+        raise Refused(f"variant {variant_type}", found=found, expected=wanted, remedy=remedy)
     names = [name for name, _ in merge.files] or deciding_files(merge.directory)
     weights = {}
     for name in names:
@@ -174,14 +152,11 @@ def round_weights(out: Path, merge: Model, variant_type: str, fault: Fault | Non
     break_files(out, fault)
     files = sorted((path.name for path in out.iterdir()), key=lambda name: (name != WEIGHTS, name))
     matrices = sum(tensor.dim() == 2 for tensor in weights.values())
+    size = sum((out / name).stat().st_size for name in files)
+    types = {f"R{bits}": matrices, "BF16": len(weights) - matrices}
+    record = {"files": tuple(files), "bytes": size, "tensor_types": types, "settings": {"bits": str(bits)}}
     return VariantRecord(
-        format="rounded",
-        type=variant_type,
-        files=tuple(files),
-        bytes=sum((out / name).stat().st_size for name in files),
-        tensor_types={f"R{bits}": matrices, "BF16": len(weights) - matrices},
-        versions={"rounder": "1.0", **versions("torch")},
-        settings={"bits": str(bits)},
+        format="rounded", type=variant_type, versions={"rounder": "1.0", **versions("torch")}, **record
     )
 
 

@@ -11,8 +11,10 @@ import json
 import random
 import shutil
 import struct
+import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -20,14 +22,17 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from gguf_samples import METADATA, TENSORS, gguf
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from mergegate.flows.profile import load_profile, parse_profile
-from mergegate.merge_core.checkpoint import GgufHeader, read_gguf_header
+from mergegate.merge_core.checkpoint import GgufArray, GgufHeader, read_gguf_header
+from mergegate.merge_core.checkpoint.gguf_file import _TENSOR_TYPES
 from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.files.hashing import sha256_file
 from mergegate.tasks.checkpoints import Model, QuantizedModel
 from mergegate.tasks.llama_cpp import FILE_TYPES, measure_importance
 from mergegate.tasks.serve import Check, ServeSettings
@@ -65,7 +70,7 @@ TEXTS = tuple(
 )
 Rules = Literal["llama-bpe", "qwen2", "gpt-2", "pairs of letters", "words"]
 Architecture = Literal["llama", "qwen2"]
-Change = Callable[[Path], None]
+Change = Callable[[Path], object]
 RULES: Mapping[Architecture, Rules] = {"llama": "llama-bpe", "qwen2": "qwen2"}
 
 
@@ -87,9 +92,8 @@ def tokenizer(rules: Rules) -> PreTrainedTokenizerFast:
     )
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=700, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
+    size = {"vocab_size": 700, "show_progress": False}
+    trainer = trainers.BpeTrainer(**size, special_tokens=special, initial_alphabet=alphabet)
     backend.train_from_iterator([*SAMPLE_TEXTS, *TEXTS] * 3, trainer)
     if rules == "llama-bpe":
         backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
@@ -104,11 +108,8 @@ def save_model(directory: Path, architecture: Architecture, rules: Rules, seed: 
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
         **{"initializer_range": 0.1, "bos_token_id": 0, "eos_token_id": 1},
     }
-    network: Any
-    if architecture == "llama":
-        network = LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False))
-    else:
-        network = Qwen2ForCausalLM(Qwen2Config(**sizes, tie_word_embeddings=True))
+    config = AutoConfig.for_model(architecture, **sizes, tie_word_embeddings=architecture == "qwen2")
+    network: Any = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():  # so that exchanged norms and lost biases show
         for name, parameter in network.named_parameters():
             if "norm" in name:
@@ -121,7 +122,7 @@ def save_model(directory: Path, architecture: Architecture, rules: Rules, seed: 
 
 
 def pinned(directory: Path) -> Model:
-    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
+    files = {path.name: sha256_file(path) for path in sorted(directory.iterdir())}
     digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
     return Model(name="merge", digest=digest, directory=directory, files=tuple(files.items()))
 
@@ -151,15 +152,8 @@ class Converted:
         directory.mkdir(exist_ok=True)
         shutil.copy(self.variant.directory / self.variant.value.files[0], directory / "changed.gguf")
         change(directory / "changed.gguf")
-        digest = hashlib.sha256((directory / "changed.gguf").read_bytes()).hexdigest()
-        return QuantizedModel(
-            name="Q8_0",
-            digest=digest,
-            directory=directory,
-            source=self.merge,
-            backend="llama_cpp",
-            weights="changed.gguf",
-        )
+        fields = {"name": "Q8_0", "digest": sha256_file(directory / "changed.gguf"), "directory": directory}
+        return QuantizedModel(**fields, source=self.merge, backend="llama_cpp", weights="changed.gguf")
 
 
 @pytest.fixture(scope="module")
@@ -199,9 +193,8 @@ def problems(checks: Sequence[Check]) -> list[str]:
 
 def variant(**settings: object) -> GgufFormat:
     profile = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "held-out.jsonl"}}
-    (parsed,) = parse_profile(
-        {**profile, "variants": [{"format": "gguf", "types": ["Q8_0"], **settings}]}, "p"
-    ).variants
+    entry = {"format": "gguf", "types": ["Q8_0"], **settings}
+    (parsed,) = parse_profile({**profile, "variants": [entry]}, "p").variants
     assert isinstance(parsed, GgufFormat)
     return parsed
 
@@ -227,12 +220,9 @@ def test_exactly_the_names_of_llama_cpp_are_types(name: str) -> None:
         variant(types=[name])
 
 
-def test_a_missing_environment_is_reported_with_the_command_that_builds_it(tmp_path: Path) -> None:
+def test_a_missing_interpreter_is_reported_and_a_relative_one_is_relative_to_the_profile(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="make gguf-env"):
         variant(python=str(tmp_path / "bin" / "python")).check(tmp_path)
-
-
-def test_a_relative_interpreter_is_relative_to_the_profile(tmp_path: Path) -> None:
     entry = {"format": "gguf", "types": ["Q8_0"], "python": "gguf/bin/python"}
     settings = {"name": "demo", "recipe": "x.yaml", "perplexity": {"documents": "x.jsonl"}, "variants": [entry]}
     (tmp_path / "p.yaml").write_text(json.dumps(settings))
@@ -344,9 +334,7 @@ def wrong_conversions(header: GgufHeader) -> Mapping[str, Change]:
     """Return conversions that load without complaint and compute another model."""
     architecture = header.metadata["general.architecture"]
 
-    def tensors(change: Callable[..., None], *names: str) -> Change:
-        return float_tensors(header, change, *names)
-
+    tensors = partial(float_tensors, header)
     changes = {
         "exchanged heads": tensors(exchange_heads, "blk.0.attn_q.weight"),
         "interleaved rotation": tensors(interleave_rotation, "blk.0.attn_q.weight"),
@@ -360,15 +348,11 @@ def wrong_conversions(header: GgufHeader) -> Mapping[str, Change]:
     }
     names = {tensor.name for tensor in header.tensors}
     if "output.weight" in names:
-        changes["lost head"] = tensors(lambda head, rows: swap(head, rows), "output.weight", "token_embd.weight")
+        changes["lost head"] = tensors(swap, "output.weight", "token_embd.weight")
     if "blk.0.attn_q.bias" in names:
-        changes["lost biases"] = tensors(forget, "blk.0.attn_k.bias", "blk.0.attn_v.bias")
+        biases = "blk.0.attn_k.bias", "blk.0.attn_v.bias"
+        changes["lost biases"] = tensors(lambda key, value: (key.fill(0), value.fill(0)), *biases)
     return changes
-
-
-def forget(*biases: Any) -> None:
-    for bias in biases:
-        bias.fill(0)
 
 
 @pytest.mark.variants
@@ -474,7 +458,7 @@ def test_the_record_names_the_types_that_tensors_really_have(llama: Converted) -
 @pytest.mark.variants
 def test_the_importance_of_an_input_is_its_mean_square(llama: Converted, tmp_path: Path) -> None:
     measure_importance(llama.file, TEXTS[:3], tmp_path / "a.npz", max_length=150, python=llama.tools.python)
-    network: Any = LlamaForCausalLM.from_pretrained(llama.merge.directory, dtype=torch.float32)
+    network: Any = AutoModelForCausalLM.from_pretrained(llama.merge.directory, dtype=torch.float32)
     tokens = PreTrainedTokenizerFast.from_pretrained(llama.merge.directory)
     inputs: list[torch.Tensor] = []
     network.model.layers[1].mlp.down_proj.register_forward_hook(lambda module, given, _: inputs.append(given[0][0]))
@@ -492,12 +476,8 @@ def test_the_importance_of_an_input_is_its_mean_square(llama: Converted, tmp_pat
 @pytest.mark.variants
 def test_calibration_gives_other_weights_and_types_that_need_it(llama: Converted, tmp_path: Path) -> None:
     (tmp_path / "calibration.txt").write_text("\n\n".join(TEXTS))
-    settings = GgufFormat(
-        format="gguf",
-        types=("IQ2_XS", "Q4_K_M"),
-        calibration=CalibrationSettings(documents=Path("calibration.txt"), samples=8),
-        python=llama.tools.python,
-    )
+    text = CalibrationSettings(documents=Path("calibration.txt"), samples=8)
+    settings = GgufFormat(format="gguf", types=("IQ2_XS", "Q4_K_M"), calibration=text, python=llama.tools.python)
     calibration = settings.pin_calibration(tmp_path, store().hashes)
     assert calibration is not None
     for variant_type in settings.types:
@@ -521,9 +501,8 @@ def test_a_run_with_nothing_new_needs_neither_the_converted_file_nor_a_process(
     shutil.rmtree(llama.artifact.directory)
     monkeypatch.setattr("mergegate.tasks.sandbox.supervision.SupervisedProcess.__init__", pytest.fail)
     assert quantize_gguf.find(llama.merge, "Tiny", "Q8_0", llama.tools)
-    assert settings.release_files("Demo", llama.variant) == {
-        "Demo-Q8_0.gguf": llama.variant.directory / "model-Q8_0.gguf"
-    }
+    files = settings.release_files("Demo", llama.variant)
+    assert files == {"Demo-Q8_0.gguf": llama.variant.directory / "model-Q8_0.gguf"}
 
 
 # Checks of the variant.
@@ -536,10 +515,8 @@ def test_a_good_variant_passes_all_checks(architecture: Architecture, state: Pat
     settings = GgufFormat(format="gguf", types=("Q8_0",), python=tools.python)
     opened = settings.open(model.merge, "Q8_0", model.variant)
     assert (opened.backend, opened.weights) == ("llama_cpp", "model-Q8_0.gguf")
-    checks = (
-        *inspect_gguf.build(opened, tools).value.checks,
-        *answer_with_gguf.build(opened, None, tools).value.checks,
-    )
+    answered = answer_with_gguf.build(opened, None, tools).value.checks
+    checks = (*inspect_gguf.build(opened, tools).value.checks, *answered)
     assert [check.outcome for check in checks] == ["pass"] * len(checks)
     assert [check.name for check in checks[-2:]] == ["chat", "chat prompt"]
 
@@ -549,14 +526,10 @@ def test_a_good_variant_passes_all_checks(architecture: Architecture, state: Pat
 def test_a_truncated_or_longer_file_is_always_refused(llama: Converted, tmp_path: Path, seed: int) -> None:
     content = (llama.variant.directory / llama.variant.value.files[0]).read_bytes()
     size = random.Random(seed).choice([*range(0, len(content), 997), len(content) - 1, len(content) + 1])
-    model = llama.model(lambda path: resize(path, content, size), tmp_path / "model")
+    model = llama.model(lambda path: path.write_bytes((content + b"\0")[:size]), tmp_path / "model")
     checks = inspect_gguf.work(model, llama.tools).checks
     assert problems(checks) == ["file"]
     assert "changed.gguf" in str(checks[0])
-
-
-def resize(path: Path, content: bytes, size: int) -> None:
-    path.write_bytes((content + b"\0")[:size])
 
 
 @pytest.mark.variants
@@ -601,3 +574,70 @@ def test_an_empty_answer_fails_only_if_the_merge_is_known_to_chat(has_chatted: b
     chat: Any = SimpleNamespace(problem="", messages=(), ids=(1, 2))
     answered, prompted = _chat_checks(llama, chat, must_chat=False, has_chatted=has_chatted)
     assert (answered.outcome, prompted.outcome) == (outcome, "pass")
+
+
+# mergegate's GGUF reader agrees with gguf-py, the reader of llama.cpp's converter.
+
+READ = """
+import json, sys
+from gguf import GGUFReader
+from gguf.constants import GGML_QUANT_SIZES
+reader = GGUFReader(sys.argv[1])
+fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+tensors = [
+    [tensor.name, tensor.tensor_type.name, tensor.shape.tolist()[::-1], tensor.data_offset, tensor.n_bytes]
+    for tensor in reader.tensors
+]
+types = {kind.value: [kind.name, *sizes] for kind, sizes in GGML_QUANT_SIZES.items()}
+print(json.dumps([fields, tensors, types, reader.data_offset]))
+"""
+WRITE = """
+import sys
+import numpy as np
+from gguf import GGMLQuantizationType, GGUFWriter, quants
+writer = GGUFWriter(sys.argv[1], "llama")
+writer.add_name("Tiny")
+writer.add_block_count(1)
+writer.add_token_list(["<s>", "a", "b"])
+writer.add_token_types([3, 1, 1])
+writer.add_token_scores([0.0, -1.5, 2.0])
+writer.add_add_bos_token(False)
+values = np.arange(4 * 256, dtype=np.float32).reshape(4, 256)
+writer.add_tensor("norm", values[0, :7].copy())
+for kind in ("BF16", "F16", "Q8_0", "Q4_0", "Q5_1", "TQ2_0", "MXFP4"):
+    kind = GGMLQuantizationType[kind]
+    writer.add_tensor(f"weight.{kind.name}", quants.quantize(values, kind), raw_dtype=kind)
+writer.write_header_to_file()
+writer.write_kv_data_to_file()
+writer.write_tensors_to_file()
+writer.close()
+"""
+
+
+@pytest.mark.variants
+@pytest.mark.parametrize("writer", ["gguf-py", "these tests"])
+def test_both_readers_find_the_same_metadata_and_tensors(writer: str, tmp_path: Path, gguf_python: Path) -> None:
+    path = tmp_path / "x.gguf"
+    library = {"PYTHONPATH": str(gguf_python.parents[1] / "llama.cpp" / "gguf-py")}
+
+    def run(program: str) -> str:
+        return subprocess.check_output([gguf_python, "-c", program, path], env=library, text=True)
+
+    if writer == "gguf-py":
+        run(WRITE)
+    else:
+        path.write_bytes(gguf(METADATA, TENSORS))
+    fields, tensors, types, data_offset = json.loads(run(READ))
+    header = read_gguf_header(path)
+    assert header.data_offset == data_offset
+    assert [
+        [*(getattr(tensor, name) for name in ("name", "type")), list(tensor.shape), tensor.offset, tensor.nbytes]
+        for tensor in header.tensors
+    ] == tensors
+    assert header.metadata.keys() == fields.keys()
+    for key, value in header.metadata.items():
+        if isinstance(value, GgufArray):
+            assert value.count == len(fields[key])
+        else:
+            assert value == fields[key]
+    assert {int(code): tuple(entry) for code, entry in types.items()} == dict(_TENSOR_TYPES)

@@ -29,13 +29,8 @@ from mergegate.tasks.llama_cpp import (
 )
 from mergegate.tasks.store import digest
 
-VOCABULARY = {
-    "tokens": {"bos": 1, "eos": 2, "eot": None, "pad": None, "sep": None, "nl": None},
-    "adds_bos": True,
-    "adds_eos": False,
-    "vocabulary_size": 30,
-    "context_length": 64,
-}
+VOCABULARY = {"tokens": {"bos": 1, "eos": 2, "eot": None, "pad": None, "sep": None, "nl": None}, "adds_bos": True}
+VOCABULARY |= {"adds_eos": False, "vocabulary_size": 30, "context_length": 64}
 # Loads any file. For every other request, it does what the file says.
 PROGRAM = f"""#!{sys.executable}
 import json, os, signal, socket, subprocess, sys, time
@@ -169,7 +164,7 @@ def test_the_process_has_neither_secrets_nor_network(
         assert model.tokenize(["text"]) == [(0, 0, 1)]
 
 
-def test_quantizing_reports_the_error_of_the_process(environment: Environment, tmp_path: Path) -> None:
+def test_quantizing_reports_errors_of_the_process(environment: Environment, tmp_path: Path) -> None:
     source = file_that(tmp_path, 'channel.sendall(b\'{"error": "no space"}\\n\'); os._exit(1)')
     with pytest.raises(InvalidInput, match=r"weights.gguf: no space"):
         quantize(source, tmp_path / "out.gguf", "Q8_0", python=environment())
@@ -177,46 +172,26 @@ def test_quantizing_reports_the_error_of_the_process(environment: Environment, t
         quantize(source, tmp_path / "out.gguf", "Q8_1", python=environment(name="other"))
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"installed": None}, "llama-cpp-python is not installed there"),
-        ({"converter": None}, "the converter of llama.cpp is not installed there"),
-    ],
-)
-def test_an_incomplete_environment_names_the_command_that_builds_it(
-    environment: Environment, settings: dict[str, None], message: str
-) -> None:
-    with pytest.raises(InvalidInput, match=f"{message}\n.*\n.*run make gguf-env"):
-        toolchain(environment(**settings))
-
-
-def test_a_missing_environment_names_the_command_that_builds_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_an_incomplete_or_missing_environment_names_the_command_that_builds_it(
+    environment: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for find in (toolchain, runtime_versions):
-        with pytest.raises(
-            InvalidInput, match=f"{tmp_path}/.venv-gguf/bin/python: no such file\n.*\n.*run make gguf-env"
-        ):
+    for message, find in (
+        ("llama-cpp-python is not installed there", lambda: toolchain(environment(installed=None, name="a"))),
+        ("the converter of llama.cpp is not installed there", lambda: toolchain(environment(converter=None, name="b"))),
+        (f"{tmp_path}/.venv-gguf/bin/python: no such file", toolchain),
+        (f"{tmp_path}/.venv-gguf/bin/python: no such file", runtime_versions),
+    ):
+        with pytest.raises(InvalidInput, match=f"{message}\n.*\n.*run make gguf-env"):
             find()
     with pytest.raises(InvalidInput, match="run make gguf-env"), open_gguf(tmp_path / "x.gguf"):
         pass
 
 
-def variant(tmp_path: Path, python: Path, **changes: object) -> QuantizedModel:
-    source = make_model(tmp_path / "merge")
-    settings = {
-        "name": "Q8_0",
-        "digest": "d" * 64,
-        "directory": tmp_path,
-        "source": source,
-        "backend": "llama_cpp",
-        "weights": file_that(tmp_path, "result = []").name,
-        "runtime": tuple(sorted(runtime_versions(python).items())),
-        "python": python,
-    }
-    return QuantizedModel(**{**settings, **changes})  # type: ignore[arg-type]
+def variant(tmp_path: Path, python: Path) -> QuantizedModel:
+    settings = {"name": "Q8_0", "digest": "d" * 64, "directory": tmp_path, "backend": "llama_cpp", "python": python}
+    settings |= {"source": make_model(tmp_path / "merge"), "weights": file_that(tmp_path, "result = []").name}
+    return QuantizedModel(**settings, runtime=tuple(sorted(runtime_versions(python).items())))
 
 
 def test_the_version_of_llama_cpp_is_in_the_key_and_its_place_is_not(environment: Environment, tmp_path: Path) -> None:
@@ -233,17 +208,10 @@ def test_a_changed_environment_is_noticed_before_anything_is_evaluated(
     python, newer = environment(), environment(installed="0.3.37", name="newer")
     model = variant(tmp_path, python)
     with load_gguf(model) as loaded:
-        assert loaded.embeddings == 30
-        assert loaded.context == 64
-        assert loaded.prefix == 1
+        assert (loaded.embeddings, loaded.context, loaded.prefix) == (30, 64, 1)
     close_gguf()
-    with (
-        pytest.raises(
-            InvalidInput,
-            match=r"llama.cpp with llama_cpp_python 0.3.37, .*\n.*llama_cpp_python 0.3.36, .*\n.*run again",
-        ),
-        load_gguf(model.model_copy(update={"python": newer})),
-    ):
+    message = r"llama.cpp with llama_cpp_python 0.3.37, .*\n.*llama_cpp_python 0.3.36, .*\n.*run again"
+    with pytest.raises(InvalidInput, match=message), load_gguf(model.model_copy(update={"python": newer})):
         pass
 
 
@@ -252,12 +220,9 @@ def test_only_quantized_models_of_llama_cpp_run_there(environment: Environment, 
     assert runs_in_llama_cpp(model)
     assert not runs_in_llama_cpp(model.source)
     assert not runs_in_llama_cpp(model.model_copy(update={"backend": "hf"}))
-    with (
-        pytest.raises(
-            InvalidInput, match=r"for merge .*a checkpoint in safetensors\n.*a GGUF variant\n.*use backend: hf"
-        ),
-        find_backend("llama_cpp").opened(model.source, Scoring(), "cpu"),
-    ):
+    message = r"for merge .*a checkpoint in safetensors\n.*a GGUF variant\n.*use backend: hf"
+    merge = find_backend("llama_cpp").opened(model.source, Scoring(), "cpu")
+    with pytest.raises(InvalidInput, match=message), merge:
         pass
 
 

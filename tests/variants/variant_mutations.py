@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -33,13 +32,8 @@ from mergegate.tasks.variants import VariantFormat, VariantRecord
 Mutation = Callable[[Path, random.Random], None]
 WEIGHTS = "model.safetensors"
 _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "attn_", "ffn_")
-_HALF_SCALE = {
-    "Q8_0": 34,
-    "Q5_1": 24,
-    "Q5_0": 22,
-    "Q4_1": 20,
-    "Q4_0": 18,
-}  # bytes per block; the scale is the first two
+# Bytes per block; the scale is the first two.
+_HALF_SCALE = {"Q8_0": 34, "Q5_1": 24, "Q5_0": 22, "Q4_1": 20, "Q4_0": 18}
 
 
 def truncate(directory: Path, rng: random.Random) -> None:
@@ -63,12 +57,8 @@ def corrupt_scales(directory: Path, rng: random.Random) -> None:
 def swap_tensors(directory: Path, rng: random.Random) -> None:
     """Exchange the matrices of two layers, three times."""
     weights = load_file(directory / WEIGHTS)
-    pairs = [
-        pair
-        for pair in combinations(sorted(weights), 2)
-        if all(any(word in name for word in _MATRICES) and name.endswith("weight") for name in pair)
-        and weights[pair[0]].shape == weights[pair[1]].shape
-    ]
+    matrices = [name for name in sorted(weights) if name.endswith("weight") and any(w in name for w in _MATRICES)]
+    pairs = [pair for pair in combinations(matrices, 2) if weights[pair[0]].shape == weights[pair[1]].shape]
     for first, second in rng.sample(pairs, 3):
         weights[first], weights[second] = weights[second], weights[first]
     save_file({name: tensor.clone() for name, tensor in weights.items()}, directory / WEIGHTS, {"format": "pt"})
@@ -206,35 +196,29 @@ def change_gguf_template(directory: Path, rng: random.Random) -> None:
     path.write_bytes(content.replace(b"rstrip('>') + '>'", b"rstrip('>') + ':'"))
 
 
-MUTATIONS: Mapping[str, Mapping[str, Mutation]] = MappingProxyType(
-    {
-        "safetensors": MappingProxyType(
-            {
-                "truncated": truncate,
-                "scales": corrupt_scales,
-                "swapped": swap_tensors,
-                "nan": put_nan,
-                "token ids": swap_token_ids,
-                "pre-tokenizer": change_pre_tokenizer,
-                "lost template": lose_template,
-                "cut template": truncate_template,
-            }
-        ),
-        "gguf": MappingProxyType(
-            {
-                "truncated": truncate,
-                "scales": corrupt_gguf_scales,
-                "swapped": swap_gguf_tensors,
-                "nan": put_gguf_nan,
-                "token ids": swap_gguf_tokens,
-                "pre-tokenizer": change_gguf_pre_tokenizer,
-                "end token": change_gguf_end_token,
-                "lost template": lose_gguf_template,
-                "changed template": change_gguf_template,
-            }
-        ),
-    }
-)
+MUTATIONS: Mapping[str, Mapping[str, Mutation]] = {
+    "safetensors": {
+        "truncated": truncate,
+        "scales": corrupt_scales,
+        "swapped": swap_tensors,
+        "nan": put_nan,
+        "token ids": swap_token_ids,
+        "pre-tokenizer": change_pre_tokenizer,
+        "lost template": lose_template,
+        "cut template": truncate_template,
+    },
+    "gguf": {
+        "truncated": truncate,
+        "scales": corrupt_gguf_scales,
+        "swapped": swap_gguf_tensors,
+        "nan": put_gguf_nan,
+        "token ids": swap_gguf_tokens,
+        "pre-tokenizer": change_gguf_pre_tokenizer,
+        "end token": change_gguf_end_token,
+        "lost template": lose_gguf_template,
+        "changed template": change_gguf_template,
+    },
+}
 
 
 @contextmanager
