@@ -100,8 +100,8 @@ def write_leaderboard(directory: Path) -> Path:
     def row(word: str) -> dict[str, Any]:
         right, first = rng.randint(0, 1), rng.choice("abcdefgh")
         choices = [first, "".join(rng.choices("abcdefgh", k=3))]
-        letters = rng.choices("abcdefgh", k=rng.randint(1, 3))
-        return {"word": word, "right": right, "choices": choices, "answer": rng.choice("abcdefgh"), "letters": letters}
+        answer, letters = rng.choice("abcdefgh"), rng.choices("abcdefgh", k=rng.randint(1, 3))
+        return {"word": word, "right": right, "choices": choices, "answer": answer, "letters": letters}
 
     for name, config in LEAVES.items():
         rows = list(map(row, words(SIZES[name], seed=len(name))))
