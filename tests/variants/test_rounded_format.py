@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from prefect import flow
-from rounded_format import RoundedFormat, rounded_registered
+from rounded_format import RoundedFormat, forget_formats, rounded_registered
 
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.errors import InvalidInput
@@ -27,6 +28,18 @@ def rounded(**settings: object) -> VariantFormat:
     return variant
 
 
+@pytest.fixture
+def unregistered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Hide the format, which a fixture of the session may have registered."""
+    visible = [entry for entry in sys.path if not Path(entry, "mergegate_rounded-1.0.dist-info").exists()]
+    monkeypatch.setattr(sys, "path", visible)
+    forget_formats()
+    yield
+    monkeypatch.undo()
+    forget_formats()
+
+
+@pytest.mark.usefixtures("unregistered")
 def test_a_profile_accepts_the_registered_format_and_checks_its_settings(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="gguf"):
         rounded()
