@@ -102,10 +102,14 @@ def merge_in_memory(root: Path) -> Any:
     """Return the first parent with the weighted mean of both state dicts."""
     network, other = load_network(root / "a"), load_network(root / "b")
     theirs = other.state_dict()
-    with torch.no_grad():
-        for name, tensor in network.state_dict().items():
-            if tensor.is_floating_point():
-                tensor.copy_(WEIGHTS[0] * tensor.double() + WEIGHTS[1] * theirs[name].double())
+    # Tied tensors are in the state under each of their names, so compute all means before writing any.
+    mean = {
+        name: WEIGHTS[0] * tensor.double() + WEIGHTS[1] * theirs[name].double()
+        if tensor.is_floating_point()
+        else tensor
+        for name, tensor in network.state_dict().items()
+    }
+    network.load_state_dict(mean)
     return network
 
 
