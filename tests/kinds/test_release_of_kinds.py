@@ -85,7 +85,7 @@ def test_a_release_computes_the_same_as_a_merge_in_memory(
     require_a_changed_byte_to_be_found(project, release)
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_run_killed_after_the_evaluation_of_queries_is_repeated_to_the_same_release(
     begin: Callable[..., Project], tmp_path: Path, begin_records: Callable[[Path], None]
 ) -> None:
@@ -128,13 +128,13 @@ def require_a_changed_byte_to_be_found(project: Project, release: Path) -> None:
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("name", sampled(REFUSED, ["clip"]))
+@pytest.mark.parametrize("name", sampled(REFUSED, ["clip"], pytest.mark.proof))
 def test_a_kind_that_no_task_can_judge_is_refused_before_the_merge(begin: Callable[..., Project], name: str) -> None:
     require_refusal(begin(name), "mergegate cannot evaluate", "mergegate merge")
 
 
 @pytest.mark.story
-@pytest.mark.parametrize(("name", "form"), sampled_rows(UNSUITABLE, UNSUITABLE[:1]))
+@pytest.mark.parametrize(("name", "form"), sampled_rows(UNSUITABLE, UNSUITABLE[:1], pytest.mark.proof))
 def test_a_task_of_a_form_that_does_not_suit_the_kind_is_refused(
     begin: Callable[..., Project], name: str, form: TaskForm
 ) -> None:

@@ -270,6 +270,7 @@ def environments_of_children(home: Path) -> Iterator[dict[bytes, set[bytes]]]:
         thread.join()
 
 
+@pytest.mark.proof
 def test_a_job_without_a_token_releases_a_merge_and_its_variants(publisher: Project) -> None:
     server = publisher.stand_in
     job = job_environment(server.url)
