@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 # core that another test worker needs.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import budget
 import certifi
 import pytest
 import typer.testing
@@ -62,6 +63,15 @@ PROJECT = Path(__file__).resolve().parent.parent
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         compile_libraries()  # In a fresh clone, compile once here rather than in every worker at the same time.
+    if "RECORD_DURATIONS" in os.environ:
+        config.pluginmanager.register(budget.Meter())
+        if not hasattr(config, "workerinput"):
+            config.pluginmanager.register(budget.Recorder())
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    config.stash[budget.COLLECTED] = budget.count(items)  # Before pytest deselects the tests of other tiers.
 
 
 # Libraries and thousands of tests create millions of long-lived objects. Scanning them took an eighth of the total
