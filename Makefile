@@ -32,10 +32,10 @@ ELSEWHERE := not gpu and not peer and not fusionbench and not serve and not ray 
 WITHOUT_PROOFS = and not proof
 REQUIRED_BY_STORIES = MERGEGATE_REQUIRE_VALIDATORS=1 MERGEGATE_REQUIRE_TOKENIZERS=1 $(if $(wildcard .registry/ready),MERGEGATE_REQUIRE_REGISTRY=1)
 
-test: $(VENV)/ready ## run the tests that a change is likely to break (4 minutes)
+test: $(VENV)/ready ## run the tests that a change is likely to break
 	$(BIN)/pytest $(PARALLEL) -m "not story $(WITHOUT_PROOFS) and $(ELSEWHERE)"
 
-test-stories: $(VENV)/ready .venv-validators/ready .tokenizers/ready ## run make test, and one of each story: release, refusal, resume, schedule, sweep (10 minutes)
+test-stories: $(VENV)/ready .venv-validators/ready .tokenizers/ready ## run make test, and one of each story: release, refusal, resume, schedule, sweep
 	$(REQUIRED_BY_STORIES) $(BIN)/pytest $(PARALLEL) --durations 40 --durations-min 1 --ignore tests/publish/test_mlflow.py -m "$(ELSEWHERE) $(WITHOUT_PROOFS)"
 
 test-all: ## run every proof: families, tutorials, faults at every request, kills at every stage, damage, fuzzing (hours)
