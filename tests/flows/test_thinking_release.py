@@ -84,7 +84,10 @@ def test_a_thinking_model_is_recognized_checked_and_released(project: Project, t
     release = (project.root / "releases/thinks/latest").resolve()
     references = {project.root / model for model in MODELS} | {release}
     for number, model in enumerate(sorted(references)):
-        assert lm_evals_scores(model, project.root / TASK, tmp_path / f"scratch{number}", 64) in stored
+        expected = lm_evals_scores(model, project.root / TASK, tmp_path / f"scratch{number}", 64)
+        equal = max(sum(expected[doc] == scores.get(doc) for doc in expected) for scores in stored)
+        # On some processors, two tokens with almost the same logit change places, which changes an answer.
+        assert equal >= DOCUMENTS - 3
 
     # Without the settings, thoughts are scored as answers, and check says so.
     for name in ("enable_thinking", "think_end_token"):

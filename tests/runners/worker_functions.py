@@ -145,10 +145,21 @@ def slot_with_both_running(order: tuple[Path, int, int]) -> int:
 
 
 class OddError(Exception):
-    """An exception that pickle cannot restore, because it takes two arguments and stores one."""
+    """An exception that pickle cannot restore.
+
+    A constructor with other arguments than the stored ones does not suffice: once a worker has imported Dask, the
+    pickles of all exceptions that exist by then keep the attributes and call no constructor.
+    """
 
     def __init__(self, left: str, right: str) -> None:
         super().__init__(f"{left} and {right}")
+
+    def __reduce__(self) -> tuple[Callable[[], Any], tuple[()]]:
+        return refuse_to_restore, ()
+
+
+def refuse_to_restore() -> Exception:
+    raise TypeError("this exception cannot be restored")
 
 
 def fail_oddly(_: int) -> None:
