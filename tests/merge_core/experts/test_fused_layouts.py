@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import mixtures
-import numpy as np
 import pytest
 import torch
 from family import open_models
@@ -22,7 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mixtures import FAMILIES, build, logits, related, save
 from safetensors.torch import load_file, save_file
-from samples import sampled_rows
+from samples import sampled
+from test_quantised import scaled
 
 from mergegate.merge_core import (
     load_recipe,
@@ -33,7 +34,7 @@ from mergegate.merge_core import (
     plan_with_findings,
 )
 from mergegate.merge_core.architecture.experts import disk_name, split_experts
-from mergegate.merge_core.checkpoint import BY_CODE, Checkpoint, DerivedTensor, StoredTensor, render_header
+from mergegate.merge_core.checkpoint import BY_CODE, Checkpoint, StoredTensor, render_header
 from mergegate.merge_core.engine import EngineSettings
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.recipe import InputMeasurements
@@ -41,18 +42,25 @@ from mergegate.merge_core.recipe import InputMeasurements
 # Families with per-expert and fused names; the others write fused experts in both layouts.
 IN_TWO_LAYOUTS = ("mixtral", "qwen3_moe", "glm4_moe", "lfm2_moe", "phimoe", "granitemoe")
 METHODS = sorted(merge_methods())
+# ``family_trials.try_experts`` merges all families with experts in both layouts.
+SAMPLE = sampled(FAMILIES, ("mixtral", "gpt_oss"), pytest.mark.proof)
+Parents = Callable[[str], Path]
 
 
 @pytest.fixture(scope="session")
-def parents(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write ``<family>/{base,a,b}`` in the layout on disk, and with the suffix ``-fused`` in the layout in memory."""
+def parents(tmp_path_factory: pytest.TempPathFactory) -> Parents:
+    """Return a function that writes ``base``, ``a`` and ``b`` of a family as on disk, and as in memory: ``a-fused``."""
     root = tmp_path_factory.mktemp("parents")
-    for family in FAMILIES:
+
+    @cache
+    def write(family: str) -> Path:
         base = build(family)
         for name, model in {"base": base, "a": related(base, 1), "b": related(base, 2)}.items():
             save(model, root / family / name)
             save(model, root / family / f"{name}-fused", fused=True)
-    return root
+        return root / family
+
+    return write
 
 
 def recipe_of(method: str, names: tuple[str, str, str]) -> str:
@@ -91,26 +99,16 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
     assert different == []
 
 
-EVERY_METHOD = [
-    *sampled_rows([("mixtral", method) for method in METHODS], [("mixtral", method) for method in METHODS[::2]]),
-    *sampled_rows(
-        [("qwen3_moe", method) for method in METHODS],
-        [("qwen3_moe", "ties"), ("qwen3_moe", "slerp")],
-        pytest.mark.proof,
-    ),
-]
-
-
-@pytest.mark.parametrize(("family", "method"), EVERY_METHOD)
-def test_both_layouts_merge_to_the_same_numbers(parents: Path, tmp_path: Path, family: str, method: str) -> None:
-    merged(parents / family, recipe_of(method, ("base", "a", "b")), tmp_path / "single")
-    merged(parents / family, recipe_of(method, ("base-fused", "a-fused", "b-fused")), tmp_path / "fused")
+@pytest.mark.parametrize("method", sampled(METHODS, ("slerp", "ties"), pytest.mark.proof))
+def test_both_layouts_merge_to_the_same_numbers(parents: Parents, tmp_path: Path, method: str) -> None:
+    merged(parents("mixtral"), recipe_of(method, ("base", "a", "b")), tmp_path / "single")
+    merged(parents("mixtral"), recipe_of(method, ("base-fused", "a-fused", "b-fused")), tmp_path / "fused")
     assert_same(in_memory(tmp_path / "single"), in_memory(tmp_path / "fused"))
 
 
-@pytest.mark.parametrize("family", IN_TWO_LAYOUTS)
-def test_parents_in_two_layouts_merge_into_the_layout_of_the_donor(parents: Path, tmp_path: Path, family: str) -> None:
-    home = parents / family
+@pytest.mark.parametrize("family", sampled(IN_TWO_LAYOUTS, ("mixtral",), pytest.mark.proof))
+def test_parents_in_two_layouts_merge_into_that_of_the_donor(parents: Parents, tmp_path: Path, family: str) -> None:
+    home = parents(family)
     expected = merged(home, recipe_of("dare_ties", ("base", "a", "b")), tmp_path / "single")
     mixed = merged(home, recipe_of("dare_ties", ("base", "a-fused", "b")), tmp_path / "mixed")
     assert_same(expected, mixed)
@@ -119,17 +117,17 @@ def test_parents_in_two_layouts_merge_into_the_layout_of_the_donor(parents: Path
     assert_same(in_memory(tmp_path / "single"), in_memory(tmp_path / "fused"))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_fused_layout_is_preserved(parents: Path, tmp_path: Path, family: str) -> None:
-    home = parents / family
+@pytest.mark.parametrize("family", SAMPLE)
+def test_a_fused_layout_is_preserved(parents: Parents, tmp_path: Path, family: str) -> None:
+    home = parents(family)
     merged(home, "merge_method: passthrough\nmodels: [{model: a-fused}]", tmp_path / "out")
     assert_same(load_file(home / "a-fused/model.safetensors"), load_file(tmp_path / "out/model.safetensors"))
     assert torch.equal(logits(mixtures.load(tmp_path / "out")), logits(mixtures.load(home / "a")))
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_linear_merge_equals_averaging_in_memory(parents: Path, tmp_path: Path, family: str) -> None:
-    home = parents / family
+@pytest.mark.parametrize("family", SAMPLE)
+def test_a_linear_merge_equals_averaging_in_memory(parents: Parents, tmp_path: Path, family: str) -> None:
+    home = parents(family)
     models = "[{model: a-fused, parameters: {weight: 0.25}}, {model: b, parameters: {weight: 0.75}}]"
     text = f"merge_method: linear\nmodels: {models}"
     merged(home, text, tmp_path / "out")
@@ -139,59 +137,14 @@ def test_a_linear_merge_equals_averaging_in_memory(parents: Path, tmp_path: Path
     assert torch.equal(logits(mixtures.load(tmp_path / "out")), logits(model))
 
 
-@pytest.mark.parametrize("family", ["llama4", "gpt_oss"])
-def test_each_expert_is_merged_as_a_separate_vector(parents: Path, tmp_path: Path, family: str) -> None:
-    """The values of one expert do not affect another: magnitudes are ranked within each expert."""
-    home = parents / family
-    text = recipe_of("ties", ("base-fused", "a-fused", "b-fused"))
-    usual = merged(home, text, tmp_path / "usual")
-    louder = tmp_path / "louder"
-    louder.mkdir()
-    for name in ("base-fused", "a-fused", "b-fused"):
-        (louder / name).mkdir()
-        (louder / name / "config.json").write_text((home / name / "config.json").read_text())
-        tensors = load_file(home / name / "model.safetensors")
-        for key, tensor in tensors.items():
-            if ".experts." in key:
-                tensor[0] *= 100
-        save_file(tensors, louder / name / "model.safetensors")
-    changed = merged(louder, text, tmp_path / "changed")
-    for name, tensor in usual.items():
-        if ".experts." in name:
-            assert torch.equal(tensor[1:], changed[name][1:])
-
-
-@dataclass(frozen=True)
-class Doubled(DerivedTensor):
-    """Twice a stored float32 tensor, computed while it is read."""
-
-    source: StoredTensor
-
-    @property
-    def parts(self) -> tuple[StoredTensor, ...]:
-        return (self.source,)
-
-    def identity(self) -> Any:
-        return 2
-
-    def open(self, read: Any) -> Any:
-        def elements(first: int, into: Any) -> None:
-            read(self.source, first, into)
-            into.view(np.float32)[:] *= 2
-
-        return elements
-
-
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
-def test_computed_fused_tensors_are_split_too(parents: Path, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize("family", sampled(("mixtral", "gpt_oss"), ("gpt_oss",)))
+def test_computed_fused_tensors_are_split_too(parents: Parents, tmp_path: Path, family: str) -> None:
     """A model with an adapter on its fused experts has such tensors."""
     recipe = load_recipe(recipe_of("ties", ("base", "a-fused", "b-fused")))
-    opened = open_models(recipe, parents / family)
+    opened = open_models(recipe, parents(family))
     one = opened["a-fused"]
-    doubled = {name: Doubled(name, tensor.dtype, tensor.shape, tensor) for name, tensor in one.tensors.items()}
-    small = EngineSettings(block_elements=64)
-    asked = plan_merge(recipe, {**opened, "a-fused": replace(one, tensors=doubled)})
-    found = merge_weights(asked, tmp_path / "computed", settings=small)
+    computed = plan_merge(recipe, {**opened, "a-fused": scaled(one, 2.0)})
+    found = merge_weights(computed, tmp_path / "computed", settings=EngineSettings(block_elements=64))
     (tmp_path / "twice").mkdir()
     (tmp_path / "twice/config.json").write_text((one.directory / "config.json").read_text())
     weights = {name: 2 * tensor for name, tensor in load_file(one.directory / "model.safetensors").items()}
@@ -200,31 +153,26 @@ def test_computed_fused_tensors_are_split_too(parents: Path, tmp_path: Path, fam
     assert found.files == merge_weights(stored, tmp_path / "stored").files
 
 
-def test_the_pieces_of_a_fused_tensor_cover_every_byte(parents: Path) -> None:
-    for family in FAMILIES:
-        checkpoint = open_checkpoint(parents / family / "a-fused")
-        table = split_experts(checkpoint)
-        assert split_experts(table).tensors.keys() == table.tensors.keys()
-        found: dict[str, list[StoredTensor]] = {}
-        for tensor in table.tensors.values():
-            found.setdefault(disk_name(tensor), []).append(tensor)
-        assert found.keys() == checkpoint.tensors.keys()
-        for name, pieces in found.items():
-            whole = checkpoint.tensors[name]
-            assert pieces[0].offset == whole.offset
-            assert all(one.offset + one.nbytes == next_.offset for one, next_ in pairwise(pieces))
-            assert pieces[-1].offset + pieces[-1].nbytes == whole.offset + whole.nbytes
-        assert any(len(pieces) >= mixtures.EXPERTS for pieces in found.values())
+@pytest.mark.parametrize("family", SAMPLE)
+def test_the_pieces_of_a_fused_tensor_cover_every_byte(parents: Parents, family: str) -> None:
+    checkpoint = open_checkpoint(parents(family) / "a-fused")
+    table = split_experts(checkpoint)
+    assert split_experts(table).tensors.keys() == table.tensors.keys()
+    found: dict[str, list[StoredTensor]] = {}
+    for tensor in table.tensors.values():
+        found.setdefault(disk_name(tensor), []).append(tensor)
+    assert found.keys() == checkpoint.tensors.keys()
+    for name, pieces in found.items():
+        whole = checkpoint.tensors[name]
+        assert pieces[0].offset == whole.offset
+        assert all(one.offset + one.nbytes == next_.offset for one, next_ in pairwise(pieces))
+        assert pieces[-1].offset + pieces[-1].nbytes == whole.offset + whole.nbytes
+    assert any(len(pieces) >= mixtures.EXPERTS for pieces in found.values())
 
 
-def test_block_size_and_threads_do_not_change_the_result(parents: Path, tmp_path: Path) -> None:
-    home, text = parents / "mixtral", recipe_of("dare_ties", ("base-fused", "a", "b-fused"))
-    usual = merged(home, text, tmp_path / "usual")
-    assert_same(usual, merged(home, text, tmp_path / "small", block_elements=1 << 8, threads=3))
-
-
-def test_a_killed_merge_resumes_within_a_fused_tensor(parents: Path, tmp_path: Path) -> None:
-    home = parents / "qwen3_moe"
+@pytest.mark.story
+def test_a_killed_merge_resumes_within_a_fused_tensor(parents: Parents, tmp_path: Path) -> None:
+    home = parents("qwen3_moe")
     recipe = load_recipe(recipe_of("ties", ("base-fused", "a", "b-fused")))
     opened = open_models(recipe, home)
     plan = plan_merge(recipe, opened)
@@ -244,38 +192,38 @@ def test_a_killed_merge_resumes_within_a_fused_tensor(parents: Path, tmp_path: P
     assert record.files == merge_weights(plan, tmp_path / "fresh").files
 
 
-def test_a_stack_is_written_in_the_layout_of_its_donor(parents: Path, tmp_path: Path) -> None:
+def test_a_stack_is_written_in_the_layout_of_its_donor(parents: Parents, tmp_path: Path) -> None:
     cuts = "[{sources: [{model: a-fused, layer_range: [0, 2]}]}, {sources: [{model: b, layer_range: [0, 2]}]}]"
-    tensors = merged(parents / "mixtral", f"merge_method: passthrough\nslices: {cuts}", tmp_path / "out")
-    last = load_file(parents / "mixtral/b-fused/model.safetensors")["model.layers.1.mlp.experts.gate_up_proj"]
+    tensors = merged(parents("mixtral"), f"merge_method: passthrough\nslices: {cuts}", tmp_path / "out")
+    last = load_file(parents("mixtral") / "b-fused/model.safetensors")["model.layers.1.mlp.experts.gate_up_proj"]
     assert torch.equal(tensors["model.layers.3.mlp.experts.gate_up_proj"], last)
     mixtures.load(tmp_path / "out")
 
 
-def test_a_step_passes_its_layout_on(parents: Path, tmp_path: Path) -> None:
+def test_a_step_passes_its_layout_on(parents: Parents, tmp_path: Path) -> None:
     text = (
         "name: first\nmerge_method: linear\nmodels: [{model: a-fused}, {model: b}]\nparameters: {weight: 1}\n---\n"
         "merge_method: linear\nmodels: [{model: first}, {model: base}]\nparameters: {weight: 1}\n"
     )
-    tensors = merged(parents / "qwen3_moe", text, tmp_path / "out")
-    assert tensors.keys() == load_file(parents / "qwen3_moe/a-fused/model.safetensors").keys()
+    tensors = merged(parents("qwen3_moe"), text, tmp_path / "out")
+    assert tensors.keys() == load_file(parents("qwen3_moe") / "a-fused/model.safetensors").keys()
     mixtures.load(tmp_path / "out")
 
 
-def test_a_filter_means_the_same_in_both_layouts(parents: Path, tmp_path: Path) -> None:
+def test_a_filter_means_the_same_in_both_layouts(parents: Parents, tmp_path: Path) -> None:
     values = "{weight: [{filter: experts.1.w1, value: 0}, {filter: w2, value: 0.2}, {value: 0.7}]}"
     text = "merge_method: task_arithmetic\nbase_model: {0}\nmodels: [{{model: {1}, parameters: {2}}}]\n"
-    merged(parents / "mixtral", text.format("base", "a", values), tmp_path / "single")
-    merged(parents / "mixtral", text.format("base-fused", "a-fused", values), tmp_path / "fused")
+    merged(parents("mixtral"), text.format("base", "a", values), tmp_path / "single")
+    merged(parents("mixtral"), text.format("base-fused", "a-fused", values), tmp_path / "fused")
     assert_same(in_memory(tmp_path / "single"), in_memory(tmp_path / "fused"))
 
 
 @pytest.mark.parametrize("word", ["gate_up_proj", "mlp.experts", "layers.1.mlp"])
-def test_a_filter_that_only_names_the_fused_layout_is_refused(parents: Path, word: str) -> None:
+def test_a_filter_that_only_names_the_fused_layout_is_refused(parents: Parents, word: str) -> None:
     values = f"{{weight: [{{filter: {word}, value: 0}}, {{value: 1}}]}}"
     text = f"merge_method: linear\nmodels: [{{model: a-fused}}, {{model: b-fused}}]\nparameters: {values}"
     recipe = load_recipe(text)
-    opened = open_models(recipe, parents / "mixtral")
+    opened = open_models(recipe, parents("mixtral"))
     with pytest.raises(InvalidInput, match=r"block_sparse_moe\.") as refusal:
         plan_merge(recipe, opened)
     assert word in refusal.value.found
