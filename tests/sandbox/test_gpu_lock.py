@@ -130,6 +130,7 @@ def test_leases_of_one_process_share_the_locks(tmp_path: Path, driver: Path, env
     assert is_free(tmp_path, FIRST)
 
 
+@pytest.mark.story
 def test_a_killed_job_releases_its_gpus(tmp_path: Path, driver: Path, environment: Environment) -> None:
     command, own = [sys.executable, "-c", HOLDER, str(driver)], {**os.environ, **environment("0")}
     job = subprocess.Popen(command, stdout=subprocess.PIPE, env=own)

@@ -14,6 +14,13 @@ from mergegate.tasks.sandbox import ProgramEnd, ProgramLimits, program_child, pr
 
 QUICK = ProgramLimits(cpu=1, clock=20, memory=1 << 29)
 IGNORES_ITS_LIMIT = "import signal, time\nsignal.signal(signal.SIGXCPU, lambda *_: None)\nwhile True: pass"
+USES_ITS_RIGHTS = """open('own', 'w').write('1')
+assert open('own').read() == '1'
+import threading
+t = threading.Thread(target=print)
+t.start()
+t.join()
+"""
 SECRET = "hf_planted_where_no_program_may_look"
 
 
@@ -27,17 +34,13 @@ def confined(monkeypatch: pytest.MonkeyPatch) -> None:
     ("program", "end"),
     [
         ("def add(a, b): return a + b\nassert add(2, 3) == 5", "passed"),
-        ("import numpy\nassert numpy.arange(4).sum() == 6", "passed"),
-        ("open('own', 'w').write('1')\nassert open('own').read() == '1'", "passed"),
-        ("import threading\nt = threading.Thread(target=print)\nt.start()\nt.join()", "passed"),
+        (f"{USES_ITS_RIGHTS}import numpy\nassert numpy.arange(4).sum() == 6", "passed"),
         ("def add(a, b): return a * b\nassert add(2, 3) == 5", "failed"),
-        ("def add(:", "failed"),
         ("import os\nos._exit(0)\nassert False", "failed"),  # The program exits before its tests.
-        ("exit()\nassert False", "failed"),
         ("print('passed')\ninput()", "failed"),
         ("kept = bytearray(1 << 30)", "failed"),
         pytest.param("import os\nwhile True: os.fork()", "failed", marks=pytest.mark.story),
-        ("while True: pass", "out of time"),
+        pytest.param("while True: pass", "out of time", marks=pytest.mark.story),
         pytest.param(IGNORES_ITS_LIMIT, "out of time", marks=pytest.mark.story),
     ],
 )
@@ -60,37 +63,40 @@ else:
 """
 
 
-@pytest.mark.parametrize(
-    "attempt",
-    [
-        "import os; os.fork()",
-        "import os; os.execv('/bin/sh', ['sh'])",
-        "import subprocess; subprocess.run(['/bin/true'])",
-        "import os; os.kill(os.getppid(), 0)",
-        "import socket; socket.create_connection(('127.0.0.1', {port}))",
-        "import socket; socket.socket(socket.AF_UNIX)",
-        "import os; os.environ['HF_TOKEN']",
-        "import os; open('/proc/{pid}/environ')",
-        "import os; open('/proc/%d/environ' % os.getppid())",
-        "open('/proc/self/mem')",
-        "open('{outside}/secret')",
-        "open('{outside}/taken', 'w')",
-        "import os; os.unlink('{outside}/secret')",
-        "import os; os.mkdir('/tmp/taken-by-a-program')",
-        "import pwd, os; open(pwd.getpwuid(os.getuid()).pw_dir + '/taken-by-a-program', 'w')",
-        "import os; os.memfd_create('hidden')",
-        "import os; os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
-        "import resource; resource.prlimit({pid}, resource.RLIMIT_CPU, (1, 1))",
-        "open('large', 'wb').write(bytes(1 << 26))",
-    ],
+ATTEMPTS = (
+    "import os; os.fork()",
+    "import os; os.execv('/bin/sh', ['sh'])",
+    "import subprocess; subprocess.run(['/bin/true'])",
+    "import os; os.kill(os.getppid(), 0)",
+    "import socket; socket.create_connection(('127.0.0.1', {port}))",
+    "import socket; socket.socket(socket.AF_UNIX)",
+    "import os; os.environ['HF_TOKEN']",
+    "import os; open('/proc/{pid}/environ')",
+    "import os; open('/proc/%d/environ' % os.getppid())",
+    "open('/proc/self/mem')",
+    "open('{outside}/secret')",
+    "open('{outside}/taken', 'w')",
+    "import os; os.unlink('{outside}/secret')",
+    "import os; os.mkdir('/tmp/taken-by-a-program')",
+    "import pwd, os; open(pwd.getpwuid(os.getuid()).pw_dir + '/taken-by-a-program', 'w')",
+    "import os; os.memfd_create('hidden')",
+    "import os; os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
+    "import resource; resource.prlimit({pid}, resource.RLIMIT_CPU, (1, 1))",
+    "open('large', 'wb').write(bytes(1 << 26))",
 )
-def test_a_program_cannot_leave_its_confinement(attempt: str) -> None:
+
+
+def test_a_program_cannot_leave_its_confinement() -> None:
     outside = directory_of_nobody()
     with socket.create_server(("127.0.0.1", 0)) as server:
         try:
             (outside / "secret").write_text(SECRET)
-            said = attempt.format(port=server.getsockname()[1], pid=os.getpid(), outside=outside)
-            assert run_program(DENIED.format(attempt=said), QUICK) is ProgramEnd.PASSED
+            places = {"port": server.getsockname()[1], "pid": os.getpid(), "outside": outside}
+            programs = {each: DENIED.format(attempt=each.format(**places)) for each in ATTEMPTS}
+            # All attempts of one program are denied. Only if one is not, programs of their own show which.
+            if run_program("".join(programs.values()), QUICK) is not ProgramEnd.PASSED:
+                ends = {each: run_program(program, QUICK) for each, program in programs.items()}
+                pytest.fail(str([each for each, end in ends.items() if end is not ProgramEnd.PASSED]))
             assert [file.name for file in outside.iterdir()] == ["secret"]
         finally:
             (outside / "secret").unlink(missing_ok=True)

@@ -83,7 +83,9 @@ def test_a_process_ends_at_its_limit(start: Start) -> None:
     assert process.end().reason == "limit"
 
 
-@pytest.mark.parametrize("mapped", ["mmap.mmap(segment, 1)", "None"], ids=["mapped", "opened, and not mapped yet"])
+@pytest.mark.parametrize(
+    "mapped", ["mmap.mmap(segment, 1)", pytest.param("None", marks=pytest.mark.story)], ids=["mapped", "only opened"]
+)
 def test_shared_memory_of_the_process_is_removed(start: Start, mapped: str) -> None:
     here, there = Pipe()
     place = Path(f"/dev/shm/mergegate-test-{os.getpid()}-{len(mapped)}")
@@ -156,6 +158,7 @@ def asking(libraries: Path) -> list[str]:
     return [sys.executable, "-c", ASKS, IMPORTS, str(libraries / "package" / "last.py"), str(libraries)]
 
 
+@pytest.mark.story
 def test_only_one_of_two_simultaneous_runs_compiles(libraries: Path) -> None:
     os.mkfifo(libraries / "gate")
     (libraries / "early.py").write_text(
@@ -185,7 +188,7 @@ def test_nothing_is_compiled_if_python_does_not_write_bytecode(
 
 @pytest.mark.parametrize(
     ("python", "imports"),
-    [("no such interpreter", IMPORTS), (sys.executable, "raise SystemExit(3)"), (sys.executable, IMPORTS)],
+    [("no such interpreter", IMPORTS), (sys.executable, IMPORTS)],
 )
 def test_a_failed_import_is_ignored(libraries: Path, python: str, imports: str) -> None:
     if (python, imports) == (sys.executable, IMPORTS):
@@ -194,6 +197,7 @@ def test_a_failed_import_is_ignored(libraries: Path, python: str, imports: str) 
     assert compiled(libraries) == set()
 
 
+@pytest.mark.story
 def test_a_killed_run_leaves_no_compiling_process(libraries: Path) -> None:
     os.mkfifo(libraries / "gate")
     (libraries / "early.py").write_text(

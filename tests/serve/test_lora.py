@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from samples import sampled
 from variants import applied, linear_adapter, model_in, pinned, with_config
 
 from mergegate.merge_core.checkpoint import open_checkpoint
@@ -77,7 +78,7 @@ NOT_TAKEN: Mapping[str, tuple[str, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", TAKEN)
+@pytest.mark.parametrize("kind", sampled(TAKEN, ["rsLoRA", "patterns", "rank 65", "rank 512"]))
 def test_factors_of_layers_are_served_as_lora(place: Path, tmp_path: Path, kind: str) -> None:
     config, room = TAKEN[kind]
     adapter = make_adapter(place / "llama", tmp_path / "adapter", torch.float32, **{"target_modules": LINEAR, **config})
@@ -93,7 +94,7 @@ def reason(model: PinnedCheckpoint) -> str:
     return found
 
 
-@pytest.mark.parametrize("kind", NOT_TAKEN)
+@pytest.mark.parametrize("kind", sampled(NOT_TAKEN, ["DoRA", "norms", "lora_bias", "head", "rank of one"]))
 def test_unsupported_adapters_are_detected_before_vllm_starts(place: Path, tmp_path: Path, kind: str) -> None:
     family, config, why = NOT_TAKEN[kind]
     adapter = make_adapter(place / family, tmp_path / "adapter", torch.float32, **config)

@@ -37,6 +37,7 @@ def test_a_broken_checkpoint_is_refused_with_its_own_reason(checkpoint: Path, va
         assert {check.outcome for check in checks} == {"pass"}
 
 
+@pytest.mark.story
 def test_experts_are_translated_before_they_are_compared(tmp_path: Path) -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}

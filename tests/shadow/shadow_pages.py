@@ -36,11 +36,11 @@ LOST = (
 def page_content(
     *,
     rates: tuple[float, float] = (0.24, 0.27),
-    pairs: int = 900,
+    pairs: int = 300,
     serving: str = "watch",
     why: str = "",
     mode: str = "mirror",
-    requests: int = 20_000,
+    requests: int = 2_000,
     failing: float = 0.004,
     lost: Sequence[shadow.LostPair] = LOST,
 ) -> ShadowContent:
@@ -53,14 +53,14 @@ def page_content(
     settings = shadow.ShadowSettings(**servers, judge=shadow.ShadowJudge(url="http://j/v1", model="qwen3-32b"))
     scores = [1.0 if (roll := dice.random()) < rates[0] else 0.0 if roll < sum(rates) else 0.5 for _ in range(pairs)]
     consistent = [None if score == 0.5 and n % 3 == 0 else n % 7 > 0 for n, score in enumerate(scores)]
-    times = [BEGAN + 110 * n for n in range(pairs)]
+    times = [BEGAN + 330 * n for n in range(pairs)]
     judged = [shadow.JudgedPair(f"r-{n}", f"s-{n}", times[n], times[n], scores[n], consistent[n]) for n in range(pairs)]
     rows = []
     for n in range(requests):
         arm, role = ("parent", "answer") if n % 2 else ("candidate", "copy")
         status = 503 if arm == "candidate" and dice.random() < failing else 200
         seconds = dice.lognormvariate(-3.2, 0.4), dice.lognormvariate(0.2, 0.5)
-        rows.append(shadow.ArmRow(BEGAN + 5 * n, arm, role, status, "", False, *seconds))
+        rows.append(shadow.ArmRow(BEGAN + 50 * n, arm, role, status, "", False, *seconds))
     hours = 27.5 if pairs else 0.0
     judged_totals = shadow.JudgedTotals(scores, 0.86, [n % 9 > 0 for n in range(90)], (41_000, 43_500), (0.4, 0.7))
     verdict = shadow.shadow_verdict("3f9a0c71b2de", judged_totals, rows, hours, settings)

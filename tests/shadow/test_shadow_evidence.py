@@ -40,7 +40,7 @@ def wealth(scores: list[float], bound: Fraction, *, above: bool) -> Fraction:
     return total / 32
 
 
-@settings(max_examples=40)
+@settings(max_examples=10)
 @given(scores=SCORES, margin=st.integers(1, 49))
 def test_the_evidence_is_the_mean_capital_of_32_bets(scores: list[float], margin: int) -> None:
     found = evidence_of(scores, ShadowRule(margin=margin))
@@ -50,7 +50,7 @@ def test_the_evidence_is_the_mean_capital_of_32_bets(scores: list[float], margin
 
 
 @pytest.mark.story
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(
     scores=SCORES, shuffled=st.randoms(use_true_random=False), margins=st.tuples(st.floats(0.1, 49), st.floats(0.1, 49))
 )
@@ -65,7 +65,7 @@ def test_evidence_ignores_the_order_of_pairs_and_grows_with_the_margin(
     assert narrow.log_e_rollback == wide.log_e_rollback
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(scores=st.lists(st.sampled_from([1.0, 0.5, 0.0]), min_size=1, max_size=400))
 def test_the_interval_agrees_with_the_decision_and_is_symmetric(scores: list[float]) -> None:
     found, mirrored = evidence_of(scores, RULE), evidence_of([1 - x for x in scores], RULE)
@@ -77,7 +77,7 @@ def test_the_interval_agrees_with_the_decision_and_is_symmetric(scores: list[flo
         assert (found.high <= 0.5) == (found.log_e_rollback >= THRESHOLD)
 
 
-@settings(max_examples=60)
+@settings(max_examples=20)
 @given(scores=st.lists(st.sampled_from([1.0, 0.5]), max_size=150), hours=st.floats(0, 48))
 def test_nothing_is_promoted_before_both_minima(scores: list[float], hours: float) -> None:
     found = decide_shadow(evidence_of(scores, RULE), hours, RULE)
@@ -135,6 +135,7 @@ def looked_at_each(scores: list[float], what: str, start: int) -> int | None:
     return next((one.pairs for one in seen[start - 1 :] if getattr(one, what) >= RULE.log_threshold), None)
 
 
+@pytest.mark.story
 def test_the_simulation_checks_every_look(script: ModuleType) -> None:
     rng = np.random.default_rng(3)
     scores = rng.choice([1.0, 0.5, 0.0], size=(12, 250), p=[0.5, 0.3, 0.2])
@@ -149,6 +150,7 @@ def test_the_simulation_checks_every_look(script: ModuleType) -> None:
     assert {True, False} == set(promoted < script.NEVER) == set(rolled_back < script.NEVER)
 
 
+@pytest.mark.story
 def test_error_rates_hold_when_checked_after_every_pair(script: ModuleType) -> None:
     """A small version of the table, with 800 runs of 1,500 pairs.
 

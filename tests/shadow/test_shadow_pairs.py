@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from hypothesis import given as for_all
+from hypothesis import settings
 from hypothesis import strategies as st
 from recorded_traffic import CHAT, answer, chat, pair, recorded_answer, stream
 
@@ -25,6 +26,7 @@ def sampled(pairs: Sequence[RecordedPair], judged: dict[str, str] | None = None,
 TRAFFIC = st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["good", "bad", ""])), max_size=30)
 
 
+@settings(max_examples=30)
 @for_all(TRAFFIC, st.lists(st.booleans(), min_size=30, max_size=30))
 def test_each_session_has_one_pair_whatever_is_answered(traffic: list[tuple[int, str]], swapped: list[bool]) -> None:
     pairs = [pair(n, f"s{session}", candidate=text) for n, (session, text) in enumerate(traffic)]
@@ -40,6 +42,7 @@ def test_each_session_has_one_pair_whatever_is_answered(traffic: list[tuple[int,
     assert chosen.left_out.get(SAME_SESSION, 0) + len(chosen.pairs) == len(pairs)
 
 
+@settings(max_examples=30)
 @for_all(TRAFFIC, st.integers(1, 4))
 def test_later_looks_only_add_pairs_and_skip_none(traffic: list[tuple[int, str]], most: int) -> None:
     pairs = [pair(n, f"s{session}", candidate=text) for n, (session, text) in enumerate(traffic)]
@@ -140,6 +143,7 @@ def test_a_request_that_is_not_text_has_a_reason(request_body: bytes, reason: st
         question_in(CHAT, request_body)
 
 
+@settings(max_examples=30)
 @for_all(st.data())
 def test_a_truncated_answer_is_never_read_as_complete(data: st.DataObject) -> None:
     whole = data.draw(st.sampled_from([answer("a long answer"), stream("a long", " answer")]))
@@ -154,6 +158,7 @@ FIELDS = (
 )
 
 
+@settings(max_examples=30)
 @for_all(
     st.one_of(
         st.binary(max_size=60),

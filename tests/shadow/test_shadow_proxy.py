@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import httpx
 import pytest
 from asgi_server import serving_asgi
 from openai_server import EchoServer, serving
+from samples import sampled, sampled_rows
 from sqlalchemy.exc import OperationalError
 
 from mergegate.tasks.shadow import FollowedRouting, Routing, ShadowSettings, read_routing
@@ -123,7 +125,7 @@ CONTENTS = [
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", sampled(FAULTS, ["dead", "cut"]))
 def test_the_candidate_never_affects_the_client_in_mirror_mode(tmp_path: Path, fault: str) -> None:
     with running_proxy(tmp_path, candidate=fault) as one:
         for content in CONTENTS:
@@ -132,8 +134,10 @@ def test_the_candidate_never_affects_the_client_in_mirror_mode(tmp_path: Path, f
         one.candidate.released.set()
 
 
-@pytest.mark.parametrize("fault", ["error", "garbage", "cut"])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("fault", "stream"),
+    sampled_rows(product(("error", "garbage", "cut"), (False, True)), [("error", False), ("cut", True)]),
+)
 def test_faults_of_the_parent_reach_the_client(tmp_path: Path, fault: str, stream: bool) -> None:
     content = json.dumps(question(stream=stream)).encode()
     with running_proxy(tmp_path, parent=fault) as one:
@@ -149,8 +153,7 @@ def test_an_unavailable_parent_gives_an_openai_error(tmp_path: Path) -> None:
         assert [(row.arm, row.role, row.error) for row in records.arms("v1")] == [("parent", "answer", "ConnectError")]
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("path", "stream"), [(CHAT, True), (COMPLETIONS, False)])
 def test_a_pair_is_recorded_with_request_and_both_answers(tmp_path: Path, path: str, stream: bool) -> None:
     with running_proxy(tmp_path) as one:
         body = question("how?", path, stream=stream)
@@ -169,9 +172,9 @@ def test_a_pair_is_recorded_with_request_and_both_answers(tmp_path: Path, path: 
 
 def test_other_endpoints_are_forwarded_once(tmp_path: Path) -> None:
     with running_proxy(tmp_path) as one:
-        for method in ("GET", "POST", "PUT", "DELETE", "HEAD", "OPTIONS"):
+        for method in ("GET", "PUT", "HEAD"):
             for path in ("/v1/models/a%2Fb?x=%20y", "/health", "/v1/files"):
-                sent = b"content" if method in ("POST", "PUT") else None
+                sent = b"content" if method == "PUT" else None
                 direct = one.client.request(method, one.parent.root + path, content=sent)
                 passed = one.client.request(method, one.url + path, content=sent)
                 assert (passed.status_code, passed.content) == (direct.status_code, direct.content)
@@ -236,7 +239,7 @@ def test_a_candidate_that_fails_too_often_is_killed_immediately(tmp_path: Path) 
 
 @pytest.mark.parametrize(
     ("serving", "answers", "copied"),
-    [("promoted", "candidate", 0), ("rolled back", "parent", 0), ("watch", "parent", 1)],
+    [("promoted", "candidate", 0), ("watch", "parent", 1)],
 )
 def test_the_proxy_follows_the_routing_file(tmp_path: Path, serving: Any, answers: str, copied: int) -> None:
     with running_proxy(tmp_path) as one:

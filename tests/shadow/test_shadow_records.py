@@ -13,7 +13,7 @@ from sqlite3 import connect
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sqlalchemy import create_engine, inspect
 
@@ -161,6 +161,7 @@ def hidden(value: Any, where: int) -> Any:
     return f"before {SECRET} after"
 
 
+@settings(max_examples=25)
 @given(DOCUMENTS, st.integers(0, 99), st.booleans())
 def test_a_secret_anywhere_in_a_document_is_redacted(document: Any, where: int, escaped: bool) -> None:
     body = json.dumps(hidden(document, where))
@@ -171,6 +172,7 @@ def test_a_secret_anywhere_in_a_document_is_redacted(document: Any, where: int, 
     assert "[redacted]" in kept.decode()
 
 
+@settings(max_examples=25)
 @given(st.lists(st.integers(0, 40), max_size=12), st.booleans())
 def test_a_secret_split_over_stream_events_is_redacted(cuts: list[int], interleaved: bool) -> None:
     text = f"take {SECRET}, and more of it"
@@ -190,6 +192,7 @@ def test_a_secret_split_over_stream_events_is_redacted(cuts: list[int], interlea
     assert "1111" not in kept.decode()
 
 
+@settings(max_examples=25)
 @given(DOCUMENTS, st.binary())
 def test_without_a_secret_or_a_pattern_a_body_is_unchanged(document: Any, body: bytes) -> None:
     assert json.loads(Redaction(["never said"]).body(json.dumps(document).encode())) == document

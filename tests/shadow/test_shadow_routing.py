@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import uvicorn
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -23,6 +23,7 @@ from mergegate.tasks.shadow.traffic.request import may_be_copied, session_hash, 
 CHAT = "/v1/chat/completions"
 
 
+@settings(max_examples=30)
 @given(st.text(), st.text(), st.floats(0, 1), st.floats(0, 1))
 def test_a_larger_share_only_adds_users(key: str, salt: str, one: float, other: float) -> None:
     small, large = sorted((one, other))

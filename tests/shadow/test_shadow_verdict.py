@@ -42,7 +42,7 @@ def exact_mixture(failed: int, answered: int) -> Fraction:
     return found
 
 
-@settings(max_examples=50)
+@settings(max_examples=20)
 @given(failed=st.integers(0, 40), answered=st.integers(0, 400))
 def test_the_interval_contains_all_rates_that_are_not_refuted(failed: int, answered: int) -> None:
     found = error_rate(failed, failed + answered, 0.95)
