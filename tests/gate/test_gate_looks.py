@@ -68,7 +68,7 @@ def test_repeated_tests_at_the_same_level_would_err_far_more_often() -> None:
 
 
 @given(st.integers(2, 20_000), st.integers(1, 20_000), st.floats(0.6, 0.999))
-@settings(max_examples=60)
+@settings(max_examples=20)
 def test_every_look_has_at_least_the_joint_confidence(total: int, first: int, confidence: float) -> None:
     plan = plan_looks(interim_looks(total, first), confidence)
     assert all(confidence - 1e-9 <= look.confidence <= 1 for look in plan)

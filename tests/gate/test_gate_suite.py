@@ -85,7 +85,7 @@ def test_two_guards_of_a_task_count_once_and_share_its_documents() -> None:
     assert (both.drop, both.low, both.high) == pytest.approx((once.drop, once.low, once.high))
 
 
-@settings(max_examples=40)
+@settings(max_examples=10)
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60), st.integers(121, 900)), min_size=1, max_size=6))
 def test_the_mean_is_between_the_tasks_with_a_narrower_interval(counts: list[tuple[int, int, int]]) -> None:
     measured = [evidence(f"t{i}", *one) for i, one in enumerate(counts)]

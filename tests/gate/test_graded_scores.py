@@ -14,6 +14,7 @@ from benchmark_scripts import script_fixture
 from gate_samples import GUARD, judge_guard, outcome, part, table_in_docs
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import sampled_rows
 from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
@@ -118,6 +119,7 @@ def test_a_batch_of_samples_is_judged_like_single_samples() -> None:
     assert 0 < sum(one_by_one) < 30
 
 
+@settings(max_examples=40)
 @given(st.lists(st.sampled_from([-1.0, -0.3, 0.0, 0.01, 0.7, 1.0]), min_size=1, max_size=60))
 def test_bounds_contain_the_mean_and_are_symmetric(differences: list[float]) -> None:
     found = graded_difference(differences, 0.95)
@@ -174,29 +176,19 @@ def test_invalid_differences_are_rejected() -> None:
 # --- The tables in docs/benchmarks
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-@pytest.mark.parametrize("shape", ["F1, mass at 0 and 1", "rare great losses", "19 of 20 tie", "subjects apart"])
-@pytest.mark.parametrize("n", [100, 200, 500])
+SHAPED = ("F1, mass at 0 and 1", "rare great losses", "19 of 20 tie", "subjects apart")
+
+
+@pytest.mark.parametrize(
+    ("shape", "n", "parts"),
+    sampled_rows(product(SHAPED, (100, 500), (1, 4)), [(SHAPED[1], 100, 4), (SHAPED[3], 100, 1)]),
+)
 def test_graded_merges_at_the_margin_are_published_in_at_most_5_percent(
     script: ModuleType, shape: str, n: int, parts: int
 ) -> None:
     schedule = script.interim_looks(n, math.ceil(n / parts))
     found = script.published(script.SHAPES[shape], 0.03, schedule, 2000, np.random.default_rng(5))
     assert found.ours <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 2000)
-
-
-def test_students_interval_would_publish_them_three_times_as_often(script: ModuleType) -> None:
-    found = script.published(script.rare_losses, 0.03, (200,), 4000, np.random.default_rng(6))
-    assert found.students > 0.10
-    assert found.ours < 0.05 + 3 * math.sqrt(0.05 * 0.95 / 4000)
-
-
-@pytest.mark.parametrize("shape", ["F1, mass at 0 and 1", "ROUGE, Beta(2, 6)", "marks 1 to 10", "rare great losses"])
-def test_the_shapes_have_their_declared_mean(script: ModuleType, shape: str) -> None:
-    for drop in (0.0, 0.03):
-        drawn = script.SHAPES[shape]((200, 5000), drop, np.random.default_rng(7))
-        assert np.abs(drawn).max() <= 1
-        assert drawn.mean() == pytest.approx(drop, abs=4 * float(drawn.std()) / 1000)
 
 
 def test_the_graded_table_in_the_docs_matches_the_script(script: ModuleType) -> None:
@@ -255,8 +247,8 @@ def test_an_invalid_score_range_is_rejected(wrong: tuple[float, float]) -> None:
 
 
 def test_bounds_of_graded_scores_are_not_corrected_for_looks_a_second_time() -> None:
-    found = graded_pair(500, 0.0)
-    schedule = (500, 1000, 1319)
+    found = graded_pair(100, 0.0)
+    schedule = (100, 200)
     evidence = measure_guard(GUARD, "f1,none", found, True, schedule=schedule)
     (verdict,) = judge_guards([evidence], 0.95)
     wanted = graded_difference(evidence.differences, 0.95, schedule)

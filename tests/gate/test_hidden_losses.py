@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from benchmark_scripts import script_fixture
 from gate_samples import gate_scores, measured, outcome, part, table_in_docs, verdict_of
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis.strategies import floats, integers, lists, sampled_from, tuples
 from numpy.typing import NDArray
 from samples import sampled
@@ -86,6 +86,7 @@ def test_a_task_that_is_not_a_group_raises_no_alarm_of_a_task() -> None:
     assert leaf_parts(measured(GROUP, 10, 0, 300)) == []
 
 
+@settings(max_examples=30)
 @given(
     leaves=lists(tuples(integers(2, 60), floats(-0.3, 0.3)), min_size=2, max_size=8),
     seed=integers(0, 2**32 - 1),
@@ -104,7 +105,7 @@ def test_an_alarm_needs_a_drop_above_the_limit(leaves: list[tuple[int, float]], 
     assert sum(len(part.differences) for part in leaf_parts(evidence)) == len(scores.documents)
 
 
-@pytest.mark.parametrize("size", sampled([2, 5, 12, 30, 50], [2, 5, 12, 30]))
+@pytest.mark.parametrize("size", sampled([2, 12, 30], [2, 12]))
 @pytest.mark.parametrize("error", [0.05, 0.005, 0.0001])
 def test_a_small_task_at_the_limit_raises_no_more_alarms_than_allowed(size: int, error: float) -> None:
     # The exact probability, for every discordance: lost and won documents of a task whose true drop is the limit.
@@ -139,13 +140,13 @@ def test_graded_scores_of_a_task_raise_an_alarm() -> None:
 
 def test_related_documents_of_a_task_count_as_one() -> None:
     # All losses of task_0 are questions about one passage: one observation, and no alarm.
-    documents = tuple((f"task_{doc // 200}", doc) for doc in range(4000))
-    merge = tuple(0.0 if doc < 20 else 1.0 for doc in range(4000))
-    passages = tuple(str(doc // 20) for doc in range(4000))
+    documents = tuple((f"task_{doc // 100}", doc) for doc in range(1000))
+    merge = tuple(0.0 if doc < 20 else 1.0 for doc in range(1000))
+    passages = tuple(str(doc // 50) for doc in range(1000))
     guard = GROUP.model_copy(update={"cluster_by": "passage"})
-    together = PairedScores(documents, (1.0,) * 4000, merge, passages)
+    together = PairedScores(documents, (1.0,) * 1000, merge, passages)
     assert "task of the group" not in [finding.kind for finding in final(together, guard).findings]
-    alone = PairedScores(documents, (1.0,) * 4000, merge)
+    alone = PairedScores(documents, (1.0,) * 1000, merge)
     assert "task of the group" in [finding.kind for finding in final(alone).findings]
 
 
@@ -359,10 +360,3 @@ def test_the_alarm_table_in_the_docs_meets_its_targets(script: ModuleType) -> No
         for cell in cells:
             before, after = (float(share) for share in cell.split(" → "))
             assert after >= before - 1.5
-
-
-def test_a_collapsed_subject_of_mmlu_is_not_published(script: ModuleType) -> None:
-    drops = np.array([0.5] + [0.0] * 56)
-    before, after = script.group_rates(script.MMLU, drops, 0.1, 60, np.random.default_rng(9), as_suite=True)
-    assert (sum(script.MMLU), before.share) == (14042, 1.0)
-    assert after.share <= 0.05  # 1 % or less in the docs; 60 merges

@@ -80,7 +80,7 @@ def test_graded_scores_of_repeated_questions_are_bounded_over_the_questions() ->
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.sampled_from([-1.0, 0.0, 1.0])), min_size=2, max_size=40), st.booleans()
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25)
 def test_the_drop_is_the_mean_over_documents_inside_its_interval(groups: list[tuple[int, float]], binary: bool) -> None:
     units = [unit for unit, (size, _) in enumerate(groups) for _ in range(size)]
     differences = [value for size, value in groups for _ in range(size)]
@@ -127,14 +127,6 @@ def test_a_merge_at_its_margin_passes_in_at_most_5_percent(sizes: list[int], tod
     """Reference: 12.3 % with each question twice, 32 % with each eleven times."""
     assert published(sizes, 0.065, 0.035, 600) <= 0.05 + 3 * (0.05 * 0.95 / 600) ** 0.5
     assert published(sizes, 0.065, 0.035, 300, units=False) > today - 0.04  # what the rule prevents
-
-
-@pytest.mark.story
-def test_an_equal_merge_passes_as_often_as_with_the_distinct_documents_alone() -> None:
-    twice, once = published([2] * 500, 0.05, 0.05, 600), published([1] * 500, 0.05, 0.05, 600)
-    assert twice == pytest.approx(once, abs=0.06)
-    few, none = published([1] * 950 + [2] * 25, 0.05, 0.05, 400), published([1] * 975, 0.05, 0.05, 400)
-    assert few == pytest.approx(none, abs=0.06)
 
 
 def test_the_table_in_the_docs_keeps_5_percent_at_the_margin() -> None:

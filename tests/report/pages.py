@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from html import unescape
 from html.parser import HTMLParser
 
+import pytest
+
+from mergegate.tasks.report import heat_map, plots
 from mergegate.tasks.report.content import ReportContent
 from mergegate.tasks.report.page import render
+from mergegate.tasks.report.sweep import parameter_plots, score_plots
 
 HOSTILE = "<script>'$x$'\x1b\"&|"
 """A name that contains a script, a dollar sign, a control character and a column separator of Markdown."""
@@ -22,6 +28,22 @@ def page_of(content: ReportContent) -> str:
     if key not in _drawn:
         _drawn[key] = render(content)
     return _drawn[key]
+
+
+@contextmanager
+def empty_plots() -> Iterator[None]:
+    """Replace each plot by an empty one, because drawing takes nearly all the time of a page."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "draw_intervals", lambda *_, **__: ("<svg></svg>",))
+        for module, name in ((heat_map, "_draw"), (score_plots, "inline"), (parameter_plots, "inline")):
+            patch.setattr(module, name, lambda *_: "<svg></svg>")
+        yield
+
+
+def sketch_of(content: ReportContent) -> str:
+    """Return the page of ``content`` with empty plots."""
+    with empty_plots():
+        return render(content)
 
 
 def text_of(html: str) -> str:

