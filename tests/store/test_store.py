@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Annotated
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from patience import HANG_S
 from pydantic import BaseModel
@@ -199,6 +199,7 @@ def test_the_order_of_a_mapping_does_not_matter(value: dict[str, object]) -> Non
     assert digest(value) == digest(dict(reversed(value.items())))
 
 
+@settings(max_examples=25)
 @given(json_values)
 def test_a_digest_is_the_sha256_of_plain_json(value: object) -> None:
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

@@ -107,6 +107,7 @@ def test_another_layer_count_needs_a_new_network(tmp_path: Path) -> None:
         study.require_equal_network(recipe)
 
 
+@pytest.mark.story
 def test_a_candidate_is_loaded_if_transformers_joins_tensors(tmp_path: Path) -> None:
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "decoder_sparse_step": 1}
     config = AutoConfig.for_model("qwen3_moe", **SIZES, **HEADS, head_dim=8, **experts)
@@ -117,6 +118,7 @@ def test_a_candidate_is_loaded_if_transformers_joins_tensors(tmp_path: Path) -> 
     assert study.network.targets == {}
 
 
+@pytest.mark.story
 def test_a_stored_head_that_is_the_embedding_stays_tied_in_every_candidate(tmp_path: Path) -> None:
     study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=True))
     for name in "ab":

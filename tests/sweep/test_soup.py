@@ -14,7 +14,7 @@ import pytest
 from benchmark_scripts import load_benchmark
 from pydantic import ValidationError
 from rich.console import Console
-from scipy.stats import binom, norm, ttest_rel
+from scipy.stats import binom, ttest_rel
 
 from mergegate.flows.cli.run_summary import sweep_summary
 from mergegate.merge_core.errors import InvalidInput, Refused
@@ -99,7 +99,7 @@ def of_sum(**values: float) -> Truth:
     return lambda models: sum(values[model] for model in models)
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_the_search_follows_the_published_rule(seed: int) -> None:
     rng = np.random.default_rng(seed)
     names = [f"m{i}" for i in range(7)]
@@ -290,9 +290,10 @@ def simulation() -> ModuleType:
     return load_benchmark("soup_simulation")
 
 
-@pytest.mark.parametrize("soups", [60, pytest.param(300, marks=pytest.mark.story)])
-def test_false_inclusions_are_as_rare_as_stated(simulation: ModuleType, soups: int) -> None:
+@pytest.mark.story
+def test_false_inclusions_are_as_rare_as_stated(simulation: ModuleType) -> None:
     """At the confidence 0.9, at most one soup in ten has a false inclusion. Most plain greedy soups have one."""
+    soups = 300
     found = simulation.run(simulation.SCENARIOS["useless, exact match"], soups, confidence=0.9)
     assert sum(bool(one.false) for one in found) <= binom.ppf(0.999, soups, 0.1)
     assert sum(bool(one.greedy_false) for one in found) > soups / 2
@@ -304,15 +305,6 @@ def test_useful_models_are_kept(simulation: ModuleType) -> None:
     found = simulation.run(simulation.SCENARIOS["mixed, log-likelihood"], 8)
     assert sum(one.is_confirmed for one in found) >= 5
     assert np.mean([one.lead for one in found]) > 0.7 * np.mean([one.greedy_lead for one in found])
-
-
-def test_a_true_score_is_the_mean_over_all_documents(simulation: ModuleType) -> None:
-    for measure in ("exact", "log_likelihood"):
-        models = simulation.DrawnModels(simulation.Scenario((0.0, -2.0, -5.0), 4.0, (10, 200_000), measure), 1)
-        numbers = models.numbers(recipe_of("0", "2"), "confirmation")
-        expected = models.true_score((0, 2))
-        numbers = numbers if measure == "exact" else np.maximum(numbers, -0.1)
-        assert abs(numbers.mean() - expected) < norm.ppf(0.9999) * numbers.std() / math.sqrt(len(numbers))
 
 
 # Terminal and page.

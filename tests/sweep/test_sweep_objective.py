@@ -42,6 +42,7 @@ def test_the_error_is_spent_before_the_last_look_like_obrien_fleming() -> None:
     assert spent == sorted(spent)
 
 
+@pytest.mark.story
 def test_an_equal_candidate_is_dropped_no_more_often_than_the_error() -> None:
     rng = np.random.default_rng(0)
     dropped = 0

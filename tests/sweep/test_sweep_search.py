@@ -47,7 +47,7 @@ def trial_texts(trials: Sequence[Trial]) -> list[str]:
 
 @pytest.mark.parametrize("sampler", ["cma", pytest.param("tpe", marks=pytest.mark.story)])
 def test_twenty_random_kills_change_no_trial_and_score_each_once(sampler: str, tmp_path: Path) -> None:
-    settings = toy_settings(sampler=sampler, budget={"trials": 30 if sampler == "tpe" else 60})
+    settings = toy_settings(sampler=sampler, budget={"trials": 30})
     undisturbed = ToyModels()
     expected = run_toy(undisturbed, tmp_path / "whole", settings)
     rng, delivered, kills = random.Random(1), Counter[str](), 0

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from toy_search import TIES, TIES_PARAMETERS, WEIGHT, space_of, ties_space
 
@@ -34,6 +34,7 @@ def test_the_start_is_the_hand_written_recipe() -> None:
     assert space.recipe["models"][0]["parameters"]["weight"] == "$math"
 
 
+@settings(max_examples=25)
 @given(unit=st.tuples(UNITS, UNITS, UNITS))
 def test_every_point_is_a_recipe_within_its_ranges_and_survives_yaml(unit: tuple[float, ...]) -> None:
     space = ties_space()
@@ -122,6 +123,7 @@ def test_parameters_that_a_method_lacks_do_not_change_the_recipe() -> None:
     assert one == other
 
 
+@settings(max_examples=25)
 @given(unit=st.tuples(*[UNITS] * 6))
 def test_weights_sum_to_one_in_every_group_and_keep_their_ranges(unit: tuple[float, ...]) -> None:
     free = {"low": 0.1, "high": 0.7, "start": 0.3, "layers": 2}
@@ -136,6 +138,7 @@ def test_weights_sum_to_one_in_every_group_and_keep_their_ranges(unit: tuple[flo
     assert space.decode(space.encode(space.start)) == space.start
 
 
+@settings(max_examples=25)
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=6))
 def test_the_projection_returns_the_nearest_values_that_sum_to_one(values: list[float]) -> None:
     """The result agrees with scipy's general-purpose optimizer."""

@@ -65,7 +65,7 @@ def test_the_error_of_a_missing_database_hides_the_password(study: Study) -> Non
     assert "secret" not in str(caught.value)
 
 
-@pytest.mark.parametrize("evaluator", ["ped_anova", "fanova"])
+@pytest.mark.parametrize("evaluator", ["ped_anova", pytest.param("fanova", marks=pytest.mark.story)])
 def test_the_decisive_parameter_has_the_largest_importance(evaluator: str, study: Study) -> None:
     importances = parameter_importances(study, evaluator)  # type: ignore[arg-type]
     assert sum(importances.shares.values()) == pytest.approx(1)

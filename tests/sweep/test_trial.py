@@ -27,7 +27,6 @@ from mergegate.tasks.checkpoints import (
     Model,
     end_model_process,
     load_model,
-    load_private_model,
     messages,
     pin_checkpoints,
     resolve_parents,
@@ -38,9 +37,9 @@ from mergegate.tasks.evaluation.backends.hf import wrap_model
 from mergegate.tasks.perplexity.measurement import WindowSettings, measure
 from mergegate.tasks.perplexity.text import read_texts
 from mergegate.tasks.sweep import trial
-from mergegate.tasks.sweep.objective import TEXT, MetricKey, ScoresByMetric
+from mergegate.tasks.sweep.objective import TEXT, MetricKey
 from mergegate.tasks.sweep.study import TrialRequest, TrialScores
-from mergegate.tasks.sweep.trial import TrialAnswer, TrialSet, TrialSetting, score_trial
+from mergegate.tasks.sweep.trial import TrialSet, TrialSetting, score_trial
 
 EVERY = tuple(MetricKey(task, "log_likelihood") for task in PLAIN)
 
@@ -84,24 +83,6 @@ def same(one: TrialScores, other: TrialScores) -> bool:
 
 def network_now() -> Any:
     return trial._workspace.network
-
-
-# Contents of the network
-
-
-@pytest.mark.story
-def test_the_network_after_a_trial_equals_the_written_merge(setting: TrialSetting, tmp_path: Path) -> None:
-    score_trial(setting, TrialRequest(ties()))
-    models = [{"model": one["model"]} for one in ties()["models"]]
-    linear = {"merge_method": "linear", "models": models, "parameters": {"weight": 0.5}, "dtype": "bfloat16"}
-    for number, recipe in enumerate([ties(0.7, 0.3), linear, ties(0.4, 0.9, "dare_ties")]):
-        assert not {"write"} & score_trial(setting, TrialRequest(recipe)).seconds.keys()  # type: ignore[union-attr]
-        ours = {name: tensor.clone() for name, tensor in network_now().loaded.network.state_dict().items()}
-        model = written_merge(setting, recipe, tmp_path / str(number))
-        theirs = load_private_model(model, dtype="auto", device="cpu").network.state_dict()
-        assert ours.keys() == theirs.keys()
-        assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
-        score_trial(setting, TrialRequest(ties()))  # copy into the network that was just loaded
 
 
 # Scores
@@ -155,6 +136,7 @@ def test_entropies_equal_a_direct_computation(work: Path, tmp_path: Path) -> Non
                 assert table[MetricKey(task.name, "entropy")][position] == pytest.approx(-expected, abs=1e-5)
 
 
+@pytest.mark.story
 def test_prompts_and_answers_equal_those_of_lm_eval(work: Path, setting: TrialSetting) -> None:
     """The decoded tokens of a document are the text in lm-eval's sample log, including few-shot examples."""
     own = setting_of(work, [MetricKey("few_shot", "exact")])
@@ -186,7 +168,7 @@ def merged(many: TrialSetting, tmp_path_factory: pytest.TempPathFactory) -> Mode
     return written_merge(many, ties(0.6, 0.4), tmp_path_factory.mktemp("merged") / "out")
 
 
-@pytest.mark.parametrize("key", sampled(METRICS, list(METRICS)[:2]), ids=lambda key: f"{key.task}-{key.measure}")
+@pytest.mark.parametrize("key", sampled(METRICS, list(METRICS)[1:2]), ids=lambda key: f"{key.task}-{key.measure}")
 def test_scores_equal_those_of_the_evaluation_stage(many: TrialSetting, merged: Model, key: MetricKey) -> None:
     scores = score_trial(many, TrialRequest(ties(0.6, 0.4)))
     task = next(one for one in many.sets["search"].tasks if one.name == key.task)
@@ -214,6 +196,7 @@ def test_held_out_text_is_read_like_in_the_perplexity_stage(work: Path, tmp_path
     assert of_some.tolist() == pytest.approx([rows[at].loglik / rows[at].tokens for at in those], rel=1e-2)
 
 
+@pytest.mark.story
 def test_an_unmerged_parent_scores_like_in_the_evaluation_stage(work: Path) -> None:
     setting = setting_of(work, [MetricKey("reverse", "exact"), MetricKey("shift", "exact")])
     scores = score_trial(setting, setting.parent_request("reverser")).table
@@ -253,6 +236,7 @@ def test_earlier_trials_do_not_change_a_score(setting: TrialSetting) -> None:
     assert same(first, third)
 
 
+@pytest.mark.story
 def test_the_seed_of_random_masks_changes_the_score(setting: TrialSetting) -> None:
     request = TrialRequest(ties(1.0, 0.3, "dare_ties"))
     assert not same(score_trial(setting, request), score_trial(replace(setting, seed=1), request))
@@ -272,6 +256,7 @@ def test_a_dropped_candidate_has_the_same_scores_on_the_first_documents(setting:
     assert all(np.allclose(whole.table[key], numbers, atol=2e-2) for key, numbers in in_one.items())
 
 
+@pytest.mark.story
 def test_the_number_of_torch_threads_is_restored(setting: TrialSetting) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -298,6 +283,7 @@ def test_a_refused_merge_is_a_problem_of_its_candidate_only(setting: TrialSettin
     assert same(good, score_trial(setting, TrialRequest(ties())))
 
 
+@pytest.mark.story
 def test_a_network_that_computes_nan_is_a_problem(setting: TrialSetting) -> None:
     huge = {**ties(), "parameters": {"lambda": 1e8}}  # finite in bfloat16
     half = replace(setting, scoring=Scoring(dtype="float16"))
@@ -305,6 +291,7 @@ def test_a_network_that_computes_nan_is_a_problem(setting: TrialSetting) -> None
     assert not score_trial(setting, TrialRequest(huge)).problem
 
 
+@pytest.mark.story
 def test_a_changed_parent_ends_the_study(work: Path, tmp_path: Path) -> None:
     shutil.copytree(DEMO / "models", tmp_path / "models")
     recipe = json.loads(json.dumps(ties()).replace(str(DEMO), str(tmp_path)))
@@ -361,9 +348,3 @@ def test_the_score_does_not_depend_on_the_process(
         assert one.dropped == other.dropped == third.dropped
         assert same(one, other)
         assert same(one, third)
-
-
-def test_a_trial_answer_is_plain_data() -> None:
-    table: ScoresByMetric = {MetricKey("reverse", "exact"): np.array([0.0, 1.0])}
-    answer = TrialAnswer(tuple((key, numbers.tobytes()) for key, numbers in table.items()), change=0.5)
-    assert messages._Answers(io.BytesIO(pickle.dumps(answer))).load() == answer
