@@ -10,7 +10,7 @@ import huggingface_hub
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from release_samples import COMMIT, content, license_verdict, parents, share
 from scipy.stats import binomtest
@@ -129,6 +129,7 @@ def test_a_score_that_is_not_a_share_keeps_its_scale(tmp_path: Path) -> None:
     assert (result.metric_type, result.metric_value) == ("perplexity", 0.5123)
 
 
+@settings(max_examples=40)
 @given(st.integers(0, 400), st.integers(2, 400))
 def test_the_interval_of_a_share_is_wilsons(right: int, n: int) -> None:
     right = min(right, n)

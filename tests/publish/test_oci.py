@@ -126,6 +126,7 @@ def test_altered_files_are_not_published(url: str, tmp_path: Path, size: int) ->
     assert target(url).current_release(tmp_path) is None
 
 
+@pytest.mark.story
 def test_a_release_flows_through_it(small: SmallRegistry, tmp_path: Path, prefect_api: None) -> None:
     require_flow_of_releases(target(small.url), tmp_path, "is current there now")
 

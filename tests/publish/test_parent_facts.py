@@ -113,12 +113,12 @@ def test_a_missing_or_unreadable_card_leaves_the_facts_empty(tmp_path: Path) -> 
 def test_long_hostile_cards_are_read_quickly(tmp_path: Path) -> None:
     pieces = ["[", "](", "<a ", "href=", "https://a.example/", "(((", "[[[[", "copyright ", "training ", " \t", "x"]
     generator = random.Random(0)
-    cards = [piece * ((1 << 18) // len(piece)) for piece in pieces]
-    cards.append("".join(generator.choices(pieces, k=60_000)))
+    cards = [piece * ((1 << 16) // len(piece)) for piece in pieces]
+    cards.append("".join(generator.choices(pieces, k=15_000)))
     for number, card in enumerate(cards):
         began = time.process_time()
         facts(tmp_path / str(number), card)
-        assert time.process_time() - began < 5
+        assert time.process_time() - began < 1.5
 
 
 def test_checkpoints_of_a_training_run_share_the_card_of_the_run(tmp_path: Path) -> None:

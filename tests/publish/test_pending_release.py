@@ -65,11 +65,11 @@ def test_a_different_release_needs_another_approval(tmp_path: Path, releases: Re
     assert not releases.pending(publishable(tmp_path, weights=b"one bit more")).is_current
 
 
-@pytest.mark.parametrize("damage", [b"", b"something else"])
-def test_a_damaged_list_of_checksums_is_not_current(releases: Releases, one: Publishable, damage: bytes) -> None:
+def test_a_damaged_list_of_checksums_is_not_current(releases: Releases, one: Publishable) -> None:
     releases.publish(one)
-    (releases.target.path / "latest" / "SHA256SUMS").write_bytes(damage)
-    assert not releases.pending(one).is_current
+    for damage in (b"", b"something else"):
+        (releases.target.path / "latest" / "SHA256SUMS").write_bytes(damage)
+        assert not releases.pending(one).is_current
 
 
 @pytest.mark.parametrize(

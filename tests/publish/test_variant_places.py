@@ -215,20 +215,18 @@ def test_a_variant_depends_on_exactly_the_published_release_of_its_merge(
     tmp_path: Path, merge_place: DirectoryTarget
 ) -> None:
     key, _ = write_keys(tmp_path)
-    for place in (merge_place, merge_place.model_copy(update={"version": "v1", "sign_key": key})):
-        merge = publishable(tmp_path / "one")
-        expected = describe_merge(place, tmp_path, merge.parts)
-        release = merge.publish(place, tmp_path)
-        current = place.current_release(tmp_path)
-        assert current is not None
-        assert published_merge(place, "demo", current.directory) == expected
-        assert expected.version == release.version
-        variants = place.for_variants("GGUF")
-        published = publish(variants, tmp_path, variant_parts(tmp_path / "two", expected, "Q8_0"))
-        assert (published.name, published.new) == ("demo-GGUF", True)
-        directory = Path(published.location)
-        assert (directory / expected.reference / "model.safetensors").read_bytes() == b"weights"
-        assert not publish(variants, tmp_path, variant_parts(tmp_path / "two", expected, "Q8_0")).new
+    place, merge = merge_place.model_copy(update={"version": "v1", "sign_key": key}), publishable(tmp_path / "one")
+    expected = describe_merge(place, tmp_path, merge.parts)
+    release = merge.publish(place, tmp_path)
+    current = place.current_release(tmp_path)
+    assert current is not None
+    assert published_merge(place, "demo", current.directory) == expected
+    assert expected.version == release.version
+    parts = variant_parts(tmp_path / "two", expected, "Q8_0")
+    published = publish(place.for_variants("GGUF"), tmp_path, parts)
+    assert (published.name, published.new) == ("demo-GGUF", True)
+    assert (Path(published.location) / expected.reference / "model.safetensors").read_bytes() == b"weights"
+    assert not publish(place.for_variants("GGUF"), tmp_path, parts).new
 
 
 def test_a_published_merge_without_checksums_is_refused(tmp_path: Path, merge_place: DirectoryTarget) -> None:
@@ -240,6 +238,7 @@ def test_a_published_merge_without_checksums_is_refused(tmp_path: Path, merge_pl
         published_merge(merge_place, "demo", current.directory)
 
 
+@pytest.mark.story
 def test_variants_of_a_newer_merge_replace_older_ones_and_keep_them(
     tmp_path: Path, merge_place: DirectoryTarget
 ) -> None:
