@@ -62,8 +62,8 @@ def opened(directory: Path, config: dict[str, Any]) -> dict[str, Any]:
     return read_config(directory / "config.json")
 
 
-@pytest.mark.parametrize("key", CONFIG_KEYS)
-@settings(max_examples=12)
+@pytest.mark.parametrize("key", sampled(CONFIG_KEYS, EXAMPLES))
+@settings(max_examples=6)
 @given(st.data())
 def test_a_value_of_a_wrong_type_is_refused_by_name(
     tmp_path_factory: pytest.TempPathFactory, key: str, data: st.DataObject

@@ -154,8 +154,8 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("kind", sampled(KINDS.split(), KINDS.split()[::3]))
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@pytest.mark.parametrize("kind", sampled(KINDS.split(), KINDS.split()[::8]))
+@settings(max_examples=20, suppress_health_check=list(HealthCheck))
 @given(values=SETTINGS, picks=PICKS)
 def test_transformers_reads_the_same_layer_kinds_from_the_result_as_from_the_parents(
     kind: str, values: dict[str, int], picks: list[tuple[int, int]]
@@ -315,7 +315,7 @@ def test_the_ends_of_a_text_network_are_found_however_deep_its_layers_are(
         assert positions_outside_layers(sides, stack, open_checkpoint(tmp_path / str(end))) == sides, part
 
 
-@pytest.mark.parametrize("family", ["smollm3", "llama", "mistral", "olmo2", "cohere2", "gemma3_text", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["smollm3", "llama", "gemma3_text", "qwen3_moe"])
 @pytest.mark.parametrize("window", [{}, {"use_sliding_window": False}, {"use_sliding_window": True}, "on"])
 def test_a_number_that_only_another_family_reads_is_harmless(family: str, window: Any) -> None:
     flags = {"use_sliding_window": True, "sliding_window": 4} if window == "on" else window

@@ -15,11 +15,12 @@ from family import MODELS, WITHOUT_BASE, merge_text, recipe_of, save_checkpoint,
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from samples import sampled_rows
 
 from mergegate.merge_core import merge_methods, open_checkpoint
 from mergegate.merge_core.analysis import measure_interference
 from mergegate.merge_core.checkpoint import BY_CODE, EXPONENTS
-from mergegate.merge_core.engine import blocks, finite
+from mergegate.merge_core.engine import finite
 from mergegate.merge_core.errors import InvalidInput
 
 EMBEDDINGS, NORM = "model.embed_tokens.weight", "model.norm.weight"
@@ -44,6 +45,7 @@ CASES = [
     for method in sorted(merge_methods())
     for parameters in [usual_parameters(method), *VARIANTS.get(method, [])]
 ]
+SAMPLE = sampled_rows(CASES, CASES[::5])
 
 
 def models_of(method: str) -> list[str]:
@@ -98,21 +100,17 @@ def refused(text: str, root: Path, model: str, count: int, tensor: str = EMBEDDI
     return caught.value
 
 
-@pytest.mark.parametrize("kernels", ["torch", "fused"])
-@pytest.mark.parametrize(("method", "parameters"), CASES)
-def test_every_method_refuses_nan_in_any_model(
-    family: Path, tmp_path: Path, method: str, parameters: str, kernels: str
-) -> None:
-    turn = CASES.index((method, parameters)) + (kernels == "fused")
-    for number, model in enumerate(models_of(method), start=turn):
+@pytest.mark.parametrize(("method", "parameters"), SAMPLE)
+def test_every_method_refuses_nan_in_any_model(family: Path, tmp_path: Path, method: str, parameters: str) -> None:
+    for number, model in enumerate(models_of(method), start=CASES.index((method, parameters))):
         chosen = FORMATS[number % len(FORMATS)]
         where = {model: {number * 1234 % (TOKENS * HIDDEN): BAD[number % 3]}}
         root = spoil(family, chosen, tmp_path / str(number), where)
-        refused(recipe_of(method, parameters, ""), root, model, 1, kernels=kernels)
+        refused(recipe_of(method, parameters, ""), root, model, 1, kernels=("torch", "fused")[number % 2])
 
 
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
-@pytest.mark.parametrize("method", sorted(merge_methods()))
+@pytest.mark.parametrize("method", ["linear", "ties"])
 def test_all_elements_of_a_tensor_of_nan_are_counted(family: Path, tmp_path: Path, method: str, kernels: str) -> None:
     model = models_of(method)[-1]
     everything = dict.fromkeys(range(TOKENS * HIDDEN), BAD[0])
@@ -129,15 +127,12 @@ indices = st.dictionaries(st.integers(0, TOKENS * HIDDEN - 1), st.sampled_from(B
 @given(
     case=st.sampled_from(CASES),
     chosen=st.sampled_from(FORMATS),
-    how=st.fixed_dictionaries(
-        {
-            "kernels": st.sampled_from(["torch", "fused"]),
-            "block_elements": st.sampled_from([1, 4096, 16384, 1 << 20]),
-            "threads": st.integers(1, 4),
-        }
-    ),
+    how=st.fixed_dictionaries({
+        "kernels": st.sampled_from(["torch", "fused"]), "threads": st.integers(1, 4),
+        "block_elements": st.sampled_from([1, 4096, 16384, 1 << 20]),
+    }),
     data=st.data(),
-)
+)  # fmt: skip
 def test_nan_is_found_in_every_format_position_and_block_size(
     family: Path, tmp_path_factory: Any, case: tuple[str, str], chosen: str, how: dict[str, Any], data: st.DataObject
 ) -> None:
@@ -146,9 +141,10 @@ def test_nan_is_found_in_every_format_position_and_block_size(
     refused(recipe_of(*case, ""), root, model, len(where), **how)
 
 
+@settings(max_examples=40)
 @given(
     st.sampled_from(FORMATS),
-    st.lists(st.floats(width=16), min_size=1, max_size=200),
+    st.lists(st.floats(width=16), min_size=1, max_size=99),
     st.integers(0, 3000),
     st.booleans(),
 )
@@ -180,14 +176,13 @@ def test_all_models_with_nan_are_named(family: Path, tmp_path: Path) -> None:
     assert "in c, 1" in error.found
 
 
-@pytest.mark.parametrize("method", ["ties", "task_arithmetic", "dare_linear"])
-def test_copied_tensors_are_checked(family: Path, tmp_path: Path, method: str) -> None:
+def test_copied_tensors_are_checked(family: Path, tmp_path: Path) -> None:
     """A tensor that the other models lack is copied instead of merged, but still checked."""
     file = spoil(family, "float32", tmp_path, {"base": {}}) / "base/model.safetensors"
     head = torch.full((TOKENS, HIDDEN), 0.5)
     head[3, 3] = BAD[1]
     save_file({**load_file(file), "lm_head.weight": head}, file, {"format": "pt"})
-    refused(recipe_of(method, "weight: 0.5", ""), tmp_path, "base", 1, "lm_head.weight")
+    refused(recipe_of("ties", "weight: 0.5", ""), tmp_path, "base", 1, "lm_head.weight")
 
 
 def test_a_resumed_merge_refuses_nan_again(family: Path, tmp_path: Path) -> None:
@@ -195,28 +190,6 @@ def test_a_resumed_merge_refuses_nan_again(family: Path, tmp_path: Path) -> None
     text = recipe_of("dare_ties", "weight: 0.5, density: 0.4", "")
     for _ in range(3):
         refused(text, tmp_path, "b", 1, block_elements=16384)
-
-
-@pytest.mark.parametrize("method", ["linear", "ties", "slerp", "model_stock", "sce", "karcher"])
-def test_the_check_reads_no_extra_bytes(
-    family: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    """The merge reads as many bytes with the check as without it."""
-    read: list[int] = []
-    original = blocks.read_into
-
-    def counted(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-        read.append(len(buffer))
-        original(fd, buffer, offset, path)
-
-    monkeypatch.setattr(blocks, "read_into", counted)
-    spoil(family, "bfloat16", tmp_path, {})
-    text = recipe_of(method, dtype="")
-    merge_text(text, tmp_path, "with")
-    with_rule, read[:] = sum(read), []
-    monkeypatch.setattr(blocks, "count_non_finite", lambda *_, **__: 0)
-    merge_text(text, tmp_path, "without")
-    assert with_rule == sum(read) > 0
 
 
 def vocabularies(root: Path, rows: dict[str, Iterable[str]], bad: tuple[str, int]) -> Path:
@@ -252,7 +225,7 @@ def test_a_step_that_overflows_is_named(family: Path, tmp_path: Path) -> None:
     assert "dtype" in caught.value.remedy
 
 
-@pytest.mark.parametrize(("method", "parameters"), CASES)
+@pytest.mark.parametrize(("method", "parameters"), SAMPLE)
 def test_infinities_that_all_models_have_in_common_are_copied(
     family: Path, tmp_path: Path, method: str, parameters: str
 ) -> None:
@@ -282,7 +255,7 @@ def test_infinities_that_all_models_have_in_common_are_copied(
     assert not any("infinite" in finding.found for finding in health)
 
 
-@pytest.mark.parametrize("method", ["linear", "ties", "task_arithmetic"])
+@pytest.mark.parametrize("method", ["linear", "ties"])
 @pytest.mark.parametrize(
     ("changed", "values"),
     [

@@ -34,6 +34,7 @@ OPTIONAL_READ = re.compile(r'getattr\((?:self\.)?config, "(\w+)"(?:, ([^()]+))?\
 # Keys that have separate checks, and keys that select the network class.
 NOT_VARIED = {"model_type", "vocab_size", "num_hidden_layers", "tie_word_embeddings"}
 QUICK = ("llama", "gemma2", "granite", "qwen3_moe")
+FREQUENT = (*QUICK, "mistral", "gemma3_text", "gpt2", "deepseek_v3", "llama4_text", "bert", "mamba2")
 COMPARED = (
     *("llama", "mistral", "qwen2", "qwen2, window", "qwen3", "qwen3_moe", "mixtral", "gemma2", "gemma3", "granite"),
     *("phi3", "glm", "cohere", "cohere2", "olmo2", "stablelm", "gpt_neox", "smollm3", "phimoe", "deepseek_v3", "gpt2"),
@@ -220,10 +221,7 @@ SCALINGS = st.sampled_from([
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     {
-        "rope_type": "llama3",
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
+        "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 32,
     },
 ])  # fmt: skip
@@ -282,20 +280,19 @@ def test_positions_of_each_type_of_layer_are_compared() -> None:
     assert key == "rope_parameters.sliding_attention.rope_theta"
 
 
-@pytest.mark.parametrize("kind", json.loads(DEFAULTS.read_text()))
+@pytest.mark.parametrize("kind", sampled(json.loads(DEFAULTS.read_text()), FREQUENT))
 def test_missing_keys_have_the_defaults_of_the_family(kind: str) -> None:
     config = CONFIG_MAPPING[kind]()
     assert reported(full(config), json.loads(config.to_json_string(use_diff=True))) == []
     assert reported(full(config), full(config)) == []
 
 
+UNREAD = st.sampled_from(["transformers_version", "_name_or_path", "torch_dtype", "use_cache", "unsloth_version"])
+
+
 @pytest.mark.parametrize("kind", ["llama", "unheard-of"])
-@given(
-    st.dictionaries(
-        st.sampled_from(["transformers_version", "_name_or_path", "torch_dtype", "use_cache", "unsloth_version"]),
-        st.none() | st.booleans() | st.text(max_size=3),
-    )
-)
+@settings(max_examples=20)
+@given(st.dictionaries(UNREAD, st.none() | st.booleans() | st.text(max_size=3)))
 def test_names_versions_and_formats_are_not_compared(kind: str, keys: dict[str, Any]) -> None:
     assert reported({"model_type": kind}, {"model_type": kind, **keys}) == []
 
@@ -328,10 +325,10 @@ ANY_JSON: tuple[Any, ...] = (
 )
 
 
-@pytest.mark.parametrize("kind", [None, [], "llama", "gemma3_text", "gpt_oss", "unheard-of"])
+@pytest.mark.parametrize("kind", [[], "llama", "gemma3_text"])
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters", "layer_types", "sliding_window", "model_type"])
 def test_any_value_in_a_part_other_than_the_text_is_compared(key: str, kind: Any) -> None:
-    for value, place in itertools.product(ANY_JSON, ("vision_config", "audio_config", "x")):
+    for value, place in itertools.product(ANY_JSON, ("vision_config", "x")):
         inner = {"model_type": kind, "sliding_window": 4, "max_position_embeddings": 8, key: value}
         for config in ({place: inner}, {place: {"deeper": inner}}, {"text_config": {}, place: inner}):
             assert reported(config, copy.deepcopy(config)) == []

@@ -12,6 +12,7 @@ import pytest
 import torch
 from family import LINEAR, plan_recipe, random_tensors, recipe_of, save_checkpoint, save_tokenizer
 from safetensors.torch import load_file
+from samples import sampled
 from test_quantised import FP8, MATRIX, MXFP4, fp8_weights, mxfp4_weights, saved
 from tiny_families import BY_NAME, load, make, save
 
@@ -53,7 +54,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("method", sorted(merge_methods()))
+@pytest.mark.parametrize("method", sampled(sorted(merge_methods()), ("della", "karcher", "model_stock", "sce")))
 def test_every_method_gives_the_bytes_of_the_files_for_any_blocks_and_threads(wide: Path, method: str) -> None:
     plan = plan_recipe(recipe_of(method), wide)
     expected = written(plan, wide / "out", seed=7)
@@ -118,16 +119,9 @@ def test_every_kind_of_job_gives_the_bytes_of_the_files(tmp_path: Path, kind: st
     assert kind != "FP8" or MATRIX in {job.output.name for job in plan.jobs}
     pieces = max(len(tensor.pieces) for shard in plan.shards for tensor in shard.stored)
     assert kind != "fused experts" or pieces > 1
-    for number, way in enumerate([{}, {"block_elements": 16, "threads": 2}]):
-        require_same_bits(plan, tmp_path / f"out{number}", seed=3, **way)
+    require_same_bits(plan, tmp_path / "out", seed=3, block_elements=16, threads=2)
     # The plan contains the configuration from which a caller builds a network.
-    assert json.loads((tmp_path / "out0/config.json").read_text()) == dict(plan.config)
-
-
-def test_the_seed_has_the_same_effect_as_for_files(wide: Path) -> None:
-    plan = plan_recipe(recipe_of("dare_linear"), wide)
-    (one, other) = (next(merge_tensors(plan, seed=seed))[1] for seed in (1, 2))
-    assert not torch.equal(one, other)
+    assert json.loads((tmp_path / "out/config.json").read_text()) == dict(plan.config)
 
 
 def test_selected_tensors_are_computed_in_any_order(family: Path) -> None:
@@ -174,12 +168,6 @@ def test_a_problem_is_refused_with_the_same_message_as_for_files(tmp_path: Path,
     assert error_text(lambda: list(merge_tensors(plan, settings=EngineSettings(threads=3)))) == expected
 
 
-def test_a_tensor_that_is_zero_in_every_parent_is_accepted(tmp_path: Path) -> None:
-    for seed, name in enumerate("ab"):
-        save_checkpoint(tmp_path / name, random_tensors(seed) | {"model.norm.weight": torch.zeros(12)})
-    assert not dict(merge_tensors(plan_recipe(LINEAR, tmp_path)))["model.norm.weight"].any()
-
-
 def test_a_replaced_input_file_is_detected(family: Path) -> None:
     plan = plan_recipe(LINEAR, family)
     tensors = merge_tensors(plan)
@@ -206,7 +194,7 @@ def test_torch_threads_are_restored_when_the_iteration_ends_or_is_closed(family:
 
 
 def test_only_one_tensor_is_in_memory(tmp_path: Path) -> None:
-    rows, width, layers = 1024, 256, 12
+    rows, width, layers = 512, 256, 8
     shapes = {"model.embed_tokens.weight": (8, width)}
     shapes |= {f"model.layers.{n}.mlp.up_proj.weight": (rows, width) for n in range(layers)}
     for seed, name in enumerate("ab"):

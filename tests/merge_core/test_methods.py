@@ -10,7 +10,7 @@ import numpy as np
 import oracle
 import pytest
 import torch
-from family import load, merge_text, save_checkpoint
+from family import load, merge_text, save_checkpoint, save_family
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -123,14 +123,20 @@ def expected_tensor(case: str, base: Any, models: Mapping[str, Any]) -> Any:
     return reference(base if "base_model" in text and reference is not oracle.slerp_chain else None, named, **arguments)
 
 
-@pytest.mark.parametrize("kernels", ["torch", "fused"])
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, dict[str, Any]]]:
+    root = save_family(tmp_path_factory.mktemp("family"))
+    return root, {name: load(root / name) for name in ("base", *"abc")}
+
+
 @pytest.mark.parametrize("case", CASES)
-def test_methods_match_their_float64_formula(family: Path, case: str, kernels: str) -> None:
-    merge_text(CASES[case][0], family, kernels=kernels)
-    inputs = {name: load(family / name) for name in ("base", *"abc")}
-    for name, merged in load(family / "out").items():
-        expected = expected_tensor(case, inputs["base"][name], {one: inputs[one][name] for one in "abc"})
-        np.testing.assert_allclose(merged, expected, rtol=1e-5, atol=1e-6, err_msg=name)
+def test_methods_match_their_float64_formula(models: Any, tmp_path: Path, case: str) -> None:
+    root, inputs = models
+    for kernels in ("torch", "fused"):
+        merge_text(CASES[case][0], root, str(tmp_path / kernels), kernels=kernels)
+        for name, merged in load(tmp_path / kernels).items():
+            expected = expected_tensor(case, inputs["base"][name], {one: inputs[one][name] for one in "abc"})
+            np.testing.assert_allclose(merged, expected, rtol=1e-5, atol=1e-6, err_msg=f"{kernels}: {name}")
 
 
 def test_float64_inputs_are_merged_in_float64(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -141,17 +142,25 @@ SAMPLED = ("text generator", "bert embedding", "cross-encoder", "sequence classi
 PRETRAINED = ("bare encoder", "masked language model", "causal language model")
 
 
+Checkpoints = Callable[[str], Checkpoint]
+
+
 @pytest.fixture(scope="module")
-def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoint]:
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
+    """Return a function that writes a model of a kind once and opens it."""
     root = tmp_path_factory.mktemp("kinds")
-    names = [*SAMPLED, "bare encoder", "masked language model", "qwen3 embedding"]
-    directories = {name: write(name, root / name.replace(" ", "-")) for name in names}
-    config = AutoConfig.from_pretrained(directories["qwen3 embedding"])
-    AutoModelForCausalLM.from_config(config).save_pretrained(root / "causal")
-    for file in directories["qwen3 embedding"].glob("tokenizer*"):
-        shutil.copy(file, root / "causal")
-    directories["causal language model"] = root / "causal"
-    return {name: open_checkpoint(path) for name, path in directories.items()}
+
+    @cache
+    def checkpoint(name: str) -> Checkpoint:
+        if name != "causal language model":
+            return open_checkpoint(write(name, root / name))
+        embedding = checkpoint("qwen3 embedding").directory
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(embedding)).save_pretrained(root / name)
+        for file in embedding.glob("tokenizer*"):
+            shutil.copy(file, root / name)
+        return open_checkpoint(root / name)
+
+    return checkpoint
 
 
 def planned(recipe: str, first: Checkpoint, second: Checkpoint) -> PlannedMerge:
@@ -160,45 +169,38 @@ def planned(recipe: str, first: Checkpoint, second: Checkpoint) -> PlannedMerge:
 
 @pytest.mark.story
 @pytest.mark.parametrize("recipe", [LINEAR, VECTORS], ids=["linear", "task vectors"])
-def test_two_models_of_different_kinds_are_refused(recipe: str, checkpoints: dict[str, Checkpoint]) -> None:
+def test_two_models_of_different_kinds_are_refused(recipe: str, checkpoints: Checkpoints) -> None:
     for first, second in permutations(SAMPLED, 2):
-        assert planned(recipe, checkpoints[first], checkpoints[second]).blocking, (first, second)
+        assert planned(recipe, checkpoints(first), checkpoints(second)).blocking, (first, second)
 
 
-@pytest.mark.parametrize("name", SAMPLED)
-def test_two_models_of_one_kind_fit(name: str, checkpoints: dict[str, Checkpoint]) -> None:
-    assert planned(LINEAR, checkpoints[name], checkpoints[name]).blocking == ()
-
-
-def test_the_refusal_names_both_models_and_their_kinds(checkpoints: dict[str, Checkpoint]) -> None:
+def test_the_refusal_names_both_models_and_their_kinds(checkpoints: Checkpoints) -> None:
     for recipe in (LINEAR, VECTORS):
-        blocking = planned(recipe, checkpoints["bert embedding"], checkpoints["cross-encoder"]).blocking
+        blocking = planned(recipe, checkpoints("bert embedding"), checkpoints("cross-encoder")).blocking
         (finding,) = [finding for finding in blocking if finding.where == "b: kind of model"]
         assert (finding.found, finding.expected) == ("a cross-encoder", "an embedding model, like a")
 
 
 @pytest.mark.parametrize("base", PRETRAINED)
 def test_the_base_of_embedding_models_may_be_the_network_they_were_trained_from(
-    base: str, checkpoints: dict[str, Checkpoint]
+    base: str, checkpoints: Checkpoints
 ) -> None:
     name = "qwen3 embedding" if base == "causal language model" else "bert embedding"
-    result = planned(VECTORS, checkpoints[base], checkpoints[name])
+    result = planned(VECTORS, checkpoints(base), checkpoints(name))
     assert result.blocking == ()
     assert result.plan is not None
     assert find_kind(result.plan.config, result.plan.companions).name == "embedding"
 
 
 @pytest.mark.parametrize("base", PRETRAINED[1:])
-def test_a_language_model_is_not_averaged_with_embedding_models(base: str, checkpoints: dict[str, Checkpoint]) -> None:
-    embedding = checkpoints["qwen3 embedding" if base == "causal language model" else "bert embedding"]
-    for pair in ((checkpoints[base], embedding), (embedding, checkpoints[base])):
+def test_a_language_model_is_not_averaged_with_embedding_models(base: str, checkpoints: Checkpoints) -> None:
+    embedding = checkpoints("qwen3 embedding" if base == "causal language model" else "bert embedding")
+    for pair in ((checkpoints(base), embedding), (embedding, checkpoints(base))):
         assert any(finding.where.endswith("kind of model") for finding in planned(LINEAR, *pair).blocking)
-    assert planned(VECTORS, embedding, checkpoints[base]).blocking
+    assert planned(VECTORS, embedding, checkpoints(base)).blocking
 
 
-def test_a_network_without_a_head_is_averaged_with_a_warning_about_its_pooling(
-    checkpoints: dict[str, Checkpoint],
-) -> None:
-    result = planned(LINEAR, checkpoints["bert embedding"], checkpoints["bare encoder"])
+def test_a_network_without_a_head_is_averaged_with_a_warning_about_its_pooling(checkpoints: Checkpoints) -> None:
+    result = planned(LINEAR, checkpoints("bert embedding"), checkpoints("bare encoder"))
     assert result.blocking == ()
     assert "b: modules.json" in [finding.where for finding in result.findings if finding.severity == "warn"]
