@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from family import save_checkpoint, save_family
+from family import random_tensors, save_checkpoint, save_family
 
 
 @pytest.fixture
@@ -25,3 +25,12 @@ def wide(tmp_path: Path) -> Path:
         noise = 1e-3 * torch.randn(1100, 64, generator=torch.Generator().manual_seed(seed))
         save_checkpoint(tmp_path / name, {key: (t + noise).bfloat16() for key, t in base.items()}, config=config)
     return tmp_path
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two models of equal shapes, ``a`` and ``b``, whose tokenizers each test writes."""
+    root = tmp_path_factory.mktemp("pair")
+    for seed, name in enumerate("ab"):
+        save_checkpoint(root / name, random_tensors(seed, tokens=512))
+    return root

@@ -9,14 +9,16 @@ from __future__ import annotations
 import numpy as np
 
 Array = np.ndarray
+Arrays = list[Array]
+Floats = list[float]
 
 
-def linear(base: Array | None, models: list[Array], *, weight: list[float], normalize: bool = True) -> Array:
+def linear(base: Array | None, models: Arrays, *, weight: Floats, normalize: bool = True) -> Array:
     total = sum(w * x for w, x in zip(weight, models, strict=True))
     return total / sum(weight) if normalize else total
 
 
-def slerp(base: Array | None, models: list[Array], *, t: float) -> Array:
+def slerp(base: Array | None, models: Arrays, *, t: float) -> Array:
     a, b = (models[0], models[1]) if base is None else (base, models[0])
     norms = np.linalg.norm(a) * np.linalg.norm(b)
     dot = float((a * b).sum() / norms) if norms else 0.0
@@ -44,7 +46,7 @@ def l1_match(kept: Array, delta: Array) -> Array:
 
 
 def mix(
-    base: Array, deltas: list[Array], *, weight: list[float], consensus: str | None, normalize: bool, scale: float = 1.0
+    base: Array, deltas: Arrays, *, weight: Floats, consensus: str | None, normalize: bool, scale: float = 1.0
 ) -> Array:
     weighted = np.stack([w * d for w, d in zip(weight, deltas, strict=True)])
     if consensus is None:
@@ -63,22 +65,15 @@ def mix(
 
 
 def task_arithmetic(
-    base: Array, models: list[Array], *, weight: list[float], normalize: bool = False, scale: float = 1.0
+    base: Array, models: Arrays, *, weight: Floats, normalize: bool = False, scale: float = 1.0
 ) -> Array:
     return mix(base, [x - base for x in models], weight=weight, consensus=None, normalize=normalize, scale=scale)
 
 
 def ties(
-    base: Array,
-    models: list[Array],
-    *,
-    weight: list[float],
-    density: list[float],
-    normalize: bool = True,
-    scale: float = 1.0,
-    consensus: str = "sum",
-    rescale: bool = False,
-) -> Array:
+    base: Array, models: Arrays, *, weight: Floats, density: Floats, normalize: bool = True, scale: float = 1.0,
+    consensus: str = "sum", rescale: bool = False,
+) -> Array:  # fmt: skip
     deltas = [x - base for x in models]
     kept = [keep_largest(d, p) for d, p in zip(deltas, density, strict=True)]
     if rescale:
@@ -87,13 +82,7 @@ def ties(
 
 
 def localize_and_stitch(
-    base: Array,
-    models: list[Array],
-    *,
-    weight: list[float],
-    density: list[float],
-    normalize: bool = True,
-    scale: float = 1.0,
+    base: Array, models: Arrays, *, weight: Floats, density: Floats, normalize: bool = True, scale: float = 1.0
 ) -> Array:
     kept = [keep_largest(x - base, share) for x, share in zip(models, density, strict=True)]
     total = sum(w * one for w, one in zip(weight, kept, strict=True))
@@ -102,13 +91,7 @@ def localize_and_stitch(
 
 
 def consensus_ta(
-    base: Array,
-    models: list[Array],
-    *,
-    weight: list[float],
-    threshold: list[float],
-    agreement: int = 2,
-    scale: float = 1.0,
+    base: Array, models: Arrays, *, weight: Floats, threshold: Floats, agreement: int = 2, scale: float = 1.0
 ) -> Array:
     vectors = np.stack([w * (x - base) for w, x in zip(weight, models, strict=True)])
     total = vectors.sum(0)
@@ -116,29 +99,29 @@ def consensus_ta(
     return base + scale * np.where(np.sum(masks, 0) >= agreement, total, 0)
 
 
-def median(base: Array, models: list[Array], *, scale: float = 1.0) -> Array:
+def median(base: Array, models: Arrays, *, scale: float = 1.0) -> Array:
     return base + scale * np.median([x - base for x in models], 0)
 
 
-def trimmed_mean(base: Array, models: list[Array], *, left_out: int, scale: float = 1.0) -> Array:
+def trimmed_mean(base: Array, models: Arrays, *, left_out: int, scale: float = 1.0) -> Array:
     ordered = np.sort([x - base for x in models], 0)
     return base + scale * ordered[left_out : len(models) - left_out].mean(0)
 
 
-def moving_mean(base: Array, models: list[Array], *, keep: float) -> Array:
+def moving_mean(base: Array, models: Arrays, *, keep: float) -> Array:
     return keep * (models[1] if len(models) > 1 else 0.0) + (1 - keep) * (models[0] - base)
 
 
-def moving_squares(base: Array, models: list[Array], *, keep: float) -> Array:
+def moving_squares(base: Array, models: Arrays, *, keep: float) -> Array:
     return keep * (models[1] if len(models) > 1 else 0.0) + (1 - keep) * (models[0] - base) ** 2
 
 
-def adam(base: Array, models: list[Array], *, rate: float, tau: float) -> Array:
+def adam(base: Array, models: Arrays, *, rate: float, tau: float) -> Array:
     mean, squares = models
     return base + rate * mean / (np.sqrt(np.where(squares > 0, squares, 0.0)) + tau)
 
 
-def slerp_chain(base: Array | None, models: list[Array], *, t: float) -> Array:
+def slerp_chain(base: Array | None, models: Arrays, *, t: float) -> Array:
     result = models[0]
     for model in models[1:]:
         result = slerp(None, [result, model], t=t)
@@ -146,7 +129,7 @@ def slerp_chain(base: Array | None, models: list[Array], *, t: float) -> Array:
 
 
 def nuslerp(
-    base: Array | None, models: list[Array], *, weight: list[float], flatten: bool = True, row_wise: bool = False
+    base: Array | None, models: Arrays, *, weight: Floats, flatten: bool = True, row_wise: bool = False
 ) -> Array:
     t = weight[1] / sum(weight) if abs(sum(weight)) >= 1e-6 else 0.5
     vectors = [x - base if base is not None else x for x in models]
@@ -167,7 +150,7 @@ def nuslerp(
 
 
 def multislerp(
-    base: Array | None, models: list[Array], *, weight: list[float], normalize: bool = True, eps: float = 1e-8
+    base: Array | None, models: Arrays, *, weight: Floats, normalize: bool = True, eps: float = 1e-8
 ) -> Array:
     if len(models) == 1:
         return models[0]
@@ -187,7 +170,7 @@ def multislerp(
     return result if base is None else base + result
 
 
-def karcher(base: Array | None, models: list[Array], *, max_iter: int = 10, tol: float = 1e-5) -> Array:
+def karcher(base: Array | None, models: Arrays, *, max_iter: int = 10, tol: float = 1e-5) -> Array:
     vectors = np.stack([x.flatten() for x in models])
     norms = np.linalg.norm(vectors, axis=1)
     units = vectors / norms[:, None]
@@ -209,7 +192,7 @@ def karcher(base: Array | None, models: list[Array], *, max_iter: int = 10, tol:
     return (norms.mean() * mean).reshape(models[0].shape)
 
 
-def model_stock(base: Array, models: list[Array], *, filter_wise: bool = False) -> Array:
+def model_stock(base: Array, models: Arrays, *, filter_wise: bool = False) -> Array:
     rows = base.shape[-1] if filter_wise else base.size
     start = base.reshape(-1, rows)
     offsets = [x.reshape(-1, rows) - start for x in models]
@@ -236,19 +219,13 @@ def keep_inner(delta: Array, density: float, gamma: float) -> Array:
 
 
 def breadcrumbs(
-    base: Array,
-    models: list[Array],
-    *,
-    weight: list[float],
-    density: list[float],
-    gamma: float = 0.01,
-    consensus: str | None = None,
+    base: Array, models: Arrays, *, weight: Floats, density: Floats, gamma: float = 0.01, consensus: str | None = None
 ) -> Array:
     kept = [keep_inner(x - base, p, gamma) for x, p in zip(models, density, strict=True)]
     return mix(base, kept, weight=weight, consensus=consensus, normalize=False)
 
 
-def sce(base: Array, models: list[Array], *, select_topk: float = 1.0) -> Array:
+def sce(base: Array, models: Arrays, *, select_topk: float = 1.0) -> Array:
     deltas = np.stack([x - base for x in models])
     if select_topk < 1:
         variance = deltas.var(0)
@@ -266,7 +243,7 @@ def sce(base: Array, models: list[Array], *, select_topk: float = 1.0) -> Array:
 
 
 def ram(
-    base: Array, models: list[Array], *, epsilon: float = 1e-5, plus: bool = False, r: float = 0.1, alpha: float = 0.2
+    base: Array, models: Arrays, *, epsilon: float = 1e-5, plus: bool = False, r: float = 0.1, alpha: float = 0.2
 ) -> Array:
     deltas = np.stack([x - base for x in models])
     changed = np.abs(deltas) > epsilon
@@ -279,7 +256,7 @@ def ram(
     return result
 
 
-def nearswap(base: Array, models: list[Array], *, t: float) -> Array:
+def nearswap(base: Array, models: Arrays, *, t: float) -> Array:
     w = np.clip(t / np.maximum(np.abs(base - models[0]), 1e-6), 0, 1)
     return w * models[0] + (1 - w) * base
 
@@ -289,7 +266,7 @@ def softmax(x: Array) -> Array:
     return e / e.sum(-1, keepdims=True)
 
 
-def arcee_fusion(base: Array, models: list[Array]) -> Array:
+def arcee_fusion(base: Array, models: Arrays) -> Array:
     x = models[0]
     p, q = softmax(x) + 1e-8, softmax(base) + 1e-8
     importance = np.abs(x - base) * (p * np.log(p / q)).sum(-1, keepdims=True)

@@ -34,19 +34,13 @@ GPT2 = transformers.GPT2Config(vocab_size=40, n_embd=16, n_layer=2, n_head=2, n_
 MISTRAL = transformers.MistralConfig(**SIZES, num_key_value_heads=2)
 # Configuration, class of the first model, class of the second model.
 PAIRS = [
-    (BERT, "BertForMaskedLM", "BertModel"),
-    (BERT, "BertModel", "BertForMaskedLM"),
-    (BERT, "BertForSequenceClassification", "BertModel"),
-    (BERT, "BertModel", "BertForSequenceClassification"),
-    (ROBERTA, "RobertaForMaskedLM", "RobertaModel"),
-    (ROBERTA, "RobertaModel", "RobertaForSequenceClassification"),
-    (GPT2, "GPT2LMHeadModel", "GPT2Model"),
-    (GPT2, "GPT2Model", "GPT2LMHeadModel"),
-    (LLAMA, "LlamaForCausalLM", "LlamaModel"),
-    (LLAMA, "LlamaModel", "LlamaForCausalLM"),
-    (TIED, "LlamaModel", "LlamaForCausalLM"),
-    (MISTRAL, "MistralForCausalLM", "MistralModel"),
-]
+    (BERT, "BertForMaskedLM", "BertModel"), (BERT, "BertModel", "BertForMaskedLM"),
+    (BERT, "BertForSequenceClassification", "BertModel"), (BERT, "BertModel", "BertForSequenceClassification"),
+    (ROBERTA, "RobertaForMaskedLM", "RobertaModel"), (ROBERTA, "RobertaModel", "RobertaForSequenceClassification"),
+    (GPT2, "GPT2LMHeadModel", "GPT2Model"), (GPT2, "GPT2Model", "GPT2LMHeadModel"),
+    (LLAMA, "LlamaForCausalLM", "LlamaModel"), (LLAMA, "LlamaModel", "LlamaForCausalLM"),
+    (TIED, "LlamaModel", "LlamaForCausalLM"), (MISTRAL, "MistralForCausalLM", "MistralModel"),
+]  # fmt: skip
 
 
 def save(directory: Path, config: Any, class_name: str, seed: int) -> Any:

@@ -175,7 +175,7 @@ def library_templates(directory: Path) -> dict[str, str]:
     return {"default": found} if isinstance(found, str) else dict(found or {})
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(declared, st.none() | texts, named)
 def test_templates_are_read_as_transformers_reads_them(
     tmp_path_factory: pytest.TempPathFactory, in_settings: object, default: str | None, more: dict[str, str]
@@ -223,11 +223,12 @@ FORMS: dict[str, tuple[object, str | None, dict[str, str]]] = {
 
 
 @pytest.mark.parametrize("first", FORMS)
-@pytest.mark.parametrize("other", FORMS)
-def test_one_template_in_two_forms_has_no_findings(family: Path, first: str, other: str) -> None:
+def test_one_template_in_two_forms_has_no_findings(family: Path, first: str) -> None:
     write_templates(family / "a", *FORMS[first])
-    write_templates(family / "b", *FORMS[other])
-    assert template_findings(family) == []
+    for other in FORMS.values():
+        (family / "b" / "chat_template.jinja").unlink(missing_ok=True)
+        write_templates(family / "b", *other)
+        assert template_findings(family) == []
 
 
 def test_templates_are_compared_by_name(family: Path) -> None:
@@ -247,14 +248,11 @@ def template_findings(family: Path, more: str = "") -> list[str]:
 @pytest.mark.parametrize(
     ("declared", "message"),
     [
-        (5, "chat_template: 5"),
-        ([5], "chat_template"),
-        ([{"name": "x"}], "an entry with name 'x'"),
-        ([{"name": 1, "template": "{{ x }}"}], "an entry with name 1"),
-        ({"x": None}, "an entry with name 'x'"),
+        (5, "chat_template: 5"), ([5], "chat_template"), ([{"name": "x"}], "an entry with name 'x'"),
+        ([{"name": 1, "template": "{{ x }}"}], "an entry with name 1"), ({"x": None}, "an entry with name 'x'"),
         ([{"name": "../x", "template": "{{ x }}"}], "name '../x'"),
     ],
-)
+)  # fmt: skip
 def test_a_template_that_no_library_can_use_is_refused_by_name(tmp_path: Path, declared: object, message: str) -> None:
     save_tokenizer(tmp_path, ["x"])
     write_templates(tmp_path, declared, None, {})

@@ -22,14 +22,7 @@ from family import (
     save_tokenizer,
 )
 
-from mergegate.merge_core import (
-    Finding,
-    load_recipe,
-    open_checkpoint,
-    plan_merge,
-    plan_with_findings,
-    preflight,
-)
+from mergegate.merge_core import Finding, load_recipe, open_checkpoint, plan_merge, plan_with_findings, preflight
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.plan import compatibility
 
@@ -87,11 +80,6 @@ def test_a_reference_without_checkpoint_is_a_finding() -> None:
     result = plan_with_findings(load_recipe(LINEAR), {})
     assert result.plan is None
     assert blocking(result.findings) == ["a"]
-
-
-def test_a_different_number_of_layers_is_reported(tmp_path: Path) -> None:
-    pair(tmp_path, layers=2)
-    assert any("model.layers.2" in where for where in blocking(findings(tmp_path)))
 
 
 def test_tokens_that_only_one_model_has_block_unless_recipe_or_profile_handles_them(family: Path) -> None:

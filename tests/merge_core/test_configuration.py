@@ -23,31 +23,23 @@ from mergegate.merge_core.errors import InvalidInput
 
 WHOLE = st.integers(1, 8)
 VALUES = {
-    "string": st.text(max_size=4),
-    "number": st.floats(0.25, 0.75),
-    "whole number": WHOLE,
-    "flag": st.booleans(),
-    "null": st.none(),
-    "list of texts": st.lists(st.sampled_from(["full_attention", "conv"]), min_size=1, max_size=3),
-    "list of numbers": st.lists(WHOLE, min_size=1, max_size=3),
-    "list of objects": st.just([{}]),
+    "string": st.text(max_size=4), "number": st.floats(0.25, 0.75), "whole number": WHOLE, "flag": st.booleans(),
+    "null": st.none(), "list of texts": st.lists(st.sampled_from(["full_attention", "conv"]), min_size=1, max_size=3),
+    "list of numbers": st.lists(WHOLE, min_size=1, max_size=3), "list of objects": st.just([{}]),
     "object": st.just({"a": 1}),
-}
+}  # fmt: skip
 # One key of each type, with the kinds of values that it allows.
 EXAMPLES: dict[str, set[str]] = {
     **{key: {"whole number"} for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")},
     "model_type": {"string"},
     **{key: {"whole number", "null"} for key in ("vocab_size", "num_experts", "sliding_window")},
-    "rope_theta": {"whole number", "number", "null"},
-    "tie_word_embeddings": {"flag", "null"},
-    "hidden_act": {"string", "null"},
-    **{key: {"list of texts", "null"} for key in ("architectures", "layer_types")},
+    "rope_theta": {"whole number", "number", "null"}, "tie_word_embeddings": {"flag", "null"},
+    "hidden_act": {"string", "null"}, **{key: {"list of texts", "null"} for key in ("architectures", "layer_types")},
     "full_attn_idxs": {"list of numbers", "null"},
-    **{key: {"object", "null"} for key in ("text_config", "rope_scaling")},
-    "torch_dtype": {"string", "object", "null"},
+    **{key: {"object", "null"} for key in ("text_config", "rope_scaling")}, "torch_dtype": {"string", "object", "null"},
     "sliding_window_pattern": {"whole number", "string", "null"},
     **{key: {"whole number", "list of numbers", "null"} for key in ("eos_token_id", "moe_layer_freq")},
-}
+}  # fmt: skip
 
 
 def allowed(key: str) -> set[str]:

@@ -66,19 +66,12 @@ def needs(plan: MergePlan, *, cores: int = 2, device: str = "cpu", **settings: A
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
-    *((name, {}) for name in sorted(merge_methods())),
-    ("ties", {"density": 1.0}),
-    ("ties", {"rescale": True}),
-    ("ties", {"rescale": "density"}),
-    ("breadcrumbs", {"rescale": True}),
-    ("dare_ties", {"rescale": False}),
-    ("dare_linear", {"rescale": "density"}),
-    ("della", {"density": 1.0}),
-    ("nuslerp", {"nuslerp_flatten": False}),
-    ("nuslerp", {"nuslerp_flatten": False, "nuslerp_row_wise": True}),
-    ("model_stock", {"filter_wise": True}),
+    *((name, {}) for name in sorted(merge_methods())), ("ties", {"density": 1.0}), ("ties", {"rescale": True}),
+    ("ties", {"rescale": "density"}), ("breadcrumbs", {"rescale": True}), ("dare_ties", {"rescale": False}),
+    ("dare_linear", {"rescale": "density"}), ("della", {"density": 1.0}), ("nuslerp", {"nuslerp_flatten": False}),
+    ("nuslerp", {"nuslerp_flatten": False, "nuslerp_row_wise": True}), ("model_stock", {"filter_wise": True}),
     ("sce", {"select_topk": 1.0}),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "chosen"), VARIANTS, ids=lambda value: str(value))

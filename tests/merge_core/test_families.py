@@ -197,14 +197,10 @@ def test_periods_and_counts_of_first_layers_are_adapted_if_possible() -> None:
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("attention_pattern", "LLG"),
-        ("dense_every_n", 3),
-        ("ffn_multipliers", [1, 2, 3, 4, 5, 6]),
-        ("block_configs", [{"heads": 1}] * 6),
-        ("skip_layer_ids", [2]),
-        ("layer_types", ["full_attention"] * 6),
+        ("attention_pattern", "LLG"), ("dense_every_n", 3), ("ffn_multipliers", [1, 2, 3, 4, 5, 6]),
+        ("block_configs", [{"heads": 1}] * 6), ("skip_layer_ids", [2]), ("layer_types", ["full_attention"] * 6),
     ],
-)
+)  # fmt: skip
 def test_an_undescribed_key_that_may_affect_single_layers_is_refused(key: str, value: Any) -> None:
     config = {"model_type": "llama", "num_hidden_layers": 6, key: value}
     with pytest.raises(InvalidInput, match=key):

@@ -147,14 +147,10 @@ def test_an_adapter_leaves_most_matrices_equal(take: Take) -> None:
 @pytest.mark.parametrize(
     ("sources", "kind"),
     [
-        ([0, 1, 2, 3], "prefix"),
-        ([0, 1, 2], "prefix"),
-        ([2, 3, 4, 5], "stack"),
-        ([0, 1, 2, 3, 2, 3, 4, 5], "stack"),
-        ([5, 4, 3, 2, 1, 0], "stack"),
-        ([0, 2, 4], "stack"),
+        ([0, 1, 2, 3], "prefix"), ([0, 1, 2], "prefix"), ([2, 3, 4, 5], "stack"), ([0, 1, 2, 3, 2, 3, 4, 5], "stack"),
+        ([5, 4, 3, 2, 1, 0], "stack"), ([0, 2, 4], "stack"),
     ],
-)
+)  # fmt: skip
 def test_models_with_some_layers_are_found(take: Take, sources: list[int], kind: str) -> None:
     weights = random_model(1)
     relation = related(take(with_noise(with_layers(weights, sources), 0.02)), take(weights))
@@ -204,10 +200,10 @@ def test_unrelated_models_of_the_same_shape_are_not_related(take: Take) -> None:
         assert set(compare_fingerprints(fingerprint, others)) == {None}
 
 
-@pytest.mark.parametrize("size", [0.2, 0.5, 0.8, 1.2])
+@pytest.mark.parametrize("size", [0.2, 1.2])
 def test_matrices_that_are_alike_in_all_models_do_not_relate_them(take: Take, size: float) -> None:
     """Decay rates that training has moved away from their common initialization."""
-    fingerprints = [take(with_noise(random_model(seed), size, seed)) for seed in range(8)]
+    fingerprints = [take(with_noise(random_model(seed), size, seed)) for seed in range(5)]
     for one, two in itertools.permutations(fingerprints, 2):
         assert compare_fingerprints(one, [two]) == (None,)
 
@@ -271,52 +267,14 @@ def demo_fingerprint(name: str) -> Fingerprint:
 @pytest.mark.parametrize(
     ("model", "known_model", "kind"),
     [
-        ("bpe-base", "base", "copy"),
-        ("other-tokenizer", "reverser", "copy"),
-        ("reverser", "base", "fine-tune"),
-        ("thinker", "base", "fine-tune"),
-        ("embed-garden", "embed-base", "fine-tune"),
-        ("embed-base", "base", None),
+        ("bpe-base", "base", "copy"), ("other-tokenizer", "reverser", "copy"), ("reverser", "base", "fine-tune"),
+        ("thinker", "base", "fine-tune"), ("embed-garden", "embed-base", "fine-tune"), ("embed-base", "base", None),
         ("reverser", "embed-harbor", None),
     ],
-)
+)  # fmt: skip
 def test_relations_in_the_demo_family_are_found(model: str, known_model: str, kind: str | None) -> None:
     (relation,) = compare_fingerprints(demo_fingerprint(model), [demo_fingerprint(known_model)])
     assert (relation and relation.kind) == kind
-
-
-@pytest.mark.story
-def test_training_keeps_a_relation_and_creates_none(tmp_path: Path) -> None:
-    """Train two networks of the same shape on the same task, and one of them further on another task."""
-
-    def train(model: torch.nn.Module, steps: int, target: float) -> None:
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-        generator = torch.Generator().manual_seed(7)
-        for _ in range(steps):
-            inputs = torch.randn(32, 48, generator=generator)
-            loss = ((model(inputs) - target * inputs.sort(dim=1).values) ** 2).mean()
-            optimizer.zero_grad()
-            torch.autograd.backward(loss)
-            optimizer.step()
-
-    def save(model: torch.nn.Module, name: str) -> Fingerprint:
-        path = tmp_path / f"{name}.safetensors"
-        save_file({f"layers.{key}": value.detach().numpy() for key, value in model.state_dict().items()}, path)
-        return take_fingerprint({tensor.name: tensor for tensor in read_header(path)}, read)
-
-    networks = []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
-        layers = [module for _ in range(4) for module in (torch.nn.Linear(48, 48), torch.nn.Tanh())]
-        network = torch.nn.Sequential(*layers, torch.nn.Linear(48, 48))
-        train(network, 200, 1.0)
-        networks.append(network)
-    base, stranger = (save(network, f"seed{index}") for index, network in enumerate(networks))
-    train(networks[0], 50, -1.0)
-    tuned = save(networks[0], "tuned")
-    assert related(tuned, base).kind == "fine-tune"
-    assert compare_fingerprints(tuned, [stranger]) == (None,)
-    assert compare_fingerprints(stranger, [base]) == (None,)
 
 
 def test_pickled_and_safetensors_files_have_the_same_fingerprint(tmp_path: Path) -> None:

@@ -78,16 +78,11 @@ def test_the_alignment_of_the_file_counts(alignment: int) -> None:
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "begins with b''"),
-        (b"GGML" + bytes(40), "begins with b'GGML'"),
-        (b"GGUF", "version"),
-        (head(version=1), "version 1"),
-        (struct.pack(">4sIQQ", b"GGUF", 3, 0, 0), "little-endian"),
+        (b"", "begins with b''"), (b"GGML" + bytes(40), "begins with b'GGML'"), (b"GGUF", "version"),
+        (head(version=1), "version 1"), (struct.pack(">4sIQQ", b"GGUF", 3, 0, 0), "little-endian"),
         (head(tensors=2**63), "number of tensors: 9223372036854775808"),
-        (head(entries=2**40), "number of metadata entries"),
-        (head(tensors=5), "tensor 0"),
-        (head(entries=5), "metadata 0"),
-        (head(entries=1) + struct.pack("<Q", 2**62), "metadata 0: key: length"),
+        (head(entries=2**40), "number of metadata entries"), (head(tensors=5), "tensor 0"),
+        (head(entries=5), "metadata 0"), (head(entries=1) + struct.pack("<Q", 2**62), "metadata 0: key: length"),
         (head(entries=1) + text("k") + struct.pack("<I", 13), "k: the value type 13"),
         (head(entries=1) + text("k") + struct.pack("<IQ", 8, 2**62), "k: length"),
         (head(entries=1) + text("k") + struct.pack("<IB", 7, 2), "k: a bool with the value 2"),
@@ -101,17 +96,12 @@ def test_the_alignment_of_the_file_counts(alignment: int) -> None:
         (gguf({"general.alignment": ("I", 0)}), "general.alignment: 0"),
         (gguf({"general.alignment": ("s", "32")}), "general.alignment: '32'"),
         (gguf({"general.alignment": ("?", True)}), "general.alignment: True"),
-        (one_tensor(code=4), "a: the tensor type 4"),
-        (one_tensor(code=99), "a: the tensor type 99"),
-        (one_tensor(code=8), "a: rows of 8 elements of Q8_0"),
-        (one_tensor(shape=(1, 1, 1, 1, 8)), "a: 5 dimensions"),
-        (one_tensor(shape=(2**32, 2**32)), "elements"),
-        (one_tensor(shape=(2**63,)), "elements"),
-        (one_tensor(shape=(0, 2**63, 2**63)), "elements"),
-        (one_tensor(shape=(2**40,)), "a: the file is truncated"),
+        (one_tensor(code=4), "a: the tensor type 4"), (one_tensor(code=99), "a: the tensor type 99"),
+        (one_tensor(code=8), "a: rows of 8 elements of Q8_0"), (one_tensor(shape=(1, 1, 1, 1, 8)), "a: 5 dimensions"),
+        (one_tensor(shape=(2**32, 2**32)), "elements"), (one_tensor(shape=(2**63,)), "elements"),
+        (one_tensor(shape=(0, 2**63, 2**63)), "elements"), (one_tensor(shape=(2**40,)), "a: the file is truncated"),
         (one_tensor(offset=32, size=64), "a: offset 32: there is a gap"),
-        (one_tensor(size=31), "a: the file is truncated"),
-        (one_tensor(size=33), "longer than its header declares"),
+        (one_tensor(size=31), "a: the file is truncated"), (one_tensor(size=33), "longer than its header declares"),
         (gguf(tensors=[("a", F32, (8,)), ("a", F32, (8,))]), "a: the table contains the tensor twice"),
         (gguf(tensors=[("a" * 64, F32, (8,))]), "tensor 0: name: length: 64"),
         (
@@ -119,7 +109,7 @@ def test_the_alignment_of_the_file_counts(alignment: int) -> None:
             "b: offset 0: it overlaps",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_header_that_lies_is_refused_with_its_field(content: bytes, message: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         parsed(content)
@@ -135,7 +125,7 @@ def test_every_truncated_file_is_refused() -> None:
             parsed(content[:length])
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(8))
 def test_mutated_files_give_a_header_or_a_message(seed: int) -> None:
     random, others = Random(seed), (gguf(), gguf(tensors=[("w", Q8_0, (4, 32))]), os.urandom(200))
     for _ in range(100):

@@ -67,17 +67,6 @@ def test_lengths_and_angles_match_those_of_whole_vectors(merged: Path) -> None:
         assert whole.cosine(k, i) == whole.cosine(i, k)
 
 
-def test_the_half_sum_of_two_is_half_their_difference_away_from_each(merged: Path) -> None:
-    whole = measure(merged, "base", "a", "b", merge="out").network_tally
-    a, b = vectors(merged, "base", "a", "b")
-    ratio = np.linalg.norm(a - b) / np.linalg.norm(a) / 2
-    length, one, other = whole.length(0), whole.merge_distance(0), whole.merge_distance(1)
-    assert length is not None
-    assert one is not None
-    assert one / length == pytest.approx(ratio, rel=1e-4)
-    assert one == pytest.approx(other, rel=1e-4)
-
-
 def conflict_of(signs: np.ndarray) -> tuple[int, int]:
     moved = (signs != 0).sum(axis=0) >= 2
     return int(moved.sum()), int((moved & (signs.max(axis=0) > 0) & (signs.min(axis=0) < 0)).sum())
@@ -253,28 +242,20 @@ print(measure_interference(opened[0], opened[1:], on_progress=look).network_tall
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("model.layers.0.self_attn.q_proj.weight", "q"),
-        ("model.layers.0.self_attn.k_proj.bias", "k"),
-        ("model.layers.0.self_attn.q_norm.weight", "norm"),
-        ("model.layers.3.self_attn.o_proj.weight", "o"),
+        ("model.layers.0.self_attn.q_proj.weight", "q"), ("model.layers.0.self_attn.k_proj.bias", "k"),
+        ("model.layers.0.self_attn.q_norm.weight", "norm"), ("model.layers.3.self_attn.o_proj.weight", "o"),
         ("model.layers.3.mlp.gate_up_proj.weight", "gate_up"),
         ("model.layers.3.block_sparse_moe.experts.7.w1.weight", "gate"),
         ("model.layers.3.block_sparse_moe.gate.weight", "other"),
-        ("model.layers.3.post_attention_layernorm.weight", "norm"),
-        ("transformer.h.1.attn.c_attn.weight", "qkv"),
-        ("transformer.h.1.attn.c_proj.weight", "o"),
-        ("transformer.h.1.mlp.c_proj.weight", "down"),
-        ("transformer.h.1.ln_1.weight", "norm"),
-        ("transformer.ln_f.bias", "norm"),
-        ("transformer.wte.weight", "embedding"),
-        ("gpt_neox.layers.2.attention.dense.weight", "o"),
+        ("model.layers.3.post_attention_layernorm.weight", "norm"), ("transformer.h.1.attn.c_attn.weight", "qkv"),
+        ("transformer.h.1.attn.c_proj.weight", "o"), ("transformer.h.1.mlp.c_proj.weight", "down"),
+        ("transformer.h.1.ln_1.weight", "norm"), ("transformer.ln_f.bias", "norm"),
+        ("transformer.wte.weight", "embedding"), ("gpt_neox.layers.2.attention.dense.weight", "o"),
         ("gpt_neox.layers.2.mlp.dense_4h_to_h.weight", "down"),
         ("model.decoder.layers.0.self_attn.out_proj.weight", "o"),
-        ("bert.encoder.layer.0.attention.self.query.weight", "q"),
-        ("model.embed_tokens.weight", "embedding"),
-        ("model.norm.weight", "norm"),
-        ("language_model.lm_head.weight", "head"),
+        ("bert.encoder.layer.0.attention.self.query.weight", "q"), ("model.embed_tokens.weight", "embedding"),
+        ("model.norm.weight", "norm"), ("language_model.lm_head.weight", "head"),
     ],
-)
+)  # fmt: skip
 def test_the_kind_of_a_tensor_follows_from_its_name(name: str, kind: str) -> None:
     assert tensor_kind(name) == kind

@@ -53,17 +53,14 @@ MLP_FIRST = [{"filter": "mlp", "value": 1}, {"filter": "up", "value": 2}, {"valu
 @pytest.mark.parametrize(
     ("setting", "tensor", "t", "wider", "value"),
     [
-        (MLP_FIRST, "layers.0.mlp.up", 0.0, (), 1),
-        (MLP_FIRST, "up_proj", 0.0, (), 2),
-        (MLP_FIRST, "norm", 0.0, (), 3),
+        (MLP_FIRST, "layers.0.mlp.up", 0.0, (), 1), (MLP_FIRST, "up_proj", 0.0, (), 2), (MLP_FIRST, "norm", 0.0, (), 3),
         ({"filter": "mlp", "value": 1}, "norm", 0.0, ({"weight": 5},), 5),
         ({"filter": "mlp", "value": 1}, "norm", 0.0, (), REQUIRED),
         ({"filter": "*", "value": 4}, "anything", 0.0, (), 4),
-        ([{"filter": "mlp", "value": [0, 1]}, {"value": 9}], "mlp", 0.25, (), 0.25),
-        ("1e-5", "x", 0.0, (), 1e-5),
+        ([{"filter": "mlp", "value": [0, 1]}, {"value": 9}], "mlp", 0.25, (), 0.25), ("1e-5", "x", 0.0, (), 1e-5),
         ([], "x", 0.0, ({"weight": 5},), 5),
     ],
-)
+)  # fmt: skip
 def test_the_first_matching_filter_counts_then_the_next_scope_then_the_default(
     setting: Any, tensor: str, t: float, wider: tuple[Any, ...], value: Any
 ) -> None:
@@ -110,18 +107,13 @@ def test_a_whole_number_that_does_not_fit_into_32_bits_is_refused(method: Method
 @pytest.mark.parametrize(
     ("content", "per_model", "said"),
     [
-        ({"density": 1.5}, True, "0 to 1"),
-        ({"weight": "heavy"}, True, "a number"),
-        ({"weight": None}, True, "a number"),
-        ({"weight": True}, True, "a number"),
-        ({"weight": float("nan")}, True, "a number"),
-        ({"weight": {"value": []}}, True, "empty list"),
-        ({"normalize": "yes"}, False, "true or false"),
-        ({"consensus": "som"}, False, "did you mean 'sum'"),
-        ({"weight": {"filter": "x"}}, True, "no 'value'"),
-        ([1], True, "mapping"),
+        ({"density": 1.5}, True, "0 to 1"), ({"weight": "heavy"}, True, "a number"),
+        ({"weight": None}, True, "a number"), ({"weight": True}, True, "a number"),
+        ({"weight": float("nan")}, True, "a number"), ({"weight": {"value": []}}, True, "empty list"),
+        ({"normalize": "yes"}, False, "true or false"), ({"consensus": "som"}, False, "did you mean 'sum'"),
+        ({"weight": {"filter": "x"}}, True, "no 'value'"), ([1], True, "mapping"),
     ],
-)
+)  # fmt: skip
 def test_invalid_values_are_refused_with_their_location(content: Any, per_model: bool, said: str) -> None:
     with pytest.raises(InvalidInput, match=said) as caught:
         parse(content, per_model=per_model)

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from family import LINEAR, change_json, load, merge_text, random_tensors, save_checkpoint
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergegate.merge_core import open_checkpoint
@@ -187,6 +187,7 @@ def test_appending_to_what_is_no_list_is_refused(saved: Path, append: bytes) -> 
         read_pickled(rewritten(saved, b"\x80\x02X\x01\x00\x00\x00x" + append))
 
 
+@settings(max_examples=30)
 @given(st.data())
 def test_a_damaged_description_is_refused_or_lies_inside_the_file(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergegate.merge_core import CheckpointRef, load_recipe, resolve_local
@@ -90,22 +90,16 @@ def test_invalid_content_is_refused_with_location_and_suggestion(change: tuple[s
 @pytest.mark.parametrize(
     ("change", "where", "remedy"),
     [
-        (("density: 0.5", "densty: 0.5"), "models[2].parameters.densty", "did you mean 'density'?"),
-        (("dtype: float16", "dtyp: float16"), "dtyp", "did you mean 'dtype'?"),
         (("filter: mlp", "filter: mlp, filtre: x"), "models[2].parameters.weight[0].filtre", "did you mean 'filter'?"),
         (("normalize: true", "densty: 1"), "parameters.densty", "did you mean 'density'?"),
-        (("dtype: float16", "weight: 1"), "weight", "move it under 'parameters'"),
         (("dtype: float16", "normalize: 1"), "normalize", "remove it, because 'parameters' also sets it"),
         (("dtype: float16", "lamda: 1"), "lamda", "did you mean 'lambda'? It belongs under 'parameters'"),
         (("- model: org/code", "- model: org/code\n    lambda: 1"), "models[2].lambda", "top-level 'parameters'"),
-        (("- model: org/code", "- model: org/code\n    revision: v0"), "models[2].revision", "'model: org/code@v0'"),
         (("- model: org/code", "- model: org/code\n    dtype: x"), "models[2].dtype", "top level of the recipe"),
         (("- model: org/code", "- model: org/code\n    note: x"), "models[2].note", "remove it"),
         (("models:", "models:\n  - {model: {model: {path: a, tag: x}}, parameters: {weight: 1}}"), "tag", "remove it"),
-        (("dtype: float16", "tokenizer: {sourc: base}"), "tokenizer.sourc", "did you mean 'source'?"),
         (("dtype: float16", "tokenizer: {tokens: {x: {sorce: 1}}}"), "tokenizer.tokens.x.sorce", "'source'?"),
         (("dtype: float16", "experts: [a]"), "experts", "remove it, or remove the models"),
-        (("dtype: float16", "name: []"), "name", "remove it"),
     ],
 )
 def test_content_that_mergekit_ignores_causes_a_warning_with_a_remedy(
@@ -125,8 +119,8 @@ def test_a_backward_layer_range_is_refused(layer_range: str) -> None:
         load_recipe(f"merge_method: passthrough\nslices: [{{sources: [{{model: a, layer_range: {layer_range}}}]}}]")
 
 
-@pytest.mark.parametrize("digits", [10, 4300, 4301, 5000, 100_000])
-@pytest.mark.parametrize("digit", "019")
+@pytest.mark.parametrize("digits", [10, 4300, 4301, 100_000])
+@pytest.mark.parametrize("digit", "09")
 def test_a_layer_number_with_too_many_digits_is_refused(digit: str, digits: int) -> None:
     for layer_range in (f'["{digit * digits}", 4]', f'[0, "{digit * digits}"]'):
         with pytest.raises(InvalidInput, match="layer_range"):
@@ -136,14 +130,8 @@ def test_a_layer_number_with_too_many_digits_is_refused(digit: str, digits: int)
 @pytest.mark.parametrize(
     ("slices", "words"),
     [
-        (
-            "{sources: [{model: a, layer_range: [0, 0]}]}, {sources: [{model: b, layer_range: [3, 3]}]}",
-            "every layer_range is empty",
-        ),
-        (
-            "{sources: [{model: a, layer_range: [0, 2]}, {model: b, layer_range: [0, 3]}]}",
-            "same number of layers",
-        ),
+        ("{sources: [{model: a, layer_range: [0, 0]}]}, {sources: [{model: b, layer_range: [3, 3]}]}", "is empty"),
+        ("{sources: [{model: a, layer_range: [0, 2]}, {model: b, layer_range: [0, 3]}]}", "same number of layers"),
     ],
 )
 def test_slices_without_a_layer_or_of_unequal_length_are_refused(slices: str, words: str) -> None:
@@ -153,14 +141,6 @@ def test_slices_without_a_layer_or_of_unequal_length_are_refused(slices: str, wo
 
 def linear_document(models: str, name: str = "") -> str:
     return f"{f'name: {name}' if name else ''}\nmerge_method: linear\nmodels: {models}\nparameters: {{weight: 1}}\n"
-
-
-def test_the_document_that_no_other_document_needs_is_the_result() -> None:
-    documents = [linear_document("[{model: first}, {model: c}]", "last")]
-    documents += [linear_document("[{model: a}, {model: b}]", "first")]
-    recipe = load_recipe("---\n".join(documents))
-    assert recipe.name == "last"
-    assert [str(ref) for ref in recipe.references()] == ["a", "b", "c"]
 
 
 PATHS = ("../../victim", "/victim", "a/b", "a/", ".", "..")
@@ -185,10 +165,11 @@ def test_any_other_text_is_a_name(name: str) -> None:
 
 
 def test_documents_are_sorted_by_their_dependencies() -> None:
-    documents = [linear_document("[{model: second}, {model: x}]")]
+    documents = [linear_document("[{model: second}, {model: x}]", "last")]
     documents += [linear_document("[{model: first}, {model: y}]", "second")]
     documents += [linear_document("[{model: x}, {model: z}]", "first")]
     recipe = load_recipe("---\n".join(documents))
+    assert recipe.name == "last"
     assert [step.name for step in recipe.steps] == ["first", "second"]
     assert sorted(str(ref) for ref in recipe.references()) == ["x", "y", "z"]
     circle = [linear_document("[{model: p}]")]
@@ -286,6 +267,7 @@ def test_the_good_recipe_has_no_findings() -> None:
     assert findings(dict(GOOD)) == ()
 
 
+@settings(max_examples=30)
 @given(st.lists(st.sampled_from(sorted(FAULTS)), unique=True, min_size=1), st.randoms(use_true_random=False))
 def test_one_error_reports_all_faults_in_any_order(planted: list[str], random: Any) -> None:
     recipe = copy.deepcopy(dict(GOOD))
@@ -434,13 +416,10 @@ def test_applying_the_remedy_fixes_the_fault(fault: str) -> None:
 @pytest.mark.parametrize(
     ("path", "remedy"),
     [
-        (r"E:\models\a", "/mnt/e/models/a"),
-        ("c:/models/a", "/mnt/c/models/a"),
-        (r"models\a", "write models/a"),
-        (r".\models\a", "write ./models/a"),
-        (r"\\server\share\a", "mount the share"),
+        (r"E:\models\a", "/mnt/e/models/a"), ("c:/models/a", "/mnt/c/models/a"), (r"models\a", "write models/a"),
+        (r".\models\a", "write ./models/a"), (r"\\server\share\a", "mount the share"),
     ],
-)
+)  # fmt: skip
 def test_a_windows_path_is_recognized_unless_a_directory_has_its_name(tmp_path: Path, path: str, remedy: str) -> None:
     (tmp_path / "models" / "a").mkdir(parents=True)
     (tmp_path / r"a\b").mkdir()

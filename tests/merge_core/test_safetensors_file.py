@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import struct
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
@@ -40,38 +41,28 @@ def test_a_file_written_by_safetensors_is_read_as_it_says(tmp_path: Path) -> Non
     ("header", "data", "said"),
     [
         ({"a": entry(0, 8, [2]), "b": entry(4, 12, [2])}, 12, "overlaps"),
-        ({"a": entry(0, 8, [2]), "b": entry(12, 20, [2])}, 20, "gap"),
-        ({"a": entry(0, 8, [2])}, 4, "truncated"),
-        ({"a": entry(0, 8, [2])}, 12, "longer"),
-        ({"a": entry(8, 0, [2])}, 8, "ascending"),
-        ({"a": entry(-8, 0, [2])}, 8, "whole numbers"),
-        ({"a": entry(0, 8, [-2])}, 8, "whole numbers"),
-        ({"a": entry(0, 2**70, [2**68])}, 8, "whole numbers"),
-        ({"a": entry(0, 2**62, [2**60])}, 8, "truncated"),
-        ({"a": entry(0, 8, [3])}, 8, "12 bytes"),
-        ({"a": entry(0, 8, [2], "Q9")}, 8, "dtype"),
-        ({"a": entry(0, 8, [True, 2])}, 8, "whole numbers"),
-        ({"a": {"dtype": "F32", "shape": [2]}}, 8, "data_offsets"),
+        ({"a": entry(0, 8, [2]), "b": entry(12, 20, [2])}, 20, "gap"), ({"a": entry(0, 8, [2])}, 4, "truncated"),
+        ({"a": entry(0, 8, [2])}, 12, "longer"), ({"a": entry(8, 0, [2])}, 8, "ascending"),
+        ({"a": entry(-8, 0, [2])}, 8, "whole numbers"), ({"a": entry(0, 8, [-2])}, 8, "whole numbers"),
+        ({"a": entry(0, 2**70, [2**68])}, 8, "whole numbers"), ({"a": entry(0, 2**62, [2**60])}, 8, "truncated"),
+        ({"a": entry(0, 8, [3])}, 8, "12 bytes"), ({"a": entry(0, 8, [2], "Q9")}, 8, "dtype"),
+        ({"a": entry(0, 8, [True, 2])}, 8, "whole numbers"), ({"a": {"dtype": "F32", "shape": [2]}}, 8, "data_offsets"),
         ({"a": entry(0, 8, [2]), "__metadata__": {"x": 1}}, 8, "__metadata__"),
-        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{}}', 4, "twice"),
-        (b"[]", 0, "object"),
-        (b"{", 0, "JSON"),
-        (b"[" * 100_000, 0, "levels"),
+        (b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]},"a":{}}', 4, "twice"), (b"[]", 0, "object"),
+        (b"{", 0, "JSON"), (b"[" * 100_000, 0, "levels"),
     ],
-)
+)  # fmt: skip
 def test_a_header_that_lies_is_refused(header: object, data: int, said: str) -> None:
     with pytest.raises(InvalidInput, match=said):
         parsed(header, data)
 
 
-@pytest.mark.parametrize("position", [0, MAX_TENSORS // 2, MAX_TENSORS - 2])
-def test_a_name_that_occurs_twice_is_found_quickly_among_many(position: int) -> None:
+def test_a_name_that_occurs_twice_is_found_quickly_among_many() -> None:
     """Comparing each name with all names before it would take minutes."""
     entries = [f'"t{number}":0' for number in range(MAX_TENSORS - 1)]
-    header = f"{{{','.join([*entries, entries[position]])}}}".encode()
     with pytest.raises(InvalidInput, match="twice") as caught:
-        parsed(header, 0)
-    assert caught.value.where == f"x.safetensors: t{position}"
+        parsed(f"{{{','.join([*entries, entries[-1]])}}}".encode(), 0)
+    assert caught.value.where == f"x.safetensors: t{MAX_TENSORS - 2}"
 
 
 @pytest.mark.parametrize(
@@ -89,6 +80,7 @@ def test_a_file_without_a_whole_header_is_refused(tmp_path: Path, content: bytes
         read_header(tmp_path / "x.safetensors")
 
 
+@settings(max_examples=40)
 @given(
     st.dictionaries(
         st.text(min_size=1, max_size=8).filter(lambda name: name != "__metadata__"),
@@ -98,12 +90,7 @@ def test_a_file_without_a_whole_header_is_refused(tmp_path: Path, content: bytes
 )
 def test_a_rendered_header_is_parsed_back(tmp_path_factory: pytest.TempPathFactory, content: Any) -> None:
     sizes = {"F32": 4, "BF16": 2, "I64": 8, "BOOL": 1}
-    rows = []
-    for name, (code, shape) in content.items():
-        count = sizes[code]
-        for size in shape:
-            count *= size
-        rows.append((name, code, tuple(shape), count))
+    rows = [(name, code, tuple(shape), math.prod(shape, start=sizes[code])) for name, (code, shape) in content.items()]
     header = render_header(rows, {"format": "pt"})
     assert len(header) % 8 == 0
     found = parse_header(header[8:], file_size=len(header) + sum(row[3] for row in rows), path=Path("x"))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from family import LINEAR, check_recipe, random_tensors, save_checkpoint
+from family import LINEAR, check_recipe
 from tokenizer_samples import (
     TEXTS,
     byte_level,
@@ -28,22 +28,10 @@ from mergegate.merge_core.checkpoint.vocabulary import read_tokenizer
 from mergegate.merge_core.errors import InvalidInput
 
 KINDS: dict[str, Callable[[], Tokenizer]] = {
-    "byte-level": byte_level,
-    "sentence-pieces": sentence_pieces,
-    "unigram": unigram,
-    "word-pieces": word_pieces,
-}
+    "byte-level": byte_level, "sentence-pieces": sentence_pieces, "unigram": unigram, "word-pieces": word_pieces,
+}  # fmt: skip
 
 Path_ = tuple[Any, ...]
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two models of equal shapes, whose tokenizers each test writes."""
-    root = tmp_path_factory.mktemp("pair")
-    for seed, name in enumerate("ab"):
-        save_checkpoint(root / name, random_tensors(seed, tokens=512))
-    return root
 
 
 def compared(root: Path, first: dict[str, Any], other: dict[str, Any], *accepted: str) -> tuple[Finding, ...]:
@@ -114,14 +102,10 @@ def mutations(content: dict[str, Any]) -> Iterator[tuple[Path_, dict[str, Any]]]
 
 
 SWITCHES = [
-    ("model", "byte_fallback", True),
-    ("model", "ignore_merges", True),
-    ("model", "fuse_unk", True),
-    ("model", "dropout", 0.9),
-    ("model", "unk_token", "e"),
-    ("model", "continuing_subword_prefix", "##"),
+    ("model", "byte_fallback", True), ("model", "ignore_merges", True), ("model", "fuse_unk", True),
+    ("model", "dropout", 0.9), ("model", "unk_token", "e"), ("model", "continuing_subword_prefix", "##"),
     ("model", "end_of_word_suffix", "e"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.story
@@ -292,13 +276,3 @@ def test_ids_that_the_library_does_not_assign_are_reported(pair: Path) -> None:
     wrong = copy.deepcopy(content)
     wrong["added_tokens"][-1]["id"] += 7
     assert places(compared(pair, content, wrong)) == [("warn", "b: tokenizer.json: added_tokens")]
-
-
-def test_files_of_older_tokenizers_are_compared_with_their_merges(tmp_path: Path) -> None:
-    for seed, name in enumerate("ab"):
-        place = save_checkpoint(tmp_path / name, random_tensors(seed, tokens=4))
-        (place / "tokenizer.json").unlink()
-        (place / "vocab.json").write_text(json.dumps({"a": 0, "b": 1, "ab": 2, "ba": 3}))
-        merges = ["a b", "b a"] if name == "a" else ["b a", "a b"]
-        (place / "merges.txt").write_text("\n".join(["#version: 0.2", *merges, ""]))
-    assert places(check_recipe(LINEAR, tmp_path).findings) == [("block", "b: merges.txt: merges")]

@@ -37,6 +37,7 @@ VALUES: st.SearchStrategy[Any] = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(value=VALUES)
 def test_flow_yaml_writes_one_line_that_parses_to_the_same_value(value: Any) -> None:
     line = flow_yaml(value)
@@ -92,6 +93,7 @@ def test_a_duplicate_key_in_a_merged_mapping_is_reported_once(text: str) -> None
 MAPPINGS = st.lists(st.dictionaries(st.sampled_from(["x", "weight", "y", "density"]), st.integers(0, 9)), max_size=4)
 
 
+@settings(max_examples=40)
 @given(MAPPINGS, st.dictionaries(st.sampled_from(["x", "weight", "z"]), st.integers(10, 19)), st.booleans())
 def test_own_keys_come_before_merged_ones_and_earlier_mappings_before_later_ones(
     mappings: list[dict[str, int]], own: dict[str, int], merge_last: bool

@@ -317,13 +317,10 @@ def test_an_untrusted_config_is_refused_without_a_traceback(
 @pytest.mark.parametrize(
     ("change", "where"),
     [
-        ({"gate_mode": "hiden"}, "gate_mode"),
-        ({"experts_per_token": 3}, "experts_per_token"),
-        ({"experts": []}, "experts"),
-        ({"experts": [{"model": "llama"}]}, r"experts\[0\].model"),
+        ({"gate_mode": "hiden"}, "gate_mode"), ({"experts_per_token": 3}, "experts_per_token"),
+        ({"experts": []}, "experts"), ({"experts": [{"model": "llama"}]}, r"experts\[0\].model"),
         ({"experts": [{"source_model": "llama", "noise_scale": -1}]}, "noise_scale"),
-        ({"gate_mode": "hidden"}, r"experts\[0\].positive_prompts"),
-        ({"base_model": None}, "recipe"),
+        ({"gate_mode": "hidden"}, r"experts\[0\].positive_prompts"), ({"base_model": None}, "recipe"),
         ({"base_model": "llama+adapter", "gate_mode": "hidden", "experts_per_token": 1,
           "experts": [{"source_model": "llama", "positive_prompts": "x"}]}, "has an adapter"),
         ({"shared_experts": [{"source_model": "a"}, {"source_model": "b"}]}, "shared_experts"),
