@@ -15,7 +15,7 @@ from test_release import exact_match
 DEMO = PROFILES / "demo"
 
 
-@pytest.mark.parametrize("name", ["reverser", "shifter"])
+@pytest.mark.parametrize("name", ["reverser", pytest.param("shifter", marks=pytest.mark.story)])
 def test_the_shipped_adapters_are_what_extraction_makes(tmp_path: Path, name: str) -> None:
     project = make_project(tmp_path)
     models, out = project.root / "profiles" / "demo" / "models", project.root / "adapter"
@@ -38,18 +38,14 @@ def test_an_existing_directory_is_not_written_over(tmp_path: Path) -> None:
     assert "it exists" in done.output
 
 
-@pytest.mark.parametrize(("recipe", "options"), [("adapter", ["--no-probe"]), ("adapters", [])])
-def test_a_recipe_with_adapters_is_merged_as_planned(tmp_path: Path, recipe: str, options: list[str]) -> None:
-    project, file = make_project(tmp_path), f"profiles/demo/recipes/{recipe}.yaml"
+def test_a_recipe_with_adapters_is_merged_as_planned(tmp_path: Path) -> None:
+    project, file = make_project(tmp_path), "profiles/demo/recipes/adapters.yaml"
     expect(project.mergegate("merge", file, "out"), 0)
-    planned = json.loads(expect(project.mergegate("plan", file, "--json", *options), 0).stdout)
-    if recipe == "adapters":
-        made, needs = load_file(tmp_path / "out" / "adapter_model.safetensors").values(), planned["needs"]
-        assert (needs["tensors"], needs["parameters"]) == (len(made), sum(one.numel() for one in made))
-        assert needs["bytes_written"] == sum(one.nbytes for one in made)
-        assert planned["time"] is None
-        said = project.mergegate("check", "profiles/demo-adapters.yaml").output
-        assert f"{len(made)} tensors, {needs['bytes_written'] / 1e6:,.1f} MB to write" in " ".join(said.split())
+    planned = json.loads(expect(project.mergegate("plan", file, "--json"), 0).stdout)
+    made, needs = load_file(tmp_path / "out" / "adapter_model.safetensors").values(), planned["needs"]
+    assert (needs["tensors"], needs["parameters"]) == (len(made), sum(one.numel() for one in made))
+    assert needs["bytes_written"] == sum(one.nbytes for one in made)
+    assert planned["time"] is None
 
 
 def run(tmp_path: Path, profile: str) -> tuple[Project, Path]:
@@ -59,17 +55,6 @@ def run(tmp_path: Path, profile: str) -> tuple[Project, Path]:
     release = project.root / "releases" / profile / "latest"
     expect(project.mergegate("reproduce", str(release), "--parents", str(DEMO / "recipes")), 0)
     return project, release
-
-
-@pytest.mark.proof
-@pytest.mark.story
-def test_a_merge_of_a_model_with_an_adapter_is_released(tmp_path: Path, prefect_api: None) -> None:
-    project, release = run(tmp_path, "demo-adapter")
-    assert exact_match(release, "reverse") > 0.95
-    said = json.loads((release / "provenance.json").read_text())["predicate"]["buildDefinition"]
-    adapter = next(one for one in said["resolvedDependencies"] if "+" in one["name"])["annotations"]["adapter"]
-    assert set(adapter["files"]) == {"adapter_config.json", "adapter_model.safetensors"}
-    assert "nothing new" in project.mergegate("run", "profiles/demo-adapter.yaml").output
 
 
 @pytest.mark.story

@@ -16,8 +16,9 @@ MODELS = PROFILES / "demo" / "models"
 BASE = str(MODELS / "base")
 PROFILE = """name: small
 recipe: demo/recipes/ties.yaml
-perplexity: {documents: demo/data/held-out.jsonl, max_documents: 100, max_increase: 50%}
+perplexity: {documents: demo/data/held-out.jsonl, max_documents: 30, max_increase: 50%}
 evaluate:
+  documents: 50
   tasks:
     - {task: demo/tasks/copy.yaml, guarded_by: base, max_drop: 3}
     - {task: demo/tasks/reverse.yaml, guarded_by: base, max_drop: 3}
@@ -44,6 +45,7 @@ def compare(project: Project, reference: Path, candidate: Path) -> tuple[int, di
 Compared = tuple[Project, dict[str, Any]]
 
 
+@pytest.mark.story
 def test_a_lost_skill_is_refused_and_every_guard_is_held_against_the_reference_once(compared: Compared) -> None:
     project, outcome = compared
     assert (outcome["status"], outcome["location"]) == ("refused", None)
@@ -53,11 +55,12 @@ def test_a_lost_skill_is_refused_and_every_guard_is_held_against_the_reference_o
     assert [(guard["task"], guard["reference"]) for guard in guards] == [("copy", "reverser"), ("reverse", "reverser")]
     assert guards[1]["outcome"] == "fail"
     assert guards[1]["drop"] > 50
-    assert (verdict["drift"]["reference"], verdict["drift"]["documents"]) == ("reverser", 100)
+    assert (verdict["drift"]["reference"], verdict["drift"]["documents"]) == ("reverser", 30)
     assert project.artifacts("merge") == set()
     assert not (project.root / "releases").exists()
 
 
+@pytest.mark.story
 def test_the_report_is_a_page_about_both(compared: Compared) -> None:
     project, outcome = compared
     page = Path(outcome["report"])
@@ -68,6 +71,7 @@ def test_the_report_is_a_page_about_both(compared: Compared) -> None:
     assert "<h3>Recipe" not in text
 
 
+@pytest.mark.story
 def test_the_output_shows_lines_a_table_and_the_page(compared: Compared) -> None:
     project, _ = compared
     arguments = (str(MODELS / "reverser"), str(MODELS / "base"), "--profile", "profiles/small.yaml")
@@ -97,23 +101,13 @@ def test_a_checkpoint_passes_against_itself(compared: Compared) -> None:
     assert first == second
 
 
-def test_tasks_are_skipped_for_a_broken_checkpoint(compared: Compared) -> None:
-    project, _ = compared
-    expect(project.mergegate("merge", "profiles/demo/recipes/exploding.yaml", "exploded"), 0)
-    before = project.artifacts("evaluate")
-    code, outcome = compare(project, MODELS / "base", project.root / "exploded")
-    assert code == 3
-    assert outcome["content"]["verdict"]["drift"]["broken"]
-    assert project.artifacts("evaluate") == before
-
-
 @pytest.mark.parametrize(
     ("checkpoints", "profile", "words"),
     [
-        (["./nowhere", BASE], "profiles/demo.yaml", "./nowhere: no such directory"),
         ([BASE, f"{BASE}+./nowhere"], "profiles/demo.yaml", "./nowhere: no such directory"),
-        ([BASE, f"{BASE}+{BASE}"], "profiles/demo.yaml", "the adapter is incomplete"),
-        ([BASE, "org/never-was@main"], "profiles/demo.yaml", "not a local directory"),
+        pytest.param(
+            [BASE, f"{BASE}+{BASE}"], "profiles/demo.yaml", "the adapter is incomplete", marks=pytest.mark.story
+        ),
         ([BASE, str(MODELS / "reverser")], "nowhere.yaml", "No such file"),
         ([BASE, str(MODELS / "reverser")], "bare.yaml", "no evidence to compare with"),
     ],

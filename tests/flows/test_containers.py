@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -88,13 +89,19 @@ def test_every_command_that_is_named_is_there_with_its_options(file: Path) -> No
     assert checked or file.name == "prefect.yaml"
 
 
-@pytest.mark.parametrize("file", [*FILES, CONTAINERS / "with-secrets"], ids=lambda file: file.name)
-def test_every_setting_that_is_named_is_one(file: Path) -> None:
+@cache
+def known_settings() -> tuple[str, set[str]]:
+    """Return the sources of the product, and the names of Prefect's settings."""
     from prefect.settings import get_current_settings
 
     ours = "".join(one.read_text() for it in ("flows", "tasks", "merge_core") for one in (PROJECT / it).rglob("*.py"))
+    return ours, set(get_current_settings().to_environment_variables(exclude_unset=False, include_secrets=True))
+
+
+@pytest.mark.parametrize("file", [*FILES, CONTAINERS / "with-secrets"], ids=lambda file: file.name)
+def test_every_setting_that_is_named_is_one(file: Path) -> None:
     names = set(re.findall(r"\b((?:PREFECT|MERGEGATE)_[A-Z_]+[A-Z])\b", file.read_text()))
-    prefects = set(get_current_settings().to_environment_variables(exclude_unset=False, include_secrets=True))
+    ours, prefects = known_settings()
     compose_only = {"MERGEGATE_PROJECT"}  # defined by the Compose file itself
     assert {name for name in names - compose_only - prefects if name not in ours} == set(), "nobody reads them"
 

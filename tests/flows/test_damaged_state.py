@@ -1,12 +1,9 @@
-"""Damaged state files, one at a time or all together: the next run recovers and gives the same release."""
+"""Damaged state files: the next run recovers and gives the same release."""
 
 from __future__ import annotations
 
-import os
-import random
 import shutil
 import sqlite3
-from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
@@ -14,13 +11,10 @@ import pytest
 from demo_project import Project, expect
 from faults import files_below
 from garbage import DAMAGE
+from samples import sampled
 from test_embedded_api import start_api
 
 LASTING = [name for name in DAMAGE if name != "unreadable"]
-# Every combination of file and damage needs its own run, about an hour in total (``make test-all``). By default,
-# the tests use a sample.
-EVERY = bool(os.environ.get("MERGEGATE_EVERY_DAMAGE"))
-FEW = 4
 
 
 def state_files(project: Project) -> list[Path]:
@@ -69,54 +63,22 @@ def test_everything_is_damaged_at_once_and_the_release_is_the_same_to_the_byte(c
     assert files_below(copied.latest) == release
 
 
-@pytest.mark.proof
-@pytest.mark.story
-def test_one_file_after_the_other_is_damaged_and_the_release_stays_what_it_is(copied: Project) -> None:
-    before, draw = version_of(copied), random.Random(14)
-    files = state_files(copied)
-    for path in files if EVERY else draw.sample(files, FEW):
-        if not path.exists():  # moved away with its artifact, or rebuilt under another name
-            continue
-        name = draw.choice(LASTING)
-        DAMAGE[name](path)
-        run(copied)
-        assert version_of(copied) == before, f"{path} is {name}"
-        assert copied.mergegate("doctor").exit_code == 0, f"{path} is {name}"
+def lose_a_table(database: Path) -> None:
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("DROP TABLE flow_run")
+        connection.commit()
 
 
-def executes(statement: str) -> Callable[[Path], None]:
-    """Return a change of a database."""
-
-    def change(database: Path) -> None:
-        with closing(sqlite3.connect(database)) as connection:
-            connection.execute(statement)
-            connection.commit()
-
-    return change
+PREFECT = {"garbage": DAMAGE["garbage"], "without a table": lose_a_table}
 
 
-def foreign(database: Path) -> None:
-    database.unlink()
-    executes("CREATE TABLE flow (id TEXT)")(database)
-
-
-PREFECT = {
-    **{f"{name} ({suffix or 'db'})": (DAMAGE[name], suffix) for name in LASTING for suffix in ("", "-wal", "-shm")},
-    "another program's": (foreign, ""),
-    "of a later version": (executes("UPDATE alembic_version SET version_num = 'ffffffffffff'"), ""),
-    "without a table": (executes("DROP TABLE flow_run"), ""),
-}
-
-
-@pytest.mark.proof
 @pytest.mark.story  # a new database needs about a hundred migrations
-@pytest.mark.parametrize("kind", PREFECT if EVERY else list(PREFECT)[::78])
+@pytest.mark.parametrize("kind", sampled(PREFECT, ["without a table"], pytest.mark.proof))
 def test_prefect_runs_whatever_has_become_of_its_database(prefect_database: Path, tmp_path: Path, kind: str) -> None:
     database = tmp_path / "prefect" / "prefect.db"
     database.parent.mkdir()
     shutil.copy(prefect_database, database)
-    damage, suffix = PREFECT[kind]
-    damage(database.with_name(database.name + suffix))
+    PREFECT[kind](database)
     done = start_api(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "runs: 0" in done.stdout

@@ -56,6 +56,7 @@ def test_the_union_of_the_demo_keeps_both_skills_and_the_token_of_one_parent(dem
     assert guards == {"copy": "pass", "reverse": "pass", "shift": "pass"}
 
 
+@pytest.mark.story
 def test_a_model_with_an_adapter_is_given_another_tokenizer_as_the_model_that_it_stands_for(project: Project) -> None:
     adapted = f"{MODELS / 'base'}+{PROFILES / 'demo' / 'adapters' / 'reverser-lora'}"
     recipe = project.root / "plain.yaml"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -68,9 +68,15 @@ def documented() -> list[Documented]:
 EVERY = documented()
 
 
-def of(program: str) -> list[Any]:
-    chosen = {(one.page, one.words): one for one in EVERY if one.words[0] == program}.values()
-    return [pytest.param(one, id=f"{one.page}: {' '.join(one.words)}") for one in chosen]
+def of(program: str) -> list[Documented]:
+    return list({(one.page, one.words): one for one in EVERY if one.words[0] == program}.values())
+
+
+def require_no_problem(commands: Iterable[Documented], problem_of: Callable[[Documented], object]) -> None:
+    """Fail with the page, the words and the problem of each command that has one."""
+    assert commands
+    found = {f"{one.page}: {' '.join(one.words)}": problem_of(one) for one in commands}
+    assert {place: problem for place, problem in found.items() if problem} == {}
 
 
 def leaf(command: Documented) -> tuple[Any, list[str]]:
@@ -80,13 +86,13 @@ def leaf(command: Documented) -> tuple[Any, list[str]]:
     while hasattr(at, "commands") and rest and not rest[0].startswith("-"):
         if getattr(at, "default_command", None) and rest[0] not in at.commands:
             rest.insert(0, at.default_command)
-        assert rest[0] in at.commands, f"no command {rest[0]!r}"
+        assert rest[0] in at.commands, f"no command {rest[0]!r} in {command}"
         at = at.commands[rest.pop(0)]
     return at, rest
 
 
-@pytest.mark.parametrize("command", of("mergegate"))
-def test_each_command_takes_what_is_written(command: Documented) -> None:
+def unknown_word(command: Documented) -> str:
+    """Return an option or an argument that the command does not take."""
     at, rest = leaf(command)
     options = [one for one in at.params if one.param_type_name == "option"]
     flags = {name: one for one in options for name in (*one.opts, *one.secondary_opts)}
@@ -97,44 +103,61 @@ def test_each_command_takes_what_is_written(command: Documented) -> None:
             places.append(word)
             continue
         name, _, value = word.partition("=")
-        assert name in flags or name in ("--help", "-h"), f"{' '.join(command.words)}: no option {name}"
+        if name not in flags and name not in ("--help", "-h"):
+            return name
         if name in flags and not flags[name].is_flag and not value and rest:
             rest.pop(0)
     slots = [one for one in at.params if one.param_type_name == "argument"]
-    assert len(places) <= len(slots) or any(one.nargs == -1 for one in slots), "too many arguments"
+    return "" if len(places) <= len(slots) or any(one.nargs == -1 for one in slots) else places[-1]
 
 
-@pytest.mark.parametrize("command", [one for one in of("mergegate") if one.values[0].whole])
-def test_each_whole_command_is_parsed(command: Documented) -> None:
-    """Parse the command as a shell would pass it, which includes required options, types and choices."""
+def parse_error(command: Documented) -> str:
+    """Parse a command as a shell would pass it, which includes required options, types and choices."""
     at, rest = leaf(command)
     if not hasattr(at, "commands") and not {"--help", "-h"} & set(rest):
-        at.make_context(at.name, rest)
+        try:
+            at.make_context(at.name, rest)
+        except TyperException as error:
+            return str(error) or type(error).__name__
+    return ""
+
+
+def test_each_command_takes_what_is_written() -> None:
+    require_no_problem(of("mergegate"), unknown_word)
+
+
+def test_each_whole_command_is_parsed() -> None:
+    require_no_problem([one for one in of("mergegate") if one.whole], parse_error)
 
 
 @pytest.mark.parametrize(
     "words", ["run", "run a.yaml b.yaml", "run --becuse x.yaml", "history --last many", "tune x.yaml --trials 1"]
 )
 def test_a_wrong_command_is_found(words: str) -> None:
-    with pytest.raises(TyperException):
-        test_each_whole_command_is_parsed(Documented("page.md", ("mergegate", *words.split()), whole=True))
+    command = Documented("page.md", ("mergegate", *words.split()), whole=True)
+    assert parse_error(command)
+    assert bool(unknown_word(command)) == (words in ("run a.yaml b.yaml", "run --becuse x.yaml"))
 
 
-@pytest.mark.parametrize("command", of("make"))
-def test_each_target_of_make_is_there(command: Documented) -> None:
+def test_each_target_of_make_is_there() -> None:
     targets = re.findall(r"^([\w./-]+):", (PROJECT / "Makefile").read_text(), re.MULTILINE)
-    asked = [word for word in command.words[1:] if "=" not in word and not word.startswith("-")]
-    assert [word for word in asked if word not in (*targets, "$(VENV)/ready", ".venv/ready")] == []
+    known = {*targets, "$(VENV)/ready", ".venv/ready"}
+    require_no_problem(
+        of("make"),
+        lambda one: [word for word in one.words[1:] if "=" not in word and word[0] != "-" and word not in known],
+    )
 
 
-@pytest.mark.parametrize("command", of("python"))
-def test_each_script_is_there_with_its_options(command: Documented) -> None:
+def missing_options(command: Documented) -> list[str]:
     script, *rest = command.words[1:]
     if script in ("-m", "-c"):
-        return
+        return []
     text = (PROJECT / script).read_text(encoding="utf-8")
-    missing = [word for word in rest if word.startswith("--") and f'"{word.partition("=")[0]}"' not in text]
-    assert missing == []
+    return [word for word in rest if word.startswith("--") and f'"{word.partition("=")[0]}"' not in text]
+
+
+def test_each_script_is_there_with_its_options() -> None:
+    require_no_problem(of("python"), missing_options)
 
 
 # The smallest section of each kind. A documented section is merged into it, so a page can show only a few keys.
@@ -194,18 +217,16 @@ def completed(fragment: Mapping[str, Any]) -> dict[str, Any]:
     return {**MINIMAL, **sections}
 
 
-def documented_yaml() -> list[Any]:
-    found = []
+def documented_yaml() -> Iterator[tuple[str, Path, str]]:
+    """Yield each block of YAML with its page and its place."""
     for page in PAGES:
         for number, (indent, language, block) in enumerate(FENCE.findall(page.read_text(encoding="utf-8"))):
             if language in ("yaml", "yml"):
                 text = re.sub(f"^{indent}", "", block, flags=re.MULTILINE)
-                found.append(pytest.param(text, page, id=f"{page.relative_to(PROJECT)}: block {number}"))
-    return found
+                yield text, page, f"{page.relative_to(PROJECT)}: block {number}"
 
 
-@pytest.mark.parametrize(("text", "page"), documented_yaml())
-def test_each_yaml_block_is_valid(text: str, page: Path) -> None:
+def require_valid_yaml(text: str, page: Path) -> None:
     for document in yaml.load_all(text, _TaskLoader):  # a SafeLoader
         if isinstance(document, list) and all("guarded_by" in item for item in document):
             document = {"evaluate": {"tasks": document}}
@@ -224,8 +245,18 @@ def test_each_yaml_block_is_valid(text: str, page: Path) -> None:
             assert any(keys & names for names in OTHER_FILES.values()), f"a profile has no key {sorted(keys)}"
 
 
+def test_each_yaml_block_is_valid() -> None:
+    problems = {}
+    for text, page, place in documented_yaml():
+        try:
+            require_valid_yaml(text, page)
+        except (InvalidInput, AssertionError) as error:
+            problems[place] = str(error)
+    assert problems == {}
+
+
 def test_a_wrong_key_in_a_fragment_is_found() -> None:
     fragments = ("evaluate: {taks: []}", "shadow: {margin: 3}", "evalute: {tasks: []}")
     for text in (*fragments, "- {task: x, guarded_by: a, n: 1}"):
         with pytest.raises((InvalidInput, AssertionError)):
-            test_each_yaml_block_is_valid(text, PROJECT / "README.md")
+            require_valid_yaml(text, PROJECT / "README.md")

@@ -14,6 +14,7 @@ import pytest
 from demo_project import PROFILES, Project, expect
 from prefect import flow
 from rich.cells import cell_len
+from samples import sampled
 
 from mergegate.flows.cli.json_events import EventLines
 from mergegate.flows.outcome import RunOutcome, conclude_flow, flow_outcome
@@ -30,10 +31,20 @@ FINISHED = (
     "store gc --dry-run",
     "verify releases/demo/latest",
 )
+QUICK = (
+    "status",
+    "doctor",
+    "explain demo",
+    "store ls",
+    "store gc --dry-run",
+    FETCHED,
+    "explain nobody",
+    "run nowhere.yaml",
+)
 STOPPED = ("check nowhere.yaml", "explain nobody", "open nobody", "history nobody", "run nowhere.yaml")
 
 
-@pytest.mark.parametrize("command", [*ANSWERS, *FINISHED, FETCHED, *STOPPED])
+@pytest.mark.parametrize("command", sampled([*ANSWERS, *FINISHED, FETCHED, *STOPPED], QUICK))
 def test_what_commands_print_for_machines_has_one_shape(demo: Project, command: str) -> None:
     jsonschema = pytest.importorskip("jsonschema")
     if command == FETCHED:

@@ -60,6 +60,7 @@ TEXTS = ["x" * 100_000, "a\0b=1", "a=\0", "a\nb", "\udcff", "-x", "=", "💥", *
 INTEGERS = ["-5", "0", str(2**70), str(-(2**70)), ""]
 NUMBERS = ["nan", "inf", "-inf", "-1", "1e308", ""]
 QUICK = {"", ".", "pipe", "a\0b", "/dev/zero", "/", "\udcff", "a\0b=1", "-5", "nan", "inf", "-1"}
+OFTEN = ("run", "merge", "check", "gate", "history", "trigger", "worker", "store gc", "shadow replay")
 # These would succeed if the tests run as root.
 WRITE_TO_THE_SYSTEM = {("init", "out", "/"), ("schema", "write", "/")}
 
@@ -169,10 +170,10 @@ def test_every_command_has_valid_arguments_here() -> None:
 
 def rows() -> Iterator[Any]:
     """Yield each command with quick values, and then with all others."""
-    for quick in (True, False):
+    for quick, tier in ((True, pytest.mark.story), (False, pytest.mark.proof)):
         for name in COMMANDS:
             # ``compare`` starts Prefect's API before it reads its arguments.
-            marks = () if quick and name != "compare" else pytest.mark.proof
+            marks = () if quick and name in OFTEN else pytest.mark.proof if name == "compare" else tier
             yield pytest.param(name, quick, marks=marks, id=name if quick else f"{name}: all others")
 
 

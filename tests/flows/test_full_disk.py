@@ -15,7 +15,7 @@ import pytest
 from demo_project import PROFILES, Project, expect, make_project
 from faults import disk_fails, files_below
 from patience import HANG_S
-from samples import sampled
+from samples import sampled_rows
 
 from mergegate.merge_core.files import new_directory
 
@@ -63,7 +63,7 @@ def test_a_merge_on_a_failing_disk_ends_in_one_message_and_the_next_one_in_the_s
     assert offline.mergegate("merge", RECIPE, "undisturbed").exit_code == 0
     with disk_fails(None) as calls:
         assert offline.mergegate("merge", RECIPE, "counted").exit_code == 0
-    for at in range(1, calls.count + 1, max(1, calls.count // 6)):
+    for at in range(1, calls.count + 1, max(1, calls.count // 3)):
         out = f"at-{at}"
         with disk_fails(at, number) as calls:
             result = offline.mergegate("merge", RECIPE, out)
@@ -83,11 +83,9 @@ def test_a_second_merge_into_one_directory_is_refused(offline: Project) -> None:
     assert "another merge into it is running" in result.output
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(
-    "command",
-    sampled(
-        [("run", str(PROFILES / "demo.yaml")), ("merge", RECIPE, "out"), ("doctor",), ("check", RECIPE)], [("doctor",)]
-    ),
+    "command", [("run", str(PROFILES / "demo.yaml")), ("merge", RECIPE, "out"), ("doctor",), ("check", RECIPE)]
 )
 def test_a_working_directory_that_was_deleted_is_said_to_be(tmp_path: Path, command: tuple[str, ...]) -> None:
     (tmp_path / "gone").mkdir()
@@ -107,7 +105,7 @@ def test_a_file_name_that_is_not_text_does_not_fail_the_run(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
-@pytest.mark.parametrize("command", [("methods",), ("methods", "--json")])
+@pytest.mark.parametrize("command", [("methods",), pytest.param(("methods", "--json"), marks=pytest.mark.story)])
 def test_output_that_cannot_be_printed_is_said_where_it_can_be(tmp_path: Path, command: tuple[str, ...]) -> None:
     with Path("/dev/full").open("w") as full:
         assert_one_message(run(*command, cwd=tmp_path, stdout=full.fileno()), "the disk is full")
@@ -149,16 +147,16 @@ def of_the_user(root: Path) -> dict[Path, bytes]:
     return {path: path.read_bytes() for path in root.rglob("*") if path.is_file() and ".mergegate" not in path.parts}
 
 
-@pytest.mark.parametrize(
-    ("command", "name"),
-    [
-        *((command, "o.partial/notes.txt") for command in COMMANDS if command != "schema" and "--share" not in command),
-        *((command, "o/notes.txt") for command in COMMANDS if command != "schema"),
-        *(("merge --share", f"o/{name}") for name in SHARED),
-        ("schema", "o/reference/profile.md"),
-        ("schema", "o/schema/recipe.json"),
-    ],
+EXISTING = (
+    *((command, "o.partial/notes.txt") for command in COMMANDS if command != "schema" and "--share" not in command),
+    *((command, "o/notes.txt") for command in COMMANDS if command != "schema"),
+    *(("merge --share", f"o/{name}") for name in SHARED),
+    ("schema", "o/reference/profile.md"),
+    ("schema", "o/schema/recipe.json"),
 )
+
+
+@pytest.mark.parametrize(("command", "name"), sampled_rows(EXISTING, EXISTING[::4]))
 def test_files_of_the_user_stay(offline: Project, command: str, name: str) -> None:
     (offline.root / name).parent.mkdir(parents=True)
     (offline.root / name).write_text("of the user")
@@ -168,6 +166,7 @@ def test_files_of_the_user_stay(offline: Project, command: str, name: str) -> No
     assert of_the_user(offline.root) == before
 
 
+@pytest.mark.story
 def test_schemas_are_written_over_older_ones(offline: Project) -> None:
     assert offline.mergegate("schema", "--write", "o").exit_code == 0
     before = of_the_user(offline.root)

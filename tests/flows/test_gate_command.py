@@ -170,6 +170,7 @@ def exported_log(task: str, lines: list[dict[str, Any]]) -> dict[str, Any]:
     return {"version": 2, "status": "success", "eval": spec, "results": results, "samples": samples}
 
 
+@pytest.mark.story
 def test_one_reference_stands_for_every_model_that_a_guard_names(judged: tuple[Project, Path]) -> None:
     project, out = judged
     code, named = gate(project, out / "base", out / "reverser")
@@ -181,6 +182,7 @@ def test_one_reference_stands_for_every_model_that_a_guard_names(judged: tuple[P
     assert json.loads(alone.stdout)["message"] == named["message"].replace("reverser", "reference")
 
 
+@pytest.mark.story
 def test_the_best_of_the_given_parents_can_be_the_reference(judged: tuple[Project, Path]) -> None:
     project, out = judged
     text = PROFILE.replace("guarded_by: reverser", "guarded_by: best parent")
@@ -192,6 +194,7 @@ def test_the_best_of_the_given_parents_can_be_the_reference(judged: tuple[Projec
     assert [guard["reference"] for guard in guards] == ["base", "reverser"]
 
 
+@pytest.mark.story
 def test_the_output_shows_a_table_and_the_evidence_that_was_not_judged(judged: tuple[Project, Path]) -> None:
     project, out = judged
     done = expect(call(project, out / "merged", out / "reverser"), 0)

@@ -145,6 +145,7 @@ def tasks(root: Path) -> Path:
     return root
 
 
+@pytest.mark.story
 def test_an_undeclared_license_needs_acceptance(root: Path) -> None:
     project = Project(root)
     doubted = expect(project.mergegate("init", *MODELS, "--json", "--out", "doubted"), 3)

@@ -108,32 +108,6 @@ def test_killed_at_one_stage_after_the_other_the_release_is_byte_identical(
     assert not list((project.home / "store").glob("*/*.partial"))
 
 
-@pytest.mark.proof
-def test_two_runs_at_once_make_everything_once(tmp_path: Path) -> None:
-    project = make_project(tmp_path)
-    runs = [
-        subprocess.Popen(
-            [str(BIN / "mergegate"), "run", "profiles/demo.yaml"],
-            cwd=project.root,
-            env=environment(project),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for _ in range(2)
-    ]
-    outputs = [run.communicate(timeout=HANG_S)[0] for run in runs]
-    assert [run.returncode for run in runs] == [0, 0], outputs
-    for stage in ("licenses", "compat", "merge", "gate", "report"):
-        made = sum(bool(re.search(rf"✓ {stage} ", output)) for output in outputs)
-        assert made == 1, f"{stage} was made {made} times\n{outputs}"
-    assert len(project.artifacts("perplexity")) == 4
-    assert len(project.artifacts("evaluate")) == 12
-    releases = sorted(path.name for path in (project.root / "releases" / "demo").iterdir())
-    assert len(releases) == 2
-    assert "latest" in releases
-
-
 MEASURED = ("merge", "perplexity", "evaluate", "gate")  # Stages whose artifacts must be identical.
 
 

@@ -117,6 +117,7 @@ def test_a_missing_library_is_found_with_the_command_that_installs_it(
     assert finding.remedy == "pip install 'mergegate[embeddings]'"
 
 
+@pytest.mark.story
 def test_check_accepts_a_retrieval_guard_on_embedding_models_and_refuses_their_perplexity(project: Project) -> None:
     result = project.mergegate("check", write_profile(project, "embedding", evaluate={"tasks": [RETRIEVAL]}))
     expect(result, 0, "✓ kind: an embedding model, judged by retrieval tasks")
@@ -141,6 +142,7 @@ def test_a_run_and_a_comparison_stop_before_models_that_the_guards_do_not_fit(
         make_comparison("embedding/a", "t5/b", profile)
 
 
+@pytest.mark.story
 def test_a_merge_of_classifiers_needs_no_verdict(project: Project) -> None:
     write_profile(project, "classifier")
     recipe = yaml.safe_load((project.root / "profile.yaml").read_text())["recipe"]
@@ -150,6 +152,7 @@ def test_a_merge_of_classifiers_needs_no_verdict(project: Project) -> None:
     assert (project.root / "out/model.safetensors").is_file()
 
 
+@pytest.mark.story
 def test_a_plan_says_the_kind(project: Project) -> None:
     profile = write_profile(project, "embedding", evaluate={"tasks": [RETRIEVAL]})
     assert "The merge is an embedding model" in project.mergegate("plan", profile, "--no-probe").output
@@ -166,6 +169,7 @@ def test_init_writes_a_profile_that_check_accepts(project: Project, kind: str) -
     assert project.mergegate("check", "new/new.yaml").exit_code == 0
 
 
+@pytest.mark.story
 def test_init_takes_queries_as_a_task_and_refuses_a_task_of_text(project: Project) -> None:
     models = ("embedding/a", "embedding/b", "--yes", "--name")
     assert project.mergegate("init", *models, "good", "--task", "queries.jsonl:b").exit_code == 0
@@ -185,6 +189,7 @@ def test_two_metrics_of_one_file_are_two_tasks_with_names(project: Project) -> N
     assert project.mergegate("check", write_profile(project, "embedding", evaluate=named)).exit_code == 0
 
 
+@pytest.mark.story
 def test_a_changed_query_is_a_changed_task(project: Project) -> None:
     profile = write_profile(project, "embedding", evaluate={"tasks": [RETRIEVAL]})
     project.mergegate("check", profile)

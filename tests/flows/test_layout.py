@@ -16,6 +16,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+from samples import sampled
 from typer.testing import CliRunner
 
 from mergegate.flows.cli import progress
@@ -27,7 +28,7 @@ from mergegate.flows.cli.score_table import print_scores, print_table
 from mergegate.tasks.report import DECISION_COLUMNS, Row, ScoreTable
 from mergegate.tasks.stage import Pulse
 
-WIDTHS = (80, 100, 120, 200)
+WIDTHS = (80, 120, 200)
 TASKS = ("arc_challenge", "leaderboard_bbh_tracking_shuffled_objects", "mmlu_high_school_european_history", "copy")
 MODELS = ("SmolLM2-135M", "SmolLM2-135M-Instruct", "smollm2-135m-maths-sft", "tülu", "merge")
 DROP = "12.5 [0.7, 13.3]"
@@ -52,7 +53,7 @@ def score_table(models: int) -> ScoreTable:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
-@pytest.mark.parametrize("models", [1, 2, 4, 5, 9, 30])
+@pytest.mark.parametrize("models", [1, 5, 30])
 def test_the_score_table_shows_every_task_whole(width: int, models: int) -> None:
     lines = printed(width, lambda console: print_scores(console, score_table(models)))
     assert max(map(cell_len, lines)) <= width
@@ -125,7 +126,7 @@ def test_a_long_line_continues_below_its_text(text: str, lines: list[str]) -> No
     assert [line.plain for line in wrap_line(Text(text), 28)] == lines
 
 
-@pytest.mark.parametrize("text", ["out/[v2]/m", "out[/b]", "[bold]models[/bold]", r"a\[b]", "{task.fields}"])
+@pytest.mark.parametrize("text", ["out[/b]", "[bold]models[/bold]", r"a\[b]", "{task.fields}"])
 def test_text_with_brackets_is_printed_as_it_is(text: str) -> None:
     assert printed(80, lambda console: console.print(text)) == [text]
     assert printed(80, lambda console: console.print(f"{text}:", 7)) == [f"{text}: 7"]
@@ -134,7 +135,7 @@ def test_text_with_brackets_is_printed_as_it_is(text: str) -> None:
     assert text in bar.console.file.getvalue()  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("width", [30, 45, 60, 200])
+@pytest.mark.parametrize("width", [30, 60, 200])
 def test_a_table_that_is_too_wide_shrinks_at_words_or_becomes_a_list(width: int) -> None:
     rows = [("compat", "c76244f3f46b", "the last release of the demo"), ("merge", "efb1d7d4328a", "not needed")]
     table = Table("stage", "key", "kept because", box=None, pad_edge=False)
@@ -250,7 +251,7 @@ def test_the_help_lists_every_command_in_one_of_six_groups_with_a_summary() -> N
         assert all(one.metavar.isupper() or "=" in one.metavar for one in arguments), name
 
 
-@pytest.mark.parametrize("name", LEAVES)
+@pytest.mark.parametrize("name", sampled(LEAVES, list(LEAVES)[::4]))
 def test_the_help_of_a_command_ends_with_examples_that_parse(name: str) -> None:
     shown = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "80"}).output
     assert max(map(cell_len, shown.splitlines())) <= 80
@@ -268,6 +269,7 @@ def test_the_help_of_a_command_ends_with_examples_that_parse(name: str) -> None:
         assert option.help.endswith("."), (name, option.name)
 
 
+@pytest.mark.story
 def test_the_module_is_the_command() -> None:
     done = subprocess.run([sys.executable, "-m", "mergegate", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout.startswith("mergegate ")

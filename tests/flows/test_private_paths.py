@@ -128,6 +128,7 @@ def test_adapters_of_a_local_base(machine: Path) -> None:
     assert json.loads((released / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"
 
 
+@pytest.mark.story
 def test_a_path_that_slips_through_is_refused_with_file_and_text(machine: Path) -> None:
     (machine / "disk one" / "base" / "chat_template.jinja").write_text(f"{{# from {machine}/user/template #}}")
     project = Project(machine / "user" / "project")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from demo_project import PROFILES, Project, expect, make_project
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergegate.flows.profile import load_profile
@@ -46,6 +46,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=25)
 @given(KEYS, VALUES)
 def test_whatever_yaml_says_stands_where_the_path_leads(keys: list[str], value: Any) -> None:
     found: Any = with_overrides({}, [f"{'.'.join(keys)}={yaml.safe_dump(value, default_flow_style=True)}"])

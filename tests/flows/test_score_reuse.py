@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 from demo_project import Project, expect
-from samples import sampled
 
 
 def scored(project: Project) -> set[str]:
@@ -39,18 +38,6 @@ def lopsided(project: Project, name: str, *weights: float) -> str:
     return f"profiles/{name}.yaml"
 
 
-@pytest.mark.proof
-def test_other_interim_looks_reuse_all_scores(demo: Project) -> None:
-    before = scored(demo)
-    for documents in (50, 130, 300):
-        profile = demo.edit("demo.yaml", "evaluate:\n", f"evaluate:\n  documents: {documents}\n")
-        code, found = run(demo, profile)
-        assert code == 0, found
-        ends = {documents * 2**look for look in range(4)} | {400}
-        assert {guard["n"] for guard in found["content"]["verdict"]["guards"]} <= ends
-        assert scored(demo) == before
-
-
 @pytest.mark.story
 def test_check_forecasts_the_power_of_each_guard(demo: Project) -> None:
     checked = json.loads(demo.mergegate("check", "profiles/demo.yaml", "--json").stdout)["summary"]
@@ -67,30 +54,13 @@ def test_check_forecasts_the_power_of_each_guard(demo: Project) -> None:
     assert all(line in shown for line in lines)
 
 
+@pytest.mark.story
 def test_where_nothing_was_scored_the_guess_is_told_as_one(project: Project) -> None:
     planned = expect(project.mergegate("plan", "profiles/demo.yaml", "--no-probe"), 0)
     assert "have not been counted yet" in planned.stdout
     assert project.artifacts("documents") == set()
     checked = json.loads(project.mergegate("check", "profiles/demo.yaml", "--json").stdout)["summary"]
     assert sum("10 % of answers differ (assumed, see evaluate.discordance)" in line for line in checked) == 3
-
-
-@pytest.mark.story
-@pytest.mark.parametrize(
-    "profile", sampled(["demo-lopsided.yaml", "demo-refused.yaml"], ["demo-refused.yaml"], pytest.mark.proof)
-)
-def test_a_lost_skill_ends_the_tasks(demo: Project, profile: str) -> None:
-    code, found = run(demo, f"profiles/{profile}")
-    verdict = found["content"]["verdict"]
-    assert code == 3
-    assert verdict["outcome"] == "fail"
-    lost = {guard["task"] for guard in verdict["guards"] if guard["outcome"] == "fail"}
-    assert lost
-    assert {one["decided_by"] for one in verdict["not_run"]} <= lost
-    assert {one["task"] for one in (*verdict["guards"], *verdict["not_run"])} == {"copy", "reverse", "shift"}
-    before = scored(demo)
-    assert run(demo, f"profiles/{profile}") == (code, found)  # A repeated run gives the same result, to the letter.
-    assert scored(demo) == before
 
 
 @pytest.mark.story
@@ -105,21 +75,6 @@ def test_what_was_not_run_stands_in_the_table_and_on_the_page(demo: Project) -> 
     page = (demo.home / "reports" / "early.html").read_text().replace("<wbr>", "")
     assert "skipped: shift had already failed" in page
     assert "mergegate evaluated 800 of 1,200 documents. Deciding early, and skipping 1 task, saved 33 %." in page
-
-
-@pytest.mark.story
-def test_parents_are_evaluated_once_ever(demo: Project) -> None:
-    profile = lopsided(demo, "once", 0.91, 0.09)
-    demo.mergegate("run", "profiles/demo-refused.yaml")
-    before = scored(demo)
-    result = demo.mergegate("run", profile)
-    new = scored(demo) - before
-    assert re.search(r"cached: reverser, shifter · merge", result.output)
-    verdict = run(demo, profile)[1]["content"]["verdict"]
-    judged = {guard["task"] for guard in verdict["guards"]}
-    skipped = {one["task"] for one in verdict["not_run"]}  # The order of tasks depends on how long they took.
-    assert judged | skipped == {"copy", "reverse", "shift"}
-    assert len(new) == len(judged)  # The merge; its parents are cached.
 
 
 def words_of(*settings: str) -> list[str]:
@@ -165,17 +120,6 @@ def test_a_guard_has_its_own_number_of_documents(demo: Project) -> None:
         assert planned["further_documents"] == 4 * ((400 - first) + 2 * 350)
     # Scores of the same documents are reused, so another sample size does not change a key.
     assert set(missing(dry_run(demo, profile=profile)).values()) == {0}
-
-
-@pytest.mark.proof
-def test_the_forecast_uses_the_keys_of_the_evaluation(demo: Project) -> None:
-    guard = "task: demo/tasks/copy.yaml,"
-    profile = demo.edit("demo.yaml", guard, f"{guard} documents: 20, system_instruction: Copy the word.,")
-    settings = ("evaluate.extend=false", "evaluate.on_inconclusive=pass", "publish=null")
-    looked_at = missing(dry_run(demo, *settings, profile=profile))
-    assert {subject.split(", ")[1] for subject, count in looked_at.items() if count} == {"copy"}
-    assert demo.mergegate("run", profile, *words_of(*settings)).exit_code == 0
-    assert set(missing(dry_run(demo, *settings, profile=profile)).values()) == {0}
 
 
 # The change of the sample.

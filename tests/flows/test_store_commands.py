@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from demo_project import Printed, Project, expect, make_project
-from patience import HANG_S
+from demo_project import Project, expect
 from prefect import flow
 from tampering import flip
 
 from mergegate.flows.outcome import RunOutcome, conclude_flow, flow_outcome
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.stage import StageValue, home, progress_watcher, runs_directory, stage, store, value_stage
-from mergegate.tasks.store import Artifact, RetentionRule, collect_garbage, examine_store, list_store, read_runs
+from mergegate.tasks.store import Artifact, RetentionRule, collect_garbage, list_store, read_runs
 
 EVERYTHING = RetentionRule(grace_s=0.0, quota=0)
 
@@ -102,6 +99,7 @@ class TestRunsOfStages:
         assert runs[0].used == runs[1].used
         assert not any(run.is_live for run in runs)
 
+    @pytest.mark.story
     def test_what_a_run_uses_does_not_go_while_it_runs(self) -> None:
         outcome, _ = night(10, disturb=lambda first: collect())
         assert outcome.status == "passed"
@@ -130,6 +128,7 @@ class TestRunsOfStages:
         assert [line for line in said.lines if "removed from the store" in line]
         assert grow.find(10) == lost[0]
 
+    @pytest.mark.story
     def test_an_artifact_that_is_altered_under_a_run_is_refused_as_before(self) -> None:
         outcome, _ = night(10, disturb=lambda first: (first.directory / "data").write_bytes(b"other bytes"))
         assert outcome.status == "refused"
@@ -150,6 +149,7 @@ class TestRunsOfStages:
         assert grow.find(50_004) is not None
         assert night(50_004)[1].lines == [], "nothing to do, nothing said"
 
+    @pytest.mark.story
     def test_an_unreachable_quota_or_a_failed_collection_does_not_fail_the_run(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -224,35 +224,3 @@ def test_commands_work_in_an_empty_home(tmp_path: Path) -> None:
         assert project.mergegate("store", command).exit_code == 0
     assert project.mergegate("store", "gc", "--quota", "much").exit_code == 2
     assert not (tmp_path / ".mergegate").exists()
-
-
-@pytest.mark.proof
-def test_collecting_all_the_time_beside_a_run_changes_nothing(
-    tmp_path: Path, released: tuple[Project, Printed]
-) -> None:
-    """A release completes while another process collects garbage without a grace period and with a quota of 0."""
-    undisturbed, _ = released
-    project = make_project(tmp_path / "project")
-    collects = """
-import sys
-from pathlib import Path
-from mergegate.tasks.store import RetentionRule, collect_garbage
-home, times, went = Path(sys.argv[1]), 0, 0
-while not (home / "stop").exists():
-    went += len(collect_garbage(home / "store", home / "runs", RetentionRule(0.0, 0)).plan.removals)
-    times += 1
-print(times, went)
-"""
-    project.home.mkdir()
-    arguments = [sys.executable, "-c", collects, str(project.home)]
-    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, cwd=Path.cwd()) as collector:
-        try:
-            result = project.mergegate("run", "profiles/demo.yaml")
-        finally:
-            (project.home / "stop").touch()
-        output, _ = collector.communicate(timeout=HANG_S)
-    assert result.exit_code == 0, result.output
-    assert int(output.split()[0]) > 10, "it did collect meanwhile"
-    assert project.latest.resolve().name == undisturbed.latest.resolve().name
-    assert not [one for one in examine_store(project.home / "store", deep=True) if one.kind == "damaged"]
-    assert "removed from the store" not in result.output

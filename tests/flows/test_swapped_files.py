@@ -6,7 +6,6 @@ release. It then repeats each call as in a run, while something else writes to t
 
 from __future__ import annotations
 
-import json
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -18,15 +17,14 @@ from typing import Any
 import pytest
 from demo_project import PROFILES, Project, expect
 from optional_stages import run_with_everything
-from samples import sampled, sampled_rows
-from tampering import CHANGES, HARMLESS
+from samples import sampled
+from tampering import CHANGES
 
 from mergegate.merge_core.errors import ChangedInput
-from mergegate.merge_core.files import sha256_file
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.merge import merge
 from mergegate.tasks.stage.input_guard import PinnedInput, pinned_inputs
-from mergegate.tasks.stage.stages import DeclaredStage, Stage, StageCall
+from mergegate.tasks.stage.stages import DeclaredStage, StageCall
 
 pytestmark = pytest.mark.story
 
@@ -105,15 +103,6 @@ def made_anew(release: Release, name: str, body: Callable[..., Any]) -> Iterator
         assert not list((store / name).glob("*.partial"))
 
 
-STAGES, KINDS = sorted(READING), list(CHANGES)
-# All pairs of a stage and a change in the long suite, otherwise a few that cover each stage and change.
-PAIRS = sampled_rows(
-    [(stage, change) for stage in STAGES for change in KINDS],
-    [(stage, KINDS[place % len(KINDS)]) for place, stage in enumerate(STAGES)],
-    pytest.mark.proof,
-)
-
-
 def models_of(call: StageCall) -> list[Model]:
     return [one for one in pinned_inputs(call.inputs.arguments.values()) if isinstance(one, Model)]
 
@@ -126,63 +115,11 @@ def refusal(build: Callable[[], Any], model: Model) -> None:
     assert caught.value.remedy
 
 
-@pytest.mark.parametrize(("name", "change"), PAIRS)
-def test_no_stage_reads_what_is_not_pinned(release: Release, name: str, change: str) -> None:
-    _, call = release.calls[name]
-    for model in models_of(call)[-2:]:
-        for file in (WEIGHTS, "config.json", "tokenizer.json"):
-            with made_anew(release, name, lambda *_, **__: pytest.fail("it reads")) as build, put_back(model.directory):
-                CHANGES[change](model.directory / file)
-                refusal(build, model)
-
-
-@pytest.mark.parametrize(("name", "change"), PAIRS)
-def test_no_stage_keeps_what_it_made_while_a_file_was_changed(release: Release, name: str, change: str) -> None:
-    stage, call = release.calls[name]
-    model = models_of(call)[-1]
-    made = release.project.home / "store" / name / call.key[:32]
-    writes_files = isinstance(stage, Stage)
-    if not writes_files:
-        made = made.with_suffix(".json")
-    stored = json.loads((made / "value.json" if writes_files else made).read_bytes())
-    value = stage.value_type.model_validate(stored if writes_files else stored["value"])
-
-    def body(*args: Any, **_: Any) -> Any:
-        if writes_files:
-            (args[0] / "half done").write_bytes(b"of the pinned bytes")
-        CHANGES[change](model.directory / WEIGHTS)
-        return value
-
-    with made_anew(release, name, body) as build, put_back(model.directory):
-        refusal(build, model)
-        assert not made.exists()
-
-
-@pytest.mark.parametrize("touch", HARMLESS.values(), ids=HARMLESS)
-def test_a_merge_whose_parents_are_touched_is_the_same_merge(release: Release, touch: Callable[[Path], None]) -> None:
-    _, call = release.calls["merge"]
-    model = models_of(call)[-1]
-    made = release.project.home / "store" / "merge" / call.key[:32] / WEIGHTS
-    expected, work, begun = sha256_file(made), merge.work, []
-
-    def body(*args: Any, **kwargs: Any) -> Any:
-        value = work(*args, **kwargs)
-        begun.append(True)
-        if len(begun) == 1:
-            touch(model.directory / WEIGHTS)
-        return value
-
-    with made_anew(release, "merge", body) as build, put_back(model.directory):
-        touch(model.directory / WEIGHTS)
-        build()
-        assert len(begun) == 2
-        assert sha256_file(made) == expected
-
-
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-@pytest.mark.parametrize("block", sampled([0, 7], [7], pytest.mark.proof))
+@pytest.mark.parametrize(
+    "change", sampled(CHANGES.values(), [CHANGES["replaced"], CHANGES["truncated"]], pytest.mark.proof), ids=CHANGES
+)
 def test_a_merge_does_not_end_with_mixed_bytes(
-    release: Release, change: Callable[[Path], None], block: int, monkeypatch: pytest.MonkeyPatch
+    release: Release, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The change happens during the merge itself, between two blocks."""
     from mergegate.merge_core.engine import blocks
@@ -193,7 +130,7 @@ def test_a_merge_does_not_end_with_mixed_bytes(
 
     def reading(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
         read[0] += 1
-        if read[0] == block + 1:
+        if read[0] == 8:
             change(model.directory / WEIGHTS)
         original(fd, buffer, offset, path)
 

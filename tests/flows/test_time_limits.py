@@ -89,6 +89,7 @@ class TestTimeLimits:
         thread.join(HANG_S)
         assert ended
 
+    @pytest.mark.story
     def test_an_unresponsive_main_thread_is_ended_with_its_process(self) -> None:
         script = (
             "import signal, time, mergegate.tasks.stage.limits as limits\n"

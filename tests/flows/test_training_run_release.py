@@ -1,6 +1,6 @@
 """A training run is released by window: only its last checkpoint is a reference, and each run finds new checkpoints.
 
-The last tests train the demo's run over three simulated nights, and release a merge of its last checkpoints after each.
+The last tests train the demo's run over simulated nights, and release a merge of its last checkpoints after each.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -143,9 +142,9 @@ def test_init_proposes_a_recipe_for_a_directory_of_checkpoints(project: Project)
     expect(result, 2, "the directory of a training run")
 
 
-# Three nights.
+# Nights.
 
-WINDOW, NIGHTS, EVERY = 8, 3, 5
+WINDOW, NIGHTS, EVERY = 8, 2, 5
 
 
 def train(directory: Path, checkpoints: int, *options: str) -> None:
@@ -156,77 +155,22 @@ def train(directory: Path, checkpoints: int, *options: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-class Nights(NamedTuple):
-    """A project after three nights: the output and the release of each, and the output of a run in between."""
-
-    project: Project
-    outputs: list[str]
-    releases: list[Path]
-    repeated: str
-
-    def checkpoint(self, number: int) -> Path:
-        return self.project.root / "runs" / "demo" / f"checkpoint-{EVERY * number}"
-
-
-@pytest.fixture(scope="module")
-def three_nights(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> Nights:
-    project = make_project(tmp_path_factory.mktemp("training-run"))
-    outputs, releases, repeated = list[str](), list[Path](), ""
-    for night in range(1, NIGHTS + 1):
-        train(project.root / "runs" / "demo", night * WINDOW)
-        outputs.append(expect(project.mergegate("run", "profiles/demo-training-run.yaml"), 0).output)
-        releases.append((project.root / "releases/demo-training-run/latest").resolve())
-        if night == 2:  # without new checkpoints
-            repeated = project.mergegate("run", "profiles/demo-training-run.yaml").output
-    return Nights(project, outputs, releases, repeated)
-
-
 @pytest.mark.proof
-def test_each_night_releases_the_newest_checkpoints_if_they_pass_against_the_night_before(three_nights: Nights) -> None:
-    for night, (output, release) in enumerate(zip(three_nights.outputs, three_nights.releases, strict=True)):
-        assert "released demo-training-run" in output
+def test_each_night_releases_the_newest_checkpoints_if_they_pass_against_the_night_before(
+    tmp_path: Path, prefect_api: None
+) -> None:
+    project = make_project(tmp_path)
+    for night in range(NIGHTS):
+        train(project.root / "runs" / "demo", (night + 1) * WINDOW)
+        expect(project.mergegate("run", "profiles/demo-training-run.yaml"), 0, "released demo-training-run")
+        release = (project.root / "releases/demo-training-run/latest").resolve()
         recipe = yaml.safe_load((release / "recipe.yaml").read_text())
-        window = [three_nights.checkpoint(night * WINDOW + index).name for index in range(1, WINDOW + 1)]
+        window = [f"checkpoint-{EVERY * (night * WINDOW + index)}" for index in range(1, WINDOW + 1)]
         assert [Path(model["model"]).name for model in recipe["models"]] == window
         verdict = json.loads((release / "evidence" / "gate.json").read_text())["verdict"]
         references = {guard["reference"] for guard in verdict["guards"]}
         assert references == ({window[-1]} if night == 0 else {"champion", window[-1]})
-        expect(three_nights.project.mergegate("verify", str(release), "--verdict"), 0)
-    assert len(set(three_nights.releases)) == NIGHTS
-    assert f"nothing new: {three_nights.releases[1].name} is released" in three_nights.repeated
-
-
-@pytest.mark.proof
-def test_a_release_is_the_mean_of_its_window(three_nights: Nights) -> None:
-    """A linear decay over equal distances weights all checkpoints equally."""
-    numbers = range((NIGHTS - 1) * WINDOW + 1, NIGHTS * WINDOW + 1)
-    parents = [load_file(three_nights.checkpoint(number) / "model.safetensors") for number in numbers]
-    for name, tensor in load_file(three_nights.releases[-1] / "model.safetensors").items():
-        mean = sum(parent[name].double() for parent in parents) / WINDOW
-        # Half a unit in the last place of bfloat16, and the rounding of float32 before it.
-        assert ((tensor.double() - mean).abs() <= mean.abs() * (2.0**-8 + 2.0**-20) + 1e-38).all(), name
-
-
-@pytest.mark.proof
-def test_the_merge_predicts_held_out_text_better_than_the_last_checkpoint(three_nights: Nights) -> None:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-    lines = (PROFILES / "demo" / "data" / "held-out.jsonl").read_text().splitlines()[:300]
-    last = three_nights.checkpoint(WINDOW * NIGHTS)
-    tokenizer = PreTrainedTokenizerFast.from_pretrained(last)
-    texts = [tokenizer.bos_token + json.loads(line)["text"] + tokenizer.eos_token for line in lines]
-
-    @torch.no_grad()
-    def log_likelihoods(checkpoint: Path) -> torch.Tensor:
-        model = LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-        values = []
-        for text in texts:
-            ids = tokenizer(text, add_special_tokens=False, return_tensors="pt").input_ids
-            values.append(-model(input_ids=ids, labels=ids).loss)
-        return torch.stack(values)
-
-    gains = log_likelihoods(three_nights.releases[-1]) - log_likelihoods(last)
-    assert gains.mean() > 3 * gains.std() / len(gains) ** 0.5
+        expect(project.mergegate("verify", str(release), "--verdict"), 0)
 
 
 @pytest.mark.story

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import yaml
 from demo_project import PROFILES, Project, make_project
+from samples import sampled
 
 from mergegate.flows.attempt import search
 from mergegate.flows.candidates import TuningSize, has_searchable_scale
@@ -184,7 +185,7 @@ OVERRIDES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("override", OVERRIDES, ids=str)
+@pytest.mark.parametrize("override", sampled(OVERRIDES, OVERRIDES[1:6:2]), ids=str)
 def test_trials_read_the_same_prompts_as_the_gate(tmp_path: Path, override: dict[str, Any]) -> None:
     """Every profile that pins its evidence for a release pins it for a search, with the settings of its guards."""
     first, *others = GUARDS

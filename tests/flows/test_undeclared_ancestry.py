@@ -76,6 +76,7 @@ def test_a_declaration_or_a_dismissal_settles_the_finding(hidden: Project) -> No
     assert (code, [text for text in found if "corp/thinker" in text]) == (0, [])
 
 
+@pytest.mark.story
 def test_a_shared_index_is_named_by_the_profile(hidden: Project) -> None:
     shutil.move(hidden.home / "fingerprints.jsonl", hidden.root / "known.jsonl")
     assert findings(hidden, write_profile(hidden, {"purpose": "commercial"}))[0] == 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from demo_project import Project, expect
-from test_killed_run import DIES, files_of, run_and_die
+from test_killed_run import files_of, run_and_die
 
 from mergegate.flows import release
 
@@ -210,25 +210,6 @@ def test_a_champion_that_gains_a_variant_publishes_only_that(demo_release: Path,
     refused = run(project, with_variants(project, GOOD, BAD.replace("}", ", required: true}"), **change), code=3)
     assert f"champ {first['version']} is released without a variant that is required" in refused["message"]
     assert "variant R7: perplexity" in refused["message"]
-
-
-@pytest.mark.proof
-def test_a_run_that_was_killed_while_it_built_variants_resumes(gained: Gained, tmp_path: Path) -> None:
-    undisturbed, outcome, _ = gained
-    project = Project(tmp_path / "project")
-    shutil.copytree(undisturbed.root, project.root, symlinks=True)
-    for stage in ("agreement", "variant"):
-        shutil.rmtree(project.home / "store" / stage)
-    profile = with_variants(project, GOOD)
-    for moment in ("agreement", "variant"):
-        killed = run_and_die(project, DIES, f"stage:{moment}", profile)
-        assert killed.returncode == -signal.SIGKILL, f"{moment}\n{killed.stdout}\n{killed.stderr}"
-        assert not [path for path in (project.home / "store" / "variant").glob("*") if path.suffix != ".partial"]
-    again = run(project, profile)
-    assert {name: verdicts(again)[name]["digest"] for name in ("R8", "R6")} == {
-        name: verdicts(outcome)[name]["digest"] for name in ("R8", "R6")
-    }
-    assert files_of(project.latest) == files_of(undisturbed.latest)
 
 
 # Publication.

@@ -215,6 +215,7 @@ def test_a_signature_detects_changes_that_nothing_else_detects(
     assert "the release is not signed" in refusal_of(elsewhere, public)
 
 
+@pytest.mark.story
 def test_openssf_model_signing_accepts_a_signed_release_and_we_accept_what_it_signed(
     demo: Project, release: Path, keys: tuple[Path, Path]
 ) -> None:

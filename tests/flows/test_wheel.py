@@ -59,6 +59,7 @@ def test_the_wheel_has_every_file_of_the_floors_and_of_the_demo(tmp_path: Path) 
     assert data == {file for file in wanted if file.startswith("profiles/")}
 
 
+@pytest.mark.story
 def test_a_users_own_packages_do_not_hide_ours(tmp_path: Path) -> None:
     """Every Prefect project has a `flows/` directory, and some projects run with PYTHONPATH=. in it."""
     for folder in FLOORS:
