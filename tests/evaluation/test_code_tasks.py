@@ -215,14 +215,3 @@ def test_each_document_is_scored_by_what_its_program_does(tmp_path: Path, coder:
     assert outcomes == {name: worth for name, (_, worth) in ANSWERS.items()}
     assert {row.metric for row in scored} == {"pass@1,create_test"}
     assert not (owner / "taken").exists()
-
-
-@pytest.mark.proof
-@pytest.mark.story
-@pytest.mark.usefixtures("home")
-def test_mbpp_runs_programs_in_the_same_sandbox(tmp_path: Path, coder: Model) -> None:
-    require_confinement()
-    task = pinned("mbpp", mirror(tmp_path / "data", tmp_path))
-    scored = score_in_child(scoring_job(coder, task, (0, 2), backend="extra", num_fewshot=0), quiet)
-    assert {row.metric for row in scored} == {"pass_at_1,none"}
-    assert [row.outcome for row in scored] == [worth for _, worth in WHOLE.values()]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import gate_samples as samples
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from scoring_runs import mean_of, pin, write_task
@@ -95,6 +95,7 @@ def test_parts_follow_each_other_are_small_and_end_at_every_look(total: int, fir
     assert set(interim_looks(total, first)) <= {part.last for part in found}
 
 
+@settings(max_examples=40)
 @given(st.dictionaries(st.text(max_size=3), st.integers(1, 40), min_size=1, max_size=4), st.integers(0, 3), st.data())
 def test_parts_share_out_every_document_once(sizes: dict[str, int], seed: int, data: st.DataObject) -> None:
     total = sum(sizes.values())
@@ -125,6 +126,7 @@ def test_an_empty_range_is_refused(first: int, last: int) -> None:
         DocumentRange(first=first, last=last)
 
 
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(0, 30), min_size=1, max_size=120),
     st.integers(1, 40),

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from lm_eval_runs import run_lm_eval_here
 from pydantic import ValidationError
 from scoring_runs import model_in, pin, score, without_probability, write_task
 from tiny_models import Prefix, make_model, write_choices, write_jsonl
@@ -217,15 +216,6 @@ def test_what_the_data_or_the_model_lack_is_refused(
 ) -> None:
     with pytest.raises(InvalidInput, match=complaint):
         measure(model, shot, part, **scoring)
-
-
-def test_prompts_are_those_of_lm_evals_own_command_line(
-    root: Path, tmp_path: Path, model: Model, shot: EvalTask
-) -> None:
-    samples = run_lm_eval_here(model.directory, [root / "shot.yaml"], tmp_path, num_fewshot=2)["shot"]
-    wanted = {sample["doc_id"]: sample["prompt_hash"] for sample in samples}
-    ours = {o.doc_id: o.prompt_hash for o in measure(model, shot, (0, 10), num_fewshot=2)}
-    assert ours.items() < wanted.items()
 
 
 def test_cluster_names_come_from_a_field_of_the_document(model: Model, task: EvalTask, root: Path) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
-import signal
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,12 +13,11 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from patience import HANG_S
 from scoring_runs import call_here, pin
-from tiny_models import CPU, make_model, words, write_choices
-from traps import asked, ends, in_another_process, write_trap
+from tiny_models import CPU, make_model, write_choices
+from traps import asked, write_trap
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
@@ -100,20 +97,6 @@ def rows_of(parts: Iterable[Artifact[Scores]]) -> list[DocumentScore]:
     return [row for row in rows if row.metric == "acc,none"]
 
 
-@pytest.mark.proof
-@pytest.mark.story
-def test_more_documents_cost_only_those_that_are_new(model: Model, task: EvalTask) -> None:
-    watching, (ten, twenty, everything, again) = watch(
-        *(lambda n=n: evaluate_documents(model, task, FIRST_TEN, n, CPU) for n in (10, 20, None, 40))  # type: ignore[misc]
-    )
-    assert watching.endings == ["made", "made", "made", "cached"]
-    assert [len(parts) for parts in (ten, twenty, everything, again)] == [1, 2, 3, 3]
-    assert [a.key for a in everything[:2]] == [a.key for a in twenty]
-    assert twenty[0].key == ten[0].key
-    assert len(made()) == 3
-    assert sorted(row.doc_id for row in rows_of(everything)) == list(range(40))
-
-
 @pytest.mark.story
 def test_joined_parts_score_as_all_their_documents(model: Model, task: EvalTask, tmp_path: Path) -> None:
     watching, (parts,) = watch(lambda: evaluate_documents(model, task, FIRST_TEN, None, CPU))
@@ -143,6 +126,7 @@ def scores_of(parts: list[Artifact[Scores]]) -> dict[int, float]:
     return found
 
 
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 50) | st.none(), min_size=1, max_size=6), st.data())
 def test_a_look_covers_each_document_exactly_once(history: list[int | None], data: st.DataObject) -> None:
     """Holds for any sequence of ``documents``, looks and samples, even if stored parts are lost or damaged."""
@@ -165,6 +149,7 @@ def test_a_look_covers_each_document_exactly_once(history: list[int | None], dat
     assert len(asked) == len(set(asked))
 
 
+@settings(max_examples=40)
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 30)), max_size=8), st.integers(1, 40))
 def test_overlapping_ranges_count_once(known: list[tuple[int, int]], look: int) -> None:
     """Ranges overlap if two runs scored independently of each other, or if a part was lost."""
@@ -292,59 +277,3 @@ def test_guards_of_one_task_agree_on_its_clusters(tmp_path: Path) -> None:
     assert task.cluster_field == "word"
     with pytest.raises(InvalidInput, match="the same field for all guards"):
         pin_tasks([*guards, Guard(task="letters.yaml", guarded_by="c", cluster_by="right")], tmp_path, hashes)
-
-
-RUN = """
-import os
-from pathlib import Path
-from mergegate.flows.prefect_api import configure, local_api
-configure(Path(os.environ["PREFECT_HOME"]))
-from prefect import flow
-from mergegate.tasks.evaluation.stage import evaluate_documents
-from mergegate.tasks.checkpoints import Model
-from mergegate.tasks.stage import Runtime
-from mergegate.tasks.evaluation.settings import Scoring
-from mergegate.tasks.evaluation.task_definition import EvalTask
-
-@flow
-def run():
-    model, task = Model.model_validate_json({model!r}), EvalTask.model_validate_json({task!r})
-    evaluate_documents(model, task, Scoring(documents=10), None, Runtime(device="cpu", libraries={{}}))
-
-with local_api():
-    run()
-"""
-
-TELL_ONCE = """if not (HERE / "killed").exists():
-    (HERE / "killed").touch()
-    (HERE.parent / "told").write_text("now")
-    signal.pause()"""
-
-
-@pytest.mark.proof
-@pytest.mark.story
-def test_killed_in_the_middle_of_a_task_only_the_missing_parts_are_scored_again(
-    tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PREFECT_HOME", str(tmp_path / "prefect"))
-    os.mkfifo(tmp_path / "told")
-    task = write_trap(tmp_path / "tasks", TELL_ONCE, at=25)  # in the third part, documents 21 to 40
-    script = RUN.format(model=model.model_dump_json(), task=task.model_dump_json())
-    with in_another_process(script, tmp_path) as killed:
-        (tmp_path / "told").read_text()  # waits until the document is reached
-        os.killpg(killed.pid, signal.SIGKILL)
-        assert killed.wait(timeout=HANG_S) == -signal.SIGKILL, killed.communicate()
-    first = asked(task)[-1][0]
-    assert ends(first)
-    before = made()
-    assert len(before) == 2
-    with in_another_process(script, tmp_path) as run:
-        _, said = run.communicate(timeout=HANG_S)
-        assert run.returncode == 0, said
-    assert made().items() > before.items()  # the same files plus one
-    assert len(made()) == 3
-    every = words(40)
-    missing = {every[doc] for _, doc in order_documents({"trap": 40}, 0)[20:]}
-    again = {word for process, word in asked(task) if process != first}
-    assert again - {every[0]} == missing - {every[0]}  # lm-eval reads the first document when it loads a task
-    assert not list(store().root.glob("*/*.partial"))

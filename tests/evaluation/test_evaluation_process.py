@@ -187,28 +187,6 @@ def test_data_that_are_never_loaded_are_not_waited_for(tmp_path: Path) -> None:
         process.inspect_in_child(pin(tmp_path / "trap.yaml"), 2)
 
 
-@pytest.mark.proof
-@pytest.mark.story
-def test_a_cancelled_call_never_returns_another_answer(tmp_path: Path, model: Model) -> None:
-    task = pin(write_choices(tmp_path))
-
-    def stop(done: int, total: int) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        process.score_in_child(scoring_job(model, task, (0, 10)), stop)
-    assert len(documents_of(score(model, task, 10, 15))) == 5
-
-
-@pytest.mark.proof
-@pytest.mark.story
-def test_the_old_model_is_unloaded_before_a_new_one_is_loaded(tmp_path: Path, model: Model) -> None:
-    task = write_trap(tmp_path / "tasks", "pass", at=0)
-    score(model, task, 0, 5)
-    with model_cache.load_model(model, dtype="auto", device="cpu"):
-        assert all(ends(process) for process in {process for process, _ in asked(task)})
-
-
 FLOW = """
 from mergegate.tasks.evaluation import process
 from mergegate.tasks.evaluation.harness import ScoringJob

@@ -1,8 +1,4 @@
-"""Logs of inspect_ai yield the scores that inspect_ai computed, and inconsistent logs are refused.
-
-Most tests read the recorded logs in ``inspect_samples``. In those that are JSON, the events are left out, which
-mergegate does not read.
-"""
+"""Logs of inspect_ai yield the scores that inspect_ai computed, and inconsistent logs are refused."""
 
 from __future__ import annotations
 

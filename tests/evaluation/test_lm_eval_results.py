@@ -79,7 +79,7 @@ def rewrite(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(content))
 
 
-@pytest.mark.parametrize("task", ["letters", "numbers", "endings"])
+@pytest.mark.parametrize("task", sampled(["letters", "numbers", "endings"], ["letters"]))
 @pytest.mark.parametrize("model", sampled(["one", "other"], ["one"]))
 def test_result_files_give_the_scores_of_the_stage(
     written: Path, definitions: dict[str, Path], task: str, model: str
@@ -206,10 +206,7 @@ def test_a_file_other_than_a_results_file_is_refused(copied: Path, text: str) ->
 
 
 def decided(original: TaskResults, changed: TaskResults) -> list[tuple[DocumentScore, ...]]:
-    """Return the scores in ``changed`` that guards on each metric of ``original`` would use.
-
-    The probability of a choice may be missing, which makes the gate refuse a guard that needs it. It never changes.
-    """
+    """Return the scores in ``changed`` that guards on each metric of ``original`` would use."""
     require_same_conditions(original, changed, "changed")
     before = {row[:3]: row for row in original.outcomes if row.metric == "prob,none"}
     assert all(before[row[:3]] == row for row in changed.outcomes if row.metric == "prob,none")

@@ -34,10 +34,7 @@ def row(leaf: str, metric: str, doc: int, score: float, higher: bool = True) -> 
 
 @st.composite
 def groups(draw: st.DrawFn) -> Sides:
-    """Draw the scores of two models on one to five leaf tasks with one to six documents each.
-
-    Each leaf has some of the metrics, in any order and direction. Rows are in the order of parts.
-    """
+    """Draw the scores of two models on one to five leaf tasks with one to six documents each."""
     sides: Sides = ([], [])
     for leaf in draw(st.lists(st.sampled_from("abcdefg"), min_size=1, max_size=5, unique=True)):
         metrics = draw(st.lists(st.sampled_from(METRICS), min_size=1, max_size=4, unique=True))

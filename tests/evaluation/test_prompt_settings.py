@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval_runs import run_lm_eval_here
@@ -89,7 +89,11 @@ KIND = {"system_instruction": "be kind"}
     [
         ("written", {"gen_kwargs": {"max_gen_toks": 3, "until": ["a", "."]}}),
         pytest.param("written", {"num_fewshot": 2, "apply_chat_template": True, **KIND}, marks=pytest.mark.story),
-        ("written", {"num_fewshot": 2, "apply_chat_template": True, "fewshot_as_multiturn": False}),
+        pytest.param(
+            "written",
+            {"num_fewshot": 2, "apply_chat_template": True, "fewshot_as_multiturn": False},
+            marks=pytest.mark.story,
+        ),
         pytest.param("letters", {"num_fewshot": 3, **KIND}, marks=pytest.mark.story),
         ("letters", {"apply_chat_template": True, **KIND}),
     ],
@@ -99,6 +103,7 @@ def test_prompts_and_scores_are_those_of_lm_eval(root: Path, name: str, said: di
     assert ours(root, task) == theirs(root, name, tmp_path, said)
 
 
+@pytest.mark.story
 def test_one_task_with_two_prompt_settings_is_scored_under_each(root: Path, tmp_path: Path) -> None:
     """Both settings share one loaded task, and neither leaks into the other."""
     ways = {"written": {}, "written-short": {"gen_kwargs": {"max_gen_toks": 2}, "num_fewshot": 1}}
@@ -232,6 +237,7 @@ def room(own: dict[str, Any], gen_kwargs: dict[str, Any], context: int | None) -
 BUDGETS = st.dictionaries(st.sampled_from(BUDGET_NAMES), st.integers(1, 600), max_size=3)
 
 
+@settings(max_examples=40)
 @given(own=BUDGETS, gen_kwargs=BUDGETS, context=st.integers(2, 600))
 def test_answers_leave_room_for_the_prompt_under_every_name_of_lm_eval(
     own: dict[str, Any], gen_kwargs: dict[str, Any], context: int

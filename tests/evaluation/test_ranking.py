@@ -26,7 +26,7 @@ def query_of(size: int, gains: Mapping[int, float], missing: int = 0) -> RankedQ
 def test_metrics_agree_with_pytrec_eval() -> None:
     rng = random.Random(1)
     evaluator_metrics = {"ndcg_cut.3,10", "map_cut.5", "recall.5,100", "success.1,3", "recip_rank"}
-    for _ in range(400):
+    for _ in range(150):
         size = rng.randint(1, 30)
         gains = {at: float(rng.choice([1, 1, 2, 3])) for at in rng.sample(range(size), rng.randint(1, size))}
         missing = rng.choice([0, 0, 2])
@@ -46,16 +46,16 @@ def test_metrics_agree_with_pytrec_eval() -> None:
 SIZES = [(1, 1, 0), (5, 5, 0), (16, 1, 0), (20, 3, 0), (12, 4, 2)]
 
 
-@pytest.mark.parametrize(("size", "right", "missing"), sampled_rows(SIZES, [SIZES[0], SIZES[2], SIZES[4]]))
+@pytest.mark.parametrize(("size", "right", "missing"), sampled_rows(SIZES, [SIZES[4]]))
 def test_chance_levels_are_the_means_of_random_rankings(size: int, right: int, missing: int) -> None:
     gains = {at: 1.0 + at % 3 for at in range(right)}
     query, rng = query_of(size, gains, missing), np.random.default_rng(2)
-    rankings = [find_relevant_texts(query, rng.permutation(size).astype(float)) for _ in range(4000)]
+    rankings = [find_relevant_texts(query, rng.permutation(size).astype(float)) for _ in range(1000)]
     for name in (*PYTREC, "mrr@4"):
         metric = parse_metric(name)
         simulated = np.array([metric.measure(found, query.ideal) for found in rankings])
         expected = metric.chance(query.size, list(gains.values()), query.ideal)
-        assert expected == pytest.approx(simulated.mean(), abs=5 * simulated.std() / 60 + 1e-9), name
+        assert expected == pytest.approx(simulated.mean(), abs=5 * simulated.std() / 30 + 1e-9), name
 
 
 def test_ties_count_against_the_model_and_rounding_errors_do_not_break_them() -> None:

@@ -1,7 +1,4 @@
-"""Shared prefixes are computed once, and answers equal lm-eval's for every network and way of sharing.
-
-Packed rows: each token attends only to its own sequence, at any position and with shared prefixes.
-"""
+"""Shared prefixes are computed once, and answers equal lm-eval's for every network and way of sharing."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
@@ -43,8 +40,8 @@ FAMILIES: dict[str, tuple[Callable[[], Any], bool]] = {
 }
 
 
-# Shared, with a sliding window, with learned positions, and not shared.
-COMMON = ("llama", "mistral", "gpt2", "bloom", "mamba")
+# Shared, with a sliding window, and not shared.
+COMMON = ("llama", "mistral", "bloom")
 
 
 def drawn(seed: int, count: int) -> list[RequestTokens]:
@@ -85,7 +82,7 @@ def likelihoods(network: Any, requests: list[RequestTokens]) -> tuple[list[tuple
     ("family", "dtype"),
     sampled_rows(
         [(family, dtype) for family in FAMILIES for dtype in (torch.float32, torch.bfloat16)],
-        [*((family, torch.float32) for family in COMMON), ("llama", torch.bfloat16)],
+        [(family, torch.float32) for family in COMMON],
     ),
     ids=str,
 )
@@ -144,8 +141,8 @@ def prompts(seed: int, count: int, same: int = 24, **how: Any) -> list[Instance]
     found = []
     for number in range(count):
         question = [f"w{word:03}" for word in rng.choices(range(2, 128), k=rng.randrange(1, 13))]
-        settings = {"until": ["w007", "w019 w020"], "max_gen_toks": 12, **how}
-        found.append(Instance("generate_until", {}, (" ".join(examples + question), settings), number))
+        generation = {"until": ["w007", "w019 w020"], "max_gen_toks": 12, **how}
+        found.append(Instance("generate_until", {}, (" ".join(examples + question), generation), number))
     return found
 
 
@@ -201,7 +198,7 @@ ASKED: dict[str, tuple[dict[str, Any], int]] = {
     sampled_rows(
         # Grouped heads, one per query, a sliding window.
         [(family, how) for family in ("llama", "gpt2", "mistral") for how in ASKED],
-        [*(("llama", how) for how in ASKED), ("gpt2", "nothing in common"), ("mistral", "nothing in common")],
+        [("llama", "drawn"), ("llama", "said once"), ("mistral", "nothing in common")],
     ),
 )
 def test_generated_answers_equal_lm_evals_for_all_settings(
@@ -219,7 +216,7 @@ def test_generated_answers_equal_lm_evals_for_all_settings(
     assert len(set(answers[0])) > 3
 
 
-@pytest.mark.parametrize("seed", sampled(range(20), range(8)))
+@pytest.mark.parametrize("seed", sampled(range(20), range(3)))
 def test_the_cache_of_packed_prompts_equals_that_of_each_prompt(seed: int) -> None:
     rng = random.Random(seed)
     start = [rng.randrange(2, 9) for _ in range(rng.choice((0, 3, 16, 30)))]
@@ -289,6 +286,7 @@ def test_finished_answers_generate_no_further_tokens(monkeypatch: pytest.MonkeyP
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=14)
 
 
+@settings(max_examples=40)
 @given(SEQUENCES, st.integers(1, 40))
 def test_every_sequence_is_packed_once_and_attends_only_to_itself(sequences: list[list[int]], length: int) -> None:
     found = []
@@ -302,6 +300,7 @@ def test_every_sequence_is_packed_once_and_attends_only_to_itself(sequences: lis
     assert sorted(found) == list(range(len(sequences)))
 
 
+@settings(max_examples=40)
 @given(SEQUENCES, st.integers(1, 40))
 def test_a_shared_prefix_is_packed_once_within_the_row_length(sequences: list[list[int]], length: int) -> None:
     for row in token_rows(sequences, length):
@@ -311,6 +310,7 @@ def test_a_shared_prefix_is_packed_once_within_the_row_length(sequences: list[li
         assert len(row.tokens) <= max(length, 3 * longest)
 
 
+@settings(max_examples=40)
 @given(SEQUENCES, st.integers(1, 20))
 def test_remaining_sequences_are_packed_like_before(sequences: list[list[int]], length: int) -> None:
     """A resumed run therefore computes the same batches."""

@@ -1,8 +1,4 @@
-"""Data are pinned: replacing the data behind a name leads to a new measurement, never to silent reuse.
-
-The cache of the datasets library replaces a Hub dataset here. Without network access, tasks load from that cache, and
-its directory names contain the commit.
-"""
+"""Data are pinned: replacing the data behind a name leads to a new measurement, never to silent reuse."""
 
 from __future__ import annotations
 
@@ -20,7 +16,7 @@ import pytest
 from jinja2 import Environment, StrictUndefined
 from loopback import answering
 from scoring_runs import mean_of, pin, quiet, scoring_job, write_task
-from tiny_models import CPU, make_model, words, write_choices, write_jsonl
+from tiny_models import make_model, words, write_choices, write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
@@ -29,20 +25,16 @@ from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.evaluation import process
 from mergegate.tasks.evaluation.harness import score_documents
 from mergegate.tasks.evaluation.lm_eval_tasks import quiet as quiet_lm_eval
-from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import (
     CountLimit,
-    TaskScores,
     count_task,
     data_revisions,
-    evaluate_documents,
     pin_data,
 )
 from mergegate.tasks.evaluation.task_data import DataSource, digest_of_leaves, revision_now
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 from mergegate.tasks.evaluation.task_loading import inspect_data, load_task
-from mergegate.tasks.gate.settings import GateRule, Guard
-from mergegate.tasks.gate.stage import GatePlan, gate
+from mergegate.tasks.gate.settings import Guard
 
 REPO = "acme/letters"
 COMMITS = ("a" * 40, "b" * 40)
@@ -107,35 +99,6 @@ def task(tmp_path: Path) -> EvalTask:
 @pytest.fixture
 def model(tmp_path: Path) -> Model:
     return make_model(tmp_path / "model")
-
-
-@pytest.mark.proof
-@pytest.mark.story
-def test_a_replaced_dataset_is_measured_again(
-    hub: CachedHub, task: EvalTask, model: Model, home: Path, prefect_api: None
-) -> None:
-    before, again = (evaluate_documents(model, task, Scoring(), None, CPU) for _ in range(2))
-    assert [part.key for part in again] == [part.key for part in before]
-    hub.fetch(COMMITS[1], right=1)
-    after = evaluate_documents(model, task, Scoring(), None, CPU)
-    assert after[0].key != before[0].key
-    assert after[0].value.tasks[0].score == pytest.approx(1 - before[0].value.tasks[0].score)
-    for parts, commit in ((before, COMMITS[0]), (after, COMMITS[1])):
-        (source,) = parts[0].value.data["letters"].sources
-        assert (source.path, source.revision) == (REPO, commit)
-    with pytest.raises(InvalidInput, match="scores on different data"):
-        gate.work(GUARDS, {"parent": before, "merge": after}, {}, None, GatePlan(GateRule()))
-
-
-@pytest.mark.story
-def test_the_verdict_contains_its_evidence(
-    hub: CachedHub, task: EvalTask, model: Model, home: Path, prefect_api: None
-) -> None:
-    parts = evaluate_documents(model, task, Scoring(), None, CPU)
-    (guard,) = gate.work(GUARDS, {"parent": parts, "merge": parts}, {}, None, GatePlan(GateRule())).guards
-    assert guard.data == parts[0].value.data["letters"]
-    assert (guard.n, guard.documents_asked) == (12, 12)
-    assert TaskScores("", "letters", tuple(parts)).data == guard.data
 
 
 @pytest.mark.story

@@ -1,7 +1,4 @@
-"""Repeated prompts, shared passages and training texts that contain documents are found; unrelated texts are not.
-
-A document is found in a text whatever its case, punctuation and spacing.
-"""
+"""Repeated prompts, shared passages and training texts that contain documents are found; unrelated texts are not."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ def disguise(words: list[str], rng: random.Random, inserted: int = 0) -> str:
 
 
 @given(SEEDS, st.integers(8, 150))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20)
 def test_case_punctuation_and_spacing_do_not_hide_a_document(seed: int, length: int) -> None:
     rng = random.Random(seed)
     words = draw(rng, length)
@@ -50,7 +47,7 @@ def test_case_punctuation_and_spacing_do_not_hide_a_document(seed: int, length: 
 
 
 @given(SEEDS, st.integers(80, 200))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20)
 def test_a_few_inserted_words_do_not_hide_a_document(seed: int, length: int) -> None:
     rng = random.Random(seed)
     words = draw(rng, length)
@@ -58,7 +55,7 @@ def test_a_few_inserted_words_do_not_hide_a_document(seed: int, length: int) -> 
 
 
 @given(SEEDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20)
 def test_common_phrases_do_not_make_a_match(seed: int) -> None:
     """Both texts contain the same two phrases of a dozen words, in documents of forty."""
     rng = random.Random(seed)
@@ -101,6 +98,7 @@ def test_words_are_compared_after_unicode_normalization() -> None:
     assert words_of("!?... --") == ()
 
 
+@pytest.mark.story
 def test_the_time_is_linear_in_the_texts() -> None:
     rng = random.Random(1)
     documents = [(" ".join(draw(rng, count)), "") for count in (40, 5) for _ in range(300)]

@@ -1,7 +1,4 @@
-"""Cut-off answers count for and against the merge, and a guard decides only if both cases agree.
-
-The tables in ``docs/benchmarks/cut-off-answers.md`` come from a script that decides in the same way.
-"""
+"""Cut-off answers count for and against the merge, and a guard decides only if both cases agree."""
 
 from __future__ import annotations
 

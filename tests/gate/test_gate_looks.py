@@ -29,10 +29,7 @@ MMLU = (500, 1000, 2000, 4000, 8000, 14042)
 
 
 def never_crossed(schedule: tuple[int, ...], bounds: list[float]) -> float:
-    """Return the probability that no z statistic crosses its bound.
-
-    The statistics of looks j <= k correlate with ``sqrt(n_j / n_k)``.
-    """
+    """Return the probability that no z statistic crosses its bound."""
     shares = np.array(schedule[: len(bounds)], dtype=float)
     correlation = np.sqrt(np.minimum.outer(shares, shares) / np.maximum.outer(shares, shares))
     integral = stats.multivariate_normal(cov=correlation, allow_singular=True, abseps=1e-7, maxpts=2_000_000, seed=1)

@@ -205,10 +205,7 @@ SCHEDULE = dict.fromkeys(TASKS, (N, 2 * N))
 
 
 def merges(place: Path, drops: tuple[float, ...], seed: int) -> dict[str, list[Artifact[Scores]]]:
-    """Return scores of base and merge on all tasks.
-
-    The merge is worse by the given drops, and differs from the base on a tenth of the documents.
-    """
+    """Return scores of base and merge on all tasks."""
     rng = np.random.default_rng(seed)
     found: dict[str, list[Artifact[Scores]]] = {"base": [], "merge": []}
     for task, drop in zip(TASKS, drops, strict=True):

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from scoring_runs import call_here
 from tiny_models import CPU, make_model, words, write_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import sha256_file
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.model_process import end_model_process
+from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.judge.answers import AnswerSummary, ConversationAnswers, answer, read_answers
 from mergegate.tasks.judge.prompts import Prompts
 from mergegate.tasks.judge.settings import Generation
@@ -23,10 +24,11 @@ from mergegate.tasks.judge.settings import Generation
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}. {% endfor %}a:"
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_process_for_all() -> Iterator[None]:
+@pytest.fixture(autouse=True)
+def no_other_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr("mergegate.tasks.judge.answers.call_model_process", call_here)
     yield
-    end_model_process()
+    unload_models()
 
 
 @pytest.fixture
@@ -101,7 +103,7 @@ def test_the_models_own_sampling_and_penalties_play_no_part(tmp_path: Path, mode
     config = json.loads((model.directory / "generation_config.json").read_text())
     config |= {"do_sample": True, "temperature": 9.0, "top_k": 0, "repetition_penalty": 9.0, "num_beams": 3}
     (model.directory / "generation_config.json").write_text(json.dumps(config))
-    end_model_process()  # Otherwise it still holds the model.
+    unload_models()
     assert ask(tmp_path, model, asked)[1] == plain
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 from scipy import stats
@@ -227,6 +227,7 @@ def test_controls_are_required_but_do_not_count_in_any_rate() -> None:
     assert with_controls.model_dump(exclude=different) == without.model_dump(exclude=different)
 
 
+@settings(max_examples=40)
 @given(st.integers(5, 300), st.data())
 def test_the_bound_of_the_controls_is_exact(pairs: int, data: st.DataObject) -> None:
     found = data.draw(st.integers(0, pairs))
@@ -240,7 +241,7 @@ def test_good_judges_pass_the_controls_and_blind_ones_do_not() -> None:
     rng = np.random.default_rng(1)
     # The share of pairs in which a judge prefers the intact answer in both orders.
     for kind, share, low, high in (("good", 0.9, 0.99, 1.0), ("coin", 0.25, 0.0, 0.05), ("first", 0.0, 0.0, 0.05)):
-        passed = [control_result(rng.random(MIN_CONTROLS) < share, 0.95, LEAST).passed for _ in range(2000)]
+        passed = [control_result(rng.random(MIN_CONTROLS) < share, 0.95, LEAST).passed for _ in range(800)]
         assert low <= np.mean(passed) <= high, kind
 
 
@@ -275,6 +276,7 @@ def test_the_limits_can_be_raised() -> None:
     assert verdict(many(20, 260, 20), merge=wordy).outcome == "fail"
 
 
+@settings(max_examples=50)
 @given(st.text(min_size=1, max_size=400), st.sampled_from(DAMAGES))
 def test_a_damaged_copy_differs_loses_content_and_is_reproducible(answer: str, damage: Damage) -> None:
     copy = damaged_copy(answer, damage)

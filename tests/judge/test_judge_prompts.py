@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergegate.merge_core.errors import InvalidInput
@@ -172,6 +172,7 @@ def test_a_dimension_that_is_missing_or_odd_is_left_out() -> None:
     assert parse_reply(reply, {"clarity": "", "tone": "", "facts": ""}) == JudgeVote("r", {"clarity": "A"}, "B")
 
 
+@settings(max_examples=50)
 @given(st.text(), st.sampled_from(["A", "B", "tie"]))
 def test_any_reply_is_parsed_and_one_that_follows_the_schema_with_its_reasoning(reasoning: str, choice: str) -> None:
     opinion = parse_reply(reasoning, ONE)

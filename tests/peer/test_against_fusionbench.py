@@ -1,8 +1,4 @@
-"""Matrix methods and importance methods give FusionBench 0.2.33's numbers, or a documented difference.
-
-FusionBench's own functions merge in a separate environment (``make .venv-fusionbench/ready``), all in one process.
-Without that environment these tests are skipped, unless MERGEGATE_REQUIRE_FUSIONBENCH is set.
-"""
+"""Matrix methods and importance methods give FusionBench 0.2.33's numbers, or a documented difference."""
 
 from __future__ import annotations
 
@@ -176,11 +172,7 @@ def test_wudi_in_closed_form_is_where_adam_is_going(given: Tensors, theirs: Tens
 
 
 def test_knots_of_a_mean_is_the_mean(given: Tensors, theirs: Tensors) -> None:
-    """FusionBench computes only KnOTS's shared directions, and a mean in them must be the plain mean.
-
-    The caller chooses the merge inside these directions. mergegate uses TIES there, and
-    ``test_matrix_methods`` compares that with its formula.
-    """
+    """FusionBench computes only KnOTS's shared directions, and a mean in them must be the plain mean."""
     for name in MATRICES:
         base = given[f"{name}/base"]
         mean = torch.stack([given[f"{name}/model{i}"].double() for i in range(MODELS)]).mean(0)

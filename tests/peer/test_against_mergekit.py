@@ -1,8 +1,4 @@
-"""The same recipe gives the same weights as mergekit 0.1.5, up to rounding or, for random methods, in distribution.
-
-mergekit runs its own commands in a separate environment (``make .venv-peer/ready``), all recipes in one process.
-Without that environment these tests are skipped, unless MERGEGATE_REQUIRE_PEER is set.
-"""
+"""The same recipe gives the same weights as mergekit 0.1.5, up to rounding or, for random methods, in distribution."""
 
 from __future__ import annotations
 

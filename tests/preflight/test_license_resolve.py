@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergegate.tasks.checkpoints.pin import ResolvedCheckpoint
@@ -130,6 +130,7 @@ VALUES = SCALARS | LISTS | st.dictionaries(TEXT, SCALARS, max_size=2)
 FIELDS = dict.fromkeys(("license", "license_name", "license_link", "base_model"), VALUES)
 
 
+@settings(max_examples=40)
 @given(fields=st.fixed_dictionaries({}, optional=FIELDS))
 def test_any_type_of_a_field_is_read_without_error(fields: dict[str, object]) -> None:
     with tempfile.TemporaryDirectory() as directory:
@@ -142,6 +143,7 @@ def test_any_type_of_a_field_is_read_without_error(fields: dict[str, object]) ->
             assert parent.license.id == "unknown"
 
 
+@settings(max_examples=40)
 @given(card=st.text(alphabet="-\n\r :[]{}&*!|>'\"#license%mt0", max_size=80))
 def test_any_card_is_read_without_error(card: str) -> None:
     with tempfile.TemporaryDirectory() as directory:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergegate.merge_core.errors import InvalidInput
@@ -75,6 +75,7 @@ def test_a_variant_may_have_a_guard_on_a_task_that_is_advisory_for_the_merge() -
 limits = st.one_of(st.none(), st.floats(0, 20).map(lambda value: round(value, 1)))
 
 
+@settings(max_examples=40)
 @given(max_drop=limits, margin=limits, drop=limits, own_margin=limits)
 def test_every_accepted_combination_of_limits_is_a_valid_guard(
     max_drop: float | None, margin: float | None, drop: float | None, own_margin: float | None

@@ -1,8 +1,4 @@
-"""Run S3 on loopback: moto's server in a thread, behind a proxy that injects faults and verifies checksums.
-
-S3 refuses a body whose sha256 differs from the hash in the request (400 BadDigest). Moto does not, so the proxy adds
-this check.
-"""
+"""Run S3 on loopback: moto's server in a thread, behind a proxy that injects faults and verifies checksums."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Run a proxy on loopback in front of any test server and inject a chosen fault at the k-th request.
-
-Every target gets the same faults, and the server behind the proxy can be a real one.
-"""
+"""Run a proxy on loopback in front of any test server and inject a chosen fault at the k-th request."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Publish in a separate process that a test can kill. A warm process, which has done the slow imports, forks each one.
-
-The forked processes do not wait: pauses between attempts are removed, and timeouts are short.
-"""
+"""Publish in a separate process that a test can kill. A warm process with all imports forks each one."""
 
 from __future__ import annotations
 

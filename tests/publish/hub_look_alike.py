@@ -1,13 +1,4 @@
-"""Run a stand-in for the Hugging Face Hub on loopback. The real huggingface_hub client talks to it in all Hub tests.
-
-The stand-in supports tokens with permissions, private and gated repositories, commits, branches, tags, LFS (in one or
-several parts, whole or in ranges), Xet (the real hf_xet writes into a directory) and paged listings. It counts the
-bytes of each large file that it sends, and records the files on ``main`` after every request. ``oidc_look_alike``
-models trusted publishers.
-
-The stand-in was written from the client's expectations, so it proves our requests correct. It does not cover further
-checks of the real Hub (scans, quotas, its card schema).
-"""
+"""Run a stand-in for the Hugging Face Hub on loopback. The real huggingface_hub client talks to it in all Hub tests."""
 
 from __future__ import annotations
 
@@ -313,10 +304,7 @@ class LookAlike(FakeServer):
     # Reading
 
     def storage(self, request: Request) -> str:
-        """Return a storage origin that differs from the Hub's, as on the real Hub.
-
-        With a different origin, the client takes the file's metadata from the redirect.
-        """
+        """Return a storage origin that differs from the Hub's, as on the real Hub."""
         return request.url.replace("//127.0.0.1", "//localhost")
 
     def on_resolve(self, request: Request, repo: str, revision: str, path: str) -> object:

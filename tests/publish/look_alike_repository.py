@@ -1,7 +1,4 @@
-"""Model a Hugging Face Hub repository: commits, branches and tags in memory, and large files by sha256.
-
-The model is limited to the part that the Hub's HTTP API exposes. It does not use git.
-"""
+"""Model a Hugging Face Hub repository: commits, branches and tags in memory, and large files by sha256."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Model the OIDC side of the Hub stand-in: a CI provider that issues id tokens, and the exchange for Hub tokens.
-
-The exchange follows the Hub's documentation of trusted publishers: exact claims, the audience is the Hub, one error for
-all reasons, and a token that is valid for one hour and for one resource. Where the documentation is silent, the
-stand-in is strict: such a token cannot read other repositories, belongs to no account, and can change no settings.
-"""
+"""Model the OIDC side of the Hub stand-in: a CI provider that issues id tokens, and the exchange for Hub tokens."""
 
 from __future__ import annotations
 
@@ -51,12 +46,7 @@ class IssuedToken:
 
 @dataclass
 class OidcExchange:
-    """The provider and the exchange. Tests set the claims of the job, the publishers, and the time.
-
-    Attributes:
-        lifetime: Seconds for which the Hub's answers say that a token is valid.
-        offset: Seconds by which this clock is ahead of the machine's.
-    """
+    """The provider and the exchange. Tests set the claims of the job, the publishers, and the time."""
 
     publishers: list[PublisherEntry] = field(default_factory=list)
     claims: dict[str, Any] = field(default_factory=lambda: dict(CLAIMS))

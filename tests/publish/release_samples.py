@@ -141,11 +141,7 @@ json.dump([None if one is None else str(one) for one in found], sys.stdout)
 
 
 def spdx_finds(documents: Sequence[str]) -> list[str | None]:
-    """Return the error of SPDX's own types for each document, or None.
-
-    They are generated from the SHACL model of SPDX 3.0.1 and reject unknown fields and types, values outside their
-    vocabulary, missing required fields and references to missing elements. spdx3-validate needs the network.
-    """
+    """Return the error of SPDX's own types for each document, or None."""
     script = """
 import json, sys
 from spdx_python_model.bindings import v3_0_1 as spdx
@@ -251,10 +247,7 @@ class SampleGguf(GgufFormat):
 def variant_parts(
     root: Path, merge: MergeRelease, *types: str, failed: Sequence[str] = (), **contents: bytes
 ) -> VariantParts:
-    """Return the parts of a release of variants of ``merge``: those in ``failed`` did not pass.
-
-    ``contents`` holds the bytes of a type's file, if they differ from the default.
-    """
+    """Return the parts of a release of variants of ``merge``: those in ``failed`` did not pass."""
     of_merge = publishable(root / "merge")
     verdicts, passed = [], []
     for name in types:

@@ -1,7 +1,4 @@
-"""Run an in-memory subset of MLflow's tracking and registry API on loopback, just large enough for a release.
-
-``test_mlflow`` checks our requests against the real server. This one is fast enough for hundreds of runs with faults.
-"""
+"""Run an in-memory subset of MLflow's tracking and registry API on loopback, just large enough for a release."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Run a registry on loopback that follows the rules of the OCI distribution specification on which publishing relies.
-
-The registry accepts a blob only under its true digest, and a manifest only if all of its blobs exist. Tags move without
-a guard. It can require a token first, as public registries do.
-"""
+"""Run a registry on loopback that follows the OCI distribution specification, as far as publishing relies on it."""
 
 from __future__ import annotations
 

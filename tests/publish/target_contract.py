@@ -80,10 +80,7 @@ def require_aliases(target: PublishTarget, held: Callable[[], object], writes: C
 
 
 def require_flow_of_releases(target: PublishTarget, root: Path, overtaken: str) -> tuple[Release, Release]:
-    """Assert that a run can publish, read the champion, and publish the next release, and return both releases.
-
-    ``overtaken`` matches the refusal of a release that was compared with an earlier champion.
-    """
+    """Assert that a run can publish, read the champion, and publish the next release, and return both releases."""
     one, two = publishable(root / "one"), publishable(root / "two", weights=b"others")
     hashes = HashMemo(root / "hashes.sqlite")
     merge = Model(name="merge", digest="d" * 64, directory=one.merged.directory)

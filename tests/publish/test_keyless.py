@@ -1,7 +1,4 @@
-"""Test keyless signatures against a sigstore instance on loopback.
-
-Three independent verifiers check every signature: mergegate, OpenSSF's ``model_signing``, and the ``sigstore`` client.
-"""
+"""Test keyless signatures against a sigstore instance on loopback."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Test an OCI registry as a target.
-
-A release is a manifest addressed by its digest. Tags point only to complete releases, and versions never change.
-"""
+"""Test an OCI registry as a target."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Test an S3 bucket as a target: releases are complete, one guarded pointer selects the current one.
-
-Every byte is verified by the object store's own checksum.
-"""
+"""Test an S3 bucket as a target: releases are complete, one guarded pointer selects the current one."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Test release signatures: we verify those of OpenSSF's own library, it verifies ours, and changes break both.
-
-The library is an independent oracle. It shares no code with mergegate except the primitives of ``cryptography``.
-"""
+"""Test release signatures: we verify those of OpenSSF's own library, it verifies ours, and changes break both."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Test publishing to the Hub with the OIDC identity of a CI job instead of a stored token.
-
-The real client talks to the stand-in. It checks signatures, claims, the audience and the expiry of every token.
-"""
+"""Test publishing to the Hub with the OIDC identity of a CI job instead of a stored token."""
 
 from __future__ import annotations
 

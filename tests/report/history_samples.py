@@ -1,7 +1,4 @@
-"""Generate a realistic history of 100 nightly runs for three profiles.
-
-Parents move, scores drift, checks refuse a merge and one run crashes. Equal seeds give equal histories.
-"""
+"""Generate a realistic history of 100 nightly runs for three profiles."""
 
 from __future__ import annotations
 

@@ -260,10 +260,7 @@ def served() -> ReportContent:
 
 
 def quantized(*, required: bool = False) -> ReportContent:
-    """Return a merge with five variants: two pass, and three stop at the gate, at the conversion and at a check.
-
-    If ``required`` is set, the variant that fails the gate refuses the release.
-    """
+    """Return a merge with five variants: two pass, and three stop at the gate, at the conversion and at a check."""
 
     def gguf(name: str, size: int, **tensors: int) -> VariantRecord:
         return build(VariantRecord, type=name, files=("demo.gguf",), bytes=size, tensor_types=tensors)

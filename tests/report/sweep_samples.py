@@ -1,7 +1,4 @@
-"""Build synthetic sweeps: confirmed, by layer, with a front, unconfirmed, stopped early, with failures, with one trial.
-
-The scores come from a smooth bowl with seeded noise, so that slice plots have ridges and progress plots have steps.
-"""
+"""Build synthetic sweeps: confirmed, by layer, with a front, unconfirmed, stopped, with failures, with one trial."""
 
 from __future__ import annotations
 

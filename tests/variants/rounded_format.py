@@ -1,15 +1,4 @@
-"""Define ``rounded``, a variant format for tests that needs no tool outside mergegate's own environment.
-
-It rounds every matrix to ``bits`` bits per weight, with one scale per row, and stores the result as safetensors with
-the companions of the merge. The backend ``hf`` evaluates it. ``fault`` breaks one thing on purpose::
-
-    variants:
-      - {format: rounded, bits: 8}
-      - {format: rounded, bits: [6, 4], suffix: Small}       # two variants that share a place
-      - {format: rounded, bits: 8, suffix: Bad, fault: scales}
-
-The fixture ``rounded_variants`` (in ``tests/conftest.py``) registers it in the process of the test and in its children.
-"""
+"""Define ``rounded``, a variant format for tests that needs no tool outside mergegate's own environment."""
 
 from __future__ import annotations
 
@@ -192,10 +181,7 @@ def break_files(directory: Path, fault: Fault | None) -> None:
 
 @contextmanager
 def rounded_registered(site: Path) -> Iterator[type[VariantFormat]]:
-    """Register the format in this process and in processes that it starts, as if a package had been installed.
-
-    ``site`` is an empty directory for the metadata of the package.
-    """
+    """Register the format in this process and in processes that it starts, as if a package had been installed."""
     facts = site / "mergegate_rounded-1.0.dist-info"
     facts.mkdir(parents=True)
     (facts / "METADATA").write_text("Metadata-Version: 2.1\nName: mergegate-rounded\nVersion: 1.0\n")

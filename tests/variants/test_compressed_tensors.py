@@ -1,7 +1,4 @@
-"""Quantize tiny models to FP8 and INT8, check their files, and evaluate the quantized weights.
-
-Most tests quantize by hand. Tests with the marker ``variants`` run llm-compressor.
-"""
+"""Quantize tiny models to FP8 and INT8, check their files, and evaluate the quantized weights."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""GGUF files are converted, quantized, checked and answered with the real llama.cpp, on tiny random models.
-
-The models have real architectures and byte-level BPE tokenizers that are trained here, which the converter does not
-know. Files that a test damages are copies with a few changed bytes, so one conversion serves all tests.
-"""
+"""GGUF files are converted, quantized, checked and answered with the real llama.cpp, on tiny random models."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The client of llama.cpp turns everything that can happen to its process into an error that says what to do.
-
-A small program takes the place of llama.cpp here, so these tests run without its environment.
-"""
+"""The client of llama.cpp turns everything that can happen to its process into an error that says what to do."""
 
 from __future__ import annotations
 

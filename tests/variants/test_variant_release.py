@@ -1,8 +1,4 @@
-"""A release with quantized variants, from the profile to the published files.
-
-The fast tests use the format ``rounded``, which needs no other environment. The same tests run with llama.cpp and
-llm-compressor under the marker ``variants``.
-"""
+"""A release with quantized variants, from the profile to the published files."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Damage the files of a variant after a quantizer has written them, in the ways in which quantizers and disks fail.
-
-Each mutation changes the files in a directory. It draws the tensor, the position or the token from a random generator,
-so that a test can check a rule with many seeds::
-
-    with injected(GgufFormat, {"Q4_0": MUTATIONS["gguf"]["scales"]}, tmp_path): ...   # every Q4_0 that is built is bad
-"""
+"""Damage the files of a variant after a quantizer has written them, in the ways in which quantizers and disks fail."""
 
 from __future__ import annotations
 
