@@ -12,6 +12,7 @@ import pytest
 import torch
 from peft_family import applied_by_us, load_base, make_adapter, make_base
 from safetensors.torch import load_file, save_file
+from samples import sampled
 
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.adapters import apply_adapter, open_adapter
@@ -58,25 +59,15 @@ def applied(kept: Path, adapter: Path, base: str = "base") -> object:
     [
         *(("peft_type", value) for value in ("LOHA", None)),
         *(("init_lora_weights", value) for value in ("pissa", "pissa_niter_16", "olora", "corda", "loftq", "lora_ga")),
-        ("init_lora_weights", "something new"),
-        ("layer_replication", [[0, 1], [0, 2]]),
-        ("use_qalora", True),
-        ("use_bdlora", {"nblocks": 2}),
-        ("alora_invocation_tokens", [1, 2]),
-        ("arrow_config", {"top_k": 2}),
-        ("kasa_config", {"beta": 1}),
-        ("monteclora_config", {"num_samples": 2}),
-        ("velora_config", {"rank": 1}),
-        ("megatron_config", {"x": 1}),
-        ("invented_by_a_later_version", {"x": 1}),
-        *(("r", value) for value in (0, "8")),
-        *(("lora_alpha", value) for value in (float("nan"), None)),
-        *(("bias", "some"), ("use_dora", "yes")),
+        ("init_lora_weights", "something new"), ("layer_replication", [[0, 1], [0, 2]]), ("use_qalora", True),
+        ("use_bdlora", {"nblocks": 2}), ("alora_invocation_tokens", [1, 2]), ("arrow_config", {"top_k": 2}),
+        ("kasa_config", {"beta": 1}), ("monteclora_config", {"num_samples": 2}), ("velora_config", {"rank": 1}),
+        ("megatron_config", {"x": 1}), ("invented_by_a_later_version", {"x": 1}), *(("r", value) for value in (0, "8")),
+        *(("lora_alpha", value) for value in (float("nan"), None)), *(("bias", "some"), ("use_dora", "yes")),
         *(("rank_pattern", value) for value in ([1], {"q_proj": 0}, {"(a+)+b": 2}, {"(": 2})),
-        *(("trainable_token_indices", value) for value in ([1, 1], "all")),
-        ("target_parameters", "experts"),
+        *(("trainable_token_indices", value) for value in ([1, 1], "all")), ("target_parameters", "experts"),
     ],
-)
+)  # fmt: skip
 def test_a_configuration_that_cannot_be_applied_is_refused_by_its_key(
     kept: Path, adapter: Path, key: str, value: object
 ) -> None:
@@ -147,7 +138,7 @@ def test_a_tensor_without_a_target_is_refused_by_name(
         applied(kept, with_tensors(adapter, change))
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (2,), (2, 32, 1), (1, 2, 32), (2, 1, 1, 32), (2, 16)])
+@pytest.mark.parametrize("shape", [(), (2,), (2, 32, 1), (2, 16)])
 @pytest.mark.parametrize(
     "name",
     [
@@ -244,7 +235,7 @@ def test_a_full_model_in_place_of_an_adapter_is_named(kept: Path) -> None:
         open_checkpoint(kept / "adapter")
 
 
-@pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
+@pytest.mark.parametrize("family", sampled(("mixtral", "gpt_oss"), ("mixtral",)))
 def test_factors_for_another_number_of_experts_are_refused(tmp_path: Path, family: str) -> None:
     base = make_base(tmp_path / "base", family, torch.float32)
     parameters = ["mlp.experts.down_proj"]

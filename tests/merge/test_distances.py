@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +11,10 @@ import numpy as np
 import pytest
 import torch
 from calibration_jobs import DEMO
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from samples import sampled, sampled_rows
 
 from mergegate.merge_core import Recipe, load_recipe, merge_tensors, open_checkpoint, plan_merge
 from mergegate.merge_core.adapters import apply_adapter, open_adapter
@@ -61,6 +61,7 @@ def test_no_nearby_point_has_a_smaller_sum_of_distances(drawn: Points, voices: l
             assert total(found) <= total(found + scale * size * generator.normal(size=4)) + 1e-3 * size * len(models)
 
 
+@settings(max_examples=20)
 @given(st.floats(1e2, 1e6), st.integers(3, 7))
 def test_one_model_cannot_move_the_geometric_median_far(times: float, count: int) -> None:
     honest = np.random.default_rng(count).normal(size=(count, 8))
@@ -149,7 +150,7 @@ def prepare(tmp_path: Path, own_store: None) -> Home:
 HONEST = ("client-0", "client-1", "client-2", "client-3")
 
 
-@pytest.mark.parametrize("method", ["median", "task_arithmetic"])
+@pytest.mark.parametrize("method", sampled(("median", "task_arithmetic"), ("median",)))
 def test_outliers_and_broken_models_are_left_out(clients: Path, prepare: Home, method: str) -> None:
     more = {"parameters": {"weight": 0.2}} if method == "task_arithmetic" else {}
     recipe = recipe_of(clients, *HONEST, "turned", "broken", merge_method=method, leave_out_beyond=5, **more)
@@ -179,6 +180,7 @@ def test_a_rule_that_leaves_no_model_out_only_adds_the_distances(clients: Path, 
     # Two models of one skill are close; those of different skills are as far apart as unrelated task vectors.
     assert all(0.8 < one.apart < 1.6 for one in found.distances.values())
     assert found.modules == recipe.modules
+    assert found.canonical() != recipe.canonical()
 
 
 def weight_of(source: Source) -> float:
@@ -200,12 +202,14 @@ def test_geometric_median_follows_the_honest_models(clients: Path, prepare: Home
     assert voices["client-0"] > 2 * voices["client-1"]
 
 
+@pytest.mark.story
 def test_a_broken_model_is_refused_by_name_without_a_rule(clients: Path, prepare: Home) -> None:
     with pytest.raises(InvalidInput, match="leave_out_beyond") as problem:
         prepare(recipe_of(clients, *HONEST, "broken", merge_method="geometric_median"))
     assert "broken" in str(problem.value)
 
 
+@pytest.mark.story
 def test_a_client_of_nan_is_left_out_without_effect_on_others(clients: Path, prepare: Home) -> None:
     alone = prepare(recipe_of(clients, *HONEST, merge_method="geometric_median", leave_out_beyond=5))
     found = prepare(recipe_of(clients, *HONEST, "nothing", merge_method="geometric_median", leave_out_beyond=5))
@@ -214,9 +218,8 @@ def test_a_client_of_nan_is_left_out_without_effect_on_others(clients: Path, pre
 
 
 def test_a_broken_base_is_refused_by_name(clients: Path, prepare: Home) -> None:
-    for base in ("broken", "nothing"):
-        with pytest.raises(InvalidInput, match=f"{base}(.|\n)*NaN or infinity"):
-            prepare(recipe_of(clients, *HONEST, base=clients / base, merge_method="geometric_median"))
+    with pytest.raises(InvalidInput, match=r"broken(.|\n)*NaN or infinity"):
+        prepare(recipe_of(clients, *HONEST, base=clients / "broken", merge_method="geometric_median"))
 
 
 # --- adapters in place of models ---
@@ -253,7 +256,7 @@ def _length(base: dict[str, torch.Tensor], model: dict[str, torch.Tensor]) -> fl
     return float(sum((model[key].double() - one.double()).square().sum() for key, one in base.items()) ** 0.5)
 
 
-@pytest.mark.parametrize(("factor", "at"), [(1.0, 3), (1e25, None)], ids=["NaN", "a product that is infinite"])
+@pytest.mark.parametrize(("factor", "at"), sampled_rows([(1.0, 3), (1e25, None)], [(1e25, None)]))
 def test_an_adapter_that_overflows_is_left_out(
     clients: Path, prepare: Home, tmp_path: Path, factor: float, at: int | None
 ) -> None:
@@ -261,6 +264,7 @@ def test_an_adapter_that_overflows_is_left_out(
     assert "not finite" in prepare(recipe_of(clients, *HONEST, broken, **MEDIAN)).left_out[broken]
 
 
+@pytest.mark.story
 def test_a_broken_base_is_not_blamed_on_the_adapters_on_it(clients: Path, prepare: Home, tmp_path: Path) -> None:
     named = [
         adapter(tmp_path, name, 1).replace(str(MODELS / "base"), str(clients / "broken")) for name in ("one", "two")
@@ -274,6 +278,7 @@ def test_leaving_out_all_models_is_refused(clients: Path, prepare: Home) -> None
         prepare(recipe_of(clients, "broken", **MEDIAN))
 
 
+@pytest.mark.story
 def test_a_left_out_model_is_no_longer_a_parent(clients: Path, prepare: Home, tmp_path: Path) -> None:
     found = prepare(recipe_of(clients, *HONEST, "turned", **MEDIAN))
     every = recipe_of(clients, *HONEST, "turned", merge_method="median")
@@ -300,11 +305,3 @@ def test_invalid_distance_settings_are_refused(change: dict[str, Any], said: str
     with pytest.raises(InvalidInput) as problem:
         load_recipe({key: value for key, value in document.items() if value is not None})
     assert said in str(problem.value)
-
-
-def test_missing_weights_are_refused(clients: Path) -> None:
-    recipe = recipe_of(clients, *HONEST, merge_method="geometric_median")
-    plan = plan_merge(recipe, {str(ref): open_checkpoint(Path(ref.path)) for ref in recipe.references()})
-    with pytest.raises(InvalidInput, match="distances between the models"):
-        list(merge_tensors(plan))
-    assert replace(recipe, distances={}).canonical() != recipe.canonical()

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from calibration_jobs import DEMO, REVERSER, SENTENCES, Killed, add_tokenizer, measure_inputs, saved, text_of, tokens_of
+from samples import sampled
 
 from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge
 from mergegate.merge_core.checkpoint import INPUTS, open_moments
@@ -64,7 +65,7 @@ def test_moments_match_an_independent_measurement_with_hooks(expected: dict[str,
 
 def test_windows_count_every_position_exactly_once(tmp_path: Path) -> None:
     """A last window that is filled with earlier tokens reads them again, but only as context."""
-    for length in (2, 3, 7, 11):
+    for length in (3, 11):
         found = measure_inputs(REVERSER, text_of(tmp_path), tmp_path / f"{length}", max_length=length)
         assert found.positions == POSITIONS
 
@@ -88,7 +89,7 @@ def test_measuring_layer_by_layer_gives_the_same_moments(expected: dict[str, np.
 
 
 @pytest.mark.usefixtures("little_memory")
-@pytest.mark.parametrize("damage", ["", "cut", "gone", "other"])
+@pytest.mark.parametrize("damage", sampled(("", "cut", "gone", "other"), ("cut", "other")))
 def test_a_killed_measurement_resumes(expected: dict[str, np.ndarray], tmp_path: Path, damage: str) -> None:
     text, out = text_of(tmp_path), tmp_path / "out"
 
@@ -113,7 +114,7 @@ def test_a_killed_measurement_resumes(expected: dict[str, np.ndarray], tmp_path:
     agrees(out, expected)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", sampled(("mixtral", "qwen3_moe"), ("mixtral",)))
 def test_every_matrix_of_a_mixture_except_the_router_is_measured(tmp_path: Path, family: str) -> None:
     """The inputs of experts are covered by test_expert_inputs.py."""
     place = saved(mixtures.build(family), tmp_path / "model")
@@ -181,15 +182,12 @@ def test_a_recipe_gets_the_measurements_of_its_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (None, "no such file"),
-        ("", "an empty file"),
-        ('{"prompt": "a"}\n', "statistics.field"),
+        (None, "no such file"), ("", "an empty file"), ('{"prompt": "a"}\n', "statistics.field"),
         ('{"text": [{"role": "user"}]}\n', "text or messages"),
         ('{"text": [{"role": "user", "content": ["parts"]}]}\n', "text or messages"),
-        ('{"text": 3}\n', "text or messages"),
-        ("no json\n", "text.jsonl"),
+        ('{"text": 3}\n', "text or messages"), ("no json\n", "text.jsonl"),
     ],
-)
+)  # fmt: skip
 def test_unreadable_texts_are_named(tmp_path: Path, content: str | None, said: str) -> None:
     if content is not None:
         (tmp_path / "text.jsonl").write_text(content)
@@ -205,8 +203,7 @@ def test_unreadable_texts_are_named(tmp_path: Path, content: str | None, said: s
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"models": [{"model": "a"}]}, "no 'text'"),
-        ({"models": [{"model": "a", "text": 3}]}, "the path of a text"),
+        ({"models": [{"model": "a"}]}, "no 'text'"), ({"models": [{"model": "a", "text": 3}]}, "the path of a text"),
         ({"models": [{"model": "a", "text": " "}]}, "the path of a text"),
         ({"merge_method": "linear", "parameters": {"weight": 1}}, "does not read texts"),
         (
@@ -214,14 +211,11 @@ def test_unreadable_texts_are_named(tmp_path: Path, content: str | None, said: s
             "does not read",
         ),
         ({"base_model": "a", "models": [{"model": "a", "text": "t"}, {"model": "b", "text": "t"}]}, "is not merged"),
-        ({"statistics": {"document": 3}}, "documents"),
-        ({"statistics": {"documents": 0}}, "at least 1"),
-        ({"statistics": {"documents": True}}, "whole number"),
-        ({"statistics": {"max_length": 1.5}}, "whole number"),
-        ({"statistics": {"field": ""}}, "name of a field"),
-        ({"statistics": []}, "a mapping"),
+        ({"statistics": {"document": 3}}, "documents"), ({"statistics": {"documents": 0}}, "at least 1"),
+        ({"statistics": {"documents": True}}, "whole number"), ({"statistics": {"max_length": 1.5}}, "whole number"),
+        ({"statistics": {"field": ""}}, "name of a field"), ({"statistics": []}, "a mapping"),
     ],
-)
+)  # fmt: skip
 def test_invalid_text_settings_are_refused(change: dict[str, Any], said: str) -> None:
     document = {"merge_method": "regmean", "models": [{"model": "a", "text": "a.jsonl"}], **change}
     with pytest.raises(InvalidInput) as problem:

@@ -417,6 +417,7 @@ def test_slices_equal_the_stacked_layers_or_are_refused(
     check()
 
 
+@pytest.mark.story
 def test_image_parts_come_unchanged_from_one_parent(
     parents: Any, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
 ) -> None:

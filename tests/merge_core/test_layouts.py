@@ -68,6 +68,7 @@ def test_parents_with_older_and_newer_names_merge_like_equally_named_ones(
     assert set(load_file(tmp_path / "out/model.safetensors")) == set(load_file(tmp_path / "a/model.safetensors"))
 
 
+@pytest.mark.story
 def test_slices_of_parents_with_older_and_newer_names_are_cut_from_the_same_layers(tmp_path: Path) -> None:
     family = BY_NAME["llava"]
     a, b = (load(family, make(family, tmp_path / one, seed)) for seed, one in enumerate("ab"))
@@ -127,6 +128,7 @@ def test_slices_drop_multi_token_prediction_layers_with_a_warning(tmp_path: Path
     assert torch.equal(logits(family, load(family, tmp_path / "out")), logits(family, stack(chosen, LAYERS)))
 
 
+@pytest.mark.story
 def test_multi_token_prediction_layers_stay_if_all_layers_keep_their_numbers(tmp_path: Path) -> None:
     for seed, one in enumerate("ab"):
         with_predictions(make(BY_NAME["glm4_moe"], tmp_path / one, seed), seed)

@@ -1,19 +1,14 @@
 """Unions of real tokenizers are exact for related ones and change as many tokens as reported for unrelated ones.
 
-``make .tokenizers/ready`` fetches the tokenizers. The share of changed tokens depends on the text: GPT-2 with
-Anthropic's tokens appended changes 14 % of the tokens of the 60 lines below, and 39 % of those of 30 lines of this
-project's code and 30 of its documentation. So the tests compare the shares with a union that is built and measured
-here in a different way, on the same lines.
+``make .tokenizers/ready`` fetches the tokenizers. The share of changed tokens depends on the text, so the tests compare
+it with a union that is built and measured here in a different way, on the same lines.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import struct
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -34,70 +29,8 @@ pytestmark = [
 ]
 EMBED = "model.embed_tokens.weight"
 
-LINES = """The committee will meet on Thursday to discuss the budget for the coming year.
-Most of the evidence suggests that the disease spreads through contaminated water.
-He opened the door slowly, looked around, and decided that nobody had been there.
-Our results show a significant improvement over the previous method on all benchmarks.
-It is not clear whether the government intends to change the law before the election.
-The museum, which was founded in 1889, holds more than 12,000 paintings.
-"I don't think we've met," she said, smiling. "You're new here, aren't you?"
-After a long winter the farmers were glad to see the first green shoots.
-A model that was trained on one vocabulary cannot read the numbers of another.
-Please send the completed form to the address below within 14 days.
-The engine failed at an altitude of 9,000 feet; the pilot landed in a field.
-Few people remember the name of the man who invented the zip.
-There are several reasons for this, the most important being a lack of funding.
-The recipe calls for two eggs, 250 g of flour and a pinch of salt.
-Scientists have discovered a new species of frog in the rainforest of Ecuador.
-If you have any questions, do not hesitate to contact our customer service.
-The train to Edinburgh leaves from platform 7 at 16:45 every weekday.
-Unemployment fell to 4.2 per cent in the third quarter, its lowest for a decade.
-She has written three novels, two collections of short stories and a play.
-The software is provided as is, without warranty of any kind, express or implied.
-In the beginning the project had only five members, and none of them was paid.
-The river flows through the valley and reaches the sea near a small fishing village.
-Nobody knows exactly when the bridge was built, but it appears on a map of 1620.
-Light travels about 299,792 kilometres in a second.
-Children under the age of twelve must be accompanied by an adult.
-The second half of the match was much better than the first.
-Temperatures will rise during the afternoon, with showers expected in the west.
-Each chapter ends with a short summary and a list of exercises.
-They argued for hours about philosophy, politics and the price of bread.
-What happens next depends on the decision of the supreme court.
-import os
-import sys
-from dataclasses import dataclass, field
-from pathlib import Path
-@dataclass(frozen=True)
-class Account:
-    owner: str
-    balance: float = 0.0
-    history: list[str] = field(default_factory=list)
-    def deposit(self, amount: float) -> "Account":
-        if amount <= 0:
-            raise ValueError(f"cannot deposit {amount:.2f}")
-        return Account(self.owner, self.balance + amount, [*self.history, "deposit"])
-def read_lines(path: Path, encoding: str = "utf-8") -> list[str]:
-    with path.open(encoding=encoding) as file:
-        return [line.rstrip("\\n") for line in file if line.strip()]
-def fibonacci(n):
-    a, b = 0, 1
-    for _ in range(n):
-        a, b = b, a + b
-    return a
-for index, (key, value) in enumerate(sorted(counts.items(), key=lambda item: -item[1])):
-    print(f"{index + 1:>3}. {key:<20} {value}")
-try:
-    result = json.loads(response.text)["data"]["items"][0]
-except (KeyError, IndexError) as error:
-    logging.warning("no items in the response: %s", error)
-    result = None
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))""".splitlines()
-
-
-def test_the_sample_has_sixty_lines() -> None:
-    assert len(LINES) == 60
+# The English of the license has long and short words, and indentation.
+LINES = [line for line in (PLACE.parent / "LICENSE").read_text().splitlines() if line.strip()][:60]
 
 
 def gpt2() -> Tokenizer:
@@ -115,49 +48,15 @@ def of_litellm(name: str) -> Tokenizer:
     return Tokenizer.from_file(str(PLACE / "litellm" / "litellm_core_utils" / "tokenizers" / f"{name}_tokenizer.json"))
 
 
-def fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the fields of a protocol buffer, which in these files are only numbers, lengths and floats."""
-    at = 0
-
-    def number() -> int:
-        nonlocal at
-        value = shift = 0
-        while True:
-            byte = data[at]
-            at += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-
-    while at < len(data):
-        tag = number()
-        if tag & 7 == 0:
-            yield tag >> 3, number()
-        elif tag & 7 == 2:
-            length = number()
-            yield tag >> 3, data[at : at + length]
-            at += length
-        else:
-            size = 4 if tag & 7 == 5 else 8
-            yield tag >> 3, data[at : at + size]
-            at += size
-
-
 def sentencepiece(version: str) -> Tokenizer:
     """Load a SentencePiece model as BPE, with merges in the order of the pieces that they produce."""
+    from transformers.utils.sentencepiece_model_pb2_new import ModelProto
+
     (path,) = (PLACE / "mistral_common" / "data").glob(f"*.model.{version}")
-    vocab, special, ranks = {}, [], {}
-    for field, content in fields(path.read_bytes()):
-        if field != 1:
-            continue
-        piece = dict(fields(content))
-        text, kind = piece[1].decode(), piece.get(3, 1)
-        vocab[text] = len(vocab)
-        if kind in (2, 3, 4):
-            special.append(text)
-        elif kind == 1:
-            ranks[text] = struct.unpack("<f", piece[2])[0]
+    pieces = ModelProto.FromString(path.read_bytes()).pieces
+    vocab = {piece.piece: number for number, piece in enumerate(pieces)}
+    special = [piece.piece for piece in pieces if piece.type in (2, 3, 4)]
+    ranks = {piece.piece: piece.score for piece in pieces if piece.type == 1}
     merges = []
     for text, score in ranks.items():
         for cut in range(1, len(text)):
@@ -262,15 +161,16 @@ def by_hand(base: Tokenizer, other: Tokenizer, way: str) -> Tokenizer:
         vocab = content["model"]["vocab"]
         vocab |= {token: len(known) + number for number, token in enumerate(new)}
         if way == "appended":
-            pairs = [tuple(one.split(" ") if isinstance(one, str) else one) for one in more["model"]["merges"]]
-            have = {tuple(one.split(" ") if isinstance(one, str) else one) for one in content["model"]["merges"]}
-            fitting = [pair for pair in pairs if pair not in have and {*pair, "".join(pair)} <= vocab.keys()]
-            content["model"]["merges"] = [*map(list, have_in_order(content)), *map(list, fitting)]
+            have, pairs = (
+                [one.split(" ") if isinstance(one, str) else list(one) for one in model["merges"]]
+                for model in (content["model"], more["model"])
+            )
+            known_pairs = set(map(tuple, have))
+            fitting = [
+                pair for pair in pairs if tuple(pair) not in known_pairs and {*pair, "".join(pair)} <= vocab.keys()
+            ]
+            content["model"]["merges"] = [*have, *fitting]
     return Tokenizer.from_str(json.dumps(content))
-
-
-def have_in_order(content: dict[str, Any]) -> list[list[str]]:
-    return [one.split(" ") if isinstance(one, str) else one for one in content["model"]["merges"]]
 
 
 def measured(base: Tokenizer, union: Tokenizer) -> float:
@@ -305,8 +205,8 @@ def share(base: Tokenizer, other: Tokenizer, way: str, root: Path) -> float:
 @pytest.mark.parametrize(
     ("way", "forth", "back"),
     sampled_rows(
-        [("specials", 0.0, 0.0), ("dormant", 0.0, 0.0), ("appended", 0.144, 0.003), ("added", 0.301, 0.091)],
-        [("dormant", 0.0, 0.0), ("added", 0.301, 0.091)],
+        [("specials", 0.0, 0.0), ("dormant", 0.0, 0.0), ("appended", 0.336, 0.003), ("added", 0.295, 0.158)],
+        [("appended", 0.336, 0.003)],
         pytest.mark.proof,
     ),
 )

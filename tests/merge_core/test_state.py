@@ -166,7 +166,7 @@ def test_concurrent_creation_of_one_directory_or_file_is_safe(tmp_path: Path) ->
 
 
 @damages
-@pytest.mark.parametrize("part", sampled(("", MANIFEST, VALUE, "sub/weights", "sub"), (MANIFEST, "sub/weights")))
+@pytest.mark.parametrize("part", sampled(("", MANIFEST, VALUE, "sub/weights", "sub"), (MANIFEST,)))
 def test_an_artifact_is_rebuilt_after_any_damage(tmp_path: Path, part: str, damage: Callable[[Path], None]) -> None:
     store = Store(tmp_path)
     first, _ = store.build("merge", KEY, Value, makes)
@@ -239,7 +239,7 @@ PLACES = ("", "merge", "locks", f"merge/{KEY[:32]}.partial", f"locks/merge-{KEY[
 
 
 @damages
-@pytest.mark.parametrize("place", sampled(PLACES, ("merge", PLACES[-1])))
+@pytest.mark.parametrize("place", sampled(PLACES, PLACES[-1:]))
 def test_obstacles_in_the_store_are_set_aside(tmp_path: Path, place: str, damage: Callable[[Path], None]) -> None:
     root = tmp_path / "store"
     (root / place).parent.mkdir(parents=True, exist_ok=True)
