@@ -151,16 +151,12 @@ def test_an_address_applies_to_one_model_or_to_all() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"backend": "served"},
-        {"backend": "hf", "server": {"url": "http://a"}},
-        {"backend": "served", "server": {"url": "a:80"}},
-        {"backend": "hf", "vllm": {}},
+        {"backend": "served"}, {"backend": "hf", "server": {"url": "http://a"}},
+        {"backend": "served", "server": {"url": "a:80"}}, {"backend": "hf", "vllm": {}},
         {"backend": "vllm", "vllm": {"gpu_memory_utilization": 1.5}},
-        {"backend": "vllm", "vllm": {"tensor_parallel_size": 0}},
-        {"backend": "hugging"},
-        {"time_limit": 0},
+        {"backend": "vllm", "vllm": {"tensor_parallel_size": 0}}, {"backend": "hugging"}, {"time_limit": 0},
     ],
-)
+)  # fmt: skip
 def test_settings_that_do_not_belong_to_the_backend_are_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         Scoring.model_validate(wrong)

@@ -31,13 +31,10 @@ from mergegate.tasks.gate.settings import Guard
 
 LIKELIHOODS = st.lists(st.floats(-900, 0), min_size=2, max_size=6)
 WAYS = {
-    "a position": {},
-    "a text": {"doc_to_target": "answer"},
-    "a template": {"doc_to_target": "{{right}}"},
-    "a text by template": {"doc_to_target": "{{answer}}"},
-    "several": {"doc_to_target": "several"},
+    "a position": {}, "a text": {"doc_to_target": "answer"}, "a template": {"doc_to_target": "{{right}}"},
+    "a text by template": {"doc_to_target": "{{answer}}"}, "several": {"doc_to_target": "several"},
     "mutual information": {"metric_list": [mean_of("acc"), mean_of("acc_mutual_info")]},
-}
+}  # fmt: skip
 OTHERS = {
     "own function": {"process_results": "!function own.judged"},
     "choices in the question": {"doc_to_text": "right", "doc_to_choice": "asks", "doc_to_target": "end"},

@@ -296,15 +296,11 @@ def test_settings_are_written_as_in_the_design() -> None:
 @pytest.mark.parametrize(
     ("guard", "more"),
     [
-        (None, {}),
-        ({}, {}),
-        ({"guarded_by": "a", "max_drop": -1}, {}),
-        ({"guarded_by": "a", "max_drop": 3, "margin": 2}, {}),
-        ({"guarded_by": "a", "max_dorp": 3}, {}),
-        ({"guarded_by": "a"}, {"confidence": 95}),
-        ({"guarded_by": "a"}, {"on_inconclusive": "ignore"}),
+        (None, {}), ({}, {}), ({"guarded_by": "a", "max_drop": -1}, {}),
+        ({"guarded_by": "a", "max_drop": 3, "margin": 2}, {}), ({"guarded_by": "a", "max_dorp": 3}, {}),
+        ({"guarded_by": "a"}, {"confidence": 95}), ({"guarded_by": "a"}, {"on_inconclusive": "ignore"}),
     ],
-)
+)  # fmt: skip
 def test_contradictory_settings_are_refused(guard: dict[str, object] | None, more: dict[str, object]) -> None:
     tasks = [] if guard is None else [{"task": "mmlu", **guard}]
     EvaluateSettings.model_validate({"tasks": [{"task": "mmlu", "guarded_by": "a"}]})

@@ -245,15 +245,11 @@ def test_each_model_and_task_is_evaluated_once_whatever_is_added_or_renamed(
     patient = FIRST_TEN.model_copy(update={"time_limit": 3600.0})
     other = CPU.model_copy(update={"libraries": {"torch": "9"}})
     calls = [
-        (model, task, FIRST_TEN, CPU, "made"),
-        (model, task, FIRST_TEN, CPU, "cached"),
-        (model, second, FIRST_TEN, CPU, "made"),
-        (renamed, task, FIRST_TEN, CPU, "cached"),
-        (model, task, patient, CPU, "cached"),
-        (model, task, Scoring(documents=10, batch_size=4), CPU, "made"),
-        (model, task, Scoring(documents=10, dtype="bfloat16"), CPU, "made"),
-        (model, task, FIRST_TEN, other, "made"),
-    ]
+        (model, task, FIRST_TEN, CPU, "made"), (model, task, FIRST_TEN, CPU, "cached"),
+        (model, second, FIRST_TEN, CPU, "made"), (renamed, task, FIRST_TEN, CPU, "cached"),
+        (model, task, patient, CPU, "cached"), (model, task, Scoring(documents=10, batch_size=4), CPU, "made"),
+        (model, task, Scoring(documents=10, dtype="bfloat16"), CPU, "made"), (model, task, FIRST_TEN, other, "made"),
+    ]  # fmt: skip
     watching, _ = watch(*(partial(evaluate_documents, *call[:3], 10, call[3]) for call in calls))
     assert watching.endings == [call[-1] for call in calls]
 

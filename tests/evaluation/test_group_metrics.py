@@ -75,12 +75,9 @@ LEAVES: dict[str, dict[str, Any]] = {
 }
 SIZES = {"bbh_a": 9, "bbh_b": 5, "mmlu_pro": 11, "math_algebra": 7, "ifeval": 6, "errors": 8}
 DEFAULTS = {
-    "bbh_a": "acc_norm,none",
-    "bbh_b": "acc_norm,none",
-    "mmlu_pro": "exact_match,custom-extract",
-    "math_algebra": "exact_match,none",
-    "ifeval": "prompt_level_strict_acc,none",
-}
+    "bbh_a": "acc_norm,none", "bbh_b": "acc_norm,none", "mmlu_pro": "exact_match,custom-extract",
+    "math_algebra": "exact_match,none", "ifeval": "prompt_level_strict_acc,none",
+}  # fmt: skip
 
 
 def write_leaderboard(directory: Path) -> Path:

@@ -30,17 +30,10 @@ def registered() -> Iterator[None]:
     def metadata_of(name: str, kind: str) -> Any:
         empty = ("reference", "date", "domains", "task_subtypes", "license", "annotations_creators", "dialect")
         return TaskMetadata(
-            **dict.fromkeys((*empty, "sample_creation", "bibtex_citation")),
-            name=name,
-            description="local",
-            dataset={"path": "local/data", "revision": "1"},
-            type=kind,
-            category="t2t",
-            modalities=["text"],
-            eval_splits=["test"],
-            eval_langs=["eng-Latn"],
-            main_score="ndcg_at_10",
-        )
+            **dict.fromkeys((*empty, "sample_creation", "bibtex_citation")), name=name, description="local",
+            dataset={"path": "local/data", "revision": "1"}, type=kind, category="t2t", modalities=["text"],
+            eval_splits=["test"], eval_langs=["eng-Latn"], main_score="ndcg_at_10",
+        )  # fmt: skip
 
     class Local(AbsTaskRetrieval):  # type: ignore[misc]
         is_reranking: ClassVar[bool] = False

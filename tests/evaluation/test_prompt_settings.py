@@ -169,20 +169,13 @@ def test_a_sweep_leaves_other_documents_for_the_gate_under_any_task_name(root: P
 @pytest.mark.parametrize(
     "said",
     [
-        {"num_fewshot": "5"},
-        {"num_fewshot": True},
-        {"num_fewshot": -1},
-        {"gen_kwargs": {}},
-        {"gen_kwargs": "temperature=0.7"},
-        {"gen_kwargs": {"temperature": float("nan")}},
-        {"gen_kwargs": {"num_return_sequences": 2}},
-        {"apply_chat_template": "default"},
-        {"system_instruction": ""},
-        {"apply_chat_template": False, "fewshot_as_multiturn": True},
-        {"fewshot_as_multiturn": True},
+        {"num_fewshot": "5"}, {"num_fewshot": True}, {"num_fewshot": -1}, {"gen_kwargs": {}},
+        {"gen_kwargs": "temperature=0.7"}, {"gen_kwargs": {"temperature": float("nan")}},
+        {"gen_kwargs": {"num_return_sequences": 2}}, {"apply_chat_template": "default"}, {"system_instruction": ""},
+        {"apply_chat_template": False, "fewshot_as_multiturn": True}, {"fewshot_as_multiturn": True},
         {"name": "two words"},
     ],
-)
+)  # fmt: skip
 def test_contradictory_prompt_settings_are_refused(said: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         EvaluateSettings.model_validate({"tasks": [{"task": "gsm8k", "guarded_by": "a", **said}]})

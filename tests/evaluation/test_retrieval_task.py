@@ -259,15 +259,11 @@ def mteb_task(name: str, **settings: str) -> MtebTask:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("STS12", "Spearman correlation"),
-        ("ArxivClusteringP2P", "v-measure"),
-        ("Banking77Classification", "classifiers that are trained"),
-        ("SprintDuplicateQuestions", "average precision"),
-        ("SummEval", "Spearman correlation"),
-        ("BUCC", "F1 score"),
-        ("scifact", "did you mean 'SciFact'?"),
+        ("STS12", "Spearman correlation"), ("ArxivClusteringP2P", "v-measure"),
+        ("Banking77Classification", "classifiers that are trained"), ("SprintDuplicateQuestions", "average precision"),
+        ("SummEval", "Spearman correlation"), ("BUCC", "F1 score"), ("scifact", "did you mean 'SciFact'?"),
     ],
-)
+)  # fmt: skip
 def test_a_task_of_mteb_that_is_not_a_mean_over_queries_is_refused_with_the_reason(name: str, message: str) -> None:
     with pytest.raises(InvalidInput) as raised:
         mteb_task(name)

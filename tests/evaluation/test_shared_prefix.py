@@ -182,15 +182,11 @@ def test_generated_answers_equal_lm_evals(family: str) -> None:
 DRAWN = {"do_sample": True, "temperature": 0.8, "top_p": 0.95}
 # Changes to the default prompts, and the batch size.
 ASKED: dict[str, tuple[dict[str, Any], int]] = {
-    "nothing in common": ({"same": 0}, 8),
-    "one at a time": ({}, 1),
-    "one token": ({"max_gen_toks": 1}, 8),
-    "longer than there is room for": ({"max_gen_toks": 60, "until": []}, 8),
-    "drawn": (DRAWN, 8),
-    "drawn from a few": ({**DRAWN, "top_k": 5, "same": 0}, 8),
-    "of several beams": ({"num_beams": 2}, 8),
+    "nothing in common": ({"same": 0}, 8), "one at a time": ({}, 1), "one token": ({"max_gen_toks": 1}, 8),
+    "longer than there is room for": ({"max_gen_toks": 60, "until": []}, 8), "drawn": (DRAWN, 8),
+    "drawn from a few": ({**DRAWN, "top_k": 5, "same": 0}, 8), "of several beams": ({"num_beams": 2}, 8),
     "said once": ({"repetition_penalty": 1.3}, 8),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -138,14 +138,11 @@ def test_local_data_is_not_loaded_a_second_time(tmp_path: Path, home: Path) -> N
 @pytest.mark.parametrize(
     ("choices", "change"),
     [
-        (["a", "c"], {}),
-        (["a", "b"], {"doc_to_text": "{{word}}!"}),
-        (["a", "b"], {"fewshot_split": "train"}),
-        (["a", "b"], {"fewshot_split": "test", "num_fewshot": 1}),
-        (["a", "b"], {"repeats": 2}),
+        (["a", "c"], {}), (["a", "b"], {"doc_to_text": "{{word}}!"}), (["a", "b"], {"fewshot_split": "train"}),
+        (["a", "b"], {"fewshot_split": "test", "num_fewshot": 1}), (["a", "b"], {"repeats": 2}),
     ],
     ids=["documents", "a template", "examples", "number of examples", "settings"],
-)
+)  # fmt: skip
 def test_documents_examples_and_templates_are_in_the_digest(
     tmp_path: Path, choices: list[str], change: dict[str, Any]
 ) -> None:

@@ -66,14 +66,10 @@ def test_edit_distance_is_the_one_of_the_table_and_a_metric() -> None:
 @pytest.mark.parametrize(
     ("right", "transcript", "rate"),
     [
-        ("the cat sat", "the cat sat", 0.0),
-        ("the cat sat", "the bat", 2 / 3),
-        ("the cat sat", "", 1.0),
-        ("a", "b c d e", 1.0),
-        ("", "", 0.0),
-        ("", "thank you", 1.0),
+        ("the cat sat", "the cat sat", 0.0), ("the cat sat", "the bat", 2 / 3), ("the cat sat", "", 1.0),
+        ("a", "b c d e", 1.0), ("", "", 0.0), ("", "thank you", 1.0),
     ],
-)
+)  # fmt: skip
 def test_error_rate_is_the_share_of_errors_at_most_one(right: str, transcript: str, rate: float) -> None:
     assert share_of_errors(right.split(), transcript.split()) == rate
 
@@ -81,16 +77,12 @@ def test_error_rate_is_the_share_of_errors_at_most_one(right: str, transcript: s
 @pytest.mark.parametrize(
     ("text", "normalized"),
     [
-        ("Hello, World!", "hello world"),
-        ("It\u2019s  John's 'quote'", "it's john's quote"),
-        ("twenty-one—two", "twenty one two"),
-        ("STRASSE Straße", "strasse strasse"),
-        ("e\u0301te\u0301 \uff21\uff22\uff23", "été abc"),
-        ("हिन्दी, नमस्ते।", "हिन्दी नमस्ते"),
-        ("今日は、いい天気。", "今日は いい天気"),
-        ("...", ""),
+        ("Hello, World!", "hello world"), ("It\u2019s  John's 'quote'", "it's john's quote"),
+        ("twenty-one—two", "twenty one two"), ("STRASSE Straße", "strasse strasse"),
+        ("e\u0301te\u0301 \uff21\uff22\uff23", "été abc"), ("हिन्दी, नमस्ते।", "हिन्दी नमस्ते"),
+        ("今日は、いい天気。", "今日は いい天気"), ("...", ""),
     ],
-)
+)  # fmt: skip
 def test_normalization_drops_case_and_punctuation_only(text: str, normalized: str) -> None:
     assert normalize_words(text) == unicodedata.normalize("NFKC", normalized)
 
@@ -176,14 +168,11 @@ def test_digests_cover_the_recordings(data: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"text": "x"}', "line 1: audio: no such field"),
-        ('{"audio": "a.wav"}', "line 1: text: no such field"),
+        ('{"text": "x"}', "line 1: audio: no such field"), ('{"audio": "a.wav"}', "line 1: text: no such field"),
         ('{"audio": "no.wav", "text": "x"}', "no.wav, which does not exist"),
-        ('{"audio": ".", "text": "x"}', "a directory"),
-        ("[1]", "line 1"),
-        ("", "an empty file"),
+        ('{"audio": ".", "text": "x"}', "a directory"), ("[1]", "line 1"), ("", "an empty file"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_line_is_refused_with_its_number(data: Path, line: str, message: str) -> None:
     data.write_text(line)
     with pytest.raises(InvalidInput) as caught:

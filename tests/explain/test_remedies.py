@@ -50,15 +50,9 @@ def tally(
         gram = [[*row, x] for row, x in zip(gram, cross, strict=True)] + [[*cross, own]]
     pairs = vectors * (vectors - 1) // 2
     return Tally(
-        elements=1000,
-        vectors=vectors,
-        origin=100.0,
-        gram=tuple(map(tuple, gram)),
-        moved=1000,
-        opposed=round(1000 * conflict),
-        pair_moved=(1000,) * pairs,
-        pair_opposed=(round(1000 * conflict),) * pairs,
-    )
+        elements=1000, vectors=vectors, origin=100.0, gram=tuple(map(tuple, gram)), moved=1000,
+        opposed=round(1000 * conflict), pair_moved=(1000,) * pairs, pair_opposed=(round(1000 * conflict),) * pairs,
+    )  # fmt: skip
 
 
 def guard(task: str = "reversing", reference: str = "a", drop: float = 9.0) -> GuardVerdict:

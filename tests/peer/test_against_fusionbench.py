@@ -112,15 +112,11 @@ def distance(one: torch.Tensor, other: torch.Tensor, base: torch.Tensor) -> floa
 @pytest.mark.parametrize(
     ("their", "method", "parameters", "base"),
     [
-        ("regmean .9", "regmean", "off_diagonals: 0.9", False),
-        ("regmean .5", "regmean", "off_diagonals: 0.5", False),
-        ("fisher", "fisher", "", False),
-        ("svc 1", "svc", "alpha: 1.0", True),
-        ("svc .5", "svc", "alpha: 0.5", True),
-        ("tsv_m", "tsv_m", "", True),
-        ("consensus_ta", "consensus_ta", "threshold: 0.4, weight: 1.0", True),
+        ("regmean .9", "regmean", "off_diagonals: 0.9", False), ("regmean .5", "regmean", "off_diagonals: 0.5", False),
+        ("fisher", "fisher", "", False), ("svc 1", "svc", "alpha: 1.0", True), ("svc .5", "svc", "alpha: 0.5", True),
+        ("tsv_m", "tsv_m", "", True), ("consensus_ta", "consensus_ta", "threshold: 0.4, weight: 1.0", True),
     ],
-)
+)  # fmt: skip
 def test_the_same_numbers(
     given: Tensors,
     theirs: Tensors,

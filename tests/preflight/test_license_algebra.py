@@ -423,24 +423,16 @@ def test_the_verdict_names_every_license_that_the_weights_are_under() -> None:
 @pytest.mark.parametrize(
     ("declared", "ancestor", "dropped"),
     [
-        ("mit", "apache-2.0", ()),
-        ("apache-2.0", "cc-by-4.0", ()),
-        ("cc-by-nc-4.0", "mit", ()),
-        ("mit", "unknown", ()),
-        ("unknown", "llama2", ()),
-        ("agpl-3.0", "gpl-3.0", ()),
-        ("gpl-2.0", "gpl-3.0", ("its share-alike",)),
-        ("mit", "cc-by-sa-4.0", ("its share-alike",)),
-        ("mit", "cc-by-nc-4.0", ("its limits on commercial use",)),
-        ("mit", "modified-mit", ("its limits on commercial use",)),
-        ("cc-by-nc-4.0", "mrl", ("its limits on sharing",)),
+        ("mit", "apache-2.0", ()), ("apache-2.0", "cc-by-4.0", ()), ("cc-by-nc-4.0", "mit", ()), ("mit", "unknown", ()),
+        ("unknown", "llama2", ()), ("agpl-3.0", "gpl-3.0", ()), ("gpl-2.0", "gpl-3.0", ("its share-alike",)),
+        ("mit", "cc-by-sa-4.0", ("its share-alike",)), ("mit", "cc-by-nc-4.0", ("its limits on commercial use",)),
+        ("mit", "modified-mit", ("its limits on commercial use",)), ("cc-by-nc-4.0", "mrl", ("its limits on sharing",)),
         ("cc-by-4.0", "cc-by-nd-4.0", ("its limits on derivatives", "its limits on sharing")),
-        ("mit", "deepseek", ("its use restrictions",)),
-        ("gemma", "deepseek", ("its use restrictions",)),
+        ("mit", "deepseek", ("its use restrictions",)), ("gemma", "deepseek", ("its use restrictions",)),
         ("llama3.1", "llama3", ("its use restrictions", "its ban on improving other models", "its rule for names")),
         ("llama3", "llama3.1", ("its use restrictions",)),
     ],
-)
+)  # fmt: skip
 def test_a_declared_license_is_weaker_by_the_restrictions_it_drops(
     declared: str, ancestor: str, dropped: tuple[str, ...]
 ) -> None:

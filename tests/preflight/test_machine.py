@@ -123,14 +123,11 @@ def test_a_container_has_what_its_limit_leaves_and_cached_files_are_free(tmp_pat
 @pytest.mark.parametrize(
     ("own", "groups"),
     [
-        (["0::/"], ["."]),
-        (["0::/system.slice/nights.service"], ["system.slice/nights.service", "system.slice", "."]),
-        (["12:memory:/old", "0::/new"], ["new", "."]),
-        (["12:memory:/old"], ["."]),
-        (["0::/../../elsewhere"], ["."]),
+        (["0::/"], ["."]), (["0::/system.slice/nights.service"], ["system.slice/nights.service", "system.slice", "."]),
+        (["12:memory:/old", "0::/new"], ["new", "."]), (["12:memory:/old"], ["."]), (["0::/../../elsewhere"], ["."]),
         ([], ["."]),
     ],
-)
+)  # fmt: skip
 def test_a_service_is_in_all_groups_above_it(tmp_path: Path, own: list[str], groups: list[str]) -> None:
     assert control_groups(tmp_path, own) == tuple(tmp_path / group for group in groups)
 

@@ -15,13 +15,9 @@ from loopback import Answer, Request, answering
 
 BUCKET = "models"
 AWS = {
-    "AWS_ACCESS_KEY_ID": "AKIDEXAMPLE",
-    "AWS_SECRET_ACCESS_KEY": "an-example-secret",
-    "AWS_DEFAULT_REGION": "us-east-1",
-    "AWS_EC2_METADATA_DISABLED": "true",
-    "AWS_CONFIG_FILE": "/dev/null",
-    "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
-}
+    "AWS_ACCESS_KEY_ID": "AKIDEXAMPLE", "AWS_SECRET_ACCESS_KEY": "an-example-secret", "AWS_DEFAULT_REGION": "us-east-1",
+    "AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": "/dev/null", "AWS_SHARED_CREDENTIALS_FILE": "/dev/null",
+}  # fmt: skip
 
 
 def _bad_digest(request: Request) -> Answer | None:
@@ -114,13 +110,10 @@ def s3_on_loopback() -> Iterator[S3OnLoopback]:
     with answering(make_server("127.0.0.1", 0, application, threaded=True)) as server:
         url = f"http://127.0.0.1:{server.port}"
         client = boto3.session.Session().client(
-            "s3",
-            endpoint_url=url,
-            region_name=AWS["AWS_DEFAULT_REGION"],
-            aws_access_key_id=AWS["AWS_ACCESS_KEY_ID"],
+            "s3", endpoint_url=url, region_name=AWS["AWS_DEFAULT_REGION"], aws_access_key_id=AWS["AWS_ACCESS_KEY_ID"],
             aws_secret_access_key=AWS["AWS_SECRET_ACCESS_KEY"],
             config=Config(s3={"addressing_style": "path"}, request_checksum_calculation="when_required"),
-        )
+        )  # fmt: skip
         client.create_bucket(Bucket=BUCKET)
         with faulty_proxy(url, _bad_digest) as proxy:
             yield S3OnLoopback(proxy, client)

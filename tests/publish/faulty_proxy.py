@@ -11,13 +11,9 @@ from loopback import Answer, FakeServer, Fault, Request, answering
 from patience import HANG_S
 
 FAULTS = {
-    "before": Fault("before"),
-    "drop": Fault("drop"),
-    "500": Fault("fail", status=500),
-    "503": Fault("fail"),
-    "silence": Fault("silence"),
-    "down": Fault("fail", times=1 << 30),
-}
+    "before": Fault("before"), "drop": Fault("drop"), "500": Fault("fail", status=500), "503": Fault("fail"),
+    "silence": Fault("silence"), "down": Fault("fail", times=1 << 30),
+}  # fmt: skip
 
 
 class FaultyProxy(FakeServer):

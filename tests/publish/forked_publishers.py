@@ -115,11 +115,8 @@ class ForkedPublishers:
         job = {
             "target": dict(target),
             "files": [(name, str(path), known.get(name) or sha256_file(path)) for name, path in files.items()],
-            "version": version,
-            "expected_head": expected_head,
-            "memo": str(self.memo),
-            "watched": watched,
-        }
+            "version": version, "expected_head": expected_head, "memo": str(self.memo), "watched": watched,
+        }  # fmt: skip
         assert self.process.stdin
         assert self.process.stdout
         self.process.stdin.write(json.dumps(job) + "\n")
@@ -136,12 +133,9 @@ def _warm_process(place: Path, script: str, *arguments: str, environment: Mappin
     with (place / "errors").open("w") as errors:
         process = subprocess.Popen(
             [sys.executable, "-c", _IMPORTS + script + _FORKS, *arguments],
-            env={**environment, "PYTHONPATH": str(PROJECT)},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-        )
+            env={**environment, "PYTHONPATH": str(PROJECT)}, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            stderr=errors, text=True,
+        )  # fmt: skip
         try:
             yield process, place / "memo.sqlite"
         finally:

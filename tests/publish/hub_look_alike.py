@@ -338,32 +338,19 @@ _REPO = "/api/(models|datasets)/(?P<repo>[^/]+/[^/]+)"
 _AT = "(?P<revision>[^/]+)"
 _STORAGE = "/_storage/(?P<sha256>[0-9a-f]{64})"
 _ROUTES = {
-    "POST /api/repos/create": "create",
-    "POST /api/validate-yaml": "validate",
-    "GET /api/whoami-v2": "whoami",
-    "POST /oauth/token": "exchange",
-    "GET /_github/id-token": "id_token",
-    f"GET {_REPO}/auth-check(/(?P<write>write))?": "auth_check",
-    f"PUT {_REPO}/settings": "settings",
-    f"GET {_REPO}(/revision/{_AT})?": "info",
-    f"GET {_REPO}/refs": "refs",
-    f"GET {_REPO}/tree/{_AT}": "tree",
-    f"POST {_REPO}/paths-info/{_AT}": "paths",
-    f"POST {_REPO}/branch/{_AT}": "create_branch",
-    f"DELETE {_REPO}/(?P<kind>branch|tag)/{_AT}": "delete",
-    f"POST {_REPO}/tag/{_AT}": "create_tag",
-    f"GET {_REPO}/commits/{_AT}": "commits",
-    f"POST {_REPO}/preupload/{_AT}": "preupload",
-    f"POST {_REPO}/commit/{_AT}": "commit",
-    f"GET {_REPO}/xet-(?P<kind>read|write)-token/{_AT}": "xet",
-    "POST /(?P<repo>[^/]+/[^/]+)[.]git/info/lfs/objects/batch": "batch",
-    "POST /_verify": "verify",
-    f"PUT {_STORAGE}": "put",
-    f"GET {_STORAGE}": "get",
-    f"PUT {_STORAGE}/part/(?P<number>[0-9]+)": "part",
+    "POST /api/repos/create": "create", "POST /api/validate-yaml": "validate", "GET /api/whoami-v2": "whoami",
+    "POST /oauth/token": "exchange", "GET /_github/id-token": "id_token",
+    f"GET {_REPO}/auth-check(/(?P<write>write))?": "auth_check", f"PUT {_REPO}/settings": "settings",
+    f"GET {_REPO}(/revision/{_AT})?": "info", f"GET {_REPO}/refs": "refs", f"GET {_REPO}/tree/{_AT}": "tree",
+    f"POST {_REPO}/paths-info/{_AT}": "paths", f"POST {_REPO}/branch/{_AT}": "create_branch",
+    f"DELETE {_REPO}/(?P<kind>branch|tag)/{_AT}": "delete", f"POST {_REPO}/tag/{_AT}": "create_tag",
+    f"GET {_REPO}/commits/{_AT}": "commits", f"POST {_REPO}/preupload/{_AT}": "preupload",
+    f"POST {_REPO}/commit/{_AT}": "commit", f"GET {_REPO}/xet-(?P<kind>read|write)-token/{_AT}": "xet",
+    "POST /(?P<repo>[^/]+/[^/]+)[.]git/info/lfs/objects/batch": "batch", "POST /_verify": "verify",
+    f"PUT {_STORAGE}": "put", f"GET {_STORAGE}": "get", f"PUT {_STORAGE}/part/(?P<number>[0-9]+)": "part",
     f"POST {_STORAGE}/complete": "complete",
     f"GET (/datasets)?/(?P<repo>[^/]+/[^/]+)/resolve/{_AT}/(?P<path>.+)": "resolve",
-}
+}  # fmt: skip
 
 
 def _entry(name: str, file: Stored) -> dict[str, object]:

@@ -13,12 +13,9 @@ import jwt
 GITHUB = "https://token.actions.githubusercontent.com"
 REQUEST_TOKEN = "ghs_request_token_of_this_job"
 CLAIMS = {
-    "iss": GITHUB,
-    "sub": "repo:acme/models:ref:refs/heads/main",
-    "repository": "acme/models",
-    "ref": "refs/heads/main",
+    "iss": GITHUB, "sub": "repo:acme/models:ref:refs/heads/main", "repository": "acme/models", "ref": "refs/heads/main",
     "workflow": "Nightly release",
-}
+}  # fmt: skip
 _KEY = "signing key that only the provider knows"
 _PARTS = {
     "grant_type": "urn:ietf:params:oauth:grant-type:token-exchange",

@@ -27,13 +27,9 @@ def running_server(
     url, log = f"http://127.0.0.1:{port}", directory / "log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            command(port),
-            stdout=output,
-            stderr=output,
-            cwd=directory,
-            start_new_session=True,
+            command(port), stdout=output, stderr=output, cwd=directory, start_new_session=True,
             env={**os.environ, **environment},
-        )
+        )  # fmt: skip
     try:
         deadline = time.monotonic() + HANG_S
         while time.monotonic() < deadline:

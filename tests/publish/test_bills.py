@@ -31,15 +31,10 @@ from mergegate.tasks.publish.settings import AboutRelease, Supplier
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 
 HUB_PARENT = ParentFacts(
-    name="acme/general@main",
-    role="base",
-    identity=COMMIT,
-    hub_id="acme/general",
-    license="apache-2.0",
+    name="acme/general@main", role="base", identity=COMMIT, hub_id="acme/general", license="apache-2.0",
     datasets=("acme/corpus", "A corpus of ours"),
-    training_summaries=(DocumentLink("summary of the training content", "https://acme.example/summary"),),
-    energy=12.5,
-)
+    training_summaries=(DocumentLink("summary of the training content", "https://acme.example/summary"),), energy=12.5,
+)  # fmt: skip
 OTHER_PARENT = replace(HUB_PARENT, name="acme/other", role="parent", identity=COMMIT[::-1])
 LOCAL_PARENT = ParentFacts(name="../models/local_one", role="parent", identity=sha("local"))
 STATEMENTS = AboutRelease(
@@ -248,15 +243,10 @@ def test_the_only_date_is_the_placeholder_of_spdx_and_other_weights_have_another
 @pytest.mark.parametrize(
     ("url", "expected"),
     [
-        ("https://acme.example/a%20b?c=d#e", True),
-        ("http://localhost:8080", True),
-        ("http://[not an address", False),
-        ("https://acme.example/a b", False),
-        ("https://acme.example/%zz", False),
-        ("https://acme.example/#a#b", False),
-        ("javascript:alert(1)", False),
-        (None, False),
+        ("https://acme.example/a%20b?c=d#e", True), ("http://localhost:8080", True), ("http://[not an address", False),
+        ("https://acme.example/a b", False), ("https://acme.example/%zz", False), ("https://acme.example/#a#b", False),
+        ("javascript:alert(1)", False), (None, False),
     ],
-)
+)  # fmt: skip
 def test_only_addresses_that_every_reader_accepts_are_stated(url: str | None, expected: bool) -> None:
     assert bool(web_address(url)) == expected

@@ -93,11 +93,7 @@ LAYOUTS = {
     ),
     "reranker": Layout("bert", "BertForSequenceClassification", "text-ranking", ST, RERANKER, modules("CrossEncoder")),
     "older reranker": Layout(
-        "bert",
-        "BertForSequenceClassification",
-        "text-ranking",
-        ST,
-        RERANKER,
+        "bert", "BertForSequenceClassification", "text-ranking", ST, RERANKER,
         settings={"num_labels": 1, "sbert_ce_default_activation_function": "torch.nn.modules.linear.Identity"},
     ),
     "sentiment": Layout("bert", "BertForSequenceClassification", "text-classification"),
@@ -106,7 +102,7 @@ LAYOUTS = {
     "bare BERT": Layout("bert", "BertModel", "feature-extraction"),
     "ViT": Layout("vit", "ViTForImageClassification", "image-classification", files=PROCESSOR),
     "CLIP": Layout("clip", "CLIPModel", "zero-shot-image-classification", files=PROCESSOR),
-}
+}  # fmt: skip
 
 
 def released(root: Path, layout: Layout) -> Publishable:
@@ -255,25 +251,15 @@ def test_the_metrics_of_a_text_generator_keep_the_labels_of_lm_eval(tmp_path: Pa
 
 # Class that each snippet must load, by the name of the tiny model.
 LOADED = {
-    "text generator": "LlamaForCausalLM",
-    "bert embedding": "SentenceTransformer",
-    "qwen3 embedding": "SentenceTransformer",
-    "sparse encoder": "SparseEncoder",
-    "cross-encoder": "CrossEncoder",
-    "older cross-encoder": "CrossEncoder",
-    "reranker without modules": "CrossEncoder",
-    "llava": "LlavaForConditionalGeneration",
-    "gemma3": "Gemma3ForConditionalGeneration",
-    "whisper": "WhisperForConditionalGeneration",
-    "wav2vec2": "Wav2Vec2ForCTC",
-    "audio language model": "Qwen2AudioForConditionalGeneration",
-    "t5": "T5ForConditionalGeneration",
-    "sequence classifier": "BertForSequenceClassification",
-    "token classifier": "BertForTokenClassification",
-    "masked language model": "BertForMaskedLM",
-    "bare encoder": "BertModel",
-    "clip": "CLIPModel",
-}
+    "text generator": "LlamaForCausalLM", "bert embedding": "SentenceTransformer",
+    "qwen3 embedding": "SentenceTransformer", "sparse encoder": "SparseEncoder", "cross-encoder": "CrossEncoder",
+    "older cross-encoder": "CrossEncoder", "reranker without modules": "CrossEncoder",
+    "llava": "LlavaForConditionalGeneration", "gemma3": "Gemma3ForConditionalGeneration",
+    "whisper": "WhisperForConditionalGeneration", "wav2vec2": "Wav2Vec2ForCTC",
+    "audio language model": "Qwen2AudioForConditionalGeneration", "t5": "T5ForConditionalGeneration",
+    "sequence classifier": "BertForSequenceClassification", "token classifier": "BertForTokenClassification",
+    "masked language model": "BertForMaskedLM", "bare encoder": "BertModel", "clip": "CLIPModel",
+}  # fmt: skip
 
 
 def run_snippet(kind: ModelKind, directory: Path, *, is_adapter: bool) -> dict[str, Any]:

@@ -116,18 +116,11 @@ def sample_facts(tmp_path: Path) -> ReleaseFacts:
 
 def test_links_energy_and_data_of_a_parent_have_their_source(sample_facts: ReleaseFacts) -> None:
     own = parent(
-        "acme/base",
-        3e22,
-        hub_id="acme/base",
-        license="apache-2.0",
-        datasets=("acme/web_pages",),
+        "acme/base", 3e22, hub_id="acme/base", license="apache-2.0", datasets=("acme/web_pages",),
         training_summaries=(DocumentLink("Summary](x)", "https://acme.example/s_1"),),
-        copyright_policies=(DocumentLink("Policy", "https://acme.example/p"),),
-        energy=1.5,
-        emissions=700.0,
-        emissions_source="codecarbon",
-        cards=(ParentCard("acme/base", sha("card")),),
-    )
+        copyright_policies=(DocumentLink("Policy", "https://acme.example/p"),), energy=1.5, emissions=700.0,
+        emissions_source="codecarbon", cards=(ParentCard("acme/base", sha("card")),),
+    )  # fmt: skip
     sheet = sheet_of(sample_facts, own)
     row = next(line for line in sheet.splitlines() if line.startswith("| [acme/base]"))
     assert "[Summary\\](x)](https://acme.example/s_1)" in row

@@ -52,17 +52,8 @@ BASE = NetworkDimensions(parameters=280_416, layers=3, attention_width=96, conte
 # Operations of torch that compute nothing.
 VIEWS = {"_unsafe_view", "as_strided", "detach", "expand", "permute", "select", "slice", "squeeze", "t", "transpose"}
 VIEWS |= {
-    "alias",
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "reshape",
-    "split",
-    "unbind",
-    "unsqueeze",
-    "view",
-}
+    "alias", "empty", "empty_like", "empty_strided", "new_empty", "reshape", "split", "unbind", "unsqueeze", "view",
+}  # fmt: skip
 
 
 class ElementCounter(TorchDispatchMode):

@@ -112,15 +112,11 @@ def test_a_main_with_this_release_is_not_a_foreign_change() -> None:
 @pytest.mark.parametrize(
     ("file", "remote", "held"),
     [
-        (WEIGHTS, RemoteFile(9, "1" * 40, "a" * 64), True),
-        (WEIGHTS, RemoteFile(9, "1" * 40, "d" * 64), False),
-        (WEIGHTS, RemoteFile(8, "1" * 40, "a" * 64), False),
-        (WEIGHTS, RemoteFile(9, "1" * 40), False),
-        (WEIGHTS, None, False),
-        (CARD, RemoteFile(4, "b" * 40), True),
-        (CARD, RemoteFile(4, "c" * 40), False),
+        (WEIGHTS, RemoteFile(9, "1" * 40, "a" * 64), True), (WEIGHTS, RemoteFile(9, "1" * 40, "d" * 64), False),
+        (WEIGHTS, RemoteFile(8, "1" * 40, "a" * 64), False), (WEIGHTS, RemoteFile(9, "1" * 40), False),
+        (WEIGHTS, None, False), (CARD, RemoteFile(4, "b" * 40), True), (CARD, RemoteFile(4, "c" * 40), False),
     ],
-)
+)  # fmt: skip
 def test_a_large_file_is_known_by_its_sha256_and_a_small_one_by_its_git_id(
     file: DesiredFile, remote: RemoteFile | None, held: bool
 ) -> None:

@@ -81,16 +81,10 @@ def ask(server: FaultyProxy, path: str, body: Any = None) -> Any:
 
 DROP = {"task": "gsm8k", "reference": "a", "merge": 51.5, "drop": 9.8, "low": 7, "high": 12, "max_drop": 3, "margin": 3}
 REFUSED = RunRecord(
-    run="7f",
-    flow="release",
-    profile="demo",
-    ended=0.0,
-    seconds=61,
-    status="refused",
-    message="demo is not released\nreverse lost 9.8 points",
-    overrides=("evaluate.documents=200",),
+    run="7f", flow="release", profile="demo", ended=0.0, seconds=61, status="refused",
+    message="demo is not released\nreverse lost 9.8 points", overrides=("evaluate.documents=200",),
     scores=(RunScore.model_validate({**DROP, "outcome": "fail"}),),
-)
+)  # fmt: skip
 
 
 def tracking(url: str) -> dict[str, str]:

@@ -42,12 +42,9 @@ _RESOURCE = {
     "anyOf": [{"required": ["uri"]}, {"required": ["digest"]}, {"required": ["content"]}],
 }
 _BUILD = _object(
-    "buildType externalParameters",
-    buildType=_URI,
-    externalParameters=_ANY,
-    internalParameters=_ANY,
+    "buildType externalParameters", buildType=_URI, externalParameters=_ANY, internalParameters=_ANY,
     resolvedDependencies=_list(_RESOURCE),
-)
+)  # fmt: skip
 _VERSIONS = {"type": "object", "additionalProperties": _TEXT}
 _BUILDER = _object("id", id=_URI, version=_VERSIONS, builderDependencies=_list(_RESOURCE))
 _RUN = _object("builder", builder=_BUILDER, metadata=_ANY, byproducts=_list(_RESOURCE))

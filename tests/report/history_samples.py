@@ -73,14 +73,11 @@ def _night(
     }
     stages = tuple(
         RunStage(
-            name=name,
-            seconds=seconds * (chance.uniform(0.8, 1.3) if fresh else 0.02),
-            calls=1,
-            cached=not fresh,
+            name=name, seconds=seconds * (chance.uniform(0.8, 1.3) if fresh else 0.02), calls=1, cached=not fresh,
             status="made" if fresh else "cached",
         )
         for name, seconds in STAGES.items()
-    )
+    )  # fmt: skip
     parents = tuple(
         RunParent(name=name, ref=f"acme/{name}", revision=f"{revision:02d}" * 20, digest=f"{revision:02d}" * 8)
         for name in ("base", "chat", "tools")

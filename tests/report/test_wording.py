@@ -32,13 +32,10 @@ def test_likelihoods_read_at_any_size(value: float | None, text: str) -> None:
 @pytest.mark.parametrize(
     ("ratio", "text"),
     [
-        ((1.0024, 0.9981, 1.0067), "1.002 [0.998, 1.007]"),
-        ((1.05004, 1.0438, 1.0562), "1.05004 [1.04380, 1.05620]"),
-        ((812.4, 731.2, 893.6), "812.4"),
-        ((8.1e9, 7.3e9, 8.9e9), "8.1e9"),
-        ((None, None, None), "not finite"),
+        ((1.0024, 0.9981, 1.0067), "1.002 [0.998, 1.007]"), ((1.05004, 1.0438, 1.0562), "1.05004 [1.04380, 1.05620]"),
+        ((812.4, 731.2, 893.6), "812.4"), ((8.1e9, 7.3e9, 8.9e9), "8.1e9"), ((None, None, None), "not finite"),
     ],
-)
+)  # fmt: skip
 def test_a_ratio_reads_at_any_size(ratio: tuple[float | None, float | None, float | None], text: str) -> None:
     assert wording.format_ratio(drift(*ratio)) == text
 
@@ -131,18 +128,11 @@ UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 @pytest.mark.parametrize(
     ("count", "text"),
     [
-        (0, "0 B"),
-        (999, "999 B"),
-        (999.7, "1 kB"),
-        (1000, "1 kB"),
-        (913_408, "913 kB"),
-        (999_600, "1 MB"),
-        (1_499_000_000, "1.5 GB"),
-        (2_471_645_608, "2.47 GB"),
-        (999_700_000_000, "1 TB"),
+        (0, "0 B"), (999, "999 B"), (999.7, "1 kB"), (1000, "1 kB"), (913_408, "913 kB"), (999_600, "1 MB"),
+        (1_499_000_000, "1.5 GB"), (2_471_645_608, "2.47 GB"), (999_700_000_000, "1 TB"),
         (3_500_000_000_000_000, "3500 TB"),
     ],
-)
+)  # fmt: skip
 def test_sizes_read_in_decimal_units(count: float, text: str) -> None:
     assert format_bytes(count) == text
 
@@ -159,14 +149,9 @@ def test_a_size_is_accurate_to_three_digits_and_below_a_thousand_units(count: fl
 @pytest.mark.parametrize(
     ("seconds", "text"),
     [
-        (0.0042, "4.2 ms"),
-        (0.0123, "12 ms"),
-        (0.9996, "1.0 s"),
-        (1.449, "1.4 s"),
-        (9.96, "10 s"),
-        (38.4, "38 s"),
+        (0.0042, "4.2 ms"), (0.0123, "12 ms"), (0.9996, "1.0 s"), (1.449, "1.4 s"), (9.96, "10 s"), (38.4, "38 s"),
         (1234, "1,234 s"),
     ],
-)
+)  # fmt: skip
 def test_durations_use_a_suitable_unit(seconds: float, text: str) -> None:
     assert format_short_time(seconds) == text

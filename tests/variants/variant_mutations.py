@@ -192,27 +192,16 @@ def change_gguf_template(directory: Path, rng: random.Random) -> None:
 
 MUTATIONS: Mapping[str, Mapping[str, Mutation]] = {
     "safetensors": {
-        "truncated": truncate,
-        "scales": corrupt_scales,
-        "swapped": swap_tensors,
-        "nan": put_nan,
-        "token ids": swap_token_ids,
-        "pre-tokenizer": change_pre_tokenizer,
-        "lost template": lose_template,
+        "truncated": truncate, "scales": corrupt_scales, "swapped": swap_tensors, "nan": put_nan,
+        "token ids": swap_token_ids, "pre-tokenizer": change_pre_tokenizer, "lost template": lose_template,
         "cut template": truncate_template,
     },
     "gguf": {
-        "truncated": truncate,
-        "scales": corrupt_gguf_scales,
-        "swapped": swap_gguf_tensors,
-        "nan": put_gguf_nan,
-        "token ids": swap_gguf_tokens,
-        "pre-tokenizer": change_gguf_pre_tokenizer,
-        "end token": change_gguf_end_token,
-        "lost template": lose_gguf_template,
-        "changed template": change_gguf_template,
+        "truncated": truncate, "scales": corrupt_gguf_scales, "swapped": swap_gguf_tensors, "nan": put_gguf_nan,
+        "token ids": swap_gguf_tokens, "pre-tokenizer": change_gguf_pre_tokenizer, "end token": change_gguf_end_token,
+        "lost template": lose_gguf_template, "changed template": change_gguf_template,
     },
-}
+}  # fmt: skip
 
 
 @contextmanager
