@@ -15,19 +15,15 @@ import pytest
 import tiny_kinds
 import torch
 from safetensors.torch import load_file, save_file
+from samples import sampled
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import Model, import_lean, load_model, model_cache, unload_models
 
 LOADED_BY_SENTENCE_TRANSFORMERS = (
-    "bert embedding",
-    "modernbert embedding",
-    "qwen3 embedding",
-    "sparse encoder",
-    "cross-encoder",
-    "older cross-encoder",
-    "reranker without modules",
-)
+    "bert embedding", "modernbert embedding", "qwen3 embedding", "sparse encoder", "cross-encoder",
+    "older cross-encoder", "reranker without modules",
+)  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +56,9 @@ def load_once(directory: Path) -> None:
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("kind", LOADED_BY_SENTENCE_TRANSFORMERS)
+@pytest.mark.parametrize(
+    "kind", sampled(LOADED_BY_SENTENCE_TRANSFORMERS, ("sparse encoder", "cross-encoder"), pytest.mark.proof)
+)
 def test_a_complete_model_is_loaded_without_network(
     kind: str, checkpoints: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -87,7 +85,7 @@ def damage(file: Path, word: str, columns: int = 0) -> None:
     save_file(tensors, file, {"format": "pt"})
 
 
-@pytest.mark.parametrize("kind", LOADED_BY_SENTENCE_TRANSFORMERS)
+@pytest.mark.parametrize("kind", sampled(LOADED_BY_SENTENCE_TRANSFORMERS, ("bert embedding",)))
 def test_a_missing_tensor_of_the_transformer_is_an_error(kind: str, checkpoints: Callable[[str], Path]) -> None:
     """sentence-transformers would replace the tensor with random numbers."""
     directory = checkpoints(kind)

@@ -250,21 +250,18 @@ def break_storage(kind: str) -> Obstacle:
     ("obstacle", "error", "words", "remedy"),
     [
         (lambda online, patch: go_offline(patch), InvalidInput, "HF_HUB_OFFLINE", ""),
-        (refuse_access, InvalidInput, "gated", ""),
+        pytest.param(refuse_access, InvalidInput, "gated", "", marks=pytest.mark.story),
         (fill_disk, Refused, "No space left", "HF_HOME"),
-        (break_storage("fail"), Refused, "", "run again"),
-        (break_storage("drop"), Refused, "", "run again"),
+        *(
+            pytest.param(break_storage(kind), Refused, "", "run again", marks=pytest.mark.story)
+            for kind in ("fail", "drop")
+        ),
     ],
 )
 def test_weights_that_cannot_be_fetched_are_reported(
-    online: LookAlike,
-    memo: HashMemo,
-    monkeypatch: pytest.MonkeyPatch,
-    obstacle: Obstacle,
-    error: type[MergegateError],
-    words: str,
-    remedy: str,
-) -> None:
+    online: LookAlike, memo: HashMemo, monkeypatch: pytest.MonkeyPatch, obstacle: Obstacle, error: type[MergegateError],
+    words: str, remedy: str,
+) -> None:  # fmt: skip
     found = parents()
     obstacle(online, monkeypatch)
     with pytest.raises(error, match=words) as caught:
@@ -272,6 +269,7 @@ def test_weights_that_cannot_be_fetched_are_reported(
     assert remedy in caught.value.remedy
 
 
+@pytest.mark.story
 def test_a_branch_that_moves_during_the_merge_is_merged_as_pinned(
     online: LookAlike, models: Path, tmp_path: Path
 ) -> None:

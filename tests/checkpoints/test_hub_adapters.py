@@ -65,6 +65,7 @@ def test_an_adapter_is_pinned_to_the_commit_of_its_branch(online: LookAlike, ada
     assert found.name == "base+lora"
 
 
+@pytest.mark.story
 def test_a_merge_fetches_and_applies_an_adapter(
     online: LookAlike, models: Path, adapter: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

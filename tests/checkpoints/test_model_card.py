@@ -91,21 +91,14 @@ CARD = b"---\nlicense: cc-by-nc-4.0\n---\n# Model\n"
 
 UNREADABLE = [
     b"---\nnote: '" + b"x" * 2 * LIMIT + b"'\nlicense: cc-by-nc-4.0\n---\n",
-    b"---\nnote: '" + b"x" * (LIMIT // 2) + b"'\nlicense: cc-by-nc-4.0\n---\n",
-    b"\n" * 2 * LIMIT + CARD,
+    b"---\nnote: '" + b"x" * (LIMIT // 2) + b"'\nlicense: cc-by-nc-4.0\n---\n", b"\n" * 2 * LIMIT + CARD,
     b"---\na: '" + b"x" * (LIMIT - 12) + b"'\n---x\nlicense: cc-by-nc-4.0\n---\n",
-    b"--- \nlicense: cc-by-nc-4.0\n---\n",
-    b"---\nlicense: cc-by-nc-4.0\n",
-    b"---\nlicense: cc-by-nc-4.0\n----\n",
-    b"---\nlicense: cc-by-nc-4.0\nlicense: apache-2.0\n---\n",
-    b"---\nLicense: cc-by-nc-4.0\n---\n",
-    b"---\n\tlicense: cc-by-nc-4.0\n---\n",
-    b"<!-- comment -->\n" + CARD,
-    b"# Model\n\nText.\n\n" + CARD,
-    b"---\nlanguage: en\n---\n\n" + CARD,
-    CARD.decode().encode("utf-16"),
+    b"--- \nlicense: cc-by-nc-4.0\n---\n", b"---\nlicense: cc-by-nc-4.0\n", b"---\nlicense: cc-by-nc-4.0\n----\n",
+    b"---\nlicense: cc-by-nc-4.0\nlicense: apache-2.0\n---\n", b"---\nLicense: cc-by-nc-4.0\n---\n",
+    b"---\n\tlicense: cc-by-nc-4.0\n---\n", b"<!-- comment -->\n" + CARD, b"# Model\n\nText.\n\n" + CARD,
+    b"---\nlanguage: en\n---\n\n" + CARD, CARD.decode().encode("utf-16"),
     *(b"---\n[\n---\n", b"---\nx: [\n", b"---\nlicense: \xff\n---\n"),
-]
+]  # fmt: skip
 READABLE = [
     *(CARD, b"\n" + CARD, b"\n \t\n\r\n" + CARD, b"\xef\xbb\xbf" + CARD, b"\xef\xbb\xbf\n" + CARD),
     *(CARD.replace(b"\n", b"\r\n"), CARD.replace(b"\n", b"\r"), CARD.replace(b"# Model", b"caf\xe9")),

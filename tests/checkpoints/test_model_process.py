@@ -329,6 +329,7 @@ def test_a_call_uses_the_process_that_was_started_early_and_is_not_tried_again_i
     assert "batch_size" in caught.value.remedy
 
 
+@pytest.mark.story
 def test_a_failed_early_start_is_reported_by_the_first_call_only(
     new_process: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -11,7 +11,7 @@ import pytest
 from family import random_tensors, save_checkpoint
 from hub_family import go_offline
 from hub_look_alike import LookAlike
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergegate.flows.candidates import ExpandedRecipe, expand_training_runs
@@ -24,24 +24,15 @@ from mergegate.tasks.stage import store
 
 # Name families of trainers. {n} is the step, {z} the step with leading zeros, {k} a number that grows with it.
 FAMILIES = {
-    "transformers": "checkpoint-{n}",
-    "Megatron": "iter_{z}",
-    "DeepSpeed": "global_step{n}",
-    "OLMo": "step{n}-unsharded",
-    "OLMo on the Hub": "stage1-step{n}-tokens{k}B",
-    "Lightning": "epoch={k}-step={n}",
-    "NeMo": "gpt--val_loss=2.{k}-step={n}-consumed_samples={n}0.0",
-    "torchtune": "epoch_{k}-step_{n}",
-    "Pythia": "step{n}",
-    "converted": "hf_step_{n}",
-    "nested": "step-{n}/hf",
-    "Composer": "ep{k}-ba{n}",
-    "bare": "{n}",
-    "bare with zeros": "{z}",
-    "other word": "weights-v{n}",
-}
+    "transformers": "checkpoint-{n}", "Megatron": "iter_{z}", "DeepSpeed": "global_step{n}",
+    "OLMo": "step{n}-unsharded", "OLMo on the Hub": "stage1-step{n}-tokens{k}B", "Lightning": "epoch={k}-step={n}",
+    "NeMo": "gpt--val_loss=2.{k}-step={n}-consumed_samples={n}0.0", "torchtune": "epoch_{k}-step_{n}",
+    "Pythia": "step{n}", "converted": "hf_step_{n}", "nested": "step-{n}/hf", "Composer": "ep{k}-ba{n}", "bare": "{n}",
+    "bare with zeros": "{z}", "other word": "weights-v{n}",
+}  # fmt: skip
 
 
+@settings(max_examples=40)
 @given(st.sampled_from(sorted(FAMILIES)), st.lists(st.integers(1, 10**7), min_size=2, max_size=9, unique=True))
 def test_steps_are_read_from_the_names_of_common_trainers(family: str, steps: list[int]) -> None:
     names = {
@@ -106,16 +97,13 @@ SHARDS = [f"model-0000{number}-of-00002.safetensors" for number in (1, 2)]
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda path: (path / "config.json").unlink(),
-        lambda path: (path / SHARDS[1]).unlink(),
-        lambda path: half_of(path / SHARDS[1]),
-        lambda path: (path / SHARDS[0]).write_bytes(b""),
+        lambda path: (path / "config.json").unlink(), lambda path: (path / SHARDS[1]).unlink(),
+        lambda path: half_of(path / SHARDS[1]), lambda path: (path / SHARDS[0]).write_bytes(b""),
         lambda path: (path / "trainer_state.json").write_text('{"global'),
-        lambda path: (path / "trainer_state.json").unlink(),
-        only_optimizer,
+        lambda path: (path / "trainer_state.json").unlink(), only_optimizer,
     ],
     ids=["no config", "missing shard", "truncated", "empty shard", "half a state", "no state", "only an optimizer"],
-)
+)  # fmt: skip
 def test_a_checkpoint_that_training_still_writes_is_left_out_with_a_remark(run: Path, damage: Any) -> None:
     damage(run / "checkpoint-400")
     expanded = expand(run, window=2)
@@ -224,12 +212,14 @@ def test_an_incomplete_revision_is_left_out(hub_run: LookAlike, run: Path) -> No
     assert "no config.json" in expanded.remarks[0]
 
 
+@pytest.mark.story
 def test_without_steps_in_names_the_trainer_states_of_revisions_count(hub_run: LookAlike, run: Path) -> None:
     for name, step in (("alpha", 300), ("beta", 200)):
         hub_run.add_model("acme/run", run / f"checkpoint-{step}", branch=f"state-{name}")
     assert hub_models(run="acme/run@state-*") == ["acme/run@state-beta", "acme/run@state-alpha"]
 
 
+@pytest.mark.story
 def test_offline_the_revisions_in_the_cache_are_used(hub_run: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
     document = {"run": "acme/run@step-*", "window": 2}
     recipe = load_recipe(dict(expand_training_runs([document], Path(), "recipe").documents[0]))

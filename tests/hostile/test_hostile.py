@@ -8,14 +8,16 @@ from __future__ import annotations
 import shutil
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
-from corpus import CHECKPOINTS, PROFILES, RECIPES, RELEASES, RESULTS, TASKS, Case, put
+from corpus import CHECKPOINTS, PROFILES, RECIPES, RELEASES, RESULTS, TASKS, exit_code, put
 from honest import PROFILE, RECIPE, checkpoint, release, results, samples
+from samples import sampled
 from typer.testing import CliRunner
 
 from mergegate.flows.cli.app import app
@@ -106,40 +108,44 @@ def test_honest_inputs_pass(here: Path) -> None:
     ends(here, 0, "gate", "merge=m", "reference=r", "--profile", "profile.yaml")
 
 
-@pytest.mark.parametrize("case", CHECKPOINTS, ids=lambda case: case.name)
-def test_a_hostile_checkpoint(here: Path, case: Case) -> None:
-    case.change(here / "other")
-    ends(here, case.code, "merge", "recipe.yaml", "out")
+def sample(cases: Collection[str], step: int) -> list[Any]:
+    return sampled(cases, list(cases)[::step])
 
 
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", sample(CHECKPOINTS, 3))
+def test_a_hostile_checkpoint(here: Path, name: str) -> None:
+    CHECKPOINTS[name](here / "other")
+    ends(here, exit_code(name), "merge", "recipe.yaml", "out")
+
+
+@pytest.mark.parametrize("name", sample(RECIPES, 4))
 def test_a_hostile_recipe(here: Path, name: str) -> None:
     put("hostile.yaml", RECIPES[name])(here)
     ends(here, 2, "merge", "hostile.yaml", "out")
 
 
-@pytest.mark.parametrize("name", PROFILES)
+@pytest.mark.parametrize("name", sample(PROFILES, 3))
 def test_a_hostile_profile(here: Path, name: str) -> None:
     put("profile.yaml", PROFILES[name])(here)
     ends(here, 2, "check", "profile.yaml")
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", sample(TASKS, 4))
 def test_a_hostile_task(here: Path, name: str) -> None:
     TASKS[name](here)
     (here / "profile.yaml").write_text(PROFILE.replace("task: letters", "task: task.yaml"))
     ends(here, 2, "check", "profile.yaml")
 
 
-@pytest.mark.parametrize("name", RESULTS)
+@pytest.mark.parametrize("name", sample(RESULTS, 3))
 def test_hostile_results(here: Path, name: str) -> None:
     results(here / "r")
     RESULTS[name](here / "m")
     ends(here, 2, "gate", "merge=m", "reference=r", "--profile", "profile.yaml")
 
 
-@pytest.mark.parametrize("case", RELEASES, ids=lambda case: case.name)
-def test_a_hostile_release(here: Path, released: Path, case: Case) -> None:
+@pytest.mark.parametrize("name", sample(RELEASES, 5))
+def test_a_hostile_release(here: Path, released: Path, name: str) -> None:
     place = Path(shutil.copytree(released, here / "releases" / released.name))
-    case.change(place)
-    ends(here, case.code, "verify", str(place))
+    RELEASES[name](place)
+    ends(here, exit_code(name), "verify", str(place))

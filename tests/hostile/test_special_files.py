@@ -123,12 +123,8 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "a huge file": lambda path: path.touch() or os.truncate(path, MAX_DATA_BYTES + 1),  # type: ignore[func-returns-value]
 }
 READERS: dict[str, Callable[[Path], object]] = {
-    "profile": load_profile,
-    "recipe": load_recipe,
-    "schedules": load_schedules,
-    "license table": load_table,
-    "public key": public_key,
-    "private key": private_key,
+    "profile": load_profile, "recipe": load_recipe, "schedules": load_schedules, "license table": load_table,
+    "public key": public_key, "private key": private_key,
     "held-out text": lambda path: pin_text(path, "text", HashMemo(path.parent / "hashes"), TextSetting("documents")),
     "prompts": lambda path: pin_prompts(
         JudgeSettings(url="http://localhost:1", model="judge", guarded_by="base", prompts=path),
@@ -136,7 +132,7 @@ READERS: dict[str, Callable[[Path], object]] = {
         HashMemo(path.parent / "hashes"),
     ),
     "traffic": lambda path: read_traffic(path, "model"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ import tiny_kinds
 import torch
 import transformers
 from garbage import with_value
-from safetensors.torch import load_file
 from samples import sampled
 
 from mergegate.merge_core import PlannedMerge, load_recipe, merge_weights, open_checkpoint, plan_with_findings
@@ -43,7 +42,8 @@ def plan(root: Path) -> PlannedMerge:
         return PlannedMerge((finding_of(error),), None)
 
 
-KINDS = sampled(tiny_kinds.KINDS, ("bert embedding", "cross-encoder", "llava", "whisper"))
+SAMPLE = ("bert embedding", "whisper")
+KINDS = sampled(tiny_kinds.KINDS, SAMPLE)
 KIND_NAMES = {
     "text generator": ("text generator",),
     "embedding": ("bert embedding", "modernbert embedding", "qwen3 embedding", "sparse encoder"),
@@ -56,7 +56,7 @@ KIND_NAMES = {
 }
 
 
-@pytest.mark.parametrize("name", tiny_kinds.KINDS)
+@pytest.mark.parametrize("name", sampled(tiny_kinds.KINDS, (*SAMPLE, "llava", "t5", "token classifier", "clip")))
 def test_tiny_models_have_their_kind(name: str, tmp_path: Path) -> None:
     kind = kind_of_directory(tiny_kinds.write(name, tmp_path / "model"))
     assert name in KIND_NAMES[kind.name]
@@ -184,15 +184,6 @@ def network_inputs(network: Any, processors: dict[str, Any]) -> dict[str, Any]:
     if network.config.is_encoder_decoder:
         return {"input_ids": ids, "decoder_input_ids": ids[:, :5]}
     return {"input_ids": ids}
-
-
-def test_tiny_parents_differ_in_every_tensor(merged: Path) -> None:
-    files = sorted(path.relative_to(merged / "a") for path in (merged / "a").rglob("*.safetensors"))
-    assert files
-    for file in files:
-        first, second = (load_file(merged / name / file) for name in "ab")
-        assert first.keys() == second.keys()
-        assert [key for key in first if first[key].equal(second[key])] == []
 
 
 @pytest.mark.story

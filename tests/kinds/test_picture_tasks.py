@@ -83,9 +83,9 @@ def scored(
     *,
     journal: JournalLocation | None = None,
     on_progress: TellProgress = quiet,
-    **settings: Any,
+    **own: Any,
 ) -> tuple[DocumentScore, ...]:
-    settings = {"dtype": "float32", "batch_size": 4, "chat_template": True, **settings}
+    settings = {"dtype": "float32", "batch_size": 4, "chat_template": True, **own}
     job = scoring_job(model_in(directory, "llava"), task, (0, DOCUMENTS), **settings)
     return score_documents(replace(job, journal=journal), on_progress)
 
@@ -139,6 +139,7 @@ def test_likelihoods_of_given_answers_are_those_of_transformers(llava: Path, tmp
     assert len(set(probabilities)) == len(right) == DOCUMENTS  # each document has a picture of its own
 
 
+@pytest.mark.story
 def test_two_reads_have_equal_hashes_and_another_picture_has_another(llava: Path, tmp_path: Path) -> None:
     path = shapes(tmp_path)
     task = pinned(path)
@@ -171,6 +172,7 @@ def test_a_long_prompt_is_not_cut(llava: Path, tmp_path: Path) -> None:
         scored(pinned(shapes(tmp_path)), llava, max_length=40)
 
 
+@pytest.mark.story
 def test_an_interrupted_evaluation_resumes_with_the_unanswered_pictures(llava: Path, tmp_path: Path) -> None:
     task = pinned(shapes(tmp_path))
     expected = scored(task, llava)

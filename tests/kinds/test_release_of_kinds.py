@@ -30,12 +30,9 @@ SAMPLE = ("bert embedding", "llava", "whisper")
 REFUSED = ("sequence classifier", "token classifier", "masked language model", "bare encoder", "clip")
 # A kind, and a form of task that cannot judge it.
 UNSUITABLE: tuple[tuple[str, TaskForm], ...] = (
-    ("bert embedding", "text"),
-    ("cross-encoder", "transcription"),
-    ("whisper", "text"),
-    ("t5", "retrieval"),
+    ("bert embedding", "text"), ("cross-encoder", "transcription"), ("whisper", "text"), ("t5", "retrieval"),
     ("llava", "transcription"),
-)
+)  # fmt: skip
 
 
 def test_every_tiny_kind_is_released_or_refused_by_a_guard_of_every_form() -> None:

@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from kind_projects import average
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval_runs import run_lm_eval
+from samples import sampled, sampled_rows
 from scoring_runs import mean_of, model_in, pin, quiet, scoring_job, write_task
 from tiny_kinds import letter_tokenizer, write
 from tone_speech import teach
@@ -34,7 +36,7 @@ from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.preflight import kind_findings
 
-FAMILIES = ("t5", "bart")
+FAMILIES, KINDS = ("t5", "bart"), ("chosen", "generated")
 COUNT = 12
 # Sizes of the families whose merges are compared, besides those of ``tiny_kinds``.
 STACKS = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
@@ -94,7 +96,7 @@ def reference(loaded_model: LoadedModel) -> HFLM:
     return HFLM(pretrained=loaded_model.network, tokenizer=loaded_model.tokenizer, **options)
 
 
-@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("batch_size", sampled((1, 5), (5,)))
 def test_rated_answers_have_the_likelihoods_of_lm_eval(loaded: LoadedModel, batch_size: int) -> None:
     actual = wrap_model(loaded, Scoring(batch_size=batch_size)).loglikelihood(rated())
     expected = reference(loaded).loglikelihood(rated())
@@ -120,6 +122,7 @@ def test_the_prompt_does_not_use_up_the_budget_of_an_answer(loaded: LoadedModel)
     assert [(end.reason, end.tokens) for end in lm.answer_ends] == [("length", 30)]
 
 
+@pytest.mark.story
 def test_an_answer_ends_where_the_decoder_has_no_more_positions(bart: Path) -> None:
     with load_model(model_in(bart), dtype="auto", device="cpu") as loaded_model:
         positions = loaded_model.network.config.max_position_embeddings
@@ -138,13 +141,8 @@ def test_a_limit_on_prompt_and_answer_together_is_refused(loaded: LoadedModel) -
 def letters_task(directory: Path, kind: str) -> EvalTask:
     """Write and pin a task of ``COUNT`` documents, whose answers are generated or chosen."""
     rows = [
-        {
-            "word": word,
-            "right": number % 2,
-            "choices": ["AB", "CD"],
-            "answer": (word[:3].upper(), "no")[number % 3 == 2],
-        }
-        for number, word in enumerate(prompts(30))
+        {"word": word, "right": at % 2, "choices": ["AB", "CD"], "answer": (word[:3].upper(), "no")[at % 3 == 2]}
+        for at, word in enumerate(prompts(30))
     ]
     chosen = {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "right"}
     generated = {"output_type": "generate_until", "doc_to_target": "{{answer}}"}
@@ -162,8 +160,7 @@ def score(scoring_job: ScoringJob) -> dict[tuple[int, str], Any]:
     return {(row.doc_id, row.metric): row for row in score_documents(scoring_job, quiet)}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("kind", ["chosen", "generated"])
+@pytest.mark.parametrize(("family", "kind"), sampled_rows(product(FAMILIES, KINDS), [("t5", "generated")]))
 def test_a_killed_part_resumes_from_its_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, kind: str, request: pytest.FixtureRequest
 ) -> None:
@@ -189,7 +186,7 @@ def test_a_killed_part_resumes_from_its_journal(
     assert calls == (6 if kind == "chosen" else 3) - 2  # two choices per document, four requests per batch
 
 
-@pytest.mark.parametrize("kind", ["chosen", "generated"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_only_the_prompt_counts_towards_the_tokens_that_are_cut(tmp_path: Path, t5: Path, kind: str) -> None:
     rows = score(job(t5, letters_task(tmp_path, kind), max_length=10))
     tokens = [len(word) + 2 for word in prompts(30)]  # '>' and an end token
@@ -204,7 +201,7 @@ def test_longer_answers_have_the_larger_budget_whatever_the_prompt(tmp_path: Pat
     assert {(row.ended, row.answer_tokens) for row in rows.values()} == {(("length",), (12,))}
 
 
-@pytest.mark.parametrize("family", MERGED)
+@pytest.mark.parametrize("family", sampled(MERGED, ("bart",)))
 def test_a_merge_equals_the_average_in_memory(tmp_path: Path, family: str) -> None:
     ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
     tokenizer = letter_tokenizer(ends=True)

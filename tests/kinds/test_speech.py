@@ -26,7 +26,7 @@ from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.harness import score_documents
 from mergegate.tasks.evaluation.task_definition import pin_built_in
 
-COUNT = 30
+COUNT = 20
 Parents: TypeAlias = Callable[[str], Path]
 FAMILIES = [pytest.param("whisper", marks=pytest.mark.story), "wav2vec2"]  # Whisper learns for several seconds
 

@@ -40,7 +40,7 @@ def _no_models() -> Iterator[None]:
     unload_models()
 
 
-FAMILIES = sampled(VISION_LANGUAGE, ["llava", "gemma3", "qwen2_vl"])
+FAMILIES = sampled(VISION_LANGUAGE, ["llava"])
 
 
 @contextmanager
@@ -184,7 +184,7 @@ def test_a_chat_template_that_reads_only_lists_renders_a_plain_text(tmp_path: Pa
         assert lm.apply_chat_template(picture) == "USER: <image>\nWhich color? ASSISTANT:"
 
 
-@pytest.mark.parametrize("family", ["llava", "qwen2_vl"])
+@pytest.mark.parametrize("family", sampled(("llava", "qwen2_vl"), ("qwen2_vl",)))
 def test_a_chat_template_that_reads_plain_texts_is_not_changed(family: str, tmp_path: Path) -> None:
     directory = write(family, tmp_path / family)
     template = transformers.AutoTokenizer.from_pretrained(directory).chat_template
