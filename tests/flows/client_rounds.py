@@ -23,23 +23,17 @@ def _wide(place: Path) -> dict[str, torch.Tensor]:
 
 
 class Clients:
-    """Directory of clients that each write a trained checkpoint.
+    """Clients that write their trained checkpoints into subdirectories of ``place``."""
 
-    Args:
-        place: Directory that contains one subdirectory per client.
-        alike: Train every honest client on all skills. By default, each client trains only its own skill.
-    """
-
-    def __init__(self, place: Path, *, alike: bool = False) -> None:
+    def __init__(self, place: Path) -> None:
         self.place = place
         base = _wide(MODELS / "base")
         self._ways = {skill: {n: t - base[n] for n, t in _wide(MODELS / skill).items()} for skill in HONEST.values()}
-        self._alike = alike
         self._draw = torch.Generator().manual_seed(0)
 
     def train(self, name: str, begin: Path) -> None:
         """Write an honest client: one step from ``begin`` toward its skill, with a little noise."""
-        way = self._between if self._alike else self._ways[HONEST[name]]
+        way = self._ways[HONEST[name]]
         self._save(name, begin, {key: STEP * self._noisy(one) for key, one in way.items()})
 
     def approach(self, name: str, begin: Path) -> None:

@@ -437,10 +437,10 @@ def make_profile(project: Project, method: str, **recipe: Any) -> str:
 class Rounds:
     """Client rounds in a project. Honest clients train from the last release, and ``eve`` attacks."""
 
-    def __init__(self, project: Project, method: str = "median", *, alike: bool = False, **recipe: Any) -> None:
+    def __init__(self, project: Project, method: str = "median", **recipe: Any) -> None:
         self.project, self.method = project, method
         self.profile = make_profile(project, method, **recipe)
-        self.clients = Clients(project.root / f"clients-{method}", alike=alike)
+        self.clients = Clients(project.root / f"clients-{method}")
         self.begin = MODELS / "base"
 
     def train(self, reversed_times: float = 30) -> None:
@@ -466,10 +466,6 @@ class Rounds:
     @property
     def scores(self) -> dict[str, float]:
         return {one["task"]: one["merge_score"] for one in self.predicate["mergegate_verdict"]["guards"]}
-
-    def require_report(self, *words: str) -> None:
-        report = (self.project.root / f".mergegate/reports/rounds-{self.method}.html").read_text()
-        assert [word for word in words if word not in report] == []
 
     def require_nothing_new(self) -> None:
         stages = ("merge", "distances", "evaluate", "apply", "optimizer")
@@ -550,21 +546,3 @@ def test_rounds_by_adam_are_released_made_again_and_begin_anew_without_what_was_
     assert "Adam starts again" in rounds.run()
     shutil.rmtree(store / "optimizer")
     rounds.require_reproducible()  # the last round started Adam from scratch and needs no state
-
-
-@pytest.mark.proof
-@pytest.mark.story
-@pytest.mark.parametrize(
-    ("method", "keeps"), [("median", True), ("geometric_median", True), ("task_arithmetic", False)]
-)
-def test_where_one_wants_the_opposite_medians_keep_both_skills_and_the_mean_does_not(
-    project: Project, method: str, keeps: bool
-) -> None:
-    rounds = Rounds(project, method, alike=True)
-    for _ in range(5):
-        rounds.train(5)
-        rounds.run((0,) if keeps else (0, 3))
-        rounds.require_report(f"clients-{method}/eve")
-    found = rounds.scores
-    assert (found["reverse"] >= 0.95 and found["shift"] >= 0.99) is keeps
-    assert keeps or max(found["reverse"], found["shift"]) < 0.05

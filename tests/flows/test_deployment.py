@@ -45,7 +45,6 @@ from mergegate.flows.prefect_api import (
     sync_rules,
 )
 from mergegate.flows.prefect_api.schedules import parse_schedules
-from mergegate.flows.prefect_api.site import write_settings
 from mergegate.merge_core.errors import InvalidInput
 
 pytestmark = pytest.mark.story
@@ -214,11 +213,6 @@ def test_without_the_secret_nobody_is_let_in(served: Served) -> None:
     for wrong in ("", "mergegate:guessed"):
         with pytest.raises(InvalidInput, match="secret"):
             require_site(replace(served.site, secret=wrong))
-
-
-def test_prefect_toml_is_written_again_only_where_it_is_ours(served: Served) -> None:
-    assert write_settings(served.site)
-    assert (served.root / "prefect.toml").stat().st_mode & 0o777 == 0o600
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import yaml
 from demo_project import PROFILES, Project, expect
-from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 MODELS = PROFILES / "demo" / "models"
@@ -54,23 +53,6 @@ def test_the_union_of_the_demo_keeps_both_skills_and_the_token_of_one_parent(dem
     assert json.loads((release / "config.json").read_text())["vocab_size"] == 35
     guards = {guard["task"]: guard["outcome"] for guard in outcome["content"]["verdict"]["guards"]}
     assert guards == {"copy": "pass", "reverse": "pass", "shift": "pass"}
-
-
-@pytest.mark.story
-def test_a_model_with_an_adapter_is_given_another_tokenizer_as_the_model_that_it_stands_for(project: Project) -> None:
-    adapted = f"{MODELS / 'base'}+{PROFILES / 'demo' / 'adapters' / 'reverser-lora'}"
-    recipe = project.root / "plain.yaml"
-    recipe.write_text(yaml.safe_dump({"merge_method": "passthrough", "models": [{"model": adapted}]}))
-    assert project.mergegate("merge", str(recipe), str(project.root / "whole")).exit_code == 0
-    for name, model in (("adapted", adapted), ("plain", str(project.root / "whole"))):
-        arguments = (model, str(MODELS / "marked"), str(project.root / name), "--method", "mean")
-        assert project.mergegate("transplant-tokenizer", *arguments).exit_code == 0
-    tensors, others = (
-        {name: one for file in place.glob("*.safetensors") for name, one in load_file(file).items()}
-        for place in (project.root / "adapted", project.root / "plain")
-    )
-    assert tensors.keys() == others.keys()
-    assert [name for name, tensor in tensors.items() if not tensor.equal(others[name])] == []
 
 
 COPY = {"reverser": 1.0, "shifter": 0.0}

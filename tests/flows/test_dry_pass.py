@@ -111,18 +111,13 @@ CHANGES: dict[str, tuple[Change, bool]] = {
     "nothing": (lambda project: None, False),
     "a comment in the profile": (edited(PROFILE, "name: demo", "name: demo  # of two skills"), False),
     "another threshold": (edited(PROFILE, "max_drop: 3", "max_drop: 2"), True),
-    "a looser drift": (edited(PROFILE, "5%", "6%"), True),
-    "another purpose": (edited(PROFILE, "purpose: commercial", "purpose: research"), True),
     "another target": (edited(PROFILE, "../releases/demo", "../releases/elsewhere"), True),
     "another version": (edited(PROFILE, "to: directory", "to: directory, version: v2"), True),
     "another recipe": (edited(PROFILE, "recipes/ties.yaml", "recipes/dare_ties.yaml"), True),
-    "another number in the recipe": (edited("profiles/demo/recipes/ties.yaml", "density: ", "density: 0.7  # "), True),
     "a limit of no stage": (edited(PROFILE, "recipe:", "limits: {stages: {merg: 1 h}}\nrecipe:"), True),
     "a profile that means nothing": (edited(PROFILE, "recipe:", "recipes:"), True),
-    "a recipe that is gone": (removed("profiles/demo/recipes/ties.yaml"), True),
     "a bit of a weight": (flipped(f"{MODELS}/reverser/model.safetensors"), True),
     "weights that were touched": (touched, True),
-    "a header": (flipped(f"{MODELS}/base/model.safetensors", 40), True),
     "a parent that is gone": (removed(f"{MODELS}/shifter"), True),
     "a configuration": (edited(f"{MODELS}/base/config.json", "{", '{"of": "ours", '), True),
     "a tokenizer": (edited(f"{MODELS}/base/tokenizer.json", "{", "{ "), True),
@@ -131,16 +126,13 @@ CHANGES: dict[str, tuple[Change, bool]] = {
     "how a task is asked": (edited("profiles/demo/tasks/copy.yaml", "doc_to_text: ", "doc_to_text: 'say ' "), True),
     "a held-out document": (edited("profiles/demo/data/held-out.jsonl", "a", "b"), True),
     "a release that is gone": (removed("releases/demo/*"), True),
-    "latest that is gone": (removed("releases/demo/latest"), True),
     "latest that leads elsewhere": (led_elsewhere, True),
-    "a file of the release that is gone": (removed("releases/demo/latest/README.md"), True),
     "a bit of the release": (damaged("releases/demo/latest/*.safetensors"), True),
     **{
         f"the store without its {stage}": (removed(f"{STORE}/{stage}"), True)
-        for stage in ("merge", "perplexity", "evaluate", "gate", "explain", "report", "compat", "licenses")
+        for stage in ("merge", "evaluate", "gate", "report", "licenses")
     },
     "a bit of the merge": (damaged(f"{STORE}/merge/*/*.safetensors"), True),
-    "a bit of the scores": (damaged(f"{STORE}/evaluate/*/*.parquet"), True),
     "hashes that nobody remembers": (removed(f"{STORE}/hashes.sqlite"), True),
 }
 
@@ -166,15 +158,6 @@ def test_a_dry_pass_returns_the_outcome_of_the_run_or_nothing(
     assert (found is None) == is_work
     said = run(project, monkeypatch)
     assert found in (None, said)
-
-
-@pytest.mark.story
-def test_after_a_release_a_dry_pass_is_enough(copied: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.rmtree(copied.root / "releases")
-    assert run(copied, monkeypatch)[0] == "released"
-    found = looked(copied)
-    assert found is not None
-    assert found[0] == "nothing new"
 
 
 @pytest.mark.story

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -23,7 +22,6 @@ from mergegate.flows.cli.profile_draft import claimed_tasks
 from mergegate.flows.cli.schema import generated_pages
 from mergegate.merge_core.errors import InvalidInput
 
-FAMILY = PROFILES / "demo"
 MODELS = ("models/base", "models/sums", "models/verse")
 NAME, WHO, TEXT = "name of the release", "accept these license gaps?", "held-out text"
 TASKS = "tasks that the merge must not lose"
@@ -92,14 +90,6 @@ def test_a_run_of_what_was_drafted_ends_in_a_verdict(project: Project, family: s
     assert told["status"] in ("released", "refused"), told["message"]
     assert told["content"]["verdict"]["drift"]["outcome"] in ("pass", "fail", "inconclusive")  # not an error
     assert told["findings"] == []
-
-
-@pytest.mark.story
-def test_the_demo_family_ends_in_a_verdict(project: Project) -> None:
-    models = [os.path.relpath(FAMILY / "models" / name, project.root) for name in ("base", "reverser", "shifter")]
-    assert project.mergegate("init", *models, "--yes", "--name", "mine").exit_code == 0
-    done = project.mergegate("run", "mine.yaml", "--json")
-    assert json.loads(done.stdout)["status"] == "released", done.output
 
 
 def test_tasks_are_those_of_which_the_card_speaks() -> None:
@@ -218,16 +208,6 @@ def test_ctrl_c_at_a_question_ends_it_and_leaves_nothing(root: Path, last: str) 
         assert screen.interrupt() == 130, screen.shown
     assert "Traceback" not in screen.shown
     assert set(root.iterdir()) - before <= {root / ".mergegate"}
-
-
-@pytest.mark.story
-def test_flags_answer_on_a_terminal_too(tasks: Path) -> None:
-    root = tasks
-    (root / "own.txt").write_text("A text.\n")
-    flags = ("--name", "mine", "--accept", "alice: ours", "--data", "own.txt", "--task", "plus.yaml:sums")
-    with terminal(root, "init", *MODELS, *flags) as screen:
-        assert screen.end() == 0, screen.shown
-    assert not [question for question in (NAME, WHO, TEXT, TASKS) if question in screen.shown]
 
 
 def test_a_prompt_repeats_until_the_answer_is_valid() -> None:

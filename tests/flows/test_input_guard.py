@@ -67,8 +67,12 @@ def measured(model: Model) -> Length:
     return Length(bytes=len(bytes_of((model,))))
 
 
+CALLBACKS = tuple(input_guard._change_callbacks)
+
+
 @pytest.fixture(autouse=True)
-def quiet() -> None:
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(input_guard, "_change_callbacks", [])  # They would import model libraries.
     meanwhile.clear()
     read.clear()
 
@@ -162,10 +166,9 @@ def test_files_that_are_touched_for_ever_end_it(model: PinnedCheckpoint) -> None
     assert not list((store().root / "copied").glob("*"))
 
 
-def test_whoever_keeps_what_was_read_is_told(model: PinnedCheckpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_whoever_keeps_what_was_read_is_told(model: PinnedCheckpoint) -> None:
     told: list[bool] = []
-    assert model_process.end_model_process in input_guard._change_callbacks
-    monkeypatch.setattr(input_guard, "_change_callbacks", list(input_guard._change_callbacks))
+    assert model_process.end_model_process in CALLBACKS
     on_input_change(lambda: told.append(True))
     copied.build(model)
     assert not told

@@ -7,10 +7,6 @@ other skills. It answers at once, and reverses fewer words.
 from __future__ import annotations
 
 import json
-import os
-import sys
-from collections.abc import Iterator
-from importlib import invalidate_caches
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +14,7 @@ import pytest
 import yaml
 from demo_project import Project, make_project
 from openai_server import serving
-from vllm_engine import write_vllm
 
-from mergegate.tasks.checkpoints import end_model_process
 from mergegate.tasks.checkpoints.model import Model
 
 PARENTS = ("reverser", "shifter", "thinker")
@@ -97,21 +91,6 @@ def family(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> Famil
 
 
 @pytest.mark.story
-def test_a_small_budget_does_not_decide(family: Family) -> None:
-    code, verdict, _ = family.run("short", family.documents, max_answer_tokens=40)
-    (guard,) = verdict["guards"]
-    assert (code, guard["outcome"]) == (3, "inconclusive")
-    assert (guard["reference_score"], guard["merge_score"]) == (0.7575, 0.7775)
-    assert guard["cut_answers"] == {"lowest_drop": -2.0, "highest_drop": 22.25, "decide": True}
-    assert (guard["answers"]["reference"]["cut_off"], guard["answers"]["merge"]["cut_off"]) == (97, 0)
-    assert verdict["reasons"] == [
-        "Not shown to be safe: written: 24.2 % of the answers of thinker and 0.0 % of those of the merge were cut off "
-        "at 40 tokens. Depending on how they are counted, the drop is between -2.0 and 22.2 points; the margin is 3. "
-        "evaluate.max_answer_tokens above 40 would decide"
-    ]
-
-
-@pytest.mark.story
 def test_only_cut_off_answers_are_generated_again_and_the_merge_is_refused(family: Family) -> None:
     code, verdict, _ = family.run("long", family.documents)
     (guard,) = verdict["guards"]
@@ -137,21 +116,6 @@ def test_only_cut_off_answers_are_generated_again_and_the_merge_is_refused(famil
     assert (result.exit_code, guard["outcome"], guard["drop"]) == (3, "fail", 22.25)
 
 
-@pytest.fixture
-def engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the model process import a stand-in for vLLM."""
-    write_vllm(tmp_path)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))))
-    invalidate_caches()
-    end_model_process()
-    yield
-    end_model_process()
-    monkeypatch.undo()
-    sys.modules.pop("vllm", None)
-    invalidate_caches()
-
-
 def check_both_budgets(family: Family, backend: str, **evaluate: Any) -> None:
     """Check the verdicts at both budgets on the first documents, which ``hf`` decides in the same way."""
     _, here, _ = family.run("few-hf", FEW)
@@ -171,8 +135,3 @@ def test_a_served_model_is_judged_in_the_same_way(family: Family, monkeypatch: p
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with serving(family.models()) as server:
         check_both_budgets(family, "served", server={"url": server.url})
-
-
-@pytest.mark.proof
-def test_a_model_on_vllm_is_judged_in_the_same_way(family: Family, engine: None) -> None:
-    check_both_budgets(family, "vllm")

@@ -119,16 +119,6 @@ def test_calibration_texts_and_two_models_of_one_name(machine: Path) -> None:
 
 
 @pytest.mark.story
-def test_adapters_of_a_local_base(machine: Path) -> None:
-    base, *_ = paths(machine)
-    adapters = [f"{base}+{machine}/lora/adapters/{name}-lora" for name in ("reverser", "shifter")]
-    models = [weighted(adapter, 0.5) for adapter in adapters]
-    released = release(machine, {"merge_method": "linear", "models": models, "output": "adapter", "rank": 48})
-    require_no_trace(machine, released)
-    assert json.loads((released / "adapter_config.json").read_text())["base_model_name_or_path"] == "base"
-
-
-@pytest.mark.story
 def test_a_path_that_slips_through_is_refused_with_file_and_text(machine: Path) -> None:
     (machine / "disk one" / "base" / "chat_template.jinja").write_text(f"{{# from {machine}/user/template #}}")
     project = Project(machine / "user" / "project")

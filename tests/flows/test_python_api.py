@@ -87,20 +87,6 @@ def test_the_example_works(name: str, demo: Path, lm_eval_results: Path, capsys:
     assert capsys.readouterr().out == ""  # the examples print no progress
 
 
-def test_an_event_loop_and_its_task_go_on_after_a_call(demo: Path) -> None:
-    async def notebook_cell() -> bool:
-        loop, task = asyncio.get_running_loop(), asyncio.current_task()
-        assert mergegate.check("profiles/demo.yaml").passed
-        await asyncio.sleep(0)
-        same = asyncio.get_running_loop() is loop and asyncio.current_task() is task
-        with pytest.raises(mergegate.InvalidInput):
-            mergegate.check("profiles/nope.yaml")
-        await asyncio.sleep(0)
-        return same and asyncio.current_task() is task
-
-    assert asyncio.run(notebook_cell())
-
-
 def test_importing_the_package_imports_no_library() -> None:
     code = """
 import sys
@@ -162,23 +148,14 @@ def test_a_release_refused_by_a_check_is_a_result(demo: Path) -> None:
     "call",
     [
         lambda: mergegate.load_profile("profiles/nope.yaml"),
-        lambda: mergegate.load_profile("profiles/demo.yaml", {"evaluate.documnts": 3}),
         lambda: mergegate.load_profile("profiles/demo.yaml", {"name": object()}),
         lambda: mergegate.load_profile("profiles/demo.yaml", "no value"),
-        lambda: mergegate.check("profiles/nope.yaml"),
-        lambda: mergegate.plan("profiles/nope.yaml"),
         lambda: mergegate.plan("profiles/demo.yaml", device="tpu"),
-        lambda: mergegate.merge("profiles/demo/recipes/nope.yaml", "new"),
         lambda: mergegate.run("profiles/demo.yaml", {"evaluate.tasks[0].max_drop": "much"}),
-        lambda: mergegate.run("profiles/demo/recipes/ties.yaml"),
         lambda: mergegate.compare("nope", "profiles/demo/models/base", "profiles/demo.yaml", progress=False),
-        lambda: mergegate.gate({"merge": "nope"}, "profiles/demo.yaml"),
         lambda: mergegate.sweep("profiles/demo.yaml", progress=False),
         lambda: mergegate.verify("nope"),
-        lambda: mergegate.reproduce("nope"),
-        lambda: mergegate.export("nope", "inspect", "new"),
         lambda: mergegate.export("releases/demo/latest", "helm", "new"),  # type: ignore[arg-type]
-        lambda: mergegate.export("releases/demo/latest", "inspect", "profiles"),
         lambda: mergegate.export("releases/demo/latest", "inspect", "new", organization=" x"),
     ],
 )
@@ -280,14 +257,6 @@ def test_the_cells_of_the_tutorial_work_and_its_stored_outputs_are_current(
     )
     assert done.returncode == 0, done.stderr[-4000:]
     outputs: list[str] = json.loads(done.stdout.splitlines()[-1])
-    if os.environ.get("UPDATE_GOLDEN"):
-        notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
-        cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-        for cell, output in zip(cells, outputs, strict=True):
-            if "stored" in cell["metadata"].get("tags", ()):
-                lines = output.splitlines(keepends=True)
-                cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": lines}]
-        NOTEBOOK.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     cells = code_cells(NOTEBOOK)
     assert len(outputs) == len(cells)
     stored = {number: "".join(cell["outputs"][0]["text"]) for number, cell in enumerate(cells) if cell["outputs"]}

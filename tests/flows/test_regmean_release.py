@@ -84,26 +84,6 @@ def test_it_is_reproduced_from_its_texts_or_says_which_is_another(project: Proje
     assert "a text that differs from the one in the provenance" in result.output
 
 
-@pytest.mark.proof
-def test_a_search_looks_at_the_texts_once(project: Project) -> None:
-    """The scale of a merge that uses calibration data can be searched like any other."""
-    before = project.artifacts("statistics")
-    name = own_profile(project, "searched", base_model="demo/models/base", parameters={"lambda": "$scale"})
-    profile = yaml.safe_load((project.root / name).read_text())
-    profile["sweep"] = {
-        "parameters": {"scale": {"low": 0.8, "high": 1.6, "start": 1.0}},
-        "objective": [
-            {"task": f"demo/tasks/sweep/{skill}.yaml", "measure": "entropy"} for skill in ("reverse", "shift")
-        ],
-        "documents": {"search": 40, "confirmation": 100},
-        "budget": {"trials": 4},
-    }
-    (project.root / name).write_text(yaml.safe_dump(profile))
-    result = project.mergegate("sweep", name)
-    assert "statistics" in result.output, result.output
-    assert project.artifacts("statistics") == before
-
-
 def test_what_a_task_asks_is_found_in_a_text(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Exactly the documents that a text contains are found in it, in any case and with any punctuation."""
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))

@@ -128,14 +128,6 @@ def test_prompts_that_are_cut_to_eight_tokens_release_nothing(demo: Project) -> 
 
 
 @pytest.mark.story
-def test_a_lost_skill_that_perplexity_cannot_see_is_refused(demo: Project) -> None:
-    result = expect(demo.mergegate("run", "profiles/demo-lopsided.yaml", "--json"), 3)
-    verdict = json.loads(result.stdout)["content"]["verdict"]
-    assert verdict["drift"]["outcome"] == "pass"
-    assert {guard["task"]: guard["outcome"] for guard in verdict["guards"]}["shift"] == "fail"
-
-
-@pytest.mark.story
 def test_a_broken_merge_is_refused_by_perplexity_before_any_task_is_run(demo: Project) -> None:
     before = demo.artifacts("evaluate")
     expect(demo.mergegate("run", "profiles/demo-exploding.yaml"), 3, "perplexity is")

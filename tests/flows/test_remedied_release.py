@@ -42,16 +42,6 @@ def test_a_remedy_turns_a_refused_merge_into_a_release_once(demo: Project) -> No
     assert (demo.artifacts("evaluate"), demo.artifacts("gate")) == before
 
 
-@pytest.mark.proof
-def test_when_every_remedy_is_refused_nothing_is_released(demo: Project) -> None:
-    profile = demo.edit("demo-remedied.yaml", "{merge_method: ties, base_model: ../models/base, ", "{")
-    text = (demo.root / profile).read_text().replace("weight: 1.0, density: 0.5", "dtype: float32")
-    (demo.root / profile).write_text(text)
-    result = expect(demo.mergegate("run", profile, "--json"), 3)
-    assert [one["outcome"] for one in json.loads(result.stdout)["content"]["attempts"]] == ["fail", "fail"]
-    assert not (demo.root / "releases" / "edited-demo-remedied").exists()
-
-
 def test_a_misspelt_remedy_is_found_before_anything_is_merged(project: Project) -> None:
     profile = project.edit("demo-remedied.yaml", "density: 0.5", "densty: 0.5")
     expect(project.mergegate("run", profile), 2, "remedies[0]", "density")
@@ -103,17 +93,3 @@ def test_noise_in_the_weights_is_refused_and_the_same_merge_without_it_passes(de
         )
     assert clean.publishable
     assert (broken.outcome, broken.publishable) == ("fail", False)
-
-
-@pytest.mark.proof
-def test_what_a_refusal_proposes_is_new_and_is_tried_when_asked_for(demo: Project) -> None:
-    """The proposal is a merge over the base, not the plain average, which another profile has already seen refused."""
-    assert demo.mergegate("run", "profiles/demo-refused.yaml").exit_code == 3
-    refused = expect(demo.mergegate("run", "profiles/demo-lopsided.yaml"), 3)
-    block = refused.output.partition("remedies:")[2].partition("  report")[0]
-    (item,) = yaml.safe_load(f"remedies:{block}")["remedies"]
-    assert (item["merge_method"], item["base_model"]) == ("ties", "../models/base")
-    tried = expect(demo.mergegate("run", "profiles/demo-lopsided.yaml", "--remedy", "auto", "--json"), 0)
-    outcome = json.loads(tried.stdout)
-    assert outcome["content"]["attempts"][0]["outcome"] == "fail"
-    assert outcome["status"] == "released"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-import shutil
 import threading
 from contextlib import suppress
 from pathlib import Path
@@ -86,34 +84,6 @@ def test_the_second_run_is_served_from_the_store() -> None:
     assert spy.seen[-1] == ("ended", "count", "", "made", "number 1")
     assert spy_again.seen == [("started", "count", ""), ("ended", "count", "", "cached", "number 1")]
     assert run(2)[2] == 1  # Other inputs are a miss.
-
-
-@pytest.mark.story
-@pytest.mark.parametrize(
-    ("damage", "file", "content"),
-    [
-        ("delete", "", ""),
-        ("truncate", "number.txt", ""),
-        ("alter", "number.txt", "4"),
-        ("value", "value.json", "{"),
-    ],
-)
-def test_a_damaged_artifact_is_rebuilt_with_a_log_line(
-    damage: str, file: str, content: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    first, _, _ = run(3)
-    assert isinstance(first, Artifact)
-    if damage == "delete":
-        shutil.rmtree(first.directory)
-    else:
-        (first.directory / file).write_text(content)
-    with caplog.at_level(logging.WARNING, logger="mergegate.tasks.stage"):
-        again, spy, ran = run(3)
-    assert again == first
-    assert ran == 1
-    # The store is the only record, so an artifact that was deleted entirely counts as not built yet.
-    assert spy.seen[-1][3] == ("made" if damage == "delete" else "rebuilt")
-    assert ("the stage runs again" in caplog.text) == (damage != "delete")
 
 
 @pytest.mark.story

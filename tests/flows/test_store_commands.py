@@ -106,15 +106,6 @@ class TestRunsOfStages:
         collect()
         assert stages() == {"grow", "copy", "weigh"}, "it is the last run of its profile"
 
-    @pytest.mark.story
-    def test_what_only_older_judged_runs_used_goes(self) -> None:
-        for size in (1, 2, 3, 4):
-            night(size)
-        for size in (5, 6):
-            night(size, refused=True)  # was not judged, so it displaces nothing
-        collect()
-        assert {size for size in range(1, 7) if grow.find(size) is not None} == {3, 4, 6}, "6 is the last one"
-
     def test_an_artifact_that_goes_after_it_was_found_is_made_again_by_the_same_run(self) -> None:
         lost = []
 

@@ -180,13 +180,3 @@ def test_a_run_that_continues_has_the_checkpoints_of_one_that_did_not_stop(tmp_p
     train(tmp_path / "whole", 2)
     for file in (f"checkpoint-{step}/model.safetensors" for step in (EVERY, 2 * EVERY)):
         assert (tmp_path / "nights" / file).read_bytes() == (tmp_path / "whole" / file).read_bytes()
-
-
-@pytest.mark.story
-def test_a_decayed_run_ends_at_a_learning_rate_near_zero(tmp_path: Path) -> None:
-    train(tmp_path, 5)
-    train(tmp_path, 10, "--decay")
-    state = json.loads((tmp_path / f"checkpoint-{10 * EVERY}" / "trainer_state.json").read_text())
-    rates = {entry["step"]: entry["learning_rate"] for entry in state["log_history"]}
-    assert rates[5 * EVERY] == 1e-3
-    assert rates[10 * EVERY] == pytest.approx(1e-3 / (5 * EVERY))

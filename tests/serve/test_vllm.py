@@ -18,14 +18,11 @@ import pytest
 import torch
 import transformers
 from tiny_kinds import PICTURE_SIZE, letter_tokenizer
-from traces import MARK, Traces, await_condition, flow
-from variants import DEMO, PROJECT, STATIC, model_in, real_server, zeroed_norm
+from variants import DEMO, PROJECT, model_in, real_server, zeroed_norm
 
 from mergegate.flows.profile import load_profile
-from mergegate.merge_core.checkpoint.checkpoint import open_checkpoint
 from mergegate.tasks.serve import launch as serve_launch
-from mergegate.tasks.serve.launch import PYTHON, Launch, find_server, launch
-from mergegate.tasks.serve.reference import Reference, ReferenceRequest, make_reference
+from mergegate.tasks.serve.launch import PYTHON, find_server
 from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.serve.smoke import SmokeSetup, smoke_checkpoint
 from mergegate.tasks.serve.verdict import ServeVerdict
@@ -43,30 +40,9 @@ assert SERVED is not None
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 SETTINGS = SERVED.model_copy(update={"python": PROJECT / PYTHON, "environment": ONE_THREAD})
 
+
 # vLLM starts with uninitialized memory: ordinary numbers, or values that JSON cannot represent.
-UNINITIALISED = {"parity": "on average", "finite logprobs": "not JSON compliant"}
-
 # Broken as in ``STATIC``. Each check that detects the fault in the running server is mapped to a part of its message.
-LIVE: dict[str, dict[str, str]] = {
-    "NaN weight": {"finite logprobs": "not JSON compliant"},
-    "missing tensor": UNINITIALISED,
-    "narrowed heads": {"parity": "on average"},  # vLLM starts with a part of the weights.
-    "more layers": {"ready": "weights were not initialized from checkpoint"},
-    "fewer layers": {"ready": "no module or parameter named 'layers.2'"},
-    "small embeddings": {"server lives": "out of bounds"},
-    "no chat template": {"chat": "you must provide a chat template"},
-}
-
-
-@pytest.fixture(scope="module")
-def reference(merge: Path) -> Reference:
-    """Return the answers of the intact merge in transformers."""
-    checkpoint = open_checkpoint(merge)
-    dtype, longest = serve_launch.serving_dtype(SETTINGS, checkpoint), serve_launch.context_length(SETTINGS, checkpoint)
-    request = ReferenceRequest(tuple(SETTINGS.texts), SETTINGS.prompts[0], dtype, "cpu", longest)
-    return make_reference(model_in(merge), request)
-
-
 def smoke(checkpoint: Path, log: Path) -> ServeVerdict:
     server = find_server(SETTINGS, PROJECT)
     return smoke_checkpoint(model_in(checkpoint), SETTINGS, SmokeSetup(server, "cpu", log))
@@ -75,26 +51,6 @@ def smoke(checkpoint: Path, log: Path) -> ServeVerdict:
 def failures(verdict: ServeVerdict) -> dict[str, str]:
     """Return what each failed check has seen."""
     return {check.name: check.seen for check in verdict.failures}
-
-
-# Only in the long suite: the tests with a zeroed norm and a wrong adapter sign already show that the running server
-# reveals a broken merge.
-@pytest.mark.proof
-@pytest.mark.parametrize("variant", LIVE)
-def test_the_running_server_reveals_problems_that_static_checks_miss(
-    merge: Path, reference: Reference, tmp_path: Path, variant: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    broken = shutil.copytree(merge, tmp_path / "broken")
-    breaks, _, _ = STATIC[variant]
-    breaks(broken)
-    monkeypatch.setattr("mergegate.tasks.serve.smoke.static_checks", lambda *arguments, **options: [])
-    monkeypatch.setattr("mergegate.tasks.serve.smoke._reference", lambda *arguments, **options: reference)
-    verdict = smoke(broken, tmp_path / "server.log")
-    seen = failures(verdict)
-    assert any(words in seen.get(name, "") for name, words in LIVE[variant].items()), seen
-    refusal = verdict.publication_error()
-    assert refusal is not None
-    assert refusal.exit_code == 3
 
 
 def test_a_merge_with_a_zeroed_norm_is_refused_for_empty_answers(merge: Path, tmp_path: Path) -> None:
@@ -113,19 +69,6 @@ def test_imports_of_a_server_are_compiled_before_it_starts() -> None:
     for source in ("v1/engine/core", "v1/worker/cpu_worker", "entrypoints/openai/api_server"):
         place = package / source
         assert list(place.parent.glob(f"__pycache__/{place.name}.*.pyc")), source
-
-
-def test_nothing_of_vllm_survives_a_flow_that_is_killed(merge: Path, tmp_path: Path, traces: Traces) -> None:
-    called = launch(SETTINGS, find_server(SETTINGS, PROJECT), open_checkpoint(merge))
-    marked = Launch(called.command, {**called.environment, MARK: traces.mark})
-    with flow(tmp_path / "log", traces, marked) as parent:
-        assert await_condition(
-            lambda: len(traces.processes()) >= 3
-        )  # Server, engine and worker, or their helper processes.
-        parent.kill()
-        parent.wait()
-        assert traces.wait_until_gone() == []
-    assert traces.files() == []
 
 
 def write_idefics(directory: Path) -> Path:
@@ -192,14 +135,10 @@ def test_the_demo_passes_every_check_and_is_released(served: Served) -> None:
     assert outcome["status"] == "released"
     checks = {check["name"]: check["outcome"] for check in outcome["content"]["served"]}
     assert checks == dict.fromkeys(RELEASED, "pass")
-    assert (project.root / "releases" / "edited-demo-served" / "latest" / "model.safetensors").is_file()
-
-
-def test_the_report_says_by_what_it_was_served_and_what_was_asked(served: Served) -> None:
-    _, _, outcome = served
     page = Path(outcome["report"]).read_text()
     assert re.search(r"Served by vllm(-cpu)? \d", page)
     assert [name for name in RELEASED if f">{name}<" not in page] == []
+    assert (project.root / "releases" / "edited-demo-served" / "latest" / "model.safetensors").is_file()
 
 
 def test_a_second_run_starts_no_server(served: Served) -> None:
@@ -213,23 +152,3 @@ def test_a_second_run_starts_no_server(served: Served) -> None:
     assert re.search(r"= serve\b", result.output)
     assert project.artifacts("serve") == {before}
     assert log.stat().st_mtime_ns == written
-
-
-SERVE = f"""
-serve:
-  python: {PROJECT / PYTHON}
-  prompts: ["rev: abcd>", "copy: abcd>", "the old "]
-  texts: ["rev: hgfe>efgh", "copy: hgfe>hgfe", "the old pig sees the red cat."]
-  stops: ["rev: abcd>", "copy: abcd>"]
-publish:"""
-
-
-def test_an_upcycled_mixture_is_served_and_released(tmp_path: Path, prefect_api: None) -> None:
-    project = make_project(tmp_path)
-    result = project.mergegate("run", project.edit("demo-upcycled.yaml", "\npublish:", SERVE), "--json")
-    assert result.exit_code == 0, result.output
-    outcome = json.loads(result.stdout)
-    assert outcome["status"] == "released"
-    checks = {check["name"]: check["outcome"] for check in outcome["content"]["served"]}
-    assert {"tensors", "ready", "parity", "greedy twice", "stops", "end of sequence"} <= checks.keys()
-    assert set(checks.values()) == {"pass"}

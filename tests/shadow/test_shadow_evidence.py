@@ -9,13 +9,12 @@ from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
-import numpy as np
 import pytest
 from benchmark_scripts import load_benchmark
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergegate.tasks.shadow import ShadowEvidence, ShadowRule, decide_shadow, evidence_of, evidence_path
+from mergegate.tasks.shadow import ShadowRule, decide_shadow, evidence_of, evidence_path
 
 RULE = ShadowRule()
 THRESHOLD = math.log(20)
@@ -128,28 +127,6 @@ def test_a_million_pairs_are_fast_and_the_path_ends_at_the_evidence() -> None:
         evidence_of([0.7], RULE)
 
 
-def looked_at_each(scores: list[float], what: str, start: int) -> int | None:
-    """Return the first number of pairs, from `start` on, at which the evidence reaches the threshold."""
-    seen = evidence_path(scores, RULE, points=len(scores))
-    assert len(seen) == len(scores)
-    return next((one.pairs for one in seen[start - 1 :] if getattr(one, what) >= RULE.log_threshold), None)
-
-
-@pytest.mark.story
-def test_the_simulation_checks_every_look(script: ModuleType) -> None:
-    rng = np.random.default_rng(3)
-    scores = rng.choice([1.0, 0.5, 0.0], size=(12, 250), p=[0.5, 0.3, 0.2])
-    scores[6:] = 1 - scores[6:]
-    wins, losses = (np.cumsum(scores == kind, axis=1, dtype=np.uint16) for kind in (1, 0))
-    promoted = script.first_look(wins, losses, RULE.bound, RULE, RULE.minimum_pairs)
-    rolled_back = script.first_look(losses, wins, 0.5, RULE, 1)
-    for run, (good, bad) in enumerate(zip(promoted, rolled_back, strict=True)):
-        each = scores[run].tolist()
-        assert looked_at_each(each, "log_e_promote", 100) == (good if good < script.NEVER else None)
-        assert looked_at_each(each, "log_e_rollback", 1) == (bad if bad < script.NEVER else None)
-    assert {True, False} == set(promoted < script.NEVER) == set(rolled_back < script.NEVER)
-
-
 @pytest.mark.story
 def test_error_rates_hold_when_checked_after_every_pair(script: ModuleType) -> None:
     """A small version of the table, with 800 runs of 1,500 pairs.
@@ -175,8 +152,3 @@ def test_documented_error_rates_match_the_tables() -> None:
     needed = [row for row in rows if re.fullmatch(r"[368]0 %", row[0]) and len(row) == 6]
     assert (len(errors), len(needed)) == (3, 12)
     assert all(float(row[column].split()[0]) <= 5 for row in errors for column in (1, 3))
-
-
-def test_evidence_survives_a_json_round_trip() -> None:
-    found = evidence_of([1, 0.5, 0], RULE)
-    assert ShadowEvidence.model_validate_json(found.model_dump_json()) == found

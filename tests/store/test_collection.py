@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator
@@ -17,7 +16,6 @@ import pytest
 from faults import disk_calls
 from pydantic import BaseModel
 
-from mergegate.merge_core.files import hashing
 from mergegate.tasks.store import (
     EntryName,
     RetentionRule,
@@ -26,7 +24,6 @@ from mergegate.tasks.store import (
     collect_garbage,
     examine_store,
     explain_retention,
-    forget_runs,
     list_store,
     open_run,
     record_use,
@@ -84,13 +81,6 @@ class Home:
                 self.store.open(stage, key, Value, deep=True)
             return True
         return False
-
-    def has_names(self, stage: str, key: str) -> bool:
-        """Return whether every file of the artifact exists; faster than `has`, which reads the bytes."""
-        place = self.root / stage / key[:32]
-        if stage == "gate":
-            return place.with_suffix(".json").is_file()
-        return all((place / name).is_file() for name in ("manifest.json", "value.json", "sub/weights"))
 
     def names(self) -> set[EntryName]:
         return {one.entry_name for one in list_store(self.root)}
@@ -297,85 +287,6 @@ def test_a_collector_killed_at_any_call_leaves_no_partial_artifact(tmp_path: Pat
         assert not (home.root / TRASH).exists()
         assert not any(home.has(*name) for name in loose)
         shutil.rmtree(home.place)
-
-
-PARENTS = {"demo": "abc", "other": "bcd"}
-
-
-def needs(parents: tuple[str, ...], champion: tuple[str, ...] | None) -> list[tuple[str, str, int]]:
-    """Return the stages of a scheduled run in order, each as (name, key, bytes)."""
-    merge = key_of("merge", parents)
-    stages = [("evaluate", key_of("evaluate", parent), 300) for parent in parents]
-    stages += [("merge", merge, 4000), ("evaluate", key_of("evaluate", merge), 300)]
-    if champion is not None:
-        stages.append(("evaluate", key_of("evaluate", key_of("merge", champion)), 300))
-    return [*stages, ("gate", key_of("gate", parents, champion), 0), ("report", key_of("report", parents), 500)]
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("seed", [0, 1, 3])
-def test_a_hundred_runs_stay_within_the_quota(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The store stays within its quota and keeps everything that active runs, the champion or the last runs need.
-
-    Parents change, and both runs and collector fail or are killed at random; some runs are refused.
-    """
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)  # The test simulates no power cut.
-    # No file is written twice, so hashing never has to wait for a clock tick.
-    monkeypatch.setattr(hashing, "_TICK_NS", 0)
-    chance = random.Random(seed)
-    home, revisions = Home(tmp_path), dict.fromkeys("abcd", 0)
-    champions: dict[str, tuple[str, ...]] = {}
-    history: dict[str, list[list[tuple[str, str]]]] = {"demo": [], "other": []}
-    champion_used: dict[str, list[tuple[str, str]]] = {}
-    quota, largest, kills, removed = 95_000, 0, 0, 0
-    for night in range(100):
-        for name in revisions:
-            revisions[name] += chance.random() < 0.3
-        for profile in ("demo", "other"):
-            run, ending = f"{profile}-{night}", chance.choice(["released", "released", "refused", "killed", "outage"])
-            parents = tuple(f"{name}@{revisions[name]}" for name in PARENTS[profile])
-            stages = needs(parents, champions.get(profile))
-            if ending == "outage":
-                stages = []
-            if ending == "killed":
-                stages = stages[: chance.randrange(len(stages))]
-            beside = next(iter(history["other" if profile == "demo" else "demo"][-1:]), [])
-            with open_run(home.runs, run, "release", profile) as opened, open_run(home.runs, "beside", "compare", ""):
-                for stage, key in beside:  # Another process reads artifacts of the other profile.
-                    record_use(home.runs, "beside", stage, key, "")
-                for stage, key, size in stages:
-                    home.build(stage, key, run, size)
-                used = [(stage, key) for stage, key, _ in stages]
-                if ending != "killed":
-                    opened.end(ending, judged=ending != "outage")
-                    forget_runs(home.runs)
-                if ending in ("released", "refused"):
-                    history[profile].append(used)
-                if ending == "released":
-                    champions[profile], champion_used[profile] = parents, used
-                if chance.random() < 0.4:
-                    with killed_at(chance.randrange(1, 60)), suppress(Killed):
-                        collect_garbage(home.root, home.runs, RetentionRule(None, quota))
-                    kills += 1
-                done = collect_garbage(home.root, home.runs, RetentionRule(None, quota))
-                removed += len(done.plan.removals)
-                assert done.plan.over_quota == 0
-                assert store_bytes(home.root) <= quota
-                largest = max(largest, store_bytes(home.root))
-                assert all(home.has_names(*one) for one in (*used, *beside)), "a run that goes on"
-            for one in ("demo", "other"):
-                for night_used in (*history[one][-2:], champion_used.get(one, [])):
-                    assert all(home.has_names(*name) for name in night_used), f"night {night}, {one}"
-    assert kills > 20
-    assert removed > 100
-    assert largest > 0.8 * quota, "the quota is what limits"
-    assert (home.root / "hashes.sqlite").stat().st_size < 50_000, "hashes of what is gone are forgotten"
-    before = len(home.made)
-    for profile in ("demo", "other"):
-        for stage, key in history[profile][-1]:
-            home.build(stage, key)
-    assert len(home.made) == before, "the last night again makes nothing"
-    assert not [one for one in examine_store(home.root, deep=True) if one.kind == "damaged"]
 
 
 def test_a_quota_that_is_too_small_removes_all_else_and_says_by_how_much(home: Home) -> None:

@@ -266,23 +266,6 @@ def test_one_of_many_concurrent_workers_acquires_the_lease(tmp_path: Path) -> No
 
 
 @pytest.mark.story
-def test_three_concurrent_workers_build_each_artifact_once(tmp_path: Path, address: str) -> None:
-    count = tmp_path / "count"
-    workers = [worker(tmp_path / str(number), address, count) for number in range(3)]
-    for one in workers:
-        assert one.stdin
-        one.stdin.write("\n")
-        one.stdin.flush()
-    ends = {one.communicate(timeout=HANG_S)[0] for one in workers}
-    assert [one.returncode for one in workers] == [0, 0, 0]
-    assert len(ends) == 1
-    assert sorted(count.read_text().split()) == ["0", "1", "2", "3"]
-    late = worker(tmp_path / "late", address, count)
-    assert late.communicate("\n", timeout=HANG_S)[0] in ends
-    assert len(count.read_text().split()) == 4
-
-
-@pytest.mark.story
 def test_the_lease_of_a_killed_worker_passes_to_the_next(tmp_path: Path, address: str) -> None:
     count = tmp_path / "count"
     killed = worker(tmp_path / "1", address, count, "kill", lease_s=0.5)

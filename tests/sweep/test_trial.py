@@ -25,7 +25,6 @@ from mergegate.merge_core.errors import ChangedInput, InvalidInput
 from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.tasks.checkpoints import (
     Model,
-    end_model_process,
     load_model,
     messages,
     pin_checkpoints,
@@ -45,10 +44,8 @@ EVERY = tuple(MetricKey(task, "log_likelihood") for task in PLAIN)
 
 
 @pytest.fixture(autouse=True)
-def ask_here(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+def ask_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Score trials in this process instead of the model process. Requests and answers are still pickled."""
-    if "in_child" in request.fixturenames:
-        return
 
     def ask(function: Callable[..., Any], arguments: tuple[object, ...], **_: object) -> Any:
         answer = function(*pickle.loads(pickle.dumps(arguments)), lambda done, total: None)
@@ -317,34 +314,3 @@ def test_a_right_answer_that_is_not_a_choice_has_no_likelihood(work: Path, tmp_p
         score_trial(setting_of(own, [MetricKey("choices", "log_likelihood")]), TrialRequest(ties()))
     exact = score_trial(setting_of(own, [MetricKey("choices", "exact")]), TrialRequest(ties())).table
     assert exact[MetricKey("choices", "exact")].min() == 0
-
-
-@pytest.fixture
-def in_child(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Score trials in the real model process."""
-    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))  # the child must be able to import StopsAt
-    end_model_process()
-    yield
-    end_model_process()
-
-
-@pytest.mark.proof
-def test_the_score_does_not_depend_on_the_process(
-    setting: TrialSetting, in_child: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks = (0.5, 1.0)
-    requests = [TrialRequest(ties(0.9)), TrialRequest(ties(0.4, 0.3, "dare_ties"), race=StopsAt(looks, 0))]
-    there = [score_trial(setting, request) for request in requests]
-    end_model_process()
-    again = [score_trial(setting, request) for request in reversed(requests)][::-1]
-    monkeypatch.setattr(
-        trial, "call_model_process", lambda function, arguments, **_: function(*arguments, lambda done, total: None)
-    )
-    here = [score_trial(setting, request) for request in requests]
-    for one, other, third in zip(there, again, here, strict=True):
-        assert not one.problem
-        assert one.dropped == other.dropped == third.dropped
-        assert same(one, other)
-        assert same(one, third)
