@@ -443,7 +443,7 @@ def quantize(merge: Path, out: Path, scheme: str, quantizer: Quantizer, text: Ca
     ("family", "scheme", "calibrated", "times"),
     [
         ("llama", "FP8_DYNAMIC", False, 2),
-        ("qwen2", "W8A8", False, 1),
+        pytest.param("qwen2", "W8A8", False, 1, marks=pytest.mark.proof),
         pytest.param("qwen2", "W4A16", True, 2, marks=pytest.mark.proof),
         pytest.param("mixtral", "W4A16", False, 1, marks=pytest.mark.proof),
         pytest.param("llama", "FP8", True, 1, marks=pytest.mark.proof),
@@ -457,6 +457,7 @@ def test_llm_compressor_builds_what_the_checks_expect_and_the_same_bytes_each_ti
     assert all(other == first for other in others)
 
 
+@pytest.mark.proof
 @pytest.mark.variants
 def test_a_failure_of_llm_compressor_refuses_the_variant_and_leaves_no_weights(
     quantizer: Quantizer, merges: dict[Family, Path], tmp_path: Path

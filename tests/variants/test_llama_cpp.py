@@ -15,6 +15,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from samples import sampled
 from tiny_models import CPU, write_choices, write_jsonl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -152,7 +153,7 @@ def random_tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(600) for _ in range(count)]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sampled(FAMILIES, ("llama",), pytest.mark.proof))
 def test_log_probabilities_equal_a_reference_in_float64(checkpoints: dict[Family, Model], family: Family) -> None:
     rng, network = random.Random(0), reference(checkpoints[family])
     with open_gguf(gguf_of(checkpoints[family])) as model:
@@ -188,7 +189,7 @@ def requests(rng: random.Random) -> list[Request]:
     return made
 
 
-@pytest.mark.parametrize("file_type", TYPES)
+@pytest.mark.parametrize("file_type", sampled(TYPES, ("Q4_K_M",), pytest.mark.proof))
 def test_a_result_depends_on_its_own_request_only(llama: Model, file_type: str) -> None:
     rng = random.Random(file_type)
     asked = requests(rng)
@@ -357,7 +358,7 @@ def answers(model: Model, backend: str) -> dict[str, list[Any]]:
         }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", sampled(FAMILIES, ("llama",), pytest.mark.proof))
 def test_the_backend_agrees_with_transformers_in_float32(checkpoints: dict[Family, Model], family: Family) -> None:
     model = checkpoints[family]
     wanted, actual = answers(model, "hf"), answers(as_variant(gguf_of(model), model), "llama_cpp")
