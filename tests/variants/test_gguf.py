@@ -409,7 +409,8 @@ def test_a_wrong_tokenizer_is_found_before_and_after_quantizing(
     [
         ("words", r"tokenizer\.json: model\.type: WordLevel, which llama\.cpp does not support"),
         pytest.param(
-            *("pairs of letters", r"no rules that split text in the same way; the closest, .*, splits \d+ of \d+ texts"),
+            "pairs of letters",
+            r"no rules that split text in the same way; the closest, .*, splits \d+ of \d+ texts",
             marks=pytest.mark.proof,
         ),
     ],
