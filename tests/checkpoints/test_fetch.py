@@ -87,12 +87,9 @@ def test_unrelated_files_do_not_change_the_digest(models: Path, memo: HashMemo) 
         (models / "base" / name).unlink()
     assert checkpoint_digest(models / "base", memo) == before
     assert deciding_files(models / "base") == (
-        "config.json",
-        "model-00001-of-00002.safetensors",
-        "model-00002-of-00002.safetensors",
-        "model.safetensors.index.json",
-        "tokenizer.json",
-    )
+        "config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
+        "model.safetensors.index.json", "tokenizer.json",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "additional_chat_templates/tools.jinja"])

@@ -63,12 +63,6 @@ def test_a_plan_of_remote_files_is_the_plan_of_local_files(online: LookAlike, mo
     assert plan(RECIPE) == plan(RECIPE) == (needs, weights)
 
 
-def test_a_parent_is_pinned_to_the_commit_of_its_branch(online: LookAlike) -> None:
-    assert {name: parent.revision for name, parent in found_of().items()} == {
-        repo.partition("/")[2]: repository.branches["main"] for repo, repository in online.repositories.items()
-    }
-
-
 def test_cards_and_licenses_are_downloaded_but_not_files_of_other_libraries(online: LookAlike, models: Path) -> None:
     (models / "base" / "LICENSE.txt").write_text("terms")
     (models / "base" / "additional_chat_templates").mkdir()

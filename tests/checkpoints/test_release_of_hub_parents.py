@@ -83,16 +83,3 @@ def test_hub_parents_are_fetched_once_and_named_by_commit(project: Project, monk
     assert project.run(pinned)[0] == 0
     assert project.stand_in.log == []
     assert merges_of(project) == 1, "names and revisions are no part of a merge, content is"
-
-
-@pytest.mark.proof
-def test_a_moved_branch_is_merged_again(project: Project) -> None:
-    profile = project.write()
-    first = project.run(profile)[2]
-    project.stand_in.add_model("acme/shifter", project.root / "uploaded" / "reverser")
-    project.run(profile)
-    assert merges_of(project) == 2
-    assert project.commits() != {
-        parent["name"]: parent["digest"]["gitCommit"]
-        for parent in first["predicate"]["buildDefinition"]["resolvedDependencies"]
-    }

@@ -1,8 +1,4 @@
-"""Tables of all hostile inputs tried so far: how an honest input is changed, and the expected exit code.
-
-Exit codes: 2 for invalid input, 3 for well-formed input that is refused, 0 for unusual but valid input. A new finding
-becomes a new row.
-"""
+"""Tables of all hostile inputs and findings: how an honest input is changed, and the expected exit code."""
 
 from __future__ import annotations
 
@@ -168,18 +164,11 @@ STATEMENT = {"_type": "https://in-toto.io/Statement/v1"}
 OFFSETS = {"backwards": [400, 0], "negative": [-4, 0], "overlap": [0, 16], "huge": [2**62, 2**63 - 1], "text": "0,16"}
 OFFSETS |= {"floats": [0.0, 16.0], "nan": [float("nan"), 1], "three": [0, 8, 16]}
 SHAPES = {
-    "negative": [-4],
-    "huge": [2**40, 2**40],
-    "of-many-dimensions": [1] * 100_000,
-    "true": [True],
-    "an-object": {},
-}
+    "negative": [-4], "huge": [2**40, 2**40], "of-many-dimensions": [1] * 100_000, "true": [True], "an-object": {},
+}  # fmt: skip
 INDEXED = {
-    "leaves-directory": "../base/model.safetensors",
-    "absolute": "/etc/passwd",
-    "nul": "a\0b",
-    "backslash": "..\\x",
-}
+    "leaves-directory": "../base/model.safetensors", "absolute": "/etc/passwd", "nul": "a\0b", "backslash": "..\\x",
+}  # fmt: skip
 INDEXED |= {"empty-name": "", "number": 7, "name-too-long": "x" * 5000, "to-nowhere": "nowhere.safetensors"}
 VOCABULARIES: dict[str, Any] = {"integer-items": [[1, 0.5], [2, 0.5]], "list-items": [[["a"], 0.5]]}
 VOCABULARIES |= {"ids-text": {"a": "0"}, "ids-negative": {"a": -1}, "ids-true": {"a": True}}

@@ -130,10 +130,7 @@ def _made(out: Path) -> Note:
 
 
 def targets(place: Path, release: Path | None) -> dict[str, Target]:
-    """Return all targets, with their files in `place`.
-
-    ``release`` is a published release. None leaves out the release targets.
-    """
+    """Return all targets, with their files in `place`; None leaves out those of a published ``release``."""
     honest = open_checkpoint(checkpoint(place / "base"))
     recipe = load_recipe(RECIPE)
     known = read_vocabulary(place / "base")
@@ -338,11 +335,7 @@ def turns(known: Mapping[str, Target], found: Found, random: Random) -> list[str
 
 
 def fuzz(known: Mapping[str, Target], *, executions: int, seconds: float, seed: int) -> Found:
-    """Execute the targets until `executions` or `seconds` is reached.
-
-    Cheaper targets run more often, by the inverse square root of the cost per execution, measured in the first
-    rounds.
-    """
+    """Execute the targets until `executions` or `seconds` is reached, cheaper ones more often."""
     random, found, started = Random(seed), Found(), time.monotonic()
     every = tuple(one for target in known.values() for one in target.seeds)
     with limited():

@@ -23,10 +23,7 @@ ODD: tuple[Any, ...] = (
 
 
 def mutated(seed: bytes, others: tuple[bytes, ...], random: Random) -> bytes:
-    """Return `seed` with one to four changes.
-
-    ``others`` are other inputs, from which parts may be inserted.
-    """
+    """Return `seed` with one to four changes, which may insert parts of ``others``."""
     value = seed
     if random.random() < 0.5 and (structured := _structured(seed, random)) is not None:
         value = structured

@@ -1,7 +1,4 @@
-"""Hostile input ends with its exit code: no traceback, no hang, and no output that looks finished.
-
-The tests call the command line in this process, because a process per input would take minutes.
-"""
+"""Hostile input ends with its exit code: no traceback, no hang, and no output that looks finished."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Projects that merge, judge and release two tiny models of a kind, and what the right library computes with them.
 
-Random models score like guesses, and the gate does not accept guards that cannot show a loss. So the first parent
-labels the data: its own answers are the right ones. The second parent is close to the first, and so is a good merge.
+Random models score like guesses, so the first parent labels the data, and the second one is close to it.
 """
 
 from __future__ import annotations
@@ -40,13 +39,7 @@ PROMPT = "abc"
 
 
 def make_project(name: str, root: Path, *, form: TaskForm | None = None) -> Project:
-    """Write two parents of a kind, a task that suits them, and a profile that releases their merge.
-
-    Args:
-        name: Key of ``tiny_kinds.KINDS``.
-        root: Directory of the project.
-        form: Form of the task. Default: the first form that suits the kind, or a text task.
-    """
+    """Write two parents of a kind, a task of a form that suits them, and a profile that releases their merge."""
     parent, _ = tiny_kinds.pair(name, root / "models")
     forms = kind_of_directory(parent).task_forms
     form = form or next(iter(forms), "text")
@@ -149,11 +142,7 @@ _DATA: Mapping[TaskForm, tuple[Callable[[Path, Any], None], Callable[[Path], Any
 
 
 def load(directory: Path) -> tuple[ModelKind, Any]:
-    """Load a checkpoint with the class of its kind, in float32.
-
-    Raises:
-        AssertionError: Tensors are missing or left over.
-    """
+    """Load a checkpoint with the class of its kind, in float32; all tensors must fit."""
     kind = kind_of_directory(directory)
     if kind.library == "sentence-transformers" or kind.loader == "CrossEncoder":
         import sentence_transformers

@@ -1,8 +1,6 @@
 """The library that loads the parents of a merge loads the merge in the same way, for models of every kind.
 
-The oracle is the library itself: it loads both parents, and their state dicts are merged in memory with torch. The
-merge must load as the same class, with the same modules, processors and generation settings, and give the same outputs.
-Then each setting in each file of a parent is changed, and each file is removed. The check must report it.
+The oracle is the library itself, with state dicts merged in memory. Then each setting and file of a parent is changed.
 """
 
 from __future__ import annotations

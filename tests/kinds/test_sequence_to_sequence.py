@@ -4,27 +4,24 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers as tf
-from kind_projects import average
 from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval_runs import run_lm_eval
 from samples import sampled, sampled_rows
 from scoring_runs import mean_of, model_in, pin, quiet, scoring_job, write_task
-from tiny_kinds import letter_tokenizer, write
+from tiny_kinds import write
 from tone_speech import teach
 
 from mergegate.flows.preflight import kind_demands
 from mergegate.flows.profile import load_profile
-from mergegate.merge_core import merge
 from mergegate.merge_core.architecture import TEXT_GENERATOR, find_kind
 from mergegate.merge_core.checkpoint import Companions
 from mergegate.merge_core.errors import InvalidInput
@@ -38,22 +35,6 @@ from mergegate.tasks.preflight import kind_findings
 
 FAMILIES, KINDS = ("t5", "bart"), ("chosen", "generated")
 COUNT = 12
-# Sizes of the families whose merges are compared, besides those of ``tiny_kinds``.
-STACKS = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
-STACKS |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": 64}
-T5 = {"d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-MERGED: dict[str, Callable[..., Any]] = {
-    "t5": lambda **ends: tf.T5ForConditionalGeneration(tf.T5Config(**T5, **ends)),
-    "untied t5": lambda **ends: tf.T5ForConditionalGeneration(
-        tf.T5Config(**T5, **ends, feed_forward_proj="gated-gelu", tie_word_embeddings=False)
-    ),
-    "mt5": lambda **ends: tf.MT5ForConditionalGeneration(tf.MT5Config(**T5, **ends)),
-    "umt5": lambda **ends: tf.UMT5ForConditionalGeneration(tf.UMT5Config(**T5, **ends)),
-    "bart": lambda **ends: tf.BartForConditionalGeneration(tf.BartConfig(**STACKS, **ends)),
-    "mbart": lambda **ends: tf.MBartForConditionalGeneration(tf.MBartConfig(**STACKS, **ends)),
-    "pegasus": lambda **ends: tf.PegasusForConditionalGeneration(tf.PegasusConfig(**STACKS, **ends)),
-    "marian": lambda **ends: tf.MarianMTModel(tf.MarianConfig(**STACKS, **ends)),
-}
 
 
 @pytest.fixture(scope="module")
@@ -199,34 +180,6 @@ def test_longer_answers_have_the_larger_budget_whatever_the_prompt(tmp_path: Pat
     assert {row.budgets for row in score(first).values()} == {(6,)}
     rows = score(replace(first, longer=LongerAnswers({"generated": [0, 1, 2]}, {"generated": 12})))
     assert {(row.ended, row.answer_tokens) for row in rows.values()} == {(("length",), (12,))}
-
-
-@pytest.mark.parametrize("family", sampled(MERGED, ("bart",)))
-def test_a_merge_equals_the_average_in_memory(tmp_path: Path, family: str) -> None:
-    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 0}
-    tokenizer = letter_tokenizer(ends=True)
-    networks = []
-    for name in "ab":
-        torch.manual_seed(ord(name))
-        network = MERGED[family](vocab_size=len(tokenizer), **ends)
-        if hasattr(network, "final_logits_bias"):
-            network.final_logits_bias.normal_()
-        network.save_pretrained(tmp_path / name)
-        tokenizer.save_pretrained(tmp_path / name)
-        networks.append(network)
-    (tmp_path / "recipe.yaml").write_text(
-        "merge_method: linear\ndtype: float32\nmodels:\n"
-        "- {model: a, parameters: {weight: 0.25}}\n- {model: b, parameters: {weight: 0.75}}\n"
-    )
-    merge(tmp_path / "recipe.yaml", tmp_path / "merge", device="cpu")
-    expected = average(networks, [0.25, 0.75])
-    model = model_in(tmp_path / "merge")
-    ids = tokenizer(["some text", "more text"], return_tensors="pt", padding=True)["input_ids"]
-    with load_model(model, dtype="auto", device="cpu") as loaded_model, torch.no_grad():
-        arguments = {"input_ids": ids, "decoder_input_ids": ids[:, :4]}
-        actual = loaded_model.network.eval()(**arguments).logits
-        torch.testing.assert_close(actual, expected.eval()(**arguments).logits, rtol=1e-4, atol=1e-5)
-    unload_models()
 
 
 @pytest.mark.story

@@ -13,14 +13,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from kind_projects import average
 from lm_eval.api.instance import Instance
 from safetensors.torch import load_file, save_file
 from samples import sampled
 from scoring_runs import model_in
-from tiny_kinds import VISION_LANGUAGE, pair, write
+from tiny_kinds import VISION_LANGUAGE, write
 
-from mergegate.merge_core import load_recipe, merge_weights, plan_merge
 from mergegate.merge_core.checkpoint import open_checkpoint
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import LoadedModel, load_model
@@ -114,22 +112,6 @@ def _wrapped(loaded: LoadedModel) -> Any:
 
 def _instances(kind: Any, requests: list[tuple[Any, ...]]) -> list[Instance]:
     return [Instance(kind, {}, request, number) for number, request in enumerate(requests)]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_merge_equals_the_merge_in_memory(family: str, tmp_path: Path) -> None:
-    parents = pair(family, tmp_path)
-    models = [{"model": str(parent), "parameters": {"weight": 0.5}} for parent in parents]
-    recipe = load_recipe({"merge_method": "linear", "models": models, "dtype": "float32"})
-    plan = plan_merge(recipe, {str(parent): open_checkpoint(parent) for parent in parents})
-    merge_weights(plan, tmp_path / "merge", device="cpu")
-    expected = average([loaded_directly(parent) for parent in parents], [0.5, 0.5])
-    with loading(tmp_path / "merge") as loaded:
-        state = loaded.network.state_dict()
-        for name, tensor in expected.state_dict().items():
-            assert torch.allclose(state[name].double(), tensor.double(), atol=1e-6), name
-        tokens = loaded.tokenizer.encode("a merge of two models")
-        assert torch.allclose(likelihoods(loaded.network, tokens), likelihoods(expected, tokens), atol=1e-4)
 
 
 def test_a_class_that_ignores_the_vision_tower_is_refused(tmp_path: Path) -> None:

@@ -1,8 +1,4 @@
-"""Write tiny random checkpoints of every kind of model: network, tokenizer, processor, card.
-
-Each checkpoint has about ten thousand to a hundred thousand parameters and takes a fraction of a second to write.
-``KINDS`` names them. ``pair`` writes two parents that can be merged.
-"""
+"""Tiny random checkpoints of every kind of model: network, tokenizer, processor, card."""
 
 from __future__ import annotations
 
@@ -52,24 +48,14 @@ _PROJECTED = 16  # Output dimensions of the BERT embedding model and of CLIP.
 
 
 def pair(name: str, directory: Path) -> tuple[Path, Path]:
-    """Write two parents of a kind to ``directory/a`` and ``directory/b``. The second is the first plus noise.
-
-    Args:
-        name: Key of ``KINDS``.
-        directory: Directory for both. It may not exist yet.
-    """
+    """Write two parents of a kind to ``directory/a`` and ``directory/b``. The second is the first plus noise."""
     return write(name, directory / "a"), write(name, directory / "b", noise=0.02)
 
 
 def write(name: str, directory: Path, *, seed: int = 1, noise: float = 0.0) -> Path:
     """Write a checkpoint of a kind.
 
-    Args:
-        name: Key of ``KINDS``.
-        directory: Directory of the checkpoint. It may not exist yet.
-        seed: Seed of the weights.
-        noise: Standard deviation of the noise that is added to every tensor, including those of the modules of
-            sentence-transformers, relative to the root mean square of the tensor. For a tensor of zeros, it is 0.02.
+    ``noise`` is added to every tensor, relative to its root mean square. For a tensor of zeros, it is 0.02.
     """
     torch.manual_seed(seed)
     with warnings.catch_warnings():
@@ -106,11 +92,9 @@ def word_tokenizer(*, last_token: bool = False) -> PreTrainedTokenizerFast:
 
 
 def letter_tokenizer(*, picture: str = "<image>", ends: bool = False) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of printable characters for models that write text.
+    """Return a tokenizer of printable characters, with ``picture`` for a picture in its chat template.
 
-    Args:
-        picture: Text in the chat template that stands for a picture.
-        ends: Whether ``</s>`` follows each text, as in encoder-decoder models.
+    ``ends`` appends ``</s>`` to each text, as encoder-decoder models do.
     """
     letters = [*SPECIAL_TOKENS, *map(chr, range(32, 127)), "\n"]
     backend = Tokenizer(models.WordLevel({token: number for number, token in enumerate(letters)}, unk_token="<unk>"))

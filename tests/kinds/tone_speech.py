@@ -1,7 +1,4 @@
-"""A language of tones, tiny speech models that understand it, and a way to teach models a few examples by heart.
-
-Each letter is a short tone and each space a pause, so that a model can learn to transcribe it within seconds.
-"""
+"""A language of a tone per letter, which tiny speech models learn within seconds."""
 
 from __future__ import annotations
 
@@ -58,10 +55,7 @@ def write_wave(path: Path, samples: np.ndarray, width: int = 2, rate: int = RATE
 
 
 def write_recordings(directory: Path, count: int) -> Path:
-    """Write recordings of phrases, and return the file that lists them with their transcripts.
-
-    The models of ``write_parents`` have learned half of the phrases.
-    """
+    """Write recordings of phrases, of which parents know half, and return the file that lists them with transcripts."""
     directory.mkdir(parents=True, exist_ok=True)
     spoken = list(dict.fromkeys([*phrases(count // 2, seed=2), *phrases(count, seed=1)]))[:count]
     for number, phrase in enumerate(spoken):
@@ -71,11 +65,7 @@ def write_recordings(directory: Path, count: int) -> Path:
 
 
 def teach(network: Any, examples: Mapping[str, torch.Tensor], *, steps: int = 600, rate: float = 5e-3) -> None:
-    """Train ``network`` on one batch, which includes ``labels``, until it knows the batch by heart.
-
-    Raises:
-        AssertionError: ``steps`` do not suffice.
-    """
+    """Train ``network`` on one batch, which includes ``labels``, until it knows the batch by heart."""
     torch.manual_seed(0)
     network.eval()  # without dropout
     optimizer = torch.optim.AdamW(network.parameters(), lr=rate, weight_decay=0.0)
@@ -92,12 +82,7 @@ def teach(network: Any, examples: Mapping[str, torch.Tensor], *, steps: int = 60
 
 
 def write_parents(family: str, directory: Path) -> None:
-    """Write two similar models that understand the tones to ``directory/a`` and ``directory/b``.
-
-    Args:
-        family: ``whisper`` or ``wav2vec2``.
-        directory: Directory for both.
-    """
+    """Write two similar models of a family that understand the tones to ``directory/a`` and ``directory/b``."""
     a, b = write(family, directory / "a"), write(family, directory / "b")
     processor = transformers.AutoProcessor.from_pretrained(a)
     kind = transformers.AutoModelForSpeechSeq2Seq if family == "whisper" else transformers.AutoModelForCTC

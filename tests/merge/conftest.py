@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "merge_core"))
+MERGE_CORE = Path(__file__).resolve().parents[1] / "merge_core"
+sys.path += [str(MERGE_CORE), str(MERGE_CORE / "experts")]
 
 
 @pytest.fixture

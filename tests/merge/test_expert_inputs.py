@@ -1,8 +1,4 @@
-"""Inputs of each expert of a mixture, compared with recomputed routers, and merges that use them.
-
-A merge handles one matrix per expert in either layout on disk. The oracles are float64 formulas over the states that
-enter a mixture block, and transformers for both layouts.
-"""
+"""Inputs of each expert equal float64 formulas over recomputed routers, and merges use them in either layout."""
 
 from __future__ import annotations
 
@@ -27,6 +23,7 @@ from calibration_jobs import (
     tokens_of,
 )
 from samples import sampled
+from test_matrix_methods import regmean
 from tiny_families import FAMILIES as TINY_FAMILIES
 
 from mergegate.merge_core import EngineSettings, load_recipe, merge_weights, open_checkpoint, plan_merge
@@ -137,10 +134,7 @@ def test_an_expert_sees_the_tokens_that_its_router_sends(tmp_path: Path, family:
 
 
 def by_module(model: Any, documents: Sequence[Sequence[int]], length: int) -> dict[str, Array]:
-    """Return the moments of the inputs that the experts' modules receive.
-
-    For each window, only positions that no earlier window had are counted.
-    """
+    """Return the moments of the inputs of the experts' modules, at positions that no earlier window had."""
     found: dict[str, Array] = {}
     seen: list[int] = [0]
 
@@ -317,15 +311,6 @@ def values_of(place: Path) -> dict[str, Array]:
     return {name: one.astype(float) for name, one in found.items()}
 
 
-def formula(models: Sequence[Array], moments: Sequence[Array], keep: float = 0.9) -> Array:
-    """Compute RegMean as published, for ``[out, in]`` matrices, relative to the mean and with its floor."""
-    own = [one * keep + np.diag(one.diagonal()) * (1 - keep) for one in moments]
-    total, middle = sum(own), sum(models) / len(models)
-    total = total + 1e-6 * total.diagonal().mean() * np.eye(len(total))
-    right = sum((model - middle) @ one for model, one in zip(models, own, strict=True))
-    return middle + np.linalg.solve(total, right.T).T
-
-
 def wanted_of(root: Path, models: Mapping[str, Path]) -> dict[str, Array]:
     """Return every expected tensor of a ``regmean`` merge."""
     parents = [values_of(root / name) for name in models]
@@ -340,7 +325,7 @@ def wanted_of(root: Path, models: Mapping[str, Path]) -> dict[str, Array]:
         if not sum(one.diagonal().sum() for one in own):
             found[name] = sum(values) / len(values)
         else:
-            done = formula([one.T if turned else one for one in values], own)
+            done = regmean([one.T if turned else one for one in values], own, [1.0] * len(own), 0.9, 1e-6)
             found[name] = done.T if turned else done
     return found
 

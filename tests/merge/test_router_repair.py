@@ -1,13 +1,9 @@
-"""New routers for merged mixtures of experts: fitted in a network, killed and resumed, and written by a merge.
-
-The oracle fits the routers of a plain transformers network layer by layer, with dense matrices in float64.
-"""
+"""New routers of merged mixtures equal a dense float64 fit layer by layer in a plain transformers network."""
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,10 +18,11 @@ from calibration_jobs import DEMO, SENTENCES, Killed, run_reader, saved, text_of
 from rich.console import Console
 from safetensors.numpy import load_file
 from samples import sampled
+from test_router_fit import dense_solution
 
 from mergegate.flows.cli.merge import MergeOptions, merge_recipe
 from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge, plan_with_findings
-from mergegate.merge_core.architecture.experts import find_routers, read_routers
+from mergegate.merge_core.architecture.experts import RouterScore, find_routers, read_routers
 from mergegate.merge_core.engine.execution import require_prepared
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
@@ -90,30 +87,6 @@ def routers_in(out: Path) -> dict[str, Array]:
     return {name: one for file in sorted(out.glob("*.safetensors")) for name, one in load_file(file).items()}
 
 
-def dense_fit(start: Array, inputs: list[Array], routers: list[Array], score: Callable[[Array], Array]) -> Array:
-    size = start.size
-    matrix, right = np.zeros((size, size)), np.zeros(size)
-    for states, router in zip(inputs, routers, strict=True):
-        own = np.zeros((size, size))
-        for p, x in zip(score(states @ router.T), states, strict=True):
-            curvature = np.diag(p) - np.outer(p, p) if score is softmax else np.diag(p * (1 - p))
-            own += np.kron(curvature, np.outer(x, x))
-        own /= len(states)
-        own = 0.9 * own + 0.1 * np.diag(np.diag(own))
-        matrix += own
-        right += own @ router.reshape(-1)
-    return np.linalg.solve(matrix, right).reshape(start.shape)
-
-
-def softmax(logits: Array) -> Array:
-    powers = np.exp(logits - logits.max(1, keepdims=True))
-    return powers / powers.sum(1, keepdims=True)
-
-
-def sigmoid(logits: Array) -> Array:
-    return 1 / (1 + np.exp(-logits))
-
-
 def by_hand(network: Any, family: str, tokens: list[list[list[int]]], parents: tuple[Any, ...]) -> dict[str, Array]:
     """Fit the routers of a copy of ``network`` in order, and return them with their biases as the last column."""
     network, found = copy.deepcopy(network), {}
@@ -143,8 +116,9 @@ def by_hand(network: Any, family: str, tokens: list[list[list[int]]], parents: t
         start = matrix(network, owner)
         if start.shape[1] > inputs[0].shape[1]:
             inputs = [np.hstack([one, np.ones((len(one), 1))]) for one in inputs]
-        score = sigmoid if family in SIGMOID else softmax
-        found[owner] = dense_fit(start, inputs, [matrix(parent, owner) for parent in parents], score)
+        routers = [matrix(parent, owner) for parent in parents]
+        score: RouterScore = "sigmoid" if family in SIGMOID else "softmax"
+        found[owner], _ = dense_solution(start, [*zip(inputs, routers, strict=True)], 0.9, score)
         module = network.get_submodule(owner)
         width = module.weight.shape[1]
         with torch.no_grad():

@@ -1,7 +1,4 @@
-"""Builds tiny checkpoints of networks around a described text family: all that transformers contains.
-
-Sizes come from the default configuration of each network. Those that its parts have in common are reduced.
-"""
+"""Tiny checkpoints of the networks that transformers builds around a described text family."""
 
 from __future__ import annotations
 

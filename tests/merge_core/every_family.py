@@ -86,9 +86,8 @@ class NotBuilt(Exception):
 def class_of(model_type: str) -> str | None:
     """Return the class that represents a family in the table, or None if no task of transformers names one.
 
-    A family often has a class per task. Masked language models and contrastive models have precedence over their
-    variants with another head, and encoder-decoders over their decoder alone. Otherwise the first class in the order
-    of ``model_kinds.json`` applies.
+    Masked language models and contrastive models precede their variants with another head, and encoder-decoders their
+    decoder alone. Otherwise the order of ``model_kinds.json`` decides.
     """
     tables = [value for name, value in vars(modeling_auto).items() if name.endswith("MAPPING_NAMES")]
     entries = [table[model_type] for table in tables if model_type in table]
@@ -151,14 +150,7 @@ _CHOSEN_EXPERTS = re.compile(r".*experts_per_tok(?:en)?|(?:moe_)?top_?k")
 
 
 class Shrink(NamedTuple):
-    """One way to make a configuration small.
-
-    Args:
-        divisor: Widths are divided by this number.
-        depth: Largest number of layers. A depth of 1,000 leaves the number unchanged.
-        floor: Smallest width.
-        more: Values to set in addition.
-    """
+    """A way to make a configuration small: divisor and floor of widths, largest number of layers, and more values."""
 
     divisor: int
     depth: int
@@ -242,11 +234,7 @@ def _moved(value: Any, size: int, place: int) -> Any:
 
 
 def build(model_type: str, class_name: str) -> Any:
-    """Return a small random model of a family.
-
-    Raises:
-        NotBuilt: No way to make the configuration small works.
-    """
+    """Return a small random model of a family, or raise NotBuilt."""
     reasons: list[str] = []
     for way in WAYS:
         try:
@@ -270,11 +258,7 @@ def build(model_type: str, class_name: str) -> Any:
 
 
 def tried(model_type: str, root: Path) -> Trial:
-    """Merge two small models of a family whole, with slices, and with an adapter.
-
-    The cell of a result that does not load cleanly, or that differs from the same models combined in memory, is
-    ``wrong``.
-    """
+    """Return the cells of a family: its small models merged whole, with slices, and with an adapter."""
     class_name = class_of(model_type)
     assert class_name is not None, model_type
     family = TinyFamily(model_type, model_type, {}, class_name, usual=False)
@@ -316,9 +300,6 @@ def require_average(family: TinyFamily, parents: Mapping[str, Any], directory: P
     """Return ``✓``, and require that a merge loads cleanly, with exactly the weighted average of the parents' tensors.
 
     Tensors that a class computes instead of storing them, such as Marian's positions, must be those of a parent.
-
-    Raises:
-        AssertionError: Tensors differ. The message names them.
     """
     result = load(family, directory).state_dict()
     expected = average([parents["a"], parents["b"]], [0.3, 0.7]).state_dict()

@@ -1,10 +1,4 @@
-"""Writes the table of families in ``docs/families.md``, by trying each merge feature with each family.
-
-    python tests/merge_core/family_table.py
-
-The command tries all families, which takes some minutes, and writes the table.
-``test_families.py`` repeats the trials and compares the results with the table.
-"""
+"""Write ``docs/families.md``, the table of families: each merge feature tried with each family, in some minutes."""
 
 from __future__ import annotations
 
@@ -63,11 +57,7 @@ def parents_of(family: TinyFamily, root: Path) -> dict[str, Any]:
 
 
 def tried(family: TinyFamily, models: Mapping[str, Any], root: Path) -> dict[str, str]:
-    """Merge full models and each of :func:`cuts`, and return ``✓`` or the key of the refusal for each.
-
-    Raises:
-        AssertionError: A result does not load cleanly, or differs from the same models combined in memory.
-    """
+    """Merge full models and each of :func:`cuts`, and return ``✓`` or the key of the refusal for each."""
     found = {}
     for name, text in {"whole": WHOLE, **{name: recipe_of(cut) for name, cut in cuts(family).items()}}.items():
         refused = merge_or_refuse(text, root, name)
@@ -95,11 +85,7 @@ def cells(found: Mapping[str, str]) -> tuple[str, str]:
 
 
 def parts(family: TinyFamily, models: Mapping[str, Any], root: Path) -> tuple[str, str, str]:
-    """Return the ``vocabulary``, ``adapters`` and ``experts`` cells of a row.
-
-    Raises:
-        AssertionError: One of the results is wrong but was not refused.
-    """
+    """Return the ``vocabulary``, ``adapters`` and ``experts`` cells of a row."""
     return try_vocabulary(family, models, root), try_adapter(family, models, root), try_experts(family, models, root)
 
 

@@ -1,7 +1,6 @@
 """Tries a different vocabulary, an adapter, and two layouts of experts with each family of the table.
 
-Each of the three trials gives ``✓``, a dash if there is nothing to try, or the reason for a refusal. A result that is
-wrong but not refused fails the trial. The oracles are transformers and PEFT in memory.
+Each trial gives ``✓``, a dash if there is nothing to try, or the reason for a refusal, and fails otherwise.
 """
 
 from __future__ import annotations
@@ -43,10 +42,7 @@ _MAMBA = ("falcon_h1", "mamba", "mamba2", "falcon_mamba", "nemotron_h")
 
 
 def refused(said: Finding | InvalidInput) -> str:
-    """Return the table cell for a refusal: the key or tensor that the message names.
-
-    A message without the state that was found, or without a remedy or an expected value, fails the trial.
-    """
+    """Return the key or tensor that a refusal names. It must have a remedy and say what was found or expected."""
     assert said.found, said
     assert said.remedy or said.expected, said
     return f"refused: `{said.where.rsplit(': ', 1)[-1]}`"
@@ -71,11 +67,7 @@ def read_all(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def require_same(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], what: str) -> None:
-    """Require the same tensor names, dtypes and bits.
-
-    Raises:
-        AssertionError: Some tensors differ. The message names them.
-    """
+    """Require the same tensor names, dtypes and bits."""
     pairs = {name: (ours[name], theirs[name]) for name in ours.keys() & theirs.keys()}
     different = [name for name, (one, two) in pairs.items() if one.dtype != two.dtype or not torch.equal(one, two)]
     different += sorted(ours.keys() ^ theirs.keys())
@@ -123,11 +115,7 @@ def try_adapter(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> s
 
 
 def require_known_names(family: TinyFamily, model: Any, stored: Checkpoint) -> None:
-    """Require that adapters can address every stored tensor by name, or that mergegate refuses to extract one.
-
-    Raises:
-        AssertionError: A name does not exist in memory, so PEFT would drop that tensor of an adapter.
-    """
+    """Require that adapters can address every stored tensor by name, or that mergegate refuses to extract one."""
     split = split_stored(stored)
     index, names = StoredNames(split), set()
     for name in split.tensors:
@@ -151,10 +139,7 @@ def adaptable(model: Any) -> list[str]:
 
 
 def try_vocabulary(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> str:
-    """Build a union with a model that has one more token and a different order, and require that rows follow tokens.
-
-    The trial covers every tensor that transformers resizes with the vocabulary.
-    """
+    """Require that all rows follow their tokens in a union with a model of another order and one more token."""
     order = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(11))
     words = {f"t{number}": number for number in range(TOKENS)}
     moved = {f"t{number}": place for place, number in enumerate(order.tolist())}
@@ -202,10 +187,7 @@ def _sizes(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, int
 
 
 def try_experts(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> str:
-    """Require the same merge from checkpoints in the disk layout, in the memory layout, and in a mixture of both.
-
-    If both layouts store all experts in one tensor, only :func:`require_single` distinguishes the experts.
-    """
+    """Require the same merge from checkpoints in the disk layout, in the memory layout, and in a mixture of both."""
     if not any(".experts" in name for name, _ in parents["a"].named_modules()):
         return NOTHING
     third = copy.deepcopy(parents["a"])
@@ -243,11 +225,7 @@ def try_experts(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> s
 
 
 def require_single(family: TinyFamily, root: Path) -> None:
-    """Require that experts are independent in the memory layout, by scaling the first expert's weights by 100.
-
-    Raises:
-        AssertionError: The result of another expert has changed.
-    """
+    """Require that scaling the first expert's weights by 100 leaves the results of other experts as they are."""
     louder = {}
     for name in "abc":
         (root / f"{name}-loud").mkdir()

@@ -1,7 +1,6 @@
 """The oracle for merges of structure: rearranges the layers of transformers models in memory.
 
-It uses no mergegate code. A layer keeps its module, which determines its kind. The lists of the configuration that the
-forward pass reads are rebuilt from the parents' entries.
+A layer keeps its module, and the lists of the configuration are rebuilt from the parents' entries.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ def average(models: Sequence[nn.Module], weights: Sequence[float]) -> nn.Module:
 
 
 def stack(picks: Sequence[tuple[nn.Module, int]], depth: int) -> Any:
-    """Return a model with the layers ``picks``, taken from models with ``depth`` layers each.
-
-    Embeddings and the remaining parts come from the first model, the norm and the heads from the last one.
-    """
+    """Return a model with the layers ``picks``, the first model's embeddings, and the last one's norm and heads."""
     first, last = picks[0][0], picks[-1][0]
     result: Any = copy.deepcopy(first)
     holder, name = layers_of(result, depth)

@@ -1,7 +1,6 @@
-"""Reference implementations of the merge methods: float64, whole tensors, written from the papers and mergekit.
+"""References for the merge methods: float64, whole tensors, written from the papers and mergekit.
 
-They share no code with the product. Each function takes the base (or None), the models' tensors, and the parameters by
-their recipe names. It returns the merged tensor.
+Each function takes the base (or None), the models' tensors, and the parameters by their recipe names.
 """
 
 from __future__ import annotations

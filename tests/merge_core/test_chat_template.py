@@ -214,12 +214,9 @@ def test_auto_counts_templates_of_every_form_and_a_chosen_one_replaces_all(famil
 
 
 FORMS: dict[str, tuple[object, str | None, dict[str, str]]] = {
-    "text": ("one", None, {}),
-    "list": ([{"name": "default", "template": "one"}], None, {}),
-    "object": ({"default": "one"}, None, {}),
-    "file": (None, "one", {}),
-    "file over text": ("two", "one", {}),
-}
+    "text": ("one", None, {}), "list": ([{"name": "default", "template": "one"}], None, {}),
+    "object": ({"default": "one"}, None, {}), "file": (None, "one", {}), "file over text": ("two", "one", {}),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("first", FORMS)

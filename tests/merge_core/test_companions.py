@@ -1,7 +1,4 @@
-"""A merge carries over the files next to its parents' weights, or reports which ones it leaves out.
-
-Settings of modules, processors and generation that differ between parents are findings. Spelling does not matter.
-"""
+"""A merge keeps the files next to its parents' weights or reports them, and reports settings that differ in meaning."""
 
 from __future__ import annotations
 

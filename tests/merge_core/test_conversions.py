@@ -171,10 +171,7 @@ def structure(model: Any) -> Settings:
 
 
 def unchanged(model: Any) -> list[str]:
-    """Return the names in memory that the renamings would turn into other names, with ``#`` for numbers.
-
-    transformers does not rename a tensor that is stored under such a name.
-    """
+    """Return the names in memory that the renamings would change, and that transformers reads as they are."""
     transforms = conversion_mapping.get_model_conversion_mapping(model)
     renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
     converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]

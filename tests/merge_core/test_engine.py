@@ -262,15 +262,6 @@ def test_infinity_from_finite_parents_is_found_in_the_result(tmp_path: Path, ker
     assert finding.found.startswith("1 element")
 
 
-def test_a_shard_that_shrinks_after_planning_leaves_nothing_that_loads(family: Path) -> None:
-    plan, path = plan_recipe(LINEAR, family), family / "b/model.safetensors"
-    path.write_bytes(path.read_bytes()[:-100])
-    with pytest.raises(InvalidInput, match="ends at byte"):
-        merge_weights(plan, family / "out")
-    names = {found.name for found in (family / "out").iterdir()}
-    assert not any(name == "config.json" or name.endswith(".safetensors") for name in names)
-
-
 def test_a_full_disk_stops_the_merge_and_leaves_nothing_that_loads(
     family: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,13 +299,6 @@ def test_a_shard_that_cannot_be_read_back_stops_the_merge(
     assert caught.value.where.endswith(".safetensors.partial")
     assert reason in caught.value.found
     assert not (wide / "out/config.json").exists()
-
-
-def test_an_output_directory_with_other_files_is_refused(family: Path) -> None:
-    (family / "out").mkdir()
-    (family / "out/model.safetensors.index.json").write_text("{}")
-    with pytest.raises(InvalidInput, match="not empty"):
-        merge_text(LINEAR, family)
 
 
 def test_progress_ends_at_the_total_and_is_reported_in_the_callers_thread(family: Path) -> None:

@@ -31,13 +31,10 @@ STORED = {dtype.torch_name: dtype for dtype in BY_CODE.values()}
 CONFIG = {"num_hidden_layers": 0, "tie_word_embeddings": True}
 # Variants that make further passes or work on rows instead of grains.
 VARIANTS = {
-    "nuslerp": ["weight: 0.5, nuslerp_flatten: false, nuslerp_row_wise: true"],
-    "model_stock": ["filter_wise: true"],
-    "ties": ["weight: 0.5, density: 0.4, rescale: true"],
-    "dare_ties": ["weight: 0.5, density: 1.0"],
-    "linear": ["weight: 0, normalize: false"],
-    "task_arithmetic": ["weight: 0, lambda: 0"],
-}
+    "nuslerp": ["weight: 0.5, nuslerp_flatten: false, nuslerp_row_wise: true"], "model_stock": ["filter_wise: true"],
+    "ties": ["weight: 0.5, density: 0.4, rescale: true"], "dare_ties": ["weight: 0.5, density: 1.0"],
+    "linear": ["weight: 0, normalize: false"], "task_arithmetic": ["weight: 0, lambda: 0"],
+}  # fmt: skip
 
 
 CASES = [

@@ -213,11 +213,8 @@ def test_spellings_are_reported_exactly_if_the_logits_differ(
 
 THETAS = st.sampled_from([10_000.0, 500_000.0, 1_000_000])
 SCALINGS = st.sampled_from([
-    {},
-    {"rope_type": "linear", "factor": 2.0},
-    {"rope_type": "linear", "factor": 4.0},
-    {"rope_type": "dynamic", "factor": 2.0},
-    {"rope_type": "yarn", "factor": 4.0},
+    {}, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "linear", "factor": 4.0},
+    {"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "yarn", "factor": 4.0},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
     {

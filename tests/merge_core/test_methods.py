@@ -76,16 +76,14 @@ CASES: dict[str, Case] = {
     "consensus_ta of all, each with its own threshold": case(
         "consensus_ta", LIMITS, "agreement: 3", **OWN, threshold=[0.1, 0.3, 0.05], agreement=3
     ),
-    "median": case("median", THREE),
-    "median of two": case("median", BASED, "lambda: 0.5", scale=0.5),
+    "median": case("median", THREE), "median of two": case("median", BASED, "lambda: 0.5", scale=0.5),
     "trimmed_mean": case("trimmed_mean", THREE, "trim: 0.34, lambda: 1.3", left_out=1, scale=1.3),
     "trimmed_mean of few": case("trimmed_mean", THREE, left_out=0),
     "moving_mean of a first round": case("moving_mean", FIRST, keep=0.9),
     "moving_mean": case("moving_mean", BASED, "keep: 0.7", keep=0.7),
     "moving_squares of a first round": case("moving_squares", FIRST, keep=0.99),
     "moving_squares": case("moving_squares", BASED, "keep: 0.6", keep=0.6),
-    "adam": case("adam", BASED, "rate: 0.02, tau: 0.01", rate=0.02, tau=0.01),
-    "nuslerp": case("nuslerp", TWO, **BOTH),
+    "adam": case("adam", BASED, "rate: 0.02, tau: 0.01", rate=0.02, tau=0.01), "nuslerp": case("nuslerp", TWO, **BOTH),
     "nuslerp by rows": case("nuslerp", TWO, "nuslerp_flatten: false", **BOTH, flatten=False),
     "nuslerp by columns": case(
         "nuslerp", TWO, "nuslerp_flatten: false, nuslerp_row_wise: true", **BOTH, flatten=False, row_wise=True
@@ -94,8 +92,7 @@ CASES: dict[str, Case] = {
         "nuslerp", MOVED, "nuslerp_flatten: false, nuslerp_row_wise: true", **BOTH, flatten=False, row_wise=True
     ),
     "nuslerp by rows of task vectors": case("nuslerp", MOVED, "nuslerp_flatten: false", **BOTH, flatten=False),
-    "nuslerp of task vectors": case("nuslerp", MOVED, **BOTH),
-    "multislerp": case("multislerp", TWO, **BOTH),
+    "nuslerp of task vectors": case("nuslerp", MOVED, **BOTH), "multislerp": case("multislerp", TWO, **BOTH),
     "multislerp of task vectors": case("multislerp", MOVED, "normalize_weights: false", **BOTH, normalize=False),
     "karcher": case("karcher", ALL),
     "karcher in two steps": case("karcher", ALL, "max_iter: 2, tol: 1e-9", max_iter=2, tol=1e-9),
@@ -105,14 +102,12 @@ CASES: dict[str, Case] = {
     "breadcrumbs_ties with many outliers": case(
         "breadcrumbs_ties", MODELS, "gamma: 0.5", oracle.breadcrumbs, **SPARSE, gamma=0.5, consensus="sum"
     ),
-    "sce": case("sce", THREE),
-    "sce of a part": case("sce", THREE, "select_topk: 0.3", select_topk=0.3),
+    "sce": case("sce", THREE), "sce of a part": case("sce", THREE, "select_topk: 0.3", select_topk=0.3),
     "ram": case("ram", THREE, "epsilon: 0.1", epsilon=0.1),
     "ramplus_tl": case(
         "ramplus_tl", THREE, "epsilon: 0.15, r: 0.5, alpha: 3", oracle.ram, epsilon=0.15, plus=True, r=0.5, alpha=3
     ),
-    "nearswap": case("nearswap", ONE, "t: 0.05", t=0.05),
-    "arcee_fusion": case("arcee_fusion", ONE),
+    "nearswap": case("nearswap", ONE, "t: 0.05", t=0.05), "arcee_fusion": case("arcee_fusion", ONE),
 }  # fmt: skip
 
 

@@ -1,8 +1,4 @@
-"""Kinds of models are those of transformers, and a merge of models of different kinds is refused by name.
-
-``model_kinds.json`` is compared with the mappings of the installed transformers. Exceptions are the networks that other
-models were trained from.
-"""
+"""Kinds of models are those of transformers, and a merge of models of different kinds is refused by name."""
 
 from __future__ import annotations
 
@@ -99,10 +95,9 @@ def generated_entries() -> Iterator[dict[str, Any]]:
 
 
 def classes_in(mapping: str) -> set[str]:
-    """Return the classes in one of transformers' mappings.
+    """Return the classes in one of transformers' mappings, or those of a kind that a second word names.
 
-    A second word selects some of them. ``sound``: those that hear and do not see. ``unprompted``: those that
-    transcribe without a prompt. ``prompted``: language models that need one.
+    ``sound`` hears and does not see, ``unprompted`` transcribes without a prompt, ``prompted`` needs one.
     """
     import transformers
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING

@@ -79,13 +79,10 @@ def longer_mark(path: Path) -> None:
 FOREIGN = {
     "files": directory_with("notes.txt", "sub/model.safetensors"),
     "names of ours": directory_with("merge.partial", "config.json", "steps.partial/x", "a.journal.partial"),
-    "a mark of the user": directory_with(MARK),
-    "a longer mark": longer_mark,
-    "a linked mark": linked_mark,
+    "a mark of the user": directory_with(MARK), "a longer mark": longer_mark, "a linked mark": linked_mark,
     "a file": lambda path: path.write_text("of the user") and None,
-    "a link to nowhere": lambda path: path.symlink_to("nowhere"),
-    "a link to a marked directory": link_to_marked,
-}
+    "a link to nowhere": lambda path: path.symlink_to("nowhere"), "a link to a marked directory": link_to_marked,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("resume", [False, True])

@@ -49,15 +49,10 @@ def pickled(directory: Path, tensors: dict[str, torch.Tensor], shards: int = 1) 
 def test_every_tensor_is_found_where_its_bytes_are(tmp_path: Path) -> None:
     whole = torch.arange(24.0)
     tensors = {
-        "matrix": torch.randn(5, 7),
-        "half": torch.randn(3).bfloat16(),
-        "parameter": torch.nn.Parameter(torch.randn(2, 2)),
-        "part of a storage": whole[6:18].view(3, 4),
-        "scalar": torch.tensor(7),
-        "flags": torch.tensor([True, False]),
-        "empty": torch.empty(0, 3),
-        "same": whole,
-    }
+        "matrix": torch.randn(5, 7), "half": torch.randn(3).bfloat16(),
+        "parameter": torch.nn.Parameter(torch.randn(2, 2)), "part of a storage": whole[6:18].view(3, 4),
+        "scalar": torch.tensor(7), "flags": torch.tensor([True, False]), "empty": torch.empty(0, 3), "same": whole,
+    }  # fmt: skip
     torch.save(tensors, tmp_path / "x.bin")
     table = {t.name: (t.shape, t.dtype.torch_name) for t in read_pickled(tmp_path / "x.bin")}
     assert table == {n: (tuple(t.shape), str(t.dtype).removeprefix("torch.")) for n, t in tensors.items()}

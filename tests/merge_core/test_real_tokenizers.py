@@ -1,7 +1,6 @@
 """Unions of real tokenizers are exact for related ones and change as many tokens as reported for unrelated ones.
 
-``make .tokenizers/ready`` fetches the tokenizers. The share of changed tokens depends on the text, so the tests compare
-it with a union that is built and measured here in a different way, on the same lines.
+The share of changed tokens is measured on the same lines with a union that is built here in a different way.
 """
 
 from __future__ import annotations

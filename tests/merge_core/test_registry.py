@@ -93,14 +93,6 @@ def test_every_method_of_mergekit_exists_and_has_a_summary() -> None:
         assert all(parameter.summary for parameter in method.parameters)
 
 
-def test_a_method_of_another_package_is_used_like_our_own(family: Path, installed: list[Point]) -> None:
-    installed.append(Point(LOUDER))
-    merge_text("merge_method: louder\nmodels: [{model: a}]", family)
-    for name, tensor in load(family / "out").items():
-        source = load(family / "a")[name]
-        np.testing.assert_allclose(tensor, source / np.abs(source).mean(), rtol=1e-6)
-
-
 def test_the_method_in_the_guide_merges(family: Path, installed: list[Point]) -> None:
     guide = (PROJECT / "docs" / "how-to" / "extend-mergegate.md").read_text(encoding="utf-8")
     code, recipe = (re.findall(rf"```{language}\n(.*?)```", guide, re.DOTALL)[0] for language in ("python", "text"))

@@ -1,7 +1,4 @@
-"""Adapters of families with other names on disk: merges of two, adapters as results, extraction, refusals.
-
-The oracle is PEFT in memory. ``family_trials.try_adapter`` compares single adapters on all layers and experts.
-"""
+"""Adapters of families with other names on disk (merged, extracted, refused) give the numbers of PEFT in memory."""
 
 from __future__ import annotations
 

@@ -429,14 +429,10 @@ def test_an_inspection_finds_and_repairs_damage_and_leftovers(tmp_path: Path) ->
     (root / "hashes.sqlite").write_bytes(b"garbage" * 100)
     kinds = {found.path.name: found.kind for found in examine_store(root)}
     assert kinds == {
-        sick.directory.name: "damaged",
-        f"{KEY[:32]}.json": "damaged",
-        "x.json.77.partial": "left over",
-        f"{'a' * 32}.partial": "unfinished",
-        f"{'b' * 32}.partial": "abandoned",
-        "of-nobody": "left over",
+        sick.directory.name: "damaged", f"{KEY[:32]}.json": "damaged", "x.json.77.partial": "left over",
+        f"{'a' * 32}.partial": "unfinished", f"{'b' * 32}.partial": "abandoned", "of-nobody": "left over",
         "hashes.sqlite": "damaged",
-    }
+    }  # fmt: skip
     for found in examine_store(root):
         mend_state(found)
     assert {found.kind for found in examine_store(root)} == {"set aside", "unfinished"}

@@ -1,8 +1,4 @@
-"""``tokenizer:`` builds unions that keep each token's text and each model's rows, or refuses the recipe.
-
-The oracles are the tokenizers library for texts and ids, and numpy for rows. With ``tokenizer_source``, rows follow
-their tokens, even if the ids differ between models.
-"""
+"""Unions keep each token's text (tokenizers library) and each model's rows (numpy), or the recipe is refused."""
 
 from __future__ import annotations
 

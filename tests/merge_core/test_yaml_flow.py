@@ -68,11 +68,8 @@ CHAIN = "base: &B {x: 0, y: 1}\nouter: {a: &A {<<: *B, x: 1}}\nc: {<<: *A, y: 2}
 def anchors_used_first_and_last(text: str) -> list[str]:
     """Return ``text`` in versions that construct its mappings in different orders, with short and long keys."""
     texts = [
-        text,
-        f"first: [{{z: 1}}]\n{text}",
-        f"{text}e: [*A, *B, {{<<: *A}}]\n",
-        f"{text}e: {{f: {{<<: *A, x: 7}}}}\n",
-    ]
+        text, f"first: [{{z: 1}}]\n{text}", f"{text}e: [*A, *B, {{<<: *A}}]\n", f"{text}e: {{f: {{<<: *A, x: 7}}}}\n",
+    ]  # fmt: skip
     return [*texts, *(text.replace("x:", "weight:").replace("y:", "density:") for text in texts)]
 
 

@@ -1,8 +1,4 @@
-"""Builds tiny random checkpoints with transformers, for each described family and some others.
-
-They are small enough to run in seconds and large enough to expose errors. Several layers let the kinds of layers
-alternate, windows are shorter than the texts, and all weights are random, including the norms.
-"""
+"""Tiny random checkpoints of described and other families, with enough layers for the kinds of layers to alternate."""
 
 from __future__ import annotations
 
@@ -58,15 +54,9 @@ _T5 = {"vocab_size": TOKENS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers":
 
 @dataclass(frozen=True)
 class TinyFamily:
-    """Settings for a family's tiny checkpoint.
+    """Settings for a family's tiny checkpoint, in addition to the usual sizes unless they do not apply (``usual``).
 
-    Args:
-        name: Name in the table of families.
-        model_type: transformers' ``model_type``.
-        settings: Configuration values in addition to the usual sizes.
-        auto: transformers class that creates and loads the model.
-        usual: Whether the usual sizes apply to the family.
-        listed: Whether the saved config.json keeps keys that list kinds of layers. Older checkpoints lack them.
+    ``auto`` is its class in transformers. A family that is not ``listed`` lacks the lists of kinds of layers on disk.
     """
 
     name: str
@@ -128,26 +118,18 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 FAMILIES: tuple[TinyFamily, ...] = (
-    *(_tiny(name, **_SPECIAL.get(name, {})) for name in _DENSE),
-    _tiny("llama, tied", tie_word_embeddings=True),
-    *_both("qwen2, window", **_QWEN2_WINDOW),
-    _tiny("gpt2", usual=False, **_GPT2),
+    *(_tiny(name, **_SPECIAL.get(name, {})) for name in _DENSE), _tiny("llama, tied", tie_word_embeddings=True),
+    *_both("qwen2, window", **_QWEN2_WINDOW), _tiny("gpt2", usual=False, **_GPT2),
     _tiny("gpt2, scaled by layer", usual=False, **_GPT2, scale_attn_by_inverse_layer_idx=True),
-    _tiny("gptj", usual=False, **_GPT2, rotary_dim=4),
-    _tiny("codegen", usual=False, **_GPT2, rotary_dim=4),
+    _tiny("gptj", usual=False, **_GPT2, rotary_dim=4), _tiny("codegen", usual=False, **_GPT2, rotary_dim=4),
     _tiny("bloom", usual=False, hidden_size=32, n_head=4, n_layer=LAYERS, vocab_size=TOKENS),
     _tiny("mpt", usual=False, d_model=32, n_heads=4, n_layers=LAYERS, vocab_size=TOKENS, max_seq_len=64),
-    *_both("gemma2", **_WINDOWED),
-    TinyFamily("vaultgemma", "vaultgemma", _WINDOWED, listed=False),
+    *_both("gemma2", **_WINDOWED), TinyFamily("vaultgemma", "vaultgemma", _WINDOWED, listed=False),
     *_both("gemma3", "gemma3_text", **_WINDOWED, sliding_window_pattern=3),
-    *_both("cohere2", **_WINDOWED, sliding_window_pattern=2),
-    *_both("olmo3", **_WINDOW),
+    *_both("cohere2", **_WINDOWED, sliding_window_pattern=2), *_both("olmo3", **_WINDOW),
     _tiny("ministral", **_WINDOWED, layer_types=["full_attention", "sliding_attention"] * 3),
-    *_both("smollm3", no_rope_layer_interval=3),
-    *_both("exaone4", **_WINDOWED, sliding_window_pattern=3),
-    _tiny("mixtral", **_LOCAL),
-    _tiny("phimoe", **_LOCAL),
-    _tiny("granitemoe", **_LOCAL),
+    *_both("smollm3", no_rope_layer_interval=3), *_both("exaone4", **_WINDOWED, sliding_window_pattern=3),
+    _tiny("mixtral", **_LOCAL), _tiny("phimoe", **_LOCAL), _tiny("granitemoe", **_LOCAL),
     _tiny("olmoe", num_experts=4, num_experts_per_tok=2, intermediate_size=16),
     _tiny("qwen2_moe", **_EXPERTS, shared_expert_intermediate_size=16, decoder_sparse_step=2),
     _tiny("qwen3_moe", **_EXPERTS, head_dim=8, mlp_only_layers=[1, 4]),
@@ -155,8 +137,7 @@ FAMILIES: tuple[TinyFamily, ...] = (
     TinyFamily("qwen3_next, unlisted", "qwen3_next", _NEXT, listed=False),
     _tiny("qwen3_5", "qwen3_5_text", **_LINEAR, full_attention_interval=3),
     _tiny("qwen3_5_moe", "qwen3_5_moe_text", **_EXPERTS, **_LINEAR, shared_expert_intermediate_size=16),
-    _tiny("deepseek_v2", **_DEEPSEEK, topk_method="greedy", head_dim=4),
-    _tiny("deepseek_v3", **_DEEPSEEK),
+    _tiny("deepseek_v2", **_DEEPSEEK, topk_method="greedy", head_dim=4), _tiny("deepseek_v3", **_DEEPSEEK),
     _tiny("glm4_moe", **_ROUTED, **_GROUPS, first_k_dense_replace=1, head_dim=8),
     _tiny("dots1", **_ROUTED, **_GROUPS, first_k_dense_replace=1, head_dim=8, n_shared_experts=1),
     *_both("llama4", "llama4_text", **_LLAMA4, head_dim=8, no_rope_layer_interval=3),
@@ -166,8 +147,7 @@ FAMILIES: tuple[TinyFamily, ...] = (
         "jamba", num_experts=4, num_experts_per_tok=2, attn_layer_period=3, attn_layer_offset=1, expert_layer_period=2,
         expert_layer_offset=1, mamba_d_state=8, use_mamba_kernels=False,
     ),
-    _tiny("mamba", state_size=8),
-    _tiny("falcon_mamba", state_size=8),
+    _tiny("mamba", state_size=8), _tiny("falcon_mamba", state_size=8),
     _tiny("mamba2", state_size=8, num_heads=8, head_dim=8, n_groups=2, chunk_size=8),
     _tiny("bamba", **_MAMBA, attn_layer_indices=[1, 4]),
     _tiny(
@@ -195,8 +175,7 @@ FAMILIES: tuple[TinyFamily, ...] = (
         "deepseek_v4", **_INDEXER, **_ROUTED, **_WINDOWED, num_key_value_heads=1, q_lora_rank=12, o_lora_rank=8,
         o_groups=2, hc_mult=2, hc_sinkhorn_iters=3, partial_rotary_factor=0.5, qk_rope_head_dim=4,
     ),
-    _tiny("hy_v3", **_EXPERTS, head_dim=8),
-    _tiny("hy_v4", **_LATENT, **_INDEXER, q_lora_rank=12, hc_mult=2),
+    _tiny("hy_v3", **_EXPERTS, head_dim=8), _tiny("hy_v4", **_LATENT, **_INDEXER, q_lora_rank=12, hc_mult=2),
     _tiny("lfm3", **_WINDOWED, **_CONVOLVED),
     _vision(
         "gemma3, vision", _text("gemma3_text", **_WINDOW, sliding_window_pattern=3), _SIGLIP, mm_tokens_per_image=4
@@ -211,9 +190,7 @@ FAMILIES: tuple[TinyFamily, ...] = (
         "qwen2_vl", _text("qwen2_vl_text", rope_parameters=_SECTIONS),
         {"embed_dim": 16, "hidden_size": 32, "depth": 2, "num_heads": 2, "mlp_ratio": 2}, **_VIDEO,
     ),
-    _vision(
-        "qwen3_5, vision", _text("qwen3_5_text", **_LINEAR, full_attention_interval=3), _QWEN_VISION, **_VIDEO
-    ),
+    _vision("qwen3_5, vision", _text("qwen3_5_text", **_LINEAR, full_attention_interval=3), _QWEN_VISION, **_VIDEO),
     _vision(
         "qwen3_5_moe, vision",
         _text("qwen3_5_moe_text", **_LINEAR, **_EXPERTS, shared_expert_intermediate_size=16), _QWEN_VISION, **_VIDEO,
@@ -252,8 +229,7 @@ FAMILIES: tuple[TinyFamily, ...] = (
     *(_tiny(name, auto="AutoModelForMaskedLM", pad_token_id=1) for name in ("roberta", "camembert", "xlm-roberta")),
     _tiny("electra", auto="AutoModelForMaskedLM", embedding_size=16),
     _tiny("whisper", auto="AutoModelForSpeechSeq2Seq", usual=False, **_WHISPER),
-    _tiny("t5", auto="AutoModelForSeq2SeqLM", usual=False, **_T5, decoder_start_token_id=0),
-    _tiny("diffllama"),
+    _tiny("t5", auto="AutoModelForSeq2SeqLM", usual=False, **_T5, decoder_start_token_id=0), _tiny("diffllama"),
     _tiny("minimax, not described", num_local_experts=4, head_dim=8),
     _tiny("xglm, not described", usual=False, **_XGLM),
 )  # fmt: skip
@@ -307,11 +283,7 @@ def inputs(family: TinyFamily, token: int | None = None) -> dict[str, torch.Tens
 
 
 def load(family: TinyFamily, directory: Path) -> Any:
-    """Load a checkpoint with transformers in float32.
-
-    Raises:
-        AssertionError: Keys are missing, unexpected or of a different shape.
-    """
+    """Load a checkpoint with transformers in float32; all keys must fit."""
     model, info = family.loader.from_pretrained(
         directory, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )

@@ -1,7 +1,4 @@
-"""Perplexity equals an independent computation for any special tokens, and invalid input is refused.
-
-The ensemble of parents averages their probabilities.
-"""
+"""Perplexity equals an independent computation for any special tokens, and invalid input is refused."""
 
 from __future__ import annotations
 
@@ -81,10 +78,7 @@ def measure(
 def reference(
     model: Model, texts: Sequence[str], length: int, prefix: int | None = 1, dtype: torch.dtype = torch.float32
 ) -> list[np.ndarray]:
-    """Return the log-likelihoods of the tokens of each text, from plain transformers.
-
-    Each window has its own forward pass over at most ``length`` previous tokens, and a log-softmax in float64.
-    """
+    """Return the log-likelihoods of the tokens of each text, each with a pass over ``length`` previous tokens."""
     network = AutoModelForCausalLM.from_pretrained(model.directory, dtype=dtype)
     tokenizer = AutoTokenizer.from_pretrained(model.directory)
     logs = []

@@ -1,7 +1,4 @@
-"""Two layouts of one checkpoint merge to the same numbers, in the layout of the donor, in little memory.
-
-The oracle is transformers: it writes both layouts of one model, and reads the merged result.
-"""
+"""Two layouts that transformers writes of one model merge to the same numbers, in the donor's layout."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Expert alignment: a permutation is detected, reported and undone, and a permuted twin is the same model.
-
-The oracle is transformers: a model whose experts and router rows were permuted in memory computes the same function.
-"""
+"""Permuted experts are detected and aligned. The oracle is transformers with experts and router rows permuted."""
 
 from __future__ import annotations
 

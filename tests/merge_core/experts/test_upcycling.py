@@ -1,7 +1,4 @@
-"""Dense models as the experts of a mixture: its output, its tensor names, and refused recipes.
-
-The oracle is the dense model: a mixture of equal experts computes the same output, with any routing.
-"""
+"""A mixture of dense models: its names, refused recipes, and equal experts that compute what the dense model does."""
 
 from __future__ import annotations
 
