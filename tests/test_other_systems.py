@@ -1,7 +1,4 @@
-"""Systems other than Linux: Linux calls are in few files, and unsupported functions report an error.
-
-The tests emulate another POSIX system in a process that removes the functions in ``ABSENT`` and claims to be macOS.
-"""
+"""Systems other than Linux: Linux calls are in few files, and unsupported functions report an error."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Check the image, the Compose file, the work pools and the pull-request example without building them.
-
-The tests compare every file, command, option, setting, extra and pool field that they name with the project and with
-Prefect's own pool templates.
-"""
+"""Check the image, the Compose file, the work pools and the pull-request example without building them."""
 
 from __future__ import annotations
 

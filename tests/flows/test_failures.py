@@ -1,8 +1,4 @@
-"""Failures of unattended runs: the state after a failure, and how the next run continues from it.
-
-The tests prove the rows of the table in ``docs/explanation/failures.md`` that no other file proves, and check that
-every row names a test.
-"""
+"""Failures of unattended runs: the state after a failure, and how the next run continues from it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Full disks, deleted directories and unusable names give one message, and no command touches files of the user.
-
-The exit code is 3 if the machine is at fault, and 2 if the command's input is.
-"""
+"""Full disks, deleted directories and unusable names give one message, and no command touches files of the user."""
 
 from __future__ import annotations
 

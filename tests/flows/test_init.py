@@ -148,23 +148,6 @@ def files_in(place: Path) -> dict[str, str]:
 
 
 @pytest.mark.story
-def test_enter_accepts_the_default(root: Path) -> None:
-    shutil.copy(root / "models/base/README.md", root / "models/verse/README.md")  # so that no license is in doubt
-    with terminal(root, "init", *MODELS, "--out", "asked") as screen:
-        for question, proposed in ((NAME, "[sums-verse]: "), (TEXT, "[sample]: "), (TASKS, "[none]: ")):
-            screen.see(question)
-            screen.see(proposed)
-            screen.type("\n")
-        assert screen.end() == 0, screen.shown
-    assert WHO not in screen.shown
-    with terminal(root, "init", *MODELS, "--out", "told", "--yes") as screen:
-        assert screen.end() == 0, screen.shown
-    assert "name of the release" not in screen.shown
-    assert files_in(root / "asked") == files_in(root / "told")
-    assert set(files_in(root / "asked")) == {"sums-verse.yaml", "sums-verse.recipe.yaml", "held-out.sample.txt"}
-
-
-@pytest.mark.story
 def test_an_invalid_answer_is_prompted_again(tasks: Path) -> None:
     root = tasks
     (root / "taken.yaml").write_text("ours\n")

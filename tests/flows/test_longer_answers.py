@@ -1,8 +1,4 @@
-"""A wordy parent: a token budget decides nothing, and longer answers show what the merge lost.
-
-``thinker`` repeats the word before it answers, so 40 tokens cut off a quarter of its answers. The merge averages two
-other skills. It answers at once, and reverses fewer words.
-"""
+"""A wordy parent: a token budget decides nothing, and longer answers show what the merge lost."""
 
 from __future__ import annotations
 

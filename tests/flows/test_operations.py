@@ -1,9 +1,4 @@
-"""The commands of ``docs/how-to/schedule-runs.md`` and ``approve-releases.md``, word for word.
-
-They cover PostgreSQL, a server that requires a secret, a schedule that fires by itself and publishes, refusals,
-approvals and messages. The test changes only the addresses (ports, the webhook) and the schedule, which fires within a
-minute.
-"""
+"""The commands of ``docs/how-to/schedule-runs.md`` and ``approve-releases.md``, word for word."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""``schedules.yaml``: which settings it accepts, and which deployments and rules it creates on the server.
-
-Then the address and the secret of that server, and how they reach Prefect. No server is started.
-"""
+"""``schedules.yaml``: which settings it accepts, and which deployments and rules it creates on the server."""
 
 from __future__ import annotations
 

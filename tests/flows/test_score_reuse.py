@@ -1,8 +1,4 @@
-"""Scores are reused by later runs, even with other interim looks, and are announced before a run.
-
-A merge that has already failed is not evaluated further. A merge that is compared with the current release is judged on
-other documents than that release.
-"""
+"""Scores are reused by later runs, even with other interim looks, and are announced before a run."""
 
 from __future__ import annotations
 

@@ -187,18 +187,6 @@ def test_check_lists_missing_data_of_a_sweep(project: Project) -> None:
     assert "letters_test.jsonl" in told["expected"]
 
 
-@pytest.mark.story
-def test_a_sweep_uses_data_from_the_data_directory(project: Project) -> None:
-    name = sweep_by_name(project)
-    (project.root / "profiles" / "eval-data").mkdir()
-    shutil.copy(DEMO / "data" / "reverse.jsonl", project.root / "profiles" / "eval-data" / "letters_test.jsonl")
-    assert project.mergegate("check", name).exit_code == 0
-    done = json.loads(project.mergegate("sweep", name, "--json").stdout)
-    assert done["status"] in ("released", "refused"), done["message"]
-    assert done["sweep"] is not None
-    assert small_sweeps.scored_trials(project.home, "letters")
-
-
 def test_hand_written_recipes_may_share_a_file_name(tmp_path: Path) -> None:
     for folder, weight in (("a", 0.3), ("b", 0.6)):
         (tmp_path / folder).mkdir()

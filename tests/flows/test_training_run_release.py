@@ -1,7 +1,4 @@
-"""A training run is released by window: only its last checkpoint is a reference, and each run finds new checkpoints.
-
-The last tests train the demo's run over simulated nights, and release a merge of its last checkpoints after each.
-"""
+"""A training run is released by window: only its last checkpoint is a reference, and each run finds new checkpoints."""
 
 from __future__ import annotations
 

@@ -13,14 +13,6 @@ from sheet_sources import require_correct_sheet
 SHIFTER = PROFILES / "demo" / "models" / "shifter"
 
 
-@pytest.mark.story
-def test_the_size_of_a_mixture_is_known_before(project: Project) -> None:
-    result = expect(project.mergegate("plan", "profiles/demo-upcycled.yaml", "--json"), 0)
-    assert "mixture of 4 experts" in project.mergegate("check", "profiles/demo-upcycled.yaml").output
-    dense = (PROFILES / "demo/models/reverser/model.safetensors").stat().st_size
-    assert 2 * dense < json.loads(result.stdout)["needs"]["bytes_written"] < 4 * dense
-
-
 @pytest.fixture(scope="module")
 def upcycled(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> Project:
     """Return a project that released a mixture of dense models."""

@@ -1,7 +1,4 @@
-"""Quantized variants in a run: each has its own verdict, and the release of the merge does not depend on them.
-
-They are published after the merge, each place as a whole, and again after a failure.
-"""
+"""Quantized variants in a run: each has its own verdict, and the release of the merge does not depend on them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`mergegate verify` and `reproduce` on the released demo: they detect every change and rebuild the release.
-
-With `--verdict`, the verdict follows from the release alone, and only from it.
-"""
+"""`mergegate verify` and `reproduce` on the released demo: they detect every change and rebuild the release."""
 
 from __future__ import annotations
 

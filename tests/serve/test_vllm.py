@@ -1,9 +1,4 @@
-"""The real vLLM, in a separate environment (``make test-serve``), with broken variants of the demo's merge.
-
-Most of these variants start, so mergegate checks headers and configuration before it starts vLLM
-(``test_static_checks``). If the static checks ever miss a fault, the running server's answers must reveal it. These
-tests therefore serve each variant without the static checks and compare it with the merge before it was broken.
-"""
+"""The real vLLM, in a separate environment (``make test-serve``), with broken variants of the demo's merge."""
 
 from __future__ import annotations
 

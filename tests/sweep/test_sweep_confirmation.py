@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmark_scripts import load_benchmark
 from scipy.stats import multivariate_normal, norm, ttest_rel
 from toy_search import COPY, REV, ToyModels, search_toy, toy_objective, toy_settings
 
@@ -215,13 +214,3 @@ def test_the_power_of_scores_without_a_range_is_in_their_own_unit() -> None:
     assert power.detectable == pytest.approx((1.645 + 0.842) * np.sqrt(0.8) * 0.02 / 20, rel=0.2)
     saturated = confirmation_power(Objective((Term(REV, 1.0),)), [{REV: np.ones(300)}], {REV: 400}, 0.95)
     assert saturated.detectable > 0
-
-
-@pytest.mark.story
-def test_95_of_100_sweeps_of_noise_confirm_no_candidate() -> None:
-    simulation, sizes = load_benchmark("sweep_simulation"), {"search": 100, "confirmation": 400}
-    one = simulation.lies(simulation.KINDS["exact match, wide"], 100, sizes, budget={"trials": 20})
-    assert one.confirmed <= 5
-    # On the search set, where the winners are chosen, about half of them would be confirmed.
-    assert one.on_search >= 10
-    assert one.optimism > 0.04

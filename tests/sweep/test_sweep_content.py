@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import yaml
-from toy_search import ToyModels, noise, run_toy, toy_settings
+from toy_search import ToyModels, run_toy
 
 from mergegate.tasks.report import SweepFacts, render_sweep, sweep_content, sweep_sentence, sweep_table, sweep_title
 from mergegate.tasks.report.sweep import study_facts
@@ -92,16 +91,6 @@ def test_the_page_shows_why_there_is_nothing_to_confirm(study: Study) -> None:
     assert sweep_title(shown) == "No candidate confirmed"
     assert "No candidate scored above ties on the search documents." in sweep_sentence(shown)
     assert shown.recipe == ""
-
-
-def test_the_page_of_a_sweep_of_noise_shows_no_recipe(tmp_path: Path) -> None:
-    models = ToyModels(noise)
-    study = run_toy(models, tmp_path, toy_settings(budget={"trials": 14}))
-    test = reason_not_to_confirm(study) or confirmed_by_toy(study, models)
-    shown = sweep_content(study, test, FACTS)
-    if not (isinstance(test, Confirmation) and test.confirmed):
-        assert shown.recipe == ""
-        assert sweep_title(shown) == "No candidate confirmed"
 
 
 def test_the_page_shows_that_the_time_limit_ended_the_search(study: Study) -> None:

@@ -1,7 +1,4 @@
-"""Test the conversion of mergekit-evolve's YAML to a profile with a sweep.
-
-Settings that the conversion does not carry over are listed.
-"""
+"""Test the conversion of mergekit-evolve's YAML to a profile with a sweep."""
 
 from __future__ import annotations
 

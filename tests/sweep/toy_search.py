@@ -40,11 +40,6 @@ def by_weights(recipe: dict[str, Any]) -> float:
     return 0.9 - 0.4 * ((first - 0.6) ** 2 + (second - 1.4) ** 2)
 
 
-def noise(recipe: dict[str, Any]) -> float:
-    """Return the same probability for every recipe."""
-    return 0.7
-
-
 class ToyModels:
     """Models that score recipes in a shuffled order and count how often each recipe was scored.
 
