@@ -103,6 +103,7 @@ def test_modules_are_not_bare_participles_or_pronouns() -> None:
     assert {module for module in bare if names[module] not in MODULE_NAMES} == set()
 
 
+@pytest.mark.story
 def test_every_exception_is_needed() -> None:
     names = {parameter.arg for _, node in functions() for parameter in (*node.args.args, *node.args.kwonlyargs)}
     names |= {node.name for _, node in functions()} | {module.rpartition(".")[2] for module in MODULES}

@@ -102,6 +102,7 @@ def test_what_only_linux_has_is_asked_for_in_few_files() -> None:
     assert stray == {}, "move it to merge_core/system.py, with a fallback for other systems"
 
 
+@pytest.mark.story
 def test_what_windows_has_not_is_asked_for_where_it_is_known() -> None:
     known = {file: {name for kind, name in asked if kind == "posix"} for file, asked in found().items()}
     assert {file: names for file, names in known.items() if names and file not in LINUX} == POSIX

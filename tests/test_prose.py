@@ -23,17 +23,20 @@ def require_idiomatic(texts: list[Sentence]) -> None:
     assert rate(texts) <= LIMIT, "\n".join(matches)
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("layer", ["mergegate", "flows", "tasks", "merge_core"])
 def test_texts_are_idiomatic(layer: str, kind: str) -> None:
     require_idiomatic([sentence for sentence in sentences(layer) if sentence.kind == kind])
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("package", ["report", "judge", "publish", "explain", "preflight"])
 def test_texts_of_a_release_are_idiomatic(package: str) -> None:
     require_idiomatic([sentence for sentence in sentences(f"tasks/{package}") if sentence.kind == "text"])
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("root", DOCS)
 def test_docs_are_idiomatic(root: str) -> None:
     texts = [sentence for sentence in sentences(root) if sentence.kind in ("docs", "comment")]
@@ -41,6 +44,7 @@ def test_docs_are_idiomatic(root: str) -> None:
     require_idiomatic(texts)
 
 
+@pytest.mark.story
 def test_docs_of_one_kind_are_idiomatic_together() -> None:
     require_idiomatic([sentence for root in DOCS for sentence in sentences(root) if sentence.kind == "docs"])
 

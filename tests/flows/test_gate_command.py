@@ -122,13 +122,6 @@ def test_the_verdict_on_logs_of_inspect_ai_is_that_on_lm_eval_results(
 
 
 @pytest.mark.story
-def test_documents_of_two_formats_cannot_be_matched(judged: tuple[Project, Path], inspect_logs: Path) -> None:
-    project, out = judged
-    done = expect(call(project, inspect_logs / "merged", out / "reverser"), 2)
-    assert "both in one format, because the documents of the two cannot be matched" in " ".join(done.output.split())
-
-
-@pytest.mark.story
 def test_an_exported_log_is_compared_with_lm_eval_by_its_hashes(judged: tuple[Project, Path], tmp_path: Path) -> None:
     project, out = judged
     for file in (out / "merged").rglob("samples_*.jsonl"):

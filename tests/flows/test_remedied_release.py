@@ -3,20 +3,11 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 import yaml
 from demo_project import Project, expect
-
-from mergegate.flows.attempt import assess_merge
-from mergegate.flows.preflight import pin_profile_evidence
-from mergegate.flows.profile import load_profile
-from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.checkpoints.pin import pin_checkpoints, resolve_parents
-from mergegate.tasks.merge import MERGED
 
 pytestmark = pytest.mark.story
 
@@ -62,34 +53,3 @@ def test_a_merge_is_compared_with_the_current_release(demo: Project) -> None:
     judged = [(guard["reference"], guard["outcome"]) for guard in guards if guard["task"] == "reverse"]
     assert judged == [("champion", "fail")]
     assert (demo.root / "releases" / "edited-demo" / "latest").readlink() == champion
-
-
-def test_noise_in_the_weights_is_refused_and_the_same_merge_without_it_passes(demo: Project) -> None:
-    import torch
-    from safetensors.torch import load_file, save_file
-
-    noisy = demo.root / "noisy"
-    shutil.copytree(demo.latest.resolve(), noisy)
-    weights, generator = load_file(noisy / "model.safetensors"), torch.Generator().manual_seed(0)
-    for name, tensor in weights.items():
-        noise = torch.randn(tensor.shape, generator=generator) * 0.3 * tensor.float().std()
-        weights[name] = (tensor.float() + noise).to(tensor.dtype)
-    save_file(weights, noisy / "model.safetensors", {"format": "pt"})
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MERGEGATE_HOME", str(demo.home))
-        hashes = HashMemo(demo.root / "memo.sqlite")
-        profile = load_profile(demo.root / "profiles" / "demo.yaml")
-        found = resolve_parents(profile.candidates()[0].recipe)
-        evidence = pin_profile_evidence(profile, found, hashes)
-        parents = pin_checkpoints(found, hashes)
-        clean, broken = (
-            assess_merge(
-                Model(name=MERGED, digest=hashes.sha256(place / "model.safetensors"), directory=place),
-                parents,
-                None,
-                evidence,
-            ).verdict.value
-            for place in (demo.latest.resolve(), noisy)
-        )
-    assert clean.publishable
-    assert (broken.outcome, broken.publishable) == ("fail", False)

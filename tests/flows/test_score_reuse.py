@@ -35,22 +35,6 @@ def lopsided(project: Project, name: str, *weights: float) -> str:
 
 
 @pytest.mark.story
-def test_check_forecasts_the_power_of_each_guard(demo: Project) -> None:
-    checked = json.loads(demo.mergegate("check", "profiles/demo.yaml", "--json").stdout)["summary"]
-    lines = [line for line in checked if line.startswith("power: ")]
-    assert "passes" in lines[0]
-    assert [line.split()[1] for line in lines[1:4]] == ["copy:", "reverse:", "shift:"]
-    basis = r"from how the (merge of the last run|merges of the last \d runs) differed on "
-    assert all(re.search(basis, line) for line in lines[1:4])
-    planned = expect(demo.mergegate("plan", "profiles/demo.yaml", "--no-probe", "--json"), 0)
-    tasks = json.loads(planned.stdout)["power"]["tasks"]
-    assert [task["documents"] for task in tasks] == [400, 400, 400]
-    assert all("the merge" in task["basis"] for task in tasks)
-    shown = " ".join(demo.mergegate("plan", "profiles/demo.yaml", "--no-probe").stdout.split())
-    assert all(line in shown for line in lines)
-
-
-@pytest.mark.story
 def test_where_nothing_was_scored_the_guess_is_told_as_one(project: Project) -> None:
     planned = expect(project.mergegate("plan", "profiles/demo.yaml", "--no-probe"), 0)
     assert "have not been counted yet" in planned.stdout
@@ -102,20 +86,6 @@ def test_the_forecast_counts_the_documents_that_an_inconclusive_gate_adds(demo: 
     assert "evaluates up to 4,200 more documents over all models" in planned["message"]
     assert dry_run(demo, *sampled_anew, "evaluate.extend=false")["further_documents"] == 0
     assert dry_run(demo, "evaluate.seed=1", "evaluate.documents=all")["further_documents"] == 0
-
-
-@pytest.mark.story
-def test_a_guard_has_its_own_number_of_documents(demo: Project) -> None:
-    guard = "task: demo/tasks/copy.yaml,"
-    for documents, first in (("100", 100), ("all", 400)):
-        profile = demo.edit("demo.yaml", guard, f"{guard} documents: {documents},")
-        planned = dry_run(demo, "evaluate.seed=1", "evaluate.documents=50", profile=profile)
-        looked_at = missing(planned)
-        assert {count for subject, count in looked_at.items() if subject.endswith("copy")} == {first}
-        assert {count for subject, count in looked_at.items() if not subject.endswith("copy")} == {50}
-        assert planned["further_documents"] == 4 * ((400 - first) + 2 * 350)
-    # Scores of the same documents are reused, so another sample size does not change a key.
-    assert set(missing(dry_run(demo, profile=profile)).values()) == {0}
 
 
 # The change of the sample.
