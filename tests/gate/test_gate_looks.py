@@ -59,11 +59,6 @@ def test_simulated_errors_match_the_bounds() -> None:
     assert np.mean((walk > bounds).any(axis=1)) == pytest.approx(0.05, abs=3 * math.sqrt(0.05 * 0.95 / 200_000))
 
 
-@pytest.mark.story
-def test_repeated_tests_at_the_same_level_would_err_far_more_often() -> None:
-    assert 1 - never_crossed(MMLU, [stats.norm.ppf(0.95)] * 6) > 0.13
-
-
 @given(st.integers(2, 20_000), st.integers(1, 20_000), st.floats(0.6, 0.999))
 @settings(max_examples=20)
 def test_every_look_has_at_least_the_joint_confidence(total: int, first: int, confidence: float) -> None:

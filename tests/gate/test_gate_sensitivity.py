@@ -7,7 +7,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 from benchmark_scripts import script_fixture
-from gate_samples import pair, table_in_docs
+from gate_samples import pair
 
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.gate.evidence import GuardVerdict, measure_guard
@@ -181,14 +181,6 @@ def test_the_simulation_decides_like_the_gate(script: ModuleType, skill: float) 
             merge = [False] * lost + [True] * (right - lost + won) + [False] * (500 - right - won)
             verdict = judge(rows(reference, targets, samples.chance), rows(merge, targets, samples.chance))
             assert gate_verdict([verdict], None, "block").publishable == after[at]
-
-
-def test_the_tables_in_the_docs_keep_the_promise(script: ModuleType) -> None:
-    _, *ignorant = table_in_docs("references-at-chance.md", "no knowledge")
-    assert [row[0] for row in ignorant[::2]] == [quiz.name for quiz in script.QUIZZES]
-    assert all(float(cell.split(" / ")[1]) <= 5 for row in ignorant for cell in row[2:])
-    _, *equal = table_in_docs("references-at-chance.md", "equal merges")
-    assert all(len(set(cell.split(" / "))) == 1 for row in equal for cell in row[-2:])
 
 
 def test_a_weak_reference_is_described_in_the_terms_of_the_task() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from gate_samples import GUARD, outcome, table_in_docs
+from gate_samples import GUARD, outcome
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -127,16 +127,3 @@ def test_a_merge_at_its_margin_passes_in_at_most_5_percent(sizes: list[int], tod
     """Reference: 12.3 % with each question twice, 32 % with each eleven times."""
     assert published(sizes, 0.065, 0.035, 600) <= 0.05 + 3 * (0.05 * 0.95 / 600) ** 0.5
     assert published(sizes, 0.065, 0.035, 300, units=False) > today - 0.04  # what the rule prevents
-
-
-def test_the_table_in_the_docs_keeps_5_percent_at_the_margin() -> None:
-    """The cells hold the share with the rule and, after the dot, without it."""
-    header, *table = table_in_docs("duplicate-documents.md", "duplicates")
-    error = 100 * (0.05 * 0.95 / 4000) ** 0.5
-    for cells in table:
-        by_name = dict(zip(header, cells, strict=True))
-        for column in ("at the margin", "lost among the most repeated"):
-            assert float(by_name[column].split(" · ")[0]) <= 5 + 3 * error, cells
-    twice = dict(zip(header, table[0], strict=True))
-    assert float(twice["at the margin"].split(" · ")[1]) > 10  # what the rule prevents
-    assert float(twice["equal"].split(" · ")[0]) == pytest.approx(float(twice["equal, prompts once"]), abs=4)
