@@ -7,7 +7,6 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from mergegate.merge_core.system import Capacity
 from mergegate.tasks.checkpoints import model_cache
 from mergegate.tasks.checkpoints.model import Model
 
@@ -31,15 +30,6 @@ def loads(on_progress: object) -> list[str]:
     return _loads
 
 
-def have_memory(available: int, on_progress: object) -> None:
-    """Pretend that the machine has ``available`` bytes of memory, minus the loaded models."""
-    model_cache.system_memory = lambda: Capacity(available, available - _held())
-
-
-def held(on_progress: object) -> int:
-    return len(model_cache._loaded)
-
-
 def die(on_progress: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -52,10 +42,6 @@ def die_unless_alone(model: Model, notes: Path, on_progress: object) -> int:
         if len(model_cache._loaded) > 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return len(model_cache._loaded)
-
-
-def _held() -> int:
-    return sum(map(model_cache._bytes_of, model_cache._loaded.values()))
 
 
 def process_id(on_progress: object) -> int:

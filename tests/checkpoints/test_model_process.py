@@ -94,20 +94,6 @@ def test_all_stages_load_each_model_once(tmp_path: Path, documents: HeldOutText,
     assert call_model_process(functions.loads, (), location="here") == ["a", "b", "merge"]
 
 
-@pytest.mark.proof
-def test_models_take_turns_if_only_one_fits(tmp_path: Path, task: EvalTask) -> None:
-    models = [make_model(tmp_path / name) for name in ("a", "b")]
-    size = sum(file.stat().st_size for file in models[0].directory.glob("*.safetensors"))
-    call_model_process(functions.count_loads, (), location="here")
-    call_model_process(functions.have_memory, (3 * size,), location="here")  # half holds fewer than two models
-    for first in (0, 10):
-        for model in models:
-            score(model, task, first)
-            assert call_model_process(functions.held, (), location="here") == 1
-    assert call_model_process(functions.loads, (), location="here") == ["a", "b", "a", "b"]
-    end_model_process()  # discards its faked memory size
-
-
 @pytest.mark.story
 @pytest.mark.usefixtures("new_process")
 def test_if_memory_runs_out_with_several_models_one_at_a_time_is_loaded(tmp_path: Path) -> None:

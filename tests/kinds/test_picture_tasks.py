@@ -172,20 +172,6 @@ def test_a_long_prompt_is_not_cut(llava: Path, tmp_path: Path) -> None:
         scored(pinned(shapes(tmp_path)), llava, max_length=40)
 
 
-@pytest.mark.story
-def test_an_interrupted_evaluation_resumes_with_the_unanswered_pictures(llava: Path, tmp_path: Path) -> None:
-    task = pinned(shapes(tmp_path))
-    expected = scored(task, llava)
-    location = JournalLocation(tmp_path / "journal", "key")
-    assert scored(task, llava, journal=location) == expected
-    *first, last = location.path.read_bytes().splitlines(keepends=True)  # a line per batch of at most four
-    location.path.write_bytes(b"".join(first))
-    done: list[int] = []
-    assert scored(task, llava, journal=location, on_progress=lambda count, total: done.append(count)) == expected
-    assert done == [5, 6]
-    assert location.path.read_bytes() == b"".join((*first, last))
-
-
 def test_placeholders_become_parts_of_a_message() -> None:
     history = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "<image>and <image> differ?"}]
     first, second = ({"type": "text", "text": text} for text in ("and ", " differ?"))

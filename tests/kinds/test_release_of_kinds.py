@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-import subprocess
-import sys
-import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +11,6 @@ import tiny_kinds
 import torch
 from kind_projects import GUARDS, Project, average, load, make_project, outputs
 from samples import sampled, sampled_rows
-from test_killed_run import DIES, environment, files_of
 
 from mergegate.merge_core.architecture import TaskForm
 from mergegate.tasks.checkpoints import end_model_process
@@ -80,24 +75,6 @@ def test_a_release_computes_the_same_as_a_merge_in_memory(
 
     require_a_second_run_without_work(project, monkeypatch)
     require_a_changed_byte_to_be_found(project, release)
-
-
-@pytest.mark.proof
-def test_a_run_killed_after_the_evaluation_of_queries_is_repeated_to_the_same_release(
-    begin: Callable[..., Project], tmp_path: Path, begin_records: Callable[[Path], None]
-) -> None:
-    name = "reranker without modules"
-    killed, undisturbed = begin(name), make_project(name, tmp_path / "other")
-    begin_records(undisturbed.home)
-    command = [sys.executable, "-c", textwrap.dedent(DIES), "stage:evaluate", "run", "profile.yaml"]
-    done = subprocess.run(command, cwd=killed.root, env=environment(killed), capture_output=True, text=True)
-    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
-    for project in (killed, undisturbed):
-        again = project.mergegate("run", "profile.yaml")
-        assert again.exit_code == 0, again.output
-        end_model_process()
-    first, second = (files_of(project.root / "releases" / "latest") for project in (killed, undisturbed))
-    assert [name for name in first.keys() | second.keys() if first.get(name) != second.get(name)] == []
 
 
 def require_a_second_run_without_work(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:

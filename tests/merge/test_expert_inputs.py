@@ -378,45 +378,6 @@ def test_both_layouts_merge_into_the_same_numbers(pair: Pair, tmp_path: Path, fa
         np.testing.assert_array_equal(values, mixed[name])
 
 
-@pytest.mark.story
-@pytest.mark.parametrize("family", sampled(("mixtral", "llama4"), ["mixtral"], pytest.mark.proof))
-def test_a_resumed_merge_of_experts_writes_the_same_bytes(pair: Pair, tmp_path: Path, family: str) -> None:
-    root, models = pair(family)
-    if family in IN_TWO_LAYOUTS:
-        models = {f"{name}-fused": out for name, out in models.items()}
-    plan = planned(root, models)
-    merge_weights(plan, tmp_path / "whole", settings=EngineSettings(threads=1, block_elements=1))
-
-    def halt(done: int, total: int) -> None:
-        if done > total // 2:
-            raise Killed
-
-    with pytest.raises(Killed):
-        merge_weights(plan, tmp_path / "killed", on_progress=halt, settings=EngineSettings(threads=1))
-    merge_weights(plan, tmp_path / "killed", settings=EngineSettings(threads=2, block_elements=5000))
-    name = "model.safetensors"
-    assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
-
-
-@pytest.mark.story
-def test_an_expert_that_no_text_reaches_is_exactly_the_mean(pair: Pair, tmp_path: Path) -> None:
-    """A token goes to two of four experts. One that only one model's text reaches is solved by that model alone."""
-    root, models = pair("mixtral", "a", "b")
-    kept = [open_moments(out) for out in models.values()]
-    none = [name for name in kept[0] if kept[0][name].is_empty and kept[1][name].is_empty]
-    one = [name for name in kept[0] if kept[0][name].is_empty != kept[1][name].is_empty]
-    found = merged(planned(root, models), tmp_path / "out")
-    parents = [values_of(root / name) for name in models]
-    for name in none:
-        mean = (parents[0][name].astype(np.float32) / 2 + parents[1][name].astype(np.float32) / 2).astype(float)
-        np.testing.assert_array_equal(found[name], mean)
-    for name in one:
-        np.testing.assert_allclose(found[name], wanted_of(root, models)[name], atol=3e-5)
-        assert not np.allclose(found[name], (parents[0][name] + parents[1][name]) / 2)
-    assert none
-    assert one
-
-
 def test_unused_experts_take_no_space(tmp_path: Path) -> None:
     place = saved(built("mixtral"), tmp_path / "model")
     for limit in (8192, 24):

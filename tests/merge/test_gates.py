@@ -9,12 +9,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from safetensors.torch import load_file
 
-from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
+from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.merge.gates import GateRequest, PromptPair, compute_rows, with_gates
+from mergegate.tasks.merge.gates import GateRequest, PromptPair, compute_rows
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles/demo/models"
 POSITIVE, NEGATIVE = ("rev: abcd>", "rev: the old "), ("shift: abc",)
@@ -102,34 +101,6 @@ def test_prompts_that_do_not_differ_are_refused() -> None:
 def test_an_expert_without_prompts_has_a_row_of_zeros() -> None:
     found = rows("hidden", PromptPair(positive=POSITIVE, negative=()), PromptPair(positive=(), negative=()))
     assert not found[:, 1].any()
-
-
-@pytest.mark.story
-def test_a_recipe_gets_the_rows_of_its_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
-    monkeypatch.chdir(DEMO)
-    recipe = load_recipe(
-        {
-            "base_model": "base",
-            "gate_mode": "hidden_last",
-            "experts": [
-                {"source_model": "reverser", "positive_prompts": list(POSITIVE), "negative_prompts": list(NEGATIVE)},
-                {"source_model": "shifter", "positive_prompts": list(NEGATIVE)},
-            ],
-        }
-    )
-    filled = with_gates(recipe, lambda ref: model(ref))
-    assert filled.canonical() != recipe.canonical()
-    assert with_gates(filled, lambda ref: pytest.fail("asked twice")) is filled
-    plan = plan_merge(filled, {name: open_checkpoint(DEMO / name) for name in ("base", "reverser", "shifter")})
-    merge_weights(plan, tmp_path / "out")
-    expected = rows(
-        "hidden", PromptPair(positive=POSITIVE, negative=NEGATIVE), PromptPair(positive=NEGATIVE, negative=())
-    )
-    tensors = load_file(tmp_path / "out/model.safetensors")
-    for layer, wanted in enumerate(expected):
-        gate = tensors[f"model.layers.{layer}.block_sparse_moe.gate.weight"]
-        assert torch.equal(gate, torch.from_numpy(wanted).float().to(torch.bfloat16))
 
 
 def test_the_result_of_a_step_cannot_be_prompted() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,10 @@ import transformers
 from calibration_jobs import DEMO, REVERSER, SENTENCES, Killed, add_tokenizer, measure_inputs, saved, text_of, tokens_of
 from samples import sampled
 
-from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge
+from mergegate.merge_core import load_recipe, open_checkpoint
 from mergegate.merge_core.checkpoint import INPUTS, open_moments
-from mergegate.merge_core.engine.execution import require_prepared
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints import PinnedCheckpoint, pin_checkpoints, resolve_parents
-from mergegate.tasks.merge.preparation import prepare_recipe
 from mergegate.tasks.merge.statistics import pin_calibration_texts
 
 LAYERS = 3
@@ -152,31 +148,6 @@ def test_a_model_that_cannot_be_measured_is_refused(tmp_path: Path, network: Any
 def recipe(directory: Path, **more: Any) -> Any:
     models = [{"model": str(DEMO / "models" / name), "text": f"{name}.jsonl"} for name in ("reverser", "shifter")]
     return replace(load_recipe({"merge_method": "regmean", "models": models, **more}), directory=directory)
-
-
-@pytest.mark.story
-@pytest.mark.usefixtures("own_store")
-def test_a_recipe_gets_the_measurements_of_its_models(tmp_path: Path) -> None:
-    wanted = recipe(DEMO / "data/texts")
-    asked: list[str] = []
-    by_ref = {one.ref: one for one in pin_checkpoints(resolve_parents(wanted), HashMemo(tmp_path / "hashes.db"))}
-
-    def find(ref: str) -> PinnedCheckpoint:
-        asked.append(ref)
-        return by_ref[ref]
-
-    done = prepare_recipe(wanted, find)
-    assert len(asked) == 2
-    plan = plan_merge(done, {str(ref): open_checkpoint(Path(ref.path)) for ref in done.references()})
-    require_prepared(plan)
-    measured = [job for job in plan.jobs if all(item.moments for item in job.inputs)]
-    assert len(measured) == 7 * LAYERS  # Each layer has seven matrices.
-    assert prepare_recipe(done, find) is done
-    # Renamed copies of the same texts give the same merge; a different text gives another.
-    moved = shutil.copytree(DEMO / "data/texts", tmp_path / "moved")
-    assert prepare_recipe(recipe(moved), find).canonical() == done.canonical()
-    (moved / "shifter.jsonl").write_text('{"text": "shift: abc>bcd"}\n')
-    assert prepare_recipe(recipe(moved), find).canonical() != done.canonical()
 
 
 @pytest.mark.parametrize(

@@ -163,15 +163,6 @@ def test_every_format_of_weights_is_read(tmp_path: Path, dtype: torch.dtype) -> 
     assert whole.cosine(0, 1) == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), abs=1e-9)
 
 
-@pytest.mark.story
-def test_fused_kernels_read_from_disk_what_numpy_reads(
-    tmp_path: Path, family: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = measure(family, "base", "a", "b", "c", merge="a")
-    monkeypatch.setattr(interference, "_FUSE_FROM_BYTES", 0)
-    assert_alike(measure(family, "base", "a", "b", "c", merge="a").network_tally, plain.network_tally)
-
-
 def assert_alike(one: Tally, other: Tally) -> None:
     assert (one.moved, one.opposed, one.pair_moved, one.pair_opposed) == (
         other.moved, other.opposed, other.pair_moved, other.pair_opposed,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -84,19 +82,6 @@ def test_each_input_is_read_once_with_few_open_files(
     assert len(stored) == COUNT * SHARDS
     assert read == stored
     assert most_open <= 64 // 4 + 4  # a quarter of the limit, and one file per thread
-
-
-@pytest.mark.story
-def test_a_process_with_few_free_file_handles_can_merge_them(run: Path, tmp_path: Path) -> None:
-    text = linear(checkpoints(COUNT), 1 / COUNT, "bfloat16")
-    merge_text(text, run, str(tmp_path / "usual"))
-    (run / "few.yaml").write_text(text)
-    command = [sys.executable, "-m", "mergegate", "merge", str(run / "few.yaml"), str(tmp_path / "few")]
-    limited = ["bash", "-c", 'ulimit -n 32; exec "$@"', "bash", *command]
-    merged = subprocess.run(limited, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
-    assert merged.returncode == 0, merged.stderr
-    for file in (tmp_path / "usual").glob("*.safetensors"):
-        assert (tmp_path / "few" / file.name).read_bytes() == file.read_bytes()
 
 
 @pytest.mark.parametrize("kernels", ["torch", "fused"])

@@ -191,15 +191,6 @@ def test_another_method_does_not_inherit_the_scale(method: str) -> None:
     assert apply_overrides(recipe, {"weight": 1.0}, "r")["parameters"]["lambda"] == 0.22
 
 
-def test_a_base_can_be_added_for_a_method_that_needs_one() -> None:
-    changed = apply_overrides(
-        LINEAR_RECIPE, {"merge_method": "ties", "base_model": "base", "weight": 1, "density": 0.5}, "r"
-    )
-    recipe = load_recipe(changed)
-    assert recipe.summary() == "ties of 2 over base"
-    assert changed["models"] == [{"model": "a"}, {"model": "b"}]
-
-
 def test_texts_and_distance_rules_are_removed_if_the_method_does_not_use_them() -> None:
     models = [{"model": "a", "text": "a.jsonl"}, {"model": "b", "text": "b.jsonl"}]
     regmean = {"merge_method": "regmean", "base_model": "base", "models": models, "leave_out_beyond": 5}

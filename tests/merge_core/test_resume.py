@@ -257,16 +257,6 @@ def test_the_shards_of_a_killed_participant_are_taken_over(parents: Path, seed: 
     assert {path.name for path in (parents / "out").iterdir()} == set(alone.files)
 
 
-@pytest.mark.story
-def test_when_all_are_killed_the_next_one_resumes(parents: Path) -> None:
-    alone = merge_text(STEPS, parents, "alone", kernels="torch")
-    codes, reports = together(parents, 2, 2)
-    assert (codes, reports) == ([-9, -9], [])
-    assert journal.exists(parents / "out")
-    assert not (parents / "out/config.json").exists()
-    assert merge_text(STEPS, parents, kernels="torch").files == alone.files
-
-
 def test_a_late_participant_learns_that_the_merge_is_complete(parents: Path) -> None:
     merge_text(STEPS, parents, kernels="torch")
     before = {path.name: path.stat().st_mtime_ns for path in (parents / "out").iterdir()}

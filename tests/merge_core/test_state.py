@@ -212,17 +212,6 @@ def test_any_altered_byte_of_a_manifest_or_value_is_detected(data: st.DataObject
         assert store.build_value("gate", KEY, Value, lambda: Value(words="abc"))[0] == value
 
 
-@pytest.mark.story
-@settings(max_examples=25)
-@given(JSON)
-def test_a_malformed_manifest_is_a_miss(content: object) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        store = Store(Path(directory))
-        first, _ = store.build("merge", KEY, Value, makes)
-        (first.directory / MANIFEST).write_text(json.dumps({"key": KEY, "digest": first.digest, "files": content}))
-        assert store.build("merge", KEY, Value, makes) == (first, True)
-
-
 def test_files_outside_the_artifact_are_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store(tmp_path / "store")
     first, _ = store.build("merge", KEY, Value, makes)

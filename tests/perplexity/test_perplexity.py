@@ -320,16 +320,6 @@ def test_the_ensemble_is_the_mean_of_plain_transformers_probabilities(
     assert value.perplexity == pytest.approx(math.exp(-everything.mean()), rel=1e-5)
 
 
-@pytest.mark.story
-def test_the_ensemble_of_a_model_with_itself_is_the_model(
-    tmp_path: Path, documents: HeldOutText, models: tuple[Model, ...]
-) -> None:
-    alone, _ = measure(models[0], documents, tmp_path / "one")
-    twice, _ = measure((models[0], models[0]), documents, tmp_path / "two")
-    assert twice.perplexity == pytest.approx(alone.perplexity, rel=1e-9)
-    assert twice.vocabulary == alone.vocabulary
-
-
 def test_the_ensemble_is_at_least_as_good_as_its_members_are_on_average(
     tmp_path: Path, documents: HeldOutText, models: tuple[Model, ...]
 ) -> None:
