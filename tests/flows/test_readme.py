@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from samples import sampled
 from served_site import free_port
 from walkthrough import PROJECT, blocks_of, fresh_clone, reader
 
@@ -22,7 +21,6 @@ TRIED = ("Install", "Write a profile")
 SHOWN = ("Example output",)
 TUTORIALS = {page.stem: page for page in sorted((PROJECT / "docs" / "tutorials").glob("*.md"))}
 ELSEWHERE = ("release-quantized-variants",)  # tests/variants/test_variant_release.py follows it in other environments
-SHORT = ("first-release",)  # a story follows this one, and a proof all others
 
 
 @pytest.mark.story
@@ -43,10 +41,8 @@ def test_no_block_of_it_is_left_out() -> None:
     assert tried == blocks_of(README)
 
 
-@pytest.mark.parametrize(
-    "name", sampled([name for name in TUTORIALS if name not in ELSEWHERE], SHORT, pytest.mark.proof)
-)
-@pytest.mark.story
+@pytest.mark.parametrize("name", [name for name in TUTORIALS if name not in ELSEWHERE])
+@pytest.mark.proof  # every documented command is parsed by test_documented_commands.py, and the README is followed
 def test_a_tutorial_works_as_written(name: str, tmp_path: Path) -> None:
     port = str(free_port())  # of the page that starts a server
     user = reader(tmp_path, {"mergegate server": f"mergegate server --port {port}"})
