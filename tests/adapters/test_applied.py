@@ -12,8 +12,7 @@ from peft_family import applied_by_us, differences, make_adapter, make_base, rea
 from safetensors.torch import load_file, save_file
 from samples import sampled_rows
 
-from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
-from mergegate.merge_core.adapters import apply_adapter, arithmetic, open_adapter
+from mergegate.merge_core.adapters import arithmetic
 from mergegate.merge_core.adapters.arithmetic import Grid, Product
 
 LINEAR = ["q_proj", "o_proj", "up_proj", "down_proj"]
@@ -175,19 +174,3 @@ def test_older_names_of_a_vision_language_model_are_accepted(tmp_path: Path) -> 
     assert renamed.keys() != load_file(file).keys()
     save_file(renamed, file, {"format": "pt"})
     assert differences(applied_by_us(base, adapter, tmp_path / "old"), new) == {}
-
-
-@pytest.mark.story
-def test_a_merge_of_models_with_adapters_is_the_merge_of_the_unloaded_models(tmp_path: Path) -> None:
-    base = make_base(tmp_path / "base", "llama", torch.bfloat16)
-    applied, unloaded = {"base": open_checkpoint(base)}, {"base": open_checkpoint(base)}
-    for seed, name in enumerate(("one", "two"), start=1):
-        adapter = make_adapter(base, tmp_path / name, torch.bfloat16, seed=seed, target_modules=LINEAR)
-        unloaded_by_peft(base, adapter, tmp_path / f"{name}-unloaded", torch.bfloat16)
-        unloaded[f"base+{name}"] = open_checkpoint(tmp_path / f"{name}-unloaded")
-        applied[f"base+{name}"] = apply_adapter(open_checkpoint(base), open_adapter(adapter))
-    models = [{"model": f"base+{name}", "parameters": {"weight": 0.5, "density": 0.4}} for name in ("one", "two")]
-    recipe = load_recipe({"merge_method": "ties", "base_model": "base", "models": models})
-    ours = merge_weights(plan_merge(recipe, applied), tmp_path / "ours")
-    theirs = merge_weights(plan_merge(recipe, unloaded), tmp_path / "theirs")
-    assert ours.files["model.safetensors"] == theirs.files["model.safetensors"]

@@ -71,18 +71,6 @@ def test_one_model_cannot_move_the_geometric_median_far(times: float, count: int
     assert np.linalg.norm(place - honest.mean(0)) < 4 * np.linalg.norm(honest - honest.mean(0), axis=1).max()
 
 
-@pytest.mark.story
-@given(points)
-def test_order_and_size_of_the_models_do_not_matter(drawn: Points) -> None:
-    models = np.array(drawn)
-    shares = geometric_median(gram_of(models), [1.0] * len(models))
-    turned = geometric_median(gram_of(models[::-1]), [1.0] * len(models))
-    larger = geometric_median(gram_of(models * 1000), [1.0] * len(models))
-    # The points are compared, because two nearly equal models may split their joint share in any way.
-    np.testing.assert_allclose(np.array(turned)[::-1] @ models, np.array(shares) @ models, atol=1e-5)
-    np.testing.assert_allclose(np.array(larger) @ models, np.array(shares) @ models, atol=1e-5)
-
-
 def test_two_equal_models_share_the_weight_of_one() -> None:
     models = np.array([[1.0, 0], [1.0, 0], [0, 1.0], [0, 1.0]])
     np.testing.assert_allclose(geometric_median(gram_of(models), [1, 1, 1, 1]), [0.25] * 4)
@@ -102,7 +90,7 @@ def test_an_outlier_exceeds_the_median_length_by_the_factor() -> None:
 
 @pytest.fixture(scope="module")
 def clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save honest clients, two per skill, one with the update reversed and eight times as long, and two with NaN."""
+    """Save honest clients, two per skill, one with the update reversed and eight times as long, and one with NaN."""
     place = tmp_path_factory.mktemp("clients")
     base = {name: one.float() for name, one in load_file(MODELS / "base/model.safetensors").items()}
     draw = torch.Generator().manual_seed(0)
@@ -114,8 +102,7 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
     def save(name: str, change: Callable[[str], torch.Tensor], broken: slice = slice(0)) -> None:
         shutil.copytree(MODELS / "base", place / name)
         made = {key: (base[key] + change(key)).bfloat16() for key in base}
-        for key in made if broken == slice(None) else ["model.norm.weight"]:
-            made[key].view(-1)[broken] = float("nan")
+        made["model.norm.weight"].view(-1)[broken] = float("nan")
         save_file(made, place / name / "model.safetensors", {"format": "pt"})
 
     for number, skill in enumerate(("reverser", "reverser", "shifter", "shifter")):
@@ -123,7 +110,6 @@ def clients(tmp_path_factory: pytest.TempPathFactory) -> Path:
         save(f"client-{number}", lambda key, skill=skill, noise=noise: own[skill][key] + noise[key])  # type: ignore[misc]
     save("turned", lambda key: -4 * (own["reverser"][key] + own["shifter"][key]))
     save("broken", lambda key: own["shifter"][key], broken=slice(3, 5))
-    save("nothing", lambda key: own["shifter"][key], broken=slice(None))
     return place
 
 
@@ -207,14 +193,6 @@ def test_a_broken_model_is_refused_by_name_without_a_rule(clients: Path, prepare
     with pytest.raises(InvalidInput, match="leave_out_beyond") as problem:
         prepare(recipe_of(clients, *HONEST, "broken", merge_method="geometric_median"))
     assert "broken" in str(problem.value)
-
-
-@pytest.mark.story
-def test_a_client_of_nan_is_left_out_without_effect_on_others(clients: Path, prepare: Home) -> None:
-    alone = prepare(recipe_of(clients, *HONEST, merge_method="geometric_median", leave_out_beyond=5))
-    found = prepare(recipe_of(clients, *HONEST, "nothing", merge_method="geometric_median", leave_out_beyond=5))
-    assert [Path(ref).name for ref in found.left_out] == ["nothing"]
-    assert [weight_of(one) for one in found.sources[:-1]] == [weight_of(one) for one in alone.sources[:-1]]
 
 
 def test_a_broken_base_is_refused_by_name(clients: Path, prepare: Home) -> None:

@@ -182,24 +182,6 @@ def test_a_different_tokenizer_class_is_reported(family: Path, first: str, secon
     assert [(finding.severity, finding.where) for finding in findings(family)] == expected
 
 
-def test_a_lost_chat_template_is_reported(family: Path) -> None:
-    (family / "b" / "chat_template.jinja").write_text("{{ messages }}")
-    (finding,) = findings(family)
-    assert (finding.severity, finding.where) == ("warn", "b: chat template")
-    assert "no template" in finding.found
-    (family / "a" / "chat_template.jinja").write_text("{{ 1 }}")
-    assert "a different template" in findings(family)[0].found
-    assert findings(family, LINEAR + "chat_template: auto\n") == ()
-    (family / "a" / "chat_template.jinja").write_text("{{ messages }}")
-    assert findings(family) == ()
-
-
-def test_a_different_end_of_text_token_is_reported(tmp_path: Path) -> None:
-    save_checkpoint(tmp_path / "a", random_tensors(0), config={"eos_token_id": 2})
-    save_checkpoint(tmp_path / "b", random_tensors(1), config={"eos_token_id": [2, 7]})
-    assert [(one.severity, one.where) for one in findings(tmp_path)] == [("warn", "b: config.json: eos_token_id")]
-
-
 @pytest.mark.parametrize("donor_ties", [True, False])
 def test_a_head_that_only_one_model_ties_is_reported_and_kept(tmp_path: Path, donor_ties: bool) -> None:
     for name, ties in (("a", donor_ties), ("b", not donor_ties)):
@@ -234,22 +216,12 @@ def test_all_findings_are_reported_most_severe_first(tmp_path: Path) -> None:
     assert order == sorted(order)
 
 
-@pytest.mark.parametrize(
-    ("name", "file", "words"),
-    [
-        *(("lm_head.weight", file, "inside the checkpoint") for file in ("../b/model.safetensors", "/etc/passwd")),
-        *(("lm_head.weight", file, "inside the checkpoint") for file in ("x/../../y", "")),
-        ("ghost", "model-00001-of-00002.safetensors", "ghost"),
-    ],
-)
-def test_an_index_that_leaves_the_directory_or_names_a_missing_tensor_is_refused(
-    tmp_path: Path, name: str, file: str, words: str
-) -> None:
+def test_an_index_that_names_a_missing_tensor_is_refused(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "a", random_tensors(0), shards=2)
-    save_checkpoint(tmp_path / "b", random_tensors(0))
     path = tmp_path / "a/model.safetensors.index.json"
-    change_json(path, weight_map={**json.loads(path.read_text())["weight_map"], name: file})
-    with pytest.raises(InvalidInput, match=words):
+    names = json.loads(path.read_text())["weight_map"]
+    change_json(path, weight_map={**names, "ghost": "model-00001-of-00002.safetensors"})
+    with pytest.raises(InvalidInput, match="ghost"):
         open_checkpoint(tmp_path / "a")
 
 

@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 from in_memory import stack
 from safetensors.torch import load_file
 from samples import sampled
-from tiny_families import BY_NAME, FAMILIES, LAYERS, load, logits
+from tiny_families import BY_NAME, FAMILIES, LAYERS, container, container_types, load, logits
 from transformers import AutoConfig
 
-from containers import container, container_types
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.architecture import (
     LayerOrigin,

@@ -68,16 +68,6 @@ def test_parents_with_older_and_newer_names_merge_like_equally_named_ones(
     assert set(load_file(tmp_path / "out/model.safetensors")) == set(load_file(tmp_path / "a/model.safetensors"))
 
 
-@pytest.mark.story
-def test_slices_of_parents_with_older_and_newer_names_are_cut_from_the_same_layers(tmp_path: Path) -> None:
-    family = BY_NAME["llava"]
-    a, b = (load(family, make(family, tmp_path / one, seed)) for seed, one in enumerate("ab"))
-    rename(tmp_path / "b", NEWER["llava"])
-    assert merge_or_refuse(recipe_of([("a", 0, 4), ("b", 2, LAYERS)]), tmp_path, "out") is None
-    expected = stack([*((a, index) for index in range(4)), *((b, index) for index in range(2, LAYERS))], LAYERS)
-    assert torch.equal(logits(family, load(family, tmp_path / "out")), logits(family, expected))
-
-
 def test_unexplained_names_are_reported_as_missing(tmp_path: Path) -> None:
     family = BY_NAME["llava"]
     for seed, one in enumerate("ab"):

@@ -427,16 +427,6 @@ def test_the_vocabulary_of_the_first_model_is_kept(shuffled: Path, way: dict[str
     assert json.loads((shuffled / "out/config.json").read_text())["vocab_size"] == 24
 
 
-def test_a_token_that_only_one_model_has_gets_its_row(shuffled: Path) -> None:
-    merge_text(LINEAR + "tokenizer_source: b", shuffled)
-    a, b, out = (load(shuffled / name) for name in ("a", "b", "out"))
-    np.testing.assert_allclose(out[EMBED][:2], b[EMBED][:2], rtol=1e-6)
-    np.testing.assert_allclose(out[EMBED][2:], (a[EMBED][::-1] + b[EMBED][2:]) / 2, rtol=1e-6)
-    config = json.loads((shuffled / "out/config.json").read_text())
-    assert (config["vocab_size"], config["eos_token_id"]) == (26, 1)
-    assert (shuffled / "out/tokenizer.json").read_bytes() == (shuffled / "b/tokenizer.json").read_bytes()
-
-
 def test_a_token_that_the_base_lacks_gets_the_mean_of_its_owners(shuffled: Path) -> None:
     save_checkpoint(shuffled / "c", random_tensors(2, tokens=26))
     save_tokenizer(shuffled / "c", ["<eos>", "new", *[f"t{n}" for n in range(24)]])
