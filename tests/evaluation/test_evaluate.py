@@ -262,13 +262,6 @@ def test_few_shot_examples_are_drawn_alike_for_every_model_and_follow_the_seed(
     assert prompts[1] != prompts[2]
 
 
-def test_a_perplexity_task_is_refused_with_a_remedy(tmp_path: Path, model: Model) -> None:
-    rolling = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
-    path = write_task(tmp_path, "t", [{"text": "abc"}], **rolling, metric_list=[{"metric": "bits_per_byte"}])
-    with pytest.raises(InvalidInput, match="under 'perplexity:'"):
-        measure(model, pin(path))
-
-
 @pytest.mark.parametrize("extra", [{"test_split": "gone"}, {"doc_to_text": "{{ word | nonsense }}"}])
 def test_a_definition_that_does_not_fit_its_data_is_refused(
     tmp_path: Path, model: Model, extra: dict[str, str]

@@ -226,22 +226,6 @@ def test_all_files_of_a_group_are_pinned(tmp_path: Path, part: str) -> None:
     assert pin(path).digest != before
 
 
-def test_a_tag_is_the_tasks_that_carry_it(tmp_path: Path) -> None:
-    for name in ("one", "two"):
-        write_choices(tmp_path, 5, name=name, extra="tag: pair\n")
-    (tmp_path / "g.yaml").write_text("group: g\ntask: [pair]\n")
-    assert inspect_data(pin(tmp_path / "g.yaml")).documents == 10
-
-
-def test_a_perplexity_task_in_a_group_is_refused_by_name(tmp_path: Path) -> None:
-    write_choices(tmp_path, 5)
-    rolling = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{text}}"}
-    write_task(tmp_path, "rolling", [{"text": "abc"}], **rolling, metric_list=[{"metric": "bits_per_byte"}])
-    (tmp_path / "g.yaml").write_text("group: g\ntask: [letters, rolling]\n")
-    with pytest.raises(InvalidInput, match="task g: rolling: a perplexity task"):
-        inspect_data(pin(tmp_path / "g.yaml"))
-
-
 @pytest.mark.parametrize(
     ("deed", "complaint"),
     [

@@ -68,18 +68,14 @@ def test_a_sample_is_fixed_scattered_and_contained_in_a_larger_one(tmp_path: Pat
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([{"prompt": "a"}], "1 prompts"),
-        ([{"prompt": "a"}, {"text": "b"}], "line 2: neither prompt nor turns"),
-        ([{"prompt": "a", "turns": ["b"]}], "line 1: both prompt and turns"),
-        ([{"prompt": " "}], "line 1: "),
-        ([{"turns": []}], "line 1: "),
-        ([{"turns": "text"}], "line 1: "),
-        ([{"prompt": "a", "reference": ["x", "y"]}], "reference"),
-        ([{"prompt": "a", "reference": 7}], "reference 7"),
+        ([{"prompt": "a"}], "1 prompts"), ([{"prompt": "a"}, {"text": "b"}], "line 2: neither prompt nor turns"),
+        ([{"prompt": "a", "turns": ["b"]}], "line 1: both prompt and turns"), ([{"prompt": " "}], "line 1: "),
+        ([{"turns": []}], "line 1: "), ([{"turns": "text"}], "line 1: "),
+        ([{"prompt": "a", "reference": ["x", "y"]}], "reference"), ([{"prompt": "a", "reference": 7}], "reference 7"),
         ([{"id": 1, "prompt": "a"}, {"id": "1", "prompt": "b"}], "line 2: a second prompt with id 1"),
         ([[]], "line 1: list"),
     ],
-)
+)  # fmt: skip
 def test_an_error_names_the_line_of_an_invalid_prompt(tmp_path: Path, rows: list[Any], words: str) -> None:
     with pytest.raises(InvalidInput, match=words):
         pinned(tmp_path, rows)

@@ -12,16 +12,7 @@ import yaml
 from peer_family import require_peer, run_peer
 from safetensors.torch import load_file, save_file
 
-from mergegate.merge_core import load_recipe, merge_tensors, open_checkpoint, plan_merge
-from mergegate.merge_core.checkpoint import (
-    IMPORTANCE,
-    INPUTS,
-    measurement_file_name,
-    open_importance,
-    open_moments,
-    pack_moments,
-    write_measurement,
-)
+from mergegate.merge_core import checkpoint, load_recipe, merge_tensors, open_checkpoint, plan_merge
 from mergegate.merge_core.recipe import InputMeasurements
 
 pytestmark = pytest.mark.fusionbench
@@ -75,14 +66,14 @@ def root(given: Tensors, tmp_path_factory: pytest.TempPathFactory) -> Path:
     for i in range(MODELS):
         measured = place / f"measured{i}"
         measured.mkdir()
-        moments = {name: pack_moments(given[f"{name}/moments{i}"].double().numpy()) for name in MATRICES}
+        moments = {name: checkpoint.pack_moments(given[f"{name}/moments{i}"].double().numpy()) for name in MATRICES}
         importance = {name: given[f"{name}/importance{i}"] for name in MATRICES}
         for kind, tensors in (
-            (INPUTS, {n: torch.from_numpy(one) for n, one in moments.items()}),
-            (IMPORTANCE, importance),
+            (checkpoint.INPUTS, {n: torch.from_numpy(one) for n, one in moments.items()}),
+            (checkpoint.IMPORTANCE, importance),
         ):
-            save_file(tensors, measured / measurement_file_name(kind, 0))
-            write_measurement(measured / kind, {name: name for name in MATRICES}, positions=1)
+            save_file(tensors, measured / checkpoint.measurement_file_name(kind, 0))
+            checkpoint.write_measurement(measured / kind, {name: name for name in MATRICES}, positions=1)
     return place
 
 
@@ -96,7 +87,7 @@ def ours(root: Path, method: str, parameters: str = "", *, base: bool = True) ->
     )
     if reads:
         measured = {
-            f"model{i}": InputMeasurements("", "", open_moments(place), open_importance(place))
+            f"model{i}": InputMeasurements("", "", checkpoint.open_moments(place), checkpoint.open_importance(place))
             for i, place in ((i, root / f"measured{i}") for i in range(MODELS))
         }
         recipe = replace(recipe, measured=measured)

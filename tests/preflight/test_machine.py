@@ -13,15 +13,8 @@ from mergegate.merge_core.engine.forecast import Rates
 from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.system import Capacity, control_group, control_groups, system_memory
 from mergegate.merge_core.wording import format_roughly
+from mergegate.tasks.preflight import duration
 from mergegate.tasks.preflight.compatibility import Compatibility
-from mergegate.tasks.preflight.duration import (
-    AROUND,
-    STARTING,
-    NetworkSize,
-    PromptLoad,
-    evaluation_seconds,
-    merge_seconds,
-)
 from mergegate.tasks.preflight.machine import Disk, Machine, machine_findings, measure_machine_capacity
 
 GB = 10**9
@@ -158,38 +151,38 @@ def test_a_run_on_an_insufficient_machine_is_refused(home: Path) -> None:
 # Probe results for two cores that other programs used at the same time.
 SPEEDS = {"read": 2.2e9, "write": 5.2e8, "copy": 8.1e9, "hash": 1.8e9, "units": 4.5e9, "products": 3.0e10}
 RATES = Rates(**SPEEDS, same_disk=True, measured_at=0.0)
-DEMO = NetworkSize(parameters=280_000, nbytes=564_000, tensors=29)
-MIDDLE = NetworkSize(parameters=20_900_000, nbytes=83_600_000, tensors=74)
+DEMO = duration.NetworkSize(parameters=280_000, nbytes=564_000, tensors=29)
+MIDDLE = duration.NetworkSize(parameters=20_900_000, nbytes=83_600_000, tensors=74)
 # Requests, tokens and batch size of one call; number of calls, and their total seconds in a run on that machine.
 RECORDED = {
-    "perplexity of the demo, with the start of its process": (DEMO, PromptLoad(600, 27_700, batch=16), 4, 4.0),
-    "a task of the demo": (DEMO, PromptLoad(400, 8_800, batch=16), 12, 3.35),
-    "perplexity of a larger model": (MIDDLE, PromptLoad(300, 13_900, batch=16), 3, 50.9),
-    "a task of a larger model": (MIDDLE, PromptLoad(100, 2_200, batch=16), 3, 9.6),
+    "perplexity of the demo, with the start of its process": (DEMO, duration.PromptLoad(600, 27_700, batch=16), 4, 4.0),
+    "a task of the demo": (DEMO, duration.PromptLoad(400, 8_800, batch=16), 12, 3.35),
+    "perplexity of a larger model": (MIDDLE, duration.PromptLoad(300, 13_900, batch=16), 3, 50.9),
+    "a task of a larger model": (MIDDLE, duration.PromptLoad(100, 2_200, batch=16), 3, 9.6),
 }
 
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_evaluation_time_is_predicted_within_the_stated_factor(name: str) -> None:
     size, asked, calls, took = RECORDED[name]
-    starting = STARTING if "start" in name else 0.0
-    guessed = starting + calls * evaluation_seconds(size, asked, RATES)
+    starting = duration.STARTING if "start" in name else 0.0
+    guessed = starting + calls * duration.evaluation_seconds(size, asked, RATES)
     assert took / 3 < guessed < 3 * took
 
 
 def test_the_duration_of_the_demo_is_predicted() -> None:
-    guessed = merge_seconds(1_680_000, 564_000, RATES) + STARTING + AROUND
-    guessed += 4 * evaluation_seconds(DEMO, PromptLoad(600, 27_700, batch=16), RATES)
-    guessed += 12 * evaluation_seconds(DEMO, PromptLoad(400, 8_800, batch=16), RATES)
+    guessed = duration.merge_seconds(1_680_000, 564_000, RATES) + duration.STARTING + duration.AROUND
+    guessed += 4 * duration.evaluation_seconds(DEMO, duration.PromptLoad(600, 27_700, batch=16), RATES)
+    guessed += 12 * duration.evaluation_seconds(DEMO, duration.PromptLoad(400, 8_800, batch=16), RATES)
     assert 16.7 / 3 < guessed < 3 * 16.7
 
 
 def test_larger_loads_take_longer_and_batches_less() -> None:
-    written = PromptLoad(100, 10_000, written=12_800, batch=16)
-    seconds = evaluation_seconds(MIDDLE, written, RATES)
-    assert seconds > 2 * evaluation_seconds(MIDDLE, replace(written, written=0), RATES)
-    assert seconds > evaluation_seconds(MIDDLE, replace(written, batch=64), RATES)
-    assert seconds > evaluation_seconds(DEMO, written, RATES)
+    written = duration.PromptLoad(100, 10_000, written=12_800, batch=16)
+    seconds = duration.evaluation_seconds(MIDDLE, written, RATES)
+    assert seconds > 2 * duration.evaluation_seconds(MIDDLE, replace(written, written=0), RATES)
+    assert seconds > duration.evaluation_seconds(MIDDLE, replace(written, batch=64), RATES)
+    assert seconds > duration.evaluation_seconds(DEMO, written, RATES)
 
 
 def test_predictions_are_marked_and_unknown_durations_are_not_summed() -> None:

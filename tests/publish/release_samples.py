@@ -81,20 +81,16 @@ def content(scores: Sequence[TaskScore] = (), name: str = "demo", scoring: Scori
     local = {"ref": "../models/local_one", "digest": sha("local"), "licence": "mit"}
     versions = {"mergegate": "0.1.0", "transformers": "5.23.0"}
     return build(
-        ReportContent,
-        name=name,
-        method="linear of 2",
-        recipe=RECIPE,
+        ReportContent, name=name, method="linear of 2", recipe=RECIPE,
         models=(
             build(ReportedModel, name="general", scores=measured, **hub),
             build(ReportedModel, name="local_one", scores=measured, **local),
             build(ReportedModel, name="merge", role="merge", ref=name, digest=sha("merge"), scores=measured),
         ),
-        verdict=build(GateVerdict),
-        scoring=scoring or Scoring(seed=11),
+        verdict=build(GateVerdict), scoring=scoring or Scoring(seed=11),
         versions=tuple(Library(name=library, version=version) for library, version in versions.items()),
         reproduce=("mergegate merge recipe.yaml OUT --seed 3",),
-    )
+    )  # fmt: skip
 
 
 def license_verdict(

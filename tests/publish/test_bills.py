@@ -53,23 +53,16 @@ ALWAYS_MISSING = {
 def facts(about: AboutRelease = STATEMENTS, **update: Any) -> ReleaseFacts:
     """Return the facts about a release on the Hub whose parents are on the Hub."""
     known = ReleaseFacts(
-        name="demo",
-        address="acme/demo",
-        hub_id="acme/demo",
-        about=about,
-        architecture="LlamaForCausalLM",
+        name="demo", address="acme/demo", hub_id="acme/demo", about=about, architecture="LlamaForCausalLM",
         model_type="llama",
         hyperparameters={"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "rope_theta": 1e4},
-        parameters=1234,
-        dtypes=("BF16",),
-        method="linear of 2",
-        parents=(HUB_PARENT, OTHER_PARENT),
+        parameters=1234, dtypes=("BF16",), method="linear of 2", parents=(HUB_PARENT, OTHER_PARENT),
         datasets=(
             DatasetFacts("arc_easy", "evaluation", sha("arc"), 400, (f"allenai/ai2_arc@{COMMIT}",)),
             DatasetFacts("texts/own.jsonl", "calibration", sha("own")),
         ),
         compute=ComputeEstimate(1e9, 1e12, 0.0123456, ("All numbers are upper bounds.",)),
-    )
+    )  # fmt: skip
     return replace(known, **update)
 
 

@@ -90,16 +90,6 @@ def test_ordinary_names_are_not_refused(tmp_path: Path) -> None:
         card_of(tmp_path, content((share(name, 1, 2),), name=name))
 
 
-def test_a_local_path_is_not_a_base_model(tmp_path: Path) -> None:
-    one, other = parents(tmp_path)
-    local = card_metadata(content(), (other,), license_verdict("mit").combination)
-    assert not {"base_model", "base_model_relation"} & set(local)
-    twice = one.model_copy(update={"ref": "acme/general@other"})
-    adapted = one.model_copy(update={"ref": "acme/tuned+acme/adapter"})
-    both = card_metadata(content(), (one, twice, adapted), license_verdict("mit").combination)
-    assert both["base_model"] == ["acme/general", "acme/tuned"]
-
-
 @pytest.mark.parametrize(
     ("first", "second", "expected"),
     [

@@ -136,16 +136,13 @@ def test_the_registration_follows_from_the_provenance() -> None:
 @pytest.mark.parametrize(
     ("there", "write"),
     [
-        (("", "", "", False, False, "", ""), "experiment"),
-        (("1", "", "", False, True, "", "7"), "run"),
-        (("1", "r", "RUNNING", False, True, "", "7"), "log"),
-        (("1", "r", "RUNNING", True, True, "", "7"), "finish"),
+        (("", "", "", False, False, "", ""), "experiment"), (("1", "", "", False, True, "", "7"), "run"),
+        (("1", "r", "RUNNING", False, True, "", "7"), "log"), (("1", "r", "RUNNING", True, True, "", "7"), "finish"),
         (("1", "r", "FINISHED", True, False, "", ""), "model"),
         (("1", "r", "FINISHED", True, True, "", "7"), "version"),
-        (("1", "r", "FINISHED", True, True, "8", "7"), "alias"),
-        (("", "", "", False, True, "8", "8"), "done"),
+        (("1", "r", "FINISHED", True, True, "8", "7"), "alias"), (("", "", "", False, True, "8", "8"), "done"),
     ],
-)
+)  # fmt: skip
 def test_the_alias_is_written_last(there: tuple[Any, ...], write: str) -> None:
     assert next_registry_write(ObservedRegistry(*there)) == write
 

@@ -12,25 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import target_contract as contract
 from faulty_proxy import faulty_proxy
 from forked_publishers import forked_publishers
 from real_servers import running_server
 from small_registry import PASSWORD, USER, SmallRegistry, small_registry
-from target_contract import (
-    ALIAS,
-    ONE,
-    TWO,
-    attempts_with_fault,
-    current_release,
-    publish_files,
-    require_aliases,
-    require_flow_of_releases,
-    require_gated_bytes,
-    require_outcome,
-    require_versions,
-    small_release,
-    target_of,
-)
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.publish import ReleaseFile
@@ -81,30 +67,30 @@ def small(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallRegistry
 
 
 def target(url: str, **settings: Any) -> PublishTarget:
-    return target_of({"to": "oci", "repository": f"{url.removeprefix('http://')}/acme/demo", **settings})
+    return contract.target_of({"to": "oci", "repository": f"{url.removeprefix('http://')}/acme/demo", **settings})
 
 
 def publish(url: str, files: tuple[ReleaseFile, ...], version: str = "", head: str | None = None) -> Release:
-    return publish_files(target(url), files, version, head)
+    return contract.publish_files(target(url), files, version, head)
 
 
 def test_a_release_is_its_digest_and_publishing_again_writes_nothing(url: str, tmp_path: Path) -> None:
-    released = publish(url, ONE, "v1")
+    released = publish(url, contract.ONE, "v1")
     assert released.new
     assert str(released.location).partition("@sha256:")[2]
-    again = publish(url, ONE, "v1")
+    again = publish(url, contract.ONE, "v1")
     assert (again.location, again.new) == (released.location, False)
-    current = current_release(target(url), tmp_path)
+    current = contract.current_release(target(url), tmp_path)
     assert current.head == str(released.location).partition("@")[2]
-    assert (current.version, current.location) == (content_version(ONE), released.location)
+    assert (current.version, current.location) == (content_version(contract.ONE), released.location)
     assert (current.directory / "licenses" / "ä b.txt").read_text() == "terms"
     opened = find_release(str(released.location))
-    assert opened.files() == {file.name: (file.size, file.sha256) for file in ONE}
+    assert opened.files() == {file.name: (file.size, file.sha256) for file in contract.ONE}
     assert opened.read("model.safetensors") == b"weights"
 
 
 def test_a_version_never_changes_and_an_overtaken_publisher_publishes_nothing(url: str, tmp_path: Path) -> None:
-    require_versions(target(url), tmp_path)
+    contract.require_versions(target(url), tmp_path)
     with pytest.raises(InvalidInput, match="no tag 'v9'"):
         target(url).earlier_release(tmp_path, "v9")
     with pytest.raises(Refused, match="does not store the order of its tags"):
@@ -119,18 +105,18 @@ def test_write_access_is_checked_without_a_trace(url: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("size", [7, 3 << 20])
 def test_altered_files_are_not_published(url: str, tmp_path: Path, size: int) -> None:
-    require_gated_bytes(target(url), tmp_path / "w", size)
+    contract.require_gated_bytes(target(url), tmp_path / "w", size)
     assert target(url).current_release(tmp_path) is None
 
 
 @pytest.mark.story
 def test_a_release_flows_through_it(small: SmallRegistry, tmp_path: Path, prefect_api: None) -> None:
-    require_flow_of_releases(target(small.url), tmp_path, "is current there now")
+    contract.require_flow_of_releases(target(small.url), tmp_path, "is current there now")
 
 
 def test_downloads_are_compared_with_their_digest(small: SmallRegistry, tmp_path: Path) -> None:
-    publish(small.url, ONE)
-    small.blobs[f"sha256:{ONE[0].sha256}"] = b"WEIGHTS"
+    publish(small.url, contract.ONE)
+    small.blobs[f"sha256:{contract.ONE[0].sha256}"] = b"WEIGHTS"
     with pytest.raises(Refused, match="the downloaded files differ from their list"):
         target(small.url).current_release(tmp_path)
     with pytest.raises(Refused, match="bytes that do not match the digest"):
@@ -155,10 +141,10 @@ def test_a_login_of_docker_is_used_and_never_shown(tmp_path: Path, home: Path, m
         host = registry.url.removeprefix("http://")
         (tmp_path / "config.json").write_text(json.dumps({"auths": {host: {"auth": auth}}}))
         check_target(target(registry.url), tmp_path)
-        assert publish(registry.url, ONE).new
+        assert publish(registry.url, contract.ONE).new
         registry.tags.clear()
         registry.blobs.clear()
-        assert publish(registry.url, ONE).new
+        assert publish(registry.url, contract.ONE).new
         assert target(registry.url).current_release(tmp_path) is not None
     assert PASSWORD not in str(said.value)
 
@@ -176,19 +162,19 @@ def test_a_fault_at_any_request_leaves_whole_releases_and_is_healed_by_running_a
 ) -> None:
     with faulty_proxy(small.url) as proxy, forked_publishers(tmp_path / "warm", "oci") as warm:
         place = {"to": "oci", "repository": f"{proxy.url.removeprefix('http://')}/acme/demo"}
-        warm.publish(place, small_release(tmp_path / "old", 1), "v1")
+        warm.publish(place, contract.small_release(tmp_path / "old", 1), "v1")
         before, old = (dict(small.blobs), dict(small.manifests), dict(small.tags)), released_files(small)
         files: dict[str, Path] = {}
 
         def attempt(nth: int, on_start: Any) -> Any:
             small.blobs, small.manifests, small.tags = (dict(one) for one in before)
-            files.update(small_release(tmp_path / str(nth), 2))
+            files.update(contract.small_release(tmp_path / str(nth), 2))
             return warm.publish(place, files, "v2", on_start=on_start)
 
-        for outcome in attempts_with_fault(proxy, kind, stride, 12, attempt):
+        for outcome in contract.attempts_with_fault(proxy, kind, stride, 12, attempt):
             new = {name: path.read_bytes() for name, path in files.items()}
             assert released_files(small) in (old, new)
-            require_outcome(outcome, kind)
+            contract.require_outcome(outcome, kind)
             assert warm.publish(place, files, "v2")["version"] == "v2"
             assert released_files(small) == new
             assert set(small.tags) == {"v1", "v2", "latest"}
@@ -204,10 +190,10 @@ def released_files(registry: SmallRegistry) -> dict[str, bytes]:
 
 
 def test_an_alias_is_another_tag_of_the_manifest(small: SmallRegistry) -> None:
-    for files, version in ((ONE, "v1"), (TWO, "spring"), (TWO, "v2")):
+    for files, version in ((contract.ONE, "v1"), (contract.TWO, "spring"), (contract.TWO, "v2")):
         publish(small.url, files, version)
     with faulty_proxy(small.url) as proxy:
         to = target(proxy.url)
-        require_aliases(to, lambda: {**small.tags, ALIAS: ""}, lambda: proxy.written("PUT"))
-        assert find_release(f"{to.address}:{ALIAS}").files() == find_release(f"{to.address}:v1").files()
-    assert small.tags[ALIAS] == small.tags["v1"]
+        contract.require_aliases(to, lambda: {**small.tags, contract.ALIAS: ""}, lambda: proxy.written("PUT"))
+        assert find_release(f"{to.address}:{contract.ALIAS}").files() == find_release(f"{to.address}:v1").files()
+    assert small.tags[contract.ALIAS] == small.tags["v1"]

@@ -57,15 +57,12 @@ def test_a_name_is_never_that_of_another_model() -> None:
 @pytest.mark.parametrize(
     "write",
     [
-        str,
-        lambda path: json.dumps({"a": path}),
+        str, lambda path: json.dumps({"a": path}),
         lambda path: json.dumps({"a": path}, ensure_ascii=False).replace("/", "\\/"),
-        lambda path: f"file://{quote(path)}/x",
-        lambda path: quote(path, safe=""),
-        lambda path: html.escape(f"<{path}>"),
-        lambda path: f"../../..{path}/model",
+        lambda path: f"file://{quote(path)}/x", lambda path: quote(path, safe=""),
+        lambda path: html.escape(f"<{path}>"), lambda path: f"../../..{path}/model",
     ],
-)
+)  # fmt: skip
 def test_the_scan_finds_a_path_however_it_is_written(write: object) -> None:
     content = f"text {write(SECRET)}\n"  # type: ignore[operator]  # every parametrized value is a function
     with pytest.raises(Refused) as refusal:

@@ -11,26 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import target_contract as contract
 from bucket import AWS, BUCKET, S3OnLoopback, s3_on_loopback
 from faulty_proxy import FAULTS
 from forked_publishers import ForkedPublishers, forked_publishers
 from loopback import Answer, Request
 from samples import sampled
-from target_contract import (
-    ALIAS,
-    ONE,
-    TWO,
-    attempts_with_fault,
-    current_release,
-    publish_files,
-    require_aliases,
-    require_flow_of_releases,
-    require_gated_bytes,
-    require_outcome,
-    require_versions,
-    small_release,
-    target_of,
-)
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files import sha256_file
@@ -67,11 +53,11 @@ def bucket(s3: S3OnLoopback, home: Path, monkeypatch: pytest.MonkeyPatch) -> S3O
 
 
 def target(**settings: Any) -> PublishTarget:
-    return target_of({"to": "s3", "url": URL, **settings})
+    return contract.target_of({"to": "s3", "url": URL, **settings})
 
 
 def publish(files: tuple[ReleaseFile, ...], version: str = "", head: str | None = None, **settings: Any) -> Release:
-    return publish_files(target(**settings), files, version, head)
+    return contract.publish_files(target(**settings), files, version, head)
 
 
 def weights_of(files: tuple[ReleaseFile, ...]) -> str:
@@ -83,64 +69,64 @@ def pointer_of(bucket: S3OnLoopback) -> Any:
 
 
 def test_a_release_is_stored_under_its_version_and_the_pointer_names_it(bucket: S3OnLoopback, tmp_path: Path) -> None:
-    version = content_version(ONE)
-    released = publish(ONE)
+    version = content_version(contract.ONE)
+    released = publish(contract.ONE)
     assert (released.new, released.location, released.label) == (True, f"{URL}@{version}", URL)
     there = bucket.objects()
     assert there[f"acme/demo/{version}/model.safetensors"] == b"weights"
     assert there[f"acme/demo/{version}/licenses/ä b.txt"] == b"terms"
     assert pointer_of(bucket)["current"] == version
     assert len(there) == 4
-    current = current_release(target(), tmp_path)
+    current = contract.current_release(target(), tmp_path)
     assert (current.directory / "licenses" / "ä b.txt").read_text() == "terms"
     assert (current.version, current.location, current.complete) == (version, released.location, True)
     bucket.proxy.begin()
-    assert not publish(ONE).new
+    assert not publish(contract.ONE).new
     assert {request.method for request in bucket.proxy.log} <= {"GET", "HEAD"}
     bucket.proxy.begin()
-    assert current_release(target(), tmp_path) == current
+    assert contract.current_release(target(), tmp_path) == current
     assert len(bucket.proxy.log) == 2  # one request for the pointer and one for the listing
 
 
 def test_a_named_version_includes_its_content_hash_and_never_changes(bucket: S3OnLoopback, tmp_path: Path) -> None:
-    require_versions(target(), tmp_path)
-    for version, files, weights in (("v1", ONE, b"weights"), ("v2", TWO, b"others")):
+    contract.require_versions(target(), tmp_path)
+    for version, files, weights in (("v1", contract.ONE, b"weights"), ("v2", contract.TWO, b"others")):
         assert bucket.read(f"acme/demo/{version}-{content_version(files)}/model.safetensors") == weights
-    assert not [key for key in bucket.objects() if f"v1-{content_version(TWO)}" in key]
+    assert not [key for key in bucket.objects() if f"v1-{content_version(contract.TWO)}" in key]
 
 
 def test_one_of_two_concurrent_publishers_is_refused(bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other run releases between the last check and the write, so only the store's own guard detects it."""
-    publish(ONE)
+    publish(contract.ONE)
     write = access.S3Location.write
 
     def overtaken(self: access.S3Location, name: str, content: bytes, **guard: str) -> bool:
         if name == POINTER:
             monkeypatch.setattr(access.S3Location, "write", write)
-            publish(TWO)
+            publish(contract.TWO)
         return write(self, name, content, **guard)
 
     monkeypatch.setattr(access.S3Location, "write", overtaken)
-    with pytest.raises(Refused, match=rf"another release \({content_version(TWO)}\) is current there now"):
+    with pytest.raises(Refused, match=rf"another release \({content_version(contract.TWO)}\) is current there now"):
         publish(LATE)
-    assert pointer_of(bucket)["current"] == content_version(TWO)
+    assert pointer_of(bucket)["current"] == content_version(contract.TWO)
 
 
 def test_an_older_version_is_made_current_again_without_sending_it(bucket: S3OnLoopback) -> None:
-    publish(ONE)
-    publish(TWO)
+    publish(contract.ONE)
+    publish(contract.TWO)
     bucket.proxy.begin()
-    assert publish(ONE).new
+    assert publish(contract.ONE).new
     assert bucket.proxy.written("PUT") == [f"/{BUCKET}/acme/demo/latest.json"]
-    assert pointer_of(bucket)["current"] == content_version(ONE)
+    assert pointer_of(bucket)["current"] == content_version(contract.ONE)
     versions = [one["version"] for one in pointer_of(bucket)["versions"]]
-    assert versions == [content_version(ONE), content_version(TWO)]
+    assert versions == [content_version(contract.ONE), content_version(contract.TWO)]
 
 
 def test_earlier_versions_are_found_by_name_or_as_first(bucket: S3OnLoopback, tmp_path: Path) -> None:
     assert target().earlier_release(tmp_path, "first") is None
-    publish(ONE, "v1")
-    publish(TWO, "v2")
+    publish(contract.ONE, "v1")
+    publish(contract.TWO, "v2")
     earlier = target().earlier_release(tmp_path, "first")
     assert earlier is not None
     assert (earlier.directory / "model.safetensors").read_text() == "weights"
@@ -153,7 +139,7 @@ def test_altered_files_are_not_published(
     bucket: S3OnLoopback, tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(publication, "_IN_MEMORY", 0)
-    require_gated_bytes(target(multipart_threshold=5 << 20), tmp_path / "w", size)
+    contract.require_gated_bytes(target(multipart_threshold=5 << 20), tmp_path / "w", size)
     assert [key for key in bucket.objects() if "model" in key or "latest" in key] == []
     assert bucket.uploads() == []
 
@@ -178,22 +164,22 @@ def test_a_large_file_is_sent_in_parts_and_read_once(
 
 
 def test_an_altered_object_is_detected_and_repaired_by_publishing_again(bucket: S3OnLoopback, tmp_path: Path) -> None:
-    publish(ONE)
-    bucket.write(weights_of(ONE), b"WEIGHTS")
-    assert find_release(URL).files()["model.safetensors"][1] != ONE[0].sha256
+    publish(contract.ONE)
+    bucket.write(weights_of(contract.ONE), b"WEIGHTS")
+    assert find_release(URL).files()["model.safetensors"][1] != contract.ONE[0].sha256
     with pytest.raises(Refused, match=r"the downloaded files differ from their list: model\.safetensors"):
         target().current_release(tmp_path)
-    assert publish(ONE).new
-    assert bucket.read(weights_of(ONE)) == b"weights"
+    assert publish(contract.ONE).new
+    assert bucket.read(weights_of(contract.ONE)) == b"weights"
 
 
 @pytest.mark.story
 def test_objects_without_checksums_are_downloaded_to_verify(bucket: S3OnLoopback) -> None:
-    publish(ONE)
-    bucket.client.put_object(Bucket=BUCKET, Key=weights_of(ONE), Body=b"WEIGHTS")
+    publish(contract.ONE)
+    bucket.client.put_object(Bucket=BUCKET, Key=weights_of(contract.ONE), Body=b"WEIGHTS")
     assert find_release(URL).files()["model.safetensors"][1] == written_file("x", "WEIGHTS").sha256
-    bucket.client.put_object(Bucket=BUCKET, Key=weights_of(ONE), Body=b"weights")
-    assert not publish(ONE).new
+    bucket.client.put_object(Bucket=BUCKET, Key=weights_of(contract.ONE), Body=b"weights")
+    assert not publish(contract.ONE).new
 
 
 def test_a_store_without_guarded_writes_is_refused(bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,28 +190,28 @@ def test_a_store_without_guarded_writes_is_refused(bucket: S3OnLoopback, monkeyp
 
     monkeypatch.setattr(bucket.proxy, "refuse", without_guard)
     with pytest.raises(Refused, match="If-None-Match"):
-        publish(ONE)
+        publish(contract.ONE)
     assert "acme/demo/latest.json" not in bucket.objects()
 
 
 def test_a_foreign_object_in_a_version_is_refused(bucket: S3OnLoopback) -> None:
-    bucket.write(f"acme/demo/{content_version(ONE)}/evil.py", b"import os")
+    bucket.write(f"acme/demo/{content_version(contract.ONE)}/evil.py", b"import os")
     with pytest.raises(Refused, match=r"evil\.py is among the files"):
-        publish(ONE)
+        publish(contract.ONE)
 
 
 def test_leftovers_of_old_interrupted_runs_are_removed(bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch) -> None:
-    publish(ONE)
+    publish(contract.ONE)
     for path in ("dead", "other-prefix"):
         bucket.write(f"acme/demo/{path}/model.safetensors", b"left")
         bucket.write(f"acme/demo/.listings/{path}.json", b"{}")
     before = set(bucket.objects())
-    publish(TWO)
+    publish(contract.TWO)
     assert before <= set(bucket.objects()), "they may be of a run that is at work"
     monkeypatch.setattr(access.S3Location, "now", lambda self: datetime.now(UTC) + timedelta(days=8))
-    publish(ONE)
+    publish(contract.ONE)
     assert {key for key in bucket.objects() if "dead" in key or "other-prefix" in key} == set()
-    assert all(bucket.read(weights_of(files)) for files in (ONE, TWO))
+    assert all(bucket.read(weights_of(files)) for files in (contract.ONE, contract.TWO))
 
 
 def test_missing_prerequisites_are_found_before_the_merge(
@@ -246,7 +232,7 @@ def test_missing_prerequisites_are_found_before_the_merge(
 
 @pytest.mark.story
 def test_a_release_flows_through_it(bucket: S3OnLoopback, tmp_path: Path, prefect_api: None) -> None:
-    require_flow_of_releases(target(), tmp_path, "is current there now")
+    contract.require_flow_of_releases(target(), tmp_path, "is current there now")
     with pytest.raises(InvalidInput, match="no version nothing"):
         find_release(f"{URL}@nothing")
     with pytest.raises(InvalidInput, match=re.escape("no latest.json at this location")):
@@ -259,7 +245,7 @@ def test_no_message_contains_a_secret(bucket: S3OnLoopback, monkeypatch: pytest.
     monkeypatch.setattr(access, "READ_S", 0.2)
     bucket.proxy.begin(replace(FAULTS[kind], times=1 << 30))
     with pytest.raises(Refused, match="run again later") as said:
-        publish(ONE)
+        publish(contract.ONE)
     assert AWS["AWS_SECRET_ACCESS_KEY"] not in str(said.value)
     assert "Authorization" not in str(said.value)
     assert said.value.__cause__ is None
@@ -267,32 +253,32 @@ def test_no_message_contains_a_secret(bucket: S3OnLoopback, monkeypatch: pytest.
 
 @pytest.mark.story
 def test_an_alias_is_an_object_next_to_the_pointer(bucket: S3OnLoopback) -> None:
-    for files, version in ((ONE, "v1"), (TWO, "spring"), (TWO, "v2")):
+    for files, version in ((contract.ONE, "v1"), (contract.TWO, "spring"), (contract.TWO, "v2")):
         publish(files, version)
-    there, key = bucket.objects(), f"acme/demo/{ALIAS}.json"
-    require_aliases(
+    there, key = bucket.objects(), f"acme/demo/{contract.ALIAS}.json"
+    contract.require_aliases(
         target(),
         lambda: {name: content for name, content in bucket.objects().items() if name != key},
         lambda: bucket.proxy.written("PUT"),
     )
     assert json.loads(bucket.read(key))["version"] == "v1"
-    assert find_release(f"{URL}@{ALIAS}").files() == find_release(f"{URL}@v1").files()
+    assert find_release(f"{URL}@{contract.ALIAS}").files() == find_release(f"{URL}@v1").files()
     bucket.put_back(there)
-    with pytest.raises(InvalidInput, match=f"no version {ALIAS}"):
-        find_release(f"{URL}@{ALIAS}")
+    with pytest.raises(InvalidInput, match=f"no version {contract.ALIAS}"):
+        find_release(f"{URL}@{contract.ALIAS}")
 
 
 @pytest.mark.story
 def test_an_alias_is_moved_despite_lost_requests_and_concurrent_writers(
     bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for files, version in ((ONE, "v1"), (TWO, "v2")):
+    for files, version in ((contract.ONE, "v1"), (contract.TWO, "v2")):
         publish(files, version)
     for nth, kind in enumerate(("drop", "503", "before", "drop", "503")):
         bucket.proxy.begin(replace(FAULTS[kind], nth=nth % 4))
-        target().set_alias(Path(), version := ("v1", "v2")[nth % 2], ALIAS)
+        target().set_alias(Path(), version := ("v1", "v2")[nth % 2], contract.ALIAS)
         bucket.proxy.begin()
-        assert target().resolve_alias(Path(), ALIAS) == version
+        assert target().resolve_alias(Path(), contract.ALIAS) == version
     seen: list[str] = []
     read = aliases.read_alias
 
@@ -307,11 +293,11 @@ def test_an_alias_is_moved_despite_lost_requests_and_concurrent_writers(
         return found
 
     monkeypatch.setattr(aliases, "read_alias", overtaken)
-    target().set_alias(Path(), "v2", ALIAS)
+    target().set_alias(Path(), "v2", contract.ALIAS)
     assert seen == ["v1", "theirs", "v2"]
-    bucket.write(f"acme/demo/{ALIAS}.json", b"{}")
+    bucket.write(f"acme/demo/{contract.ALIAS}.json", b"{}")
     with pytest.raises(Refused, match="not an alias of a version"):
-        target().set_alias(Path(), "v2", ALIAS)
+        target().set_alias(Path(), "v2", contract.ALIAS)
 
 
 def released_files(s3: S3OnLoopback) -> dict[str, bytes] | None:
@@ -356,19 +342,19 @@ def test_a_fault_at_any_request_leaves_a_whole_release_and_is_healed_by_running_
     s3.proxy.begin()
     place = {"to": "s3", "url": URL}
     if not first:
-        warm.publish(place, small_release(tmp_path / "old", 1), "v1")
+        warm.publish(place, contract.small_release(tmp_path / "old", 1), "v1")
     before, standing = s3.objects(), released_files(s3)
     files: dict[str, Path] = {}
 
     def attempt(nth: int, on_start: Any) -> Any:
         s3.put_back(before)
-        files.update(small_release(tmp_path / str(nth), 2))
+        files.update(contract.small_release(tmp_path / str(nth), 2))
         return warm.publish(place, files, "v2", on_start=on_start)
 
-    for outcome in attempts_with_fault(s3.proxy, kind, stride, 15, attempt):
+    for outcome in contract.attempts_with_fault(s3.proxy, kind, stride, 15, attempt):
         new = {name: path.read_bytes() for name, path in files.items()}
         assert released_files(s3) in (standing, new), "half a release"
-        require_outcome(outcome, kind)
+        contract.require_outcome(outcome, kind)
         assert warm.publish(place, files, "v2")["version"] == "v2"
         assert released_files(s3) == new
         digest = merkle({name: (path.stat().st_size, sha256_file(path)) for name, path in files.items()})

@@ -17,15 +17,8 @@ from signing_keys import write_keys
 from target_contract import attempts_with_fault
 
 from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks import publish as publishing
 from mergegate.tasks.checkpoints import parse_card
-from mergegate.tasks.publish import (
-    PendingRelease,
-    describe_merge,
-    pending_release,
-    publish,
-    published_merge,
-    require_approved,
-)
 from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.targets import PublishTarget, Target, check_target
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
@@ -216,17 +209,17 @@ def test_a_variant_depends_on_exactly_the_published_release_of_its_merge(
 ) -> None:
     key, _ = write_keys(tmp_path)
     place, merge = merge_place.model_copy(update={"version": "v1", "sign_key": key}), publishable(tmp_path / "one")
-    expected = describe_merge(place, tmp_path, merge.parts)
+    expected = publishing.describe_merge(place, tmp_path, merge.parts)
     release = merge.publish(place, tmp_path)
     current = place.current_release(tmp_path)
     assert current is not None
-    assert published_merge(place, "demo", current.directory) == expected
+    assert publishing.published_merge(place, "demo", current.directory) == expected
     assert expected.version == release.version
     parts = variant_parts(tmp_path / "two", expected, "Q8_0")
-    published = publish(place.for_variants("GGUF"), tmp_path, parts)
+    published = publishing.publish(place.for_variants("GGUF"), tmp_path, parts)
     assert (published.name, published.new) == ("demo-GGUF", True)
     assert (Path(published.location) / expected.reference / "model.safetensors").read_bytes() == b"weights"
-    assert not publish(place.for_variants("GGUF"), tmp_path, parts).new
+    assert not publishing.publish(place.for_variants("GGUF"), tmp_path, parts).new
 
 
 def test_a_published_merge_without_checksums_is_refused(tmp_path: Path, merge_place: DirectoryTarget) -> None:
@@ -235,7 +228,7 @@ def test_a_published_merge_without_checksums_is_refused(tmp_path: Path, merge_pl
     assert current is not None
     (current.directory / "SHA256SUMS").unlink()
     with pytest.raises(Refused, match="the published release cannot be read"):
-        published_merge(merge_place, "demo", current.directory)
+        publishing.published_merge(merge_place, "demo", current.directory)
 
 
 @pytest.mark.story
@@ -243,9 +236,9 @@ def test_variants_of_a_newer_merge_replace_older_ones_and_keep_them(
     tmp_path: Path, merge_place: DirectoryTarget
 ) -> None:
     place = merge_place.for_variants("GGUF")
-    old = publish(place, tmp_path, variant_parts(tmp_path / "one", MERGE, "Q8_0"))
+    old = publishing.publish(place, tmp_path, variant_parts(tmp_path / "one", MERGE, "Q8_0"))
     newer = MergeRelease("demo", "b2de3f9a0c71", sha("newer"), "acme/demo@b2de3f9a0c71")
-    new = publish(place, tmp_path, variant_parts(tmp_path / "two", newer, "Q8_0"))
+    new = publishing.publish(place, tmp_path, variant_parts(tmp_path / "two", newer, "Q8_0"))
     current = place.current_release(tmp_path)
     assert current is not None
     assert current.name == new.version != old.version
@@ -255,30 +248,30 @@ def test_variants_of_a_newer_merge_replace_older_ones_and_keep_them(
 def test_an_approval_covers_the_merge_and_every_variant(tmp_path: Path, merge_place: DirectoryTarget) -> None:
     place = merge_place.for_variants("GGUF")
 
-    def pending(**contents: bytes) -> PendingRelease:
+    def pending(**contents: bytes) -> publishing.PendingRelease:
         merge = publishable(tmp_path / "merge")
-        first = pending_release(merge_place, tmp_path, merge.parts)
+        first = publishing.pending_release(merge_place, tmp_path, merge.parts)
         parts = variant_parts(tmp_path / "variants", MERGE, "Q8_0", **contents)
-        return first.with_variants([pending_release(place, tmp_path, parts)])
+        return first.with_variants([publishing.pending_release(place, tmp_path, parts)])
 
     approved = pending()
     assert approved == pending()
     assert approved.digest != publishable(tmp_path / "merge").publish(merge_place, tmp_path).version
-    require_approved("demo", pending().digest, approved.digest)
+    publishing.require_approved("demo", pending().digest, approved.digest)
     assert not pending().is_current
-    publish(place, tmp_path, variant_parts(tmp_path / "variants", MERGE, "Q8_0"))
+    publishing.publish(place, tmp_path, variant_parts(tmp_path / "variants", MERGE, "Q8_0"))
     assert pending().is_current
     changed = pending(Q8_0=gguf(fill=2))
     assert not changed.is_current
     with pytest.raises(Refused, match="the release that was approved"):
-        require_approved("demo", changed.digest, approved.digest)
+        publishing.require_approved("demo", changed.digest, approved.digest)
 
 
 def test_a_path_of_this_machine_in_a_gguf_file_is_not_published(tmp_path: Path, merge_place: DirectoryTarget) -> None:
     leak = gguf({**METADATA, "general.source.url": ("s", f"file://{tmp_path}/releases")})
     place = merge_place.for_variants("GGUF")
     with pytest.raises(Refused, match=r"demo-GGUF: demo-Q8_0\.gguf: a path of this machine"):
-        publish(place, tmp_path, variant_parts(tmp_path / "variants", MERGE, "Q8_0", Q8_0=leak))
+        publishing.publish(place, tmp_path, variant_parts(tmp_path / "variants", MERGE, "Q8_0", Q8_0=leak))
     assert not place.path.exists()
 
 

@@ -73,22 +73,16 @@ def content(models: tuple[ReportedModel, ...], verdict: GateVerdict, name: str =
     sizes = {"config.json": 688, "model.safetensors": 913_408, "tokenizer.json": 4_110}
     versions = {"mergegate": "0.1.0", "torch": "2.13.0", "transformers": "5.23.0", "lm-eval": "0.4.13"}
     return ReportContent(
-        name=name,
-        method="ties of 2 over base",
-        recipe=RECIPE,
-        models=models,
-        licence="apache-2.0",
+        name=name, method="ties of 2 over base", recipe=RECIPE, models=models, licence="apache-2.0",
         obligations=(
             "State that the parents' weights were changed.",
             "Keep the notices of reverser and sorter with the release.",
         ),
-        verdict=verdict,
-        scoring=Scoring(dtype="float32"),
-        windows=WindowSettings(max_length=128),
+        verdict=verdict, scoring=Scoring(dtype="float32"), windows=WindowSettings(max_length=128),
         files=tuple(parts.MergedFile(name=file, size=size, sha256=sha(file)) for file, size in sizes.items()),
         versions=tuple(parts.Library(name=library, version=version) for library, version in versions.items()),
         reproduce=("git clone <this repository> && cd mergegate", "make install", "mergegate run profiles/demo.yaml"),
-    )
+    )  # fmt: skip
 
 
 def released() -> ReportContent:
@@ -184,16 +178,13 @@ def explanation(layers: int = 4, names: tuple[str, ...] = ("reverser", "sorter")
     flips = Flips(task="reversing", metric="acc,none", lost=75, won=3, **examples)
     conflict = "44 % of the weights that several parents move are pulled both ways (50 % would be chance)."
     return Explanation(
-        origin="base",
-        origin_is_base=True,
-        vectors=names,
-        interference=interference(layers, len(names)),
+        origin="base", origin_is_base=True, vectors=names, interference=interference(layers, len(names)),
         lost=(LostDocuments(reference=names[0], flips=flips),),
         remedies=(
             Remedy(change={"merge_method": "ties", "density": 0.3}, reason=conflict),
             Remedy(change={"lambda": 0.7}, reason="Perplexity rose over the limit."),
         ),
-    )
+    )  # fmt: skip
 
 
 def explained() -> ReportContent:

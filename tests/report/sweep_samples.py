@@ -144,28 +144,17 @@ def confirmed() -> SweepContent:
     unseen = {0: -0.0071, 1: -0.0822, winner: score - 0.00021, best_random.number: best_random.scores[0] - 0.0003}
     gain = score - 0.00021 + 0.0071
     return SweepContent(
-        name="demo-sweep",
-        method="ties of 2 over base",
-        parameters=FIVE,
-        objectives=(LIKELIHOOD,),
-        constraints=("Constraint: on copy, the drop from base may be at most 2 points (exact match).",),
-        trials=trials,
-        winner=winner,
-        reference=0,
-        held_out=held_out(unseen),
+        name="demo-sweep", method="ties of 2 over base", parameters=FIVE, objectives=(LIKELIHOOD,),
+        constraints=("Constraint: on copy, the drop from base may be at most 2 points (exact match).",), trials=trials,
+        winner=winner, reference=0, held_out=held_out(unseen),
         confirmation=confirmation(gain, gain - 0.0006, gain + 0.0006, 3.2e-8, 1200),
         power="Forecast before the sweep: 1,200 held-out documents confirm a true lead of 0.0012 nats per token "
         "80 % of the time.",
-        sets=SETS,
-        racing=ReportedRacing(rule="paired", error=0.05, looks=(0.125, 0.25, 0.5, 1.0)),
-        budget=ReportedBudget(trials=62, hours=0.5, cost=2.0, spent_hours=0.0028, spent_cost=0.0034),
-        recipe=RECIPE,
-        population=8,
-        runner="local, 2 processes",
-        seconds_by_part=(("merge", 2.9), ("load", 0.1), ("score", 4.6)),
-        reproduce=("mergegate sweep profiles/demo-sweep.yaml",),
-        versions=("cmaes 0.13.1", "numpy 2.4.0"),
-    )
+        sets=SETS, racing=ReportedRacing(rule="paired", error=0.05, looks=(0.125, 0.25, 0.5, 1.0)),
+        budget=ReportedBudget(trials=62, hours=0.5, cost=2.0, spent_hours=0.0028, spent_cost=0.0034), recipe=RECIPE,
+        population=8, runner="local, 2 processes", seconds_by_part=(("merge", 2.9), ("load", 0.1), ("score", 4.6)),
+        reproduce=("mergegate sweep profiles/demo-sweep.yaml",), versions=("cmaes 0.13.1", "numpy 2.4.0"),
+    )  # fmt: skip
 
 
 def by_layer() -> SweepContent:
