@@ -177,7 +177,7 @@ def rows() -> Iterator[Any]:
             yield pytest.param(name, quick, marks=marks, id=name if quick else f"{name}: all others")
 
 
-@pytest.mark.parametrize(("name", "quick"), rows())
+@pytest.mark.parametrize(("name", "quick"), list(rows()))
 def test_extreme_arguments_end_in_an_exit_code(project: Project, name: str, quick: bool) -> None:
     for parameter in COMMANDS[name].params:
         for value in extreme_values(parameter):
