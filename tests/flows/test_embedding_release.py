@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from demo_project import PROFILES, Project, expect, make_project
+from safetensors.torch import load_file, save_file
 from typer.testing import Result
 
 pytestmark = pytest.mark.story
@@ -72,10 +74,30 @@ def lose_module(number: int) -> Callable[[Path], None]:
     return lambda model: edit_json(model / "modules.json", lambda all_: [it for it in all_ if it["idx"] != number])
 
 
+def scale_dimensions(model: Path) -> None:
+    """Multiply the dimensions before the dense module by powers of two, and divide its weights by them.
+
+    The embeddings stay the same, but now only the dense module balances the dimensions.
+    """
+    tensors, dense = load_file(model / "model.safetensors"), load_file(model / "2_Dense" / "model.safetensors")
+    factors = 2.0 ** (torch.arange(dense["linear.weight"].shape[1]) % 13 - 6)
+    for name in ("weight", "bias"):
+        tensors[f"encoder.layer.1.output.LayerNorm.{name}"] *= factors
+    dense["linear.weight"] /= factors
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    save_file(dense, model / "2_Dense" / "model.safetensors")
+
+
+def lose_the_dense_module(model: Path) -> None:
+    scale_dimensions(model)
+    lose_module(2)(model)
+
+
 DAMAGE: dict[str, Callable[[Path], None]] = {
     "pooling lost": pool_by(pooling_mode_mean_tokens=True),
     "wrong pooling": pool_by(pooling_mode_mean_tokens=False, pooling_mode_lasttoken=True),
     "prompts lost": lose_prompts,
+    "dense module lost": lose_the_dense_module,
     "normalization lost": lose_module(3),
 }
 
@@ -94,6 +116,11 @@ def test_a_damaged_merge_is_refused(name: str, released: Released) -> None:
     outcome = json.loads(result.stdout)
     assert (result.exit_code, outcome["status"]) == (3, "refused")
     assert "fail" in {guard["outcome"] for guard in outcome["content"]["verdict"]["guards"]}
+
+
+@pytest.mark.parametrize("change", [lambda _: None, scale_dimensions], ids=["copy", "other weights"])
+def test_an_equal_model_passes(change: Callable[[Path], None], released: Released) -> None:
+    expect(compare(released, "equal", change), 0)
 
 
 def test_a_merge_without_its_modules_is_refused_with_the_reason(released: Released) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from demo_project import PROFILES
+from demo_project import PROFILES, make_project
 
 from mergegate.flows.preflight import pin_profile_evidence
 from mergegate.flows.profile import load_profile, parse_profile
@@ -91,6 +92,37 @@ def test_models_in_float32_are_computed_as_ever(tmp_path: Path) -> None:
     for lacking in (set(), {"float16"}, {"bfloat16", "float16"}):
         assert with_supported_dtype(found, {"float32"}, lacking) == found
         assert with_supported_dtype(found, set(), lacking) == found
+
+
+@pytest.mark.story
+def test_the_fallback_to_float32_is_announced_and_equals_float32(
+    tmp_path: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = make_project(tmp_path)
+    for name, dtype in (("small", "auto"), ("wide", "float32")):
+        evaluate = {**EVALUATE, "documents": 40, "dtype": dtype}
+        perplexity = {**PERPLEXITY, "max_documents": 20, "max_increase": "50%", "dtype": dtype}
+        profile = {"name": "small", "recipe": "demo/recipes/ties.yaml", "evaluate": evaluate, "perplexity": perplexity}
+        (project.root / f"profiles/{name}.yaml").write_text(json.dumps(profile))
+    models = [str(PROFILES / "demo/models" / name) for name in ("base", "reverser")]
+    stages = ("perplexity", "evaluate")
+
+    written = project.mergegate("compare", *models, "--profile", "profiles/wide.yaml", "--json")
+    made = {stage: project.artifacts(stage) for stage in stages}
+    lack(monkeypatch, "bfloat16")
+    chosen = project.mergegate("compare", *models, "--profile", "profiles/small.yaml", "--json")
+    assert {stage: project.artifacts(stage) for stage in stages} == made
+    assert all(made.values())
+
+    contents = [json.loads(done.stdout)["content"] for done in (written, chosen)]
+    assert "computed" not in contents[0]
+    assert [content["models"] for content in contents[:1]] == [contents[1]["models"]]
+    assert contents[1]["scoring"]["dtype"] == contents[1]["windows"]["dtype"] == "float32"
+    page = Path(json.loads(chosen.stdout)["report"]).read_text()
+    assert "Models were computed in float32: this processor has no units for bfloat16" in " ".join(page.split())
+
+    checked = project.mergegate("check", "profiles/small.yaml")
+    assert "no units for bfloat16" in " ".join(checked.stdout.split())
 
 
 def test_the_shipped_profiles_leave_it_to_the_machine() -> None:

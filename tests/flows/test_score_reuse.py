@@ -35,6 +35,22 @@ def lopsided(project: Project, name: str, *weights: float) -> str:
 
 
 @pytest.mark.story
+def test_check_forecasts_the_power_of_each_guard(demo: Project) -> None:
+    checked = json.loads(demo.mergegate("check", "profiles/demo.yaml", "--json").stdout)["summary"]
+    lines = [line for line in checked if line.startswith("power: ")]
+    assert "passes" in lines[0]
+    assert [line.split()[1] for line in lines[1:4]] == ["copy:", "reverse:", "shift:"]
+    basis = r"from how the (merge of the last run|merges of the last \d runs) differed on "
+    assert all(re.search(basis, line) for line in lines[1:4])
+    planned = expect(demo.mergegate("plan", "profiles/demo.yaml", "--no-probe", "--json"), 0)
+    tasks = json.loads(planned.stdout)["power"]["tasks"]
+    assert [task["documents"] for task in tasks] == [400, 400, 400]
+    assert all("the merge" in task["basis"] for task in tasks)
+    shown = " ".join(demo.mergegate("plan", "profiles/demo.yaml", "--no-probe").stdout.split())
+    assert all(line in shown for line in lines)
+
+
+@pytest.mark.story
 def test_where_nothing_was_scored_the_guess_is_told_as_one(project: Project) -> None:
     planned = expect(project.mergegate("plan", "profiles/demo.yaml", "--no-probe"), 0)
     assert "have not been counted yet" in planned.stdout
