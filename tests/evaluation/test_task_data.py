@@ -25,12 +25,7 @@ from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.evaluation import process
 from mergegate.tasks.evaluation.harness import score_documents
 from mergegate.tasks.evaluation.lm_eval_tasks import quiet as quiet_lm_eval
-from mergegate.tasks.evaluation.stage import (
-    CountLimit,
-    count_task,
-    data_revisions,
-    pin_data,
-)
+from mergegate.tasks.evaluation.stage import CountLimit, count_task, data_revisions, pin_data
 from mergegate.tasks.evaluation.task_data import DataSource, digest_of_leaves, revision_now
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task
 from mergegate.tasks.evaluation.task_loading import inspect_data, load_task

@@ -194,9 +194,7 @@ def test_tasks_are_not_run_after_the_first_that_is_lost(judged: Judged) -> None:
 
 
 @pytest.mark.story
-def test_a_task_that_is_lost_at_the_second_look_leaves_the_others_where_they_were(
-    judged: Judged,
-) -> None:
+def test_a_task_that_is_lost_at_the_second_look_leaves_the_others_where_they_were(judged: Judged) -> None:
     def falls_late(name: str, task: str, doc: int) -> bool:
         if task == "copy" and name == "merge" and doc >= 500:
             return doc % 2 == 0
@@ -417,10 +415,7 @@ def test_answers_are_not_lengthened_beyond_the_limit(
 
 @pytest.mark.parametrize(
     ("class_name", "untested"),
-    [
-        pytest.param("LlamaForCausalLM", "", marks=pytest.mark.story),
-        ("VoxtralForConditionalGeneration", "sound"),
-    ],
+    [pytest.param("LlamaForCausalLM", "", marks=pytest.mark.story), ("VoxtralForConditionalGeneration", "sound")],
 )
 def test_the_verdict_notes_that_only_text_was_tested(
     judged: Judged, monkeypatch: pytest.MonkeyPatch, class_name: str, untested: str

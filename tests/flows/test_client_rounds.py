@@ -312,12 +312,7 @@ def test_the_step_of_a_round_is_that_of_its_formula(tmp_path: Path, settings: di
         for name, step in steps.items():
             save_tiny(tmp_path / name, begin + step)
         found = client_round(
-            document,
-            tmp_path,
-            "profile",
-            last_release=released,
-            digest_of=digest_of_tiny,
-            find_state=tmp_path.joinpath,
+            document, tmp_path, "profile", last_release=released, digest_of=digest_of_tiny, find_state=tmp_path.joinpath
         )
         recipe = load_recipe(yaml.safe_dump_all([dict(one) for one in found.documents]))
         if adam:

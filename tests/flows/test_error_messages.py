@@ -142,10 +142,7 @@ def test_each_reviewed_mistake_has_a_title_a_message_and_a_code_in_terms_of_user
 
 @pytest.mark.parametrize("mistake", sampled(CHECKED, MISTAKES[::FEW]), ids=[mistake.title for mistake in CHECKED])
 def test_what_check_finds_first_is_what_run_stops_at(
-    mistake: Mistake,
-    said_of: Callable[[Mistake], tuple[int, list[str]]],
-    world: World,
-    monkeypatch: pytest.MonkeyPatch,
+    mistake: Mistake, said_of: Callable[[Mistake], tuple[int, list[str]]], world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, lines = said_of(mistake)
     monkeypatch.setattr(DeclaredStage, "__call__", _without_prefect)

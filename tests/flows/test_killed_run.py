@@ -79,13 +79,7 @@ def run_and_die(project: Project, dies: str, moment: str, profile: str) -> subpr
 
 def finish(command: list[str], project: Project) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command,
-        cwd=project.root,
-        env=environment(project),
-        capture_output=True,
-        text=True,
-        timeout=HANG_S,
-        check=False,
+        command, cwd=project.root, env=environment(project), capture_output=True, text=True, timeout=HANG_S, check=False
     )
 
 

@@ -48,10 +48,7 @@ def shell(line: str, cwd: Path, **environment: str) -> subprocess.CompletedProce
             ("$m methods >/dev/full", (3,)),
             ("$m merge missing.yaml out 2>/dev/full", (2,)),
         ],
-        [
-            ("$m --version >&- 2>&- <&-", (0,)),
-            ("$m --help >/dev/full", (3,)),
-        ],
+        [("$m --version >&- 2>&- <&-", (0,)), ("$m --help >/dev/full", (3,))],
     ),
 )
 def test_a_stream_that_cannot_be_written_is_no_traceback(tmp_path: Path, line: str, codes: tuple[int, ...]) -> None:

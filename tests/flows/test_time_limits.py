@@ -31,10 +31,7 @@ def wait(seconds: float = HANG_S) -> None:
 class TestTimeLimits:
     @pytest.mark.parametrize(
         ("limits", "where", "expected"),
-        [
-            ({"stages": {"merge": "0.05 s"}}, "merge", "limits.stages.merge"),
-            ({"run": "0.05 s"}, "the run", ""),
-        ],
+        [({"stages": {"merge": "0.05 s"}}, "merge", "limits.stages.merge"), ({"run": "0.05 s"}, "the run", "")],
     )
     def test_work_ends_when_its_time_is_up_and_names_its_limit(
         self, limits: dict[str, Any], where: str, expected: str

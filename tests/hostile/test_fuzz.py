@@ -31,8 +31,7 @@ def never_ends(data: bytes) -> object:
 
 
 @pytest.mark.parametrize(
-    ("parse", "failures"),
-    [(refuses, 0), (len, 0), (lambda data: data.decode("ascii")[99], 3), (never_ends, 1)],
+    ("parse", "failures"), [(refuses, 0), (len, 0), (lambda data: data.decode("ascii")[99], 3), (never_ends, 1)]
 )
 def test_the_fuzzer_notices_tracebacks_and_hangs(
     parse: Callable[[bytes], object], failures: int, monkeypatch: pytest.MonkeyPatch

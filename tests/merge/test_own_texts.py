@@ -133,8 +133,7 @@ def infinite_network() -> Any:
 
 
 @pytest.mark.parametrize(
-    ("network", "message"),
-    [(unknown_network, "no tensor that contributes"), (infinite_network, "NaN or infinity")],
+    ("network", "message"), [(unknown_network, "no tensor that contributes"), (infinite_network, "NaN or infinity")]
 )
 def test_a_model_that_cannot_be_measured_is_refused(tmp_path: Path, network: Any, message: str) -> None:
     network().save_pretrained(tmp_path / "model")

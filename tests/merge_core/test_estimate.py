@@ -15,12 +15,7 @@ from family import LINEAR, plan_recipe
 from safetensors.torch import save_file
 from sparse_models import LLAMA_70B, header_bytes, llama, save_sparse, weights_of
 
-from mergegate.merge_core import (
-    EngineSettings,
-    MergePlan,
-    merge_methods,
-    merge_weights,
-)
+from mergegate.merge_core import EngineSettings, MergePlan, merge_methods, merge_weights
 from mergegate.merge_core.engine.forecast import probe
 from mergegate.merge_core.engine.forecast.forecast import (
     Needs,

@@ -15,13 +15,7 @@ from family import LINEAR, check_recipe
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from mergegate.merge_core import (
-    MergeRecord,
-    load_recipe,
-    merge_weights,
-    open_checkpoint,
-    plan_merge,
-)
+from mergegate.merge_core import MergeRecord, load_recipe, merge_weights, open_checkpoint, plan_merge
 from mergegate.merge_core.checkpoint import Checkpoint, DerivedTensor, StoredTensor, patterns
 from mergegate.merge_core.engine import EngineSettings
 from mergegate.merge_core.errors import InvalidInput

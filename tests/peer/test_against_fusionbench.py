@@ -109,13 +109,7 @@ def distance(one: torch.Tensor, other: torch.Tensor, base: torch.Tensor) -> floa
     ],
 )  # fmt: skip
 def test_the_same_numbers(
-    given: Tensors,
-    theirs: Tensors,
-    root: Path,
-    their: str,
-    method: str,
-    parameters: str,
-    base: bool,
+    given: Tensors, theirs: Tensors, root: Path, their: str, method: str, parameters: str, base: bool
 ) -> None:
     """FusionBench inverts and decomposes in float32, while mergegate accumulates in float64."""
     for name, found in ours(root, method, parameters, base=base).items():

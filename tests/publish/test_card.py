@@ -33,11 +33,7 @@ HERE = Publication(
     address="acme/demo", signed=False, device="cpu", compliance="See the sheet.", versions={"torch": "2.13.0"}
 )
 GSM8K = share("gsm8k", 700, 1319, "exact_match,flexible-extract")
-SCORES = (
-    GSM8K,
-    share("gsm8k", 650, 1319, "exact_match,strict-match"),
-    share("arc_easy", 300, 400),
-)
+SCORES = (GSM8K, share("gsm8k", 650, 1319, "exact_match,strict-match"), share("arc_easy", 300, 400))
 
 
 def card_of(

@@ -86,9 +86,7 @@ def test_a_release_contains_the_sheet_and_its_card_links_it(tmp_path: Path) -> N
     assert f"* {both}: training compute, summary of the training content, copyright policy" in missing
 
 
-def test_statements_are_shown_literally_and_every_file_is_the_same_on_every_machine(
-    tmp_path: Path,
-) -> None:
+def test_statements_are_shown_literally_and_every_file_is_the_same_on_every_machine(tmp_path: Path) -> None:
     files, second = (texts(publishable(tmp_path / name).parts, **ABOUT) for name in ("a", "b"))
     assert files == second
     assert not any(str(tmp_path) in text for text in files.values())

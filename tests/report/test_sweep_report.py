@@ -262,8 +262,7 @@ def test_a_value_has_a_position_in_its_range(
 
 
 @pytest.mark.parametrize(
-    ("p", "text"),
-    [(0.42, "p = 0.42"), (0.0312, "p = 0.031"), (3.2e-5, f"p = 3e{MINUS}5"), (1e-6, f"p < 1e{MINUS}6")],
+    ("p", "text"), [(0.42, "p = 0.42"), (0.0312, "p = 0.031"), (3.2e-5, f"p = 3e{MINUS}5"), (1e-6, f"p < 1e{MINUS}6")]
 )
 def test_a_p_value_has_sensible_digits(p: float, text: str) -> None:
     assert wording.p_text(p) == text

@@ -186,10 +186,7 @@ def test_nothing_is_compiled_if_python_does_not_write_bytecode(
     assert (compiled(libraries), imported(libraries)) == (set(), 0)
 
 
-@pytest.mark.parametrize(
-    ("python", "imports"),
-    [("no such interpreter", IMPORTS), (sys.executable, IMPORTS)],
-)
+@pytest.mark.parametrize(("python", "imports"), [("no such interpreter", IMPORTS), (sys.executable, IMPORTS)])
 def test_a_failed_import_is_ignored(libraries: Path, python: str, imports: str) -> None:
     if (python, imports) == (sys.executable, IMPORTS):
         (libraries / "package" / "last.py").unlink()

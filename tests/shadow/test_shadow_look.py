@@ -195,10 +195,7 @@ PROFILES = Path(__file__).resolve().parents[2] / "profiles"
 @pytest.mark.story
 @pytest.mark.parametrize(
     ("parent", "candidate", "status", "code"),
-    [
-        pytest.param("reverser", "ties", "promoted", 0, marks=pytest.mark.proof),
-        ("ties", "lopsided", "rolled back", 3),
-    ],
+    [pytest.param("reverser", "ties", "promoted", 0, marks=pytest.mark.proof), ("ties", "lopsided", "rolled back", 3)],
 )
 def test_a_good_merge_is_promoted_and_the_lopsided_one_rolled_back(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parent: str, candidate: str, status: str, code: int

@@ -237,10 +237,7 @@ def test_a_candidate_that_fails_too_often_is_killed_immediately(tmp_path: Path) 
     assert len(one.candidate.log) == asked < 30
 
 
-@pytest.mark.parametrize(
-    ("serving", "answers", "copied"),
-    [("promoted", "candidate", 0), ("watch", "parent", 1)],
-)
+@pytest.mark.parametrize(("serving", "answers", "copied"), [("promoted", "candidate", 0), ("watch", "parent", 1)])
 def test_the_proxy_follows_the_routing_file(tmp_path: Path, serving: Any, answers: str, copied: int) -> None:
     with running_proxy(tmp_path) as one:
         one.proxy._routing.decide(serving, "somebody said so")

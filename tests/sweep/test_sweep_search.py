@@ -189,8 +189,7 @@ def test_a_candidate_without_a_score_ranks_last(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("result", "refusal"),
-    [(RuntimeError("no memory"), "no memory"), (DiskUnavailable("disk", found="full"), "full")],
+    ("result", "refusal"), [(RuntimeError("no memory"), "no memory"), (DiskUnavailable("disk", found="full"), "full")]
 )
 def test_a_dead_machine_ends_the_run(result: Exception, refusal: str, tmp_path: Path) -> None:
     def fail(requests: Sequence[TrialRequest]) -> Results:

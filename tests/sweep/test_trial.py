@@ -23,14 +23,7 @@ from trial_settings import DEMO, PLAIN, StopsAt, demo, setting_of, stage_scores,
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import ChangedInput, InvalidInput
 from mergegate.merge_core.files import HashMemo, JournalLocation
-from mergegate.tasks.checkpoints import (
-    Model,
-    load_model,
-    messages,
-    pin_checkpoints,
-    resolve_parents,
-    unload_models,
-)
+from mergegate.tasks.checkpoints import Model, load_model, messages, pin_checkpoints, resolve_parents, unload_models
 from mergegate.tasks.evaluation import DocumentSplits, Scoring, tokenize_task
 from mergegate.tasks.evaluation.backends.hf import wrap_model
 from mergegate.tasks.perplexity.measurement import WindowSettings, measure
