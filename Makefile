@@ -8,8 +8,9 @@ PORT   ?= 4200
 # Python compiles a module at its first import. With this variable set, every process would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Use one worker more than a machine with two cores has, because tests wait for processes and servers. An idle worker
-# takes half of the remaining tests from another one.
+# One worker for each of two cores; tests that wait for processes and servers get one more. Each worker imports all
+# libraries once. An idle worker takes half of the remaining tests from another one.
+QUICK    := -n 2 --dist worksteal
 PARALLEL := -n 3 --dist worksteal
 # Keep the tests of a file in one worker, so that they share a server.
 TOGETHER := -n 3 --dist loadfile
@@ -33,7 +34,7 @@ WITHOUT_PROOFS = and not proof
 REQUIRED_BY_STORIES = MERGEGATE_REQUIRE_VALIDATORS=1 MERGEGATE_REQUIRE_TOKENIZERS=1 $(if $(wildcard .registry/ready),MERGEGATE_REQUIRE_REGISTRY=1)
 
 test: $(VENV)/ready ## run the tests that a change is likely to break
-	$(BIN)/pytest $(PARALLEL) -m "not story $(WITHOUT_PROOFS) and $(ELSEWHERE)"
+	$(BIN)/pytest $(QUICK) -m "not story $(WITHOUT_PROOFS) and $(ELSEWHERE)"
 
 test-stories: $(VENV)/ready .venv-validators/ready .tokenizers/ready ## run make test, and one of each story: release, refusal, resume, schedule, sweep
 	$(REQUIRED_BY_STORIES) $(BIN)/pytest $(PARALLEL) --durations 40 --durations-min 1 --ignore tests/publish/test_mlflow.py -m "$(ELSEWHERE) $(WITHOUT_PROOFS)"
