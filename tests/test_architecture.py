@@ -117,6 +117,7 @@ def layer(module: str) -> int:
     return LAYERS.index(module.partition(".")[0])
 
 
+@pytest.mark.story
 def test_imports_only_point_down() -> None:
     assert [one for one in imports() if layer(one.module) > layer(one.importer)] == []
 
@@ -329,6 +330,7 @@ def unbounded_reads(nodes: Iterable[ast.AST]) -> list[str]:
     return reads
 
 
+@pytest.mark.story
 def test_paths_that_a_user_names_are_opened_by_the_bounded_opener() -> None:
     """A pipe as a key or a text would make the run wait forever, and ``/dev/zero`` would fill the memory."""
     readers = {module: unbounded_reads(ast.walk(tree(module))) for module in MODULES}

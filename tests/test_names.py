@@ -76,6 +76,7 @@ def is_flag(annotation: ast.expr | None) -> bool:
     return annotation is not None and ast.unparse(annotation) in ("bool", "bool | None", "Literal[False]")
 
 
+@pytest.mark.story
 def test_parameters_are_not_bare_participles_or_pronouns() -> None:
     bare = [
         f"{location}({parameter.arg})"

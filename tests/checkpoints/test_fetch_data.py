@@ -73,6 +73,7 @@ def test_a_task_finds_its_fetched_data(online: LookAlike, tmp_path: Path) -> Non
     assert pin_task("piqa", tmp_path, HashMemo(tmp_path / "i.db"), data) == before
 
 
+@pytest.mark.story
 def test_a_dataset_that_the_hub_does_not_have_is_named(online: LookAlike, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="dataset baber/piqa"):
         fetch_datasets(named_data("piqa", None), tmp_path / "data", lambda one: None)

@@ -181,6 +181,7 @@ def install_vllm(monkeypatch: pytest.MonkeyPatch, engine: type) -> None:
     monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
+@pytest.mark.story
 def test_vllm_receives_the_settings_of_the_profile(
     model: Model, task: EvalTask, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,6 +219,7 @@ def test_tokens_removed_from_a_prompt_are_counted(tmp_path: Path, backend: str, 
     assert (cuts.documents, cuts.cut) == (DOCUMENTS, cut)
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("backend", "max_length"), sampled_rows(product(("hf", "served"), (128, 16, 13)), [("hf", 16), ("served", 13)])
 )

@@ -133,6 +133,7 @@ def test_a_damaged_recording_is_refused_with_its_name(tmp_path: Path, damage: ob
     assert "a.wav" in str(caught.value)
 
 
+@pytest.mark.story
 def test_any_mutated_wave_file_is_read_or_refused(tmp_path: Path) -> None:
     content = write_wave(tmp_path / "a.wav", tone(440, 0.01, 16000)).read_bytes()
     rng = random.Random(4)

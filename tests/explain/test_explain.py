@@ -225,6 +225,7 @@ def test_a_refused_merge_is_explained_by_weights_documents_and_remedies(
     assert Explanation.model_validate_json(found.model_dump_json()) == found
 
 
+@pytest.mark.story
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_without_a_base_task_vectors_begin_at_the_first_parent(parents: tuple[PinnedCheckpoint, ...]) -> None:
     base, first, second, merge = parents

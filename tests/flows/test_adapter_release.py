@@ -38,6 +38,7 @@ def test_an_existing_directory_is_not_written_over(tmp_path: Path) -> None:
     assert "it exists" in done.output
 
 
+@pytest.mark.story
 def test_a_recipe_with_adapters_is_merged_as_planned(tmp_path: Path) -> None:
     project, file = make_project(tmp_path), "profiles/demo/recipes/adapters.yaml"
     expect(project.mergegate("merge", file, "out"), 0)

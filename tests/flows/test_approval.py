@@ -93,6 +93,7 @@ def test_a_run_that_is_not_clearly_named_is_not_approved(
         select_waiting_run(runs, named)
 
 
+@pytest.mark.story
 def test_a_run_whose_deployment_was_deleted_still_waits(prefect_api: None) -> None:
     with get_client(sync_client=True) as client:
         deployment = client.create_deployment(client.create_flow_from_name("release"), "removed-profile")

@@ -152,6 +152,7 @@ LOOKS: dict[str, tuple[Right, tuple[Guard, ...], dict[str, Any], str, dict[str, 
 }
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("name", sampled(LOOKS, ["one look"]))
 def test_a_task_is_looked_at_until_its_guard_is_decided(judged: Judged, name: str) -> None:
     right, guards, settings, outcome, looks = LOOKS[name]
@@ -166,6 +167,7 @@ def test_a_task_is_looked_at_until_its_guard_is_decided(judged: Judged, name: st
         assert (look.number, look.of, look.confidence) == (1, 1, 0.95)
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("rule", [pytest.param("each", marks=pytest.mark.story), "suite"])
 def test_when_a_task_is_lost_those_to_come_are_not_run(judged: Judged, rule: Literal["each", "suite"]) -> None:
     result, bench = judged(loses("reverse"), COPY, REVERSE, SORT, rule=GateRule(rule=rule))
@@ -231,6 +233,7 @@ def test_where_each_model_has_a_process_of_its_own_references_are_loaded_once(
     assert [name for name, *_ in bench.asked[:4]] == ["base", "base", "reverser", "reverser"]
 
 
+@pytest.mark.story
 def test_a_variant_is_scored_by_its_own_backend_and_may_copy_the_merge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -403,6 +406,7 @@ def test_cut_off_answers_are_lengthened_at_the_same_look_for_all_models(
     assert sorted(second) == sorted((name, "reverse", 1000, needed) for name in models)
 
 
+@pytest.mark.story
 def test_answers_are_not_lengthened_beyond_the_limit(
     judged: Judged, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -413,6 +417,7 @@ def test_answers_are_not_lengthened_beyond_the_limit(
     assert guard.reason.endswith("evaluate.max_answer_tokens above 80 would decide")
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("class_name", "untested"),
     [pytest.param("LlamaForCausalLM", "", marks=pytest.mark.story), ("VoxtralForConditionalGeneration", "sound")],

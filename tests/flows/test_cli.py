@@ -144,6 +144,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("mergegate.flows.cli.check.is_recipe", interrupt)
 
 
+@pytest.mark.story
 @pytest.mark.usefixtures("interrupted")
 def test_ctrl_c_ends_a_run_with_a_line_a_state_and_a_place_in_the_history(project: Project) -> None:
     result = expect(project.mergegate("run", "profiles/demo.yaml"), 130)

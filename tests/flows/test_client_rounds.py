@@ -285,6 +285,7 @@ def digest_of_tiny(place: Path) -> str:
     return sha256_file(place / "model.safetensors")
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(
     "settings",
     [

@@ -195,6 +195,7 @@ def test_what_other_people_look_at_is_told_to_their_server(own: Project, monkeyp
     assert json.loads(printed.stdout)["status"] == "nothing new"
 
 
+@pytest.mark.story
 def test_an_invalid_setting_is_refused(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MERGEGATE_STORE_QUOTA", "much")
     assert project.mergegate("run", PROFILE).exit_code == 2

@@ -117,6 +117,7 @@ def _stages() -> list[str]:
     return sorted(set(re.findall(r'^@(?:value_)?(?:stage|step)\("(\w+)"', sources, re.MULTILINE)))
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("step", [FEW, pytest.param(1, marks=pytest.mark.story)])
 def test_every_error_message_matches_the_reviewed_file(
     said_of: Callable[[Mistake], tuple[int, list[str]]], step: int

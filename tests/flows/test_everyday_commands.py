@@ -228,6 +228,7 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@pytest.mark.story
 def test_every_line_names_run_flow_and_profile_and_those_of_a_stage_its_key(log: Path) -> None:
     handlers = [list(logging.getLogger(name).handlers) for name in ("", "prefect")]
     night("yes")

@@ -104,6 +104,7 @@ class TestPowerLoss:
                 break
         assert there == ["merge", "gate"] or not names_survive, "what was made is not there after a cut that came later"
 
+    @pytest.mark.story
     def test_a_release_in_a_directory_is_whole_or_absent_and_the_next_run_completes_it(
         self, tmp_path: Path, names_survive: bool
     ) -> None:

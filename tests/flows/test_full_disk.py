@@ -49,6 +49,7 @@ def assert_one_message(done: Done, *words: str) -> None:
     assert all(word in done.stderr for word in words), done.stderr
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(
     "number",
     [errno.ENOSPC, *(pytest.param(number, marks=pytest.mark.story) for number in (errno.EROFS, errno.EIO))],
@@ -101,6 +102,7 @@ def test_a_file_name_that_is_not_text_does_not_fail_the_run(tmp_path: Path) -> N
     assert [os.fsencode(path.name) for path in tmp_path.iterdir() if not path.name.startswith(".")] == [b"\xff\xfe"]
 
 
+@pytest.mark.story
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
 @pytest.mark.parametrize("command", [("methods",), pytest.param(("methods", "--json"), marks=pytest.mark.story)])
 def test_output_that_cannot_be_printed_is_said_where_it_can_be(tmp_path: Path, command: tuple[str, ...]) -> None:

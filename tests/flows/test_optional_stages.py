@@ -57,6 +57,7 @@ def test_a_judge_with_position_bias_is_inconclusive(demo: Project) -> None:
     assert "judge-1" in Path(outcome(biased)["report"]).read_text()
 
 
+@pytest.mark.story
 def test_a_judge_with_an_unknown_reference_is_rejected_at_once(project: Project) -> None:
     name = profile(project, "unknown", judge={**asks_a_judge(project, "http://localhost:1/v1"), "guarded_by": "shiftr"})
     expect(project.mergegate("run", name), 2, "judge.guarded_by", "shifter")
@@ -72,6 +73,7 @@ def test_a_merge_that_the_gate_refuses_is_not_judged(demo: Project) -> None:
     assert asked.bodies == []
 
 
+@pytest.mark.story
 def test_a_missing_server_is_found_before_the_merge(project: Project) -> None:
     result = project.mergegate("run", profile(project, "nowhere", serve={"python": "nowhere/bin/python"}))
     expect(result, 2, "serve.python", "make serve-env")

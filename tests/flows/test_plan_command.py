@@ -68,6 +68,7 @@ def test_json_has_every_number(plan: Plan) -> None:
     assert content["cost"] == {"a": pytest.approx([least, most]), "b": pytest.approx([2 * least, 2 * most])}
 
 
+@pytest.mark.story
 def test_rates_are_measured_once_an_hour_and_without_a_probe_earlier_rates_still_count(plan: Plan, home: Path) -> None:
     content = answer(plan("--json", "--no-probe", "--price", "a=1"))
     assert (content["rates"], content["time"], content["cost"]) == (None, None, {"a": None})

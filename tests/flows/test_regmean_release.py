@@ -84,6 +84,7 @@ def test_it_is_reproduced_from_its_texts_or_says_which_is_another(project: Proje
     assert "a text that differs from the one in the provenance" in result.output
 
 
+@pytest.mark.story
 def test_what_a_task_asks_is_found_in_a_text(tmp_path, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     """Exactly the documents that a text contains are found in it, in any case and with any punctuation."""
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))

@@ -135,6 +135,7 @@ def test_a_broken_merge_is_refused_by_perplexity_before_any_task_is_run(demo: Pr
     assert not (demo.root / "releases" / "demo-exploding").exists()
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("profile", "words"),
     [

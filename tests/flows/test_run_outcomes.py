@@ -142,6 +142,7 @@ class TestEveryEnding:
         assert (home() / "reports" / "demo.html").read_bytes() == page
         assert not (home() / "reports" / "another.html").exists()
 
+    @pytest.mark.story
     def test_invalid_weights_are_recorded_even_if_a_user_watches(self) -> None:
         run_of(invalid_weights, deployed=False)
         assert [record.status for record in read_history(home() / "reports").records] == ["invalid"]

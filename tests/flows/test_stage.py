@@ -104,6 +104,7 @@ def test_a_cached_refusal_refuses_again() -> None:
         assert spy.seen[-1] == ("ended", "count", "", "refused", "number 6")
 
 
+@pytest.mark.story
 def test_the_name_of_a_model_is_in_its_progress_but_not_in_the_key() -> None:
     _, spy, _ = run(8, model=Model(name="reverser", digest="d", directory=Path("/here")))
     assert ("advanced", "count", "reverser", 1, 2, "steps") in spy.seen
@@ -123,6 +124,7 @@ class Done:
         return "done"
 
 
+@pytest.mark.story
 def test_a_step_is_never_cached() -> None:
     done: list[int] = []
 
@@ -178,6 +180,7 @@ def meet(out: Path, number: int) -> Counted:
     return Counted(number=number)
 
 
+@pytest.mark.story
 def test_submitted_stages_run_in_parallel_and_their_results_raise_errors() -> None:
     @flow(task_runner=ThreadPoolTaskRunner(max_workers=2))
     def both() -> list[int]:
@@ -262,6 +265,7 @@ def test_prefect_shows_a_refusal_as_a_failure_with_its_reason(task_runs: dict[st
     assert (name, state.type, state.name, state.message) == ("count", StateType.FAILED, "Refused", "here: no")
 
 
+@pytest.mark.story
 def test_the_graph_has_stages_passed_to_after(task_runs: dict[str, Emitted]) -> None:
     @flow
     def allowed() -> None:

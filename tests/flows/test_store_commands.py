@@ -106,6 +106,7 @@ class TestRunsOfStages:
         collect()
         assert stages() == {"grow", "copy", "weigh"}, "it is the last run of its profile"
 
+    @pytest.mark.story
     def test_an_artifact_that_goes_after_it_was_found_is_made_again_by_the_same_run(self) -> None:
         lost = []
 
@@ -155,6 +156,7 @@ class TestRunsOfStages:
         monkeypatch.setattr("mergegate.tasks.stage.usage.collect_garbage", fails)
         assert night(10)[0].status == "passed"
 
+    @pytest.mark.story
     def test_an_invalid_quota_is_refused_before_any_work(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MERGEGATE_STORE_QUOTA", "plenty")
         outcome, _ = night(10)

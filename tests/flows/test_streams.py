@@ -29,6 +29,7 @@ def shell(line: str, cwd: Path, **environment: str) -> subprocess.CompletedProce
     )
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("line", "codes"),
     sampled_rows(

@@ -158,6 +158,7 @@ def test_a_forbidden_choice_is_refused_before_any_merge(project: Project) -> Non
     assert not project.artifacts("merge")
 
 
+@pytest.mark.story
 def test_a_profile_without_a_sweep_section_and_a_dashboard_of_a_soup_are_rejected(project: Project) -> None:
     expect(project.mergegate("sweep", "profiles/demo.yaml"), 2, "no section 'sweep'", "docs/how-to/search-a-recipe.md")
     result = project.mergegate("sweep", "profiles/demo-soup.yaml", "--dashboard")

@@ -118,6 +118,7 @@ def test_check_refuses_to_let_a_model_think_before_given_answers(project: Projec
     expect(result, 2, "before which no model thinks", "set enable_thinking: false for this task")
 
 
+@pytest.mark.story
 def test_check_says_when_no_template_reads_a_setting(project: Project) -> None:
     checked = check_given(project, TASK, chat_template_args={"reasoning_effort": "low"})
     found = [finding["found"] for finding in json.loads(checked.stdout)["findings"]]

@@ -66,6 +66,7 @@ def test_check_and_run_refuse_a_hidden_copy(hidden: Project) -> None:
     assert not (hidden.home / "store" / "merge").exists()
 
 
+@pytest.mark.story
 def test_a_declaration_or_a_dismissal_settles_the_finding(hidden: Project) -> None:
     dismissed = {"purpose": "commercial", "unrelated": {"hidden": {"corp/thinker": "alice: the same seed"}}}
     code, found = findings(hidden, write_profile(hidden, dismissed))

@@ -50,6 +50,7 @@ def test_a_second_run_uses_only_the_cache_and_other_prompts_are_another_merge(up
     assert len(upcycled.artifacts("merge") - before["merge"]) == 1
 
 
+@pytest.mark.story
 def test_plan_tells_the_size_of_a_stack_before(project: Project) -> None:
     result = expect(project.mergegate("plan", "profiles/demo-stacked.yaml", "--json"), 0)
     needs = json.loads(result.stdout)["needs"]

@@ -313,6 +313,7 @@ def test_a_parent_that_changed_is_not_merged(demo: Project, tmp_path: Path) -> N
     assert re.search(r"(?s)the checkpoint.*that was merged", result.output)
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("device", "options", "message"),
     [

@@ -83,6 +83,7 @@ def test_the_second_turn_follows_the_answer_to_the_first(tmp_path: Path, model: 
     assert len(found["2"].answers) == 1
 
 
+@pytest.mark.story
 def test_the_chat_template_is_applied_once(tmp_path: Path, model: Model) -> None:
     (model.directory / "chat_template.jinja").write_text(TEMPLATE)
     _, found = ask(tmp_path, model, [["abc", "def"], ["gh"]], chat_template=True)

@@ -305,6 +305,7 @@ def test_every_setting_that_one_parent_changes_is_reported(merged: Path) -> None
     assert missed == []
 
 
+@pytest.mark.story
 def test_a_file_that_one_parent_lacks_is_reported_or_does_not_change_the_merge(merged: Path, tmp_path: Path) -> None:
     network = load_network(merged / "out")
     for parent in "ab":

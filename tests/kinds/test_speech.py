@@ -87,6 +87,7 @@ def test_scores_are_those_of_transformers(data: Path, parents: Parents, family: 
     assert not any(row.higher_is_better for row in rows["wer"] + rows["cer"])
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_do_not_depend_on_the_batch(data: Path, parents: Parents, family: str) -> None:
     model = parents(family) / "a"
@@ -104,6 +105,7 @@ def edit_json(name: str, **values: Any) -> Callable[[Path], None]:
     return edit
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("family", "break_model"),
     [

@@ -174,6 +174,7 @@ def weight_of(source: Source) -> float:
     return float(source.parameters.get("weight").conditions[0].values[0])
 
 
+@pytest.mark.story
 def test_geometric_median_follows_the_honest_models(clients: Path, prepare: Home) -> None:
     found = prepare(recipe_of(clients, *HONEST, "turned", merge_method="geometric_median"))
     shares = {Path(one.model.path).name: weight_of(one) for one in found.sources[:-1]}
@@ -234,6 +235,7 @@ def _length(base: dict[str, torch.Tensor], model: dict[str, torch.Tensor]) -> fl
     return float(sum((model[key].double() - one.double()).square().sum() for key, one in base.items()) ** 0.5)
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(("factor", "at"), sampled_rows([(1.0, 3), (1e25, None)], [(1e25, None)]))
 def test_an_adapter_that_overflows_is_left_out(
     clients: Path, prepare: Home, tmp_path: Path, factor: float, at: int | None

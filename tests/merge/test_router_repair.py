@@ -149,6 +149,7 @@ def test_each_layer_is_fitted_to_the_states_that_the_new_routers_below_it_produc
         assert layer.positions == sum(len(ids) for documents in TEXTS for ids in tokens_of(place, documents))
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("damage", sampled(("", "cut", "gone"), ("",)))
 def test_a_killed_repair_resumes_after_the_last_finished_layer(tmp_path: Path, damage: str) -> None:
     """The model process keeps models loaded, so the later repairs must start from the network's own routers."""

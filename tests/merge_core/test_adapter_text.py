@@ -69,6 +69,7 @@ def save_models(root: Path) -> Path:
     return root
 
 
+@pytest.mark.story
 @settings(max_examples=12, deadline=None)
 @given(
     st.sampled_from([(), CHAT_TOKENS[:1]]),

@@ -219,6 +219,7 @@ def weights(tmp_path: Path) -> Path:
     return file
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("with_inputs", [True, False])
 def test_a_probe_gives_rates_and_leaves_nothing(tmp_path: Path, weights: Path, with_inputs: bool) -> None:
     out = tmp_path / "out"

@@ -59,6 +59,7 @@ def overwritten(file: Path, content: bytes) -> None:
     assert (after.st_ino, after.st_size, after.st_mtime_ns) == (before.st_ino, before.st_size, before.st_mtime_ns)
 
 
+@pytest.mark.story
 def test_resetting_the_modification_time_does_not_hide_a_change(file: Path, memo: HashMemo) -> None:
     """Each change follows the previous hash immediately, faster than the clock of a file system ticks."""
     for number in range(50):
@@ -66,6 +67,7 @@ def test_resetting_the_modification_time_does_not_hide_a_change(file: Path, memo
         assert memo.sha256(file) == digest_of(f"{number:03}".encode())
 
 
+@pytest.mark.story
 def test_a_hash_of_a_file_that_changed_while_it_was_read_is_not_stored(file: Path, memo: HashMemo) -> None:
     for number in range(20):
         first, second = f"a{number:03}".encode(), f"b{number:03}".encode()

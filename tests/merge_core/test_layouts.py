@@ -90,6 +90,7 @@ def with_predictions(directory: Path, seed: int, depth: int = LAYERS, *, said: b
     (directory / "config.json").write_text(json.dumps(config | ({"num_nextn_predict_layers": 1} if said else {})))
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("said", sampled((True, False), (True,)))
 @pytest.mark.parametrize("name", sampled(("deepseek_v3", "glm4_moe"), ("glm4_moe",)))
 def test_multi_token_prediction_layers_are_merged_with_whole_models(name: str, said: bool, tmp_path: Path) -> None:
@@ -103,6 +104,7 @@ def test_multi_token_prediction_layers_are_merged_with_whole_models(name: str, s
     assert torch.equal(out[part], 0.3 * a[part] + 0.7 * b[part])
 
 
+@pytest.mark.story
 def test_slices_drop_multi_token_prediction_layers_with_a_warning(tmp_path: Path) -> None:
     family = BY_NAME["glm4_moe"]
     models = {}

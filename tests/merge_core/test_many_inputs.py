@@ -84,6 +84,7 @@ def test_each_input_is_read_once_with_few_open_files(
     assert most_open <= 64 // 4 + 4  # a quarter of the limit, and one file per thread
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("kernels", ["torch", "fused"])
 def test_the_mean_is_within_the_stated_rounding_of_float64(run: Path, tmp_path: Path, kernels: str) -> None:
     merge_text(linear(checkpoints(COUNT), 1 / COUNT, "float32"), run, str(tmp_path / "out"), kernels=kernels)
@@ -94,6 +95,7 @@ def test_the_mean_is_within_the_stated_rounding_of_float64(run: Path, tmp_path: 
         assert np.all(np.abs(merged - stacked.mean(0)) <= bound)
 
 
+@pytest.mark.story
 def test_a_running_sum_gives_the_same_bytes_as_the_sum_of_all_checkpoints(run: Path, tmp_path: Path) -> None:
     """The sum in float32 is the state: one more checkpoint costs one read of it."""
     state = tmp_path / "sum-30"

@@ -106,6 +106,7 @@ def test_a_dtype_in_the_recipe_applies_to_modules(embeddings: Path) -> None:
     assert {tensor.dtype for tensor in load_file(embeddings / "out" / DENSE).values()} == {torch.bfloat16}
 
 
+@pytest.mark.story
 def test_steps_pass_modules_on(embeddings: Path) -> None:
     text = f"{TIES.replace('model: b}', 'model: first}')}\n---\nname: first\n{LINEAR.replace('model: a', 'model: c')}"
     merge_text(text, embeddings)

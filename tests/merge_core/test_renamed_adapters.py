@@ -155,6 +155,7 @@ def test_rows_that_are_split_and_joined_again_are_the_stored_tensor(
     assert torch.equal(torch.from_numpy(whole.view(np.float32)).view(values.shape), values)
 
 
+@pytest.mark.story
 def test_a_checkpoint_without_changes_is_unchanged_after_splitting(tmp_path: Path) -> None:
     parents_of(BY_NAME["kimi_k25"], tmp_path)
     stored = open_checkpoint(tmp_path / "a")

@@ -61,6 +61,7 @@ def test_dependent_documents_equal_separate_merges(family: Path) -> None:
     assert {path.name for path in (family / "together").iterdir()} == set(alone.files)
 
 
+@pytest.mark.story
 @settings(max_examples=10, deadline=None)
 @given(
     cuts=st.lists(

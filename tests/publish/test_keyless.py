@@ -264,6 +264,7 @@ def test_a_job_of_gitlab_signs_with_its_token(signing: Signing, monkeypatch: pyt
     assert expect(signing.trust).startswith(f"https://{uri} (issuer {signing.issuer}), by the token in SIGSTORE_ID")
 
 
+@pytest.mark.story
 def test_a_user_at_a_terminal_logs_in_with_a_browser(signing: Signing, monkeypatch: pytest.MonkeyPatch) -> None:
     def log_in(address: str) -> bool:
         requests.get(requests.get(address, timeout=10).url, timeout=10)

@@ -137,6 +137,7 @@ def test_a_release_is_signed_once_however_often_and_wherever_it_is_published(
         signed.verify(first.version, "mallory@example.org")
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("signed", ["directory", *REMOTE], indirect=True)
 def test_an_interrupted_publication_uses_its_signature_again(
     signed: Signed, home: Path, one: Publishable, monkeypatch: pytest.MonkeyPatch
@@ -156,6 +157,7 @@ def test_an_interrupted_publication_uses_its_signature_again(
     signed.verify(done.version)
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("signed", ["directory", *REMOTE], indirect=True)
 def test_of_two_publishers_at_once_the_second_takes_over_the_signature_of_the_first(
     signed: Signed, home: Path, one: Publishable, monkeypatch: pytest.MonkeyPatch
@@ -236,6 +238,7 @@ def test_every_changed_file_is_refused(signed: Signed, one: Publishable) -> None
         check_release(DirectoryRelease(location), signer=signed.signer())
 
 
+@pytest.mark.story
 def test_a_forged_signature_next_to_a_release_is_refused_even_if_no_one_checks_the_signer(
     signed: Signed, tmp_path: Path, one: Publishable
 ) -> None:

@@ -88,6 +88,7 @@ def test_a_release_is_stored_under_its_version_and_the_pointer_names_it(bucket: 
     assert len(bucket.proxy.log) == 2  # one request for the pointer and one for the listing
 
 
+@pytest.mark.story
 def test_a_named_version_includes_its_content_hash_and_never_changes(bucket: S3OnLoopback, tmp_path: Path) -> None:
     contract.require_versions(target(), tmp_path)
     for version, files, weights in (("v1", contract.ONE, b"weights"), ("v2", contract.TWO, b"others")):
@@ -95,6 +96,7 @@ def test_a_named_version_includes_its_content_hash_and_never_changes(bucket: S3O
     assert not [key for key in bucket.objects() if f"v1-{content_version(contract.TWO)}" in key]
 
 
+@pytest.mark.story
 def test_one_of_two_concurrent_publishers_is_refused(bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other run releases between the last check and the write, so only the store's own guard detects it."""
     publish(contract.ONE)
@@ -112,6 +114,7 @@ def test_one_of_two_concurrent_publishers_is_refused(bucket: S3OnLoopback, monke
     assert pointer_of(bucket)["current"] == content_version(contract.TWO)
 
 
+@pytest.mark.story
 def test_an_older_version_is_made_current_again_without_sending_it(bucket: S3OnLoopback) -> None:
     publish(contract.ONE)
     publish(contract.TWO)
@@ -123,6 +126,7 @@ def test_an_older_version_is_made_current_again_without_sending_it(bucket: S3OnL
     assert versions == [content_version(contract.ONE), content_version(contract.TWO)]
 
 
+@pytest.mark.story
 def test_earlier_versions_are_found_by_name_or_as_first(bucket: S3OnLoopback, tmp_path: Path) -> None:
     assert target().earlier_release(tmp_path, "first") is None
     publish(contract.ONE, "v1")
@@ -163,6 +167,7 @@ def test_a_large_file_is_sent_in_parts_and_read_once(
     assert find_release(URL).files() == {"model.safetensors": (len(data), file.sha256)}
 
 
+@pytest.mark.story
 def test_an_altered_object_is_detected_and_repaired_by_publishing_again(bucket: S3OnLoopback, tmp_path: Path) -> None:
     publish(contract.ONE)
     bucket.write(weights_of(contract.ONE), b"WEIGHTS")
@@ -200,6 +205,7 @@ def test_a_foreign_object_in_a_version_is_refused(bucket: S3OnLoopback) -> None:
         publish(contract.ONE)
 
 
+@pytest.mark.story
 def test_leftovers_of_old_interrupted_runs_are_removed(bucket: S3OnLoopback, monkeypatch: pytest.MonkeyPatch) -> None:
     publish(contract.ONE)
     for path in ("dead", "other-prefix"):

@@ -79,6 +79,7 @@ def test_a_problem_with_the_target_is_found_before_the_merge(tmp_path: Path, she
         check_target(target, tmp_path)
 
 
+@pytest.mark.story
 def test_a_release_flows_through_it(
     tmp_path: Path, home: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch, shelf: type[PublishTarget]
 ) -> None:

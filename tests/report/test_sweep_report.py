@@ -84,6 +84,7 @@ def test_a_sweep_survives_json(make: Callable[[], SweepContent]) -> None:
     assert SweepContent.model_validate_json(text).model_dump_json() == text
 
 
+@pytest.mark.story
 def test_untrusted_names_are_escaped() -> None:
     content = samples.stopped()
     parameters = tuple(update(one, name=f"{one.name}{HOSTILE}") for one in content.parameters)

@@ -48,6 +48,7 @@ def test_a_program_passes_if_it_reaches_its_end(program: str, end: str) -> None:
     assert run_program(program, QUICK) == end
 
 
+@pytest.mark.story
 def test_a_waiting_program_runs_out_of_time() -> None:
     waits = "import time\ntime.sleep(1000)"
     assert run_program(waits, QUICK.model_copy(update={"clock": 0.5})) is ProgramEnd.OUT_OF_TIME

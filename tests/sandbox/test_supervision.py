@@ -77,6 +77,7 @@ def test_the_end_of_a_process_closes_its_connection(start: Start) -> None:
     assert process.end().returncode == -signal.SIGKILL
 
 
+@pytest.mark.story
 def test_a_process_ends_at_its_limit(start: Start) -> None:
     process = start("import time; time.sleep(600)", limit=0.2)
     assert process.ends(within=60)

@@ -104,6 +104,7 @@ def test_each_fault_is_refused_with_its_own_reason(smoke: Smoke, fault: str, nam
     assert refusal.exit_code == 3
 
 
+@pytest.mark.story
 def test_progress_and_the_section_of_the_report_say_what_is_checked(tiny: Tiny) -> None:
     steps: list[str] = []
     with serving(tiny, "no chat") as server:
@@ -197,6 +198,7 @@ def test_a_template_that_cannot_be_rendered_is_refused(tmp_path: Path, smoke: Sm
     assert "roles must alternate" in named(smoke(checkpoint=model_in(directory)), "chat").seen
 
 
+@pytest.mark.story
 def test_a_server_that_does_not_answer_is_not_waited_for_twice(tmp_path: Path) -> None:
     with serving(Canned(), "silent") as server:
         verdict = smoke_url(RunningServer(server.root), SETTINGS.model_copy(update={"request_timeout": 2}))

@@ -131,6 +131,7 @@ def test_a_server_that_does_not_listen_to_signals_is_ended_all_the_same(start: S
     assert traces.files() == []
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("said", "blame"),
     [
@@ -208,6 +209,7 @@ def test_sockets_of_a_server_have_short_paths(tmp_path: Path, start: Start, monk
     assert not scratch.exists()
 
 
+@pytest.mark.story
 def test_a_killed_server_takes_its_workers_along(start: Start, traces: Traces) -> None:
     with start("--workers", "2") as server:
         server.await_ready()

@@ -78,6 +78,7 @@ ENDS = (
 )
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(("fault", "check", "seen"), sampled_rows(ENDS, ENDS[:1]))
 def test_a_server_that_dies_hangs_or_refuses_the_checkpoint_is_the_models_failure(
     checkpoint: Path, tmp_path: Path, fault: str, check: str, seen: str
@@ -90,6 +91,7 @@ def test_a_server_that_dies_hangs_or_refuses_the_checkpoint_is_the_models_failur
     assert fault == "silent" or seen.rpartition(": ")[2] in (tmp_path / "server.log").read_text()
 
 
+@pytest.mark.story
 def test_a_server_that_rejects_its_command_line_says_nothing_about_the_model(checkpoint: Path, tmp_path: Path) -> None:
     said = "error: unrecognized arguments: --speculate"
     with pytest.raises(WronglyConfigured, match="rejected its command line") as failed:
@@ -162,6 +164,7 @@ def test_parents_are_measured_in_the_same_way_and_refuse_nothing(
     assert served.parents["broken"].measured == ServingCost()
 
 
+@pytest.mark.story
 def test_a_failure_of_the_machine_is_not_cached_but_its_log_is_kept(
     checkpoint: Path, home: Path, prefect_api: None
 ) -> None:

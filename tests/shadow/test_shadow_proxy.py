@@ -125,6 +125,7 @@ CONTENTS = [
 ]
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("fault", sampled(FAULTS, ["dead", "cut"]))
 def test_the_candidate_never_affects_the_client_in_mirror_mode(tmp_path: Path, fault: str) -> None:
     with running_proxy(tmp_path, candidate=fault) as one:
@@ -224,6 +225,7 @@ def test_the_parent_replaces_a_failing_candidate_and_both_are_recorded(tmp_path:
         assert list(records.pairs("v1")) == []
 
 
+@pytest.mark.story
 def test_a_candidate_that_fails_too_often_is_killed_immediately(tmp_path: Path) -> None:
     with running_proxy(tmp_path, candidate="error", kill_switch={"window": 20, "max_error_percent": 10}) as one:
         for _ in range(30):

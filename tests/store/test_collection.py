@@ -173,6 +173,7 @@ def test_an_entry_recorded_during_its_removal_is_restored(home: Home, monkeypatc
         assert home.has("merge", key)
 
 
+@pytest.mark.story
 def test_an_artifact_removed_at_any_point_of_the_check_is_a_miss_and_rebuilt(
     home: Home, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +215,7 @@ def test_an_artifact_removed_at_any_point_of_the_check_is_a_miss_and_rebuilt(
         assert home.has("merge", key), f"gone before call {at}"
 
 
+@pytest.mark.story
 def test_two_concurrent_collectors_remove_each_entry_once(home: Home) -> None:
     keys = [key_of("merge", number) for number in range(20)]
     for key in keys:

@@ -57,6 +57,7 @@ def refused(root: Path) -> DiskUnavailable | None:
     return None
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("once", [True, False])
 @pytest.mark.parametrize("number", sampled(DISK, [errno.ENOSPC]), ids=errno.errorcode.get)
 def test_a_store_on_a_disk_that_fails_at_any_call_refuses_and_is_whole_the_next_time(
@@ -101,6 +102,7 @@ def parents(tmp_path: Path) -> Path:
 RECIPE = "merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n"
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(
     ("number", "every"),
     [

@@ -248,6 +248,7 @@ def worker(root: Path, address: str, count: Path, kill: str = "", lease_s: float
     return process
 
 
+@pytest.mark.story
 def test_one_of_many_concurrent_workers_acquires_the_lease(tmp_path: Path) -> None:
     """All workers share a file system; fsspec's own guard is not atomic, because it checks first and writes later."""
     shared = SharedStore(f"file://{tmp_path}/shared", tmp_path / "own", 1 << 20)

@@ -215,6 +215,7 @@ def test_the_change_is_measured_from_the_base(setting: TrialSetting, tmp_path: P
 # Independence of earlier trials and settings
 
 
+@pytest.mark.story
 def test_earlier_trials_do_not_change_a_score(setting: TrialSetting) -> None:
     trial._workspace = None
     first = score_trial(setting, TrialRequest(ties(0.8)))  # loaded from files
@@ -260,6 +261,7 @@ def test_the_number_of_torch_threads_is_restored(setting: TrialSetting) -> None:
 # Candidates that cannot be scored
 
 
+@pytest.mark.story
 def test_a_refused_merge_is_a_problem_of_its_candidate_only(setting: TrialSetting) -> None:
     good = score_trial(setting, TrialRequest(ties()))
     for recipe, message in (

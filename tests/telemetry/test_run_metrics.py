@@ -140,6 +140,7 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
     server.server_close()
 
 
+@pytest.mark.story
 def test_an_opentelemetry_collector_receives_the_same_metrics(
     tmp_path: Path, collector: tuple[str, list[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

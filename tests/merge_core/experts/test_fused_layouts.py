@@ -134,6 +134,7 @@ def test_a_linear_merge_equals_averaging_in_memory(parents: Parents, tmp_path: P
     assert torch.equal(logits(mixtures.load(tmp_path / "out")), logits(model))
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("family", sampled(("mixtral", "gpt_oss"), ("gpt_oss",)))
 def test_computed_fused_tensors_are_split_too(parents: Parents, tmp_path: Path, family: str) -> None:
     """A model with an adapter on its fused experts has such tensors."""
