@@ -72,6 +72,9 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.stash[budget.COLLECTED] = budget.count(items)  # Before pytest deselects the tests of other tiers.
+    # One worker begins with the modules that need Prefect's API, because each start of it takes ten seconds of CPU.
+    need_api = {item.path for item in items if "prefect_api" in getattr(item, "fixturenames", ())}
+    items.sort(key=lambda item: item.path not in need_api)
 
 
 # Libraries and thousands of tests create millions of long-lived objects. Scanning them took an eighth of the total

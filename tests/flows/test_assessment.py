@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import pytest
 from prefect import flow
-from samples import sampled
 
 from mergegate.flows.attempt import Assessment, assess_merge, assessment
 from mergegate.merge_core.architecture import TEXT_GENERATOR, find_kind
@@ -153,7 +152,7 @@ LOOKS: dict[str, tuple[Right, tuple[Guard, ...], dict[str, Any], str, dict[str, 
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("name", sampled(LOOKS, ["one look"]))
+@pytest.mark.parametrize("name", LOOKS)
 def test_a_task_is_looked_at_until_its_guard_is_decided(judged: Judged, name: str) -> None:
     right, guards, settings, outcome, looks = LOOKS[name]
     result, bench = judged(right, *guards, **settings)
@@ -168,7 +167,7 @@ def test_a_task_is_looked_at_until_its_guard_is_decided(judged: Judged, name: st
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("rule", [pytest.param("each", marks=pytest.mark.story), "suite"])
+@pytest.mark.parametrize("rule", ["each", "suite"])
 def test_when_a_task_is_lost_those_to_come_are_not_run(judged: Judged, rule: Literal["each", "suite"]) -> None:
     result, bench = judged(loses("reverse"), COPY, REVERSE, SORT, rule=GateRule(rule=rule))
     verdict = result.verdict.value
@@ -419,8 +418,7 @@ def test_answers_are_not_lengthened_beyond_the_limit(
 
 @pytest.mark.story
 @pytest.mark.parametrize(
-    ("class_name", "untested"),
-    [pytest.param("LlamaForCausalLM", "", marks=pytest.mark.story), ("VoxtralForConditionalGeneration", "sound")],
+    ("class_name", "untested"), [("LlamaForCausalLM", ""), ("VoxtralForConditionalGeneration", "sound")]
 )
 def test_the_verdict_notes_that_only_text_was_tested(
     judged: Judged, monkeypatch: pytest.MonkeyPatch, class_name: str, untested: str

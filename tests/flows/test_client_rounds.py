@@ -290,7 +290,7 @@ def digest_of_tiny(place: Path) -> str:
     "settings",
     [
         {"momentum": 0.9, "parameters": {"lambda": 1.0}},
-        pytest.param({"momentum": 0.5, "parameters": {"lambda": 0.3}}, marks=pytest.mark.story),
+        {"momentum": 0.5, "parameters": {"lambda": 0.3}},
         {"adam": {"rate": 0.03, "beta1": 0.8, "beta2": 0.95, "tau": 0.02}},
     ],
     ids=["momentum", "momentum at a lower rate", "Adam"],

@@ -118,7 +118,7 @@ def _stages() -> list[str]:
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("step", [FEW, pytest.param(1, marks=pytest.mark.story)])
+@pytest.mark.parametrize("step", [FEW, 1])
 def test_every_error_message_matches_the_reviewed_file(
     said_of: Callable[[Mistake], tuple[int, list[str]]], step: int
 ) -> None:

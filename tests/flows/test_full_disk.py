@@ -50,11 +50,7 @@ def assert_one_message(done: Done, *words: str) -> None:
 
 
 @pytest.mark.story
-@pytest.mark.parametrize(
-    "number",
-    [errno.ENOSPC, *(pytest.param(number, marks=pytest.mark.story) for number in (errno.EROFS, errno.EIO))],
-    ids=errno.errorcode.get,
-)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO], ids=errno.errorcode.get)
 def test_a_merge_on_a_failing_disk_ends_in_one_message_and_the_next_one_in_the_same_bytes(
     offline: Project, number: int
 ) -> None:
@@ -104,7 +100,7 @@ def test_a_file_name_that_is_not_text_does_not_fail_the_run(tmp_path: Path) -> N
 
 @pytest.mark.story
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has it")
-@pytest.mark.parametrize("command", [("methods",), pytest.param(("methods", "--json"), marks=pytest.mark.story)])
+@pytest.mark.parametrize("command", [("methods",), ("methods", "--json")])
 def test_output_that_cannot_be_printed_is_said_where_it_can_be(tmp_path: Path, command: tuple[str, ...]) -> None:
     with Path("/dev/full").open("w") as full:
         assert_one_message(run(*command, cwd=tmp_path, stdout=full.fileno()), "the disk is full")

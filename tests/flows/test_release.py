@@ -139,7 +139,7 @@ def test_a_broken_merge_is_refused_by_perplexity_before_any_task_is_run(demo: Pr
 @pytest.mark.parametrize(
     ("profile", "words"),
     [
-        pytest.param("demo-forbidden", "cc-by-nd-4.0 (of no-derivatives) does not permit", marks=pytest.mark.story),
+        ("demo-forbidden", "cc-by-nd-4.0 (of no-derivatives) does not permit"),
         ("demo-tokenizer", "tokens have different ids"),
     ],
 )

@@ -109,10 +109,8 @@ def edit_json(name: str, **values: Any) -> Callable[[Path], None]:
 @pytest.mark.parametrize(
     ("family", "break_model"),
     [
-        pytest.param("whisper", edit_json("processor_config.json", hop_length=320), marks=pytest.mark.story),
-        pytest.param(
-            "whisper", edit_json("generation_config.json", suppress_tokens=list(range(64, 70))), marks=pytest.mark.story
-        ),
+        ("whisper", edit_json("processor_config.json", hop_length=320)),
+        ("whisper", edit_json("generation_config.json", suppress_tokens=list(range(64, 70)))),
         ("wav2vec2", edit_json("processor_config.json", sampling_rate=8000)),
     ],
 )

@@ -14,7 +14,7 @@ from calibration_jobs import DEMO
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from samples import sampled, sampled_rows
+from samples import sampled
 
 from mergegate.merge_core import Recipe, load_recipe, merge_tensors, open_checkpoint, plan_merge
 from mergegate.merge_core.adapters import apply_adapter, open_adapter
@@ -236,7 +236,7 @@ def _length(base: dict[str, torch.Tensor], model: dict[str, torch.Tensor]) -> fl
 
 
 @pytest.mark.story
-@pytest.mark.parametrize(("factor", "at"), sampled_rows([(1.0, 3), (1e25, None)], [(1e25, None)]))
+@pytest.mark.parametrize(("factor", "at"), [(1.0, 3), (1e25, None)])
 def test_an_adapter_that_overflows_is_left_out(
     clients: Path, prepare: Home, tmp_path: Path, factor: float, at: int | None
 ) -> None:

@@ -74,7 +74,7 @@ def test_masks_without_cache_memory_are_computed_again_and_change_no_byte(
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("text", sampled([LINEAR, TIES, DARE], [TIES]))
+@pytest.mark.parametrize("text", [LINEAR, TIES, DARE])
 def test_fused_kernels_need_neither_torch_nor_scipy(wide: Path, text: str) -> None:
     """Importing torch takes longer than merging a small model, and its threads would compete with the engine's."""
     code = MERGE_FUSED

@@ -228,7 +228,7 @@ def together(root: Path, count: int, kills: int, seed: int = 0) -> tuple[list[in
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("count", sampled([2, 3], [2]))
+@pytest.mark.parametrize("count", [2, 3])
 def test_processes_divide_a_merge_and_all_return_the_same_result(parents: Path, count: int) -> None:
     alone = merge_text(STEPS, parents, "alone", kernels="torch")
     codes, reports = together(parents, count, 0)
