@@ -117,7 +117,6 @@ def layer(module: str) -> int:
     return LAYERS.index(module.partition(".")[0])
 
 
-@pytest.mark.story
 def test_imports_only_point_down() -> None:
     assert [one for one in imports() if layer(one.module) > layer(one.importer)] == []
 

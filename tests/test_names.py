@@ -89,6 +89,7 @@ def test_parameters_are_not_bare_participles_or_pronouns() -> None:
     assert bare == []
 
 
+@pytest.mark.story
 def test_public_functions_are_not_bare_participles_or_pronouns() -> None:
     bare = [
         location

@@ -83,6 +83,7 @@ def merged_whole(family: Path, recipe: dict[str, Any], out: Path) -> dict[str, t
 METHODS = ("linear", "ties", "dare_ties", "task_arithmetic", "dare_linear", "della", "della_linear", "breadcrumbs")
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("method", sampled(METHODS, ("ties",)))
 def test_an_unlimited_combination_equals_the_merge_of_the_full_models(
     family: Path, tmp_path: Path, method: str

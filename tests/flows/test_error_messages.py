@@ -141,6 +141,7 @@ def test_each_reviewed_mistake_has_a_title_a_message_and_a_code_in_terms_of_user
         assert not [line for line in messages if NOT_FOR_PEOPLE.search(line)], title
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("mistake", sampled(CHECKED, MISTAKES[::FEW]), ids=[mistake.title for mistake in CHECKED])
 def test_what_check_finds_first_is_what_run_stops_at(
     mistake: Mistake, said_of: Callable[[Mistake], tuple[int, list[str]]], world: World, monkeypatch: pytest.MonkeyPatch

@@ -155,6 +155,7 @@ def test_a_parent_that_must_not_be_merged_is_refused_before_any_weight_is_read(
     assert not hashed & weights
 
 
+@pytest.mark.story
 def test_a_check_of_the_demo_has_no_remarks(project: Project) -> None:
     good = expect(project.mergegate("check", "profiles/demo.yaml", "--json"), 0)
     assert json.loads(good.stdout)["remarks"] == []

@@ -206,6 +206,7 @@ def test_lm_evals_command_has_the_same_scores(tmp_path: Path, family: str, batch
     unload_models()
 
 
+@pytest.mark.story
 @pytest.mark.parametrize(("backend", "is_refused"), [("hf", False), ("vllm", True)])
 def test_an_encoder_decoder_is_refused_on_a_backend_that_cannot_run_it(
     tmp_path: Path, backend: str, is_refused: bool

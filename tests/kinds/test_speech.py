@@ -173,6 +173,7 @@ def test_a_transcript_that_reaches_the_limit_of_the_model_is_cut_off(
     assert {row.ended for row in score(parents("wav2vec2") / "a", data)["wer"]} == {()}
 
 
+@pytest.mark.story
 def test_a_language_or_task_is_refused_for_a_model_without_it(data: Path, parents: Parents, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="does not select languages"):
         score(parents("wav2vec2") / "a", data, language="de")

@@ -154,6 +154,7 @@ LLAVA_TEMPLATE = (
 )
 
 
+@pytest.mark.story
 def test_a_chat_template_that_reads_only_lists_renders_a_plain_text(tmp_path: Path) -> None:
     directory = write("llava", tmp_path / "llava")
     (directory / "chat_template.jinja").write_text(LLAVA_TEMPLATE)
@@ -166,6 +167,7 @@ def test_a_chat_template_that_reads_only_lists_renders_a_plain_text(tmp_path: Pa
         assert lm.apply_chat_template(picture) == "USER: <image>\nWhich color? ASSISTANT:"
 
 
+@pytest.mark.story
 @pytest.mark.parametrize("family", sampled(("llava", "qwen2_vl"), ("qwen2_vl",)))
 def test_a_chat_template_that_reads_plain_texts_is_not_changed(family: str, tmp_path: Path) -> None:
     directory = write(family, tmp_path / family)

@@ -174,6 +174,7 @@ def cells_of(svg: str) -> dict[float, list[float]]:
     return dict(sorted(found.items()))
 
 
+@pytest.mark.story
 def test_the_heat_map_colors_each_layer_and_kind_by_conflict() -> None:
     wide, narrow = interference_plot(samples.explained())
     conflicts = [spot.tally.conflict for spot in samples.interference().spots]

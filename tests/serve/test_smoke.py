@@ -113,6 +113,7 @@ def test_the_stage_runs_once_and_stores_the_log(checkpoint: Path, home: Path, pr
     assert digest(newer) != digest(server), "another version of the server is asked again"
 
 
+@pytest.mark.story
 def test_a_static_failure_needs_no_server_and_is_cached_too(
     checkpoint: Path, home: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,6 +16,7 @@ from mergegate.tasks.serve.static_checks import check_finite, check_tensors, che
 torch.set_num_threads(1)
 
 
+@pytest.mark.story
 def test_a_good_checkpoint_passes_every_check(checkpoint: Path) -> None:
     checks = static_checks(open_checkpoint(checkpoint), must_chat=True)
     assert [check.outcome for check in checks] == ["pass"] * 3
