@@ -34,41 +34,32 @@ def test_every_direct_dependency_is_pinned_and_each_limit_has_its_reason_in_the_
     assert sorted(name for name in limited if f"| `{name}` |" not in table) == []
 
 
-def test_pins_are_read_from_constraints_and_from_the_makefile(newest: Any) -> None:
-    text = (
-        'SQLAlchemy==2.0.58  # not ==2.1\n\t@.ci/install .venv-x "cyclonedx-python-lib[json-validation]==11.12.0" \\\n'
-    )
-    assert newest.pins(text) == {"sqlalchemy": "2.0.58", "cyclonedx-python-lib": "11.12.0"}
+CONFLICT = (
+    "ERROR: Cannot install prefect==3.9.1 because these package versions have conflicting dependencies.\n"
+    "The conflict is caused by:\n    prefect 3.9.1 depends on certifi>=2026.10.19\n"
+    "    The user requested (constraint) certifi==2026.10.18\n"
+)
+UNMET = "prefect 3.9.1 requires fastapi<0.151,>=0.139.0, but you have fastapi 0.165.0 which is incompatible.\n"
+INSTALLED = UNMET + "Successfully installed fastapi-0.165.0 starlette-1.11.0\n"
+PINS = 'SQLAlchemy==2.0.58  # not ==2.1\n\t@.ci/install .venv-x "cyclonedx-python-lib[json-validation]==11.12.0" \\\n'
+FAILED = "....F\nFAILED tests/a.py::test_one - boom\nERROR tests/b.py - boom\n2 failed\n"
 
 
-def test_the_newest_version_is_the_one_in_brackets(newest: Any) -> None:
-    output = "WARNING: odd\nprefect (3.9.1)\nAvailable versions: 3.9.1, 3.9.0, 3.8.8\n"
-    assert newest.newest_version(output) == "3.9.1"
-    assert newest.newest_version("ERROR: No matching distribution found for nothing\n") == ""
-
-
-def test_a_conflict_names_the_package_in_the_way(newest: Any) -> None:
-    output = (
-        "ERROR: Cannot install prefect==3.9.1 because these package versions have conflicting dependencies.\n"
-        "The conflict is caused by:\n    prefect 3.9.1 depends on certifi>=2026.10.19\n"
-        "    The user requested (constraint) certifi==2026.10.18\n"
-    )
-    assert newest.conflict(output) == "prefect 3.9.1 depends on certifi>=2026.10.19"
-
-
-def test_requirements_that_a_release_does_not_meet_are_listed(newest: Any) -> None:
-    output = (
-        "prefect 3.9.1 requires fastapi<0.151,>=0.139.0, but you have fastapi 0.165.0 which is incompatible.\n"
-        "Successfully installed fastapi-0.165.0 starlette-1.11.0\n"
-    )
-    assert newest.broken_bounds(output) == ["prefect 3.9.1 requires fastapi<0.151,>=0.139.0"]
-    assert newest.also_installed(output, "fastapi") == ["starlette-1.11.0"]
-
-
-def test_failed_tests_are_counted(newest: Any) -> None:
-    output = "....F\nFAILED tests/a.py::test_one - boom\nERROR tests/b.py - boom\n2 failed\n"
-    assert newest.broken_tests(output) == "tests/a.py::test_one and 1 more"
-    assert newest.broken_tests("collected 0 items\n") == "collected 0 items"
+@pytest.mark.parametrize(
+    ("function", "arguments", "found"),
+    [
+        ("pins", (PINS,), {"sqlalchemy": "2.0.58", "cyclonedx-python-lib": "11.12.0"}),
+        ("newest_version", ("WARNING: odd\nprefect (3.9.1)\nAvailable versions: 3.9.1, 3.9.0, 3.8.8\n",), "3.9.1"),
+        ("newest_version", ("ERROR: No matching distribution found for nothing\n",), ""),
+        ("conflict", (CONFLICT,), "prefect 3.9.1 depends on certifi>=2026.10.19"),
+        ("broken_bounds", (INSTALLED,), ["prefect 3.9.1 requires fastapi<0.151,>=0.139.0"]),
+        ("also_installed", (INSTALLED, "fastapi"), ["starlette-1.11.0"]),
+        ("broken_tests", (FAILED,), "tests/a.py::test_one and 1 more"),
+        ("broken_tests", ("collected 0 items\n",), "collected 0 items"),
+    ],
+)
+def test_output_of_pip_and_pytest_is_parsed(newest: Any, function: str, arguments: tuple[str, ...], found: Any) -> None:
+    assert getattr(newest, function)(*arguments) == found
 
 
 def test_only_a_release_within_the_bounds_fails_the_job(newest: Any) -> None:

@@ -13,14 +13,7 @@ from samples import sampled
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints import (
-    Model,
-    ResolvedCheckpoint,
-    call_model_process,
-    deciding_files,
-    end_model_process,
-    pin_checkpoints,
-)
+from mergegate.tasks import checkpoints
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
 from mergegate.tasks.serve.reference import Reference, ReferenceRequest, make_reference
 from mergegate.tasks.store import digest
@@ -56,17 +49,19 @@ def own(tmp_path: Path) -> Path:
     return place
 
 
-def answer_of(model: Model) -> Reference:
+def answer_of(model: checkpoints.Model) -> Reference:
     """Return the model's answer, computed in the model process."""
     asked = (model, ReferenceRequest(("the old pig",), "rev: abcd>", "float32", "cpu", 64))
-    return call_model_process(make_reference, asked, location=model.name, models=[model])
+    return checkpoints.call_model_process(make_reference, asked, location=model.name, models=[model])
 
 
-def pinned(place: Path, trusted: tuple[str, ...]) -> Model:
-    names = deciding_files(place)
+def pinned(place: Path, trusted: tuple[str, ...]) -> checkpoints.Model:
+    names = checkpoints.deciding_files(place)
     snapshot = Snapshot("acme/own", COMMIT, place, ("model.safetensors",), names, {})
-    found = ResolvedCheckpoint(name="own", ref="acme/own", directory=place, revision=COMMIT, snapshot=snapshot)
-    return pin_checkpoints([found], HashMemo(place.parent / "hashes.sqlite"), trusted)[0]
+    found = checkpoints.ResolvedCheckpoint(
+        name="own", ref="acme/own", directory=place, revision=COMMIT, snapshot=snapshot
+    )
+    return checkpoints.pin_checkpoints([found], HashMemo(place.parent / "hashes.sqlite"), trusted)[0]
 
 
 @pytest.mark.story
@@ -86,7 +81,7 @@ def test_code_is_run_of_the_repository_that_is_named_at_its_commit_and_of_no_oth
             with pytest.raises(InvalidInput, match="cannot load the model"):
                 answer_of(model)
     finally:
-        end_model_process()
+        checkpoints.end_model_process()
 
 
 def test_what_was_measured_without_its_code_is_not_taken_for_what_it_computes(own: Path) -> None:

@@ -15,17 +15,10 @@ from hub_look_alike import WRITER, Fault, LookAlike, hub
 from mergegate.merge_core import load_recipe, open_checkpoint
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.tasks.checkpoints import pin
 from mergegate.tasks.checkpoints.fetch import FetchedWeights
 from mergegate.tasks.checkpoints.hub.download import Downloaded, download_snapshots
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
-from mergegate.tasks.checkpoints.pin import (
-    ResolvedCheckpoint,
-    checkpoint_digest,
-    deciding_files,
-    open_parent,
-    pin_checkpoints,
-    resolve_parents,
-)
 
 Obstacle = Callable[[LookAlike, pytest.MonkeyPatch], None]
 
@@ -35,15 +28,15 @@ def memo(tmp_path: Path) -> HashMemo:
     return HashMemo(tmp_path / "hashes.sqlite")
 
 
-def parents() -> tuple[ResolvedCheckpoint, ...]:
-    return resolve_parents(load_recipe(RECIPE))
+def parents() -> tuple[pin.ResolvedCheckpoint, ...]:
+    return pin.resolve_parents(load_recipe(RECIPE))
 
 
-def snapshots_of(found: tuple[ResolvedCheckpoint, ...]) -> list[Snapshot]:
+def snapshots_of(found: tuple[pin.ResolvedCheckpoint, ...]) -> list[Snapshot]:
     return [parent.snapshot for parent in found if parent.snapshot]
 
 
-def download(found: tuple[ResolvedCheckpoint, ...], memo: HashMemo) -> Downloaded:
+def download(found: tuple[pin.ResolvedCheckpoint, ...], memo: HashMemo) -> Downloaded:
     return download_snapshots(snapshots_of(found), memo)
 
 
@@ -62,9 +55,9 @@ def test_only_files_of_the_checkpoint_are_downloaded_and_have_the_digest_of_the_
     assert online.sent == weights
     assert (come.new_files, come.bytes) == (len(weights), sum(weights.values()))
     for parent in found:
-        assert open_parent(parent).nbytes == open_checkpoint(models / parent.name).nbytes
-    assert {parent.name: parent.digest for parent in pin_checkpoints(found, memo)} == {
-        path.name: checkpoint_digest(path, memo) for path in models.iterdir()
+        assert pin.open_parent(parent).nbytes == open_checkpoint(models / parent.name).nbytes
+    assert {parent.name: parent.digest for parent in pin.pin_checkpoints(found, memo)} == {
+        path.name: pin.checkpoint_digest(path, memo) for path in models.iterdir()
     }
 
 
@@ -82,11 +75,11 @@ def test_the_summary_counts_files(downloaded: Downloaded, amount: str) -> None:
 
 
 def test_unrelated_files_do_not_change_the_digest(models: Path, memo: HashMemo) -> None:
-    before = checkpoint_digest(models / "base", memo)
+    before = pin.checkpoint_digest(models / "base", memo)
     for name in ("pytorch_model.bin", "consolidated.safetensors"):
         (models / "base" / name).unlink()
-    assert checkpoint_digest(models / "base", memo) == before
-    assert deciding_files(models / "base") == (
+    assert pin.checkpoint_digest(models / "base", memo) == before
+    assert pin.deciding_files(models / "base") == (
         "config.json", "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors",
         "model.safetensors.index.json", "tokenizer.json",
     )  # fmt: skip
@@ -94,10 +87,10 @@ def test_unrelated_files_do_not_change_the_digest(models: Path, memo: HashMemo) 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "additional_chat_templates/tools.jinja"])
 def test_every_deciding_file_changes_the_digest(models: Path, memo: HashMemo, name: str) -> None:
-    before = checkpoint_digest(models / "base", memo)
+    before = pin.checkpoint_digest(models / "base", memo)
     (models / "base" / name).parent.mkdir(exist_ok=True)
     (models / "base" / name).write_text("{}")
-    assert checkpoint_digest(models / "base", memo) != before
+    assert pin.checkpoint_digest(models / "base", memo) != before
 
 
 def test_cached_files_are_neither_fetched_nor_hashed_again(
@@ -120,14 +113,14 @@ def test_pinned_and_cached_parents_need_no_request(
     for name in ("base", "math", "code"):
         text = text.replace(f"acme/{name}", f"acme/{name}@{online.repositories[f'acme/{name}'].branches['main']}")
     recipe = load_recipe(text)
-    download(resolve_parents(recipe), memo)
-    first = resolve_parents(recipe)
+    download(pin.resolve_parents(recipe), memo)
+    first = pin.resolve_parents(recipe)
     online.log.clear()
-    assert resolve_parents(recipe) == first
+    assert pin.resolve_parents(recipe) == first
     go_offline(monkeypatch)
-    found = resolve_parents(recipe)
+    found = pin.resolve_parents(recipe)
     assert download(found, memo).new_files == 0
-    assert len({parent.digest for parent in pin_checkpoints(found, memo)}) == 3
+    assert len({parent.digest for parent in pin.pin_checkpoints(found, memo)}) == 3
     assert online.log == []
 
 
@@ -209,8 +202,8 @@ def test_weights_in_xet_are_downloaded_with_xet(
         assert stored.sha256
         # An HTTP bridge serves ranges of the file.
         stand_in.objects.place(stored.sha256).write_bytes(file.read_bytes())
-        found = resolve_parents(load_recipe("merge_method: passthrough\nmodels: [{model: acme/math}]\n"))
-        assert open_parent(found[0]).tensors.keys() == open_checkpoint(models / "math").tensors.keys()
+        found = pin.resolve_parents(load_recipe("merge_method: passthrough\nmodels: [{model: acme/math}]\n"))
+        assert pin.open_parent(found[0]).tensors.keys() == open_checkpoint(models / "math").tensors.keys()
         header = stand_in.sent[stored.sha256]
         told: list[tuple[int, int]] = []
         come = download_snapshots(snapshots_of(found), memo, lambda done, total: told.append((done, total)))
@@ -290,7 +283,7 @@ def test_a_moved_branch_is_a_different_parent(online: LookAlike, models: Path, m
     def digests() -> dict[str, tuple[str | None, str]]:
         found = parents()
         download(found, memo)
-        return {parent.name: (parent.revision, parent.digest) for parent in pin_checkpoints(found, memo)}
+        return {parent.name: (parent.revision, parent.digest) for parent in pin.pin_checkpoints(found, memo)}
 
     before = digests()
     online.add_model("acme/math", models / "code")

@@ -15,13 +15,7 @@ from safetensors.torch import load_file, save_file
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
-from mergegate.tasks.checkpoints.pin import (
-    ResolvedCheckpoint,
-    open_parent,
-    pin_checkpoints,
-    resolve_parents,
-    search_parents,
-)
+from mergegate.tasks.checkpoints import pin
 
 RECIPE = """\
 merge_method: linear
@@ -46,13 +40,13 @@ def adapter(online: LookAlike, models: Path, tmp_path: Path) -> Path:
     return place
 
 
-def adapted() -> ResolvedCheckpoint:
-    return next(parent for parent in resolve_parents(load_recipe(RECIPE)) if parent.adapter)
+def adapted() -> pin.ResolvedCheckpoint:
+    return next(parent for parent in pin.resolve_parents(load_recipe(RECIPE)) if parent.adapter)
 
 
 def test_only_headers_of_base_and_adapter_are_requested(online: LookAlike, models: Path, adapter: Path) -> None:
-    for parent in resolve_parents(load_recipe(RECIPE)):
-        open_parent(parent)
+    for parent in pin.resolve_parents(load_recipe(RECIPE)):
+        pin.open_parent(parent)
     sizes = header_sizes(models) | header_sizes(adapter.parent)
     assert all(size <= sizes[sha256] for sha256, size in online.sent.items())
     assert not (adapted().adapter.directory / "adapter_model.safetensors").exists()
@@ -88,7 +82,7 @@ def test_the_digest_covers_model_and_adapter(models: Path, adapter: Path, tmp_pa
     hashes = HashMemo(tmp_path / "hashes.sqlite")
 
     def digest() -> str:
-        return next(one.digest for one in pin_checkpoints(resolve_parents(recipe), hashes) if one.adapter)
+        return next(one.digest for one in pin.pin_checkpoints(pin.resolve_parents(recipe), hashes) if one.adapter)
 
     seen = [digest()]
     for file in (adapter / "adapter_config.json", models / "base" / "config.json"):
@@ -109,7 +103,7 @@ def test_the_digest_covers_model_and_adapter(models: Path, adapter: Path, tmp_pa
 def test_a_model_and_an_adapter_in_place_of_each_other_are_refused_by_name(
     online: LookAlike, adapter: Path, instead: tuple[str, str], found: str
 ) -> None:
-    (problem,) = search_parents([load_recipe(RECIPE.replace(*instead))]).problems
+    (problem,) = pin.search_parents([load_recipe(RECIPE.replace(*instead))]).problems
     assert isinstance(problem, InvalidInput)
     assert found in str(problem)
 
@@ -126,8 +120,8 @@ def test_the_tokenizer_of_an_adapter_is_known_before_its_weights(
     (place / "additional_chat_templates" / "tool_use.jinja").write_text("tools {{ x }}")
     online.add_model("acme/chatty", place)
     recipe = load_recipe(RECIPE.replace("acme/lora", "acme/chatty"))
-    found = next(parent for parent in resolve_parents(recipe) if parent.adapter)
-    checkpoint = open_parent(found)
+    found = next(parent for parent in pin.resolve_parents(recipe) if parent.adapter)
+    checkpoint = pin.open_parent(found)
     assert not (found.adapter.directory / "adapter_model.safetensors").exists()
     assert checkpoint.chat_templates == {"default": "of {{ x }}", "tool_use": "tools {{ x }}"}
     assert checkpoint.companions.sources["tokenizer.json"] == found.adapter.directory

@@ -14,22 +14,16 @@ from hub_look_alike import READER, WRITER, Fault, LookAlike
 
 from mergegate.merge_core import load_recipe, open_checkpoint
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
-from mergegate.tasks.checkpoints.pin import (
-    ResolvedCheckpoint,
-    open_parent,
-    resolve_all_parents,
-    resolve_parents,
-    search_parents,
-)
+from mergegate.tasks.checkpoints import pin
 
 
-def found_of(text: str = RECIPE) -> dict[str, ResolvedCheckpoint]:
-    return {parent.name: parent for parent in resolve_parents(load_recipe(text))}
+def found_of(text: str = RECIPE) -> dict[str, pin.ResolvedCheckpoint]:
+    return {parent.name: parent for parent in pin.resolve_parents(load_recipe(text))}
 
 
 def problem(text: str) -> MergegateError:
     with pytest.raises(MergegateError) as caught:
-        resolve_parents(load_recipe(text))
+        pin.resolve_parents(load_recipe(text))
     return caught.value
 
 
@@ -40,7 +34,7 @@ def linear(*models: str) -> str:
 
 def test_a_remote_checkpoint_equals_the_local_one_by_its_headers_alone(online: LookAlike, models: Path) -> None:
     for name, parent in found_of().items():
-        remote, local = open_parent(parent), open_checkpoint(models / name)
+        remote, local = pin.open_parent(parent), open_checkpoint(models / name)
         assert remote.config == local.config
         shapes = [
             {key: (tensor.shape, tensor.dtype, tensor.offset, tensor.file.name) for key, tensor in one.tensors.items()}
@@ -86,7 +80,7 @@ def test_a_branch_resolves_to_one_commit_in_all_recipes(online: LookAlike, model
 
     online.after.append(move)
     recipes = [load_recipe(RECIPE), load_recipe(RECIPE.replace("0.5", "0.7")), load_recipe(linear("acme/math"))]
-    found = resolve_all_parents(recipes)
+    found = pin.resolve_all_parents(recipes)
     assert {parent.revision for parents in found for parent in parents if parent.name == "math"} == {before}
     assert online.repositories["acme/math"].branches["main"] != before
 
@@ -117,7 +111,7 @@ def test_missing_headers_are_reported_offline(online: LookAlike, monkeypatch: py
     parent = found_of(linear("acme/math"))["math"]
     go_offline(monkeypatch)
     with pytest.raises(InvalidInput, match="HF_HUB_OFFLINE"):
-        open_parent(parent)
+        pin.open_parent(parent)
 
 
 def test_the_error_of_a_gated_repository_names_its_page(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +124,7 @@ def test_the_error_of_a_gated_repository_names_its_page(online: LookAlike, monke
     assert f"{online.url}/acme/math" in error.remedy
     assert "HF_TOKEN" in error.remedy
     monkeypatch.setenv("HF_TOKEN", READER)
-    open_parent(found_of()["math"])
+    pin.open_parent(found_of()["math"])
 
 
 def test_a_hub_without_auth_check_is_accepted(online: LookAlike) -> None:
@@ -188,11 +182,11 @@ def test_all_problems_of_parents_are_reported(online: LookAlike) -> None:
     online.repositories["acme/math"].gated = "auto"
     del online.repositories["acme/code"]
     recipe = load_recipe(RECIPE)
-    search = search_parents([recipe])
+    search = pin.search_parents([recipe])
     assert [problem.where for problem in search.problems] == ["acme/math", "acme/code"]
     assert [parent.name for parent in search.parents[0]] == ["base"]
     with pytest.raises(MergegateError, match="also: acme/code"):
-        resolve_parents(recipe)
+        pin.resolve_parents(recipe)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +215,7 @@ def test_a_hub_that_serves_no_headers_is_refused(online: LookAlike) -> None:
     parent = found_of(linear("acme/math"))["math"]
     online.set_faults([Fault("fail", path="/resolve/", status=502, times=1000)])
     with pytest.raises(Refused, match="502"):
-        open_parent(parent)
+        pin.open_parent(parent)
 
 
 def test_a_server_without_ranges_is_refused_before_it_sends_weights(
@@ -235,7 +229,7 @@ def test_a_server_without_ranges_is_refused_before_it_sends_weights(
     online.set_faults([Fault("fail", path="/_storage", status=200)])
     monkeypatch.setattr(httpx.Response, "read", read)
     with pytest.raises(InvalidInput, match="ranged read with status 200"):
-        open_parent(parent)
+        pin.open_parent(parent)
 
 
 def test_remote_weights_that_are_shorter_than_their_header_declares_are_refused(
@@ -245,14 +239,14 @@ def test_remote_weights_that_are_shorter_than_their_header_declares_are_refused(
     os.truncate(file, file.stat().st_size - 1)
     online.add_model("acme/code", models / "code")
     with pytest.raises(InvalidInput, match="truncated"):
-        open_parent(found_of()["code"])
+        pin.open_parent(found_of()["code"])
 
 
 def test_remote_pickled_weights_are_refused(online: LookAlike, models: Path) -> None:
     (models / "code" / "model.safetensors").rename(models / "code" / "pytorch_model.bin")
     commit = online.add_model("acme/code", models / "code").id
     with pytest.raises(Refused, match="weights are pickled") as caught:
-        open_parent(found_of()["code"])
+        pin.open_parent(found_of()["code"])
     assert f"hf download acme/code --revision {commit}" in caught.value.remedy
     assert not online.sent
 
@@ -264,13 +258,13 @@ def test_a_remote_index_that_points_outside_is_refused(online: LookAlike, models
     index.write_text(json.dumps(content))
     online.add_model("acme/base", models / "base")
     with pytest.raises(InvalidInput, match="inside the checkpoint") as caught:
-        open_parent(found_of()["base"])
+        pin.open_parent(found_of()["base"])
     assert caught.value.where.startswith("acme/base@")
 
 
 def test_the_token_is_sent_to_the_hub_and_not_to_storage(online: LookAlike, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", WRITER)
     for parent in found_of().values():
-        open_parent(parent)
+        pin.open_parent(parent)
     assert {entry.path.startswith("/_storage") for entry in online.log} == {True, False}
     assert all(entry.authorised != entry.path.startswith("/_storage") for entry in online.log)

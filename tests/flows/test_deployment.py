@@ -11,6 +11,7 @@ from pathlib import Path
 from uuid import UUID
 
 import pytest
+import served_site
 from demo_project import make_project
 from patience import HANG_S
 from prefect.client.orchestration import SyncPrefectClient
@@ -19,31 +20,8 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.sorting import FlowRunSort
 from prefect.states import Scheduled
-from served_site import (
-    MERGEGATE,
-    PROJECT,
-    Received,
-    answers,
-    asked,
-    bare_environment,
-    free_port,
-    in_a_terminal_of_its_own,
-    site_of,
-    until,
-    webhook,
-)
 
-from mergegate.flows.prefect_api import (
-    Schedules,
-    Site,
-    deployments_on_server,
-    desired_deployments,
-    desired_rules,
-    page_of_run,
-    require_site,
-    sync_deployments,
-    sync_rules,
-)
+from mergegate.flows import prefect_api
 from mergegate.flows.prefect_api.schedules import parse_schedules
 from mergegate.merge_core.errors import InvalidInput
 
@@ -61,22 +39,26 @@ class Served:
     """A project with its Prefect server and a client."""
 
     root: Path
-    site: Site
+    site: prefect_api.Site
     client: SyncPrefectClient
     environment: dict[str, str]
 
-    def deploy(self, nights: Schedules, site: Site | None = None) -> dict[str, str]:
+    def deploy(self, nights: prefect_api.Schedules, site: prefect_api.Site | None = None) -> dict[str, str]:
         """Deploy like ``mergegate deploy`` and return the change of each deployment and rule by name."""
         here = site or self.site
-        wanted = desired_deployments(nights, self.root)
-        done = sync_deployments(self.client, wanted, here)
-        rules = sync_rules(
-            self.client, desired_rules(nights, wanted), nights.notify, {one.name: one.id for one in done}, here
+        wanted = prefect_api.desired_deployments(nights, self.root)
+        done = prefect_api.sync_deployments(self.client, wanted, here)
+        rules = prefect_api.sync_rules(
+            self.client,
+            prefect_api.desired_rules(nights, wanted),
+            nights.notify,
+            {one.name: one.id for one in done},
+            here,
         )
         return {one.name: one.change for one in done} | dict(rules)
 
     def deployment(self, name: str = "release/demo") -> DeploymentResponse:
-        there = deployments_on_server(self.client).get(name)
+        there = prefect_api.deployments_on_server(self.client).get(name)
         assert there is not None
         return there
 
@@ -114,15 +96,17 @@ def served_alone(tmp_path_factory: pytest.TempPathFactory, begin_records: Begin)
 
 def start_server(root: Path, begin_records: Begin) -> Iterator[Served]:
     begin_records(make_project(root).home)
-    (root / "prefect.yaml").write_text((PROJECT / "prefect.yaml").read_text())
-    port, environment = free_port(), bare_environment(root)
-    with in_a_terminal_of_its_own([*MERGEGATE, "server", "--port", str(port)], root, environment) as log:
-        until(lambda: answers(port), "the server", log)
-        with asked(root, port) as client:
-            yield Served(root, site_of(root, port), client, environment)
+    (root / "prefect.yaml").write_text((served_site.PROJECT / "prefect.yaml").read_text())
+    port, environment = served_site.free_port(), served_site.bare_environment(root)
+    with served_site.in_a_terminal_of_its_own(
+        [*served_site.MERGEGATE, "server", "--port", str(port)], root, environment
+    ) as log:
+        served_site.until(lambda: served_site.answers(port), "the server", log)
+        with served_site.asked(root, port) as client:
+            yield Served(root, served_site.site_of(root, port), client, environment)
 
 
-def nights(*profiles: dict[str, str], **more: object) -> Schedules:
+def nights(*profiles: dict[str, str], **more: object) -> prefect_api.Schedules:
     return parse_schedules({"profiles": list(profiles), **more}, "schedules.yaml")
 
 
@@ -153,7 +137,7 @@ def test_removing_a_schedule_removes_its_planned_runs(served: Served) -> None:
         planned = served.client.get_scheduled_flow_runs_for_deployments([there.id])
         return [run.id for run in planned if run.auto_scheduled or run.id == mine] == [mine]
 
-    until(only_mine, "only the run of the user")
+    served_site.until(only_mine, "only the run of the user")
     served.client.delete_flow_run(mine)
 
 
@@ -199,7 +183,7 @@ def test_another_project_keeps_its_deployments_even_on_a_server_with_many_flows(
     for number in range(200):
         served.client.create_flow_from_name(f"another-team-{number}")
     assert len(served.client.read_flows()) == 200
-    assert "release/demo" in deployments_on_server(served.client)
+    assert "release/demo" in prefect_api.deployments_on_server(served.client)
     with pytest.raises(InvalidInput, match="it belongs to another project"):
         served.deploy(nights(DEMO), replace(served.site, root=tmp_path))
 
@@ -212,18 +196,18 @@ def test_an_invalid_cron_is_refused_with_the_name_of_its_profile(served: Served)
 def test_without_the_secret_nobody_is_let_in(served: Served) -> None:
     for wrong in ("", "mergegate:guessed"):
         with pytest.raises(InvalidInput, match="secret"):
-            require_site(replace(served.site, secret=wrong))
+            prefect_api.require_site(replace(served.site, secret=wrong))
 
 
 @pytest.fixture
-def told(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Received]:
-    with webhook() as received:
+def told(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[served_site.Received]:
+    with served_site.webhook() as received:
         monkeypatch.setenv("HOOK", received.url)
         yield received
 
 
 def test_the_block_of_a_recipient_is_found_among_many(
-    served: Served, told: Received, monkeypatch: pytest.MonkeyPatch
+    served: Served, told: served_site.Received, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prefect returns at most 200 blocks at once. Names of mergegate's blocks come after those of another team."""
     served.deploy(nights(DEMO, notify=[{"to": "webhook", "address": "$HOOK"}]))
@@ -247,7 +231,7 @@ def test_the_block_of_a_recipient_is_found_among_many(
     assert of_mergegate() == []
 
 
-def test_each_recipient_is_notified_once_per_occasion(served: Served, told: Received) -> None:
+def test_each_recipient_is_notified_once_per_occasion(served: Served, told: served_site.Received) -> None:
     """Eight runs change state at the same time, and each message arrives exactly once as plain text."""
     file = nights(DEMO, notify=[{"to": "webhook", "address": "$HOOK"}])
     assert "made" in served.deploy(file).values()
@@ -267,11 +251,11 @@ def test_each_recipient_is_notified_once_per_occasion(served: Served, told: Rece
         state: State[object] = State(type=kind, name=name, message=message)
         served.client.set_flow_run_state(run.id, state, force=True)
     wanted = {
-        f"{text} · {page_of_run(run.id, served.site.address)}"
+        f"{text} · {prefect_api.page_of_run(run.id, served.site.address)}"
         for run, (*_, text) in zip(runs, endings, strict=True)
         if text
     }
-    until(lambda: wanted <= set(told.texts()), f"{wanted} in\n{told.texts()}")
+    served_site.until(lambda: wanted <= set(told.texts()), f"{wanted} in\n{told.texts()}")
     assert sorted(text for text in told.texts() if text in wanted) == sorted(wanted)
 
     assert set(served.deploy(file).values()) == {"unchanged"}
@@ -300,7 +284,7 @@ def test_a_refused_run_does_not_look_like_a_crash_in_logs(
     if content is not None:
         (served.root / profile).write_text(content)
     served.run("prefect", "deployment", "run", "release/release", "-p", f'profile="{profile}"')
-    log = served.run(*MERGEGATE, "worker", "--once")
+    log = served.run(*served_site.MERGEGATE, "worker", "--once")
     (run,) = [one for one in served.client.read_flow_runs() if one.parameters == {"profile": profile}]
     assert run.state is not None
     assert (run.state.type, run.state.name) == (StateType.FAILED, state)
@@ -323,9 +307,9 @@ def test_one_of_several_missed_scheduled_runs_is_made_up_for(served_alone: Serve
     deployment = served.deployment("release/demo-forbidden")
     missed = {served.scheduled_run(deployment, -days, "auto-scheduled") for days in (1, 2)}
     for _ in missed:  # each worker takes one run because there is one slot
-        served.run(*MERGEGATE, "worker", "--once")
+        served.run(*served_site.MERGEGATE, "worker", "--once")
     assert Counter(served.client.read_flow_run(one).state_name for one in missed) == {"Refused": 1, "Cancelled": 1}
     # A run that a user starts is always executed.
     asked_for = served.scheduled_run(deployment, -1)
-    served.run(*MERGEGATE, "worker", "--once")
+    served.run(*served_site.MERGEGATE, "worker", "--once")
     assert served.client.read_flow_run(asked_for).state_name == "Refused"

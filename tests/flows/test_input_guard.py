@@ -14,15 +14,7 @@ from tampering import CHANGES, HARMLESS
 
 from mergegate.merge_core.errors import ChangedInput, InvalidInput
 from mergegate.merge_core.files import file_identity
-from mergegate.tasks.checkpoints import (
-    Model,
-    PinnedCheckpoint,
-    PinnedRecipe,
-    files_fingerprint,
-    find_checkpoint,
-    model_process,
-    pin_checkpoints,
-)
+from mergegate.tasks import checkpoints
 from mergegate.tasks.stage import StageValue, input_guard, on_input_change, stage, stages, store, value_stage
 from mergegate.tasks.stage.stages import DeclaredStage
 
@@ -41,7 +33,7 @@ class Length(StageValue):
         return f"{self.bytes} bytes"
 
 
-def bytes_of(models: tuple[Model, ...]) -> bytes:
+def bytes_of(models: tuple[checkpoints.Model, ...]) -> bytes:
     """Return the content of all models; after the first one, run the pending change."""
     content = b""
     for number, model in enumerate(models):
@@ -53,7 +45,7 @@ def bytes_of(models: tuple[Model, ...]) -> bytes:
 
 
 @stage("copied", version=1, resumable=True)
-def copied(out: Path, model: Model, others: tuple[Model, ...] = ()) -> Length:
+def copied(out: Path, model: checkpoints.Model, others: tuple[checkpoints.Model, ...] = ()) -> Length:
     with (out / "unfinished.journal").open("ab") as journal:
         journal.write(b"begun\n")
     content = bytes_of((model, *others))
@@ -63,7 +55,7 @@ def copied(out: Path, model: Model, others: tuple[Model, ...] = ()) -> Length:
 
 
 @value_stage("measured", version=1)
-def measured(model: Model) -> Length:
+def measured(model: checkpoints.Model) -> Length:
     return Length(bytes=len(bytes_of((model,))))
 
 
@@ -78,18 +70,18 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> PinnedCheckpoint:
+def model(tmp_path: Path) -> checkpoints.PinnedCheckpoint:
     return pinned(tmp_path / "reverser")
 
 
-def pinned(directory: Path) -> PinnedCheckpoint:
+def pinned(directory: Path) -> checkpoints.PinnedCheckpoint:
     directory.mkdir()
     (directory / WEIGHTS).write_bytes(directory.name.encode() * 1000)
     (directory / "config.json").write_text("{}")
-    return pin_checkpoints([find_checkpoint(str(directory))], store().hashes)[0]
+    return checkpoints.pin_checkpoints([checkpoints.find_checkpoint(str(directory))], store().hashes)[0]
 
 
-def refused(model: Model, build: Callable[[], object]) -> None:
+def refused(model: checkpoints.Model, build: Callable[[], object]) -> None:
     """Check that a build is refused with the name of the model and the file, and stores nothing."""
     with pytest.raises(ChangedInput) as caught:
         build()
@@ -102,7 +94,7 @@ def refused(model: Model, build: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("file", [WEIGHTS, pytest.param("config.json", marks=pytest.mark.story)])
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_what_was_changed_before_is_not_read(model: PinnedCheckpoint, change: Change, file: str) -> None:
+def test_what_was_changed_before_is_not_read(model: checkpoints.PinnedCheckpoint, change: Change, file: str) -> None:
     change(model.directory / file)
     refused(model, lambda: copied.build(model))
     refused(model, lambda: measured.build(model))
@@ -115,14 +107,14 @@ def test_what_was_changed_before_is_not_read(model: PinnedCheckpoint, change: Ch
 )
 @pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_what_is_changed_meanwhile_is_not_kept(
-    model: PinnedCheckpoint, change: Change, declared: DeclaredStage[Any, Any, Any], file: str
+    model: checkpoints.PinnedCheckpoint, change: Change, declared: DeclaredStage[Any, Any, Any], file: str
 ) -> None:
     meanwhile[:] = [lambda: change(model.directory / file)]
     refused(model, lambda: declared.build(model))
 
 
 @pytest.mark.parametrize("touch", HARMLESS.values(), ids=HARMLESS)
-def test_the_same_bytes_go_on(model: PinnedCheckpoint, touch: Change) -> None:
+def test_the_same_bytes_go_on(model: checkpoints.PinnedCheckpoint, touch: Change) -> None:
     expected = (model.directory / WEIGHTS).read_bytes()
     touch(model.directory / WEIGHTS)
     meanwhile[:] = [lambda: touch(model.directory / WEIGHTS)]
@@ -132,7 +124,9 @@ def test_the_same_bytes_go_on(model: PinnedCheckpoint, touch: Change) -> None:
     assert (artifact.directory / "journal read").read_bytes() == b"begun\n"  # The first attempt leaves nothing behind.
 
 
-def test_other_bytes_that_are_put_back_are_not_in_the_result(model: PinnedCheckpoint, tmp_path: Path) -> None:
+def test_other_bytes_that_are_put_back_are_not_in_the_result(
+    model: checkpoints.PinnedCheckpoint, tmp_path: Path
+) -> None:
     """A file changes before the second one is read, and its bytes and times are restored before the stage ends."""
     other = pinned(tmp_path / "shifter")
     weights = other.directory / WEIGHTS
@@ -159,16 +153,16 @@ def test_other_bytes_that_are_put_back_are_not_in_the_result(model: PinnedCheckp
     assert (artifact.directory / "copy").read_bytes() == (model.directory / WEIGHTS).read_bytes() + content
 
 
-def test_files_that_are_touched_for_ever_end_it(model: PinnedCheckpoint) -> None:
+def test_files_that_are_touched_for_ever_end_it(model: checkpoints.PinnedCheckpoint) -> None:
     meanwhile[:] = [(model.directory / WEIGHTS).touch] * 100
     with pytest.raises(ChangedInput, match="touched during all 3 attempts"):
         copied.build(model)
     assert not list((store().root / "copied").glob("*"))
 
 
-def test_whoever_keeps_what_was_read_is_told(model: PinnedCheckpoint) -> None:
+def test_whoever_keeps_what_was_read_is_told(model: checkpoints.PinnedCheckpoint) -> None:
     told: list[bool] = []
-    assert model_process.end_model_process in CALLBACKS
+    assert checkpoints.model_process.end_model_process in CALLBACKS
     on_input_change(lambda: told.append(True))
     copied.build(model)
     assert not told
@@ -187,20 +181,20 @@ def fails(found: str, *changes: Callable[[], object]) -> Callable[[], None]:
     return fail
 
 
-def test_an_error_that_a_change_brought_about_is_said_to_be_that(model: PinnedCheckpoint) -> None:
+def test_an_error_that_a_change_brought_about_is_said_to_be_that(model: checkpoints.PinnedCheckpoint) -> None:
     meanwhile[:] = [fails("ends early", lambda: CHANGES["truncated"](model.directory / WEIGHTS))]
     refused(model, lambda: copied.build(model))
 
 
-def test_an_error_of_another_cause_stays_what_it_is(model: PinnedCheckpoint) -> None:
+def test_an_error_of_another_cause_stays_what_it_is(model: checkpoints.PinnedCheckpoint) -> None:
     meanwhile[:] = [fails("is no model")]
     with pytest.raises(InvalidInput, match="is no model"):
         copied.build(model)
 
 
-def test_parents_of_a_recipe_and_artifacts_are_looked_at_too(model: PinnedCheckpoint) -> None:
+def test_parents_of_a_recipe_and_artifacts_are_looked_at_too(model: checkpoints.PinnedCheckpoint) -> None:
     made = copied.build(model)
-    recipe = PinnedRecipe.__new__(PinnedRecipe)  # The code under test reads only its parents.
+    recipe = checkpoints.PinnedRecipe.__new__(checkpoints.PinnedRecipe)  # The code under test reads only its parents.
     object.__setattr__(recipe, "parents", (model,))
     inputs = list(input_guard.pinned_inputs([recipe, {"scores": [made]}, (model,), 3, "text", None]))
     assert [one.label for one in inputs] == [model.name, f"copied {made.key[:12]}", model.name]
@@ -213,20 +207,22 @@ def test_a_model_that_is_not_pinned_is_not_looked_at(tmp_path: Path) -> None:
     directory = tmp_path / "loose"
     directory.mkdir()
     (directory / WEIGHTS).write_bytes(b"x")
-    loose = Model(name="loose", digest="d", directory=directory)
+    loose = checkpoints.Model(name="loose", digest="d", directory=directory)
     meanwhile[:] = [(directory / WEIGHTS).touch]
     assert measured.build(loose).value.bytes == 1
     assert len(read) == 1
 
 
-def test_unfinished_work_is_not_gone_on_with_when_anything_was_done_to_a_file(model: PinnedCheckpoint) -> None:
-    before = files_fingerprint([model])
-    assert files_fingerprint([model]) == before
+def test_unfinished_work_is_not_gone_on_with_when_anything_was_done_to_a_file(
+    model: checkpoints.PinnedCheckpoint,
+) -> None:
+    before = checkpoints.files_fingerprint([model])
+    assert checkpoints.files_fingerprint([model]) == before
     (model.directory / WEIGHTS).touch()
-    assert files_fingerprint([model]) != before
+    assert checkpoints.files_fingerprint([model]) != before
 
 
-def test_the_place_of_a_file_is_no_matter_but_the_file_is(model: PinnedCheckpoint) -> None:
+def test_the_place_of_a_file_is_no_matter_but_the_file_is(model: checkpoints.PinnedCheckpoint) -> None:
     weights = model.directory / WEIGHTS
     with weights.open("rb") as opened:
         assert file_identity(opened.fileno()) == file_identity(weights)

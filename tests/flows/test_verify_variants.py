@@ -10,23 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import forged_evidence
 import pytest
 from demo_project import Project, expect
-from forged_evidence import (
-    FORGERIES,
-    Columns,
-    Evidence,
-    edit,
-    edit_card,
-    edit_provenance,
-    files_of,
-    forge,
-    record,
-    refusal_of,
-    remove,
-    require_digest_or_verdict_notices,
-    sign_release,
-)
 from gguf_samples import METADATA, gguf
 from other_words import read_with_other_words
 from safetensors.torch import save_file
@@ -102,11 +88,13 @@ def test_one_changed_byte_of_weights_is_found_in_a_forged_release_only_by_its_ve
     """Digests that agree with the change are the reason why releases are signed and versions are content hashes."""
     weights = places.variants / "demo-R8.safetensors"
     flip(weights)
-    assert f"{weights.name}: sha256 is" in refusal_of(places.variants)
+    assert f"{weights.name}: sha256 is" in forged_evidence.refusal_of(places.variants)
     named = places.variants.name
-    forged = forge(places.variants)
+    forged = forged_evidence.forge(places.variants)
     check_release(DirectoryRelease(forged))
-    assert f"its version is {named}, its content is" in refusal_of(forged.rename(forged.with_name(named)))
+    assert f"its version is {named}, its content is" in forged_evidence.refusal_of(
+        forged.rename(forged.with_name(named))
+    )
 
 
 BUILD, OWN = "buildDefinition", "buildDefinition.internalParameters.variants"
@@ -143,13 +131,15 @@ NO_VERDICT = "but no verdict that allows them"
 def test_a_statement_that_disagrees_is_refused_although_all_digests_agree(
     places: Places, path: str, value: Any, message: str
 ) -> None:
-    edit_provenance(places.variants, path, value)
-    assert message in refusal_of(forge(places.variants))
+    forged_evidence.edit_provenance(places.variants, path, value)
+    assert message in forged_evidence.refusal_of(forged_evidence.forge(places.variants))
 
 
 def test_a_card_and_a_provenance_that_name_the_same_wrong_base_model_are_refused(places: Places) -> None:
-    edit_provenance(places.variants, "mergegate_card", edit_card(places.variants, base_model=["acme/another"]))
-    found = refusal_of(forge(places.variants))
+    forged_evidence.edit_provenance(
+        places.variants, "mergegate_card", forged_evidence.edit_card(places.variants, base_model=["acme/another"])
+    )
+    found = forged_evidence.refusal_of(forged_evidence.forge(places.variants))
     assert "README.md: its base_model differs from the ancestors in provenance.json" in found
     assert "README.md: its base_model_relation is not 'quantized'" in found
 
@@ -157,12 +147,14 @@ def test_a_card_and_a_provenance_that_name_the_same_wrong_base_model_are_refused
 def test_an_edited_card_must_still_name_the_merge(places: Places) -> None:
     card = places.variants / CARD
     card.write_text(card.read_text().replace(places.merge.name, "0" * 12))
-    assert f"README.md: does not name the merge demo {places.merge.name}" in refusal_of(forge(places.variants))
+    assert f"README.md: does not name the merge demo {places.merge.name}" in forged_evidence.refusal_of(
+        forged_evidence.forge(places.variants)
+    )
 
 
 def test_a_release_of_a_merge_that_claims_to_be_variants_is_refused(places: Places) -> None:
-    edit_provenance(places.merge, f"{BUILD}.buildType", "urn:mergegate:variant:v1")
-    found = refusal_of(forge(places.merge))
+    forged_evidence.edit_provenance(places.merge, f"{BUILD}.buildType", "urn:mergegate:variant:v1")
+    found = forged_evidence.refusal_of(forged_evidence.forge(places.merge))
     assert ONLY_DEPENDENCY in found
     assert "model.safetensors: provenance.json does not say which variant it is" in found
 
@@ -197,23 +189,23 @@ def _link(places: Places) -> MergeLink:
 def test_a_merge_that_is_not_the_one_is_refused(places: Places) -> None:
     merge = places.merge
     flip(merge / "model.safetensors")
-    assert "model.safetensors: sha256 is" in refusal_of(places.variants)
+    assert "model.safetensors: sha256 is" in forged_evidence.refusal_of(places.variants)
     flip(merge / "model.safetensors")
-    assert "a release of quantized variants" in refusal_of(places.variants, merge=str(places.variants))
+    assert "a release of quantized variants" in forged_evidence.refusal_of(places.variants, merge=str(places.variants))
     (merge / "report.html").write_text("another report")
-    forged = forge(merge)
+    forged = forged_evidence.forge(merge)
     check_release(DirectoryRelease(forged))
-    found = refusal_of(places.variants, merge=str(forged))
+    found = forged_evidence.refusal_of(places.variants, merge=str(forged))
     assert "the release of the merge that the variants were quantized from" in found
 
 
 def test_a_key_must_have_signed_the_merge_too(places: Places, tmp_path: Path) -> None:
     private, public = write_keys(tmp_path)
     release = places.variants.rename(places.variants.with_name("signed"))
-    sign_release(release, private, "demo-Rounded")
-    assert "model.sig: missing; the release is not signed" in refusal_of(release, key=public)
+    forged_evidence.sign_release(release, private, "demo-Rounded")
+    assert "model.sig: missing; the release is not signed" in forged_evidence.refusal_of(release, key=public)
     merge = places.merge.rename(places.merge.with_name("signed"))
-    sign_release(merge, private)
+    forged_evidence.sign_release(merge, private)
     assert check_release(DirectoryRelease(release), public, merge=str(merge)).signed == "valid"
 
 
@@ -261,17 +253,17 @@ def test_only_the_place_next_to_the_variants_is_opened(
 # The verdicts.
 
 
-def swap_variant_and_merge(evidence: Evidence) -> None:
+def swap_variant_and_merge(evidence: forged_evidence.Evidence) -> None:
     names = {"merge": "R8", "R8": "merge"}
 
-    def change(columns: Columns) -> None:
+    def change(columns: forged_evidence.Columns) -> None:
         columns["model"] = [names.get(model, model) for model in columns["model"]]
         columns["loglik"] = [value - 0.01 * (number % 7) for number, value in enumerate(columns["loglik"])]
 
     evidence.edit_table(LIKELIHOODS, change)
 
 
-def exchange_the_evidence(evidence: Evidence) -> None:
+def exchange_the_evidence(evidence: forged_evidence.Evidence) -> None:
     """Give the better variant the evidence of the worse one, and the reverse."""
     folder = evidence.release / "evidence"
     (folder / "R8").rename(folder / "x")
@@ -279,12 +271,14 @@ def exchange_the_evidence(evidence: Evidence) -> None:
     (folder / "x").rename(folder / "R6")
 
 
-ALL_FORGERIES: dict[str, Callable[[Evidence], object]] = {
-    "flip an outcome": FORGERIES["flip an outcome"],
-    "truncate the record": FORGERIES["truncate the record"],
+ALL_FORGERIES: dict[str, Callable[[forged_evidence.Evidence], object]] = {
+    "flip an outcome": forged_evidence.FORGERIES["flip an outcome"],
+    "truncate the record": forged_evidence.FORGERIES["truncate the record"],
     "flip an outcome of the merge": lambda evidence: evidence.flip_outcome("merge", at=3),
     "swap variant and merge": swap_variant_and_merge,
-    "raise a limit": record("inputs.guards.0", lambda guard: {**guard, "max_drop": 9.0, "margin": None}),
+    "raise a limit": forged_evidence.record(
+        "inputs.guards.0", lambda guard: {**guard, "max_drop": 9.0, "margin": None}
+    ),
     "exchange the evidence": exchange_the_evidence,
 }
 
@@ -309,10 +303,10 @@ def test_the_verdict_of_each_variant_follows_from_the_release_alone(
 
 @pytest.mark.parametrize("change", ALL_FORGERIES.values(), ids=ALL_FORGERIES)
 def test_a_change_is_noticed_by_its_digest_or_else_by_the_verdict(
-    places: Places, change: Callable[[Evidence], object]
+    places: Places, change: Callable[[forged_evidence.Evidence], object]
 ) -> None:
-    change(Evidence(places.variants, "R8"))
-    require_digest_or_verdict_notices(places.variants)
+    change(forged_evidence.Evidence(places.variants, "R8"))
+    forged_evidence.require_digest_or_verdict_notices(places.variants)
 
 
 @pytest.mark.parametrize(
@@ -328,13 +322,13 @@ def test_a_change_is_noticed_by_its_digest_or_else_by_the_verdict(
 def test_a_verdict_on_a_variant_that_does_not_follow_from_its_parts_is_refused(
     places: Places, update: dict[str, Any], message: str
 ) -> None:
-    edit_provenance(places.variants, "mergegate_variants.0", lambda variant: {**variant, **update})
-    assert message in refusal_of(forge(places.variants), recompute=True)
+    forged_evidence.edit_provenance(places.variants, "mergegate_variants.0", lambda variant: {**variant, **update})
+    assert message in forged_evidence.refusal_of(forged_evidence.forge(places.variants), recompute=True)
 
 
 def test_variants_without_evidence_are_verified_only_without_their_verdicts(places: Places) -> None:
-    remove(places.variants, "evidence/R6")
-    forged = DirectoryRelease(forge(places.variants))
+    forged_evidence.remove(places.variants, "evidence/R6")
+    forged = DirectoryRelease(forged_evidence.forge(places.variants))
     check_release(forged)
     with pytest.raises(InvalidInput, match=r"R6: no file evidence/R6/gate\.json"):
         check_release(forged, recompute=True)
@@ -361,24 +355,24 @@ def test_weights_that_the_merge_does_not_give_are_refused_with_the_first_tensor(
     places: Places, project: Project, name: str
 ) -> None:
     flip(places.variants / name)
-    forged = forge(places.variants)
+    forged = forged_evidence.forge(places.variants)
     result = project.mergegate("reproduce", str(forged))
     expect(result, 3, f"1 of 2 rebuilt files differ: {name} (tensor ", "device and tools are the same")
     # Other versions of the tools are named.
     for kind in ("R8", "R6"):
-        edit_provenance(forged, f"{OWN}.{kind}.versions.rounder", "0.9")
-    result = project.mergegate("reproduce", str(forge(forged)))
+        forged_evidence.edit_provenance(forged, f"{OWN}.{kind}.versions.rounder", "0.9")
+    result = project.mergegate("reproduce", str(forged_evidence.forge(forged)))
     expect(result, 3, "the release was built with rounder 0.9 (here 1.0); use those versions")
 
 
 def test_a_file_of_weights_that_is_not_rebuilt_is_refused_in_any_format(places: Places, project: Project) -> None:
     release = places.variants
     (release / "extra.onnx").write_bytes(b"weights")
-    edit_provenance(release, f"{OWN}.R8.files", lambda files: [*files, "extra.onnx"])
+    forged_evidence.edit_provenance(release, f"{OWN}.R8.files", lambda files: [*files, "extra.onnx"])
     part, subject = {"name": "extra.onnx", "hashes": [{"content": ""}]}, {"name": "extra.onnx", "digest": {}}
-    edit(release / BOM, "components", lambda components: [*components, part])
-    edit(release / PROVENANCE, "subject", lambda subjects: [*subjects, subject])
-    expect(project.mergegate("reproduce", str(forge(release))), 3, "extra.onnx (it was not rebuilt)")
+    forged_evidence.edit(release / BOM, "components", lambda components: [*components, part])
+    forged_evidence.edit(release / PROVENANCE, "subject", lambda subjects: [*subjects, subject])
+    expect(project.mergegate("reproduce", str(forged_evidence.forge(release))), 3, "extra.onnx (it was not rebuilt)")
 
 
 @pytest.mark.parametrize(
@@ -387,8 +381,8 @@ def test_a_file_of_weights_that_is_not_rebuilt_is_refused_in_any_format(places: 
 def test_settings_that_this_version_cannot_read_are_refused_in_words(
     places: Places, project: Project, variant: object
 ) -> None:
-    edit_provenance(places.variants, f"{BUILD}.externalParameters.variant", variant)
-    result = project.mergegate("reproduce", str(forge(places.variants)))
+    forged_evidence.edit_provenance(places.variants, f"{BUILD}.externalParameters.variant", variant)
+    result = project.mergegate("reproduce", str(forged_evidence.forge(places.variants)))
     expect(result, 3, "provenance that this version of mergegate can read")
 
 
@@ -397,7 +391,7 @@ def test_settings_that_this_version_cannot_read_are_refused_in_words(
 
 def test_a_rebuild_must_give_every_file_except_those_about_the_model(places: Places) -> None:
     for release in (places.variants, places.merge):
-        names = {path.name for path in files_of(release)}
+        names = {path.name for path in forged_evidence.files_of(release)}
         assert {name for name in names if is_rebuilt(name)} == {
             name for name in names if name.endswith((".safetensors", ".jinja"))
         }

@@ -18,17 +18,9 @@ from tiny_models import write_jsonl
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import JournalLocation
+from mergegate.tasks import evaluation
 from mergegate.tasks.checkpoints import TellProgress, load_model
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.evaluation import (
-    EvalTask,
-    PromptSettings,
-    Scoring,
-    document_texts,
-    require_effect,
-    task_form,
-    tokenize_task,
-)
 from mergegate.tasks.evaluation.backends.picture_reader import load_processor
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.harness import score_documents
@@ -72,13 +64,13 @@ def paint(file: Path, color: str, number: int) -> None:
     picture.save(file)
 
 
-def pinned(path: Path) -> EvalTask:
+def pinned(path: Path) -> evaluation.EvalTask:
     loaded = inspect_data(pin(path))
     return pin(path, data_digest=loaded.data.digest, documents=loaded.documents)
 
 
 def scored(
-    task: EvalTask,
+    task: evaluation.EvalTask,
     directory: Path,
     *,
     journal: JournalLocation | None = None,
@@ -190,7 +182,7 @@ def test_pictures_with_equal_bytes_and_other_sizes_or_colors_differ() -> None:
 
 def test_the_prompt_for_people_names_each_picture(tmp_path: Path) -> None:
     task = pinned(shapes(tmp_path))
-    texts = document_texts(task, {"shapes": range(DOCUMENTS)})
+    texts = evaluation.document_texts(task, {"shapes": range(DOCUMENTS)})
     prompts = [texts["shapes", position].prompt for position in range(DOCUMENTS)]
     assert len(set(prompts)) == DOCUMENTS
     assert all(re.fullmatch(r"<image [0-9a-f]{12}>Which color\?", prompt) for prompt in prompts)
@@ -201,23 +193,23 @@ def test_the_prompt_for_people_names_each_picture(tmp_path: Path) -> None:
     [
         ({"backend": "vllm", "chat_template": True}, None, "does not pass to the model"),
         ({}, None, "no chat template"),
-        ({"chat_template": True}, PromptSettings(num_fewshot=2), "2 for a task with pictures"),
+        ({"chat_template": True}, evaluation.PromptSettings(num_fewshot=2), "2 for a task with pictures"),
     ],
 )
 def test_a_picture_task_needs_a_backend_that_reads_pictures_and_a_chat_template(
-    tmp_path: Path, settings: dict[str, Any], own: PromptSettings | None, found: str
+    tmp_path: Path, settings: dict[str, Any], own: evaluation.PromptSettings | None, found: str
 ) -> None:
     path = shapes(tmp_path)
-    require_effect(path.name, PromptSettings(apply_chat_template=True), tmp_path)
+    evaluation.require_effect(path.name, evaluation.PromptSettings(apply_chat_template=True), tmp_path)
     with pytest.raises(InvalidInput, match=found):
-        require_effect(path.name, own, tmp_path, Scoring(**settings))
+        evaluation.require_effect(path.name, own, tmp_path, evaluation.Scoring(**settings))
 
 
 @pytest.mark.story
 def test_the_form_of_a_task_follows_its_documents(tmp_path: Path) -> None:
     assert pinned(shapes(tmp_path)).form == "pictures"
-    assert task_form("mmmu_val", None) == task_form("chartqa", None) == "pictures"
-    assert task_form("arc_easy", None) == "text"
+    assert evaluation.task_form("mmmu_val", None) == evaluation.task_form("chartqa", None) == "pictures"
+    assert evaluation.task_form("arc_easy", None) == "text"
 
 
 def test_a_processor_without_its_package_is_refused_by_the_name_of_the_package(tmp_path: Path) -> None:
@@ -254,4 +246,4 @@ def test_a_sweep_cannot_search_with_pictures(llava: Path, tmp_path: Path) -> Non
         load_model(model_in(llava), dtype="float32", device="cpu") as loaded,
         pytest.raises(InvalidInput, match="documents with pictures"),
     ):
-        tokenize_task(task, Scoring(dtype="float32", batch_size=4, chat_template=True), loaded)
+        evaluation.tokenize_task(task, evaluation.Scoring(dtype="float32", batch_size=4, chat_template=True), loaded)

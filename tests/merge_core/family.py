@@ -12,20 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from mergegate.merge_core import (
-    Checkpoint,
-    EngineSettings,
-    MergePlan,
-    MergeRecord,
-    PlannedMerge,
-    Recipe,
-    load_recipe,
-    merge_methods,
-    merge_weights,
-    open_checkpoint,
-    plan_merge,
-    plan_with_findings,
-)
+from mergegate import merge_core
 from mergegate.merge_core.architecture import is_projection, is_routed_expert
 from mergegate.merge_core.checkpoint import (
     IMPORTANCE,
@@ -118,12 +105,16 @@ def save_tokenizer(directory: Path, tokens: list[str]) -> None:
 
 def entry(method: str, model: str) -> str:
     """Return a recipe's entry for a model, with a calibration text if the method reads one."""
-    return f"{{model: {model}, text: {model}}}" if merge_methods()[method].traits.reads_text else f"{{model: {model}}}"
+    return (
+        f"{{model: {model}, text: {model}}}"
+        if merge_core.merge_methods()[method].traits.reads_text
+        else f"{{model: {model}}}"
+    )
 
 
-def read_recipe(content: str | Mapping[str, Any], root: Path) -> Recipe:
+def read_recipe(content: str | Mapping[str, Any], root: Path) -> merge_core.Recipe:
     """Load a recipe and prepare it, with random measurements for models in ``root`` that read calibration texts."""
-    recipe = load_recipe(content)
+    recipe = merge_core.load_recipe(content)
     if recipe.needs_distances:  # Keep the weights that the recipe sets.
         recipe = replace(recipe, distances={})
     if not recipe.texts:
@@ -133,7 +124,7 @@ def read_recipe(content: str | Mapping[str, Any], root: Path) -> Recipe:
         place = root / what / ref
         if not place.exists():
             draw = draw_inputs if what == "moments" else draw_importance
-            draw(place, open_checkpoint(root / ref), seed=number)
+            draw(place, merge_core.open_checkpoint(root / ref), seed=number)
         if what == "moments":
             measured[ref] = InputMeasurements(ref, ref, moments=open_moments(place))
         else:
@@ -141,7 +132,7 @@ def read_recipe(content: str | Mapping[str, Any], root: Path) -> Recipe:
     return replace(recipe, measured=measured)
 
 
-def draw_importance(place: Path, checkpoint: Checkpoint, seed: int) -> None:
+def draw_importance(place: Path, checkpoint: merge_core.Checkpoint, seed: int) -> None:
     """Write random importance for each element of a model's float tensors, zero for about half of the elements."""
     place.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
@@ -154,7 +145,7 @@ def draw_importance(place: Path, checkpoint: Checkpoint, seed: int) -> None:
     write_measurement(place / IMPORTANCE, {name: name for name in kept}, positions=5)
 
 
-def draw_inputs(place: Path, checkpoint: Checkpoint, seed: int) -> None:
+def draw_inputs(place: Path, checkpoint: merge_core.Checkpoint, seed: int) -> None:
     """Write moments of five random inputs for every linear layer of a model."""
     place.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
@@ -167,28 +158,30 @@ def draw_inputs(place: Path, checkpoint: Checkpoint, seed: int) -> None:
     write_measurement(place / INPUTS, {name: name for name in kept}, positions=5)
 
 
-def open_models(recipe: Recipe, root: Path) -> dict[str, Checkpoint]:
+def open_models(recipe: merge_core.Recipe, root: Path) -> dict[str, merge_core.Checkpoint]:
     """Open all models of a recipe, which are directories in ``root``."""
-    return {str(ref): open_checkpoint(root / ref.path) for ref in recipe.references()}
+    return {str(ref): merge_core.open_checkpoint(root / ref.path) for ref in recipe.references()}
 
 
-def plan_recipe(content: str | Mapping[str, Any], root: Path) -> MergePlan:
+def plan_recipe(content: str | Mapping[str, Any], root: Path) -> merge_core.MergePlan:
     """Plan a recipe whose models are directories in ``root``."""
     recipe = read_recipe(content, root)
-    return plan_merge(recipe, open_models(recipe, root))
+    return merge_core.plan_merge(recipe, open_models(recipe, root))
 
 
-def check_recipe(content: str | Mapping[str, Any], root: Path, *accepted: str) -> PlannedMerge:
+def check_recipe(content: str | Mapping[str, Any], root: Path, *accepted: str) -> merge_core.PlannedMerge:
     """Return the plan and the findings of a recipe whose models are directories in ``root``."""
-    recipe = load_recipe(content)
-    return plan_with_findings(recipe, open_models(recipe, root), accepted)
+    recipe = merge_core.load_recipe(content)
+    return merge_core.plan_with_findings(recipe, open_models(recipe, root), accepted)
 
 
 def merge_text(
     content: str | Mapping[str, Any], root: Path, out: str = "out", *, seed: int = 0, **settings: Any
-) -> MergeRecord:
+) -> merge_core.MergeRecord:
     """Merge a recipe whose models are directories in ``root`` into ``root / out``."""
-    return merge_weights(plan_recipe(content, root), root / out, seed=seed, settings=EngineSettings(**settings))
+    return merge_core.merge_weights(
+        plan_recipe(content, root), root / out, seed=seed, settings=merge_core.EngineSettings(**settings)
+    )
 
 
 def change_json(file: Path, **changes: Any) -> None:
@@ -215,7 +208,7 @@ PARAMETERS |= {"ramplus_tl": "epsilon: 0.0001"}
 def usual_parameters(method: str) -> str:
     """Return parameters for a method, as in a recipe."""
     usual = {"weight": 0.5, "density": 0.4}.items()
-    taken = ", ".join(f"{name}: {value}" for name, value in usual if merge_methods()[method].parameter(name))
+    taken = ", ".join(f"{name}: {value}" for name, value in usual if merge_core.merge_methods()[method].parameter(name))
     return PARAMETERS.get(method, taken)
 
 

@@ -14,14 +14,7 @@ import pytest
 import torch
 import transformers
 from tiny_families import FAMILIES
-from transformers import CONFIG_MAPPING, PreTrainedModel, conversion_mapping
-from transformers.core_model_loading import (
-    GroupWeightRename,
-    Inkling2IndexOffsetWeightRename,
-    WeightConverter,
-    WeightRenaming,
-    rename_source_key,
-)
+from transformers import CONFIG_MAPPING, PreTrainedModel, conversion_mapping, core_model_loading
 from transformers.models.auto import modeling_auto
 
 from mergegate.merge_core import architecture
@@ -51,11 +44,11 @@ SAMPLE = (
 def settings_of(transform: Any) -> Settings:
     """Return a transform of transformers as an entry of conversions.json."""
     entry: Settings = {"match": transform.compiled_sources.pattern, "to": list(transform.target_patterns)}
-    if isinstance(transform, GroupWeightRename):
+    if isinstance(transform, core_model_loading.GroupWeightRename):
         entry["group"] = True
-    if isinstance(transform, Inkling2IndexOffsetWeightRename):
+    if isinstance(transform, core_model_loading.Inkling2IndexOffsetWeightRename):
         entry["offset"] = transform.offset
-    if isinstance(transform, WeightConverter):
+    if isinstance(transform, core_model_loading.WeightConverter):
         entry["operations"] = [
             [type(operation).__name__, {key: value for key, value in sorted(vars(operation).items()) if value}]
             for operation in transform.operations
@@ -173,11 +166,12 @@ def structure(model: Any) -> Settings:
 def unchanged(model: Any) -> list[str]:
     """Return the names in memory that the renamings would change, and that transformers reads as they are."""
     transforms = conversion_mapping.get_model_conversion_mapping(model)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    renamings = [transform for transform in transforms if isinstance(transform, core_model_loading.WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, core_model_loading.WeightConverter)]
     names = model.state_dict()
     renamed = {
-        name: rename_source_key(name, renamings, converters, model.base_model_prefix, names)[0] for name in names
+        name: core_model_loading.rename_source_key(name, renamings, converters, model.base_model_prefix, names)[0]
+        for name in names
     }
     return sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "#", name) for name in names if renamed[name] not in names})
 

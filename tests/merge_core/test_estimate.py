@@ -16,16 +16,7 @@ from safetensors.torch import save_file
 from sparse_models import LLAMA_70B, header_bytes, llama, save_sparse, weights_of
 
 from mergegate.merge_core import EngineSettings, MergePlan, merge_methods, merge_weights
-from mergegate.merge_core.engine.forecast import probe
-from mergegate.merge_core.engine.forecast.forecast import (
-    Needs,
-    Rates,
-    Work,
-    duration,
-    estimate_needs,
-    input_files,
-    work_of,
-)
+from mergegate.merge_core.engine.forecast import forecast, probe
 from mergegate.merge_core.engine.forecast.probe import (
     load_rates,
     machine_key,
@@ -42,8 +33,8 @@ MODEL = {"layers": 2, "hidden": 64, "wide": 256, "keys": 16, "tokens": 500}
 TIES = (
     "merge_method: ties\nbase_model: base\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 0.5, density: 0.5}\n"
 )
-RATES = Rates(read=100.0, write=50.0, copy=1000.0, hash=40.0, units=10.0, same_disk=True, measured_at=0.0)
-NEEDS = Needs(
+RATES = forecast.Rates(read=100.0, write=50.0, copy=1000.0, hash=40.0, units=10.0, same_disk=True, measured_at=0.0)
+NEEDS = forecast.Needs(
     device="cpu", tensors=1, parameters=100, input_files=2, shards=1, bytes_read=400, bytes_read_again=800,
     bytes_from_disk_again=800, bytes_passed=1200, bytes_written=200, passes=3, read_again=1, units=60.0, block=0,
     gpu_block=0, memory=0, gpu_memory=0, disk=200,
@@ -56,8 +47,8 @@ def planned(text: str, root: Path, *names: str, **sizes: Any) -> MergePlan:
     return plan_recipe(text, root)
 
 
-def needs(plan: MergePlan, *, cores: int = 2, device: str = "cpu", **settings: Any) -> Needs:
-    return estimate_needs(plan, EngineSettings(**settings), cores=cores, device=device)
+def needs(plan: MergePlan, *, cores: int = 2, device: str = "cpu", **settings: Any) -> forecast.Needs:
+    return forecast.estimate_needs(plan, EngineSettings(**settings), cores=cores, device=device)
 
 
 VARIANTS: list[tuple[str, dict[str, Any]]] = [
@@ -88,7 +79,7 @@ def test_the_forecast_has_the_actual_number_of_passes(name: str, chosen: dict[st
     per_input = tuple({} if has_base and index == 0 else own for index in range(count))
     shape = (32, 64)
     task = TensorTask("w", shape, dtype, has_base, shared, per_input, tuple(mask_key(0, "w", i) for i in range(count)))
-    expected = work_of(method, task)
+    expected = forecast.work_of(method, task)
     assert expected.is_measured
     assert expected.folds == folds_made(method.steps(task), count, dtype, method.grain(shape, shared))
 
@@ -111,7 +102,7 @@ def folds_made(steps: Any, count: int, dtype: str, grain: int) -> int:
 def test_a_method_without_declared_costs_has_assumed_ones() -> None:
     foreign = replace(merge_methods()["linear"], name="foreign", costs=None)
     task = TensorTask("w", (4, 4), "float32", False, {"normalize": True}, ({"weight": 1.0},) * 2, ((0, 0),) * 2)
-    assert work_of(foreign, task) == Work(1, 8.0, is_measured=False)
+    assert forecast.work_of(foreign, task) == forecast.Work(1, 8.0, is_measured=False)
 
 
 def test_a_70_b_merge_reads_all_weights_and_writes_one_model(tmp_path: Path) -> None:
@@ -175,11 +166,11 @@ def test_steps_of_a_recipe_are_counted_but_their_results_are_no_input_files(tmp_
     assert two.bytes_written == 2 * one.bytes_written
     assert two.bytes_read == 2 * one.bytes_read
     assert two.parameters == one.parameters
-    assert len(input_files(plan)) == two.input_files == 4
+    assert len(forecast.input_files(plan)) == two.input_files == 4
 
 
 def test_time_is_between_full_and_no_overlap() -> None:
-    found = duration(NEEDS, RATES, cores=2)
+    found = forecast.duration(NEEDS, RATES, cores=2)
     assert (found.reading, found.reading_again, found.writing, found.hashing) == (4.0, 8.0, 4.0, 5.0)
     assert found.computing == pytest.approx(60 / 10 + (2 * 400 + 800 + 2 * 200) / 1000)
     assert found.at_least == pytest.approx(found.computing + found.hashing / 2)
@@ -189,15 +180,20 @@ def test_time_is_between_full_and_no_overlap() -> None:
 
 def test_two_disks_work_at_the_same_time_hashing_uses_one_core_and_passes_cross_the_bus() -> None:
     busy = replace(NEEDS, units=0.0, bytes_written=100, bytes_read=1000)
-    one, two = duration(busy, RATES, cores=2), duration(busy, replace(RATES, same_disk=False), cores=2)
+    one, two = (
+        forecast.duration(busy, RATES, cores=2),
+        forecast.duration(busy, replace(RATES, same_disk=False), cores=2),
+    )
     assert (one.at_least, two.at_least) == (12.0, 10.0)
-    found = duration(replace(NEEDS, units=0.0, bytes_read=0, bytes_written=400), replace(RATES, write=1e9), cores=64)
+    found = forecast.duration(
+        replace(NEEDS, units=0.0, bytes_read=0, bytes_written=400), replace(RATES, write=1e9), cores=64
+    )
     assert found.at_least == found.hashing == 10.0
-    found = duration(replace(NEEDS, device="cuda"), replace(RATES, bus=100.0), cores=2)
+    found = forecast.duration(replace(NEEDS, device="cuda"), replace(RATES, bus=100.0), cores=2)
     assert found.computing == pytest.approx((1200 + 200) / 100 + 2000 / 1000)
 
 
-MEASURED = Rates(read=1.0, write=2.0, copy=3.0, hash=4.0, units=5.0, same_disk=False, measured_at=0.0)
+MEASURED = forecast.Rates(read=1.0, write=2.0, copy=3.0, hash=4.0, units=5.0, same_disk=False, measured_at=0.0)
 
 
 class FakeDisk:

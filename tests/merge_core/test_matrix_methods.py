@@ -15,15 +15,8 @@ from family import load, open_models, save_checkpoint
 from safetensors.torch import save_file
 from samples import sampled
 
-from mergegate.merge_core import EngineSettings, load_recipe, merge_tensors, merge_weights, plan_merge
+from mergegate.merge_core import EngineSettings, checkpoint, load_recipe, merge_tensors, merge_weights, plan_merge
 from mergegate.merge_core.checkpoint import INPUTS as MOMENTS
-from mergegate.merge_core.checkpoint import (
-    empty_moments,
-    measurement_file_name,
-    open_moments,
-    pack_moments,
-    write_measurement,
-)
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods.matrices import GRAIN_ROWS
 from mergegate.merge_core.recipe import InputMeasurements
@@ -87,20 +80,23 @@ def save_moments(place: Path, seed: int, diagonal: tuple[str, ...] = ()) -> Path
     for name in MATRICES:
         inputs = made.normal(size=(20, SHAPES[name][1])) * made.lognormal(size=SHAPES[name][1])
         moments = inputs.T @ inputs / len(inputs)
-        kept[name] = torch.from_numpy(pack_moments(moments.diagonal() if name in diagonal else moments))
-    save_file(kept, place / measurement_file_name(MOMENTS, 0))
-    write_measurement(place / MOMENTS, {name: name for name in MATRICES}, positions=20)
+        kept[name] = torch.from_numpy(checkpoint.pack_moments(moments.diagonal() if name in diagonal else moments))
+    save_file(kept, place / checkpoint.measurement_file_name(MOMENTS, 0))
+    checkpoint.write_measurement(place / MOMENTS, {name: name for name in MATRICES}, positions=20)
     return place
 
 
 def moments_in(place: Path) -> dict[str, Array]:
-    return {name: found.read() for name, found in open_moments(place).items()}
+    return {name: found.read() for name, found in checkpoint.open_moments(place).items()}
 
 
 def planned(root: Path, recipe: Mapping[str, Any], inputs: Mapping[str, str] | None = None) -> Any:
     read = load_recipe(recipe)
     if inputs is not None:
-        measured = {name: InputMeasurements(place, place, open_moments(root / place)) for name, place in inputs.items()}
+        measured = {
+            name: InputMeasurements(place, place, checkpoint.open_moments(root / place))
+            for name, place in inputs.items()
+        }
         read = replace(read, measured=measured)
     return plan_merge(read, open_models(read, root))
 
@@ -437,11 +433,11 @@ def turned(tmp_path_factory: pytest.TempPathFactory) -> Path:
             for expert in range(experts):
                 flowed = made.normal(size=(40, width))
                 moments = flowed.T @ flowed / 40
-                own = pack_moments(moments.diagonal() if expert == 1 else moments)
-                own = empty_moments(width, is_diagonal=False) if expert == 2 else own
+                own = checkpoint.pack_moments(moments.diagonal() if expert == 1 else moments)
+                own = checkpoint.empty_moments(width, is_diagonal=False) if expert == 2 else own
                 kept[f"model.layers.0.mlp.experts.{expert}.{part}"] = torch.from_numpy(own)
-        save_file(kept, seen / measurement_file_name(MOMENTS, 0))
-        write_measurement(seen / MOMENTS, {name: name for name in kept}, positions=40)
+        save_file(kept, seen / checkpoint.measurement_file_name(MOMENTS, 0))
+        checkpoint.write_measurement(seen / MOMENTS, {name: name for name in kept}, positions=40)
     return place
 
 
@@ -496,8 +492,8 @@ def test_an_unprepared_merge_and_lambda_without_a_base_are_refused(root: Path) -
 def test_invalid_moments_or_those_of_another_width_are_refused(
     root: Path, tmp_path: Path, count: int, value: float, words: str
 ) -> None:
-    save_file({MATRICES[0]: torch.full((1, count), value)}, tmp_path / measurement_file_name(MOMENTS, 0))
-    write_measurement(tmp_path / MOMENTS, {MATRICES[0]: MATRICES[0]}, positions=1)
+    save_file({MATRICES[0]: torch.full((1, count), value)}, tmp_path / checkpoint.measurement_file_name(MOMENTS, 0))
+    checkpoint.write_measurement(tmp_path / MOMENTS, {MATRICES[0]: MATRICES[0]}, positions=1)
     with pytest.raises(InvalidInput, match=words):
         merged(planned(root, regmean_recipe(("a",)), {"a": str(tmp_path)}))
 
@@ -508,10 +504,10 @@ def test_moments_are_read_as_they_were_stored(tmp_path: Path, width: int) -> Non
     whole = (made + made.T).astype(np.float64)
     np.fill_diagonal(whole, np.abs(whole.diagonal()))
     values = {"whole": whole, "squares": whole.diagonal()}
-    kept = {name: torch.from_numpy(pack_moments(one)) for name, one in values.items()}
-    save_file(kept, tmp_path / measurement_file_name(MOMENTS, 0))
-    write_measurement(tmp_path / MOMENTS, {"a": "whole", "b": "squares", "c": "whole"}, positions=3)
-    found = open_moments(tmp_path)
+    kept = {name: torch.from_numpy(checkpoint.pack_moments(one)) for name, one in values.items()}
+    save_file(kept, tmp_path / checkpoint.measurement_file_name(MOMENTS, 0))
+    checkpoint.write_measurement(tmp_path / MOMENTS, {"a": "whole", "b": "squares", "c": "whole"}, positions=3)
+    found = checkpoint.open_moments(tmp_path)
     np.testing.assert_array_equal(found["a"].read(), whole.astype(np.float32))
     np.testing.assert_array_equal(found["b"].read(), whole.diagonal().astype(np.float32))
     assert found["c"] == found["a"]

@@ -15,18 +15,11 @@ import pytest
 from tiny_kinds import write
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mergegate.merge_core import (
-    Checkpoint,
-    PlannedMerge,
-    architecture,
-    load_recipe,
-    open_checkpoint,
-    plan_with_findings,
-)
+from mergegate import merge_core
 from mergegate.merge_core.architecture import find_kind
 from mergegate.merge_core.checkpoint import Companions
 
-KINDS = Path(architecture.__file__).parent / "model_kinds.json"
+KINDS = Path(merge_core.architecture.__file__).parent / "model_kinds.json"
 # Entries of model_kinds.json in order: task on the Hub, kind, loader, forms of tasks, modalities, and mappings.
 TEXT, PICTURES, SOUND = ("text",), ("text", "pictures"), ("sound",)
 SPEECH, VISION = "automatic-speech-recognition", "vision-language"
@@ -137,7 +130,7 @@ SAMPLED = ("text generator", "bert embedding", "cross-encoder", "sequence classi
 PRETRAINED = ("bare encoder", "masked language model", "causal language model")
 
 
-Checkpoints = Callable[[str], Checkpoint]
+Checkpoints = Callable[[str], merge_core.Checkpoint]
 
 
 @pytest.fixture(scope="module")
@@ -146,20 +139,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Checkpoints:
     root = tmp_path_factory.mktemp("kinds")
 
     @cache
-    def checkpoint(name: str) -> Checkpoint:
+    def checkpoint(name: str) -> merge_core.Checkpoint:
         if name != "causal language model":
-            return open_checkpoint(write(name, root / name))
+            return merge_core.open_checkpoint(write(name, root / name))
         embedding = checkpoint("qwen3 embedding").directory
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(embedding)).save_pretrained(root / name)
         for file in embedding.glob("tokenizer*"):
             shutil.copy(file, root / name)
-        return open_checkpoint(root / name)
+        return merge_core.open_checkpoint(root / name)
 
     return checkpoint
 
 
-def planned(recipe: str, first: Checkpoint, second: Checkpoint) -> PlannedMerge:
-    return plan_with_findings(load_recipe(recipe), {"a": first, "b": second})
+def planned(recipe: str, first: merge_core.Checkpoint, second: merge_core.Checkpoint) -> merge_core.PlannedMerge:
+    return merge_core.plan_with_findings(merge_core.load_recipe(recipe), {"a": first, "b": second})
 
 
 @pytest.mark.story

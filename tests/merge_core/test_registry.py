@@ -15,22 +15,10 @@ import numpy as np
 import pytest
 from family import load, merge_text, plan_recipe
 
-from mergegate.merge_core import EngineSettings, open_checkpoint
+from mergegate.merge_core import EngineSettings, methods, open_checkpoint
 from mergegate.merge_core.analysis import Tally
 from mergegate.merge_core.engine.forecast import Needs, estimate_needs
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.methods import (
-    REQUIRED,
-    ConflictRemedy,
-    Costs,
-    Map,
-    Method,
-    Parameter,
-    TensorTask,
-    Traits,
-    fold_sums,
-    registry,
-)
 from mergegate.tasks.explain.remedies import Diagnosis, Remedy, suggest_remedies
 from mergegate.tasks.gate import GateVerdict
 
@@ -41,13 +29,13 @@ PEER = {
 }
 
 
-def louder(task: TensorTask):  # type: ignore[no-untyped-def]
+def louder(task: methods.TensorTask):  # type: ignore[no-untyped-def]
     """Divide the first model by its mean magnitude."""
-    total = yield fold_sums(lambda block: block.grain_sums(block.inputs[0].abs()))
-    return Map(lambda block: block.inputs[0] * float(task.numel / total))
+    total = yield methods.fold_sums(lambda block: block.grain_sums(block.inputs[0].abs()))
+    return methods.Map(lambda block: block.inputs[0] * float(task.numel / total))
 
 
-LOUDER = Method("louder", "Divide by the mean magnitude", "", "ordinary", (1, None), (), louder)
+LOUDER = methods.Method("louder", "Divide by the mean magnitude", "", "ordinary", (1, None), (), louder)
 PROJECT = Path(__file__).parents[2]
 
 
@@ -80,15 +68,15 @@ def suggested(method: str, conflict: float) -> tuple[Remedy, ...]:
 def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Point]]:
     """Entry points that the registry finds."""
     points: list[Point] = []
-    monkeypatch.setattr(registry, "entry_points", lambda group: points if group == "mergegate.methods" else [])
-    registry.merge_methods.cache_clear()
+    monkeypatch.setattr(methods.registry, "entry_points", lambda group: points if group == "mergegate.methods" else [])
+    methods.registry.merge_methods.cache_clear()
     yield points
-    registry.merge_methods.cache_clear()
+    methods.registry.merge_methods.cache_clear()
 
 
 def test_every_method_of_mergekit_exists_and_has_a_summary() -> None:
-    assert set(registry.merge_methods()) >= PEER
-    for method in registry.merge_methods().values():
+    assert set(methods.registry.merge_methods()) >= PEER
+    for method in methods.registry.merge_methods().values():
         assert method.summary
         assert all(parameter.summary for parameter in method.parameters)
 
@@ -109,11 +97,11 @@ def test_the_method_in_the_guide_merges(family: Path, installed: list[Point]) ->
 def test_methods_of_other_packages_are_validated(installed: list[Point], value: object) -> None:
     installed.append(Point(value))
     with pytest.raises(InvalidInput, match="extra"):
-        registry.merge_methods()
+        methods.registry.merge_methods()
 
 
 def test_declared_costs_of_another_package_are_in_the_estimate(family: Path, installed: list[Point]) -> None:
-    costs = Costs(map=0.5, fold=7.0, folds=lambda task: 2 if len(task.shape) > 1 else 0)
+    costs = methods.Costs(map=0.5, fold=7.0, folds=lambda task: 2 if len(task.shape) > 1 else 0)
     installed.append(Point([LOUDER, replace(LOUDER, name="measured", costs=costs)]))
 
     def needs(method: str) -> Needs:
@@ -128,12 +116,12 @@ def test_declared_costs_of_another_package_are_in_the_estimate(family: Path, ins
 
 
 def test_the_traits_of_a_method_of_another_package_decide_the_remedies(installed: list[Point]) -> None:
-    weight = Parameter("weight", "float", "non_base", REQUIRED, "factor")
-    density = Parameter("density", "float", "non_base", 1.0, "share")
-    plain = Method("adding", "Add up", "", "required", (1, None), (weight, density), louder)
-    adding = replace(plain, traits=Traits(adds_up=True, sparse=True))
-    peace = ConflictRemedy("lets them talk", settings={"patience": 3}, additions={"weight": 0.5, "calm": True})
-    installed.append(Point([adding, replace(plain, name="peace", traits=Traits(conflict_remedy=peace))]))
+    weight = methods.Parameter("weight", "float", "non_base", methods.REQUIRED, "factor")
+    density = methods.Parameter("density", "float", "non_base", 1.0, "share")
+    plain = methods.Method("adding", "Add up", "", "required", (1, None), (weight, density), louder)
+    adding = replace(plain, traits=methods.Traits(adds_up=True, sparse=True))
+    peace = methods.ConflictRemedy("lets them talk", settings={"patience": 3}, additions={"weight": 0.5, "calm": True})
+    installed.append(Point([adding, replace(plain, name="peace", traits=methods.Traits(conflict_remedy=peace))]))
     found = suggested("adding", conflict=0.48)
     assert [remedy.change for remedy in found] == [
         {"merge_method": "ties", "density": 0.3},

@@ -10,17 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergegate.merge_core.errors import (
-    Finding,
-    InvalidInput,
-    Refused,
-    finding_of,
-    findings_of,
-    group_findings,
-    pip_command,
-    suggest,
-    worst_first,
-)
+from mergegate.merge_core import errors
 from mergegate.merge_core.parsing import flow_yaml, parse_yaml
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=150)
@@ -82,9 +72,9 @@ def test_a_key_may_override_a_merged_key_at_any_level(text: str) -> None:
 
 @pytest.mark.parametrize("text", anchors_used_first_and_last(CHAIN.replace("x: 1", "x: 1, x: 4")))
 def test_a_duplicate_key_in_a_merged_mapping_is_reported_once(text: str) -> None:
-    with pytest.raises(InvalidInput, match="appears twice") as caught:
+    with pytest.raises(errors.InvalidInput, match="appears twice") as caught:
         parse_yaml(text, "a text")
-    assert len(findings_of(caught.value)) == 1
+    assert len(errors.findings_of(caught.value)) == 1
 
 
 MAPPINGS = st.lists(st.dictionaries(st.sampled_from(["x", "weight", "y", "density"]), st.integers(0, 9)), max_size=4)
@@ -105,48 +95,54 @@ def test_own_keys_come_before_merged_ones_and_earlier_mappings_before_later_ones
 
 @pytest.mark.parametrize("value", ["text", "[1]", "3", "[{a: 1}, 2]", "null"])
 def test_only_mappings_are_merged(value: str) -> None:
-    with pytest.raises(InvalidInput, match=r"line 2, column.*needs a mapping"):
+    with pytest.raises(errors.InvalidInput, match=r"line 2, column.*needs a mapping"):
         parse_yaml(f"a: 1\n<<: {value}", "a text")
 
 
 WORDS = st.sampled_from(["", "a: x", "a: y", "b: x", "size"])
 FINDINGS = st.lists(
-    st.builds(Finding, st.sampled_from(["block", "warn", "info"]), WORDS, WORDS, WORDS, WORDS, cause=WORDS), max_size=12
+    st.builds(errors.Finding, st.sampled_from(["block", "warn", "info"]), WORDS, WORDS, WORDS, WORDS, cause=WORDS),
+    max_size=12,
 )
 
 
 @settings(max_examples=40)
 @given(FINDINGS)
-def test_each_finding_is_in_one_group_led_by_its_most_severe(findings: list[Finding]) -> None:
-    groups = group_findings(findings)
+def test_each_finding_is_in_one_group_led_by_its_most_severe(findings: list[errors.Finding]) -> None:
+    groups = errors.group_findings(findings)
     members = [one for group in groups for one in (group.first, *group.others)]
-    assert sorted(members, key=repr) == sorted(worst_first(findings), key=repr)
+    assert sorted(members, key=repr) == sorted(errors.worst_first(findings), key=repr)
     for group in groups:
-        assert worst_first((group.first, *group.others))[0] == group.first
+        assert errors.worst_first((group.first, *group.others))[0] == group.first
         assert len({one.cause for one in (group.first, *group.others)}) == 1
 
 
 def test_findings_with_one_cause_are_counted() -> None:
-    cause = Finding("block", "big: config.json", "30 layers against 3", cause="big: size")
-    tensors = [Finding("block", f"big: layers.{n}.weight", "no such tensor", cause="big: size") for n in range(270)]
-    (group,) = group_findings([cause, *tensors])
+    cause = errors.Finding("block", "big: config.json", "30 layers against 3", cause="big: size")
+    tensors = [
+        errors.Finding("block", f"big: layers.{n}.weight", "no such tensor", cause="big: size") for n in range(270)
+    ]
+    (group,) = errors.group_findings([cause, *tensors])
     assert group.first == cause
     assert group.others_line() == ("and 270 more with this cause: layers.0.weight, layers.1.weight, layers.2.weight, …")
 
 
 def test_equal_findings_about_two_models_are_separate_groups() -> None:
-    assert len(group_findings([Finding("block", f"{model}: config.json", "none") for model in ("a", "b")])) == 2
+    assert (
+        len(errors.group_findings([errors.Finding("block", f"{model}: config.json", "none") for model in ("a", "b")]))
+        == 2
+    )
 
 
 def test_a_finding_becomes_the_error_that_it_was_created_from() -> None:
-    for kind in (InvalidInput, Refused):
+    for kind in (errors.InvalidInput, errors.Refused):
         error = kind("here", found="this", expected="that", remedy="so")
-        assert type(finding_of(error).refusal()) is kind
-        assert str(finding_of(error).refusal()) == str(error)
+        assert type(errors.finding_of(error).refusal()) is kind
+        assert str(errors.finding_of(error).refusal()) == str(error)
 
 
 def test_a_cause_is_not_part_of_a_key() -> None:
-    one, other = (Finding("block", "a", "b", cause=cause) for cause in ("", "size"))
+    one, other = (errors.Finding("block", "a", "b", cause=cause) for cause in ("", "size"))
     assert one.content_key() == other.content_key()
 
 
@@ -166,13 +162,13 @@ def test_the_command_for_an_extra_reaches_the_environment_of_mergegate(
     if receipt:
         (environment / receipt).touch()
     monkeypatch.setattr(sys, "prefix", str(environment))
-    assert pip_command("mergegate[ifeval]", "six") == f"{start} 'mergegate[ifeval]' six"
+    assert errors.pip_command("mergegate[ifeval]", "six") == f"{start} 'mergegate[ifeval]' six"
 
 
 @given(st.text(max_size=8), st.lists(st.text("abcde", min_size=1, max_size=6), max_size=4))
 def test_a_suggestion_names_one_or_all_names_and_is_empty_without_names(word: str, names: list[str]) -> None:
-    assert suggest(word, iter(())) == ""
+    assert errors.suggest(word, iter(())) == ""
     closest = {f"did you mean {name!r}?" for name in names}
     every = {f"choose one of {', '.join(sorted(names))}"} if names else {""}
-    assert suggest(word, iter(names)) in closest | every
-    assert all(suggest(name, names) == f"did you mean {name!r}?" for name in names)
+    assert errors.suggest(word, iter(names)) in closest | every
+    assert all(errors.suggest(name, names) == f"did you mean {name!r}?" for name in names)

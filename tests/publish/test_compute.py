@@ -29,16 +29,7 @@ from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
 from mergegate.tasks.evaluation.task_definition import pin_task
 from mergegate.tasks.perplexity import PerplexitySettings, WindowSettings, pin_documents
 from mergegate.tasks.perplexity.measurement import measure
-from mergegate.tasks.publish.compute import (
-    ComputePart,
-    NetworkDimensions,
-    adapter_part,
-    calibration_part,
-    estimate_compute,
-    perplexity_part,
-    plan_parts,
-    task_part,
-)
+from mergegate.tasks.publish import compute
 from mergegate.tasks.publish.public_names import PublicNames
 from mergegate.tasks.publish.release_compute import merge_compute
 
@@ -48,7 +39,7 @@ from family import read_recipe, recipe_of, save_checkpoint
 sys.path.pop(0)
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
-BASE = NetworkDimensions(parameters=280_416, layers=3, attention_width=96, context=128)
+BASE = compute.NetworkDimensions(parameters=280_416, layers=3, attention_width=96, context=128)
 # Operations of torch that compute nothing.
 VIEWS = {"_unsafe_view", "as_strided", "detach", "expand", "permute", "select", "slice", "squeeze", "t", "transpose"}
 VIEWS |= {
@@ -101,7 +92,7 @@ def require_upper_bound(text: str, root: Path, models: Path) -> None:
     with ElementCounter() as counter:
         for _ in merge_tensors(plan, settings=EngineSettings(kernels="torch")):
             pass
-    (part,) = plan_parts(plan)
+    (part,) = compute.plan_parts(plan)
     assert 0 < counter.operations <= part.flop
 
 
@@ -123,7 +114,9 @@ def test_a_network_takes_at_most_the_estimated_operations_and_at_least_half(toke
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
     config = LlamaConfig(**sizes, **heads, tie_word_embeddings=True, attn_implementation="eager")
     network = AutoModelForCausalLM.from_config(config)
-    size = NetworkDimensions.from_config(config.to_dict(), sum(weight.numel() for weight in network.parameters()))
+    size = compute.NetworkDimensions.from_config(
+        config.to_dict(), sum(weight.numel() for weight in network.parameters())
+    )
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         network(torch.zeros((1, tokens), dtype=torch.long))
     assert counter.get_total_flops() <= size.flop(tokens, tokens) <= 2 * counter.get_total_flops()
@@ -144,7 +137,7 @@ def test_the_perplexity_of_the_demo_takes_at_most_the_estimated_operations(base_
     with FlopCounterMode(display=False) as counter:
         result = measure(base_model, text, windows, "cpu", journal, lambda done, total: None)
     tokens = sum(row.tokens for row in result.rows)
-    estimate = perplexity_part("base", BASE, tokens, result.window).flop
+    estimate = compute.perplexity_part("base", BASE, tokens, result.window).flop
     assert counter.get_total_flops() <= estimate <= 10 * counter.get_total_flops()
 
 
@@ -154,38 +147,40 @@ def test_a_task_of_the_demo_takes_at_most_the_estimated_operations(base_model: M
     job = ScoringJob(base_model, task, Scoring(dtype="float32"), DocumentRange(first=0, last=40), "cpu")
     with FlopCounterMode(display=False) as counter:
         assert len(score_documents(job, lambda done, total: None)) == 40
-    estimate = task_part("base", "copy", BASE, 40, answers=None, max_length=None).flop
+    estimate = compute.task_part("base", "copy", BASE, 40, answers=None, max_length=None).flop
     assert 0 < counter.get_total_flops() <= estimate
 
 
 def test_an_estimate_adds_up_its_parts() -> None:
     parts = (
-        ComputePart("merge", "ties", 2e9, 4e6),
-        ComputePart("evaluation", "copy: merge", 3e9),
-        ComputePart("evaluation", "copy: base", 1e9),
+        compute.ComputePart("merge", "ties", 2e9, 4e6),
+        compute.ComputePart("evaluation", "copy: merge", 3e9),
+        compute.ComputePart("evaluation", "copy: base", 1e9),
     )
-    estimate = estimate_compute(parts, "cpu", ["A note."])
+    estimate = compute.estimate_compute(parts, "cpu", ["A note."])
     assert (estimate.merge_flop, estimate.evaluation_flop) == (2e9, 4e9)
     # 6 · 10^9 operations at 10^9 per joule, 4 MB at 10^-6 joule per byte, three parts at 60 kJ
     assert estimate.energy_kwh == pytest.approx((6 + 4 + 180_000) / 3.6e6)
     assert estimate.assumptions[-1] == "A note."
-    assert estimate_compute(parts[:1], "cpu").evaluation_flop is None
-    assert estimate_compute(parts, "cuda").energy_kwh < estimate.energy_kwh
+    assert compute.estimate_compute(parts[:1], "cpu").evaluation_flop is None
+    assert compute.estimate_compute(parts, "cuda").energy_kwh < estimate.energy_kwh
 
 
 def test_larger_inputs_never_need_fewer_operations() -> None:
-    larger = NetworkDimensions(parameters=300_000, layers=4, attention_width=128, context=256)
-    assert perplexity_part("m", BASE, 100, 32).flop < perplexity_part("m", larger, 100, 32).flop
-    assert calibration_part("m", BASE, 100).flop < calibration_part("m", BASE, 100, operations=6.0).flop
-    assert adapter_part([(8, 8)], 2, "ties").flop < adapter_part([(8, 9)], 2, "ties").flop
-    few = task_part("m", "t", BASE, 10, answers=10, max_length=None)
-    assert few.flop < task_part("m", "t", BASE, 10, answers=12, max_length=None).flop
-    assert few.flop > task_part("m", "t", BASE, 10, answers=10, max_length=64).flop
+    larger = compute.NetworkDimensions(parameters=300_000, layers=4, attention_width=128, context=256)
+    assert compute.perplexity_part("m", BASE, 100, 32).flop < compute.perplexity_part("m", larger, 100, 32).flop
+    assert compute.calibration_part("m", BASE, 100).flop < compute.calibration_part("m", BASE, 100, operations=6.0).flop
+    assert compute.adapter_part([(8, 8)], 2, "ties").flop < compute.adapter_part([(8, 9)], 2, "ties").flop
+    few = compute.task_part("m", "t", BASE, 10, answers=10, max_length=None)
+    assert few.flop < compute.task_part("m", "t", BASE, 10, answers=12, max_length=None).flop
+    assert few.flop > compute.task_part("m", "t", BASE, 10, answers=10, max_length=64).flop
 
 
 def test_unknown_sizes_are_replaced_by_large_ones() -> None:
-    unknown = NetworkDimensions.from_config({}, 1_000)
-    known = NetworkDimensions.from_config({"hidden_size": 4096, "num_hidden_layers": 32, "head_dim": True}, 1_000)
+    unknown = compute.NetworkDimensions.from_config({}, 1_000)
+    known = compute.NetworkDimensions.from_config(
+        {"hidden_size": 4096, "num_hidden_layers": 32, "head_dim": True}, 1_000
+    )
     assert unknown.flop(1) > known.flop(1) > 0
 
 

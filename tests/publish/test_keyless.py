@@ -22,14 +22,7 @@ from signing_keys import hashes, write_keys, write_model
 from sigstore_stand_in import GITHUB_ISSUER, SigstoreInstance, sigstore_on_loopback
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.publish.keyless import (
-    KeylessSignature,
-    Signer,
-    SignerPolicy,
-    expected_signer,
-    read_keyless,
-    sign_keyless,
-)
+from mergegate.tasks.publish import keyless
 from mergegate.tasks.publish.settings import SigstoreSettings
 from mergegate.tasks.publish.signature import sign
 
@@ -57,16 +50,16 @@ class Signing:
         return SigstoreSettings(trust_config=self.trust)
 
     @property
-    def policy(self) -> SignerPolicy:
+    def policy(self) -> keyless.SignerPolicy:
         return self.policy_for(IDENTITY)
 
-    def policy_for(self, identity: str) -> SignerPolicy:
-        return SignerPolicy(Signer(identity, self.issuer), self.trust)
+    def policy_for(self, identity: str) -> keyless.SignerPolicy:
+        return keyless.SignerPolicy(keyless.Signer(identity, self.issuer), self.trust)
 
     def sign(self, files: dict[str, str], token: str | None = None) -> bytes:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SIGSTORE_ID_TOKEN", self.instance.token(IDENTITY) if token is None else token)
-            return sign_keyless("demo", files, self.settings, Path("/"))
+            return keyless.sign_keyless("demo", files, self.settings, Path("/"))
 
     def changed(self, change: Callable[[dict[str, Any]], object]) -> bytes:
         """Return the signature after a change of its content."""
@@ -90,10 +83,10 @@ def no_ci_and_no_faults(signing: Signing, monkeypatch: pytest.MonkeyPatch) -> It
     signing.instance.set_faults([])
 
 
-def problem_of(bundle: bytes, policy: SignerPolicy) -> str:
+def problem_of(bundle: bytes, policy: keyless.SignerPolicy) -> str:
     """Return why a signature is refused. Empty: it is valid."""
     try:
-        read_keyless(bundle).require_signer(policy)
+        keyless.read_keyless(bundle).require_signer(policy)
     except ValueError as error:
         return str(error)
     return ""
@@ -129,7 +122,7 @@ def test_upstream_commands_and_mergegate_accept_each_others_signatures(signing: 
 
     identity = ("--identity_token", signing.instance.token(IDENTITY), "--trust_config", signing.trust)
     assert run_upstream("model_signing", "sign", "sigstore", model, "--signature", signature, *identity) == 0
-    upstream = read_keyless(signature.read_bytes())
+    upstream = keyless.read_keyless(signature.read_bytes())
     assert upstream.files == hashes(model)
     upstream.require_signer(signing.policy)
 
@@ -158,16 +151,19 @@ def test_another_signer_or_instance_is_refused_with_what_was_found_and_expected(
 ) -> None:
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    signer = Signer(IDENTITY, signing.issuer)
+    signer = keyless.Signer(IDENTITY, signing.issuer)
     with sigstore_on_loopback() as another:
         other = another.write_trust_config(tmp_path / "other")
-    google = SignerPolicy(Signer(IDENTITY, "https://accounts.google.com"), signing.trust)
+    google = keyless.SignerPolicy(keyless.Signer(IDENTITY, "https://accounts.google.com"), signing.trust)
     policy, expected = {
         "identity": (signing.policy_for("mallory@example.org"), "expected mallory@example"),
         "issuer": (google, "expected " + IDENTITY),
         "prefix": (signing.policy_for(IDENTITY[:-1]), "expected " + IDENTITY[:-1] + " ("),
-        "instance": (SignerPolicy(signer, other), f"authority of {other}"),
-        "offline public instance": (SignerPolicy(signer, offline=True), "authority of the public instance of sigstore"),
+        "instance": (keyless.SignerPolicy(signer, other), f"authority of {other}"),
+        "offline public instance": (
+            keyless.SignerPolicy(signer, offline=True),
+            "authority of the public instance of sigstore",
+        ),
     }[case]
     found = problem_of(signing.bundle, policy)
     assert expected in found
@@ -189,7 +185,7 @@ def test_a_certificate_that_had_expired_when_the_log_recorded_the_signature_is_r
     monkeypatch.setattr(signing.instance, "log_delay", timedelta(minutes=11))
     with pytest.raises(Refused, match=r"recorded the signature at .*; expected a time at which its cert"):
         signing.sign({"a": "0" * 64})
-    monkeypatch.setattr(KeylessSignature, "require_valid", lambda *_: None)
+    monkeypatch.setattr(keyless.KeylessSignature, "require_valid", lambda *_: None)
     late = signing.sign({"a": "0" * 64})
     monkeypatch.undo()
     assert "the transparency log recorded" in problem_of(late, signing.policy)
@@ -231,12 +227,12 @@ def test_no_field_of_a_bundle_can_be_changed_removed_or_added(signing: Signing, 
 @given(st.binary(max_size=200) | st.from_regex(rb'\{"(mediaType|verificationMaterial|dsseEnvelope)": .{0,20}\}'))
 def test_garbage_is_not_a_signature(garbage: bytes) -> None:
     with pytest.raises(ValueError, match="not a keyless signature"):
-        read_keyless(garbage)
+        keyless.read_keyless(garbage)
 
 
 def expect(trust: Path | None) -> str:
     """Return which identity will sign."""
-    return expected_signer(SigstoreSettings(trust_config=trust), Path("/"))
+    return keyless.expected_signer(SigstoreSettings(trust_config=trust), Path("/"))
 
 
 def test_a_job_of_github_signs_as_its_workflow(signing: Signing, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +245,7 @@ def test_a_job_of_github_signs_as_its_workflow(signing: Signing, monkeypatch: py
     signing.instance.begin()
     told = expect(signing.trust)
     assert signing.instance.requests == []
-    signature = read_keyless(sign_keyless("demo", {}, signing.settings, Path("/")))
+    signature = keyless.read_keyless(keyless.sign_keyless("demo", {}, signing.settings, Path("/")))
     assert told.startswith(f"{signature.signer}, unless")
     assert signature.signer.issuer == GITHUB_ISSUER
 
@@ -278,17 +274,17 @@ def test_a_user_at_a_terminal_logs_in_with_a_browser(signing: Signing, monkeypat
     assert expect(signing.trust) == "the user who logs in with a browser"
     signing.instance.begin()
     names = ("demo", "demo-GGUF", "demo-FP8")
-    bundles = [sign_keyless(name, {name: "0" * 64}, signing.settings, Path("/")) for name in names]
+    bundles = [keyless.sign_keyless(name, {name: "0" * 64}, signing.settings, Path("/")) for name in names]
     for name, bundle in zip(names, bundles, strict=True):
-        assert read_keyless(bundle).files == {name: "0" * 64}
+        assert keyless.read_keyless(bundle).files == {name: "0" * 64}
         assert not problem_of(bundle, signing.policy_for("alice@example.org"))
     assert logins() == 1  # one login for a release and its variants
     monkeypatch.setattr("mergegate.tasks.publish.keyless._SIGNING_TIME", timedelta(minutes=10))
     for _ in range(2):  # The certificate is valid for 10 minutes, so it is too old for another signature.
-        sign_keyless("demo", {}, signing.settings, Path("/"))
+        keyless.sign_keyless("demo", {}, signing.settings, Path("/"))
     assert logins() == 2
     # A token takes precedence over the login.
-    assert read_keyless(signing.sign({})).signer.identity == IDENTITY
+    assert keyless.read_keyless(signing.sign({})).signer.identity == IDENTITY
 
 
 def test_without_an_identity_the_error_says_what_to_set(signing: Signing) -> None:

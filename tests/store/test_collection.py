@@ -16,23 +16,10 @@ import pytest
 from faults import disk_calls
 from pydantic import BaseModel
 
-from mergegate.tasks.store import (
-    EntryName,
-    RetentionRule,
-    Store,
-    StoreMiss,
-    collect_garbage,
-    examine_store,
-    explain_retention,
-    list_store,
-    open_run,
-    record_use,
-    stage_key,
-    store_bytes,
-)
+from mergegate.tasks import store
 from mergegate.tasks.store.store import TRASH
 
-EVERYTHING = RetentionRule(grace_s=0.0)
+EVERYTHING = store.RetentionRule(grace_s=0.0)
 DAY = 86_400.0
 
 
@@ -41,7 +28,7 @@ class Value(BaseModel):
 
 
 def key_of(stage: str, *inputs: object) -> str:
-    return stage_key(stage, 1, {"inputs": list(inputs)})
+    return store.stage_key(stage, 1, {"inputs": list(inputs)})
 
 
 @dataclass
@@ -49,32 +36,32 @@ class Home:
     """A store, the records of its runs, and the artifacts that were built."""
 
     place: Path
-    made: list[EntryName] = field(default_factory=list)
+    made: list[store.EntryName] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.root, self.runs = self.place / "store", self.place / "runs"
-        self.store = Store(self.root)
+        self.store = store.Store(self.root)
 
     def build(self, stage: str, key: str, run: str = "", size: int = 1000) -> None:
         """Build an artifact as a stage does: record the use, build, mark as used."""
         if run:
-            assert record_use(self.runs, run, stage, key, "")
+            assert store.record_use(self.runs, run, stage, key, "")
 
         def make(out: Path) -> Value:
             (out / "sub").mkdir()
             (out / "sub" / "weights").write_bytes(bytes(size))
-            self.made.append(EntryName(stage, key[:32]))
+            self.made.append(store.EntryName(stage, key[:32]))
             return Value(words=key)
 
         if stage == "gate":
-            made = lambda: self.made.append(EntryName(stage, key[:32])) or Value(words=key)  # noqa: E731
+            made = lambda: self.made.append(store.EntryName(stage, key[:32])) or Value(words=key)  # noqa: E731
             self.store.build_value(stage, key, Value, made)
         else:
             self.store.build(stage, key, Value, make)
         self.store.mark_used(stage, key)
 
     def has(self, stage: str, key: str) -> bool:
-        with suppress(StoreMiss):
+        with suppress(store.StoreMiss):
             if stage == "gate":
                 self.store.open_value(stage, key, Value)
             else:
@@ -82,8 +69,8 @@ class Home:
             return True
         return False
 
-    def names(self) -> set[EntryName]:
-        return {one.entry_name for one in list_store(self.root)}
+    def names(self) -> set[store.EntryName]:
+        return {one.entry_name for one in store.list_store(self.root)}
 
 
 @pytest.fixture
@@ -92,7 +79,7 @@ def home(tmp_path: Path) -> Home:
 
 
 def age(home: Home, days: float) -> None:
-    for one in list_store(home.root):
+    for one in store.list_store(home.root):
         place = home.root / one.stage / one.name
         os.utime(place, (place.stat().st_mtime - days * DAY,) * 2)
 
@@ -104,17 +91,17 @@ def test_unneeded_entries_are_removed_only_after_their_grace_period_since_the_la
     age(home, 1.5)
     home.build("merge", young)
     home.store.mark_used("gate", used)
-    rule, before = RetentionRule(grace_s=DAY), sorted(home.place.rglob("*"))
-    assert len(collect_garbage(home.root, home.runs, rule, dry_run=True).plan.removals) == 1
+    rule, before = store.RetentionRule(grace_s=DAY), sorted(home.place.rglob("*"))
+    assert len(store.collect_garbage(home.root, home.runs, rule, dry_run=True).plan.removals) == 1
     assert sorted(home.place.rglob("*")) == before
-    done = collect_garbage(home.root, home.runs, rule)
+    done = store.collect_garbage(home.root, home.runs, rule)
     assert [one.key for one, _ in done.plan.removals] == [old[:32]]
     assert done.bytes_freed > 1000
     assert (home.has("merge", old), home.has("merge", young), home.has("gate", used)) == (False, True, True)
     assert not (home.root / TRASH).exists()
     assert list((home.root / "locks").iterdir()) == []
-    assert list_store(home.place / "nowhere") == ()
-    assert collect_garbage(home.place / "nowhere", home.runs, rule).plan.removals == ()
+    assert store.list_store(home.place / "nowhere") == ()
+    assert store.collect_garbage(home.place / "nowhere", home.runs, rule).plan.removals == ()
 
 
 def test_leftovers_are_removed_and_foreign_files_are_kept(home: Home) -> None:
@@ -128,9 +115,9 @@ def test_leftovers_are_removed_and_foreign_files_are_kept(home: Home) -> None:
     (home.root / "hashes.sqlite.damaged-1").write_text("garbage")
     (place.parent / "notes.txt").write_text("a person's")
     (place.parent / ("d" * 32)).symlink_to(home.place)
-    with open_run(home.runs, "one", "release", "demo"):
-        record_use(home.runs, "one", "merge", key, "")
-        collect_garbage(home.root, home.runs, EVERYTHING)
+    with store.open_run(home.runs, "one", "release", "demo"):
+        store.record_use(home.runs, "one", "merge", key, "")
+        store.collect_garbage(home.root, home.runs, EVERYTHING)
     assert sorted(path.name for path in place.parent.iterdir()) == sorted([place.name, "notes.txt", "d" * 32])
     assert not (home.root / "hashes.sqlite.damaged-1").exists()
     assert home.has("merge", key)
@@ -148,7 +135,7 @@ def test_an_artifact_that_is_being_built_is_kept(home: Home) -> None:
     builder = threading.Thread(target=lambda: home.store.build("merge", key, Value, make))
     builder.start()
     assert begun.wait(60)
-    done = collect_garbage(home.root, home.runs, RetentionRule(grace_s=0.0, quota=0))
+    done = store.collect_garbage(home.root, home.runs, store.RetentionRule(grace_s=0.0, quota=0))
     assert done.plan.removals == ()
     assert [why for _, why in done.plan.retained] == ["in use"]
     go_on.set()
@@ -161,15 +148,15 @@ def test_an_entry_recorded_during_its_removal_is_restored(home: Home, monkeypatc
     key = key_of("merge", 1)
     home.build("merge", key)
     rename = Path.rename
-    with open_run(home.runs, "one", "release", "demo"):
+    with store.open_run(home.runs, "one", "release", "demo"):
 
         def noted_meanwhile(path: Path, to: Path) -> Path:
             moved = rename(path, to)
-            record_use(home.runs, "one", "merge", key, "")
+            store.record_use(home.runs, "one", "merge", key, "")
             return moved
 
         monkeypatch.setattr(Path, "rename", noted_meanwhile)
-        assert collect_garbage(home.root, home.runs, EVERYTHING).plan.removals == ()
+        assert store.collect_garbage(home.root, home.runs, EVERYTHING).plan.removals == ()
         assert home.has("merge", key)
 
 
@@ -221,14 +208,14 @@ def test_two_concurrent_collectors_remove_each_entry_once(home: Home) -> None:
     for key in keys:
         home.build("merge", key)
     kept = keys[:5]
-    with open_run(home.runs, "one", "release", "demo"):
+    with store.open_run(home.runs, "one", "release", "demo"):
         for key in kept:
-            record_use(home.runs, "one", "merge", key, "")
+            store.record_use(home.runs, "one", "merge", key, "")
         start = threading.Barrier(2)
 
         def collect() -> list[str]:
             start.wait(60)
-            return [one.key for one, _ in collect_garbage(home.root, home.runs, EVERYTHING).plan.removals]
+            return [one.key for one, _ in store.collect_garbage(home.root, home.runs, EVERYTHING).plan.removals]
 
         with ThreadPoolExecutor(2) as threads:
             both = [threads.submit(collect) for _ in range(2)]
@@ -255,10 +242,12 @@ def killed_at(at: int | None) -> Iterator[list[int]]:
         yield count
 
 
-def filled(home: Home) -> tuple[list[EntryName], list[EntryName]]:
+def filled(home: Home) -> tuple[list[store.EntryName], list[store.EntryName]]:
     """Build some artifacts that a run needs and some that no run needs."""
-    needed, loose = ([EntryName(stage, key_of(stage, n)) for stage in ("merge", "gate", "evaluate")] for n in (1, 2))
-    with open_run(home.runs, "one", "release", "demo") as run:
+    needed, loose = (
+        [store.EntryName(stage, key_of(stage, n)) for stage in ("merge", "gate", "evaluate")] for n in (1, 2)
+    )
+    with store.open_run(home.runs, "one", "release", "demo") as run:
         for name in needed:
             home.build(*name, "one", size=10)
         run.end("released", judged=True)
@@ -274,29 +263,29 @@ def test_a_collector_killed_at_any_call_leaves_no_partial_artifact(tmp_path: Pat
     shutil.copytree(original.place, tmp_path / "counted", symlinks=True)
     counted = Home(tmp_path / "counted")
     with killed_at(None) as count:
-        collect_garbage(counted.root, counted.runs, EVERYTHING)
+        store.collect_garbage(counted.root, counted.runs, EVERYTHING)
     assert count[0] > 20
     for at in range(1, count[0] + 1):
         home = Home(tmp_path / f"at-{at}")
         shutil.copytree(original.place, home.place, symlinks=True)
         with killed_at(at), suppress(Killed):
-            collect_garbage(home.root, home.runs, EVERYTHING)
-        damaged = [one for one in examine_store(home.root, deep=True) if one.kind == "damaged"]
+            store.collect_garbage(home.root, home.runs, EVERYTHING)
+        damaged = [one for one in store.examine_store(home.root, deep=True) if one.kind == "damaged"]
         assert damaged == [], f"killed at {at}"
         assert all(home.has(*name) for name in needed)
-        collect_garbage(home.root, home.runs, EVERYTHING)
-        assert home.names() == {EntryName(stage, key[:32]) for stage, key in needed}
+        store.collect_garbage(home.root, home.runs, EVERYTHING)
+        assert home.names() == {store.EntryName(stage, key[:32]) for stage, key in needed}
         assert not (home.root / TRASH).exists()
         assert not any(home.has(*name) for name in loose)
         shutil.rmtree(home.place)
 
 
 def test_a_quota_that_is_too_small_removes_all_else_and_says_by_how_much(home: Home) -> None:
-    with open_run(home.runs, "one", "release", "demo") as run:
+    with store.open_run(home.runs, "one", "release", "demo") as run:
         home.build("merge", key_of("merge", 1), "one")
         run.end("released", judged=True)
     home.build("merge", key_of("merge", 2))
-    done = collect_garbage(home.root, home.runs, RetentionRule(None, 500))
+    done = store.collect_garbage(home.root, home.runs, store.RetentionRule(None, 500))
     assert [one.key for one, _ in done.plan.removals] == [key_of("merge", 2)[:32]]
-    assert done.plan.over_quota == store_bytes(home.root) - 500 > 0
-    assert explain_retention(home.runs) == {EntryName("merge", key_of("merge", 1)[:32]): "release of demo"}
+    assert done.plan.over_quota == store.store_bytes(home.root) - 500 > 0
+    assert store.explain_retention(home.runs) == {store.EntryName("merge", key_of("merge", 1)[:32]): "release of demo"}

@@ -16,16 +16,9 @@ from trial_settings import DEMO
 from mergegate.merge_core import Checkpoint, load_recipe, merge_weights, open_checkpoint, plan_merge
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import Model, load_private_model
-from mergegate.tasks.sweep.network import (
-    BaseDistance,
-    CandidateNetwork,
-    NetworkSettings,
-    Stopwatch,
-    load_network,
-    structure_digest,
-)
+from mergegate.tasks.sweep import network
 
-SETTINGS = NetworkSettings(seed=0, merge_device="cpu", threads=1, dtype="auto", device="cpu")
+SETTINGS = network.NetworkSettings(seed=0, merge_device="cpu", threads=1, dtype="auto", device="cpu")
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
 
@@ -47,16 +40,16 @@ class Study:
         self.tables: dict[str, Checkpoint] = {
             name: open_checkpoint(save_model(root / name, config, seed)) for seed, name in enumerate("ab")
         }
-        self.network: CandidateNetwork | None = None
+        self.network: network.CandidateNetwork | None = None
 
     def try_recipe(self, recipe: dict[str, Any]) -> str:
         """Put a candidate into the network and return how: "copied" or "loaded"."""
         plan = plan_merge(load_recipe(recipe), self.tables)
-        structure = structure_digest(plan, {})
+        structure = network.structure_digest(plan, {})
         previous = self.network
-        if previous and previous.structure == structure and previous.fill(plan, SETTINGS, Stopwatch(), None):
+        if previous and previous.structure == structure and previous.fill(plan, SETTINGS, network.Stopwatch(), None):
             return "copied"
-        self.network = load_network(plan, structure, SETTINGS, False, Stopwatch())
+        self.network = network.load_network(plan, structure, SETTINGS, False, network.Stopwatch())
         return "loaded"
 
     def require_equal_network(self, recipe: dict[str, Any]) -> None:
@@ -148,7 +141,7 @@ def test_a_merge_with_nan_is_refused_when_copied_and_when_loaded(tmp_path: Path)
 
 def test_the_change_covers_only_tensors_of_both_models(tmp_path: Path) -> None:
     study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS))
-    distance = BaseDistance(study.tables["a"])
+    distance = network.BaseDistance(study.tables["a"])
     plan = plan_merge(load_recipe(linear(0.0)), study.tables)  # the merge is b itself
     distance.measure(plan, SETTINGS)
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")

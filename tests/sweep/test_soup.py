@@ -20,28 +20,10 @@ from mergegate.flows.cli.run_summary import sweep_summary
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files import RecordJournal
 from mergegate.merge_core.recipe import RunCheckpoint, Schedule, run_recipe
+from mergegate.tasks import sweep
 from mergegate.tasks.report import SweepFacts, render_sweep, sweep_content
-from mergegate.tasks.sweep import (
-    Confirmation,
-    HandWritten,
-    Ledger,
-    MetricKey,
-    NothingToConfirm,
-    SearchProblem,
-    Study,
-    SweepSettings,
-    Trial,
-    TrialRequest,
-    TrialScores,
-    confirm_soup,
-    make_objective,
-    make_space,
-    open_ledger,
-    read_soup_recipe,
-    search_soup,
-)
 
-KEY = MetricKey("task", "entropy")  # a measure without a known range, tested with Student's t
+KEY = sweep.MetricKey("task", "entropy")  # a measure without a known range, tested with Student's t
 OBJECTIVE = [{"task": "task", "measure": "entropy"}]
 Truth = Callable[[frozenset[str]], float]
 
@@ -53,17 +35,17 @@ class DrawnSoups:
         self.truth, self.noise, self.documents, self.seed = truth, noise, documents, seed
         self.scored: list[tuple[frozenset[str], str]] = []
 
-    def table(self, request: TrialRequest) -> dict[MetricKey, Any]:
+    def table(self, request: sweep.TrialRequest) -> dict[sweep.MetricKey, Any]:
         models = frozenset(entry["model"] for entry in request.recipe["models"])
         self.scored.append((models, request.document_set))
         rng = np.random.default_rng([self.seed, *sorted(map(ord, "".join(sorted(models)) + request.document_set))])
         return {KEY: self.truth(models) + self.noise * rng.standard_normal(self.documents)}
 
-    def __call__(self, requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
+    def __call__(self, requests: Sequence[sweep.TrialRequest]) -> Iterator[tuple[int, sweep.TrialScores | Exception]]:
         for number, request in enumerate(requests):
             table = self.table(request)
             problem = "" if np.isfinite(table[KEY]).all() else "it has NaN"
-            yield number, TrialScores({} if problem else table, problem=problem)
+            yield number, sweep.TrialScores({} if problem else table, problem=problem)
 
 
 def recipe_of(*models: str, **more: Any) -> dict[str, Any]:
@@ -71,26 +53,28 @@ def recipe_of(*models: str, **more: Any) -> dict[str, Any]:
     return {"merge_method": "linear", "models": entries, **more}
 
 
-def problem_of(recipe: dict[str, Any], **settings: Any) -> SearchProblem:
-    parsed = SweepSettings.model_validate({"soup": "greedy", "objective": OBJECTIVE, **settings})
-    soup = read_soup_recipe(recipe, "r.yaml")
-    hand_written = HandWritten("uniform soup", soup.soup_of(range(len(soup.names))))
-    space = make_space(recipe, parsed, None, "r.yaml")
-    return SearchProblem(space, parsed, make_objective(parsed, {"task": "task"}), (hand_written,), soup=soup)
-
-
-def searched(scorer: DrawnSoups, *models: str, ledger: Ledger | None = None, **settings: Any) -> Study:
-    problem = problem_of(recipe_of(*models), **settings)
-    return search_soup(problem, scorer, ledger or Ledger(RecordJournal(None), ""))
-
-
-def confirmed(study: Study, scorer: DrawnSoups) -> Confirmation | NothingToConfirm:
-    return confirm_soup(
-        study, lambda trial: scorer.table(TrialRequest(study.recipes[trial.number], document_set="confirmation"))
+def problem_of(recipe: dict[str, Any], **settings: Any) -> sweep.SearchProblem:
+    parsed = sweep.SweepSettings.model_validate({"soup": "greedy", "objective": OBJECTIVE, **settings})
+    soup = sweep.read_soup_recipe(recipe, "r.yaml")
+    hand_written = sweep.HandWritten("uniform soup", soup.soup_of(range(len(soup.names))))
+    space = sweep.make_space(recipe, parsed, None, "r.yaml")
+    return sweep.SearchProblem(
+        space, parsed, sweep.make_objective(parsed, {"task": "task"}), (hand_written,), soup=soup
     )
 
 
-def outcomes(result: Confirmation | NothingToConfirm) -> dict[str, str]:
+def searched(scorer: DrawnSoups, *models: str, ledger: sweep.Ledger | None = None, **settings: Any) -> sweep.Study:
+    problem = problem_of(recipe_of(*models), **settings)
+    return sweep.search_soup(problem, scorer, ledger or sweep.Ledger(RecordJournal(None), ""))
+
+
+def confirmed(study: sweep.Study, scorer: DrawnSoups) -> sweep.Confirmation | sweep.NothingToConfirm:
+    return sweep.confirm_soup(
+        study, lambda trial: scorer.table(sweep.TrialRequest(study.recipes[trial.number], document_set="confirmation"))
+    )
+
+
+def outcomes(result: sweep.Confirmation | sweep.NothingToConfirm) -> dict[str, str]:
     return {ingredient.ingredient: ingredient.outcome for ingredient in result.soup.ingredients}
 
 
@@ -121,7 +105,7 @@ def test_the_search_follows_the_published_rule(seed: int) -> None:
 
 def run_soup(
     truth: Truth, *models: str, held_out: Truth | None = None, noise: float = 0.1, **settings: Any
-) -> tuple[Study, Any]:
+) -> tuple[sweep.Study, Any]:
     """Search and confirm a soup whose models may have other true scores on the held-out documents."""
     study = searched(DrawnSoups(truth, noise), *models, **settings)
     return study, confirmed(study, DrawnSoups(held_out or truth, noise))
@@ -134,7 +118,7 @@ def test_models_that_contribute_are_kept_and_the_soup_is_confirmed() -> None:
     assert outcomes(result) == {"a": "first", "b": "kept", "c": "kept", "d": "not added"}
     assert study.recipes[result.winner] == recipe_of("b", "a", "c")
     # The contributions add up to the lead over the best model.
-    requests = (TrialRequest(recipe_of(*models), "confirmation") for models in ("bac", "a"))
+    requests = (sweep.TrialRequest(recipe_of(*models), "confirmation") for models in ("bac", "a"))
     soup, best = (DrawnSoups(truth, 0.1).table(request)[KEY].mean() for request in requests)
     contributions = [item.contribution for item in result.soup.ingredients if item.contribution is not None]
     assert math.isclose(sum(contributions), soup - best)
@@ -162,7 +146,7 @@ def test_a_margin_allows_a_drop_of_that_many_points(margin: float, outcome: str)
 def test_the_bound_of_a_contribution_is_that_of_students_test() -> None:
     scorer = DrawnSoups(of_sum(a=1.0, b=0.5), noise=0.3, documents=80)
     result = confirmed(searched(scorer, "a", "b", confidence=0.95), scorer)
-    pairs = [scorer.table(TrialRequest(recipe_of(*models), "confirmation"))[KEY] for models in ("ab", "a")]
+    pairs = [scorer.table(sweep.TrialRequest(recipe_of(*models), "confirmation"))[KEY] for models in ("ab", "a")]
     bound = ttest_rel(*pairs).confidence_interval(0.90).low  # two-sided 90 % is one-sided 95 %
     assert math.isclose(result.soup.ingredients[1].low, bound, rel_tol=1e-6)
 
@@ -189,7 +173,7 @@ def test_the_uniform_rule_tests_the_average_against_the_best_model() -> None:
 
 def test_a_soup_that_no_model_improves_has_nothing_to_confirm() -> None:
     _, result = run_soup(of_sum(a=3.0, b=-2.0), "a", "b", noise=0.0)
-    assert isinstance(result, NothingToConfirm)
+    assert isinstance(result, sweep.NothingToConfirm)
     assert result.sentence() == "no candidate confirmed: no other model improves a on the search documents"
 
 
@@ -203,20 +187,20 @@ def test_a_model_without_a_score_is_left_out() -> None:
 def test_a_killed_search_continues_and_a_finished_one_scores_nothing(tmp_path: Path) -> None:
     scorer = DrawnSoups(of_sum(a=3.0, b=2.0, c=1.0, d=-1.0), noise=0.5)
 
-    def stopping(requests: Sequence[TrialRequest]) -> Iterator[tuple[int, TrialScores | Exception]]:
+    def stopping(requests: Sequence[sweep.TrialRequest]) -> Iterator[tuple[int, sweep.TrialScores | Exception]]:
         for item in scorer(requests):
             if len(scorer.scored) == 7:
                 raise KeyboardInterrupt
             yield item
 
     problem = problem_of(recipe_of("a", "b", "c", "d"))
-    with pytest.raises(KeyboardInterrupt), open_ledger("0" * 64, "s", root=tmp_path) as ledger:
-        search_soup(problem, stopping, ledger)
-    with open_ledger("0" * 64, "s", root=tmp_path) as ledger:
-        resumed = search_soup(problem, scorer, ledger)
-    with open_ledger("0" * 64, "s", root=tmp_path) as ledger:
-        again = search_soup(problem, scorer, ledger)
-    fresh = search_soup(problem, DrawnSoups(scorer.truth, 0.5), Ledger(RecordJournal(None), ""))
+    with pytest.raises(KeyboardInterrupt), sweep.open_ledger("0" * 64, "s", root=tmp_path) as ledger:
+        sweep.search_soup(problem, stopping, ledger)
+    with sweep.open_ledger("0" * 64, "s", root=tmp_path) as ledger:
+        resumed = sweep.search_soup(problem, scorer, ledger)
+    with sweep.open_ledger("0" * 64, "s", root=tmp_path) as ledger:
+        again = sweep.search_soup(problem, scorer, ledger)
+    fresh = sweep.search_soup(problem, DrawnSoups(scorer.truth, 0.5), sweep.Ledger(RecordJournal(None), ""))
     assert (again.new_count, resumed.soup, again.soup) == (0, fresh.soup, fresh.soup)
     assert len(scorer.scored) == 1 + len(fresh.trials)  # only the interrupted trial is scored twice
 
@@ -227,22 +211,22 @@ def test_a_killed_search_continues_and_a_finished_one_scores_nothing(tmp_path: P
 def test_the_window_of_a_training_run_is_a_soup_with_equal_weights() -> None:
     window = [RunCheckpoint(f"step-{step}", step) for step in (100, 200, 300)]
     document = run_recipe({"run": "runs", "dtype": "bfloat16"}, window, Schedule("cosine"), "r.yaml")
-    soup = read_soup_recipe(document, "r.yaml")
+    soup = sweep.read_soup_recipe(document, "r.yaml")
     assert not soup.is_uniform
     assert soup.soup_of([0, 2]) == recipe_of("step-100", "step-300", dtype="bfloat16")
-    assert read_soup_recipe(run_recipe({"run": "runs"}, window, Schedule("lawa"), "r.yaml"), "r.yaml").is_uniform
+    assert sweep.read_soup_recipe(run_recipe({"run": "runs"}, window, Schedule("lawa"), "r.yaml"), "r.yaml").is_uniform
 
 
 def test_a_soup_keeps_all_other_keys_of_its_recipe() -> None:
     recipe = recipe_of("x/a", "x/b", tokenizer={"source": "union"}, parameters={"normalize": False, "weight": 2.0})
-    soup = read_soup_recipe(recipe, "r.yaml")
+    soup = sweep.read_soup_recipe(recipe, "r.yaml")
     assert (soup.labels, soup.is_uniform) == (("a", "b"), False)
     assert soup.soup_of({1}) == recipe_of("x/b", tokenizer={"source": "union"})
 
 
 def test_an_ingredient_can_be_a_path_with_a_sign_of_references() -> None:
     window = [RunCheckpoint({"model": {"path": f"lr@1/step-{step}"}}, step) for step in (100, 200)]
-    soup = read_soup_recipe(run_recipe({"run": "runs"}, window, Schedule("mean"), "r.yaml"), "r.yaml")
+    soup = sweep.read_soup_recipe(run_recipe({"run": "runs"}, window, Schedule("mean"), "r.yaml"), "r.yaml")
     assert soup.labels == ("step-100", "step-200")
 
 
@@ -263,7 +247,7 @@ def test_an_ingredient_can_be_a_path_with_a_sign_of_references() -> None:
 )
 def test_a_recipe_that_is_not_a_soup_is_refused(recipe: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
-        read_soup_recipe(recipe, "r.yaml")
+        sweep.read_soup_recipe(recipe, "r.yaml")
 
 
 def test_every_setting_of_a_search_over_parameters_is_refused_with_a_soup() -> None:
@@ -272,14 +256,14 @@ def test_every_setting_of_a_search_over_parameters_is_refused_with_a_soup() -> N
     values |= {"seed": 3, "population": 4, "sigma": 0.5, "random_trials": 3, "budget": {"trials": 5}}
     values |= {"racing": {"rule": "none"}, "optuna_storage": "x"}
     others = {"soup", "margin", "objective", "documents", "confidence", "baselines"}
-    assert values.keys() | others == SweepSettings.model_fields.keys()
+    assert values.keys() | others == sweep.SweepSettings.model_fields.keys()
     for name, value in values.items():
         with pytest.raises(ValidationError, match=f"'{name}' cannot be combined with 'soup'"):
-            SweepSettings.model_validate({"soup": "greedy", "objective": OBJECTIVE, name: value})
+            sweep.SweepSettings.model_validate({"soup": "greedy", "objective": OBJECTIVE, name: value})
     with pytest.raises(ValidationError, match="'margin' requires 'soup: greedy'"):
-        SweepSettings.model_validate({"soup": "uniform", "objective": OBJECTIVE, "margin": 1})
+        sweep.SweepSettings.model_validate({"soup": "uniform", "objective": OBJECTIVE, "margin": 1})
     with pytest.raises(ValidationError, match="nothing to search"):
-        SweepSettings.model_validate({"objective": OBJECTIVE})
+        sweep.SweepSettings.model_validate({"objective": OBJECTIVE})
 
 
 # Error rate. ``benchmarks/soup_simulation.py`` has the full table.
@@ -310,7 +294,7 @@ def test_useful_models_are_kept(simulation: ModuleType) -> None:
 # Terminal and page.
 
 
-def shown(study: Study, result: Confirmation | NothingToConfirm, width: int) -> str:
+def shown(study: sweep.Study, result: sweep.Confirmation | sweep.NothingToConfirm, width: int) -> str:
     content = sweep_content(study, result, SweepFacts(name="soup", method="greedy soup of 4"))
     console = Console(file=io.StringIO(), width=width)
     for piece in sweep_summary(content):
@@ -344,9 +328,9 @@ def test_a_trial_of_the_confirmation_is_scored_once() -> None:
     study = searched(scorer, "a", "b", "c")
     calls: list[int] = []
 
-    def score(trial: Trial) -> dict[MetricKey, Any]:
+    def score(trial: sweep.Trial) -> dict[sweep.MetricKey, Any]:
         calls.append(trial.number)
-        return scorer.table(TrialRequest(study.recipes[trial.number], "confirmation"))
+        return scorer.table(sweep.TrialRequest(study.recipes[trial.number], "confirmation"))
 
-    confirm_soup(study, score)
+    sweep.confirm_soup(study, score)
     assert len(calls) == len(set(calls)) == 3

@@ -35,20 +35,8 @@ from mergegate.tasks.llama_cpp import FILE_TYPES, measure_importance
 from mergegate.tasks.serve import Check, ServeSettings
 from mergegate.tasks.stage import runtime, store
 from mergegate.tasks.store import Artifact
-from mergegate.tasks.variants import ConversionCheck, VariantRecord
+from mergegate.tasks.variants import ConversionCheck, VariantRecord, gguf_conversion
 from mergegate.tasks.variants.gguf import GgufFormat, _chat_checks, answer_with_gguf, inspect_gguf, quantize_gguf
-from mergegate.tasks.variants.gguf_conversion import (
-    FILE,
-    LIMIT,
-    SAMPLE,
-    SAMPLE_TEXTS,
-    ConvertedGguf,
-    GgufTools,
-    compare_conversion,
-    compare_file,
-    convert_merge,
-    token_problems,
-)
 from mergegate.tasks.variants.settings import CalibrationSettings
 
 torch.set_num_threads(1)
@@ -91,7 +79,7 @@ def tokenizer(rules: Rules) -> PreTrainedTokenizerFast:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     size = {"vocab_size": 700, "show_progress": False}
     trainer = trainers.BpeTrainer(**size, special_tokens=special, initial_alphabet=alphabet)
-    backend.train_from_iterator([*SAMPLE_TEXTS, *TEXTS] * 3, trainer)
+    backend.train_from_iterator([*gguf_conversion.SAMPLE_TEXTS, *TEXTS] * 3, trainer)
     if rules == "llama-bpe":
         backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
     return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>", chat_template=TEMPLATE)
@@ -129,20 +117,20 @@ class Converted:
     """A merge, its converted file, and a variant."""
 
     merge: Model
-    tools: GgufTools
-    artifact: Artifact[ConvertedGguf]
+    tools: gguf_conversion.GgufTools
+    artifact: Artifact[gguf_conversion.ConvertedGguf]
     variant: Artifact[VariantRecord]
 
     @property
     def file(self) -> Path:
-        return self.artifact.directory / FILE
+        return self.artifact.directory / gguf_conversion.FILE
 
     @property
     def header(self) -> GgufHeader:
         return read_gguf_header(self.file)
 
     def compare(self, file: Path, texts: Sequence[str] = TEXTS) -> ConversionCheck:
-        return compare_file(file, self.merge, texts, 0.01, self.tools, "cpu")
+        return gguf_conversion.compare_file(file, self.merge, texts, 0.01, self.tools, "cpu")
 
     def model(self, change: Change, directory: Path) -> QuantizedModel:
         """Return a copy of the variant with a change."""
@@ -164,20 +152,20 @@ def home(state: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def tools(gguf_python: Path) -> GgufTools:
-    return GgufTools.find(gguf_python)
+def tools(gguf_python: Path) -> gguf_conversion.GgufTools:
+    return gguf_conversion.GgufTools.find(gguf_python)
 
 
-def converted(state: Path, architecture: Architecture, tools: GgufTools) -> Converted:
+def converted(state: Path, architecture: Architecture, tools: gguf_conversion.GgufTools) -> Converted:
     """Return a converted model. Only the first call for a model converts it."""
     directory, rules = state / architecture, RULES[architecture]
     merge = pinned(directory) if directory.exists() else save_model(directory, architecture, rules)
-    artifact = convert_merge.build(merge, "Tiny", tools)
+    artifact = gguf_conversion.convert_merge.build(merge, "Tiny", tools)
     return Converted(merge, tools, artifact, quantize_gguf.build(merge, "Tiny", "Q8_0", tools))
 
 
 @pytest.fixture
-def llama(state: Path, tools: GgufTools) -> Converted:
+def llama(state: Path, tools: gguf_conversion.GgufTools) -> Converted:
     return converted(state, "llama", tools)
 
 
@@ -229,14 +217,14 @@ def test_a_missing_interpreter_is_reported_and_a_relative_one_is_relative_to_the
 
 def test_a_few_different_texts_are_allowed_and_more_are_a_problem() -> None:
     texts = [f"text {number}" for number in range(200)]
-    assert token_problems(texts[:2], (), texts, 0.01) == []
-    assert "3 of 200 evaluated texts" in token_problems(texts[:3], (), texts, 0.01)[0]
-    assert "1 of 3 tokens of the vocabulary" in token_problems(["b"], ["a", "b", "c"])[0]
+    assert gguf_conversion.token_problems(texts[:2], (), texts, 0.01) == []
+    assert "3 of 200 evaluated texts" in gguf_conversion.token_problems(texts[:3], (), texts, 0.01)[0]
+    assert "1 of 3 tokens of the vocabulary" in gguf_conversion.token_problems(["b"], ["a", "b", "c"])[0]
 
 
-@pytest.mark.parametrize("rule", SAMPLE)
+@pytest.mark.parametrize("rule", gguf_conversion.SAMPLE)
 def test_a_wrong_rule_for_splitting_text_is_always_a_problem(rule: str) -> None:
-    assert "4 of 36 sample texts" in token_problems(SAMPLE[rule], ())[0]
+    assert "4 of 36 sample texts" in gguf_conversion.token_problems(gguf_conversion.SAMPLE[rule], ())[0]
 
 
 # Conversion.
@@ -244,13 +232,15 @@ def test_a_wrong_rule_for_splitting_text_is_always_a_problem(rule: str) -> None:
 
 @pytest.mark.variants
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen2", marks=pytest.mark.proof)])
-def test_a_converted_merge_agrees_with_the_merge(architecture: Architecture, state: Path, tools: GgufTools) -> None:
+def test_a_converted_merge_agrees_with_the_merge(
+    architecture: Architecture, state: Path, tools: gguf_conversion.GgufTools
+) -> None:
     model = converted(state, architecture, tools)
-    check = compare_conversion.build(model.merge, "Tiny", TEXTS, 0.0, tools, runtime()).value
+    check = gguf_conversion.compare_conversion.build(model.merge, "Tiny", TEXTS, 0.0, tools, runtime()).value
     assert check.problems == ()
     assert check.different_texts == ()
     assert check.documents == len(TEXTS)
-    assert check.mean_difference < 0.001 < LIMIT
+    assert check.mean_difference < 0.001 < gguf_conversion.LIMIT
     record = model.artifact.value
     assert (record.architecture, record.recognized, record.name) == (architecture, False, "Tiny")
     assert record.pre_tokenizer == RULES[architecture]
@@ -266,9 +256,11 @@ def test_the_same_merge_gives_the_same_bytes_from_any_directory(llama: Converted
     (elsewhere / "README.md").write_text("---\nlicense: mit\nlanguage: [de]\nbase_model: other/model\n---\n# Card\n")
     (elsewhere / "tokenization_evil.py").write_text("raise SystemExit('this file must not run')")
     (tmp_path / "out").mkdir()
-    convert_merge.work(tmp_path / "out", llama.merge.model_copy(update={"directory": elsewhere}), "Tiny", llama.tools)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [FILE]
-    assert (tmp_path / "out" / FILE).read_bytes() == llama.file.read_bytes()
+    gguf_conversion.convert_merge.work(
+        tmp_path / "out", llama.merge.model_copy(update={"directory": elsewhere}), "Tiny", llama.tools
+    )
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [gguf_conversion.FILE]
+    assert (tmp_path / "out" / gguf_conversion.FILE).read_bytes() == llama.file.read_bytes()
 
 
 def float_tensors(header: GgufHeader, change: Callable[..., None], *names: str) -> Change:
@@ -356,14 +348,14 @@ def wrong_conversions(header: GgufHeader) -> Mapping[str, Change]:
 @pytest.mark.variants
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen2", marks=pytest.mark.proof)])
 def test_every_wrong_conversion_disagrees_with_the_merge(
-    architecture: Architecture, state: Path, tools: GgufTools, tmp_path: Path
+    architecture: Architecture, state: Path, tools: gguf_conversion.GgufTools, tmp_path: Path
 ) -> None:
     model = converted(state, architecture, tools)
     agreeing = {}
     for name, change in wrong_conversions(model.header).items():
-        shutil.copy(model.file, tmp_path / FILE)
-        change(tmp_path / FILE)
-        check = model.compare(tmp_path / FILE)
+        shutil.copy(model.file, tmp_path / gguf_conversion.FILE)
+        change(tmp_path / gguf_conversion.FILE)
+        check = model.compare(tmp_path / gguf_conversion.FILE)
         if not check.problems or "nats per document" not in check.problems[-1]:
             agreeing[name] = check.mean_difference
     assert agreeing == {}
@@ -371,9 +363,9 @@ def test_every_wrong_conversion_disagrees_with_the_merge(
 
 @pytest.mark.variants
 def test_nan_is_a_problem_and_has_a_finite_record(llama: Converted, tmp_path: Path) -> None:
-    shutil.copy(llama.file, tmp_path / FILE)
-    float_tensors(llama.header, lambda norm: norm.fill(np.nan), "output_norm.weight")(tmp_path / FILE)
-    check = llama.compare(tmp_path / FILE)
+    shutil.copy(llama.file, tmp_path / gguf_conversion.FILE)
+    float_tensors(llama.header, lambda norm: norm.fill(np.nan), "output_norm.weight")(tmp_path / gguf_conversion.FILE)
+    check = llama.compare(tmp_path / gguf_conversion.FILE)
     assert "likelihoods differ by nan nats" in check.problems[0]
     assert ConversionCheck.model_validate_json(check.model_dump_json()) == check
 
@@ -394,9 +386,9 @@ def test_nan_is_a_problem_and_has_a_finite_record(llama: Converted, tmp_path: Pa
 def test_a_wrong_tokenizer_is_found_before_and_after_quantizing(
     llama: Converted, tmp_path: Path, change: Change, found: str
 ) -> None:
-    shutil.copy(llama.file, tmp_path / FILE)
-    change(tmp_path / FILE)
-    assert found in " ".join(llama.compare(tmp_path / FILE).problems)
+    shutil.copy(llama.file, tmp_path / gguf_conversion.FILE)
+    change(tmp_path / gguf_conversion.FILE)
+    assert found in " ".join(llama.compare(tmp_path / gguf_conversion.FILE).problems)
     checks = inspect_gguf.build(llama.model(change, tmp_path / "quantized"), llama.tools).value.checks
     assert problems(checks)
     if "evaluated" not in found:
@@ -416,21 +408,21 @@ def test_a_wrong_tokenizer_is_found_before_and_after_quantizing(
     ],
 )
 def test_a_tokenizer_that_llama_cpp_cannot_express_is_refused(
-    rules: Rules, found: str, tools: GgufTools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    rules: Rules, found: str, tools: gguf_conversion.GgufTools, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("mergegate.tasks.variants.gguf_conversion.known_labels", lambda tools: ["gpt-2", "qwen2"])
     with pytest.raises(Refused, match=found):
-        convert_merge.build(save_model(tmp_path / "model", "llama", rules), "Tiny", tools)
+        gguf_conversion.convert_merge.build(save_model(tmp_path / "model", "llama", rules), "Tiny", tools)
 
 
 @pytest.mark.proof
 @pytest.mark.variants
-def test_an_unknown_architecture_is_refused_in_one_line(tools: GgufTools, tmp_path: Path) -> None:
+def test_an_unknown_architecture_is_refused_in_one_line(tools: gguf_conversion.GgufTools, tmp_path: Path) -> None:
     save_model(tmp_path / "model", "llama", "gpt-2")
     config = tmp_path / "model" / "config.json"
     config.write_text(config.read_text().replace("LlamaForCausalLM", "GlacierForCausalLM"))
     with pytest.raises(Refused, match=r"found|GlacierForCausalLM is not supported") as refusal:
-        convert_merge.build(pinned(tmp_path / "model"), "Tiny", tools)
+        gguf_conversion.convert_merge.build(pinned(tmp_path / "model"), "Tiny", tools)
     assert refusal.value.found == "Model GlacierForCausalLM is not supported"
 
 
@@ -514,7 +506,9 @@ def test_a_run_with_nothing_new_needs_neither_the_converted_file_nor_a_process(
 
 @pytest.mark.variants
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen2", marks=pytest.mark.proof)])
-def test_a_good_variant_passes_all_checks(architecture: Architecture, state: Path, tools: GgufTools) -> None:
+def test_a_good_variant_passes_all_checks(
+    architecture: Architecture, state: Path, tools: gguf_conversion.GgufTools
+) -> None:
     model = converted(state, architecture, tools)
     settings = GgufFormat(format="gguf", types=("Q8_0",), python=tools.python)
     opened = settings.open(model.merge, "Q8_0", model.variant)

@@ -12,18 +12,9 @@ from traps import ends
 
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
+from mergegate.tasks import llama_cpp
 from mergegate.tasks.checkpoints import OutOfModelMemory, QuantizedModel
 from mergegate.tasks.evaluation import Scoring, find_backend
-from mergegate.tasks.llama_cpp import (
-    AnswerChoice,
-    close_gguf,
-    load_gguf,
-    open_gguf,
-    quantize,
-    runs_in_llama_cpp,
-    runtime_versions,
-    toolchain,
-)
 from mergegate.tasks.store import digest
 
 VOCABULARY = {"tokens": {"bos": 1, "eos": 2, "eot": None, "pad": None, "sep": None, "nl": None}, "adds_bos": True}
@@ -90,12 +81,12 @@ def test_results_have_types_and_units(environment: Environment, tmp_path: Path) 
         "if name == 'tokenize': result = [[3, 4]]\n"
         "if name == 'chat': result = {'prompt': 'p', 'text': 't', 'finish_reason': 'stop', 'prompt_tokens': 5}"
     )
-    with open_gguf(file_that(tmp_path, deed), environment()) as model:
+    with llama_cpp.open_gguf(file_that(tmp_path, deed), environment()) as model:
         assert model.vocabulary.adds_bos
         assert model.vocabulary.tokens["eos"] == 2
         score = model.log_probabilities([1], [2, 3])
         assert (score.values, score.total, score.greedy) == ((-1.5, -0.25), -1.75, True)
-        assert model.generate([1, 2], AnswerChoice(ends=(9,)), 4, room=8) == (2, 4, 9)
+        assert model.generate([1, 2], llama_cpp.AnswerChoice(ends=(9,)), 4, room=8) == (2, 4, 9)
         assert model.tokenize(["text"]) == [(3, 4)]
         assert model.chat([{"role": "user", "content": "Hi"}]).text == "t"
         with pytest.raises(ValueError, match="must not be empty"):
@@ -126,7 +117,7 @@ def test_the_end_of_the_process_is_an_error_that_names_file_and_cause(
     environment: Environment, tmp_path: Path, deed: str, error: type[MergegateError], message: str
 ) -> None:
     path = file_that(tmp_path, deed)
-    with open_gguf(path, environment()) as model, pytest.raises(error, match=message) as raised:
+    with llama_cpp.open_gguf(path, environment()) as model, pytest.raises(error, match=message) as raised:
         model.tokenize(["text"])
     assert type(raised.value) is error
     assert str(raised.value).startswith(str(path))
@@ -139,7 +130,7 @@ def test_a_process_that_exceeds_its_time_is_stopped_with_its_children(environmen
         "print(os.getpid(), other.pid, flush=True); time.sleep(600)"
     )
     # The limit includes the start of the process.
-    with open_gguf(file_that(tmp_path, deed), environment(), time_limit=8) as model:
+    with llama_cpp.open_gguf(file_that(tmp_path, deed), environment(), time_limit=8) as model:
         with pytest.raises(Refused, match="did not finish within 8 s, so mergegate stopped it"):
             model.tokenize(["text"])
         model._process._output.seek(0)
@@ -157,16 +148,16 @@ def test_the_process_has_neither_secrets_nor_network(
         "connected = socket.socket().connect_ex(('127.0.0.1', 9)) == 0;"
         "result = [[int('HF_TOKEN' in os.environ), int(connected), int(os.environ['OMP_NUM_THREADS'])]]"
     )
-    with open_gguf(file_that(tmp_path, deed), environment()) as model:
+    with llama_cpp.open_gguf(file_that(tmp_path, deed), environment()) as model:
         assert model.tokenize(["text"]) == [(0, 0, 1)]
 
 
 def test_quantizing_reports_errors_of_the_process(environment: Environment, tmp_path: Path) -> None:
     source = file_that(tmp_path, 'channel.sendall(b\'{"error": "no space"}\\n\'); os._exit(1)')
     with pytest.raises(InvalidInput, match=r"weights.gguf: no space"):
-        quantize(source, tmp_path / "out.gguf", "Q8_0", python=environment())
+        llama_cpp.quantize(source, tmp_path / "out.gguf", "Q8_0", python=environment())
     with pytest.raises(InvalidInput, match=r"types: Q8_1: not a quantization type of llama.cpp"):
-        quantize(source, tmp_path / "out.gguf", "Q8_1", python=environment(name="other"))
+        llama_cpp.quantize(source, tmp_path / "out.gguf", "Q8_1", python=environment(name="other"))
 
 
 def test_an_incomplete_or_missing_environment_names_the_command_that_builds_it(
@@ -174,21 +165,24 @@ def test_an_incomplete_or_missing_environment_names_the_command_that_builds_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for message, find in (
-        ("llama-cpp-python is not installed there", lambda: toolchain(environment(installed=None, name="a"))),
-        ("the converter of llama.cpp is not installed there", lambda: toolchain(environment(converter=None, name="b"))),
-        (f"{tmp_path}/.venv-gguf/bin/python: no such file", toolchain),
-        (f"{tmp_path}/.venv-gguf/bin/python: no such file", runtime_versions),
+        ("llama-cpp-python is not installed there", lambda: llama_cpp.toolchain(environment(installed=None, name="a"))),
+        (
+            "the converter of llama.cpp is not installed there",
+            lambda: llama_cpp.toolchain(environment(converter=None, name="b")),
+        ),
+        (f"{tmp_path}/.venv-gguf/bin/python: no such file", llama_cpp.toolchain),
+        (f"{tmp_path}/.venv-gguf/bin/python: no such file", llama_cpp.runtime_versions),
     ):
         with pytest.raises(InvalidInput, match=f"{message}\n.*\n.*run make gguf-env"):
             find()
-    with pytest.raises(InvalidInput, match="run make gguf-env"), open_gguf(tmp_path / "x.gguf"):
+    with pytest.raises(InvalidInput, match="run make gguf-env"), llama_cpp.open_gguf(tmp_path / "x.gguf"):
         pass
 
 
 def variant(tmp_path: Path, python: Path) -> QuantizedModel:
     settings = {"name": "Q8_0", "digest": "d" * 64, "directory": tmp_path, "backend": "llama_cpp", "python": python}
     settings |= {"source": make_model(tmp_path / "merge"), "weights": file_that(tmp_path, "result = []").name}
-    return QuantizedModel(**settings, runtime=tuple(sorted(runtime_versions(python).items())))
+    return QuantizedModel(**settings, runtime=tuple(sorted(llama_cpp.runtime_versions(python).items())))
 
 
 def test_the_version_of_llama_cpp_is_in_the_key_and_its_place_is_not(environment: Environment, tmp_path: Path) -> None:
@@ -204,19 +198,19 @@ def test_a_changed_environment_is_noticed_before_anything_is_evaluated(
 ) -> None:
     python, newer = environment(), environment(installed="0.3.37", name="newer")
     model = variant(tmp_path, python)
-    with load_gguf(model) as loaded:
+    with llama_cpp.load_gguf(model) as loaded:
         assert (loaded.embeddings, loaded.context, loaded.prefix) == (30, 64, 1)
-    close_gguf()
+    llama_cpp.close_gguf()
     message = r"llama.cpp with llama_cpp_python 0.3.37, .*\n.*llama_cpp_python 0.3.36, .*\n.*run again"
-    with pytest.raises(InvalidInput, match=message), load_gguf(model.model_copy(update={"python": newer})):
+    with pytest.raises(InvalidInput, match=message), llama_cpp.load_gguf(model.model_copy(update={"python": newer})):
         pass
 
 
 def test_only_quantized_models_of_llama_cpp_run_there(environment: Environment, tmp_path: Path) -> None:
     model = variant(tmp_path, environment())
-    assert runs_in_llama_cpp(model)
-    assert not runs_in_llama_cpp(model.source)
-    assert not runs_in_llama_cpp(model.model_copy(update={"backend": "hf"}))
+    assert llama_cpp.runs_in_llama_cpp(model)
+    assert not llama_cpp.runs_in_llama_cpp(model.source)
+    assert not llama_cpp.runs_in_llama_cpp(model.model_copy(update={"backend": "hf"}))
     message = r"for merge .*a checkpoint in safetensors\n.*a GGUF variant\n.*use backend: hf"
     merge = find_backend("llama_cpp").opened(model.source, Scoring(), "cpu")
     with pytest.raises(InvalidInput, match=message), merge:

@@ -22,14 +22,7 @@ from safetensors.torch import load_file, save_file
 from samples import sampled
 from test_quantised import scaled
 
-from mergegate.merge_core import (
-    load_recipe,
-    merge_methods,
-    merge_weights,
-    open_checkpoint,
-    plan_merge,
-    plan_with_findings,
-)
+from mergegate import merge_core
 from mergegate.merge_core.architecture.experts import disk_name, split_experts
 from mergegate.merge_core.checkpoint import BY_CODE, Checkpoint, StoredTensor, render_header
 from mergegate.merge_core.engine import EngineSettings
@@ -38,7 +31,7 @@ from mergegate.merge_core.recipe import InputMeasurements
 
 # Families with per-expert and fused names; the others write fused experts in both layouts.
 IN_TWO_LAYOUTS = ("mixtral", "qwen3_moe", "glm4_moe", "lfm2_moe", "phimoe", "granitemoe")
-METHODS = sorted(merge_methods())
+METHODS = sorted(merge_core.merge_methods())
 # ``family_trials.try_experts`` merges all families with experts in both layouts.
 SAMPLE = sampled(FAMILIES, ("mixtral", "gpt_oss"), pytest.mark.proof)
 Parents = Callable[[str], Path]
@@ -62,27 +55,29 @@ def parents(tmp_path_factory: pytest.TempPathFactory) -> Parents:
 
 def recipe_of(method: str, names: tuple[str, str, str]) -> str:
     base, a, b = names
-    needs = {parameter.name for parameter in merge_methods()[method].parameters}
+    needs = {parameter.name for parameter in merge_core.merge_methods()[method].parameters}
     values = {"weight": 0.6, "density": 0.5, "t": 0.3, "epsilon": 0.1, "select_topk": 0.5, "scale": 0.5, "rate": 0.01}
     given = ", ".join(f"{name}: {value}" for name, value in values.items() if name in needs)
-    low, high = merge_methods()[method].models
+    low, high = merge_core.merge_methods()[method].models
     models = [a, b][: high or 2] if low < 3 else [base, a, b]
-    if merge_methods()[method].base == "donor" and high == 2:
+    if merge_core.merge_methods()[method].base == "donor" and high == 2:
         models = [base, a]
-    own = ", text: own" if merge_methods()[method].traits.reads_text else ""
+    own = ", text: own" if merge_core.merge_methods()[method].traits.reads_text else ""
     listed = ", ".join(f"{{model: {name}{own}}}" for name in models)
-    kind = merge_methods()[method].base
+    kind = merge_core.merge_methods()[method].base
     head = f"base_model: {base}\n" if kind != "ordinary" else ""
     return f"merge_method: {method}\n{head}models: [{listed}]\n" + (f"parameters: {{{given}}}\n" if given else "")
 
 
 def merged(root: Path, recipe: str, out: Path, *, seed: int = 3, **settings: object) -> dict[str, torch.Tensor]:
-    loaded = load_recipe(recipe)
+    loaded = merge_core.load_recipe(recipe)
     if loaded.needs_distances:
         loaded = replace(loaded, distances={})
     if loaded.texts:  # Without measurements, every tensor is the mean.
         loaded = replace(loaded, measured={str(ref): InputMeasurements("none", "none", {}) for ref in loaded.texts})
-    merge_weights(plan_merge(loaded, open_models(loaded, root)), out, seed=seed, settings=EngineSettings(**settings))
+    merge_core.merge_weights(
+        merge_core.plan_merge(loaded, open_models(loaded, root)), out, seed=seed, settings=EngineSettings(**settings)
+    )
     return {name: tensor for file in sorted(out.glob("*.safetensors")) for name, tensor in load_file(file).items()}
 
 
@@ -138,22 +133,22 @@ def test_a_linear_merge_equals_averaging_in_memory(parents: Parents, tmp_path: P
 @pytest.mark.parametrize("family", ["mixtral", "gpt_oss"])
 def test_computed_fused_tensors_are_split_too(parents: Parents, tmp_path: Path, family: str) -> None:
     """A model with an adapter on its fused experts has such tensors."""
-    recipe = load_recipe(recipe_of("ties", ("base", "a-fused", "b-fused")))
+    recipe = merge_core.load_recipe(recipe_of("ties", ("base", "a-fused", "b-fused")))
     opened = open_models(recipe, parents(family))
     one = opened["a-fused"]
-    computed = plan_merge(recipe, {**opened, "a-fused": scaled(one, 2.0)})
-    found = merge_weights(computed, tmp_path / "computed", settings=EngineSettings(block_elements=64))
+    computed = merge_core.plan_merge(recipe, {**opened, "a-fused": scaled(one, 2.0)})
+    found = merge_core.merge_weights(computed, tmp_path / "computed", settings=EngineSettings(block_elements=64))
     (tmp_path / "twice").mkdir()
     (tmp_path / "twice/config.json").write_text((one.directory / "config.json").read_text())
     weights = {name: 2 * tensor for name, tensor in load_file(one.directory / "model.safetensors").items()}
     save_file(weights, tmp_path / "twice/model.safetensors")
-    stored = plan_merge(recipe, {**opened, "a-fused": open_checkpoint(tmp_path / "twice")})
-    assert found.files == merge_weights(stored, tmp_path / "stored").files
+    stored = merge_core.plan_merge(recipe, {**opened, "a-fused": merge_core.open_checkpoint(tmp_path / "twice")})
+    assert found.files == merge_core.merge_weights(stored, tmp_path / "stored").files
 
 
 @pytest.mark.parametrize("family", SAMPLE)
 def test_the_pieces_of_a_fused_tensor_cover_every_byte(parents: Parents, family: str) -> None:
-    checkpoint = open_checkpoint(parents(family) / "a-fused")
+    checkpoint = merge_core.open_checkpoint(parents(family) / "a-fused")
     table = split_experts(checkpoint)
     assert split_experts(table).tensors.keys() == table.tensors.keys()
     found: dict[str, list[StoredTensor]] = {}
@@ -171,23 +166,23 @@ def test_the_pieces_of_a_fused_tensor_cover_every_byte(parents: Parents, family:
 @pytest.mark.story
 def test_a_killed_merge_resumes_within_a_fused_tensor(parents: Parents, tmp_path: Path) -> None:
     home = parents("qwen3_moe")
-    recipe = load_recipe(recipe_of("ties", ("base-fused", "a", "b-fused")))
+    recipe = merge_core.load_recipe(recipe_of("ties", ("base-fused", "a", "b-fused")))
     opened = open_models(recipe, home)
-    plan = plan_merge(recipe, opened)
+    plan = merge_core.plan_merge(recipe, opened)
 
     def killed() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        merge_weights(plan, tmp_path / "out", before_sealing=killed)
+        merge_core.merge_weights(plan, tmp_path / "out", before_sealing=killed)
     (journal,) = (tmp_path / "out").glob("*.journal.partial")
     lines = journal.read_bytes().splitlines(keepends=True)
     pieces = [at for at, line in enumerate(lines) if b".experts." in line]
     # Some experts of a tensor are finished, others are not.
     journal.write_bytes(b"".join(lines[: pieces[len(pieces) // 2]]))
-    record = merge_weights(plan, tmp_path / "out")
+    record = merge_core.merge_weights(plan, tmp_path / "out")
     assert 0 < record.bytes_resumed < record.bytes_written
-    assert record.files == merge_weights(plan, tmp_path / "fresh").files
+    assert record.files == merge_core.merge_weights(plan, tmp_path / "fresh").files
 
 
 def test_a_stack_is_written_in_the_layout_of_its_donor(parents: Parents, tmp_path: Path) -> None:
@@ -220,12 +215,12 @@ def test_a_filter_means_the_same_in_both_layouts(parents: Parents, tmp_path: Pat
 def test_a_filter_that_only_names_the_fused_layout_is_refused(parents: Parents, word: str) -> None:
     values = f"{{weight: [{{filter: {word}, value: 0}}, {{value: 1}}]}}"
     text = f"merge_method: linear\nmodels: [{{model: a-fused}}, {{model: b-fused}}]\nparameters: {values}"
-    recipe = load_recipe(text)
+    recipe = merge_core.load_recipe(text)
     opened = open_models(recipe, parents("mixtral"))
     with pytest.raises(InvalidInput, match=r"block_sparse_moe\.") as refusal:
-        plan_merge(recipe, opened)
+        merge_core.plan_merge(recipe, opened)
     assert word in refusal.value.found
-    assert plan_with_findings(recipe, opened).blocking
+    assert merge_core.plan_with_findings(recipe, opened).blocking
 
 
 @given(
