@@ -48,6 +48,7 @@ def failures(verdict: ServeVerdict) -> dict[str, str]:
     return {check.name: check.seen for check in verdict.failures}
 
 
+@pytest.mark.proof
 def test_a_merge_with_a_zeroed_norm_is_refused_for_empty_answers(merge: Path, tmp_path: Path) -> None:
     broken = shutil.copytree(merge, tmp_path / "zeroed")
     zeroed_norm(broken)
@@ -93,6 +94,7 @@ def write_idefics(directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.proof
 def test_vllm_reads_two_pictures(tmp_path: Path) -> None:
     texts = {"prompts": ("two cats sit", "a dog runs away"), "texts": ("two cats sit on a mat",), "max_tokens": 8}
     settings = ServeSettings(python=PROJECT / PYTHON, environment=ONE_THREAD, max_model_len=512, **texts)

@@ -89,6 +89,7 @@ publish: {{to: directory, path: ../releases/linear}}
 """
 
 
+@pytest.mark.proof
 def test_adapters_become_an_adapter_that_is_served_as_lora_and_released(tmp_path: Path, prefect_api: None) -> None:
     project = make_project(tmp_path / "project")
     # The cards of the shipped adapters refer to the models by this path, and the license check looks for them there.
