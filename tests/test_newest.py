@@ -75,7 +75,7 @@ def test_only_a_release_within_the_bounds_fails_the_job(newest: Any) -> None:
     assert judged("<2", newest.NOT_INSTALLED) == (newest.NOT_INSTALLED, 2)
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_the_environment_sees_another_and_prefers_its_own_packages(newest: Any, tmp_path: Path) -> None:
     packages = Path("lib", f"python3.{sys.version_info.minor}", "site-packages")
     library = tmp_path / "other" / packages

@@ -202,7 +202,7 @@ def test_on_windows_every_command_says_where_it_runs(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_check_says_elsewhere_what_it_cannot_do_there(tmp_path: Path) -> None:
     shutil.copytree(PROJECT / "profiles", tmp_path / "profiles")
     done = on_a_mac(COMMAND, tmp_path, "check", "profiles/demo.yaml", libraries=SERVER)

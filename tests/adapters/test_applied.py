@@ -82,7 +82,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 QUICK = [("dora", "bfloat16"), ("experts of mixtral", "float32")]
 
 
-@pytest.mark.parametrize(("kind", "dtype"), sampled_rows(itertools.product(KINDS, DTYPES), QUICK))
+@pytest.mark.parametrize(("kind", "dtype"), sampled_rows(itertools.product(KINDS, DTYPES), QUICK, pytest.mark.proof))
 def test_applied_adapters_equal_those_of_peft(
     tmp_path: Path, kind: str, dtype: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -302,7 +302,7 @@ def test_waiting_threads_spin_briefly_unless_the_user_overrides_it(
     assert {name: environment[name] for name in names if name in environment} == waiting
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_call_uses_the_process_that_was_started_early_and_is_not_tried_again_if_it_dies_with_one_model(
     new_process: None, tmp_path: Path
 ) -> None:

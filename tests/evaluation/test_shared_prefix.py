@@ -83,6 +83,7 @@ def likelihoods(network: Any, requests: list[RequestTokens]) -> tuple[list[tuple
     sampled_rows(
         [(family, dtype) for family in FAMILIES for dtype in (torch.float32, torch.bfloat16)],
         [(family, torch.float32) for family in COMMON],
+        pytest.mark.proof,
     ),
     ids=str,
 )
@@ -195,6 +196,7 @@ ASKED: dict[str, tuple[dict[str, Any], int]] = {
         # Grouped heads, one per query, a sliding window.
         [(family, how) for family in ("llama", "gpt2", "mistral") for how in ASKED],
         [("llama", "drawn"), ("llama", "said once"), ("mistral", "nothing in common")],
+        pytest.mark.proof,
     ),
 )
 def test_generated_answers_equal_lm_evals_for_all_settings(

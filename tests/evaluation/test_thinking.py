@@ -24,6 +24,7 @@ from lm_eval.models.utils import postprocess_generated_text
 from lm_eval_runs import run_lm_eval_here
 from openai_server import serving
 from pydantic import ValidationError
+from samples import sampled, sampled_rows
 from scoring_runs import mean_of, model_in, pin, score, write_task
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -164,8 +165,8 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("budget", [80, 40, 12])
-@pytest.mark.parametrize("until", [("\n",), (" ",), ("c", "z")])
+@pytest.mark.parametrize("budget", [80, pytest.param(40, marks=pytest.mark.proof), 12])
+@pytest.mark.parametrize("until", sampled([("\n",), (" ",), ("c", "z")], [("c", "z")], pytest.mark.proof))
 @pytest.mark.usefixtures("fake_vllm")
 def test_every_backend_records_the_same_thoughts_and_answers(tmp_path: Path, until: Sequence[str], budget: int) -> None:
     """The reference is a search in the text of plain transformers. In the demo family, a character is a token."""
@@ -208,7 +209,9 @@ def lengths_and_cuts(
 @pytest.mark.story
 @pytest.mark.usefixtures("fake_vllm")
 @pytest.mark.parametrize("backend", ["hf", "vllm", "served"])
-@pytest.mark.parametrize(("max_length", "budget"), [(128, 80), (60, 48), (20, 10), (14, 12)])
+@pytest.mark.parametrize(
+    ("max_length", "budget"), sampled_rows([(128, 80), (60, 48), (20, 10), (14, 12)], [(20, 10)], pytest.mark.proof)
+)
 def test_tokens_removed_from_a_prompt_are_counted(tmp_path: Path, backend: str, max_length: int, budget: int) -> None:
     room = {"hf": max_length, "served": max_length - 1, "vllm": 128}[backend] - budget  # the fake vLLM has 128
     texts = [word["prompt"] for word in WORDS]

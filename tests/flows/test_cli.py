@@ -164,7 +164,7 @@ def test_ctrl_c_ends_any_other_command_with_a_line(tmp_path: Path) -> None:
     assert json.loads(told.stdout) == {"status": "interrupted", "message": f"{message} --json", "findings": []}
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_ctrl_c_in_the_middle_leaves_nothing_half_made_and_the_next_run_goes_on(project: Project) -> None:
     run = subprocess.Popen(
         [MERGEGATE, "run", "profiles/demo.yaml"],

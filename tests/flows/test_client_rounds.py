@@ -513,7 +513,7 @@ def test_rounds_of_models_and_adapters_are_released_and_made_again(project: Proj
     assert LATE in checked, checked
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_rounds_by_adam_are_released_made_again_and_begin_anew_without_what_was_kept(project: Project) -> None:
     rounds, store = Rounds(project, leave_out_beyond=5, adam={"rate": 0.02}), project.home / "store"
     rounds.train()

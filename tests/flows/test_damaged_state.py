@@ -39,7 +39,7 @@ def copied(demo: Project, tmp_path: Path) -> Project:
     return Project(tmp_path / "project")
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_what_is_cheap_to_make_again_is_damaged_at_once_and_nothing_is_lost(copied: Project) -> None:
     before = version_of(copied)
     cheap = [path for path in state_files(copied) if not {"evaluate", "perplexity", "merge"} & set(path.parts)]

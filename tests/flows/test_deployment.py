@@ -167,6 +167,7 @@ def test_what_the_form_cannot_mean_is_refused_before_a_run_exists(served: Served
     assert served.manual_runs() == before
 
 
+@pytest.mark.proof
 def test_prefects_own_deploy_works_as_well(served: Served) -> None:
     served.deploy(nights(DEMO))
     served.run("prefect", "--no-prompt", "deploy", "--all")

@@ -137,7 +137,7 @@ class TestPowerLoss:
             assert (after / "releases" / "latest").is_symlink()
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_clock_jumps_neither_rebuild_nor_lose_artifacts(demo: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock is mergegate's own: the history, run names, records and the store's grace period use it."""
     true, before = time.time, demo.latest.resolve()

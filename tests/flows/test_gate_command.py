@@ -105,7 +105,7 @@ def inspect_logs(judged: tuple[Project, Path], tmp_path_factory: pytest.TempPath
     return root
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize(("merge", "code"), [("merged", 0), ("base", 3)])
 def test_the_verdict_on_logs_of_inspect_ai_is_that_on_lm_eval_results(
     judged: tuple[Project, Path], inspect_logs: Path, merge: str, code: int

@@ -97,7 +97,7 @@ def with_everything(tmp_path_factory: pytest.TempPathFactory, released_with_ever
     return project
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("stage", OPTIONAL, ids=lambda stage: stage.name)
 def test_an_optional_stage_makes_what_its_version_promises(stage: DeclaredStage, with_everything: Project) -> None:  # type: ignore[type-arg]
     check(stage, with_everything.home)

@@ -212,7 +212,7 @@ def test_a_pair_made_by_transformers_passes_the_check_unedited(
     expect(project.mergegate(*arguments), 2, "it exists")
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("family", sampled(FAMILIES, ["qwen2"], pytest.mark.proof))
 def test_a_run_of_what_was_drafted_ends_in_a_verdict(project: Project, family: str) -> None:
     models = write_family(project.root / "models", FAMILIES[family], claims="openai/gsm8k")  # not available offline

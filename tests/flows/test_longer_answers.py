@@ -126,7 +126,7 @@ def check_both_budgets(family: Family, backend: str, **evaluate: Any) -> None:
     assert guard["answers"]["reference"]["regenerated"] == expected["answers"]["reference"]["regenerated"] > 20
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_served_model_is_judged_in_the_same_way(family: Family, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     with serving(family.models()) as server:

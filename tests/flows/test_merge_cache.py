@@ -63,7 +63,7 @@ def test_anything_else_is_not_written_over(project: Project, change: str) -> Non
     expect(project.mergegate("merge", RECIPE, "merged"), 2, "it exists")
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_another_text_is_another_merge(project: Project) -> None:
     """The calibration texts that models read before a merge determine the result as much as their weights do."""
     recipe = "profiles/demo/recipes/regmean.yaml"

@@ -99,6 +99,7 @@ print(sorted(heavy))
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.proof
 def test_a_plain_script_in_another_directory_runs_the_flow_without_a_main_guard(
     demo: Path, tmp_path: Path, begin_records: Callable[[Path], None]
 ) -> None:

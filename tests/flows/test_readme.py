@@ -23,7 +23,7 @@ TUTORIALS = {page.stem: page for page in sorted((PROJECT / "docs" / "tutorials")
 ELSEWHERE = ("release-quantized-variants",)  # tests/variants/test_variant_release.py follows it in other environments
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_its_commands_work_and_its_example_shows_what_the_demo_prints(tmp_path: Path) -> None:
     text = README.read_text(encoding="utf-8")
     assert [written for written in REPLACED if written not in text] == []

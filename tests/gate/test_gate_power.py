@@ -10,6 +10,7 @@ from typing import Literal
 import numpy as np
 import pytest
 from gate_samples import measured, part
+from samples import sampled
 
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.stage import Scores
@@ -216,7 +217,7 @@ def merges(place: Path, drops: tuple[float, ...], seed: int) -> dict[str, list[A
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("rule", ["each", "suite"])
+@pytest.mark.parametrize("rule", sampled(["each", "suite"], ["suite"], pytest.mark.proof))
 def test_only_runs_that_would_fail_stop_early(tmp_path: Path, rule: Literal["each", "suite"]) -> None:
     stopped, plan = 0, GatePlan(GateRule(rule=rule), schedule=SCHEDULE)
     drops = [(0.0, 0.0, 0.0), (0.06, 0.0, 0.0), (0.0, 0.09, 0.03), (0.09, 0.09, 0.0), (0.05, 0.05, 0.05)]

@@ -318,7 +318,7 @@ def test_a_task_with_advisory_guards_only_has_one_look() -> None:
 script = script_fixture("gate_alarms")
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("as_suite", [False, True])
 def test_the_script_judges_groups_like_the_gate(script: ModuleType, as_suite: bool) -> None:
     rng = np.random.default_rng(8)

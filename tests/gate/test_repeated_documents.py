@@ -9,6 +9,7 @@ import pytest
 from gate_samples import GUARD, outcome
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import sampled_rows
 
 from mergegate.tasks.evaluation.document_scores import DocumentScore, pair_documents
 from mergegate.tasks.gate.evidence import GuardEvidence, measure_guard
@@ -120,7 +121,11 @@ def test_equal_prompts_in_two_clusters_join_the_clusters() -> None:
 @pytest.mark.story
 @pytest.mark.parametrize(
     ("sizes", "today"),
-    [([2] * 500, 0.10), ([11] * 120, 0.25), ([1] * 1000 + [10] * 50, 0.2), (list(range(1, 11)) * 20, 0.2)],
+    sampled_rows(
+        [([2] * 500, 0.10), ([11] * 120, 0.25), ([1] * 1000 + [10] * 50, 0.2), (list(range(1, 11)) * 20, 0.2)],
+        [([11] * 120, 0.25)],
+        pytest.mark.proof,
+    ),
     ids=["each twice", "each eleven times", "some ten times", "one to ten times"],
 )
 def test_a_merge_at_its_margin_passes_in_at_most_5_percent(sizes: list[int], today: float) -> None:

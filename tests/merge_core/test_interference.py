@@ -171,7 +171,7 @@ def assert_alike(one: Tally, other: Tally) -> None:
     assert np.asarray(one.gram) == pytest.approx(np.asarray(other.gram), rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @given(
     st.integers(1, 3 * 4096 + 700), st.integers(2, 5), st.booleans(), st.booleans(), st.integers(0, 2**32 - 1)
 )  # fmt: skip

@@ -164,7 +164,7 @@ def network(name: str) -> Network:
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.parametrize("name", sampled(COMPARED, QUICK, pytest.mark.proof))
 def test_every_key_that_changes_the_logits_is_reported(name: str) -> None:
     """The test changes one key at a time and keeps the weights. It lists neither the keys nor their values."""
     made, silent, changed = network(name), [], 0

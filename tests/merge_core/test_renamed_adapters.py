@@ -17,6 +17,7 @@ from family_trials import adaptable, read_all
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from samples import sampled
 from tiny_families import BY_NAME
 
 from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
@@ -75,7 +76,7 @@ def require_close(ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.T
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("name", RENAMED)
+@pytest.mark.parametrize("name", sampled(RENAMED, ["lfm3"], pytest.mark.proof))
 def test_two_adapters_are_merged_combined_and_extracted_as_in_memory(name: str, tmp_path: Path) -> None:
     model, skipped = parents_of(BY_NAME[name], tmp_path)["a"], DROPPED_BY_PEFT.get(name, "")
     one, two = (adapter_of(model, tmp_path / place, seed, skipped) for seed, place in enumerate(("one", "two")))

@@ -188,7 +188,7 @@ def exported(request: pytest.FixtureRequest, exports: Exports) -> tuple[Path, Pa
 
 
 @needs_validators
-@pytest.mark.story  # the libraries need 8 s to load
+@pytest.mark.proof
 def test_the_real_libraries_read_every_score_bit_for_bit(exports: Exports) -> None:
     exported = list(map(exports, SEEDS))
     found = checked([out for _, out in exported])

@@ -19,7 +19,7 @@ from forked_publishers import ForkedPublishers, hub_publishers
 from hub_look_alike import READER, STRANGER, WRITER, Fault, LookAlike, hub, use_hub
 from look_alike_repository import Repository, plain
 from loopback import Request
-from samples import sampled_rows
+from samples import sampled, sampled_rows
 from target_contract import ALIAS, attempts_with_fault, require_aliases, small_release
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
@@ -137,7 +137,7 @@ def run_with_hub(script: str, *arguments: str, **settings: str) -> str:
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("by", ["lfs", "xet", pytest.param("lfs in parts", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("by", sampled(["lfs", "xet", "lfs in parts"], ["xet"], pytest.mark.proof))
 def test_a_published_release_downloads_byte_for_byte_and_loads(
     tmp_path: Path, by: str, request: pytest.FixtureRequest
 ) -> None:
@@ -442,6 +442,7 @@ def fault_cases() -> Iterator[Any]:
         yield pytest.param(by, first, kind, id=f"{by}-{'first' if first else 'replacing'}-{kind}", marks=marks)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(("transport", "first", "kind"), list(fault_cases()), indirect=["transport"])
 def test_a_fault_at_any_request_is_healed_by_running_again(
     transport: Publication, kind: str, first: bool, tmp_path: Path

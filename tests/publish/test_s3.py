@@ -328,6 +328,7 @@ def warm(s3: S3OnLoopback, tmp_path_factory: pytest.TempPathFactory) -> Iterator
 
 
 # Lost answers and kills hit every request. Faults without an effect on the server hit only every fourth request.
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("first", "kind", "stride"),
     [

@@ -275,7 +275,7 @@ def test_a_path_of_this_machine_in_a_gguf_file_is_not_published(tmp_path: Path, 
     assert not place.path.exists()
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_kill_at_any_request_leaves_the_merge_as_it_was_and_running_again_completes_the_variants(
     tmp_path: Path, home: Path
 ) -> None:

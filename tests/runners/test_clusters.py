@@ -162,7 +162,7 @@ def test_an_existing_cluster_keeps_running_and_must_share_the_home(
             assert client.submit(os.getpid).result() == int(worker["pid"])
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.usefixtures("home", "prefect_api")
 def test_an_address_without_a_scheduler_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from mergegate.tasks.runners import dask_cluster

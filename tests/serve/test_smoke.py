@@ -143,7 +143,7 @@ def test_parents_of_a_merge_that_is_refused_are_not_measured(checkpoint: Path, h
     assert served.parents == {}
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_parents_are_measured_in_the_same_way_and_refuse_nothing(
     checkpoint: Path, tmp_path: Path, home: Path, prefect_api: None
 ) -> None:
@@ -264,7 +264,7 @@ class TestCommand:
         assert " checks passed" in done.output
         assert re.search(r"throughput +[\d.,]+ tokens/s", done.output)
 
-    @pytest.mark.story
+    @pytest.mark.proof
     def test_a_checkpoint_is_served_and_its_numbers_stand_below_the_checks(self, checkpoint: Path) -> None:
         Path("profile.yaml").write_text(profile_that_serves("--model", "{model}"))
         done = CliRunner().invoke(app, ["smoke", str(checkpoint), "--profile", "profile.yaml"])
@@ -276,7 +276,7 @@ class TestCommand:
         ]  # fmt: skip
         assert today() in numbers
 
-    @pytest.mark.story
+    @pytest.mark.proof
     def test_the_log_of_a_dead_server_is_named(self, checkpoint: Path) -> None:
         Path("profile.yaml").write_text(profile_that_serves("--model", "{model}", "--fault", "swallows"))
         done = CliRunner().invoke(app, ["smoke", str(checkpoint), "--profile", "profile.yaml"])

@@ -72,7 +72,7 @@ def linear(weight: float, **more: Any) -> dict[str, Any]:
     return {"merge_method": "linear", "models": models, **more}
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("tied", [False, True])
 def test_candidates_are_copied_into_the_first_network(tmp_path: Path, tied: bool) -> None:
     study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS, tie_word_embeddings=tied))

@@ -449,7 +449,7 @@ def test_a_failed_required_variant_refuses_the_release_and_nothing_is_published(
     assert published_places(project) == {"tiny", "tiny-Rounded"}
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_reason_that_names_a_file_in_the_store_does_not_keep_the_good_variants_from_being_published(
     registered: None, prefect_api: None, tmp_path: Path
 ) -> None:
@@ -462,7 +462,7 @@ def test_a_reason_that_names_a_file_in_the_store_does_not_keep_the_good_variants
     assert str(tmp_path) not in page
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "seed", [0, pytest.param(1, marks=pytest.mark.proof), pytest.param(2, marks=pytest.mark.proof)]
 )
@@ -525,7 +525,7 @@ REAL_MOMENTS = (
 )
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "moments", [("stage:variant", "publish:tiny"), pytest.param(ROUNDED_MOMENTS, marks=pytest.mark.proof)]
 )
