@@ -12,8 +12,6 @@ unexport PYTHONDONTWRITEBYTECODE
 # libraries once. An idle worker takes half of the remaining tests from another one.
 QUICK    := -n 2 --dist worksteal
 PARALLEL := -n 3 --dist worksteal
-# Keep the tests of a file in one worker, so that they share a server.
-TOGETHER := -n 3 --dist loadfile
 
 .PHONY: help pictures demo demo-sweep test test-stories test-all fuzz test-peer test-fusionbench test-serve test-ray test-mlflow test-variants newest serve-env gguf-env quantize-env lint format family bench bench-gpu bench-install server worker deploy docs clean
 
@@ -52,7 +50,7 @@ test-fusionbench: $(VENV)/ready .venv-fusionbench/ready ## compare the merges wi
 	MERGEGATE_REQUIRE_FUSIONBENCH=1 $(BIN)/pytest -m fusionbench tests/peer -s
 
 test-serve: $(VENV)/ready .venv-vllm/ready ## serve a merge and broken merges with vLLM
-	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest $(TOGETHER) -m "serve $(WITHOUT_PROOFS)" tests/serve
+	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest -m "serve $(WITHOUT_PROOFS)" tests/serve
 
 test-ray: .venv-ray/ready ## run stages on a Ray cluster
 	MERGEGATE_REQUIRE_RAY=1 .venv-ray/bin/python -m pytest -m "ray $(WITHOUT_PROOFS)" tests/runners
@@ -70,7 +68,7 @@ gguf-env: .venv-gguf/ready ## install llama.cpp for GGUF variants into its own e
 quantize-env: .venv-quantize/ready ## install llm-compressor for FP8 and INT8 variants into its own environment (1.5 GB)
 
 test-variants: $(VENV)/ready .venv-gguf/ready .venv-quantize/ready ## quantize, evaluate and release variants with the real libraries
-	MERGEGATE_REQUIRE_GGUF=1 MERGEGATE_REQUIRE_QUANTIZE=1 $(BIN)/pytest $(TOGETHER) -m "variants $(WITHOUT_PROOFS)" tests/variants
+	MERGEGATE_REQUIRE_GGUF=1 MERGEGATE_REQUIRE_QUANTIZE=1 $(BIN)/pytest -m "variants $(WITHOUT_PROOFS)" tests/variants
 
 lint: $(VENV)/ready ## run ruff and mypy --strict
 	$(BIN)/ruff check .
