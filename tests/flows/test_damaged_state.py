@@ -72,7 +72,7 @@ def lose_a_table(database: Path) -> None:
 PREFECT = {"garbage": DAMAGE["garbage"], "without a table": lose_a_table}
 
 
-@pytest.mark.story  # a new database needs about a hundred migrations
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", sampled(PREFECT, ["without a table"], pytest.mark.proof))
 def test_prefect_runs_whatever_has_become_of_its_database(prefect_database: Path, tmp_path: Path, kind: str) -> None:
     database = tmp_path / "prefect" / "prefect.db"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from demo_project import PROFILES
 from patience import HANG_S
-from samples import sampled_rows
+from samples import sampled, sampled_rows
 
 MERGEGATE = str(Path(sys.executable).parent / "mergegate")
 ASCII = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
@@ -50,6 +50,7 @@ def shell(line: str, cwd: Path, **environment: str) -> subprocess.CompletedProce
             ("$m merge missing.yaml out 2>/dev/full", (2,)),
         ],
         [("$m --version >&- 2>&- <&-", (0,)), ("$m --help >/dev/full", (3,))],
+        pytest.mark.proof,
     ),
 )
 def test_a_stream_that_cannot_be_written_is_no_traceback(tmp_path: Path, line: str, codes: tuple[int, ...]) -> None:
@@ -69,7 +70,9 @@ def test_a_closed_stream_does_not_give_its_number_to_another_file(tmp_path: Path
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("environment", [ASCII, {"LC_ALL": "C"}, ASCII | {"PYTHONIOENCODING": "ascii"}])
+@pytest.mark.parametrize(
+    "environment", sampled([ASCII, {"LC_ALL": "C"}, ASCII | {"PYTHONIOENCODING": "ascii"}], [ASCII], pytest.mark.proof)
+)
 def test_valid_utf8_names_work_in_every_locale(tmp_path: Path, environment: dict[str, str]) -> None:
     (tmp_path / NAME).symlink_to(PROFILES / "demo" / "models")
     recipe = (PROFILES / "demo" / "recipes" / "linear.yaml").read_text().replace("../models", NAME)

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from gate_samples import GUARD, judge_guard, measured, outcome, paired, verdict_of
+from samples import sampled
 from scipy import stats
 from statsmodels.stats.multitest import multipletests
 
@@ -165,7 +166,7 @@ def test_passing_does_not_depend_on_the_number_of_guards() -> None:
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("guards", [5, 12])
+@pytest.mark.parametrize("guards", sampled([5, 12], [5], pytest.mark.proof))
 def test_an_equal_merge_raises_no_more_alarms_on_many_tasks_than_on_one(guards: int) -> None:
     rng = np.random.default_rng(22)
     strict = GUARD.model_copy(update={"max_drop": 0.0})  # every significant drop is an alarm

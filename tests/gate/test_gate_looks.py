@@ -10,6 +10,7 @@ import pytest
 from gate_samples import GUARD, gate_scores, measured, part, right_on, verdict_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from samples import sampled
 from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
@@ -41,7 +42,7 @@ def test_a_single_look_has_the_requested_confidence_and_equals_a_plain_test() ->
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("schedule", [(500, 1000), PLAN, MMLU, (100, 1000, 1001)])
+@pytest.mark.parametrize("schedule", sampled([(500, 1000), PLAN, MMLU, (100, 1000, 1001)], [PLAN], pytest.mark.proof))
 @pytest.mark.parametrize("confidence", [0.95, 0.99])
 def test_every_look_spends_its_part_of_the_error(schedule: tuple[int, ...], confidence: float) -> None:
     bounds = [stats.norm.ppf(look.confidence) for look in plan_looks(schedule, confidence)]

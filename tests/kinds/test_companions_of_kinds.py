@@ -41,7 +41,7 @@ def plan(root: Path) -> PlannedMerge:
 
 
 SAMPLE = ("bert embedding", "whisper")
-KINDS = sampled(tiny_kinds.KINDS, SAMPLE)
+KINDS = sampled(tiny_kinds.KINDS, SAMPLE, pytest.mark.proof)
 KIND_NAMES = {
     "text generator": ("text generator",),
     "embedding": ("bert embedding", "modernbert embedding", "qwen3 embedding", "sparse encoder"),

@@ -430,6 +430,7 @@ def test_scores_do_not_depend_on_order_or_other_requests(quantized: QuantizedMod
             assert lm.loglikelihood(instances("loglikelihood", some)) == [wanted[each] for each in some]
 
 
+@pytest.mark.proof
 @pytest.mark.usefixtures("home")
 def test_the_parts_of_a_task_have_the_scores_of_the_whole_in_the_confined_process(
     llama: Model, quantized: QuantizedModel, tmp_path: Path
@@ -455,6 +456,7 @@ def test_the_parts_of_a_task_have_the_scores_of_the_whole_in_the_confined_proces
 # Perplexity
 
 
+@pytest.mark.proof
 @pytest.mark.usefixtures("home")
 def test_perplexity_has_the_windows_and_likelihoods_of_transformers(
     checkpoints: dict[Family, Model], tmp_path: Path
