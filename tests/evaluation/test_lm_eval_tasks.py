@@ -20,15 +20,9 @@ from tiny_models import write_jsonl
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model_cache import unload_models
+from mergegate.tasks.evaluation import support
 from mergegate.tasks.evaluation.lm_eval_index import shipped_leaves, shipped_names
 from mergegate.tasks.evaluation.mirror import find_dataset
-from mergegate.tasks.evaluation.support import (
-    UnsupportedReason,
-    refusal_of,
-    refusal_of_leaf,
-    require_examples,
-    require_supported,
-)
 from mergegate.tasks.evaluation.task_datasets import TaskDataset
 from mergegate.tasks.evaluation.task_definition import EvalTask, pin_task, read_definition
 from mergegate.tasks.evaluation.task_requirements import Requirements
@@ -66,35 +60,38 @@ def pinned(task: str, data: Path) -> EvalTask:
     [
         ({}, None),
         ({"metric_list": None}, None),  # lm-eval's default for choices
-        ({"output_type": "loglikelihood_rolling"}, UnsupportedReason.PERPLEXITY),
-        ({"unsafe_code": True}, UnsupportedReason.CODE),
-        ({"doc_to_audio": ["sound"]}, UnsupportedReason.SOUND),
-        ({"class": "/x/task.Squad"}, UnsupportedReason.PYTHON_CLASS),
-        ({"recipe": "card=cards.x"}, UnsupportedReason.OTHER_LIBRARY),
-        ({"custom_dataset": "/x/utils.make"}, UnsupportedReason.GENERATED_DATA),
-        ({"test_split": None}, UnsupportedReason.NO_DOCUMENTS),
+        ({"output_type": "loglikelihood_rolling"}, support.UnsupportedReason.PERPLEXITY),
+        ({"unsafe_code": True}, support.UnsupportedReason.CODE),
+        ({"doc_to_audio": ["sound"]}, support.UnsupportedReason.SOUND),
+        ({"class": "/x/task.Squad"}, support.UnsupportedReason.PYTHON_CLASS),
+        ({"recipe": "card=cards.x"}, support.UnsupportedReason.OTHER_LIBRARY),
+        ({"custom_dataset": "/x/utils.make"}, support.UnsupportedReason.GENERATED_DATA),
+        ({"test_split": None}, support.UnsupportedReason.NO_DOCUMENTS),
         ({"test_split": None, "validation_split": "validation"}, None),
-        ({"metric_list": [{"metric": "mcc"}]}, UnsupportedReason.NO_MEAN),
-        ({"metric_list": [mean_of("f1", aggregation="f1")]}, UnsupportedReason.NO_MEAN),
+        ({"metric_list": [{"metric": "mcc"}]}, support.UnsupportedReason.NO_MEAN),
+        ({"metric_list": [mean_of("f1", aggregation="f1")]}, support.UnsupportedReason.NO_MEAN),
         # The F1 score of a single document is undefined, and lm-eval fails when it averages pairs.
-        ({"metric_list": [mean_of("f1")]}, UnsupportedReason.NO_MEAN),
+        ({"metric_list": [mean_of("f1")]}, support.UnsupportedReason.NO_MEAN),
         ({"metric_list": [mean_of("f1")], "process_results": "/x/utils.process_results"}, None),
-        ({"metric_list": [{"metric": "own", "aggregation": "mean"}]}, UnsupportedReason.NO_MEAN),  # in which direction?
+        (
+            {"metric_list": [{"metric": "own", "aggregation": "mean"}]},
+            support.UnsupportedReason.NO_MEAN,
+        ),  # in which direction?
         ({"metric_list": [{"metric": "mcc"}, mean_of("acc")]}, None),
         # Fails in lm-eval even with a suitable metric next to it:
-        ({"metric_list": [mean_of("acc"), mean_of("f1")]}, UnsupportedReason.NO_MEAN),
-        ({"metric_list": [mean_of("acc"), {"metric": "likelihood"}]}, UnsupportedReason.NO_MEAN),
-        ({"output_type": "generate_until"}, UnsupportedReason.NO_MEAN),  # accuracy of a free-form answer
+        ({"metric_list": [mean_of("acc"), mean_of("f1")]}, support.UnsupportedReason.NO_MEAN),
+        ({"metric_list": [mean_of("acc"), {"metric": "likelihood"}]}, support.UnsupportedReason.NO_MEAN),
+        ({"output_type": "generate_until"}, support.UnsupportedReason.NO_MEAN),  # accuracy of a free-form answer
         ({"output_type": "generate_until", "metric_list": [mean_of("f1", hf_evaluate=True)]}, None),
-        ({"metric_list": [mean_of("bleu")]}, UnsupportedReason.NO_MEAN),  # choices have none
-        ({"metric_list": "acc"}, UnsupportedReason.UNREADABLE),
-        ({"metric_list": ["acc"]}, UnsupportedReason.UNREADABLE),
+        ({"metric_list": [mean_of("bleu")]}, support.UnsupportedReason.NO_MEAN),  # choices have none
+        ({"metric_list": "acc"}, support.UnsupportedReason.UNREADABLE),
+        ({"metric_list": ["acc"]}, support.UnsupportedReason.UNREADABLE),
     ],
 )
 def test_a_task_is_supported_or_refused_by_its_configuration(
-    said: dict[str, object], reason: UnsupportedReason | None
+    said: dict[str, object], reason: support.UnsupportedReason | None
 ) -> None:
-    refusal = refusal_of({**CHOICE, **said})
+    refusal = support.refusal_of({**CHOICE, **said})
     assert (refusal.reason if refusal else None) == reason
 
 
@@ -124,9 +121,9 @@ def test_missing_packages_of_a_function_are_found(tmp_path: Path, name: str) -> 
     module, missing = FUNCTIONS[name]
     task_with_function(tmp_path, module)
     if not missing:
-        return require_supported("t.yaml", tmp_path)
+        return support.require_supported("t.yaml", tmp_path)
     with pytest.raises(InvalidInput, match=f"import {missing[0]}, which is not installed") as refused:
-        require_supported("t.yaml", tmp_path)
+        support.require_supported("t.yaml", tmp_path)
     assert f"pip install {missing[0]}" in refused.value.remedy
     return None
 
@@ -143,7 +140,7 @@ def test_missing_packages_of_a_function_are_found(tmp_path: Path, name: str) -> 
     ],
 )
 def test_the_extra_that_has_all_missing_packages_is_named(packages: tuple[str, ...], command: str) -> None:
-    refusal = refusal_of(CHOICE, missing=Requirements(packages))
+    refusal = support.refusal_of(CHOICE, missing=Requirements(packages))
     assert refusal
     assert all(package in refusal.found for package in packages)
     assert refusal.remedy.startswith(command)
@@ -175,10 +172,10 @@ def test_missing_nltk_data_is_reported_with_the_download_command(
     monkeypatch.setattr(data, "path", [str(tmp_path / "nltk_data")])
     task_with_function(tmp_path, f"import nltk\n{module}")
     with pytest.raises(InvalidInput, match=r"not installed: .*small_tab") as refused:
-        require_supported("t.yaml", tmp_path)
+        support.require_supported("t.yaml", tmp_path)
     assert f"{sys.executable} -m nltk.downloader small_tab`" in refused.value.remedy
     (tmp_path / "nltk_data" / "tokenizers" / "small_tab").mkdir(parents=True)
-    require_supported("t.yaml", tmp_path)
+    support.require_supported("t.yaml", tmp_path)
 
 
 def test_groups_and_tags_stand_for_their_tasks() -> None:
@@ -249,13 +246,13 @@ def test_every_name_means_what_lm_evals_own_index_makes_of_it(monkeypatch: pytes
 
 @pytest.mark.parametrize("task", ["mmlu", "bbh", "gsm8k", "arc_easy", "hellaswag", "openllm"])
 def test_common_tasks_are_supported(task: str) -> None:
-    assert not [refusal for leaf in shipped_leaves(task) if (refusal := refusal_of_leaf(leaf))]
+    assert not [refusal for leaf in shipped_leaves(task) if (refusal := support.refusal_of_leaf(leaf))]
 
 
 @pytest.mark.parametrize(("task", "why"), [("humaneval", "code"), ("wikitext", "perplexity"), ("cola", "mcc")])
 def test_a_refusal_has_a_reason(task: str, why: str) -> None:
     with pytest.raises(InvalidInput, match=task) as refused:
-        require_supported(task)
+        support.require_supported(task)
     assert why in refused.value.found
 
 
@@ -298,9 +295,9 @@ def test_a_missing_dataset_is_refused_with_the_expected_paths(tmp_path: Path) ->
 def test_missing_examples_are_found_in_advance_and_other_data_are_another_task(tmp_path: Path) -> None:
     file = write_jsonl(tmp_path / "data" / "gsm8k_test.jsonl", [{"question": "1 + 1?", "answer": "#### 2"}])
     task = pinned("gsm8k", file.parent)
-    require_examples(task, 0)
+    support.require_examples(task, 0)
     with pytest.raises(InvalidInput, match="5 few-shot examples"):
-        require_examples(task, None)
+        support.require_examples(task, None)
     assert task.is_local
     write_jsonl(file, [{"question": "1 + 2?", "answer": "#### 3"}])
     assert pinned("gsm8k", file.parent).digest != task.digest
@@ -318,11 +315,11 @@ def test_task_files_in_the_documentation_are_valid(tmp_path: Path) -> None:
     for name, block in {"capitals": capitals, "named": named}.items():
         (tmp_path / f"{name}.yaml").write_text(block)
         assert pin(tmp_path / f"{name}.yaml").name == name
-        require_supported(f"{name}.yaml", tmp_path)
+        support.require_supported(f"{name}.yaml", tmp_path)
     score = runpy.run_path(str(tmp_path / "scoring.py"))["overlap"]
     assert score({"capital": "New Delhi"}, ["Delhi"]) == {"overlap": 0.5}
     (tmp_path / "several.yaml").write_text(several)
-    require_supported("several.yaml", tmp_path)
+    support.require_supported("several.yaml", tmp_path)
     leaves = read_definition(tmp_path / "several.yaml").leaves
     assert [leaf.name for leaf in leaves] == ["capitals_old", "capitals_asked"]
 

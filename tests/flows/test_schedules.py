@@ -15,18 +15,7 @@ import yaml
 from demo_project import PROFILES
 from prefect.settings import get_current_settings
 
-from mergegate.flows.prefect_api import (
-    Schedules,
-    configure,
-    database_url,
-    desired_deployments,
-    desired_rules,
-    find_site,
-    load_or_create_secret,
-    require_database,
-    require_site,
-    write_settings,
-)
+from mergegate.flows import prefect_api
 from mergegate.flows.prefect_api.notifications import StateChange
 from mergegate.flows.prefect_api.schedules import OCCASIONS, load_schedules, parse_schedules
 from mergegate.flows.prefect_api.site import Site, own_settings
@@ -37,7 +26,7 @@ PROJECT = PROFILES.parent
 DEMO = {"profile": "profiles/demo.yaml"}
 
 
-def nights(*profiles: Mapping[str, object], **more: object) -> Schedules:
+def nights(*profiles: Mapping[str, object], **more: object) -> prefect_api.Schedules:
     return parse_schedules({"profiles": list(profiles) or [DEMO], **more}, "schedules.yaml")
 
 
@@ -51,7 +40,7 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_the_file_that_is_shipped_means_something() -> None:
-    found = desired_deployments(load_schedules(PROJECT / "schedules.yaml"), PROJECT)
+    found = prefect_api.desired_deployments(load_schedules(PROJECT / "schedules.yaml"), PROJECT)
     assert [one.full_name for one in found] == ["release/release", "sweep/sweep", "shadow/shadow", "release/demo"]
     assert found[-1].schedule == {"cron": "0 3 * * *", "timezone": "UTC"}
 
@@ -104,18 +93,18 @@ def test_what_is_no_time_is_refused(said: str) -> None:
 
 def test_the_deployment_of_a_profile_is_readable(project: Path) -> None:
     scheduled = {**DEMO, "schedule": "0  3 * * *", "timezone": "Europe/Berlin"}
-    *_, one = desired_deployments(nights(scheduled), project)
+    *_, one = prefect_api.desired_deployments(nights(scheduled), project)
     assert one.full_name == "release/demo"
     assert one.description == "demo · ties of 2 over base"
     assert one.summary() == "demo · ties of 2 over base · 0 3 * * * Europe/Berlin"
     assert set(one.tags) == {"mergegate", "release", "demo", "nightly"}
     assert one.parameters == {"profile": "profiles/demo.yaml"}
     assert one.on_collision == "CANCEL_NEW"
-    *_, one = desired_deployments(nights(DEMO), project)  # without a schedule, it is not a night
+    *_, one = prefect_api.desired_deployments(nights(DEMO), project)  # without a schedule, it is not a night
     assert one.schedule is None
     assert "nightly" not in one.tags
     swept = {"profile": "profiles/demo-sweep.yaml", "flow": "sweep", "schedule": "every 7 d"}
-    *_, one = desired_deployments(nights(swept), project)
+    *_, one = prefect_api.desired_deployments(nights(swept), project)
     assert (one.full_name, one.entrypoint) == ("sweep/demo-sweep", "mergegate.flows.sweep:sweep")
     assert one.schedule == {"interval": 604_800}
 
@@ -137,13 +126,13 @@ def test_what_cannot_be_deployed_is_refused_before_anything_is(
     text = (project / "profiles" / "demo.yaml").read_text().replace("name: demo", "name: release")
     (project / "profiles" / "release.yaml").write_text(text)
     with pytest.raises(InvalidInput, match=said):
-        desired_deployments(nights(*profiles), project)
+        prefect_api.desired_deployments(nights(*profiles), project)
 
 
 def test_prefect_yaml_says_the_same_of_those_that_take_any_profile() -> None:
     """``prefect deploy --all`` and ``mergegate deploy`` must not undo each other."""
     shipped: list[dict[str, Any]] = yaml.safe_load((PROJECT / "prefect.yaml").read_text())["deployments"]
-    ours = desired_deployments(nights(DEMO), PROJECT)[:3]
+    ours = prefect_api.desired_deployments(nights(DEMO), PROJECT)[:3]
     for theirs, one in zip(shipped, ours, strict=True):
         limit = theirs.get("concurrency_limit") or {}
         assert theirs["name"] == one.name
@@ -157,7 +146,7 @@ def test_prefect_yaml_says_the_same_of_those_that_take_any_profile() -> None:
 
 def rules_of(project: Path, *recipients: Mapping[str, object]) -> list[str]:
     told = nights(DEMO, notify=list(recipients))
-    return [rule.name for rule in desired_rules(told, desired_deployments(told, project))]
+    return [rule.name for rule in prefect_api.desired_rules(told, prefect_api.desired_deployments(told, project))]
 
 
 def test_each_recipient_has_a_rule_for_each_occasion_and_silence_needs_nobody(project: Path) -> None:
@@ -178,7 +167,7 @@ def test_a_profile_with_approval_has_a_rule_for_its_timeout(project: Path) -> No
     asked = text.replace("releases/demo\n", "releases/demo\n  approval: {timeout: 12 h}\n")
     (project / "profiles" / "demo.yaml").write_text(asked)
     file = nights(DEMO)
-    rule = desired_rules(file, desired_deployments(file, project))[2]
+    rule = prefect_api.desired_rules(file, prefect_api.desired_deployments(file, project))[2]
     assert rule.deployments == ("release/demo",)
     assert rule.silence_s == 43_200
     assert "the run was not approved within 12 h" in str(rule.then)
@@ -193,7 +182,11 @@ def test_whatever_a_run_comes_into_before_it_ends_its_silence_is_missed(project:
     under_way = {state.name for state in states if state.type.value in ("PENDING", "RUNNING", "CANCELLING")}
     assert {"Pending", "Submitting", "Running"} <= under_way
     file = nights(DEMO)
-    silences = {event: rule for rule in desired_rules(file, desired_deployments(file, project)) for event in rule.on}
+    silences = {
+        event: rule
+        for rule in prefect_api.desired_rules(file, prefect_api.desired_deployments(file, project))
+        for event in rule.on
+    }
     for event in (*under_way, "heartbeat"):
         rule = silences[f"prefect.flow-run.{event}"]
         assert rule.silence_s
@@ -222,59 +215,59 @@ def mode(file: Path) -> int:
 def test_the_secret_is_drawn_once_and_readable_by_its_owner_only(here: Path) -> None:
     old = os.umask(0)
     try:
-        secret = load_or_create_secret()
+        secret = prefect_api.load_or_create_secret()
     finally:
         os.umask(old)
     file = here / ".mergegate" / "prefect" / "auth"
-    assert load_or_create_secret() == secret == file.read_text()
+    assert prefect_api.load_or_create_secret() == secret == file.read_text()
     assert len(secret.partition(":")[2]) >= 40
     assert (mode(file), mode(file.parent)) == (0o600, 0o700)
     file.chmod(0o644)  # a secret that others can read is made private
-    assert load_or_create_secret() == secret
+    assert prefect_api.load_or_create_secret() == secret
     assert mode(file) == 0o600
 
 
 @pytest.mark.parametrize("damage", [b"", b"no colon", b"\xff\xfe:", b"a:b\x00c"])
 def test_a_damaged_secret_is_replaced(here: Path, damage: bytes) -> None:
-    load_or_create_secret()
+    prefect_api.load_or_create_secret()
     (here / ".mergegate" / "prefect" / "auth").write_bytes(damage)
-    assert len(load_or_create_secret()) > 40
+    assert len(prefect_api.load_or_create_secret()) > 40
 
 
 def test_prefects_own_command_line_is_told_in_a_file_for_the_owner_only(here: Path) -> None:
-    site = Site(here, here / ".mergegate", "http://127.0.0.1:4300", load_or_create_secret())
-    assert write_settings(site)
+    site = Site(here, here / ".mergegate", "http://127.0.0.1:4300", prefect_api.load_or_create_secret())
+    assert prefect_api.write_settings(site)
     assert mode(here / "prefect.toml") == 0o600
     assert own_settings() == {"url": "http://127.0.0.1:4300/api", "auth_string": site.secret}
-    assert find_site().address == "http://127.0.0.1:4300"
+    assert prefect_api.find_site().address == "http://127.0.0.1:4300"
     assert "/prefect.toml" in (Path(__file__).resolve().parents[2] / ".gitignore").read_text().splitlines()
 
 
 def test_a_foreign_prefect_toml_stays_unchanged(here: Path) -> None:
     (here / "prefect.toml").write_text('[api]\nurl = "http://elsewhere/api"\n')
-    assert not write_settings(find_site())
+    assert not prefect_api.write_settings(prefect_api.find_site())
     assert own_settings() == {}
     assert "elsewhere" in (here / "prefect.toml").read_text()
 
 
 def test_a_run_by_hand_does_not_depend_on_that_server(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_settings(find_site(address="http://127.0.0.1:9"))
+    prefect_api.write_settings(prefect_api.find_site(address="http://127.0.0.1:9"))
     monkeypatch.setenv("PREFECT_API_URL", "x")
     monkeypatch.delenv("PREFECT_API_URL")
-    configure(here / ".mergegate")
+    prefect_api.configure(here / ".mergegate")
     assert os.environ["PREFECT_API_URL"] == ""
     assert not type(get_current_settings())().api.url  # Construct the settings again.
 
 
 def test_the_address_is_what_is_said_nearest(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = parse_schedules({"profiles": [], "server": {"address": "http://in-nights:1/"}}, "schedules.yaml")
-    assert find_site().address == "http://127.0.0.1:4200"
-    assert find_site(file).address == "http://in-nights:1"
+    assert prefect_api.find_site().address == "http://127.0.0.1:4200"
+    assert prefect_api.find_site(file).address == "http://in-nights:1"
     monkeypatch.setenv("PREFECT_API_URL", "http://in-environment:2/api")
-    assert find_site(file).address == "http://in-environment:2"
-    assert find_site(file, address="http://said:3").api == "http://said:3/api"
+    assert prefect_api.find_site(file).address == "http://in-environment:2"
+    assert prefect_api.find_site(file, address="http://said:3").api == "http://said:3/api"
     with pytest.raises(InvalidInput, match="no server answers"):
-        require_site(find_site(address="http://127.0.0.1:9"))
+        prefect_api.require_site(prefect_api.find_site(address="http://127.0.0.1:9"))
 
 
 MALFORMED = (
@@ -296,13 +289,13 @@ def test_an_invalid_address_is_refused_with_its_source(
         parse_schedules({"profiles": [], "server": {"address": address}}, "schedules.yaml")
     monkeypatch.setenv("PREFECT_API_URL", address)
     with pytest.raises(InvalidInput, match="PREFECT_API_URL"):
-        find_site()
+        prefect_api.find_site()
 
 
 @pytest.mark.parametrize("address", ["http://[::1]:4200", "https://server_1", "http://bücher.example:1"])
 def test_a_valid_address_is_accepted_from_every_source(here: Path, address: str) -> None:
     file = parse_schedules({"profiles": [], "server": {"address": address}}, "schedules.yaml")
-    assert find_site(file).address == find_site(address=address).address == address
+    assert prefect_api.find_site(file).address == prefect_api.find_site(address=address).address == address
 
 
 def test_the_server_asks_for_the_secret_and_keeps_its_slots_on_disk(here: Path) -> None:
@@ -321,18 +314,18 @@ def test_the_database_comes_from_the_environment_or_the_schedules_file(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = parse_schedules({"profiles": [], "server": {"database": "postgresql://me@db/one"}}, "schedules.yaml")
-    assert database_url(None) is None
-    assert database_url(file) == "postgresql+asyncpg://me@db/one"
+    assert prefect_api.database_url(None) is None
+    assert prefect_api.database_url(file) == "postgresql+asyncpg://me@db/one"
     monkeypatch.setenv("MERGEGATE_DATABASE", "postgres://me:secret@db/two")
-    assert database_url(file) == "postgresql+asyncpg://me:secret@db/two"
+    assert prefect_api.database_url(file) == "postgresql+asyncpg://me:secret@db/two"
     monkeypatch.setenv("MERGEGATE_DATABASE", "sqlite:///x")
     with pytest.raises(InvalidInput, match="MERGEGATE_DATABASE"):
-        database_url(file)
+        prefect_api.database_url(file)
 
 
 @pytest.mark.parametrize("hosts", [*(f"127.0.0.1:{port}" for port in ("abc", "65536", "1,127.0.0.1:2", "1")), "[::1"])
 def test_a_database_that_cannot_be_reached_is_named_without_its_password(hosts: str) -> None:
     with pytest.raises(InvalidInput) as caught:
-        require_database(f"postgresql+asyncpg://me:secret@{hosts}/records?ssl=disable")
+        prefect_api.require_database(f"postgresql+asyncpg://me:secret@{hosts}/records?ssl=disable")
     assert caught.value.where == f"the database at {hosts}/records"
     assert "secret" not in str(caught.value)

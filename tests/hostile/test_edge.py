@@ -16,21 +16,12 @@ from honest import CONFIG, RECIPE, TASK, checkpoint, pickled, torch_zip
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge
+from mergegate.merge_core import load_recipe, open_checkpoint, parsing, plan_merge
 from mergegate.merge_core.checkpoint.pickled_file import read_pickled
 from mergegate.merge_core.checkpoint.vocabulary import Vocabulary, vocabulary_differences
 from mergegate.merge_core.engine.output import write_companions
 from mergegate.merge_core.errors import InvalidInput, to_printable
 from mergegate.merge_core.files import HashMemo
-from mergegate.merge_core.parsing import (
-    JsonBounds,
-    open_plain,
-    parse_json,
-    parse_yaml,
-    plain_file,
-    read_json,
-    read_lines,
-)
 from mergegate.merge_core.parsing.yaml_text import MAX_YAML_BYTES
 from mergegate.tasks.evaluation.task_definition import pin_task
 from mergegate.tasks.preflight.custom_code import custom_code_findings
@@ -45,17 +36,17 @@ PLAIN = st.recursive(
 @settings(max_examples=40)
 @given(value=PLAIN)
 def test_what_json_and_yaml_can_say_is_read_as_it_is(value: object) -> None:
-    assert parse_json(json.dumps(value).encode(), "x") == value
-    assert parse_yaml(yaml.safe_dump(value), "x") == ([] if value is None else [value])
+    assert parsing.parse_json(json.dumps(value).encode(), "x") == value
+    assert parsing.parse_yaml(yaml.safe_dump(value), "x") == ([] if value is None else [value])
 
 
-@pytest.mark.parametrize("parse", [parse_json, parse_yaml])
+@pytest.mark.parametrize("parse", [parsing.parse_json, parsing.parse_yaml])
 @settings(max_examples=50)
 @given(data=st.data())
 def test_any_bytes_are_a_value_or_invalid(parse: Any, data: st.DataObject) -> None:
     json_text = st.text(alphabet='[]{}",:\\ud80ntrue-1.e5 ', max_size=60).map(str.encode)
     yaml_text = st.text(alphabet="[]{}\",:&*<!|>-?'#%@\\0xuiond1.e5 \n\t\ud800", max_size=60)
-    content = data.draw(st.binary(max_size=60) | json_text if parse is parse_json else yaml_text)
+    content = data.draw(st.binary(max_size=60) | json_text if parse is parsing.parse_json else yaml_text)
     try:
         json.dumps(parse(content, "x"), ensure_ascii=False).encode()
     except InvalidInput as error:
@@ -67,39 +58,39 @@ def require_printable(error: InvalidInput) -> None:
 
 
 def test_only_brackets_outside_texts_nest() -> None:
-    assert parse_json(b'["' + b"[" * 200 + b'", ' + b"[" * 63 + b"]" * 63 + b"]", "x")
+    assert parsing.parse_json(b'["' + b"[" * 200 + b'", ' + b"[" * 63 + b"]" * 63 + b"]", "x")
     with pytest.raises(InvalidInput, match="200 levels"):
-        parse_json(b"[" * 200 + b"]" * 200, "x")
+        parsing.parse_json(b"[" * 200 + b"]" * 200, "x")
 
 
 def test_bounds_are_counted_before_anything_is_made() -> None:
     with pytest.raises(InvalidInput, match="up to 11 values"):
-        parse_json(b"[1,2,3,4,5,6,7,8,9,0,1]", "x", bounds=JsonBounds(values=10))
+        parsing.parse_json(b"[1,2,3,4,5,6,7,8,9,0,1]", "x", bounds=parsing.JsonBounds(values=10))
     with pytest.raises(InvalidInput, match="23 bytes"):
-        parse_json(b"[1,2,3,4,5,6,7,8,9,0,1]", "x", bounds=JsonBounds(size=22))
+        parsing.parse_json(b"[1,2,3,4,5,6,7,8,9,0,1]", "x", bounds=parsing.JsonBounds(size=22))
 
 
 def test_a_date_is_its_text_and_an_alias_is_good_for_a_few_values_and_not_for_a_million() -> None:
-    assert parse_yaml("a: 2024-01-02\nb: 2024-13-45", "x") == [{"a": "2024-01-02", "b": "2024-13-45"}]
-    assert parse_yaml("a: &a [1, 2]\nb: [*a, *a]", "x") == [{"a": [1, 2], "b": [[1, 2], [1, 2]]}]
+    assert parsing.parse_yaml("a: 2024-01-02\nb: 2024-13-45", "x") == [{"a": "2024-01-02", "b": "2024-13-45"}]
+    assert parsing.parse_yaml("a: &a [1, 2]\nb: [*a, *a]", "x") == [{"a": [1, 2], "b": [[1, 2], [1, 2]]}]
     with pytest.raises(InvalidInput, match="its aliases expand to"):
-        parse_yaml("a: &a " + "x" * 50_000 + "\nb: [" + "*a, " * 1000 + "]", "x")
+        parsing.parse_yaml("a: &a " + "x" * 50_000 + "\nb: [" + "*a, " * 1000 + "]", "x")
 
 
 @pytest.mark.story
 def test_many_plain_values_are_read_and_a_text_over_the_limit_is_refused_by_its_size() -> None:
     values = "a: &a [" + "1," * 200_000 + "1]"
-    assert len(parse_yaml(values, "x")[0]["a"]) == 200_001
+    assert len(parsing.parse_yaml(values, "x")[0]["a"]) == 200_001
     with pytest.raises(InvalidInput, match="its aliases expand to"):
-        parse_yaml(values + "\nb: *a", "x")
+        parsing.parse_yaml(values + "\nb: *a", "x")
     with pytest.raises(InvalidInput, match="600005 characters"):
-        parse_yaml("a: [" + "1," * 300_000 + "]", "x")
+        parsing.parse_yaml("a: [" + "1," * 300_000 + "]", "x")
 
 
 def test_all_keys_that_are_not_accepted_are_in_one_answer() -> None:
     text = "a: 1\na: 2\n1: x\nb: {c: 1, c: 2}\nd: " + "9" * 50
     with pytest.raises(InvalidInput) as caught:
-        parse_yaml(text, "x")
+        parsing.parse_yaml(text, "x")
     lines = str(caught.value).splitlines()
     assert lines[0] == "x: 4 problems"
     assert [line.partition(":")[0].strip() for line in lines[1:]] == [
@@ -118,9 +109,9 @@ def test_only_what_aliases_add_is_counted(values: int, aliases: int, length: int
         return
     if added > 2 << 20:
         with pytest.raises(InvalidInput, match="aliases"):
-            parse_yaml(text, "x")
+            parsing.parse_yaml(text, "x")
     else:
-        assert len(parse_yaml(text, "x")[0]["b"]) == aliases
+        assert len(parsing.parse_yaml(text, "x")[0]["b"]) == aliases
 
 
 @pytest.mark.parametrize("words", ["\x1b[2J", "\ud800", "\0", "x" * 10_000, "\u202e"])
@@ -139,24 +130,24 @@ def test_links_of_the_hubs_cache_are_read_and_others_are_not(tmp_path: Path) -> 
     (blobs / "1").write_text(json.dumps(CONFIG))
     (tmp_path / "secret.json").write_text("{}")
     (snapshot / "config.json").symlink_to("../../blobs/1")
-    assert read_json(snapshot / "config.json") == CONFIG
+    assert parsing.read_json(snapshot / "config.json") == CONFIG
     for target in ("../../../secret.json", "../../secret.json", "../../blobs/../../secret.json"):
         (snapshot / "other.json").unlink(missing_ok=True)
         (snapshot / "other.json").symlink_to(target)
         with pytest.raises(InvalidInput, match="a link to"):
-            read_json(snapshot / "other.json")
+            parsing.read_json(snapshot / "other.json")
     elsewhere = tmp_path / "snapshots" / "abc"
     elsewhere.mkdir(parents=True)
     (elsewhere / "config.json").symlink_to(blobs / "1")
     with pytest.raises(InvalidInput, match="a link to"):
-        read_json(elsewhere / "config.json")
+        parsing.read_json(elsewhere / "config.json")
 
 
 def test_a_link_inside_the_directory_is_fine(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text("{}")
     (tmp_path / "b.json").symlink_to("a.json")
-    assert read_json(tmp_path / "b.json") == {}
-    assert plain_file(tmp_path / "b.json", within=tmp_path) == tmp_path / "a.json"
+    assert parsing.read_json(tmp_path / "b.json") == {}
+    assert parsing.plain_file(tmp_path / "b.json", within=tmp_path) == tmp_path / "a.json"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +160,7 @@ def test_what_became_a_pipe_or_a_link_after_it_was_looked_at_is_not_read(
     create(tmp_path / "file")
     monkeypatch.setattr("mergegate.merge_core.parsing.files.plain_file", lambda path, within=None: path)
     with pytest.raises(InvalidInput, match=refusal):
-        open_plain(tmp_path / "file")
+        parsing.open_plain(tmp_path / "file")
 
 
 def test_a_companion_that_becomes_a_link_out_does_not_travel(tmp_path: Path) -> None:
@@ -216,11 +207,11 @@ def test_vocabularies_that_share_nothing_are_compared_at_once() -> None:
 
 def test_lines_are_bounded_in_length_and_number(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"a\nbb\nccc\n")
-    assert list(read_lines(tmp_path / "x", longest=4, most=3)) == [(1, b"a\n"), (2, b"bb\n"), (3, b"ccc\n")]
+    assert list(parsing.read_lines(tmp_path / "x", longest=4, most=3)) == [(1, b"a\n"), (2, b"bb\n"), (3, b"ccc\n")]
     with pytest.raises(InvalidInput, match="line 3: over 3 bytes"):
-        list(read_lines(tmp_path / "x", longest=3, most=3))
+        list(parsing.read_lines(tmp_path / "x", longest=3, most=3))
     with pytest.raises(InvalidInput, match="over 2 lines"):
-        list(read_lines(tmp_path / "x", longest=9, most=2))
+        list(parsing.read_lines(tmp_path / "x", longest=9, most=2))
 
 
 PACKAGE = {"package/__init__.py": "", "package/inner.py": "x = 1\n"}

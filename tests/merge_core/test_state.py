@@ -21,19 +21,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from samples import sampled
 
-from mergegate.merge_core.files import (
-    Damaged,
-    HashMemo,
-    hashing,
-    hold_lock,
-    move_aside,
-    open_journal,
-    read_state,
-    sha256_file,
-    state,
-    state_directory,
-    write_state,
-)
+from mergegate.merge_core import files
 from mergegate.merge_core.files.database import sqlite_is_damaged
 from mergegate.merge_core.files.records import JOURNAL, JournalLocation
 from mergegate.tasks.store import MANIFEST, VALUE, Store, examine_store, mend_state
@@ -79,8 +67,8 @@ def test_reading_any_kind_of_damage_returns_a_value_or_reports_damage(
     path = tmp_path / "state"
     path.write_text('{"words": "abc"}')
     damage(path)
-    found = read_state(path, Value.model_validate_json)
-    assert isinstance(found, Damaged) or (found == Value(words="abc") and os.geteuid() == 0)
+    found = files.read_state(path, Value.model_validate_json)
+    assert isinstance(found, files.Damaged) or (found == Value(words="abc") and os.geteuid() == 0)
     assert "\n" not in str(found)
 
 
@@ -90,15 +78,15 @@ def test_reading_state_accepts_any_content(content: bytes) -> None:
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "state"
         path.write_bytes(content)
-        assert isinstance(read_state(path, Value.model_validate_json), (Damaged, Value))
+        assert isinstance(files.read_state(path, Value.model_validate_json), (files.Damaged, Value))
 
 
 def test_a_missing_file_is_not_damage_but_an_oversized_one_is(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"12345")
-    assert read_state(tmp_path / "nothing", bytes) is None
-    assert read_state(tmp_path / "file" / "below", bytes) is None
-    assert read_state(tmp_path / "file", bytes, most=5) == b"12345"
-    assert isinstance(read_state(tmp_path / "file", bytes, most=4), Damaged)
+    assert files.read_state(tmp_path / "nothing", bytes) is None
+    assert files.read_state(tmp_path / "file" / "below", bytes) is None
+    assert files.read_state(tmp_path / "file", bytes, most=5) == b"12345"
+    assert isinstance(files.read_state(tmp_path / "file", bytes, most=4), files.Damaged)
 
 
 def test_exhausted_machine_limits_are_not_reported_as_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,42 +95,42 @@ def test_exhausted_machine_limits_are_not_reported_as_damage(tmp_path: Path, mon
 
     monkeypatch.setattr(os, "open", refuses)
     with pytest.raises(OSError, match="Too many open files"):
-        read_state(tmp_path / "state", bytes)
+        files.read_state(tmp_path / "state", bytes)
 
 
 def test_only_the_newest_set_aside_copies_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "state"
     for number in range(5):
         path.write_text(str(number))
-        move_aside(path)
+        files.move_aside(path)
     kept = {place.name: place.read_text() for place in tmp_path.iterdir()}
     assert kept == {f"state.damaged-{number}": str(number - 1) for number in (3, 4, 5)}
-    assert move_aside(path) is None
+    assert files.move_aside(path) is None
 
 
 def test_only_small_files_of_a_large_artifact_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(state, "MAX_COPY_BYTES", 1000)
+    monkeypatch.setattr(files.state, "MAX_COPY_BYTES", 1000)
     (tmp_path / "artifact" / "deep").mkdir(parents=True)
     (tmp_path / "artifact" / "deep" / "weights").write_bytes(bytes(5000))
     (tmp_path / "artifact" / "value.json").write_bytes(bytes(500))
-    place = move_aside(tmp_path / "artifact")
+    place = files.move_aside(tmp_path / "artifact")
     assert place is not None
     assert [file.name for file in place.rglob("*") if file.is_file()] == ["value.json"]
     (tmp_path / "large").write_bytes(bytes(5000))
-    assert move_aside(tmp_path / "large") is None
+    assert files.move_aside(tmp_path / "large") is None
     assert names(tmp_path) == ["artifact.damaged-1"]
 
 
 def test_the_target_of_a_link_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "others").write_text("precious")
     (tmp_path / "state").symlink_to("others")
-    write_state(tmp_path / "state", b"ours")
+    files.write_state(tmp_path / "state", b"ours")
     assert (tmp_path / "others").read_text() == "precious"
     assert (tmp_path / "state").read_bytes() == b"ours"
     assert names(tmp_path) == ["others", "state"]
-    move_aside(tmp_path / "state")
+    files.move_aside(tmp_path / "state")
     (tmp_path / "state").symlink_to("others")
-    move_aside(tmp_path / "state")
+    files.move_aside(tmp_path / "state")
     assert (tmp_path / "others").read_text() == "precious"
 
 
@@ -152,9 +140,9 @@ def test_concurrent_creation_of_one_directory_or_file_is_safe(tmp_path: Path) ->
     def makes_them(number: int) -> None:
         for turn in range(40):
             meet.wait(60)
-            place = state_directory(tmp_path / f"{turn}" / "inner", private=True)
+            place = files.state_directory(tmp_path / f"{turn}" / "inner", private=True)
             (place / f"{number}").touch()
-            write_state(tmp_path / f"{turn}.json", b"the same")
+            files.write_state(tmp_path / f"{turn}.json", b"the same")
 
     threads = [threading.Thread(target=makes_them, args=(number,)) for number in range(8)]
     for thread in threads:
@@ -219,7 +207,7 @@ def test_files_outside_the_artifact_are_not_read(tmp_path: Path, monkeypatch: py
     manifest = json.loads((first.directory / MANIFEST).read_text())
     manifest["files"]["../../../secret"] = manifest["files"]["sub/weights"]
     (first.directory / MANIFEST).write_text(json.dumps(manifest))
-    monkeypatch.setattr(hashing, "sha256_file", lambda path: pytest.fail(f"{path} was read"))
+    monkeypatch.setattr(files.hashing, "sha256_file", lambda path: pytest.fail(f"{path} was read"))
     with pytest.raises(Exception, match=r"secret is missing"):
         store.open("merge", KEY, Value)
 
@@ -245,13 +233,13 @@ def test_obstacles_in_the_store_are_set_aside(tmp_path: Path, place: str, damage
 def test_hashes_are_recomputed_after_any_damage_to_the_table(
     weights: Path, database: Path, suffix: str, damage: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = sha256_file(weights)
-    HashMemo(database).sha256(weights)
+    wanted = files.sha256_file(weights)
+    files.HashMemo(database).sha256(weights)
     damage(database.with_name(database.name + suffix))
-    assert HashMemo(database).sha256(weights) == wanted
-    HashMemo(database).sha256(weights)
-    monkeypatch.setattr(hashing, "sha256_file", lambda path: pytest.fail("read again"))
-    assert HashMemo(database).sha256(weights) == wanted
+    assert files.HashMemo(database).sha256(weights) == wanted
+    files.HashMemo(database).sha256(weights)
+    monkeypatch.setattr(files.hashing, "sha256_file", lambda path: pytest.fail("read again"))
+    assert files.HashMemo(database).sha256(weights) == wanted
 
 
 COLUMNS = "device INTEGER, inode INTEGER, size INTEGER, mtime_ns INTEGER, sha256 TEXT"
@@ -270,37 +258,37 @@ COLUMNS = "device INTEGER, inode INTEGER, size INTEGER, mtime_ns INTEGER, sha256
 def test_a_table_with_another_schema_is_rebuilt(
     tmp_path: Path, weights: Path, database: Path, schema: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted, status = sha256_file(weights), weights.stat()
+    wanted, status = files.sha256_file(weights), weights.stat()
     with closing(sqlite3.connect(database)) as connection, connection:
         connection.execute(schema)
         if "KEY" in schema:
             row = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, "of another file")
             connection.execute("INSERT INTO hashes VALUES (?, ?, ?, ?, ?)", row)
-    assert HashMemo(database).sha256(weights) == wanted
-    monkeypatch.setattr(hashing, "sha256_file", lambda path: pytest.fail("read again"))
-    assert HashMemo(database).sha256(weights) == wanted
+    assert files.HashMemo(database).sha256(weights) == wanted
+    monkeypatch.setattr(files.hashing, "sha256_file", lambda path: pytest.fail("read again"))
+    assert files.HashMemo(database).sha256(weights) == wanted
     assert "hashes.sqlite.damaged-1" in names(tmp_path)
 
 
 @pytest.mark.parametrize("remembered", ["", "f" * 63, "not hex" * 9, b"\xff" * 64, 3, None])
 def test_an_invalid_hash_is_ignored(weights: Path, database: Path, remembered: object) -> None:
-    HashMemo(database).sha256(weights)
-    with hashing.sqlite3.connect(database) as connection:
+    files.HashMemo(database).sha256(weights)
+    with files.hashing.sqlite3.connect(database) as connection:
         connection.execute("UPDATE hashes SET sha256 = ?", (remembered,))
     connection.close()
-    assert HashMemo(database).sha256(weights) == sha256_file(weights)
+    assert files.HashMemo(database).sha256(weights) == files.sha256_file(weights)
 
 
 def test_a_locked_table_is_not_touched(
     tmp_path: Path, weights: Path, database: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    memo = HashMemo(database)
+    memo = files.HashMemo(database)
     memo.sha256(weights)
-    monkeypatch.setattr(hashing, "_PATIENCE_S", 0.01)
-    holder = hashing.sqlite3.connect(database, isolation_level=None)
+    monkeypatch.setattr(files.hashing, "_PATIENCE_S", 0.01)
+    holder = files.hashing.sqlite3.connect(database, isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
     for _ in range(3):
-        assert memo.sha256(weights) == sha256_file(weights)
+        assert memo.sha256(weights) == files.sha256_file(weights)
     assert caplog.text.count("database is locked") == 1
     assert set(names(tmp_path)) - {"hashes.sqlite-journal"} == {"hashes.sqlite", "weights"}
     holder.close()
@@ -323,39 +311,39 @@ def test_only_invalid_content_is_damage_to_a_database(tmp_path: Path, code: str,
 
 def test_a_table_that_the_machine_cannot_write_keeps_its_rows(tmp_path: Path, weights: Path, database: Path) -> None:
     """The limit on the size of a file makes SQLite fail with an I/O error, as an exhausted disk quota does."""
-    HashMemo(database).sha256(weights)
+    files.HashMemo(database).sha256(weights)
     code = "import resource, sys; from pathlib import Path; from mergegate.merge_core.files import HashMemo\n"
     code += "resource.setrlimit(resource.RLIMIT_FSIZE, (1024, 1024))\n"
     code += "print(HashMemo(Path(sys.argv[1])).sha256(Path(sys.argv[2]), trust=False))"
     command = [sys.executable, "-c", code, str(database), str(weights)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     assert "disk I/O error" in done.stderr
-    assert done.stdout.strip() == sha256_file(weights)
+    assert done.stdout.strip() == files.sha256_file(weights)
     assert not [name for name in names(tmp_path) if "damaged" in name]
-    assert HashMemo(database).recall(weights) == sha256_file(weights)
+    assert files.HashMemo(database).recall(weights) == files.sha256_file(weights)
 
 
 @damages
 def test_a_journal_continues_after_any_damage(tmp_path: Path, damage: Callable[[Path], None]) -> None:
     place = JournalLocation(tmp_path / JOURNAL, KEY)
-    with open_journal(place) as journal:
+    with files.open_journal(place) as journal:
         for number in range(6):
             journal.append([number] * 30)
     damage(place.path)
-    with open_journal(place) as journal:
+    with files.open_journal(place) as journal:
         before = journal.records
         journal.append("after")
     assert list(before) == [[number] * 30 for number in range(len(before))]
-    with open_journal(place) as journal:
+    with files.open_journal(place) as journal:
         assert journal.records == (*before, "after")
 
 
 def test_records_after_one_of_another_kind_are_ignored(tmp_path: Path) -> None:
     place = JournalLocation(tmp_path / JOURNAL, KEY)
-    with open_journal(place) as journal:
+    with files.open_journal(place) as journal:
         for record in (1, 2, "of an older program", 3):
             journal.append(record)
-    with open_journal(place, lambda record: isinstance(record, int)) as journal:
+    with files.open_journal(place, lambda record: isinstance(record, int)) as journal:
         assert journal.records == (1, 2)
 
 
@@ -364,7 +352,7 @@ def test_a_lock_works_despite_obstacles_at_its_path(tmp_path: Path, damage: Call
     path = tmp_path / "lock"
     path.touch()
     damage(path)
-    with hold_lock(path, remove=True):
+    with files.hold_lock(path, remove=True):
         assert path.is_file()
     assert not path.exists()
 
@@ -379,7 +367,7 @@ def test_home_and_store_are_private_except_for_a_sharing_team(tmp_path: Path) ->
         Store(root).build("merge", KEY[::-1], Value, makes)
         assert root.stat().st_mode & 0o777 == 0o700
         root.chmod(0o2775)
-        state_directory(root, private=True)
+        files.state_directory(root, private=True)
         assert root.stat().st_mode & 0o7777 == 0o2770
     finally:
         os.umask(before)

@@ -17,18 +17,7 @@ from hypothesis import strategies as st
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import parse_bytes
-from mergegate.tasks.store import (
-    RELEASED,
-    EntryName,
-    RetentionPlan,
-    RetentionRule,
-    RunUse,
-    StoreEntry,
-    forget_runs,
-    open_run,
-    read_runs,
-    record_use,
-)
+from mergegate.tasks import store
 from mergegate.tasks.store.retention import LAST_RUNS, needed_by, plan_retention, runs_that_count
 
 NOW = 1_000_000_000.0
@@ -37,29 +26,29 @@ DAY = 86_400.0
 relaxed = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
-def name_of(number: int) -> EntryName:
-    return EntryName("abc"[number % 3], f"{number:032x}")
+def name_of(number: int) -> store.EntryName:
+    return store.EntryName("abc"[number % 3], f"{number:032x}")
 
 
 @st.composite
-def stores(draw: st.DrawFn) -> list[StoreEntry]:
+def stores(draw: st.DrawFn) -> list[store.StoreEntry]:
     kinds = st.sampled_from(["artifact", "value", "unfinished", "set aside", "left over"])
     ages = st.floats(-DAY, 400 * DAY)
     drawn = draw(st.lists(st.tuples(kinds, st.integers(0, 10**12), ages), max_size=12))
     return [
-        StoreEntry(name_of(n).stage, f"{name_of(n).key}.{n}", name_of(n).key, kind, size, NOW - age)
+        store.StoreEntry(name_of(n).stage, f"{name_of(n).key}.{n}", name_of(n).key, kind, size, NOW - age)
         for n, (kind, size, age) in enumerate(drawn)
     ]
 
 
 runs = st.lists(
     st.builds(
-        RunUse,
+        store.RunUse,
         run=st.text(string.ascii_lowercase, min_size=4, max_size=4),
         flow=st.sampled_from(["release", "sweep"]),
         profile=st.sampled_from(["", "demo", "other"]),
         started=st.floats(0, NOW),
-        status=st.sampled_from([RELEASED, "nothing new", "refused", "invalid", ""]),
+        status=st.sampled_from([store.RELEASED, "nothing new", "refused", "invalid", ""]),
         judged=st.booleans(),
         is_live=st.booleans(),
         used=st.dictionaries(st.integers(0, 11).map(name_of), st.just("")),
@@ -67,10 +56,14 @@ runs = st.lists(
     max_size=8,
     unique_by=lambda run: run.run,
 )
-rules = st.builds(RetentionRule, grace_s=st.none() | st.floats(0, 300 * DAY), quota=st.none() | st.integers(0, 10**13))
+rules = st.builds(
+    store.RetentionRule, grace_s=st.none() | st.floats(0, 300 * DAY), quota=st.none() | st.integers(0, 10**13)
+)
 
 
-def planned(entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule, beside: int = 0) -> RetentionPlan:
+def planned(
+    entries: list[store.StoreEntry], known: list[store.RunUse], rule: store.RetentionRule, beside: int = 0
+) -> store.RetentionPlan:
     return plan_retention(entries, needed_by(known, runs_that_count(known)), rule, NOW, other_bytes=beside)
 
 
@@ -78,7 +71,7 @@ def planned(entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule,
 @relaxed
 @given(stores(), runs, rules, st.integers(0, 10**9))
 def test_a_plan_decides_each_entry_once_and_meets_the_quota_unless_needed_entries_exceed_it(
-    entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule, beside: int
+    entries: list[store.StoreEntry], known: list[store.RunUse], rule: store.RetentionRule, beside: int
 ) -> None:
     plan = planned(entries, known, rule, beside)
     assert sorted(one.name for one, _ in (*plan.removals, *plan.retained)) == sorted(one.name for one in entries)
@@ -99,7 +92,7 @@ def test_a_plan_decides_each_entry_once_and_meets_the_quota_unless_needed_entrie
 @relaxed
 @given(stores(), runs, rules)
 def test_only_the_least_recently_used_entries_are_removed_and_none_of_a_counting_run(
-    entries: list[StoreEntry], known: list[RunUse], rule: RetentionRule
+    entries: list[store.StoreEntry], known: list[store.RunUse], rule: store.RetentionRule
 ) -> None:
     plan = planned(entries, known, rule)
     went = [one for one, _ in plan.removals]
@@ -114,24 +107,26 @@ def test_only_the_least_recently_used_entries_are_removed_and_none_of_a_counting
         own = [run for run in known if (run.flow, run.profile) == kind]
         those = sorted(own, key=lambda run: (run.started, run.run))
         judged = [run for run in those if run.judged]
-        live += those[-1:] + judged[-LAST_RUNS:] + [run for run in judged if run.status == RELEASED][-1:]
+        live += those[-1:] + judged[-LAST_RUNS:] + [run for run in judged if run.status == store.RELEASED][-1:]
     gone = {one.entry_name for one in went if one.kind in ("artifact", "value")}
     assert not gone & {name for run in live for name in run.used}
 
 
-def run(at: int, profile: str = "demo", *, status: str = "refused", judged: bool = True, live: bool = False) -> RunUse:
-    return RunUse(f"{profile}-{at}", "release", profile, float(at), status, judged, live, {name_of(at): ""})
+def run(
+    at: int, profile: str = "demo", *, status: str = "refused", judged: bool = True, live: bool = False
+) -> store.RunUse:
+    return store.RunUse(f"{profile}-{at}", "release", profile, float(at), status, judged, live, {name_of(at): ""})
 
 
 def test_runs_without_a_verdict_displace_no_other_run() -> None:
     """A month-long outage of the Hub must not cost the evaluations of all parents."""
-    good, better = run(1, status=RELEASED), run(2)
+    good, better = run(1, status=store.RELEASED), run(2)
     outage = [run(at, status="refused", judged=False) for at in range(3, 33)]
     assert set(runs_that_count([good, better, *outage])) == {"demo-1", "demo-2", "demo-32"}
 
 
 def test_the_run_that_made_the_champion_counts_however_long_ago() -> None:
-    assert runs_that_count([run(1, status=RELEASED), *(run(at) for at in range(2, 300))]) == {
+    assert runs_that_count([run(1, status=store.RELEASED), *(run(at) for at in range(2, 300))]) == {
         "demo-1": "release of demo",
         "demo-298": "last runs of demo",
         "demo-299": "last runs of demo",
@@ -141,9 +136,9 @@ def test_the_run_that_made_the_champion_counts_however_long_ago() -> None:
 
 
 def test_the_strongest_reason_is_reported() -> None:
-    known = [run(1, status=RELEASED), run(2), run(3, live=True, status="")]
+    known = [run(1, status=store.RELEASED), run(2), run(3, live=True, status="")]
     used = {name_of(0): ""}
-    known = [RunUse(**{**vars(one), "used": used}) for one in known]
+    known = [store.RunUse(**{**vars(one), "used": used}) for one in known]
     assert needed_by(known, runs_that_count(known)) == {name_of(0): "in use by a run of demo"}
 
 
@@ -162,30 +157,30 @@ def test_an_invalid_size_is_refused(said: str) -> None:
 
 
 KEY = "0123456789abcdef" * 4
-NAME = EntryName("merge", KEY[:32])
+NAME = store.EntryName("merge", KEY[:32])
 
 
 def ended(runs: Path, run: str, profile: str = "demo", status: str = "refused", judged: bool = True) -> None:
-    with open_run(runs, run, "release", profile) as opened:
-        record_use(runs, run, "merge", KEY, "")
+    with store.open_run(runs, run, "release", profile) as opened:
+        store.record_use(runs, run, "merge", KEY, "")
         opened.end(status, judged=judged)
 
 
 def test_a_run_is_live_inside_its_block_and_a_record_afterwards(tmp_path: Path) -> None:
-    with open_run(tmp_path / "runs", "one", "release", "demo") as opened:
-        assert record_use(tmp_path / "runs", "one", "merge", KEY, "reverser")
-        (run,) = read_runs(tmp_path / "runs")
+    with store.open_run(tmp_path / "runs", "one", "release", "demo") as opened:
+        assert store.record_use(tmp_path / "runs", "one", "merge", KEY, "reverser")
+        (run,) = store.read_runs(tmp_path / "runs")
         assert (run.is_live, run.status, run.used) == (True, "", {NAME: "reverser"})
         assert (tmp_path / "runs").stat().st_mode & 0o077 == 0
         opened.end("released", judged=True)
-    (run,) = read_runs(tmp_path / "runs")
+    (run,) = store.read_runs(tmp_path / "runs")
     assert (run.is_live, run.status, run.judged, run.profile, run.flow) == (False, "released", True, "demo", "release")
 
 
 def test_without_a_registered_run_nothing_is_recorded(tmp_path: Path) -> None:
-    assert not record_use(tmp_path, "nobody", "merge", KEY, "")
-    with open_run(tmp_path, "process-1", "command", ""):  # A command without a profile leaves no record.
-        assert [run.is_live for run in read_runs(tmp_path)] == [True]
+    assert not store.record_use(tmp_path, "nobody", "merge", KEY, "")
+    with store.open_run(tmp_path, "process-1", "command", ""):  # A command without a profile leaves no record.
+        assert [run.is_live for run in store.read_runs(tmp_path)] == [True]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -201,33 +196,33 @@ with open_run(runs, "killed", "release", "demo"):
 """
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, cwd=Path.cwd()) as child:
         assert child.stdout.readline() == b"noted\n"
-        assert [run.is_live for run in read_runs(tmp_path)] == [True]
-        forget_runs(tmp_path)
-        assert forget_runs(tmp_path, "demo") == 0, "a run that goes on is not forgotten"
+        assert [run.is_live for run in store.read_runs(tmp_path)] == [True]
+        store.forget_runs(tmp_path)
+        assert store.forget_runs(tmp_path, "demo") == 0, "a run that goes on is not forgotten"
         os.kill(child.pid, signal.SIGKILL)
         child.wait()
-    (run,) = read_runs(tmp_path)
+    (run,) = store.read_runs(tmp_path)
     assert (run.is_live, run.status, set(run.used)) == (False, "", {NAME})
 
 
 def test_a_suspended_run_continues_its_record(tmp_path: Path) -> None:
     ended(tmp_path, "one")
-    with open_run(tmp_path, "one", "release", "demo"):
-        record_use(tmp_path, "one", "gate", KEY, "")
-        (run,) = read_runs(tmp_path)
+    with store.open_run(tmp_path, "one", "release", "demo"):
+        store.record_use(tmp_path, "one", "gate", KEY, "")
+        (run,) = store.read_runs(tmp_path)
         assert run.is_live
         assert run.status == ""
-        assert set(run.used) == {NAME, EntryName("gate", KEY[:32])}
+        assert set(run.used) == {NAME, store.EntryName("gate", KEY[:32])}
 
 
 def test_an_incomplete_line_loses_only_itself(tmp_path: Path) -> None:
     ended(tmp_path, "one", status="")
     with (tmp_path / "one.jsonl").open("ab") as file:
         file.write(b'{"stage": "gate", "key": "0123')
-    with open_run(tmp_path, "one", "release", "demo"):
-        record_use(tmp_path, "one", "report", KEY, "")
-        (run,) = read_runs(tmp_path)
-    assert set(run.used) == {NAME, EntryName("report", KEY[:32])}
+    with store.open_run(tmp_path, "one", "release", "demo"):
+        store.record_use(tmp_path, "one", "report", KEY, "")
+        (run,) = store.read_runs(tmp_path)
+    assert set(run.used) == {NAME, store.EntryName("report", KEY[:32])}
 
 
 @pytest.mark.parametrize(
@@ -241,7 +236,7 @@ def test_a_damaged_record_is_set_aside_and_the_others_are_read(tmp_path: Path, d
     ended(tmp_path, "one")
     path = tmp_path / "two.jsonl"
     path.write_bytes(damage) if isinstance(damage, bytes) else damage(path)
-    assert [run.run for run in read_runs(tmp_path)] == ["one"]
+    assert [run.run for run in store.read_runs(tmp_path)] == ["one"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["one.jsonl", "two.jsonl.damaged-1"]
 
 
@@ -251,7 +246,7 @@ def test_pruning_keeps_the_counting_runs_of_each_profile(tmp_path: Path) -> None
         ended(tmp_path, f"a{night}")
     ended(tmp_path, "a7", judged=False)
     ended(tmp_path, "b1", profile="other")
-    forget_runs(tmp_path)
-    assert [run.run for run in read_runs(tmp_path)] == ["a1", "a5", "a6", "a7", "b1"]
-    assert forget_runs(tmp_path, "demo") == 4
-    assert [run.run for run in read_runs(tmp_path)] == ["b1"]
+    store.forget_runs(tmp_path)
+    assert [run.run for run in store.read_runs(tmp_path)] == ["a1", "a5", "a6", "a7", "b1"]
+    assert store.forget_runs(tmp_path, "demo") == 4
+    assert [run.run for run in store.read_runs(tmp_path)] == ["b1"]
