@@ -59,7 +59,7 @@ def test_every_command_has_its_exit_code_and_message(
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_merges_that_share_a_directory_make_what_one_makes(tmp_path: Path) -> None:
     recipe = str(PROFILES / "demo" / "recipes" / "dare_ties.yaml")
     assert run("merge", recipe, "alone", cwd=tmp_path).returncode == 0

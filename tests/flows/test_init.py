@@ -278,7 +278,7 @@ def files_in(place: Path) -> dict[str, str]:
     return {file.name: file.read_text() for file in place.iterdir()} if place.exists() else {}
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_an_invalid_answer_is_prompted_again(tasks: Path) -> None:
     root = tasks
     (root / "taken.yaml").write_text("ours\n")

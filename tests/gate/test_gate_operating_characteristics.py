@@ -64,7 +64,7 @@ def test_the_tables_in_the_docs_match_the_script(script: ModuleType) -> None:
     assert shape(kept[1].splitlines()) == shape(made)
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("name", ["suites", "attempts"])
 def test_the_tables_about_suites_and_attempts_match_the_script(name: str) -> None:
     page = PAGE.with_name("suite-and-anchor-error-rates.md").read_text(encoding="utf-8").splitlines()

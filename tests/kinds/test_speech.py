@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import transformers as tf
 from kind_projects import average, load, transcriber
+from samples import sampled
 from scoring_runs import model_in, quiet, scoring_job
 from tiny_kinds import write
 from tone_speech import RATE, phrases, sound_of, write_parents, write_recordings, write_wave
@@ -193,7 +194,7 @@ def run(root: Path, data: Path, names: str) -> Any:
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("family", ["whisper", "wav2vec2"])
+@pytest.mark.parametrize("family", sampled(["whisper", "wav2vec2"], ["whisper"], pytest.mark.proof))
 def test_a_good_merge_is_released_and_a_broken_one_fails(
     data: Path, parents: Parents, tmp_path: Path, family: str
 ) -> None:

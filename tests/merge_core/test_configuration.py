@@ -103,7 +103,9 @@ CAUSAL = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("kinds", [CAUSAL, sorted(CONFIG_MAPPING)], ids=["causal", "all"])
+@pytest.mark.parametrize(
+    "kinds", [CAUSAL, pytest.param(sorted(CONFIG_MAPPING), marks=pytest.mark.proof)], ids=["causal", "all"]
+)
 def test_every_configuration_that_transformers_writes_is_accepted(tmp_path: Path, kinds: Collection[str]) -> None:
     tried = 0
     for kind in kinds:

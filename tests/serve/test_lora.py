@@ -195,7 +195,7 @@ def test_an_ignored_adapter_does_not_pass(own: float, without: float, outcome: s
 SETTINGS = ServeSettings(prompts=("rev: abcd>",), texts=("the old pig sees the red cat.",), max_tokens=16)
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_an_adapter_is_served_merged_if_vllm_does_not_support_lora_for_its_family(demo: Path, tmp_path: Path) -> None:
     merged = applied(demo, tmp_path / "merged")
     vllm = tmp_path / "python"

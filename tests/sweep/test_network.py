@@ -82,7 +82,7 @@ def test_candidates_are_copied_into_the_first_network(tmp_path: Path, tied: bool
         study.require_equal_network(linear(weight))
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_another_weight_format_needs_a_new_network(tmp_path: Path) -> None:
     study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS))
     assert study.try_recipe(linear(0.5)) == "loaded"
