@@ -89,6 +89,7 @@ def count_tries(directory: Path) -> dict[int, int]:
     return {int(file.name): len(file.read_text().split()) for file in directory.iterdir()}
 
 
+@pytest.mark.proof
 def test_an_item_that_kills_every_worker_fails(opened: Opened, tmp_path: Path) -> None:
     found = dict(opened.each(worker_functions.kill_every_worker, [(tmp_path, number, 2) for number in range(6)]))
     assert isinstance(found[2], InvalidInput)
