@@ -170,7 +170,7 @@ def test_each_night_releases_the_newest_checkpoints_if_they_pass_against_the_nig
         expect(project.mergegate("verify", str(release), "--verdict"), 0)
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_run_that_continues_has_the_checkpoints_of_one_that_did_not_stop(tmp_path: Path) -> None:
     train(tmp_path / "nights", 1)
     train(tmp_path / "nights", 2)

@@ -36,7 +36,7 @@ def test_a_mixture_is_released_with_a_correct_sheet_and_reproduced(upcycled: Pro
     expect(upcycled.mergegate("reproduce", "releases/demo-upcycled/latest", "--parents", parents), 0)
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_second_run_uses_only_the_cache_and_other_prompts_are_another_merge(upcycled: Project) -> None:
     root = upcycled.root
     before = {stage: upcycled.artifacts(stage) for stage in ("gates", "merge", "evaluate")}

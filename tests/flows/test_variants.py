@@ -108,6 +108,7 @@ def test_a_required_variant_that_fails_refuses_the_release(gained: Gained) -> No
     assert not (project.root / "releases" / "strict").exists()
 
 
+@pytest.mark.proof
 def test_every_fault_is_a_reason_and_none_ends_the_run(gained: Gained) -> None:
     project, _, _ = gained
     faults = ("conversion", "build", "template", "tokenizer", "truncated", "answers", "swapped")
@@ -163,6 +164,7 @@ def test_a_dry_run_lists_the_stages_of_each_variant(gained: Gained) -> None:
     with_variants(project, GOOD, BAD)
 
 
+@pytest.mark.proof
 def test_a_champion_that_gains_a_variant_publishes_only_that(demo_release: Path, tmp_path: Path) -> None:
     shutil.copytree(demo_release, tmp_path / "project", symlinks=True)
     project = Project(tmp_path / "project")
