@@ -83,7 +83,7 @@ def weighted(model: object, weight: float) -> dict[str, object]:
     return {"model": model, "parameters": {"weight": weight}}
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_models_adapter_base_tokenizer_and_a_remedy(machine: Path) -> None:
     base, one, two, lora = paths(machine)
     models = [weighted(one, 30.0), weighted(two, 30.0), weighted(f"{base}+{lora}", 0.1)]

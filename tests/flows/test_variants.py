@@ -199,6 +199,7 @@ def test_each_place_is_published_once(published_variants: Project, demo_release:
     assert [each["new"] for each in again["variants"]] == [False, False]
 
 
+@pytest.mark.proof
 def test_a_place_that_fails_leaves_the_others_published_and_running_again_completes_it(
     published_variants: Project,
 ) -> None:

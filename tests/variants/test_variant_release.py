@@ -430,7 +430,7 @@ def test_verify_notices_one_changed_byte_of_a_variant_and_reproduce_makes_its_we
             assert weights.name in refused.output
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_failed_required_variant_refuses_the_release_and_nothing_is_published(
     registered: None, prefect_api: None, tmp_path: Path
 ) -> None:
