@@ -118,7 +118,9 @@ def test_equal_experts_compute_what_the_dense_model_computes(
     require_equal_outputs(made(models, of(name, output, experts_per_token=per_token), tmp_path / "out"), models / name)
 
 
-@pytest.mark.parametrize(("name", "output"), sampled_rows(PAIRS, FEW[1:3], pytest.mark.proof))
+@pytest.mark.parametrize(
+    ("name", "output"), sampled_rows(PAIRS, [*FEW[1:3], ("mistral", "Mixtral")], pytest.mark.proof)
+)
 def test_missing_config_keys_keep_the_defaults_of_the_dense_family(
     models: Path, tmp_path: Path, name: str, output: str
 ) -> None:
