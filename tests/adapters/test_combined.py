@@ -84,7 +84,7 @@ METHODS = ("linear", "ties", "dare_ties", "task_arithmetic", "dare_linear", "del
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("method", sampled(METHODS, ("ties",)))
+@pytest.mark.parametrize("method", METHODS)
 def test_an_unlimited_combination_equals_the_merge_of_the_full_models(
     family: Path, tmp_path: Path, method: str
 ) -> None:

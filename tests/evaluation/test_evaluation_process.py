@@ -234,7 +234,6 @@ def test_it_dies_with_the_flow_even_when_that_is_killed(
 
 
 @pytest.mark.proof
-@pytest.mark.story
 def test_evaluation_works_offline_silently_and_leaves_no_files_or_process(tmp_path: Path, model: Model) -> None:
     """Runs outside any repository, without the test suite's offline switches, and records every name lookup."""
     task = write_trap(tmp_path / "tasks", "pass", at=0)

@@ -301,7 +301,6 @@ def test_equal_conditions_compare_and_another_batch_size_is_reported(copied: Pat
 
 
 @pytest.mark.proof
-@pytest.mark.story
 def test_the_command_line_of_lm_eval_writes_the_same(
     written: Path, definitions: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -481,7 +481,6 @@ LATE = "clients-median/ben: left out: the last round already includes"
 
 
 @pytest.mark.proof
-@pytest.mark.story
 def test_rounds_of_models_and_adapters_are_released_and_made_again(project: Project) -> None:
     """One skill is contributed as adapters on the last release, the other as full checkpoints."""
     rounds = Rounds(project, leave_out_beyond=5, at_least=2)

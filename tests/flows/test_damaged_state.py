@@ -11,7 +11,6 @@ import pytest
 from demo_project import Project, expect
 from faults import files_below
 from garbage import DAMAGE
-from samples import sampled
 from test_embedded_api import start_api
 
 LASTING = [name for name in DAMAGE if name != "unreadable"]
@@ -73,7 +72,7 @@ PREFECT = {"garbage": DAMAGE["garbage"], "without a table": lose_a_table}
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("kind", sampled(PREFECT, ["without a table"], pytest.mark.proof))
+@pytest.mark.parametrize("kind", PREFECT)
 def test_prefect_runs_whatever_has_become_of_its_database(prefect_database: Path, tmp_path: Path, kind: str) -> None:
     database = tmp_path / "prefect" / "prefect.db"
     database.parent.mkdir()

@@ -262,7 +262,6 @@ def in_the_middle(site: Any) -> str:
 
 
 @pytest.mark.proof
-@pytest.mark.story
 class TestNights:
     def test_killed_in_turn_flow_models_and_worker_cost_a_night_at_most_and_no_byte(
         self, kills: ModuleType, site: Any, wanted: dict[str, str]

@@ -213,7 +213,7 @@ def test_a_pair_made_by_transformers_passes_the_check_unedited(
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("family", sampled(FAMILIES, ["qwen2"], pytest.mark.proof))
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_of_what_was_drafted_ends_in_a_verdict(project: Project, family: str) -> None:
     models = write_family(project.root / "models", FAMILIES[family], claims="openai/gsm8k")  # not available offline
     assert project.mergegate("init", *(f"models/{name}" for name in models), "--yes", "--name", "both").exit_code == 0

@@ -463,9 +463,7 @@ def test_a_reason_that_names_a_file_in_the_store_does_not_keep_the_good_variants
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(
-    "seed", [0, pytest.param(1, marks=pytest.mark.proof), pytest.param(2, marks=pytest.mark.proof)]
-)
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_every_damaged_variant_is_refused_with_a_reason_and_only_the_intact_one_is_published(
     registered: None, prefect_api: None, tmp_path: Path, seed: int
 ) -> None:
@@ -526,9 +524,7 @@ REAL_MOMENTS = (
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(
-    "moments", [("stage:variant", "publish:tiny"), pytest.param(ROUNDED_MOMENTS, marks=pytest.mark.proof)]
-)
+@pytest.mark.parametrize("moments", [("stage:variant", "publish:tiny"), ROUNDED_MOMENTS])
 @pytest.mark.usefixtures("rounded_variants")
 def test_killed_at_one_moment_after_the_other_the_published_variants_are_byte_identical(
     tmp_path: Path, moments: Sequence[str]
@@ -536,7 +532,6 @@ def test_killed_at_one_moment_after_the_other_the_published_variants_are_byte_id
     require_same_bytes(tmp_path, ONE_ROUNDED, moments)
 
 
-@pytest.mark.story
 @pytest.mark.proof
 @pytest.mark.variants
 @pytest.mark.usefixtures("gguf_python", "quantize_python")
