@@ -33,7 +33,7 @@ def write_task(project: Project) -> None:
 
 def lm_evals_scores(model: Path, task: Path, scratch: Path, budget: int) -> Mapping[int, tuple[float, str]]:
     """Return score and answer of each document, as lm-eval computes them with the settings of the profile."""
-    settings = {"dtype": "auto", "batch_size": 16, "think_end_token": "z", "enable_thinking": True}
+    settings = {"dtype": "float32", "batch_size": 16, "think_end_token": "z", "enable_thinking": True}
     lm = HFLM(pretrained=str(model), device="cpu", **settings)
     manager = TaskManager(include_path=str(prepare([task], scratch)), include_defaults=False)
     results = simple_evaluate(
@@ -68,6 +68,7 @@ def test_a_thinking_model_is_recognized_checked_and_released(project: Project, t
 
     # The mean of both models does not think. Most of the thinker does.
     profile["evaluate"]["tasks"] = [{**written, "max_drop": 8}]
+    profile["evaluate"]["dtype"] = "float32"  # as lm-eval below; "auto" depends on the units of the processor
     file.write_text(yaml.safe_dump(profile))
     recipe = yaml.safe_load((project.root / "thinks.recipe.yaml").read_text())
     for model, weight in zip(recipe["models"], (0.04, 0.96), strict=True):
@@ -84,10 +85,7 @@ def test_a_thinking_model_is_recognized_checked_and_released(project: Project, t
     release = (project.root / "releases/thinks/latest").resolve()
     references = {project.root / model for model in MODELS} | {release}
     for number, model in enumerate(sorted(references)):
-        expected = lm_evals_scores(model, project.root / TASK, tmp_path / f"scratch{number}", 64)
-        equal = max(sum(expected[doc] == scores.get(doc) for doc in expected) for scores in stored)
-        # On some processors, two tokens with almost the same logit change places, which changes an answer.
-        assert equal >= DOCUMENTS - 3
+        assert lm_evals_scores(model, project.root / TASK, tmp_path / f"scratch{number}", 64) in stored
 
     # Without the settings, thoughts are scored as answers, and check says so.
     for name in ("enable_thinking", "think_end_token"):
