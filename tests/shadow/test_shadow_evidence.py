@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
@@ -139,3 +140,15 @@ def test_error_rates_hold_when_checked_after_every_pair(script: ModuleType) -> N
     assert margin.naive.mean() > 0.15, "a test made for one look errs more often"
     assert (equal.promoted | equal.rolled_back).mean() > 0.8
     assert (margin.promoted_at >= RULE.minimum_pairs).all()
+
+
+def test_documented_error_rates_match_the_tables() -> None:
+    """Both tables come from ``benchmarks/shadow_simulation.py``, with errors of at most 5 % in each row."""
+    text = DOCUMENT.read_text()
+    rows = [
+        [cell.strip() for cell in line.strip("| ").split("|")] for line in text.splitlines() if line.startswith("| ")
+    ]
+    errors = [row for row in rows if re.fullmatch(r"[368]0 %", row[0]) and len(row) == 4]
+    needed = [row for row in rows if re.fullmatch(r"[368]0 %", row[0]) and len(row) == 6]
+    assert (len(errors), len(needed)) == (3, 12)
+    assert all(float(row[column].split()[0]) <= 5 for row in errors for column in (1, 3))
