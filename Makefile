@@ -49,7 +49,7 @@ test-peer: $(VENV)/ready .venv-peer/ready ## compare the merges with those of me
 test-fusionbench: $(VENV)/ready .venv-fusionbench/ready ## compare the merges with those of FusionBench (1.8 GB on disk)
 	MERGEGATE_REQUIRE_FUSIONBENCH=1 $(BIN)/pytest -m fusionbench tests/peer -s
 
-test-serve: $(VENV)/ready .venv-vllm/ready ## serve a merge and broken merges with vLLM
+test-serve: $(VENV)/ready .venv-vllm/ready ## serve a merge with vLLM (WITHOUT_PROOFS= adds broken merges and adapters)
 	MERGEGATE_REQUIRE_VLLM=1 $(BIN)/pytest -m "serve $(WITHOUT_PROOFS)" tests/serve
 
 test-ray: .venv-ray/ready ## run stages on a Ray cluster
