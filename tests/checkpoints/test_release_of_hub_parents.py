@@ -66,6 +66,7 @@ def merges_of(project: Project) -> int:
     return len(list((project.root / "state" / "store" / "merge").iterdir()))
 
 
+@pytest.mark.proof
 def test_hub_parents_are_fetched_once_and_named_by_commit(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
     profile = project.write()
     code, status, provenance = project.run(profile)

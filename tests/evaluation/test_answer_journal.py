@@ -132,7 +132,7 @@ def test_a_killed_batch_is_repeated_and_the_result_is_identical(
         assert batches == undisturbed  # no batch runs twice or is split differently
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("name", REQUESTS)
 def test_a_run_killed_in_every_batch_still_ends(tmp_path: Path, lm: Any, batches: Watched, name: str) -> None:
     wanted = ask(lm, name, None)

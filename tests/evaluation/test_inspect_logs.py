@@ -111,7 +111,10 @@ def copied(tmp_path: Path) -> Callable[[str], Path]:
 
 
 @pytest.mark.story
-@pytest.mark.parametrize(("name", "task"), [("one", "letters"), ("json", "letters"), ("graded", "grades")])
+@pytest.mark.parametrize(
+    ("name", "task"),
+    [("one", "letters"), ("graded", "grades")],
+)
 def test_logs_give_the_scores_of_inspect_ai(logs: dict[str, dict[str, Any]], name: str, task: str) -> None:
     results = read(logs[name]["path"], task)
     ids = results.names or {row.doc_id: str(row.doc_id) for row in results.outcomes}

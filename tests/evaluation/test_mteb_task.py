@@ -84,13 +84,12 @@ def registered() -> Iterator[None]:
     ("kind", "name", "prompts"),
     [
         ("bert embedding", "LocalRetrieval", {}),
-        ("qwen3 embedding", "LocalRetrieval", {}),
-        ("qwen3 embedding", "LocalRetrieval", {"LocalRetrieval": "w5 ", "query": "w6 "}),
+        pytest.param("qwen3 embedding", "LocalRetrieval", {}, marks=pytest.mark.proof),
         ("qwen3 embedding", "LocalRetrieval", {"Retrieval-query": "w5 ", "Retrieval": "w7 ", "query": "w6 "}),
         ("bert embedding", "LocalIgnoring", {}),
         ("qwen3 embedding", "LocalReranking", {}),
         ("bert embedding", "LocalInstructed", {}),
-        ("sparse encoder", "LocalRetrieval", {}),
+        pytest.param("sparse encoder", "LocalRetrieval", {}, marks=pytest.mark.proof),
         ("cross-encoder", "LocalReranking", {}),
     ],
 )

@@ -165,7 +165,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("budget", [80, pytest.param(40, marks=pytest.mark.proof), 12])
+@pytest.mark.parametrize("budget", [80, *(pytest.param(other, marks=pytest.mark.proof) for other in (40, 12))])
 @pytest.mark.parametrize("until", sampled([("\n",), (" ",), ("c", "z")], [("c", "z")], pytest.mark.proof))
 @pytest.mark.usefixtures("fake_vllm")
 def test_every_backend_records_the_same_thoughts_and_answers(tmp_path: Path, until: Sequence[str], budget: int) -> None:

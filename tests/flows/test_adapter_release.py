@@ -58,7 +58,7 @@ def run(tmp_path: Path, profile: str) -> tuple[Project, Path]:
     return project, release
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_adapters_are_released_as_an_adapter(tmp_path: Path, prefect_api: None) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM

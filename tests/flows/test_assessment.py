@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import pytest
 from prefect import flow
+from samples import sampled
 
 from mergegate.flows.attempt import Assessment, assess_merge, assessment
 from mergegate.merge_core.architecture import TEXT_GENERATOR, find_kind
@@ -298,8 +299,8 @@ def test_the_first_release_is_not_held_against_a_champion(judged: Judged) -> Non
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("rule", ["each", "suite"])
-@pytest.mark.parametrize("lost", [(), ("reverse",), ("copy", "sort")], ids=["none", "one", "two"])
+@pytest.mark.parametrize("rule", sampled(["each", "suite"], ["suite"], pytest.mark.proof))
+@pytest.mark.parametrize("lost", sampled([(), ("reverse",), ("copy", "sort")], [("copy", "sort")], pytest.mark.proof))
 def test_side_by_side_nothing_else_is_asked_and_nothing_else_comes_out(
     judged: Judged, rule: Literal["each", "suite"], lost: tuple[str, ...]
 ) -> None:

@@ -51,7 +51,7 @@ def test_what_is_cheap_to_make_again_is_damaged_at_once_and_nothing_is_lost(copi
     assert "✓" not in "".join(line[:4] for line in run(copied).splitlines())
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_everything_is_damaged_at_once_and_the_release_is_the_same_to_the_byte(copied: Project) -> None:
     before, release = version_of(copied), files_below(copied.latest)
     shutil.rmtree(copied.root / "releases")

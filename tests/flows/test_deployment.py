@@ -207,6 +207,7 @@ def told(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[served_sit
         yield received
 
 
+@pytest.mark.proof
 def test_the_block_of_a_recipient_is_found_among_many(
     served: Served, told: served_site.Received, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,7 +86,7 @@ def test_a_copy_is_refused_before_any_evaluation(project: Project) -> None:
         assert not (project.root / "releases" / "copied").exists()
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_an_accepted_copy_is_released(project: Project) -> None:
     name = write_copied_profile(project, COPY, copies={"accepted": ["reverser"]})
     expect(project.mergegate("run", name), 0, "released copied")

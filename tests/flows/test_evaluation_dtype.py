@@ -94,7 +94,7 @@ def test_models_in_float32_are_computed_as_ever(tmp_path: Path) -> None:
         assert with_supported_dtype(found, set(), lacking) == found
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_the_fallback_to_float32_is_announced_and_equals_float32(
     tmp_path: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

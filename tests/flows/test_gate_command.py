@@ -64,7 +64,7 @@ def gate(project: Project, merge: Path, reverser: Path) -> tuple[int, dict[str, 
 
 
 @pytest.mark.story
-@pytest.mark.parametrize(("merge", "code"), [("merged", 0), ("base", 3)])
+@pytest.mark.parametrize(("merge", "code"), [pytest.param("merged", 0, marks=pytest.mark.proof), ("base", 3)])
 def test_the_verdict_is_that_of_the_stages(judged: tuple[Project, Path], merge: str, code: int) -> None:
     project, out = judged
     found, ours = gate(project, out / merge, out / "reverser")

@@ -50,6 +50,7 @@ def signed(demo: Project) -> Iterator[tuple[Project, str, str]]:
         yield demo, instance.issuer, token
 
 
+@pytest.mark.proof
 def test_the_release_verifies_for_its_signer_only(signed: tuple[Project, str, str]) -> None:
     project, issuer, _ = signed
     release = "releases/edited-signed/latest"

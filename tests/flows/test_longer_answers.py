@@ -86,7 +86,7 @@ def family(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> Famil
     return found
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_only_cut_off_answers_are_generated_again_and_the_merge_is_refused(family: Family) -> None:
     code, verdict, _ = family.run("long", family.documents)
     (guard,) = verdict["guards"]

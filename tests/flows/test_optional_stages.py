@@ -43,7 +43,7 @@ def test_a_merge_is_compared_with_the_ensemble_and_released_if_its_server_answer
     assert "Tokens/s" not in (version / "report.html").read_text(), "a release does not change with the machine"
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_judge_with_position_bias_is_inconclusive(demo: Project) -> None:
     with serving(lambda body: says("A")) as asked:
         biased = demo.mergegate("run", profile(demo, "judged", judge=asks_a_judge(demo, asked.url)), "--json")

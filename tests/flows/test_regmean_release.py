@@ -36,7 +36,7 @@ def own_profile(project: Project, name: str, **changes: object) -> str:
     return f"profiles/{name}.yaml"
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_it_is_released_with_both_skills_and_names_its_texts(project: Project) -> None:
     latest = project.root / "releases/demo-regmean/latest"
     predicate = json.loads((latest / "provenance.json").read_text())["predicate"]
@@ -55,7 +55,7 @@ def test_it_is_released_with_both_skills_and_names_its_texts(project: Project) -
     assert project.mergegate("verify", "releases/demo-regmean/latest").exit_code == 0
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_second_run_reads_nothing_and_other_off_diagonals_only_merge_anew(project: Project) -> None:
     before = {stage: project.artifacts(stage) for stage in ("statistics", "overlap", "merge", "evaluate")}
     assert len(before["statistics"]) == 2
@@ -68,7 +68,7 @@ def test_a_second_run_reads_nothing_and_other_off_diagonals_only_merge_anew(proj
     assert len(project.artifacts("merge") - before["merge"]) == 1
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_it_is_reproduced_from_its_texts_or_says_which_is_another(project: Project) -> None:
     recipes = str(project.root / "profiles/demo/recipes")
     expect(project.mergegate("reproduce", "releases/demo-regmean/latest", "--parents", recipes), 0)

@@ -112,7 +112,7 @@ def test_the_plain_average_is_refused_for_the_skill_it_loses(demo: Project) -> N
     assert (demo.home / "reports" / "demo-refused.html").is_file()
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_prompts_that_are_cut_to_eight_tokens_release_nothing(demo: Project) -> None:
     profile = demo.root / "profiles" / "short.yaml"
     text = (demo.root / "profiles" / "demo-refused.yaml").read_text()

@@ -39,6 +39,7 @@ def test_a_misspelt_remedy_is_found_before_anything_is_merged(project: Project) 
     assert project.artifacts("merge") == set()
 
 
+@pytest.mark.proof
 def test_a_merge_is_compared_with_the_current_release(demo: Project) -> None:
     profile = demo.edit("demo.yaml", "guarded_by: reverser", "guarded_by: champion")
     expect(demo.mergegate("run", profile, "--json"), 0)

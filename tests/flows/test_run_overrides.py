@@ -92,7 +92,7 @@ def test_a_parsed_profile_can_be_overridden_like_its_file(file: Any) -> None:
     assert from_value.merge.seed == 7
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_run_records_its_overrides_and_no_publish_is_respected(demo: Project) -> None:
     before = sorted(path.name for path in (demo.root / "releases" / "demo").iterdir())
     told = ("--set", "evaluate.tasks[0].max_drop=2.5")

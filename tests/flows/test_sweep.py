@@ -206,7 +206,7 @@ def test_hand_written_recipes_may_share_a_file_name(tmp_path: Path) -> None:
     assert sweep_candidates(profile).labels == ("a/mean.yaml", "b/mean.yaml")
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_the_demo_soup_keeps_the_two_models_that_help_each_other(tmp_path: Path, prefect_api: None) -> None:
     project = make_project(tmp_path / "project")
     first = expect(project.mergegate("sweep", "profiles/demo-soup.yaml", "--no-release"), 0)

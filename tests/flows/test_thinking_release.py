@@ -49,7 +49,7 @@ def lm_evals_scores(model: Path, task: Path, scratch: Path, budget: int) -> Mapp
     return {sample["doc_id"]: (sample["exact_match"], sample["filtered_resps"][0]) for sample in samples}
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_thinking_model_is_recognized_checked_and_released(project: Project, tmp_path: Path) -> None:
     write_task(project)
     tasks = ("--task", f"{TASK}:thinker", "--task", "profiles/demo/tasks/shift.yaml:base")

@@ -263,7 +263,7 @@ def test_a_search_that_cannot_run_leaves_the_verdicts_on_the_other_candidates(
     assert [*search.with_tuned_candidate([cast("Any", "written")], prepared, cast("Any", None))] == ["written"]
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_refused_average_is_tuned_in_the_same_run(project: Project) -> None:
     remedied = {
         **PLAIN,

@@ -60,7 +60,7 @@ def test_plan_tells_the_size_of_a_stack_before(project: Project) -> None:
     assert needs["parameters"] == sum(tensor.numel() for tensor in (*parent.values(), *last))
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_stack_is_checked_evaluated_and_released(project: Project) -> None:
     from transformers import AutoModelForCausalLM
 

@@ -283,6 +283,7 @@ ALL_FORGERIES: dict[str, Callable[[forged_evidence.Evidence], object]] = {
 }
 
 
+@pytest.mark.proof
 def test_the_verdict_of_each_variant_follows_from_the_release_alone(
     places: Places, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

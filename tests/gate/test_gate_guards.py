@@ -165,7 +165,7 @@ def test_passing_does_not_depend_on_the_number_of_guards() -> None:
     assert judge_guards([one, *(evidence(30, 30, 500, f"other {i}") for i in range(9))], 0.95)[0].outcome == "pass"
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("guards", sampled([5, 12], [5], pytest.mark.proof))
 def test_an_equal_merge_raises_no_more_alarms_on_many_tasks_than_on_one(guards: int) -> None:
     rng = np.random.default_rng(22)

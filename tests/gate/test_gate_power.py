@@ -37,7 +37,7 @@ def planned(tasks: int, n: int, discordance: float) -> list[PlannedTask]:
     return [PlannedTask(Guard(task=f"t{at}", guarded_by="base"), (n,), discordance) for at in range(tasks)]
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("as_suite", [True, False])
 def test_a_batch_of_merges_is_judged_like_single_merges(as_suite: bool) -> None:
     rng = np.random.default_rng(5)
@@ -216,7 +216,7 @@ def merges(place: Path, drops: tuple[float, ...], seed: int) -> dict[str, list[A
     return found
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("rule", sampled(["each", "suite"], ["suite"], pytest.mark.proof))
 def test_only_runs_that_would_fail_stop_early(tmp_path: Path, rule: Literal["each", "suite"]) -> None:
     stopped, plan = 0, GatePlan(GateRule(rule=rule), schedule=SCHEDULE)

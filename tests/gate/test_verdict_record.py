@@ -99,7 +99,7 @@ def edited(content: bytes, change: Callable[[dict[str, list[Any]]], object]) -> 
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("seed", sampled(SEEDS, range(2), pytest.mark.proof))
+@pytest.mark.parametrize("seed", sampled(SEEDS, [1], pytest.mark.proof))
 def test_the_record_leads_to_exactly_the_same_verdict(tmp_path: Path, seed: int) -> None:
     inputs = random_inputs(tmp_path, seed)
     stored, _ = record(inputs, tmp_path / "out")
@@ -131,7 +131,7 @@ def test_a_changed_number_in_a_sentence_is_a_difference(tmp_path: Path) -> None:
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("seed", SEEDS[:3])
+@pytest.mark.parametrize("seed", sampled(SEEDS[:3], [0], pytest.mark.proof))
 def test_the_same_inputs_give_the_same_bytes_in_any_directory(tmp_path: Path, seed: int) -> None:
     files = []
     for name in ("first", "second"):
@@ -142,7 +142,7 @@ def test_the_same_inputs_give_the_same_bytes_in_any_directory(tmp_path: Path, se
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("seed", SEEDS[:4])
+@pytest.mark.parametrize("seed", sampled(SEEDS[:4], [0], pytest.mark.proof))
 def test_a_changed_outcome_of_a_compared_model_changes_the_verdict(tmp_path: Path, seed: int) -> None:
     inputs = random_inputs(tmp_path, seed)
     stored, _ = record(inputs, tmp_path / "out")

@@ -107,7 +107,7 @@ def test_a_kind_that_no_task_can_judge_is_refused_before_the_merge(begin: Callab
     require_refusal(begin(name), "mergegate cannot evaluate", "mergegate merge")
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize(("name", "form"), sampled_rows(UNSUITABLE, UNSUITABLE[:1], pytest.mark.proof))
 def test_a_task_of_a_form_that_does_not_suit_the_kind_is_refused(
     begin: Callable[..., Project], name: str, form: TaskForm

@@ -182,7 +182,7 @@ def test_longer_answers_have_the_larger_budget_whatever_the_prompt(tmp_path: Pat
     assert {(row.ended, row.answer_tokens) for row in rows.values()} == {(("length",), (12,))}
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("family", "batch_size"), sampled_rows([("t5", 16), ("bart", 1)], [("t5", 16)], pytest.mark.proof)
 )  # padding moves the positions of BART

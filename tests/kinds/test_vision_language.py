@@ -38,7 +38,7 @@ def _no_models() -> Iterator[None]:
     unload_models()
 
 
-FAMILIES = sampled(VISION_LANGUAGE, ["llava"])
+FAMILIES = sampled(VISION_LANGUAGE, ["llava"], pytest.mark.proof)
 
 
 @contextmanager

@@ -179,7 +179,7 @@ LARGEST: dict[str, Callable[[], bytes]] = {
 }
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("name", LARGEST)
 def test_the_largest_headers_need_less_than_64_mib(name: str, tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(LARGEST[name]())

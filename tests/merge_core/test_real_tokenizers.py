@@ -111,6 +111,7 @@ def require_every_row(root: Path, names: list[str], union: Tokenizer, rows: np.n
     np.testing.assert_allclose(made, [np.mean(own, 0) for own in owners.values()], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.proof
 def test_a_union_of_sentencepiece_siblings_keeps_every_text_and_every_row(tmp_path: Path) -> None:
     names = ["v1", "v3", "v7"]
     originals = {name: sentencepiece(name) for name in names}
@@ -201,6 +202,7 @@ def share(base: Tokenizer, other: Tokenizer, way: str, root: Path) -> float:
     return segmentation_shares(base.to_str(), text, LINES)[0]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("way", "forth", "back"),
     sampled_rows(

@@ -228,7 +228,7 @@ def together(root: Path, count: int, kills: int, seed: int = 0) -> tuple[list[in
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.proof)])
 def test_processes_divide_a_merge_and_all_return_the_same_result(parents: Path, count: int) -> None:
     alone = merge_text(STEPS, parents, "alone", kernels="torch")
     codes, reports = together(parents, count, 0)
@@ -247,7 +247,7 @@ def tensor_bytes() -> int:
     return sum(tensor.numel() * (2 + 4) for tensor in base.values())
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("seed", sampled(range(4), [0], pytest.mark.proof))
 def test_the_shards_of_a_killed_participant_are_taken_over(parents: Path, seed: int) -> None:
     alone = merge_text(STEPS, parents, "alone", kernels="torch")

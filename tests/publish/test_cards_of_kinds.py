@@ -142,7 +142,7 @@ def test_card_and_bill_of_materials_name_task_and_library(tmp_path: Path, name: 
     assert result.task_type == layout.tag
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @needs_validators
 def test_the_bills_of_materials_of_all_kinds_pass_the_official_validators(tmp_path: Path) -> None:
     samples = [released(tmp_path / name, layout) for name, layout in (*LAYOUTS.items(), ("unknown", UNKNOWN))]

@@ -159,6 +159,7 @@ def test_a_release_edited_on_the_hub_is_refused(released: Project) -> None:
         repository.branches["main"] = before
 
 
+@pytest.mark.proof
 def test_it_is_reproduced_from_the_hub(released: Project) -> None:
     done = released.mergegate("reproduce", "acme/demo", "--parents", str(DEMO / "recipes"))
     assert done.returncode == 0, done.stderr

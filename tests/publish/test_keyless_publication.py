@@ -29,6 +29,7 @@ from mergegate.tasks.publish.targets.directory import DirectoryRelease, Director
 
 IDENTITY = "https://ci.example.org/acme/models/release"
 REMOTE = [pytest.param(kind, marks=pytest.mark.story) for kind in ("hub", "s3", "oci")]
+OTHERS = [pytest.param(kind, marks=pytest.mark.proof) for kind in ("directory", "mlflow", "shelf")]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +103,7 @@ def one(tmp_path: Path) -> Publishable:
 
 
 @pytest.mark.story
-@pytest.mark.parametrize("signed", ["directory", "hub", "s3", "oci", "mlflow", "shelf"], indirect=True)
+@pytest.mark.parametrize("signed", [*REMOTE, *OTHERS], indirect=True)
 def test_a_release_is_signed_once_however_often_and_wherever_it_is_published(
     signed: Signed, tmp_path: Path, home: Path, one: Publishable
 ) -> None:

@@ -149,6 +149,7 @@ def test_a_login_of_docker_is_used_and_never_shown(tmp_path: Path, home: Path, m
     assert PASSWORD not in str(said.value)
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("kind", "stride"),
     [

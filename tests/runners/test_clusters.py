@@ -139,7 +139,7 @@ def test_an_item_that_kills_every_worker_fails(opened: Opened, tmp_path: Path) -
     assert count_tries(tmp_path) == {number: 2 if number == 2 else 1 for number in range(6)}
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.usefixtures("home", "prefect_api")
 def test_an_existing_cluster_keeps_running_and_must_share_the_home(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -274,7 +274,7 @@ def simulation() -> ModuleType:
     return load_benchmark("soup_simulation")
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_false_inclusions_are_as_rare_as_stated(simulation: ModuleType) -> None:
     """At the confidence 0.9, at most one soup in ten has a false inclusion. Most plain greedy soups have one."""
     soups = 300

@@ -125,7 +125,7 @@ def test_tasks_are_weighted() -> None:
     assert one.terms[1].gain == 0
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_false_confirmations_are_within_the_configured_error() -> None:
     rng = np.random.default_rng(5)
     runs, wrong = 250, 0

@@ -431,25 +431,6 @@ def test_verify_notices_one_changed_byte_of_a_variant_and_reproduce_makes_its_we
 
 
 @pytest.mark.proof
-def test_a_failed_required_variant_refuses_the_release_and_nothing_is_published(
-    registered: None, prefect_api: None, tmp_path: Path
-) -> None:
-    variants = [{**ROUNDED[0], "bits": 8}, {**ROUNDED[1], "required": True}]
-    project = variant_project(tmp_path, variants)
-    outcome = outcome_of(project)
-    assert (outcome["exit_code"], outcome["status"]) == (3, "refused")
-    assert outcome["content"]["verdict"]["reasons"], "the report names the reason"
-    assert "variant R7: " in outcome["message"]
-    assert verdicts_of(outcome)["R8"]["outcome"] == "pass"
-    assert published_places(project) == set()
-
-    write_profile(project, [variants[0], {**variants[1], "required": False}])
-    outcome = outcome_of(project)
-    assert (outcome["exit_code"], outcome["status"]) == (0, "released")
-    assert published_places(project) == {"tiny", "tiny-Rounded"}
-
-
-@pytest.mark.proof
 def test_a_reason_that_names_a_file_in_the_store_does_not_keep_the_good_variants_from_being_published(
     registered: None, prefect_api: None, tmp_path: Path
 ) -> None:
