@@ -22,7 +22,7 @@ from mergegate.tasks.checkpoints import PinnedCheckpoint, card_directory, read_c
 from mergegate.tasks.evaluation import TaskScore
 from mergegate.tasks.preflight.licenses import Combination
 from mergegate.tasks.publish.content import CARD
-from mergegate.tasks.publish.eval_results import BENCHMARKS
+from mergegate.tasks.publish.eval_results import evaluated_benchmark
 from mergegate.tasks.publish.provenance import hub_id
 from mergegate.tasks.report import ReportContent, wording
 
@@ -134,7 +134,7 @@ def card_metadata(
     # One entry per dataset: the Hub's library merges all metrics of a dataset, even under different names.
     by_dataset: dict[str, list[TaskScore]] = {}
     for score in scores.tasks if scores else ():
-        benchmark = BENCHMARKS.get(score.task)
+        benchmark = evaluated_benchmark(scores, score.task)
         by_dataset.setdefault(benchmark.dataset if benchmark else score.task, []).append(score)
     results = []
     for dataset, dataset_scores in by_dataset.items():

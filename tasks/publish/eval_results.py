@@ -1,8 +1,8 @@
 """Write scores for the leaderboards of the Hub: ``.eval_results/NAME.yaml``, for tasks that are registered benchmarks.
 
 A leaderboard compares models on a complete benchmark under one metric, with values in percent. Scores from a sample of
-the documents or under another metric are not written. ``BENCHMARKS`` maps tasks to benchmarks. Scores of other tasks
-appear only in the model index of the card.
+the documents, under another metric, or on data that is not the benchmark's own dataset at a known commit are not
+written. ``BENCHMARKS`` maps tasks to benchmarks. Scores of other tasks appear only in the model index of the card.
 
 An entry has the revision of the dataset that was loaded, a source and notes, which are optional. It has no ``date``,
 because a release contains none. The Hub then shows the date of the commit. It has no ``verifyToken``, because only the
@@ -14,11 +14,12 @@ Sources: https://huggingface.co/docs/hub/eval-results; the ``eval.yaml`` of each
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import quote
 
 import yaml
 
+from mergegate.tasks.evaluation import Scores
 from mergegate.tasks.publish.targets.contract import PublishTarget
 from mergegate.tasks.report import ReportContent
 
@@ -31,6 +32,7 @@ class Benchmark:
     task_id: str  # id in the dataset's eval.yaml
     metric: str  # lm-eval's name of the metric that the leaderboard uses
     documents: int  # number of documents in the complete benchmark
+    revision: str = ""  # commit of the dataset that was loaded, of a benchmark that was evaluated
 
 
 _GSM8K = Benchmark("openai/gsm8k", "gsm8k", "exact_match,flexible-extract", 1319)
@@ -48,6 +50,20 @@ BENCHMARKS: dict[str, Benchmark] = {
 }
 
 
+def evaluated_benchmark(scores: Scores | None, task: str) -> Benchmark | None:
+    """Return the benchmark that ``task`` evaluated, or None if not all of its data is the benchmark's own dataset.
+
+    A task with the name of a registered one can have any data. The commit of the dataset must be known.
+    """
+    benchmark, data = BENCHMARKS.get(task), scores.data.get(task) if scores else None
+    sources = {(source.path, source.revision, tuple(source.data_files)) for source in data.sources} if data else set()
+    if benchmark is None or len(sources) != 1:
+        return None
+    ((path, revision, files),) = sources
+    is_own = path == benchmark.dataset and not files and re.fullmatch(r"[0-9a-f]{40}", revision)
+    return replace(benchmark, revision=revision) if is_own else None
+
+
 def eval_results(content: ReportContent, target: PublishTarget | None = None) -> dict[str, str]:
     """Return the content of each YAML file, by name. Empty if no registered benchmark was evaluated completely.
 
@@ -59,7 +75,7 @@ def eval_results(content: ReportContent, target: PublishTarget | None = None) ->
     files: dict[str, str] = {}
     scores = next(model for model in content.models if model.role == "merge").scores
     for score in scores.tasks if scores else ():
-        benchmark = BENCHMARKS.get(score.task)
+        benchmark = evaluated_benchmark(scores, score.task)
         if benchmark is None or (score.metric, score.n) != (benchmark.metric, benchmark.documents):
             continue
         # How the score was measured, by whom, and its standard error.
@@ -73,9 +89,6 @@ def eval_results(content: ReportContent, target: PublishTarget | None = None) ->
             notes.append(f"task settings: {settings}")
         error = f"standard error {100 * score.stderr:.2f}"
         notes.append(f"{error}; measured by the publisher with mergegate before release")
-        data = scores.data.get(score.task) if scores else None
-        revisions = {source.revision for source in data.sources if source.path == benchmark.dataset} if data else set()
-        revision = revisions.pop() if len(revisions) == 1 else ""
         source: dict[str, str] = {}
         if target is not None and target.hub_id:
             url = f"https://huggingface.co/{target.hub_id}/tree/{quote(target.version or 'main', safe='')}/evidence"
@@ -84,7 +97,7 @@ def eval_results(content: ReportContent, target: PublishTarget | None = None) ->
             dataset_id=benchmark.dataset,
             task_id=benchmark.task_id,
             value=round(100 * score.score, 2),
-            dataset_revision=revision if re.fullmatch(r"[0-9a-f]{40}", revision) else None,
+            dataset_revision=benchmark.revision,
             notes="; ".join(notes),
             **source,
         )

@@ -21,6 +21,7 @@ from mergegate.merge_core import load_recipe
 from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
+from mergegate.tasks.evaluation.task_data import DataSource, TaskData
 from mergegate.tasks.gate.settings import GateRule
 from mergegate.tasks.gate.stage import GateInputs, GatePlan, GateVerdict
 from mergegate.tasks.gate.verdict_record import EVIDENCE_RECORD, RecordedEvidence, record_evidence, verdict_record
@@ -31,6 +32,7 @@ from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
 from mergegate.tasks.preflight.licenses.settings import Use
 from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.publish.content import SUMS, ReleaseFile, checksums_text, content_version, written_file
+from mergegate.tasks.publish.eval_results import BENCHMARKS
 from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.public_names import PublicNames
 from mergegate.tasks.publish.release_compute import merge_compute
@@ -76,7 +78,9 @@ def parents(root: Path) -> tuple[PinnedCheckpoint, ...]:
 
 
 def content(scores: Sequence[TaskScore] = (), name: str = "demo", scoring: Scoring | None = None) -> ReportContent:
-    measured = build(Scores, tasks=tuple(scores)) if scores else None
+    own = {score.task: BENCHMARKS[score.task].dataset for score in scores if score.task in BENCHMARKS}
+    data = {task: TaskData(digest=sha(task), sources=(DataSource(path=own[task], revision=COMMIT),)) for task in own}
+    measured = build(Scores, tasks=tuple(scores), data=data) if scores else None
     hub = {"role": "base", "ref": "acme/general@main", "revision": COMMIT, "digest": sha("general")}
     local = {"ref": "../models/local_one", "digest": sha("local"), "licence": "mit"}
     versions = {"mergegate": "0.1.0", "transformers": "5.23.0"}
@@ -125,13 +129,23 @@ def validator_answers(script: str, documents: Sequence[str]) -> list[str | None]
 
 
 def cyclonedx_finds(documents: Sequence[str]) -> list[str | None]:
-    """Return the error of the CycloneDX library for each bill of materials, or None."""
+    """Return the error of the CycloneDX library on reading and writing each bill of materials, or None."""
     script = """
 import json, sys
+from cyclonedx.model.bom import Bom
+from cyclonedx.output.json import JsonV1Dot6
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
-found = map(JsonStrictValidator(SchemaVersion.V1_6).validate_str, json.load(sys.stdin))
-json.dump([None if one is None else str(one) for one in found], sys.stdout)
+validate = JsonStrictValidator(SchemaVersion.V1_6).validate_str
+
+def error_of(text):
+    try:
+        error = validate(text) or validate(JsonV1Dot6(Bom.from_json(json.loads(text))).output_as_string())
+    except Exception as caught:
+        return f"{type(caught).__name__}: {caught}"
+    return error and str(error)
+
+json.dump([error_of(text) for text in json.load(sys.stdin)], sys.stdout)
 """
     return validator_answers(script, documents)
 

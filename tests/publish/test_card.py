@@ -230,15 +230,10 @@ def test_a_whole_benchmark_is_read_by_the_hubs_library_as_it_was_measured() -> N
 @pytest.mark.parametrize("version", [None, "2.1"])
 def test_on_the_hub_an_entry_names_its_dataset_revision_and_its_evidence(version: str | None) -> None:
     said = content((GSM8K,))
-    sources = (DataSource(path="openai/gsm8k", name="main", revision="5" * 40),)
-    *others, merge = said.models
-    assert merge.scores
-    scores = merge.scores.model_copy(update={"data": {"gsm8k": TaskData(digest="d" * 64, sources=sources)}})
-    said = said.model_copy(update={"models": (*others, merge.model_copy(update={"scores": scores}))})
     target = HubTarget(to="hub", repo="acme/demo", version=version)
     (data,) = map(yaml.safe_load, eval_results(said, target).values())
     (entry,) = huggingface_hub.parse_eval_result_entries(data)
-    assert entry.dataset_revision == "5" * 40
+    assert entry.dataset_revision == COMMIT
     assert entry.source_url == f"https://huggingface.co/acme/demo/tree/{version or 'main'}/evidence"
     assert entry.source_name
     # Only the Hub can verify an evaluation, and a release has no dates.
@@ -259,6 +254,34 @@ def test_on_the_hub_an_entry_names_its_dataset_revision_and_its_evidence(version
 )
 def test_incomparable_scores_are_not_written_for_a_leaderboard(score: TaskScore) -> None:
     assert eval_results(content((score,))) == eval_results(content()) == {}
+
+
+OWN = DataSource(path="openai/gsm8k", name="main", revision=COMMIT)
+
+
+@pytest.mark.parametrize(
+    ("sources", "is_own"),
+    [
+        ([], False),  # local data
+        ([OWN], True),
+        ([OWN, OWN.model_copy(update={"name": "socratic"})], True),
+        ([OWN, OWN.model_copy(update={"path": "me/gsm8k"})], False),
+        ([OWN.model_copy(update={"path": "me/gsm8k"})], False),
+        ([OWN.model_copy(update={"data_files": ("https://me.example/easy.jsonl",)})], False),
+        *(([OWN, OWN.model_copy(update={"revision": name})], False) for name in ("", "main", "5" * 40)),
+        *(([OWN.model_copy(update={"revision": name})], False) for name in ("", "main", f"{COMMIT}\n")),
+    ],
+)
+def test_only_the_benchmarks_own_dataset_at_a_commit_counts_as_the_benchmark(
+    sources: list[DataSource], is_own: bool, tmp_path: Path
+) -> None:
+    said = content((GSM8K,))
+    (scores,) = {model.name: model.scores for model in said.models if model.role == "merge"}.values()
+    assert scores
+    scores.data["gsm8k"] = TaskData(digest="d" * 64, sources=tuple(sources))
+    assert bool(eval_results(said)) == is_own
+    (result,) = ModelCard(card_of(tmp_path, said)).data.eval_results
+    assert result.dataset_type == ("openai/gsm8k" if is_own else "gsm8k")
 
 
 def test_the_first_of_two_variants_of_a_benchmark_counts() -> None:
