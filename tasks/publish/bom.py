@@ -137,7 +137,7 @@ def bill_of_materials(bill: BillContent, files: Sequence[ReleaseFile]) -> str:
         "compositions": [{"aggregate": "complete", "assemblies": ["release"]}],
         "dependencies": [
             {"ref": "release", "dependsOn": ["model", *(file["bom-ref"] for file in listed)]},
-            {"ref": "model", "dependsOn": [f"parent:{number}" for number in range(1, len(facts.parents) + 1)]},
+            {"ref": "model"},  # its parents are its pedigree: it does not need them
         ],
     }
     # A version 5 UUID, as RFC 9562 defines it for names: the name is the content.

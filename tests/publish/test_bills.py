@@ -112,12 +112,13 @@ def with_field(document: str, kind: str, **fields: object) -> str:
 @needs_validators
 def test_both_documents_pass_the_official_validators_which_find_every_mistake() -> None:
     cyclonedx, spdx = zip(*map(documents, SAMPLES), strict=True)
-    unknown_type, more, no_address = (json.loads(cyclonedx[0]) for _ in range(3))
+    unknown_type, more, no_address, unlisted = (json.loads(cyclonedx[0]) for _ in range(4))
     unknown_type["metadata"]["component"]["type"] = "weights"
     more["components"][0]["modelCard"]["more"] = 1
     # Only a format checker finds this error. The library silently skips format checks if the checkers are missing.
     no_address["externalReferences"] = [{"type": "website", "url": "http://[not an address"}]
-    found = cyclonedx_finds([*cyclonedx, *map(json.dumps, (unknown_type, more, no_address))])
+    unlisted["dependencies"][1]["dependsOn"] = ["parent:1"]  # not one of the components
+    found = cyclonedx_finds([*cyclonedx, *map(json.dumps, (unknown_type, more, no_address, unlisted))])
     assert found[: len(SAMPLES)] == [None] * len(SAMPLES)
     assert all(found[len(SAMPLES) :]), found
 
