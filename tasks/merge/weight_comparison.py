@@ -81,11 +81,13 @@ def find_copied_parent(merge: Model, parents: tuple[Model, ...]) -> CopiedParent
 
 
 class CopiedTensors(BaseModel):
-    """Tensors of a merge that are equal to tensors of one parent. Several parents can have the same tensor."""
+    """Tensors of a merge that are equal to tensors of the same parents. No other entry counts them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    parent: int = Field(ge=0)  # Index of the parent, in the recipe's order.
+    parent: int = Field(ge=0)  # Index of the first parent, in the recipe's order.
+    # None in releases of earlier versions, which have one entry per parent and count shared tensors in each of them.
+    further_parents: tuple[int, ...] | None = None
     tensors: int = Field(ge=1)
     parameters: int = Field(ge=0)
     identical: bool  # Whether all of them have the same bytes. Otherwise, some are equal up to rounding.
@@ -119,20 +121,20 @@ class WeightComparison(StageValue):
         whose = "a tensor of their adapters" if self.is_adapter else "a tensor of these models"
         total = format_count(self.tensors, "tensor")
         if self.copy_of:
-            is_exact = all(each.identical for each in self.copied if each.parent in self.copy_of)
+            is_exact = all(first.identical for first, parents in self._groups() if {*parents} & {*self.copy_of})
             sources = _listed([names[index] for index in self.copy_of])
             return (
                 f"This release is a copy. Its weights{adapter} are {'' if is_exact else 'up to rounding '}those of "
                 f"{sources}. The merge changed none of its {total}."
             )
         lines = [f"mergegate compared the {total}{adapter} with those of all these models."]
-        for group in self._groups():
-            verb = "is" if group[0].tensors == 1 else "are"
-            what = "copied unchanged from" if group[0].identical else "equal, up to rounding, to those of"
-            sources = f"each of {len(group)} models"
-            if len(group) <= _NAMED:
-                sources = ("each of " if len(group) > 1 else "") + _listed([names[each.parent] for each in group])
-            count, whole, share = self._counts(group[0])
+        for group, parents in self._groups():
+            verb = "is" if group.tensors == 1 else "are"
+            what = "copied unchanged from" if group.identical else "equal, up to rounding, to those of"
+            sources = f"each of {len(parents)} models"
+            if len(parents) <= _NAMED:
+                sources = ("each of " if len(parents) > 1 else "") + _listed([names[index] for index in parents])
+            count, whole, share = self._counts(group)
             lines.append(f"{count} of {whole} ({share} % of the parameters) {verb} {what} {sources}.")
         if not self.new:
             lines.append("The recipe only selected and arranged tensors. None of them is new.")
@@ -161,18 +163,23 @@ class WeightComparison(StageValue):
         if self.copy_of:
             return (*(names[index] for index in self.copy_of), total)
         figures = [total]
-        for group in self._groups():
-            sources = [names[each.parent] for each in group]
-            figures += (*self._counts(group[0]), *(sources if len(group) <= _NAMED else (str(len(group)),)))
+        for group, parents in self._groups():
+            sources = [names[index] for index in parents]
+            figures += (*self._counts(group), *(sources if len(sources) <= _NAMED else (str(len(sources)),)))
         figures += [f"{self.new:,}"] if self.new > 1 and self.copied else []
         figures += [f"{self.reshaped:,}"] if self.reshaped else []
         return tuple(figures)
 
-    def _groups(self) -> Iterable[Sequence[CopiedTensors]]:
-        """Return the parents that one sentence names, because the merge shares as many tensors with each of them."""
-        groups: dict[tuple[int, int, bool], list[CopiedTensors]] = {}
+    def _groups(self) -> Iterable[tuple[CopiedTensors, Sequence[int]]]:
+        """Return the entries with the parents that the sentence about each names.
+
+        One sentence names all parents of earlier versions' entries with the same numbers.
+        """
+        groups: dict[object, tuple[CopiedTensors, list[int]]] = {}
         for each in self.copied:
-            groups.setdefault((each.tensors, each.parameters, each.identical), []).append(each)
+            counts = (each.tensors, each.parameters, each.identical)
+            _, parents = groups.setdefault(counts if each.further_parents is None else each, (each, []))
+            parents += (each.parent, *(each.further_parents or ()))
         return groups.values()
 
     def _counts(self, source: CopiedTensors) -> tuple[str, str, str]:
@@ -195,7 +202,7 @@ def describe_changes(comparison: WeightComparison | None, names: Sequence[str]) 
     return comparison.sentences(names)
 
 
-@value_stage("weights", version=1)
+@value_stage("weights", version=2)
 def compare_with_parents(merge: Model, parents: tuple[PinnedCheckpoint, ...]) -> WeightComparison:
     """Compare each tensor of ``merge`` with the tensors of all ``parents``.
 
@@ -234,22 +241,23 @@ def compare_tables(merge: Tensors, parents: Sequence[Tensors], *, is_adapter: bo
     shapes = {tensor.shape for table in parents for tensor in table.values()}
     probes = [_ProbeIndex(table) for table in parents]
     new, new_parameters, reshaped = 0, 0, 0
-    counts, parameters = Counter[int](), Counter[int]()
-    rounded: set[int] = set()
+    # The key is the parents with the same tensor, and whether its bytes are the same in all of them.
+    counts, parameters = Counter[tuple[tuple[int, ...], bool]](), Counter[tuple[tuple[int, ...], bool]]()
     same_name = Counter[int]()  # tensors of the merge that are equal to the parent's tensor with the same name
     for name, tensor in merge.items():
-        is_new = True
+        equal: dict[int, Equality] = {}
         for index, table in enumerate(parents):
             equality = compare_tensors(tensor, table[name]) if name in table else "different"
             same_name[index] += equality != "different"
             if equality == "different":
                 equality = probes[index].find(tensor)
             if equality != "different":
-                is_new = False
-                counts[index] += 1
-                parameters[index] += tensor.numel
-                rounded |= {index} if equality == "rounded" else set()
-        if is_new:
+                equal[index] = equality
+        if equal:
+            key = (tuple(equal), "rounded" not in equal.values())
+            counts[key] += 1
+            parameters[key] += tensor.numel
+        else:
             new, new_parameters = new + 1, new_parameters + tensor.numel
             reshaped += tensor.shape not in shapes
     return WeightComparison(
@@ -261,9 +269,13 @@ def compare_tables(merge: Tensors, parents: Sequence[Tensors], *, is_adapter: bo
         reshaped=reshaped,
         copied=tuple(
             CopiedTensors(
-                parent=index, tensors=counts[index], parameters=parameters[index], identical=index not in rounded
+                parent=parent,
+                further_parents=tuple(further),
+                tensors=counts[(parent, *further), identical],
+                parameters=parameters[(parent, *further), identical],
+                identical=identical,
             )
-            for index in sorted(counts)
+            for (parent, *further), identical in sorted(counts)
         ),
         copy_of=tuple(
             index

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,6 +51,14 @@ def count_equal(merge: dict[str, torch.Tensor], parent: dict[str, torch.Tensor])
     return sum(any(is_equal(tensor, other) for other in parent.values()) for tensor in merge.values())
 
 
+def tensors_by_parent(compared: WeightComparison) -> Counter[int]:
+    """Return how many tensors of the merge each parent has."""
+    counts = Counter[int]()
+    for each in compared.copied:
+        counts += Counter(dict.fromkeys((each.parent, *(each.further_parents or ())), each.tensors))
+    return counts
+
+
 @st.composite
 def tables(draw: st.DrawFn) -> tuple[list[dict[str, torch.Tensor]], dict[str, torch.Tensor], int]:
     """Draw the tensors of parents and of a merge, each new or copied. The last number counts the new ones."""
@@ -88,7 +97,9 @@ def test_each_tensor_is_counted_as_new_or_copied(
     assert (compared.tensors, compared.new) == (len(merge), new)
     assert compared.parameters == sum(tensor.numel() for tensor in merge.values())
     counted = {index: count_equal(merge, parent) for index, parent in enumerate(parents)}
-    assert {each.parent: each.tensors for each in compared.copied} == {i: n for i, n in counted.items() if n}
+    assert tensors_by_parent(compared) == {i: n for i, n in counted.items() if n}
+    assert compared.new + sum(each.tensors for each in compared.copied) == compared.tensors
+    assert compared.new_parameters + sum(each.parameters for each in compared.copied) == compared.parameters
 
 
 MODELS = "models: [{model: a, parameters: {weight: %s}}, {model: b, parameters: {weight: %s}}]\n"
@@ -121,8 +132,7 @@ def test_the_comparison_agrees_with_the_weights_of_a_merge(tmp_path: Path, name:
     save_family(tmp_path)
     merge_text(recipe, tmp_path)
     compared = compare(tmp_path / "out", tmp_path / "a", tmp_path / "b")
-    by_parent = {each.parent: each.tensors for each in compared.copied}
-    copies = (by_parent.get(0, 0), by_parent.get(1, 0))
+    copies = tuple(tensors_by_parent(compared)[index] for index in (0, 1))
     total = len(load_file(tmp_path / "out" / "model.safetensors"))
     # The embeddings of a stack come from the first model, its head and its last norm from the last one.
     assert (compared.new, *copies) == expected, describe_changes(compared, ("a", "b"))

@@ -25,7 +25,7 @@ from mergegate.tasks.publish.releases import check_release
 from mergegate.tasks.publish.targets.directory import DirectoryRelease
 
 NAMES = ("acme/general@main", "../models/local_one")
-COPIED = {"parent": 1, "tensors": 3, "parameters": 10, "identical": True}
+COPIED = {"parent": 1, "further_parents": (), "tensors": 3, "parameters": 10, "identical": True}
 COUNTS = {"tensors": 12, "parameters": 1000, "new": 9, "new_parameters": 990, "reshaped": 0}
 MIXED = WeightComparison.model_validate({**COUNTS, "copied": [COPIED]})
 
@@ -35,11 +35,14 @@ def comparisons(draw: st.DrawFn) -> WeightComparison:
     tensors = draw(st.integers(1, 400))
     counts = draw(st.lists(st.integers(0, tensors), min_size=2, max_size=2))
     new = draw(st.integers(0, tensors - max(counts)))
+    is_old = draw(st.booleans())
+    further = st.none() if is_old else st.sampled_from([(), (0,), (1,)])
     copied = [
-        {"parent": index, "tensors": count, "parameters": 10 * count, "identical": draw(st.booleans())}
+        {"parent": index, "further_parents": draw(further), "tensors": count, "parameters": 10 * count,
+         "identical": draw(st.booleans())}
         for index, count in enumerate(counts)
         if count
-    ]
+    ]  # fmt: skip
     whole = tuple(index for index, count in enumerate(counts) if count == tensors)
     sizes = {"tensors": tensors, "parameters": 10 * tensors, "new": new, "new_parameters": 10 * new}
     more = {"reshaped": draw(st.integers(0, new)), "copied": copied, "copy_of": whole if draw(st.booleans()) else ()}
@@ -118,10 +121,11 @@ def test_the_figures_are_the_numbers_and_names_in_the_sentences(compared: Weight
     names = ("acme/one", "acme/two")
     text = re.findall(r"acme/one|acme/two|\d+(?:,\d+)*(?:\.\d+)?", compared.sentences(names))
     assert text == list(compared.figures(names))
-    many = tuple(CopiedTensors(parent=index, tensors=1, parameters=1, identical=True) for index in range(6))
-    shared = compared.model_copy(update={"copied": many, "copy_of": ()})
-    assert shared.figures("abcdef")[4] == "6"
-    assert "each of 6 models" in shared.sentences("abcdef")
+    old = tuple(CopiedTensors(parent=index, tensors=1, parameters=1, identical=True) for index in range(6))
+    for many in (old, (old[0].model_copy(update={"further_parents": (1, 2, 3, 4, 5)}),)):
+        shared = compared.model_copy(update={"copied": many, "copy_of": ()})
+        assert shared.figures("abcdef")[4] == "6"
+        assert "each of 6 models" in shared.sentences("abcdef")
 
 
 @pytest.mark.parametrize("value", ["x", {}, {**MIXED.model_dump(), "copied": [], "copy_of": [7]}])
