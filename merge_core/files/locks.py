@@ -6,8 +6,8 @@ that no other process can open. A lock therefore counts only while its file is s
     with hold_lock(root / "locks" / name, remove=True):
         ...                                            # only one process at a time
 
-Some network file systems do not support locks. By default, this is an error. With ``required=False``, mergegate logs a
-warning and proceeds without a lock.
+Some network file systems do not support locks. By default, this raises DiskUnavailable. With
+``required=False``, mergegate logs a warning and proceeds without a lock.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from mergegate.merge_core.errors import DiskUnavailable
 from mergegate.merge_core.files.state import is_misplaced, set_aside_damaged
 
 # Errors of open() for a directory, a link or a socket at the path of a lock file.
@@ -132,8 +133,15 @@ def _flock(descriptor: int, path: Path, operation: int, required: bool) -> None:
     try:
         fcntl.flock(descriptor, operation)
     except OSError as error:
-        if required or error.errno not in _NO_LOCKS:
+        if error.errno not in _NO_LOCKS:
             raise
+        if required:
+            raise DiskUnavailable(
+                str(path),
+                found="this file system does not support locks (flock)",
+                expected="a file system with locks, so that only one process writes at a time",
+                remedy="use a directory on a local disk, or mount this one with locks",
+            ) from None
         _log.warning("%s: this file system does not support locks; run only one process here at a time", path.parent)
 
 

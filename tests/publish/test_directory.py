@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,7 +12,7 @@ from pathlib import Path
 import pytest
 from target_contract import ALIAS, require_aliases
 
-from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.errors import DiskUnavailable, InvalidInput, Refused
 from mergegate.merge_core.files import MARK, MARK_CONTENT
 from mergegate.merge_core.files.hashing import HashMemo, sha256_file
 from mergegate.tasks.publish.content import ReleaseFile, content_version, written_file
@@ -139,6 +142,20 @@ def test_a_run_that_was_killed_just_after_the_rename_is_repaired(releases: Relea
     (partial / MARK).write_bytes(MARK_CONTENT)
     assert not releases.publish().new
     assert not partial.exists()
+
+
+def test_a_file_system_without_locks_is_named_before_a_run_and_by_it(
+    releases: Releases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    DirectoryTarget(path=releases.directory).check(Path())
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    for step in (lambda: DirectoryTarget(path=releases.directory).check(Path()), releases.publish):
+        with pytest.raises(DiskUnavailable, match=r"does not support locks \(flock\)"):
+            step()
+    assert releases.names == []
 
 
 def test_a_directory_without_provenance_is_not_read(tmp_path: Path) -> None:

@@ -22,7 +22,14 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.files import finish_directory, fsync, fsync_directories, hold_lock, new_directory
+from mergegate.merge_core.files import (
+    finish_directory,
+    fsync,
+    fsync_directories,
+    hold_lock,
+    new_directory,
+    try_open_locked,
+)
 from mergegate.merge_core.parsing import LocalPath, open_plain, read_plain
 from mergegate.tasks.publish.content import MAX_METADATA_BYTES, PROVENANCE, ReleaseFile, is_content_version
 from mergegate.tasks.publish.targets.contract import (
@@ -64,14 +71,16 @@ class DirectoryTarget(PublishTarget):
     def check(self, root: Path) -> None:
         """Check that the directory is writable or can be created.
 
-        Raise InvalidInput if the path or its nearest existing parent is not a directory, and Refused without
-        permission to write there.
+        Raise InvalidInput if the path or its nearest existing parent is not a directory, Refused without permission to
+        write there, and DiskUnavailable if its file system does not support locks.
         """
         directory = (root / self.path).absolute()
         ancestor = next(parent for parent in (directory, *directory.parents) if parent.exists())
         # Query the permissions instead of writing a test file: a run with nothing new leaves no trace, not even an
         # updated mtime of a directory.
         if ancestor.is_dir() and os.access(ancestor, os.W_OK | os.X_OK):
+            if os.access(ancestor, os.R_OK) and (lock := try_open_locked(ancestor, os.O_RDONLY)) is not None:
+                os.close(lock)
             return
         kind = Refused if ancestor.is_dir() else InvalidInput
         raise kind(
