@@ -53,9 +53,8 @@ def compare(reference: str, candidate: str, profile: Path | Profile) -> State[Ru
             ignored.
     """
     name = _comparison_name(Path(reference).name, Path(candidate).name)
-    return conclude_flow(
-        lambda: within_limits(partial(make_comparison, reference, candidate), load_profile(profile)), name
-    )
+    story = partial(make_comparison, reference, candidate)
+    return conclude_flow(lambda: within_limits(story, load_profile(profile, needs_recipe=False)), name)
 
 
 def make_comparison(reference: str, candidate: str, profile: Profile) -> RunOutcome:

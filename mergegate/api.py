@@ -270,8 +270,8 @@ def compare(
         True
     """
     with _session(project, progress) as console:
-        names = os.fspath(reference), os.fspath(candidate)
-        return _result(run_comparison(*names, _profile(profile, overrides), RunView(silent=not progress), console))
+        names, guards = (os.fspath(reference), os.fspath(candidate)), _profile(profile, overrides, needs_recipe=False)
+        return _result(run_comparison(*names, guards, RunView(silent=not progress), console))
 
 
 def gate(
@@ -308,7 +308,8 @@ def gate(
     """
     with _session(project, progress) as console:
         directories = {name: parse_path(os.fspath(directory)) for name, directory in results.items()}
-        return _result(judge_results(directories, *load_guards(_profile(profile, overrides)), console))
+        guards = _profile(profile, overrides, needs_recipe=False)
+        return _result(judge_results(directories, *load_guards(guards), console))
 
 
 def sweep(
@@ -487,10 +488,10 @@ def _path(profile: FilePath | Profile) -> Path | Profile:
     return profile if isinstance(profile, Profile) else parse_path(os.fspath(profile))
 
 
-def _profile(profile: FilePath | Profile, overrides: Overrides) -> Path | Profile:
+def _profile(profile: FilePath | Profile, overrides: Overrides, *, needs_recipe: bool = True) -> Path | Profile:
     """Return a path or a profile that includes the overrides."""
     texts = _override_texts(overrides)
-    return read_profile(_path(profile), texts) if texts else _path(profile)
+    return read_profile(_path(profile), texts, needs_recipe=needs_recipe) if texts else _path(profile)
 
 
 def _override_texts(overrides: Overrides) -> tuple[str, ...]:

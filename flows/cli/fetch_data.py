@@ -48,7 +48,7 @@ def fetch_profile_data(file: Path, console: Console) -> tuple[Path, list[Fetched
     Raises:
         InvalidInput: The profile has no ``evaluate.data``, or a dataset is not available.
     """
-    profile = load_profile(file)
+    profile = load_profile(file, needs_recipe=False)
     if profile.evaluate is None or profile.evaluate.data is None:
         raise InvalidInput(
             f"{file}: evaluate.data",

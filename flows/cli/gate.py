@@ -71,7 +71,7 @@ def gate_command(
 
 def load_guards(source: Path | Profile) -> tuple[Profile, str]:
     """Return a profile and its location in messages. Raise InvalidInput if it is not valid or has no guards."""
-    profile = load_profile(source)
+    profile = load_profile(source, needs_recipe=False)
     location = f"profile {profile.name}" if isinstance(source, Profile) else str(source)
     if profile.evaluate is None:
         raise InvalidInput(

@@ -159,7 +159,7 @@ def run_comparison(
     """Run the flow ``compare``, and return its outcome."""
     from mergegate.flows.compare import compare
 
-    load_profile(profile)  # a usage error ends the command at once; the recipe is not needed
+    load_profile(profile, needs_recipe=False)  # a usage error ends the command at once
     name = profile.name if isinstance(profile, Profile) else profile
     headline = (f"{Path(candidate).name} against {Path(reference).name}", f"profile {name}")
     return run_flow(partial(compare, reference, candidate, profile, return_state=True), headline, view, console)

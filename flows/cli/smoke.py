@@ -59,7 +59,7 @@ def smoke_command(
     For a URL, mergegate tests the server there. The exit code is 3 if a check fails.
     """
     with command_context(as_json, with_state=True) as console:
-        loaded = load_profile(profile) if profile else None
+        loaded = load_profile(profile, needs_recipe=False) if profile else None
         settings = (loaded.serve if loaded else None) or ServeSettings()
         is_url = target.startswith(("http://", "https://"))
         if not is_url and (checkpoint or model):

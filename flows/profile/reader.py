@@ -20,10 +20,11 @@ from mergegate.merge_core.errors import InvalidInput, to_printable
 from mergegate.merge_core.parsing import describe_kind, read_yaml, with_overrides
 
 
-def load_profile(source: Path | Profile, overrides: Sequence[str] = ()) -> Profile:
+def load_profile(source: Path | Profile, overrides: Sequence[str] = (), *, needs_recipe: bool = True) -> Profile:
     """Load a profile from a file, or apply ``overrides`` to one that is already parsed.
 
-    An override has the form ``KEY=VALUE`` and applies to this run only.
+    An override has the form ``KEY=VALUE`` and applies to this run only. Without ``needs_recipe``, the file needs no
+    ``name`` and no ``recipe``, for commands that do not merge.
 
     Raises:
         InvalidInput: The file cannot be read, is not YAML, or is not a valid profile.
@@ -36,22 +37,24 @@ def load_profile(source: Path | Profile, overrides: Sequence[str] = ()) -> Profi
     try:
         status = source.stat()
     except OSError:  # _read_profile reports the error
-        return _read_profile(source, tuple(overrides))
+        return _read_profile(source, tuple(overrides), needs_recipe)
     identity = (status.st_ino, status.st_size, status.st_mtime_ns)
-    profile = _profile_once(source.absolute(), source, tuple(overrides), identity)
+    profile = _profile_once(source.absolute(), source, tuple(overrides), needs_recipe, identity)
     if profile.is_as_read:
         return profile
     _profile_once.cache_clear()
-    return _profile_once(source.absolute(), source, tuple(overrides), identity)
+    return _profile_once(source.absolute(), source, tuple(overrides), needs_recipe, identity)
 
 
 @lru_cache(maxsize=8)
-def _profile_once(file: Path, source: Path, overrides: tuple[str, ...], identity: tuple[int, ...]) -> Profile:
+def _profile_once(
+    file: Path, source: Path, overrides: tuple[str, ...], needs_recipe: bool, identity: tuple[int, ...]
+) -> Profile:
     """Read a profile only once per run, because the command line needs its headline and the flow needs the rest."""
-    return _read_profile(source, overrides)
+    return _read_profile(source, overrides, needs_recipe)
 
 
-def _read_profile(source: Path, overrides: tuple[str, ...]) -> Profile:
+def _read_profile(source: Path, overrides: tuple[str, ...], needs_recipe: bool) -> Profile:
     data = _mapping_in(source)
     if _is_recipe_document(data):
         raise InvalidInput(
@@ -67,7 +70,9 @@ def _read_profile(source: Path, overrides: tuple[str, ...]) -> Profile:
             expected="each setting under its own key",
             remedy="remove this key; to override a setting for one run: mergegate run PROFILE --set KEY=VALUE",
         )
-    values = with_overrides({"root": source.absolute().parent, **data}, overrides)
+    name = source.stem if is_release_name(source.stem) else "profile"
+    defaults: dict[str, object] = {} if needs_recipe else {"name": name, "recipe": {}}
+    values = with_overrides({"root": source.absolute().parent, **defaults, **data}, overrides)
     location = " ".join([str(source), *(f"--set {override}" for override in overrides)])
     return parse_profile({**values, "overrides": overrides}, location)
 

@@ -22,8 +22,7 @@ from mergegate.tasks.publish.content import PROVENANCE
 DEMO = PROFILES / "demo"
 VALIDATORS = Path(__file__).resolve().parents[2] / ".venv-validators" / "bin" / "python"
 TASKS = [DEMO / "tasks" / f"{task}.yaml" for task in ("copy", "reverse")]
-PROFILE = """name: kept-skills
-recipe: demo/recipes/ties.yaml
+PROFILE = """# Only evidence: neither gate nor compare reads a name or a recipe.
 perplexity: {documents: demo/data/held-out.jsonl, max_documents: 50}
 evaluate:
   dtype: bfloat16  # as lm-eval takes it from the checkpoints, on whatever processor
@@ -37,7 +36,7 @@ evaluate:
 def judged(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> tuple[Project, Path]:
     """Return a project with a merged checkpoint, and the directory with lm-eval's results for three models by name."""
     project = make_project(tmp_path_factory.mktemp("project"))
-    (project.root / "profiles" / "reverser.yaml").write_text(PROFILE)
+    (project.root / "profiles" / "kept-skills.yaml").write_text(PROFILE)
     expect(project.mergegate("merge", "profiles/demo/recipes/ties.yaml", "merged"), 0)
     out = tmp_path_factory.mktemp("lm-eval")
     for name, model in models(project).items():
@@ -54,7 +53,7 @@ def models(project: Project) -> dict[str, Path]:
 
 
 def call(project: Project, merge: Path, reverser: Path, *options: str) -> Result:
-    arguments = (f"merge={merge}", f"reverser={reverser}", "--profile", "profiles/reverser.yaml")
+    arguments = (f"merge={merge}", f"reverser={reverser}", "--profile", "profiles/kept-skills.yaml")
     return project.mergegate("gate", *arguments, *options)
 
 
@@ -69,7 +68,7 @@ def test_the_verdict_is_that_of_the_stages(judged: tuple[Project, Path], merge: 
     project, out = judged
     found, ours = gate(project, out / merge, out / "reverser")
     checkpoints = [str(models(project)[name]) for name in ("reverser", merge)]
-    done = project.mergegate("compare", *checkpoints, "--profile", "profiles/reverser.yaml", "--json")
+    done = project.mergegate("compare", *checkpoints, "--profile", "profiles/kept-skills.yaml", "--json")
     theirs = json.loads(done.stdout)
     assert found == code
     assert ours["status"] == ("refused" if code else "passed")
@@ -168,7 +167,7 @@ def test_one_reference_stands_for_every_model_that_a_guard_names(judged: tuple[P
     project, out = judged
     code, named = gate(project, out / "base", out / "reverser")
     results = (f"merge={out / 'base'}", f"reference={out / 'reverser'}")
-    alone = project.mergegate("gate", *results, "--profile", "profiles/reverser.yaml", "--json")
+    alone = project.mergegate("gate", *results, "--profile", "profiles/kept-skills.yaml", "--json")
     assert code == alone.exit_code == 3
     assert "reverse lost " in named["message"]
     assert "points against reverser" in named["message"]
