@@ -1,4 +1,4 @@
-"""``mergegate init``: write a recipe and a profile for existing models that pass ``check`` without changes.
+"""``mergegate init``: write a recipe and a profile for existing models that pass ``check``, or say what blocks them.
 
 ::
 
@@ -105,7 +105,8 @@ def init_command(
 ) -> None:
     """Write a recipe and a profile for your models.
 
-    The files pass mergegate check. mergegate never overwrites files, and prompts for missing facts on a terminal.
+    The files pass mergegate check, or the command prints what blocks a run, such as an unknown license, and exits with
+    the code of check. mergegate never overwrites files, and prompts for missing facts on a terminal.
     """
     with command_context(as_json, with_state=True) as console:
         prompts = not (as_json or yes) and sys.stdin.isatty() and sys.stdout.isatty()

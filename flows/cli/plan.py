@@ -302,6 +302,8 @@ def print_plan(forecast: MergeForecast, console: Console) -> None:
     if forecast.power_is_unknown:
         note = "power: unknown, because the documents have not been counted yet; mergegate check counts them"
         console.print(Text(note, style="dim"))
+    if forecast.power or forecast.power_is_unknown:
+        console.print(Text("To list the evaluations of a run, run mergegate run with --dry-run.", style="dim"))
 
 
 def print_forecast(forecast: MergeForecast, console: Console) -> None:

@@ -271,6 +271,8 @@ def test_an_undeclared_license_needs_acceptance(root: Path) -> None:
     project = Project(root)
     doubted = expect(project.mergegate("init", *MODELS, "--json", "--out", "doubted"), 3)
     assert "verse" in " ".join(json.loads(doubted.stdout)["doubts"])
+    (profile,) = (file for file in map(Path, json.loads(doubted.stdout)["files"]) if "recipe" not in file.name)
+    expect(project.mergegate("check", str(profile)), 3)
     expect(project.mergegate("init", *MODELS, "--json", "--out", "settled", "--accept", "alice: it is ours"), 0)
 
 
