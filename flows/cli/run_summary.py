@@ -25,6 +25,7 @@ from mergegate.flows.cli.command import command_line
 from mergegate.flows.cli.output import short_path
 from mergegate.flows.cli.score_table import print_scores, print_table
 from mergegate.flows.outcome import RunOutcome
+from mergegate.tasks.publish import KEYLESS_SIGNATURE, SIGNATURE
 from mergegate.tasks.report import (
     VARIANT_COLUMNS,
     SweepContent,
@@ -45,6 +46,8 @@ from mergegate.tasks.report import (
 )
 from mergegate.tasks.stage import Outcome
 
+# Options that check the signature in each file of a release.
+_CHECKS = {SIGNATURE: "--key release.pub", KEYLESS_SIGNATURE: "--identity ID --issuer URL"}
 _LABEL = 9  # columns of 'release', 'report' and 'next'
 _SWEEP_STYLES: dict[Outcome, str] = {"pass": "bold green", "inconclusive": "bold yellow", "fail": "bold red"}
 
@@ -67,7 +70,8 @@ def print_outcome(console: Console, outcome: RunOutcome, as_json: bool, profile:
     if profile is None:
         return
     if outcome.status in ("released", "nothing new") and outcome.location is not None:
-        command = f"mergegate verify {short_path(outcome.location)}"
+        options = [text for name, text in _CHECKS.items() if Path(outcome.location, name).is_file()]
+        command = " ".join(("mergegate verify", short_path(outcome.location), *options))
     elif outcome.status == "passed":
         command = f"mergegate run {profile} also publishes it, if the profile has 'publish'"
     elif outcome.status == "refused" and outcome.content is not None:

@@ -41,7 +41,7 @@ from mergegate.tasks.publish import (
     variant_content,
 )
 from mergegate.tasks.publish.targets import PublishTarget
-from mergegate.tasks.report import Report, ReportContent, write_report
+from mergegate.tasks.report import Report, ReportContent
 from mergegate.tasks.stage import Verdict, store
 from mergegate.tasks.store import Artifact
 
@@ -71,8 +71,7 @@ def publish_attempt(
     parts: ReleaseParts | None = None
     merge: MergeRelease | None = None  # None if there are no variants, which depend on it
     if current is None:
-        own_report = report if of_merge is content else write_report(of_merge)
-        parts = _merge_parts(profile, attempt, of_merge, own_report, names)
+        parts = _merge_parts(profile, attempt, of_merge, names)
         if attempt.variants:
             merge = describe_merge(target, root, parts)
     else:
@@ -119,10 +118,8 @@ def publish_attempt(
     return outcome.model_copy(update={"reasons": (decision.text(), *outcome.reasons)})
 
 
-def _merge_parts(
-    profile: Profile, attempt: Attempt, content: ReportContent, report: Artifact[Report], names: PublicNames
-) -> ReleaseParts:
-    """Return the parts of the merge's release. ``content`` and ``report`` say nothing about its variants."""
+def _merge_parts(profile: Profile, attempt: Attempt, content: ReportContent, names: PublicNames) -> ReleaseParts:
+    """Return the parts of the merge's release. ``content`` says nothing about its variants."""
     license, numeric = attempt.cleared.license, numerics(profile.merge)
     state = None
     if optimizer_steps(attempt.pinned):  # for the next round of clients
@@ -134,7 +131,6 @@ def _merge_parts(
         numeric,
         license,
         attempt.merged,
-        report,
         evidence,
         merge_compute(content, attempt.pinned, numeric, attempt.merged, names),
         state,
@@ -173,7 +169,7 @@ def _variant_places(
             suffix = settings.place_suffix
             verdicts = names.apply(tuple(variant.verdict for variant in variants))
             about = variant_content(content, f"{merge.name}-{suffix}", merge, verdicts)
-            inputs = (attempt.pinned, attempt.cleared.license, write_report(about), names)
+            inputs = (attempt.pinned, attempt.cleared.license, names)
             held_out = _held_out(profile, about, names)
             places.append(
                 _Place(
@@ -189,11 +185,12 @@ def _record(
     assessment: Assessment, further_verdicts: Sequence[Verdict], names: PublicNames
 ) -> Artifact[RecordedEvidence]:
     """Return the evidence of a verdict, from which anyone can decide again."""
-    inputs = assessment.gate_inputs
+    inputs, likelihoods = assessment.gate_inputs, assessment.likelihoods
+    further = {name: artifact for name, artifact in likelihoods.items() if name not in inputs.likelihoods}
     return record_evidence(
-        names.apply(verdict_record(inputs, assessment.verdict.value, further_verdicts)),
+        names.apply(verdict_record(inputs, assessment.verdict.value, further_verdicts, further)),
         names.apply(inputs.scores),
-        names.apply(inputs.likelihoods),
+        names.apply({**inputs.likelihoods, **further}),
     )
 
 

@@ -29,6 +29,7 @@ from mergegate.merge_core.parsing.json_text import (
     parse_line,
     read_json,
     read_lines,
+    unique_keys,
 )
 from mergegate.merge_core.parsing.overrides import with_overrides
 from mergegate.merge_core.parsing.wording import describe_kind, expectation, format_value, join_expectations
@@ -75,5 +76,6 @@ __all__ = [
     "read_yaml",
     "read_yaml_mapping",
     "require_printable",
+    "unique_keys",
     "with_overrides",
 ]

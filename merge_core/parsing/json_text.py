@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate
@@ -77,16 +78,27 @@ def parse_json(
     return value
 
 
-def parse_json_object(content: bytes, location: str, *, bounds: JsonBounds = SMALL) -> dict[str, Any]:
-    """Parse JSON text that contains an object.
+def parse_json_object(
+    content: bytes, location: str, *, bounds: JsonBounds = SMALL, pairs: Pairs | None = None
+) -> dict[str, Any]:
+    """Parse JSON text that contains an object. The arguments are those of :func:`parse_json`.
 
     Raises:
         InvalidInput: :func:`parse_json` rejects the text, or it is not an object.
     """
-    value = parse_json(content, location, bounds=bounds)
+    value = parse_json(content, location, bounds=bounds, pairs=pairs)
     if not isinstance(value, dict):
         raise InvalidInput(location, found="not a JSON object")
     return value
+
+
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the pairs of a JSON object as a dict, for ``parse_json``. Raise ValueError if two keys are equal."""
+    result = dict(pairs)
+    if len(result) < len(pairs):
+        key, _ = Counter(key for key, _ in pairs).most_common(1)[0]
+        raise ValueError(f"duplicate key {key!r:.80}")
+    return result
 
 
 def read_json(path: Path, *, bounds: JsonBounds = SMALL) -> dict[str, Any]:

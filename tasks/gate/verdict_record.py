@@ -20,14 +20,21 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory, mkdtemp
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, cast, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.evaluation import SCORES_FILE, Scores, read_document_scores, write_document_scores
+from mergegate.tasks.evaluation import SCORES_FILE, Scores, join_parts, read_document_scores, write_document_scores
 from mergegate.tasks.gate.stage import GateInputs, GateVerdict, gate
-from mergegate.tasks.perplexity import LIKELIHOODS_FILE, Likelihoods, read_documents, write_documents
+from mergegate.tasks.perplexity import (
+    LIKELIHOODS_FILE,
+    Likelihoods,
+    read_documents,
+    sum_documents,
+    write_documents,
+)
 from mergegate.tasks.stage import Outcome, StageValue, Verdict, combine_verdicts, stage, versions
 from mergegate.tasks.store import Artifact, canonical
 
@@ -62,6 +69,11 @@ class VerdictRecord(BaseModel):
     inputs: dict[str, Any] = Field(description="Arguments of the stage by name. A table replaces scores by document.")
     verdict: dict[str, Any] = Field(description="Verdict of the gate.")
     further_verdicts: tuple[FurtherVerdict, ...] = Field(description="Verdicts of later stages, in order.")
+    further_likelihoods: dict[str, Any] = Field(
+        default_factory=dict,
+        exclude_if=lambda models: not models,
+        description="Likelihoods of models that the gate does not compare, by model.",
+    )
 
 
 class RecordedEvidence(StageValue):
@@ -107,7 +119,12 @@ class VerdictDifference(NamedTuple):
         return f"{self.subject}: stored {old}, recomputed {new}"
 
 
-def verdict_record(inputs: GateInputs, verdict: GateVerdict, further_verdicts: Sequence[Verdict]) -> VerdictRecord:
+def verdict_record(
+    inputs: GateInputs,
+    verdict: GateVerdict,
+    further_verdicts: Sequence[Verdict],
+    further_likelihoods: Mapping[str, Artifact[Likelihoods]] = MappingProxyType({}),
+) -> VerdictRecord:
     """Return the record of a verdict of the gate, apart from the tables.
 
     The inputs have the fields that are in the key of the stage, so they contain neither durations nor prompt settings.
@@ -133,6 +150,7 @@ def verdict_record(inputs: GateInputs, verdict: GateVerdict, further_verdicts: S
         further_verdicts=tuple(
             FurtherVerdict(**each.model_dump(include=set(FurtherVerdict.model_fields))) for each in further_verdicts
         ),
+        further_likelihoods={model: canonical(artifact.value) for model, artifact in further_likelihoods.items()},
     )
 
 
@@ -157,7 +175,7 @@ def record_evidence(
 ) -> RecordedEvidence:
     """Write the record and its tables to ``out``, and check that the verdict follows from them.
 
-    ``scores`` and ``likelihoods`` are the gate's inputs, by the model names in ``record``.
+    ``scores`` and ``likelihoods`` are those of all models in ``record``, by name.
 
     Raises:
         Refused: The verdict does not follow from the written files.
@@ -236,8 +254,9 @@ def decide_again(record: VerdictRecord, tables: Mapping[str, Path | bytes]) -> G
         if name not in _TABLES
     }
     with TemporaryDirectory(prefix="mergegate-evidence-") as scratch:
-        measurements = read_measurements(record, tables, Path(scratch))
-        return gate.work(*GateInputs(**measurements._asdict(), **inputs))
+        scores, likelihoods = read_measurements(record, tables, Path(scratch))
+        compared = {model: likelihoods[model] for model in record.inputs["likelihoods"]}
+        return gate.work(*GateInputs(scores=scores, likelihoods=compared, **inputs))
 
 
 def read_measurements(record: VerdictRecord, tables: Mapping[str, Path | bytes], scratch: Path) -> RecordedMeasurements:
@@ -260,11 +279,24 @@ def read_measurements(record: VerdictRecord, tables: Mapping[str, Path | bytes],
         model: Artifact(
             "perplexity", "", "", Likelihoods(model=model, **value), documents.write(LIKELIHOODS_FILE, model), {}
         )
-        for model, value in record.inputs["likelihoods"].items()
+        for model, value in (record.inputs["likelihoods"] | record.further_likelihoods).items()
     }
     outcomes.require_complete()
     documents.require_complete()
     return RecordedMeasurements(scores, likelihoods)
+
+
+def measured_values(record: VerdictRecord, tables: Mapping[str, Path | bytes]) -> dict[str, dict[str, Any]]:
+    """Return the scores and likelihoods of each model as plain JSON, computed from its documents.
+
+    The arguments and errors are those of ``decide_again``.
+    """
+    with TemporaryDirectory(prefix="mergegate-evidence-") as scratch:
+        scores, likelihoods = read_measurements(record, tables, Path(scratch))
+        values = {model: {"scores": canonical(join_parts(parts))} for model, parts in scores.items() if parts}
+        for model, artifact in likelihoods.items():
+            values.setdefault(model, {})["likelihoods"] = canonical(sum_documents(artifact))
+    return values
 
 
 class _Table:

@@ -15,6 +15,7 @@ from mergegate.tasks.perplexity.stage import (
     perplexity,
     pin_documents,
     read_documents,
+    sum_documents,
     write_documents,
 )
 from mergegate.tasks.perplexity.text import (
@@ -54,5 +55,6 @@ __all__ = [
     "read_documents_verbatim",
     "read_held_out",
     "read_texts",
+    "sum_documents",
     "write_documents",
 ]

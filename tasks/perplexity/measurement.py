@@ -58,7 +58,7 @@ class TextMeasurement(NamedTuple):
 
     rows: list[DocumentLikelihood]
     vocabulary: str  # digest of the tokenizer
-    window: int  # tokens
+    window: int | None  # tokens; None if unknown
     duplicates: int  # number of documents that were dropped because they repeat another one
 
 

@@ -18,7 +18,7 @@ from mergegate.tasks.perplexity.measurement import DocumentLikelihood, TextMeasu
 from mergegate.tasks.perplexity.settings import PerplexitySettings
 from mergegate.tasks.perplexity.text import HeldOutText, TextSetting, pin_text
 from mergegate.tasks.stage import Runtime, StageValue, advance, stage
-from mergegate.tasks.store import NotInKey
+from mergegate.tasks.store import Artifact, NotInKey
 
 FILE = "documents.parquet"
 
@@ -98,6 +98,12 @@ def total_likelihood(model: str, measurement: TextMeasurement) -> Likelihoods:
         window=measurement.window,
         duplicates=measurement.duplicates,
     )
+
+
+def sum_documents(artifact: Artifact[Likelihoods]) -> Likelihoods:
+    """Return the value of an artifact of this stage, computed from its documents."""
+    stored, rows = artifact.value, list(read_documents(artifact.directory))
+    return total_likelihood(stored.model, TextMeasurement(rows, stored.vocabulary, stored.window, stored.duplicates))
 
 
 def write_documents(path: Path, rows: Sequence[DocumentLikelihood]) -> None:

@@ -130,7 +130,12 @@ def card_metadata(
     if base_model := base_models([each for each in parents if each.ref not in unused_refs], is_adapter=is_adapter):
         # Without this field, the Hub takes a merge with a single base for a fine-tuned model.
         metadata |= {"base_model": base_model, "base_model_relation": "adapter" if is_adapter else "merge"}
-    scores = next(model for model in content.models if model.role == "merge").scores
+    return metadata | model_index(content)
+
+
+def model_index(content: ReportContent) -> dict[str, object]:
+    """Return the part of the metadata that states the scores. Empty if the Hub would read no result."""
+    kind, scores = content.kind, next(model for model in content.models if model.role == "merge").scores
     # One entry per dataset: the Hub's library merges all metrics of a dataset, even under different names.
     by_dataset: dict[str, list[TaskScore]] = {}
     for score in scores.tasks if scores else ():
@@ -150,9 +155,8 @@ def card_metadata(
             metrics.append({"type": metric_type, "value": value, "name": f"{label} ({detail})" if detail else label})
         task = {"type": kind.pipeline_tag, "name": TASK_NAMES.get(kind.pipeline_tag or "", kind.pipeline_tag)}
         results.append({"task": task, "dataset": {"name": name, "type": dataset}, "metrics": metrics})
-    if results and kind.pipeline_tag:  # the Hub reads no result without a task
-        metadata["model-index"] = [{"name": content.name, "results": results}]
-    return metadata
+    is_read = results and kind.pipeline_tag  # the Hub reads no result without a task
+    return {"model-index": [{"name": content.name, "results": results}]} if is_read else {}
 
 
 def variant_metadata(

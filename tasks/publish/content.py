@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from mergegate.merge_core.errors import Refused
+from mergegate.merge_core.parsing import JsonBounds, parse_json_object, unique_keys
 from mergegate.tasks.store import MANIFEST, VALUE, Artifact, merkle
 
 CARD = "README.md"
@@ -34,15 +35,21 @@ SIGNATURE = "model.sig"
 KEYLESS_SIGNATURE = "model.sigstore.json"  # differs at every signing, so no version and no other file covers it
 COMPLIANCE = "COMPLIANCE.md"
 SPDX = "bom.spdx.json"
+REPORT = "report.html"
+FACTS = "evidence/facts.json"
+EVAL_RESULTS = ".eval_results/"  # directory
 MODIFICATIONS = "MODIFICATIONS"
 STATEMENT_OF_CHANGES = "**Statement of changes.**"  # before the statement in a card, for ``mergegate verify``
 SUMS = "SHA256SUMS"
+# Documents that are a function of FACTS and the other files, except those in EVAL_RESULTS.
+DOCUMENTS = frozenset({REPORT, RECIPE, COMPLIANCE, CARD, SPDX, BOM, PROVENANCE})
 # JSON files in a release that describe the checkpoint and are not part of it.
 DESCRIPTION_FILES = frozenset({BOM, SPDX, PROVENANCE, KEYLESS_SIGNATURE})
 MERGE_BUILD = "urn:mergegate:merge:v1"  # types of builds
 VARIANT_BUILD = "urn:mergegate:variant:v1"
 RELEASE_URN = "urn:mergegate:release:"  # followed by the sha256 of the SHA256SUMS of a release
 VARIANT_VERDICTS = "mergegate_variants"  # field of the predicate
+STATEMENT_TYPES = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenance/v1"  # of provenance.json
 VERSION_DIGITS = 12  # leading digits of a content hash that name a version
 # Largest file of a release, other than weights, that is read into memory.
 MAX_METADATA_BYTES = 64 << 20
@@ -83,6 +90,14 @@ def written_file(name: str, text: str) -> ReleaseFile:
     """Return a file of the release with the content ``text``."""
     data = text.encode()
     return ReleaseFile(name, len(data), sha256_of(data), data)
+
+
+def read_document(content: bytes, name: str) -> dict[str, Any]:
+    """Parse a JSON file of a release, which may come from anyone.
+
+    Raise InvalidInput if it is not a JSON object, or if it has two equal keys, of which each reader may take another.
+    """
+    return parse_json_object(content, name, bounds=JsonBounds(size=MAX_METADATA_BYTES), pairs=unique_keys)
 
 
 def sha256_of(data: bytes) -> str:

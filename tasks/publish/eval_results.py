@@ -20,7 +20,7 @@ from urllib.parse import quote
 import yaml
 
 from mergegate.tasks.evaluation import Scores
-from mergegate.tasks.publish.targets.contract import PublishTarget
+from mergegate.tasks.publish.content import EVAL_RESULTS
 from mergegate.tasks.report import ReportContent
 
 
@@ -64,11 +64,12 @@ def evaluated_benchmark(scores: Scores | None, task: str) -> Benchmark | None:
     return replace(benchmark, revision=revision) if is_own else None
 
 
-def eval_results(content: ReportContent, target: PublishTarget | None = None) -> dict[str, str]:
+def eval_results(content: ReportContent, hub_id: str | None = None, version: str | None = None) -> dict[str, str]:
     """Return the content of each YAML file, by name. Empty if no registered benchmark was evaluated completely.
 
-    On the Hub, the source of an entry is the evidence in the release at ``target``: under the tag of its version, or on
-    ``main`` if the version follows from the content, which includes these files. Default: the entries have no source.
+    On the Hub, the source of an entry is the evidence in the release in the repository ``hub_id``: under the tag of its
+    ``version``, or on ``main`` if the version follows from the content, which includes these files. Default: the
+    entries have no source.
     """
     from huggingface_hub import EvalResultEntry, eval_result_entries_to_yaml
 
@@ -79,8 +80,8 @@ def eval_results(content: ReportContent, target: PublishTarget | None = None) ->
         if benchmark is None or (score.metric, score.n) != (benchmark.metric, benchmark.documents):
             continue
         # How the score was measured, by whom, and its standard error.
-        version, scoring = scores.lm_eval_version if scores else "", content.scoring
-        notes = [f"lm-eval {version}, task {score.task}, {score.metric}, {score.n} documents"]
+        library, scoring = scores.lm_eval_version if scores else "", content.scoring
+        notes = [f"lm-eval {library}, task {score.task}, {score.metric}, {score.n} documents"]
         if scoring is not None:
             shots = "few-shot setting of the task" if scoring.num_fewshot is None else f"{scoring.num_fewshot}-shot"
             template = "with" if scoring.chat_template else "without"
@@ -90,8 +91,8 @@ def eval_results(content: ReportContent, target: PublishTarget | None = None) ->
         error = f"standard error {100 * score.stderr:.2f}"
         notes.append(f"{error}; measured by the publisher with mergegate before release")
         source: dict[str, str] = {}
-        if target is not None and target.hub_id:
-            url = f"https://huggingface.co/{target.hub_id}/tree/{quote(target.version or 'main', safe='')}/evidence"
+        if hub_id:
+            url = f"https://huggingface.co/{hub_id}/tree/{quote(version or 'main', safe='')}/evidence"
             source = {"source_url": url, "source_name": "Outcomes of all documents"}
         entry = EvalResultEntry(
             dataset_id=benchmark.dataset,
@@ -101,7 +102,7 @@ def eval_results(content: ReportContent, target: PublishTarget | None = None) ->
             notes="; ".join(notes),
             **source,
         )
-        name = f".eval_results/{benchmark.dataset.rpartition('/')[2].lower()}.yaml"
+        name = f"{EVAL_RESULTS}{benchmark.dataset.rpartition('/')[2].lower()}.yaml"
         # If there are two variants of one benchmark, the first in the profile counts.
         files.setdefault(name, yaml.safe_dump(eval_result_entries_to_yaml([entry]), sort_keys=False))
     return files

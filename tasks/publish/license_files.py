@@ -69,14 +69,8 @@ def license_files(
     """
     own_files = tuple(_own_files(parents, verdict))
     obligations = verdict.combination.obligations
-    files: dict[str, str] = {}
-    if text := _license_text(own_files, verdict):
-        files[_LICENSE] = text
-    for item in obligations:
-        if item.kind == "text" and item.model is None:
-            for identifier in item.because:
-                for name, text in _shipped_texts(identifier).items():
-                    files[f"licenses/{_file_name(name)}.txt"] = text
+    files = {_LICENSE: text} if (text := _license_text(own_files, verdict)) else {}
+    files |= shipped_files(verdict)
     for file in own_files:
         # Use the first name that is not taken. The same text is not added twice under the same name.
         stem = f"licenses/{_file_name(file.model)}"
@@ -103,6 +97,13 @@ def license_files(
             "Configuration and tokenizer files were copied or adapted. provenance.json identifies the exact inputs.\n"
         )
     return tuple(written_file(name, text) for name, text in files.items())
+
+
+def shipped_files(verdict: LicenseVerdict) -> dict[str, str]:
+    """Return the license texts that come with mergegate and that obligations name, by the name of their file."""
+    required = [item for item in verdict.combination.obligations if item.kind == "text" and item.model is None]
+    texts = [_shipped_texts(identifier) for item in required for identifier in item.because]
+    return {f"licenses/{_file_name(name)}.txt": text for each in texts for name, text in each.items()}
 
 
 def state_license_files(parents: Sequence[PinnedCheckpoint], license: LicenseVerdict) -> tuple[tuple[str, str], ...]:

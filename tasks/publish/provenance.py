@@ -9,7 +9,7 @@ specification requires. The file has no dates and no local paths, so the same in
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from mergegate.merge_core.parsing import parse_yaml
@@ -20,6 +20,7 @@ from mergegate.tasks.preflight.licenses import LicenseVerdict
 from mergegate.tasks.publish.content import (
     MERGE_BUILD,
     RELEASE_URN,
+    STATEMENT_TYPES,
     VARIANT_BUILD,
     VARIANT_VERDICTS,
     ReleaseFile,
@@ -45,7 +46,7 @@ class MergeOrigin:
     parents: Sequence[PinnedCheckpoint]
     texts: Mapping[str, str] = field(default_factory=dict)
     byproducts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
-    unused_refs: Collection[str] = ()
+    unused_refs: Sequence[str] = ()
     weights: WeightComparison | None = None
 
 
@@ -232,11 +233,11 @@ def _statement(
 ) -> str:
     """Return an in-toto statement about ``files`` that mergegate ``version`` built."""
     statement = {
-        "_type": "https://in-toto.io/Statement/v1",
+        "_type": STATEMENT_TYPES[0],
         "subject": [
             {"name": file.name, "digest": {"sha256": file.sha256}} for file in sorted(files, key=lambda f: f.name)
         ],
-        "predicateType": "https://slsa.dev/provenance/v1",
+        "predicateType": STATEMENT_TYPES[1],
         "predicate": {
             "buildDefinition": definition,
             "runDetails": {

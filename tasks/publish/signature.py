@@ -33,7 +33,7 @@ from pydantic.alias_generators import to_camel
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import read_plain
-from mergegate.tasks.publish.content import KEYLESS_SIGNATURE, SIGNATURE
+from mergegate.tasks.publish.content import KEYLESS_SIGNATURE, SIGNATURE, read_document
 
 BUNDLE_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
 _PAYLOAD = "application/vnd.in-toto+json"
@@ -153,7 +153,9 @@ def read_statement(payload: bytes) -> Mapping[str, str]:
 def parse_bundle(kind: type[BundlePart], content: bytes, problem: str) -> BundlePart:
     """Parse JSON. Raise ValueError with ``problem`` and the first wrong field if it does not have the form ``kind``."""
     try:
-        return kind.model_validate_json(content)
+        return kind.model_validate(read_document(content, ""))
+    except InvalidInput as error:
+        raise ValueError(f"{problem}: {error.found}") from None
     except ValidationError as error:
         first = error.errors()[0]
         field = ".".join(map(str, first["loc"])) or "the whole document"

@@ -15,30 +15,20 @@ from typing import NamedTuple, Protocol
 
 from mergegate.merge_core.errors import Refused
 from mergegate.merge_core.files import read_state, state_directory, write_state
-from mergegate.tasks.checkpoints import PinnedRecipe, checkpoint_digest
+from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, checkpoint_digest
 from mergegate.tasks.gate import RecordedEvidence
 from mergegate.tasks.merge import (
     MergeSummary,
     Numerics,
     OptimizerState,
     WeightComparison,
-    describe_changes,
     optimizer_state_paths,
 )
 from mergegate.tasks.preflight.licenses import LicenseVerdict
-from mergegate.tasks.publish.bill_content import merge_bill
-from mergegate.tasks.publish.bom import bill_files
-from mergegate.tasks.publish.card import Publication, model_card
-from mergegate.tasks.publish.card_metadata import card_metadata, check_card, contributing_references
-from mergegate.tasks.publish.card_scores import escape
-from mergegate.tasks.publish.compliance import compliance_section, compliance_sheet
+from mergegate.tasks.publish.card_metadata import card_metadata, contributing_references
 from mergegate.tasks.publish.compute import ComputeEstimate
 from mergegate.tasks.publish.content import (
-    CARD,
-    COMPLIANCE,
     KEYLESS_SIGNATURE,
-    PROVENANCE,
-    RECIPE,
     SIGNATURE,
     SUMS,
     ReleaseFile,
@@ -48,15 +38,15 @@ from mergegate.tasks.publish.content import (
     stored_files,
     written_file,
 )
-from mergegate.tasks.publish.eval_results import eval_results
+from mergegate.tasks.publish.documents import write_documents
 from mergegate.tasks.publish.facts import DatasetFacts, ReleaseFacts, release_facts
 from mergegate.tasks.publish.keyless import read_keyless, sign_keyless
 from mergegate.tasks.publish.license_files import license_files, open_obligations
-from mergegate.tasks.publish.provenance import MergeOrigin, MergeRelease, provenance
+from mergegate.tasks.publish.provenance import MergeOrigin, MergeRelease
 from mergegate.tasks.publish.public_names import PublicNames, require_no_private_paths
 from mergegate.tasks.publish.signature import sign
 from mergegate.tasks.publish.targets.contract import PublishRequest, PublishTarget, Release
-from mergegate.tasks.report import Report, ReportContent
+from mergegate.tasks.report import ReportContent
 from mergegate.tasks.stage import advance, home, step, store
 from mergegate.tasks.store import Artifact, StoredValue, digest, merkle
 
@@ -76,7 +66,6 @@ class ReleaseParts(NamedTuple):
     numerics: Numerics
     license: StoredValue[LicenseVerdict]
     merge: Artifact[MergeSummary]
-    report: Artifact[Report]
     evidence: Artifact[RecordedEvidence]
     compute: ComputeEstimate
     state: Artifact[OptimizerState] | None = None
@@ -103,40 +92,22 @@ class ReleaseParts(NamedTuple):
         return release_facts(*inputs, target, self.names, self.held_out)
 
     def files(self, target: PublishTarget) -> list[ReleaseFile]:
-        """Return all files before SHA256SUMS.
-
-        Each file describes the files before it: the card describes the checkpoint, the bill of materials lists the
-        files, and the provenance covers both.
-        """
-        content, pinned, numerics, names = self.content, self.pinned, self.numerics, self.names
+        """Return all files before SHA256SUMS."""
+        content, pinned, names = self.content, self.pinned, self.names
         license = names.apply(self.license.value)
         parents = tuple(parent.rename(names.rename_text) for parent in pinned.parents)
         files = [
             *stored_files(self.merge),
             *license_files(parents, license, weights=self.weights),
-            *(file for file in stored_files(self.report) if file.name == "report.html"),
             *stored_files(self.evidence),
-            *(written_file(name, text) for name, text in eval_results(content, target).items()),
-            written_file(RECIPE, content.recipe),
         ]
-        file_names = [file.name for file in files]
         merged = contributing_references(pinned.recipe)
-        unused_refs = {parent.ref for parent, own in zip(parents, pinned.parents, strict=True) if own.ref not in merged}
+        unused_refs = [parent.ref for parent, own in zip(parents, pinned.parents, strict=True) if own.ref not in merged]
         is_adapter = pinned.recipe.output is not None
         metadata = card_metadata(content, parents, license.combination, is_adapter=is_adapter, unused_refs=unused_refs)
-        versions = {library.name: library.version for library in content.versions} | dict(numerics.versions)
-        facts, missing = self.facts(target), open_obligations(parents, license)
-        files.append(written_file(COMPLIANCE, compliance_sheet(facts, content, license, missing, file_names)))
-        is_signed, summary = target.sign_key is not None, compliance_section(facts)
-        publication = Publication(target.address, is_signed, numerics.device, summary, versions, target.sigstore)
-        changes = describe_changes(self.weights, [escape(parent.ref) for parent in parents])
-        card = model_card(content, metadata, license, missing, file_names, publication, changes)
-        check_card(card, metadata, file_names)
-        files.append(written_file(CARD, card))
-        files += bill_files(merge_bill(files, content, facts, license.combination.card))
         origin = MergeOrigin(
-            numerics,
-            parents,
+            self.numerics.model_copy(update={"where": ""}),
+            [_without_directories(parent) for parent in parents],
             texts={names.rename_text(text): sha256 for text, sha256 in pinned.recipe.text_digests().items()},
             byproducts={
                 name: (checkpoint_digest(directory, store().hashes), stored)
@@ -145,8 +116,13 @@ class ReleaseParts(NamedTuple):
             unused_refs=unused_refs,
             weights=self.weights,
         )
-        files.append(written_file(PROVENANCE, provenance(files, content, origin, license, metadata)))
-        return files
+        missing = open_obligations(parents, license)
+        return write_documents(files, content, license, missing, metadata, self.facts(target), origin, target)
+
+
+def _without_directories(parent: PinnedCheckpoint) -> PinnedCheckpoint:
+    adapter = parent.adapter and parent.adapter.model_copy(update={"directory": Path()})
+    return parent.model_copy(update={"directory": Path(), "files": (), "adapter": adapter})
 
 
 class Releasable(Protocol):

@@ -10,6 +10,7 @@ import yaml
 from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation
 from mergegate.tasks.publish.card import (
+    Publication,
     code_block,
     display_lines,
     license_section,
@@ -20,7 +21,6 @@ from mergegate.tasks.publish.card_metadata import CardMetadata
 from mergegate.tasks.publish.card_scores import escape, guard_note, guard_rows, markdown_table
 from mergegate.tasks.publish.content import variant_evidence
 from mergegate.tasks.publish.provenance import VariantOrigin
-from mergegate.tasks.publish.targets.contract import PublishTarget
 from mergegate.tasks.report import ReportContent, conversion_sentences, variant_rows, wording
 from mergegate.tasks.variants import VariantVerdict
 
@@ -32,21 +32,20 @@ _LIMITS = """* mergegate tested the variants only as shown above, with the model
 
 
 def variant_card(
-    name: str,
     content: ReportContent,
     metadata: CardMetadata,
     license: LicenseVerdict,
     missing: Sequence[Obligation],
     files: Sequence[str],
     origin: VariantOrigin,
-    target: PublishTarget,
-    compliance: str,
+    publication: Publication,
+    hub_id: str | None,
 ) -> str:
     """Return the content of README.md for a release of variants, which contains no dates and no local paths.
 
     ``content`` has the verdicts on all variants of the place, including failed ones. ``missing`` lists the
-    obligations that the release does not fulfill, and ``files`` names its files, as in ``model_card``. ``target`` is
-    the place of the variants, and ``compliance`` the summary of their compliance sheet.
+    obligations that the release does not fulfill, and ``files`` names its files, as in ``model_card``. ``hub_id`` is
+    the id of the variants' repository on the Hub, or None.
     """
     front = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
     merge, published = origin.merge, [verdict for verdict in content.variants if verdict.type in origin.files]
@@ -56,7 +55,7 @@ def variant_card(
         f"[{each.type}]({quote(variant_evidence('evidence/gate.json', each.type))})" for each in published
     )
     sections = [
-        f"# {escape(name)}",
+        f"# {escape(content.name)}",
         *display_lines(license),
         f"Quantized variants of {model}, release `{merge.version}`. mergegate compared each variant with that model "
         "on the same documents, in the runtime that serves the variant, before it published them. The "
@@ -67,13 +66,13 @@ def variant_card(
         f"## Variants\n\n{_variants(content, origin.files)}",
         f"## Evaluation\n\n{_evaluation(published)}",
     ]
-    if commands := _commands(metadata, merge.name, origin.files, target.hub_id):
+    if commands := _commands(metadata, merge.name, origin.files, hub_id):
         sections.append(f"## How to run it\n\n{code_block(commands, 'sh')}")
     sections += [
         f"## Limits\n\n{_LIMITS}",
         f"## License\n\n{license_section(license, missing, files)}",
-        f"## Compliance\n\n{compliance}",
-        f"## How to verify it\n\n{_verification(origin, target)}",
+        f"## Compliance\n\n{publication.compliance}",
+        f"## How to verify it\n\n{_verification(origin, publication)}",
     ]
     return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
 
@@ -170,19 +169,19 @@ def _commands(metadata: CardMetadata, name: str, files: Mapping[str, Sequence[st
     return ""
 
 
-def _verification(origin: VariantOrigin, target: PublishTarget) -> str:
-    key = signature_options(target.sigstore, has_key=target.sign_key is not None)
-    verify = f"mergegate verify {target.address}{key}"
+def _verification(origin: VariantOrigin, publication: Publication) -> str:
+    key = signature_options(publication.keyless, has_key=publication.signed)
+    verify = f"mergegate verify {publication.address}{key}"
     commands = [
         (verify, "check all files and the provenance"),
         (f"{verify} --verdict", "also decide again from the outcomes in evidence/, without a model"),
         (f"mergegate verify {origin.merge.reference}{key}", "check the release that the variants were quantized from"),
-        (f"mergegate reproduce {target.address}", "quantize again and compare the weights byte by byte"),
+        (f"mergegate reproduce {publication.address}", "quantize again and compare the weights byte by byte"),
         ("sha256sum --check SHA256SUMS", "check the files only, in the directory of the release"),
     ]
     text = code_block("\n".join(f"{command:<48} # {what}" for command, what in commands), "sh")
-    if target.address == ".":
+    if publication.address == ".":
         text += "\n\nRun these commands in the directory of the release."
-    if note := signature_note(target.sigstore, has_key=target.sign_key is not None):
+    if note := signature_note(publication.keyless, has_key=publication.signed):
         text += f"\n\n{note.lstrip()}"
     return text

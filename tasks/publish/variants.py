@@ -23,17 +23,16 @@ from mergegate.merge_core.parsing import read_plain
 from mergegate.tasks.checkpoints import PinnedRecipe
 from mergegate.tasks.gate import GateVerdict, RecordedEvidence
 from mergegate.tasks.preflight.licenses import LicenseVerdict
-from mergegate.tasks.publish.bill_content import variant_bill
-from mergegate.tasks.publish.bom import bill_files
-from mergegate.tasks.publish.card_metadata import check_card, variant_metadata
-from mergegate.tasks.publish.compliance import compliance_section, compliance_sheet
+from mergegate.tasks.publish.card_metadata import variant_metadata
 from mergegate.tasks.publish.content import (
     BOM,
     CARD,
     COMPLIANCE,
+    FACTS,
     KEYLESS_SIGNATURE,
     MAX_METADATA_BYTES,
     PROVENANCE,
+    REPORT,
     SIGNATURE,
     SPDX,
     SUMS,
@@ -43,15 +42,14 @@ from mergegate.tasks.publish.content import (
     sha256_of,
     stored_files,
     variant_evidence,
-    written_file,
 )
+from mergegate.tasks.publish.documents import write_documents
 from mergegate.tasks.publish.facts import DatasetFacts, variant_facts
 from mergegate.tasks.publish.license_files import license_files, open_obligations
-from mergegate.tasks.publish.provenance import MergeRelease, VariantOrigin, variant_provenance
+from mergegate.tasks.publish.provenance import MergeRelease, VariantOrigin
 from mergegate.tasks.publish.public_names import PublicNames
 from mergegate.tasks.publish.targets.contract import PublishTarget
-from mergegate.tasks.publish.variant_card import variant_card
-from mergegate.tasks.report import Report, ReportContent
+from mergegate.tasks.report import ReportContent
 from mergegate.tasks.stage import store
 from mergegate.tasks.store import Artifact, NotInKey, StoredValue
 from mergegate.tasks.variants import VariantFormat, VariantRecord, VariantVerdict
@@ -79,7 +77,6 @@ class VariantParts(NamedTuple):
     merge: MergeRelease
     pinned: PinnedRecipe
     license: StoredValue[LicenseVerdict]
-    report: Artifact[Report]
     names: PublicNames = PublicNames({})
     held_out: DatasetFacts | None = None
 
@@ -97,7 +94,6 @@ class VariantParts(NamedTuple):
         files = [
             *(file for each in weights.values() for file in each),
             *license_files(parents, license, quantized_from=f"{self.merge.name} {self.merge.version}"),
-            *(file for file in stored_files(self.report) if file.name == "report.html"),
             *(
                 ReleaseFile(variant_evidence(file.name, each.type), file.size, file.sha256, file.source)
                 for each in self.passed
@@ -105,7 +101,6 @@ class VariantParts(NamedTuple):
             ),
         ]
         files = self._distinct(files)
-        file_names = [file.name for file in files]
         local = {name for name, field in type(settings).model_fields.items() if NotInKey in field.metadata}
         entry = names.apply(settings.model_dump(mode="json", exclude=local, exclude_defaults=True))
         origin = VariantOrigin(
@@ -117,17 +112,10 @@ class VariantParts(NamedTuple):
         metadata = variant_metadata(
             content.kind, parents, license.combination, self.merge.hub_id, settings.library_name, tags
         )
-        missing = open_obligations(parents, license)
         inputs = (content, self.pinned, license, self.merge, weights)
         facts = variant_facts(*inputs, target, names, self.held_out, settings.calibration)
-        files.append(written_file(COMPLIANCE, compliance_sheet(facts, content, license, missing, file_names)))
-        summary = compliance_section(facts)
-        card = variant_card(self.name, content, metadata, license, missing, file_names, origin, target, summary)
-        check_card(card, metadata, file_names)
-        files.append(written_file(CARD, card))
-        files += bill_files(variant_bill(files, content, facts, license.combination.card))
-        files.append(written_file(PROVENANCE, variant_provenance(files, content, origin, license, metadata)))
-        return files
+        missing = open_obligations(parents, license)
+        return write_documents(files, content, license, missing, metadata, facts, origin, target)
 
     def _weights(self, variant: PassedVariant) -> tuple[ReleaseFile, ...]:
         """Return the files of a variant by their public names, with the hashes that the store recorded."""
@@ -159,7 +147,7 @@ class VariantParts(NamedTuple):
         return tuple(path for path in (*own, recipe) if path is not None)
 
 
-_RESERVED = frozenset({CARD, COMPLIANCE, BOM, SPDX, PROVENANCE, SUMS, SIGNATURE, KEYLESS_SIGNATURE})
+_RESERVED = frozenset({CARD, COMPLIANCE, BOM, SPDX, FACTS, PROVENANCE, REPORT, SUMS, SIGNATURE, KEYLESS_SIGNATURE})
 
 
 def variant_content(

@@ -9,7 +9,7 @@ from mergegate.tasks.report.content import ReportContent
 from mergegate.tasks.report.page import render
 from mergegate.tasks.report.wording import sentence, title
 from mergegate.tasks.stage import StageValue, stage
-from mergegate.tasks.store import canonical
+from mergegate.tasks.store import canonical, without_unkeyed
 
 PAGE, DATA = "report.html", "report.json"
 
@@ -33,11 +33,5 @@ def write_report(out: Path, content: ReportContent) -> Report:
     data = json.dumps(canonical(content), indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False)
     (out / DATA).write_bytes(f"{data}\n".encode())
     # The page leaves out the same fields, so that it is equal for all users.
-    checks = tuple(check.model_copy(update={"where": "", "seen": ""}) for check in content.served)
-    variants = tuple(
-        variant.model_copy(update={"checks": tuple(check.model_copy(update={"seen": ""}) for check in variant.checks)})
-        for variant in content.variants
-    )
-    released = content.model_copy(update={"served": checks, "serving": (), "variants": variants})
-    (out / PAGE).write_bytes(render(released).encode())
+    (out / PAGE).write_bytes(render(without_unkeyed(content)).encode())
     return Report(headline=" ".join(f"{title(content.verdict).lower()}: {sentence(content)}".split()))

@@ -20,7 +20,7 @@ from mergegate.tasks.store.inspection import (
     leftover_finding,
     mend_state,
 )
-from mergegate.tasks.store.keys import NotInKey, canonical, digest, family_prefix, merkle, stage_key
+from mergegate.tasks.store.keys import NotInKey, canonical, digest, family_prefix, merkle, stage_key, without_unkeyed
 from mergegate.tasks.store.manifest import ARRIVING, MANIFEST, ContentMismatch, receive_directory
 from mergegate.tasks.store.retention import RELEASED, EntryName, RetentionPlan, RetentionRule, RunUse, StoreEntry
 from mergegate.tasks.store.runs import (
@@ -77,4 +77,5 @@ __all__ = [
     "require_shared",
     "stage_key",
     "store_bytes",
+    "without_unkeyed",
 ]

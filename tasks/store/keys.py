@@ -21,9 +21,11 @@ import math
 from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
+
+V = TypeVar("V")
 
 
 class _NotInKey:
@@ -70,6 +72,26 @@ def canonical(value: object) -> Any:
     if isinstance(value, (list, tuple)):
         return [canonical(item) for item in value]
     raise TypeError(f"{type(value).__name__} has no canonical JSON form")
+
+
+def without_unkeyed(value: V) -> V:
+    """Return ``value`` with the default, or an empty text, in every field that is marked ``NotInKey``."""
+    original: Any = value
+    changed: Any = value
+    if isinstance(original, BaseModel):
+        update = {}
+        for name, field in type(original).model_fields.items():
+            old = getattr(original, name)
+            if NotInKey in field.metadata:
+                update[name] = "" if field.is_required() else field.get_default(call_default_factory=True)
+            else:
+                update[name] = without_unkeyed(old)
+        changed = original.model_copy(update=update)
+    elif type(original) in (list, tuple):
+        changed = type(original)(map(without_unkeyed, original))
+    elif type(original) is dict:
+        changed = {key: without_unkeyed(item) for key, item in original.items()}
+    return changed  # type: ignore[no-any-return]  # has the type of ``value``
 
 
 def digest(value: object) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +20,18 @@ from mergegate.tasks.gate.verdict_record import EVIDENCE_RECORD, LIKELIHOODS, OU
 from mergegate.tasks.publish.content import (
     BOM,
     CARD,
+    DOCUMENTS,
+    FACTS,
     PROVENANCE,
     SIGNATURE,
     SPDX,
     SUMS,
+    ReleaseFile,
     checksums_text,
     sha256_of,
     variant_evidence,
 )
+from mergegate.tasks.publish.documents import read_facts
 from mergegate.tasks.publish.releases.verify import check_release
 from mergegate.tasks.publish.signature import sign
 from mergegate.tasks.publish.targets.directory import DirectoryRelease
@@ -60,7 +66,8 @@ def edit(file: Path, path: str, value: Any) -> None:
         del inner[last]
     else:
         inner[last] = value(inner[last]) if callable(value) else value
-    file.write_text(json.dumps(content))
+    is_sorted = file.parent.name != "evidence"
+    file.write_text(json.dumps(content, indent=1, sort_keys=is_sorted, ensure_ascii=False) + "\n")
 
 
 def edit_provenance(release: Path, path: str, value: Any) -> None:
@@ -89,11 +96,23 @@ def remove(release: Path, beginning: str) -> None:
     edit(release / PROVENANCE, "subject", without)
 
 
-def forge(release: Path, *changed: str) -> Path:
-    """Update provenance, bill of materials and SHA256SUMS to match the changed files.
+def forge(release: Path, *changed: str, again: bool = False) -> Path:
+    """Update facts, provenance, bill of materials and SHA256SUMS to match the changed files.
 
-    The release moves to another name, so that its version cannot give the change away.
+    ``again`` writes all documents from the facts, as a forger with mergegate would. The release moves to another name,
+    so that its version cannot give the change away.
     """
+    if (facts := release / FACTS).exists():
+        kept = [name for name in json.loads(facts.read_text())["files"] if (release / name).exists()]
+        edit(facts, "files", {name: sha256_of((release / name).read_bytes()) for name in kept})
+    if again:
+        names = [path.relative_to(release).as_posix() for path in files_of(release)]
+        contents = {name: (release / name).read_bytes() for name in names if name not in {*DOCUMENTS, SUMS}}
+        files = [ReleaseFile(name, len(data), sha256_of(data), data) for name, data in contents.items()]
+        for file in read_facts(contents[FACTS]).documents(files):
+            (release / file.name).write_bytes(file.read())
+        write_sums(release)
+        return release.rename(release.with_name("forged"))
     bom = json.loads((release / BOM).read_text())
     files = [part for part in bom["components"] if "hashes" in part]
     if SPDX not in changed and (release / SPDX).exists():
@@ -114,6 +133,54 @@ def forge(release: Path, *changed: str) -> Path:
     (release / PROVENANCE).write_text(json.dumps(statement))
     write_sums(release)
     return release.rename(release.with_name("forged"))
+
+
+def numbers(name: str, pattern: str = r"(?<![\w.#])\d+(?:[.,]\d+)*") -> Callable[[Path], list[Callable[[], object]]]:
+    """Return the forgeries of a text: the first character of each match of ``pattern`` becomes another."""
+
+    def forgeries(release: Path) -> list[Callable[[], object]]:
+        text = (release / name).read_text()
+        starts = [match.start() for match in re.finditer(pattern, text)]
+        changed = [f"{text[:start]}{'8' if text[start] == '7' else '7'}{text[start + 1 :]}" for start in starts]
+        return [partial((release / name).write_text, other) for other in changed]
+
+    return forgeries
+
+
+def leaves(name: str) -> Callable[[Path], list[Callable[[], object]]]:
+    """Return the forgeries of a JSON file: each text or number becomes another."""
+
+    def paths(value: Any, *path: str) -> Iterator[str]:
+        children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, child in children:
+            yield from paths(child, *path, str(key))
+        if not isinstance(value, dict | list) and not any("." in key for key in path):
+            yield ".".join(path)
+
+    def other(value: Any) -> Any:
+        return value + 1 if isinstance(value, int | float) else f"x{value}"
+
+    def forgeries(release: Path) -> list[Callable[[], object]]:
+        return [partial(edit, release / name, path, other) for path in paths(json.loads((release / name).read_text()))]
+
+    return forgeries
+
+
+def relist(original: Path, release: Path) -> Path:
+    """Replace the digest of each file that was changed in a copy, and change nothing else."""
+    new: dict[str, str] = {}
+    last = (SPDX, BOM, PROVENANCE)
+    old = hashes_of(original, SUMS)
+    for name in (*(name for name in old if name not in last), *last):
+        if name in last:
+            text = (release / name).read_text()
+            for before, after in new.items():
+                text = text.replace(before, after)
+            (release / name).write_text(text)
+        if (digest := sha256_of((release / name).read_bytes())) != old[name]:
+            new[old[name]] = digest
+    write_sums(release)
+    return release
 
 
 def sign_release(release: Path, private: Path, name: str = "demo") -> None:

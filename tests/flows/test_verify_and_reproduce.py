@@ -24,8 +24,11 @@ from forged_evidence import (
     files_of,
     flip_one_outcome,
     forge,
+    leaves,
+    numbers,
     record,
     refusal_of,
+    relist,
     remove,
     require_digest_or_verdict_notices,
     require_every_flip_is_found,
@@ -33,6 +36,7 @@ from forged_evidence import (
     write_sums,
 )
 from other_words import read_with_other_words
+from samples import sampled_rows
 from signing_keys import write_keys
 from tampering import flip
 
@@ -40,7 +44,18 @@ import mergegate
 from mergegate.flows.release import release as release_flow
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.gate.verdict_record import EVIDENCE_RECORD, OUTCOMES
-from mergegate.tasks.publish.content import BOM, CARD, PROVENANCE, RECIPE, SIGNATURE, SPDX, SUMS
+from mergegate.tasks.publish.content import (
+    BOM,
+    CARD,
+    COMPLIANCE,
+    FACTS,
+    PROVENANCE,
+    RECIPE,
+    REPORT,
+    SIGNATURE,
+    SPDX,
+    SUMS,
+)
 from mergegate.tasks.publish.releases.verify import check_release
 from mergegate.tasks.publish.signature import sign
 from mergegate.tasks.publish.targets.directory import DirectoryRelease
@@ -285,6 +300,60 @@ def test_what_is_no_key_or_no_release_is_said(release: Path, demo: Project) -> N
         assert (result.exit_code, words in result.output) == (code, True)
 
 
+STATED_FACTS = {
+    "numbers in the card": numbers(CARD),
+    "numbers in the compliance sheet": numbers(COMPLIANCE),
+    "numbers in the report": numbers(REPORT, r"(?<=>)\d[\d.,]*(?=<)"),
+    "numbers in the recipe": numbers(RECIPE),
+    "numbers in the statement of changes": numbers("MODIFICATIONS"),
+    "letters of a license": numbers("licenses/mit.txt", "[A-Z]"),
+    "metadata of the card": numbers(CARD, r"(?<=: )\w+(?=\n)"),
+    "names in the report": numbers(REPORT, r"(?<=<td>)[a-z]+"),
+    "bill of materials": leaves(BOM),
+    "second bill of materials": leaves(SPDX),
+    "provenance": leaves(PROVENANCE),
+}
+FORGED = [(kind, part) for kind in STATED_FACTS for part in range(8)]
+
+
+@pytest.mark.story
+@pytest.mark.parametrize(("kind", "part"), sampled_rows(FORGED, FORGED[5::8], pytest.mark.proof))
+def test_a_forged_fact_is_noticed_although_all_lists_agree(release: Path, kind: str, part: int) -> None:
+    copy = Path(shutil.copytree(release, release.with_name("forged")))
+    forgeries = STATED_FACTS[kind](copy)
+    forgeries[len(forgeries) * part // 8]()
+    refusal_of(relist(release, copy), recompute=True)
+
+
+@pytest.mark.story
+def test_added_files_are_noticed_although_all_lists_agree(release: Path) -> None:
+    for name in (".eval_results/gsm8k.yaml", "licenses/other.txt", "special_tokens_map.json", "evidence/x/gate.json"):
+        copy = Path(shutil.copytree(release, release.with_name("copy")))
+        (copy / name).parent.mkdir(exist_ok=True)
+        (copy / name).write_text("{}")
+        add = {"name": name, "hashes": [{"content": ""}], "digest": {"sha256": ""}}
+        edit(copy / BOM, "components", lambda parts, add=add: [*parts, add])
+        edit(copy / PROVENANCE, "subject", lambda parts, add=add: [*parts, add])
+        forged = forge(copy)
+        assert f"{name}: " in refusal_of(forged, recompute=True)
+        shutil.rmtree(forged)
+
+
+SCORE = "content.models.3.scores.tasks.1.score"
+CONSISTENT_FACTS = {
+    SCORE: 1.0,
+    "content.models.0.likelihoods.perplexity": 1.1,
+    "content.verdict.guards.0.drop": -1.0,
+}
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("path", CONSISTENT_FACTS)
+def test_facts_that_contradict_the_evidence_are_noticed_although_all_documents_agree(release: Path, path: str) -> None:
+    edit(release / FACTS, path, CONSISTENT_FACTS[path])
+    refusal_of(forge(release, again=True), recompute=True)
+
+
 # Reproduction.
 
 
@@ -416,7 +485,7 @@ def test_only_different_numbers_of_another_version_of_the_gate_are_refused(relea
     evidence = Evidence(release)
     evidence.edit_record("gate_version", 4)
     evidence.edit_record("versions.mergegate", "0.0.9")
-    forged = forge(release)
+    forged = forge(release, again=True)
     check_release(DirectoryRelease(forged), recompute=True)  # The numbers are equal nevertheless.
     Evidence(forged).edit_record("verdict.guards.0.high", lambda high: high + 0.01)
     with pytest.raises(InvalidInput, match=r"verify it with mergegate 0\.0\.9"):
@@ -429,7 +498,7 @@ def test_last_digits_may_differ_only_with_other_libraries_and_are_named(release:
     forged = forge(release)
     assert "copy against base: high" in refusal_of(forged, recompute=True)
     Evidence(forged).edit_record("versions.numpy", "1.0")
-    recomputed = check_release(DirectoryRelease(forge(forged)), recompute=True).recomputed
+    recomputed = check_release(DirectoryRelease(forge(forged, again=True)), recompute=True).recomputed
     assert "1 number differs after the ninth digit, because versions differ: numpy 1.0, here" in str(recomputed)
 
 

@@ -23,7 +23,7 @@ import mergegate
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.gate.verdict_record import LIKELIHOODS
-from mergegate.tasks.publish.content import BOM, CARD, PROVENANCE, SUMS, sha256_of
+from mergegate.tasks.publish.content import BOM, CARD, FACTS, PROVENANCE, SUMS, sha256_of
 from mergegate.tasks.publish.releases.origin import MergeLink, find_merge
 from mergegate.tasks.publish.releases.verify import check_release
 from mergegate.tasks.publish.releases.weights import first_difference, is_rebuilt
@@ -370,6 +370,7 @@ def test_a_file_of_weights_that_is_not_rebuilt_is_refused_in_any_format(places: 
     release = places.variants
     (release / "extra.onnx").write_bytes(b"weights")
     forged_evidence.edit_provenance(release, f"{OWN}.R8.files", lambda files: [*files, "extra.onnx"])
+    forged_evidence.edit(release / FACTS, "files", lambda files: {**files, "extra.onnx": ""})
     part, subject = {"name": "extra.onnx", "hashes": [{"content": ""}]}, {"name": "extra.onnx", "digest": {}}
     forged_evidence.edit(release / BOM, "components", lambda components: [*components, part])
     forged_evidence.edit(release / PROVENANCE, "subject", lambda subjects: [*subjects, subject])
@@ -391,12 +392,13 @@ def test_settings_that_this_version_cannot_read_are_refused_in_words(
 
 
 def test_a_rebuild_must_give_every_file_except_those_about_the_model(places: Places) -> None:
+    companions = ("config.json", "tokenizer.json", ".safetensors", ".jinja")
     for release in (places.variants, places.merge):
-        names = {path.name for path in forged_evidence.files_of(release)}
-        assert {name for name in names if is_rebuilt(name)} == {
-            name for name in names if name.endswith((".safetensors", ".jinja"))
-        }
-    assert all(is_rebuilt(f"model{suffix}") for suffix in (".gguf", ".bin", ".pt", ".onnx", ".npz", ".new"))
+        names = {path.relative_to(release).as_posix() for path in forged_evidence.files_of(release)}
+        assert {name for name in names if is_rebuilt(name)} == {name for name in names if name.endswith(companions)}
+    weights = [f"model{suffix}" for suffix in (".gguf", ".bin", ".pt", ".onnx", ".npz", ".new")]
+    read = ("special_tokens_map.json", "adapter_config.json", "model", "1_Pooling/README.md", "evidence/x.json")
+    assert all(map(is_rebuilt, (*weights, *read)))
 
 
 def test_the_name_in_a_gguf_file_depends_on_the_weights_only() -> None:

@@ -206,7 +206,7 @@ class Publishable:
     def parts(self) -> ReleaseParts:
         inputs = (self.content, self.pinned, self.numerics, self.license)
         compute = merge_compute(self.content, self.pinned, self.numerics, self.merged, PublicNames({}))
-        return ReleaseParts(*inputs, self.merged, self.report, self.evidence, compute)
+        return ReleaseParts(*inputs, self.merged, self.evidence, compute)
 
 
 def publishable(root: Path, weights: bytes = b"weights", **files: bytes) -> Publishable:
@@ -277,4 +277,4 @@ def variant_parts(
             passed.append(PassedVariant(name, weights, evidence(root / f"evidence of {name}")))
     about = variant_content(of_merge.content, f"{merge.name}-GGUF", merge, verdicts)
     settings = SampleGguf(format="gguf", types=types, python=root / "bin" / "python")
-    return VariantParts(about, settings, tuple(passed), merge, of_merge.pinned, of_merge.license, of_merge.report)
+    return VariantParts(about, settings, tuple(passed), merge, of_merge.pinned, of_merge.license)

@@ -25,7 +25,6 @@ from mergegate.tasks.publish.card import Publication, model_card
 from mergegate.tasks.publish.card_metadata import card_metadata, check_card
 from mergegate.tasks.publish.card_scores import score_interval
 from mergegate.tasks.publish.eval_results import BENCHMARKS, eval_results
-from mergegate.tasks.publish.targets.directory import DirectoryTarget
 from mergegate.tasks.publish.targets.hub import HubTarget
 from mergegate.tasks.report.content import ReportContent
 
@@ -231,7 +230,7 @@ def test_a_whole_benchmark_is_read_by_the_hubs_library_as_it_was_measured() -> N
 def test_on_the_hub_an_entry_names_its_dataset_revision_and_its_evidence(version: str | None) -> None:
     said = content((GSM8K,))
     target = HubTarget(to="hub", repo="acme/demo", version=version)
-    (data,) = map(yaml.safe_load, eval_results(said, target).values())
+    (data,) = map(yaml.safe_load, eval_results(said, target.hub_id, target.version).values())
     (entry,) = huggingface_hub.parse_eval_result_entries(data)
     assert entry.dataset_revision == COMMIT
     assert entry.source_url == f"https://huggingface.co/acme/demo/tree/{version or 'main'}/evidence"
@@ -239,7 +238,7 @@ def test_on_the_hub_an_entry_names_its_dataset_revision_and_its_evidence(version
     # Only the Hub can verify an evaluation, and a release has no dates.
     assert (entry.verify_token, entry.date) == (None, None)
     assert data == huggingface_hub.eval_result_entries_to_yaml([entry])
-    (elsewhere,) = eval_results(said, DirectoryTarget(path=Path("releases"))).values()
+    (elsewhere,) = eval_results(said).values()
     assert "source" not in yaml.safe_load(elsewhere)[0]
 
 

@@ -15,11 +15,10 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.parsing import JsonBounds, parse_json_object
 from mergegate.tasks.evaluation import DocumentScore, Scores, TaskScore, by_task, score_table
 from mergegate.tasks.gate import EVIDENCE_RECORD, EVIDENCE_TABLES, RELEASES, VerdictRecord, read_measurements
 from mergegate.tasks.perplexity import DocumentLikelihood, Likelihoods, read_documents
-from mergegate.tasks.publish.content import BOM, MAX_METADATA_BYTES, SUMS, variant_evidence
+from mergegate.tasks.publish.content import BOM, SUMS, read_document, variant_evidence
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.publish.targets.hub_release import HubRelease
 from mergegate.tasks.store import Artifact
@@ -27,7 +26,6 @@ from mergegate.tasks.store import Artifact
 Role = Literal["release", "parent", "base", "merge", "earlier release", "unknown"]
 LOCAL = "local"  # namespace of models that are not on the Hub and have no known organization
 UNKNOWN_ORGANIZATION = "unknown"
-_BOUNDS = JsonBounds(size=MAX_METADATA_BYTES)
 
 
 @dataclass(frozen=True)
@@ -182,7 +180,7 @@ def _read(
     dependencies = {
         item["name"]: item for item in definition["resolvedDependencies"] if item["annotations"]["role"] != "text"
     }
-    bom = parse_json_object(release.read(BOM), BOM, bounds=_BOUNDS) if BOM in files else {}
+    bom = read_document(release.read(BOM), BOM) if BOM in files else {}
     component = bom.get("metadata", {}).get("component", {})
     references = evaluation.get("models") or {  # Releases of earlier versions name their parents in the BOM only.
         str(item.get("bom-ref", "")).removeprefix("parent:"): str(item["name"])
@@ -200,7 +198,7 @@ def _read(
     models: list[ExportedModel] = []
     for path in records:
         variant = path.removeprefix("evidence/").rpartition("/")[0]
-        record = VerdictRecord.model_validate(parse_json_object(release.read(path), path, bounds=_BOUNDS))
+        record = VerdictRecord.model_validate(read_document(release.read(path), path))
         merged = record.inputs["plan"]["merged"]
         names = {table: variant_evidence(table, variant) if variant else table for table in EVIDENCE_TABLES}
         tables = {table: release.read(name) for table, name in names.items() if name in files}

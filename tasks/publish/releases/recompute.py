@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.parsing import JsonBounds, parse_json_object
 from mergegate.tasks.gate import (
     EVIDENCE_RECORD,
     EVIDENCE_TABLES,
@@ -21,15 +21,31 @@ from mergegate.tasks.gate import (
     decide_again,
     gate,
     joint_verdict,
+    measured_values,
     plain_verdict,
     versions_here,
 )
-from mergegate.tasks.publish.content import MAX_METADATA_BYTES, VARIANT_VERDICTS, variant_evidence
+from mergegate.tasks.publish.content import (
+    DOCUMENTS,
+    EVAL_RESULTS,
+    FACTS,
+    KEYLESS_SIGNATURE,
+    SIGNATURE,
+    SUMS,
+    VARIANT_VERDICTS,
+    ReleaseFile,
+    read_document,
+    sha256_of,
+    variant_evidence,
+)
+from mergegate.tasks.publish.documents import DocumentFacts, read_facts
+from mergegate.tasks.publish.license_files import shipped_files
 from mergegate.tasks.publish.targets import PublishedRelease
+from mergegate.tasks.report import ReportedModel
 from mergegate.tasks.stage import Outcome
+from mergegate.tasks.store import canonical
 from mergegate.tasks.variants import VariantVerdict
 
-_BOUNDS = JsonBounds(size=MAX_METADATA_BYTES)
 _SHOWN = 8  # differences that a message lists
 
 
@@ -87,11 +103,13 @@ def recompute_verdict(
 
     Raises:
         InvalidInput: The release has no evidence, or another version of the gate decided.
-        Refused: The stored verdict does not follow from the evidence. The message names each guard and its numbers.
+        Refused: The stored verdict, or a score that the documents state, does not follow from the evidence. The message
+            names each guard and its numbers.
     """
     predicate = statement.get("predicate")
     stated = predicate.get("mergegate_verdict") if isinstance(predicate, dict) else None
-    return _decide(release, files, stated)
+    facts = _read_facts(release, files)
+    return _decide(release, files, stated, models=facts.content.models if facts else ())
 
 
 def recompute_variants(
@@ -124,8 +142,57 @@ def recompute_variants(
     return recomputed
 
 
+def compare_documents(
+    release: PublishedRelease, files: Mapping[str, tuple[int, str]], statement: Mapping[str, Any]
+) -> tuple[list[str], str]:
+    """Write the documents of a verified release again, and compare them.
+
+    ``files`` holds size in bytes and sha256 of each file, and ``statement`` is the provenance.
+
+    Returns:
+        A finding for each document that differs, and a sentence that says whether they were compared.
+    """
+    facts, here = _read_facts(release, files), versions_here()["mergegate"]
+    builder: object = ""
+    with suppress(LookupError, TypeError):
+        builder = statement["predicate"]["runDetails"]["builder"]["version"]["mergegate"]
+    if facts:  # The provenance is one of the documents.
+        builder = next((library.version for library in facts.content.versions if library.name == "mergegate"), "")
+    if builder != here:
+        return [], f"its documents were not written again, because mergegate {builder} wrote them, and this is {here}"
+    if facts is None:
+        return [f"{FACTS}: missing"], ""
+    stated = {name: sha256 for name, (_, sha256) in files.items() if name in DOCUMENTS or name.startswith(EVAL_RESULTS)}
+    others = [
+        ReleaseFile(name, size, sha256, release.read(name) if name == "tokenizer_config.json" else b"")
+        for name, (size, sha256) in files.items()
+        if name not in {*stated, SUMS, SIGNATURE, KEYLESS_SIGNATURE}
+    ]
+    try:
+        expected = {file.name: file.sha256 for file in facts.documents(others)}
+    except (ArithmeticError, AttributeError, InvalidInput, LookupError, TypeError, ValueError) as error:
+        return [f"{FACTS}: no documents can be written from it: {_first_line(error)}"], ""
+    for name, text in shipped_files(facts.license).items():
+        expected[name], stated[name] = sha256_of(text.encode()), files.get(name, (0, ""))[1]
+    different = sorted(name for name in {*stated, *expected} if stated.get(name) != expected.get(name))
+    findings = [f"{name}: not what the facts in {FACTS} give" for name in different]
+    return findings, f"its documents are those that the facts in {FACTS} give"
+
+
+def _read_facts(release: PublishedRelease, files: Collection[str]) -> DocumentFacts | None:
+    """Return the facts that the documents state, or None for a release of an earlier version, which lacks them."""
+    try:
+        return read_facts(release.read(FACTS)) if FACTS in files else None
+    except (InvalidInput, ValueError) as error:
+        raise _mismatch(release.reference, f"facts that cannot be read: {_first_line(error)}") from None
+
+
 def _decide(
-    release: PublishedRelease, files: Collection[str], stated_verdict: object, variant_type: str = ""
+    release: PublishedRelease,
+    files: Collection[str],
+    stated_verdict: object,
+    variant_type: str = "",
+    models: Sequence[ReportedModel] = (),
 ) -> RecomputedVerdict:
     """Decide again about a merge, or about the variant of the type, and compare with the verdict in the provenance."""
     reference = f"{release.reference}: {variant_type}" if variant_type else release.reference
@@ -142,7 +209,7 @@ def _decide(
             remedy="verify it without --verdict, or publish the merge again with this version of mergegate",
         )
     try:
-        content = parse_json_object(release.read(record_name), record_name, bounds=_BOUNDS)
+        content = read_document(release.read(record_name), record_name)
     except InvalidInput as error:
         raise _mismatch(reference, f"evidence that leads to no verdict: {_first_line(error)}") from None
     known, here = content.get("versions"), versions_here()
@@ -161,6 +228,7 @@ def _decide(
         joint_stored = plain_verdict(stated)
         tables = {name: release.read(name_of(name)) for name in EVIDENCE_TABLES if name_of(name) in files}
         recomputed = decide_again(record, tables)
+        measured = measured_values(record, tables) if models else {}
     # The evidence is untrusted. After any error, the stored verdict does not follow from it.
     except (ArithmeticError, AssertionError, AttributeError, InvalidInput, LookupError, TypeError, ValueError) as error:
         if content.get("gate_version") != gate.version:
@@ -170,6 +238,10 @@ def _decide(
     differences = list(compare_verdicts(stored, plain_verdict(recomputed)))
     for difference in compare_verdicts(joint_stored, plain_verdict(joint)):
         differences += [difference] if difference not in differences else []
+    for model in models:
+        values = {"scores": canonical(model.scores), "likelihoods": canonical(model.likelihoods)}
+        measured_here = {"scores": None, "likelihoods": None} | measured.get(model.name, {})
+        differences += compare_verdicts({model.name: values}, {model.name: measured_here})
     others = {name: (version, here.get(name, "")) for name, version in record.versions.items() if name != "mergegate"}
     others = {name: pair for name, pair in others.items() if pair[0] != pair[1]}
     if differences and record.gate_version != gate.version:

@@ -19,8 +19,8 @@ names the release of the merge, which is verified, too, if it is available.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import ValidationError
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.merge_core.parsing import parse_json, parse_yaml
+from mergegate.merge_core.parsing import parse_yaml
 from mergegate.tasks.checkpoints import parse_card
 from mergegate.tasks.merge import WeightComparison
 from mergegate.tasks.publish import (
@@ -50,17 +50,27 @@ from mergegate.tasks.publish import (
 )
 from mergegate.tasks.publish.bom import MISSING_FACT
 from mergegate.tasks.publish.content import (
+    DOCUMENTS,
+    EVAL_RESULTS,
+    FACTS,
     MERGE_BUILD,
     MODIFICATIONS,
     RELEASE_URN,
     SPDX,
     STATEMENT_OF_CHANGES,
+    STATEMENT_TYPES,
     VARIANT_BUILD,
     VARIANT_VERDICTS,
     content_digest,
+    read_document,
 )
 from mergegate.tasks.publish.releases.origin import MergeLink, find_merge, read_link, require_linked
-from mergegate.tasks.publish.releases.recompute import RecomputedVerdict, recompute_variants, recompute_verdict
+from mergegate.tasks.publish.releases.recompute import (
+    RecomputedVerdict,
+    compare_documents,
+    recompute_variants,
+    recompute_verdict,
+)
 from mergegate.tasks.publish.releases.weights import is_rebuilt
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.store import merkle
@@ -74,6 +84,17 @@ _SIGNATURES: Mapping[Signed, str] = {
     "none": "it is not signed",
 }
 _UNLISTED = frozenset({SIGNATURE, KEYLESS_SIGNATURE})  # written after SHA256SUMS, so no other file lists them
+_UNNOTICED = (
+    "weights, tokenizer and configuration (mergegate reproduce rebuilds them)",
+    "names, licenses, cards and license texts of the parents",
+    "statements of the publisher",
+    "estimates of computation and energy",
+    "recorded versions, seeds and devices",
+    "settings and data of the evaluation, and the outcomes of its documents",
+    "verdicts of a judge or a server, and checks of a conversion",
+    "sections of the report about attempts, distances, experts and explanations",
+    "whether a newer release exists",
+)
 _NO_DIGEST = "its name is not a digest, so it is compared only with its own records"
 
 
@@ -114,6 +135,7 @@ class VerifiedRelease:
         merge: Release that quantized variants were made from. None for the release of a merge.
         keyless: State of the keyless signature. None if there is none.
         missing_facts: Facts that the bill of materials lists as missing.
+        documents: Result of writing the documents again, as a sentence. Empty unless that was requested.
     """
 
     reference: str
@@ -126,6 +148,13 @@ class VerifiedRelease:
     merge: MergeLink | None = None
     keyless: KeylessSignatureState | None = None
     missing_facts: tuple[str, ...] = ()
+    documents: str = ""
+
+    @property
+    def unnoticed(self) -> tuple[str, ...]:
+        """What a forger could have changed consistently. Empty if a signature is valid."""
+        is_signed = self.signed == "valid" or (self.keyless is not None and self.keyless.status == "valid")
+        return () if is_signed else _UNNOTICED
 
     @property
     def files(self) -> int:
@@ -138,12 +167,19 @@ class VerifiedRelease:
         return sum(size for size, _ in self.listing.values())
 
     def __str__(self) -> str:
-        head = f"{self.reference}: {self.files} files, {self.bytes / 1e6:,.1f} MB, all as published"
+        is_unsigned = self.signed == "none" and self.keyless is None
+        state = f"consistent; {'unsigned' if is_unsigned else 'signature not checked'}"
+        state = state if self.unnoticed else "all as published"
+        head = f"{self.reference}: {self.files} files, {self.bytes / 1e6:,.1f} MB, {state}"
         lines = [f"its content matches its version {self.version}" if self.version else _NO_DIGEST]
         lines += [_SIGNATURES[self.signed]] if self.signed != "none" or not self.keyless else []
         lines += [str(part) for part in (self.keyless, self.merge) if part]
         if self.missing_facts:
             lines.append(f"its bill of materials lists {len(self.missing_facts)} missing facts, see {BOM}")
+        lines += [self.documents] if self.documents else []
+        if self.unnoticed:
+            lines.append("only a valid signature shows that these are unchanged:")
+            lines += [f"  * {subject}" for subject in self.unnoticed]
         return "\n  ".join((head, *lines))
 
 
@@ -182,14 +218,7 @@ def check_release(
             remedy="omit --merge",
         )
     check.compare_all(key, signer)
-    if check.findings:
-        first, *more = dict.fromkeys(check.findings)
-        raise Refused(
-            release.reference,
-            found="\n  also: ".join((first, *more)),
-            expected="a release whose files are as published and agree with each other",
-            remedy="do not use it; download it again from its target, or publish it again",
-        )
+    check.require_no_findings()
     signed: Signed = "none" if SIGNATURE not in check.files else "valid" if key else "not checked"
     keyless = None
     if check.claimed_signer:
@@ -210,11 +239,15 @@ def check_release(
             require_linked(check.link, link, verified_merge.statement)
             link = replace(check.link, reference=link.reference)
         verified = replace(verified, merge=link)
-        if recompute:
-            again = recompute_variants(release, check.files, check.statement)
-            verified = replace(verified, variants=again)
-    elif recompute:
-        verified = replace(verified, recomputed=recompute_verdict(release, check.files, check.statement))
+    if recompute:
+        inputs = (release, check.files, check.statement)
+        if isinstance(check, _VariantCheck):
+            verified = replace(verified, variants=recompute_variants(*inputs))
+        else:
+            verified = replace(verified, recomputed=recompute_verdict(*inputs))
+        check.findings, documents = compare_documents(*inputs)
+        check.require_no_findings()
+        verified = replace(verified, documents=documents)
     return verified
 
 
@@ -229,6 +262,7 @@ class _ReleaseCheck:
         self.findings: list[str] = []
         self.claimed_signer: Signer | None = None  # of the keyless signature
         dependencies = _list(_at(statement, "predicate", "buildDefinition", "resolvedDependencies"))
+        self.dependencies = dependencies
         self.parents = [item for item in dependencies if _at(item, "annotations", "role") != "text"]
 
     def compare_all(self, key: Path | None, signer: SignerPolicy | None) -> None:
@@ -236,7 +270,7 @@ class _ReleaseCheck:
         if SUMS in self.files:
             text = self.text(SUMS)
             # Signatures are written last and cover SHA256SUMS, so SHA256SUMS cannot list them.
-            is_equal = self.compare_files(parse_checksums(text), SUMS, unlisted_files={SUMS, *_UNLISTED})
+            is_equal = self.compare_files(parse_checksums(text).items(), SUMS, unlisted_files={SUMS, *_UNLISTED})
             if is_equal and text != checksums_text(parse_checksums(text)):
                 self.findings.append(f"{SUMS}: not in the form that mergegate writes")
         else:
@@ -256,7 +290,7 @@ class _ReleaseCheck:
             except ValueError as error:
                 self.findings.append(f"{SIGNATURE}: {error}")
             else:
-                self.compare_files(signature.files, SIGNATURE, unlisted_files=_UNLISTED)
+                self.compare_files(signature.files.items(), SIGNATURE, unlisted_files=_UNLISTED)
                 if key and not signature.matches_key(key):
                     self.findings.append(f"{SIGNATURE}: not signed with the key {key.name}")
         elif key is not None:
@@ -265,7 +299,7 @@ class _ReleaseCheck:
             try:
                 keyless = read_keyless(self.read(KEYLESS_SIGNATURE))
                 self.claimed_signer = keyless.signer
-                self.compare_files(keyless.files, KEYLESS_SIGNATURE, unlisted_files={KEYLESS_SIGNATURE})
+                self.compare_files(keyless.files.items(), KEYLESS_SIGNATURE, unlisted_files={KEYLESS_SIGNATURE})
                 if signer is not None:
                     keyless.require_signer(signer)
             except ValueError as error:
@@ -275,20 +309,24 @@ class _ReleaseCheck:
 
     def compare_statements(self) -> None:
         """Compare provenance and bill of materials with the files and each other."""
-        listed = {
-            str(_at(subject, "name")): str(_at(subject, "digest", "sha256"))
+        listed = [
+            (str(_at(subject, "name")), str(_at(subject, "digest", "sha256")))
             for subject in _list(_at(self.statement, "subject"))
-        }
+        ]
+        self.require_distinct(PROVENANCE, [str(_at(parent, "name")) for parent in self.dependencies])
         self.compare_files(listed, PROVENANCE, unlisted_files={PROVENANCE, SUMS, *_UNLISTED})
+        self.compare_facts()
         self.compare_spdx()
         if BOM not in self.files:
             return
         bom = self._json(BOM)
-        listed = {
-            str(_at(component, "name")): str(_at(digest, "content"))
-            for component in _list(_at(bom, "components"))
-            for digest in _list(_at(component, "hashes"))
-        }
+        components = _list(_at(bom, "components"))
+        listed = [
+            (str(_at(component, "name")), str(_at(digest, "content")))
+            for component in components
+            for digest in _list(_at(component, "hashes")) or [None] * (_at(component, "type") == "file")
+        ]
+        self.require_distinct(BOM, [str(_at(component, "bom-ref")) for component in components])
         self.compare_files(listed, BOM, unlisted_files={BOM, PROVENANCE, SUMS, *_UNLISTED})
         ancestors = [
             (_at(item, "name"), _at(item, "version"))
@@ -302,12 +340,13 @@ class _ReleaseCheck:
         if SPDX not in self.files:
             return
         elements = [item for item in _list(_at(self._json(SPDX), "@graph")) if isinstance(item, dict)]
-        listed = {
-            str(item.get("name")): str(_at(digest, "hashValue"))
+        listed = [
+            (str(item.get("name")), str(_at(digest, "hashValue")))
             for item in elements
             if item.get("type") == "software_File"
-            for digest in _list(item.get("verifiedUsing"))
-        }
+            for digest in _list(item.get("verifiedUsing")) or [None]
+        ]
+        self.require_distinct(SPDX, [str(item["spdxId"]) for item in elements if "spdxId" in item])
         self.compare_files(listed, SPDX, unlisted_files={SPDX, BOM, PROVENANCE, SUMS, *_UNLISTED})
         packages = {
             str(item.get("spdxId")): (item.get("name"), item.get("software_packageVersion")) for item in elements
@@ -317,6 +356,26 @@ class _ReleaseCheck:
         ]
         if ancestors != self._identities():
             self.findings.append(f"{SPDX}: its {self.origin} are not those of {PROVENANCE}")
+
+    def compare_facts(self) -> None:
+        """Compare all files except documents with the recorded facts, which earlier releases lack."""
+        if FACTS not in self.files:
+            return
+        listed = _at(self._json(FACTS), "files")
+        files = {str(name): str(sha256) for name, sha256 in listed.items()} if isinstance(listed, dict) else {}
+        results = {name for name in self.files if name.startswith(EVAL_RESULTS)}
+        self.compare_files(files.items(), FACTS, unlisted_files={FACTS, *results, *DOCUMENTS, SUMS, *_UNLISTED})
+
+    def require_no_findings(self) -> None:
+        """Raise Refused with all findings, if there are any."""
+        if self.findings:
+            first, *more = dict.fromkeys(self.findings)
+            raise Refused(
+                self.release.reference,
+                found="\n  also: ".join((first, *more)),
+                expected="a release whose files are as published and agree with each other",
+                remedy="do not use it; download it again from its target, or publish it again",
+            )
 
     def _identities(self) -> list[tuple[object, object]]:
         """Return name and version of each dependency in the provenance, except texts."""
@@ -348,11 +407,19 @@ class _ReleaseCheck:
         """Return the lists of Hub ids that the card may have as ``base_model``."""
         raise NotImplementedError
 
-    def compare_files(self, listed_digests: Mapping[str, str], source: str, unlisted_files: Collection[str]) -> bool:
-        """Compare the files with the list in ``source`` (sha256 by name), and return whether they are equal.
+    def require_distinct(self, source: str, entries: Iterable[str]) -> None:
+        """Require that the list in ``source`` names nothing twice, because each reader may take another entry."""
+        counts = Counter(entries)
+        self.findings += [f"{source}: duplicate entry {name!r:.80}" for name in sorted(counts) if counts[name] > 1]
+
+    def compare_files(self, listed: Iterable[tuple[str, str]], source: str, unlisted_files: Collection[str]) -> bool:
+        """Compare the files with the list in ``source`` (name and sha256), and return whether they are equal.
 
         ``unlisted_files`` are written after ``source``, so it cannot list them.
         """
+        entries = list(listed)
+        self.require_distinct(source, [name for name, _ in entries])
+        listed_digests = dict(entries)
         actual = {name: sha256 for name, (_, sha256) in self.files.items() if name not in unlisted_files}
         for name in sorted({*listed_digests, *actual}):
             if name not in actual:
@@ -366,10 +433,11 @@ class _ReleaseCheck:
         return listed_digests == actual
 
     def _json(self, name: str) -> object:
-        """Return the content of a JSON file, or None if it cannot be parsed."""
+        """Return the content of a JSON file, or None and a finding if it cannot be parsed."""
         try:
-            return parse_json(self.read(name), name)
-        except InvalidInput:
+            return read_document(self.read(name), name)
+        except InvalidInput as error:
+            self.findings.append(f"{name}: {error.found}")
             return None
 
     def read(self, name: str) -> bytes:
@@ -466,10 +534,9 @@ class _VariantCheck(_ReleaseCheck):
             self.findings.append(f"{PROVENANCE}: the address and the digest of its dependency differ")
         published = _at(self.statement, "predicate", "buildDefinition", "internalParameters", "variants")
         published = published if isinstance(published, dict) else {}
-        verdicts = {
-            str(_at(verdict, "type")): _at(verdict, "publishable") is True
-            for verdict in _list(_at(self.statement, "predicate", VARIANT_VERDICTS))
-        }
+        stated = _list(_at(self.statement, "predicate", VARIANT_VERDICTS))
+        self.require_distinct(PROVENANCE, [str(_at(verdict, "type")) for verdict in stated])
+        verdicts = {str(_at(verdict, "type")): _at(verdict, "publishable") is True for verdict in stated}
         owned: set[str] = set()
         for variant_type, facts in sorted(published.items()):
             if not verdicts.get(variant_type):
@@ -503,14 +570,17 @@ _KINDS: Mapping[object, type[_ReleaseCheck]] = {MERGE_BUILD: _MergeCheck, VARIAN
 def _open_check(release: PublishedRelease) -> _ReleaseCheck:
     """Return the comparisons for the kind of ``release``. Raise Refused if its provenance does not tell the kind."""
     files = release.files()
-    statement: object = None
+    statement: dict[str, Any] = {}
+    found = "not an in-toto statement with SLSA provenance" if PROVENANCE in files else "the file is missing"
     if PROVENANCE in files:
-        with suppress(InvalidInput):
-            statement = parse_json(release.read(PROVENANCE), PROVENANCE)
-    if not isinstance(statement, dict) or statement.get("_type") != "https://in-toto.io/Statement/v1":
+        try:
+            statement = read_document(release.read(PROVENANCE), PROVENANCE)
+        except InvalidInput as error:
+            found = error.found
+    if (statement.get("_type"), statement.get("predicateType")) != STATEMENT_TYPES:
         raise Refused(
             f"{release.reference}: {PROVENANCE}",
-            found="not an in-toto statement" if PROVENANCE in files else "the file is missing",
+            found=found,
             expected="the provenance that every release of mergegate has",
             remedy="this is not a complete release of mergegate; download it again from its target",
         )

@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from mergegate.merge_core.checkpoint import read_gguf_header, read_header
 from mergegate.merge_core.errors import MergegateError, Refused
 from mergegate.merge_core.parsing import open_buffered
+from mergegate.tasks.publish.content import (
+    DOCUMENTS,
+    EVAL_RESULTS,
+    FACTS,
+    KEYLESS_SIGNATURE,
+    MODIFICATIONS,
+    SIGNATURE,
+    SUMS,
+)
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.stage import store
 
-# Suffixes of everything that mergegate writes about a model: card, licenses, records, report and evidence. Any other
-# file is part of the model, so that no format of weights goes unchecked because it is missing in a list.
-_DOCUMENTS = frozenset({"", ".html", ".json", ".md", ".parquet", ".sig", ".txt", ".yaml"})
+# Names of everything that mergegate writes about a model, in the only directories for it. Any other file is part of the
+# model, because a library may load it: a tokenizer reads 'special_tokens_map.json' if there is one.
+_DOCUMENTS = re.compile(
+    "|".join(
+        (
+            *map(re.escape, (*DOCUMENTS, FACTS, MODIFICATIONS, SUMS, SIGNATURE, KEYLESS_SIGNATURE)),
+            rf"LICENSE|NOTICE|licenses/[^/]+\.txt|{re.escape(EVAL_RESULTS)}[^/]+\.yaml",
+            r"evidence/([^/]+/)?(gate\.json|outcomes\.parquet|likelihoods\.parquet)",
+        )
+    )
+)
 _CHUNK_BYTES = 1 << 20
 _SHOWN = 5  # files that a message lists
 
 
 def is_rebuilt(name: str) -> bool:
-    """Return whether a rebuild must give a file of a release, because it may hold weights."""
-    return PurePosixPath(name).suffix not in _DOCUMENTS
+    """Return whether a rebuild must give a file of a release, because it is not a document of mergegate."""
+    return not _DOCUMENTS.fullmatch(name)
 
 
 def require_equal_files(

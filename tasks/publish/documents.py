@@ -1,0 +1,155 @@
+"""Write the documents of a release as a function of its facts, which the release contains as ``evidence/facts.json``.
+
+``mergegate verify --verdict`` writes the documents again from this file and the other files, and compares every byte.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from mergegate.tasks.merge import describe_changes
+from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation
+from mergegate.tasks.publish.bill_content import merge_bill, variant_bill
+from mergegate.tasks.publish.bom import bill_files
+from mergegate.tasks.publish.card import Publication, model_card
+from mergegate.tasks.publish.card_metadata import check_card, model_index
+from mergegate.tasks.publish.card_scores import escape
+from mergegate.tasks.publish.compliance import compliance_section, compliance_sheet
+from mergegate.tasks.publish.content import (
+    CARD,
+    COMPLIANCE,
+    FACTS,
+    PROVENANCE,
+    RECIPE,
+    REPORT,
+    ReleaseFile,
+    read_document,
+    written_file,
+)
+from mergegate.tasks.publish.eval_results import eval_results
+from mergegate.tasks.publish.facts import ReleaseFacts
+from mergegate.tasks.publish.provenance import MergeOrigin, VariantOrigin, provenance, variant_provenance
+from mergegate.tasks.publish.settings import SigstoreSettings
+from mergegate.tasks.publish.targets.contract import PublishTarget
+from mergegate.tasks.publish.variant_card import variant_card
+from mergegate.tasks.report import ReportContent, render
+from mergegate.tasks.store import without_unkeyed
+
+
+class DocumentFacts(BaseModel):
+    """Everything that the documents of a release state, with public names.
+
+    Attributes:
+        files: Sha256 of each file of the model, of its licenses and of its evidence, by name.
+        content: Content of the report.
+        license: License verdict, without the texts of ancestors.
+        missing: Obligations that the release does not fulfill.
+        metadata: Metadata of the card.
+        facts: Facts about the model and its parents.
+        origin: Inputs of the merge or of the variants, without directories.
+        signed: Whether a key signs the release.
+        keyless: Settings of the keyless signature. None: there is none.
+        version: Name of the version. None: it follows from the content.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    files: dict[str, str]
+    content: ReportContent
+    license: LicenseVerdict
+    missing: tuple[Obligation, ...]
+    metadata: dict[str, Any]
+    facts: ReleaseFacts
+    origin: MergeOrigin | VariantOrigin
+    signed: bool
+    keyless: SigstoreSettings | None
+    version: str | None
+
+    def documents(self, other_files: Sequence[ReleaseFile]) -> list[ReleaseFile]:
+        """Return the documents of the release. ``other_files`` are all other files that are written before SHA256SUMS.
+
+        Each document describes the files before it: the card describes the checkpoint, the bills of materials list the
+        files, and the provenance covers them all.
+        """
+        content, license, origin = self.content, self.license, self.origin
+        metadata = {**self.metadata, **license.combination.card, **model_index(content)}
+        files = [*other_files, written_file(REPORT, render(content))]
+        if isinstance(origin, MergeOrigin):
+            results = eval_results(content, self.facts.hub_id, self.version)
+            files += [written_file(name, text) for name, text in results.items()]
+            files.append(written_file(RECIPE, content.recipe))
+        names = sorted(file.name for file in files)
+        files.append(written_file(COMPLIANCE, compliance_sheet(self.facts, content, license, self.missing, names)))
+        summary = compliance_section(self.facts)
+        versions = {library.name: library.version for library in content.versions}
+        if isinstance(origin, MergeOrigin):
+            versions |= origin.numerics.versions
+            device = origin.numerics.device
+            publication = Publication(self.facts.address, self.signed, device, summary, versions, self.keyless)
+            changes = describe_changes(origin.weights, [escape(parent.ref) for parent in origin.parents])
+            card = model_card(content, metadata, license, self.missing, names, publication, changes)
+            bill = merge_bill
+        else:
+            publication = Publication(self.facts.address, self.signed, "cpu", summary, versions, self.keyless)
+            inputs = (content, metadata, license, self.missing, names, origin)
+            card = variant_card(*inputs, publication, self.facts.hub_id)
+            bill = variant_bill
+        files.append(written_file(CARD, card))
+        files += bill_files(bill(files, content, self.facts, license.combination.card))
+        if isinstance(origin, MergeOrigin):
+            statement = provenance(files, content, origin, license, metadata)
+        else:
+            statement = variant_provenance(files, content, origin, license, metadata)
+        return [*files[len(other_files) :], written_file(PROVENANCE, statement)]
+
+
+def write_documents(
+    other_files: Sequence[ReleaseFile],
+    content: ReportContent,
+    license: LicenseVerdict,
+    missing: Sequence[Obligation],
+    metadata: dict[str, Any],
+    facts: ReleaseFacts,
+    origin: MergeOrigin | VariantOrigin,
+    target: PublishTarget,
+) -> list[ReleaseFile]:
+    """Return all files of a release before SHA256SUMS: ``other_files``, the facts, and the documents.
+
+    The other arguments are those of ``DocumentFacts`` as they were computed, and the target of the release.
+
+    Raises:
+        Refused: The Hub would misread the card.
+    """
+    ancestors = tuple(ancestor.model_copy(update={"own_text": ""}) for ancestor in license.ancestors)
+    keyless = target.sigstore
+    if keyless and keyless.trust_config:  # The documents only state that there is such a file.
+        keyless = keyless.model_copy(update={"trust_config": Path("FILE")})
+    recorded = DocumentFacts(
+        files={file.name: file.sha256 for file in other_files},
+        content=without_unkeyed(content),
+        license=license.model_copy(update={"ancestors": ancestors}),
+        missing=tuple(missing),
+        metadata=metadata,
+        facts=facts,
+        origin=origin,
+        signed=target.sign_key is not None,
+        keyless=keyless,
+        version=target.version,
+    )
+    # Not sorted: the order of the metadata and of other mappings is that in the documents.
+    text = json.dumps(recorded.model_dump(mode="json"), indent=1, ensure_ascii=False, allow_nan=False)
+    files = [*other_files, written_file(FACTS, f"{text}\n")]
+    documents = read_facts(files[-1].read()).documents(files)  # as ``mergegate verify`` reads them
+    card = next(file for file in documents if file.name == CARD)
+    check_card(card.read().decode(), metadata, [file.name for file in (*files, *documents)])
+    return [*files, *documents]
+
+
+def read_facts(content: bytes) -> DocumentFacts:
+    """Parse the content of ``evidence/facts.json``. Raise InvalidInput or ValueError if it is not valid."""
+    return DocumentFacts.model_validate(read_document(content, FACTS))
