@@ -29,7 +29,8 @@ from hypothesis import settings
 from kept import kept
 
 from mergegate.flows.prefect_api import configure, local_api
-from mergegate.tasks.checkpoints.model_process import compile_libraries
+from mergegate.merge_core.files import state_directory
+from mergegate.tasks.checkpoints import confined, model_process
 
 if TYPE_CHECKING:
     from mergegate.tasks.variants import VariantFormat
@@ -62,7 +63,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 
 def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
-        compile_libraries()  # In a fresh clone, compile once here rather than in every worker at the same time.
+        model_process.compile_libraries()  # in a fresh clone, once here rather than in every worker at the same time
     if "RECORD_DURATIONS" in os.environ:
         config.pluginmanager.register(budget.Meter())
         if not hasattr(config, "workerinput"):
@@ -104,6 +105,17 @@ def _freeze() -> None:
 def long_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep messages of the command line on one line each, so that they match the expected text."""
     monkeypatch.setenv("COLUMNS", "1000")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Let all tests share a model process, which reads and writes their directories. Tests of confinement undo this."""
+    base = tmp_path_factory.getbasetemp()
+    confined.expected_files.update(map(str, (base, PROJECT / "profiles", PROJECT / "tests")))
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (confined, model_process):
+            patch.setattr(module, "sandbox_directory", lambda *names: state_directory(base.joinpath(*names)))
+        yield
 
 
 @pytest.fixture(scope="session")

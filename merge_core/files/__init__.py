@@ -30,6 +30,8 @@ from mergegate.merge_core.files.records import (
     RecordJournal,
     keep_only_journal,
     open_journal,
+    open_journal_file,
+    opened_journals,
 )
 from mergegate.merge_core.files.state import (
     ASIDE,
@@ -76,6 +78,8 @@ __all__ = [
     "move_aside",
     "new_directory",
     "open_journal",
+    "open_journal_file",
+    "opened_journals",
     "read_state",
     "regular_files",
     "remove_any",

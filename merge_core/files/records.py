@@ -44,6 +44,10 @@ _LONGEST_LINE = 256 << 20
 _log = logging.getLogger(__name__)
 
 
+opened_journals: dict[Path, int] = {}
+"""Descriptors of journals, by path, that another process has opened for this one, which may not write there."""
+
+
 @dataclass(frozen=True)
 class JournalLocation:
     """Location of a stage's journal.
@@ -155,11 +159,18 @@ class RecordJournal:
         self._location = None
 
     def _open(self, path: Path) -> None:
-        if is_misplaced(path):
-            set_aside_damaged(path, "not a journal")
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        self._fd = opened_journals.pop(path, -1)
+        if self._fd < 0:
+            self._fd = open_journal_file(path)
         # The process of a killed run may still be alive for a moment.
         lock_file(self._fd, path, required=False)
+
+
+def open_journal_file(path: Path) -> int:
+    """Open the file of a journal, create it if necessary, and return its descriptor. May raise OSError."""
+    if is_misplaced(path):
+        set_aside_damaged(path, "not a journal")
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 
 @contextmanager

@@ -21,6 +21,13 @@ from mergegate.tasks.checkpoints.card import (
     parse_card,
     read_card,
 )
+from mergegate.tasks.checkpoints.confined import (
+    child_environment,
+    confinement,
+    expect_inputs,
+    named_files,
+    writable_directory,
+)
 from mergegate.tasks.checkpoints.fetch import fetch_weights
 from mergegate.tasks.checkpoints.files import deciding_files, require_same_files
 from mergegate.tasks.checkpoints.model import Model, QuantizedModel, files_fingerprint
@@ -94,8 +101,11 @@ __all__ = [
     "card_directory",
     "card_path",
     "checkpoint_digest",
+    "child_environment",
+    "confinement",
     "deciding_files",
     "end_model_process",
+    "expect_inputs",
     "fetch_weights",
     "files_digest",
     "files_fingerprint",
@@ -108,6 +118,7 @@ __all__ = [
     "is_out_of_memory",
     "load_model",
     "load_private_model",
+    "named_files",
     "on_unload",
     "open_parent",
     "parse_card",
@@ -123,4 +134,5 @@ __all__ = [
     "tokenizer_digest",
     "torch_threads",
     "unload_models",
+    "writable_directory",
 ]

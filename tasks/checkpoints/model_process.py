@@ -37,13 +37,22 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
 from mergegate.merge_core.engine import has_cuda_driver
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
-from mergegate.merge_core.files import disk_errors_refused, state_directory
+from mergegate.merge_core.files import JOURNAL, disk_errors_refused, open_journal_file, opened_journals
 from mergegate.merge_core.wording import detail
+from mergegate.tasks.checkpoints.confined import (
+    child_environment,
+    confinement,
+    expected_files,
+    imported_packages,
+    named_files,
+    sandbox_directory,
+)
 from mergegate.tasks.checkpoints.messages import receive
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import (
@@ -56,16 +65,19 @@ from mergegate.tasks.checkpoints.model_cache import (
 )
 from mergegate.tasks.runners import Cancelled, WorkerSlot, current_slot, on_slot_end
 from mergegate.tasks.sandbox import (
-    Confinement,
     NotStarted,
     ProcessOptions,
     SupervisedProcess,
     acquire_gpus,
     compile_imports,
-    environment_of_child,
     output_tail,
 )
-from mergegate.tasks.stage import home, memory_of_child, memory_of_mapping_child, on_input_change, store
+from mergegate.tasks.stage import (
+    memory_of_child,
+    memory_of_mapping_child,
+    on_input_change,
+    store,
+)
 
 # Messages of Python, torch and C++ if a memory limit, rather than the size of the memory, stops an allocation.
 _NO_MEMORY = re.compile(
@@ -96,8 +108,6 @@ _LIBRARIES = (
 )
 # Maximum time without progress if the call has no time limit. The largest models load within this time.
 _SILENCE_S = 3600.0
-# Stages that write a journal in the model process and resume from it.
-_JOURNALED = ("evaluate", "perplexity", "ensemble", "statistics", "importance", "routers")
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # Libraries then do not wait for a missing network.
 # Torch threads that have finished their share of a layer spin for some microseconds while they wait for the others, and
 # then sleep. Without spinning, waking a thread takes a fifth of a layer's time. Threads that spin until the others have
@@ -165,7 +175,13 @@ def call_model_process(
     with _creation_lock:
         slot_process = _slot_processes.setdefault(slot.number, _SlotProcess(slot.number))
     digests = tuple(model.digest for model in models)
-    kind = _Kind("".join(digests) if needs.own_process else "", needs.network, needs.variables, slot.environment)
+    kind = _Kind(
+        "".join(digests) if needs.own_process else "",
+        needs.network,
+        needs.variables,
+        slot.environment,
+        sandbox_directory(),
+    )
     request = _Request((function, tuple(arguments)), location, needs.time_limit, on_progress)
     with slot_process.lock:
         try:
@@ -231,12 +247,14 @@ class _Kind:
 
     ``only_for`` holds the concatenated digests of the only models that the process may load; if empty, it may load any.
     ``variables`` names the additional environment variables, and ``environment`` has those of the worker slot.
+    ``sandbox`` is the directory that it writes to.
     """
 
     only_for: str
     network: bool
     variables: tuple[str, ...]
-    environment: tuple[tuple[str, str], ...] = ()
+    environment: tuple[tuple[str, str], ...]
+    sandbox: Path
 
 
 class _Request(NamedTuple):
@@ -273,9 +291,11 @@ class _SlotProcess:
                 accepted = (
                     kind if models or process is None else dataclasses.replace(kind, only_for=process.kind.only_for)
                 )
-                if process is None or not process.child.alive or process.kind != accepted:
+                named = {str(path) for path in named_files(request.content[1])}
+                if process is None or not process.child.alive or process.kind != accepted or not process.reads(named):
+                    readable = named | expected_files | (process.readable if process else set())
                     self.end()
-                    process = self.current = _ModelProcess(kind)
+                    process = self.current = _ModelProcess(kind, readable)
                 process.models |= models
                 try:
                     return self._exchange(process, request, deadline, slot)
@@ -299,7 +319,7 @@ class _SlotProcess:
         is_answered = False
         last_message_at = time.monotonic()
         try:
-            process.connection.send(request.content)
+            process.send(request.content)
             while not is_answered:
                 remaining = (last_message_at + _SILENCE_S if deadline is None else deadline) - time.monotonic()
                 if remaining <= 0:
@@ -354,22 +374,16 @@ def _processes_in_order() -> list[_SlotProcess]:
 class _ModelProcess:
     """Handle of a running model process, used by the process that started it."""
 
-    def __init__(self, kind: _Kind) -> None:
+    def __init__(self, kind: _Kind, readable: set[str]) -> None:
         self.kind = kind
+        self.readable = readable  # Paths that it may read, besides the store.
         self.models: set[str] = set()  # Digests of the models that the process was called for.
         self.connection, child_connection = Pipe()
         compile_libraries()
         variables = {name: os.environ[name] for name in kind.variables if name in os.environ}
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``end``
-        root = state_directory(store().root, private=True)
         # With CUDA there is no default limit, because the driver also maps the memory of the GPU, of any size.
-        confinement = Confinement(
-            # Only existing directories can be allowed, so state_directory creates them.
-            write=tuple(str(state_directory(root / stage)) for stage in _JOURNALED),
-            hide=(str(home() / "prefect"),),
-            network=kind.network,
-            memory=memory_of_child(None) if has_cuda_driver() else memory_of_mapping_child(),
-        )
+        memory = memory_of_child(None) if has_cuda_driver() else memory_of_mapping_child()
         self._gpus = acquire_gpus()
         try:
             self.child = SupervisedProcess(
@@ -380,7 +394,9 @@ class _ModelProcess:
                 ProcessOptions(
                     "evaluation",
                     pass_fds=(child_connection.fileno(),),
-                    confinement=confinement,
+                    confinement=confinement(
+                        read=(*readable, *imported_packages()), network=kind.network, memory=memory
+                    ),
                     inherited=self._gpus.descriptors,
                 ),
             )
@@ -389,6 +405,25 @@ class _ModelProcess:
             raise
         finally:
             child_connection.close()
+
+    def reads(self, paths: set[str]) -> bool:
+        """Return whether the process may read all ``paths``."""
+        readable = {*map(Path, self.readable), store().root}
+        return all(not readable.isdisjoint((Path(path), *Path(path).parents)) for path in paths)
+
+    def send(self, content: tuple[Any, ...]) -> None:
+        """Send a request, with the open files of its journals, because the process cannot write to the store."""
+        files: dict[Path, int] = {}
+        try:
+            for path in {path for path in named_files(content[1]) if path.name == JOURNAL}:
+                with suppress(OSError):  # The process then says that there is no journal.
+                    files[path] = open_journal_file(path)
+            self.connection.send((*content, tuple(files)))
+            for descriptor in files.values():
+                send_handle(self.connection, descriptor, None)
+        finally:
+            for descriptor in files.values():
+                os.close(descriptor)
 
     def last_line(self) -> str:
         """Return the last line that the process printed. Libraries often print the cause of a crash there."""
@@ -411,7 +446,7 @@ def compile_libraries() -> None:
 
 def _environment() -> dict[str, str]:
     path = os.pathsep.join([str(Path(__file__).parents[3]), os.environ.get("PYTHONPATH", "")])
-    passed_on = environment_of_child()
+    passed_on = child_environment()
     waiting = {} if WAITING.keys() & passed_on.keys() else WAITING
     return {**waiting, **passed_on, "PYTHONPATH": path.rstrip(os.pathsep)}
 
@@ -466,6 +501,7 @@ def answer_questions() -> None:
 
     The command line contains the connection's file descriptor and, optionally, an option to hold one model at a time.
     """
+    os.chdir(Path.home())  # Libraries look for configuration in the working directory, where they may not read it.
     descriptor = int(sys.argv[1])
     # A child that outlives this process must not keep the connection open, because the parent would wait for it.
     os.set_inheritable(descriptor, False)
@@ -475,7 +511,8 @@ def answer_questions() -> None:
     import_lean("portalocker", "requests")
     while True:
         try:
-            function, arguments = connection.recv()
+            function, arguments, journals = connection.recv()
+            opened_journals.update({path: recv_handle(connection) for path in journals})
         except EOFError:
             return
         connection.send(answer_question(connection, function, arguments))

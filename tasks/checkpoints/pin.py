@@ -24,6 +24,7 @@ from mergegate.merge_core.errors import Finding, InvalidInput, MergegateError
 from mergegate.merge_core.files import FileIdentity, HashMemo, file_identity
 from mergegate.merge_core.recipe import expand_user_path, parse_reference
 from mergegate.tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter
+from mergegate.tasks.checkpoints.confined import expect_inputs
 from mergegate.tasks.checkpoints.files import deciding_files, find_model_problem
 from mergegate.tasks.checkpoints.hub.errors import combine_hub_errors
 from mergegate.tasks.checkpoints.hub.headers import read_snapshot
@@ -168,6 +169,7 @@ def search_parents(recipes: Sequence[Recipe]) -> ParentSearch:
                     adapter=adapter,
                 )
             )
+        expect_inputs(parents)
         parents_of_recipes.append(tuple(parents))
     return ParentSearch(tuple(parents_of_recipes), tuple(problems))
 
@@ -308,6 +310,7 @@ def pin_checkpoints(
                 runs_code=repo_at_commit is not None and repo_at_commit in trusted_repositories,
             )
         )
+    expect_inputs(pinned)
     return tuple(pinned)
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from mergegate.merge_core.errors import InvalidInput, pip_command
 from mergegate.merge_core.files import HashMemo
+from mergegate.tasks.checkpoints import expect_inputs
 from mergegate.tasks.evaluation.backends import find_backend
 from mergegate.tasks.evaluation.code_permission import allow_code, allow_code_advice, find_unconfined_code
 from mergegate.tasks.evaluation.declared_metrics import declared_metrics
@@ -179,6 +180,8 @@ def pin_sound_tasks(
     distinct_names = tuple(dict.fromkeys(names))
     for task in distinct_names:
         require_supported(task, root, location, code_allowed=task in code_of)
+        if is_file_name(task):
+            expect_inputs(read_definition((root / task).absolute()).files, mirror)
     return {task: allow_code(pin_task(task, root, hashes, mirror), task, code_of) for task in distinct_names}
 
 

@@ -7,7 +7,7 @@ everything to which it refers: included YAML files, Python files in ``!function`
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
 from importlib.metadata import version
 from pathlib import Path
@@ -84,6 +84,21 @@ class EvalTask(BaseModel):
     def form(self) -> TaskForm:
         """What the task asks of a model. A model of a kind without this form cannot be scored."""
         return self.built_in.form if self.built_in is not None else task_form(self.in_lm_eval, self.definition)
+
+    @property
+    def label(self) -> str:
+        """Name for messages."""
+        return self.name
+
+    def pinned_files(self) -> Mapping[Path, str]:
+        """Return nothing: ``digest`` covers the files together."""
+        return {}
+
+    def present(self) -> Iterable[Path]:
+        """Return the files that the model process reads: the definition, its modules and data, or a mirror."""
+        built_in = self.built_in.files() if self.built_in else ()
+        defined = read_definition(self.definition).files if self.definition else ()
+        return (*built_in, *defined, *([self.mirror] if self.mirror else ()))
 
     @property
     def is_local(self) -> bool:

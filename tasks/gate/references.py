@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.files import HashMemo
+from mergegate.tasks.checkpoints import expect_inputs
 from mergegate.tasks.evaluation import EvalTask, pin_built_in, pin_sound_tasks
 from mergegate.tasks.gate.settings import (
     ALL_PARENTS,
@@ -154,6 +155,7 @@ def pin_tasks(
     for guard in guards:
         if guard.built_in is not None:
             task = pin_built_in(guard.built_in, root, hashes).model_copy(update={"name": guard.task})
+            expect_inputs(task)
         else:
             task = pinned[guard.task]
         if guard.name not in (None, task.name):

@@ -34,17 +34,15 @@ from typing import Any
 from mergegate.merge_core.errors import InvalidInput, Refused, suggest
 from mergegate.merge_core.parsing import read_plain
 from mergegate.merge_core.system import data_limit
-from mergegate.tasks.checkpoints import OutOfModelMemory
+from mergegate.tasks.checkpoints import OutOfModelMemory, child_environment, confinement
 from mergegate.tasks.sandbox import (
-    Confinement,
     NotStarted,
     ProcessOptions,
     SupervisedProcess,
     compile_imports,
-    environment_of_child,
     output_tail,
 )
-from mergegate.tasks.stage import home, memory_of_mapping_child
+from mergegate.tasks.stage import memory_of_mapping_child
 
 PYTHON = Path(".venv-gguf/bin/python")  # built by `make gguf-env`
 CONVERTER = Path("llama.cpp/convert_hf_to_gguf.py")  # in the environment's directory
@@ -268,7 +266,7 @@ def open_gguf(
         OutOfModelMemory: Memory ran out.
         Refused: The time limit is exceeded.
     """
-    with _started(path, python, (), time_limit) as process:
+    with _started((path,), python, None, time_limit) as process:
         answer = process.call("load", path=str(path), vocabulary_only=vocabulary_only)
         yield LlamaCpp(process, path, GgufVocabulary(**answer))
 
@@ -297,7 +295,7 @@ def quantize(
         Refused: The time limit is exceeded.
     """
     number = file_type(file_type_name)
-    with _started(source, python, (str(destination.parent),), time_limit) as process:
+    with _started((source, *([imatrix] if imatrix else [])), python, destination.parent, time_limit) as process:
         files = {"source": str(source), "destination": str(destination), "imatrix": imatrix and str(imatrix)}
         process.call("quantize", **files, ftype=number)
 
@@ -317,14 +315,16 @@ def measure_importance(
     Raises:
         InvalidInput: See ``open_gguf``; also if the model has experts, which need a statistic for each expert.
     """
-    with _started(source, python, (str(destination.parent),), None) as process:
+    with _started((source,), python, destination.parent, None) as process:
         files = {"path": str(source), "destination": str(destination)}
         process.call("write_importance", **files, texts=list(texts), most=max_length)
 
 
 @contextmanager
-def _started(path: Path, python: Path | None, write: tuple[str, ...], time_limit: float | None) -> Iterator[_Process]:
-    process = _Process(path, find_python(python), write, time_limit)
+def _started(
+    files: tuple[Path, ...], python: Path | None, write: Path | None, time_limit: float | None
+) -> Iterator[_Process]:
+    process = _Process(files, find_python(python), write, time_limit)
     try:
         yield process
     finally:
@@ -340,29 +340,25 @@ def _memory_limit() -> int | None:
 class _Process:
     """A running ``child`` process and its connection."""
 
-    def __init__(self, path: Path, python: Path, write: tuple[str, ...], time_limit: float | None) -> None:
-        self._path, self._time_limit = path, time_limit
+    def __init__(self, files: tuple[Path, ...], python: Path, write: Path | None, time_limit: float | None) -> None:
+        self._path, self._time_limit = files[0], time_limit
         self._deadline = None if time_limit is None else time.monotonic() + time_limit
         self._received = b""
         for package in python.parent.parent.glob("lib/python*/site-packages/llama_cpp"):
-            compile_imports(python, "import llama_cpp", package / "llama_chat_format.py", environment_of_child())
+            compile_imports(python, "import llama_cpp", package / "llama_chat_format.py", child_environment())
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``end``
         self._channel, child_end = socket.socketpair()
         try:
             self._process = SupervisedProcess(
                 # -I keeps the working directory, PYTHONPATH and the user's packages out of the import path.
                 [str(python), "-I", str(_CHILD), str(child_end.fileno())],
-                environment_of_child() | _ENVIRONMENT,
+                child_environment() | _ENVIRONMENT,
                 self._output,
                 ProcessOptions(
                     "llama",
                     limit=time_limit,
                     pass_fds=(child_end.fileno(),),
-                    confinement=Confinement(
-                        write=write,
-                        hide=(str(home() / "prefect"),),
-                        memory=_memory_limit(),
-                    ),
+                    confinement=confinement(files, write=write, memory=_memory_limit()),
                 ),
             )
         except NotStarted as error:

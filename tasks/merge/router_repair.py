@@ -24,7 +24,14 @@ from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.files import JOURNAL, JournalLocation, keep_only_journal
 from mergegate.merge_core.parsing import read_json
 from mergegate.merge_core.recipe import CalibrationReading, RepairedRouters, RouterRepair
-from mergegate.tasks.checkpoints import Model, PinnedCheckpoint, PinnedRecipe, call_model_process, files_fingerprint
+from mergegate.tasks.checkpoints import (
+    Model,
+    PinnedCheckpoint,
+    PinnedRecipe,
+    call_model_process,
+    files_fingerprint,
+    writable_directory,
+)
 from mergegate.tasks.merge.calibration import CalibrationJob
 from mergegate.tasks.merge.router_fitting import FILES_OF_ROUTERS, ParentRouters, RouterRepairSummary, repair_routers
 from mergegate.tasks.merge.stage import Numerics, merge, merged_model
@@ -51,7 +58,7 @@ def new_routers(
         InvalidInput: The merge cannot be loaded or cannot read a text, a text is too short, or a router cannot be
             observed or computes NaN or infinity.
     """
-    keep_only_journal(out, FILES_OF_ROUTERS)
+    keep_only_journal(out)
     matched = match_experts(pinned.recipe, {parent.ref: parent.open() for parent in pinned.parents})
     donor = split_experts(matched.checkpoints[str(pinned.recipe.donor)])
     parents = []
@@ -60,14 +67,15 @@ def new_routers(
         parents.append(ParentRouters(parent.ref, text, read_routers(find_routers(checkpoint).values())))
     key = new_routers.key(model, pinned, request, dtype, runtime) + files_fingerprint([model])
     journal = JournalLocation(out / JOURNAL, key)
-    job = CalibrationJob(model, request.texts[0][1], request.reading, dtype, runtime.device, out, journal)
-    return call_model_process(
-        repair_routers,
-        (job, tuple(parents), request.settings),
-        location=f"routers of {model.name}",
-        models=[model],
-        on_progress=lambda done, total: advance(done, total, "texts"),
-    )
+    with writable_directory(out) as place:
+        job = CalibrationJob(model, request.texts[0][1], request.reading, dtype, runtime.device, place, journal)
+        return call_model_process(
+            repair_routers,
+            (job, tuple(parents), request.settings),
+            location=f"routers of {model.name}",
+            models=[model],
+            on_progress=lambda done, total: advance(done, total, "texts"),
+        )
 
 
 def with_new_routers(

@@ -17,12 +17,12 @@ from typing import Any, TypeAlias, TypeVar
 
 from mergegate.merge_core import Recipe
 from mergegate.merge_core.architecture import dtype_in
-from mergegate.merge_core.checkpoint import FILES_OF_IMPORTANCE, FILES_OF_MOMENTS, open_importance, open_moments
+from mergegate.merge_core.checkpoint import open_importance, open_moments
 from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.files import JOURNAL, HashMemo, JournalLocation, keep_only_journal
 from mergegate.merge_core.parsing import read_json
 from mergegate.merge_core.recipe import CalibrationReading, InputMeasurements, expand_user_path
-from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process, files_fingerprint
+from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process, files_fingerprint, writable_directory
 from mergegate.tasks.merge.calibration import CalibrationJob
 from mergegate.tasks.merge.gradient_statistics import ImportanceStatistics, read_gradients
 from mergegate.tasks.merge.input_statistics import InputStatistics, read_inputs
@@ -43,7 +43,7 @@ def input_statistics(
     Raises:
         InvalidInput: The model cannot be loaded, cannot read the text, or computes NaN or infinity.
     """
-    keep_only_journal(out, FILES_OF_MOMENTS)
+    keep_only_journal(out)
     journal = JournalLocation(out / JOURNAL, input_statistics.key(model, text, reading, dtype, runtime))
     return _measure(read_inputs, CalibrationJob(model, text, reading, dtype, runtime.device, out, journal))
 
@@ -57,7 +57,7 @@ def importance_statistics(
     Raises:
         InvalidInput: The model cannot be loaded, cannot read the text, or computes NaN or infinity.
     """
-    keep_only_journal(out, FILES_OF_IMPORTANCE)
+    keep_only_journal(out)
     journal = JournalLocation(out / JOURNAL, importance_statistics.key(model, text, reading, dtype, runtime))
     return _measure(read_gradients, CalibrationJob(model, text, reading, dtype, runtime.device, out, journal))
 
@@ -65,13 +65,14 @@ def importance_statistics(
 def _measure(read: Callable[[CalibrationJob, TellProgress], _Statistics], job: CalibrationJob) -> _Statistics:
     """Call ``read`` in the model process, with a journal that is only reused while the model's files are the same."""
     journal = JournalLocation(job.journal.path, job.journal.key + files_fingerprint([job.model]))
-    return call_model_process(
-        read,
-        [replace(job, journal=journal)],
-        location=f"statistics of {job.model.name}",
-        models=[job.model],
-        on_progress=lambda done, total: advance(done, total, "texts"),
-    )
+    with writable_directory(job.out) as out:
+        return call_model_process(
+            read,
+            [replace(job, journal=journal, out=out)],
+            location=f"statistics of {job.model.name}",
+            models=[job.model],
+            on_progress=lambda done, total: advance(done, total, "texts"),
+        )
 
 
 def calibration_stage_name(recipe: Recipe) -> str | None:

@@ -22,6 +22,7 @@ from mergegate.merge_core.parsing import (
     plain_file,
     read_plain,
 )
+from mergegate.tasks.checkpoints import expect_inputs
 from mergegate.tasks.evaluation import DocumentSet, split_documents
 from mergegate.tasks.store import NotInKey
 
@@ -191,6 +192,7 @@ def pin_text(
             found=f"no document with a name in this field in {path.name}",
             expected="a field of jsonl documents that names their language, source or another stratum",
         )
+    expect_inputs(path)
     return text.model_copy(update={"sha256": hashes.sha256(path)})
 
 

@@ -17,7 +17,7 @@ from mergegate.merge_core.architecture import dtype_in
 from mergegate.merge_core.errors import Finding, InvalidInput, MergegateError, suggest
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing import read_json
-from mergegate.tasks.checkpoints import Model, QuantizedModel, ResolvedCheckpoint
+from mergegate.tasks.checkpoints import Model, QuantizedModel, ResolvedCheckpoint, expect_inputs
 from mergegate.tasks.evaluation import (
     CalibrationTexts,
     ContaminatedDocuments,
@@ -165,6 +165,8 @@ def pin_evidence(
         InvalidInput: A task or a file is missing.
     """
     evidence = Evidence()
+    if perplexity:  # first, because pinning tasks ends a pass that must not hash new files
+        expect_inputs((root / perplexity.documents).absolute())
     if evaluate:
         guards, tasks = pin_tasks(evaluate.tasks, root, hashes, evaluate.data, evaluate.allow_code)
         for guard in (guard for guard in evaluate.tasks if guard.built_in is None):

@@ -3,9 +3,10 @@
 A confined process
 
 * sees only the environment variables on a list (``environment_of_child``), without tokens and keys;
-* can neither read the usual locations of secrets (``_SECRETS``), nor inspect other processes, whose environment has
-  secrets, nor signal them: Landlock, landlock(7);
-* writes only to temporary files, caches and the paths that it was granted: Landlock;
+* reads only its installation, what the system's libraries need (``_SYSTEM``) and the paths that it was granted. Keys,
+  ``.env`` files and credentials are unreadable wherever they are: Landlock, landlock(7);
+* can neither inspect other processes, whose environment has secrets, nor signal them: Landlock;
+* writes only to devices, its own temporary directory and the directories that it was granted: Landlock;
 * has no network: its network namespace contains only its own loopback, or else Landlock's rules forbid TCP;
 * loses all root privileges except those for files, because a task that runs as root could inspect other processes;
 * has limited memory (RLIMIT_DATA), and is the first to be killed when the system runs out of memory.
@@ -23,16 +24,16 @@ import ctypes
 import os
 import re
 import resource
+import shutil
 import socket
 import struct
-import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 # Variables that an interpreter and libraries need to behave as in the parent process.
 _PASSED_ON = re.compile(
-    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|VIRTUAL_ENV|CONDA_PREFIX|XDG_\w+"
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LC_\w+|TZ|TMPDIR|LD_LIBRARY_PATH|VIRTUAL_ENV|CONDA_PREFIX"
     r"|PYTHON\w*|OMP_\w+|MKL_\w+|KMP_\w+|OPENBLAS_\w+|GOMP_\w+|NUMBA_\w+|MALLOC_\w+|ATEN_\w+|TORCH\w*|PYTORCH_\w+|TRITON_\w+"
     r"|NLTK_DATA|CUDA_\w+|NVIDIA_\w+|NCCL_\w+|HIP_\w+|ROCR?_\w+|VLLM_\w+|TOKENIZERS_PARALLELISM|TRANSFORMERS_\w+|MERGEGATE_\w+"
     r"|HF_(HOME|HUB_CACHE|DATASETS_CACHE|MODULES_CACHE|ASSETS_CACHE|ENDPOINT|HUB_OFFLINE|DATASETS_OFFLINE)"
@@ -44,21 +45,31 @@ _NEVER = re.compile(r".*(TOKEN|SECRET|PASSWORD|PASSWD|CREDENTIAL|API_?KEY|ACCESS
 _CREDENTIALS = re.compile(r"\w+://[^/\s]*@")  # credentials in a URL, usually of a proxy
 _HARMLESS = {"TOKENIZERS_PARALLELISM"}
 
-# Secrets below a home directory, and of the system. Paths that do not exist are ignored.
-_SECRETS = (
-    *(".ssh", ".aws", ".azure", ".config", ".docker", ".gnupg", ".kube", ".password-store", ".prefect", ".mozilla"),
-    *(".netrc", ".git-credentials", ".npmrc", ".pypirc", ".pgpass", ".my.cnf", ".s3cfg", ".boto"),
-    *(".Xauthority", ".env"),
-    *(".bash_history", ".zsh_history", ".python_history"),
-    *(".cache/huggingface/token", ".cache/huggingface/stored_tokens", ".huggingface"),
+# Parts of an installation. Others, such as ``/usr/src`` and ``~/.local/share``, may hold projects and keys.
+_PARTS = ("bin", "sbin", "lib", "lib32", "lib64", "libexec", "include", "ssl", "pyvenv.cfg")
+# What interpreters, libraries and servers read of a system. Paths that do not exist are ignored.
+_SYSTEM = (
+    *("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/nix/store", "/proc", "/sys", "/dev"),
+    *(f"{prefix}/{part}" for prefix in ("/usr", "/usr/local") for part in (*_PARTS, "share")),
+    *(
+        "/usr/local/cuda",
+        "/usr/local/nvidia",
+        "/opt/rocm",
+        "/opt/nvidia",
+        "/run/nvidia-persistenced",
+        "/run/opengl-driver",
+    ),
+    *(
+        f"/etc/{name}"
+        for name in ("alternatives", "ca-certificates", "fonts", "ld.so.cache", "ld.so.conf", "ld.so.conf.d")
+    ),
+    *(f"/etc/{name}" for name in ("group", "host.conf", "hosts", "localtime", "nsswitch.conf", "passwd", "protocols")),
+    *(f"/etc/{name}" for name in ("OpenCL", "mime.types", "nvidia", "os-release", "pki/ca-trust", "pki/tls/cert.pem")),
+    *(f"/etc/{name}" for name in ("pki/tls/certs", "resolv.conf", "services", "ssl/cert.pem", "ssl/certs", "vulkan")),
+    *("/etc/ssl/openssl.cnf", "/etc/timezone", "/etc/gai.conf", "/run/systemd/resolve", "/run/resolvconf"),
 )
-_SYSTEM_SECRETS = (
-    *("/etc/shadow", "/etc/shadow-", "/etc/gshadow", "/etc/gshadow-", "/etc/sudoers", "/etc/sudoers.d", "/etc/ssh"),
-    *("/etc/ssl/private", "/run/secrets", "/var/run/secrets", "/run/credentials"),
-)
-# Subdirectories of the Hub's cache, next to the token. They must exist first: a confined process cannot create them.
-_CACHE_DIRECTORIES = ("assets", "datasets", "hub", "modules", "xet")
-_CACHES = ("XDG_CACHE_HOME", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_MODULES_CACHE", "TORCH_HOME")
+# Devices that it may write to. Shared memory is the memory of processes, and Landlock keeps other processes out.
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/tty", "/dev/pts", "/dev/shm", "/dev/dri", "/dev/kfd", "/proc")
 
 _CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
 _PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS = 24, 38
@@ -84,19 +95,18 @@ class Confinement:
     """The resources that a process may use.
 
     Args:
-        write: Directories that it may write to, in addition to temporary files, caches and devices.
-        hide: Files and directories that it must not read, in addition to the usual locations of secrets.
+        read: Files and directories that it may read, in addition to its installation and the system's libraries.
+        write: Directories that it may read and write, in addition to devices and its own temporary directory.
         network: Whether it has network access.
         memory: Limit for its own memory, in bytes. None: no limit.
-        read: The only paths that it may read. Such a process writes only to its temporary directory and to ``write``,
-            not to caches. None: it reads everything that is not hidden.
+        bare: Whether ``read`` and ``write`` are all that it may use, except for its own temporary directory.
     """
 
+    read: tuple[str, ...] = ()
     write: tuple[str, ...] = ()
-    hide: tuple[str, ...] = ()
     network: bool = False
     memory: int | None = None
-    read: tuple[str, ...] | None = None
+    bare: bool = False
 
 
 def environment_of_child(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -110,8 +120,8 @@ def environment_of_child(environment: Mapping[str, str] = os.environ) -> dict[st
     }
 
 
-def confine(limits: Confinement) -> tuple[str, ...]:
-    """Confine this process and all its future children, irreversibly.
+def confine(limits: Confinement, command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, ...]:
+    """Confine this process, which will run ``command``, and all its future children, irreversibly.
 
     Returns:
         The restrictions among ``memory``, ``network`` and ``files`` that the system supports and that now apply.
@@ -147,7 +157,7 @@ def confine(limits: Confinement) -> tuple[str, ...]:
     version = max(0, _libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), 1))
     if version:
         tcp = 0 if limits.network or isolated or version < 4 else _TCP
-        if _restrict(limits, version, tcp):
+        if _restrict(_readable(limits, command, environment), _writable(limits, environment), version, tcp):
             applied.append("files")
             isolated = isolated or bool(tcp)
     if isolated or limits.network:
@@ -158,13 +168,69 @@ def confine(limits: Confinement) -> tuple[str, ...]:
     return tuple(applied)
 
 
-def _restrict(limits: Confinement, version: int, tcp: int) -> bool:
-    """Apply Landlock rules: read all but secrets, write to the granted paths, and reach no other process."""
-    if limits.read is None:
-        hub = Path(os.environ.get("HF_HOME") or _home() / ".cache" / "huggingface")
-        for name in _CACHE_DIRECTORIES:
-            with contextlib.suppress(OSError):
-                (hub / name).mkdir(parents=True, exist_ok=True)
+def _readable(limits: Confinement, command: Sequence[str], environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield what the process may read: among others, the files that its command line names."""
+    yield from limits.read
+    if limits.bare:
+        return
+    yield from (*_SYSTEM, *filter(_is_file, command))
+    program = Path(shutil.which(command[0], path=environment.get("PATH")) or command[0])
+    programs = [program]
+    with contextlib.suppress(OSError), program.open("rb") as file:
+        if (line := file.readline(1024)).startswith(b"#!"):  # a script, which its interpreter runs
+            programs += [Path(os.fsdecode(line[2:].split()[0]))]
+    for path in programs:
+        yield from map(str, (*_installation(path), *_installation(path.resolve())))
+    for name in ("LD_LIBRARY_PATH", "NLTK_DATA"):
+        yield from _entries(environment, name)
+    for base in _entries(environment, "PYTHONUSERBASE"):
+        yield from (f"{base}/bin", f"{base}/lib")
+    for entry in _entries(environment, "PYTHONPATH"):
+        yield from _modules_in(entry)
+
+
+def _writable(limits: Confinement, environment: Mapping[str, str]) -> Iterator[str]:
+    """Yield what the process may read and write."""
+    yield from (environment["TMPDIR"], *limits.write)
+    if not limits.bare:
+        yield from _DEVICES
+        with contextlib.suppress(OSError), os.scandir("/dev") as entries:
+            yield from (entry.path for entry in entries if entry.name.startswith(("nvidia", "infiniband")))
+
+
+def _installation(program: Path) -> Iterator[Path]:
+    """Yield the program and the installation around it, which a virtual environment shares with its base."""
+    yield program
+    prefix = program.parent.parent
+    if program.parent.name == "bin":
+        yield from (prefix / part for part in _PARTS)
+        with contextlib.suppress(OSError, ValueError):
+            for line in (prefix / "pyvenv.cfg").read_text().splitlines():
+                key, _, base = line.partition("=")
+                if key.strip() == "home" and Path(base.strip()) != program.parent:
+                    yield from _installation(Path(base.strip()) / program.name)
+
+
+def _modules_in(directory: str) -> Iterator[str]:
+    """Yield the modules and packages in an entry of Python's import path, which may be the directory of a project."""
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            if entry.name.endswith((".py", ".so", "-info")) or Path(entry.path, "__init__.py").exists():
+                yield entry.path
+
+
+def _is_file(word: str) -> bool:
+    with contextlib.suppress(OSError):  # a word may be too long for a path
+        return Path(word).is_file()
+    return False
+
+
+def _entries(environment: Mapping[str, str], name: str) -> list[str]:
+    return [entry for entry in environment.get(name, "").split(os.pathsep) if entry]
+
+
+def _restrict(readable: Iterator[str], writable: Iterator[str], version: int, tcp: int) -> bool:
+    """Apply Landlock rules: read and write only what is given, and reach no other process."""
     write = _WRITE | (_REFER if version >= 2 else 0) | (_TRUNCATE if version >= 3 else 0)
     handled = struct.pack("QQQ", _READ_FILE | write, tcp, _SIGNALS if version >= 6 else 0)
     handled = handled[: 8 if version < 4 else 16 if version < 6 else 24]  # the size of the struct depends on the kernel
@@ -172,38 +238,10 @@ def _restrict(limits: Confinement, version: int, tcp: int) -> bool:
     if ruleset < 0:
         return False
     try:
-        # Existing locations of secrets, with links resolved.
-        homes = {_home()}
-        with contextlib.suppress(KeyError, ImportError):
-            import pwd
-
-            homes.add(Path(pwd.getpwuid(os.getuid()).pw_dir))
-        secrets = [Path(path) for path in (*_SYSTEM_SECRETS, *limits.hide)]
-        secrets += [home / name for home in homes for name in _SECRETS]
-        if cache := os.environ.get("HF_HOME"):
-            secrets += [Path(cache, name) for name in ("token", "stored_tokens")]
-        if token := os.environ.get("HF_TOKEN_PATH"):
-            secrets.append(Path(token))
-        hidden = {os.path.realpath(path) for path in secrets if os.path.lexists(path)}
-
-        for root in dict.fromkeys(map(os.path.realpath, ("/",) if limits.read is None else limits.read)):
-            for path in _all_but(hidden, root):
-                _allow(ruleset, path, _READ_FILE)
-        if limits.read is not None:
-            writable = [os.environ["TMPDIR"]]
-        else:
-            writable = [
-                tempfile.gettempdir(),
-                "/tmp",
-                "/dev",
-                "/proc",
-                str(_home() / ".cache"),
-                str(_home() / ".triton"),
-            ]
-            writable += [os.environ[name] for name in _CACHES if os.environ.get(name)]
-        for root in dict.fromkeys(map(os.path.realpath, (*writable, *limits.write))):
-            for path in _all_but(hidden, root):
-                _allow(ruleset, path, write | _READ_FILE)
+        for path in dict.fromkeys(readable):
+            _allow(ruleset, path, _READ_FILE)
+        for path in dict.fromkeys(writable):
+            _allow(ruleset, path, write | _READ_FILE)
         if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
             return False
         return bool(_libc.syscall(_RESTRICT_SELF, ruleset, 0) == 0)
@@ -212,7 +250,7 @@ def _restrict(limits: Confinement, version: int, tcp: int) -> bool:
 
 
 def _allow(ruleset: int, path: str, access: int) -> None:
-    with contextlib.suppress(OSError):  # deleted or not accessible: it stays forbidden
+    with contextlib.suppress(OSError):  # missing or not accessible: it stays forbidden
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         try:
             if not Path(path).is_dir():
@@ -221,21 +259,3 @@ def _allow(ruleset: int, path: str, access: int) -> None:
             _libc.syscall(_ADD_RULE, ruleset, 1, rule, 0)
         finally:
             os.close(descriptor)
-
-
-def _all_but(hidden_paths: set[str], root: str) -> Iterator[str]:
-    """Yield the smallest set of paths that covers everything at or below ``root`` except ``hidden_paths``."""
-    if root in hidden_paths:
-        return
-    prefix = root.rstrip("/") + "/"
-    if not any(path.startswith(prefix) for path in hidden_paths):
-        yield root
-        return
-    with contextlib.suppress(OSError), os.scandir(root) as entries:
-        for entry in entries:
-            if not entry.is_symlink():  # rules apply to the target, which is covered elsewhere
-                yield from _all_but(hidden_paths, entry.path)
-
-
-def _home() -> Path:
-    return Path(os.environ.get("HOME") or "/")

@@ -118,7 +118,7 @@ def _start(descriptor: int, limits: ProgramLimits, output: IO[bytes]) -> Supervi
                 name="program",
                 limit=limits.clock + _START,
                 pass_fds=(descriptor,),
-                confinement=Confinement(read=readable, write=_DEVICES[:1], memory=limits.memory),
+                confinement=Confinement(read=readable, write=_DEVICES[:1], memory=limits.memory, bare=True),
             ),
         )
     except NotStarted as error:

@@ -274,10 +274,10 @@ class Supervisor:
     def _start(self, command: list[str], scratch: str) -> int:
         descriptors: list[int] = self._order["pass_fds"]
         applied, applied_writer = os.pipe()
+        environment = {**self._order["environment"], "TMPDIR": scratch}
 
         def prepare() -> None:
             if self._order["confinement"] is not None:
-                os.environ["TMPDIR"] = scratch
                 # This process cannot import the package, so load the module from its file.
                 spec = importlib.util.spec_from_file_location("confinement", Path(__file__).with_name("confinement.py"))
                 assert spec is not None
@@ -285,14 +285,15 @@ class Supervisor:
                 module = importlib.util.module_from_spec(spec)
                 sys.modules["confinement"] = module  # dataclasses look it up there
                 spec.loader.exec_module(module)
-                restrictions = module.confine(module.Confinement(**self._order["confinement"]))
+                limits = module.Confinement(**self._order["confinement"])
+                restrictions = module.confine(limits, command, environment)
                 os.write(applied_writer, json.dumps(restrictions).encode())
             # If the supervisor itself is killed, the command dies with it.
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
         process = subprocess.Popen(
             command,
-            env={**self._order["environment"], "TMPDIR": scratch},
+            env=environment,
             stdin=subprocess.DEVNULL,
             stdout=2,  # the supervisor's own stdout carries its answers
             stderr=2,

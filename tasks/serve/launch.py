@@ -7,10 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mergegate.merge_core.adapters import Adapter
 from mergegate.merge_core.architecture import text_part
 from mergegate.merge_core.checkpoint import Checkpoint
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.sandbox import compile_imports, environment_of_child
+from mergegate.tasks.checkpoints import child_environment, named_files
+from mergegate.tasks.sandbox import compile_imports
 from mergegate.tasks.serve.settings import ServeSettings
 
 PYTHON = Path(".venv-vllm/bin/python")  # built by `make serve-env`
@@ -43,10 +45,17 @@ class ServerKind:
 
 @dataclass(frozen=True)
 class Launch:
-    """A command with the placeholders ``{port}`` and ``{name}``, and its environment."""
+    """A command with the placeholders ``{port}`` and ``{name}``, its environment, and the models that it serves."""
 
     command: tuple[str, ...]
     environment: dict[str, str] = field(repr=False)
+    served: tuple[object, ...] = field(default=(), repr=False)
+
+    def readable(self) -> tuple[str, ...]:
+        """Return the files of the models, those that options name, and the modules next to a script."""
+        named = {path for word in self.command if (path := Path(word.rpartition("=")[2])).is_file()}
+        modules = {module for path in named if path.suffix == ".py" for module in path.parent.glob("*.py")}
+        return tuple(str(path.absolute()) for path in {*named, *modules, *named_files(self.served)})
 
     def at(self, port: int, name: str) -> list[str]:
         """Return the command for a port and the name under which the model is served."""
@@ -95,21 +104,25 @@ def compile_server(kind: ServerKind) -> None:
     imports = f"import vllm.v1.engine.core, vllm.v1.worker.{worker}, vllm.entrypoints.openai.api_server"
     for package in _installed(kind.python, "vllm"):
         last = package / "entrypoints" / "openai" / "api_server.py"
-        compile_imports(kind.python, imports, last, environment_of_child() | _QUIET)
+        compile_imports(kind.python, imports, last, child_environment() | _QUIET)
 
 
 def launch(
-    settings: ServeSettings, kind: ServerKind, checkpoint: Checkpoint, lora: Mapping[str, str] | None = None
+    settings: ServeSettings,
+    kind: ServerKind,
+    checkpoint: Checkpoint,
+    lora: Mapping[str, str] | None = None,
+    adapter: Adapter | None = None,
 ) -> Launch:
     """Return the command line and environment of a server for ``checkpoint``.
 
-    ``lora`` holds vLLM's options for an adapter (see ``tasks.serve.lora``).
+    ``lora`` holds vLLM's options for ``adapter`` (see ``tasks.serve.lora``).
     """
-    environment = environment_of_child() | _QUIET
+    environment = child_environment() | _QUIET
     model = str(checkpoint.directory)
     if kind.python is None:
         words = [word.replace("{model}", model) for word in settings.command or ()]
-        return Launch(tuple(words), environment | settings.environment)
+        return Launch(tuple(words), environment | settings.environment, (checkpoint, adapter))
     if kind.on_cpu:
         # Other processes use the same cores and memory, so do not pin threads to cores, and keep the key-value cache
         # small. Disable torch.compile: despite --enforce-eager, it runs a C++ compiler for ten seconds for the ranks of
@@ -144,7 +157,7 @@ def launch(
             command += [option, value]
     command += ["--enable-lora"] if lora else []
     command += ["--no-enable-prefix-caching", "--enforce-eager", *settings.arguments]
-    return Launch(tuple(command), environment | settings.environment)
+    return Launch(tuple(command), environment | settings.environment, (checkpoint, adapter))
 
 
 def serving_dtype(settings: ServeSettings, checkpoint: Checkpoint) -> str:

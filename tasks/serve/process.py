@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from mergegate.tasks.checkpoints import confinement
 from mergegate.tasks.http import Unreachable
 from mergegate.tasks.sandbox import (
-    Confinement,
     GpuLease,
     NotStarted,
     ProcessEnd,
@@ -33,7 +33,7 @@ from mergegate.tasks.serve.client import Client, parse_models
 from mergegate.tasks.serve.launch import Launch
 from mergegate.tasks.serve.server_log import PORT_TAKEN, Blame, assign_blame, root_cause
 from mergegate.tasks.serve.settings import ServeSettings
-from mergegate.tasks.stage import home, memory_of_child
+from mergegate.tasks.stage import memory_of_child
 
 GRACE = 20.0  # seconds that a server has to exit before it is killed
 _TRIES = 3  # starts, each on another port, in case another process takes the port first
@@ -177,10 +177,9 @@ class ServerProcess:
                         "serve",
                         grace=self._grace,
                         limit=max(1.0, self._deadline - time.monotonic()),
-                        confinement=Confinement(
-                            hide=(str(home() / "prefect"),),
-                            network=True,  # our requests must reach the server
-                            memory=memory_of_child(None),
+                        # Our requests must reach the server.
+                        confinement=confinement(
+                            read=self._launch.readable(), network=True, memory=memory_of_child(None)
                         ),
                         short_paths=True,
                         measured=True,

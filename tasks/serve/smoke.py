@@ -265,7 +265,11 @@ def _serve(
     kind, log, lora = setup.kind, setup.log, served_subject.lora
     on_progress(2, f"waiting for {kind.label}")
     compile_server(kind)
-    command = launch(settings, kind, lora.base if lora else served_subject.checkpoint, lora.arguments if lora else None)
+    command = (
+        launch(settings, kind, lora.base, lora.arguments, lora.adapter)
+        if lora
+        else launch(settings, kind, served_subject.checkpoint)
+    )
     server = ServerProcess(command, log, settings)
     probe: ServerProbe | None = None
     results: list[Check] = []

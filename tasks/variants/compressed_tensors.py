@@ -22,19 +22,24 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from mergegate.merge_core.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from mergegate.merge_core.errors import CannotDecide, InvalidInput, Refused, pip_command, suggest
 from mergegate.merge_core.parsing import read_json
-from mergegate.tasks.checkpoints import Model, QuantizedModel, deciding_files
+from mergegate.tasks.checkpoints import Model, QuantizedModel, child_environment, confinement, deciding_files
 from mergegate.tasks.sandbox import (
-    Confinement,
     NotStarted,
     ProcessEnd,
     ProcessOptions,
     SupervisedProcess,
     compile_imports,
-    environment_of_child,
     output_tail,
 )
 from mergegate.tasks.serve import Check, ServeSettings, serve_models
-from mergegate.tasks.stage import StageValue, home, memory_of_child, stage, store, value_stage, versions
+from mergegate.tasks.stage import (
+    StageValue,
+    memory_of_child,
+    stage,
+    store,
+    value_stage,
+    versions,
+)
 from mergegate.tasks.store import MANIFEST, VALUE, Artifact, NotInKey, StoredValue
 from mergegate.tasks.variants.contract import ConversionCheck, VariantFormat, VariantRecord, require_text_only
 from mergegate.tasks.variants.quantized_tensors import (
@@ -268,7 +273,7 @@ def quantize_weights(
         order["calibration"] = None
         if calibration:
             order["calibration"] = {"texts": calibration.documents(), "max_length": calibration.max_length}
-        _run(quantizer, order, Path(scratch), location)
+        _run(quantizer, merge, order, Path(scratch), location)
         shards = sorted(path.name for path in result.glob("*.safetensors"))
         settings = read_json(result / "config.json").get("quantization_config") if shards else None
         if not isinstance(settings, Mapping):
@@ -303,14 +308,14 @@ def quantize_weights(
     )
 
 
-def _run(quantizer: Quantizer, order: Mapping[str, Any], scratch: Path, location: str) -> None:
+def _run(quantizer: Quantizer, merge: Model, order: Mapping[str, Any], scratch: Path, location: str) -> None:
     """Run llm-compressor in a confined process until it ends.
 
     Raises:
         Refused: It failed. The message is its last line.
         CannotDecide: It was killed, had too little memory, or did not start.
     """
-    environment = environment_of_child() | _QUIET
+    environment = child_environment() | _QUIET
     package = next(iter(quantizer.python.parent.parent.glob(f"lib/python*/site-packages/{_QUANTIZER}")), None)
     if package:
         compile_imports(quantizer.python, f"import {_QUANTIZER}", package / "__init__.py", environment)
@@ -324,9 +329,7 @@ def _run(quantizer: Quantizer, order: Mapping[str, Any], scratch: Path, location
                 log,
                 ProcessOptions(
                     "quantize",
-                    confinement=Confinement(
-                        write=(str(scratch),), hide=(str(home() / "prefect"),), memory=memory_of_child(None)
-                    ),
+                    confinement=confinement(merge, write=scratch, memory=memory_of_child(None)),
                 ),
             )
         except NotStarted as error:

@@ -32,19 +32,23 @@ from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.parsing import read_json, read_text
 from mergegate.merge_core.wording import format_bytes
-from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process
+from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process, child_environment, confinement
 from mergegate.tasks.llama_cpp import CONVERTER, LlamaCpp, find_python, open_gguf, runtime_versions, toolchain
 from mergegate.tasks.sandbox import (
-    Confinement,
     NotStarted,
     ProcessOptions,
     SupervisedProcess,
     compile_imports,
-    environment_of_child,
     output_tail,
 )
 from mergegate.tasks.serve import Chat, Check, ReferenceRequest, make_reference, render_chat
-from mergegate.tasks.stage import Runtime, StageValue, memory_of_mapping_child, stage, value_stage
+from mergegate.tasks.stage import (
+    Runtime,
+    StageValue,
+    memory_of_mapping_child,
+    stage,
+    value_stage,
+)
 from mergegate.tasks.store import NotInKey
 from mergegate.tasks.variants.contract import ConversionCheck
 
@@ -217,7 +221,7 @@ def convert_merge(out: Path, merge: Model, name: str, tools: GgufTools) -> Conve
             link = links / source.relative_to(merge.directory)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(source)
-    recognized = _run_converter(links, file, name, tools)
+    recognized = _run_converter(merge, links, file, name, tools)
     shutil.rmtree(links)
     if not recognized:
         relabeled = out / "relabeled.gguf"
@@ -250,9 +254,9 @@ def _require_known_tokenizer(merge: Model) -> None:
         )
 
 
-def _run_converter(directory: Path, output: Path, name: str, tools: GgufTools) -> bool:
+def _run_converter(merge: Model, directory: Path, output: Path, name: str, tools: GgufTools) -> bool:
     """Convert the model in ``directory``. Return whether the converter knows its pre-tokenizer."""
-    environment = environment_of_child() | _QUIET
+    environment = child_environment() | _QUIET
     script = tools.converter
     imports = f"import sys; sys.path[:0] = [{str(script.parent)!r}, {str(script.parent / 'gguf-py')!r}]; "
     compile_imports(
@@ -268,7 +272,9 @@ def _run_converter(directory: Path, output: Path, name: str, tools: GgufTools) -
                 [str(tools.python), "-P", "-c", _WRAPPER, str(script), str(directory), str(output), name],
                 environment,
                 log,
-                ProcessOptions("convert", confinement=Confinement(write=(str(output.parent),), memory=limit)),
+                ProcessOptions(
+                    "convert", confinement=confinement(merge, script.parent, write=output.parent, memory=limit)
+                ),
             )
         except NotStarted as error:
             raise InvalidInput(

@@ -157,9 +157,9 @@ attempt("network", lambda: __import__("socket").create_connection(("192.0.2.1", 
 attempt("merged weights", lambda: open(Path(os.environ["MERGEGATE_HOME"]) / "store" / "merge" / "weights", "a"))
 (HERE / "found").write_text(str(found))
 """
-    task = write_trap(tmp_path / "tasks", deed, at=3)
     home = directory_of_nobody()
     try:
+        task = write_trap(home / "sandbox" / "tasks", deed, at=3)
         (home / "store" / "merge").mkdir(parents=True)
         (home / "store" / "merge" / "weights").touch()
         with pytest.MonkeyPatch.context() as patch:
@@ -167,10 +167,10 @@ attempt("merged weights", lambda: open(Path(os.environ["MERGEGATE_HOME"]) / "sto
             patch.setenv("MERGEGATE_HOME", str(home))
             with in_another_process(flow(model, task), tmp_path) as running:
                 out, err = running.communicate(timeout=HANG_S)
+        assert (out, err) == ("20\n", "")
+        found = ast.literal_eval((home / "sandbox" / "tasks" / "found").read_text())
     finally:
         shutil.rmtree(home)
-    assert (out, err) == ("20\n", "")
-    found = ast.literal_eval((tmp_path / "tasks" / "found").read_text())
     assert secret not in str(found)
     assert found.pop("network") == "OSError"
     assert found.pop("merged weights") == "PermissionError"
@@ -218,11 +218,12 @@ def test_it_dies_with_the_flow_even_when_that_is_killed(
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setenv("TMPDIR", str(scratch))
-    os.mkfifo(tmp_path / "told")
-    deed = f'{SLEEPER}\n(HERE.parent / "told").write_text(str(child.pid))\n{hang}'
-    task = write_trap(tmp_path / "tasks", deed, at=3)
+    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path))
+    deed = f'{SLEEPER}\n(HERE / "told").write_text(str(child.pid))\n{hang}'
+    task = write_trap(tmp_path / "sandbox", deed, at=3)
+    os.mkfifo(tmp_path / "sandbox" / "told")
     with in_another_process(flow(model, task), tmp_path) as running:
-        child = int((tmp_path / "told").read_text())  # waits until it hangs
+        child = int((tmp_path / "sandbox" / "told").read_text())  # waits until it hangs
         scoring = asked(task)[-1][0]
         supervisor = parent_of(scoring)
         assert not ends(scoring, within=0)
@@ -236,14 +237,15 @@ def test_it_dies_with_the_flow_even_when_that_is_killed(
 @pytest.mark.proof
 def test_evaluation_works_offline_silently_and_leaves_no_files_or_process(tmp_path: Path, model: Model) -> None:
     """Runs outside any repository, without the test suite's offline switches, and records every name lookup."""
-    task = write_trap(tmp_path / "tasks", "pass", at=0)
+    sandbox = tmp_path / "state" / "sandbox"
+    task = write_trap(sandbox / "tasks", "pass", at=0)
     site, home, scratch = (tmp_path / name for name in ("site", "home", "scratch"))
     for directory in (site, home, scratch):
         directory.mkdir()
     (site / "sitecustomize.py").write_text(
         f"""import socket
 def note(text):
-    with open({str(tmp_path / "noted")!r}, "a") as file: file.write(text + "\\n")
+    with open({str(sandbox / "noted")!r}, "a") as file: file.write(text + "\\n")
 def deny(*args, **kwargs):
     note(f"asked for {{args[0]}}"); raise OSError("no network")
 socket.getaddrinfo = deny
@@ -253,12 +255,13 @@ note("watched")
     switches = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "HF_UPDATE_DOWNLOAD_COUNTS", "HF_HOME", "XDG_CACHE_HOME")
     environment = {name: value for name, value in os.environ.items() if name not in switches}
     environment |= {"HOME": str(home), "TMPDIR": str(scratch), "PREFECT_HOME": str(tmp_path / "prefect")}
+    environment["MERGEGATE_HOME"] = str(tmp_path / "state")
     environment["PYTHONPATH"] = os.pathsep.join((str(site), str(PROJECT)))
     options: dict[str, Any] = {"capture_output": True, "text": True, "timeout": HANG_S, "check": False}
     done = subprocess.run([sys.executable, "-c", flow(model, task)], cwd=home, env=environment, **options)
     assert (done.returncode, done.stdout, done.stderr) == (0, "20\n", "")
     assert ends(asked(task)[-1][0])
-    assert (tmp_path / "noted").read_text() == "watched\n" * 2  # the flow and the evaluation process
+    assert (sandbox / "noted").read_text() == "watched\n" * 2  # the flow and the evaluation process
     assert not [path for directory in (home, scratch) for path in directory.rglob("*") if path.is_file()]
 
 
