@@ -77,7 +77,7 @@ def verify_command(
         signer = signer_policy(identity, issuer, trust_config, offline=offline)
         verified = check_release(find_release(release), key, recompute=verdict, merge=merge, signer=signer)
         if as_json:
-            print_answer("verified", f"{release} is as it was published", _plain(verified))
+            print_answer("verified", f"{release}: {verified.state}", _plain(verified))
             return
         console.print(str(verified))
         if verified.recomputed:
@@ -192,6 +192,7 @@ def _plain(result: VerifiedRelease | ReproducedRelease) -> dict[str, object]:
     for name in ("recomputed", "variants"):
         fields.pop(name, None)
     if isinstance(result, VerifiedRelease):
+        fields["facts_at_risk"] = result.facts_at_risk
         if result.recomputed is not None:
             fields["verdict"] = result.recomputed.to_dict()
         if result.merge is None:

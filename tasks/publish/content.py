@@ -95,7 +95,7 @@ def written_file(name: str, text: str) -> ReleaseFile:
 def read_document(content: bytes, name: str) -> dict[str, Any]:
     """Parse a JSON file of a release, which may come from anyone.
 
-    Raise InvalidInput if it is not a JSON object, or if it has two equal keys, of which each reader may take another.
+    Raise InvalidInput if it is not a JSON object, or if two keys are equal, because readers differ in the one they use.
     """
     return parse_json_object(content, name, bounds=JsonBounds(size=MAX_METADATA_BYTES), pairs=unique_keys)
 

@@ -108,7 +108,7 @@ class DocumentFacts(BaseModel):
         return [*files[len(other_files) :], written_file(PROVENANCE, statement)]
 
 
-def write_documents(
+def with_documents(
     other_files: Sequence[ReleaseFile],
     content: ReportContent,
     license: LicenseVerdict,

@@ -38,7 +38,7 @@ from mergegate.tasks.publish.content import (
     stored_files,
     written_file,
 )
-from mergegate.tasks.publish.documents import write_documents
+from mergegate.tasks.publish.documents import with_documents
 from mergegate.tasks.publish.facts import DatasetFacts, ReleaseFacts, release_facts
 from mergegate.tasks.publish.keyless import read_keyless, sign_keyless
 from mergegate.tasks.publish.license_files import license_files, open_obligations
@@ -117,7 +117,7 @@ class ReleaseParts(NamedTuple):
             weights=self.weights,
         )
         missing = open_obligations(parents, license)
-        return write_documents(files, content, license, missing, metadata, self.facts(target), origin, target)
+        return with_documents(files, content, license, missing, metadata, self.facts(target), origin, target)
 
 
 def _without_directories(parent: PinnedCheckpoint) -> PinnedCheckpoint:

@@ -43,7 +43,7 @@ from mergegate.tasks.publish.content import (
     stored_files,
     variant_evidence,
 )
-from mergegate.tasks.publish.documents import write_documents
+from mergegate.tasks.publish.documents import with_documents
 from mergegate.tasks.publish.facts import DatasetFacts, variant_facts
 from mergegate.tasks.publish.license_files import license_files, open_obligations
 from mergegate.tasks.publish.provenance import MergeRelease, VariantOrigin
@@ -115,7 +115,7 @@ class VariantParts(NamedTuple):
         inputs = (content, self.pinned, license, self.merge, weights)
         facts = variant_facts(*inputs, target, names, self.held_out, settings.calibration)
         missing = open_obligations(parents, license)
-        return write_documents(files, content, license, missing, metadata, facts, origin, target)
+        return with_documents(files, content, license, missing, metadata, facts, origin, target)
 
     def _weights(self, variant: PassedVariant) -> tuple[ReleaseFile, ...]:
         """Return the files of a variant by their public names, with the hashes that the store recorded."""

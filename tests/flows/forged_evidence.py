@@ -169,7 +169,7 @@ def leaves(name: str) -> Callable[[Path], list[Callable[[], object]]]:
 def relist(original: Path, release: Path) -> Path:
     """Replace the digest of each file that was changed in a copy, and change nothing else."""
     new: dict[str, str] = {}
-    last = (SPDX, BOM, PROVENANCE)
+    last = (FACTS, SPDX, BOM, PROVENANCE)
     old = hashes_of(original, SUMS)
     for name in (*(name for name in old if name not in last), *last):
         if name in last:

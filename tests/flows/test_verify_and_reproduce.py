@@ -94,7 +94,9 @@ def test_the_released_demo_is_what_it_says(demo: Project, release: Path) -> None
     result = demo.mergegate("verify", "releases/demo/latest")
     expect(result, 0, f"its content matches its version {demo.latest.resolve().name}", "it is not signed")
     told = json.loads(demo.mergegate("verify", "releases/demo/latest", "--json").stdout)
-    assert (told["status"], told["signed"]) == ("verified", "none")
+    assert (told["status"], told["signed"], told["message"][-20:]) == ("verified", "none", "consistent; unsigned")
+    assert 0 < len(told["facts_at_risk"]) <= 10
+    assert all(f"* {subject}" in result.output for subject in told["facts_at_risk"])
     # Plain sha256sum can check it, too.
     subprocess.run(["sha256sum", "--check", "--strict", "--quiet", SUMS], cwd=release, check=True)
     assert len((release / SUMS).read_text().splitlines()) == len(files_of(release)) - 1
@@ -201,6 +203,45 @@ def test_files_that_contradict_each_other_are_refused_although_all_digests_agree
     assert [message for message in messages if message not in found] == []
 
 
+def twice(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{**items[-1], "digest": {"sha256": "0" * 64}}, *items]
+
+
+def repeat_a_key(file: str, key: str) -> Callable[[Path], object]:
+    return lambda release: (release / file).write_text(
+        (release / file).read_text().replace(f'"{key}": ', f'"{key}": 0,\n "{key}": ', 1)
+    )
+
+
+CONTRADICTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "a key of the provenance": (repeat_a_key(PROVENANCE, "predicate"), "duplicate key 'predicate'"),
+    "a key of a bill": (repeat_a_key(BOM, "components"), "bom.json: not JSON: duplicate key 'components'"),
+    "a key of another bill": (repeat_a_key(SPDX, "@graph"), "bom.spdx.json: not JSON: duplicate key '@graph'"),
+    "a key of the facts": (repeat_a_key(FACTS, "files"), "evidence/facts.json: not JSON: duplicate key 'files'"),
+    "a key of the evidence": (repeat_a_key(EVIDENCE_RECORD, "verdict"), "not JSON: duplicate key 'verdict'"),
+    "a subject": (lambda release: edit(release / PROVENANCE, "subject", twice), "provenance.json: duplicate entry"),
+    "a parent": (
+        lambda release: edit_provenance(release, "buildDefinition.resolvedDependencies", twice),
+        "provenance.json: duplicate entry '../models/",
+    ),
+    "a component": (lambda release: edit(release / BOM, "components", twice), "bom.json: duplicate entry"),
+    "an element": (lambda release: edit(release / SPDX, "@graph", twice), "bom.spdx.json: duplicate entry"),
+    "a predicate type": (
+        lambda release: edit(release / PROVENANCE, "predicateType", "https://example.org/x"),
+        "not an in-toto statement with SLSA provenance",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), CONTRADICTIONS.values(), ids=CONTRADICTIONS)
+def test_lists_that_contradict_themselves_are_refused(
+    release: Path, change: Callable[[Path], object], message: str
+) -> None:
+    elsewhere = Path(shutil.copytree(release, release.with_name("elsewhere")))
+    change(elsewhere)
+    assert message in refusal_of(relist(release, elsewhere), recompute=True)
+
+
 def test_a_release_of_a_version_without_a_second_bill_of_materials_is_verified(release: Path, demo: Project) -> None:
     remove(release, SPDX)
     edit(release / BOM, "metadata.properties", ...)
@@ -214,8 +255,10 @@ def test_a_signature_detects_changes_that_nothing_else_detects(
     private, public = keys
     elsewhere = release.rename(release.with_name("signed"))
     sign_release(elsewhere, private)
-    expect(demo.mergegate("verify", str(elsewhere), "--key", str(public)), 0, "the signature is valid")
-    assert check_release(DirectoryRelease(elsewhere)).signed == "not checked"
+    result = demo.mergegate("verify", str(elsewhere), "--key", str(public))
+    expect(result, 0, "all as published", "the signature is valid")
+    assert "only a valid signature" not in result.output
+    assert check_release(DirectoryRelease(elsewhere)).state == "consistent; signature not checked"
 
     change_the_seed(elsewhere)
     write_sums(elsewhere)

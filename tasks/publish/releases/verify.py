@@ -84,7 +84,7 @@ _SIGNATURES: Mapping[Signed, str] = {
     "none": "it is not signed",
 }
 _UNLISTED = frozenset({SIGNATURE, KEYLESS_SIGNATURE})  # written after SHA256SUMS, so no other file lists them
-_UNNOTICED = (
+_FACTS_AT_RISK = (
     "weights, tokenizer and configuration (mergegate reproduce rebuilds them)",
     "names, licenses, cards and license texts of the parents",
     "statements of the publisher",
@@ -151,10 +151,10 @@ class VerifiedRelease:
     documents: str = ""
 
     @property
-    def unnoticed(self) -> tuple[str, ...]:
-        """What a forger could have changed consistently. Empty if a signature is valid."""
+    def facts_at_risk(self) -> tuple[str, ...]:
+        """Facts that only a valid signature protects from a consistent change. Empty if there is one."""
         is_signed = self.signed == "valid" or (self.keyless is not None and self.keyless.status == "valid")
-        return () if is_signed else _UNNOTICED
+        return () if is_signed else _FACTS_AT_RISK
 
     @property
     def files(self) -> int:
@@ -166,20 +166,24 @@ class VerifiedRelease:
         """Size of all files in bytes."""
         return sum(size for size, _ in self.listing.values())
 
-    def __str__(self) -> str:
+    @property
+    def state(self) -> str:
+        """Result of the verification: 'all as published' if a signature is valid."""
         is_unsigned = self.signed == "none" and self.keyless is None
-        state = f"consistent; {'unsigned' if is_unsigned else 'signature not checked'}"
-        state = state if self.unnoticed else "all as published"
-        head = f"{self.reference}: {self.files} files, {self.bytes / 1e6:,.1f} MB, {state}"
+        result = f"consistent; {'unsigned' if is_unsigned else 'signature not checked'}"
+        return result if self.facts_at_risk else "all as published"
+
+    def __str__(self) -> str:
+        head = f"{self.reference}: {self.files} files, {self.bytes / 1e6:,.1f} MB, {self.state}"
         lines = [f"its content matches its version {self.version}" if self.version else _NO_DIGEST]
         lines += [_SIGNATURES[self.signed]] if self.signed != "none" or not self.keyless else []
         lines += [str(part) for part in (self.keyless, self.merge) if part]
         if self.missing_facts:
             lines.append(f"its bill of materials lists {len(self.missing_facts)} missing facts, see {BOM}")
         lines += [self.documents] if self.documents else []
-        if self.unnoticed:
+        if self.facts_at_risk:
             lines.append("only a valid signature shows that these are unchanged:")
-            lines += [f"  * {subject}" for subject in self.unnoticed]
+            lines += [f"  * {subject}" for subject in self.facts_at_risk]
         return "\n  ".join((head, *lines))
 
 
@@ -412,12 +416,12 @@ class _ReleaseCheck:
         counts = Counter(entries)
         self.findings += [f"{source}: duplicate entry {name!r:.80}" for name in sorted(counts) if counts[name] > 1]
 
-    def compare_files(self, listed: Iterable[tuple[str, str]], source: str, unlisted_files: Collection[str]) -> bool:
+    def compare_files(self, file_list: Iterable[tuple[str, str]], source: str, unlisted_files: Collection[str]) -> bool:
         """Compare the files with the list in ``source`` (name and sha256), and return whether they are equal.
 
         ``unlisted_files`` are written after ``source``, so it cannot list them.
         """
-        entries = list(listed)
+        entries = list(file_list)
         self.require_distinct(source, [name for name, _ in entries])
         listed_digests = dict(entries)
         actual = {name: sha256 for name, (_, sha256) in self.files.items() if name not in unlisted_files}
