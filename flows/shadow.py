@@ -37,7 +37,7 @@ from mergegate.flows.shadow_watch import Watch, open_watch
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.publish import PendingRelease
 from mergegate.tasks.report import ShadowContent, shadow_rows, shadow_sentence
-from mergegate.tasks.shadow import Routing, read_routing, routing_file, write_routing
+from mergegate.tasks.shadow import read_routing, routing_file, write_routing
 from mergegate.tasks.stage import announce
 from mergegate.tasks.store import digest
 
@@ -150,14 +150,7 @@ def _apply_decision(
         # The proxy's kill switch or a manual decision came first.
         announce(f"{watch.profile.name}: {current.serving} during this look, which takes precedence")
     else:
-        current = Routing(
-            candidate=current.candidate,
-            mode=current.mode,
-            share=current.share,
-            serving=serving,
-            since=now(),
-            why=why,
-        )
+        current = current.model_copy(update={"serving": serving, "since": now(), "why": why})
         write_routing(file, current)
     reason = current.why if current.serving != "watch" else content.reason
     return _report_once(watch, content.model_copy(update={"serving": current.serving, "reason": reason}), alias_before)

@@ -30,7 +30,6 @@ from mergegate.tasks.shadow import (
     ArmSummary,
     JudgedPair,
     JudgedPairs,
-    LatencyQuantiles,
     LostPair,
     Routing,
     Sample,
@@ -252,39 +251,20 @@ def shadow_content(
     # Use the newest request so far for each point, so that the curve never goes back in time.
     newest = list(accumulate((pair.at for pair in evidence.judged), max))
     points = tuple(
-        ShadowPoint(
-            pairs=point.pairs,
-            at=newest[point.pairs - 1],
-            win_rate=point.win_rate,
-            low=point.low,
-            high=point.high,
-            log_e_promote=point.log_e_promote,
-            log_e_rollback=point.log_e_rollback,
-        )
+        ShadowPoint(at=newest[point.pairs - 1], **point.model_dump(exclude={"wins", "ties", "losses"}))
         for point in evidence_path([pair.score for pair in evidence.judged], settings.rule)
     )
     verdict, rule = evidence.verdict, settings.rule
     return ShadowContent(
         name=name,
-        candidate=routing.candidate,
-        serving=routing.serving,
+        **routing.model_dump(include={"candidate", "serving", "mode", "share"}),
+        **rule.model_dump(include={"margin", "confidence", "minimum_hours", "minimum_pairs"}),
+        **verdict.model_dump(include={"hours", "consistency", "length_ratio", "cut_off"}),
+        **verdict.evidence.model_dump(include={"wins", "ties", "losses"}),
         reason=verdict.reason if routing.serving == "watch" else routing.why,
         looked=at,
-        hours=verdict.hours,
-        mode=routing.mode,
-        share=routing.share,
-        margin=rule.margin,
-        confidence=rule.confidence,
-        minimum_hours=rule.minimum_hours,
-        minimum_pairs=rule.minimum_pairs,
         judge=settings.judge.model,
-        wins=verdict.evidence.wins,
-        ties=verdict.evidence.ties,
-        losses=verdict.evidence.losses,
-        consistency=verdict.consistency,
         controls=(verdict.controls.found, verdict.controls.pairs),
-        length_ratio=verdict.length_ratio,
-        cut_off=verdict.cut_off,
         identical=sum(pair.consistent is None for pair in evidence.judged),
         points=points,
         waiting=evidence.sample.waiting,
@@ -293,31 +273,11 @@ def shadow_content(
         candidate_arm=_reported_arm(verdict.arms.candidate),
         errors=verdict.arms.reason,
         not_recorded=tuple(evidence.not_recorded.items()),
-        examples=tuple(
-            LostExample(
-                at=pair.at,
-                question=pair.question,
-                parent=pair.parent,
-                candidate=pair.candidate,
-                reasoning=pair.reasoning,
-            )
-            for pair in evidence.lost[:_MOST_EXAMPLES]
-        ),
+        examples=tuple(LostExample(**pair.model_dump(exclude={"id"})) for pair in evidence.lost[:_MOST_EXAMPLES]),
         retention_days=settings.retention_days,
         alias=settings.alias or "",
     )
 
 
 def _reported_arm(arm: ArmSummary) -> ReportedArm:
-    def triple(quantiles: LatencyQuantiles | None) -> tuple[float, float, float] | None:
-        return None if quantiles is None else (quantiles.median, quantiles.p95, quantiles.p99)
-
-    return ReportedArm(
-        requests=arm.errors.requests,
-        failed=arm.errors.failed,
-        low=arm.errors.low,
-        high=arm.errors.high,
-        fallbacks=arm.fallbacks,
-        first_byte=triple(arm.first_byte),
-        seconds=triple(arm.seconds),
-    )
+    return ReportedArm(**arm.errors.model_dump(exclude={"rate"}), **arm.model_dump(exclude={"errors"}))

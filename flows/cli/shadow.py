@@ -7,7 +7,7 @@ import logging
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 import uvicorn
@@ -37,6 +37,32 @@ _KEEP_ALIVE_S = 75
 ShadowProfile = Annotated[
     Path, typer.Argument(parser=local_path, help="Profile with a section 'shadow'.", metavar="PROFILE")
 ]
+
+
+class ProxyServer(uvicorn.Server):
+    """Server that closes connections without a request in progress after a while, and the oldest if there are many.
+
+    uvicorn waits without a limit for the rest of a request's headers, so slow clients could use up all file handles.
+    """
+
+    def __init__(self, config: uvicorn.Config, max_waiting: int) -> None:
+        super().__init__(config)
+        self._max_waiting, self._waiting_since = max_waiting, dict[Any, float]()
+
+    async def on_tick(self, counter: int) -> bool:
+        """Close connections. uvicorn calls this ten times per second."""
+
+        def is_active(connection: Any) -> bool:
+            cycle = getattr(connection, "cycle", None)
+            return cycle is not None and not cycle.response_complete and not connection.transport.is_closing()
+
+        now, connections = time.monotonic(), self.server_state.connections
+        self._waiting_since = {each: self._waiting_since.get(each, now) for each in connections if not is_active(each)}
+        oldest_first = sorted(self._waiting_since, key=self._waiting_since.__getitem__)
+        for number, connection in enumerate(oldest_first, start=self._max_waiting - len(oldest_first)):
+            if number < 0 or now - self._waiting_since[connection] > _KEEP_ALIVE_S:
+                connection.transport.abort()
+        return await super().on_tick(counter)
 
 
 def shadow_serve_command(
@@ -83,14 +109,8 @@ def run_proxy(profile: Profile, candidate: str | None, console: Console, *, rese
     write_routing(file, routing)
     host, port = settings.address
     require_free_port(host, port, f"shadow.listen: {host}:{port}")
-    recorder = Recorder(
-        lambda: open_records(url),
-        redaction,
-        queue_size=settings.record_queue,
-        max_body_bytes=settings.max_body_bytes,
-        retention_days=settings.retention_days,
-    )
-    proxy = ShadowProxy(settings, FollowedRouting(file, routing), recorder)
+    recorder = Recorder(lambda: open_records(url), redaction, settings)
+    proxy = ShadowProxy(settings, FollowedRouting(file, routing), recorder, file.with_suffix(".session-secret"))
     console.print(
         f"{profile.name}: testing {routing.candidate} ({routing.mode}, {routing.share:.0%})"
         if routing.watching
@@ -107,7 +127,7 @@ def run_proxy(profile: Profile, candidate: str | None, console: Console, *, rese
     console.print(f"  listening  http://{settings.listen}/v1   status: http://{settings.listen}/shadow/status")
     # The recorder stores that a model's server stopped midway, so uvicorn need not print a traceback.
     logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-    uvicorn.run(
+    config = uvicorn.Config(
         proxy.application(),
         host=host,
         port=port,
@@ -118,6 +138,8 @@ def run_proxy(profile: Profile, candidate: str | None, console: Console, *, rese
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_STOP_S,
     )
+    with suppress(KeyboardInterrupt):
+        ProxyServer(config, settings.max_requests).run()
 
 
 def shadow_replay_command(

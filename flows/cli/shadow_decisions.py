@@ -30,38 +30,35 @@ def shadow_evaluate_command(
     profile: ShadowProfile, approve: ApproveOption = False, as_json: JsonOption = False
 ) -> None:
     """Judge new pairs, then promote, roll back or wait."""
-    with command_context(as_json, with_state=True) as console:
-        from mergegate.flows.shadow import shadow
-
-        loaded = load_for_flow(profile)
-        headline = (f"{loaded.name} on users' traffic", f"profile {profile}")
-        outcome = run_flow(partial(shadow, profile, return_state=True), headline, RunView(approve=approve), console)
-        _print_outcome(outcome, console, as_json)
-        raise typer.Exit(outcome.exit_code)
+    _run_flow(profile, "look", "", as_json, approve=approve)
 
 
 def shadow_promote_command(profile: ShadowProfile, reason: ReasonOption = "", as_json: JsonOption = False) -> None:
     """Promote the candidate, regardless of the evidence."""
-    _decide_by_hand(profile, "promote", reason, as_json)
+    _run_flow(profile, "promote", reason, as_json)
 
 
 def shadow_rollback_command(profile: ShadowProfile, reason: ReasonOption = "", as_json: JsonOption = False) -> None:
     """Return all users to the parent, regardless of evidence."""
-    _decide_by_hand(profile, "roll back", reason, as_json)
+    _run_flow(profile, "roll back", reason, as_json)
 
 
-def _decide_by_hand(profile: Path, decision: Literal["promote", "roll back"], reason: str, as_json: bool) -> None:
+def _run_flow(
+    profile: Path, decision: Literal["look", "promote", "roll back"], reason: str, as_json: bool, approve: bool = False
+) -> None:
     with command_context(as_json, with_state=True) as console:
         from mergegate.flows.shadow import require_reason, shadow
 
-        require_reason(reason)
+        if by_hand := decision != "look":
+            require_reason(reason)
+        by = current_user() if by_hand else ""
         loaded = load_for_flow(profile)
-        flow = partial(shadow, profile, say=decision, why=reason, by=current_user(), return_state=True)
+        flow = partial(shadow, profile, say=decision, why=reason, by=by, return_state=True)
         headline = (f"{loaded.name} on users' traffic", f"profile {profile}")
-        outcome = run_flow(flow, headline, RunView(), console)
+        outcome = run_flow(flow, headline, RunView(approve=approve), console)
         _print_outcome(outcome, console, as_json)
-        # The command did its job, even if that was a rollback.
-        raise typer.Exit(0 if outcome.status in ("promoted", "rolled back") else outcome.exit_code)
+        # A manual decision did its job, even if that was a rollback.
+        raise typer.Exit(0 if by_hand and outcome.status in ("promoted", "rolled back") else outcome.exit_code)
 
 
 def shadow_status_command(profile: ShadowProfile, as_json: JsonOption = False) -> None:

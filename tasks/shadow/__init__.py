@@ -8,14 +8,8 @@ Import ``traffic`` and ``records`` directly. They need a web server and a databa
 them.
 """
 
-from mergegate.tasks.shadow.arm_comparison import ArmComparison, ArmSummary, ErrorRate, LatencyQuantiles, compare_arms
-from mergegate.tasks.shadow.evidence import (
-    ShadowDecision,
-    ShadowEvidence,
-    decide_shadow,
-    evidence_of,
-    evidence_path,
-)
+from mergegate.tasks.shadow.arm_comparison import ArmSummary
+from mergegate.tasks.shadow.evidence import evidence_of, evidence_path
 from mergegate.tasks.shadow.judgments import (
     JudgedPair,
     JudgedPairs,
@@ -27,7 +21,7 @@ from mergegate.tasks.shadow.judgments import (
 )
 from mergegate.tasks.shadow.kill_switch import kill_reason
 from mergegate.tasks.shadow.pairs import Sample, SampledPair, sample_pairs
-from mergegate.tasks.shadow.recorded_traffic import ArmRow, RecordedAnswer, RecordedPair, ShadowRecord
+from mergegate.tasks.shadow.recorded_traffic import ArmRow
 from mergegate.tasks.shadow.routing import (
     FollowedRouting,
     Routing,
@@ -38,37 +32,26 @@ from mergegate.tasks.shadow.routing import (
     write_routing,
 )
 from mergegate.tasks.shadow.settings import ShadowJudge, ShadowRule, ShadowServer, ShadowSettings, SwitchRule
-from mergegate.tasks.shadow.verdict import JudgedTotals, ShadowOutcome, ShadowVerdict, shadow_verdict
+from mergegate.tasks.shadow.verdict import JudgedTotals, ShadowVerdict, shadow_verdict
 
 __all__ = [
-    "ArmComparison",
     "ArmRow",
     "ArmSummary",
-    "ErrorRate",
     "FollowedRouting",
     "JudgedPair",
     "JudgedPairs",
     "JudgedTotals",
-    "LatencyQuantiles",
     "LostPair",
-    "RecordedAnswer",
-    "RecordedPair",
     "Routing",
     "Sample",
     "SampledPair",
     "Serving",
-    "ShadowDecision",
-    "ShadowEvidence",
     "ShadowJudge",
-    "ShadowOutcome",
-    "ShadowRecord",
     "ShadowRule",
     "ShadowServer",
     "ShadowSettings",
     "ShadowVerdict",
     "SwitchRule",
-    "compare_arms",
-    "decide_shadow",
     "evidence_of",
     "evidence_path",
     "kill_reason",

@@ -19,13 +19,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.tasks.shadow.recorded_traffic import ArmRow, is_fault, is_refusal, own_rows
 
+LatencyQuantiles: TypeAlias = tuple[float, float, float]  # median, 95th and 99th percentile, in seconds
 _HALVINGS = 60
 
 
@@ -39,17 +40,6 @@ class ErrorRate(BaseModel):
     rate: float
     low: float
     high: float
-
-
-class LatencyQuantiles(BaseModel):
-    """Median, 95th and 99th percentile of latency, in seconds."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    answers: int
-    median: float
-    p95: float
-    p99: float
 
 
 class ArmSummary(BaseModel):
@@ -69,8 +59,7 @@ class ArmComparison(BaseModel):
     Attributes:
         candidate: Summary of the candidate.
         parent: Summary of the parent.
-        difference: Error rate of the candidate minus that of the parent.
-        low: Lower bound of the difference, valid at all interim looks together.
+        low: Lower bound of the candidate's error rate minus the parent's, valid at all interim looks together.
         high: Upper bound of the difference, valid at all interim looks together.
         outcome: Whether the candidate has significantly more or fewer errors.
         reason: The rates and the interval, in words.
@@ -80,7 +69,6 @@ class ArmComparison(BaseModel):
 
     candidate: ArmSummary
     parent: ArmSummary
-    difference: float
     low: float
     high: float
     outcome: Literal["more errors", "fewer errors", "not told apart"]
@@ -103,15 +91,11 @@ def compare_arms(candidate: Sequence[ArmRow], parent: Sequence[ArmRow], confiden
     """
     ours, theirs = _summary(candidate, confidence), _summary(parent, confidence)
     low, high = ours.errors.low - theirs.errors.high, ours.errors.high - theirs.errors.low
-    outcome: Literal["more errors", "fewer errors", "not told apart"] = "not told apart"
-    if low > 0:
-        outcome = "more errors"
-    elif high < 0:
-        outcome = "fewer errors"
+    outcome: Literal["more errors", "fewer errors", "not told apart"]
+    outcome = "more errors" if low > 0 else "fewer errors" if high < 0 else "not told apart"
     return ArmComparison(
         candidate=ours,
         parent=theirs,
-        difference=ours.errors.rate - theirs.errors.rate,
         low=low,
         high=high,
         outcome=outcome,
@@ -160,7 +144,7 @@ def _quantiles(seconds: Sequence[float]) -> LatencyQuantiles | None:
     if not seconds:
         return None
     median, p95, p99 = (float(value) for value in np.quantile(seconds, (0.5, 0.95, 0.99)))
-    return LatencyQuantiles(answers=len(seconds), median=median, p95=p95, p99=p99)
+    return median, p95, p99
 
 
 def _log_beta(a: float, b: float) -> float:

@@ -169,20 +169,9 @@ def _evidence(
     rollback = log_evidence(losses, ties, wins, EVEN)
     low = _lower_bound(wins, ties, losses, rule.log_threshold)
     high = 1 - _lower_bound(losses, ties, wins, rule.log_threshold)
-    return tuple(
-        ShadowEvidence(
-            pairs=int(pairs[i]),
-            wins=int(wins[i]),
-            ties=int(ties[i]),
-            losses=int(losses[i]),
-            win_rate=float(rates[i]),
-            log_e_promote=float(promote[i]),
-            log_e_rollback=float(rollback[i]),
-            low=float(low[i]),
-            high=float(high[i]),
-        )
-        for i in range(len(pairs))
-    )
+    columns = (pairs, wins, ties, losses, rates, promote, rollback, low, high)  # in the order of the fields
+    rows = zip(*(column.tolist() for column in columns), strict=True)
+    return tuple(ShadowEvidence(**dict(zip(ShadowEvidence.model_fields, row, strict=True))) for row in rows)
 
 
 def _lower_bound(

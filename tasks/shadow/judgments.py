@@ -95,25 +95,15 @@ class JudgedPairs:
         return tuple(self._pairs.values())
 
     @property
-    def scores(self) -> tuple[float, ...]:
-        """Scores of the judged pairs, in the order of ``pairs``."""
-        return tuple(pair.score for pair in self._pairs.values())
-
-    @property
-    def consistency(self) -> float | None:
-        """Share of the pairs seen by the judge in which both orders agree, or None if it has seen no pair."""
-        verdicts = [pair.consistent for pair in self._pairs.values() if pair.consistent is not None]
-        return sum(verdicts) / len(verdicts) if verdicts else None
-
-    @property
     def totals(self) -> JudgedTotals:
         """Scores, controls, lengths and ends of all judged pairs. Older ledgers lack the lengths of some pairs."""
-        pairs = self._pairs.values()
+        pairs = self.pairs
+        verdicts = [pair.consistent for pair in pairs if pair.consistent is not None]
         lengths = [pair.lengths for pair in pairs if pair.lengths is not None]
         share = 100 / max(1, len(lengths))
         return JudgedTotals(
-            self.scores,
-            self.consistency,
+            [pair.score for pair in pairs],
+            sum(verdicts) / len(verdicts) if verdicts else None,
             controls_found(self._controls.values()),
             (sum(parent for parent, _ in lengths), sum(candidate for _, candidate in lengths)),
             (share * sum(pair.cut_off[0] for pair in pairs), share * sum(pair.cut_off[1] for pair in pairs)),

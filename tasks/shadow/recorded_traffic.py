@@ -59,9 +59,7 @@ class ShadowRecord(NamedTuple):
     @property
     def row(self) -> ArmRow:
         """Outcome of the request, without its content."""
-        return ArmRow(
-            self.at, self.arm, self.role, self.status, self.error, self.fallback, self.first_byte, self.seconds
-        )
+        return ArmRow(*(getattr(self, name) for name in ArmRow._fields))
 
 
 class RecordedAnswer(NamedTuple):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Literal
 
@@ -62,7 +63,7 @@ def goes_to_candidate(key: str, salt: str, share: float) -> bool:
     The assignment is sticky: the same key always gets the same arm. A larger share only adds sessions to the candidate.
     ``salt`` is the version of the candidate, so that each candidate gets different users.
     """
-    position = hashlib.blake2b(f"{salt}:{key}".encode(), digest_size=8).digest()
+    position = hashlib.blake2b(f"{salt}:{key}".encode(errors="surrogatepass"), digest_size=8).digest()
     return int.from_bytes(position, "big") / 2**64 < share
 
 
@@ -92,11 +93,9 @@ class FollowedRouting:
         If the file cannot be written, the change still applies to this process.
         """
         self._now = self._now.model_copy(update={"serving": serving, "why": reason, "since": time.time()})
-        try:
+        with suppress(OSError):
             write_routing(self._file, self._now)
-            self._seen = self._identity()
-        except OSError:
-            self._seen = self._identity()
+        self._seen = self._identity()
 
     def _identity(self) -> tuple[int, int] | None:
         try:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from mergegate.tasks.http import plain_address
 from mergegate.tasks.judge import AnswerLimits, ControlSettings, JudgeServer, JudgmentSettings
@@ -32,7 +32,12 @@ class ShadowServer(BaseModel):
     api_key_env: Annotated[str | None, NotInKey] = Field(
         default=None,
         min_length=1,
-        description="Environment variable with the API key of the server. Default: the key of the client.",
+        description="Environment variable with the API key of the server. Requires client_keys_env. Default: the key "
+        "of the client.",
+    )
+    key_paths: Annotated[tuple[str, ...], NotInKey] = Field(
+        default=("/v1/chat/completions", "/v1/completions", "/v1/models"),
+        description="Paths of requests that are sent with the key in api_key_env. Other requests have no key.",
     )
 
     @field_validator("url")
@@ -135,7 +140,19 @@ class ShadowSettings(BaseModel):
     session_header: str = Field(
         default="x-session-id", min_length=1, description="Name of the header that identifies a session."
     )
+    client_keys_env: Annotated[str | None, NotInKey] = Field(
+        default=None,
+        min_length=1,
+        description="Environment variable with the keys of the clients, separated by spaces. The proxy answers 401 to "
+        "requests without one of them. Default: answer all clients.",
+    )
     timeout: float = Field(default=600.0, gt=0, description="Longest wait for the next byte of a server, in seconds.")
+    client_timeout: float = Field(
+        default=30.0,
+        gt=0,
+        description="Longest total wait for a client that sends its body or reads its answer, in seconds. Each 16 KiB "
+        "add a second.",
+    )
     max_requests: int = Field(
         default=256, ge=1, description="Largest number of concurrent requests. The proxy answers further ones with 503."
     )
@@ -198,6 +215,12 @@ class ShadowSettings(BaseModel):
         if function is not None and not _FUNCTION.fullmatch(function):
             raise ValueError("is not of the form package.module:function")
         return function
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> Self:
+        if self.client_keys_env is None and (self.parent.api_key_env or self.candidate.api_key_env):
+            raise ValueError("'api_key_env' requires 'client_keys_env'. Without it, anyone could use the server's key")
+        return self
 
     @property
     def address(self) -> tuple[str, int]:

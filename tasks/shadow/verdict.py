@@ -60,7 +60,7 @@ class ShadowVerdict(BaseModel):
 
 
 class JudgedTotals(NamedTuple):
-    """What a ledger says about all judged pairs.
+    """Totals of all judged pairs in a ledger.
 
     Attributes:
         scores: One score per judged pair: 1 if the candidate's answer is better, 0 if the parent's is, or else 1/2.
@@ -128,7 +128,7 @@ def shadow_verdict(
 def _obstacle(
     totals: JudgedTotals, controls: ControlResult, length_ratio: float | None, rule: ShadowRule
 ) -> str | None:
-    """Return why the judged pairs cannot promote a candidate, whatever the win rate, or None."""
+    """Return why the judged pairs cannot promote a candidate, regardless of the win rate, or None."""
     if totals.consistency is not None and not controls.passed:
         return controls.describe()
     if rule.max_length_ratio is not None and length_ratio is not None and length_ratio > rule.max_length_ratio:

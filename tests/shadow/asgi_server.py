@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,10 +11,12 @@ import uvicorn
 
 
 @contextmanager
-def serving_asgi(application: Any) -> Iterator[str]:
+def serving_asgi(
+    application: Any, make_server: Callable[[uvicorn.Config], uvicorn.Server] = uvicorn.Server
+) -> Iterator[str]:
     """Serve an ASGI application on a free loopback port and yield its URL."""
     quiet = {"log_config": None, "access_log": False, "server_header": False, "date_header": False}
-    server = uvicorn.Server(uvicorn.Config(application, "127.0.0.1", 0, timeout_graceful_shutdown=1, **quiet))
+    server = make_server(uvicorn.Config(application, "127.0.0.1", 0, timeout_graceful_shutdown=1, **quiet))
     ready = threading.Event()
     original = server.startup
 

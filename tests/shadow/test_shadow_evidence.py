@@ -14,7 +14,8 @@ from benchmark_scripts import load_benchmark
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mergegate.tasks.shadow import ShadowRule, decide_shadow, evidence_of, evidence_path
+from mergegate.tasks.shadow import ShadowRule, evidence_of, evidence_path
+from mergegate.tasks.shadow.evidence import decide_shadow
 
 RULE = ShadowRule()
 THRESHOLD = math.log(20)

@@ -32,7 +32,7 @@ def judge(place: Path, pairs: tuple[SampledPair, ...], url: str, model: str = "j
     with open_judged(place, "demo", "v1", judging) as ledger:
         server = JudgeServer(url=url, attempts=1, concurrency=3)
         ledger.judge(pairs, judging, server, control_share=0.1, now=lambda: 5000.0)
-        return ledger.scores
+        return tuple(ledger.totals.scores)
 
 
 def test_a_win_survives_the_swap_and_equal_answers_need_no_judge(tmp_path: Path) -> None:

@@ -308,8 +308,7 @@ def test_a_good_merge_is_promoted_and_the_lopsided_one_rolled_back(
         settings = ShadowSettings.model_validate(section)
         routing = Routing(candidate="v1", mode="mirror", share=1.0, since=time.time())
         write_routing(routing_file("watched"), routing)
-        limits = {"queue_size": 10_000, "max_body_bytes": 1 << 20, "retention_days": 1}
-        recorder = Recorder(lambda: open_records(records_url("watched", settings)), open_redaction((), None), **limits)
+        recorder = Recorder(lambda: open_records(records_url("watched", settings)), open_redaction((), None), settings)
         proxy = ShadowProxy(settings, FollowedRouting(routing_file("watched"), routing), recorder)
         traffic = read_traffic(PROFILES / "demo" / "traffic.jsonl", "demo")[:240]
         with serving_asgi(proxy.application()) as url:

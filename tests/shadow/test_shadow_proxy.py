@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
+import socket
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from openai_server import EchoServer, serving
 from samples import sampled_rows
 from sqlalchemy.exc import OperationalError
 
+from mergegate.flows.cli.shadow import ProxyServer
 from mergegate.tasks.shadow import FollowedRouting, Routing, ShadowSettings, read_routing
 from mergegate.tasks.shadow.records import Records, open_records
 from mergegate.tasks.shadow.traffic import Recorder, ShadowProxy, open_redaction
@@ -76,9 +80,7 @@ def running_proxy(
         recorder = Recorder(
             connect or (lambda: open_records(database_url(directory))),
             open_redaction(settings.redact, settings.redactor),
-            queue_size=settings.record_queue,
-            max_body_bytes=settings.max_body_bytes,
-            retention_days=settings.retention_days,
+            settings,
         )
         routing = Routing(candidate="v1", mode=settings.mode, share=settings.share, since=0.0)
         proxy = ShadowProxy(settings, FollowedRouting(directory / "routing.json", routing), recorder)
@@ -125,6 +127,10 @@ CONTENTS = [
 ]
 
 
+def ask(one: RunningProxy) -> httpx.Response:
+    return one.client.post(one.url + CHAT, json=question())
+
+
 @pytest.mark.story
 @pytest.mark.parametrize("fault", FAULTS)
 def test_the_candidate_never_affects_the_client_in_mirror_mode(tmp_path: Path, fault: str) -> None:
@@ -147,7 +153,7 @@ def test_faults_of_the_parent_reach_the_client(tmp_path: Path, fault: str, strea
 
 def test_an_unavailable_parent_gives_an_openai_error(tmp_path: Path) -> None:
     with running_proxy(tmp_path, parent="dead") as one:
-        answer = one.client.post(one.url + CHAT, json=question())
+        answer = ask(one)
     assert answer.status_code == 502
     assert "did not answer" in answer.json()["error"]["message"]
     with one.records() as records:
@@ -187,7 +193,7 @@ def test_other_endpoints_are_forwarded_once(tmp_path: Path) -> None:
 def test_a_hanging_candidate_delays_no_client_and_copies_are_bounded(tmp_path: Path) -> None:
     with running_proxy(tmp_path, candidate="hang", max_copies=2) as one:
         for _ in range(5):
-            assert one.client.post(one.url + CHAT, json=question()).status_code == 200
+            assert ask(one).status_code == 200
         while one.status()["counts"].get("not copied: too many copies", 0) < 3:
             pass
         status = one.status()
@@ -205,11 +211,87 @@ def test_too_many_concurrent_requests_get_a_retry_after(tmp_path: Path) -> None:
         waiting.start()
         while one.status()["in_flight"] == 0:
             pass
-        refused = one.client.post(one.url + CHAT, json=question())
+        refused = ask(one)
         one.parent.released.set()
         waiting.join()
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert "too many" in refused.json()["error"]["message"]
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+LONG_BODY = json.dumps(question("x" * (12 << 20))).encode()
+SLOW = {  # What a client sends first, what it repeats, and whether it gets an answer.
+    "body": (HEAD + b"Content-Length: 100\r\n\r\n{", b"", True),
+    "no body": (HEAD + b"Content-Length: 100\r\n\r\n", b"", True),
+    "chunks": (HEAD + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n", b"1\r\n \r\n", True),
+    "drops": (HEAD + b"Content-Length: 100000\r\n\r\n{", b" ", True),
+    "upload": (b"PUT /v1/files HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n{", b" ", True),
+    "reader": (HEAD + b"Content-Length: %d\r\n\r\n%s" % (len(LONG_BODY), LONG_BODY), b"", False),
+}
+
+
+@pytest.mark.parametrize(("kind", "limit"), list(product(SLOW, ({"max_requests": 2}, {"client_timeout": 1.0}))))
+def test_slow_clients_make_room_for_others_and_are_dropped_in_time(tmp_path: Path, kind: str, limit: Any) -> None:
+    first, repeated, is_answered = SLOW[kind]
+    with running_proxy(tmp_path, **limit) as one, ExitStack() as stack:
+        slow = [stack.enter_context(socket.socket()) for _ in range(2)]
+        for connection in slow:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", int(one.url.rpartition(":")[2])))
+            with suppress(OSError):  # On a busy machine, even a long body may arrive too slowly.
+                connection.sendall(first)
+        while (status := one.status())["in_flight"] < 2 and not status["counts"].get("answered 408: slow client"):
+            pass
+        ended = time.monotonic() + 20
+        while one.status()["in_flight"] if "client_timeout" in limit else ask(one).status_code == 503:
+            assert time.monotonic() < ended
+            with suppress(OSError):
+                slow[0].sendall(repeated)
+                slow[1].sendall(repeated)
+            time.sleep(0.05)
+        if is_answered and "client_timeout" in limit:
+            assert all(connection.recv(12) == b"HTTP/1.1 408" for connection in slow)
+
+
+def test_half_sent_headers_cannot_use_up_all_connections(tmp_path: Path) -> None:
+    with (
+        running_proxy(tmp_path) as one,
+        serving_asgi(one.proxy, partial(ProxyServer, max_waiting=2)) as url,
+        ExitStack() as stack,
+    ):
+        slow = []
+        for _ in range(4):
+            slow.append(stack.enter_context(socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])))))
+            slow[-1].sendall(HEAD)
+            time.sleep(0.25)  # The server orders connections ten times per second.
+        assert [connection.recv(1) for connection in slow[:2]] == [b"", b""]
+        slow[3].sendall(b"Content-Length: 2\r\n\r\n{}")
+        assert slow[3].recv(12).startswith(b"HTTP/1.1 ")
+
+
+@pytest.mark.parametrize(
+    ("key", "path", "status", "sent"),
+    [
+        ("Bearer ours", CHAT, 200, "operator"),
+        ("bearer theirs", COMPLETIONS, 200, "operator"),
+        ("Bearer ours", "/v1/models", 200, "operator"),
+        *(("Bearer ours", path, 200, "") for path in ("/v1/files", "/v1/%63hat/completions", "/v1/models/", "/")),
+        *((key, path, 401, None) for key in ("", "Bearer", "Bearer operator", "Bearer ourss") for path in (CHAT, "/")),
+    ],
+)
+def test_the_operators_key_is_sent_only_for_its_paths_and_for_clients_with_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str, path: str, status: int, sent: str | None
+) -> None:
+    for name, value in {"OPERATOR_KEY": "operator", "CLIENT_KEYS": "ours theirs"}.items():
+        monkeypatch.setenv(name, value)
+    with running_proxy(tmp_path, own={"api_key_env": "OPERATOR_KEY"}, client_keys_env="CLIENT_KEYS") as one:
+        one.proxy._routing.decide("promoted", "good")
+        headers = {"api-key": "ours"} if key == "bearer theirs" else {}
+        body = question("hello", path if path == COMPLETIONS else CHAT)
+        answer = one.client.post(one.url + path, json=body, headers={"authorization": key, **headers})
+        assert answer.status_code == status
+        assert [request.token for request in one.candidate.log] == ([] if sent is None else [sent])
+        assert not {"api-key", "x-api-key"} & {name for each in one.candidate.log for name in each.headers}
 
 
 @pytest.mark.story
@@ -229,10 +311,10 @@ def test_the_parent_replaces_a_failing_candidate_and_both_are_recorded(tmp_path:
 def test_a_candidate_that_fails_too_often_is_killed_immediately(tmp_path: Path) -> None:
     with running_proxy(tmp_path, candidate="error", kill_switch={"window": 20, "max_error_percent": 10}) as one:
         for _ in range(30):
-            one.client.post(one.url + CHAT, json=question())
+            ask(one)
         routing = read_routing(tmp_path / "routing.json")
         asked = len(one.candidate.log)
-        one.client.post(one.url + CHAT, json=question())
+        ask(one)
     assert routing is not None
     assert routing.serving == "killed"
     assert "failed" in routing.why
@@ -243,7 +325,7 @@ def test_a_candidate_that_fails_too_often_is_killed_immediately(tmp_path: Path) 
 def test_the_proxy_follows_the_routing_file(tmp_path: Path, serving: Any, answers: str, copied: int) -> None:
     with running_proxy(tmp_path) as one:
         one.proxy._routing.decide(serving, "somebody said so")
-        said = one.client.post(one.url + CHAT, json=question())
+        said = ask(one)
     assert f"{answers} echo" in said.text
     with one.records() as records:
         assert len(list(records.pairs("v1"))) == copied
@@ -251,7 +333,9 @@ def test_the_proxy_follows_the_routing_file(tmp_path: Path, serving: Any, answer
 
 def test_each_server_may_use_its_own_model_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KEY_OF_CANDIDATE", "own-key")
-    with running_proxy(tmp_path, own={"model": "merge-7", "api_key_env": "KEY_OF_CANDIDATE"}) as one:
+    monkeypatch.setenv("KEY_OF_CLIENTS", "client")
+    own = {"model": "merge-7", "api_key_env": "KEY_OF_CANDIDATE"}
+    with running_proxy(tmp_path, own=own, client_keys_env="KEY_OF_CLIENTS") as one:
         one.client.post(one.url + CHAT, json=question(), headers={"authorization": "Bearer client"})
     assert (one.candidate.bodies[0]["model"], one.candidate.log[0].token) == ("merge-7", "own-key")
     assert one.parent.log[0].token == "client"
@@ -285,11 +369,11 @@ def test_clients_are_answered_without_a_database_and_lost_records_are_counted(tm
 
     with running_proxy(tmp_path, connect=connect) as one:
         for _ in range(3):
-            assert one.client.post(one.url + CHAT, json=question()).status_code == 200
+            assert ask(one).status_code == 200
         while one.status()["counts"].get("not recorded: database", 0) < 6:
             pass
         is_broken = False
-        one.client.post(one.url + CHAT, json=question())
+        ask(one)
     with one.records() as records:
         assert records.counts("v1")["not recorded: database"] == 6
         assert len(list(records.pairs("v1"))) == 1

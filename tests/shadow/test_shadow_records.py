@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from sqlalchemy import create_engine, inspect
 
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.shadow import ShadowSettings
 from mergegate.tasks.shadow.recorded_traffic import ShadowRecord
 from mergegate.tasks.shadow.records import open_records
 from mergegate.tasks.shadow.traffic import Recorder, Redaction, open_redaction
@@ -106,7 +107,8 @@ class Slow:
 
 
 def recorder(database: Any, redaction: Redaction, max_body_bytes: int = 1 << 20) -> Recorder:
-    return Recorder(lambda: database, redaction, queue_size=10, max_body_bytes=max_body_bytes, retention_days=1)
+    limits = ShadowSettings.model_construct(record_queue=10, max_body_bytes=max_body_bytes, retention_days=1)
+    return Recorder(lambda: database, redaction, limits)
 
 
 def test_a_slow_database_delays_no_client_and_overflow_is_counted() -> None:

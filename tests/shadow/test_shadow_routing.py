@@ -16,9 +16,9 @@ from mergegate.flows.cli.shadow import run_proxy
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
-from mergegate.tasks.shadow import Routing, read_routing, routing_file, write_routing
+from mergegate.tasks.shadow import Routing, ShadowSettings, read_routing, routing_file, write_routing
 from mergegate.tasks.shadow.routing import goes_to_candidate
-from mergegate.tasks.shadow.traffic.request import may_be_copied, session_hash, session_key
+from mergegate.tasks.shadow.traffic.request import SessionSecret, may_be_copied, session_hash, session_key
 
 CHAT = "/v1/chat/completions"
 
@@ -51,8 +51,32 @@ def test_the_share_is_accurate_and_each_candidate_gets_different_users() -> None
 )
 def test_the_session_key_prefers_the_session_header_over_the_address(headers: Any, body: Any, key: str) -> None:
     assert session_key(headers, body, "X-Session-Id", "1.2.3.4") == key
-    assert key not in session_hash(key, "v1")
-    assert session_hash(key, "v1") != session_hash(key, "v2")
+
+
+def test_session_hashes_need_a_private_secret_that_is_replaced(tmp_path: Path) -> None:
+    file = tmp_path / "shadow" / "watched.session-secret"
+    secret = SessionSecret(file, 3600).current()
+    assert SessionSecret(file, 3600).current() == secret
+    assert file.stat().st_mode & 0o777 == 0o600
+    keys = secret, SessionSecret(None, 3600).current(), b"v1", b""
+    assert len({session_hash("client 10.0.0.1", candidate, key) for key in keys for candidate in ("v1", "v2")}) == 8
+    for damaged in (file.read_text().replace("[", "[9"), '[1, ""]', "", "[]"):
+        file.write_text(damaged)
+        assert (replaced := SessionSecret(file, 3600).current()) != secret
+        assert SessionSecret(file, 3600).current() == replaced
+    assert SessionSecret(file, 1e-9).current() != replaced
+    file.unlink()
+    file.mkdir()
+    assert len(SessionSecret(file, 3600).current()) == 64
+    SessionSecret(Path("/proc/none/secret"), 3600).current()  # a disk that cannot be written
+
+
+def test_a_server_key_requires_keys_of_clients() -> None:
+    server = {"url": "http://127.0.0.1:1/v1"}
+    arms = {"parent": server, "candidate": {**server, "api_key_env": "KEY"}, "judge": {**server, "model": "j"}}
+    with pytest.raises(ValueError, match="'api_key_env' requires 'client_keys_env'"):
+        ShadowSettings.model_validate(arms)
+    assert ShadowSettings.model_validate({**arms, "client_keys_env": "KEYS"}).client_keys_env == "KEYS"
 
 
 @pytest.mark.parametrize(
@@ -80,7 +104,7 @@ def test_only_requests_without_side_effects_are_copied(method: str, path: str, m
 def profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a profile with a publish target and a section ``shadow``; no server is started."""
     monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(uvicorn, "run", lambda *_args, **_named: None)
+    monkeypatch.setattr(uvicorn.Server, "run", lambda *_args, **_named: None)
     server = {"url": "http://127.0.0.1:1/v1"}
     shadow = {"parent": server, "candidate": server, "judge": {**server, "model": "j"}, "listen": "127.0.0.1:0"}
     recipe = {"merge_method": "passthrough", "models": [{"model": "m"}]}

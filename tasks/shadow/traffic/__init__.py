@@ -6,15 +6,13 @@
 from mergegate.tasks.shadow.traffic.proxy import ShadowProxy
 from mergegate.tasks.shadow.traffic.recorder import Recorder
 from mergegate.tasks.shadow.traffic.redaction import Redaction, open_redaction
-from mergegate.tasks.shadow.traffic.replay import ReplayResult, ReplaySettings, Traffic, read_traffic, replay
+from mergegate.tasks.shadow.traffic.replay import ReplaySettings, read_traffic, replay
 
 __all__ = [
     "Recorder",
     "Redaction",
-    "ReplayResult",
     "ReplaySettings",
     "ShadowProxy",
-    "Traffic",
     "open_redaction",
     "read_traffic",
     "replay",

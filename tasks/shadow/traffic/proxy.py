@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, MutableMapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -33,24 +34,29 @@ from mergegate.tasks.shadow.kill_switch import kill_reason
 from mergegate.tasks.shadow.recorded_traffic import ArmRow, ShadowRecord
 from mergegate.tasks.shadow.routing import FollowedRouting, goes_to_candidate
 from mergegate.tasks.shadow.settings import ShadowSettings
-from mergegate.tasks.shadow.traffic.recorder import Recorder
+from mergegate.tasks.shadow.traffic.recorder import DAY_S, Recorder
 from mergegate.tasks.shadow.traffic.request import (
     ID_HEADER,
     MAX_BODY_BYTES,
     Arm,
     ArmAnswer,
+    ClientConnection,
     ProxiedRequest,
+    SessionSecret,
+    SlowClient,
+    has_key,
     may_be_copied,
     read_request,
     session_hash,
 )
-from mergegate.tasks.shadow.traffic.upstream import Upstream, end_to_end_headers
+from mergegate.tasks.shadow.traffic.upstream import Upstream, end_to_end_headers, read_key
 
 _COPY_TIMEOUT_S = 600.0
 # A busy parent gets more time because it has no replacement. The parent replaces a candidate that does not connect.
 _PARENT_CONNECT_S, _CANDIDATE_CONNECT_S = 30.0, 2.0
 _PENDING_COPIES_S = 2.0
 _SWITCH_INTERVAL_S = 1.0
+_SLOW_S = 0.5  # delay after which a client makes room for another one
 _FAULT = 500
 _DISCONNECTED = "client left"  # not an error of a server
 
@@ -62,13 +68,17 @@ class _BrokenAnswer(Exception):  # not a failure of the proxy: raised to abort t
 class ShadowProxy:
     """ASGI application that forwards user requests to the parent or the candidate."""
 
-    def __init__(self, settings: ShadowSettings, routing: FollowedRouting, recorder: Recorder) -> None:
+    def __init__(
+        self, settings: ShadowSettings, routing: FollowedRouting, recorder: Recorder, secret_file: Path | None = None
+    ) -> None:
         self._settings, self._routing, self._recorder = settings, routing, recorder
+        self._secret = SessionSecret(secret_file, settings.retention_days * DAY_S)
+        self._client_keys = read_key(settings.client_keys_env).encode().split()
         self._servers: dict[Arm, Upstream] = {
             "parent": Upstream(settings.parent, settings.timeout, _PARENT_CONNECT_S),
             "candidate": Upstream(settings.candidate, settings.timeout, _CANDIDATE_CONNECT_S),
         }
-        self._in_flight = 0
+        self._clients: set[ClientConnection] = set()
         self._copies: set[asyncio.Task[None]] = set()
         self._recent_rows: dict[Arm, deque[ArmRow]] = {
             arm: deque(maxlen=settings.kill_switch.window) for arm in self._servers
@@ -102,19 +112,31 @@ class ShadowProxy:
         """Answer one HTTP request through one of the servers."""
         if scope["type"] != "http":
             return
-        if self._in_flight >= self._settings.max_requests:
-            self._count("answered 503: too many in flight")
-            await _send_error(send, 503, "too many concurrent requests", ((b"retry-after", b"1"),))
+        if self._client_keys and not has_key(scope, self._client_keys):
+            self._count("answered 401: no client key")
+            await _send_error(send, 401, "the request has no valid key", ((b"www-authenticate", b"Bearer"),))
             return
-        self._in_flight += 1
+        if len(self._clients) >= self._settings.max_requests:
+            slowest = max(self._clients, key=lambda client: client.delay_s)
+            if slowest.delay_s < _SLOW_S:
+                self._count("answered 503: too many in flight")
+                await _send_error(send, 503, "too many concurrent requests", ((b"retry-after", b"1"),))
+                return
+            slowest.drop()
+            self._clients.discard(slowest)
+        client = ClientConnection(receive, send, self._settings.client_timeout)
+        self._clients.add(client)
         try:
-            request = await read_request(scope, receive, self._settings.session_header)
+            request = await read_request(scope, client.receive, self._settings.session_header)
             if request is None:
                 await _send_error(send, 413, f"the body exceeds {MAX_BODY_BYTES} bytes")
                 return
-            await self._answer(request, receive, send)
+            await self._answer(request, receive, client.send)
+        except SlowClient:
+            self._count("answered 408: slow client")
+            await _send_error(send, 408, "the body arrived too slowly", ((b"connection", b"close"),))
         finally:
-            self._in_flight -= 1
+            self._clients.discard(client)
 
     async def _answer(self, request: ProxiedRequest, receive: Receive, send: Send) -> None:
         routing = self._routing.now()
@@ -163,7 +185,7 @@ class ShadowProxy:
         path = scope.get("raw_path") or scope["path"].encode()
         body, document, model = request.body, request.document, server.server.model
         if isinstance(body, bytes) and document is not None and model is not None and document.get("model") != model:
-            body = json.dumps({**document, "model": model}, ensure_ascii=False).encode()  # the server's own name
+            body = json.dumps({**document, "model": model}).encode()  # the server's own name
         try:
             reply = await server.send(scope["method"], path, scope["query_string"], request.headers, body)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -202,8 +224,8 @@ class ShadowProxy:
                 transfer.cancel()
             with suppress(asyncio.CancelledError, OSError):
                 await transfer
-        except httpx.HTTPError as error:
-            answer.error = type(error).__name__
+        except (httpx.HTTPError, SlowClient) as error:
+            answer.error = _DISCONNECTED if isinstance(error, SlowClient) else type(error).__name__
             raise _BrokenAnswer from None
         finally:
             disconnect.cancel()
@@ -243,7 +265,7 @@ class ShadowProxy:
             role=role,
             arm=answer.arm,
             request_id=request.request_id,
-            session=session_hash(request.key, routing.candidate),
+            session=session_hash(request.key, routing.candidate, self._secret.current()),
             at=request.at,
             path=request.path,
             request=request.body if role == "answer" and isinstance(request.body, bytes) else b"",
@@ -277,7 +299,7 @@ class ShadowProxy:
             {
                 **routing.model_dump(mode="json"),
                 "running_s": round(time.time() - self._started, 1),
-                "in_flight": self._in_flight,
+                "in_flight": len(self._clients),
                 "copies_in_flight": len(self._copies),
                 "counts": self._recorder.counts(),
             }

@@ -19,6 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from mergegate.tasks.shadow.recorded_traffic import ShadowRecord
 from mergegate.tasks.shadow.records import Records
+from mergegate.tasks.shadow.settings import ShadowSettings
 from mergegate.tasks.shadow.traffic.redaction import Redaction
 
 _log = logging.getLogger(__name__)
@@ -27,7 +28,7 @@ _MAX_QUEUE_BYTES = 256 << 20  # largest total size of the bodies in the queue
 _ATTEMPTS, _FIRST_WAIT_S = 3, 0.2
 _PURGE_INTERVAL_S = 3600.0
 _TALLY_INTERVAL_S = 2.0
-_DAY_S = 86400.0
+DAY_S = 86400.0
 
 
 class Recorder:
@@ -36,23 +37,13 @@ class Recorder:
     Args:
         connect: Function that opens the database. It is called again after a failure.
         redaction: Redaction for bodies, paths and request IDs.
-        queue_size: Largest number of records in the queue.
-        max_body_bytes: Largest size of a stored body, in bytes. Longer bodies are not stored.
-        retention_days: Days after which records are deleted.
+        settings: Limits on the queue, on stored bodies and on the age of records.
     """
 
-    def __init__(
-        self,
-        connect: Callable[[], Records],
-        redaction: Redaction,
-        *,
-        queue_size: int,
-        max_body_bytes: int,
-        retention_days: float,
-    ) -> None:
+    def __init__(self, connect: Callable[[], Records], redaction: Redaction, settings: ShadowSettings) -> None:
         self._connect, self._redaction = connect, redaction
-        self._body_limit, self._keep_s = max_body_bytes, retention_days * _DAY_S
-        self._queue: queue.Queue[ShadowRecord | None] = queue.Queue(queue_size)  # None wakes up the thread
+        self._body_limit, self._keep_s = settings.max_body_bytes, settings.retention_days * DAY_S
+        self._queue: queue.Queue[ShadowRecord | None] = queue.Queue(settings.record_queue)  # None wakes up the thread
         self._bytes = 0
         self._records: Records | None = None
         self._last_purge = self._tallies_written = 0.0

@@ -1,27 +1,35 @@
-"""Read a client's request, identify its session, and decide whether a second server may get a copy.
+"""Read a client's request, identify its sender, and decide whether a second server may get a copy.
 
 Only requests on an allowlist are copied, because the effects of other requests are unknown.
 """
 
 from __future__ import annotations
 
-import hashlib
+import asyncio
+import hmac
 import json
+import re
+import secrets
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Collection, Mapping
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeAlias
 
-from starlette.types import Receive, Scope
+from pydantic import Field, TypeAdapter
+from starlette.types import Message, Receive, Scope, Send
 
-from mergegate.tasks.shadow.traffic.upstream import Headers, end_to_end_headers
+from mergegate.merge_core.files import read_state, state_directory, write_state
+from mergegate.tasks.shadow.traffic.upstream import KEY_HEADERS, Headers, end_to_end_headers
 
 Arm: TypeAlias = Literal["parent", "candidate"]
 ID_HEADER = b"x-request-id"
 MAX_BODY_BYTES = 64 << 20  # largest body of a generation request, which is held in memory; other bodies are streamed
 _MAX_ID_LENGTH = 200
+_SECRET = TypeAdapter(tuple[float, Annotated[str, Field(min_length=64)]])  # Unix time of its creation, and the secret
+_BYTES_PER_S = 16 << 10  # Each byte of a client pays for this part of a second of waiting.
 _GENERATION_PATHS = ("/chat/completions", "/completions")
 # These fields make a server store or look up data, which a copy would do a second time.
 _EFFECTS = ("store", "previous_response_id", "conversation", "container", "background")
@@ -140,9 +148,98 @@ def session_key(headers: Mapping[str, str], body: Mapping[str, Any] | None, head
     return f"client {client}"
 
 
-def session_hash(key: str, salt: str) -> str:
-    """Return the form of a session key for records: a hash that only shows which requests belong together."""
-    return hashlib.blake2b(f"kept:{salt}:{key}".encode(), digest_size=12).hexdigest()
+class SlowClient(Exception):
+    """A client sends its body or reads its answer too slowly."""
+
+
+class ClientConnection:
+    """The two ASGI functions of a request, which raise SlowClient if the client is slow.
+
+    A client is slow if the proxy has waited for it for ``timeout`` seconds in total, not counting the time that its
+    bytes need at 16 KiB/s.
+    """
+
+    def __init__(self, receive: Receive, send: Send, timeout: float) -> None:
+        self._receive, self._send, self._timeout = receive, send, timeout
+        self._wait: asyncio.Timeout | None = None
+        self._wait_began = self._earlier_delay_s = 0.0
+
+    @property
+    def delay_s(self) -> float:
+        """Seconds that the client is behind with the current body."""
+        return self._earlier_delay_s + (time.monotonic() - self._wait_began if self._wait else 0.0)
+
+    def drop(self) -> None:
+        """Raise SlowClient in the current wait for the client or in the next one."""
+        self._timeout = 0.0
+        if self._wait:
+            self._wait.reschedule(0.0)
+
+    async def receive(self) -> Message:
+        async with self._waiting():
+            message = await self._receive()
+        self._count_bytes(message)
+        return message
+
+    async def send(self, message: Message) -> None:
+        async with self._waiting():
+            await self._send(message)
+        self._count_bytes(message)
+
+    @asynccontextmanager
+    async def _waiting(self) -> AsyncIterator[None]:
+        self._wait_began = time.monotonic()
+        try:
+            async with asyncio.timeout(self._timeout - self._earlier_delay_s) as self._wait:
+                yield
+        except TimeoutError:
+            raise SlowClient from None
+        finally:
+            self._earlier_delay_s, self._wait = self.delay_s, None
+
+    def _count_bytes(self, message: Message) -> None:
+        delay_s = self._earlier_delay_s - len(message.get("body", b"")) / _BYTES_PER_S
+        self._earlier_delay_s = max(0.0, delay_s) if message.get("more_body") else 0.0
+
+
+def session_hash(key: str, candidate: str, secret: bytes) -> str:
+    """Return the form of a session key for records: an HMAC that only shows which requests belong together."""
+    return hmac.digest(secret, f"{candidate}:{key}".encode(errors="surrogatepass"), "sha256")[:12].hex()
+
+
+class SessionSecret:
+    """Secret key of a project's session hashes, which is replaced when it is ``lifetime_s`` old.
+
+    It is stored in ``file``, so that a restarted proxy recognizes sessions, or only in memory if there is no file.
+    """
+
+    def __init__(self, file: Path | None, lifetime_s: float) -> None:
+        self._file, self._lifetime_s = file, lifetime_s
+        self._since, self._secret = 0.0, ""
+
+    def current(self) -> bytes:
+        """Return the secret. If there is none, or if it is too old, create one."""
+        if self._is_old() and self._file:
+            with suppress(OSError):  # Without a disk, a secret lasts as long as the process.
+                stored = read_state(self._file, _SECRET.validate_json)
+                self._since, self._secret = stored if isinstance(stored, tuple) else (0.0, "")
+        if self._is_old():
+            self._since, self._secret = time.time(), secrets.token_hex(32)
+            with suppress(OSError):
+                if self._file:
+                    state_directory(self._file.parent, private=True)
+                    write_state(self._file, _SECRET.dump_json((self._since, self._secret)))
+                    self._file.chmod(0o600)
+        return self._secret.encode()
+
+    def _is_old(self) -> bool:
+        return not 0 <= time.time() - self._since < self._lifetime_s
+
+
+def has_key(scope: Scope, keys: Collection[bytes]) -> bool:
+    """Return whether a request has one of the keys, as a bearer token or in another header for keys."""
+    sent = [re.sub(rb"^(?i:bearer) ", b"", value) for name, value in scope["headers"] if name in KEY_HEADERS]
+    return any(hmac.compare_digest(value, key) for value in sent for key in keys)
 
 
 async def read_request(scope: Scope, receive: Receive, session_header: str) -> ProxiedRequest | None:

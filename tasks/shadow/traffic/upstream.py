@@ -23,6 +23,7 @@ _HOP_BY_HOP_HEADERS = frozenset(
     )
 )  # fmt: skip
 _API = "/v1"
+KEY_HEADERS = {b"authorization", b"api-key", b"x-api-key"}
 
 
 class Upstream:
@@ -36,15 +37,7 @@ class Upstream:
 
     def __init__(self, server: ShadowServer, timeout: float, connect: float) -> None:
         self.server = server
-        self._key = ""  # replaces the client's key, if it is not empty
-        if server.api_key_env is not None:
-            self._key = os.environ.get(server.api_key_env, "").strip()
-            if not self._key:
-                raise InvalidInput(
-                    f"shadow: {server.api_key_env}",
-                    found="an environment variable that is not set or empty",
-                    expected="the API key of the server in this variable",
-                )
+        self._key = read_key(server.api_key_env)  # replaces the client's key, if it is not empty
         self._url = httpx.URL(server.url)
         self._client = httpx.AsyncClient(
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=_IDLE_S),
@@ -67,15 +60,31 @@ class Upstream:
         url = self._url.copy_with(raw_path=request_path.encode("latin-1") + (b"?" + query if query else b""))
         # httpx sets the length of a body in memory, because the new model name may have changed it.
         removed = {b"host", b"content-length"} if isinstance(body, bytes) else {b"host"}
-        removed |= {b"authorization"} if self._key else set()
+        removed |= KEY_HEADERS if self._key else set()
         forwarded = [(name, value) for name, value in headers if name not in removed]
-        if self._key:
+        if self._key and path.decode("latin-1") in self.server.key_paths:  # as sent, so that no encoding evades this
             forwarded.append((b"authorization", f"Bearer {self._key}".encode()))
         request = httpx.Request(method, url, headers=forwarded, content=body)
         return await self._client.send(request, stream=True)
 
     async def close(self) -> None:
         await self._client.aclose()
+
+
+def read_key(variable: str | None) -> str:
+    """Return the value of an environment variable with a key, or an empty string without a variable.
+
+    Raises:
+        InvalidInput: The variable is not set or empty.
+    """
+    key = os.environ.get(variable, "").strip() if variable else ""
+    if variable and not key:
+        raise InvalidInput(
+            f"shadow: {variable}",
+            found="an environment variable that is not set or empty",
+            expected="the API key of the server or the keys of the clients in this variable",
+        )
+    return key
 
 
 def end_to_end_headers(headers: Iterable[tuple[bytes, bytes]]) -> Headers:
