@@ -30,7 +30,7 @@ from kept import kept
 
 from mergegate.flows.prefect_api import configure, local_api
 from mergegate.merge_core.files import state_directory
-from mergegate.tasks.checkpoints import confined, model_process
+from mergegate.tasks.checkpoints import model_process, project_access
 
 if TYPE_CHECKING:
     from mergegate.tasks.variants import VariantFormat
@@ -111,9 +111,9 @@ def long_lines(monkeypatch: pytest.MonkeyPatch) -> None:
 def one_sandbox(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Let all tests share a model process, which reads and writes their directories. Tests of confinement undo this."""
     base = tmp_path_factory.getbasetemp()
-    confined.expected_files.update(map(str, (base, PROJECT / "profiles", PROJECT / "tests")))
+    project_access.expected_files.update(map(str, (base, PROJECT / "profiles", PROJECT / "tests")))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (confined, model_process):
+        for module in (project_access, model_process):
             patch.setattr(module, "sandbox_directory", lambda *names: state_directory(base.joinpath(*names)))
         yield
 

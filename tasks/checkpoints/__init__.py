@@ -21,13 +21,6 @@ from mergegate.tasks.checkpoints.card import (
     parse_card,
     read_card,
 )
-from mergegate.tasks.checkpoints.confined import (
-    child_environment,
-    confinement,
-    expect_inputs,
-    named_files,
-    writable_directory,
-)
 from mergegate.tasks.checkpoints.fetch import fetch_weights
 from mergegate.tasks.checkpoints.files import deciding_files, require_same_files
 from mergegate.tasks.checkpoints.model import Model, QuantizedModel, files_fingerprint
@@ -72,6 +65,13 @@ from mergegate.tasks.checkpoints.pin import (
     resolve_parents,
     search_parents,
     size_of_adapter,
+)
+from mergegate.tasks.checkpoints.project_access import (
+    child_environment,
+    confinement,
+    expect_inputs,
+    named_files,
+    writable_directory,
 )
 
 __all__ = [

@@ -45,14 +45,6 @@ from mergegate.merge_core.engine import has_cuda_driver
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files import JOURNAL, disk_errors_refused, open_journal_file, opened_journals
 from mergegate.merge_core.wording import detail
-from mergegate.tasks.checkpoints.confined import (
-    child_environment,
-    confinement,
-    expected_files,
-    imported_packages,
-    named_files,
-    sandbox_directory,
-)
 from mergegate.tasks.checkpoints.messages import receive
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import (
@@ -62,6 +54,14 @@ from mergegate.tasks.checkpoints.model_cache import (
     import_lean,
     on_unload,
     unload_models,
+)
+from mergegate.tasks.checkpoints.project_access import (
+    child_environment,
+    confinement,
+    expected_files,
+    imported_packages,
+    named_files,
+    sandbox_directory,
 )
 from mergegate.tasks.runners import Cancelled, WorkerSlot, current_slot, on_slot_end
 from mergegate.tasks.sandbox import (

@@ -24,12 +24,12 @@ from mergegate.merge_core.errors import Finding, InvalidInput, MergegateError
 from mergegate.merge_core.files import FileIdentity, HashMemo, file_identity
 from mergegate.merge_core.recipe import expand_user_path, parse_reference
 from mergegate.tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter
-from mergegate.tasks.checkpoints.confined import expect_inputs
 from mergegate.tasks.checkpoints.files import deciding_files, find_model_problem
 from mergegate.tasks.checkpoints.hub.errors import combine_hub_errors
 from mergegate.tasks.checkpoints.hub.headers import read_snapshot
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot, find_snapshot
 from mergegate.tasks.checkpoints.model import Model
+from mergegate.tasks.checkpoints.project_access import expect_inputs
 from mergegate.tasks.store import NotInKey, merkle
 from mergegate.tasks.store import digest as canonical_digest
 

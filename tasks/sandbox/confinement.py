@@ -176,9 +176,8 @@ def _readable(limits: Confinement, command: Sequence[str], environment: Mapping[
     yield from (*_SYSTEM, *filter(_is_file, command))
     program = Path(shutil.which(command[0], path=environment.get("PATH")) or command[0])
     programs = [program]
-    with contextlib.suppress(OSError), program.open("rb") as file:
-        if (line := file.readline(1024)).startswith(b"#!"):  # a script, which its interpreter runs
-            programs += [Path(os.fsdecode(line[2:].split()[0]))]
+    if _is_file(str(program)) and (line := _read(program).partition(b"\n")[0]).startswith(b"#!"):
+        programs += [Path(os.fsdecode(line[2:].split()[0]))]  # of the interpreter that runs a script
     for path in programs:
         yield from map(str, (*_installation(path), *_installation(path.resolve())))
     for name in ("LD_LIBRARY_PATH", "NLTK_DATA"):
@@ -204,8 +203,8 @@ def _installation(program: Path) -> Iterator[Path]:
     prefix = program.parent.parent
     if program.parent.name == "bin":
         yield from (prefix / part for part in _PARTS)
-        with contextlib.suppress(OSError, ValueError):
-            for line in (prefix / "pyvenv.cfg").read_text().splitlines():
+        if _is_file(str(settings := prefix / "pyvenv.cfg")):
+            for line in os.fsdecode(_read(settings)).splitlines():
                 key, _, base = line.partition("=")
                 if key.strip() == "home" and Path(base.strip()) != program.parent:
                     yield from _installation(Path(base.strip()) / program.name)
@@ -217,6 +216,17 @@ def _modules_in(directory: str) -> Iterator[str]:
         for entry in entries:
             if entry.name.endswith((".py", ".so", "-info")) or Path(entry.path, "__init__.py").exists():
                 yield entry.path
+
+
+def _read(file: Path) -> bytes:
+    """Return the first 4 KiB of a file; nothing if it cannot be read."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            return os.read(descriptor, 4096)
+        finally:
+            os.close(descriptor)
+    return b""
 
 
 def _is_file(word: str) -> bool:

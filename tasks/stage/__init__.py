@@ -5,7 +5,7 @@ Declare a stage with ``@stage`` and an uncached step with ``@step``. A stage tha
 
 from mergegate.tasks.stage.dry_run_pass import WorkRequired, dry_pass, require_work_allowed
 from mergegate.tasks.stage.environment import Runtime, device_kind, formats_without_units, runtime, versions
-from mergegate.tasks.stage.input_guard import LostArtifact, on_input_change, require_pinned
+from mergegate.tasks.stage.input_guard import LostArtifact, PinnedInput, on_input_change, require_pinned
 from mergegate.tasks.stage.limits import Limits, TimeSpan, apply_limits, memory_of_child, memory_of_mapping_child
 from mergegate.tasks.stage.progress import (
     DeferredProgress,
@@ -61,6 +61,7 @@ __all__ = [
     "LostArtifact",
     "Outcome",
     "Pace",
+    "PinnedInput",
     "ProgressLog",
     "Pulse",
     "RecordedProgress",

@@ -20,9 +20,9 @@ from mergegate.tasks.checkpoints import (
     PinnedCheckpoint,
     ResolvedCheckpoint,
     call_model_process,
-    confined,
     model_process,
     pin_checkpoints,
+    project_access,
 )
 from mergegate.tasks.evaluation import pin_task
 from mergegate.tasks.llama_cpp import client
@@ -79,7 +79,7 @@ print("FOUND", json.dumps([readable, writable]))
 """
 
 
-SANDBOX_OF_THE_PRODUCT = confined.sandbox_directory
+SANDBOX_OF_THE_PRODUCT = project_access.sandbox_directory
 
 
 class Probed(Exception):
@@ -170,7 +170,7 @@ def root(tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(root / "home/.aws/credentials"))
     monkeypatch.setenv("PYTHONPATH", str(root))
     monkeypatch.setattr(gguf_conversion.GgufTools, "converter", DEMO / "server.py")
-    for module in (confined, model_process):  # as in the product; other tests share a sandbox
+    for module in (project_access, model_process):  # as in the product; other tests share a sandbox
         monkeypatch.setattr(module, "sandbox_directory", SANDBOX_OF_THE_PRODUCT)
         monkeypatch.setattr(module, "expected_files", set())
     model_process.end_model_process()

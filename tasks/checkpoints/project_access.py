@@ -23,8 +23,7 @@ from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.files import state_directory
 from mergegate.tasks.checkpoints.files import deciding_files
 from mergegate.tasks.sandbox import Confinement, environment_of_child
-from mergegate.tasks.stage import home, store
-from mergegate.tasks.stage.input_guard import PinnedInput
+from mergegate.tasks.stage import PinnedInput, home, store
 
 expected_files: set[str] = set()
 """Files and directories that every model process may read (see :func:`expect_inputs`)."""
