@@ -70,10 +70,10 @@ def make_look(profile: Profile, *, now: Callable[[], float] = time.time) -> RunO
     watch = open_watch(profile)
     with watch.ledger() as ledger:
         judged_before = len(ledger.pairs)
-        evidence = watch.judge_new_pairs(ledger, now) if watch.is_open else watch.read_evidence(ledger, now)
+        evidence = watch.judge_new_pairs(ledger, now) if watch.routing.watching else watch.read_evidence(ledger, now)
     reported = watch.reported_state()
     content, verdict = watch.content(evidence, now()), evidence.verdict
-    if not watch.is_open:  # the proxy's kill switch or a manual decision came first
+    if not watch.routing.watching:  # the proxy's kill switch or a manual decision came first
         if reported.is_current(watch.routing):
             return _conclude(content, "nothing new")
         return _report_once(watch, content)

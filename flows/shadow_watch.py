@@ -100,11 +100,6 @@ class Watch:
     records: Records
     directory: Path
 
-    @property
-    def is_open(self) -> bool:
-        """Whether neither the flow, nor a user, nor the proxy has decided about the candidate yet."""
-        return self.routing.serving == "watch"
-
     def ledger(self) -> AbstractContextManager[JudgedPairs]:
         """Open the ledger of judged pairs. Other processes wait until it is closed."""
         waits = partial(announce, "another look is judging the same candidate; waiting for it")
@@ -181,8 +176,10 @@ class Watch:
     def _evidence(self, ledger: JudgedPairs, sample: Sample, lost_pairs: Sequence[LostPair]) -> LookEvidence:
         start = time.time() - _ARMS_PERIOD_S
         # A server that was repaired and is watched again is not killed for its earlier errors.
-        rows = self.records.arms(self.routing.candidate, max(start, self.routing.since) if self.is_open else start)
-        began = self.routing.since if self.is_open else min((row.at for row in rows), default=0.0)
+        rows = self.records.arms(
+            self.routing.candidate, max(start, self.routing.since) if self.routing.watching else start
+        )
+        began = self.routing.since if self.routing.watching else min((row.at for row in rows), default=0.0)
         hours = max(0.0, max((row.at for row in rows), default=began) - began) / 3600
         verdict = shadow_verdict(
             self.routing.candidate,

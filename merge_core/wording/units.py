@@ -41,9 +41,10 @@ def format_short_time(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds < 9.95 else f"{seconds:,.0f} s"
 
 
-def format_count(number: int, thing: str) -> str:
-    """Return a number with a noun, such as ``1 tensor`` or ``1,200 tensors``."""
-    return f"{number:,} {thing}" + ("" if number == 1 else "s")
+def format_count(number: float, thing: str) -> str:
+    """Return a number with a noun: ``1 tensor``, ``1,200 tensors``. A float has three digits: ``1.5 runs``."""
+    text = f"{number:,}" if isinstance(number, int) else f"{number:.3g}"
+    return f"{text} {thing}" + ("" if text == "1" else "s")
 
 
 def format_duration(seconds: float) -> str:

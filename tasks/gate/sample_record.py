@@ -20,6 +20,7 @@ from pydantic import Field
 
 from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.files import Damaged, hold_lock, read_state, set_aside_damaged, state_directory, write_state
+from mergegate.merge_core.wording import format_count
 from mergegate.tasks.evaluation import EvalTask, SampleUse, Scores, Scoring, by_task, sample_ranges
 from mergegate.tasks.gate.settings import CHAMPION, Guard
 from mergegate.tasks.stage import home
@@ -148,7 +149,7 @@ def wear_findings(
             advice = "; the references are evaluated on them, too" if changes else ""
             lines.append(
                 f"documents: {task.name}: each new merge is judged on {which} documents, which have judged "
-                f"{uses:.3g} merges so far on average{advice}"
+                f"{format_count(uses, 'merge')} so far on average{advice}"
             )
         if uses >= WORN and CHAMPION in references:
             can_change = not resample and sample < total

@@ -98,8 +98,7 @@ class FollowedRouting:
         self._seen = self._identity()
 
     def _identity(self) -> tuple[int, int] | None:
-        try:
+        with suppress(OSError):
             status = self._file.stat()
-        except OSError:
-            return None
-        return status.st_ino, status.st_mtime_ns
+            return status.st_ino, status.st_mtime_ns
+        return None

@@ -109,8 +109,9 @@ def report_stage(name: str, subject: str, key: str = "") -> Iterator[StageReport
         report.status = "refused" if error.status == "refused" else "failed"
         report.summary = report.summary or error.found
         raise
-    except BaseException:
-        report.status = "failed"
+    except BaseException as error:
+        cause = "interrupted" if isinstance(error, KeyboardInterrupt) else type(error).__name__
+        report.status, report.summary = "failed", report.summary or cause
         raise
     finally:
         if watcher:

@@ -143,6 +143,14 @@ def test_the_verdict_is_the_line_after_the_tables_of_the_objectives() -> None:
     assert printed(samples.lonely(), 100).startswith("demo-sweep: no candidate confirmed\n")
 
 
+@pytest.mark.parametrize(("error", "cause"), [(KeyboardInterrupt(), "interrupted"), (OSError("x"), "OSError")])
+def test_a_failed_stage_always_has_a_reason(error: BaseException, cause: str) -> None:
+    console = Console(file=io.StringIO(), width=80)
+    with pytest.raises(type(error)), TerminalProgress(console).watching(), report_stage("gate", ""):
+        raise error
+    assert cause in console.file.getvalue()  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("width", [120, 72, 50])
 def test_the_progress_line_of_a_sweep_fits_the_terminal(width: int) -> None:
     shown = TerminalProgress(Console(file=io.StringIO(), width=width, force_terminal=True))

@@ -101,6 +101,8 @@ def test_another_size_of_the_task_still_gives_a_valid_start() -> None:
 def test_check_names_worn_documents_and_the_fix() -> None:
     for number in range(12):
         record_sample(TASK, 0, JudgedSample(merge=f"m{number}", champion="c", start=0, documents=500))
+        lines, _ = wear_findings(GUARDS, [TASK], EVIDENCE.scoring, resample=False)
+        assert f"have judged {number + 1} merge{'s' * (number > 0)} so far" in lines[0]
     lines, (worn,) = wear_findings(GUARDS, [TASK], EVIDENCE.scoring, resample=False)
     assert "the same 500 of 1,319 documents, which have judged 12 merges" in lines[0]
     assert worn.severity == "warn"
