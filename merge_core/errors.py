@@ -7,6 +7,7 @@ traceback.
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +18,10 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 _LONGEST = 4000
+_INVISIBLE = re.compile(
+    r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+    r"\ufff9-\ufffb\ud800-\udfff\U000e0000-\U000e007f]"
+)
 
 Status = Literal[
     "released",
@@ -72,6 +77,14 @@ def to_printable(text: str) -> str:
         else character.encode("unicode_escape", "surrogatepass").decode()
         for character in text
     )
+
+
+def escape_invisible(text: str) -> str:
+    """Return ``text`` with its control characters and bidirectional marks escaped, but not its spaces and joiners.
+
+    Everything that shows names applies this function: the terminal, the card, the report and the public names.
+    """
+    return _INVISIBLE.sub(lambda match: to_printable(match[0]), text)
 
 
 class MergegateError(Exception):

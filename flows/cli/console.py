@@ -16,9 +16,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.cells import cell_len
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from mergegate.merge_core.errors import escape_invisible
 
 # Indentation, a mark and a label. Continuation lines start below the text that follows them.
 _LEAD = re.compile(r"\s*(?:[^\w\s] +)?(?:expected: |(?:\S+ )?\S+ {2,})?")
@@ -99,17 +102,33 @@ def fit_table(table: Table, width: int) -> Iterator[Table | Text]:
                 yield Text.assemble("  ", (f"{title.plain:<{label}}", "dim"), "  ", cell)
 
 
+def _with_visible_names(item: RenderableType) -> RenderableType:
+    """Return text or a table with the invisible characters of names escaped, so that the text can be measured."""
+    if isinstance(item, Table):
+        for column in item.columns:
+            column.header, *column._cells = map(_with_visible_names, (column.header, *column._cells))
+    elif isinstance(item, Text) and (plain := escape_invisible(item.plain)) != item.plain:
+        return Text(plain, item.style)
+    return escape_invisible(item) if isinstance(item, str) else item
+
+
 class FittingConsole(Console):
     """A console whose text and tables fit its width."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(markup=False, **options)  # Text contains names and paths of users, also with brackets.
 
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Yield the segments of a renderable, such as a progress bar, with invisible characters escaped."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else segment._replace(text=escape_invisible(segment.text))
+
     def print(self, *objects: Any, sep: str = " ", **options: Any) -> None:
         """Print text wrapped at words, and tables with columns that fit.
 
         Text with ``no_wrap`` is printed as it is, for example lines to paste into a file. Other options are rich's.
         """
+        objects = tuple(map(_with_visible_names, objects))
         if len(objects) == 1 and isinstance(objects[0], Table):
             for part in fit_table(objects[0], self.width):
                 super().print(part, **options) if isinstance(part, Table) else self.print(part, **options)

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterable
 
+from mergegate.merge_core.errors import escape_invisible
 from mergegate.tasks.evaluation import TaskScore
 from mergegate.tasks.gate import GateVerdict, normal_quantile
 from mergegate.tasks.report import (
@@ -82,8 +83,8 @@ def score_interval(score: TaskScore) -> tuple[float, float]:
 
 
 def escape(text: str) -> str:
-    """Return ``text`` as one line of Markdown that displays it literally."""
-    return re.sub(r"([\\`*_{}\[\]<>#|&~])", r"\\\1", " ".join(text.split()))
+    """Return ``text`` as one line of Markdown that displays it literally, with unprintable characters escaped."""
+    return re.sub(r"([\\`*_{}\[\]<>#|&~])", r"\\\1", " ".join(escape_invisible(text).split()))
 
 
 def markdown_table(columns: Iterable[str], rows: Iterable[Iterable[str]], numbers: int) -> str:

@@ -24,7 +24,7 @@ import yaml
 from pydantic import BaseModel
 
 from mergegate.merge_core.checkpoint import read_gguf_header
-from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.errors import InvalidInput, Refused, escape_invisible
 from mergegate.merge_core.parsing import parse_yaml
 from mergegate.merge_core.recipe import Recipe, expand_user_path, parse_reference
 from mergegate.tasks.checkpoints import PinnedCheckpoint, ResolvedCheckpoint
@@ -55,7 +55,7 @@ class PublicNames:
         """Return the public names for the release of a recipe.
 
         A path below the directory of the recipe is named relative to it. Any other absolute path is named by its last
-        component, and by more components if two names would be equal.
+        component, and by more components if two names would be equal. Unprintable characters are escaped.
 
         Args:
             recipe: The recipe as its author wrote it.
@@ -68,7 +68,7 @@ class PublicNames:
         written = tuple(recipe_paths(recipe))
         directories = (str(path) for parent in parents for path in parent.directories if path.is_absolute())
         names: dict[str, str] = {}
-        for texts in ((*written, *directories), tuple(paths)):
+        for texts in ((*written, *directories), further := tuple(paths)):
             private: dict[str, str] = {}  # text -> absolute path that it names
             for text in texts:
                 if _is_private(text) and text not in names:
@@ -85,7 +85,9 @@ class PublicNames:
                 names |= {text: name, path: names.get(path, name)}
         for directory in (root, base):
             names |= dict.fromkeys((os.path.abspath(directory), os.path.realpath(directory)), ".")  # noqa: PTH100
-        return cls({path: name for path, name in names.items() if path != "/"})
+        shown = (*written, *further, *(name for parent in parents for name in (parent.ref, parent.name)))
+        names |= {text: text for text in shown if text not in names and escape_invisible(text) != text}
+        return cls({path: escape_invisible(name) for path, name in names.items() if path != "/"})
 
     def rename_text(self, text: str) -> str:
         """Return `text` with every local path renamed."""

@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mergegate.merge_core.errors import escape_invisible
 from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.report import explanation_text, heat_map, plots, variants, wording
 from mergegate.tasks.report.content import ReportContent
@@ -128,7 +129,12 @@ def page_template(file: str) -> Template:
         return Markup("<wbr>").join(re.findall(rf"[^_/,:@-]{{1,{every}}}[_/,:@-]*|[_/,:@-]+", text))
 
     environment = Environment(
-        loader=FileSystemLoader(_HERE), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=FileSystemLoader(_HERE),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=lambda value: type(value)(escape_invisible(value)) if isinstance(value, str) else value,
     )
     environment.filters |= {
         "breakable": breakable,

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from mergegate.merge_core.errors import to_printable
 from mergegate.tasks.report import wording
 from mergegate.tasks.report.svg import Ink, TextStyle, drawing, inline, write
 from mergegate.tasks.stage import Outcome
@@ -234,9 +235,7 @@ def shorten(text: str, length: int) -> str:
 
     Both ends of a name help to distinguish it.
     """
-    text = "".join(
-        character if character.isprintable() else "\N{REPLACEMENT CHARACTER}" for character in " ".join(text.split())
-    )
+    text = to_printable(" ".join(text.split()))
     if len(text) <= length:
         return text
     tail = (length - 1) // 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import io
 import json
 import tempfile
 from pathlib import Path
@@ -12,11 +13,16 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.table import Table
+from rich.text import Text
 
+from mergegate.flows.cli.console import FittingConsole
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import Refused
+from mergegate.tasks.publish.card_scores import escape
 from mergegate.tasks.publish.content import written_file
 from mergegate.tasks.publish.public_names import PublicNames, require_no_private_paths
+from mergegate.tasks.report.page import page_template
 
 SECRET = "/srv/alice smith/projé"
 PARTS = st.text(alphabet="abé .-_'&", min_size=1, max_size=5).filter(lambda text: text.strip(". ") == text)
@@ -48,6 +54,23 @@ def test_paths_below_the_recipe_are_relative_and_others_are_named_by_their_end()
     text = f"{SECRET}/here/models/a /x/one/model /x/two/model/config.json file:///y/b '/y/b/' ~/c org/hub ../rel"
     assert names.rename_text(text) == "models/a one/model two/model/config.json b 'b' c org/hub ../rel"
     assert names.rename_text("/x/one/models /y/bc") == "/x/one/models /y/bc"
+
+
+INVISIBLE = [chr(code) for code in (0, 0x1B, 0x7F, 0x9B, 0x61C, 0x200E, 0x200F, 0xFEFF, 0xE0041)]
+INVISIBLE += [chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))]
+
+
+@pytest.mark.parametrize("mark", INVISIBLE, ids=ascii)
+def test_a_mark_in_a_name_is_shown_escaped_everywhere(mark: str) -> None:
+    name, shown = f"../models/a{mark}b", f"../models/a{ascii(mark)[1:-1]}b"
+    assert names_of(name).rename_text(f"{name}: lost 2 points") == f"{shown}: lost 2 points"
+    assert yaml.safe_load(names_of(name).rename_yaml(yaml.safe_dump({"model": name}))) == {"model": shown}
+    assert escape(name) == shown.replace("\\", "\\\\")
+    assert page_template("head.html").environment.from_string("{{ name }}").render(name=name) == shown
+    console = FittingConsole(file=(out := io.StringIO()), width=80)
+    for printed in (name, Text(name), Table(name)):
+        console.print(printed)
+    assert out.getvalue().count(shown) == 3
 
 
 def test_a_name_is_never_that_of_another_model() -> None:
