@@ -25,13 +25,15 @@ from mergegate.tasks.checkpoints.files import deciding_files
 from mergegate.tasks.sandbox import Confinement, environment_of_child
 from mergegate.tasks.stage import PinnedInput, home, store
 
+_OWN = "MERGEGATE_SANDBOX"
 expected_files: set[str] = set()
 """Files and directories that every model process may read (see :func:`expect_inputs`)."""
 
 
 def sandbox_directory(*names: str) -> Path:
     """Return a directory that all confined processes of the project may write to, and create it if necessary."""
-    return state_directory(home().joinpath("sandbox", *names), private=True)
+    root = os.environ.get(_OWN)  # of a confined process that starts another one
+    return state_directory(Path(root or home() / "sandbox").joinpath(*names), private=True)
 
 
 def child_environment() -> dict[str, str]:
@@ -50,7 +52,8 @@ def child_environment() -> dict[str, str]:
                     if link.is_symlink():
                         link.unlink()
                     link.symlink_to(entry)
-    places = {"HOME": str(own), "HF_HOME": str(own), "PYTHONUSERBASE": site.getuserbase()}
+    places = {"HOME": str(own), "HF_HOME": str(own), _OWN: str(own), "MERGEGATE_HOME": str(home())}
+    places["PYTHONUSERBASE"] = site.getuserbase()
     return {"NLTK_DATA": str(user / "nltk_data")} | environment_of_child() | places | caches
 
 
@@ -135,6 +138,7 @@ def named_files(values: Iterable[object]) -> Iterator[Path]:
     for value in values:
         if isinstance(value, PinnedInput):
             yield from {*value.pinned_files(), *value.present()}
+            yield from named_files([getattr(value, "python", None)])
         elif isinstance(value, (Checkpoint, Adapter)):
             tensors = value.stored_tensors() if isinstance(value, Checkpoint) else value.stored_tensors
             yield from {tensor.file for tensor in tensors}
@@ -144,6 +148,8 @@ def named_files(values: Iterable[object]) -> Iterator[Path]:
             is_model = any((value / name).exists() for name in ("config.json", CONFIG_FILE))
             with suppress(OSError, MergegateError):  # Whoever reads the model reports what is wrong with it.
                 yield from (value / name for name in deciding_files(value)) if is_model else (value,)
+            if (value.parent.parent / "pyvenv.cfg").is_file():  # an interpreter, which needs its environment
+                yield value.parent.parent
         elif isinstance(value, Mapping):
             yield from named_files(value.values())
         elif isinstance(value, (list, tuple, set, frozenset)):
