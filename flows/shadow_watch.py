@@ -248,7 +248,7 @@ def shadow_content(
     # Use the newest request so far for each point, so that the curve never goes back in time.
     newest = list(accumulate((pair.at for pair in evidence.judged), max))
     points = tuple(
-        ShadowPoint(at=newest[point.pairs - 1], **point.model_dump(exclude={"wins", "ties", "losses"}))
+        ShadowPoint(at=newest[point.pairs - 1], **point.model_dump(include=set(ShadowPoint.model_fields)))
         for point in evidence_path([pair.score for pair in evidence.judged], settings.rule)
     )
     verdict, rule = evidence.verdict, settings.rule
@@ -257,7 +257,9 @@ def shadow_content(
         **routing.model_dump(include={"candidate", "serving", "mode", "share"}),
         **rule.model_dump(include={"margin", "confidence", "minimum_hours", "minimum_pairs"}),
         **verdict.model_dump(include={"hours", "consistency", "length_ratio", "cut_off"}),
-        **verdict.evidence.model_dump(include={"wins", "ties", "losses"}),
+        wins=verdict.evidence.wins,
+        ties=verdict.evidence.ties,
+        losses=verdict.evidence.losses,
         reason=verdict.reason if routing.serving == "watch" else routing.why,
         looked=at,
         judge=settings.judge.model,

@@ -465,7 +465,7 @@ def export(
     Example:
         >>> exported = mergegate.export("releases/demo/latest", "inspect", "logs")
         >>> exported.files, exported.models, exported.tasks
-        (15, 4, 12)
+        (16, 4, 12)
     """
     with _errors():
         formats = [each.value for each in ExportFormat]

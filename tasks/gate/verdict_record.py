@@ -166,7 +166,7 @@ def plain_verdict(verdict: GateVerdict) -> dict[str, Any]:
     return cast(dict[str, Any], json.loads(json.dumps(verdict.model_dump(mode="json"), allow_nan=False)))
 
 
-@stage("evidence", version=1)
+@stage("evidence", version=2)
 def record_evidence(
     out: Path,
     record: VerdictRecord,
