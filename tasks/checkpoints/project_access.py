@@ -96,7 +96,7 @@ def expect_inputs(*values: object) -> None:
 def imported_packages() -> set[str]:
     """Return the packages and modules that this process has imported from other places than its installation."""
     places: set[str] = set()
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # A copy is atomic; other threads import modules.
         if "." not in name:
             places.update(getattr(module, "__path__", None) or [getattr(module, "__file__", None) or sys.prefix])
     return {place for place in places if not Path(place).is_relative_to(sys.prefix)}
