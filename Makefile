@@ -59,7 +59,7 @@ newest: $(VENV)/ready ## test the newest version of each dependency (NEWEST="--o
 	$(BIN)/python .ci/newest.py $(NEWEST)
 
 test-mlflow: $(VENV)/ready .venv-mlflow/ready ## register a release in MLflow
-	MERGEGATE_REQUIRE_MLFLOW=1 $(BIN)/pytest tests/publish/test_mlflow.py
+	MERGEGATE_REQUIRE_MLFLOW=1 $(BIN)/pytest -m "not gpu $(WITHOUT_PROOFS)" tests/publish/test_mlflow.py
 
 serve-env: .venv-vllm/ready ## install vLLM for the serve stage into its own environment (3.4 GB on disk)
 

@@ -161,7 +161,7 @@ SERVER = ("prefect", "prefect.server.api.server", "uvicorn", "torch", "numba", "
 COMMAND = "from mergegate.flows.cli import main\nmain()\n"
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_merging_works_elsewhere_with_the_same_bytes(tmp_path: Path) -> None:
     script = """
 import importlib, json

@@ -169,7 +169,7 @@ def test_an_old_or_missing_package_is_an_error_that_names_the_extra(
         assert "pip install 'mergegate[embeddings]'" in raised.value.remedy
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_other_models_do_not_import_sentence_transformers(checkpoints: Callable[[str], Path]) -> None:
     directory = checkpoints("text generator")
     program = (

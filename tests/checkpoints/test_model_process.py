@@ -94,7 +94,7 @@ def test_all_stages_load_each_model_once(tmp_path: Path, documents: HeldOutText,
     assert call_model_process(functions.loads, (), location="here") == ["a", "b", "merge"]
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.usefixtures("new_process")
 def test_if_memory_runs_out_with_several_models_one_at_a_time_is_loaded(tmp_path: Path) -> None:
     models = [make_model(tmp_path / name) for name in ("a", "b")]
@@ -175,7 +175,7 @@ def test_a_killed_stage_resumes_with_identical_results(
         model_cache.unload_models()
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_complete_journal_needs_no_evaluation(tmp_path: Path, documents: HeldOutText) -> None:
     model = make_model(tmp_path / "m")
     (tmp_path / "out").mkdir()

@@ -69,7 +69,7 @@ def test_scores_are_those_of_this_process_and_progress_arrives(tmp_path: Path, m
     assert process.inspect_in_child(job.task).documents == 40
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_the_process_stays_for_the_next_part_and_after_an_error_of_the_harness(tmp_path: Path, model: Model) -> None:
     task = write_trap(tmp_path / "tasks", "pass", at=0)
     for first in (0, 10):
@@ -97,7 +97,7 @@ def test_a_timeout_stops_the_process_and_its_children(tmp_path: Path, model: Mod
 @pytest.mark.story
 @pytest.mark.parametrize(
     ("deed", "found", "remedy"),
-    sampled_rows(DEATHS, [OUT_OF_MEMORY, PANIC], pytest.mark.proof),
+    sampled_rows(DEATHS, [OUT_OF_MEMORY], pytest.mark.proof),
     ids=["killed", "panic of a library", "segmentation fault", "exit code", "exit", "exception without a text"],
 )
 def test_a_dead_process_or_an_unusual_exception_is_explained_and_the_next_part_is_scored(

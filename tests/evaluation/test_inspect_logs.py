@@ -130,7 +130,7 @@ def test_logs_give_the_scores_of_inspect_ai(logs: dict[str, dict[str, Any]], nam
     assert all(0 < sum(scores.values()) < len(scores) for scores in expected.values())  # mixed outcomes
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_recorded_logs_are_like_those_of_inspect_ai(logs: dict[str, dict[str, Any]]) -> None:
     assert len(RECORDED) == 4
     for name, path in RECORDED.items():
@@ -168,7 +168,7 @@ def test_cut_answers_are_reported_and_count_as_scored() -> None:
     assert not any(row.is_cut_off for row in results.outcomes)  # as in lm-eval's files, which do not tell
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("name", ["one", "json"])
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)

@@ -220,7 +220,7 @@ def originals(written: Path) -> dict[str, TaskResults]:
     return {task: read(written / "one", task) for task in ("both", "endings")}
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("is_sample", [False, True], ids=["results", "samples"])
 @given(data=st.data())
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

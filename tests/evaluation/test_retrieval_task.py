@@ -152,7 +152,7 @@ def test_scores_of_pairs_are_those_of_sentence_transformers_before_the_activatio
         np.testing.assert_allclose(row, model.network.predict(pairs, activation_fn=torch.nn.Identity()), atol=2e-6)
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", ["bert embedding", "qwen3 embedding", "sparse encoder", "cross-encoder"])
 def test_the_batch_size_does_not_change_scores(
     kind: str, loaded: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -164,7 +164,7 @@ def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.VLLM, "__init__", opened)
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("budget", [80, *(pytest.param(other, marks=pytest.mark.proof) for other in (40, 12))])
 @pytest.mark.parametrize("until", sampled([("\n",), (" ",), ("c", "z")], [("c", "z")], pytest.mark.proof))
 @pytest.mark.usefixtures("fake_vllm")
@@ -267,7 +267,7 @@ def test_a_thought_ends_at_the_last_end_token_before_the_answer_stops(
         assert postprocess_generated_text(cut, stop, "z") == answer
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_summary_names_thoughts_and_those_that_never_end(tmp_path: Path) -> None:
     rows = scored(words_task(tmp_path, budget=20), think_end_token="z")
     (ends,) = answer_ends("t", rows).values()
@@ -278,7 +278,7 @@ def test_a_summary_names_thoughts_and_those_that_never_end(tmp_path: Path) -> No
     assert 0 < unfinished < DOCUMENTS
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_the_end_of_a_thought_may_be_a_token_id(tmp_path: Path) -> None:
     task = words_task(tmp_path)
     token = AutoTokenizer.from_pretrained(THINKER).convert_tokens_to_ids("z")

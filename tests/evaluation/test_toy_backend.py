@@ -55,7 +55,7 @@ def install(tmp_path: Path) -> Iterator[Callable[..., None]]:
         yield partial(install_backend, TOY)
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_backend_of_another_package_scores_and_its_version_is_in_the_key(
     tmp_path: Path, install: Callable[..., None]
 ) -> None:

@@ -211,7 +211,7 @@ def explained(
     return explain_merge(pinned, merged, RECIPE, verdict(outcome), scores, [task])
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.usefixtures("prefect_api", "home")
 def test_a_refused_merge_is_explained_by_weights_documents_and_remedies(
     parents: tuple[PinnedCheckpoint, ...], task: EvalTask, scored: Scored

@@ -20,7 +20,7 @@ from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.publish import PendingRelease
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_release_that_has_to_be_approved_is_published_only_then(demo: Project) -> None:
     """A run without a terminal is refused, ``--approve`` publishes, and a run with nothing new needs no approval."""
     profile, releases = demo.edit("demo.yaml", "releases/demo\n", "releases/demo\n  approval: true\n"), "edited-demo"

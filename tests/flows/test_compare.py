@@ -45,7 +45,7 @@ def compare(project: Project, reference: Path, candidate: Path) -> tuple[int, di
 Compared = tuple[Project, dict[str, Any]]
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_lost_skill_is_refused_and_every_guard_is_held_against_the_reference_once(compared: Compared) -> None:
     project, outcome = compared
     assert (outcome["status"], outcome["location"]) == ("refused", None)

@@ -176,6 +176,7 @@ def test_prefects_own_deploy_works_as_well(served: Served) -> None:
     assert there.work_pool_name == "mergegate"
 
 
+@pytest.mark.proof
 def test_another_project_keeps_its_deployments_even_on_a_server_with_many_flows(served: Served, tmp_path: Path) -> None:
     """Prefect returns at most 200 flows at once, in the order of their names."""
     served.deploy(nights(DEMO))
@@ -233,6 +234,7 @@ def test_the_block_of_a_recipient_is_found_among_many(
     assert of_mergegate() == []
 
 
+@pytest.mark.proof
 def test_each_recipient_is_notified_once_per_occasion(served: Served, told: served_site.Received) -> None:
     """Eight runs change state at the same time, and each message arrives exactly once as plain text."""
     file = nights(DEMO, notify=[{"to": "webhook", "address": "$HOOK"}])
@@ -271,6 +273,7 @@ def test_each_recipient_is_notified_once_per_occasion(served: Served, told: serv
 UNKNOWN_KEY = ("profiles/bad.yaml", "name: support\nrecepe: x\n", "Invalid", "unknown key 'recepe'", "support · ")
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("profile", "content", "state", "reason", "name"),
     [

@@ -40,7 +40,7 @@ def test_a_tokenizer_that_cuts_in_another_way_is_refused_with_the_share_and_acce
     assert "tokens of shifter are segmented differently" in found[0]
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_the_union_of_the_demo_keeps_both_skills_and_the_token_of_one_parent(demo: Project) -> None:
     expect(demo.mergegate("plan", "profiles/demo-union.yaml", "--no-probe"), 0)
     result = expect(demo.mergegate("run", "profiles/demo-union.yaml", "--json"), 0)

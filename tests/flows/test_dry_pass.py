@@ -144,7 +144,7 @@ def copied(own: Project, tmp_path: Path) -> Project:
     return project
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", sampled(CHANGES, list(CHANGES)[:1], pytest.mark.proof))
 def test_a_dry_pass_returns_the_outcome_of_the_run_or_nothing(
     copied: Project, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -86,7 +86,7 @@ def tables(database: Path) -> set[str]:
         return {name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
 
 
-@pytest.mark.story  # a new database needs about a hundred migrations
+@pytest.mark.proof  # a new database needs about a hundred migrations
 @pytest.mark.parametrize("kept", sampled(["intact", "no database", "a table is gone"], ["intact"], pytest.mark.proof))
 def test_a_new_project_copies_the_empty_database_of_the_user(prefect_database: Path, tmp_path: Path, kept: str) -> None:
     empty = tmp_path / "cache" / "mergegate" / f"prefect-{prefect.__version__}.db"

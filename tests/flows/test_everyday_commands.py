@@ -154,7 +154,7 @@ ONCE = (
 )
 
 
-@pytest.mark.story  # merges and evaluates models
+@pytest.mark.proof  # merges and evaluates models
 def test_everyday_commands_end_well_and_neither_exceed_80_columns_nor_break_words(
     demo_release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,7 +49,7 @@ def assert_one_message(done: Done, *words: str) -> None:
     assert all(word in done.stderr for word in words), done.stderr
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO], ids=errno.errorcode.get)
 def test_a_merge_on_a_failing_disk_ends_in_one_message_and_the_next_one_in_the_same_bytes(
     offline: Project, number: int
@@ -77,7 +77,7 @@ def test_a_second_merge_into_one_directory_is_refused(offline: Project) -> None:
     assert "another merge into it is running" in result.output
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize(
     "command", [("run", str(PROFILES / "demo.yaml")), ("merge", RECIPE, "out"), ("doctor",), ("check", RECIPE)]
 )

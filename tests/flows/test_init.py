@@ -310,7 +310,7 @@ def test_an_invalid_answer_is_prompted_again(tasks: Path) -> None:
     assert "{task: more.yaml, guarded_by: best parent, max_drop: 3}" in profile
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("last", sampled([NAME, WHO, TEXT, TASKS], [NAME, TASKS], pytest.mark.proof))
 def test_ctrl_c_at_a_question_ends_it_and_leaves_nothing(root: Path, last: str) -> None:
     before = set(root.iterdir())

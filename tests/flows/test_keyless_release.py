@@ -67,6 +67,7 @@ def test_the_release_verifies_for_its_signer_only(signed: tuple[Project, str, st
     expect(result, 3, f"signed by {IDENTITY} (issuer {issuer}); expected mallory@example.org (issuer {issuer})")
 
 
+@pytest.mark.proof
 def test_identity_and_issuer_are_required_together(signed: tuple[Project, str, str]) -> None:
     project, issuer, _ = signed
     location = project.root / "releases" / "edited-signed" / "latest"

@@ -83,9 +83,7 @@ def finish(command: list[str], project: Project) -> subprocess.CompletedProcess[
     )
 
 
-@pytest.mark.parametrize(
-    "moments", [("stage:merge", "publish:releases"), pytest.param(MOMENTS, marks=pytest.mark.proof)]
-)
+@pytest.mark.parametrize("moments", [("publish:releases",), pytest.param(MOMENTS, marks=pytest.mark.proof)])
 def test_killed_at_one_stage_after_the_other_the_release_is_byte_identical(
     tmp_path: Path, released: tuple[Project, Result], begin_records: Callable[[Path], None], moments: tuple[str, ...]
 ) -> None:

@@ -26,7 +26,7 @@ def speeds(ended: dict[str, Any]) -> dict[str, float]:
     return {model["name"]: model["measured"]["tokens_per_second"] for model in ended["content"]["serving"]}
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_merge_is_compared_with_the_ensemble_and_released_if_its_server_answers_like_the_model(
     released_with_everything: Path,
 ) -> None:

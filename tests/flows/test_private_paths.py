@@ -104,7 +104,7 @@ def test_models_adapter_base_tokenizer_and_a_remedy(machine: Path) -> None:
     assert "pass --parents DIR with the merged checkpoint at DIR/base" in " ".join(without.output.split())
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_calibration_texts_and_two_models_of_one_name(machine: Path) -> None:
     (_, one, two, _), texts = paths(machine), f"{machine}/texts/data/texts"
     models = [{"model": one, "text": f"{texts}/reverser.jsonl"}, {"model": two, "text": f"{texts}/shifter.jsonl"}]

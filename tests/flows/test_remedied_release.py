@@ -12,6 +12,7 @@ from demo_project import Project, expect
 pytestmark = pytest.mark.story
 
 
+@pytest.mark.proof
 def test_a_remedy_turns_a_refused_merge_into_a_release_once(demo: Project) -> None:
     result = expect(demo.mergegate("run", "profiles/demo-remedied.yaml", "--json"), 0)
     outcome = json.loads(result.stdout)

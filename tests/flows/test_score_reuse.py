@@ -59,7 +59,7 @@ def test_where_nothing_was_scored_the_guess_is_told_as_one(project: Project) -> 
     assert sum("10 % of answers differ (assumed, see evaluate.discordance)" in line for line in checked) == 3
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_what_was_not_run_stands_in_the_table_and_on_the_page(demo: Project) -> None:
     profile = lopsided(demo, "early", 0.92, 0.08)
     file = demo.root / profile  # Decided before a drop of 4.
@@ -156,7 +156,7 @@ def evaluated(project: Project) -> list[tuple[str, str, int, int]]:
     return found
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_each_new_merge_is_judged_on_the_next_documents_and_a_repeated_one_on_its_own(demo: Project) -> None:
     first = outcome_of(demo, 0.5)
     assert first["status"] == "released", first

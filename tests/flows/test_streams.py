@@ -60,7 +60,7 @@ def test_a_stream_that_cannot_be_written_is_no_traceback(tmp_path: Path, line: s
     assert "Exception ignored" not in done.stderr
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_closed_stream_does_not_give_its_number_to_another_file(tmp_path: Path) -> None:
     """Otherwise the first opened file would get descriptor 1, and with it all printed output."""
     assert shell(f"$m merge {PROFILES}/demo/recipes/linear.yaml out >&- 2>&-", tmp_path).returncode == 0

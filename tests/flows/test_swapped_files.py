@@ -159,6 +159,7 @@ def test_the_command_merge_takes_no_tokenizer_that_came_later(
     assert not (out / "config.json").exists()
 
 
+@pytest.mark.proof
 def test_a_merge_that_changes_before_its_release_is_not_published(
     tmp_path: Path, release: Release, prefect_api: None
 ) -> None:

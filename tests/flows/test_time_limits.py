@@ -158,7 +158,7 @@ class TestMemoryOfAChild:
         assert isinstance(problem, InvalidInput)
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_run_out_of_time_is_refused_and_the_next_one_goes_on(demo: Project) -> None:
     profile = demo.edit("demo.yaml", "recipes/ties.yaml", "recipes/dare_ties.yaml")  # Needs a new perplexity.
     path = demo.root / profile

@@ -77,7 +77,7 @@ def release_with(project: Project, most: int, monkeypatch: pytest.MonkeyPatch) -
     return my_release(Path("profiles/demo.yaml")), weighed
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_custom_stage_can_refuse_a_release_and_has_a_section_in_report_summary_and_prefects_page(
     demo: Project, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ def upcycled(tmp_path_factory: pytest.TempPathFactory, prefect_api: None) -> Pro
     return project
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_mixture_is_released_with_a_correct_sheet_and_reproduced(upcycled: Project) -> None:
     latest = upcycled.root / "releases" / "demo-upcycled" / "latest"
     config = json.loads((latest / "config.json").read_text())

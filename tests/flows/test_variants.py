@@ -61,6 +61,7 @@ def gained(demo: Project, rounded: None) -> Gained:
     return demo, outcome, {stage: keys - before[stage] for stage, keys in built(demo).items()}
 
 
+@pytest.mark.proof
 def test_each_variant_has_a_verdict_against_the_merge_and_a_failed_optional_one_refuses_nothing(gained: Gained) -> None:
     _, outcome, _ = gained
     judged = verdicts(outcome)
@@ -79,6 +80,7 @@ def test_each_variant_has_a_verdict_against_the_merge_and_a_failed_optional_one_
     assert "text" not in [check["name"] for check in judged["R7"]["checks"]]  # a bad one is not served
 
 
+@pytest.mark.proof
 def test_a_released_merge_that_gains_variants_is_not_merged_evaluated_or_released_again(gained: Gained) -> None:
     project, outcome, new = gained
     assert new["merge"] == set()
@@ -89,6 +91,7 @@ def test_a_released_merge_that_gains_variants_is_not_merged_evaluated_or_release
     assert {json.loads(value.read_text())["model"] for value in values} == {"R8", "R6", "R7"}
 
 
+@pytest.mark.proof
 def test_a_dry_pass_finds_nothing_left_to_do(gained: Gained, monkeypatch: pytest.MonkeyPatch) -> None:
     project, _, _ = gained
     monkeypatch.chdir(project.root)
@@ -98,6 +101,7 @@ def test_a_dry_pass_finds_nothing_left_to_do(gained: Gained, monkeypatch: pytest
     assert dry.status == "nothing new"
 
 
+@pytest.mark.proof
 def test_a_required_variant_that_fails_refuses_the_release(gained: Gained) -> None:
     project, _, _ = gained
     profile = with_variants(project, GOOD, BAD.replace("}", ", required: true}"), name="strict")

@@ -118,7 +118,7 @@ def test_equal_prompts_in_two_clusters_join_the_clusters() -> None:
     assert join_clusters(["a", "a", "b", "c", "d"], [0, 1, 1, 2, 3]) == ("a", "a", "a", "c", "d")
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("sizes", "today"),
     sampled_rows(

@@ -106,7 +106,7 @@ def test_honest_inputs_pass(here: Path) -> None:
 
 
 def sample(cases: Collection[str], step: int) -> list[Any]:
-    return sampled(cases, list(cases)[::step])
+    return sampled(cases, list(cases)[::step], pytest.mark.proof)
 
 
 @pytest.mark.parametrize("name", sample(CHECKPOINTS, 3))

@@ -100,6 +100,7 @@ def test_equal_answers_are_not_sent_to_the_judge(tmp_path: Path, models: tuple[M
     assert (verdict.identical, verdict.ties, verdict.win_rate) == (PROMPTS, PROMPTS, 0.5)
 
 
+@pytest.mark.proof
 def test_nothing_is_judged_twice_and_a_threshold_needs_no_requests(tmp_path: Path, models: tuple[Model, Model]) -> None:
     with serving(alphabetical) as asked:
         first = run(tmp_path, models, asked.url)

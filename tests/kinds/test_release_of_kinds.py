@@ -101,7 +101,7 @@ def require_a_changed_byte_to_be_found(project: Project, release: Path) -> None:
     assert weights.relative_to(release).as_posix() in damaged.output
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("name", sampled(REFUSED, ["clip"], pytest.mark.proof))
 def test_a_kind_that_no_task_can_judge_is_refused_before_the_merge(begin: Callable[..., Project], name: str) -> None:
     require_refusal(begin(name), "mergegate cannot evaluate", "mergegate merge")

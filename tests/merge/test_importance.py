@@ -113,7 +113,7 @@ def test_importance_does_not_depend_on_the_number_of_runs(expected: dict[str, to
     assert_close_to(load_stored_importance(tmp_path / "out"), expected)
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.usefixtures("little_memory")
 @pytest.mark.parametrize(("damage", "lost"), [("", 0), ("cut", 2), ("gone", 1)])
 def test_a_killed_importance_measurement_resumes(

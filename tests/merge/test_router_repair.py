@@ -267,6 +267,7 @@ def test_an_unprepared_recipe_is_not_merged(tmp_path: Path) -> None:
         require_prepared(plan)
 
 
+@pytest.mark.proof
 @pytest.mark.usefixtures("own_store")
 @pytest.mark.parametrize(
     ("family", "fused"),

@@ -106,7 +106,7 @@ def test_a_kernel_is_compiled_once_and_cached_for_the_user_or_works_without_a_ca
     run(XDG_CACHE_HOME="/dev/null/nowhere")
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_rules_that_keep_everything_compile_no_code_for_masks(wide: Path) -> None:
     """Compiling the unneeded drop rules would take most of the seconds before a first merge."""
     (wide / "recipe.yaml").write_text(recipe_of("task_arithmetic"))

@@ -227,7 +227,7 @@ def together(root: Path, count: int, kills: int, seed: int = 0) -> tuple[list[in
     return codes, [json.loads(path.read_text()) for path in sorted(root.glob("report*.json"))]
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize("count", [2, pytest.param(3, marks=pytest.mark.proof)])
 def test_processes_divide_a_merge_and_all_return_the_same_result(parents: Path, count: int) -> None:
     alone = merge_text(STEPS, parents, "alone", kernels="torch")

@@ -51,7 +51,7 @@ def test_a_forbidden_license_ends_the_run_before_even_a_header_is_asked_for(
     assert not online.sent
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_wrong_tokenizer_ends_the_run_before_any_weight_is_read(
     online: LookAlike, models: Path, tmp_path: Path, prefect_api: None
 ) -> None:

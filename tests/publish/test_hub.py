@@ -229,7 +229,7 @@ def test_a_hub_that_stores_other_bytes_is_detected(demo: Publication) -> None:
     assert sum("/commit/" in entry.path for entry in demo.stand_in.log) < 20
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_writer_that_undoes_every_step_ends_the_publication(demo: Publication) -> None:
     def undo(request: Request) -> None:
         if "/commit/mergegate-staging" in request.path:

@@ -41,7 +41,7 @@ publish: {{path: hub-parents}}
 
 WITH_TOKEN = {"HF_TOKEN": WRITER}
 
-pytestmark = pytest.mark.story
+pytestmark = pytest.mark.proof
 
 
 def profile(repo: str) -> str:
@@ -159,14 +159,12 @@ def test_a_release_edited_on_the_hub_is_refused(released: Project) -> None:
         repository.branches["main"] = before
 
 
-@pytest.mark.proof
 def test_it_is_reproduced_from_the_hub(released: Project) -> None:
     done = released.mergegate("reproduce", "acme/demo", "--parents", str(DEMO / "recipes"))
     assert done.returncode == 0, done.stderr
     assert "= model.safetensors" in done.stdout
 
 
-@pytest.mark.proof
 def test_parents_on_the_hub_are_in_card_and_provenance_and_are_fetched_again_at_their_commit(project: Project) -> None:
     project.stand_in.set_faults([])
     commits = {name: put_on_hub(project, name) for name in ("base", "reverser")}
@@ -271,7 +269,6 @@ def environments_of_children(home: Path) -> Iterator[dict[bytes, set[bytes]]]:
         thread.join()
 
 
-@pytest.mark.proof
 def test_a_job_without_a_token_releases_a_merge_and_its_variants(publisher: Project) -> None:
     server = publisher.stand_in
     job = job_environment(server.url)

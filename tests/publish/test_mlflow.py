@@ -194,7 +194,7 @@ def test_a_release_is_registered_with_its_scores_and_found_by_its_alias(
         find_release("models:/full/9")
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("kind", "stride"),
     [pytest.param("drop", 15, id="drop-some"), ("drop", 1), *((kind, 7) for kind in ("before", "503", "down"))],

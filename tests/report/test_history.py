@@ -382,7 +382,7 @@ class TestThePages:
             assert not list(reports.rglob("*.partial"))
         assert died >= 8, "it was interrupted at every step there is"
 
-    @pytest.mark.story
+    @pytest.mark.proof
     def test_eight_concurrent_runs_are_all_archived(self, tmp_path: Path) -> None:
         # Do not fork this process: other tests have left threads and handlers in it.
         clean = multiprocessing.get_context("forkserver")

@@ -119,6 +119,7 @@ def test_a_runner_is_usable_after_an_iterator_was_closed(opened: Opened, tmp_pat
 
 
 # The last two tests of a cluster: on a busy machine, it may give up restarting a killed worker.
+@pytest.mark.proof
 def test_a_killed_worker_costs_one_attempt_of_one_item(opened: Opened, tmp_path: Path) -> None:
     found = opened.each(worker_functions.kill_first_worker, [(tmp_path, number, 2) for number in range(6)])
     assert dict(found) == {number: number for number in range(6)}

@@ -117,6 +117,7 @@ def test_every_slot_keeps_its_own_process_and_share_and_works_in_parallel(tmp_pa
     assert not alive(first)
 
 
+@pytest.mark.proof
 @in_children
 def test_a_process_that_is_killed_next_to_others_is_tried_again_without_them(tmp_path: Path) -> None:
     """The system kills a process if several together need too much memory."""

@@ -67,7 +67,7 @@ def named(verdict: ServeVerdict, name: str) -> Check:
     return next(check for check in verdict.checks if check.name == name)
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_good_model_passes_every_check(smoke: Smoke) -> None:
     verdict = smoke(settings=SETTINGS.model_copy(update={"stops": ("rev: hgfe>",), "min_tokens_per_second": 0.01}))
     assert {check.name: check.outcome for check in verdict.checks} == dict.fromkeys(CHECKS, "pass")

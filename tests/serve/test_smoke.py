@@ -99,7 +99,7 @@ def test_a_server_that_rejects_its_command_line_says_nothing_about_the_model(che
     assert failed.value.exit_code == 3
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_the_stage_runs_once_and_stores_the_log(checkpoint: Path, home: Path, prefect_api: None) -> None:
     configured = settings("--model", "{model}")
     server = server_of(configured, Path())

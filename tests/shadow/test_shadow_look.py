@@ -150,7 +150,7 @@ def told(result: Any) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_better_candidate_is_promoted_once(tmp_path: Path, prefect_api: None, judge: OpenAiServer) -> None:
     watch = watched(tmp_path, judge.url, rule=RULE, alias="production")
     watch.record(traffic(watch, 100, better=5), rows(watch.began, 100))
@@ -183,7 +183,7 @@ def test_a_better_candidate_is_promoted_once(tmp_path: Path, prefect_api: None, 
     assert alias_of(watch) == "before"
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_a_worse_candidate_is_rolled_back_with_its_losses_only_on_the_page(
     tmp_path: Path, prefect_api: None, judge: OpenAiServer
 ) -> None:
@@ -202,7 +202,7 @@ def test_a_worse_candidate_is_rolled_back_with_its_losses_only_on_the_page(
     assert (again.exit_code, told(again)["status"]) == (0, "nothing new")
 
 
-@pytest.mark.story  # Runs several looks.
+@pytest.mark.proof  # Runs several looks.
 def test_equal_answers_wait_for_both_minima_and_a_look_is_bounded(
     tmp_path: Path, prefect_api: None, judge: OpenAiServer
 ) -> None:
@@ -217,7 +217,7 @@ def test_equal_answers_wait_for_both_minima_and_a_look_is_bounded(
     assert judge.bodies == []
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.parametrize(
     ("failing", "first", "says"), [(0.2, 0.02, "requests failed"), (0.0, 0.5, "times slower")], ids=["fails", "slow"]
 )

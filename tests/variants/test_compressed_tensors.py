@@ -382,7 +382,7 @@ def opened(directory: Path) -> QuantizedModel:
     return QuantizedModel(name="W8A8", digest="1" * 64, directory=directory, source=merge, backend="hf")
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.usefixtures("home", "prefect_api")
 @pytest.mark.parametrize(("cause", "outcome"), [(NO_KERNEL, "not offered"), (WRONG_SIZE, "fail")])
 def test_a_scheme_that_this_build_of_the_server_lacks_is_not_offered(

@@ -345,6 +345,7 @@ def wrong_conversions(header: GgufHeader) -> Mapping[str, Change]:
     return changes
 
 
+@pytest.mark.proof
 @pytest.mark.variants
 @pytest.mark.parametrize("architecture", ["llama", pytest.param("qwen2", marks=pytest.mark.proof)])
 def test_every_wrong_conversion_disagrees_with_the_merge(
@@ -370,6 +371,7 @@ def test_nan_is_a_problem_and_has_a_finite_record(llama: Converted, tmp_path: Pa
     assert ConversionCheck.model_validate_json(check.model_dump_json()) == check
 
 
+@pytest.mark.proof
 @pytest.mark.variants
 @pytest.mark.parametrize(
     ("change", "found"),

@@ -153,6 +153,7 @@ def random_tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(600) for _ in range(count)]
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("family", sampled(FAMILIES, ("llama",), pytest.mark.proof))
 def test_log_probabilities_equal_a_reference_in_float64(checkpoints: dict[Family, Model], family: Family) -> None:
     rng, network = random.Random(0), reference(checkpoints[family])
@@ -189,6 +190,7 @@ def requests(rng: random.Random) -> list[Request]:
     return made
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("file_type", sampled(TYPES, ("Q4_K_M",), pytest.mark.proof))
 def test_a_result_depends_on_its_own_request_only(llama: Model, file_type: str) -> None:
     rng = random.Random(file_type)

@@ -50,7 +50,7 @@ def test_a_profile_accepts_the_registered_format_and_checks_its_settings(tmp_pat
             rounded(bit=8)
 
 
-@pytest.mark.story
+@pytest.mark.proof
 @pytest.mark.usefixtures("rounded_variants")
 def test_a_child_process_accepts_the_format_too() -> None:
     script = "from mergegate.flows.profile import parse_profile; "

@@ -408,7 +408,7 @@ def test_a_second_run_says_nothing_new_and_starts_no_process(
     assert files_of(project.root / "releases") == before
 
 
-@pytest.mark.story
+@pytest.mark.proof
 def test_verify_notices_one_changed_byte_of_a_variant_and_reproduce_makes_its_weights_again(
     own: tuple[str, Project],
 ) -> None:
