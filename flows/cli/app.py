@@ -200,8 +200,8 @@ _PANELS: Mapping[str, Mapping[str, Entry]] = {
             "export",
             "Export the results of a release to another tool.",
             (
-                "mergegate export releases/demo/latest --format inspect --output logs",
-                "mergegate export acme/model --format every-eval-ever --output results",
+                "mergegate export releases/demo/latest --output logs",
+                "mergegate export acme/model --output logs --organization 'Acme Labs'",
             ),
         ),
         "fingerprint": Entry(

@@ -1,11 +1,11 @@
-"""``mergegate export``: write the results in a release as inspect_ai logs or in the schema of Every Eval Ever."""
+"""``mergegate export``: write the results in a release as logs of inspect_ai."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,7 +15,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import new_directory
 from mergegate.merge_core.parsing import require_printable
 from mergegate.merge_core.wording import format_bytes, format_count
-from mergegate.tasks.publish.exchange import ExportFormat, exported_files, read_release_results
+from mergegate.tasks.publish.exchange import inspect_logs, read_release_results
 from mergegate.tasks.publish.releases import check_release
 from mergegate.tasks.publish.targets import find_release
 
@@ -43,14 +43,10 @@ class ExportResult:
 
 def export_command(
     release: ReleaseArgument,
-    format: Annotated[
-        ExportFormat,
-        typer.Option(
-            help="Format: inspect for logs of inspect_ai, or every-eval-ever for records in the schema of Every Eval "
-            "Ever, in the layout of its data store.",
-        ),
-    ],
     output: Annotated[Path, typer.Option("--output", "-o", parser=local_path, help="Directory to create.")],
+    format: Annotated[
+        Literal["inspect"], typer.Option(help="Format of the files: inspect for logs of inspect_ai.")
+    ] = "inspect",
     organization: Annotated[
         str,
         typer.Option(
@@ -66,7 +62,7 @@ def export_command(
     texts. Its date is the time of the export, because a release contains none.
     """
     with command_context(as_json) as console:
-        result = export_release(release, format, output, organization)
+        result = export_release(release, output, organization)
         if as_json:
             counts = {"files": result.files, "bytes": result.bytes, "models": result.models, "tasks": result.tasks}
             print_created({"where": str(output), **counts})
@@ -78,7 +74,7 @@ def export_command(
         )
 
 
-def export_release(reference: str, format: ExportFormat, output: Path, organization: str = "") -> ExportResult:
+def export_release(reference: str, output: Path, organization: str = "") -> ExportResult:
     """Verify a release, and write its results to the new directory ``output``.
 
     Raises:
@@ -97,7 +93,7 @@ def export_release(reference: str, format: ExportFormat, output: Path, organizat
     results = read_release_results(published, verified.listing, verified.statement, organization or None)
     files, size = 0, 0
     with new_directory(output) as directory:
-        for path, content in exported_files(results, format, datetime.now(UTC)):
+        for path, content in inspect_logs(results, datetime.now(UTC)):
             target = directory / path
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)

@@ -60,7 +60,7 @@ _LEFTOVER = re.compile(
     r"|.*_results\.json|.*\.log|.*\.ya?ml|requirements.*\.txt|.*\.sh|.*\.ipynb"
     r"|(readme|licen[cs]e|copying|notice|use[_-]?policy|citation|authors|changelog).*|.*\.(md|rst|bib|pdf)"
     r"|.*\.(png|jpe?g|gif|svg|webp|ico|mp4|webm|mp3|wav)|\..*|.*~"
-    r"|(bom|bom\.spdx|provenance)\.json|sha256sums|model\.sig|manifest\.json|value\.json"  # of a mergegate release
+    r"|(bom|provenance)\.json|sha256sums|model\.sig|manifest\.json|value\.json"  # of a mergegate release
     r"|(original|onnx|openvino|coreml|gguf|ggml|metal|runs|wandb|logs?|assets|figures|figs|images?|imgs?|media|docs"
     r"|examples|eval\w*|__pycache__|checkpoint-\d+|global_step\d+|\..*)/",
     re.DOTALL,

@@ -1,7 +1,6 @@
-"""Collect what both bills of materials of a release state, and list the facts that are missing.
+"""Collect what the bill of materials of a release states, and list the facts that are missing.
 
-``bom.json`` (CycloneDX) and ``bom.spdx.json`` (SPDX) are written from the same value, so they cannot contradict each
-other. It contains only facts with a source (see ``facts``). A fact without a source is listed as missing.
+It contains only facts with a source (see ``facts``). A fact without a source is listed as missing.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ from urllib.parse import quote
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import parse_json
 from mergegate.tasks.gate import GuardVerdict
-from mergegate.tasks.preflight.licenses import load_table
 from mergegate.tasks.publish.card_scores import score_interval
 from mergegate.tasks.publish.content import ReleaseFile, file_identities
 from mergegate.tasks.publish.facts import ReleaseFacts
-from mergegate.tasks.publish.parent_facts import ParentFacts
 from mergegate.tasks.report import ReportContent, compares_per_byte, wording
 from mergegate.tasks.store import merkle
 
@@ -47,7 +44,7 @@ _WEB_ADDRESS = re.compile(
     rf"https?://[A-Za-z0-9.-]{{1,253}}(:\d{{1,5}})?(/{_CHARACTER}*)?(\?(?:{_CHARACTER}|\?)*)?(#(?:{_CHARACTER}|\?)*)?"
 )
 _EMAIL = re.compile(r"[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})+")
-_DATASET_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?")
+_UNKNOWN_LICENSES = ("", "unknown", "other")
 
 
 @dataclass(frozen=True)
@@ -67,7 +64,7 @@ class BillMetric:
 
 @dataclass(frozen=True)
 class BillContent:
-    """Content of the bills of materials of a release.
+    """Content of the bill of materials of a release.
 
     Attributes:
         facts: Facts about the release.
@@ -165,7 +162,7 @@ class BillContent:
             "supplier": about.supplier,
             "contact of the supplier": about.supplier and contact_of(self) != ("", ""),
             "download location": self.download,
-            "license": license_expression(self.license),
+            "license": self.license not in _UNKNOWN_LICENSES,
             "task": self.task,
             "forms of inputs and outputs": inputs and outputs,
             "architecture": facts.architecture,
@@ -185,7 +182,8 @@ class BillContent:
         }
         missing = [name for name, value in statements.items() if not value]
         for parent in facts.parents:
-            per_parent: dict[str, object] = {"supplier": parent.supplier, "license": license_expression(parent.license)}
+            has_license = parent.license not in _UNKNOWN_LICENSES
+            per_parent: dict[str, object] = {"supplier": parent.supplier, "license": has_license}
             if parent.role != "merge":  # the release of the merge describes the training of its own parents
                 per_parent |= {"training data": parent.datasets, "training energy": parent.energy}
             missing += [f"{name} of {parent.name}" for name, value in per_parent.items() if not value]
@@ -196,7 +194,7 @@ class BillContent:
 def merge_bill(
     files: Sequence[ReleaseFile], content: ReportContent, facts: ReleaseFacts, license: Mapping[str, object]
 ) -> BillContent:
-    """Return the content of the bills of materials of a merge with these ``files``.
+    """Return the content of the bill of materials of a merge with these ``files``.
 
     ``license`` is in the notation of the model card: ``license``, or ``license: other`` with ``license_name``.
     """
@@ -233,7 +231,7 @@ def merge_bill(
 def variant_bill(
     files: Sequence[ReleaseFile], content: ReportContent, facts: ReleaseFacts, license: Mapping[str, object]
 ) -> BillContent:
-    """Return the content of the bills of materials of quantized variants, from the arguments of ``merge_bill``."""
+    """Return the content of the bill of materials of quantized variants, from the arguments of ``merge_bill``."""
     published = [verdict for verdict in content.variants if verdict.publishable]
     guards = [(verdict.type, guard) for verdict in published if verdict.gate for guard in verdict.gate.all_guards]
     types = tuple(verdict.type for verdict in published)
@@ -270,19 +268,6 @@ def _limits(content: ReportContent, facts: ReleaseFacts) -> tuple[str, ...]:
     )
 
 
-def spdx_id(license: str) -> str:
-    """Return the SPDX identifier of a license, or empty if it has none."""
-    table = load_table()
-    return table.lookup(license).spdx or "" if license else ""
-
-
-def license_expression(license: str) -> str:
-    """Return the license as an SPDX license expression, or empty if the license is not known."""
-    if license in ("", "unknown", "other"):
-        return ""
-    return spdx_id(license) or f"LicenseRef-{re.sub(r'[^A-Za-z0-9.-]+', '-', license)}"
-
-
 def web_address(url: str | None) -> str:
     """Return ``url`` if it is a web address that every reader accepts, or empty."""
     return url if url and _WEB_ADDRESS.fullmatch(url) else ""
@@ -292,19 +277,3 @@ def contact_of(bill: BillContent) -> tuple[str, str]:
     """Return email address and web page for questions to the supplier. Each is empty if it is unknown."""
     contact = (bill.facts.about.supplier.contact if bill.facts.about.supplier else None) or ""
     return contact if _EMAIL.fullmatch(contact) else "", web_address(contact)
-
-
-def dataset_address(source: str) -> str:
-    """Return the web page of a dataset on the Hub, given as ``id`` or ``id@revision``, or empty."""
-    name, _, revision = source.partition("@")
-    if not _DATASET_ID.fullmatch(name):
-        return ""
-    tree = f"/tree/{revision}" if re.fullmatch(r"[A-Za-z0-9._-]+", revision) else ""
-    return f"https://huggingface.co/datasets/{name}{tree}"
-
-
-def ancestor_package_url(ancestor: ParentFacts) -> str:
-    """Return the package URL of a model on the Hub, or empty for a local model."""
-    if not ancestor.hub_id:
-        return ""
-    return f"pkg:huggingface/{ancestor.hub_id}" + (f"@{ancestor.identity}" if ancestor.role != "merge" else "")

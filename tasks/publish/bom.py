@@ -9,20 +9,14 @@ of the content, so the same release gives the same bytes.
 from __future__ import annotations
 
 import json
+import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-from mergegate.tasks.publish.bill_content import (
-    BillContent,
-    ancestor_package_url,
-    contact_of,
-    dataset_address,
-    spdx_id,
-    web_address,
-)
-from mergegate.tasks.publish.content import BOM, CARD, COMPLIANCE, PROVENANCE, RECIPE, SPDX, ReleaseFile, written_file
+from mergegate.tasks.preflight.licenses import load_table
+from mergegate.tasks.publish.bill_content import BillContent, contact_of, web_address
+from mergegate.tasks.publish.content import CARD, COMPLIANCE, PROVENANCE, RECIPE
 from mergegate.tasks.publish.parent_facts import ParentFacts
-from mergegate.tasks.publish.spdx import spdx_document
 
 MISSING_FACT = "mergegate:missing"  # property of the metadata, one for each fact without a source
 # Names in the taxonomy of the OWASP AIBOM project, and the keys of ``config.json`` with this size.
@@ -45,18 +39,12 @@ _DOCUMENTS = (
     ("evidence", "evidence/gate.json"),
     ("formulation", RECIPE),
     ("risk-assessment", COMPLIANCE),
-    ("bom", SPDX),
 )
+_DATASET_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?")
 
 
-def bill_files(bill: BillContent) -> list[ReleaseFile]:
-    """Return ``bom.spdx.json`` and ``bom.json``, which lists the former."""
-    spdx = written_file(SPDX, spdx_document(bill))
-    return [spdx, written_file(BOM, bill_of_materials(bill, [*bill.files, spdx]))]
-
-
-def bill_of_materials(bill: BillContent, files: Sequence[ReleaseFile]) -> str:
-    """Return the content of ``bom.json``. ``files`` are those of ``bill`` and the other bill of materials."""
+def bill_of_materials(bill: BillContent) -> str:
+    """Return the content of ``bom.json``."""
     facts, supplier = bill.facts, _supplier(bill)
     about_model = {
         "type": "machine-learning-model",
@@ -66,7 +54,7 @@ def bill_of_materials(bill: BillContent, files: Sequence[ReleaseFile]) -> str:
         "licenses": _licenses(bill.license),
         **({"supplier": supplier, "manufacturer": supplier, "publisher": supplier["name"]} if supplier else {}),
     }
-    names = {file.name for file in files}
+    names = [file.name for file in bill.files]
     references = [{"type": kind, "url": name} for kind, name in _DOCUMENTS if name in names]
     references.append({"type": "attestation", "url": PROVENANCE})
     if bill.page:
@@ -100,7 +88,7 @@ def bill_of_materials(bill: BillContent, files: Sequence[ReleaseFile]) -> str:
             "name": file.name,
             "hashes": [{"alg": "SHA-256", "content": file.sha256}],
         }
-        for file in sorted(files, key=lambda file: file.name)
+        for file in bill.files
     ]
     bom = {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
@@ -160,7 +148,7 @@ def _model_card(bill: BillContent) -> dict[str, object]:
                 "bom-ref": f"dataset:{number}",
                 "name": data.name,
                 "contents": {
-                    **({"url": url} if (url := next(filter(None, map(dataset_address, data.sources)), "")) else {}),
+                    **({"url": url} if (url := next(filter(None, map(_dataset_address, data.sources)), "")) else {}),
                     "properties": _properties(
                         (
                             ("mergegate:purpose", data.purpose),
@@ -223,13 +211,13 @@ def _model_card(bill: BillContent) -> dict[str, object]:
 
 def _ancestor(number: int, parent: ParentFacts) -> dict[str, object]:
     """Return a parent with the facts that its card states."""
-    reference, purl = f"parent:{number}", ancestor_package_url(parent)
+    reference, purl = f"parent:{number}", _package_url(parent)
     datasets = [
         {
             "type": "dataset",
             "bom-ref": f"{reference}:dataset:{position}",
             "name": name,
-            **({"contents": {"url": url}} if (url := dataset_address(name)) else {}),
+            **({"contents": {"url": url}} if (url := _dataset_address(name)) else {}),
         }
         for position, name in enumerate(parent.datasets, 1)
     ]
@@ -277,8 +265,24 @@ def _supplier(bill: BillContent) -> dict[str, object]:
 
 def _licenses(license: str) -> list[dict[str, object]]:
     # An id must be an SPDX identifier, and not every identifier of the Hub is one.
-    identifier = spdx_id(license)
+    identifier = load_table().lookup(license).spdx if license else None
     return [{"license": {"id": identifier} if identifier else {"name": license or "unknown"}}]
+
+
+def _dataset_address(source: str) -> str:
+    """Return the web page of a dataset on the Hub, given as ``id`` or ``id@revision``, or empty."""
+    name, _, revision = source.partition("@")
+    if not _DATASET_ID.fullmatch(name):
+        return ""
+    tree = f"/tree/{revision}" if re.fullmatch(r"[A-Za-z0-9._-]+", revision) else ""
+    return f"https://huggingface.co/datasets/{name}{tree}"
+
+
+def _package_url(parent: ParentFacts) -> str:
+    """Return the package URL of a model on the Hub, or empty for a local model."""
+    if not parent.hub_id:
+        return ""
+    return f"pkg:huggingface/{parent.hub_id}" + (f"@{parent.identity}" if parent.role != "merge" else "")
 
 
 def _properties(items: Iterable[tuple[str, object]]) -> list[dict[str, str]]:

@@ -34,7 +34,6 @@ PROVENANCE = "provenance.json"
 SIGNATURE = "model.sig"
 KEYLESS_SIGNATURE = "model.sigstore.json"  # differs at every signing, so no version and no other file covers it
 COMPLIANCE = "COMPLIANCE.md"
-SPDX = "bom.spdx.json"
 REPORT = "report.html"
 FACTS = "evidence/facts.json"
 EVAL_RESULTS = ".eval_results/"  # directory
@@ -42,9 +41,9 @@ MODIFICATIONS = "MODIFICATIONS"
 STATEMENT_OF_CHANGES = "**Statement of changes.**"  # before the statement in a card, for ``mergegate verify``
 SUMS = "SHA256SUMS"
 # Documents that are a function of FACTS and the other files, except those in EVAL_RESULTS.
-DOCUMENTS = frozenset({REPORT, RECIPE, COMPLIANCE, CARD, SPDX, BOM, PROVENANCE})
+DOCUMENTS = frozenset({REPORT, RECIPE, COMPLIANCE, CARD, BOM, PROVENANCE})
 # JSON files in a release that describe the checkpoint and are not part of it.
-DESCRIPTION_FILES = frozenset({BOM, SPDX, PROVENANCE, KEYLESS_SIGNATURE})
+DESCRIPTION_FILES = frozenset({BOM, PROVENANCE, KEYLESS_SIGNATURE})
 MERGE_BUILD = "urn:mergegate:merge:v1"  # types of builds
 VARIANT_BUILD = "urn:mergegate:variant:v1"
 RELEASE_URN = "urn:mergegate:release:"  # followed by the sha256 of the SHA256SUMS of a release

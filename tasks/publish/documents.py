@@ -15,12 +15,13 @@ from pydantic import BaseModel, ConfigDict
 from mergegate.tasks.merge import describe_changes
 from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation
 from mergegate.tasks.publish.bill_content import merge_bill, variant_bill
-from mergegate.tasks.publish.bom import bill_files
+from mergegate.tasks.publish.bom import bill_of_materials
 from mergegate.tasks.publish.card import Publication, model_card
 from mergegate.tasks.publish.card_metadata import check_card, model_index
 from mergegate.tasks.publish.card_scores import escape
 from mergegate.tasks.publish.compliance import compliance_section, compliance_sheet
 from mergegate.tasks.publish.content import (
+    BOM,
     CARD,
     COMPLIANCE,
     FACTS,
@@ -73,7 +74,7 @@ class DocumentFacts(BaseModel):
     def documents(self, other_files: Sequence[ReleaseFile]) -> list[ReleaseFile]:
         """Return the documents of the release. ``other_files`` are all other files that are written before SHA256SUMS.
 
-        Each document describes the files before it: the card describes the checkpoint, the bills of materials list the
+        Each document describes the files before it: the card describes the checkpoint, the bill of materials lists the
         files, and the provenance covers them all.
         """
         content, license, origin = self.content, self.license, self.origin
@@ -100,7 +101,8 @@ class DocumentFacts(BaseModel):
             card = variant_card(*inputs, publication, self.facts.hub_id)
             bill = variant_bill
         files.append(written_file(CARD, card))
-        files += bill_files(bill(files, content, self.facts, license.combination.card))
+        listed = bill(files, content, self.facts, license.combination.card)
+        files.append(written_file(BOM, bill_of_materials(listed)))
         if isinstance(origin, MergeOrigin):
             statement = provenance(files, content, origin, license, metadata)
         else:

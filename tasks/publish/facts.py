@@ -1,4 +1,4 @@
-"""Collect the facts about a release that the card, the compliance sheet and the bills of materials state.
+"""Collect the facts about a release that the card, the compliance sheet and the bill of materials state.
 
 Each fact has a source: the profile (``publish.about``), the merged checkpoint, the evaluation, or the card of a parent.
 A fact without a source is missing: it is empty or None, and the documents list it as missing. The same inputs give the

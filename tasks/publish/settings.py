@@ -67,7 +67,7 @@ class Supplier(BaseModel):
 class AboutRelease(BaseModel):
     """Statements about the release that only its publisher can make.
 
-    The model card, the compliance sheet and the bills of materials repeat them. mergegate does not check them.
+    The model card, the compliance sheet and the bill of materials repeat them. mergegate does not check them.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -122,7 +122,7 @@ class PublishSettings(BaseModel):
     )
     about: AboutRelease = Field(
         default_factory=AboutRelease,
-        description="Statements for the card, the compliance sheet and the bills of materials. Default: none.",
+        description="Statements for the card, the compliance sheet and the bill of materials. Default: none.",
     )
     approval: ApprovalSettings | bool = Field(
         default=False, description="Whether a user must approve the release before it is published. Default: false."

@@ -34,7 +34,6 @@ from mergegate.tasks.publish.content import (
     PROVENANCE,
     REPORT,
     SIGNATURE,
-    SPDX,
     SUMS,
     ReleaseFile,
     content_version,
@@ -147,7 +146,7 @@ class VariantParts(NamedTuple):
         return tuple(path for path in (*own, recipe) if path is not None)
 
 
-_RESERVED = frozenset({CARD, COMPLIANCE, BOM, SPDX, FACTS, PROVENANCE, REPORT, SUMS, SIGNATURE, KEYLESS_SIGNATURE})
+_RESERVED = frozenset({CARD, COMPLIANCE, BOM, FACTS, PROVENANCE, REPORT, SUMS, SIGNATURE, KEYLESS_SIGNATURE})
 
 
 def variant_content(

@@ -24,7 +24,6 @@ from mergegate.tasks.publish.content import (
     FACTS,
     PROVENANCE,
     SIGNATURE,
-    SPDX,
     SUMS,
     ReleaseFile,
     checksums_text,
@@ -115,14 +114,6 @@ def forge(release: Path, *changed: str, again: bool = False) -> Path:
         return release.rename(release.with_name("forged"))
     bom = json.loads((release / BOM).read_text())
     files = [part for part in bom["components"] if "hashes" in part]
-    if SPDX not in changed and (release / SPDX).exists():
-        spdx = json.loads((release / SPDX).read_text())
-        spdx["@graph"] = [element for element in spdx["@graph"] if element["type"] != "software_File"]
-        for part in files:
-            if part["name"] != SPDX:
-                digest = {"hashValue": sha256_of((release / part["name"]).read_bytes())}
-                spdx["@graph"].append({"type": "software_File", "name": part["name"], "verifiedUsing": [digest]})
-        (release / SPDX).write_text(json.dumps(spdx))
     for part in files:
         part["hashes"][0]["content"] = sha256_of((release / part["name"]).read_bytes())
     if BOM not in changed:
@@ -169,7 +160,7 @@ def leaves(name: str) -> Callable[[Path], list[Callable[[], object]]]:
 def relist(original: Path, release: Path) -> Path:
     """Replace the digest of each file that was changed in a copy, and change nothing else."""
     new: dict[str, str] = {}
-    last = (FACTS, SPDX, BOM, PROVENANCE)
+    last = (FACTS, BOM, PROVENANCE)
     old = hashes_of(original, SUMS)
     for name in (*(name for name in old if name not in last), *last):
         if name in last:

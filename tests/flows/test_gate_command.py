@@ -227,7 +227,7 @@ def release(demo: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 @pytest.mark.story
 def test_scores_and_settings_are_those_of_the_run(release: Path) -> None:
-    result = CliRunner().invoke(app, ["export", release.name, "--format", "inspect", "--output", "logs", "--json"])
+    result = CliRunner().invoke(app, ["export", release.name, "--output", "logs", "--json"])
     assert result.exit_code == 0, result.output
     answer = json.loads(result.output)
     logs = [json.loads(path.read_text()) for path in Path("logs").rglob("*.json")]
@@ -257,14 +257,14 @@ def test_scores_and_settings_are_those_of_the_run(release: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["inspect", "--output", "there"], "it exists"),
-        (["helm", "--output", "out"], "helm"),
-        (["every-eval-ever", "--output", "out", "--organization", " Acme"], "--organization"),
+        (["--output", "there"], "it exists"),
+        (["--format", "helm", "--output", "out"], "helm"),
+        (["--output", "out", "--organization", " Acme"], "--organization"),
     ],
 )
 def test_wrong_arguments_are_refused(release: Path, arguments: list[str], message: str) -> None:
     Path("there").mkdir()
-    result = CliRunner().invoke(app, ["export", release.name, "--format", *arguments])
+    result = CliRunner().invoke(app, ["export", release.name, *arguments])
     assert (result.exit_code, message in result.output) == (2, True), result.output
     assert not Path("out").exists()
 

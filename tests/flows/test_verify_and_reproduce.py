@@ -53,7 +53,6 @@ from mergegate.tasks.publish.content import (
     RECIPE,
     REPORT,
     SIGNATURE,
-    SPDX,
     SUMS,
 )
 from mergegate.tasks.publish.releases.verify import check_release
@@ -150,19 +149,6 @@ def edit_bom(release: Path) -> None:
     edit(release / BOM, "components", lambda components: components[:-1])
 
 
-def edit_spdx(release: Path) -> None:
-    def change(graph: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        parents = [item["from"] for item in graph if item.get("relationshipType") == "ancestorOf"]
-        for element in graph:
-            if element.get("spdxId") == parents[0]:
-                element["software_packageVersion"] = "0" * 64
-            if element["type"] == "software_File" and element["name"] == CARD:
-                element["verifiedUsing"][0]["hashValue"] = "0" * 64
-        return graph
-
-    edit(release / SPDX, "@graph", change)
-
-
 UNKNOWN = "README.md: its metadata is not that of provenance.json "
 
 
@@ -184,15 +170,6 @@ UNKNOWN = "README.md: its metadata is not that of provenance.json "
             ],
         ),
         (edit_bom, (BOM,), ["bom.json: its parents are not those of provenance.json", "not listed by bom.json"]),
-        (
-            edit_spdx,
-            (SPDX,),
-            [
-                "bom.spdx.json: its parents are not those of provenance.json",
-                "README.md: sha256 is",
-                "bom.spdx.json specifies 000000000000…",
-            ],
-        ),
     ],
 )
 def test_files_that_contradict_each_other_are_refused_although_all_digests_agree(
@@ -216,7 +193,6 @@ def repeat_a_key(file: str, key: str) -> Callable[[Path], object]:
 CONTRADICTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
     "a key of the provenance": (repeat_a_key(PROVENANCE, "predicate"), "duplicate key 'predicate'"),
     "a key of a bill": (repeat_a_key(BOM, "components"), "bom.json: not JSON: duplicate key 'components'"),
-    "a key of another bill": (repeat_a_key(SPDX, "@graph"), "bom.spdx.json: not JSON: duplicate key '@graph'"),
     "a key of the facts": (repeat_a_key(FACTS, "files"), "evidence/facts.json: not JSON: duplicate key 'files'"),
     "a key of the evidence": (repeat_a_key(EVIDENCE_RECORD, "verdict"), "not JSON: duplicate key 'verdict'"),
     "a subject": (lambda release: edit(release / PROVENANCE, "subject", twice), "provenance.json: duplicate entry"),
@@ -225,7 +201,6 @@ CONTRADICTIONS: dict[str, tuple[Callable[[Path], object], str]] = {
         "provenance.json: duplicate entry '../models/",
     ),
     "a component": (lambda release: edit(release / BOM, "components", twice), "bom.json: duplicate entry"),
-    "an element": (lambda release: edit(release / SPDX, "@graph", twice), "bom.spdx.json: duplicate entry"),
     "a predicate type": (
         lambda release: edit(release / PROVENANCE, "predicateType", "https://example.org/x"),
         "not an in-toto statement with SLSA provenance",
@@ -242,8 +217,7 @@ def test_lists_that_contradict_themselves_are_refused(
     assert message in refusal_of(relist(release, elsewhere), recompute=True)
 
 
-def test_a_release_of_a_version_without_a_second_bill_of_materials_is_verified(release: Path, demo: Project) -> None:
-    remove(release, SPDX)
+def test_a_release_whose_bill_of_materials_lists_no_missing_facts_is_verified(release: Path, demo: Project) -> None:
     edit(release / BOM, "metadata.properties", ...)
     result = expect(demo.mergegate("verify", str(forge(release))), 0)
     assert "missing facts" not in result.output
@@ -353,7 +327,6 @@ STATED_FACTS = {
     "metadata of the card": numbers(CARD, r"(?<=: )\w+(?=\n)"),
     "names in the report": numbers(REPORT, r"(?<=<td>)[a-z]+"),
     "bill of materials": leaves(BOM),
-    "second bill of materials": leaves(SPDX),
     "provenance": leaves(PROVENANCE),
 }
 FORGED = [(kind, part) for kind in STATED_FACTS for part in range(8)]

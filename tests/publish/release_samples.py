@@ -150,27 +150,6 @@ json.dump([error_of(text) for text in json.load(sys.stdin)], sys.stdout)
     return validator_answers(script, documents)
 
 
-def spdx_finds(documents: Sequence[str]) -> list[str | None]:
-    """Return the error of SPDX's own types for each document, or None."""
-    script = """
-import json, sys
-from spdx_python_model.bindings import v3_0_1 as spdx
-
-def error_of(text):
-    try:
-        elements = spdx.SHACLObjectSet()
-        spdx.JSONLDDeserializer().deserialize_data(json.loads(text), elements)
-        spdx.JSONLDSerializer().serialize_data(elements)
-        missing = elements.link()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return f"missing elements: {sorted(missing)}" if missing else None
-
-json.dump([error_of(text) for text in json.load(sys.stdin)], sys.stdout)
-"""
-    return validator_answers(script, documents)
-
-
 def files() -> tuple[ReleaseFile, ...]:
     return (written_file("model.safetensors", "weights"), written_file("licenses/mit.txt", "terms"))
 

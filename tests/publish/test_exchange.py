@@ -1,4 +1,4 @@
-"""The results in a release are exported as other tools read them: inspect_ai, and the validator of Every Eval Ever."""
+"""The results in a release are exported as logs of inspect_ai, which its library reads."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from mergegate.tasks.gate.settings import GateRule, Guard
 from mergegate.tasks.gate.stage import GateInputs, GatePlan, gate
 from mergegate.tasks.gate.verdict_record import OUTCOMES, record_evidence, verdict_record
 from mergegate.tasks.perplexity.settings import DriftLimits
-from mergegate.tasks.publish.exchange import ExportFormat, exported_files, read_release_results
+from mergegate.tasks.publish.exchange import inspect_logs, read_release_results
 from mergegate.tasks.publish.releases import VerifiedRelease, check_release
 from mergegate.tasks.publish.targets import PublishedRelease, find_release
 
@@ -49,43 +49,27 @@ GROUP = {"bbh": {"acc_norm,none": "share"}, "math": {"exact_match,none": "grade"
 CHECK = """
 import json, sys
 from pathlib import Path
-import jsonschema
 from inspect_ai.log import list_eval_logs, read_eval_log, recompute_metrics, write_eval_log
-from every_eval_ever.validator.validation_core import validate_file
-import every_eval_ever.schemas as schemas
 
 def metrics(log):
     return {s.name: {m.name: m.value for m in s.metrics.values()} for s in log.results.scores}
 
 def read(root):
-    found = {"logs": [], "faults": []}
-    for info in list_eval_logs(str(root / "inspect")):
+    found = []
+    for info in list_eval_logs(str(root)):
         log = read_eval_log(info)
-        write_eval_log(log, str(root / "converted.eval"))
-        again = read_eval_log(str(root / "converted.eval"))
+        write_eval_log(log, str(root.parent / "converted.eval"))
+        again = read_eval_log(str(root.parent / "converted.eval"))
         samples = [{"id": s.id, "scores": {n: v.value for n, v in s.scores.items()}, "metadata": s.metadata,
                     "chances": {n: {**s.metadata, **(v.metadata or {})}.get("chance") for n, v in s.scores.items()},
                     "stops": [c.stop_reason for c in s.output.choices]} for s in again.samples]
         stated = metrics(log)
         recompute_metrics(again)
-        found["logs"].append({"model": log.eval.metadata["mergegate"]["model"], "task": log.eval.task,
+        found.append({"model": log.eval.metadata["mergegate"]["model"], "task": log.eval.task,
             "id": log.eval.eval_id, "created": log.eval.created,
             "stated": stated, "recomputed": metrics(again), "samples": samples})
-    store = root / "every-eval-ever"
-    files = {p.relative_to(store).as_posix() for p in store.rglob("*.json*")}
-    for name in sorted(files):
-        path = store / name
-        report = validate_file(path, repo_path=name, available_files=files,
-            read_repo_file=lambda n: (store / n).read_text(), run_semantic_checks=True)
-        found["faults"] += [f"{name}: {fault}" for fault in (*report.errors, *report.warnings)]
-        for line in path.read_text().splitlines() if path.suffix == ".jsonl" else [path.read_text()]:
-            faults = schema[path.suffix].iter_errors(json.loads(line))
-            found["faults"] += [f"{name}: {fault.message}" for fault in faults]
     return found
 
-folder = Path(schemas.__file__).parent
-schema = {suffix: jsonschema.Draft7Validator(json.loads((folder / name).read_text())) for suffix, name in
-          ((".json", "eval.schema.json"), (".jsonl", "instance_level_eval.schema.json"))}
 json.dump([read(Path(root)) for root in sys.argv[1:]], sys.stdout)
 """
 
@@ -148,29 +132,28 @@ def random_release(root: Path, seed: int) -> Path:
 
 
 def export(release: Path, out: Path, organization: str | None = None, export_time: datetime = NOW) -> None:
-    """Write both exports of a release."""
+    """Write the export of a release."""
     opened = find_release(str(release))
     verified = check_release(opened)
     results = read_release_results(opened, verified.listing, verified.statement, organization)
-    for format in ExportFormat:
-        for name, content in exported_files(results, format, export_time):
-            path = out / format.value / name
-            path.parent.mkdir(parents=True, exist_ok=True)
-            assert not path.exists()
-            path.write_bytes(content)
+    for name, content in inspect_logs(results, export_time):
+        path = out / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        assert not path.exists()
+        path.write_bytes(content)
 
 
-def checked(outs: Sequence[Path]) -> list[dict[str, Any]]:
-    """Return what the real libraries read from the exports in each directory."""
+def checked(outs: Sequence[Path]) -> list[list[dict[str, Any]]]:
+    """Return what the real library reads from the logs in each directory."""
     done = subprocess.run([VALIDATORS, "-c", CHECK, *map(str, outs)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    found: list[dict[str, Any]] = json.loads(done.stdout)
+    found: list[list[dict[str, Any]]] = json.loads(done.stdout)
     return found
 
 
 @pytest.fixture(scope="module")
 def exports(tmp_path_factory: pytest.TempPathFactory) -> Exports:
-    """Return a function of a seed that returns a release and the directory of its exports."""
+    """Return a function of a seed that returns a release and the directory of its export."""
 
     @cache
     def exported_release(seed: int) -> tuple[Path, Path]:
@@ -189,7 +172,7 @@ def exported(request: pytest.FixtureRequest, exports: Exports) -> tuple[Path, Pa
 
 @needs_validators
 @pytest.mark.proof
-def test_the_real_libraries_read_every_score_bit_for_bit(exports: Exports) -> None:
+def test_the_real_library_reads_every_score_bit_for_bit(exports: Exports) -> None:
     exported = list(map(exports, SEEDS))
     found = checked([out for _, out in exported])
     for (release, _), contents in zip(exported, found, strict=True):
@@ -205,7 +188,7 @@ def test_a_gate_reads_the_evidence_of_the_release_from_its_logs(exported: tuple[
     for row in pq.read_table(release / OUTCOMES).to_pylist():
         expected[row["model"], row["task"]].add(tuple(row[name] for name in read_by_gate))
     found = {}
-    for path in (out / "inspect").rglob("*.json"):
+    for path in out.rglob("*.json"):
         spec = json.loads(path.read_text())["eval"]
         if (task := spec["task"]) != "perplexity":
             rows = read_task(find_results(path), task).outcomes
@@ -214,8 +197,7 @@ def test_a_gate_reads_the_evidence_of_the_release_from_its_logs(exported: tuple[
     assert found == expected
 
 
-def require_equal_scores(release: Path, found: dict[str, Any]) -> None:
-    assert found["faults"] == []
+def require_equal_scores(release: Path, found: list[dict[str, Any]]) -> None:
     values: Any = defaultdict(lambda: defaultdict(dict))
     chances: Any = defaultdict(dict)
     by_document = {}
@@ -224,10 +206,10 @@ def require_equal_scores(release: Path, found: dict[str, Any]) -> None:
         values[document[:2]][row["doc_id"]][row["metric"]] = row["outcome"]
         chances[document][row["metric"]] = row["chance"]
         by_document[document] = row
-    logs = {(log["model"], log["task"]): log for log in found["logs"]}
+    logs = {(log["model"], log["task"]): log for log in found}
     assert logs.keys() == {*values, ("general", "perplexity"), ("merge", "perplexity")}
-    assert len({log["id"] for log in found["logs"]}) == len(found["logs"])
-    assert {log["created"] for log in found["logs"]} == {"2031-05-06T07:08:09+00:00"}
+    assert len({log["id"] for log in found}) == len(found)
+    assert {log["created"] for log in found} == {"2031-05-06T07:08:09+00:00"}
     for (model, task), documents in values.items():
         log = logs[model, task]
         assert {sample["id"]: sample["scores"] for sample in log["samples"]} == documents
@@ -242,74 +224,42 @@ def require_equal_scores(release: Path, found: dict[str, Any]) -> None:
             scores = [each[metric] for each in documents.values()]
             assert stated["mean"] == pytest.approx(statistics.fmean(scores), rel=1e-12)
             assert stated["stderr"] == pytest.approx(statistics.stdev(scores) / math.sqrt(len(scores)), rel=1e-12)
-    for log in found["logs"]:
+    for log in found:
         for metric, stated in log["stated"].items():
             assert log["recomputed"][metric] == pytest.approx(stated, rel=1e-12)
 
 
-def test_records_have_the_scores_of_the_release(exported: tuple[Path, Path]) -> None:
-    release, out = exported
-    rows = pq.read_table(release / OUTCOMES).to_pylist()
-    outcomes: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    higher = {(row["task"], row["metric"]): row["higher_is_better"] for row in rows}
-    for row in rows:
-        outcomes[row["model"], row["task"], row["metric"]].append(row["outcome"])
-    seen: dict[tuple[str, str, str], list[float]] = defaultdict(list)
-    for path in (out / "every-eval-ever").rglob("*.json"):
-        record = json.loads(path.read_text())
-        model = record["model_info"]["additional_details"]["name_in_run"]
-        results = {each["evaluation_result_id"]: each for each in record["evaluation_results"]}
-        assert len(results) == len(record["evaluation_results"])
-        if "detailed_evaluation_results" not in record:
-            assert [each["metric_config"]["lower_is_better"] for each in results.values()] == [True, True]
-            continue
-        detail = record["detailed_evaluation_results"]
-        data = (out / "every-eval-ever" / detail["file_path"]).read_bytes()
-        assert hashlib.sha256(data).hexdigest() == detail["checksum"]
-        for line in data.splitlines():
-            row = json.loads(line)
-            metric = results[row["evaluation_result_id"]]["metric_config"]
-            label = row["metadata"]["metric"]
-            assert metric["lower_is_better"] != higher[row["evaluation_name"], label]
-            seen[model, row["evaluation_name"], label].append(row["evaluation"]["score"])
-        for result in results.values():
-            metric = result["metric_config"]
-            label = f"{metric['metric_name']},{metric['metric_parameters'].get('filter', 'none')}"
-            if (values := outcomes.get((model, result["evaluation_name"], label))) is not None:
-                assert result["score_details"]["score"] == math.fsum(values) / len(values)
-                assert result["score_details"]["uncertainty"]["num_samples"] == len(values)
-    for values in (*seen.values(), *outcomes.values()):
-        values.sort()
-    assert seen == outcomes
-
-
 def test_an_export_identifies_models_and_contains_no_path_and_no_answer(exported: tuple[Path, Path]) -> None:
     release, out = exported
-    texts = {path: path.read_text() for path in out.rglob("*.json*")}
+    texts = {path: path.read_text() for path in out.rglob("*.json")}
     assert not [path for path, text in texts.items() if "secret" in text or str(release.parents[1]) in text]
-    roles = {}
-    for path in (out / "every-eval-ever").rglob("*.json"):
-        record = json.loads(path.read_text())
-        about = record["model_info"]
-        relationship = record["source_metadata"]["evaluator_relationship"]
-        roles[about["additional_details"]["name_in_run"]] = (about["id"], relationship)
-        if about["id"] == "acme/general":
-            assert about["additional_details"]["identity"] == COMMIT
-    assert roles == {
-        "general": ("acme/general", "third_party"),
-        "local_one": ("local/local_one", "other"),
-        "champion": ("local/champion", "first_party"),
-        "merge": ("local/demo", "first_party"),
+    models = {}
+    for text in texts.values():
+        spec = json.loads(text)["eval"]
+        about = spec["metadata"]["mergegate"]
+        models[about["model"]] = (spec["model"].removeprefix("hf/"), about["role"])
+        if about["model"] == "general":
+            assert (about["identity"], spec["model_args"]) == (COMMIT, {"revision": COMMIT})
+    assert models == {
+        "general": ("acme/general", "base"),
+        "local_one": ("local/local_one", "parent"),
+        "champion": ("local/champion", "earlier release"),
+        "merge": ("local/demo", "release"),
     }
 
 
-def test_a_later_export_has_the_same_names_and_differs_in_its_time_only(exports: Exports, tmp_path: Path) -> None:
+def test_a_later_export_differs_in_its_time_only(exports: Exports, tmp_path: Path) -> None:
     release, out = exports(1)
-    export(release, tmp_path, export_time=datetime(2032, 1, 1, tzinfo=UTC))
+    later = datetime(2032, 1, 1, tzinfo=UTC)
+    export(release, tmp_path, export_time=later)
     first, second = (
-        {path.relative_to(root): path.read_text() for path in root.rglob("*_samples.jsonl")} for root in (out, tmp_path)
+        {str(path.relative_to(root)): path.read_text() for path in root.rglob("*.json")} for root in (out, tmp_path)
     )
-    assert {name: text.replace("1935817689", "1956528000") for name, text in first.items()} == second != first
+    assert first.keys().isdisjoint(second)
+    assert second == {
+        name.replace("2031-05-06T07-08-09", "2032-01-01T00-00-00"): text.replace(NOW.isoformat(), later.isoformat())
+        for name, text in first.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -357,7 +307,7 @@ def test_a_release_without_results_or_with_damaged_results_is_refused(
 
 
 @pytest.mark.parametrize(("forms", "library"), [(["retrieval"], "mergegate"), (None, "lm_eval")])
-def test_developer_and_library_are_those_of_the_run(
+def test_publisher_and_library_are_those_of_the_run(
     verified: tuple[PublishedRelease, VerifiedRelease], forms: list[str] | None, library: str
 ) -> None:
     release, checked_release = verified
@@ -371,9 +321,7 @@ def test_developer_and_library_are_those_of_the_run(
             ancestor["bom-ref"] = f"parent:{name}"
     opened = Altered(release, {"bom.json": json.dumps(bom).encode()})
     results = read_release_results(opened, checked_release.listing, statement, "Acme Labs: München")
-    exported = exported_files(results, "every-eval-ever", NOW)
-    records = [json.loads(data) for path, data in exported if path.endswith(".json")]
-    tasks = [record for record in records if "/perplexity/" not in f"/{record['evaluation_id']}"]
-    assert {record["eval_library"]["name"] for record in tasks} == {library}
-    assert {record["source_metadata"]["source_organization_name"] for record in records} == {"Acme Labs: München"}
-    assert {record["model_info"]["id"] for record in records} >= {"acme/general", "Acme-Labs-M-nchen/demo"}
+    specs = [json.loads(data)["eval"] for _, data in inspect_logs(results, NOW)]
+    assert {spec["metadata"]["library"] for spec in specs if spec["task"] != "perplexity"} == {library}
+    models = {spec["model"].removeprefix("hf/") for spec in specs}
+    assert models >= {"acme/general", "Acme-Labs-M-nchen/demo"}

@@ -116,7 +116,7 @@ def texts(parts: Any, place: PublishTarget = HUB) -> dict[str, str]:
 def test_a_release_of_variants_has_the_weights_that_passed_and_everything_about_them(files: dict[str, str]) -> None:
     licenses = {name for name in files if name.startswith("licenses/")}
     documents = {"COMPLIANCE.md", "LICENSE", "MODIFICATIONS", "README.md", "report.html"}
-    statements = {"bom.json", "bom.spdx.json", "provenance.json"}
+    statements = {"bom.json", "provenance.json"}
     evidence = {"evidence/Q6_K/gate.json", "evidence/Q8_0/gate.json", "evidence/facts.json"}
     assert set(files) == {"demo-Q6_K.gguf", "demo-Q8_0.gguf"} | licenses | documents | statements | evidence
     assert files["demo-Q8_0.gguf"] == gguf({**METADATA, "general.name": ("s", "Q8_0")}).decode("latin-1")

@@ -5,6 +5,9 @@ log are lm-eval's labels of the metrics, such as ``acc,none``, with the metrics 
 which can compute them again from the samples. The held-out text is a task of its own, ``perplexity``, whose scores are
 those of the scorer ``perplexity`` of inspect_ai.
 
+The format requires a date, and a release contains none. The logs are therefore not part of a release. Anyone can create
+them from the release, and they state the time of the export.
+
 Source: inspect_ai 0.3.285, ``inspect_ai.log.EvalLog``, version 2 of the format.
 """
 
@@ -17,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from mergegate.tasks.evaluation import DocumentScore, TaskScore
+from mergegate.tasks.evaluation import DocumentScore
 from mergegate.tasks.gate import versions_here
 from mergegate.tasks.publish.exchange.release_results import (
     ExportedModel,
@@ -28,12 +31,11 @@ from mergegate.tasks.publish.exchange.release_results import (
 )
 
 _ENDS = {"length": "max_tokens", "context": "model_length", "": "unknown"}  # to ``stop_reason``; others: 'stop'
-PERPLEXITY = "perplexity"
-CREATED_NOTE = "time of the export, because a release contains no dates"
+_PERPLEXITY = "perplexity"
 
 
-def inspect_logs(release: ExportedRelease, export_time: datetime) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield path and content of every log. ``export_time`` is in UTC."""
+def inspect_logs(release: ExportedRelease, export_time: datetime) -> Iterator[tuple[str, bytes]]:
+    """Yield relative path and content of every log. ``export_time`` is in UTC."""
     folders: dict[str, int] = {}
     for model in release.models:
         parts = [portable_name(each) for each in (model.variant, model.name) if each]
@@ -41,29 +43,24 @@ def inspect_logs(release: ExportedRelease, export_time: datetime) -> Iterator[tu
         folders[folder] = folders.get(folder, 0) + 1
         folder += f"-{folders[folder]}" if folders[folder] > 1 else ""
         for task in model.tasks:
-            tables = task.tables
-            for leaf, rows in task.leaves.items():
-                yield _named(folder, _task_log(release, model, task, leaf, rows, tables[leaf], export_time))
+            for leaf in task.leaves:
+                yield _file(folder, _task_log(release, model, task, leaf, export_time))
         if model.text is not None:
-            yield _named(folder, _text_log(release, model, model.text, export_time))
+            yield _file(folder, _text_log(release, model, model.text, export_time))
 
 
-def _named(folder: str, log: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Return the path of a log by inspect_ai's convention: time, task and id. It lists no other JSON files."""
+def _file(folder: str, log: dict[str, Any]) -> tuple[str, bytes]:
+    """Return content and path of a log by inspect_ai's convention: time, task and id. It lists no other JSON files."""
     spec = log["eval"]
     time = spec["created"].replace(":", "-")
-    return f"{folder}/{time}_{portable_name(spec['task']).replace('_', '-')}_{spec['eval_id']}.json", log
+    path = f"{folder}/{time}_{portable_name(spec['task']).replace('_', '-')}_{spec['eval_id']}.json"
+    return path, (json.dumps(log, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def _task_log(
-    release: ExportedRelease,
-    model: ExportedModel,
-    task: ExportedTask,
-    leaf: str,
-    rows: Sequence[DocumentScore],
-    table: Sequence[TaskScore],
-    export_time: datetime,
+    release: ExportedRelease, model: ExportedModel, task: ExportedTask, leaf: str, export_time: datetime
 ) -> dict[str, Any]:
+    rows, table = task.leaves[leaf], task.tables[leaf]
     documents: dict[int, list[DocumentScore]] = {}
     for row in rows:
         documents.setdefault(row.doc_id, []).append(row)
@@ -142,8 +139,8 @@ def _sample(model: str, rows: Sequence[DocumentScore]) -> dict[str, Any]:
     return {
         "id": first.doc_id,
         "epoch": 1,
-        "input": withheld(first.prompt_hash),
-        "target": withheld(first.target_hash),
+        "input": _withheld(first.prompt_hash),
+        "target": _withheld(first.target_hash),
         "messages": [],
         "output": {
             "model": model,
@@ -164,7 +161,7 @@ def _text_log(
 ) -> dict[str, Any]:
     """Return the log of the held-out text. A document without a finite likelihood has no score."""
     scorer = {
-        "name": PERPLEXITY,
+        "name": _PERPLEXITY,
         "metrics": [{"name": f"inspect_ai/{name}"} for name in ("perplexity_per_token", "perplexity_per_seq")],
         "metadata": {"higher_is_better": False},
     }
@@ -175,8 +172,8 @@ def _text_log(
         per_document = math.fsum(-row.loglik / row.tokens for row in finite) / len(finite)
         metrics["perplexity_per_seq"] = math.exp(min(700.0, per_document))
     score = {
-        "name": PERPLEXITY,
-        "scorer": PERPLEXITY,
+        "name": _PERPLEXITY,
+        "scorer": _PERPLEXITY,
         "scored_samples": len(finite),
         "unscored_samples": len(text.documents) - len(finite),
         "metrics": {name: {"name": name, "value": value} for name, value in metrics.items() if value is not None},
@@ -184,7 +181,7 @@ def _text_log(
     }
     metadata = {
         "library": "mergegate",
-        "higher_is_better": {PERPLEXITY: False},
+        "higher_is_better": {_PERPLEXITY: False},
         "tokens": total.tokens,
         "bytes": total.bytes,
         "loglik": total.loglik,
@@ -194,13 +191,13 @@ def _text_log(
     }
     ids = [row.doc_id for row in text.documents]
     dataset = {"name": "held-out text", "samples": len(ids), "sample_ids": ids, "shuffled": False}
-    spec = _spec(release, model, PERPLEXITY, 0, dataset, [scorer], metadata, export_time)
+    spec = _spec(release, model, _PERPLEXITY, 0, dataset, [scorer], metadata, export_time)
     samples = []
     for row in text.documents:
         sample: dict[str, Any] = {
             "id": row.doc_id,
             "epoch": 1,
-            "input": withheld(row.hash),
+            "input": _withheld(row.hash),
             "target": "",
             "messages": [],
             "output": {"model": spec["model"], "choices": [], "completion": ""},
@@ -213,7 +210,7 @@ def _text_log(
         }
         if math.isfinite(row.loglik):
             counts = {"num_tokens": row.tokens, "sum_log_probs": row.loglik}
-            sample["scores"] = {PERPLEXITY: {"value": -row.loglik / row.tokens, "metadata": counts}}
+            sample["scores"] = {_PERPLEXITY: {"value": -row.loglik / row.tokens, "metadata": counts}}
         samples.append(sample)
     return _log(spec, samples, [score])
 
@@ -241,7 +238,7 @@ def _spec(
         "variant": model.variant or None,
         "base_models": list(release.base_models) if model.role == "release" else [],
         "exported_by": f"mergegate {versions_here()['mergegate']}",
-        "created": CREATED_NOTE,
+        "created": "time of the export, because a release contains no dates",
         "texts": "withheld: the evidence of a release contains hashes only",
     }
     task_id = _id(release.version, task, str(metadata.get("task", "")))
@@ -282,6 +279,6 @@ def _id(*parts: str) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:22]
 
 
-def withheld(sha256: str) -> str:
+def _withheld(sha256: str) -> str:
     """Return the text that replaces a text outside the evidence."""
     return f"withheld (sha256 {sha256})" if sha256 else "withheld"

@@ -1,4 +1,4 @@
-"""Read the results in a verified release as typed values, for export to the formats of other tools.
+"""Read the results in a verified release as typed values, for export to another tool.
 
 The values are those of the files in ``evidence/``, bit for bit. Means and standard errors are computed from the
 outcomes of the documents as an evaluation computes them.
@@ -25,7 +25,6 @@ from mergegate.tasks.store import Artifact
 
 Role = Literal["release", "parent", "base", "merge", "earlier release", "unknown"]
 LOCAL = "local"  # namespace of models that are not on the Hub and have no known organization
-UNKNOWN_ORGANIZATION = "unknown"
 
 
 @dataclass(frozen=True)
@@ -35,37 +34,24 @@ class ExportedTask:
     Attributes:
         name: Name in the profile: a task of lm-eval, a group, or a built-in task.
         leaves: Scores by document, for each task below a group. A task that is not a group is its own leaf.
-        table: Mean and standard error under each metric, over all leaves.
+        tables: Mean and standard error under each metric, by leaf.
         lm_eval_version: Version of lm-eval.
         is_built_in: Whether mergegate's own task scored the model, and not lm-eval.
         data_digest: Sha256 over documents, examples, templates and settings. Empty if unknown.
         datasets: Datasets on the Hub, as (id, configuration, commit). Empty for local data.
         first_document: Position of the first document in the random order of the task, or None if unknown.
         seed: Seed of that order.
-        score_range: Lowest and highest possible score under the metric that the gate judged, from the profile.
     """
 
     name: str
     leaves: Mapping[str, tuple[DocumentScore, ...]]
-    table: tuple[TaskScore, ...]
+    tables: Mapping[str, tuple[TaskScore, ...]]
     lm_eval_version: str
     is_built_in: bool
     data_digest: str
     datasets: tuple[tuple[str, str, str], ...]
     first_document: int | None
     seed: int
-    score_range: tuple[float, float]
-
-    @property
-    def is_group(self) -> bool:
-        return tuple(self.leaves) != (self.name,)
-
-    @property
-    def tables(self) -> dict[str, tuple[TaskScore, ...]]:
-        """Mean and standard error under each metric, by leaf."""
-        if not self.is_group:
-            return {self.name: self.table}
-        return {leaf: score_table(leaf, rows) for leaf, rows in self.leaves.items()}
 
 
 @dataclass(frozen=True)
@@ -84,7 +70,6 @@ class ExportedModel:
         name: Name in the run, which the verdict uses, such as ``merge``.
         role: ``release`` for the model that is released.
         id: Id of the form ``org/name``.
-        on_hub: Whether ``id`` is that of a repository on the Hub.
         reference: Reference in the recipe, or that of the release. Never a path of this machine.
         identity: Commit on the Hub, or sha256. Empty if the release does not state it.
         variant: Type of the quantized variant whose evidence this is. Empty in the release of a merge.
@@ -93,16 +78,11 @@ class ExportedModel:
     name: str
     role: Role
     id: str
-    on_hub: bool
     reference: str
     identity: str
     tasks: tuple[ExportedTask, ...]
     text: ExportedText | None = None
     variant: str = ""
-
-    @property
-    def namespace(self) -> str:
-        return self.id.partition("/")[0]
 
 
 @dataclass(frozen=True)
@@ -112,7 +92,6 @@ class ExportedRelease:
     Attributes:
         name: Name of the release.
         version: Digest of its SHA256SUMS.
-        organization: Publisher, or ``unknown``.
         base_models: References of the models that it was merged from.
         versions: Versions of the libraries, by name.
         scoring: Settings of the evaluation. Empty if the release does not state them.
@@ -121,7 +100,6 @@ class ExportedRelease:
 
     name: str
     version: str
-    organization: str
     models: tuple[ExportedModel, ...]
     base_models: tuple[str, ...]
     versions: Mapping[str, str] = field(default_factory=dict)
@@ -190,9 +168,9 @@ def _read(
     stated_supplier = component.get("supplier", {}).get("name") or bom.get("metadata", {}).get("supplier", {}).get(
         "name"
     )
-    publisher = organization or stated_supplier or hub_id.partition("/")[0] or UNKNOWN_ORGANIZATION
+    publisher = organization or stated_supplier or hub_id.partition("/")[0]
     name = str(component.get("name") or definition["externalParameters"]["profile"])
-    namespace = portable_name(publisher) if publisher != UNKNOWN_ORGANIZATION else LOCAL
+    namespace = portable_name(publisher) if publisher else LOCAL
     version = files[SUMS][1]
     is_built_in = "text" not in evaluation.get("task_forms", ["text"])
     models: list[ExportedModel] = []
@@ -203,13 +181,13 @@ def _read(
         names = {table: variant_evidence(table, variant) if variant else table for table in EVIDENCE_TABLES}
         tables = {table: release.read(name) for table, name in names.items() if name in files}
         for model, tasks, text in _measured_models(record, tables, is_built_in):
-            on_hub, reference, identity = False, references.get(model, ""), ""
+            reference, identity = references.get(model, ""), ""
             role: Role = "earlier release" if model in RELEASES else "unknown"
             model_id = f"{LOCAL}/{portable_name(model)}"
             if model == merged:
                 own_id = f"{namespace}/{portable_name(f'{name}-{variant}' if variant else name)}"
                 is_address = bool(hub_id) or "://" in release.reference
-                role, on_hub, model_id = "release", bool(hub_id), hub_id or own_id
+                role, model_id = "release", hub_id or own_id
                 reference, identity = release.reference if is_address else name, version
             elif variant:
                 (merge,) = dependencies.values()
@@ -218,18 +196,13 @@ def _read(
             elif reference in dependencies:
                 parent = dependencies[reference]
                 package = re.fullmatch(r"pkg:huggingface/([^/@]+/[^/@]+)@.*", parent["uri"])
-                role, on_hub, model_id = (
-                    parent["annotations"]["role"],
-                    bool(package),
-                    package[1] if package else model_id,
-                )
+                role, model_id = parent["annotations"]["role"], package[1] if package else model_id
                 identity = parent["digest"].get("gitCommit") or parent["digest"]["sha256"]
-            models.append(ExportedModel(model, role, model_id, on_hub, reference, identity, tasks, text, variant))
+            models.append(ExportedModel(model, role, model_id, reference, identity, tasks, text, variant))
     versions = definition.get("internalParameters", {}).get("versions", {})
     return ExportedRelease(
         name=name,
         version=version,
-        organization=publisher,
         models=tuple(models),
         base_models=tuple(dependencies),
         versions={str(library): str(number) for library, number in versions.items()},
@@ -242,12 +215,11 @@ def _measured_models(
     record: VerdictRecord, tables: Mapping[str, bytes], is_built_in: bool
 ) -> Iterator[tuple[str, tuple[ExportedTask, ...], ExportedText | None]]:
     """Yield name, tasks and likelihoods of every model in a record, in the order of the record."""
-    guards = {guard["task"]: guard for guard in record.inputs["guards"]}
     with TemporaryDirectory(prefix="mergegate-export-") as scratch:
         scores, likelihoods = read_measurements(record, tables, Path(scratch))
         for model in dict.fromkeys((*scores, *likelihoods)):
             tasks = tuple(
-                _exported_task(task, measured.rows, measured.parts, guards.get(task, {}), is_built_in)
+                _exported_task(task, measured.rows, measured.parts, is_built_in)
                 for task, measured in by_task(model, scores.get(model, ())).items()
             )
             artifact = likelihoods.get(model)
@@ -256,11 +228,7 @@ def _measured_models(
 
 
 def _exported_task(
-    task: str,
-    rows: Sequence[DocumentScore],
-    parts: Sequence[Artifact[Scores]],
-    guard: Mapping[str, Any],
-    is_built_in: bool,
+    task: str, rows: Sequence[DocumentScore], parts: Sequence[Artifact[Scores]], is_built_in: bool
 ) -> ExportedTask:
     leaves: dict[str, list[DocumentScore]] = {}
     for row in rows:
@@ -269,22 +237,20 @@ def _exported_task(
         raise ValueError(f"a score of {task} is not a finite number")
     value = parts[0].value
     data = value.data.get(task)
-    low, high = guard.get("score_range", (0.0, 1.0))
     return ExportedTask(
         name=task,
         leaves={leaf: tuple(sorted(each, key=lambda row: row.doc_id)) for leaf, each in leaves.items()},
-        table=score_table(task, rows),
+        tables={leaf: score_table(leaf, each) for leaf, each in leaves.items()},
         lm_eval_version=value.lm_eval_version,
         is_built_in=is_built_in,
         data_digest=data.digest if data else "",
         datasets=tuple((each.path, each.name or "", each.revision) for each in data.sources) if data else (),
         first_document=value.part.first if value.part else None,
         seed=value.seed,
-        score_range=(float(low), float(high)),
     )
 
 
 def portable_name(text: str) -> str:
     """Return ``text`` as one component of a path that every system accepts."""
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", text).strip("-.")[:80].rstrip(".") or "model"
-    return f"{name}-" if name.lower() in ("con", "prn", "aux", "nul", "data", "unknown") else name
+    return f"{name}-" if name.lower() in ("con", "prn", "aux", "nul") else name

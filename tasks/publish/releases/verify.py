@@ -56,7 +56,6 @@ from mergegate.tasks.publish.content import (
     MERGE_BUILD,
     MODIFICATIONS,
     RELEASE_URN,
-    SPDX,
     STATEMENT_OF_CHANGES,
     STATEMENT_TYPES,
     VARIANT_BUILD,
@@ -320,7 +319,6 @@ class _ReleaseCheck:
         self.require_distinct(PROVENANCE, [str(_at(parent, "name")) for parent in self.dependencies])
         self.compare_files(listed, PROVENANCE, unlisted_files={PROVENANCE, SUMS, *_UNLISTED})
         self.compare_facts()
-        self.compare_spdx()
         if BOM not in self.files:
             return
         bom = self._json(BOM)
@@ -336,30 +334,12 @@ class _ReleaseCheck:
             (_at(item, "name"), _at(item, "version"))
             for item in _list(_at(bom, "metadata", "component", "pedigree", "ancestors"))
         ]
-        if ancestors != self._identities():
+        parents = [
+            (_at(item, "name"), _at(item, "digest", "gitCommit") or _at(item, "digest", "sha256"))
+            for item in self.parents
+        ]
+        if ancestors != parents:
             self.findings.append(f"{BOM}: its {self.origin} are not those of {PROVENANCE}")
-
-    def compare_spdx(self) -> None:
-        """Compare the second bill of materials with the files and the provenance. Earlier releases do not have it."""
-        if SPDX not in self.files:
-            return
-        elements = [item for item in _list(_at(self._json(SPDX), "@graph")) if isinstance(item, dict)]
-        listed = [
-            (str(item.get("name")), str(_at(digest, "hashValue")))
-            for item in elements
-            if item.get("type") == "software_File"
-            for digest in _list(item.get("verifiedUsing")) or [None]
-        ]
-        self.require_distinct(SPDX, [str(item["spdxId"]) for item in elements if "spdxId" in item])
-        self.compare_files(listed, SPDX, unlisted_files={SPDX, BOM, PROVENANCE, SUMS, *_UNLISTED})
-        packages = {
-            str(item.get("spdxId")): (item.get("name"), item.get("software_packageVersion")) for item in elements
-        }
-        ancestors = [
-            packages.get(str(item.get("from"))) for item in elements if item.get("relationshipType") == "ancestorOf"
-        ]
-        if ancestors != self._identities():
-            self.findings.append(f"{SPDX}: its {self.origin} are not those of {PROVENANCE}")
 
     def compare_facts(self) -> None:
         """Compare all files except documents with the recorded facts, which earlier releases lack."""
@@ -380,13 +360,6 @@ class _ReleaseCheck:
                 expected="a release whose files are as published and agree with each other",
                 remedy="do not use it; download it again from its target, or publish it again",
             )
-
-    def _identities(self) -> list[tuple[object, object]]:
-        """Return name and version of each dependency in the provenance, except texts."""
-        return [
-            (_at(item, "name"), _at(item, "digest", "gitCommit") or _at(item, "digest", "sha256"))
-            for item in self.parents
-        ]
 
     def missing_facts(self) -> tuple[str, ...]:
         """Return the facts that the bill of materials lists as missing."""
