@@ -46,7 +46,8 @@ def join_merge(
         try:
             # Write the mark before any other file, because it shows that later files belong to mergegate. It does not
             # matter that all participants write it: they write the same bytes at the same offset.
-            os.write(fd, MARK_CONTENT)
+            with refuse_disk_errors(path):
+                os.write(fd, MARK_CONTENT)
             if lock_file(fd, path, wait=False, required=False):
                 prepare()
             if lock_file(fd, path, shared=True, required=False):

@@ -417,9 +417,9 @@ def test_a_provenance_can_only_refer_to_the_store(tmp_path: Path, monkeypatch: p
 # --- a whole project over rounds ---
 
 
-def make_profile(project: Project, method: str, **recipe: Any) -> str:
+def make_profile(project: Project, method: str, drop: float, **recipe: Any) -> str:
     source = {"base_model": "demo/models/base", "clients": [f"../clients-{method}/*"], "dtype": "bfloat16"}
-    tasks = [{"task": f"demo/tasks/{it}.yaml", "guarded_by": "champion", "max_drop": 30} for it in TASKS]
+    tasks = [{"task": f"demo/tasks/{it}.yaml", "guarded_by": "champion", "max_drop": drop} for it in TASKS]
     profile = {
         "name": f"rounds-{method}",
         "recipe": {"merge_method": method, **source, **recipe},
@@ -433,9 +433,9 @@ def make_profile(project: Project, method: str, **recipe: Any) -> str:
 class Rounds:
     """Client rounds in a project. Honest clients train from the last release, and ``eve`` attacks."""
 
-    def __init__(self, project: Project, method: str = "median", **recipe: Any) -> None:
+    def __init__(self, project: Project, method: str = "median", drop: float = 30, **recipe: Any) -> None:
         self.project, self.method = project, method
-        self.profile = make_profile(project, method, **recipe)
+        self.profile = make_profile(project, method, drop, **recipe)
         self.clients = Clients(project.root / f"clients-{method}")
         self.begin = MODELS / "base"
 
@@ -483,7 +483,7 @@ LATE = "clients-median/ben: left out: the last round already includes"
 @pytest.mark.proof
 def test_rounds_of_models_and_adapters_are_released_and_made_again(project: Project) -> None:
     """One skill is contributed as adapters on the last release, the other as full checkpoints."""
-    rounds = Rounds(project, leave_out_beyond=5, at_least=2)
+    rounds = Rounds(project, drop=4, leave_out_beyond=5, at_least=2)
     clients = rounds.clients
     for number in range(3):
         rounds.train()
