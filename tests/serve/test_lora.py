@@ -196,7 +196,10 @@ SETTINGS = ServeSettings(prompts=("rev: abcd>",), texts=("the old pig sees the r
 
 
 @pytest.mark.proof
-def test_an_adapter_is_served_merged_if_vllm_does_not_support_lora_for_its_family(demo: Path, tmp_path: Path) -> None:
+def test_an_adapter_is_served_merged_if_vllm_does_not_support_lora_for_its_family(
+    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(OPENAI_SERVER.parent))  # The confined process can read its modules.
     merged = applied(demo, tmp_path / "merged")
     vllm = tmp_path / "python"
     vllm.write_text(
