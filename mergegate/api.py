@@ -440,17 +440,17 @@ def reproduce(
 
 def export(
     release: FilePath,
+    format: Literal["inspect"],
     output: FilePath,
     *,
-    format: Literal["inspect"] = "inspect",
     organization: str = "",
 ) -> ExportResult:
     """Export the results of a release to another tool. mergegate verifies the release first.
 
     Args:
         release: Directory of the release, or ``org/name[@version]`` on the Hub.
-        output: Directory to create.
         format: Format of the files: ``inspect`` for logs of inspect_ai.
+        output: Directory to create.
         organization: Organization that publishes the results. Default: the supplier that the release states, or its
             namespace on the Hub.
 
@@ -462,7 +462,7 @@ def export(
         Refused: The release differs from its records.
 
     Example:
-        >>> exported = mergegate.export("releases/demo/latest", "logs")
+        >>> exported = mergegate.export("releases/demo/latest", "inspect", "logs")
         >>> exported.files, exported.models, exported.tasks
         (16, 4, 12)
     """

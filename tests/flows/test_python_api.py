@@ -156,8 +156,8 @@ def test_a_release_refused_by_a_check_is_a_result(demo: Path) -> None:
         lambda: mergegate.compare("nope", "profiles/demo/models/base", "profiles/demo.yaml", progress=False),
         lambda: mergegate.sweep("profiles/demo.yaml", progress=False),
         lambda: mergegate.verify("nope"),
-        lambda: mergegate.export("releases/demo/latest", "new", format="helm"),  # type: ignore[arg-type]
-        lambda: mergegate.export("releases/demo/latest", "new", organization=" x"),
+        lambda: mergegate.export("releases/demo/latest", "helm", "new"),  # type: ignore[arg-type]
+        lambda: mergegate.export("releases/demo/latest", "inspect", "new", organization=" x"),
     ],
 )
 def test_invalid_input_raises(call: object, demo: Path) -> None:

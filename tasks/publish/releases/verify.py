@@ -183,6 +183,8 @@ class VerifiedRelease:
         if self.facts_at_risk:
             lines.append("only a valid signature shows that these are unchanged:")
             lines += [f"  * {subject}" for subject in self.facts_at_risk]
+        else:
+            lines.append("a signature does not show whether a newer release exists")
         return "\n  ".join((head, *lines))
 
 
