@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError
-from mergegate.merge_core.parsing import parse_json, read_plain, read_yaml
+from mergegate.merge_core.parsing import read_plain, read_yaml
 from mergegate.merge_core.recipe import expand_user_path, parse_reference
 from mergegate.tasks.checkpoints import files_digest
 
@@ -72,6 +72,6 @@ def is_reproducible(last_release: Path, directory: Path, digest_of: Callable[[Pa
 
 def read_predicate(last_release: Path) -> Any:
     """Return the predicate of a release's provenance, which describes how the release was built."""
-    from mergegate.tasks.publish import PROVENANCE
+    from mergegate.tasks.publish import PROVENANCE, read_document
 
-    return parse_json(read_plain(last_release / PROVENANCE, 64 << 20), PROVENANCE)["predicate"]
+    return read_document(read_plain(last_release / PROVENANCE, 64 << 20), PROVENANCE)["predicate"]

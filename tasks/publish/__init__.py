@@ -15,6 +15,7 @@ from mergegate.tasks.publish.content import (
     ReleaseFile,
     checksums_text,
     parse_checksums,
+    read_document,
     stored_files,
 )
 from mergegate.tasks.publish.facts import DatasetFacts
@@ -73,6 +74,7 @@ __all__ = [
     "public_key",
     "publish",
     "published_merge",
+    "read_document",
     "read_keyless",
     "read_signature",
     "recipe_paths",

@@ -18,10 +18,12 @@ from demo_project import Project
 from safetensors.torch import load_file, save_file
 
 from mergegate.flows.candidates import ExpandedRecipe, client_digest, client_round
+from mergegate.flows.candidates.last_round import used_digests
 from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files import HashMemo, sha256_file
 from mergegate.tasks.merge import find_optimizer_state
+from mergegate.tasks.publish.releases.champion import selecting_samples
 
 WEIGHTS = "adapter_model.safetensors"
 ADAPTERS = MODELS.parent / "adapters"
@@ -112,6 +114,15 @@ def test_where_the_last_round_stands_and_its_recipe_would_make_another_the_relea
 def test_a_first_round_with_too_few_clients_is_refused(place: Path) -> None:
     with pytest.raises(Refused, match="at least 5"):
         round_of(place, at_least=5)
+
+
+def test_the_provenance_of_the_last_release_has_no_duplicate_keys(tmp_path: Path) -> None:
+    file = release(tmp_path, "ada") / "provenance.json"
+    verdict = {"guards": [{"task": "copy", "n": 9}]}
+    predicate = json.loads(file.read_text())["predicate"] | {"mergegate_verdict": verdict}
+    for first, clients, tasks in (("", {"ada"}, {"copy"}), ('"predicate": {}, ', set(), set())):
+        file.write_text(f'{{{first}"predicate": {json.dumps(predicate)}}}')
+        assert (used_digests(file.parent), set(selecting_samples(file.parent))) == (clients, tasks)
 
 
 def test_who_is_not_there_or_not_whole_or_of_another_shape_is_left_out_by_name(place: Path) -> None:

@@ -9,10 +9,10 @@ from pydantic import Field
 
 from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.files import HashMemo
-from mergegate.merge_core.parsing import read_json
+from mergegate.merge_core.parsing import read_plain
 from mergegate.tasks.checkpoints import Model, deciding_files
 from mergegate.tasks.gate import ANCHOR, CHAMPION, SelectingSample
-from mergegate.tasks.publish import DESCRIPTION_FILES, PROVENANCE
+from mergegate.tasks.publish.content import DESCRIPTION_FILES, MAX_METADATA_BYTES, PROVENANCE, read_document
 from mergegate.tasks.publish.targets import PublishTarget
 from mergegate.tasks.store import MANIFEST, VALUE, NotInKey, merkle
 
@@ -93,7 +93,7 @@ def selecting_samples(directory: Path) -> dict[str, SelectingSample]:
     there is no readable provenance, the result is empty, so that the next sample starts at the beginning.
     """
     try:
-        statement = read_json(directory / PROVENANCE)
+        statement = read_document(read_plain(directory / PROVENANCE, MAX_METADATA_BYTES, within=directory), PROVENANCE)
         guards = statement["predicate"]["mergegate_verdict"]["guards"]
         return {
             str(guard["task"]): SelectingSample(

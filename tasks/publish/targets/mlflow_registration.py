@@ -7,7 +7,6 @@ the digest of the release, so it can continue after a lost answer or a kill.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.publish.content import PROVENANCE, ReleaseFile, content_digest, file_identities
+from mergegate.tasks.publish.content import PROVENANCE, ReleaseFile, content_digest, file_identities, read_document
 from mergegate.tasks.store import digest
 from mergegate.tasks.telemetry import (
     MlflowClient,
@@ -67,7 +66,7 @@ class ObservedRegistry:
 def describe_release(files: Sequence[ReleaseFile], model: str, version: str, alias: str, source: str) -> Registration:
     """Build the registration of a release from its provenance. ``source`` is the location of the release."""
     provenance = next((file for file in files if file.name == PROVENANCE), None)
-    predicate = member(json.loads(provenance.read()) if provenance else {}, "predicate")
+    predicate = member(read_document(provenance.read(), PROVENANCE) if provenance else {}, "predicate")
     metrics: dict[str, float] = {}
     for guard in member(predicate, "mergegate_verdict", "guards") or ():
         name = f"{guard['task']}/{guard['reference']}"
