@@ -29,7 +29,15 @@ from mergegate.tasks.shadow import (
     write_routing,
 )
 from mergegate.tasks.shadow.records import open_records
-from mergegate.tasks.shadow.traffic import Recorder, ReplaySettings, ShadowProxy, open_redaction, read_traffic, replay
+from mergegate.tasks.shadow.traffic import (
+    Recorder,
+    ReplaySettings,
+    ShadowProxy,
+    open_redaction,
+    read_key,
+    read_traffic,
+    replay,
+)
 
 _STOP_S = 5
 # Longer than clients keep a connection, because the server must not close one that a client is about to reuse.
@@ -153,6 +161,9 @@ def shadow_replay_command(
     concurrency: Annotated[int, typer.Option(min=1, help="Maximum number of concurrent requests.")] = 16,
     rounds: Annotated[int, typer.Option(min=1, help="Number of repetitions, each with new users.")] = 1,
     stream: Annotated[bool, typer.Option("--stream", help="Request streamed responses.")] = False,
+    client_keys_env: Annotated[
+        str | None, typer.Option(help="Environment variable with the keys of the clients. The first one is sent.")
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Send the requests of a file to the proxy, as users would."""
@@ -160,7 +171,8 @@ def shadow_replay_command(
         if not file.is_file():
             raise InvalidInput(str(file), found="no such file", expected="requests or prompts, as JSON lines")
         traffic = read_traffic(file, model)
-        settings = ReplaySettings(header, rate, concurrency, rounds, stream)
+        key = "".join(read_key(client_keys_env).split()[:1])
+        settings = ReplaySettings(header, rate, concurrency, rounds, stream, key)
         result = asyncio.run(replay(traffic, to.rstrip("/"), settings))
         counts = ", ".join(f"{count} with {response}" for response, count in sorted(result.statuses.items()))
         message = f"{result.request_count} requests in {result.seconds:.1f} s: {counts}"

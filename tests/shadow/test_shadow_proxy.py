@@ -21,7 +21,9 @@ from asgi_server import serving_asgi
 from openai_server import EchoServer, serving
 from samples import sampled_rows
 from sqlalchemy.exc import OperationalError
+from typer.testing import CliRunner
 
+from mergegate.flows.cli.app import app
 from mergegate.flows.cli.shadow import ProxyServer
 from mergegate.tasks.shadow import FollowedRouting, Routing, ShadowSettings, read_routing
 from mergegate.tasks.shadow.records import Records, open_records
@@ -293,6 +295,20 @@ def test_the_operators_key_is_sent_only_for_its_paths_and_for_clients_with_a_key
         assert answer.status_code == status
         assert [request.token for request in one.candidate.log] == ([] if sent is None else [sent])
         assert not {"api-key", "x-api-key"} & {name for each in one.candidate.log for name in each.headers}
+
+
+@pytest.mark.parametrize(("keys", "status"), [("ours theirs", 200), ("theirs\nours", 200), ("no", 401), ("", 401)])
+def test_a_replay_sends_the_first_key_of_a_client(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keys: str, status: int
+) -> None:
+    monkeypatch.setenv("CLIENT_KEYS", "ours theirs")
+    (file := tmp_path / "traffic.jsonl").write_text('{"prompt": "hello"}')
+    with running_proxy(tmp_path, client_keys_env="CLIENT_KEYS") as one:
+        monkeypatch.setenv("CLIENT_KEYS", keys)
+        sent = ["--client-keys-env", "CLIENT_KEYS"] if keys else []
+        result = CliRunner().invoke(app, ["shadow", "replay", str(file), "--to", one.url, "--json", *sent])
+    assert json.loads(result.stdout)["statuses"] == {str(status): 1}
+    assert [request.token for request in one.parent.log] == ([keys.split()[0]] if status == 200 else [])
 
 
 @pytest.mark.story

@@ -7,6 +7,7 @@ from mergegate.tasks.shadow.traffic.proxy import ShadowProxy
 from mergegate.tasks.shadow.traffic.recorder import Recorder
 from mergegate.tasks.shadow.traffic.redaction import Redaction, open_redaction
 from mergegate.tasks.shadow.traffic.replay import ReplaySettings, read_traffic, replay
+from mergegate.tasks.shadow.traffic.upstream import read_key
 
 __all__ = [
     "Recorder",
@@ -14,6 +15,7 @@ __all__ = [
     "ReplaySettings",
     "ShadowProxy",
     "open_redaction",
+    "read_key",
     "read_traffic",
     "replay",
 ]

@@ -96,6 +96,7 @@ class ReplaySettings:
         concurrency: Largest number of concurrent requests.
         rounds: Number of repetitions. Each round has its own sessions.
         stream: Whether to request streamed answers.
+        key: Key of a client, if the proxy requires one.
     """
 
     header: str
@@ -103,6 +104,7 @@ class ReplaySettings:
     concurrency: int
     rounds: int = 1
     stream: bool = False
+    key: str = ""
 
 
 async def replay(traffic: Sequence[Traffic], url: str, settings: ReplaySettings) -> ReplayResult:
@@ -111,7 +113,8 @@ async def replay(traffic: Sequence[Traffic], url: str, settings: ReplaySettings)
 
     result, slots, started = ReplayResult(), asyncio.Semaphore(settings.concurrency), time.perf_counter()
     limits = httpx.Limits(max_connections=settings.concurrency)
-    async with httpx.AsyncClient(base_url=url, limits=limits, timeout=600, trust_env=False) as client:
+    headers = {"Authorization": f"Bearer {settings.key}"} if settings.key else None
+    async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=600, trust_env=False) as client:
 
         async def send_requests(user: Traffic, session: str) -> None:
             body: dict[str, Any] = {**user.body, **({"stream": True} if settings.stream else {})}
