@@ -12,8 +12,8 @@
 | ``Cancelled`` | Cancelled | the run was due while no worker was running, and a later run has done its work |
 
 A refusal is not a crash. A failed state contains an exception, here one that carries the outcome. When a deployed run
-ends, Prefect would log its traceback. A log filter drops that record, because the log already has the state and its
-reason.
+ends, Prefect would log its traceback, and after a refused task, an empty one. A log filter drops these records, because
+the log already has the state and its reason.
 """
 
 from __future__ import annotations
@@ -87,6 +87,8 @@ def conclude_flow(make: Callable[[], RunOutcome], name: str, overrides: Sequence
 
     if replacement := find_replacement_run():
         return Cancelled(message=f"run {replacement} replaces this run, because it started after this one was due")
+    for logger in ("prefect.flow_runs", "prefect.task_runs", "prefect.engine"):
+        logging.getLogger(logger).addFilter(_stopped_run_filter)  # ignores a filter that is already attached
     began, watcher = time.monotonic(), lambda: ProgressLog(get_run_logger())
     run, flow = running_flow()
     detail("Prefect's flow run %s (%s); project state in %s", run, flow, home())
@@ -117,8 +119,6 @@ def conclude_flow(make: Callable[[], RunOutcome], name: str, overrides: Sequence
     publish_artifact(outcome, name)
     state = state_name(outcome.status)
     if outcome.exit_code:
-        for logger in ("prefect.flow_runs", "prefect.engine"):
-            logging.getLogger(logger).addFilter(_stopped_run_filter)  # ignores a filter that is already attached
         if outcome.status == "interrupted":
             return Cancelled(name=state, message=outcome.text, data=StoppedRun(outcome))
         return Failed(name=state, message=outcome.text_with_proposal, data=StoppedRun(outcome))
@@ -220,10 +220,10 @@ def publish_artifact(outcome: RunOutcome, name: str) -> None:
 
 
 class _StoppedRunFilter(logging.Filter):
-    """Drop log records that would print the traceback of a ``StoppedRun``. Its message is already in the log."""
+    """Drop log records that would print the traceback of a ``StoppedRun``, or an empty one: the log has the message."""
 
     def filter(self, record: logging.LogRecord) -> bool:
-        return not (record.exc_info and isinstance(record.exc_info[1], StoppedRun))
+        return not (record.exc_info and isinstance(record.exc_info[1], StoppedRun | None))
 
 
 _stopped_run_filter = _StoppedRunFilter()

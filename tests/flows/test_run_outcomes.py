@@ -129,8 +129,11 @@ class TestEveryEnding:
             assert (outcome.exit_code, outcome.report) == (code, home() / "reports" / "demo.html")
             assert ended.message == outcome.text
         if story is refused:
-            with pytest.raises(StoppedRun, match="cc-by-nc"):
+            with pytest.raises(StoppedRun, match="cc-by-nc") as stopped:
                 ended.result()
+            for error, shown in ((stopped.value, False), (None, False), (OSError(), True)):  # None: "NoneType: None"
+                line = logging.makeLogRecord({"exc_info": (type(error), error, None)})
+                assert bool(logging.getLogger("prefect.task_runs").filter(line)) is shown
 
     @pytest.mark.story
     def test_only_a_usage_error_of_an_attended_run_is_not_recorded(self) -> None:
