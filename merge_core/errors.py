@@ -345,6 +345,18 @@ def pip_command(*requirements: str) -> str:
     return f"{command} {shlex.join(requirements)}"
 
 
+def environment_command(python: Path, target: str, *requirements: str) -> str:
+    """Return the command that builds the environment of ``python`` in the working directory, for a remedy.
+
+    In a clone of mergegate, which has a file of constraints next to its Makefile, that is ``target``. In other
+    directories, pip installs ``requirements``.
+    """
+    if Path("Makefile").is_file() and Path(f"{target.removesuffix('env')}constraints.txt").is_file():
+        return f"make {target}"
+    environment = python.parent.parent
+    return f"python3 -m venv {environment} && {environment}/bin/pip install {shlex.join(requirements)}"
+
+
 def suggest(word: str, names: Iterable[str]) -> str:
     """Return a remedy for an unknown ``word``: ``did you mean 'density'?``, or all ``names`` if none is similar.
 

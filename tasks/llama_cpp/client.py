@@ -31,7 +31,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from mergegate.merge_core.errors import InvalidInput, Refused, suggest
+from mergegate.merge_core.errors import InvalidInput, Refused, environment_command, suggest
 from mergegate.merge_core.parsing import read_plain
 from mergegate.merge_core.system import data_limit
 from mergegate.tasks.checkpoints import OutOfModelMemory, child_environment, confinement
@@ -67,7 +67,6 @@ _LAST_WORDS_S = 5.0  # time that a process has to end after it closed its connec
 # Lines of the output that tell why llama.cpp or Python ended.
 _CAUSE = re.compile(r"GGML_ASSERT|ggml_abort|what\(\):|^\w*(Error|Exception)\b")
 _NO_MEMORY = re.compile(r"MemoryError|bad_alloc|[Cc]annot allocate|failed to allocate|out of memory")
-_REMEDY = "run make gguf-env (source checkout), or set python to an environment with llama-cpp-python"
 
 
 @dataclass(frozen=True)
@@ -134,16 +133,11 @@ def toolchain(python: Path | None = None) -> dict[str, str]:
     project = directory / CONVERTER.parent / "gguf-py" / "pyproject.toml"
     if not found or not (directory / CONVERTER).is_file():
         missing = "the converter of llama.cpp" if found else "llama-cpp-python"
-        raise InvalidInput(
-            f"python: {interpreter}",
-            found=f"{missing} is not installed there",
-            expected="the interpreter of an environment with llama.cpp",
-            remedy=_REMEDY,
-        )
+        raise environment_error(f"{missing} is not installed for {interpreter}")
     installed = found[-1].name.removesuffix(".dist-info").partition("-")[2]
     version = re.search(r'^version = "([^"]+)"', read_plain(project, 1 << 20).decode(errors="replace"), re.MULTILINE)
     if version is None:
-        raise InvalidInput(str(project), found="no version", expected="the version of gguf-py", remedy=_REMEDY)
+        raise environment_error(f"{project} names no version")
     return {"llama_cpp_python": installed, "gguf": version[1]}
 
 
@@ -156,6 +150,20 @@ def runtime_versions(python: Path | None = None) -> dict[str, str]:
     return {"llama_cpp_python": toolchain(python)["llama_cpp_python"], "llama_cpp_settings": SETTINGS}
 
 
+def _remedy() -> str:
+    packages = ("llama-cpp-python", "torch", "transformers", "sentencepiece", "protobuf")
+    command = environment_command(PYTHON, "gguf-env", *packages)
+    if not command.startswith("make "):
+        command += f" && git clone --depth 1 https://github.com/ggml-org/llama.cpp {PYTHON.parents[1] / 'llama.cpp'}"
+    return f"set python to an environment with llama-cpp-python, or run {command}"
+
+
+def environment_error(problem: str) -> InvalidInput:
+    """Return the error for an environment in which llama.cpp does not work."""
+    expected = "the interpreter of an environment with llama.cpp"
+    return InvalidInput("llama.cpp", found=problem, expected=expected, remedy=_remedy())
+
+
 def find_python(python: Path | None = None) -> Path:
     """Return the absolute path of the interpreter whose environment contains llama.cpp.
 
@@ -164,12 +172,7 @@ def find_python(python: Path | None = None) -> Path:
     """
     interpreter = (python or PYTHON).absolute()
     if not interpreter.is_file():
-        raise InvalidInput(
-            f"python: {interpreter}",
-            found="no such file",
-            expected="the interpreter of an environment with llama.cpp",
-            remedy=_REMEDY,
-        )
+        raise environment_error(f"{interpreter}: no such file")
     return interpreter
 
 
@@ -363,7 +366,7 @@ class _Process:
             )
         except NotStarted as error:
             self._close()
-            raise InvalidInput(f"python: {python}", found=str(error), remedy=_REMEDY) from None
+            raise environment_error(f"{python}: {error}") from None
         except BaseException:
             self._close()
             raise
@@ -441,7 +444,7 @@ class _Process:
             str(self._path),
             found=f"llama.cpp's process ended {how}" + (f": {cause}" if cause else ""),
             expected="an answer",
-            remedy=_REMEDY if "llama_cpp" in cause or "numpy" in cause else "",
+            remedy=_remedy() if "llama_cpp" in cause or "numpy" in cause else "",
         )
 
     def _memory_error(self, message: str) -> OutOfModelMemory:

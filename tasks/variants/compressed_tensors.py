@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from mergegate.merge_core.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
-from mergegate.merge_core.errors import CannotDecide, InvalidInput, Refused, pip_command, suggest
+from mergegate.merge_core.errors import CannotDecide, InvalidInput, Refused, environment_command, pip_command, suggest
 from mergegate.merge_core.parsing import read_json
 from mergegate.tasks.checkpoints import Model, QuantizedModel, child_environment, confinement, deciding_files
 from mergegate.tasks.sandbox import (
@@ -215,9 +215,13 @@ class CompressedTensorsFormat(VariantFormat):
                 f"variants: {self.scheme}: python" if self.python else f"variants: {self.scheme}",
                 found=f"{missing[0]} is not installed for {python}",
                 expected="the interpreter of an environment in which llm-compressor is installed",
-                remedy="run 'make quantize-env', or set 'python' of the variant",
+                remedy=f"set 'python' of the variant, or run {_installation()}",
             )
         return Quantizer(python=python, versions=found)
+
+
+def _installation() -> str:
+    return environment_command(PYTHON, "quantize-env", "llmcompressor")
 
 
 def _dequantizer() -> dict[str, str]:
@@ -337,7 +341,7 @@ def _run(quantizer: Quantizer, merge: Model, order: Mapping[str, Any], scratch: 
                 location,
                 found=f"the quantizer could not be started: {error}",
                 expected="a working environment of llm-compressor",
-                remedy="run 'make quantize-env' again",
+                remedy=f"run {_installation()} again",
             ) from None
         end = process.wait()
     if end.returncode != 0:

@@ -29,11 +29,19 @@ from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.checkpoint import GgufArray, GgufHeader, read_gguf_header
 from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS
-from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.errors import Refused
 from mergegate.merge_core.parsing import read_json, read_text
 from mergegate.merge_core.wording import format_bytes
 from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process, child_environment, confinement
-from mergegate.tasks.llama_cpp import CONVERTER, LlamaCpp, find_python, open_gguf, runtime_versions, toolchain
+from mergegate.tasks.llama_cpp import (
+    CONVERTER,
+    LlamaCpp,
+    environment_error,
+    find_python,
+    open_gguf,
+    runtime_versions,
+    toolchain,
+)
 from mergegate.tasks.sandbox import (
     NotStarted,
     ProcessOptions,
@@ -277,9 +285,7 @@ def _run_converter(merge: Model, directory: Path, output: Path, name: str, tools
                 ),
             )
         except NotStarted as error:
-            raise InvalidInput(
-                str(tools.python), found=str(error), expected="a Python interpreter", remedy="run 'make gguf-env'"
-            ) from None
+            raise environment_error(f"{tools.python}: {error}") from None
         end = process.wait()
         if end.returncode in (0, _UNKNOWN_PRE_TOKENIZER) and output.is_file():
             return end.returncode == 0

@@ -76,7 +76,7 @@ def test_a_merge_that_the_gate_refuses_is_not_judged(demo: Project) -> None:
 @pytest.mark.story
 def test_a_missing_server_is_found_before_the_merge(project: Project) -> None:
     result = project.mergegate("run", profile(project, "nowhere", serve={"python": "nowhere/bin/python"}))
-    expect(result, 2, "serve.python", "make serve-env")
+    expect(result, 2, "serve.python", "-m venv .venv-vllm && .venv-vllm/bin/pip install")
     assert not (project.home / "store" / "merge").exists()
 
 

@@ -165,6 +165,18 @@ def test_the_command_for_an_extra_reaches_the_environment_of_mergegate(
     assert errors.pip_command("mergegate[ifeval]", "six") == f"{start} 'mergegate[ifeval]' six"
 
 
+@pytest.mark.parametrize("files", [(), ("Makefile",), ("gguf-constraints.txt",), ("Makefile", "gguf-constraints.txt")])
+def test_a_remedy_names_a_make_target_only_in_a_clone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: tuple[str, ...]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in files:
+        Path(name).touch()
+    command = errors.environment_command(Path(".venv-gguf/bin/python"), "gguf-env", "llama-cpp", "six<2")
+    installed = "python3 -m venv .venv-gguf && .venv-gguf/bin/pip install llama-cpp 'six<2'"
+    assert command == ("make gguf-env" if len(files) == 2 else installed)
+
+
 @given(st.text(max_size=8), st.lists(st.text("abcde", min_size=1, max_size=6), max_size=4))
 def test_a_suggestion_names_one_or_all_names_and_is_empty_without_names(word: str, names: list[str]) -> None:
     assert errors.suggest(word, iter(())) == ""

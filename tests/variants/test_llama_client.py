@@ -105,7 +105,7 @@ def test_results_have_types_and_units(environment: Environment, tmp_path: Path) 
         ),
         ("raise KeyError('x')", InvalidInput, "ended with exit code 1: KeyError: 'x'"),
         ("raise MemoryError", OutOfModelMemory, "llama.cpp ran out of memory: MemoryError"),
-        ("import llama_cpp", InvalidInput, "No module named 'llama_cpp'\n.*\n.*run make gguf-env"),
+        ("import llama_cpp", InvalidInput, "No module named 'llama_cpp'\n.*\n.*or run make gguf-env"),
         ("os._exit(0)", InvalidInput, "ended with exit code 0"),
         ("channel.sendall(b'no json\\n'); time.sleep(0.1); os._exit(1)", InvalidInput, "ended with exit code 1"),
         ("channel.sendall(b'[1]\\n'); os._exit(1)", InvalidInput, "ended with exit code 1"),
@@ -165,17 +165,14 @@ def test_an_incomplete_or_missing_environment_names_the_command_that_builds_it(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for message, find in (
-        ("llama-cpp-python is not installed there", lambda: llama_cpp.toolchain(environment(installed=None, name="a"))),
-        (
-            "the converter of llama.cpp is not installed there",
-            lambda: llama_cpp.toolchain(environment(converter=None, name="b")),
-        ),
+        ("llama-cpp-python", lambda: llama_cpp.toolchain(environment(installed=None, name="a"))),
+        ("the converter of llama.cpp", lambda: llama_cpp.toolchain(environment(converter=None, name="b"))),
         (f"{tmp_path}/.venv-gguf/bin/python: no such file", llama_cpp.toolchain),
         (f"{tmp_path}/.venv-gguf/bin/python: no such file", llama_cpp.runtime_versions),
     ):
-        with pytest.raises(InvalidInput, match=f"{message}\n.*\n.*run make gguf-env"):
+        with pytest.raises(InvalidInput, match=f"^llama.cpp: {message}.*\n.*\n.*or run python3 -m venv .venv-gguf && "):
             find()
-    with pytest.raises(InvalidInput, match="run make gguf-env"), llama_cpp.open_gguf(tmp_path / "x.gguf"):
+    with pytest.raises(InvalidInput, match="/bin/pip install llama-cpp-python"), llama_cpp.open_gguf(tmp_path / "x"):
         pass
 
 
