@@ -46,7 +46,7 @@ from mergegate.flows.cli.schema import schema_text
 from mergegate.flows.preflight import Problems, preflight_profile
 from mergegate.flows.profile import is_release_name, parse_profile
 from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind
-from mergegate.merge_core.errors import InvalidInput, MergegateError, suggest
+from mergegate.merge_core.errors import InvalidInput, MergegateError, escape_invisible, suggest
 from mergegate.merge_core.files import state_directory, write_state
 from mergegate.merge_core.recipe import expand_user_path
 from mergegate.tasks.checkpoints import ResolvedCheckpoint, find_checkpoint, read_card
@@ -302,7 +302,7 @@ def _license(request: InitRequest, parents: Sequence[ResolvedCheckpoint], name: 
     if subjects and (request.prompts or request.accept):
         if not request.accept:
             for reason in reasons:
-                typer.echo(f"license: {reason.sentence}")
+                typer.echo(escape_invisible(f"license: {reason.sentence}"))
         question = "accept these license gaps? Enter 'name: reason', or leave blank"
         accept = _answer(request, question, request.accept, "", acceptance)
     return LicenseDraft(

@@ -28,6 +28,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mergegate.flows.cli.console import wrap_line
+from mergegate.merge_core.errors import escape_invisible
 from mergegate.merge_core.wording import detail_listener, format_duration
 from mergegate.tasks.stage import Pace, Pulse, StageEnd, StageStatus, joint_status, progress_watcher
 
@@ -235,7 +236,7 @@ class TerminalProgress:
 def _to_standard_error(line: str) -> None:
     """Print a line where logs show it, and where it does not break a JSON object on standard output."""
     with suppress(OSError, ValueError):  # standard error is closed
-        print(f"  {line}", file=sys.stderr, flush=True)
+        print(f"  {escape_invisible(line)}", file=sys.stderr, flush=True)
 
 
 def fit_text(text: str, width: int) -> str:

@@ -57,14 +57,15 @@ def test_paths_below_the_recipe_are_relative_and_others_are_named_by_their_end()
 
 
 INVISIBLE = [chr(code) for code in (0, 0x1B, 0x7F, 0x9B, 0x61C, 0x200E, 0x200F, 0xFEFF, 0xE0041)]
-INVISIBLE += [chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A))]
+INVISIBLE += [chr(code) for code in (*range(0x202A, 0x202F), *range(0x2066, 0x206A), 0xD800, 0xDC80, 0xDFFF)]
 
 
 @pytest.mark.parametrize("mark", INVISIBLE, ids=ascii)
 def test_a_mark_in_a_name_is_shown_escaped_everywhere(mark: str) -> None:
     name, shown = f"../models/a{mark}b", f"../models/a{ascii(mark)[1:-1]}b"
-    assert names_of(name).rename_text(f"{name}: lost 2 points") == f"{shown}: lost 2 points"
-    assert yaml.safe_load(names_of(name).rename_yaml(yaml.safe_dump({"model": name}))) == {"model": shown}
+    if not "\ud800" <= mark <= "\udfff":  # A recipe cannot contain one.
+        assert names_of(name).rename_text(f"{name}: lost 2 points") == f"{shown}: lost 2 points"
+        assert yaml.safe_load(names_of(name).rename_yaml(yaml.safe_dump({"model": name}))) == {"model": shown}
     assert escape(name) == shown.replace("\\", "\\\\")
     assert page_template("head.html").environment.from_string("{{ name }}").render(name=name) == shown
     console = FittingConsole(file=(out := io.StringIO()), width=80)
