@@ -26,6 +26,7 @@ from mergegate.tasks.sandbox import Confinement, environment_of_child
 from mergegate.tasks.stage import PinnedInput, home, store
 
 _OWN = "MERGEGATE_SANDBOX"
+_LIBRARIES = frozenset({"site-packages", "dist-packages", "archive-v0"})  # The last is in uv's cache.
 expected_files: set[str] = set()
 """Files and directories that every model process may read (see :func:`expect_inputs`)."""
 
@@ -94,11 +95,14 @@ def expect_inputs(*values: object) -> None:
 
 
 def imported_packages() -> set[str]:
-    """Return the packages and modules that this process has imported from other places than its installation."""
+    """Return the libraries, or else packages and modules, that are imported from elsewhere than the installation."""
     places: set[str] = set()
     for name, module in sys.modules.copy().items():  # A copy is atomic; other threads import modules.
         if "." not in name:
-            places.update(getattr(module, "__path__", None) or [getattr(module, "__file__", None) or sys.prefix])
+            for place in (*(getattr(module, "__path__", None) or ()), getattr(module, "__file__", None) or sys.prefix):
+                real = Path(place).resolve()  # An installation can consist of links, for example those of uv.
+                library = next((above for above in real.parents if above.name in _LIBRARIES), None)
+                places.add(str(library or place))
     return {place for place in places if not Path(place).is_relative_to(sys.prefix)}
 
 
