@@ -33,7 +33,6 @@ BLOCK = 1 << 20
 SHAPES = {"rows": (16384, 512), "long": (512, 16384)}
 INPUTS = {
     **{"slerp": 2, "nuslerp": 2, "nearswap": 2, "arcee_fusion": 2, "passthrough": 1, "karcher": 3},
-    **{"moving_mean": 3, "moving_squares": 3, "adam": 3},
 }
 CHOSEN: dict[str, Any] = {"weight": 0.5, "t": 0.5, "density": 0.5, "select_topk": 0.5, "rate": 0.01}
 # Further parameters that a recipe may set for methods whose passes depend on them.

@@ -26,7 +26,6 @@ TILE = 1 << 15
 REQUIRED_VALUES = {"weight": 0.5, "t": 0.5, "rate": 0.01}
 INPUTS = {
     **{"slerp": 2, "nuslerp": 2, "nearswap": 2, "arcee_fusion": 2, "passthrough": 1},
-    **{"moving_mean": 3, "moving_squares": 3, "adam": 3},
 }
 CHOSEN = {"density": 0.5, "select_topk": 0.5}
 

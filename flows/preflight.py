@@ -279,9 +279,7 @@ def preflight_profile(
                 check_references(*compared, parents_of_candidate)
         cleared.append(_clear(candidate, parents_of_candidate, rules, problems))
     if evidence:
-        measured = tuple(
-            parent for parent in parents[0] if not parent.is_state and parent.ref not in evidence.unmeasured
-        )
+        measured = tuple(parent for parent in parents[0] if parent.ref not in evidence.unmeasured)
         evidence = _pin_data(evidence, measured, profile.checks.code.trusted, problems)
         _require_unread(profile, [candidate.recipe for candidate in all_candidates], evidence, problems)
         attempts, past = len(candidates) + profile.max_further_attempts, past_guards(profile.name)

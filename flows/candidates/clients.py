@@ -8,8 +8,6 @@ A recipe of clients looks like this::
       clients: [clients/*]                  # directories of models or adapters: patterns, or names that must exist
       samples: {clients/a: 1200}            # training samples per client; or 'samples' in a client's card; or equal
       at_least: 2                           # minimum number of clients with something new
-      momentum: 0.9                         # fraction of the last round's step to repeat; or
-      adam: {rate: 0.01}                    # see server_step.py
       leave_out_beyond: 5                   # see docs/how-to/merge-client-rounds.md
 
 The content of the directories decides which clients take part. mergegate leaves out a client, and says why, if it does
@@ -30,7 +28,6 @@ from typing import Any, NamedTuple
 
 from mergegate.flows.candidates.last_round import is_reproducible, last_recipe, used_digests
 from mergegate.flows.candidates.run_expansion import ExpandedRecipe, is_pattern, matching_directories
-from mergegate.flows.candidates.server_step import Adam, parse_adam, take_step
 from mergegate.merge_core import Checkpoint, open_checkpoint
 from mergegate.merge_core.adapters import apply_adapter, is_adapter, open_adapter
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
@@ -61,9 +58,8 @@ def client_round(
     *,
     last_release: Path | None,
     digest_of: Callable[[Path], str],
-    find_state: Callable[[str], Path | None] = lambda stored: None,
 ) -> ExpandedRecipe:
-    """Build the recipe of this round: a plain recipe that combines the clients, and documents that apply the step.
+    """Build the recipe of this round: a plain recipe that combines the clients.
 
     The remarks name the clients that are left out, and the model at the start of the round.
 
@@ -73,7 +69,6 @@ def client_round(
         location: Name of the recipe in messages.
         last_release: Checkpoint that is published now. None before the first round.
         digest_of: Function that returns the digest of a directory, such as :func:`client_digest`.
-        find_state: Function that maps the location of optimizer state in a provenance to its path, or to None.
 
     Raises:
         InvalidInput: The document is invalid.
@@ -135,11 +130,7 @@ def client_round(
     remarks += [f"{client.name}: left out: the last round already includes this model" for client in late]
     if last_release:
         remarks.append(f"the round starts from the last release, {last_release.name}")
-    recipe = _recipe(document, base, participants, location)
-    documents, step_remarks = take_step(
-        recipe, settings.adam or settings.momentum, last_release, directory, digest_of, find_state
-    )
-    return ExpandedRecipe(documents, (*remarks, *step_remarks))
+    return ExpandedRecipe((_recipe(document, base, participants, location),), tuple(remarks))
 
 
 def client_digest(path: Path, hashes: HashMemo) -> str:
@@ -157,13 +148,11 @@ class _ClientSettings(NamedTuple):
     patterns: list[str]
     samples: Mapping[str, float]
     at_least: int
-    momentum: float
-    adam: Adam | None
 
 
 def _parse_settings(document: Mapping[str, Any], location: str) -> _ClientSettings:
-    defaults: tuple[object, ...] = ((), {}, 1, 0, None)
-    patterns, samples, at_least, momentum, adam = map(document.get, CLIENT_KEYS, defaults)
+    defaults: tuple[object, ...] = ((), {}, 1)
+    patterns, samples, at_least = map(document.get, CLIENT_KEYS, defaults)
     if (
         not isinstance(patterns, list)
         or not patterns
@@ -179,22 +168,13 @@ def _parse_settings(document: Mapping[str, Any], location: str) -> _ClientSettin
         )
     if type(at_least) is not int or at_least < 1:
         raise InvalidInput(f"{location}: at_least", found=f"{at_least!r:.60}", expected="a whole number from 1")
-    if isinstance(momentum, bool) or not isinstance(momentum, (int, float)) or not 0 <= momentum < 1:
-        raise InvalidInput(f"{location}: momentum", found=f"{momentum!r:.60}", expected="a number from 0 to below 1")
     if wrong := next((key for key in ("models", "slices", "modules") if key in document), None):
         raise InvalidInput(
             f"{location}: {wrong}",
             found="it cannot be combined with clients",
             expected="only one of them, because the clients are the models",
         )
-    settings = parse_adam(adam, f"{location}: adam")
-    if settings and momentum:
-        raise InvalidInput(
-            f"{location}: adam",
-            found="it cannot be combined with momentum",
-            expected="only one of them; the momentum of Adam is beta1",
-        )
-    return _ClientSettings(patterns, samples, at_least, float(momentum), settings)
+    return _ClientSettings(patterns, samples, at_least)
 
 
 def _is_count(value: object) -> bool:

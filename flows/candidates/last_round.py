@@ -15,7 +15,7 @@ from mergegate.tasks.checkpoints import files_digest
 def used_digests(last_release: Path) -> frozenset[str]:
     """Return the digests of a release's parents (including clients that the merge left out) and of their adapters."""
     try:
-        parents = read_predicate(last_release)["buildDefinition"]["resolvedDependencies"]
+        parents = _read_predicate(last_release)["buildDefinition"]["resolvedDependencies"]
         adapters = [
             parent["annotations"]["adapter"]["files"]
             for parent in parents
@@ -61,7 +61,7 @@ def is_reproducible(last_release: Path, directory: Path, digest_of: Callable[[Pa
         ) == expected_digest
 
     try:
-        parents = read_predicate(last_release)["buildDefinition"]["resolvedDependencies"]
+        parents = _read_predicate(last_release)["buildDefinition"]["resolvedDependencies"]
     except (OSError, MergegateError, KeyError, TypeError):
         return True
     try:
@@ -70,7 +70,7 @@ def is_reproducible(last_release: Path, directory: Path, digest_of: Callable[[Pa
         return False
 
 
-def read_predicate(last_release: Path) -> Any:
+def _read_predicate(last_release: Path) -> Any:
     """Return the predicate of a release's provenance, which describes how the release was built."""
     from mergegate.tasks.publish import PROVENANCE, read_document
 

@@ -18,7 +18,7 @@ from mergegate.flows.prefect_api import require_decision
 from mergegate.flows.profile import Profile
 from mergegate.merge_core.errors import CannotDecide, MergegateError, finding_of
 from mergegate.tasks.gate import RecordedEvidence, record_evidence, verdict_record
-from mergegate.tasks.merge import compare_with_parents, merged_model, numerics, optimizer_state, optimizer_steps
+from mergegate.tasks.merge import compare_with_parents, merged_model, numerics
 from mergegate.tasks.perplexity import pin_documents
 from mergegate.tasks.publish import (
     DatasetFacts,
@@ -37,7 +37,6 @@ from mergegate.tasks.publish import (
     published_merge,
     release_digest,
     require_approved,
-    state_license_files,
     variant_content,
 )
 from mergegate.tasks.publish.targets import PublishTarget
@@ -121,9 +120,6 @@ def publish_attempt(
 def _merge_parts(profile: Profile, attempt: Attempt, content: ReportContent, names: PublicNames) -> ReleaseParts:
     """Return the parts of the merge's release. ``content`` says nothing about its variants."""
     license, numeric = attempt.cleared.license, numerics(profile.merge)
-    state = None
-    if optimizer_steps(attempt.pinned):  # for the next round of clients
-        state = optimizer_state(attempt.pinned, numeric, state_license_files(attempt.pinned.parents, license.value))
     evidence = _record(attempt.assessment, attempt.verdicts[1:], names)
     return ReleaseParts(
         content,
@@ -133,7 +129,6 @@ def _merge_parts(profile: Profile, attempt: Attempt, content: ReportContent, nam
         attempt.merged,
         evidence,
         merge_compute(content, attempt.pinned, numeric, attempt.merged, names),
-        state,
         names,
         _held_out(profile, content, names),
         compare_with_parents.build(merged_model(attempt.merged, attempt.pinned), attempt.pinned.parents).value,

@@ -29,7 +29,6 @@ from mergegate.flows.profile.schema import ProfileSettings
 from mergegate.merge_core.errors import InvalidInput, MergegateError
 from mergegate.merge_core.files import FileIdentity, file_identity
 from mergegate.merge_core.parsing import read_yaml
-from mergegate.tasks.merge import find_optimizer_state
 from mergegate.tasks.stage import store
 from mergegate.tasks.sweep import read_soup_recipe, relocate_recipe, start_recipe
 
@@ -145,7 +144,6 @@ class Profile(ProfileSettings):
             f"profile {self.name}: recipe",
             last_release=released.directory if released else None,
             digest_of=lambda path: client_digest(path, store().hashes),
-            find_state=find_optimizer_state,
         )
         return new_round, directory
 

@@ -145,8 +145,7 @@ def merge_weights(
                 digests = dict(outcome.digests)
                 if part is plan:
                     digests.update(write_companions(part, directory, before_sealing))
-            traits = part.method.traits
-            findings += judge_health(outcome.health, may_zero=traits.may_zero, any_size=traits.makes_state)
+            findings += judge_health(outcome.health, may_zero=part.method.traits.may_zero)
             resumed += outcome.bytes_resumed
             bytes_done += part.bytes_written
     return MergeRecord(

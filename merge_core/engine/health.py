@@ -57,9 +57,7 @@ def sample_elements(values: NDArray[Any], start: int, numel: int) -> NDArray[Any
     return periods[: len(periods) // period * period].reshape(-1, period)[:, :_SAMPLE_RUN]
 
 
-def judge_health(
-    tensors: Sequence[TensorHealth], *, may_zero: bool = False, any_size: bool = False
-) -> tuple[Finding, ...]:
+def judge_health(tensors: Sequence[TensorHealth], *, may_zero: bool = False) -> tuple[Finding, ...]:
     """Return findings about output tensors.
 
     NaN and infinity block the merge. So does a tensor of zeros if none of its parents is zero, unless ``may_zero``.
@@ -67,12 +65,11 @@ def judge_health(
     Args:
         tensors: Statistics of the tensors.
         may_zero: Whether the method may scale a tensor to zero.
-        any_size: Whether the numbers may have any magnitude, including zero, regardless of the parents.
     """
-    return tuple(finding for tensor in tensors for finding in _judge(tensor, may_zero, any_size))
+    return tuple(finding for tensor in tensors for finding in _judge(tensor, may_zero))
 
 
-def _judge(tensor: TensorHealth, may_zero: bool, any_size: bool) -> Iterator[Finding]:
+def _judge(tensor: TensorHealth, may_zero: bool) -> Iterator[Finding]:
     if tensor.non_finite:
         yield Finding(
             "block",
@@ -81,8 +78,6 @@ def _judge(tensor: TensorHealth, may_zero: bool, any_size: bool) -> Iterator[Fin
             expected="finite numbers",
             remedy="check the parents for NaN, and the range of the output dtype",
         )
-        return
-    if any_size:
         return
     low, high = min(tensor.parents, default=0.0), max(tensor.parents, default=0.0)
     if tensor.zero and (high > 0 or not tensor.parents):

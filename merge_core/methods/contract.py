@@ -380,9 +380,6 @@ class Traits:
         reads_text: What to measure for each model on its own calibration text: second ``moments`` of the inputs of its
             linear layers (:class:`InputMoments`), or ``importance`` of its elements (:attr:`Block.importance`).
         weights_by_distance: Whether the weights of the models are computed from the distances between them.
-        first_state: Index from which the inputs after the base are states of an optimizer instead of models. A state
-            has the shape of a model and is passed from merge to merge. None: all inputs are models.
-        makes_state: Whether the output is such a state. Its numbers may have any magnitude.
     """
 
     adds_up: bool = False
@@ -394,8 +391,6 @@ class Traits:
     first_draft: str = ""
     reads_text: Literal["moments", "importance"] | None = None
     weights_by_distance: bool = False
-    first_state: int | None = None
-    makes_state: bool = False
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from types import MappingProxyType
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.methods import (
-    adaptive,
     combination,
     elementwise,
     fisher,
@@ -33,7 +32,6 @@ _FAMILIES = (
     spherical,
     task_vectors,
     elementwise,
-    adaptive,
     model_stock,
     sce,
     pairwise,

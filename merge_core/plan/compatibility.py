@@ -137,7 +137,7 @@ def _compare_kinds(document: Recipe, models: Mapping[str, Checkpoint]) -> Iterat
     has no kind of its own. The base may be the language model that the others were trained from, because task vectors
     are differences of its weights.
     """
-    kinds = {name: kind_of(model) for name, model in models.items() if name not in document.states}
+    kinds = {name: kind_of(model) for name, model in models.items()}
     donor = str(document.donor)
     headless = [
         name

@@ -269,10 +269,9 @@ def parents_of(
     recipe: Recipe, jobs: Iterable[TensorJob], checkpoints: Mapping[str, Checkpoint]
 ) -> dict[str, Checkpoint]:
     """Return the models that contribute weights (``jobs``) or the configuration to the result, by reference."""
-    states = set(recipe.states)
     names = dict.fromkeys([str(recipe.donor), *(item.model for job in jobs for item in job.inputs)])
-    # Optimizer states are not models, and router rows that a recipe declares come from no model.
-    return {name: checkpoints[name] for name in names if name in checkpoints and name not in states}
+    # Router rows that a recipe declares come from no model.
+    return {name: checkpoints[name] for name in names if name in checkpoints}
 
 
 @dataclass(frozen=True)

@@ -569,16 +569,13 @@ def _check_needs(recipe: Recipe, method: Method, log: FindingLog, *, sliced: boo
         )
     elif recipe.needs_distances and sliced:
         log.fault(setting, found="slices or modules", expected="whole models, listed under 'models'")
-    if recipe.router_repair is not None:
-        problem = "slices or modules" if sliced else ""
-        problem = problem or (f"{method.name}, which merges optimizer states" if recipe.states else "")
-        if problem:
-            log.fault(
-                f"{recipe.location}: router_repair",
-                found=problem,
-                expected="whole models, listed under 'models', whose routers the merge can follow",
-                remedy="remove router_repair",
-            )
+    if recipe.router_repair is not None and sliced:
+        log.fault(
+            f"{recipe.location}: router_repair",
+            found="slices or modules",
+            expected="whole models, listed under 'models', whose routers the merge can follow",
+            remedy="remove router_repair",
+        )
 
 
 def _in_order(recipes: list[Recipe], location: str) -> Recipe:

@@ -27,7 +27,7 @@ from mergegate.merge_core.recipe.tokenizer_choice import TokenizerChoice
 from mergegate.merge_core.wording import format_count
 
 # Keys of a client round. A profile expands such a round into a recipe.
-CLIENT_KEYS = ("clients", "samples", "at_least", "momentum", "adam")
+CLIENT_KEYS = ("clients", "samples", "at_least")
 
 
 @dataclass(frozen=True)
@@ -220,28 +220,6 @@ class Recipe:
         steps, own = tuple(change(step) for step in self.steps), change(self)
         return self if own is self and steps == self.steps else replace(own, steps=steps)
 
-    @property
-    def states(self) -> tuple[str, ...]:
-        """References of all sources, in any document, that are optimizer states instead of models."""
-        states: dict[str, None] = {}
-        for document in (*self.steps, self):
-            first = None if document.mixture is not None else document.method.traits.first_state
-            for cut in document.slices if first is not None else ():
-                base = cut.base or document.base
-                models = [str(source.model) for source in cut.sources if source.model != base]
-                states |= dict.fromkeys(models[first:])
-        return tuple(states)
-
-    def ending_with(self, name: str) -> Recipe:
-        """Return a recipe whose result is the step ``name``, with only the steps that it needs."""
-        result = next(step for step in self.steps if step.name == name)
-        needed, steps = {str(ref) for ref in result.own_references()}, list[Recipe]()
-        for step in reversed(self.steps):
-            if step.name in needed and step is not result:
-                steps.insert(0, step)
-                needed |= {str(ref) for ref in step.own_references()}
-        return replace(result, steps=tuple(steps))
-
     def own_references(self) -> tuple[CheckpointRef, ...]:
         """Return all models that this document names: first the sources, then the base and the tokenizer's model."""
         references = [source.model for source in self.sources]
@@ -261,8 +239,8 @@ class Recipe:
     def merged_references(self) -> tuple[CheckpointRef, ...]:
         """Return the checkpoints from :meth:`references` whose weights contribute to the result.
 
-        This excludes models that only provide the tokenizer or the configuration, optimizer states, and a base from
-        which the method only computes task vectors, even if the recipe lists that base among its models.
+        This excludes models that only provide the tokenizer or the configuration, and a base from which the method only
+        computes task vectors, even if the recipe lists that base among its models.
         """
         merged: dict[CheckpointRef, None] = {}
         for document in (*self.steps, self):
@@ -273,7 +251,7 @@ class Recipe:
                 merged |= {source.model: None for source in cut.sources if not (only_origin and source.model == base)}
                 if base is not None and method.traits.merges_base:
                     merged[base] = None
-        return tuple(ref for ref in self.references() if ref in merged and str(ref) not in self.states)
+        return tuple(ref for ref in self.references() if ref in merged)
 
     def summary(self, noun: str = "") -> str:
         """Return a short description, for example ``ties of 2 over llama-base``. ``noun`` names the inputs."""

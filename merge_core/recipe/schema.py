@@ -63,42 +63,6 @@ _TYPES: dict[str, dict[str, Any]] = {
         "description": "In a profile: directories of models that were trained from the last release.",
     },
     "samples": {"type": "object", "description": "Number of training samples of each client."},
-    "momentum": {
-        "type": "number",
-        "minimum": 0,
-        "exclusiveMaximum": 1,
-        "description": "Share of the previous round's step that is added to this round's step.",
-    },
-    "adam": {
-        "type": "object",
-        "additionalProperties": False,
-        "required": ["rate"],
-        "description": "Use Adam instead of momentum for the server's step: {rate: 0.01}. The store holds its state.",
-        "properties": {
-            "rate": {
-                "type": "number",
-                "exclusiveMinimum": 0,
-                "description": "Approximate change of a weight per round.",
-            },
-            "beta1": {
-                "type": "number",
-                "minimum": 0,
-                "exclusiveMaximum": 1,
-                "description": "Decay of the mean. Default: 0.9.",
-            },
-            "beta2": {
-                "type": "number",
-                "minimum": 0,
-                "exclusiveMaximum": 1,
-                "description": "Decay of the squares. Default: 0.99.",
-            },
-            "tau": {
-                "type": "number",
-                "exclusiveMinimum": 0,
-                "description": "Constant added to the root of the squares. Default: 0.001.",
-            },
-        },
-    },
     "at_least": {"type": "integer", "description": "Smallest number of updated clients for a round."},
     "run": {
         "type": ["string", "array"],

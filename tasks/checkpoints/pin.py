@@ -50,7 +50,6 @@ class ResolvedCheckpoint(BaseModel):
     revision: str | None = None  # Commit of a Hub repository, or None for a local directory.
     is_base: bool = False
     is_merged: Annotated[bool, NotInKey] = True  # Whether its weights are merged, see ``Recipe.merged_references``.
-    is_state: Annotated[bool, NotInKey] = False  # Whether it is a state instead of a model, see ``Recipe.states``.
     snapshot: Annotated[Snapshot | None, NotInKey] = None  # Files of the commit, or None for a local directory.
     adapter: Annotated[ResolvedAdapter | None, NotInKey] = None  # Adapter that is applied to the model.
 
@@ -147,7 +146,7 @@ def search_parents(recipes: Sequence[Recipe]) -> ParentSearch:
     problems = [location for location in located.values() if isinstance(location, MergegateError)]
     parents_of_recipes = []
     for recipe in recipes:
-        references, merged, states = recipe.references(), set(recipe.merged_references()), set(recipe.states)
+        references, merged = recipe.references(), set(recipe.merged_references())
         parents = []
         counts = Counter(map(_name, references))
         for reference in references:
@@ -164,7 +163,6 @@ def search_parents(recipes: Sequence[Recipe]) -> ParentSearch:
                     revision=snapshot.commit if snapshot else None,
                     is_base=recipe.base is not None and str(reference) == str(recipe.base),
                     is_merged=reference in merged,
-                    is_state=str(reference) in states,
                     snapshot=snapshot,
                     adapter=adapter,
                 )
@@ -303,7 +301,7 @@ def pin_checkpoints(
         repo_at_commit = f"{parent.snapshot.repo}@{parent.snapshot.commit}" if parent.snapshot else None
         pinned.append(
             PinnedCheckpoint(
-                **parent.model_dump(exclude={"snapshot", "adapter", "is_state"}),
+                **parent.model_dump(exclude={"snapshot", "adapter"}),
                 digest=digest,
                 files=_names_and_hashes(files),
                 adapter=adapter,

@@ -9,16 +9,8 @@
 * ``weight_comparison.py``: which tensors of a merge are new, and which ones are copies of a parent's.
 * ``router_repair.py``: new routers for a merged mixture of experts. ``router_fitting.py`` computes them in the model
   process, from the states that ``router_products.py`` observes.
-* ``optimizer.py``: the stage that stores the state of a server optimizer for the next merge.
 """
 
-from mergegate.tasks.merge.optimizer import (
-    OptimizerState,
-    find_optimizer_state,
-    optimizer_state,
-    optimizer_state_paths,
-    optimizer_steps,
-)
 from mergegate.tasks.merge.preparation import find_prepared_recipe, prepare_recipe, select_named_parents
 from mergegate.tasks.merge.router_fitting import RepairedLayer, RouterRepairSummary
 from mergegate.tasks.merge.router_repair import new_routers, with_new_routers
@@ -49,7 +41,6 @@ __all__ = [
     "MergeSettings",
     "MergeSummary",
     "Numerics",
-    "OptimizerState",
     "RepairedLayer",
     "RepairedRouting",
     "RouterDistance",
@@ -62,15 +53,11 @@ __all__ = [
     "compare_with_parents",
     "describe_changes",
     "find_copied_parent",
-    "find_optimizer_state",
     "find_prepared_recipe",
     "merge",
     "merged_model",
     "new_routers",
     "numerics",
-    "optimizer_state",
-    "optimizer_state_paths",
-    "optimizer_steps",
     "pin_calibration_texts",
     "prepare_recipe",
     "repaired_routing",

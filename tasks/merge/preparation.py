@@ -42,8 +42,8 @@ def prepare_recipe(recipe: Recipe, find: Callable[[str], PinnedCheckpoint], *, i
 
 
 def select_named_parents(recipe: Recipe, parents: Sequence[PinnedCheckpoint]) -> tuple[PinnedCheckpoint, ...]:
-    """Return the parents that a prepared recipe still names, without optimizer states, which are not models."""
-    names = {str(ref) for ref in recipe.references()} - set(recipe.states)
+    """Return the parents that a prepared recipe still names."""
+    names = {str(ref) for ref in recipe.references()}
     return tuple(parent for parent in parents if parent.ref in names)
 
 

@@ -20,7 +20,6 @@ from mergegate.tasks.publish.content import (
 )
 from mergegate.tasks.publish.facts import DatasetFacts
 from mergegate.tasks.publish.keyless import Signer, SignerPolicy, expected_signer, read_keyless
-from mergegate.tasks.publish.license_files import state_license_files
 from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.public_names import PublicNames, recipe_paths
 from mergegate.tasks.publish.release_compute import merge_compute
@@ -81,7 +80,6 @@ __all__ = [
     "release_digest",
     "released_kind",
     "require_approved",
-    "state_license_files",
     "stored_files",
     "variant_content",
 ]

@@ -78,7 +78,7 @@ def released_kind(directory: Path, parents: Sequence[PinnedCheckpoint]) -> Model
 def contributing_references(recipe: Recipe) -> frozenset[str]:
     """Return the references of all models whose weights contribute to the merge, including every base.
 
-    A model that only provides the tokenizer, that a rule left out or that is an optimizer state does not contribute.
+    A model that only provides the tokenizer or that a rule left out does not contribute.
     """
     references = {str(reference) for reference in recipe.merged_references()}
     left_out: set[str] = set()
@@ -89,7 +89,7 @@ def contributing_references(recipe: Recipe) -> frozenset[str]:
             continue
         bases = [cut.base or document.base for cut in document.slices]
         references |= {str(base) for base in bases if base and document.method.base in ("required", "optional")}
-    return frozenset(references - left_out - set(recipe.states))
+    return frozenset(references - left_out)
 
 
 def base_models(parents: Sequence[PinnedCheckpoint], *, is_adapter: bool = False) -> list[str]:

@@ -15,8 +15,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import yaml
-
 from mergegate.merge_core.parsing import read_plain
 from mergegate.tasks.checkpoints import PinnedCheckpoint, card_directory
 from mergegate.tasks.merge import WeightComparison, describe_changes
@@ -28,18 +26,13 @@ from mergegate.tasks.preflight.licenses import (
     license_texts,
     load_table,
 )
-from mergegate.tasks.publish.content import CARD, MODIFICATIONS, ReleaseFile, written_file
+from mergegate.tasks.publish.content import MODIFICATIONS, ReleaseFile, written_file
 
 _LICENSE = "LICENSE"
 _NOTICE_FILE = re.compile(r"notice(\.(md|txt|rst))?", re.IGNORECASE)
 _RULE = "=" * 80
 _MAX_NAME_LENGTH = 100
 _MAX_TEXT_BYTES = 16 << 20
-_STATE_CARD = """# Not a model
-
-This directory contains the state of a server optimizer between two rounds of client models. The state was computed from
-their weights, so it has the license of the release that it belongs to.
-"""
 
 
 @dataclass(frozen=True)
@@ -104,17 +97,6 @@ def shipped_files(verdict: LicenseVerdict) -> dict[str, str]:
     required = [item for item in verdict.combination.obligations if item.kind == "text" and item.model is None]
     texts = [_shipped_texts(identifier) for item in required for identifier in item.because]
     return {f"licenses/{_file_name(name)}.txt": text for each in texts for name, text in each.items()}
-
-
-def state_license_files(parents: Sequence[PinnedCheckpoint], license: LicenseVerdict) -> tuple[tuple[str, str], ...]:
-    """Return name and text of the card and license files that accompany the stored optimizer state.
-
-    The license check of the next merge reads them as it reads those of a parent. ``license`` is the license verdict of
-    the release that the state belongs to.
-    """
-    front = yaml.safe_dump(dict(license.combination.card), sort_keys=False, allow_unicode=True)
-    texts = ((file.name, file.read().decode()) for file in license_files(parents, license))
-    return ((CARD, f"---\n{front}---\n\n{_STATE_CARD}"), *texts)
 
 
 def open_obligations(parents: Sequence[PinnedCheckpoint], verdict: LicenseVerdict) -> tuple[Obligation, ...]:

@@ -34,10 +34,9 @@ LISTING = "application/vnd.mergegate.checkpoint-listing+json"
 
 @dataclass(frozen=True)
 class MergeOrigin:
-    """Inputs and byproducts of a merge.
+    """Inputs of a merge.
 
-    ``texts`` holds the sha256 of each text that models read for the merge, by its path in the recipe. ``byproducts``
-    holds digest and path in the store of each unpublished output that the next merge reads, by name. ``unused_refs``
+    ``texts`` holds the sha256 of each text that models read for the merge, by its path in the recipe. ``unused_refs``
     holds the references of parents that were read, but whose weights do not contribute. ``weights`` compares the merge
     with its parents. None: it was not compared.
     """
@@ -45,7 +44,6 @@ class MergeOrigin:
     numerics: Numerics
     parents: Sequence[PinnedCheckpoint]
     texts: Mapping[str, str] = field(default_factory=dict)
-    byproducts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     unused_refs: Sequence[str] = ()
     weights: WeightComparison | None = None
 
@@ -120,15 +118,6 @@ def provenance(
         }
         for name, sha256 in sorted(origin.texts.items())
     ]
-    byproducts = [
-        {
-            "name": name,
-            "uri": f"urn:mergegate:checkpoint:{sha256}",
-            "digest": {"sha256": sha256},
-            "annotations": {"stored": stored},
-        }
-        for name, (sha256, stored) in origin.byproducts.items()
-    ]
     definition = {
         "buildType": MERGE_BUILD,
         "externalParameters": {
@@ -152,7 +141,7 @@ def provenance(
         **({"mergegate_routers": content.routers.model_dump(mode="json")} if content.routers else {}),
         **({"mergegate_weights": origin.weights.model_dump(mode="json")} if origin.weights else {}),
     }
-    return _statement(files, definition, versions["mergegate"], statements, byproducts)
+    return _statement(files, definition, versions["mergegate"], statements)
 
 
 def variant_provenance(
@@ -229,7 +218,6 @@ def _statement(
     definition: Mapping[str, object],
     version: str,
     statements: Mapping[str, object],
-    byproducts: Sequence[Mapping[str, object]] = (),
 ) -> str:
     """Return an in-toto statement about ``files`` that mergegate ``version`` built."""
     statement = {
@@ -242,7 +230,6 @@ def _statement(
             "buildDefinition": definition,
             "runDetails": {
                 "builder": {"id": "urn:mergegate:builder", "version": {"mergegate": version}},
-                **({"byproducts": byproducts} if byproducts else {}),
             },
             **statements,
         },

@@ -15,15 +15,9 @@ from typing import NamedTuple, Protocol
 
 from mergegate.merge_core.errors import Refused
 from mergegate.merge_core.files import read_state, state_directory, write_state
-from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, checkpoint_digest
+from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.gate import RecordedEvidence
-from mergegate.tasks.merge import (
-    MergeSummary,
-    Numerics,
-    OptimizerState,
-    WeightComparison,
-    optimizer_state_paths,
-)
+from mergegate.tasks.merge import MergeSummary, Numerics, WeightComparison
 from mergegate.tasks.preflight.licenses import LicenseVerdict
 from mergegate.tasks.publish.card_metadata import card_metadata, contributing_references
 from mergegate.tasks.publish.compute import ComputeEstimate
@@ -55,9 +49,8 @@ class ReleaseParts(NamedTuple):
     """Inputs of a release, independent of its target.
 
     ``evidence`` holds the files from which anyone can recompute the verdict. ``compute`` is the value of
-    ``merge_compute``, which reads all parents, so a release computes it only once. ``state`` is the optimizer state for
-    the next merge, if there is any. The provenance names it, but it is not published. ``names`` are the public names of
-    local models and texts, as used in ``content``. ``held_out`` identifies the held-out text, if there is one.
+    ``merge_compute``, which reads all parents, so a release computes it only once. ``names`` are the public
+    names of local models and texts, as used in ``content``. ``held_out`` identifies the held-out text, if there is one.
     ``weights`` compares the merge with its parents. None: it was not compared, and the release claims nothing about it.
     """
 
@@ -68,7 +61,6 @@ class ReleaseParts(NamedTuple):
     merge: Artifact[MergeSummary]
     evidence: Artifact[RecordedEvidence]
     compute: ComputeEstimate
-    state: Artifact[OptimizerState] | None = None
     names: PublicNames = PublicNames({})
     held_out: DatasetFacts | None = None
     weights: WeightComparison | None = None
@@ -109,10 +101,6 @@ class ReleaseParts(NamedTuple):
             self.numerics.model_copy(update={"where": ""}),
             [_without_directories(parent) for parent in parents],
             texts={names.rename_text(text): sha256 for text, sha256 in pinned.recipe.text_digests().items()},
-            byproducts={
-                name: (checkpoint_digest(directory, store().hashes), stored)
-                for name, (stored, directory) in (optimizer_state_paths(self.state) if self.state else {}).items()
-            },
             unused_refs=unused_refs,
             weights=self.weights,
         )

@@ -334,7 +334,6 @@ MISTAKES: tuple[Mistake, ...] = (
     in_round("no matching clients", clients=["clients/*"]),
     in_round("clients that are not a list", clients="demo/models/*"),
     in_round("sample counts of some clients only", samples={"demo/models/base": 3}),
-    in_round("Adam together with momentum", adam={"rate": 0.01}, momentum=0.9),
     Mistake("recipe", "a client round outside a profile", {"recipe.yaml": written(ROUND)}, command=MERGES),
     in_checkpoint("twice the layers", deeper),
     in_checkpoint("another architecture", in_config(architectures=["MistralForCausalLM"], model_type="mistral")),

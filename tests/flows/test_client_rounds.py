@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
 import yaml
 from client_rounds import HONEST, MODELS, Clients
 from demo_project import Project
@@ -19,10 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from mergegate.flows.candidates import ExpandedRecipe, client_digest, client_round
 from mergegate.flows.candidates.last_round import used_digests
-from mergegate.merge_core import load_recipe, merge_weights, open_checkpoint, plan_merge
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files import HashMemo, sha256_file
-from mergegate.tasks.merge import find_optimizer_state
 from mergegate.tasks.publish.releases.champion import selecting_samples
 
 WEIGHTS = "adapter_model.safetensors"
@@ -60,8 +56,8 @@ def remarks_by_client(found: ExpandedRecipe, text: str = "") -> dict[str, str]:
     return {remark.partition(":")[0]: remark for remark in found.remarks if text in remark}
 
 
-def write_provenance(release: Path, *parents: Mapping[str, Any], byproducts: Sequence[Mapping[str, Any]] = ()) -> None:
-    predicate = {"buildDefinition": {"resolvedDependencies": parents}, "runDetails": {"byproducts": byproducts}}
+def write_provenance(release: Path, *parents: Mapping[str, Any]) -> None:
+    predicate = {"buildDefinition": {"resolvedDependencies": parents}}
     (release / "provenance.json").write_text(json.dumps({"predicate": predicate}))
 
 
@@ -184,18 +180,7 @@ def test_without_a_method_it_is_the_mean_by_samples(place: Path) -> None:
         ({"clients": ["clients/*", 3]}, "a list of directories"),
         ({"at_least": 0}, "from 1"),
         ({"at_least": True}, "from 1"),
-        ({"momentum": 1}, "below 1"),
-        ({"momentum": -0.1}, "from 0"),
-        ({"momentum": True}, "from 0"),
         ({"models": [{"model": "a"}]}, "clients are the models"),
-        ({"adam": True}, "{rate: ...}"),
-        ({"adam": {}}, "{rate: ...}"),
-        ({"adam": {"rate": 0}}, "above 0"),
-        ({"adam": {"rate": "0.1"}}, "above 0"),
-        ({"adam": {"rate": 0.1, "tau": 0}}, "above 0"),
-        ({"adam": {"rate": 0.1, "tau": float("nan")}}, "above 0"),
-        ({"adam": {"rate": 0.1, "beta2": -0.1}}, "from 0"),
-        ({"adam": {"rate": 0.1, "beta_1": 0.9}}, "beta1"),
         ({"base_model": None}, "base_model"),
         ({"merge_method": "task_arithmetic", "samples": {"clients/ada": 3}}, "no sample count of clients/ben"),
         ({"samples": dict.fromkeys([f"clients/{name}" for name in HONEST], 3)}, "weights all clients equally"),
@@ -279,192 +264,41 @@ def test_a_directory_with_a_config_is_always_a_model(place: Path) -> None:
     assert models(round_of(place))[0] == "clients/ada"
 
 
-# --- momentum and Adam ---
-
-
-def save_tiny(place: Path, weights: np.ndarray) -> None:
-    place.mkdir(parents=True, exist_ok=True)
-    save_file({"model.norm.weight": torch.from_numpy(weights.astype(np.float32))}, place / "model.safetensors")
-    (place / "config.json").write_text('{"model_type": "llama"}')
-
-
-def read_tiny(place: Path) -> np.ndarray:
-    return load_file(place / "model.safetensors")["model.norm.weight"].double().numpy()
-
-
-def digest_of_tiny(place: Path) -> str:
-    return sha256_file(place / "model.safetensors")
-
-
-@pytest.mark.story
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"momentum": 0.9, "parameters": {"lambda": 1.0}},
-        {"momentum": 0.5, "parameters": {"lambda": 0.3}},
-        {"adam": {"rate": 0.03, "beta1": 0.8, "beta2": 0.95, "tau": 0.02}},
-    ],
-    ids=["momentum", "momentum at a lower rate", "Adam"],
-)
-def test_the_step_of_a_round_is_that_of_its_formula(tmp_path: Path, settings: dict[str, Any]) -> None:
-    """D is the mean change of the clients by samples.
-
-    Momentum: v' = momentum v + D, w' = w + rate v', computed from the releases alone without other stored state.
-    Adam: m' = beta1 m + (1 - beta1) D, v' = beta2 v + (1 - beta2) D^2, w' = w + rate m' / (sqrt v' + tau).
-    """
-    draw = np.random.default_rng(5)
-    w, m, v = draw.normal(size=300), np.zeros(300), np.zeros(300)
-    adam, samples = settings.get("adam"), {"clients/a": 100, "clients/b": 300}
-    document = {"base_model": "base", "clients": ["clients/*"], "samples": samples, "dtype": "float32", **settings}
-    save_tiny(tmp_path / "base", w)
-    released: Path | None = None
-    for number in range(1, 6):
-        begin = read_tiny(released or tmp_path / "base")
-        steps = {name: draw.normal(size=300) for name in samples}
-        for name, step in steps.items():
-            save_tiny(tmp_path / name, begin + step)
-        found = client_round(
-            document, tmp_path, "profile", last_release=released, digest_of=digest_of_tiny, find_state=tmp_path.joinpath
-        )
-        recipe = load_recipe(yaml.safe_dump_all([dict(one) for one in found.documents]))
-        if adam:
-            assert len(recipe.references()) == (3 if number == 1 else 5)
-        else:
-            assert len(found.documents) == (1 if number == 1 else 2)
-        checkpoints = {str(ref): open_checkpoint(tmp_path / ref.path) for ref in recipe.references()}
-        parents = [{"digest": {"sha256": digest_of_tiny(tmp_path / ref.path)}} for ref in recipe.references()]
-        released = tmp_path / f"releases/{number}"
-        merge_weights(plan_merge(recipe, checkpoints), released, seed=0)
-        kept = []
-        for name in ("mean", "squares") if adam else ():
-            stored = f"kept/{number}/{name}"
-            merge_weights(plan_merge(recipe.ending_with(name), checkpoints), tmp_path / stored, seed=0)
-            digest = {"sha256": digest_of_tiny(tmp_path / stored)}
-            kept.append({"name": name, "digest": digest, "annotations": {"stored": stored}})
-        write_provenance(released, *parents, byproducts=kept)
-        (released / "recipe.yaml").write_text(yaml.safe_dump_all([dict(one) for one in found.documents]))
-        (released / "config.json").write_text('{"model_type": "llama"}')
-        change = sum(steps[name] * count for name, count in samples.items()) / sum(samples.values())
-        if adam:
-            m = adam["beta1"] * m + (1 - adam["beta1"]) * change
-            v = adam["beta2"] * v + (1 - adam["beta2"]) * change**2
-            w = w + adam["rate"] * m / (np.sqrt(v) + adam["tau"])
-        else:
-            v = settings["momentum"] * v + change
-            w = w + settings["parameters"]["lambda"] * v
-        np.testing.assert_allclose(read_tiny(released), w, atol=2e-6 if adam else 5e-6)
-    remark = "Adam continues" if adam else f"{settings['momentum']:g} times the last step, from 3"
-    assert any(remark in one for one in found.remarks)
-
-
-@pytest.mark.parametrize("lost", ["gone", "another", "no recipe"])
-def test_where_the_release_before_the_last_is_not_there_momentum_begins_anew(place: Path, lost: str) -> None:
-    released = release(place, "nobody", *([] if lost == "another" else ["base"]))
-    if lost == "gone":
-        (place / "base").unlink()
-    elif lost == "no recipe":
-        (released / "recipe.yaml").write_text("{}\n---\n{}\n")
-    found = round_of(place, released, momentum=0.9)
-    assert len(found.documents) == 1
-    assert any("without momentum" in remark for remark in found.remarks)
-
-
-def adam_after(place: Path, **byproduct: Any) -> ExpandedRecipe:
-    """Return a round by Adam after a release that stored one optimizer state."""
-    kept = {"name": "mean", "digest": {"sha256": "mean"}, "annotations": {"stored": "kept/mean"}, **byproduct}
-    write_provenance(released := release(place), byproducts=[kept])
-    return client_round(
-        {**DOCUMENT, "adam": {"rate": 0.01}},
-        place,
-        "profile",
-        last_release=released,
-        digest_of=lambda directory: directory.name,
-        find_state=lambda stored: place / stored if (place / stored).is_dir() else None,
-    )
-
-
-def test_a_round_by_adam_is_plain_documents_that_name_what_was_kept(place: Path) -> None:
-    (place / "kept/mean").mkdir(parents=True)
-    documents = adam_after(place).documents
-    assert [one.get("name", "") for one in documents] == ["round", "mean", "squares", ""]
-    assert documents[1]["models"] == [{"model": "round"}, {"model": "kept/mean"}]
-    assert documents[3]["models"] == [{"model": "mean"}, {"model": "squares"}]
-    assert {one["base_model"] for one in documents} == {"releases/v1"}
-    read = load_recipe(yaml.safe_dump_all([dict(one) for one in documents]))
-    assert read.states == ("kept/mean", "mean", "squares")
-    assert "kept/mean" not in map(str, read.merged_references())
-
-
-@pytest.mark.parametrize(
-    "byproduct",
-    [{}, {"digest": {"sha256": "another"}}, {"annotations": {}}, {"digest": 3}],
-    ids=["gone", "another", "nowhere", "nonsense"],
-)
-def test_where_what_was_kept_is_not_there_adam_begins_anew(place: Path, byproduct: Mapping[str, Any]) -> None:
-    if byproduct:
-        (place / "kept/mean").mkdir(parents=True)
-    found = adam_after(place, **byproduct)
-    assert [len(one["models"]) for one in found.documents[1:3]] == [1, 1]
-    assert any("Adam starts again" in remark for remark in found.remarks)
-
-
-def test_a_recipe_can_end_at_one_of_its_steps(place: Path) -> None:
-    documents = round_of(place, adam={"rate": 0.01}).documents
-    squares = load_recipe(yaml.safe_dump_all([dict(one) for one in documents])).ending_with("squares")
-    assert [step.name for step in squares.steps] == ["round"]
-    assert squares.states == ()
-
-
-@pytest.mark.parametrize(
-    "stored", ["../../etc", "optimizer/*/mean", f"merge/{'0' * 32}/mean", f"optimizer/{'0' * 32}/../mean", ""]
-)
-def test_a_provenance_can_only_refer_to_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: str) -> None:
-    monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path))
-    (tmp_path / f"store/optimizer/{'0' * 32}/mean").mkdir(parents=True)
-    assert find_optimizer_state(stored) is None
-    assert find_optimizer_state(f"optimizer/{'0' * 32}/mean") is None  # without a manifest
-
-
 # --- a whole project over rounds ---
-
-
-def make_profile(project: Project, method: str, drop: float, **recipe: Any) -> str:
-    source = {"base_model": "demo/models/base", "clients": [f"../clients-{method}/*"], "dtype": "bfloat16"}
-    tasks = [{"task": f"demo/tasks/{it}.yaml", "guarded_by": "champion", "max_drop": drop} for it in TASKS]
-    profile = {
-        "name": f"rounds-{method}",
-        "recipe": {"merge_method": method, **source, **recipe},
-        "evaluate": {"tasks": tasks},
-        "publish": {"to": "directory", "path": f"../releases/{method}"},
-    }
-    (project.root / f"profiles/{method}.yaml").write_text(yaml.safe_dump(profile))
-    return f"profiles/{method}.yaml"
 
 
 class Rounds:
     """Client rounds in a project. Honest clients train from the last release, and ``eve`` attacks."""
 
-    def __init__(self, project: Project, method: str = "median", drop: float = 30, **recipe: Any) -> None:
-        self.project, self.method = project, method
-        self.profile = make_profile(project, method, drop, **recipe)
-        self.clients = Clients(project.root / f"clients-{method}")
-        self.begin = MODELS / "base"
+    profile = "profiles/rounds.yaml"
 
-    def train(self, reversed_times: float = 30) -> None:
+    def __init__(self, project: Project, drop: float, **recipe: Any) -> None:
+        self.project, self.clients, self.begin = project, Clients(project.root / "clients"), MODELS / "base"
+        source = {"base_model": "demo/models/base", "clients": ["../clients/*"], "dtype": "bfloat16"}
+        tasks = [{"task": f"demo/tasks/{it}.yaml", "guarded_by": "champion", "max_drop": drop} for it in TASKS]
+        profile = {
+            "name": "rounds",
+            "recipe": {"merge_method": "median", **source, **recipe},
+            "evaluate": {"tasks": tasks},
+            "publish": {"to": "directory", "path": "../releases"},
+        }
+        (project.root / self.profile).write_text(yaml.safe_dump(profile))
+
+    def train(self) -> None:
         for client in HONEST:
             self.clients.train(client, self.begin)
-        self.clients.turn("eve", self.begin, reversed_times)
+        self.clients.turn("eve", self.begin, 30)
 
-    def run(self, codes: tuple[int, ...] = (0,)) -> str:
+    def run(self) -> str:
         """Run the round and return its output without line breaks."""
         result = self.project.mergegate("run", self.profile)
-        assert result.exit_code in codes, result.output
+        assert result.exit_code == 0, result.output
         self.begin = self.latest.resolve()
         return " ".join(result.output.split())
 
     @property
     def latest(self) -> Path:
-        return self.project.root / f"releases/{self.method}/latest"
+        return self.project.root / "releases/latest"
 
     @property
     def predicate(self) -> dict[str, Any]:
@@ -475,7 +309,7 @@ class Rounds:
         return {one["task"]: one["merge_score"] for one in self.predicate["mergegate_verdict"]["guards"]}
 
     def require_nothing_new(self) -> None:
-        stages = ("merge", "distances", "evaluate", "apply", "optimizer")
+        stages = ("merge", "distances", "evaluate", "apply")
         before = {stage: self.project.artifacts(stage) for stage in stages}
         assert "nothing new" in self.run()
         assert {stage: self.project.artifacts(stage) for stage in stages} == before
@@ -488,7 +322,7 @@ class Rounds:
         return " ".join(self.project.mergegate("check", self.profile).output.split())
 
 
-LATE = "clients-median/ben: left out: the last round already includes"
+LATE = "clients/ben: left out: the last round already includes"
 
 
 @pytest.mark.proof
@@ -521,34 +355,3 @@ def test_rounds_of_models_and_adapters_are_released_and_made_again(project: Proj
     checked = rounds.check()
     assert "base_model_name_or_path" in checked, checked
     assert LATE in checked, checked
-
-
-@pytest.mark.proof
-def test_rounds_by_adam_are_released_made_again_and_begin_anew_without_what_was_kept(project: Project) -> None:
-    rounds, store = Rounds(project, leave_out_beyond=5, adam={"rate": 0.02}), project.home / "store"
-    rounds.train()
-    rounds.run()
-    kept = rounds.predicate["runDetails"]["byproducts"]
-    assert [one["name"] for one in kept] == ["mean", "squares"]
-    rounds.train()
-    assert "Adam continues" in rounds.run()
-    inputs = {one["name"]: one for one in rounds.predicate["buildDefinition"]["resolvedDependencies"]}
-    for one in kept:
-        named = os.path.relpath(store / one["annotations"]["stored"], project.root / "profiles")
-        assert inputs[named]["digest"] == one["digest"]
-    # Optimizer states are not models and are never evaluated.
-    lines = [line for file in (project.home / "runs").glob("*.jsonl") for line in file.read_text().splitlines()]
-    noted = [json.loads(line) for line in lines if line]
-    assert {one.get("subject") for one in noted if one.get("stage") == "evaluate"}.isdisjoint({"mean", "squares"})
-    rounds.require_nothing_new()
-    # Garbage collection keeps the inputs of the current release and the state that the next round needs.
-    before = project.artifacts("optimizer")
-    assert project.mergegate("store", "gc", "--older-than", "0").exit_code == 0
-    assert project.artifacts("optimizer") == before
-    rounds.require_reproducible()
-    newest = rounds.predicate["runDetails"]["byproducts"][0]["annotations"]["stored"].split("/")[1]
-    (store / "optimizer" / newest / "squares/model.safetensors").write_bytes(b"damaged")
-    rounds.train()
-    assert "Adam starts again" in rounds.run()
-    shutil.rmtree(store / "optimizer")
-    rounds.require_reproducible()  # the last round started Adam from scratch and needs no state

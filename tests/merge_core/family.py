@@ -199,9 +199,8 @@ def load(directory: Path) -> dict[str, np.ndarray]:
 
 # The models besides the base, and the parameters, of methods that do not take any number of weighted models.
 MODELS = {"slerp": "ab", "nuslerp": "ab", "nearswap": "a", "arcee_fusion": "a", "passthrough": "a"}
-MODELS |= dict.fromkeys(("moving_mean", "moving_squares", "adam"), "ab")
 WITHOUT_BASE = ("linear", "slerp", "karcher", "passthrough")
-PARAMETERS = {"slerp": "t: 0.4", "nearswap": "t: 0.0005", "sce": "select_topk: 0.3", "adam": "rate: 0.01"}
+PARAMETERS = {"slerp": "t: 0.4", "nearswap": "t: 0.0005", "sce": "select_topk: 0.3"}
 PARAMETERS |= {"ramplus_tl": "epsilon: 0.0001"}
 
 

@@ -107,19 +107,6 @@ def trimmed_mean(base: Array, models: Arrays, *, left_out: int, scale: float = 1
     return base + scale * ordered[left_out : len(models) - left_out].mean(0)
 
 
-def moving_mean(base: Array, models: Arrays, *, keep: float) -> Array:
-    return keep * (models[1] if len(models) > 1 else 0.0) + (1 - keep) * (models[0] - base)
-
-
-def moving_squares(base: Array, models: Arrays, *, keep: float) -> Array:
-    return keep * (models[1] if len(models) > 1 else 0.0) + (1 - keep) * (models[0] - base) ** 2
-
-
-def adam(base: Array, models: Arrays, *, rate: float, tau: float) -> Array:
-    mean, squares = models
-    return base + rate * mean / (np.sqrt(np.where(squares > 0, squares, 0.0)) + tau)
-
-
 def slerp_chain(base: Array | None, models: Arrays, *, t: float) -> Array:
     result = models[0]
     for model in models[1:]:

@@ -26,7 +26,6 @@ models:
 base_model: base
 """
 ONE = "\nbase_model: base\nmodels: [{model: a}]\n"
-FIRST = "\nbase_model: 'base'\nmodels: [{model: a}]\n"  # The quotes keep the test from reading ``model: b``.
 PAIR = "\nmodels: [{model: a}, {model: b}]\n"
 BASED = "\nbase_model: base" + PAIR
 TWO = "\nmodels: [{model: a, parameters: {weight: 0.7}}, {model: b, parameters: {weight: 0.2}}]\n"
@@ -79,11 +78,7 @@ CASES: dict[str, Case] = {
     "median": case("median", THREE), "median of two": case("median", BASED, "lambda: 0.5", scale=0.5),
     "trimmed_mean": case("trimmed_mean", THREE, "trim: 0.34, lambda: 1.3", left_out=1, scale=1.3),
     "trimmed_mean of few": case("trimmed_mean", THREE, left_out=0),
-    "moving_mean of a first round": case("moving_mean", FIRST, keep=0.9),
-    "moving_mean": case("moving_mean", BASED, "keep: 0.7", keep=0.7),
-    "moving_squares of a first round": case("moving_squares", FIRST, keep=0.99),
-    "moving_squares": case("moving_squares", BASED, "keep: 0.6", keep=0.6),
-    "adam": case("adam", BASED, "rate: 0.02, tau: 0.01", rate=0.02, tau=0.01), "nuslerp": case("nuslerp", TWO, **BOTH),
+    "nuslerp": case("nuslerp", TWO, **BOTH),
     "nuslerp by rows": case("nuslerp", TWO, "nuslerp_flatten: false", **BOTH, flatten=False),
     "nuslerp by columns": case(
         "nuslerp", TWO, "nuslerp_flatten: false, nuslerp_row_wise: true", **BOTH, flatten=False, row_wise=True

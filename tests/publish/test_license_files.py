@@ -1,4 +1,4 @@
-"""Test the license files of a release, those of optimizer state, and the obligations left to the publisher."""
+"""Test the license files of a release, and the obligations left to the publisher."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, ResolvedCheckpoint
 from mergegate.tasks.preflight.licenses.check import LicenseVerdict, check_licenses, read_licenses
 from mergegate.tasks.preflight.licenses.settings import LicenseSettings
 from mergegate.tasks.preflight.licenses.table import load_table
-from mergegate.tasks.publish import state_license_files
 from mergegate.tasks.publish.license_files import license_files, open_obligations
 
 TABLE = load_table()
@@ -150,19 +149,7 @@ def test_names_of_models_become_plain_file_names_that_do_not_collide(tmp_path: P
     assert "2023 Odd" in files["licenses/acme--d--v1.txt"]
 
 
-@pytest.mark.parametrize("licenses", [("apache-2.0",), ("mit", "apache-2.0")])
-def test_the_license_of_the_state_is_read_from_its_own_card(tmp_path: Path, licenses: tuple[str, ...]) -> None:
-    verdict = license_verdict(*licenses)
-    for name, text in state_license_files((), verdict):
-        (tmp_path / "mean" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "mean" / name).write_text(text)
-    found = ResolvedCheckpoint(name="mean", ref="mean", directory=tmp_path / "mean")
-    declared = read_licenses([found], TABLE, lambda name: (_ for _ in ()).throw(AssertionError(name)))
-    assert declared.families["mean"][0].license.id == (verdict.combination.license_name or verdict.combination.license)
-
-
 def test_the_same_release_gives_the_same_files(tmp_path: Path) -> None:
     verdict = license_verdict("apache-2.0", "mit")
-    made = [state_license_files(parents(tmp_path / name), verdict) for name in ("one", "two")]
-    assert made[0] == made[1]
-    assert "Not a model" in dict(made[0])["README.md"]
+    one, two = (license_files(parents(tmp_path / name), verdict) for name in ("one", "two"))
+    assert one == two

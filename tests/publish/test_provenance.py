@@ -71,14 +71,6 @@ def statement(tmp_path: Path) -> Any:
     return json.loads(text_of(tmp_path))
 
 
-def test_optimizer_state_is_listed_as_a_byproduct(tmp_path: Path) -> None:
-    statement = json.loads(text_of(tmp_path, byproducts={"mean": (sha("mean"), "optimizer/5d0c/mean")}))
-    jsonschema.validate(statement, _SCHEMA)
-    (kept,) = statement["predicate"]["runDetails"]["byproducts"]
-    assert (kept["name"], kept["digest"]) == ("mean", {"sha256": sha("mean")})
-    assert kept["annotations"] == {"stored": "optimizer/5d0c/mean"}
-
-
 @pytest.mark.parametrize(
     "path", [("predicate", "verdict"), ("predicate", "buildDefinition", "x"), ("subject", 0, "size"), ("extra",)]
 )

@@ -10,13 +10,11 @@ arguments ``data``, ``rows``, ``length``, ``start`` and ``grain`` are those of :
 
 from mergegate.merge_core.methods.kernels.combination import combine, gram
 from mergegate.merge_core.methods.kernels.elementwise import (
-    adam,
     add_change,
     consensus,
     count_changes,
     fuse,
     importances,
-    moving_average,
     nearswap,
     ram,
     trimmed_middle,
@@ -39,7 +37,6 @@ from mergegate.merge_core.methods.kernels.tiles import TILE, inspect
 
 __all__ = [
     "TILE",
-    "adam",
     "add_change",
     "combine",
     "consensus",
@@ -53,7 +50,6 @@ __all__ = [
     "inspect",
     "mask_words",
     "masked_norms",
-    "moving_average",
     "nearswap",
     "next_digit_of",
     "next_digits",

@@ -209,7 +209,7 @@ def find_undeclared(
         InvalidInput: Weights cannot be read.
         Refused: The Hub does not serve them.
     """
-    models = {parent.name: parent for parent in parents if not parent.is_state and parent.name in families}
+    models = {parent.name: parent for parent in parents if parent.name in families}
     declarations = {name: _Declared.of(parent, families[name], models.values()) for name, parent in models.items()}
     # Between parents with the same licenses, a relation changes nothing.
     pairs = {
