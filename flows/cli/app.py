@@ -11,7 +11,6 @@ import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import import_module
-from itertools import takewhile
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
@@ -246,18 +245,6 @@ _PANELS: Mapping[str, Mapping[str, Entry]] = {
     },
     "Watch": {},
 }
-RENAMED_COMMANDS: Mapping[str, str] = {"look": "evaluate"}
-"""Maps former names of commands to their present names. Using a former name is an error that states the present one."""
-RENAMED_OPTIONS: Mapping[str, str] = {
-    "--again": "--reset",
-    "--documents": "--data",
-    "--at-once": "--concurrency",
-    "--key-from": "--api-key-env",
-    "--mend": "--repair",
-    "--older": "--older-than",
-    "--why": "--reason",
-}
-"""Maps former names of options to their present names. Using a former name is an error that states the present one."""
 _OPTIONS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
 
 
@@ -266,17 +253,12 @@ _METAVARS = {"Path": "PATH", "int": "NUMBER", "float": "NUMBER", "str": "TEXT"}
 
 
 class Command(typer.core.TyperCommand):
-    """A command whose help ends with examples, and which rejects the former name of an option.
+    """A command whose help ends with examples.
 
     ``epilog`` has one example per line. ``rich_help_panel`` is the group of the command in ``mergegate --help``.
     """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        options = {option for parameter in self.params for option in parameter.opts}
-        for word in takewhile(lambda word: word != "--", args):
-            former = word.partition("=")[0]
-            if (current := RENAMED_OPTIONS.get(former)) in options and former not in options:
-                raise typer.BadParameter(f"this option was renamed: write {current}", ctx, param_hint=former)
         words, context = args, ctx
         while context.parent is not None:
             words, context = [context.info_name, *words], context.parent
@@ -371,8 +353,6 @@ class CommandGroup(typer.core.TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """Return the command named by the first word, or the default command with that word as its first argument."""
-        if (current := RENAMED_COMMANDS.get(args[0])) in self.commands and args[0] not in self.commands:
-            raise typer.BadParameter(f"this command was renamed: write {current}", ctx, param_hint=args[0])
         uses_default = self.default_command is not None and args[0] not in self.commands
         return super().resolve_command(ctx, [str(self.default_command), *args] if uses_default else args)
 

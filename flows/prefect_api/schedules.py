@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 from zoneinfo import available_timezones
 
@@ -32,7 +32,6 @@ from mergegate.merge_core.parsing import LocalPath, read_yaml_mapping
 from mergegate.merge_core.wording import parse_duration
 
 SCHEDULES_FILE = "schedules.yaml"
-_FORMER_FILE = "nights.yaml"
 # Names of the deployments that accept any profile. No profile may have one of these names.
 RESERVED = ("release", "sweep", "shadow")
 
@@ -106,8 +105,6 @@ class ScheduledProfile(SchedulesSection):
 class Recipient(SchedulesSection):
     """A recipient of notifications, and their occasions."""
 
-    renamed_keys: ClassVar[Mapping[str, str]] = {"of": "events"}
-
     to: Literal["webhook", "slack", "mail", "block"] = Field(
         description="webhook: JSON by POST; slack: an incoming webhook (also of Mattermost); mail: SMTP; "
         "block: an existing notification block in Prefect."
@@ -162,8 +159,6 @@ class SiteSettings(SchedulesSection):
 class Schedules(SchedulesSection):
     """Content of ``schedules.yaml``, which ``mergegate deploy`` applies to the server."""
 
-    renamed_keys: ClassVar[Mapping[str, str]] = {"tell": "notify"}
-
     profiles: tuple[ScheduledProfile, ...] = Field(description="Profiles to deploy.")
     notify: tuple[Recipient, ...] = Field(default=(), description="Recipients of notifications. Default: none.")
     server: SiteSettings = SiteSettings()
@@ -176,8 +171,6 @@ def load_schedules(file: Path) -> Schedules:
         InvalidInput: The file does not exist, is not YAML or is invalid. The error lists all faults.
     """
     if not file.exists():
-        if (former := file.with_name(_FORMER_FILE)).exists():
-            raise InvalidInput(str(former), found="a file name that was renamed", remedy=f"mv {former} {file}")
         raise InvalidInput(
             str(file),
             found="no such file",

@@ -89,8 +89,6 @@ def _describe_fault(fault: Any, model: type[BaseModel]) -> tuple[str, str, str]:
             inner = _settings_in(field.annotation) if field else None
             section, is_inside = inner or section, inner is not None
     if fault["type"] == "extra_forbidden":
-        if new_name := getattr(section, "renamed_keys", {}).get(last):
-            return location, f"the key {last!r} was renamed", f"write {new_name!r}"
         keys = [name for name in section.model_fields if name not in ("root", "overrides", "built_in")]
         return location, f"unknown key {last!r}", suggest(str(last), keys)
     if fault["type"] == "missing":

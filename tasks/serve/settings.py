@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -30,12 +29,6 @@ class ServeSettings(BaseModel):
     command line of another server that speaks the OpenAI API. mergegate fills in ``{model}``, ``{port}`` and
     ``{name}``. The server must listen on 127.0.0.1.
     """
-
-    renamed_keys: ClassVar[Mapping[str, str]] = {
-        "ready_within": "startup_timeout",
-        "answer_within": "request_timeout",
-        "total_within": "timeout",
-    }
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -87,11 +86,6 @@ class SwitchRule(BaseModel):
     """Limits at which the kill switch takes a candidate off the traffic. In a profile: ``shadow: kill_switch``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    renamed_keys: ClassVar[Mapping[str, str]] = {
-        "errors": "max_error_percent",
-        "of": "window",
-        "slower": "max_slowdown",
-    }
 
     max_error_percent: float = Field(
         default=5.0,
@@ -114,15 +108,6 @@ class ShadowSettings(BaseModel):
     """Settings for watching a release on user traffic before it is promoted."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
-    renamed_keys: ClassVar[Mapping[str, str]] = {
-        "in_flight": "max_requests",
-        "copies": "max_copies",
-        "queue": "record_queue",
-        "body_limit": "max_body_bytes",
-        "redact_with": "redactor",
-        "keep_days": "retention_days",
-        "switch": "kill_switch",
-    }
 
     parent: ShadowServer = Field(description="Server of the model that users have today.")
     candidate: ShadowServer = Field(description="Server of the release that is compared.")

@@ -8,12 +8,11 @@ largest size of an artifact that is shared. The default of 1 GB excludes most me
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import parse_bytes
 from mergegate.tasks.stage.progress import announce
 from mergegate.tasks.store import SharedStore, require_shared
@@ -22,13 +21,6 @@ SHARED_STORE, MAX_SIZE = "MERGEGATE_SHARED_STORE", "MERGEGATE_SHARED_STORE_MAX_S
 _DEFAULT_MAX_SIZE = "1GB"
 # Machines do not wait for each other's merges, because a merge is often too large to be shared.
 _UNLEASED_STAGES = frozenset({"merge"})
-
-RENAMED_VARIABLES: Mapping[str, str] = {
-    "MERGEGATE_QUOTA": "MERGEGATE_STORE_QUOTA",
-    "MERGEGATE_STORE": "MERGEGATE_SHARED_STORE",
-    "MERGEGATE_SHARE_UP_TO": "MERGEGATE_SHARED_STORE_MAX_SIZE",
-}
-"""Present names of renamed environment variables, by former name."""
 
 
 def home() -> Path:
@@ -40,14 +32,7 @@ def home() -> Path:
 
 
 def environment_setting(variable: str) -> str:
-    """Return the value of an environment variable without surrounding blanks. Empty if it is not set.
-
-    Raises:
-        InvalidInput: The variable is set under its former name.
-    """
-    for former, current in RENAMED_VARIABLES.items():
-        if current == variable and former in os.environ:
-            raise InvalidInput(former, found="an environment variable that was renamed", remedy=f"set {current}")
+    """Return the value of an environment variable without surrounding blanks. Empty if it is not set."""
     return os.environ.get(variable, "").strip()
 
 

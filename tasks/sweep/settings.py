@@ -15,7 +15,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -33,8 +33,6 @@ class _Settings(BaseModel):
 
 class FreeParameter(_Settings):
     """A free parameter, used in the recipe as ``$name``, and its possible values."""
-
-    renamed_keys: ClassVar[Mapping[str, str]] = {"among": "choices"}
 
     type: Literal["float", "log", "integer", "category"] = "float"
     low: float | None = None
@@ -99,8 +97,6 @@ class SetSizes(_Settings):
 class Budget(_Settings):
     """Limits of a search. The search ends at the first limit that it reaches."""
 
-    renamed_keys: ClassVar[Mapping[str, str]] = {"per_hour": "cost_per_hour"}
-
     trials: int = Field(default=60, ge=1)
     hours: float | None = Field(default=None, gt=0, description="Wall time in hours, over all runs of the search.")
     cost: float | None = Field(default=None, gt=0, description="Money to spend: worker hours times cost_per_hour.")
@@ -146,13 +142,6 @@ _SEARCH_ONLY = (
 
 class SweepSettings(_Settings):
     """A search over the free parameters of a recipe, or over the models of a soup."""
-
-    renamed_keys: ClassVar[Mapping[str, str]] = {
-        "hand_written": "baselines",
-        "several": "multi_objective",
-        "baseline": "random_trials",
-        "view": "optuna_storage",
-    }
 
     parameters: dict[str, FreeParameter] = Field(
         default={}, description="Free parameters of the recipe. At least one, unless the search is for a soup."

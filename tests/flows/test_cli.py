@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 from demo_project import PROFILES, Project, expect
 from patience import HANG_S
-from typer.testing import CliRunner
 
-from mergegate.flows.cli.app import RENAMED_OPTIONS, app
 from mergegate.flows.prefect_api.runs import FinishedRun
 from mergegate.flows.preflight import Problems
 from mergegate.merge_core import errors
@@ -73,16 +71,6 @@ def test_merges_that_share_a_directory_make_what_one_makes(tmp_path: Path) -> No
     assert {path.name: path.read_bytes() for path in (tmp_path / "together").iterdir()} == alone
 
 
-FORMER = (
-    ("doctor", "--mend"),
-    ("store gc", "--older=3"),
-    ("shadow promote profile.yaml", "--why"),
-    ("shadow serve profile.yaml", "--again"),
-    ("shadow replay traffic.jsonl", "--at-once"),
-    ("smoke model", "--key-from"),
-)
-
-
 def test_help_does_not_wait_for_heavy_imports(tmp_path: Path) -> None:
     code = "import sys; sys.argv = ['mergegate', '--help']\nfrom mergegate.flows.cli import main\n"
     code += "try:\n main()\nfinally:\n"
@@ -90,25 +78,6 @@ def test_help_does_not_wait_for_heavy_imports(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.returncode == 0
     assert done.stderr.strip() == "[]"
-
-
-@pytest.mark.parametrize(
-    ("command", "former", "words"),
-    [
-        *((command, former, RENAMED_OPTIONS[former.partition("=")[0]]) for command, former in FORMER),
-        ("shadow", "look", "evaluate"),
-    ],
-)
-def test_a_renamed_option_or_command_is_an_error_that_names_the_new_one(command: str, former: str, words: str) -> None:
-    answer = CliRunner().invoke(app, [*command.split(), former, "1"])
-    assert answer.exit_code == 2
-    assert words in answer.output
-
-
-def test_a_word_after_two_dashes_is_not_an_option() -> None:
-    answer = CliRunner().invoke(app, ["doctor", "--", "--mend"])
-    assert answer.exit_code == 2
-    assert "renamed" not in answer.output
 
 
 @pytest.mark.parametrize(("kind", "code"), [(InvalidInput, 2), (Refused, 3), (DiskUnavailable, 3)])

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import yaml
-from pydantic import BaseModel, TypeAdapter, ValidationError
 from samples import sampled
 
-from mergegate.flows.prefect_api.schedules import Schedules
 from mergegate.flows.preflight import pin_profile_evidence
-from mergegate.flows.profile import Profile, is_recipe, load_profile, parse_profile, settings_faults
+from mergegate.flows.profile import Profile, is_recipe, load_profile, parse_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.pin import resolve_parents
-from mergegate.tasks.publish.targets import publish_targets
 
 PROFILES = sorted((Path(__file__).resolve().parents[2] / "profiles").glob("*.yaml"))
 
@@ -227,46 +223,3 @@ def test_what_a_refusal_proposes_is_tried_after_what_is_written(said: object, wr
     choices = [profile.with_remedies(choice).max_proposed_remedies for choice in ("written", "auto", None)]
     assert choices == [0, 3, proposed]
     assert len(profile.with_remedies("auto").candidates()) - 1 == written
-
-
-def renamed_keys() -> list[tuple[type[BaseModel], str, str]]:
-    """Return each section of a profile or of ``schedules.yaml`` that renamed a key, with the old and the new key."""
-    sections: list[type[BaseModel]] = [Profile, Schedules, *publish_targets().values()]
-    for section in sections:  # grows while it is walked
-        for field in section.model_fields.values():
-            nested = TypeAdapter(field.annotation).core_schema
-            sections += [found for found in _models_in(nested) if found not in sections]
-    return [(model, old, new) for model in sections for old, new in getattr(model, "renamed_keys", {}).items()]
-
-
-def _models_in(schema: object) -> Iterator[type[BaseModel]]:
-    if isinstance(schema, dict):
-        if schema.get("type") == "model":
-            yield schema["cls"]
-        for key, value in schema.items():
-            if key != "metadata":
-                yield from _models_in(value)
-    elif isinstance(schema, list | tuple):
-        for value in schema:
-            yield from _models_in(value)
-
-
-@pytest.mark.parametrize(
-    ("section", "old", "new"), [pytest.param(*one, id=f"{one[0].__name__}.{one[1]}") for one in renamed_keys()]
-)
-def test_a_renamed_key_is_an_error_that_names_the_new_key(section: type[BaseModel], old: str, new: str) -> None:
-    assert old not in section.model_fields
-    assert new in section.model_fields
-    with pytest.raises(ValidationError) as caught:
-        section.model_validate({old: 1})
-    message = str(settings_faults(caught.value, "settings.yaml", section))
-    assert f"the key {old!r} was renamed" in message
-    assert f"write {new!r}" in message
-
-
-def test_a_renamed_key_is_found_at_any_depth() -> None:
-    sweep = {"parameters": {"m": {"type": "category", "among": ["ties"], "start": "ties"}}, "objective": [{}]}
-    with pytest.raises(InvalidInput) as caught:
-        parse_profile({**GOOD, "sweep": sweep}, "profile.yaml")
-    assert "sweep.parameters.m.among: the key 'among' was renamed" in str(caught.value)
-    assert caught.value.remedy == "write 'choices'"

@@ -17,7 +17,7 @@ from patience import HANG_S
 from pydantic import BaseModel
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.stage.project import RENAMED_VARIABLES, environment_setting, shared_store
+from mergegate.tasks.stage.project import shared_store
 from mergegate.tasks.store import SharedStore, Store, StoredValue, StoreMiss, stage_key
 from mergegate.tasks.store.shared import _Lease
 
@@ -310,11 +310,6 @@ def test_the_environment_is_read_strictly(tmp_path: Path, monkeypatch: pytest.Mo
         if value != "memory://elsewhere":
             with pytest.raises(InvalidInput, match=f"MERGEGATE_SHARED_STORE{name}"):
                 shared_store(tmp_path)
-    for former, current in RENAMED_VARIABLES.items():
-        monkeypatch.setenv(former, "1GB")
-        with pytest.raises(InvalidInput, match=former) as caught:
-            environment_setting(current)
-        assert caught.value.remedy == f"set {current}"
 
 
 def test_without_a_shared_store_no_request_is_sent(tmp_path: Path) -> None:

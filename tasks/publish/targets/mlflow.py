@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -38,7 +37,6 @@ class MlflowTarget(PublishTarget):
     """
 
     reference_form: ClassVar[str] = "models:/name@champion of MLflow"
-    renamed_keys: ClassVar[Mapping[str, str]] = {"place": "storage"}
 
     to: Literal["mlflow"]
     model: str = Field(pattern=r"^[A-Za-z0-9][\w. -]*$", description="Name of the registered model.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -53,7 +52,6 @@ class S3Target(PublishTarget):
     """
 
     reference_form: ClassVar[str] = "s3://bucket/prefix@version"
-    renamed_keys: ClassVar[Mapping[str, str]] = {"parts_above": "multipart_threshold"}
 
     to: Literal["s3"]
     url: str = Field(
