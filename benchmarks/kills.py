@@ -34,6 +34,7 @@ from typing import NamedTuple
 PROJECT = Path(__file__).resolve().parent.parent
 MEASURED = ("perplexity", "evaluate", "gate")  # stages whose artifacts must be equal
 _LOOK_EVERY = 0.005  # seconds
+NOTES = Path("sandbox/notes")  # in the directory that confined processes may write to
 _START = "from mergegate.flows.cli import main; main()"
 
 # Imported by every Python process that finds it. It notes each loaded model, and each batch before it is computed.
@@ -52,7 +53,7 @@ def watch(cache):
         loaded = load(model, dtype, device)
         def begun(network, args, kwargs):
             ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
-            from mergegate.tasks.evaluation.backends.shared_prefix import PROBE_TOKENS
+            from mergegate.tasks.evaluation.backends.hf import PROBE_TOKENS
             if tuple(ids[0].tolist()[:len(PROBE_TOKENS)]) == PROBE_TOKENS:
                 return  # no batch: it is tried what the network takes
             content = hashlib.sha256(ids.cpu().numpy().tobytes()).hexdigest()
@@ -96,7 +97,8 @@ def watched_environment(root: Path) -> dict[str, str]:
         **kept,
         "MERGEGATE_HOME": str(root / ".mergegate"),
         "HF_HUB_OFFLINE": "1",
-        "MERGEGATE_KILLS_NOTES": str(root / "notes"),
+        "MERGEGATE_SANDBOX": str(root / NOTES.parent),
+        "MERGEGATE_KILLS_NOTES": str(root / NOTES),
         "PYTHONPATH": os.pathsep.join((str(root / "spy"), str(PROJECT))),
     }
 
@@ -117,7 +119,7 @@ class Project:
         for profile in (PROJECT / "profiles").glob("*.yaml"):
             shutil.copy(profile, root / "profiles")
         (root / "profiles" / "demo").symlink_to(PROJECT / "profiles" / "demo")
-        (root / "notes").touch()  # the confined process may write to this file but cannot create one
+        (root / NOTES.parent).mkdir(mode=0o700)
         return Project(root, watched_environment(root))
 
     @contextmanager
@@ -136,7 +138,7 @@ class Project:
 
     def notes(self) -> list[Note]:
         """Return all notes so far, of all runs."""
-        path = self.root / "notes"
+        path = self.root / NOTES
         lines = path.read_text().splitlines() if path.exists() else []
         words = (line.split() for line in lines)
         return [Note(int(pid), what, model, content, int(rows)) for pid, what, model, content, rows in words]
@@ -215,7 +217,7 @@ def repeated(project: Project, reference: Project) -> list[Note]:
 def _begun(project: Project, batches: int, run: subprocess.Popen[bytes]) -> bool:
     """Wait for ``batches`` batches, and return whether they came before the run ended."""
     size = -1
-    notes = project.root / "notes"
+    notes = project.root / NOTES
     while run.poll() is None:
         if notes.exists() and notes.stat().st_size != size:
             size = notes.stat().st_size
