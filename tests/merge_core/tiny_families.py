@@ -80,6 +80,16 @@ class TinyFamily:
         return AutoConfig.for_model(self.model_type, **{**sizes, **self.settings})
 
 
+_NEMOTRON: Mapping[str, Any] = {
+    "layers_block_type": ["mamba", "mlp", "attention", "mamba", "moe", "mlp"],
+    **dict.fromkeys(("mamba_num_heads", "mamba_head_dim", "ssm_state_size", "head_dim", "chunk_size"), 8),
+    **_ROUTED,
+    "n_groups": 2,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_latent_size": None,
+}
+
+
 def _text(model_type: str, **settings: Any) -> dict[str, Any]:
     return {**_USUAL, "head_dim": 8, "model_type": model_type, **settings}
 
@@ -162,9 +172,7 @@ FAMILIES: tuple[TinyFamily, ...] = (
     _tiny("lfm2_moe", **_EXPERTS, layer_types=["conv", "full_attention"] * 3, num_dense_layers=2),
     _tiny(
         "nemotron_h", usual=False, **{key: value for key, value in _USUAL.items() if key != "num_hidden_layers"},
-        layers_block_type=["mamba", "mlp", "attention", "mamba", "moe", "mlp"], mamba_num_heads=8, mamba_head_dim=8,
-        ssm_state_size=8, n_groups=2, head_dim=8, **_ROUTED, moe_shared_expert_intermediate_size=16, chunk_size=8,
-        moe_latent_size=None,
+        **_NEMOTRON,
     ),
     _tiny(
         "falcon_h1", mamba_d_state=8, mamba_n_heads=8, mamba_d_head=8, mamba_d_ssm=64, mamba_n_groups=2,
@@ -314,15 +322,22 @@ _SMALL: Mapping[str, Any] = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "encoder_attention_heads", "num_heads"), 2),
     **dict.fromkeys(("patch_size", "num_mel_bins", "head_dim"), 8),
 }
-# Networks that are not tried: their forward pass needs a picture, or their tiny form takes a minute.
-_UNTRIED = frozenset({"blip-2", "instructblip", "instructblipvideo", "gemma4"})
+# Networks that are not tried: no class loads them, their forward pass needs a picture, or their tiny form is too large.
+_UNTRIED = frozenset({"blip-2", "instructblip", "instructblipvideo", "gemma4", "vibevoice", "vibevoice_asr"})
 # Settings that parts need in addition, because their defaults fit only their default sizes.
-_NEEDED: Mapping[str, Mapping[str, Any]] = {"fun_asr_nano": {"adaptor_config": {"hidden_size": 32}}}
+_NEEDED: Mapping[str, Mapping[str, Any]] = {
+    "fun_asr_nano": {"adaptor_config": {"hidden_size": 32, "intermediate_size": 8}},
+    "nemotron_h_omni": {"vision_config": {"video_temporal_patch_size": 2}},
+}
+_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
 # Settings of text families that the usual sizes do not contain.
 _TEXTS: Mapping[str, Mapping[str, Any]] = {
     "gemma3_text": {"sliding_window": WINDOW, "sliding_window_pattern": 3},
     "deepseek_v3": {**_DEEPSEEK, "head_dim": 4},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 3, "block_multiple_of": 8},
+    "nemotron_h": _NEMOTRON,
+    "qwen2_vl_text": _SECTIONS,
+    "qwen2_5_vl_text": _SECTIONS,
 }
 
 
