@@ -207,6 +207,8 @@ def _with_steps(
             remedy="list the steps in a file, and add 'steps: FILE'",
         )
     remarks += [f"{checkpoint.name}: left out: its training step is unknown" for checkpoint in unknown]
+    names = {name for one in candidates for name in (one.name, Path(one.name).name)}
+    remarks += [f"{settings.steps_file}: no checkpoint is named {name!r}" for name in listed if name not in names]
     return tuple(known)
 
 

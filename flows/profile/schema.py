@@ -152,7 +152,7 @@ class ProfileSettings(ProfileSection):
         types = [name for variant in self.variants for name in variant.variant_types]
         if repeated := next((name for name in types if types.count(name) > 1), None):
             raise ValueError(f"variants: {repeated} is listed twice")
-        suffixes = [variant.place_suffix for variant in self.variants]
+        suffixes = [variant.place_suffix.lower() for variant in self.variants]  # Registries have lowercase names.
         if repeated := next((suffix for suffix in suffixes if suffixes.count(suffix) > 1), None):
             raise ValueError(f"variants: two entries would be published at '…-{repeated}': give one of them a suffix")
         return self

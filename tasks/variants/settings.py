@@ -123,7 +123,10 @@ class VariantSettings(BaseModel):
     )
 
     @model_validator(mode="after")
-    def _check_margin(self) -> Self:
+    def _check_limits(self) -> Self:
+        tasks = [guard.task for guard in self.guards]
+        if repeated := next((task for task in tasks if tasks.count(task) > 1), None):
+            raise ValueError(f"guards: {repeated} is listed twice")
         if self.margin is not None and self.max_drop is not None and self.margin < self.max_drop:
             raise ValueError(f"margin ({self.margin:g}) must be at least max_drop ({self.max_drop:g})")
         return self

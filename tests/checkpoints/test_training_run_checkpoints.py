@@ -250,6 +250,7 @@ def test_a_pattern_without_a_match_and_an_unknown_repository_are_refused(hub_run
         ({"run": "runs/a/checkpoint-400"}, "no checkpoint in runs/a/checkpoint-400"),
         ({"run": f"acme/{'x' * 5000}"}, "cannot match a directory"),
         ({"run": f"acme/run@{'x' * 5000}"}, "no matching revision is in the Hub's cache"),
+        *(({"run": f"{name}@step-*"}, "(?i)repo.id") for name in ("../runs", "org/a--b", "org/n.git", "-x/y")),
     ],
 )
 def test_a_run_without_checkpoints_is_refused_with_the_reason(
@@ -262,6 +263,7 @@ def test_a_run_without_checkpoints_is_refused_with_the_reason(
 
 def test_the_file_of_steps_can_be_in_the_home_directory(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(run.parent))
-    (run.parent / "steps.yaml").write_text("{checkpoint-100: 900}")
-    models = expand(run, steps="~/steps.yaml", window=1).documents[0]["models"]
-    assert models[0]["model"] == "runs/a/checkpoint-100"
+    (run.parent / "steps.yaml").write_text("{checkpoint-100: 900, chekpoint-200: 1}")
+    expanded = expand(run, steps="~/steps.yaml", window=1)
+    assert expanded.documents[0]["models"][0]["model"] == "runs/a/checkpoint-100"
+    assert "~/steps.yaml: no checkpoint is named 'chekpoint-200'" in expanded.remarks

@@ -69,6 +69,9 @@ def test_defaults_are_those_of_a_careful_publisher() -> None:
     assert profile.perplexity.limits.max_increase == 0.05
 
 
+GGUF = {"format": "gguf", "types": ["Q8_0"]}
+
+
 def guards(**guard: object) -> dict[str, object]:
     return {"evaluate": {"tasks": [{"task": "m", "guarded_by": "g", **guard}]}}
 
@@ -82,12 +85,22 @@ def guards(**guard: object) -> dict[str, object]:
         ({"checks": {"licence": {}}}, "checks.licence", "did you mean 'license'?"),
         ({"checks": {"license": {"purpos": "x"}}}, "checks.license.purpos", "did you mean 'purpose'?"),
         ({"publish": {"to": "directory", "paht": "x", "path": "y"}}, "publish.paht", "did you mean 'path'?"),
-        ({"variants": [{"format": "gguf", "types": ["Q8_0"], "sufix": "X"}]}, "variants[0].sufix", "'suffix'"),
+        ({"variants": [{**GGUF, "sufix": "X"}]}, "variants[0].sufix", "'suffix'"),
         ({"name": "../up"}, "name", ""),
         ({"name": None}, "name", ""),
         ({"perplexity": {"documents": "d", "max_increase": "5 percent"}}, "perplexity", "5 percent"),
         ({"evaluate": {"tasks": []}}, "evaluate.tasks", ""),
         (guards(max_drop=-1), "max_drop", ""),
+        (
+            {"variants": [{**GGUF, "guards": [{"task": "m"}, {"task": "m", "max_drop": 90}]}]},
+            "variants[0]",
+            "m is listed twice",
+        ),
+        (
+            {"variants": [{**GGUF, "suffix": "A"}, {**GGUF, "types": ["Q4_0"], "suffix": "a"}]},
+            "profile.yaml",
+            "at '…-a'",
+        ),
         (
             {"publish": {"to": "directory", "path": "out", "about": {"training_compute": {"../models/base": "much"}}}},
             "profile.yaml: publish.about.training_compute['../models/base']",  # a key that is not a word is quoted

@@ -53,11 +53,22 @@ def git_blob(data: bytes) -> str:
 
 
 def snapshots_directory(repo: str) -> Path:
-    """Return the directory in the Hub's own cache that holds the commits of ``org/name``. It may not exist."""
+    """Return the directory in the Hub's own cache that holds the commits of ``org/name``. It may not exist.
+
+    Raises:
+        InvalidInput: No repository can have this name.
+    """
     from huggingface_hub import constants
+    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.file_download import repo_folder_name
 
-    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model") / "snapshots"
+    try:
+        folder = repo_folder_name(repo_id=repo, repo_type="model")
+    except HFValidationError as error:
+        raise InvalidInput(
+            f"{repo!r:.80}", found=f"{error!s:.200}", expected="an existing directory, or org/name on the Hub"
+        ) from None
+    return Path(constants.HF_HUB_CACHE) / folder / "snapshots"
 
 
 @dataclass(frozen=True)
