@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.files import fsync, fsync_directories, remove_any, sha256_file
+from mergegate.tasks.store.keys import canonical
 
 MANIFEST = "manifest.json"
 ARRIVING = ".arriving.partial"  # Garbage collection recognizes it as unfinished work.
@@ -37,6 +38,11 @@ class ArtifactManifest(BaseModel):
     files: dict[str, ListedFile]
 
 
+def _with_digest(value: object) -> object:
+    canonical(value)  # raises ValueError for numbers such as NaN
+    return value
+
+
 class ValueRecord(BaseModel):
     """Stored result of a stage that writes no files. ``sha256`` is the digest of the field ``value``."""
 
@@ -45,7 +51,7 @@ class ValueRecord(BaseModel):
     key: str
     digest: str
     sha256: str
-    value: Any
+    value: Annotated[Any, AfterValidator(_with_digest)]
 
 
 class ContentMismatch(Exception):

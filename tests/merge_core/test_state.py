@@ -36,7 +36,7 @@ damages = pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 
 
 class Value(BaseModel):
-    words: str
+    words: str | float
 
 
 def makes(out: Path) -> Value:
@@ -397,7 +397,8 @@ def test_an_inspection_finds_and_repairs_damage_and_leftovers(tmp_path: Path) ->
     sick, _ = store.build("merge", KEY[::-1], Value, makes)
     (sick.directory / "sub" / "weights").write_text("longer")
     store.build_value("gate", KEY, Value, lambda: Value(words="abc"))
-    (root / "gate" / f"{KEY[:32]}.json").write_text("{}")
+    record = root / "gate" / f"{KEY[:32]}.json"
+    record.write_text(record.read_text().replace('"abc"', "NaN"))
     (root / "gate" / "x.json.77.partial").write_text("{")
     (root / "merge" / f"{'a' * 32}.partial").mkdir()
     (root / "merge" / f"{'b' * 32}.partial").mkdir()
