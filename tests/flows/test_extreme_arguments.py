@@ -82,10 +82,9 @@ def value_type(parameter: Any) -> type:
     """Return the declared type of one value of a parameter."""
     kind = parameter.type_descriptor.annotation
     while typing.get_origin(kind) is not None:
-        assert typing.get_origin(kind) in (list, typing.Union, types.UnionType)
+        assert typing.get_origin(kind) in (list, typing.Union, types.UnionType, typing.Literal)
         kind = next(part for part in typing.get_args(kind) if part is not type(None))
-    assert isinstance(kind, type)
-    return kind
+    return kind if isinstance(kind, type) else type(kind)  # that of a literal value
 
 
 def extreme_values(parameter: Any) -> list[str]:
