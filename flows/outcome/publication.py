@@ -31,7 +31,6 @@ from mergegate.tasks.publish import (
     VariantParts,
     describe_merge,
     joint_digest,
-    merge_compute,
     pending_release,
     publish,
     published_merge,
@@ -119,16 +118,14 @@ def publish_attempt(
 
 def _merge_parts(profile: Profile, attempt: Attempt, content: ReportContent, names: PublicNames) -> ReleaseParts:
     """Return the parts of the merge's release. ``content`` says nothing about its variants."""
-    license, numeric = attempt.cleared.license, numerics(profile.merge)
     evidence = _record(attempt.assessment, attempt.verdicts[1:], names)
     return ReleaseParts(
         content,
         attempt.pinned,
-        numeric,
-        license,
+        numerics(profile.merge),
+        attempt.cleared.license,
         attempt.merged,
         evidence,
-        merge_compute(content, attempt.pinned, numeric, attempt.merged, names),
         names,
         _held_out(profile, content, names),
         compare_with_parents.build(merged_model(attempt.merged, attempt.pinned), attempt.pinned.parents).value,

@@ -22,7 +22,6 @@ from mergegate.tasks.publish.facts import DatasetFacts
 from mergegate.tasks.publish.keyless import Signer, SignerPolicy, expected_signer, read_keyless
 from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.public_names import PublicNames, recipe_paths
-from mergegate.tasks.publish.release_compute import merge_compute
 from mergegate.tasks.publish.settings import ApprovalSettings
 from mergegate.tasks.publish.signature import public_key, read_signature
 from mergegate.tasks.publish.stage import (
@@ -67,7 +66,6 @@ __all__ = [
     "escape",
     "expected_signer",
     "joint_digest",
-    "merge_compute",
     "parse_checksums",
     "pending_release",
     "public_key",

@@ -138,20 +138,13 @@ class BillContent:
         return name if isinstance(name, str) else ""
 
     @property
-    def energy(self) -> str:
-        """Estimate of the energy as text."""
-        step = "quantization" if self.variant_types else "merge"
-        value = f"at most {self.facts.compute.energy_kwh:.3g} kWh"
-        return f"{value} for the {step} and its evaluation (estimate, not measured)"
-
-    @property
     def training(self) -> str:
         """How the weights came about, as sentences."""
         data = "; ".join(
             f"{parent.name}: {', '.join(parent.datasets)}" for parent in self.facts.parents if parent.datasets
         )
         known = f" Training data of the parents, as their cards name it: {data}." if data else ""
-        return f"{self.description} Estimated energy: {self.energy}.{known}"
+        return f"{self.description}{known}"
 
     @cached_property
     def missing(self) -> tuple[str, ...]:

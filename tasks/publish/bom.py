@@ -110,9 +110,6 @@ def bill_of_materials(bill: BillContent) -> str:
                     ("primaryPurpose", bill.task),
                     ("suppliedBy", supplier.get("name")),
                     ("intendedUse", " ".join(facts.about.intended_use)),
-                    ("energyConsumption", bill.energy),
-                    ("energyQuantity", f"{facts.compute.energy_kwh:.3g}"),
-                    ("energyUnit", "kWh"),
                     ("informationAboutTraining", bill.training),
                     ("informationAboutApplication", " ".join(facts.about.intended_use)),
                     ("metric", "; ".join(f"{metric.task}: {metric}" for metric in bill.metrics)),
@@ -166,10 +163,6 @@ def _model_card(bill: BillContent) -> dict[str, object]:
         "useCases": list(facts.about.intended_use),
         "technicalLimitations": list(bill.limits),
         "performanceTradeoffs": list(bill.tradeoffs),
-        "environmentalConsiderations": {
-            "energyConsumptions": [_energy("other", facts.compute.energy_kwh)],
-            "properties": _properties(("mergegate:assumption", text) for text in facts.compute.assumptions),
-        },
     }
     metrics = [
         {
@@ -225,10 +218,11 @@ def _ancestor(number: int, parent: ParentFacts) -> dict[str, object]:
     links += [("other", link.url) for link in parent.copyright_policies]
     references = [{"type": kind, "url": url} for kind, link in links if (url := web_address(link))]
     card: dict[str, object] = {"modelParameters": {"datasets": datasets}} if datasets else {}
-    if parent.energy:
-        card["considerations"] = {
-            "environmentalConsiderations": {"energyConsumptions": [_energy("training", parent.energy)]}
-        }
+    if parent.energy:  # The schema requires a provider, which is not known.
+        energy = {"value": float(f"{parent.energy:.3g}"), "unit": "kWh"}
+        provider = {"organization": {"name": "unknown"}, "energySource": "unknown", "energyProvided": energy}
+        consumption = {"activity": "training", "energyProviders": [provider], "activityEnergyCost": energy}
+        card["considerations"] = {"environmentalConsiderations": {"energyConsumptions": [consumption]}}
     return {
         "type": "machine-learning-model",
         "bom-ref": reference,
@@ -241,13 +235,6 @@ def _ancestor(number: int, parent: ParentFacts) -> dict[str, object]:
         **({"modelCard": card} if card else {}),
         "properties": _properties({"mergegate:role": parent.role}.items()),
     }
-
-
-def _energy(activity: str, kilowatt_hours: float) -> dict[str, object]:
-    """Return the energy of an activity. The schema requires a provider, which is not known."""
-    energy = {"value": float(f"{kilowatt_hours:.3g}"), "unit": "kWh"}
-    provider = {"organization": {"name": "unknown"}, "energySource": "unknown", "energyProvided": energy}
-    return {"activity": activity, "energyProviders": [provider], "activityEnergyCost": energy}
 
 
 def _supplier(bill: BillContent) -> dict[str, object]:

@@ -19,7 +19,6 @@ from mergegate.tasks.publish.card_scores import escape, untested_sentence
 from mergegate.tasks.publish.content import COMPLIANCE, RECIPE
 from mergegate.tasks.publish.facts import ReleaseFacts
 from mergegate.tasks.publish.parent_facts import DocumentLink, ParentFacts
-from mergegate.tasks.publish.release_compute import PROMPTS
 from mergegate.tasks.report import ReportContent
 
 _GENERAL_PURPOSE = 1e23  # indicative criterion of the guidelines for a general-purpose model
@@ -104,7 +103,6 @@ def compliance_sheet(
         "check, `mergegate_licence` in [provenance.json](provenance.json).",
         f"## Use and limits\n\n{_uses(facts)}",
         f"## Evaluation\n\n{_evaluation(facts, content)}",
-        f"## Computation\n\n{_computation(facts)}",
         f"## Missing facts\n\n{_bullets(_missing(facts), 'No fact is missing.')}",
         f"## Requirements\n\n{_LAW}",
     ]
@@ -113,18 +111,13 @@ def compliance_sheet(
 
 def compliance_section(facts: ReleaseFacts) -> str:
     """Return the summary of the sheet for the card, without its heading."""
-    originals, compute = facts.ancestors or facts.parents, facts.compute
+    originals, flop = facts.ancestors or facts.parents, facts.modification.flop
     threshold = ModificationThreshold.from_parents(originals)
     summaries = sum(bool(parent.training_summaries) for parent in originals)
     policies = sum(bool(parent.copyright_policies) for parent in originals)
-    evaluation = "nothing was evaluated"
-    if compute.evaluation_flop is not None:
-        evaluation = f"at most {flop_text(compute.evaluation_flop)} operations"
     lines = [
-        f"* Modification: at most {flop_text(compute.merge_flop)} floating-point operations, "
-        f"{flop_text(compute.merge_flop / threshold.flop)} of the threshold ({threshold.reason}).",
-        f"* Evaluation, which is not part of the modification: {evaluation}. Energy of both: at most "
-        f"{_kwh(compute.energy_kwh)} kWh.",
+        f"* Modification: at most {flop_text(flop)} floating-point operations, {flop_text(flop / threshold.flop)} of "
+        f"the threshold ({threshold.reason}).",
         f"* Parents whose card links to a summary of the training content: {summaries} of {len(originals)}; to a "
         f"copyright policy: {policies} of {len(originals)}.",
         *(
@@ -151,18 +144,15 @@ def _publisher(facts: ReleaseFacts) -> Iterator[tuple[str, ...]]:
 
 
 def _modification(facts: ReleaseFacts, content: ReportContent) -> str:
-    compute, is_variant = facts.compute, bool(facts.ancestors)
+    modification, is_variant = facts.modification, bool(facts.ancestors)
     threshold = ModificationThreshold.from_parents(facts.ancestors or facts.parents)
     weights = "headers of the weights"
     what = "Weights of the merge, rounded to fewer bits." if is_variant else "Weights of the parents, merged."
     how = "[provenance.json](provenance.json)" if is_variant else f"[{RECIPE}]({RECIPE})"
     training = "none" if content.routers is None else "none, except for routers that were fitted on calibration texts"
     calibration = [data.name for data in facts.datasets if data.purpose == "calibration"]
-    calibration += [part.name for part in compute.parts if part.name.endswith(PROMPTS)]
-    evaluation = "nothing was evaluated"
-    if compute.evaluation_flop is not None:
-        evaluation = f"at most {flop_text(compute.evaluation_flop)}"
-    computation = "section Computation"
+    if modification.prompts:
+        calibration.append(f"{modification.prompts} prompts of the recipe for the routers")
     rows = [
         ("what was modified", what, how),
         ("how", escape(facts.method), how),
@@ -171,24 +161,15 @@ def _modification(facts: ReleaseFacts, content: ReportContent) -> str:
         ("class of the model", escape(facts.architecture or facts.model_type) or "unknown", "`config.json`"),
         ("parameters", f"{facts.parameters:,}" if facts.parameters is not None else "unknown", weights),
         ("number formats", escape(", ".join(facts.dtypes)) or "unknown", weights),
-        ("operations of the modification", f"at most {flop_text(compute.merge_flop)}", computation),
-        ("threshold", f"{flop_text(threshold.flop)}: {threshold.reason}", "guidelines, see Requirements"),
-        ("share of the threshold", f"at most {flop_text(compute.merge_flop / threshold.flop)}", "quotient"),
-        ("operations of the evaluation", evaluation, f"{computation}; not part of the modification"),
-        ("energy of modification and evaluation", f"at most {_kwh(compute.energy_kwh)} kWh", computation),
     ]
-    verdict = "below" if compute.merge_flop < threshold.flop else "**above**"
-    notes = [_table(("fact", "value", "source"), rows)]
-    notes.append(
-        f"The upper bound of the operations is {verdict} the indicative threshold. The true number is smaller than the "
-        "bound."
+    side = "below" if modification.flop < threshold.flop else "**above**"
+    bound = (
+        f"The modification takes at most {modification.formula} = {flop_text(modification.flop)} floating-point "
+        f"operations, which is {side} the indicative threshold of {flop_text(threshold.flop)} ({threshold.reason})."
     )
     if is_variant:
-        notes.append(
-            "The numbers are those of the quantization. The sheet of the merge, which these variants were computed "
-            "from, has those of the merge."
-        )
-    return "\n\n".join(notes)
+        bound += " The sheet of the merge, which these variants were computed from, has the bound of the merge."
+    return f"{_table(('fact', 'value', 'source'), rows)}\n\n{bound}"
 
 
 def _parents(facts: ReleaseFacts) -> str:
@@ -276,24 +257,6 @@ def _evaluation(facts: ReleaseFacts, content: ReportContent) -> str:
     return "\n\n".join(parts)
 
 
-def _computation(facts: ReleaseFacts) -> str:
-    merges = [part for part in facts.compute.parts if part.purpose == "merge"]
-    by_model: dict[str, list[float]] = {}
-    for part in facts.compute.parts:
-        if part.purpose == "evaluation":
-            by_model.setdefault(part.model, []).append(part.flop)
-    rows = [(escape(part.name), part.purpose, flop_text(part.flop)) for part in merges]
-    rows += [
-        (f"evaluation of {escape(model)} ({len(flop)} tasks or texts)", "evaluation", flop_text(sum(flop)))
-        for model, flop in by_model.items()
-    ]
-    rows.append(("all", "merge", flop_text(facts.compute.merge_flop)))
-    if facts.compute.evaluation_flop is not None:
-        rows.append(("all", "evaluation", flop_text(facts.compute.evaluation_flop)))
-    table = _table(("part", "purpose", "floating-point operations, at most"), rows)
-    return f"{table}\n\nAssumptions:\n\n{_bullets(map(escape, facts.compute.assumptions), '')}"
-
-
 def _missing(facts: ReleaseFacts) -> Iterator[str]:
     """Yield one sentence for each fact without a source."""
     about = facts.about
@@ -304,7 +267,7 @@ def _missing(facts: ReleaseFacts) -> Iterator[str]:
             yield f"{title}: set `publish.about.{field}`."
     if facts.parameters is None:
         yield "Number of parameters: the stored weights do not show it."
-    if facts.compute.evaluation_flop is None:
+    if all(data.purpose == "calibration" for data in facts.datasets):
         yield "Evaluation: no model was evaluated."
     names_by_absent_facts: dict[str, list[str]] = {}
     for parent in {parent.cards or parent.name: parent for parent in facts.ancestors or facts.parents}.values():
@@ -334,7 +297,3 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]] | Iterator[Sequ
 
 def _bullets(lines: Sequence[str] | Iterator[str], default: str) -> str:
     return "\n".join(f"* {line}" for line in lines) or default
-
-
-def _kwh(value: float) -> str:
-    return f"{value:.2g}" if value < 100 else f"{value:,.0f}"

@@ -17,16 +17,16 @@ from typing import Any
 
 from mergegate.merge_core.checkpoint import config_parts, read_gguf_header, read_header
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import read_json
 from mergegate.tasks.checkpoints import PinnedRecipe
 from mergegate.tasks.evaluation import Scores
 from mergegate.tasks.merge import MergeSummary
 from mergegate.tasks.preflight.licenses import LicenseVerdict
-from mergegate.tasks.publish.compute import ComputeEstimate, NetworkDimensions
+from mergegate.tasks.publish.compute import Modification, merge_computation
 from mergegate.tasks.publish.content import ReleaseFile
 from mergegate.tasks.publish.parent_facts import ParentFacts, parent_facts
 from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.public_names import PublicNames
-from mergegate.tasks.publish.release_compute import GGUF, SAFETENSORS, merged_config, readable_config, variant_compute
 from mergegate.tasks.publish.settings import AboutRelease, Supplier
 from mergegate.tasks.publish.targets.contract import PublishTarget
 from mergegate.tasks.report import ReportContent
@@ -75,7 +75,7 @@ class ReleaseFacts:
         method: Description of the merge, such as ``ties of 2 over base``.
         parents: Facts about each parent, in the recipe's order. For variants, the release of the merge.
         datasets: Datasets of the evaluation, the perplexity check and the calibration.
-        compute: Estimate of computation and energy.
+        modification: Sizes that bound the computation.
         ancestors: For variants, facts about the parents of the merge. Empty for a merge.
         supplier_source: ``publish.about`` or ``Hub repository``. Empty if the supplier is unknown.
     """
@@ -92,7 +92,7 @@ class ReleaseFacts:
     method: str
     parents: tuple[ParentFacts, ...]
     datasets: tuple[DatasetFacts, ...]
-    compute: ComputeEstimate
+    modification: Modification
     ancestors: tuple[ParentFacts, ...] = ()
     supplier_source: str = ""
 
@@ -102,17 +102,17 @@ def release_facts(
     pinned_recipe: PinnedRecipe,
     license: LicenseVerdict,
     merge: Artifact[MergeSummary],
-    compute: ComputeEstimate,
     target: PublishTarget,
     names: PublicNames,
     held_out: DatasetFacts | None = None,
 ) -> ReleaseFacts:
     """Return the facts about the release of a merge.
 
-    ``content`` and ``license`` have public names. ``compute`` is the value of ``merge_compute``. ``held_out``
-    identifies the held-out text, if there is one.
+    ``content`` and ``license`` have public names. ``held_out`` identifies the held-out text, if there is one.
     """
-    config = merged_config(pinned_recipe, merge)
+    config = _readable_config(merge.directory)
+    if pinned_recipe.recipe.output:  # The configuration of an adapter, and that of its base model.
+        config |= _readable_config(next(parent for parent in pinned_recipe.parents if parent.adapter).directory)
     likelihoods = next((model.likelihoods for model in content.models if model.likelihoods), None)
     datasets = [
         *_evaluation_data(model.scores for model in content.models),
@@ -131,7 +131,7 @@ def release_facts(
         dtypes=_dtypes(merge.directory / name for name in merge.files),
         parents=_parents(content, pinned_recipe, license, target, names),
         datasets=tuple(datasets),
-        compute=compute,
+        modification=merge_computation(pinned_recipe, config, merge.value.parameters),
     )
 
 
@@ -158,25 +158,26 @@ def variant_facts(
     for file in weights:
         assert isinstance(file.source, Path)
         if file.name.endswith("config.json"):
-            config = config or readable_config(file.source.parent)
+            config = config or _readable_config(file.source.parent)
     with suppress(InvalidInput):
-        shards = [file for file in next(iter(files.values()), ()) if file.name.endswith(GGUF)]
+        shards = [file for file in next(iter(files.values()), ()) if file.name.endswith(".gguf")]
         for file in shards:
             assert isinstance(file.source, Path)
             header = read_gguf_header(file.source)
             config = config or {"model_type": header.metadata.get("general.architecture", "")}
             parameters = (parameters or 0) + sum(math.prod(tensor.shape) for tensor in header.tensors)
     donor = next((parent for parent in pinned_recipe.parents if parent.ref == str(pinned_recipe.recipe.donor)), None)
-    own_config = readable_config(donor.directory) if donor else {}
+    own_config = _readable_config(donor.directory) if donor else {}
     config = {**own_config, **config}
     types: dict[str, int] = {}
     for verdict in published:
         for name, count in (verdict.record.tensor_types if verdict.record else {}).items():
             types[name] = types.get(name, 0) + count
-    size = NetworkDimensions.from_config(config, parameters or 8 * sum(file.size for file in weights))
     datasets: dict[DatasetFacts, None] = {}
+    tokens = 0
     for verdict in published:
         if verdict.record and verdict.record.calibration and calibration:
+            tokens += calibration.samples * calibration.max_length
             text = names.rename_text(str(calibration.documents))
             datasets[DatasetFacts(text, "calibration", verdict.record.calibration)] = None
         for guard in verdict.gate.all_guards if verdict.gate else ():
@@ -200,7 +201,10 @@ def variant_facts(
         dtypes=tuple(sorted(types, key=lambda name: (-types[name], name))),
         parents=(parent,),
         datasets=tuple(datasets),
-        compute=variant_compute(content, published, size, calibration),
+        # A weight has at least one bit.
+        modification=Modification.of_network(
+            config, parameters or 8 * sum(file.size for file in weights), len(published), tokens
+        ),
         ancestors=_parents(content, pinned_recipe, license, target, names),
     )
 
@@ -215,7 +219,7 @@ def _facts(
     dtypes: tuple[str, ...],
     parents: tuple[ParentFacts, ...],
     datasets: tuple[DatasetFacts, ...],
-    compute: ComputeEstimate,
+    modification: Modification,
     ancestors: tuple[ParentFacts, ...] = (),
 ) -> ReleaseFacts:
     about, source = _statements(target, names)
@@ -233,7 +237,7 @@ def _facts(
         method=content.method,
         parents=parents,
         datasets=datasets,
-        compute=compute,
+        modification=modification,
         ancestors=ancestors,
     )
 
@@ -315,8 +319,17 @@ def _dtypes(files: Iterable[Path]) -> tuple[str, ...]:
     """Return the types in the headers of safetensors files, by the number of elements."""
     counts: dict[str, int] = {}
     for file in files:
-        if file.suffix == SAFETENSORS:
+        if file.suffix == ".safetensors":
             with suppress(InvalidInput):
                 for tensor in read_header(file):
                     counts[tensor.dtype.code] = counts.get(tensor.dtype.code, 0) + tensor.numel
     return tuple(sorted(counts, key=lambda code: (-counts[code], code)))
+
+
+def _readable_config(directory: Path) -> dict[str, Any]:
+    """Return the configurations of a model and of an adapter, or an empty mapping if they cannot be read."""
+    config: dict[str, Any] = {}
+    for name in ("adapter_config.json", "config.json"):
+        with suppress(InvalidInput):
+            config |= read_json(directory / name)
+    return config

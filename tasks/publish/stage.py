@@ -20,7 +20,6 @@ from mergegate.tasks.gate import RecordedEvidence
 from mergegate.tasks.merge import MergeSummary, Numerics, WeightComparison
 from mergegate.tasks.preflight.licenses import LicenseVerdict
 from mergegate.tasks.publish.card_metadata import card_metadata, contributing_references
-from mergegate.tasks.publish.compute import ComputeEstimate
 from mergegate.tasks.publish.content import (
     KEYLESS_SIGNATURE,
     SIGNATURE,
@@ -48,9 +47,8 @@ from mergegate.tasks.store import Artifact, StoredValue, digest, merkle
 class ReleaseParts(NamedTuple):
     """Inputs of a release, independent of its target.
 
-    ``evidence`` holds the files from which anyone can recompute the verdict. ``compute`` is the value of
-    ``merge_compute``, which reads all parents, so a release computes it only once. ``names`` are the public
-    names of local models and texts, as used in ``content``. ``held_out`` identifies the held-out text, if there is one.
+    ``evidence`` holds the files from which anyone can recompute the verdict. ``names`` are the public names of local
+    models and texts, as used in ``content``. ``held_out`` identifies the held-out text, if there is one.
     ``weights`` compares the merge with its parents. None: it was not compared, and the release claims nothing about it.
     """
 
@@ -60,7 +58,6 @@ class ReleaseParts(NamedTuple):
     license: StoredValue[LicenseVerdict]
     merge: Artifact[MergeSummary]
     evidence: Artifact[RecordedEvidence]
-    compute: ComputeEstimate
     names: PublicNames = PublicNames({})
     held_out: DatasetFacts | None = None
     weights: WeightComparison | None = None
@@ -80,7 +77,7 @@ class ReleaseParts(NamedTuple):
     def facts(self, target: PublishTarget) -> ReleaseFacts:
         """Return the facts that the documents of the release state."""
         license = self.names.apply(self.license.value)
-        inputs = (self.content, self.pinned, license, self.merge, self.compute)
+        inputs = (self.content, self.pinned, license, self.merge)
         return release_facts(*inputs, target, self.names, self.held_out)
 
     def files(self, target: PublishTarget) -> list[ReleaseFile]:

@@ -67,7 +67,7 @@ def test_adapters_are_released_as_an_adapter(tmp_path: Path, prefect_api: None) 
     assert "library_name: peft" in (release / "README.md").read_text()
     assert not (release / "model.safetensors").exists()
     # Seven matrices of 96 x 96 to 192 x 96 in each of three layers, two adapters, products of rank 96 at most, ties.
-    require_correct_sheet(release, project.root / "profiles" / "demo-adapters.yaml", (1e7, 1e11))
+    require_correct_sheet(release, project.root / "profiles" / "demo-adapters.yaml")
     base = AutoModelForCausalLM.from_pretrained(DEMO / "models" / "base")
     whole = tmp_path / "whole"
     shutil.copytree(DEMO / "models" / "base", whole)

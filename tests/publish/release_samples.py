@@ -34,8 +34,6 @@ from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.publish.content import SUMS, ReleaseFile, checksums_text, content_version, written_file
 from mergegate.tasks.publish.eval_results import BENCHMARKS
 from mergegate.tasks.publish.provenance import MergeRelease
-from mergegate.tasks.publish.public_names import PublicNames
-from mergegate.tasks.publish.release_compute import merge_compute
 from mergegate.tasks.publish.stage import ReleaseParts, publish
 from mergegate.tasks.publish.targets.contract import PublishTarget, Release
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
@@ -184,8 +182,7 @@ class Publishable:
     @property
     def parts(self) -> ReleaseParts:
         inputs = (self.content, self.pinned, self.numerics, self.license)
-        compute = merge_compute(self.content, self.pinned, self.numerics, self.merged, PublicNames({}))
-        return ReleaseParts(*inputs, self.merged, self.evidence, compute)
+        return ReleaseParts(*inputs, self.merged, self.evidence)
 
 
 def publishable(root: Path, weights: bytes = b"weights", **files: bytes) -> Publishable:

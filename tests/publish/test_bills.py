@@ -22,7 +22,7 @@ from release_samples import (
 from mergegate.tasks.preflight.licenses import load_table
 from mergegate.tasks.publish.bill_content import BillContent, merge_bill, web_address
 from mergegate.tasks.publish.bom import MISSING_FACT, bill_of_materials
-from mergegate.tasks.publish.compute import ComputeEstimate
+from mergegate.tasks.publish.compute import Modification
 from mergegate.tasks.publish.facts import DatasetFacts, ReleaseFacts
 from mergegate.tasks.publish.parent_facts import DocumentLink, ParentFacts
 from mergegate.tasks.publish.settings import AboutRelease, Supplier
@@ -59,7 +59,7 @@ def facts(about: AboutRelease = STATEMENTS, **update: Any) -> ReleaseFacts:
             DatasetFacts("arc_easy", "evaluation", sha("arc"), 400, (f"allenai/ai2_arc@{COMMIT}",)),
             DatasetFacts("texts/own.jsonl", "calibration", sha("own")),
         ),
-        compute=ComputeEstimate(1e9, 1e12, 0.0123456, ("All numbers are upper bounds.",)),
+        modification=Modification(1234, 2, 0, 32, 2),
     )  # fmt: skip
     return replace(known, **update)
 
@@ -123,8 +123,6 @@ def test_the_document_states_the_facts_in_the_fields_of_the_standard() -> None:
     assert card["considerations"]["useCases"] == ["Answer support questions."]
     limits = card["considerations"]["technicalLimitations"][:2]
     assert limits == ["Was tested in English only.", "Out of scope: Medical advice."]
-    (energy,) = card["considerations"]["environmentalConsiderations"]["energyConsumptions"]
-    assert energy["activityEnergyCost"] == {"value": 0.0123, "unit": "kWh"}
     metric = card["quantitativeAnalysis"]["performanceMetrics"][0]
     assert (metric["slice"], metric["type"], metric["value"]) == ("arc_easy", "acc,none", "0.7500")
     # Wilson's interval for 300 of 400, from statsmodels 0.14: proportion_confint(300, 400, method="wilson").
@@ -134,6 +132,8 @@ def test_the_document_states_the_facts_in_the_fields_of_the_standard() -> None:
     ancestor = bom["metadata"]["component"]["pedigree"]["ancestors"][0]
     assert ancestor["purl"] == f"pkg:huggingface/acme/general@{COMMIT}"
     assert [item["name"] for item in ancestor["modelCard"]["modelParameters"]["datasets"]] == list(HUB_PARENT.datasets)
+    (energy,) = ancestor["modelCard"]["considerations"]["environmentalConsiderations"]["energyConsumptions"]
+    assert energy["activityEnergyCost"] == {"value": 12.5, "unit": "kWh"}
 
 
 def test_other_weights_have_another_serial_number(tmp_path: Path) -> None:

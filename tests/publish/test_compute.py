@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from release_samples import publishable
 from samples import sampled
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -18,20 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from mergegate.merge_core import open_checkpoint, plan_merge
-from mergegate.merge_core.architecture.model_kinds import TEXT_GENERATOR, ModelKind
 from mergegate.merge_core.engine import EngineSettings, merge_tensors
-from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.merge_core.methods import merge_methods
-from mergegate.tasks.checkpoints import Model, unload_models
-from mergegate.tasks.evaluation import Scoring
-from mergegate.tasks.evaluation.document_order import DocumentRange
-from mergegate.tasks.evaluation.harness import ScoringJob, score_documents
-from mergegate.tasks.evaluation.task_definition import pin_task
-from mergegate.tasks.perplexity import PerplexitySettings, WindowSettings, pin_documents
-from mergegate.tasks.perplexity.measurement import measure
-from mergegate.tasks.publish import compute
-from mergegate.tasks.publish.public_names import PublicNames
-from mergegate.tasks.publish.release_compute import merge_compute
+from mergegate.tasks.publish.compute import Modification
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "merge_core"))
 from family import read_recipe, recipe_of, save_checkpoint
@@ -39,7 +27,6 @@ from family import read_recipe, recipe_of, save_checkpoint
 sys.path.pop(0)
 
 DEMO = Path(__file__).resolve().parents[2] / "profiles" / "demo"
-BASE = compute.NetworkDimensions(parameters=280_416, layers=3, attention_width=96, context=128)
 # Operations of torch that compute nothing.
 VIEWS = {"_unsafe_view", "as_strided", "detach", "expand", "permute", "select", "slice", "squeeze", "t", "transpose"}
 VIEWS |= {
@@ -92,8 +79,8 @@ def require_upper_bound(text: str, root: Path, models: Path) -> None:
     with ElementCounter() as counter:
         for _ in merge_tensors(plan, settings=EngineSettings(kernels="torch")):
             pass
-    (part,) = compute.plan_parts(plan)
-    assert 0 < counter.operations <= part.flop
+    bound = Modification.of_network(plan.config, plan.parameters, len(recipe.own_references())).flop
+    assert 0 < counter.operations <= bound
 
 
 @pytest.mark.parametrize("method", sampled(sorted(merge_methods()), ["linear", "model_stock", "della"]))
@@ -108,91 +95,17 @@ def test_no_mixture_takes_more_operations_than_estimated(noise: str) -> None:
     require_upper_bound(text, DEMO, DEMO / "models")
 
 
-@pytest.mark.parametrize("tokens", [1, 7, 64])
-def test_a_network_takes_at_most_the_estimated_operations_and_at_least_half(tokens: int) -> None:
+def test_reading_a_text_with_derivatives_takes_at_most_the_estimated_operations() -> None:
     sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 3}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 64}
     config = LlamaConfig(**sizes, **heads, tie_word_embeddings=True, attn_implementation="eager")
     network = AutoModelForCausalLM.from_config(config)
-    size = compute.NetworkDimensions.from_config(
-        config.to_dict(), sum(weight.numel() for weight in network.parameters())
-    )
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        network(torch.zeros((1, tokens), dtype=torch.long))
-    assert counter.get_total_flops() <= size.flop(tokens, tokens) <= 2 * counter.get_total_flops()
-
-
-@pytest.fixture
-def base_model() -> Iterator[Model]:
-    yield Model(name="base", digest="0" * 64, directory=DEMO / "models" / "base", files=())
-    unload_models()
-
-
-@pytest.mark.story
-def test_the_perplexity_of_the_demo_takes_at_most_the_estimated_operations(base_model: Model, tmp_path: Path) -> None:
-    settings = PerplexitySettings(documents=DEMO / "data" / "held-out.jsonl")
-    text = pin_documents(settings, tmp_path, HashMemo(tmp_path / "hashes.db"))
-    windows = WindowSettings(documents=64, dtype="float32")
-    journal = JournalLocation(tmp_path / "journal", "key")
+    parameters = sum(weight.numel() for weight in network.parameters())
     with FlopCounterMode(display=False) as counter:
-        result = measure(base_model, text, windows, "cpu", journal, lambda done, total: None)
-    tokens = sum(row.tokens for row in result.rows)
-    estimate = compute.perplexity_part("base", BASE, tokens, result.window).flop
-    assert counter.get_total_flops() <= estimate <= 10 * counter.get_total_flops()
-
-
-@pytest.mark.story
-def test_a_task_of_the_demo_takes_at_most_the_estimated_operations(base_model: Model, tmp_path: Path) -> None:
-    task = pin_task("copy.yaml", DEMO / "tasks", HashMemo(tmp_path / "hashes.db"))
-    job = ScoringJob(base_model, task, Scoring(dtype="float32"), DocumentRange(first=0, last=40), "cpu")
-    with FlopCounterMode(display=False) as counter:
-        assert len(score_documents(job, lambda done, total: None)) == 40
-    estimate = compute.task_part("base", "copy", BASE, 40, answers=None, max_length=None).flop
-    assert 0 < counter.get_total_flops() <= estimate
-
-
-def test_an_estimate_adds_up_its_parts() -> None:
-    parts = (
-        compute.ComputePart("merge", "ties", 2e9, 4e6),
-        compute.ComputePart("evaluation", "copy: merge", 3e9),
-        compute.ComputePart("evaluation", "copy: base", 1e9),
-    )
-    estimate = compute.estimate_compute(parts, "cpu", ["A note."])
-    assert (estimate.merge_flop, estimate.evaluation_flop) == (2e9, 4e9)
-    # 6 · 10^9 operations at 10^9 per joule, 4 MB at 10^-6 joule per byte, three parts at 60 kJ
-    assert estimate.energy_kwh == pytest.approx((6 + 4 + 180_000) / 3.6e6)
-    assert estimate.assumptions[-1] == "A note."
-    assert compute.estimate_compute(parts[:1], "cpu").evaluation_flop is None
-    assert compute.estimate_compute(parts, "cuda").energy_kwh < estimate.energy_kwh
-
-
-def test_larger_inputs_never_need_fewer_operations() -> None:
-    larger = compute.NetworkDimensions(parameters=300_000, layers=4, attention_width=128, context=256)
-    assert compute.perplexity_part("m", BASE, 100, 32).flop < compute.perplexity_part("m", larger, 100, 32).flop
-    assert compute.calibration_part("m", BASE, 100).flop < compute.calibration_part("m", BASE, 100, operations=6.0).flop
-    assert compute.adapter_part([(8, 8)], 2, "ties").flop < compute.adapter_part([(8, 9)], 2, "ties").flop
-    few = compute.task_part("m", "t", BASE, 10, answers=10, max_length=None)
-    assert few.flop < compute.task_part("m", "t", BASE, 10, answers=12, max_length=None).flop
-    assert few.flop > compute.task_part("m", "t", BASE, 10, answers=10, max_length=64).flop
-
-
-def test_unknown_sizes_are_replaced_by_large_ones() -> None:
-    unknown = compute.NetworkDimensions.from_config({}, 1_000)
-    known = compute.NetworkDimensions.from_config(
-        {"hidden_size": 4096, "num_hidden_layers": 32, "head_dim": True}, 1_000
-    )
-    assert unknown.flop(1) > known.flop(1) > 0
-
-
-def test_only_the_sheet_of_a_model_that_ranks_texts_says_which_numbers_are_no_bounds(tmp_path: Path) -> None:
-    sample = publishable(tmp_path)
-    ranking = ModelKind("embedding model", "sentence-similarity", "SentenceTransformer", task_forms=("retrieval",))
-    notes = {}
-    for kind in (TEXT_GENERATOR, ranking):
-        content = sample.content.model_copy(update={"kind": kind})
-        estimate = merge_compute(content, sample.pinned, sample.numerics, sample.merged, PublicNames({}))
-        notes[kind] = set(estimate.assumptions)
-    (note,) = notes[ranking] - notes[TEXT_GENERATOR]
-    assert notes[TEXT_GENERATOR] < notes[ranking]
-    assert "retrieval" in note
-    assert "not upper bounds" in note
+        network(torch.zeros((1, 64), dtype=torch.long)).logits.sum().backward()
+    bound = Modification.of_network(config.to_dict(), parameters, models=0, tokens=64)
+    assert 0 < counter.get_total_flops() <= bound.flop
+    assert bound.flop < Modification.of_network({}, parameters, models=0, tokens=64).flop  # unknown sizes
+    numbers = [int(number.replace(",", "")) for number in re.findall(r"[0-9][0-9,]*", bound.formula)]
+    size, per_width, models, width, per_token, layers, read = numbers
+    assert size * (per_width * models * width + per_token * layers * read) == bound.flop
