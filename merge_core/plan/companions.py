@@ -31,6 +31,7 @@ from mergegate.merge_core.plan.file_settings import (
     processor_settings,
 )
 from mergegate.merge_core.plan.module_weights import module_reference
+from mergegate.merge_core.plan.older_readers import newer_settings
 from mergegate.merge_core.plan.special_ids import GENERATION
 from mergegate.merge_core.recipe import Recipe
 
@@ -90,6 +91,7 @@ def lost_files(
     """
     carried = gather_companions(donor, tokenizer, parents)
     yield from _unsupported_modules(parents)
+    yield from newer_settings(next(iter(parents)), donor.config)
     yield from compare_file_settings(carried, parents, accepted_differences)
     has_processor = bool(processor_settings(donor.companions))
     missing: dict[Kind, dict[str, list[str]]] = {}

@@ -49,6 +49,7 @@ from mergegate.merge_core.plan.jobs import Input, MergePlan, TensorJob, bulk_dty
 from mergegate.merge_core.plan.layout import OutputTensor, Shard, lay_out, network_shards
 from mergegate.merge_core.plan.mixture import plan_mixture
 from mergegate.merge_core.plan.module_weights import is_module_weights, lay_out_modules, select_module_weights
+from mergegate.merge_core.plan.older_readers import with_older_names, with_older_rope
 from mergegate.merge_core.plan.outline import OutputSpec, outline, with_head
 from mergegate.merge_core.plan.rows import RowMap
 from mergegate.merge_core.plan.special_ids import GENERATION, SPECIAL_KEYS, serialize_config
@@ -245,22 +246,22 @@ def _build_plan(
     replaced = [file for file in companions if is_module_weights(file) and file.partition("/")[0] in merged_folders]
     companions = companions.with_changes(dict.fromkeys(replaced))
     templates = read_chat_templates(companions)
+    models = {str(ref): checkpoints[str(ref)] for ref in recipe.own_references()}
     if recipe.chat_template is not None:
-        models = {str(ref): checkpoints[str(ref)] for ref in recipe.own_references()}
         model_templates = [parent.chat_templates for parent in models.values()]
         templates = select_chat_templates(recipe.chat_template, model_templates, f"{recipe.location}: chat_template")
-        companions = with_turn_ends(companions, tokenizer, recipe.chat_template, templates, models, alignment)
         companions = with_chat_templates(companions, templates)
+    companions = with_turn_ends(companions, tokenizer, recipe.chat_template, templates, models, alignment)
     return MergePlan(
         recipe=recipe,
         donor=checkpoints[donor_name],
         jobs=ordered,
         shards=tuple(shards),
-        config=config,
+        config=with_older_rope(config),
         bytes_read=sum(job.nbytes_in for job in ordered),
         bytes_written=sum(shard.size for shard in shards),
         tokenizer=tokenizer,
-        companions=companions,
+        companions=with_older_names(companions),
         chat_templates=templates,
     )
 

@@ -8,7 +8,7 @@ only the way text is split into tokens can still differ. The recipe accepts that
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import PurePath
 from typing import Any
 
@@ -27,6 +27,7 @@ from mergegate.merge_core.checkpoint.vocabulary import (
 from mergegate.merge_core.errors import Finding, InvalidInput, finding_of
 from mergegate.merge_core.plan.alignment import align
 from mergegate.merge_core.plan.companions import tokenizer_donor
+from mergegate.merge_core.plan.turn_ends import end_token_findings
 from mergegate.merge_core.recipe import Recipe
 
 
@@ -67,9 +68,12 @@ def compare_to_donor(
             accepted_differences | {"vocabulary"},
         )
     try:
+        ends = [finding for name, model in checkpoints.items() for finding in end_token_findings(name, model)]
         if recipe.tokenizer is not None:
-            return _compare_aligned(recipe, checkpoints, donor, accepted_differences)
-        return _compare_files(donor, checkpoints, accepted_differences)
+            compared = _compare_aligned(recipe, checkpoints, donor, accepted_differences)
+        else:
+            compared = _compare_files(donor, checkpoints, accepted_differences)
+        return replace(compared, findings=(*ends, *compared.findings))
     except InvalidInput as error:
         return ComparedTokenizers((finding_of(error),), ())
 
