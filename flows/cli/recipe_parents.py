@@ -71,7 +71,7 @@ def clear_recipe(recipe: Recipe) -> ClearedRecipe:
         raise blocking[0].refusal()
     assert planned.plan is not None  # otherwise there is a blocking finding
     texts = _texts(recipe)
-    findings = (*recipe.all_findings, *findings, *adapter_findings_of_parents(parents))
+    findings = (*recipe.all_findings, *findings, *adapter_findings_of_parents(parents, opened))
     return ClearedRecipe(recipe, parents, identities, opened, planned.plan, findings, texts)
 
 

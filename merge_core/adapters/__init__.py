@@ -19,12 +19,14 @@ from mergegate.merge_core.adapters.extraction import Extracted, ExtractionSettin
 from mergegate.merge_core.adapters.names import ExpertSlice, StoredNames
 from mergegate.merge_core.adapters.output import NewAdapter, write_adapter
 from mergegate.merge_core.adapters.size import CombinedSize, combined_size
+from mergegate.merge_core.adapters.tensors import AdapterOwnTensor
 
 __all__ = [
     "CONFIG_FILE",
     "PICKLED_FILE",
     "WEIGHTS_FILE",
     "Adapter",
+    "AdapterOwnTensor",
     "Combined",
     "CombinedSize",
     "ExpertSlice",

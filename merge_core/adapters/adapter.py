@@ -12,13 +12,18 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
+
 from mergegate.merge_core.adapters.configuration import CONFIG_FILE, AdapterConfig, read_adapter_config
 from mergegate.merge_core.checkpoint import (
     Companions,
+    ReadStored,
     StoredTensor,
     companion_kind,
     list_companions,
     list_uncopied,
+    numbers,
+    patterns,
     read_header,
     read_pickled,
 )
@@ -42,6 +47,8 @@ _KINDS = (
     ("magnitude", r"\.lora_magnitude_vector(?:\.weight)?"),
 )
 _KIND = re.compile("(?:" + "|".join(f"(?P<{kind}>{end})" for kind, end in _KINDS) + ")$")
+# PEFT may store a full tensor three times: as trained, as it was before, and under its own name, which PEFT reads.
+_COPY = re.compile(r"\.(?:modules_to_save|original_module)(?=\.\w+$)")
 _FORMATS = ("F32", "F16", "BF16", "F64")
 _NO_TARGET = "mergegate applies every tensor of an adapter or none. Save the adapter again with PEFT"
 
@@ -84,6 +91,25 @@ class Adapter:
     def nbytes(self) -> int:
         """Total size of all tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.stored_tensors)
+
+    def has_zero_factors(self, read: ReadStored) -> bool:
+        """Return whether each module with factors has one that is zero, so that the factors change nothing.
+
+        The answer is False without factors, and for DoRA, whose magnitudes change weights even then.
+        """
+
+        def is_zero(tensor: StoredTensor) -> bool:
+            stored = np.empty(tensor.nbytes, np.uint8)
+            read(tensor, 0, stored)
+            return not numbers(patterns(stored, tensor.dtype), tensor.dtype).any()
+
+        kinds = ("b", "embedding_a", "a", "embedding_b")  # PEFT starts with zeros in one of the first two.
+        modules = [module for module in self.modules.values() if set(kinds) & set(module.tensors)]
+        return bool(modules) and all(
+            "magnitude" not in tensors
+            and (self.config.scale_of(name) == 0 or any(is_zero(tensors[kind]) for kind in kinds if kind in tensors))
+            for name, tensors in ((module.name, module.tensors) for module in modules)
+        )
 
 
 def is_adapter(directory: Path) -> bool:
@@ -146,7 +172,10 @@ def open_adapter(
 def _group_by_module(directory: Path, config: AdapterConfig, tensors: Sequence[StoredTensor]) -> Adapter:
     modules: dict[str, dict[str, StoredTensor]] = {}
     full_tensors: dict[str, StoredTensor] = {}
+    names = {tensor.name for tensor in tensors}
     for tensor in tensors:
+        if _COPY.search(tensor.name) and _COPY.sub("", tensor.name) in names:
+            continue
         if not tensor.name.startswith(PREFIX):
             raise InvalidInput(
                 tensor.full_name,

@@ -6,8 +6,10 @@ notice that a change is missing. :mod:`.names` maps module names to weights, and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from mergegate.merge_core.adapters.adapter import AdaptedModule, Adapter
@@ -25,13 +27,16 @@ from mergegate.merge_core.architecture import (
 from mergegate.merge_core.checkpoint import (
     AnyTensor,
     Checkpoint,
+    Companions,
     StoredTensor,
     companion_kind,
     config_parts,
     has_vocabulary,
     read_chat_templates,
+    settle_head,
     with_chat_templates,
 )
+from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary
 from mergegate.merge_core.errors import InvalidInput
 
 _NAME_BASE = "name the model that the adapter was trained on"
@@ -52,9 +57,14 @@ def apply_adapter(base: Checkpoint, adapter: Adapter) -> Checkpoint:
             counterpart (``lora_A`` or ``lora_B``). Or the adapter changes only one of a tied head and embedding.
     """
     application = _Application(split_stored(base), adapter)
-    for name, tensor in adapter.full_tensors.items():
+    # A head that equals the embedding stays tied to it.
+    remote = {tensor.file for tensor in adapter.full_tensors.values() if not tensor.file.is_file()}
+    full_tensors, _, _ = settle_head(adapter.full_tensors, base.config, adapter.directory, remote)
+    for name, tensor in full_tensors.items():
         application.replace_tensor(name, tensor)
     for module in adapter.modules.values():
+        if "token_rows" in module.tensors and application.is_tied_head(f"{module.name}.weight"):
+            continue  # The embedding has the same weight and the same trained rows.
         if "own_weight" in module.tensors:
             application.replace_tensor(f"{module.name}.weight", module.tensors["own_weight"])
         if "own_bias" in module.tensors:
@@ -105,8 +115,11 @@ class _Application:
                 if any(table in touched for table in tables):
                     # The head is a copy of the old embedding. In memory, it follows the embedding.
                     del self._tensors[head]
-            # An embedding that PEFT merely saves together with its factors is not in ``full_tensors``.
-            if any(map(is_embedding, self._adapter.full_tensors)) and any(table in self._replaced for table in tables):
+            # An embedding that PEFT merely saves together with its factors is not in ``full_tensors``. A head in them
+            # equals the embedding.
+            full = self._adapter.full_tensors
+            is_alone = any(map(is_embedding, full)) and not any(map(is_head, full))
+            if is_alone and any(table in self._replaced for table in tables):
                 raise InvalidInput(
                     f"{self._adapter.directory}: {tables[0]}",
                     found="modules_to_save lists only the embedding, which is tied to the head",
@@ -115,14 +128,8 @@ class _Application:
                 )
         config = {**self._base.config, "tie_word_embeddings": False} if self._untied else self._base.config
 
-        # A loadable tokenizer of the adapter replaces all tokenizer files of the base. Other tokenizer files replace
-        # those with the same name. The chat templates of the base stay if the adapter has none.
-        templates = read_chat_templates(self._adapter.companions) or self._base.chat_templates
-        tokenizer = self._adapter.companions.only(lambda name: companion_kind(name) == "tokenizer")
-        files = self._base.companions
-        if has_vocabulary(tokenizer.sources):
-            files = files.only(lambda name: companion_kind(name) != "tokenizer")
-        files = files.with_changes(tokenizer.sources)
+        # The chat templates of the base stay if the adapter has none.
+        templates, files = read_chat_templates(self._adapter.companions) or self._base.chat_templates, self._files
         if read_chat_templates(files) != templates:
             files = with_chat_templates(files, templates)
         return replace(
@@ -134,10 +141,28 @@ class _Application:
             uncopied=tuple(dict.fromkeys((*self._base.uncopied, *self._adapter.uncopied))),
         )
 
+    @cached_property
+    def _files(self) -> Companions:
+        """Files of the base with the adapter's tokenizer.
+
+        A loadable tokenizer replaces all tokenizer files of the base. Other files replace those with the same name.
+        """
+        tokenizer = self._adapter.companions.only(lambda name: companion_kind(name) == "tokenizer")
+        files = self._base.companions
+        if has_vocabulary(tokenizer.sources):
+            files = files.only(lambda name: companion_kind(name) != "tokenizer")
+        return files.with_changes(tokenizer.sources)
+
+    @cached_property
+    def _token_count(self) -> float:
+        """Number of rows that the tokenizer of the result needs, or infinity if it is unknown."""
+        vocabulary = read_vocabulary(self._files)
+        return max(vocabulary.ids.values(), default=-1) + 1 if vocabulary and vocabulary.is_complete else math.inf
+
     def replace_tensor(self, name: str, own_tensor: StoredTensor) -> None:
         """Replace a tensor of the model by a full tensor of the adapter."""
         target = self._names.find(name)
-        if target is None and is_head(name) and self._ties is not False:
+        if self.is_tied_head(name):
             # An adapter that contains embedding and head unties a model with tied embeddings, which gets a head.
             embeddings = [tensor for tensor in self._base.tensors.values() if is_embedding(tensor.name)]
             if len(embeddings) == 1 and any(map(is_embedding, self._adapter.full_tensors)):
@@ -150,7 +175,10 @@ class _Application:
                 self._tensors[target.name] = target
         if target is None:
             raise self._no_target_error(own_tensor, name)
-        self._require_shape(own_tensor, own_tensor.shape, target.shape, target)
+        shape, rows = own_tensor.shape, own_tensor.shape[:1]
+        if has_vocabulary_rows(target.name) and () < rows < target.shape[:1] and self._token_count <= rows[0]:
+            shape = (*target.shape[:1], *shape[1:])  # The rows beyond, which belong to no token, stay the model's.
+        self._require_shape(own_tensor, shape, target.shape, target)
         if target.name in self._replaced:
             raise InvalidInput(
                 own_tensor.full_name,
@@ -159,6 +187,10 @@ class _Application:
             )
         self._replaced.add(target.name)
         self._tensors[target.name] = AdapterOwnTensor(target.name, target.dtype, target.shape, target, own_tensor)
+
+    def is_tied_head(self, name: str) -> bool:
+        """Return whether ``name`` is a head that is not stored, because it is tied to the embedding."""
+        return is_head(name) and self._ties is not False and self._names.find(name) is None
 
     def adapt(self, module: AdaptedModule, wrappers: list[AdaptedModule]) -> None:
         """Apply the adapter's tensors for ``module``. If it has several ``wrappers``, each adapts one parameter."""
@@ -190,8 +222,8 @@ class _Application:
                 expected=f"as many trainable_token_indices for {module.name} in {self._config.location}",
             )
         name = f"{module.name}.weight"
-        if is_head(name) and self._ties is not False and self._names.find(name) is None:
-            return  # The head is tied to the embedding, which gets the same rows.
+        if self.is_tied_head(name):
+            return  # The embedding gets the same rows.
         weight = self._current(name)
         if weight is None:
             raise self._no_target_error(values, name)
@@ -408,7 +440,7 @@ class _Application:
         if tuple(shape) == tuple(target_shape):
             return
         same_width = len(shape) == len(target_shape) > 0 and shape[1:] == target_shape[1:]
-        if has_vocabulary_rows(target.name) and same_width and shape[0] > target_shape[0]:
+        if has_vocabulary_rows(target.name) and same_width:
             raise self._vocabulary_error(own_tensor.full_name, shape[0], target)
         raise InvalidInput(
             own_tensor.full_name,
@@ -418,15 +450,16 @@ class _Application:
         )
 
     def _vocabulary_error(self, location: str, rows: int, target: AnyTensor) -> InvalidInput:
-        """Return the error for an adapter that was trained after tokens were added to the vocabulary."""
-        directory = self._base.directory.name
-        return InvalidInput(
-            location,
-            found=f"{rows} rows, for a vocabulary with more tokens than that of {directory}",
-            expected=f"{target.shape[0]} rows, like {target.name} of {directory}",
-            remedy=f"enlarge {directory} with resize_token_embeddings({rows}), save it as a new model, and name that;"
-            f" or {_USE_PEFT}",
-        )
+        """Return the error for an adapter that was trained after the vocabulary or its table was resized."""
+        directory, found = self._base.directory.name, f"{rows} rows"
+        remedy = f"resize {directory} with resize_token_embeddings({rows}), save it as a new model, and name that"
+        if rows > target.shape[0]:
+            found += f", for a vocabulary with more tokens than that of {directory}"
+            remedy += f"; or {_USE_PEFT}"
+        else:
+            remedy = f"if the rows beyond belong to no token, {remedy}. Otherwise, {_NAME_BASE}"
+        expected = f"{target.shape[0]} rows, like {target.name} of {directory}"
+        return InvalidInput(location, found=found, expected=expected, remedy=remedy)
 
     def _no_target_error(self, tensor: StoredTensor, name: str) -> InvalidInput:
         """Return the error for a tensor of the adapter without a target in the model.

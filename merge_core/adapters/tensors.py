@@ -33,7 +33,10 @@ _CACHED_BYTES = 64 << 20
 
 @dataclass(frozen=True)
 class AdapterOwnTensor(DerivedTensor):
-    """Full tensor ``own`` of the adapter, converted to the format of the model's tensor ``replaced``."""
+    """Full tensor ``own`` of the adapter, converted to the format of the model's tensor ``replaced``.
+
+    If it has fewer rows, the rows beyond are those of ``replaced``.
+    """
 
     replaced: AnyTensor
     own: StoredTensor
@@ -46,10 +49,14 @@ class AdapterOwnTensor(DerivedTensor):
         return ["brought"]
 
     def open(self, read: ReadStored) -> ReadElements:
+        rows_beyond = elements_of(self.replaced, read)
+
         def elements(first: int, into: Any) -> None:
-            count = len(into) // self.dtype.size
-            values = read_whole(self.own, lambda at, memory: read(self.own, at, memory), first, count)
-            as_torch(into, self.dtype).copy_(values)
+            memory = as_torch(into, self.dtype)
+            count = max(0, min(len(memory), self.own.numel - first))
+            if count < len(memory):
+                rows_beyond(first, into)
+            memory[:count] = read_whole(self.own, lambda at, part: read(self.own, at, part), first, count)
 
         return elements
 

@@ -58,7 +58,7 @@ from mergegate.merge_core.checkpoint.gguf_file import (
     parse_gguf_header,
     read_gguf_header,
 )
-from mergegate.merge_core.checkpoint.heads import is_embedding, is_head, ties_embeddings, with_tie
+from mergegate.merge_core.checkpoint.heads import is_embedding, is_head, settle_head, ties_embeddings, with_tie
 from mergegate.merge_core.checkpoint.measurements import (
     FILES_OF_IMPORTANCE,
     FILES_OF_MOMENTS,
@@ -156,6 +156,7 @@ __all__ = [
     "read_pickled",
     "render_header",
     "select_chat_templates",
+    "settle_head",
     "ties_embeddings",
     "with_chat_templates",
     "with_tie",

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -14,8 +15,16 @@ from mergegate.merge_core.adapters import Adapter, adapter_files, apply_adapter,
 from mergegate.merge_core.checkpoint import nested_names
 from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.recipe import name_in_path
-from mergegate.tasks.checkpoints.hub.headers import read_snapshot
+from mergegate.tasks.checkpoints.card import card_directory, quantization_in_card
+from mergegate.tasks.checkpoints.hub.headers import element_reader, read_snapshot
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
+
+# Where the name of a quantized model starts to differ from the name of the model: base-bnb-4bit, base-GPTQ-Int4.
+_QUANTIZED_NAME = re.compile(
+    r"(?:[-_.]unsloth)?[-_.](?:quantized|bnb|mlx|gptq|awq|hqq|aqlm|eetq|exl[23]|gguf|auto-?round|[1-8]-?bit"
+    r"|(?:int|u?fp|nf|nvfp|mxfp)[48]|w[2-8]a(?:4|8|16)|q[2-8]_[k0-9])(?![a-z0-9])",
+    re.IGNORECASE,
+)
 
 
 class ResolvedAdapter(BaseModel):
@@ -62,20 +71,34 @@ class ResolvedAdapter(BaseModel):
         """
         return apply_adapter(base, self.open())
 
-    def findings(self, base: str) -> tuple[Finding, ...]:
-        """Return a warning if the adapter names another base model than ``base``, the reference of its parent."""
-        config = self.open().config
-        if not config.base or name_in_path(config.base) == name_in_path(base.partition("@")[0]):
-            return ()
-        return (
-            Finding(
-                "warn",
-                f"{config.location}: base_model_name_or_path",
-                found=config.base,
-                expected=f"{base}, to which the adapter is applied",
-                remedy="make sure that the adapter was trained on these weights. mergegate can only compare shapes",
-            ),
-        )
+    def findings(self, parent: str) -> tuple[Finding, ...]:
+        """Return warnings if the adapter was trained on other weights than those of its parent, or changes nothing.
+
+        ``parent`` is the parent's reference. Factors are read until one of them is not zero.
+
+        Raises:
+            InvalidInput: The files do not form an adapter, or cannot be read.
+            Refused: The Hub does not serve them.
+        """
+        base, adapter, warnings = parent.partition("+")[0], self.open(), list[tuple[str, str, str, str]]()
+        named, where = adapter.config.base, f"{adapter.config.location}: base_model_name_or_path"
+        name, base_name = name_in_path(named), name_in_path(base.partition("@")[0])
+        is_quantized = _QUANTIZED_NAME.search(name) is not None
+        words = "" if is_quantized else quantization_in_card(card_directory(self.directory))
+        if words or (is_quantized and name != base_name):
+            model = f"a quantized copy of {named or base} ({words})" if words else f"the quantized model {named}"
+            found = f"trained on {model}. It also corrects rounding errors that {base} lacks, so the merge differs"
+            expected = f"an adapter that was trained on {base}, to which it is applied"
+            remedy = "evaluate the merge, or apply the adapter to a dequantized copy (transformers: model.dequantize())"
+            warnings.append((where, f"{found} from the model that was trained", expected, remedy))
+        if named and base_name not in (name, _QUANTIZED_NAME.split(name)[0]):
+            remedy = "make sure that the adapter was trained on these weights. mergegate can only compare shapes"
+            warnings.append((where, named, f"{base}, to which the adapter is applied", remedy))
+        if adapter.has_zero_factors(element_reader(self.snapshot)):
+            found, expected = "its factors change nothing: one of each module is zero", "the result of a training"
+            remedy = "make sure that the adapter was trained and saved completely, or remove it from the recipe"
+            warnings.append((str(adapter.directory), found, expected, remedy))
+        return tuple(Finding("warn", *texts, cause=texts[1]) for texts in warnings)
 
 
 class PinnedAdapter(BaseModel):

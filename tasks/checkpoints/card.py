@@ -24,6 +24,10 @@ NO_FRONT_MATTER = f"{CARD_FILE} has no front matter"
 _MAX_BYTES = 1 << 20
 # Fields that determine the permitted uses of a merge.
 _LICENSE_FIELD = re.compile(r"(licen[cs]e(_name|_link)?|base_model)[ \t]*:", re.IGNORECASE)
+# PEFT, axolotl or LLaMA-Factory write one of these if an adapter was trained on a quantized base.
+_QUANTIZED = re.compile(
+    r"quantization config was used|load_in_[48]bit\"?: *true|adapter: *qlora|quantization_bit: *[1-8]", re.IGNORECASE
+)
 _YAML_LINE = re.compile(r"[\w\"'-]+[ \t]*:|[ \t]+\S|-[ \t]|#|\s*$")
 
 
@@ -70,6 +74,14 @@ def read_card(directory: Path) -> ModelCard:
         reason = error.found if isinstance(error, InvalidInput) else type(error).__name__
         return ModelCard(problem=f"{CARD_FILE} cannot be read: {reason}")
     return parse_card(content)
+
+
+def quantization_in_card(directory: Path) -> str:
+    """Return the words with which the card in `directory` says that an adapter's base was quantized, or nothing."""
+    with suppress(InvalidInput, OSError), open_plain(card_path(directory) or directory, within=directory) as file:
+        match = _QUANTIZED.search(file.read(_MAX_BYTES).decode(errors="replace"))
+        return match[0] if match else ""
+    return ""
 
 
 def card_path(directory: Path) -> Path | None:

@@ -19,7 +19,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core import Checkpoint, CheckpointRef, Recipe, open_checkpoint, resolve_local
-from mergegate.merge_core.adapters import CombinedSize, changes_of, combined_size, is_own_text
+from mergegate.merge_core.adapters import AdapterOwnTensor, CombinedSize, changes_of, combined_size, is_own_text
 from mergegate.merge_core.errors import Finding, InvalidInput, MergegateError
 from mergegate.merge_core.files import FileIdentity, HashMemo, file_identity
 from mergegate.merge_core.recipe import expand_user_path, parse_reference
@@ -229,15 +229,24 @@ def open_parent(parent: ResolvedCheckpoint) -> Checkpoint:
     return parent.adapter.applied_to(model) if parent.adapter else model
 
 
-def adapter_findings_of_parents(parents: Sequence[ResolvedCheckpoint]) -> tuple[Finding, ...]:
-    """Return a warning for each parent whose adapter was made for another model.
+def adapter_findings_of_parents(
+    parents: Sequence[ResolvedCheckpoint], checkpoints: Mapping[str, Checkpoint]
+) -> tuple[Finding, ...]:
+    """Return the findings about the adapters of parents. ``checkpoints`` are the opened parents by reference.
 
     Raises:
         InvalidInput: An adapter directory or repository does not contain a valid adapter.
         Refused: The Hub does not serve the headers.
     """
-    adapted = [(parent.ref, parent.adapter) for parent in parents if parent.adapter]
-    return tuple(finding for ref, adapter in adapted for finding in adapter.findings(ref.partition("+")[0]))
+    findings = list[Finding]()
+    for parent, adapter in ((parent, parent.adapter) for parent in parents if parent.adapter):
+        findings += adapter.findings(parent.ref)
+        for tensor in checkpoints[parent.ref].tensors.values():
+            if isinstance(tensor, AdapterOwnTensor) and tensor.own.shape != tensor.shape:
+                rows = f"{tensor.own.shape[0]} of {tensor.shape[0]} rows"
+                rest = "The other rows, which belong to no token, stay those of the model"
+                findings.append(Finding("info", f"{parent.ref}: {tensor.name}", f"the adapter has {rows}. {rest}"))
+    return tuple(findings)
 
 
 def require_combinable(recipe: Recipe, parents: Sequence[ResolvedCheckpoint]) -> None:

@@ -32,7 +32,7 @@ from mergegate.tasks.checkpoints import (
     size_of_adapter,
 )
 from mergegate.tasks.preflight.custom_code import custom_code_findings
-from mergegate.tasks.preflight.segmentation import add_segmentation_shares
+from mergegate.tasks.preflight.segmentation import add_segmentation_shares, tokenizer_class_findings
 from mergegate.tasks.stage import StageValue, value_stage
 from mergegate.tasks.store import NotInKey, digest
 
@@ -110,12 +110,13 @@ def header_digests(parents: Sequence[ResolvedCheckpoint]) -> tuple[HeaderDigest,
     digests = []
     for parent in parents:
         files = _files_digest(parent)
-        with_adapter = digest([files, _files_digest(parent.adapter)]) if parent.adapter else files
-        digests.append(HeaderDigest(ref=parent.ref, digest=with_adapter))
+        if parent.adapter:  # Its findings also depend on its card and on whether its factors are zero.
+            files = digest([files, _files_digest(parent.adapter), *map(str, parent.adapter.findings(parent.ref))])
+        digests.append(HeaderDigest(ref=parent.ref, digest=files))
     return tuple(digests)
 
 
-@value_stage("compat", version=9)
+@value_stage("compat", version=10)
 def check_compatibility(
     recipe: Recipe,
     metadata: Sequence[HeaderDigest],
@@ -138,7 +139,10 @@ def check_compatibility(
     require_combinable(recipe, parents)
     planned, checkpoints = plan_cached(recipe, parents, metadata, accepted_tokenizers)
     code = custom_code_findings(planned.plan, accepted_code) if planned.plan else ()
-    findings = worst_first([*add_segmentation_shares(planned), *adapter_findings_of_parents(parents), *code])
+    code = (*code, *tokenizer_class_findings(planned.plan, checkpoints))
+    findings = worst_first(
+        [*add_segmentation_shares(planned), *adapter_findings_of_parents(parents, checkpoints), *code]
+    )
     sizes = {field: 0 for field in Compatibility.model_fields if field not in ("remarks", "kind")}
     kind = find_kind(planned.plan.config, planned.plan.companions) if planned.plan else TEXT_GENERATOR
     if (plan := planned.plan) and not planned.blocking:

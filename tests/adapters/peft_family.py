@@ -70,6 +70,7 @@ def make_adapter(base: Path, place: Path, dtype: torch.dtype, *, seed: int = 1, 
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        tables = config.pop("save_embedding_layers", "auto")
         model = get_peft_model(load_base(base, dtype), LoraConfig(**{"r": 4, "lora_alpha": 8, **config}))
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in model.named_parameters():
@@ -78,7 +79,7 @@ def make_adapter(base: Path, place: Path, dtype: torch.dtype, *, seed: int = 1, 
                 factor = 1 + noise if "magnitude" in name else noise
                 moved = parameter.data.float() * factor if "magnitude" in name else parameter.data.float() + factor
                 parameter.data.copy_(moved)
-        model.save_pretrained(place)
+        model.save_pretrained(place, save_embedding_layers=tables)
     return place
 
 

@@ -61,6 +61,13 @@ KINDS: dict[str, Kind] = {
     "embedding": ("llama", {}, {"target_modules": ["embed_tokens", "q_proj"]}),
     "tied embedding": ("llama", TIED, {"target_modules": ["embed_tokens"]}),
 }  # fmt: skip
+# With the tables of a resized model, PEFT stores a table of modules_to_save three times.
+SAVED = [("embed_tokens", "lm_head"), ("embed_tokens",), ("lm_head",), ()]
+TABLES = [{"modules_to_save": list(names)} for names in SAVED]
+TABLES += [{"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, {"trainable_token_indices": [3, 94]}]
+for (number, tables), tie in itertools.product(enumerate(TABLES), ({}, TIED)):
+    config = {"target_modules": ["q_proj"], "save_embedding_layers": True, **tables}
+    KINDS[f"{'tied ' if tie else ''}tables {number}"] = ("llama", tie, config)
 COLUMN_NORMS: dict[str, Kind] = {
     "dora embedding": ("llama", {}, {"target_modules": ["embed_tokens"], "use_dora": True}),
     "dora transposed": ("gpt2", {}, {"target_modules": ["c_attn", "c_proj"], "use_dora": True, "fan_in_fan_out": True}),
@@ -79,7 +86,7 @@ def both(
 
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-QUICK = [("dora", "bfloat16"), ("experts of mixtral", "float32")]
+QUICK = [("dora", "bfloat16"), ("experts of mixtral", "float32"), ("tied tables 0", "bfloat16")]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), sampled_rows(itertools.product(KINDS, DTYPES), QUICK, pytest.mark.proof))

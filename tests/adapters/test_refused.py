@@ -204,12 +204,45 @@ def test_the_shapes_of_another_base_are_refused(kept: Path, tmp_path: Path) -> N
         apply_adapter(open_checkpoint(tmp_path / "wide"), open_adapter(kept / "adapter"))
 
 
-def test_the_name_of_another_base_is_a_warning(kept: Path) -> None:
-    adapter = ResolvedAdapter(ref="adapter", directory=kept / "adapter")
-    assert adapter.findings("elsewhere/base") == ()
-    (finding,) = adapter.findings("org/other@main")
-    assert finding.severity == "warn"
-    assert "base_model_name_or_path" in finding.where
+CARD = "The following `bitsandbytes` quantization config was used during training:\n- load_in_4bit: True\n"
+
+
+@pytest.mark.parametrize(
+    ("named", "card", "words"),
+    [
+        ("elsewhere/base", "", []), ("", "", []), ("org/other", "", ["other"]), ("acme/an-awkward-base", "", ["awk"]),
+        ("elsewhere/base", CARD, ["a quantized copy of elsewhere/base"]), ("", CARD, ["a quantized copy of"]),
+        ("other", "load_in_4bit: true", ["a quantized copy of other", "other"]),
+        ("elsewhere/base", "AutoModel.from_pretrained(base, load_in_4bit=True)", []),
+        ("acme/other-GPTQ", "", ["the quantized model acme/other-GPTQ", "other-GPTQ"]),
+        *((f"acme/base{end}", "", [f"the quantized model acme/base{end}"]) for end in (
+            "-bnb-4bit", "-unsloth-bnb-4bit", "-4bit", "_8bit", "-GPTQ", "-GPTQ-Int4", "-AWQ", "-FP8", "-FP8-dynamic",
+            "-int8", "-NVFP4", "-quantized.w4a16", "-Q4_K_M", "-AQLM-2Bit-1x16",
+        )),
+    ],
+)  # fmt: skip
+def test_training_on_other_or_quantized_weights_is_a_warning(
+    adapter: Path, named: str, card: str, words: list[str]
+) -> None:
+    configured(adapter, base_model_name_or_path=named)
+    (adapter / "README.md").write_text(card)
+    findings = ResolvedAdapter(ref="adapter", directory=adapter).findings("org/base@main+adapter")
+    assert [(one.severity, part in one.found) for one, part in zip(findings, words, strict=True)] == [
+        ("warn", True) for _ in words
+    ]
+    assert ResolvedAdapter(ref="adapter", directory=adapter).findings(f"{named}+adapter") == () or card
+
+
+@pytest.mark.parametrize("zero", ["lora_A", "lora_B", "lora_alpha", "one lora_B", "DoRA"])
+def test_an_adapter_that_changes_nothing_is_a_warning(kept: Path, tmp_path: Path, zero: str) -> None:
+    place = make_adapter(kept / "base", tmp_path / "adapter", torch.float32, use_dora=zero == "DoRA")
+    configured(place, lora_alpha=0 if zero == "lora_alpha" else 8)
+    names = [name for name in load_file(place / "adapter_model.safetensors") if zero in name or zero == "DoRA"]
+    if zero == "one lora_B":
+        names = [f"{PREFIX}.lora_B.weight"]
+    with_tensors(place, lambda tensors: [tensors[name].zero_() for name in names])
+    findings = ResolvedAdapter(ref="adapter", directory=place).findings("base+adapter")
+    assert ["change nothing" in one.found for one in findings] == ([True] if zero[:4] == "lora" else [])
 
 
 @pytest.mark.parametrize("name", ["lm_head.lora_A.weight", "lm_head.lora_B.weight"])

@@ -11,13 +11,15 @@ import torch
 from family import random_tensors, save_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizer_samples import byte_level, with_added, write_tokenizer
 from transformers import AutoTokenizer
 
 from mergegate.merge_core import Finding, load_recipe, merge_weights, open_checkpoint, plan_merge, plan_with_findings
 from mergegate.merge_core.adapters import apply_adapter, open_adapter
 from mergegate.merge_core.checkpoint import Checkpoint
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.checkpoints import ResolvedAdapter, ResolvedCheckpoint, adapter_findings_of_parents
 from mergegate.tasks.merge import combine_parents
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
@@ -103,6 +105,31 @@ def test_files_without_a_vocabulary_add_to_those_of_the_base(root: Path) -> None
     merge_checkpoints(root, ONE)
     assert (root / "out" / "special_tokens_map.json").read_text() == '{"eos_token": "</s>"}'
     assert (root / "out" / "tokenizer.json").read_bytes() == (root / "base" / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("missing", [1, 0, -5])
+def test_rows_beyond_those_of_an_adapter_stay_if_they_belong_to_no_token(root: Path, missing: int) -> None:
+    """A trainer may shrink a padded table to the tokenizer. ``missing`` counts the tokens without a row."""
+    save_text(root / "base", (), None)
+    table = "model.embed_tokens.weight"
+    rows, before = library(root / "base")[0] - missing, load_file(root / "base" / "model.safetensors")[table]
+    file = root / "adapter" / "adapter_model.safetensors"
+    own = {f"base_model.model.{table}": torch.full((rows, before.shape[1]), 2.0)}
+    save_file(load_file(file) | own, file)
+    if missing > 0:
+        with pytest.raises(InvalidInput, match=rf"{rows} rows[\s\S]*resize_token_embeddings\({rows}\)[\s\S]*name the"):
+            opened(root, "adapter")
+        return
+    parent = ResolvedCheckpoint(
+        name="base", ref="base+adapter", directory=root / "base",
+        adapter=ResolvedAdapter(ref="adapter", directory=root / "adapter"),
+    )  # fmt: skip
+    (found,) = adapter_findings_of_parents([parent], opened(root, "adapter"))
+    assert (found.severity, found.where) == ("info", f"base+adapter: {table}")
+    assert f"{rows} of 512 rows" in found.found
+    merge_checkpoints(root, ONE)
+    after = load_file(root / "out" / "model.safetensors")[table]
+    assert torch.equal(after, torch.cat([*own.values(), before[rows:]]))
 
 
 def test_what_else_lies_next_to_an_adapter_is_named(root: Path) -> None:
