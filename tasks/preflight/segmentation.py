@@ -1,4 +1,4 @@
-"""Measure how much of a text two tokenizers segment differently, to add numbers to the finding that they differ.
+"""Compare tokenizers on a sample text: those of two models, or the class and the ``tokenizer.json`` of one model.
 
 A tokenizer is untrusted input, so it runs in the confined child process. A failed measurement is reported and does not
 change the severity of a finding.
@@ -7,18 +7,28 @@ change the severity of a finding.
 from __future__ import annotations
 
 import json
+import sys
+import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from mergegate.merge_core import Finding, PlannedMerge
-from mergegate.merge_core.errors import MergegateError, worst_first
+from mergegate.merge_core import Checkpoint, Finding, MergePlan, PlannedMerge
+from mergegate.merge_core.checkpoint import companion_kind
+from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS
+from mergegate.merge_core.errors import InvalidInput, MergegateError, to_printable, worst_first
 from mergegate.tasks.checkpoints import CallNeeds, TellProgress, call_model_process
 from mergegate.tasks.preflight.sample_text import SAMPLE
 
 # Each pair builds two tokenizers, which takes seconds for the largest.
 _MAX_PAIRS = 16
 _TIME_LIMIT = 300.0  # Seconds.
+_PROBES = 2000  # Number of tokens of a vocabulary that are texts too.
+# Classes that follow tokenizer.json and add no rules of their own.
+_WITHOUT_RULES = ("PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
 
 Shares = tuple[float, float]
 
@@ -99,3 +109,89 @@ def segmentation_shares(first_json: str, second_json: str, lines: Sequence[str])
         agreeing += (first_tokens & second_tokens).total()
         changed += first_tokens != second_tokens
     return 1 - agreeing / max(total, 1), changed / max(len(lines), 1)
+
+
+def tokenizer_class_findings(plan: MergePlan | None, checkpoints: Mapping[str, Checkpoint]) -> list[Finding]:
+    """Return a finding for each model whose tokenizer class splits text differently from its ``tokenizer.json``.
+
+    The result of ``plan`` is compared too, but is reported only if it differs from all models.
+    """
+    models = {name: (checkpoint.config, checkpoint.companions) for name, checkpoint in checkpoints.items()}
+    models |= {"the result": (plan.config, plan.companions)} if plan else {}
+    names: dict[tuple[tuple[str, bytes], ...], list[str]] = {}
+    classes: dict[str, str] = {}
+    for name, (config, companions) in models.items():
+        with suppress(InvalidInput):  # The comparison of tokenizers reports a damaged file.
+            settings = companions.json("tokenizer_config.json", TOKENIZER_BOUNDS) or {}
+            classes[name] = str(settings.get("tokenizer_class") or _WITHOUT_RULES[0])
+            if classes[name] in _WITHOUT_RULES or "tokenizer.json" not in companions:
+                continue
+            files = companions.only(lambda file: companion_kind(file) == "tokenizer")
+            contents = {file: files.read(file) for file in files}
+            contents["config.json"] = json.dumps({"model_type": config.get("model_type")}).encode()
+            names.setdefault(tuple(contents.items()), []).append(name)
+    answer: object = None
+    with suppress(MergegateError):  # Whatever loads the tokenizer next fails for the same reason and reports it.
+        needs, contents_of_models = CallNeeds(time_limit=_TIME_LIMIT), [dict(files) for files in names]
+        if names:
+            answer = call_model_process(compare_classes, (contents_of_models,), location="tokenizers", needs=needs)
+    findings: list[Finding] = []
+    for same_models, effect in zip(names.values(), answer if isinstance(answer, list) else [], strict=False):
+        if not isinstance(effect, tuple) or [type(value) for value in effect] != [int, int, str] or not effect[0]:
+            continue  # Untrusted code in that process may have sent something else.
+        changed, texts, example = effect
+        for name in [name for name in same_models if name != "the result"] or (same_models if not findings else []):
+            findings.append(
+                Finding(
+                    "warn",
+                    f"{name}: tokenizer_config.json: tokenizer_class",
+                    found=f"transformers replaces rules of tokenizer.json by those of {to_printable(classes[name])}: "
+                    f"{changed:,} of {texts:,} texts are split differently, such as {to_printable(repr(example[:40]))}",
+                    expected="the rules of tokenizer.json, which other software reads",
+                    remedy="if the model was trained with tokenizer.json, set tokenizer_class to "
+                    "PreTrainedTokenizerFast",
+                )
+            )
+    return findings
+
+
+def compare_classes(models: Sequence[Mapping[str, bytes]], on_progress: TellProgress) -> list[tuple[int, int, str]]:
+    """Return, for each model, how many texts its class and its ``tokenizer.json`` split differently.
+
+    ``models`` holds the contents of files by name. The texts are ``SAMPLE`` and tokens of the vocabulary. A result is
+    the number of different texts, the number of texts, and an example. Both numbers are 0 if loading fails.
+    """
+    # Importing torch takes seconds, and tokenizers do not need it.
+    is_lean = not {"torch", "transformers"} & sys.modules.keys()
+    if is_lean:
+        sys.modules["torch"] = None  # type: ignore[assignment]
+    try:
+        return [_class_effect(files) for files in models]
+    finally:  # Models that are loaded later need both libraries.
+        for name in list(sys.modules) if is_lean else ():
+            if name.partition(".")[0] in ("torch", "transformers"):
+                del sys.modules[name]
+
+
+def _class_effect(files: Mapping[str, bytes]) -> tuple[int, int, str]:
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    loader: Any = AutoTokenizer
+    with tempfile.TemporaryDirectory() as directory:
+        for name, content in files.items():
+            (Path(directory) / name).write_bytes(content)
+        try:
+            loaded: Any = loader.from_pretrained(directory, local_files_only=True)
+            own = Tokenizer.from_file(f"{directory}/tokenizer.json")
+            own.no_padding()
+            own.no_truncation()
+            size = own.get_vocab_size()
+            numbers = range(0, size, max(1, size // _PROBES))
+            texts = [*SAMPLE, *own.decode_batch([[number] for number in numbers], skip_special_tokens=False)]
+            all_ids = loaded(texts, add_special_tokens=False)["input_ids"]
+            own_ids = [encoded.ids for encoded in own.encode_batch(texts, add_special_tokens=False)]
+            changed = [text for text, ids, expected in zip(texts, all_ids, own_ids, strict=True) if ids != expected]
+            return len(changed), len(texts), next(iter(changed), "")
+        except Exception:  # The libraries raise plain exceptions for unsupported input.
+            return 0, 0, ""
