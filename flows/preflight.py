@@ -441,15 +441,18 @@ def _require_unread(profile: Profile, recipes: Sequence[Recipe], evidence: Evide
 def past_guards(profile: str) -> tuple[PastGuardOutcome, ...]:
     """Return the outcomes of each guard in past runs of a profile, in run order, except failures.
 
-    A merge that failed does not show how much a merge as good as its reference will differ.
+    A merge that failed does not show how much a merge as good as its reference will differ. Another run of the same
+    merge has the same outcome, which counts once.
     """
-    return tuple(
-        PastGuardOutcome(score.task, score.reference, score.documents, score.differing)
+    outcomes = {
+        (record.recipe, record.parents, score.merge, outcome): outcome
         for record in read_history(home() / "reports").records
         if record.profile == profile and record.flow in ("release", "sweep")
         for score in record.scores
         if score.documents and score.outcome != "fail"
-    )
+        for outcome in [PastGuardOutcome(score.task, score.reference, score.documents, score.differing)]
+    }
+    return tuple(outcomes.values())
 
 
 def check_recipe(recipe: Recipe, root: Path, name: str, problems: Problems) -> None:

@@ -116,7 +116,7 @@ def open_checkpoint(
         raise InvalidInput(str(directory), found="the directory does not exist", expected="a checkpoint directory")
     companions = list_companions(directory)
     if MODULES_FILE in companions:
-        _require_network_in_root(companions)
+        require_network_in_root(directory, companions)
     config: Mapping[str, Any] = read_config(directory / "config.json")
     headers = remote_headers or {}
     index_name, single_name = INDEX_NAME, SINGLE_NAME
@@ -153,18 +153,32 @@ def open_checkpoint(
     return Checkpoint(directory, config, table, companions, templates, uncopied, (*head_findings, *decoding))
 
 
-def _require_network_in_root(companions: Companions) -> None:
-    """Raise InvalidInput if the network is in the folder of a module, as older sentence-transformers saved it."""
+def require_network_in_root(directory: Path, companions: Companions) -> None:
+    """Raise InvalidInput if the first module of a sentence-transformers model is not a network in ``directory``.
+
+    Older versions of the library save the network in a folder. A static embedding and a router have no configuration of
+    a network.
+    """
     modules = parse_json(companions.read(MODULES_FILE), companions.location(MODULES_FILE), bounds=JsonBounds())
     first = modules[0] if isinstance(modules, list) and modules else None
-    folder = first.get("path") if isinstance(first, dict) else None
-    if isinstance(folder, str) and folder:
-        raise InvalidInput(
-            companions.location(MODULES_FILE),
-            found=f"the first module is in {to_printable(folder)}/",
-            expected="a network whose config.json and weights are next to modules.json",
-            remedy="save the model again: SentenceTransformer(directory).save_pretrained(new_directory)",
-        )
+    folder, class_name = (first.get("path"), first.get("type")) if isinstance(first, dict) else (None, None)
+    if isinstance(folder, str) and folder not in ("", "."):
+        found = f"the first module is in {to_printable(folder)}/"
+        remedy = "save the model again: SentenceTransformer(directory).save_pretrained(new_directory)"
+    elif not (directory / "config.json").exists():
+        name = to_printable(str(class_name).rpartition(".")[2])
+        found = f"the first module is {name}, which has no config.json"
+        remedy = "average the table with numpy, because mergegate does not merge this module"
+        if "Static" not in name:
+            remedy = "merge the networks in its folders, such as document_0_Transformer, as models of their own"
+    else:
+        return
+    raise InvalidInput(
+        companions.location(MODULES_FILE),
+        found=found,
+        expected="a network whose config.json and weights are next to modules.json",
+        remedy=remedy,
+    )
 
 
 def _read_headers(

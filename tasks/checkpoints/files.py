@@ -15,12 +15,15 @@ from pathlib import Path, PurePosixPath
 from mergegate.merge_core.adapters import CONFIG_FILE
 from mergegate.merge_core.checkpoint import (
     INDEX_NAME,
+    MODULES_FILE,
     PICKLED_INDEX_NAME,
     PICKLED_SINGLE_NAME,
     SINGLE_NAME,
     is_copyable,
     is_module_file,
+    list_companions,
     nested_names,
+    require_network_in_root,
 )
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import FileIdentity, require_unchanged
@@ -105,6 +108,11 @@ def find_model_problem(reference: str, directory: Path) -> InvalidInput | None:
             expected="a model, or a model with an adapter",
             remedy=f"write BASE+{reference}, with the model that the adapter was trained on as BASE",
         )
+    if MODULES_FILE in names:
+        try:
+            require_network_in_root(directory, list_companions(directory))
+        except InvalidInput as error:
+            return error
     return InvalidInput(
         reference,
         found="it has no config.json" if names else "the directory is empty",

@@ -80,13 +80,14 @@ def license_files(
     if notices:
         files["NOTICE"] = "\n\n".join(notices) + "\n"
     if any(item.kind == "changes" for item in obligations):
-        names = "\n".join(f"  {parent.ref}" for parent in parents)
+        refs = [" ".join(parent.ref.split()) for parent in parents]  # A line break in a name would add lines.
+        names = "\n".join(f"  {ref}" for ref in refs)
         work = "computed with recipe.yaml by merging"
         if quantized_from:
             work = f"quantized from {quantized_from}, which was computed by merging"
         files[MODIFICATIONS] = (
             f"The weights of this model were {work} the weights of\n\n{names}\n\n"
-            f"{describe_changes(weights, [parent.ref for parent in parents])}\n\n"
+            f"{describe_changes(weights, refs)}\n\n"
             "Configuration and tokenizer files were copied or adapted. provenance.json identifies the exact inputs.\n"
         )
     return tuple(written_file(name, text) for name, text in files.items())
