@@ -20,6 +20,7 @@ from mergegate.merge_core.architecture.conversions import Conversions, InMemory
 from mergegate.merge_core.architecture.families import described_families, family_defaults, text_part
 from mergegate.merge_core.architecture.layer_kinds import layer_kinds
 from mergegate.merge_core.architecture.layouts import rename_to_layout
+from mergegate.merge_core.architecture.loading import keeps_float32, tied_source, without_predictions
 from mergegate.merge_core.architecture.meaning import differing_settings
 from mergegate.merge_core.architecture.model_kinds import (
     TEXT_GENERATOR,
@@ -38,6 +39,7 @@ from mergegate.merge_core.architecture.parts import (
     main_stack,
     positions_outside_layers,
     prediction_tensors,
+    unloaded_tensors,
 )
 from mergegate.merge_core.architecture.stacking import LayerOrigin, keeps_layer_positions, stacked_config
 from mergegate.merge_core.architecture.tensor_kinds import (
@@ -85,6 +87,7 @@ __all__ = [
     "is_optional",
     "is_projection",
     "is_routed_expert",
+    "keeps_float32",
     "keeps_layer_positions",
     "kind_of",
     "kind_of_directory",
@@ -100,8 +103,11 @@ __all__ = [
     "stacks",
     "tensor_kind",
     "text_part",
+    "tied_source",
     "ties_embeddings",
+    "unloaded_tensors",
     "vocabulary_size",
     "with_dtype",
     "with_vocabulary",
+    "without_predictions",
 ]

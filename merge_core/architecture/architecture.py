@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from mergegate.merge_core.architecture.families import text_part
+from mergegate.merge_core.architecture.loading import tied_source
 from mergegate.merge_core.checkpoint import (
     AnyTensor,
     Checkpoint,
@@ -66,8 +67,8 @@ def is_optional(name: str) -> bool:
 
 
 def find_tensor(checkpoint: Checkpoint, name: str) -> AnyTensor | None:
-    """Return the tensor called ``name``, or None. For a tied head that is not stored, return the embedding."""
-    tensor = checkpoint.tensors.get(name)
+    """Return the tensor called ``name``, or None. For a tied tensor that is not stored, return what it is tied to."""
+    tensor = checkpoint.tensors.get(name) or checkpoint.tensors.get(tied_source(checkpoint, name) or "")
     if tensor is not None or not is_head(name) or ties_embeddings(checkpoint.config) is False:
         return tensor
     embeddings = [candidate for candidate in checkpoint.tensors.values() if is_embedding(candidate.name)]

@@ -189,6 +189,12 @@ def container_text(config: Mapping[str, Any]) -> tuple[str, str] | None:
     return (text[0], text[1]) if text else None
 
 
+def loading_facts() -> Mapping[str, Any]:
+    """Return what transformers' classes ignore, tie and keep in float32; see :mod:`merge_core.architecture.loading`."""
+    facts: Mapping[str, Any] = _content()["loading"]
+    return facts
+
+
 def _network_transforms(
     config: Mapping[str, Any], class_name: str, structure: Mapping[str, Any] | None
 ) -> Iterator[_Transform]:

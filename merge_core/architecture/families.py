@@ -146,7 +146,6 @@ class Family:
         text_optional: Whether older configurations have the settings of the text part at the top level.
         before: Name parts of this family's tensors before the layers, in addition to the general ones.
         after: Name parts of this family's tensors after the layers, in addition to the general ones.
-        predictions: Name parts of layers for multi-token prediction that are not in the main stack.
         prediction_keys: Keys for the number of layers for multi-token prediction at the end of the main stack.
         depth_of: Keys of lists or strings whose length is the number of layers, for families without a layer count.
         layouts: Renamings from an older to a newer layout, each as pairs of name prefixes.
@@ -161,7 +160,6 @@ class Family:
     text_optional: bool = False
     before: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
-    predictions: tuple[str, ...] = ()
     prediction_keys: tuple[str, ...] = ()
     depth_of: tuple[str, ...] = ()
     layouts: tuple[tuple[tuple[str, str], ...], ...] = ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from mergegate.merge_core.architecture.architecture import is_optional
+from mergegate.merge_core.architecture.conversions import Conversions
 from mergegate.merge_core.architecture.families import find_family
 from mergegate.merge_core.architecture.tensor_kinds import parse_layer_place, stacks
 from mergegate.merge_core.checkpoint import Checkpoint
@@ -24,6 +25,10 @@ def rename_to_layout(donor: Checkpoint, parent: Checkpoint) -> Checkpoint:
     needed = {name for name in donor.tensors if not is_optional(name)}
     if needed <= parent.tensors.keys():
         return parent
+    if donor.config.get("model_type") == parent.config.get("model_type"):
+        parent = _with_loaded_names(donor, parent)
+        if needed <= parent.tensors.keys():
+            return parent
     family = find_family(donor.config)
     for layout in family.layouts if family else ():
         for pairs in (layout, [(new, old) for old, new in layout]):
@@ -54,3 +59,24 @@ def rename_to_layout(donor: Checkpoint, parent: Checkpoint) -> Checkpoint:
         if len(names) == len(parent.tensors):
             return replace(parent, tensors={new: parent.tensors[name] for new, name in names.items()})
     return parent
+
+
+def _with_loaded_names(donor: Checkpoint, parent: Checkpoint) -> Checkpoint:
+    """Return ``parent`` with the donor's name for each tensor that transformers loads under the same name.
+
+    Such names are ``LayerNorm.gamma`` and ``LayerNorm.weight``. Tensors that transformers joins or splits keep their
+    names.
+    """
+    donor_names = {loaded: name for name, loaded in _loaded_names(donor).items()}
+    loaded_names = _loaded_names(parent)
+    names = {name: donor_names.get(loaded_names.get(name, ()), name) for name in parent.tensors}
+    if len(set(names.values())) != len(names):
+        return parent  # Two stored tensors have one name in memory, such as a tensor and its copy.
+    return replace(parent, tensors={names[name]: tensor for name, tensor in parent.tensors.items()})
+
+
+def _loaded_names(checkpoint: Checkpoint) -> dict[str, tuple[str, ...]]:
+    """Return the names in memory of each stored tensor that transformers neither joins nor splits."""
+    conversions = Conversions(checkpoint.config, checkpoint.class_name, checkpoint.tensors)
+    loaded = {name: conversions.in_memory(name) for name in checkpoint.tensors}
+    return {name: memory.names for name, memory in loaded.items() if not memory.operations}

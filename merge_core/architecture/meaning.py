@@ -1,9 +1,9 @@
 """Compare the settings in ``config.json`` that, together with the weights, determine what a network computes.
 
-Every key counts unless it matches :data:`_NO_EFFECT`: names, versions, number formats, dropout, initialization,
-training losses, text generation. Alternative spellings are unified (``rope_theta`` and ``rope_scaling`` with
-``rope_parameters``, ``n_embd`` with ``hidden_size``). A missing key has the default of its family from
-``defaults.json``, which ``tests/merge_core/test_meaning.py`` generates from transformers.
+Every key counts, also an unknown one, unless it matches :data:`_NO_EFFECT`: names, versions, number formats, dropout,
+initialization, training losses, text generation. Alternative spellings are unified (``rope_theta`` and
+``rope_scaling`` with ``rope_parameters``, ``n_embd`` with ``hidden_size``). A missing key has the default of its family
+from ``defaults.json``, which ``tests/merge_core/test_meaning.py`` generates from transformers.
 """
 
 from __future__ import annotations
@@ -22,15 +22,18 @@ from mergegate.merge_core.errors import InvalidInput
 _NO_EFFECT = re.compile(
     # Names, files and number formats.
     r"^_|^(?:architectures|auto_map|model_type|dtype|torch_dtype|quantization_config|torchscript|use_bfloat16"
-    r"|task_specific_params|finetuning_task|problem_type|id2label|label2id|num_labels|prefix|tokenizer_class)$"
-    r"|version|unsloth|attn_implementation|flash_attn|_name$|_name_or_path$"
-    # The vocabulary, which other code checks.
-    r"|^(?:vocab_size|unpadded_vocab_size|tie_word_embeddings)$|_token_ids?$|_token_index$|_token_indices$"
-    # Training.
-    r"|dropout|drop_rate|layerdrop|_pdrop$|drop_path|^init_|_init_|initializer|init_std|init_scheme|loss"
-    r"|gradient_checkpointing|rescale_prenorm_residual|^(?:summary|classifier)_"
+    r"|task_specific_params|finetuning_task|tokenizer_class)$"
+    r"|(?:^|_)version$|unsloth|attn_implementation|flash_attn|(?:model|run|tokenizer|dataset)_name$|_name_or_path$"
+    # Labels and the vocabulary, which other code checks.
+    r"|^(?:id2label|label2id|num_labels|vocab_size|unpadded_vocab_size|tie_word_embeddings)$"
+    r"|_token_ids?$|_token_index$|_token_indices$"
+    # Training. The names that are excluded here are read when the network computes.
+    r"|dropout|drop_rate|layerdrop|_pdrop$|drop_path|initializer|init_std|init_scheme|loss"
+    r"|^(?!embedding_init_target$|inv_coeff_init_option$|init_trk_)(?:.*_)?init_"
+    r"|gradient_checkpointing|rescale_prenorm_residual"
     # How the library runs, not what it computes.
-    r"|^output_|^return_dict|^use_(?:cache|mamba_kernels|mambapy|associative_scan|mem_eff_path)$|^num_logits_to_keep$"
+    r"|^output_(?:attentions|(?:hidden_|past_)?(?:states|past)|(?:router_|auxiliary_)?logits|scores|retrieved|segmentation)$"
+    r"|^return_dict|^use_(?:cache|mamba_kernels|mambapy|associative_scan|mem_eff_path)$|^num_logits_to_keep$"
     r"|^is_encoder_decoder$|^residual_in_fp32$|^(?:mamba_)?chunk_size$"
     r"|^(?:chunk_size_feed_forward|pretraining_tp|slow_but_exact|reorder_and_upcast_attn|pruned_heads)$"
     # Maximum lengths. If they affect the positions, _rope_settings includes them.
@@ -40,6 +43,11 @@ _NO_EFFECT = re.compile(
     r"|^(?:do_sample|early_stopping|num_beams|num_beam_groups|diversity_penalty|temperature|top_[kp]|typical_p"
     r"|(?:repetition|length|exponential_decay_length)_penalty|(?:encoder_)?no_repeat_ngram_size|bad_words_ids"
     r"|num_return_sequences|remove_invalid_values|(?:begin_)?suppress_tokens|min_length)$"
+)
+# What the outputs of a classifier mean, in the code of its head and in pipelines.
+_LABELS = "id2label"
+_HEAD = re.compile(
+    rf"^(?:.*pooling(?:_type|_mode|_strategy|_method)?|{_LABELS}|problem_type|summary_(?:type|use_proj|activation|proj_to_labels))$"
 )
 # Rotary positions are compared as a whole, see _rope_settings. The later spellings are those of older configurations.
 _THETA_KEYS = ("rope_theta", "rotary_emb_base", "global_rope_theta")
@@ -91,6 +99,16 @@ class ModelSetting:
     source: str = "stated"
     is_read: bool = True
 
+    @property
+    def is_of_head(self) -> bool:
+        """Whether the setting decides what the outputs of a classifier mean."""
+        return _HEAD.search(self.key) is not None
+
+    @property
+    def is_of_positions(self) -> bool:
+        """Whether the setting decides how positions are rotated."""
+        return not _ROPE_KEYS.isdisjoint(self.key.split("."))
+
     def __str__(self) -> str:
         if self.source in ("derived", "missing"):
             return "not set"
@@ -113,12 +131,15 @@ def differing_settings(
         missing = ModelSetting(present.key, None, "missing", present.is_read)
         first_setting, second_setting = first_settings.get(name, missing), second_settings.get(name, missing)
         stated = first_setting if second_setting is missing else second_setting
-        is_unset = (first_setting is missing or second_setting is missing) and stated.value in (None, False)
-        if (
-            first_setting.value != second_setting.value
-            and repr(first_setting.value) != repr(second_setting.value)
-            and not is_unset
-        ):
+        values = (first_setting.value, second_setting.value)
+        is_equal = values[0] == values[1] or repr(values[0]) == repr(values[1])
+        if missing in (first_setting, second_setting):
+            is_equal |= stated.value in (None, False)
+        if name == _LABELS:
+            is_equal = not _contradicts(values[0] or {}, values[1] or {})
+        elif name == "problem_type":  # Training with classes as integers sets the usual value.
+            is_equal |= set(map(str, values)) == {"None", "single_label_classification"}
+        if not is_equal:
             yield first_setting, second_setting
 
 
@@ -131,11 +152,26 @@ def settings(config: Mapping[str, Any]) -> dict[str, ModelSetting]:
     defaults = family_defaults(part.model_type)
     if config.get("auto_map"):
         defaults = None  # The checkpoint's own code may read any key.
-    if part.key is None:
-        return _part_settings(part, defaults, "")
-    outer = {key: value for key, value in config.items() if key != part.key}
-    container = _part_settings(TextPart(None, outer, None), None, "")
-    return {**container, **_part_settings(part, defaults, f"{part.key}.")}
+    container: dict[str, ModelSetting] = {}
+    if part.key is not None:
+        outer = {key: value for key, value in config.items() if key != part.key}
+        container = _part_settings(TextPart(None, outer, None), None, "")
+    if isinstance(labels := config.get(_LABELS), Mapping):
+        container[_LABELS] = ModelSetting(_LABELS, {str(number): str(name) for number, name in labels.items()})
+    return {**container, **_part_settings(part, defaults, f"{part.key}." if part.key is not None else "")}
+
+
+def _contradicts(first: Mapping[str, str], second: Mapping[str, str]) -> bool:
+    """Return whether two classifiers name outputs differently. Automatic names such as ``LABEL_0`` say nothing."""
+    names, others = (
+        {
+            number: re.sub(r"[\W_]+", "", name).casefold() or name
+            for number, name in labels.items()
+            if not re.fullmatch(rf"(?i:label_?)?{re.escape(number)}", name)
+        }
+        for labels in (first, second)
+    )
+    return any(names[number] != others[number] for number in names.keys() & others.keys())
 
 
 def _part_settings(part: TextPart, defaults: FamilyDefaults | None, prefix: str) -> dict[str, ModelSetting]:

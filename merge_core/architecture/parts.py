@@ -5,11 +5,13 @@ Other parts are image or audio towers with their projections, and layers for mul
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Literal
 
 from mergegate.merge_core.architecture.architecture import layer_count
 from mergegate.merge_core.architecture.families import find_family, text_part
+from mergegate.merge_core.architecture.loading import is_ignored
 from mergegate.merge_core.architecture.tensor_kinds import parse_layer_place, stacks
 from mergegate.merge_core.checkpoint import Checkpoint, is_head
 from mergegate.merge_core.errors import InvalidInput
@@ -25,7 +27,9 @@ _AFTER = _LAST_NORMS | {"lm_head", "embed_out", "output", "score", "classifier"}
 # Parts of a path that identify a stack of layers that reads pictures or sound, or any stack outside the text network.
 _SENSES = ("vision", "visual", "image", "vit", "audio", "speech")
 _OTHER_STACKS = (*_SENSES, "mtp")
-# Layers for multi-token prediction contain this projection, which joins the last state with the next token's embedding.
+_PREDICTIONS = re.compile(r"(?:^|\.)(?:mtp|nextn)(?:_[a-z]+)?\.")
+# Layers for multi-token prediction at the end of the main stack contain this projection. It joins the last state with
+# the embedding of the next token.
 _JOINT = "eh_proj.weight"
 
 
@@ -73,15 +77,22 @@ def main_depth(checkpoint: Checkpoint, stack: str) -> int:
 
 def prediction_tensors(checkpoint: Checkpoint) -> frozenset[str]:
     """Return the names of the tensors of layers for multi-token prediction."""
-    text, outer = text_part(checkpoint.config), find_family(checkpoint.config)
-    roots = {root for family in (text.family, outer) if family for root in family.predictions}
     ends = {stack: _depth(checkpoint, stack, depth) for stack, depth in stacks(checkpoint.tensors).items()}
     tensors = set()
     for name in checkpoint.tensors:
         position = parse_layer_place(name)
-        if roots.intersection(name.split(".")) or (position is not None and position.index >= ends[position.stack]):
+        if _PREDICTIONS.search(name) or (position is not None and position.index >= ends[position.stack]):
             tensors.add(name)
     return frozenset(tensors)
+
+
+def unloaded_tensors(checkpoint: Checkpoint) -> frozenset[str]:
+    """Return the names of the tensors that a writer drops, because the class does not load them.
+
+    These are layers for multi-token prediction, and other tensors that the class in transformers ignores.
+    """
+    ignored = {name for name in checkpoint.tensors if is_ignored(checkpoint, name)}
+    return prediction_tensors(checkpoint) | ignored
 
 
 def positions_outside_layers(names: Iterable[str], stack: str, checkpoint: Checkpoint) -> dict[str, Side]:
@@ -130,7 +141,8 @@ def _depth(checkpoint: Checkpoint, stack: str, depth: int) -> int:
     text = text_part(checkpoint.config)
     prediction_counts = [text.config.get(key) for key in (text.family.prediction_keys if text.family else ())]
     are_joined = all(f"{stack}.{index}.{_JOINT}" in checkpoint.tensors for index in range(count, depth))
-    return count if are_joined or depth - count in prediction_counts else depth
+    are_ignored = all(is_ignored(checkpoint, f"{stack}.{index}.") for index in range(count, depth))
+    return count if are_joined or are_ignored or depth - count in prediction_counts else depth
 
 
 def _is_beside(stack: str) -> bool:

@@ -17,6 +17,7 @@ from mergegate.merge_core.architecture.architecture import LAYER_COUNT_KEYS, lay
 from mergegate.merge_core.architecture.conversions import container_text
 from mergegate.merge_core.architecture.families import Family, Form, LayerKind, TextPart, find_family, text_part
 from mergegate.merge_core.architecture.layer_kinds import layer_kinds, undescribed_key
+from mergegate.merge_core.architecture.loading import without_predictions
 from mergegate.merge_core.errors import InvalidInput
 
 
@@ -151,7 +152,7 @@ def stacked_config(donor: Mapping[str, Any], layers: Stack, location: str, *, dr
         count_keys = [LAYER_COUNT_KEYS[0]]  # So far, the depth was the library's default.
     result |= dict.fromkeys(count_keys, len(layers))
     if dropped:
-        result |= {key: 0 for key in family.prediction_keys if result.get(key)}
+        result = without_predictions(result)
     columns = {kind.name: [kinds[kind.name] for kinds in required] for kind in family.kinds}
     for kind in family.kinds:
         # Write all lists first, because the rule of one kind may depend on another kind.

@@ -19,13 +19,15 @@ from mergegate.merge_core.architecture import (
     prediction_tensors,
     rename_to_layout,
     stacks,
+    tied_source,
     ties_embeddings,
+    unloaded_tensors,
     vocabulary_size,
 )
 from mergegate.merge_core.architecture.experts import disk_name
 from mergegate.merge_core.checkpoint import TEXT_PARTS, Checkpoint
 from mergegate.merge_core.errors import Finding
-from mergegate.merge_core.plan.finding_groups import different_head, different_size
+from mergegate.merge_core.plan.finding_groups import different_head, different_size, not_loaded
 from mergegate.merge_core.plan.jobs import MergePlan
 
 # Tensor names of packed weights in GPTQ, AWQ, bitsandbytes, HQQ, compressed-tensors, MXFP4 and block-scaled FP8.
@@ -165,6 +167,7 @@ def unused_tensors(
             unused = [name for name in unused if name not in predictions]
             unused = [name for name in unused if parse_layer_place(name) is None and name not in produced]
         other_head = class_difference(plan.donor, view) == "head"
+        unloaded = unloaded_tensors(view) if unused else frozenset[str]()
         for name in unused:
             if other_head and is_of_head(name) and (is_head(name) or not is_optional(name)):
                 yield Finding(
@@ -176,7 +179,17 @@ def unused_tensors(
                     cause=different_head(model),
                 )
                 continue
-            optional = is_optional(name)
+            if name in unloaded:
+                yield Finding(
+                    "warn",
+                    f"{model}: {name}",
+                    found=f"not merged: {view.class_name} does not load it, and {plan.recipe.donor} lacks it",
+                    expected="a tensor of every model",
+                    remedy=f"nothing to do; to get a result with this tensor, set base_model: {model}",
+                    cause=not_loaded(model),
+                )
+                continue
+            optional = is_optional(name) or tied_source(view, name) in view.tensors
             yield Finding(
                 "info" if optional else "block",
                 f"{model}: {name}",

@@ -40,6 +40,11 @@ def different_head(model: str) -> str:
     return f"{model}: head"
 
 
+def not_loaded(model: str) -> str:
+    """Return the cause of findings about tensors that the class of a model does not load and a writer drops."""
+    return f"{model}: not loaded"
+
+
 def different_vocabulary(model: str) -> str:
     """Return the cause of findings about the vocabulary size of a model."""
     return f"{model}: vocabulary"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,10 +22,14 @@ from mergegate.merge_core.architecture import (
     is_of_head,
     is_optional,
     is_projection,
+    keeps_float32,
     parse_layer_place,
+    prediction_tensors,
     rename_to_layout,
+    unloaded_tensors,
     with_dtype,
     with_vocabulary,
+    without_predictions,
 )
 from mergegate.merge_core.architecture.experts import find_routers, split_experts
 from mergegate.merge_core.checkpoint import (
@@ -44,7 +49,12 @@ from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.plan.alignment import Alignment, align, unknown_rows
 from mergegate.merge_core.plan.companions import gather_companions
 from mergegate.merge_core.plan.consistency import self_consistency, unused_tensors
-from mergegate.merge_core.plan.finding_groups import different_head, different_size, different_vocabulary
+from mergegate.merge_core.plan.finding_groups import (
+    different_head,
+    different_size,
+    different_vocabulary,
+    not_loaded,
+)
 from mergegate.merge_core.plan.jobs import Input, MergePlan, TensorJob, bulk_dtype
 from mergegate.merge_core.plan.layout import OutputTensor, Shard, lay_out, network_shards
 from mergegate.merge_core.plan.mixture import plan_mixture
@@ -178,6 +188,19 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     if recipe.router_repair is not None:
         problems += _router_problems(recipe, checkpoints)
     config: Mapping[str, Any] = with_dtype(structure, bulk_dtype(jobs))
+    if not prediction_tensors(donor).intersection(job.output.name for job in jobs):
+        config, declared = without_predictions(config), config
+        if config != declared:
+            problems.append(
+                Finding(
+                    "info",
+                    f"{name}: config.json",
+                    found="layers for multi-token prediction, but no stored tensor is one of them",
+                    expected="a count that agrees with the weights",
+                    remedy="nothing to do: the result's count is 0; set base_model to a model that has these layers to "
+                    "get them",
+                )
+            )
     shards = lay_out([job.output for job in jobs], donor)
     if modules.tensors:
         (module,) = recipe.modules  # Only recipes of whole models merge the weights of modules.
@@ -286,19 +309,27 @@ class _Document:
     values: ValueTable
     problems: list[Finding]
 
+    @cached_property
+    def unloaded(self) -> frozenset[str]:
+        """Names of the donor's tensors that its class ignores."""
+        return unloaded_tensors(self.donor)
+
 
 def _job(document: _Document, spec: OutputSpec) -> TensorJob | None:
     """Return the job that computes ``spec``, or None if there is nothing to compute or a problem prevents it."""
     recipe, alignment, problems = document.recipe, document.alignment, document.problems
     method, cut = recipe.method, spec.cut
     inputs: list[tuple[Source, AnyTensor]] = []
-    headless: list[str] = []
+    headless: list[str] = []  # Models whose class has another head.
+    dropped: list[str] = []  # Models without a tensor that their class ignores.
     for source, name in zip(cut.sources, spec.source_names, strict=True):
         tensor = find_tensor(document.checkpoints[str(source.model)], name)
         if tensor is not None:
             inputs.append((source, tensor))
         elif is_of_head(name) and class_difference(document.donor, document.checkpoints[str(source.model)]) == "head":
             headless.append(str(source.model))
+        elif name in document.unloaded:
+            dropped.append(str(source.model))
         elif not is_optional(name) or is_head(name):
             problems.append(
                 Finding(
@@ -311,25 +342,32 @@ def _job(document: _Document, spec: OutputSpec) -> TensorJob | None:
                 )
             )
             return None
-    if headless and inputs:
+    lacking = (headless or dropped) if inputs else []
+    if lacking:
         inputs = [next((item for item in inputs if item[0].model == recipe.donor), inputs[0])]
-        problems.append(
-            Finding(
-                "warn",
-                f"{headless[0]}: {spec.name}",
-                found="missing: the class of this model has a different head, or none",
-                expected="one class for all models",
-                remedy=f"nothing to do: the result gets the tensor of {inputs[0][0].model} unchanged",
-                cause=different_head(headless[0]),
+        cause = different_head(lacking[0]) if headless else not_loaded(lacking[0])
+        reason = "the class of this model has a different head, or none"
+        if not headless:
+            reason = f"transformers drops tensors that {document.donor.class_name} does not load"
+        if headless or all(problem.cause != cause for problem in problems):
+            problems.append(
+                Finding(
+                    "warn",
+                    f"{lacking[0]}: {spec.name}",
+                    found=f"missing: {reason}",
+                    expected="one class for all models" if headless else "every tensor in every model",
+                    remedy=f"nothing to do: the result gets {'the tensor' if headless else 'such tensors'} of "
+                    f"{inputs[0][0].model} unchanged",
+                    cause=cause,
+                )
             )
-        )
     if method.base != "ordinary" and cut.base is not None:
         # The sort is stable: the base first, then the others in recipe order.
         inputs.sort(key=lambda item: item[0].model != cut.base)
     if not inputs:
         return None
     has_base = method.base in ("required", "optional") and inputs[0][0].model == cut.base
-    if method.base == "required" and not has_base and not headless:
+    if method.base == "required" and not has_base and not lacking:
         problems.append(
             Finding(
                 "block",
@@ -341,7 +379,7 @@ def _job(document: _Document, spec: OutputSpec) -> TensorJob | None:
         )
         return None
     tensors = [tensor for _, tensor in inputs]
-    dtype = _output_dtype(recipe, spec.name, inputs, problems)
+    dtype = _output_dtype(document, spec.name, inputs)
     maps: Mapping[str, RowMap] = {}
     if alignment is not None and has_vocabulary_rows(spec.name):
         maps = alignment.maps([str(source.model) for source, _ in inputs])
@@ -354,7 +392,7 @@ def _job(document: _Document, spec: OutputSpec) -> TensorJob | None:
         return None
     shape = (alignment.size, *tensors[0].shape[1:]) if alignment is not None and maps else tensors[0].shape
     min_models, _ = method.models
-    is_copied = bool(headless) or (len(inputs) == 1 and method.single_input == "copy" and min_models > 1)
+    is_copied = bool(lacking) or (len(inputs) == 1 and method.single_input == "copy" and min_models > 1)
     tensor_values = document.values.for_tensor(spec, inputs, has_base=has_base, checked=not is_copied)
     # Rows that other models lend have no importance.
     is_weighted = not maps and dtype.kind == "float"
@@ -422,12 +460,24 @@ def _measurements(
     return moments, ExpectedImportance(tensor.shape) if reads == "importance" else None
 
 
-def _output_dtype(
-    recipe: Recipe, name: str, inputs: Sequence[tuple[Source, AnyTensor]], problems: list[Finding]
-) -> DType | None:
+def _output_dtype(document: _Document, name: str, inputs: Sequence[tuple[Source, AnyTensor]]) -> DType | None:
+    recipe, config, problems = document.recipe, document.donor.config, document.problems
     first = inputs[0][1].dtype
     if first.kind == "float" and all(tensor.dtype is first for _, tensor in inputs):
-        return recipe.out_dtype or recipe.dtype or first
+        target = recipe.out_dtype or recipe.dtype or first
+        if first.torch_name != "float32" or not keeps_float32(config, name, target):
+            return target
+        problems.append(
+            Finding(
+                "info",
+                f"the result: {name}",
+                found=f"float32, although the recipe states {target.torch_name}",
+                expected="the precision of the models, because their class computes with this tensor in float32",
+                remedy="nothing to do",
+                cause="the result: tensors in float32",
+            )
+        )
+        return first
     dtypes = {tensor.dtype for _, tensor in inputs}
     kinds = {dtype.kind for dtype in dtypes}
     if kinds == {"float"}:

@@ -19,7 +19,7 @@ from transformers.models.auto import modeling_auto
 
 from mergegate.merge_core import architecture
 from mergegate.merge_core.adapters.application import _TRANSPOSED_EXPERTS
-from mergegate.merge_core.architecture import Conversions
+from mergegate.merge_core.architecture import Conversions, is_head
 
 CONVERSIONS = Path(architecture.__file__).parent / "conversions.json"
 MAPPINGS = (
@@ -176,6 +176,28 @@ def unchanged(model: Any) -> list[str]:
     return sorted({re.sub(r"(?<=\.)\d+(?=\.|$)", "#", name) for name in names if renamed[name] not in names})
 
 
+def library_loading(kinds: tuple[str, ...] = ()) -> dict[str, dict[str, Any]]:
+    """Return what the classes of transformers ignore and tie, by class, and keep in float32, by model type."""
+    tables: dict[str, dict[str, Any]] = {"ignored": {}, "tied": {}, "float32": {}}
+    for mapping in (name for name in dir(modeling_auto) if name.endswith("MAPPING_NAMES")):
+        for kind, names in getattr(modeling_auto, mapping).items():
+            for name in ([names] if isinstance(names, str) else names) if kind in kinds or not kinds else ():
+                model = getattr(transformers, name, None)
+                if ignored := getattr(model, "_keys_to_ignore_on_load_unexpected", None):
+                    tables["ignored"][name] = sorted(ignored)
+                tied = getattr(model, "_tied_weights_keys", None)
+                pairs = {to: of.strip("^$") for to, of in (tied if isinstance(tied, dict) else {}).items()}
+                # A model may have a head of its own. Every model of the class shares the other tensors.
+                copies = {to for to, of in pairs.items() if re.fullmatch(r"[\w.]+", to + of) and not is_head(to)}
+                if copies:
+                    tables["tied"][name] = {to: pairs[to] for to in sorted(copies)}
+                for number, key in enumerate(("_keep_in_fp32_modules_strict", "_keep_in_fp32_modules")):
+                    if kept := getattr(model, key, None):
+                        lists = tables["float32"].setdefault(kind, [[], []])
+                        lists[number] = sorted({*lists[number], *kept})
+    return {name: dict(sorted(table.items())) for name, table in tables.items()}
+
+
 def claimed(seen: dict[str, list[str]], identifier: str, path: str) -> bool:
     return any(owner == "" or path.startswith(owner + ".") for owner in seen.get(identifier, ()))
 
@@ -184,6 +206,7 @@ def test_conversions_are_those_of_transformers() -> None:
     if os.environ.get("UPDATE_CONVERSIONS"):
         bases = {kind: name for kind, name in base_classes().items() if name in library_transforms()}
         tables = {"transforms": library_transforms(), "classes": bases, "structures": library_structures()}
+        tables |= {"loading": library_loading()}
         written = [
             f"{json.dumps(name)}: {{\n"
             + ",\n".join(f"{json.dumps(key)}: {json.dumps(table[key])}" for key in table)
@@ -202,6 +225,14 @@ def test_structures_are_those_of_transformers(kinds: tuple[str, ...]) -> None:
     found = library_structures(kinds)
     assert len(found) > len(kinds) / 2
     assert found == ({kind: recorded[kind] for kind in found} if kinds else recorded)
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("kinds", [SAMPLE, pytest.param((), marks=pytest.mark.proof)], ids=["sample", "all"])
+def test_loading_is_that_of_transformers(kinds: tuple[str, ...]) -> None:
+    recorded = json.loads(CONVERSIONS.read_text())["loading"]
+    for table, found in library_loading(kinds).items():
+        assert found == ({name: recorded[table].get(name) for name in found} if kinds else recorded[table])
 
 
 def test_experts_have_their_own_number_in_memory() -> None:
