@@ -119,7 +119,7 @@ def numerics(settings: MergeSettings) -> Numerics:
     )
 
 
-@stage("merge", version=5, hashes_of=lambda value: value.weights, resumable=True)
+@stage("merge", version=6, hashes_of=lambda value: value.weights, resumable=True)
 def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> MergeSummary:
     """Merge the parents as the recipe specifies, resuming from the journal of a killed run.
 
