@@ -455,12 +455,14 @@ def past_guards(profile: str) -> tuple[PastGuardOutcome, ...]:
     return tuple(outcomes.values())
 
 
-def check_recipe(recipe: Recipe, root: Path, name: str, problems: Problems) -> None:
+def check_recipe(candidate: Candidate, root: Path, name: str, problems: Problems) -> None:
     """Check a recipe alone.
 
     A recipe does not declare the use of the merge. The check therefore assumes the strictest use, and reports what the
     licenses restrict as warnings.
     """
+    recipe = candidate.recipe
+    problems.summary += candidate.remarks
     problems.add(recipe.all_findings)
     (parents,) = _parents([recipe], problems)
     settings, remedy = LicenseSettings(), "declare the use of the merge in a profile"
@@ -468,7 +470,7 @@ def check_recipe(recipe: Recipe, root: Path, name: str, problems: Problems) -> N
     known = read_known_models(home() / INDEX_FILE)
     rules = _Rules(settings, table, hub_ancestors(), known, root, name, MergeSettings(), (), remedy=remedy)
     if _is_complete(recipe, parents):
-        _clear(Candidate("", recipe, ""), parents, rules, problems)
+        _clear(candidate, parents, rules, problems)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from typing import Any
 from mergegate.merge_core import Checkpoint, open_checkpoint
 from mergegate.merge_core.adapters import CONFIG_FILE as ADAPTER_CONFIG
 from mergegate.merge_core.adapters import Adapter, is_adapter, open_adapter
-from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
+from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused, to_printable
 from mergegate.merge_core.files import FileIdentity, file_identity
 from mergegate.merge_core.parsing import JsonBounds, parse_json, read_plain, read_yaml
 from mergegate.merge_core.recipe import (
@@ -62,8 +62,8 @@ class ExpandedRecipe:
 
     @property
     def comments(self) -> str:
-        """The remarks as YAML comments."""
-        return "".join(f"# {' '.join(remark.split())}\n" for remark in self.remarks)
+        """The remarks as YAML comments, in which control characters of names are escaped."""
+        return "".join(f"# {to_printable(' '.join(remark.split()))}\n" for remark in self.remarks)
 
 
 @dataclass(frozen=True)

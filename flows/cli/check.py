@@ -101,7 +101,7 @@ def check_file(file: Path | Profile, console: Console) -> CheckReport:
     """
     problems, planned = Problems(stop_at_once=False), None
     if isinstance(file, Path) and is_recipe(file):
-        check_recipe(recipe_of_file(file).recipe, file.parent, file.stem, problems)
+        check_recipe(recipe_of_file(file), file.parent, file.stem, problems)
     elif (profile := load_profile(convert_evolve(file, console) if isinstance(file, Path) else file)).sweep is None:
         preflight = preflight_profile(profile, problems)
         if (planned := plan_run(profile, preflight, problems.examples)) and planned.open_stages:

@@ -67,6 +67,7 @@ class MergeForecast:
         statistics: Needs of the calibration statistics. None if the recipe needs none.
         routers: Needs of the router repair. None if the recipe has none.
         findings: Warnings about the recipe.
+        remarks: Window of each training run, and the checkpoints that are left out.
         power_is_unknown: Whether the power needs a count of documents that ``mergegate check`` makes.
         kind: Kind of the merge.
     """
@@ -86,6 +87,7 @@ class MergeForecast:
     statistics: StatisticsNeeds | None = None
     routers: RouterNeeds | None = None
     findings: tuple[Finding, ...] = ()
+    remarks: tuple[str, ...] = ()
     power_is_unknown: bool = False
     kind: ModelKind = TEXT_GENERATOR
 
@@ -163,11 +165,13 @@ def plan_file(file: Path | Profile, options: PlanOptions) -> MergeForecast:
     profile = None if isinstance(file, Path) and is_recipe(file) else load_profile(file)
     if profile is None:
         assert isinstance(file, Path)  # because it is a recipe
-        loaded = recipe_of_file(file).recipe
+        candidate = recipe_of_file(file)
     else:
-        loaded = profile.candidates()[0].recipe
+        candidate = profile.candidates()[0]
+    loaded = candidate.recipe
     parents, merge_plan = plan_recipe(loaded)
-    forecast = replace(forecast_of(loaded, parents, merge_plan, options), findings=loaded.all_findings)
+    forecast = forecast_of(loaded, parents, merge_plan, options)
+    forecast = replace(forecast, findings=loaded.all_findings, remarks=candidate.remarks)
     if profile is None:
         return forecast
     # Forecast the power of the gate from the store alone, without loading or counting data.
@@ -295,9 +299,11 @@ def machine_rates(inputs: Sequence[Path], directory: Path, cores: int, device: s
 
 
 def print_plan(forecast: MergeForecast, console: Console) -> None:
-    """Print the findings about the recipe, then the forecast."""
+    """Print the findings about the recipe and the windows of its training runs, then the forecast."""
     for finding in forecast.findings:
         console.print(Text(f"! {finding}" + (f"; {finding.remedy}" if finding.remedy else ""), style="yellow"))
+    for remark in forecast.remarks:
+        console.print(Text(remark))
     print_forecast(forecast, console)
     if forecast.power_is_unknown:
         note = "power: unknown, because the documents have not been counted yet; mergegate check counts them"

@@ -87,11 +87,6 @@ class Adapter:
         module_tensors = (tensor for module in self.modules.values() for tensor in module.tensors.values())
         return (*module_tensors, *self.full_tensors.values())
 
-    @property
-    def nbytes(self) -> int:
-        """Total size of all tensors in bytes."""
-        return sum(tensor.nbytes for tensor in self.stored_tensors)
-
     def has_zero_factors(self, read: ReadStored) -> bool:
         """Return whether each module with factors has one that is zero, so that the factors change nothing.
 

@@ -121,8 +121,6 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     content = read_json(directory / CONFIG_FILE)
     _require_lora(content, location)
     bias = content.get("bias", "none")
-    if bias not in ("none", "all", "lora_only"):
-        raise InvalidInput(f"{location}: bias", found=f"{bias!r:.60}", expected="none, all or lora_only")
     return AdapterConfig(
         location=location,
         rank=_rank(content.get("r", 8), f"{location}: r"),
@@ -137,7 +135,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
         },
         rslora=_switch(content, "use_rslora", location),
         dora=_switch(content, "use_dora", location),
-        bias=bias,
+        bias=_valid(bias, bias in ("none", "all", "lora_only"), f"{location}: bias", "none, all or lora_only"),
         lora_bias=_switch(content, "lora_bias", location),
         tokens=_tokens(content.get("trainable_token_indices"), f"{location}: trainable_token_indices"),
         parameters=_texts(content.get("target_parameters"), f"{location}: target_parameters"),
@@ -170,10 +168,9 @@ def _require_lora(content: Mapping[str, Any], location: str) -> None:
                 remedy="convert it in PEFT with save_pretrained(…, path_initial_model_for_weight_conversion=…). The"
                 " key is then true",
             )
-    elif not isinstance(start, bool) and start is not None:
-        raise InvalidInput(
-            f"{location}: init_lora_weights", found=f"{start!r:.60}", expected="true, false or the name of a method"
-        )
+    else:
+        is_known = isinstance(start, bool) or start is None
+        _valid(start, is_known, f"{location}: init_lora_weights", "true, false or the name of a method")
     for key in content:
         if key not in _KNOWN_KEYS and key not in _WITHOUT_EFFECT and key not in _REFUSED and content[key]:
             raise InvalidInput(
@@ -190,62 +187,51 @@ def _require_lora(content: Mapping[str, Any], location: str) -> None:
         )
 
 
+def _valid(value: Any, is_valid: bool, location: str, expected: str) -> Any:
+    if not is_valid:
+        raise InvalidInput(location, found=f"{value!r:.60}", expected=expected)
+    return value
+
+
 def _switch(content: Mapping[str, Any], key: str, location: str) -> bool:
     value = content.get(key)
-    if value is None or isinstance(value, bool):
-        return bool(value)
-    raise InvalidInput(f"{location}: {key}", found=f"{value!r:.60}", expected="true or false")
+    return bool(_valid(value, value is None or isinstance(value, bool), f"{location}: {key}", "true or false"))
 
 
 def _rank(value: object, location: str) -> int:
-    if type(value) is int and 0 < value <= _MOST_RANK:
-        return value
-    raise InvalidInput(location, found=f"{value!r:.60}", expected=f"a whole number from 1 to {_MOST_RANK}")
+    is_valid = type(value) is int and 0 < value <= _MOST_RANK
+    return int(_valid(value, is_valid, location, f"a whole number from 1 to {_MOST_RANK}"))
 
 
-def _number(value: object, location: str) -> float:
-    if type(value) in (int, float) and math.isfinite(value):  # type: ignore[arg-type]  # The type is int or float.
-        return value  # type: ignore[return-value]
-    raise InvalidInput(location, found=f"{value!r:.60}", expected="a finite number")
+def _number(value: Any, location: str) -> float:
+    return float(_valid(value, type(value) in (int, float) and math.isfinite(value), location, "a finite number"))
 
 
 def _text(value: object, location: str) -> str:
-    if value is None or isinstance(value, str):
-        return value or ""
-    raise InvalidInput(location, found=f"{value!r:.60}", expected="text")
+    return str(_valid(value, value is None or isinstance(value, str), location, "text") or "")
 
 
 def _texts(value: object, location: str) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if isinstance(value, list) and all(isinstance(item, str) and item for item in value):
-        return tuple(value)
-    raise InvalidInput(location, found=f"{value!r:.60}", expected="a list of names")
+    is_valid = value is None or (isinstance(value, list) and all(isinstance(item, str) and item for item in value))
+    return tuple(_valid(value, is_valid, location, "a list of names") or ())
 
 
 def _tokens(value: object, location: str) -> tuple[int, ...] | Mapping[str, tuple[int, ...]] | None:
-    if value is None:
-        return None
     if isinstance(value, dict):
         return {str(name): _rows(rows, f"{location}.{name}") for name, rows in value.items()}
-    return _rows(value, location)
+    return None if value is None else _rows(value, location)
 
 
-def _rows(value: object, location: str) -> tuple[int, ...]:
-    if isinstance(value, list) and len(value) <= _MOST_TOKENS and all(type(row) is int and row >= 0 for row in value):
-        if len(set(value)) == len(value):
-            return tuple(value)
-        raise InvalidInput(location, found="it lists a token twice", expected="each token once")
-    raise InvalidInput(location, found=f"{value!r:.60}", expected="a list of token ids")
+def _rows(value: Any, location: str) -> tuple[int, ...]:
+    is_list = isinstance(value, list) and all(type(row) is int and row >= 0 for row in value)
+    rows = _valid(value, is_list and len(value) <= _MOST_TOKENS, location, "a list of token ids")
+    return tuple(_valid(rows, len(set(rows)) == len(rows), location, "each token once"))
 
 
 def _patterns(content: Mapping[str, Any], key: str, location: str) -> list[tuple[str, object]]:
     """Return pairs of pattern and value. Patterns that may take forever to match are refused, as they are untrusted."""
-    table = content.get(key)
-    if table is None:
-        return []
-    if not isinstance(table, dict):
-        raise InvalidInput(f"{location}: {key}", found=f"{table!r:.60}", expected="an object: pattern → number")
+    table = {} if content.get(key) is None else content[key]
+    _valid(table, isinstance(table, dict), f"{location}: {key}", "an object: pattern → number")
     for pattern in table:
         entry = f"{location}: {key}.{pattern:.80}"
         # Matching a repeated group, or three repetitions in a row, may take practically forever.

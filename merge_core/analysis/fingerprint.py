@@ -228,11 +228,14 @@ def take_fingerprint(tensors: Mapping[str, AnyTensor], read: ReadStored, most: i
     )
 
 
-def compare_fingerprints(model: Fingerprint, known_models: Sequence[Fingerprint]) -> tuple[Relation | None, ...]:
+def compare_fingerprints(
+    model: Fingerprint, known_models: Sequence[Fingerprint], rivals: NDArray[np.bool_] | None = None
+) -> tuple[Relation | None, ...]:
     """Return the relation of ``model`` to each known model, or None if the two are unrelated.
 
     For each matrix of the model, the matrix with the highest correlation is found in each known model, among those with
     the same number of columns. A matrix that is equally near to several known models is near to the first.
+    ``rivals[i, j]`` tells whether a matrix that is nearer to known model ``j`` is not near to ``i``. Default: always.
     """
     first_similar = _first_similar(model)
     distinct = [row for row, first in enumerate(first_similar) if first == row]
@@ -242,7 +245,6 @@ def compare_fingerprints(model: Fingerprint, known_models: Sequence[Fingerprint]
     # Relative squared distance of each matrix to its match in each known model; infinite without a match.
     distances = np.array([match.distances for match in matches]).reshape(len(known_models), len(distinct))
     rounded = np.maximum(distances, _ROUNDING**2)
-    nearest = rounded.argmin(0) if len(known_models) else np.zeros(len(distinct), int)
     relations: list[Relation | None] = []
     for index, (other, match) in enumerate(zip(known_models, matches, strict=True)):
         related = np.isfinite(match.distances)
@@ -267,7 +269,8 @@ def compare_fingerprints(model: Fingerprint, known_models: Sequence[Fingerprint]
             kind = "prefix" if offsets == {0} else "stack"
         elif len(offsets) > 1 or (offsets and model.layers > other.layers):
             kind = "stack"  # A constant offset between models of equal size only numbers the layers from 1.
-        nearest_share = float((related & (nearest == index)).mean())
+        compared = rounded if rivals is None else np.where(rivals[index, :, None], rounded, np.inf)
+        nearest_share = float((related & (compared.argmin(0) == index)).mean())
         relations.append(Relation(kind, share, nearest_share, distance, equal))
     return tuple(relations)
 

@@ -27,6 +27,7 @@ from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.methods import LINEAR, find_method
+from mergegate.merge_core.recipe.reference import parse_reference
 
 # Keys of a training run. A recipe with these keys is expanded into a plain recipe before it is parsed.
 RUN_KEYS = ("run", "steps", "window", "every", "schedule")
@@ -333,7 +334,8 @@ def run_recipe(
     """Return the plain recipe that merges a window. All keys of ``document`` that do not belong to the run stay.
 
     Raises:
-        InvalidInput: The method does not weight its models, but the schedule gives them different weights.
+        InvalidInput: The method does not weight its models, but the schedule gives them different weights. Or the
+            recipe has a base, but the method has none.
     """
     plain = {key: value for key, value in document.items() if key not in RUN_KEYS}
     method = find_method(plain.setdefault("merge_method", LINEAR.name), f"{location}: merge_method")
@@ -346,6 +348,14 @@ def run_recipe(
             expected="a method with weights, such as linear",
             remedy="remove 'merge_method', or write 'schedule: mean'",
         )
+    if method.base == "ordinary" and plain.get("base_model") is not None:
+        if not all(parse_reference(checkpoint.model, location).adapter for checkpoint in window):
+            raise InvalidInput(
+                f"{location}: base_model",
+                found=f"set, but {method.name} merges only the checkpoints",
+                remedy="remove 'base_model', or choose a method with a base, such as task_arithmetic",
+            )
+        del plain["base_model"]  # It is part of each adapter's reference.
     weights = schedule_weights([checkpoint.step for checkpoint in window], schedule)
     models = [
         {"model": checkpoint.model} | ({"parameters": {"weight": 1.0 if equal else weight}} if weighted else {})

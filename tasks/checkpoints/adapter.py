@@ -11,7 +11,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core import Checkpoint
-from mergegate.merge_core.adapters import Adapter, adapter_files, apply_adapter, open_adapter
+from mergegate.merge_core.adapters import Adapter, AdapterOwnTensor, adapter_files, open_adapter
 from mergegate.merge_core.checkpoint import nested_names
 from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.recipe import name_in_path
@@ -62,19 +62,11 @@ class ResolvedAdapter(BaseModel):
         """
         return read_snapshot(self.snapshot, open_adapter) if self.snapshot else open_adapter(self.directory)
 
-    def applied_to(self, base: Checkpoint) -> Checkpoint:
-        """Return ``base`` with the adapter applied, reading only headers.
-
-        Raises:
-            InvalidInput: The files do not form an adapter, or the adapter belongs to another model.
-            Refused: The Hub does not serve the header.
-        """
-        return apply_adapter(base, self.open())
-
-    def findings(self, parent: str) -> tuple[Finding, ...]:
+    def findings(self, parent: str, applied: Checkpoint | None = None) -> tuple[Finding, ...]:
         """Return warnings if the adapter was trained on other weights than those of its parent, or changes nothing.
 
-        ``parent`` is the parent's reference. Factors are read until one of them is not zero.
+        ``parent`` is the parent's reference. ``applied`` is the opened parent, in which the adapter may lack rows.
+        Factors are read until one of them is not zero.
 
         Raises:
             InvalidInput: The files do not form an adapter, or cannot be read.
@@ -98,7 +90,14 @@ class ResolvedAdapter(BaseModel):
             found, expected = "its factors change nothing: one of each module is zero", "the result of a training"
             remedy = "make sure that the adapter was trained and saved completely, or remove it from the recipe"
             warnings.append((str(adapter.directory), found, expected, remedy))
-        return tuple(Finding("warn", *texts, cause=texts[1]) for texts in warnings)
+        findings = [Finding("warn", *texts, cause=texts[1]) for texts in warnings]
+        for tensor in applied.tensors.values() if applied else ():
+            if isinstance(tensor, AdapterOwnTensor) and tensor.own.shape != tensor.shape:
+                found = (
+                    f"the adapter has {tensor.own.shape[0]} of {tensor.shape[0]} rows. The other rows, which belong to"
+                )
+                findings.append(Finding("info", f"{parent}: {tensor.name}", f"{found} no token, stay those of {base}"))
+        return tuple(findings)
 
 
 class PinnedAdapter(BaseModel):
@@ -114,11 +113,3 @@ class PinnedAdapter(BaseModel):
     def pinned_files(self) -> dict[Path, str]:
         """Return the sha256 of each file of the adapter, by path."""
         return {self.directory / name: sha256 for name, sha256 in self.files}
-
-    def applied_to(self, base: Checkpoint) -> Checkpoint:
-        """Return ``base`` with the adapter applied, read from the local files.
-
-        Raises:
-            InvalidInput: The files do not form an adapter, or the adapter belongs to another model.
-        """
-        return apply_adapter(base, open_adapter(self.directory))

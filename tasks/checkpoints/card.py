@@ -98,13 +98,17 @@ def card_path(directory: Path) -> Path | None:
 def card_directory(model: Path) -> Path:
     """Return the directory whose card and license file apply to the local model in ``model``.
 
-    This is ``model``, or the directory of the training run that contains it: trainers write one card for the whole run.
-    A model counts as a checkpoint of a run if its trainer has stored its state with it, or if its name contains a step.
+    This is ``model``, or the directory of the training run that contains it: trainers write one card for the whole run,
+    and PEFT writes cards without a license. A model counts as a checkpoint of a run if its trainer has stored its state
+    with it, or if its name contains a step.
     """
     is_checkpoint = (model / "trainer_state.json").exists() or step_in_name(model.name) is not None
     with suppress(OSError):
-        if is_checkpoint and card_path(model) is None and card_path(model.resolve().parent) is not None:
-            return model.resolve().parent
+        if is_checkpoint and card_path(model.resolve().parent) is not None:
+            own = read_card(model)
+            is_silent = own.metadata.get("library_name") == "peft" and not own.metadata.get("license")
+            if own.absence == NO_CARD or (is_silent and not own.problem):
+                return model.resolve().parent
     return model
 
 

@@ -19,7 +19,14 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core import Checkpoint, CheckpointRef, Recipe, open_checkpoint, resolve_local
-from mergegate.merge_core.adapters import AdapterOwnTensor, CombinedSize, changes_of, combined_size, is_own_text
+from mergegate.merge_core.adapters import (
+    CombinedSize,
+    apply_adapter,
+    changes_of,
+    combined_size,
+    is_own_text,
+    open_adapter,
+)
 from mergegate.merge_core.errors import Finding, InvalidInput, MergegateError
 from mergegate.merge_core.files import FileIdentity, HashMemo, file_identity
 from mergegate.merge_core.recipe import expand_user_path, parse_reference
@@ -105,7 +112,7 @@ class PinnedCheckpoint(Model):
             InvalidInput: The files do not form a checkpoint, or the adapter does not fit it.
         """
         model = open_checkpoint(self.directory)
-        return self.adapter.applied_to(model) if self.adapter else model
+        return apply_adapter(model, open_adapter(self.adapter.directory)) if self.adapter else model
 
 
 @dataclass(frozen=True)
@@ -226,7 +233,7 @@ def open_parent(parent: ResolvedCheckpoint) -> Checkpoint:
         Refused: The Hub does not serve the headers.
     """
     model = _open_base(parent)
-    return parent.adapter.applied_to(model) if parent.adapter else model
+    return apply_adapter(model, parent.adapter.open()) if parent.adapter else model
 
 
 def adapter_findings_of_parents(
@@ -238,15 +245,8 @@ def adapter_findings_of_parents(
         InvalidInput: An adapter directory or repository does not contain a valid adapter.
         Refused: The Hub does not serve the headers.
     """
-    findings = list[Finding]()
-    for parent, adapter in ((parent, parent.adapter) for parent in parents if parent.adapter):
-        findings += adapter.findings(parent.ref)
-        for tensor in checkpoints[parent.ref].tensors.values():
-            if isinstance(tensor, AdapterOwnTensor) and tensor.own.shape != tensor.shape:
-                rows = f"{tensor.own.shape[0]} of {tensor.shape[0]} rows"
-                rest = "The other rows, which belong to no token, stay those of the model"
-                findings.append(Finding("info", f"{parent.ref}: {tensor.name}", f"the adapter has {rows}. {rest}"))
-    return tuple(findings)
+    adapted = [(parent.ref, parent.adapter) for parent in parents if parent.adapter]
+    return tuple(finding for ref, adapter in adapted for finding in adapter.findings(ref, checkpoints[ref]))
 
 
 def require_combinable(recipe: Recipe, parents: Sequence[ResolvedCheckpoint]) -> None:

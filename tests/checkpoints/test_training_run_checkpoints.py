@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from family import random_tensors, save_checkpoint
 from hub_family import go_offline
 from hub_look_alike import LookAlike
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
+from safetensors.torch import save_file
 
 from mergegate.flows.candidates import ExpandedRecipe, expand_training_runs
-from mergegate.merge_core import load_recipe
+from mergegate.flows.cli.check import check_file
+from mergegate.flows.cli.plan import PlanOptions, plan_file
+from mergegate.merge_core import load_recipe, plan_merge
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import parse_yaml
 from mergegate.merge_core.recipe import RunWindow, steps_in_names
-from mergegate.tasks.checkpoints import resolve_parents
+from mergegate.tasks.checkpoints import open_parent, resolve_parents
 from mergegate.tasks.checkpoints.hub import download_snapshots
 from mergegate.tasks.stage import store
 
@@ -247,6 +254,7 @@ def test_a_pattern_without_a_match_and_an_unknown_repository_are_refused(hub_run
     [
         ({"run": "runs/c"}, "no directory runs/c"),
         ({"every": {"steps": 70}}, "every: no step is a multiple of 70"),
+        ({"base_model": "runs/a/checkpoint-100"}, r"base_model: set, but linear merges only[\s\S]*task_arithmetic"),
         ({"run": "runs/a/checkpoint-400"}, "no checkpoint in runs/a/checkpoint-400"),
         ({"run": f"acme/{'x' * 5000}"}, "cannot match a directory"),
         ({"run": f"acme/run@{'x' * 5000}"}, "no matching revision is in the Hub's cache"),
@@ -267,3 +275,37 @@ def test_the_file_of_steps_can_be_in_the_home_directory(run: Path, monkeypatch: 
     expanded = expand(run, steps="~/steps.yaml", window=1)
     assert expanded.documents[0]["models"][0]["model"] == "runs/a/checkpoint-100"
     assert "~/steps.yaml: no checkpoint is named 'chekpoint-200'" in expanded.remarks
+
+
+@pytest.mark.story
+def test_check_and_plan_name_the_window_and_what_is_left_out(run: Path) -> None:
+    half_of(run / "checkpoint-300" / SHARDS[0])
+    (run / "final\x1b[2J\u202e").mkdir()
+    shutil.copy(run / "checkpoint-400/config.json", run / "final\x1b[2J\u202e")
+    expanded = expand(run)
+    assert [remark.partition(":")[0] for remark in expanded.remarks] == [
+        "final\x1b[2J\u202e", "checkpoint-300", "training run",
+    ]  # fmt: skip
+    parse_yaml(expanded.comments, "recipe")
+    assert r"# final\x1b[2J\u202e: left out" in expanded.comments
+    recipe = run.parents[1] / "recipe.yaml"
+    recipe.write_text("run: runs/a\nwindow: all\n")
+    assert plan_file(recipe, PlanOptions(run, "cpu", {}, probe=False)).remarks == expanded.remarks
+    assert set(expanded.remarks) <= set(check_file(recipe, Console(quiet=True)).summary)
+
+
+@pytest.mark.parametrize("method", ["linear", "karcher", "task_arithmetic", "model_stock"])
+def test_a_run_of_adapters_is_merged_on_its_base(tmp_path: Path, method: str) -> None:
+    save_checkpoint(tmp_path / "base", BASE)
+    module = "base_model.model.model.layers.0.mlp.up_proj.lora_"
+    for directory in (tmp_path / "run/checkpoint-10", tmp_path / "run/checkpoint-20"):
+        directory.mkdir(parents=True)
+        (directory / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2}))
+        factors = {f"{module}A.weight": torch.ones(2, 12), f"{module}B.weight": torch.ones(40, 2)}
+        save_file(factors, directory / "adapter_model.safetensors")
+    document = {"run": "run", "base_model": "base", "merge_method": method}
+    expanded = expand_training_runs([document], tmp_path, "recipe")
+    recipe = replace(load_recipe(dict(expanded.documents[0])), directory=tmp_path)
+    parents = {parent.ref: open_parent(parent) for parent in resolve_parents(recipe)}
+    assert {"base+run/checkpoint-10", "base+run/checkpoint-20"} <= parents.keys()
+    assert plan_merge(recipe, parents).method.name == method

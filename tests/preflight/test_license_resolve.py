@@ -324,7 +324,11 @@ def test_checkpoints_without_cards_have_the_card_and_the_license_file_of_their_r
         saved.append(ResolvedCheckpoint(name=name, ref=name, directory=tmp_path / "run" / name))
     (tmp_path / "run" / "final" / "trainer_state.json").write_text("{}")
     own = _checkpoint(tmp_path / "run" / "checkpoint-20", "license: mit")
-    families = read_licenses([*saved, own], TABLE).families
+    generated = "library_name: peft\nbase_model: ../../start"  # as PEFT writes it to each checkpoint of an adapter
+    by_peft = _checkpoint(tmp_path / "run" / "checkpoint-30", generated)
+    families = read_licenses([*saved, own, by_peft], TABLE).families
+    assert families["checkpoint-30"][0].own_file is not None
+    assert [each.name for each in families["checkpoint-30"][0].unread] == ["../../start"]
     for name in ("checkpoint-10", "final"):
         checkpoint, base = families[name]
         assert (checkpoint.declared, base.license.id) == (families["checkpoint-10"][0].declared, "apache-2.0")

@@ -148,6 +148,30 @@ def test_a_model_that_is_nearer_than_the_declared_base_is_a_finding(tmp_path: Pa
     assert relations(compared(parent, index=(base, known))) == [("chat", "acme/middle", "fine-tune")]
 
 
+@pytest.mark.parametrize("card", ["neither", "newer", "older", "both", "base of the recipe"])
+@pytest.mark.parametrize("count", [2, 4])
+def test_other_parents_never_hide_a_known_model(tmp_path: Path, card: str, count: int) -> None:
+    """Checkpoints of one run are nearer to each other than to the model that the run started from."""
+    secret, weights, run = index_model(tmp_path, "acme/secret", BASE), dict(BASE), []
+    for step in range(count):
+        weights = random_weights(10 + step, weights, change=0.2 if not step else 0.02)
+        named = {"newer": f"../{step - 1}", "older": f"../{step + 1}", "both": f"../{(step + 1) % count}"}.get(card, "")
+        is_base = card == "base of the recipe" and not step
+        run.append(save_model(tmp_path / str(step), weights, "apache-2.0", named, is_base=is_base))
+    found = relations(compared(*run, index=(secret,)))
+    assert found == [(str(step), "acme/secret", "fine-tune") for step in range(count)]
+
+
+def test_a_parent_that_both_declare_tells_which_ancestor_is_nearer(tmp_path: Path) -> None:
+    base, tuned = save_model(tmp_path / "base", BASE), random_weights(4, BASE)
+    known = index_model(tmp_path, "acme/tuned", tuned, "cc-by-nc-4.0")
+    known = known.model_copy(update={"ancestors": (fingerprints.IndexedAncestor(name="base", license="mit"),)})
+    sibling = save_model(tmp_path / "sibling", TUNED, base_model="../base")
+    descendant = save_model(tmp_path / "descendant", random_weights(5, tuned, change=0.02), base_model="../base")
+    found = relations(compared(base, sibling, descendant, index=(known,)))
+    assert found == [("descendant", "acme/tuned", "fine-tune")]
+
+
 def test_a_descendant_of_the_parent_is_no_finding(tmp_path: Path) -> None:
     """The original is not derived from its fine-tunes. It is recognized by its weights under its own name."""
     tuned = index_model(tmp_path, "acme/tuned", TUNED, base="mit")

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import Finding, Refused
 from mergegate.merge_core.recipe import name_in_path
-from mergegate.tasks.checkpoints import ResolvedAdapter, ResolvedCheckpoint, card_directory
+from mergegate.tasks.checkpoints import ResolvedAdapter, ResolvedCheckpoint, card_directory, read_card
 from mergegate.tasks.preflight.licenses.algebra import Combination, combine_licenses
 from mergegate.tasks.preflight.licenses.ancestors import AncestorLookup, hub_ancestors
 from mergegate.tasks.preflight.licenses.case import LicensedParent
@@ -146,7 +146,14 @@ def check_licenses(
 
 
 def _source(model: ResolvedCheckpoint | ResolvedAdapter) -> CardSource:
-    return CardSource(model.directory if model.revision else card_directory(model.directory), model.revision)
+    directory = model.directory if model.revision else card_directory(model.directory)
+    card = read_card(directory)
+    if directory == model.directory or card.problem:
+        return CardSource(directory, model.revision)
+    # The card of a training run declares the license, and a card that PEFT has written to a checkpoint only its base.
+    values = [each.metadata.get("base_model") or [] for each in (card, read_card(model.directory))]
+    names = [name for value in values for name in (value if isinstance(value, list) else [value])]
+    return CardSource(directory, None, {**card.metadata, "base_model": names})
 
 
 def read_licenses(

@@ -2,7 +2,8 @@
 
 The known models are the other parents of the recipe and the models in an index of fingerprints. A parent that is a
 copy, a fine-tune or a part of one of them descends from it, so the license of the known model binds, too. A model is
-declared if a card or the recipe's base names it, or if a related model that is nearer is declared.
+declared if a card or the recipe's base names it, or if a related model that is nearer is declared. Another parent never
+hides a model of the index, except a declared ancestor of both: it tells which of the two is the nearer ancestor.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.analysis import (
@@ -305,9 +307,14 @@ def _unexplained(
         key=lambda known: (not is_declared(known), known.is_parent),
     )
     measured = frozenset().union(*(known.names for known in others))
-    for known, relation in zip(
-        others, compare_fingerprints(fingerprint, [known.fingerprint for known in others]), strict=True
-    ):
+
+    def competes(known: _Known, rival: _Known) -> bool:
+        """Return whether ``rival`` can explain ``known``: a parent only if it is a declared ancestor of both models."""
+        return known.is_parent or not rival.is_parent or bool(declarations.above & known.above & rival.names)
+
+    rivals = np.array([[competes(known, rival) for rival in others] for known in others], bool)
+    relations = compare_fingerprints(fingerprint, [known.fingerprint for known in others], rivals)
+    for known, relation in zip(others, relations, strict=True):
         if relation is None or relation.nearest < LEAST_SHARE or is_declared(known):
             continue
         # Both descend from a declared model whose weights are not available, or the known one from the parent.
