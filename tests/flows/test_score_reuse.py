@@ -5,10 +5,14 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from demo_project import Project, expect
+
+from mergegate.flows import preflight
+from mergegate.tasks.report import RunRecord, RunScore
 
 
 def scored(project: Project) -> set[str]:
@@ -207,3 +211,15 @@ def test_each_new_merge_is_judged_on_the_next_documents_and_a_repeated_one_on_it
 
     kept = outcome_of(demo, 0.35, "resample: false")
     assert guards(kept)["copy", "champion"]["sample_start"] == 0
+
+
+def test_further_runs_of_one_merge_count_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(merge: float, recipe: str = "ties") -> RunRecord:
+        limits = {"low": -1, "high": 1, "max_drop": 1, "margin": 1, "outcome": "pass", "documents": 400, "differing": 8}
+        score = RunScore.model_validate({"task": "copy", "reference": "base", "merge": merge, "drop": 0, **limits})
+        fields = {"run": "r", "flow": "release", "profile": "demo", "ended": 0, "seconds": 0, "status": "released"}
+        return RunRecord.model_validate({**fields, "message": "", "recipe": recipe, "scores": (score,)})
+
+    runs = [run(70), run(70), run(71), run(70, "dare_ties"), run(70)]
+    monkeypatch.setattr(preflight, "read_history", lambda _: SimpleNamespace(records=runs))
+    assert [outcome.differing for outcome in preflight.past_guards("demo")] == [8, 8, 8]

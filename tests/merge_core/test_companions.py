@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from mergegate.merge_core import Finding, open_checkpoint
 from mergegate.merge_core.checkpoint import companion_kind, has_vocabulary, is_copyable
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.checkpoints.files import find_model_problem
 
 POOLING = {
     "modules.json": '[{"idx": 0, "path": "", "type": "t.Transformer"}, {"idx": 1, "path": "1_Pooling", "type": "t.P"}]',
@@ -28,6 +29,12 @@ LEFTOVERS = (
     *("README.md", "LICENSE", "NOTICE.txt", ".gitattributes", "mergekit_config.yml", "logo.png", "assets/plot.png"),
     *("pytorch_model.bin", "model.q4.gguf", "tf_model.h5", "onnx/model.onnx", "params.json", "original/params.json"),
     *("optimizer.pt", "training_args.bin", "trainer_state.json", "rng_state_0.pth", "all_results.json"),
+    *(
+        "model.fp16.safetensors",
+        "pytorch_model-00001-of-00002.bin",
+        "open_clip_pytorch_model.bin",
+        "consolidated.00.pth",
+    ),
     *("runs/events.out.tfevents.1", "checkpoint-500/model.safetensors"),
 )
 FILES = {
@@ -51,6 +58,20 @@ def blocked_files(root: Path) -> set[str]:
     found = findings(root)
     assert {one.severity for one in found} == {"block"}
     return {": ".join(one.where.split(": ")[:2]) for one in found}
+
+
+OTHER_WEIGHTS = ("mm_projector.bin", "adapter.eng.bin", "head.safetensors", "speaker.pt", "model_head.safetensors")
+
+
+def test_weights_under_other_names_are_copied_or_named(family: Path) -> None:
+    write(family / "a", dict.fromkeys((*OTHER_WEIGHTS, "adapter.eng.safetensors"), "x"))
+    write(family / "b", {"adapter.eng.safetensors": "y", "adapter.deu.safetensors": "y"})
+    found = findings(family)
+    assert {one.severity for one in found} == {"warn"}
+    text = "".join(one.found for one in found)
+    assert all(name in text for name in (*OTHER_WEIGHTS, "adapter.eng.safetensors", "adapter.deu.safetensors"))
+    merge_text(LINEAR, family)
+    assert (family / "out" / "adapter.eng.safetensors").read_text() == "x"  # The file of the first model.
 
 
 def test_leftovers_are_neither_carried_nor_reported(family: Path) -> None:
@@ -282,11 +303,26 @@ def test_a_finding_shows_both_values_and_how_to_accept_them(family: Path) -> Non
     assert "checks.tokenizer.accepted: [prompts]" in one.remedy
 
 
-def test_a_network_in_a_module_folder_is_refused_with_the_way_to_convert_it(family: Path) -> None:
-    write_json(family / "a", {"modules.json": [{"idx": 0, "path": "0_Transformer", "type": "T"}]})
-    with pytest.raises(InvalidInput, match="the first module is in 0_Transformer/") as caught:
+@pytest.mark.parametrize(
+    ("path", "module", "reason", "remedy"),
+    [
+        ("0_Transformer", "T", "the first module is in 0_Transformer/", "save_pretrained"),
+        ("", "static_embedding.StaticEmbedding", "the first module is StaticEmbedding, which has no", "numpy"),
+        (".", "router.Router", "the first module is Router, which has no config.json", "document_0_Transformer"),
+    ],
+)
+def test_a_model_whose_first_module_is_no_network_is_refused(
+    family: Path, path: str, module: str, reason: str, remedy: str
+) -> None:
+    write_json(family / "a", {"modules.json": [{"idx": 0, "path": path, "type": module}]})
+    if path == ".":
+        assert open_checkpoint(family / "a")  # The network is next to modules.json.
+    (family / "a/config.json").unlink()
+    problem = find_model_problem("a", family / "a")
+    with pytest.raises(InvalidInput, match=reason) as caught:
         open_checkpoint(family / "a")
-    assert "save_pretrained" in caught.value.remedy
+    assert str(problem) == str(caught.value)
+    assert remedy in caught.value.remedy
 
 
 @pytest.mark.parametrize(

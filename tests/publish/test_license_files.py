@@ -98,10 +98,10 @@ def test_notices_stand_word_for_word_and_those_of_the_parents_are_kept(tmp_path:
 
 @pytest.mark.parametrize(("license", "stated"), [("apache-2.0", True), ("mit", False)])
 def test_that_files_were_changed_is_stated_where_a_license_asks(tmp_path: Path, license: str, stated: bool) -> None:
-    models = (_model(tmp_path / "a", f"license: {license}"),)
+    models = (_model(tmp_path / "a\n\n# b\u2028", f"license: {license}"),)
     files = _files(models)
     assert ("MODIFICATIONS" in files) == stated
-    assert not stated or "models/a" in files["MODIFICATIONS"]
+    assert not stated or "  models/a # b" in files["MODIFICATIONS"].splitlines()
 
 
 def test_a_license_that_stands_on_another_brings_both_texts(tmp_path: Path) -> None:
