@@ -62,8 +62,7 @@ KINDS: dict[str, Kind] = {
     "tied embedding": ("llama", TIED, {"target_modules": ["embed_tokens"]}),
 }  # fmt: skip
 # With the tables of a resized model, PEFT stores a table of modules_to_save three times.
-SAVED = [("embed_tokens", "lm_head"), ("embed_tokens",), ("lm_head",), ()]
-TABLES = [{"modules_to_save": list(names)} for names in SAVED]
+TABLES = [{"modules_to_save": names} for names in (["embed_tokens", "lm_head"], ["embed_tokens"], ["lm_head"], [])]
 TABLES += [{"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, {"trainable_token_indices": [3, 94]}]
 for (number, tables), tie in itertools.product(enumerate(TABLES), ({}, TIED)):
     config = {"target_modules": ["q_proj"], "save_embedding_layers": True, **tables}

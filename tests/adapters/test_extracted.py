@@ -136,12 +136,11 @@ def test_changes_that_an_adapter_cannot_represent_are_refused_by_name(
 @pytest.mark.parametrize(
     ("family", "part", "words"),
     [
-        ("mixtral", "experts.1.w2", "experts or their router"),
-        ("mixtral", "gate.weight", "experts or their router"),
+        ("mixtral", "experts.1.w2", "experts or their router"), ("mixtral", "gate.weight", "experts or their router"),
         # Granite's fused experts have no module in memory by their name on disk, so PEFT would skip them.
         ("granite", "model.layers.1.block_sparse_moe.input_linear.weight", "experts"),
     ],
-)
+)  # fmt: skip
 def test_experts_and_their_router_are_refused_by_name(tmp_path: Path, family: str, part: str, words: str) -> None:
     base = make_base(tmp_path / "base", family, torch.float32)
     fine_tune = tuned(base, tmp_path / "tuned", lambda name, one: one + 0.1 if part in name else one)
@@ -164,22 +163,13 @@ def factors(seed: int, rank: int) -> tuple[float, torch.Tensor, torch.Tensor]:
     return 0.5 + seed, a, torch.randn(60, rank, generator=generator, dtype=torch.float64)
 
 
-def test_stacked_factors_are_the_sum_of_products() -> None:
-    parts = [factors(1, 4), factors(2, 8)]
-    stacked = factor_sum(parts, None, dtype=torch.float64)
-    expected = sum(weight * (b @ a) for weight, a, b in parts)
-    assert isinstance(expected, torch.Tensor)
-    assert stacked.a.shape[0] == 12
-    assert float((stacked.b @ stacked.a - expected).norm() / expected.norm()) < 1e-12
-    assert stacked.error == 0
-
-
-@pytest.mark.parametrize("rank", [1, 4, 11])
-def test_a_truncated_sum_equals_the_truncated_full_decomposition(rank: int) -> None:
+@pytest.mark.parametrize("rank", [1, 4, 11, None])
+def test_a_sum_equals_the_truncated_full_decomposition(rank: int | None) -> None:
     parts = [factors(1, 4), factors(2, 8)]
     cut = factor_sum(parts, rank, dtype=torch.float64)
     product = parts[0][0] * (parts[0][2] @ parts[0][1]) + parts[1][0] * (parts[1][2] @ parts[1][1])
     s = torch.linalg.svdvals(product)
-    best = float((s[rank:].square().sum() / s.square().sum()).sqrt())
-    assert float((cut.b @ cut.a - product).norm() / product.norm()) == pytest.approx(best, rel=1e-9)
-    assert cut.error == pytest.approx(best, rel=1e-6)
+    best = float((s[rank or 12 :].square().sum() / s.square().sum()).sqrt())
+    assert float((cut.b @ cut.a - product).norm() / product.norm()) == pytest.approx(best, rel=1e-9, abs=1e-12)
+    assert cut.error == pytest.approx(best if rank else 0, rel=1e-6)
+    assert len(cut.a) == (rank or 12)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft_family import applied_by_us, load_base, make_adapter, make_base
+from peft_family import load_base, make_adapter, make_base
 from safetensors.torch import load_file, save_file
 from samples import sampled
 
@@ -90,17 +90,6 @@ def test_settings_that_do_not_change_the_result_are_accepted(
     assert applied(kept, configured(adapter, **settings))
 
 
-def test_an_untrained_pissa_adapter_is_refused(tmp_path: Path) -> None:
-    """Added to the stored base, it would move each weight by more than half of its norm."""
-    from peft import LoraConfig, get_peft_model
-
-    base = make_base(tmp_path / "base", "llama", torch.float32)
-    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="pissa")
-    get_peft_model(load_base(base, torch.float32), config).save_pretrained(tmp_path / "adapter")
-    with pytest.raises(InvalidInput, match="pissa, which changes the base"):
-        applied_by_us(base, tmp_path / "adapter", tmp_path / "out")
-
-
 def drop(name: str) -> Callable[[dict[str, torch.Tensor]], Any]:
     return lambda tensors: tensors.pop(name)
 
@@ -121,16 +110,16 @@ def put(name: str, *shape: int) -> Callable[[dict[str, torch.Tensor]], Any]:
         (put(f"{PREFIX}.lora_A.default.weight", 4, 32), "an unknown kind of tensor"),
         (put(f"{PREFIX}.lora_magnitude_vector", 32), "without use_dora"),
         (put(f"{PREFIX}.lora_B.bias", 32), "without lora_bias"),
+        (lambda tensors: tensors.update({f"{PREFIX}.lora_A.weight": torch.ones(4, 32).int()}), "I32"),
         (put(f"{PREFIX}.lora_A.weight", 4, 24), "it fits a shape of"),
-        (put(f"{PREFIX}.lora_A.weight", 8, 32), "rank 8"),
-        (put(f"{PREFIX}.lora_A.weight", 0, 32), "without elements"),
+        (put(f"{PREFIX}.lora_A.weight", 8, 32), "rank 8"), (put(f"{PREFIX}.lora_A.weight", 0, 32), "without elements"),
         (put(f"{PREFIX}.lora_A.weight", 4, 8, 4), "convolutions are not supported"),
         (put(f"{PREFIX}.lora_embedding_A", 4, 32), "in addition to lora_A"),
         (put(f"{PREFIX}.base_layer.weight", 8, 32), "it fits a shape of"),
         (put("base_model.model.model.embed_tokens.weight", 97, 32), "97 rows"),
         (put("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", 2, 32), "trainable_token"),
     ],
-)
+)  # fmt: skip
 def test_a_tensor_without_a_target_is_refused_by_name(
     kept: Path, adapter: Path, change: Callable[[dict[str, torch.Tensor]], Any], words: str
 ) -> None:
@@ -192,12 +181,6 @@ def test_the_remedy_for_an_adapter_with_more_tokens_than_its_base_helps(
     apply_adapter(open_checkpoint(tmp_path / "grown"), opened)
 
 
-def test_integer_factors_are_refused(kept: Path, adapter: Path) -> None:
-    change = with_tensors(adapter, lambda one: one.update({f"{PREFIX}.lora_A.weight": torch.ones(4, 32).int()}))
-    with pytest.raises(InvalidInput, match="I32"):
-        applied(kept, change)
-
-
 def test_the_shapes_of_another_base_are_refused(kept: Path, tmp_path: Path) -> None:
     make_base(tmp_path / "wide", "llama", torch.float32, hidden_size=64, head_dim=16)
     with pytest.raises(InvalidInput, match=r"expected: \[64, 64\], the shape of model\.layers\.0\.self_attn\.q_proj"):
@@ -226,11 +209,10 @@ def test_training_on_other_or_quantized_weights_is_a_warning(
 ) -> None:
     configured(adapter, base_model_name_or_path=named)
     (adapter / "README.md").write_text(card)
-    findings = ResolvedAdapter(ref="adapter", directory=adapter).findings("org/base@main+adapter")
-    assert [(one.severity, part in one.found) for one, part in zip(findings, words, strict=True)] == [
-        ("warn", True) for _ in words
-    ]
-    assert ResolvedAdapter(ref="adapter", directory=adapter).findings(f"{named}+adapter") == () or card
+    found = ResolvedAdapter(ref="adapter", directory=adapter).findings("org/base@main+adapter")
+    assert [one.severity for one in found] == ["warn"] * len(words)
+    assert all(part in one.found for one, part in zip(found, words, strict=True))
+    assert card or not ResolvedAdapter(ref="adapter", directory=adapter).findings(f"{named}+adapter")
 
 
 @pytest.mark.parametrize("zero", ["lora_A", "lora_B", "lora_alpha", "one lora_B", "DoRA"])
@@ -259,13 +241,6 @@ def test_a_saved_tied_embedding_without_its_head_is_refused(kept: Path, adapter:
     change = put("base_model.model.model.embed_tokens.weight", 96, 32)
     with pytest.raises(InvalidInput, match="tied to the head"):
         applied(kept, with_tensors(adapter, change), "tied")
-
-
-def test_a_full_model_in_place_of_an_adapter_is_named(kept: Path) -> None:
-    with pytest.raises(InvalidInput, match=r"no adapter_config\.json"):
-        open_adapter(kept / "base")
-    with pytest.raises(InvalidInput, match=r"config\.json"):
-        open_checkpoint(kept / "adapter")
 
 
 @pytest.mark.parametrize("family", sampled(("mixtral", "gpt_oss"), ("mixtral",)))

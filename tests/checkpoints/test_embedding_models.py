@@ -101,11 +101,10 @@ def test_a_missing_tensor_of_the_transformer_is_an_error(kind: str, checkpoints:
     ("file", "word", "columns"),
     [
         ("model.safetensors", "layer.0.attention.self.query.weight", 16),
-        ("2_Dense/model.safetensors", "linear.weight", 8),
-        ("2_Dense/model.safetensors", "linear.bias", 0),
+        ("2_Dense/model.safetensors", "linear.weight", 8), ("2_Dense/model.safetensors", "linear.bias", 0),
         ("2_Dense/model.safetensors", "", 0),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_module_is_an_error(file: str, word: str, columns: int, checkpoints: Callable[[str], Path]) -> None:
     directory = checkpoints("bert embedding")
     if word:

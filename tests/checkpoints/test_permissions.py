@@ -35,13 +35,9 @@ def whoami(token: dict[str, Any] | None = None, role: str = "write") -> dict[str
 @pytest.mark.parametrize(
     ("answer", "repo", "words"),
     [
-        (whoami(), "acme/demo", None),
-        (whoami(), "ann/demo", None),
-        (whoami(role="admin"), "acme/demo", None),
-        (whoami(role="contributor"), "acme/demo", None),
-        (whoami(), "acne/demo", "not a member of"),
-        (whoami(role="read"), "acme/demo", "has read access only in acme"),
-        (whoami(role="read"), "ann/demo", None),
+        (whoami(), "acme/demo", None), (whoami(), "ann/demo", None), (whoami(role="admin"), "acme/demo", None),
+        (whoami(role="contributor"), "acme/demo", None), (whoami(), "acne/demo", "not a member of"),
+        (whoami(role="read"), "acme/demo", "has read access only in acme"), (whoami(role="read"), "ann/demo", None),
         (whoami({"role": "read"}), "acme/demo", "the token has read access only"),
         (whoami(fine(acme=["repo.content.read", "repo.write"])), "acme/demo", None),
         (whoami(fine(acme=["repo.content.read"])), "acme/demo", "fine-grained token has no write access"),
@@ -50,7 +46,7 @@ def whoami(token: dict[str, Any] | None = None, role: str = "write") -> dict[str
         (whoami(fine(acme__other=["repo.write"])), "acme/demo", "fine-grained token has no write access"),
         ({"name": "ann", "orgs": [{"name": "acme"}]}, "acme/demo", None),  # An older Hub sends no more than this.
     ],
-)
+)  # fmt: skip
 def test_write_access_follows_from_the_account(answer: dict[str, Any], repo: str, words: str | None) -> None:
     no = find_write_refusal(parse_account(answer), repo, HUB)
     assert (no is None) == (words is None)
@@ -76,20 +72,17 @@ def failure(path: str, status: int) -> Fault:
 @pytest.mark.parametrize(
     ("token", "repo", "fault", "words"),
     [
-        (WRITER, "acme/base", None, ""),
-        (WRITER, "acme/new", None, ""),
-        (NARROW, "acme/base", None, ""),
+        (WRITER, "acme/base", None, ""), (WRITER, "acme/new", None, ""), (NARROW, "acme/base", None, ""),
         (NARROW, "acme/new", None, ""),
         (WRITER, "acme/base", failure("/api/whoami-v2", 404), ""),  # A Hub without accounts.
         (READER, "acme/demo", None, "the token has read access only"),
         (NARROW_READER, "acme/demo", None, "the fine-grained token has no write access"),
-        (STRANGER, "acme/demo", None, "not a member of"),
-        ("hf_expired", "acme/demo", None, "does not know this token"),
+        (STRANGER, "acme/demo", None, "not a member of"), ("hf_expired", "acme/demo", None, "does not know this token"),
         (WRITER, "acme/base", failure("/auth-check", 403), "does not let the token write: 403"),
         (WRITER, "acme/base", failure("/api/whoami-v2", 503), "did not answer"),
         (WRITER, "acme/base", failure("/auth-check", 503), "did not answer"),
     ],
-)
+)  # fmt: skip
 def test_only_a_token_with_write_access_passes(
     online: LookAlike, monkeypatch: pytest.MonkeyPatch, token: str, repo: str, fault: Fault | None, words: str
 ) -> None:

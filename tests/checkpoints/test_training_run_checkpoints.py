@@ -252,15 +252,14 @@ def test_a_pattern_without_a_match_and_an_unknown_repository_are_refused(hub_run
 @pytest.mark.parametrize(
     ("keys", "complaint"),
     [
-        ({"run": "runs/c"}, "no directory runs/c"),
-        ({"every": {"steps": 70}}, "every: no step is a multiple of 70"),
+        ({"run": "runs/c"}, "no directory runs/c"), ({"every": {"steps": 70}}, "every: no step is a multiple of 70"),
         ({"base_model": "runs/a/checkpoint-100"}, r"base_model: set, but linear merges only[\s\S]*task_arithmetic"),
         ({"run": "runs/a/checkpoint-400"}, "no checkpoint in runs/a/checkpoint-400"),
         ({"run": f"acme/{'x' * 5000}"}, "cannot match a directory"),
         ({"run": f"acme/run@{'x' * 5000}"}, "no matching revision is in the Hub's cache"),
         *(({"run": f"{name}@step-*"}, "(?i)repo.id") for name in ("../runs", "org/a--b", "org/n.git", "-x/y")),
     ],
-)
+)  # fmt: skip
 def test_a_run_without_checkpoints_is_refused_with_the_reason(
     run: Path, monkeypatch: pytest.MonkeyPatch, keys: dict[str, Any], complaint: str
 ) -> None:
@@ -280,12 +279,10 @@ def test_the_file_of_steps_can_be_in_the_home_directory(run: Path, monkeypatch: 
 @pytest.mark.story
 def test_check_and_plan_name_the_window_and_what_is_left_out(run: Path) -> None:
     half_of(run / "checkpoint-300" / SHARDS[0])
-    (run / "final\x1b[2J\u202e").mkdir()
-    shutil.copy(run / "checkpoint-400/config.json", run / "final\x1b[2J\u202e")
+    hostile = run / "final\x1b[2J\u202e"
+    shutil.copytree(run / "checkpoint-400", hostile, ignore=lambda *names: ["trainer_state.json"])
     expanded = expand(run)
-    assert [remark.partition(":")[0] for remark in expanded.remarks] == [
-        "final\x1b[2J\u202e", "checkpoint-300", "training run",
-    ]  # fmt: skip
+    assert [remark.partition(":")[0] for remark in expanded.remarks] == [hostile.name, "checkpoint-300", "training run"]
     parse_yaml(expanded.comments, "recipe")
     assert r"# final\x1b[2J\u202e: left out" in expanded.comments
     recipe = run.parents[1] / "recipe.yaml"

@@ -172,20 +172,16 @@ def test_without_a_method_it_is_the_mean_by_samples(place: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"clients": []}, "a list of directories"),
-        ({"samples": {"clients/ada": 0}}, "above 0"),
-        ({"samples": {"clients/ada": True}}, "above 0"),
-        ({"samples": ["clients/ada"]}, "above 0"),
+        ({"clients": []}, "a list of directories"), ({"samples": {"clients/ada": 0}}, "above 0"),
+        ({"samples": {"clients/ada": True}}, "above 0"), ({"samples": ["clients/ada"]}, "above 0"),
         ({"clients": ["x" * 5000]}, "cannot match a directory"),
-        ({"clients": ["clients/*", 3]}, "a list of directories"),
-        ({"at_least": 0}, "from 1"),
-        ({"at_least": True}, "from 1"),
-        ({"models": [{"model": "a"}]}, "clients are the models"),
+        ({"clients": ["clients/*", 3]}, "a list of directories"), ({"at_least": 0}, "from 1"),
+        ({"at_least": True}, "from 1"), ({"models": [{"model": "a"}]}, "clients are the models"),
         ({"base_model": None}, "base_model"),
         ({"merge_method": "task_arithmetic", "samples": {"clients/ada": 3}}, "no sample count of clients/ben"),
         ({"samples": dict.fromkeys([f"clients/{name}" for name in HONEST], 3)}, "weights all clients equally"),
     ],
-)
+)  # fmt: skip
 def test_what_a_round_cannot_be(place: Path, changes: Mapping[str, Any], said: str) -> None:
     with pytest.raises(InvalidInput) as problem:
         round_of(place, **changes)

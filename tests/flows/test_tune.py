@@ -85,13 +85,11 @@ def test_a_prepared_profile_can_be_loaded_and_changed_and_names_the_same_models(
     ("recipe", "more", "words"),
     [
         ({**AVERAGE, "merge_method": "linear"}, {}, "linear, which does not have 'lambda'"),
-        (scaled([0.5, 1.0]), {}, "one number above 0"),
-        (scaled(0), {}, "one number above 0"),
+        (scaled([0.5, 1.0]), {}, "one number above 0"), (scaled(0), {}, "one number above 0"),
         ({**scaled(1), "leave_out_beyond": 3}, {}, "search without leave_out_beyond"),
         ({**scaled(1), "router_repair": {"text": "demo/data/held-out.jsonl"}}, {}, "search without router_repair"),
         ({**scaled(1), "merge_method": "geometric_median"}, {}, "search without geometric_median"),
-        (scaled(-1), {}, "one number above 0"),
-        (scaled(True), {}, "one number above 0"),
+        (scaled(-1), {}, "one number above 0"), (scaled(True), {}, "one number above 0"),
         (scaled("much"), {}, "one number above 0"),
         (scaled(1, slices=[{"parameters": {"lambda": 2}}]), {}, "one number above 0"),
         (AVERAGE, {"evaluate": None, "perplexity": {"documents": "demo/data/held-out.jsonl"}}, "no tasks"),
@@ -106,7 +104,7 @@ def test_a_prepared_profile_can_be_loaded_and_changed_and_names_the_same_models(
             "evaluates models in memory",
         ),
     ],
-)
+)  # fmt: skip
 def test_what_has_no_one_scale_is_refused(recipe: dict[str, Any], more: dict[str, Any], words: str) -> None:
     with pytest.raises(InvalidInput) as refused:
         tuned(profile(recipe, **more))
@@ -116,17 +114,12 @@ def test_what_has_no_one_scale_is_refused(recipe: dict[str, Any], more: dict[str
 @pytest.mark.parametrize(
     ("recipe", "has"),
     [
-        (yaml.safe_dump(AVERAGE), True),
-        (yaml.safe_dump(scaled(0.8)), True),
-        (yaml.safe_dump({**AVERAGE, "merge_method": "linear"}), False),
-        (yaml.safe_dump(scaled([1, 2])), False),
-        ("---\n".join([yaml.safe_dump(AVERAGE)] * 2), False),
-        ("- no recipe", False),
-        ("", False),
-        ("merge_method: never heard of", False),
-        ("{", False),
+        (yaml.safe_dump(AVERAGE), True), (yaml.safe_dump(scaled(0.8)), True),
+        (yaml.safe_dump({**AVERAGE, "merge_method": "linear"}), False), (yaml.safe_dump(scaled([1, 2])), False),
+        ("---\n".join([yaml.safe_dump(AVERAGE)] * 2), False), ("- no recipe", False), ("", False),
+        ("merge_method: never heard of", False), ("{", False),
     ],
-)
+)  # fmt: skip
 def test_a_refusal_suggests_tune_only_if_it_applies(recipe: str, has: bool) -> None:
     assert has_searchable_scale(recipe) is has
 
@@ -136,11 +129,10 @@ def test_a_refusal_suggests_tune_only_if_it_applies(recipe: str, has: bool) -> N
     [
         ([{"tune": "density"}], "only the scale can be tuned"),
         ([{"tune": "scale"}, {"lambda": 0.5}], "after all written remedies"),
-        ([{"tune": "scale"}, {"tune": "scale"}], "once"),
-        (["auto", {"tune": "scale"}], "'auto' must be the last one"),
+        ([{"tune": "scale"}, {"tune": "scale"}], "once"), (["auto", {"tune": "scale"}], "'auto' must be the last one"),
         (["auto", {"density": 0.3}], "'auto' must be the last one"),
     ],
-)
+)  # fmt: skip
 def test_the_position_of_the_remedy_is_checked(remedies: list[Any], words: str) -> None:
     with pytest.raises(InvalidInput) as refused:
         profile(AVERAGE, remedies=remedies)

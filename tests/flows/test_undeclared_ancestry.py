@@ -52,7 +52,7 @@ def findings(project: Project, profile: str) -> tuple[int, list[str]]:
 
 
 @pytest.mark.story
-def test_check_and_run_refuse_a_hidden_copy(hidden: Project) -> None:
+def test_check_and_run_refuse_a_hidden_copy_until_a_user_dismisses_it(hidden: Project) -> None:
     profile = write_profile(hidden, {"purpose": "commercial"})
     code, found = findings(hidden, profile)
     assert code == 3
@@ -64,16 +64,8 @@ def test_check_and_run_refuse_a_hidden_copy(hidden: Project) -> None:
     assert (result.exit_code, answer["status"]) == (3, "refused")
     assert "its weights equal those of corp/thinker" in answer["message"]
     assert not (hidden.home / "store" / "merge").exists()
-
-
-@pytest.mark.story
-def test_a_declaration_or_a_dismissal_settles_the_finding(hidden: Project) -> None:
     dismissed = {"purpose": "commercial", "unrelated": {"hidden": {"corp/thinker": "alice: the same seed"}}}
     code, found = findings(hidden, write_profile(hidden, dismissed))
-    assert (code, [text for text in found if "corp/thinker" in text]) == (0, [])
-    card = hidden.root / "models" / "hidden" / "README.md"
-    card.write_text("---\nlicense: cc-by-nc-4.0\nbase_model: ../base\n---\n")
-    code, found = findings(hidden, write_profile(hidden, {"purpose": "research"}))
     assert (code, [text for text in found if "corp/thinker" in text]) == (0, [])
 
 

@@ -19,7 +19,7 @@ from mergegate.merge_core import Finding, load_recipe, merge_weights, open_check
 from mergegate.merge_core.adapters import apply_adapter, open_adapter
 from mergegate.merge_core.checkpoint import Checkpoint
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints import ResolvedAdapter, ResolvedCheckpoint, adapter_findings_of_parents
+from mergegate.tasks.checkpoints import ResolvedAdapter
 from mergegate.tasks.merge import combine_parents
 
 CHATML = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
@@ -120,11 +120,8 @@ def test_rows_beyond_those_of_an_adapter_stay_if_they_belong_to_no_token(root: P
         with pytest.raises(InvalidInput, match=rf"{rows} rows[\s\S]*resize_token_embeddings\({rows}\)[\s\S]*name the"):
             opened(root, "adapter")
         return
-    parent = ResolvedCheckpoint(
-        name="base", ref="base+adapter", directory=root / "base",
-        adapter=ResolvedAdapter(ref="adapter", directory=root / "adapter"),
-    )  # fmt: skip
-    (found,) = adapter_findings_of_parents([parent], opened(root, "adapter"))
+    adapter = ResolvedAdapter(ref="adapter", directory=root / "adapter")
+    (found,) = adapter.findings("base+adapter", opened(root, "adapter")["base+adapter"])
     assert (found.severity, found.where) == ("info", f"base+adapter: {table}")
     assert f"{rows} of 512 rows" in found.found
     merge_checkpoints(root, ONE)

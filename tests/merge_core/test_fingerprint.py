@@ -181,16 +181,6 @@ def test_fused_matrices_are_matched_by_their_first_rows(take: Take) -> None:
     assert related(take(weights), take(fused)).share == pytest.approx(3 / 4, abs=0.06)
 
 
-def test_a_sibling_is_farther_away_than_the_common_base(take: Take) -> None:
-    weights = random_model(1)
-    one, two = (take(with_noise(weights, 0.05, seed)) for seed in (7, 8))
-    base, sibling = compare_fingerprints(one, [take(weights), two])
-    assert base is not None
-    assert sibling is not None
-    assert (base.nearest, sibling.nearest) == (1, 0)
-    assert sibling.distance == pytest.approx(2**0.5 * base.distance, rel=0.1)
-
-
 @pytest.mark.story
 def test_unrelated_models_of_the_same_shape_are_not_related(take: Take) -> None:
     """No false alarm among 40 models, which all have the same norms, decay rates and outlier columns."""

@@ -99,14 +99,12 @@ def _run(*steps: int) -> list[RunCheckpoint]:
 @pytest.mark.parametrize(
     ("settings", "steps"),
     [
-        ({"window": ("checkpoints", 3)}, [300, 400, 500]),
-        ({"window": ("steps", 200)}, [400, 500]),
-        ({"window": ("tokens", 200_001)}, [300, 400, 500]),
-        ({"window": None}, [9, 100, 200, 300, 400, 500]),
+        ({"window": ("checkpoints", 3)}, [300, 400, 500]), ({"window": ("steps", 200)}, [400, 500]),
+        ({"window": ("tokens", 200_001)}, [300, 400, 500]), ({"window": None}, [9, 100, 200, 300, 400, 500]),
         ({"window": None, "every": ("checkpoints", 2)}, [100, 300, 500]),
         ({"window": None, "every": ("steps", 200)}, [200, 400]),
     ],
-)
+)  # fmt: skip
 def test_windows_select_the_newest_checkpoints(settings: Any, steps: list[int]) -> None:
     run = _run(9, 100, 200, 300, 400, 500)[::-1]
     assert [checkpoint.step for checkpoint in select_window(run, RunSettings(("r",), **settings), "r")] == steps
@@ -123,19 +121,17 @@ def test_steps_that_are_multiples_stay_in_the_window_when_the_run_grows() -> Non
     ("document", "complaint"),
     [
         ({"run": 3}, "expected the directory of a training run"),
-        ({"run": "r", "models": []}, "cannot be combined with run"),
-        ({"run": "r", "window": 0}, "found 0"),
+        ({"run": "r", "models": []}, "cannot be combined with run"), ({"run": "r", "window": 0}, "found 0"),
         ({"run": "r", "window": True}, "found True"),
         ({"run": "r", "window": {"tokens": "4 B and more"}}, "{tokens: N}"),
         ({"run": "r", "window": {"epochs": 2}}, "{steps: N} or {tokens: N}"),
         ({"run": "r", "every": {"tokens": 5}}, "or {steps: N}"),
         ({"run": "r", "schedule": "cosin"}, "did you mean 'cosine'"),
         ({"run": "r", "schedule": {"cosine": 0.5}}, "cosine without a value"),
-        ({"run": "r", "schedule": {"ema": 1}}, "below 1"),
-        ({"run": "r", "schedule": {"exponential": 0}}, "above 0"),
+        ({"run": "r", "schedule": {"ema": 1}}, "below 1"), ({"run": "r", "schedule": {"exponential": 0}}, "above 0"),
         ({"run": "r", "steps": 5}, "a file (YAML or JSON)"),
     ],
-)
+)  # fmt: skip
 def test_an_invalid_run_is_refused_with_what_to_write(document: dict[str, object], complaint: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         parse_run(document, "recipe")

@@ -68,21 +68,14 @@ def _wording(combination: Combination, kind: str) -> list[str]:
     ("licenses", "use", "license"),
     [
         # Permissive: the strongest one applies.
-        ("apache-2.0 mit", SELL, "apache-2.0"),
-        ("mit cc0-1.0", SELL, "mit"),
-        ("mit isc", SELL, "mit"),
-        ("apache-2.0 cc-by-4.0", SELL, "cc-by-4.0"),
-        ("cc0-1.0 unlicense", SELL, "cc0-1.0"),
+        ("apache-2.0 mit", SELL, "apache-2.0"), ("mit cc0-1.0", SELL, "mit"), ("mit isc", SELL, "mit"),
+        ("apache-2.0 cc-by-4.0", SELL, "cc-by-4.0"), ("cc0-1.0 unlicense", SELL, "cc0-1.0"),
         ("bsd-3-clause zlib", SELL, "zlib"),
         # One license applies, or several together.
-        ("llama3.1 llama3.1", LLAMA, "llama3.1"),
-        ("llama3.1 apache-2.0", LLAMA, "llama3.1"),
+        ("llama3.1 llama3.1", LLAMA, "llama3.1"), ("llama3.1 apache-2.0", LLAMA, "llama3.1"),
         ("llama3.1 llama3.3", LLAMA, "other: llama3.1-and-llama3.3"),
-        ("llama3 llama3", _use(name="acme/Llama-3-mix"), "llama3"),
-        ("llama2 llama2", SELL, "llama2"),
-        ("gemma gemma", SELL, "gemma"),
-        ("gemma apache-2.0", SELL, "gemma"),
-        ("qwen apache-2.0", SELL, "other: qwen"),
+        ("llama3 llama3", _use(name="acme/Llama-3-mix"), "llama3"), ("llama2 llama2", SELL, "llama2"),
+        ("gemma gemma", SELL, "gemma"), ("gemma apache-2.0", SELL, "gemma"), ("qwen apache-2.0", SELL, "other: qwen"),
         ("tongyi-qianwen qwen", SELL, "other: qwen-and-tongyi-qianwen"),
         ("deepseek bigcode-openrail-m", SELL, "other: bigcode-openrail-m-and-deepseek"),
         ("deepseek openrail++", SELL, "other: deepseek-and-openrailplusplus"),
@@ -90,26 +83,19 @@ def _wording(combination: Combination, kind: str) -> list[str]:
         # Non-commercial licenses, used for research.
         ("cc-by-nc-4.0 apache-2.0", STUDY, "cc-by-nc-4.0"),
         ("cc-by-nc-4.0 llama3.1", LLAMA_STUDY, "other: cc-by-nc-4.0-and-llama3.1"),
-        ("cc-by-nc-sa-4.0 cc-by-nc-4.0", STUDY, "cc-by-nc-sa-4.0"),
-        ("mrl apache-2.0", LAB, "other: mrl"),
+        ("cc-by-nc-sa-4.0 cc-by-nc-4.0", STUDY, "cc-by-nc-sa-4.0"), ("mrl apache-2.0", LAB, "other: mrl"),
         ("exaone exaone", _use("research", "public", False, "acme/exaone-mix"), "other: exaone"),
         # Share-alike.
-        ("cc-by-sa-4.0 apache-2.0", SELL, "cc-by-sa-4.0"),
-        ("cc-by-sa-4.0 gpl-3.0", SELL, "gpl-3.0"),
-        ("cc-by-sa-3.0 cc-by-sa-4.0", SELL, "cc-by-sa-4.0"),
-        ("gpl-3.0 apache-2.0", SELL, "gpl-3.0"),
-        ("gpl-3.0 agpl-3.0", SELL, "agpl-3.0"),
-        ("gpl-2.0 mit", SELL, "gpl-2.0"),
-        ("lgpl-2.1 apache-2.0", SELL, "gpl-3.0"),
-        ("lgpl-2.1 apache-2.0 gpl-3.0", SELL, "gpl-3.0"),
-        ("lgpl-2.1 lgpl-3.0", SELL, "gpl-3.0"),
-        ("mpl-2.0 eupl-1.1", SELL, "gpl-2.0"),
+        ("cc-by-sa-4.0 apache-2.0", SELL, "cc-by-sa-4.0"), ("cc-by-sa-4.0 gpl-3.0", SELL, "gpl-3.0"),
+        ("cc-by-sa-3.0 cc-by-sa-4.0", SELL, "cc-by-sa-4.0"), ("gpl-3.0 apache-2.0", SELL, "gpl-3.0"),
+        ("gpl-3.0 agpl-3.0", SELL, "agpl-3.0"), ("gpl-2.0 mit", SELL, "gpl-2.0"),
+        ("lgpl-2.1 apache-2.0", SELL, "gpl-3.0"), ("lgpl-2.1 apache-2.0 gpl-3.0", SELL, "gpl-3.0"),
+        ("lgpl-2.1 lgpl-3.0", SELL, "gpl-3.0"), ("mpl-2.0 eupl-1.1", SELL, "gpl-2.0"),
         ("cc-by-nc-sa-2.0 cc-by-nc-sa-3.0", STUDY, "cc-by-nc-sa-3.0"),
         # Private: the merge is not distributed.
-        ("mrl apache-2.0", _use("research", "private"), "other: mrl"),
-        ("llama3.1 apache-2.0", PRIVATE, "llama3.1"),
+        ("mrl apache-2.0", _use("research", "private"), "other: mrl"), ("llama3.1 apache-2.0", PRIVATE, "llama3.1"),
     ],
-)
+)  # fmt: skip
 def test_allowed_merges_carry_the_license_that_follows_from_their_parents(
     licenses: str, use: Use, license: str
 ) -> None:
@@ -121,27 +107,23 @@ def test_allowed_merges_carry_the_license_that_follows_from_their_parents(
 @pytest.mark.parametrize(
     ("licenses", "use", "rule"),
     [
-        *_cases("R1", SELL, "cc-by-nd-4.0"),
-        *_cases("R1", LAB, "cc-by-nc-nd-4.0", "opt-175b"),
+        *_cases("R1", SELL, "cc-by-nd-4.0"), *_cases("R1", LAB, "cc-by-nc-nd-4.0", "opt-175b"),
         *_cases("R1", _use("research", "private", False), "cc-by-nc-nd-3.0"),
         *_cases("R2", SELL, "cc-by-nc-4.0 apache-2.0", "qwen-research", "mrl apache-2.0"),
-        *_cases("R2", PRIVATE, "cc-by-nc-4.0 apache-2.0"),
-        *_cases("R3", STUDY, "mrl apache-2.0"),
-        *_cases("R4", SELL, "llama2 apache-2.0", "llama2 unknown"),
-        *_cases("R4", PRIVATE, "llama2 apache-2.0"),
+        *_cases("R2", PRIVATE, "cc-by-nc-4.0 apache-2.0"), *_cases("R3", STUDY, "mrl apache-2.0"),
+        *_cases("R4", SELL, "llama2 apache-2.0", "llama2 unknown"), *_cases("R4", PRIVATE, "llama2 apache-2.0"),
         *_cases("R4", _use(name="acme/Llama-3-mix"), "llama3 llama3.1"),
         *_cases("R4", LLAMA, "tongyi-qianwen llama3.1"),
         *_cases("R4", _use("research", "public", False, "Llama-exaone"), "llama3.1 exaone"),
         *_cases("R5", _use("research", "public", False, "Llama-exaone"), "llama3.1 exaone"),
         *_cases("R5", _use(name="acme/Smart-mix"), "llama3.1 apache-2.0"),
-        *_cases("R5", _use(name="Llama/smart"), "llama3.1"),
-        *_cases("R5", _use(name="acme/Llama-mix"), "llama3"),
+        *_cases("R5", _use(name="Llama/smart"), "llama3.1"), *_cases("R5", _use(name="acme/Llama-mix"), "llama3"),
         *_cases("R6", LLAMA, "cc-by-sa-4.0 llama3.1"),
         *_cases("R6", SELL, "cc-by-sa-4.0 modified-mit", "gpl-2.0 apache-2.0", "gpl-2.0 gpl-3.0"),
         *_cases("R6", SELL, "gpl-3.0 bigscience-openrail-m", "gpl-3.0 osl-3.0"),
         *_cases("R6", STUDY, "cc-by-sa-4.0 cc-by-nc-4.0", "cc-by-nc-sa-4.0 cc-by-sa-4.0", "cc-by-nc-sa-4.0 gpl-3.0"),
     ],
-)
+)  # fmt: skip
 def test_blocked_merges_name_the_rule_and_carry_no_license(licenses: str, use: Use, rule: str) -> None:
     verdict = _judge(licenses, use)
     assert verdict.status == "blocked"
@@ -153,13 +135,12 @@ def test_blocked_merges_name_the_rule_and_carry_no_license(licenses: str, use: U
     ("licenses", "use", "rule"),
     [
         *_cases("R0", SELL, "other", "unknown apache-2.0", "bsd", "gpl mit", "openrail", "jamba-open-model-license"),
-        *_cases("R1", PRIVATE, "cc-by-nd-4.0"),
-        *_cases("R1", _use("research", "private"), "cc-by-nc-nd-4.0 mit"),
+        *_cases("R1", PRIVATE, "cc-by-nd-4.0"), *_cases("R1", _use("research", "private"), "cc-by-nc-nd-4.0 mit"),
         *_cases("R6", _use(visibility="private", name="Llama-mix"), "gpl-3.0 llama3.1"),
         *_cases("R6", PRIVATE, "cc-by-nd-4.0 gpl-3.0", "gpl-2.0 apache-2.0"),
         *_cases("R10", LLAMA, "llama3.2", "llama4 apache-2.0"),
     ],
-)
+)  # fmt: skip
 def test_doubtful_merges_go_to_review_by_the_rule(licenses: str, use: Use, rule: str) -> None:
     verdict = _judge(licenses, use)
     assert verdict.status == "review"

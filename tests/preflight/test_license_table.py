@@ -141,14 +141,12 @@ def test_an_empty_override_changes_nothing(table: LicenseTable, tmp_path: Path) 
         ("licenses: {}\n---\naliases: {}", "licences.yaml", "2 documents"),
         ("aliases: {acme: mitt}", "aliases.acme", "did you mean 'mit'?"),
         ("aliases: {gemma: mit}", "aliases.gemma", "not itself a license"),
-        ("policies: {acme: 3}", "policies.acme", "3"),
-        ("licences: {}", "licences", "did you mean 'licenses'?"),
-        ("licenses: [mit]", "licenses", "list"),
-        ("- mit", "licences.yaml", "list"),
+        ("policies: {acme: 3}", "policies.acme", "3"), ("licences: {}", "licences", "did you mean 'licenses'?"),
+        ("licenses: [mit]", "licenses", "list"), ("- mit", "licences.yaml", "list"),
         ("licenses: {mit", "licences.yaml", "not YAML"),
         ("licenses: {}\n---\nlicenses: {}", "licences.yaml", "documents"),
     ],
-)
+)  # fmt: skip
 def test_a_wrong_override_is_refused_with_its_location(tmp_path: Path, text: str, where: str, word: str) -> None:
     with pytest.raises(InvalidInput) as caught:
         load_table(_override(tmp_path, text))

@@ -74,13 +74,11 @@ def test_an_additional_word_makes_the_terms_unknown(place: int, word: str) -> No
         ("MIT License\n\nCopyright (c) 2024 Acme\n\n", MIT_LICENSE),
         ("The MIT License (MIT)\n\nCopyright © 2023-2024 The Acme Authors. All rights reserved.\n\n", MIT_LICENSE),
         ("# MIT License\n\nCopyright 2024 Acme, Inc.\n\n", MIT_LICENSE),
-        ("SPDX-License-Identifier: MIT\n", MIT_LICENSE),
-        ("MIT\n(c) 2024 Acme\n\n", MIT_LICENSE),
+        ("SPDX-License-Identifier: MIT\n", MIT_LICENSE), ("MIT\n(c) 2024 Acme\n\n", MIT_LICENSE),
         ("Copyright (c) 2024 Acme. For research use only.\n\n", None),
-        ("Copyright 2024 Acme, commercial licences on request\n\n", None),
-        ("This is not the MIT License\n\n", None),
+        ("Copyright 2024 Acme, commercial licences on request\n\n", None), ("This is not the MIT License\n\n", None),
     ],
-)
+)  # fmt: skip
 def test_title_and_copyright_do_not_matter_but_a_condition_in_them_does(head: str, license: License | None) -> None:
     assert identify_license(head + MIT, TABLE) == license
 
@@ -106,15 +104,12 @@ def test_a_bsd_text_may_name_any_owner() -> None:
     [
         ("LLAMA 3.1 COMMUNITY LICENSE AGREEMENT", "llama3.1"),
         ("**Llama 3.3 Community License Agreement**", "llama3.3"),
-        ("META LLAMA 3 COMMUNITY LICENSE AGREEMENT", "llama3"),
-        ("Gemma Terms of Use", "gemma"),
-        ("# Qwen LICENSE AGREEMENT", "qwen"),
-        ("Qwen RESEARCH LICENSE AGREEMENT", "qwen-research"),
-        ("Mistral AI Research License", "mrl"),
-        ("LLAMA 5 COMMUNITY LICENSE AGREEMENT", None),
+        ("META LLAMA 3 COMMUNITY LICENSE AGREEMENT", "llama3"), ("Gemma Terms of Use", "gemma"),
+        ("# Qwen LICENSE AGREEMENT", "qwen"), ("Qwen RESEARCH LICENSE AGREEMENT", "qwen-research"),
+        ("Mistral AI Research License", "mrl"), ("LLAMA 5 COMMUNITY LICENSE AGREEMENT", None),
         ("Our model is better than the Gemma Terms of Use", None),
     ],
-)
+)  # fmt: skip
 def test_another_edition_of_an_agreement_is_recognized_by_its_title(title: str, expected: str | None) -> None:
     edition = f"{title}\nRelease Date: May 1, 2026\n\n{'These terms are of another edition. ' * 60}"
     found = identify_license(edition, TABLE)
@@ -151,15 +146,13 @@ def _read(tmp_path: Path, card: str, **files: str) -> tuple[str, str | None]:
     ("fields", "expected"),
     [
         *((f"license: {word}", ("gemma", None)) for word in ("other", "unknown", "gemma")),
-        ("license: other\nlicense_name: acme-terms", ("gemma", None)),
-        ("tags: [a]", ("gemma", None)),
-        ("license: apache-2.0", ("apache-2.0", "gemma")),
-        ("license: other\nlicense_name: qwen", ("qwen", "gemma")),
+        ("license: other\nlicense_name: acme-terms", ("gemma", None)), ("tags: [a]", ("gemma", None)),
+        ("license: apache-2.0", ("apache-2.0", "gemma")), ("license: other\nlicense_name: qwen", ("qwen", "gemma")),
         ("license: [mit, apache-2.0]", ("unknown", None)),  # It is unclear which one applies.
         ("license: 3.0", ("unknown", None)),
         ("license: acme-terms", ("other", None)),  # The card names a license, but not that of the file.
     ],
-)
+)  # fmt: skip
 def test_the_file_decides_without_a_declaration_and_contradicts_a_different_one(
     tmp_path: Path, fields: str, expected: tuple[str, str | None]
 ) -> None:
@@ -174,14 +167,12 @@ def test_the_file_decides_without_a_card_but_not_next_to_a_broken_one(tmp_path: 
 @pytest.mark.parametrize(
     ("family", "member", "expected"),
     [
-        ("gpl", "gpl-3.0", ("gpl-3.0", None)),
-        ("bsd", "bsd-2-clause", ("bsd-2-clause", None)),
+        ("gpl", "gpl-3.0", ("gpl-3.0", None)), ("bsd", "bsd-2-clause", ("bsd-2-clause", None)),
         ("cc", "cc-by-nc-4.0", ("cc-by-nc-4.0", None)),
-        ("openrail", "creativeml-openrail-m", ("creativeml-openrail-m", None)),
-        ("bsd", "gpl-3.0", ("bsd", "gpl-3.0")),
+        ("openrail", "creativeml-openrail-m", ("creativeml-openrail-m", None)), ("bsd", "gpl-3.0", ("bsd", "gpl-3.0")),
         ("lgpl", "gpl-3.0", ("lgpl", None)),  # Unknown stays unknown.
     ],
-)
+)  # fmt: skip
 def test_the_file_says_which_of_a_family_of_licenses_is_meant(
     tmp_path: Path, family: str, member: str, expected: tuple[str, str | None]
 ) -> None:
@@ -192,11 +183,10 @@ def test_the_file_says_which_of_a_family_of_licenses_is_meant(
 @pytest.mark.parametrize(
     ("license", "files"),
     [
-        ("other", {"LICENSE": MIT, "COPYING": GEMMA}),
-        ("other", {"LICENSE": "Our own terms."}),
+        ("other", {"LICENSE": MIT, "COPYING": GEMMA}), ("other", {"LICENSE": "Our own terms."}),
         ("mit", {"LICENSE": "Our own terms."}),
     ],
-)
+)  # fmt: skip
 def test_several_license_files_and_an_unknown_file_do_not_decide(
     tmp_path: Path, license: str, files: dict[str, str]
 ) -> None:

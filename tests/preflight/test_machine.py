@@ -59,12 +59,11 @@ def test_downloads_count_on_their_disk() -> None:
     [
         # 256 MiB for the process, pending writes, and ten blocks of 8 MiB: between 0.3 and 1 GB.
         (Capacity(GB // 4, GB // 4), None, [("block", "memory")]),
-        (Capacity(4 * GB, GB // 4), None, [("warn", "memory")]),
-        (Capacity(4 * GB, 2 * GB), None, []),
+        (Capacity(4 * GB, GB // 4), None, [("warn", "memory")]), (Capacity(4 * GB, 2 * GB), None, []),
         (MUCH, Capacity(GB // 2, GB // 2), [("block", "memory of cuda:0")]),
         (MUCH, Capacity(8 * GB, GB // 2), [("warn", "memory of cuda:0")]),
     ],
-)
+)  # fmt: skip
 def test_memory_that_never_suffices_blocks_and_busy_memory_warns(
     memory: Capacity, gpu: Capacity | None, findings: list[tuple[str, str]]
 ) -> None:

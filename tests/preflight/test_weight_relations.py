@@ -261,8 +261,7 @@ def test_an_index_replaces_a_model_of_the_same_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda line: line[:-40], "not JSON"),
-        (lambda line: "[]", "not a fingerprint"),
+        (lambda line: line[:-40], "not JSON"), (lambda line: "[]", "not a fingerprint"),
         (lambda line: line.replace('"format":1', '"format":2'), "format"),
         (lambda line: line.replace('"license":"cc-by-nc-4.0",', ""), "license"),
         (lambda line: line.replace('"values":"', '"values":"AAAA'), "not a fingerprint"),
@@ -270,7 +269,7 @@ def test_an_index_replaces_a_model_of_the_same_name(tmp_path: Path) -> None:
         (lambda line: line.replace('"layers":4', '"layers":"x"'), "not a fingerprint"),
         (lambda line: line.replace('.weight",24', '.weight",25'), "do not have the recorded digest"),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_line_of_an_index_is_named(tmp_path: Path, change, message: str) -> None:  # type: ignore[no-untyped-def]
     path = tmp_path / "fingerprints.jsonl"
     add_to_index(path, index_model(tmp_path, "acme/good", OTHER))
