@@ -20,7 +20,7 @@ from mergegate.merge_core.checkpoint import Companions
 from mergegate.merge_core.plan.older_readers import with_older_names, with_older_rope
 from mergegate.tasks.preflight import segmentation
 
-COMMON = ("llama", "gpt_neox", "qwen2_vl", "gemma3_text", "phi", "glm4v", "mistral3", "deepseek_v3")
+COMMON = ("llama", "gpt_neox", "gemma3_text", "phi")
 # Families whose configuration class rejects another base or scaling, or the defaults that it saved.
 STRICT = (
     "bamba", "falcon_h1", "gemma4_assistant", "granitemoehybrid", "mamba2", "nemo_speechlm", "nemotron_h",
@@ -41,35 +41,34 @@ def loaded(family: str, content: dict[str, Any]) -> dict[str, Any]:
     return dict(json.loads(config.from_dict(copy.deepcopy(content)).to_json_string(use_diff=False)))
 
 
-@pytest.mark.parametrize("family", sampled([name for name in CONFIG_MAPPING if name not in STRICT], COMMON))
-def test_rotary_positions_are_the_same_in_both_forms(family: str) -> None:
+@pytest.mark.parametrize(
+    "families", sampled([COMMON, tuple(set(CONFIG_MAPPING) - {*COMMON, *STRICT})], [COMMON]), ids=["common", "others"]
+)
+def test_rotary_positions_are_the_same_in_both_forms(families: tuple[str, ...]) -> None:
     """Outside ``rope_parameters``, where transformers 4 reads the base and the scaling, are the same values."""
-    config: Any = CONFIG_MAPPING[family]
-    saved = json.loads(config().to_json_string(use_diff=False))
-    for _, part in parts(saved):
-        rope = part.get("rope_parameters") or {}
-        for group in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
-            group |= {"rope_theta": 123456.0} if "rope_theta" in group else {}
-    saved = loaded(family, saved)
-    older = with_older_rope(saved)
-    assert with_older_rope(older) == older
-    assert dict(parts(loaded(family, older))).keys() == dict(parts(saved)).keys()
-    for (path, part), (_, result), (_, read) in zip(
-        parts(saved), parts(older), parts(loaded(family, older)), strict=True
-    ):
-        assert read.get("rope_parameters") == part.get("rope_parameters"), path
-        rope = part.get("rope_parameters") or {}
-        if not rope or any(isinstance(value, dict) for value in rope.values()) or part.get("rope_scaling"):
-            assert [result.get(key) for key in ("rope_theta", "rope_scaling")] == [
-                part.get(key) for key in ("rope_theta", "rope_scaling")
-            ]
-            continue
-        theta, rotated = OLDER.get(part["model_type"], ("rope_theta", "partial_rotary_factor"))
-        assert result.get(theta, 10000) == rope.get("rope_theta", 10000)
-        assert result.get(rotated) == rope.get("partial_rotary_factor", part.get(rotated))
-        scaling = {key: rope[key] for key in rope.keys() - {"rope_theta", "partial_rotary_factor", "rope_type"}}
-        kind = rope.get("rope_type", "default")
-        assert (result.get("rope_scaling") or {"rope_type": kind}).items() >= {"rope_type": kind, **scaling}.items()
+    for family in families:
+        config: Any = CONFIG_MAPPING[family]
+        saved = json.loads(config().to_json_string(use_diff=False))
+        for _, part in parts(saved):
+            rope = part.get("rope_parameters") or {}
+            for group in [value for value in rope.values() if isinstance(value, dict)] or [rope]:
+                group |= {"rope_theta": 123456.0} if "rope_theta" in group else {}
+        saved = loaded(family, saved)
+        older = with_older_rope(saved)
+        assert with_older_rope(older) == older
+        read = loaded(family, older)
+        for (path, part), (_, result), (_, again) in zip(parts(saved), parts(older), parts(read), strict=True):
+            rope = part.get("rope_parameters") or {}
+            assert again.get("rope_parameters") == part.get("rope_parameters"), (family, path)
+            if not rope or any(isinstance(value, dict) for value in rope.values()) or part.get("rope_scaling"):
+                assert all(result.get(key) == part.get(key) for key in ("rope_theta", "rope_scaling")), (family, path)
+                continue
+            theta, rotated = OLDER.get(part["model_type"], ("rope_theta", "partial_rotary_factor"))
+            assert result.get(theta, 10000) == rope.get("rope_theta", 10000), (family, path)
+            assert result.get(rotated) == rope.get("partial_rotary_factor", part.get(rotated)), (family, path)
+            scaling = {key: rope[key] for key in rope.keys() - {"rope_theta", "partial_rotary_factor", "rope_type"}}
+            scaling["rope_type"] = rope.get("rope_type", "default")
+            assert scaling.items() <= (result.get("rope_scaling") or scaling).items(), (family, path)
 
 
 @pytest.mark.parametrize(
@@ -155,12 +154,12 @@ def test_an_end_token_after_each_prompt_is_a_finding(family: Path) -> None:
     assert "b: tokenizer_config.json: add_eos_token" in [one.where for one in check_recipe(LINEAR, family).findings]
 
 
-CLASSES = sorted({name for name in transformers.models.auto.tokenization_auto.TOKENIZER_MAPPING_NAMES.values() if name})
+CLASSES = {name for name in transformers.models.auto.tokenization_auto.TOKENIZER_MAPPING_NAMES.values() if name}
 
 
-@pytest.mark.parametrize("name", sampled(CLASSES, ("GPT2Tokenizer", "LlamaTokenizer", "Qwen2Tokenizer")))
+@pytest.mark.parametrize("classes", sampled([("GPT2Tokenizer",), tuple(CLASSES)], [("GPT2Tokenizer",)]), ids=len)
 def test_a_class_that_replaces_rules_of_the_file_is_a_finding(
-    family: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    family: Path, monkeypatch: pytest.MonkeyPatch, classes: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(
         segmentation, "call_model_process", lambda function, arguments, **_: function(*arguments, lambda *_: None)
@@ -171,19 +170,20 @@ def test_a_class_that_replaces_rules_of_the_file_is_a_finding(
         found = segmentation.tokenizer_class_findings(plan_recipe(LINEAR, family), models)
         return [one.where for one in found]
 
-    byte_level().save(str(family / "a/tokenizer.json"))
-    (family / "a/tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
-    assert findings() == []
-    (family / "a/tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
-    replaces = findings()
-    ids = [byte_level().encode(text, add_special_tokens=False).ids for text in TEXTS]
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(family / "a")
-        class_ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
-    except Exception:
-        pytest.skip("the class cannot read byte-level BPE")
-    if not getattr(tokenizer, "is_fast", False):
-        pytest.skip("the class reads no tokenizer.json")
-    assert class_ids == ids or replaces == ["a: tokenizer_config.json: tokenizer_class"]
-    tokenizer.save_pretrained(family / "a")  # Now the file has the rules of the class.
-    assert findings() == []
+    own_ids = [byte_level().encode(text, add_special_tokens=False).ids for text in TEXTS]
+    compared = 0
+    for name in ("PreTrainedTokenizerFast", *classes):
+        byte_level().save(str(family / "a/tokenizer.json"))
+        (family / "a/tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+        replaces = findings()
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(family / "a")
+            ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in TEXTS]
+        except Exception:  # The class cannot read byte-level BPE.
+            continue
+        if getattr(tokenizer, "is_fast", False):  # Other classes do not read tokenizer.json.
+            assert ids == own_ids or replaces == ["a: tokenizer_config.json: tokenizer_class"], name
+            tokenizer.save_pretrained(family / "a")  # Now the file has the rules of the class.
+            assert findings() == [], name
+            compared += 1
+    assert compared > min(len(classes), 20)
