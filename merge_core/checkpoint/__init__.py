@@ -20,7 +20,6 @@ from mergegate.merge_core.checkpoint.checkpoint import (
     SINGLE_NAME,
     Checkpoint,
     open_checkpoint,
-    require_network_in_root,
 )
 from mergegate.merge_core.checkpoint.companions import (
     MODULES_FILE,
@@ -156,7 +155,6 @@ __all__ = [
     "read_into",
     "read_pickled",
     "render_header",
-    "require_network_in_root",
     "select_chat_templates",
     "settle_head",
     "ties_embeddings",

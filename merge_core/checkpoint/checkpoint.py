@@ -116,7 +116,7 @@ def open_checkpoint(
         raise InvalidInput(str(directory), found="the directory does not exist", expected="a checkpoint directory")
     companions = list_companions(directory)
     if MODULES_FILE in companions:
-        require_network_in_root(directory, companions)
+        _require_network_in_root(directory, companions)
     config: Mapping[str, Any] = read_config(directory / "config.json")
     headers = remote_headers or {}
     index_name, single_name = INDEX_NAME, SINGLE_NAME
@@ -153,7 +153,7 @@ def open_checkpoint(
     return Checkpoint(directory, config, table, companions, templates, uncopied, (*head_findings, *decoding))
 
 
-def require_network_in_root(directory: Path, companions: Companions) -> None:
+def _require_network_in_root(directory: Path, companions: Companions) -> None:
     """Raise InvalidInput if the first module of a sentence-transformers model is not a network in ``directory``.
 
     Older versions of the library save the network in a folder. A static embedding and a router have no configuration of
@@ -168,9 +168,7 @@ def require_network_in_root(directory: Path, companions: Companions) -> None:
     elif not (directory / "config.json").exists():
         name = to_printable(str(class_name).rpartition(".")[2])
         found = f"the first module is {name}, which has no config.json"
-        remedy = "average the table with numpy, because mergegate does not merge this module"
-        if "Static" not in name:
-            remedy = "merge the networks in its folders, such as document_0_Transformer, as models of their own"
+        remedy = "merge the networks in its folders as models of their own, and average tables of static embeddings"
     else:
         return
     raise InvalidInput(

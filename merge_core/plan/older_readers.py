@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mergegate.merge_core.checkpoint import Companions
+from mergegate.merge_core.checkpoint import Companions, config_parts
 from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS
 from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.plan.special_ids import serialize_config
@@ -59,12 +59,12 @@ def with_older_names(files: Companions) -> Companions:
 
 def newer_settings(name: str, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding if only transformers 5 reads the rotary positions in ``config``, which the model ``name`` has."""
-    for prefix, part in {"": config, "text_config.": config.get("text_config") or {}}.items():
+    for part in config_parts(config):
         rope = part.get("rope_parameters")
         if isinstance(rope, Mapping) and _differs_by_layer(rope) and "rope_theta" not in part:
             yield Finding(
                 "info",
-                f"{name}: config.json: {prefix}rope_parameters",
+                f"{name}: config.json: rope_parameters",
                 found=f"different values for {', '.join(map(str, rope))}",
                 expected="one value for all layers, which mergegate also writes in the form of transformers 4",
                 remedy="load the result with transformers 5, or with a server that reads rope_parameters",

@@ -21,9 +21,7 @@ from mergegate.merge_core.checkpoint import (
     SINGLE_NAME,
     is_copyable,
     is_module_file,
-    list_companions,
     nested_names,
-    require_network_in_root,
 )
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import FileIdentity, require_unchanged
@@ -99,7 +97,7 @@ def find_model_problem(reference: str, directory: Path) -> InvalidInput | None:
         names = {path.name for path in directory.iterdir()}
     except OSError:
         return None  # Opening the model raises an error with the reason.
-    if "config.json" in names:
+    if names & {"config.json", MODULES_FILE}:
         return None
     if CONFIG_FILE in names:
         return InvalidInput(
@@ -108,11 +106,6 @@ def find_model_problem(reference: str, directory: Path) -> InvalidInput | None:
             expected="a model, or a model with an adapter",
             remedy=f"write BASE+{reference}, with the model that the adapter was trained on as BASE",
         )
-    if MODULES_FILE in names:
-        try:
-            require_network_in_root(directory, list_companions(directory))
-        except InvalidInput as error:
-            return error
     return InvalidInput(
         reference,
         found="it has no config.json" if names else "the directory is empty",

@@ -7,14 +7,13 @@ change the severity of a finding.
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from mergegate.merge_core import Checkpoint, Finding, MergePlan, PlannedMerge
 from mergegate.merge_core.checkpoint import companion_kind
@@ -26,40 +25,22 @@ from mergegate.tasks.preflight.sample_text import SAMPLE
 # Each pair builds two tokenizers, which takes seconds for the largest.
 _MAX_PAIRS = 16
 _TIME_LIMIT = 300.0  # Seconds.
-_PROBES = 2000  # Number of tokens of a vocabulary that are texts too.
+_PROBES = 2000  # Largest number of tokens of a vocabulary on which its class and its file are compared.
+_RESULT = "the result"
 # Classes that follow tokenizer.json and add no rules of their own.
 _WITHOUT_RULES = ("PreTrainedTokenizer", "PreTrainedTokenizerFast", "TokenizersBackend")
 
 Shares = tuple[float, float]
+TokenizerFiles: TypeAlias = tuple[tuple[str, bytes], ...]
+"""Names and contents of the files from which transformers loads a tokenizer."""
 
 
 def add_segmentation_shares(planned_merge: PlannedMerge) -> tuple[Finding, ...]:
     """Return the findings of a plan, adding to each tokenizer difference how much sample text it affects."""
     pairs = planned_merge.tokenizer_pairs[:_MAX_PAIRS]
-    if not pairs:
-        return planned_merge.findings
-    texts = tuple(
-        tuple(json.dumps(side, ensure_ascii=False) for side in (pair.original, pair.result)) for pair in pairs
-    )
-    try:
-        answer: object = call_model_process(
-            measure_segmentation, (texts,), location="tokenizers", needs=CallNeeds(time_limit=_TIME_LIMIT)
-        )
-    except MergegateError as error:
-        answer = [error.found] * len(pairs)
-    # Untrusted code in that process may have sent something else.
-    if (
-        not isinstance(answer, list)
-        or len(answer) != len(pairs)
-        or not all(
-            isinstance(result, str)
-            or (isinstance(result, tuple) and [type(share) for share in result] == [float, float])
-            for result in answer
-        )
-    ):
-        answer = ["the tokenizer process returned no result"] * len(pairs)
+    texts = [tuple(json.dumps(side, ensure_ascii=False) for side in (pair.original, pair.result)) for pair in pairs]
     updated = {}
-    for pair, shares in zip(pairs, answer, strict=True):
+    for pair, shares in zip(pairs, _measure(texts), strict=True):
         if isinstance(shares, str):
             effect = f"the share of text that it changes is unknown: {shares}"
         else:
@@ -72,19 +53,105 @@ def add_segmentation_shares(planned_merge: PlannedMerge) -> tuple[Finding, ...]:
     return worst_first(updated.get(finding, finding) for finding in planned_merge.findings)
 
 
-def measure_segmentation(pairs: Sequence[tuple[str, str]], on_progress: TellProgress) -> list[Shares | str]:
+def tokenizer_class_findings(plan: MergePlan | None, checkpoints: Mapping[str, Checkpoint]) -> list[Finding]:
+    """Return a finding for each model whose tokenizer class splits text differently from its ``tokenizer.json``.
+
+    The result of ``plan`` is compared too. It is reported only if no model has a finding.
+    """
+    models = {name: (checkpoint.config, checkpoint.companions) for name, checkpoint in checkpoints.items()}
+    models |= {_RESULT: (plan.config, plan.companions)} if plan else {}
+    classes: dict[TokenizerFiles, dict[str, str]] = {}
+    for name, (config, companions) in models.items():
+        with suppress(InvalidInput):  # The comparison of tokenizers reports a damaged file.
+            settings = companions.json("tokenizer_config.json", TOKENIZER_BOUNDS) or {}
+            class_name = str(settings.get("tokenizer_class") or _WITHOUT_RULES[0])
+            if class_name not in _WITHOUT_RULES and "tokenizer.json" in companions:
+                files = {file: companions.read(file) for file in companions if companion_kind(file) == "tokenizer"}
+                files["config.json"] = json.dumps({"model_type": config.get("model_type")}).encode()
+                classes.setdefault(tuple(files.items()), {})[name] = to_printable(class_name)
+    findings: list[Finding] = []
+    for names, shares in zip(classes.values(), _measure(list(classes)), strict=True):
+        if isinstance(shares, str) or not shares[1]:  # If loading fails, the first evaluation reports the reason.
+            continue
+        models_of_class = [name for name in names if name != _RESULT]
+        findings += (
+            Finding(
+                "warn",
+                f"{name}: tokenizer_config.json: tokenizer_class",
+                found=f"transformers replaces rules of tokenizer.json by those of {names[name]}, which split "
+                f"{shares[1]:.2%} of sample texts and tokens differently",
+                expected="the rules of tokenizer.json, which other software reads",
+                remedy="if the model was trained with tokenizer.json, set tokenizer_class to PreTrainedTokenizerFast",
+            )
+            for name in models_of_class or ([] if findings else names)
+        )
+    return findings
+
+
+def _measure(tokenizers: Sequence[tuple[Any, ...]]) -> list[Shares | str]:
+    """Return the result of :func:`measure_segmentation` in the confined process."""
+    if not tokenizers:
+        return []
+    try:
+        answer: object = call_model_process(
+            measure_segmentation, (tokenizers,), location="tokenizers", needs=CallNeeds(time_limit=_TIME_LIMIT)
+        )
+    except MergegateError as error:
+        return [error.found] * len(tokenizers)
+    # Untrusted code in that process may have sent something else.
+    if (
+        not isinstance(answer, list)
+        or len(answer) != len(tokenizers)
+        or not all(
+            isinstance(result, str)
+            or (isinstance(result, tuple) and [type(share) for share in result] == [float, float])
+            for result in answer
+        )
+    ):
+        return ["the tokenizer process returned no result"] * len(tokenizers)
+    return answer
+
+
+def measure_segmentation(tokenizers: Sequence[tuple[Any, ...]], on_progress: TellProgress) -> list[Shares | str]:
     """Return, for each pair of tokenizers, the shares of tokens and lines that differ, or an error message.
 
-    A pair holds the contents of two ``tokenizer.json`` files.
+    A pair holds the contents of two ``tokenizer.json`` files, or the :data:`TokenizerFiles` of a model, whose class is
+    compared with its file.
     """
     results: list[Shares | str] = []
-    for number, (left, right) in enumerate(pairs, start=1):
+    for number, pair in enumerate(tokenizers, start=1):
         try:
-            results.append(segmentation_shares(left, right, SAMPLE))
+            results.append(
+                _class_shares(pair) if isinstance(pair[0], tuple) else segmentation_shares(pair[0], pair[1], SAMPLE)
+            )
         except Exception as error:  # The library raises plain exceptions for unsupported input.
             results.append(f"the library cannot load the tokenizer: {' '.join(str(error).split())[:200]}")
-        on_progress(number, len(pairs))
+        on_progress(number, len(tokenizers))
     return results
+
+
+def _class_shares(files: TokenizerFiles) -> Shares:
+    """Return the share of texts to which a tokenizer's class and ``tokenizer.json`` give different ids, twice.
+
+    The texts are ``SAMPLE`` and tokens of the vocabulary, which a class splits if its rules cut inside them.
+    """
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer
+
+    loader: Any = AutoTokenizer
+    with tempfile.TemporaryDirectory() as directory:
+        for name, content in files:
+            (Path(directory) / name).write_bytes(content)
+        loaded: Any = loader.from_pretrained(directory, local_files_only=True)
+        own = Tokenizer.from_file(f"{directory}/tokenizer.json")
+    own.no_padding()
+    own.no_truncation()
+    numbers = range(0, own.get_vocab_size(), max(1, own.get_vocab_size() // _PROBES))
+    texts = [*SAMPLE, *own.decode_batch([[number] for number in numbers], skip_special_tokens=False)]
+    own_ids = [encoded.ids for encoded in own.encode_batch(texts, add_special_tokens=False)]
+    class_ids = loaded(texts, add_special_tokens=False)["input_ids"]
+    share = sum(ids != expected for ids, expected in zip(class_ids, own_ids, strict=True)) / len(texts)
+    return share, share
 
 
 def segmentation_shares(first_json: str, second_json: str, lines: Sequence[str]) -> Shares:
@@ -109,89 +176,3 @@ def segmentation_shares(first_json: str, second_json: str, lines: Sequence[str])
         agreeing += (first_tokens & second_tokens).total()
         changed += first_tokens != second_tokens
     return 1 - agreeing / max(total, 1), changed / max(len(lines), 1)
-
-
-def tokenizer_class_findings(plan: MergePlan | None, checkpoints: Mapping[str, Checkpoint]) -> list[Finding]:
-    """Return a finding for each model whose tokenizer class splits text differently from its ``tokenizer.json``.
-
-    The result of ``plan`` is compared too, but is reported only if it differs from all models.
-    """
-    models = {name: (checkpoint.config, checkpoint.companions) for name, checkpoint in checkpoints.items()}
-    models |= {"the result": (plan.config, plan.companions)} if plan else {}
-    names: dict[tuple[tuple[str, bytes], ...], list[str]] = {}
-    classes: dict[str, str] = {}
-    for name, (config, companions) in models.items():
-        with suppress(InvalidInput):  # The comparison of tokenizers reports a damaged file.
-            settings = companions.json("tokenizer_config.json", TOKENIZER_BOUNDS) or {}
-            classes[name] = str(settings.get("tokenizer_class") or _WITHOUT_RULES[0])
-            if classes[name] in _WITHOUT_RULES or "tokenizer.json" not in companions:
-                continue
-            files = companions.only(lambda file: companion_kind(file) == "tokenizer")
-            contents = {file: files.read(file) for file in files}
-            contents["config.json"] = json.dumps({"model_type": config.get("model_type")}).encode()
-            names.setdefault(tuple(contents.items()), []).append(name)
-    answer: object = None
-    with suppress(MergegateError):  # Whatever loads the tokenizer next fails for the same reason and reports it.
-        needs, contents_of_models = CallNeeds(time_limit=_TIME_LIMIT), [dict(files) for files in names]
-        if names:
-            answer = call_model_process(compare_classes, (contents_of_models,), location="tokenizers", needs=needs)
-    findings: list[Finding] = []
-    for same_models, effect in zip(names.values(), answer if isinstance(answer, list) else [], strict=False):
-        if not isinstance(effect, tuple) or [type(value) for value in effect] != [int, int, str] or not effect[0]:
-            continue  # Untrusted code in that process may have sent something else.
-        changed, texts, example = effect
-        for name in [name for name in same_models if name != "the result"] or (same_models if not findings else []):
-            findings.append(
-                Finding(
-                    "warn",
-                    f"{name}: tokenizer_config.json: tokenizer_class",
-                    found=f"transformers replaces rules of tokenizer.json by those of {to_printable(classes[name])}: "
-                    f"{changed:,} of {texts:,} texts are split differently, such as {to_printable(repr(example[:40]))}",
-                    expected="the rules of tokenizer.json, which other software reads",
-                    remedy="if the model was trained with tokenizer.json, set tokenizer_class to "
-                    "PreTrainedTokenizerFast",
-                )
-            )
-    return findings
-
-
-def compare_classes(models: Sequence[Mapping[str, bytes]], on_progress: TellProgress) -> list[tuple[int, int, str]]:
-    """Return, for each model, how many texts its class and its ``tokenizer.json`` split differently.
-
-    ``models`` holds the contents of files by name. The texts are ``SAMPLE`` and tokens of the vocabulary. A result is
-    the number of different texts, the number of texts, and an example. Both numbers are 0 if loading fails.
-    """
-    # Importing torch takes seconds, and tokenizers do not need it.
-    is_lean = not {"torch", "transformers"} & sys.modules.keys()
-    if is_lean:
-        sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        return [_class_effect(files) for files in models]
-    finally:  # Models that are loaded later need both libraries.
-        for name in list(sys.modules) if is_lean else ():
-            if name.partition(".")[0] in ("torch", "transformers"):
-                del sys.modules[name]
-
-
-def _class_effect(files: Mapping[str, bytes]) -> tuple[int, int, str]:
-    from tokenizers import Tokenizer
-    from transformers import AutoTokenizer
-
-    loader: Any = AutoTokenizer
-    with tempfile.TemporaryDirectory() as directory:
-        for name, content in files.items():
-            (Path(directory) / name).write_bytes(content)
-        try:
-            loaded: Any = loader.from_pretrained(directory, local_files_only=True)
-            own = Tokenizer.from_file(f"{directory}/tokenizer.json")
-            own.no_padding()
-            own.no_truncation()
-            size = own.get_vocab_size()
-            numbers = range(0, size, max(1, size // _PROBES))
-            texts = [*SAMPLE, *own.decode_batch([[number] for number in numbers], skip_special_tokens=False)]
-            all_ids = loaded(texts, add_special_tokens=False)["input_ids"]
-            own_ids = [encoded.ids for encoded in own.encode_batch(texts, add_special_tokens=False)]
-            changed = [text for text, ids, expected in zip(texts, all_ids, own_ids, strict=True) if ids != expected]
-            return len(changed), len(texts), next(iter(changed), "")
-        except Exception:  # The libraries raise plain exceptions for unsupported input.
-            return 0, 0, ""

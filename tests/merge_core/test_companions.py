@@ -307,8 +307,8 @@ def test_a_finding_shows_both_values_and_how_to_accept_them(family: Path) -> Non
     ("path", "module", "reason", "remedy"),
     [
         ("0_Transformer", "T", "the first module is in 0_Transformer/", "save_pretrained"),
-        ("", "static_embedding.StaticEmbedding", "the first module is StaticEmbedding, which has no", "numpy"),
-        (".", "router.Router", "the first module is Router, which has no config.json", "document_0_Transformer"),
+        ("", "static_embedding.StaticEmbedding", "the first module is StaticEmbedding, which has no", "average tables"),
+        (".", "router.Router", "the first module is Router, which has no config.json", "networks in its folders"),
     ],
 )
 def test_a_model_whose_first_module_is_no_network_is_refused(
@@ -318,10 +318,9 @@ def test_a_model_whose_first_module_is_no_network_is_refused(
     if path == ".":
         assert open_checkpoint(family / "a")  # The network is next to modules.json.
     (family / "a/config.json").unlink()
-    problem = find_model_problem("a", family / "a")
+    assert find_model_problem("a", family / "a") is None  # Opening the model names the reason.
     with pytest.raises(InvalidInput, match=reason) as caught:
         open_checkpoint(family / "a")
-    assert str(problem) == str(caught.value)
     assert remedy in caught.value.remedy
 
 
