@@ -28,7 +28,9 @@ _NO_EFFECT = re.compile(
     r"|^(?:id2label|label2id|num_labels|vocab_size|unpadded_vocab_size|tie_word_embeddings)$"
     r"|_token_ids?$|_token_index$|_token_indices$"
     # Training. The names that are excluded here are read when the network computes.
-    r"|dropout|drop_rate|layerdrop|_pdrop$|drop_path|initializer|init_std|init_scheme|loss"
+    r"|dropout|drop_?(?:rate|path|connect|conv|mlp)|layerdrop|_pdrop$|initializer|init_std|init_scheme|loss|jitter"
+    r"|^(?:ctc_zero_infinity|apply_spec_augment|mask_(?:time|feature)_\w+|sparse_pred\w*|use_mems_train|no_object_weight"
+    r"|box_noise_scale|label_noise_ratio|importance_sample_ratio|oversample_ratio|pos_embed_(?:rescale|shift))$"
     r"|^(?!embedding_init_target$|inv_coeff_init_option$|init_trk_)(?:.*_)?init_"
     r"|gradient_checkpointing|rescale_prenorm_residual"
     # How the library runs, not what it computes.

@@ -12,7 +12,13 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeAlias
 
 from mergegate.merge_core.checkpoint.chat_template import DEFAULT, ChatTemplates, read_chat_templates
-from mergegate.merge_core.checkpoint.companions import MODULES_FILE, Companions, list_companions, list_uncopied
+from mergegate.merge_core.checkpoint.companions import (
+    MODULES_FILE,
+    Companions,
+    companion_kind,
+    list_companions,
+    list_uncopied,
+)
 from mergegate.merge_core.checkpoint.configuration import read_config
 from mergegate.merge_core.checkpoint.derived_tensors import AnyTensor
 from mergegate.merge_core.checkpoint.heads import settle_head
@@ -138,7 +144,8 @@ def open_checkpoint(
     elif single in headers or single.exists():
         tensors = _read_headers([single], directory, headers)
     else:
-        files = sorted({*directory.glob("*.safetensors"), *headers}) or pickled
+        beside = {*directory.glob("*.safetensors"), *headers}
+        files = sorted(file for file in beside if companion_kind(file.name) != "language adapter") or pickled
         if not files:
             raise InvalidInput(
                 str(directory), found="it contains no weights", expected="*.safetensors, or pytorch_model*.bin"
@@ -149,7 +156,9 @@ def open_checkpoint(
     _require_bare_names(tensors)
     settled, config, head_findings = settle_head(tensors, config, directory, remote=headers)
     table, config, decoding = decode_quantized(settled, config)
-    templates, uncopied = read_chat_templates(companions), list_uncopied(directory, names)
+    read = {tensor.file.name for tensor in tensors.values()}
+    templates = read_chat_templates(companions)
+    uncopied = tuple(name for name in list_uncopied(directory, names) if name not in read)
     return Checkpoint(directory, config, table, companions, templates, uncopied, (*head_findings, *decoding))
 
 

@@ -23,7 +23,9 @@ TEMPLATE_FILE = "chat_template.jinja"
 TEMPLATE_FOLDER = "additional_chat_templates"
 MODULES_FILE = "modules.json"
 
-Kind: TypeAlias = Literal["tokenizer", "chat template", "generation settings", "processor", "code", "module", "other"]
+Kind: TypeAlias = Literal[
+    "tokenizer", "chat template", "generation settings", "processor", "code", "language adapter", "module", "other"
+]
 """Purpose of a file. ``module`` means part of a sentence-transformers module, and ``other`` an unknown purpose."""
 
 TEXT_KINDS: frozenset[Kind] = frozenset(("tokenizer", "chat template", "generation settings"))
@@ -39,6 +41,7 @@ _KINDS: tuple[tuple[Kind, str], ...] = (
     ),
     ("processor", r"[^/]*processor_config\.json"),
     ("code", r"[^/]*\.py"),
+    ("language adapter", r"adapter\.[^/]+\.safetensors"),  # MMS: layers and head for one language.
     (
         "module",
         r"modules\.json|sentence_[a-z]+_config\.json|config_sentence_transformers\.json"
@@ -53,8 +56,11 @@ _BINARY_VOCABULARY = re.compile(r"[^/]*\.(model|tiktoken|spm)|tekken\.json|token
 _PLAIN_SUFFIXES = (".json", ".txt")
 # A merge is complete without these files. The pattern matches names in lower case.
 _LEFTOVER = re.compile(
-    r"config\.json|params\.json|consolidated.*|.*\.index\.json"  # other layouts of config and weights
-    r"|.*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|onnx|onnx_data|gguf|ggml|ot|tflite|pdparams|nemo)"
+    r"config\.json|params\.json|.*\.index\.json"  # other layouts of config and weights
+    # Weights under the usual names, also those of other formats. Under another name, they may be a part of the model.
+    r"|(?:.*[-_.])?(?:model|consolidated|ggml|weights|training_args|params|checkpoint|states)(?:[-_.]\w*\d[-\w.]*)?"
+    r"\.(?:safetensors|bin|pt|pth|ckpt)"
+    r"|.*\.(h5|msgpack|onnx|onnx_data|gguf|ggml|ot|tflite|pdparams|nemo)"
     r"|adapter_(model|config)\..*|quant\w*_config\.json|hf_quant_config\.json|pytorch_model.*"
     r"|(training|trainer)_.*|(optimizer|scheduler|scaler)\..*|rng_state.*|random_states.*|events\.out\..*|latest"
     r"|.*_results\.json|.*\.log|.*\.ya?ml|requirements.*\.txt|.*\.sh|.*\.ipynb"

@@ -77,7 +77,7 @@ def settle_head(
     elif len(tables) != 1 or {head.file, tables[0].file} & set(remote):
         return tensors, config, ()
     else:
-        equal = _equal_bytes(head, tables[0], directory)
+        equal = equal_bytes(head, tables[0], directory)
     if equal:
         rest = {name: tensor for name, tensor in tensors.items() if tensor is not head}
         return rest, config if flag else with_tie(config, value=True), ()
@@ -91,7 +91,8 @@ def settle_head(
     return tensors, with_tie(config, value=False), (contradiction,) if flag else ()
 
 
-def _equal_bytes(first: StoredTensor, second: StoredTensor, directory: Path) -> bool:
+def equal_bytes(first: StoredTensor, second: StoredTensor, directory: Path | None = None) -> bool:
+    """Return whether two stored tensors have the same format, shape and content. Their files are in ``directory``."""
     if (first.dtype, first.shape) != (second.dtype, second.shape):
         return False
     with open_plain(first.file, within=directory) as file_1, open_plain(second.file, within=directory) as file_2:

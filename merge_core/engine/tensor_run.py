@@ -16,7 +16,6 @@ from mergegate.merge_core.engine.devices import EngineSettings, SingleThreadedTo
 from mergegate.merge_core.engine.finite import inspect_numbers, put_constants, require_finite
 from mergegate.merge_core.engine.health import TensorHealth, sample_elements
 from mergegate.merge_core.engine.pages import InputPages
-from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods import (
     GRAIN,
     Fold,
@@ -29,6 +28,7 @@ from mergegate.merge_core.methods import (
     mask_key,
 )
 from mergegate.merge_core.plan import TensorJob
+from mergegate.merge_core.plan.jobs import unequal_integers
 
 if TYPE_CHECKING:
     from mergegate.merge_core.engine.blocks import Bytes
@@ -187,13 +187,9 @@ class TensorRun:
             elif self.job.mode == "equal":
                 first, *others = self.job.inputs
                 for item, row in zip(others, block.rows[1:], strict=True):
-                    if not np.array_equal(row, block.rows[0]):
-                        raise InvalidInput(
-                            f"{item.model}: {item.tensor.name}",
-                            found=f"{item.tensor.dtype.code} numbers that differ from those of {first.model}",
-                            expected="equal integers, because only floating-point weights can be merged",
-                            remedy="merge models of one kind, and merge before you quantize",
-                        )
+                    # One number is a counter, such as the steps of batch normalization: it computes nothing.
+                    if self.job.output.numel > 1 and not np.array_equal(row, block.rows[0]):
+                        raise unequal_integers(first, item)
                 self._write(block.start, block.rows[0], 0, nonzero=True, release=None)
             else:
                 assert isinstance(self.step, Map)

@@ -1,8 +1,8 @@
 """Choose the files that a merge writes next to its weights, and report the parents' files that it drops or changes.
 
-The donor provides processors and code. The model that provides the tokenizer also provides chat templates and
-generation settings. The modules of sentence-transformers come from a parent that has them, if all such parents agree.
-The merge copies any other small file that is the same in every parent.
+The donor provides processors, code and the language adapters of MMS. The model that provides the tokenizer also
+provides chat templates and generation settings. The modules of sentence-transformers come from a parent that has them,
+if all such parents agree. The merge copies any other small file that is the same in every parent.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ _LABELS: Mapping[Kind, str] = {
     "generation settings": "generation settings",
     "processor": "processor files",
     "code": "Python files",
+    "language adapter": "language adapters",
     "module": "sentence-transformers files",
     "other": "other files",
 }
@@ -52,7 +53,9 @@ _SHOWN = 8  # Number of files per parent, and of parents, that one finding lists
 def gather_companions(donor: Checkpoint, tokenizer: Checkpoint, parents: Mapping[str, Checkpoint]) -> Companions:
     """Return the files that a merge copies unchanged. The first of ``parents`` is the donor."""
     sources = dict(tokenizer.companions.only(lambda name: companion_kind(name) in TEXT_KINDS).sources)
-    sources |= donor.companions.only(lambda name: companion_kind(name) in ("processor", "code")).sources
+    sources |= donor.companions.only(
+        lambda name: companion_kind(name) in ("processor", "code", "language adapter")
+    ).sources
     if (reference := module_reference(next(iter(parents)), parents)) is not None:
         sources |= parents[reference].companions.only(lambda name: companion_kind(name) == "module").sources
     for name, source in donor.companions.sources.items():

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import combinations
+from typing import Literal
 
 from mergegate.merge_core.architecture import (
     class_difference,
@@ -21,7 +23,8 @@ from mergegate.merge_core.architecture import (
     kind_of,
     vocabulary_size,
 )
-from mergegate.merge_core.checkpoint import DEFAULT, MODULES_FILE, Checkpoint, Companions
+from mergegate.merge_core.checkpoint import DEFAULT, MODULES_FILE, Checkpoint, Companions, StoredTensor
+from mergegate.merge_core.checkpoint.heads import equal_bytes
 from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS, cached_tokenizers
 from mergegate.merge_core.errors import Finding, InvalidInput, finding_of, to_printable, worst_first
 from mergegate.merge_core.plan.companions import lost_files, tokenizer_donor
@@ -33,7 +36,7 @@ from mergegate.merge_core.plan.finding_groups import (
     different_size,
     different_vocabulary,
 )
-from mergegate.merge_core.plan.jobs import MergePlan
+from mergegate.merge_core.plan.jobs import MergePlan, unequal_integers
 from mergegate.merge_core.plan.plan import assemble, parents_of, planned_checkpoint, single_experts, with_findings
 from mergegate.merge_core.plan.tokenizers import TokenizerPair, compare_to_donor
 from mergegate.merge_core.recipe import Recipe
@@ -45,6 +48,10 @@ _TOKENIZERS_WITHOUT_RULES = ("PreTrainedTokenizer", "TokenizersBackend")
 _END = "eos_token_id"
 # Tasks of language models that other kinds of models are trained from.
 _PRETRAINED = ("text-generation", "fill-mask")
+# Kinds of models whose outputs have names.
+_WITH_HEADS = ("classifier", "cross-encoder", "other")
+# Smallest factor between two bases of rotary positions that forbids a merge, and the key that accepts it.
+_FAR, _BASE = 100, "rope_theta"
 _HEADS = {True: "an output head of its own", False: "no output head, because the embedding serves as the head"}
 
 
@@ -101,6 +108,7 @@ def plan_with_findings(
         for part in (*assembled.steps, assembled):
             findings += unused_tensors(part, tables, blocked)
             findings += _compare_templates(part, tables, accepted_differences)
+            findings += _compare_tables(part)
             if part.recipe.output is None:  # An adapter has none of a model's files.
                 parents = parents_of(part.recipe, part.jobs, tables)
                 findings += lost_files(part.donor, part.tokenizer, parents, accepted_differences)
@@ -115,10 +123,14 @@ def plan_with_findings(
             findings += self_consistency(name, checkpoint)
             if name != donor:
                 if document.mixture is None:  # A mixture uses one part of each expert and compares it itself.
-                    findings += _compare_configs(donor, models[donor], name, checkpoint, aligned=aligned)
+                    findings += _compare_configs(
+                        donor, models[donor], name, checkpoint, accepted_differences, aligned=aligned
+                    )
                     sizes += compare_sizes(donor, models[donor], name, checkpoint)
                 findings += _compare_forms(document, models[donor], name, checkpoint)
         findings += _compare_kinds(document, models)
+        if document.mixture is None:
+            findings += _compare_heads(models, accepted_differences)
         compared = compare_to_donor(document, models, frozenset(accepted_differences))
         findings += compared.findings
         measurable += compared.pairs
@@ -173,7 +185,13 @@ def _compare_kinds(document: Recipe, models: Mapping[str, Checkpoint]) -> Iterat
 
 
 def _compare_configs(
-    donor_name: str, donor: Checkpoint, name: str, parent: Checkpoint, *, aligned: bool
+    donor_name: str,
+    donor: Checkpoint,
+    name: str,
+    parent: Checkpoint,
+    accepted_differences: Collection[str],
+    *,
+    aligned: bool,
 ) -> Iterator[Finding]:
     if class_difference(donor, parent) == "network":
         yield Finding(
@@ -185,7 +203,7 @@ def _compare_configs(
             cause=different_size(name),
         )
         return
-    yield from _compare_settings(donor_name, donor, name, parent)
+    yield from _compare_settings(donor_name, donor, name, parent, accepted_differences)
     donor_end, parent_end = (config_value(checkpoint, _END) for checkpoint in (donor, parent))
     if not aligned and donor_end != parent_end and donor_end is not None and parent_end is not None:
         yield Finding(
@@ -216,10 +234,14 @@ def _compare_configs(
         )
 
 
-def _compare_settings(donor_name: str, donor: Checkpoint, name: str, parent: Checkpoint) -> Iterator[Finding]:
+def _compare_settings(
+    donor_name: str, donor: Checkpoint, name: str, parent: Checkpoint, accepted_differences: Collection[str]
+) -> Iterator[Finding]:
     """Yield a finding for each setting that makes two models with the same weights compute different functions."""
     ignored_keys: list[str] = []
     for donor_setting, parent_setting in differing_settings(donor.config, parent.config):
+        if donor_setting.is_of_head:
+            continue
         if not donor_setting.is_read or "derived" in (donor_setting.source, parent_setting.source):
             ignored_keys.append(parent_setting.key)
             continue
@@ -229,12 +251,24 @@ def _compare_settings(donor_name: str, donor: Checkpoint, name: str, parent: Che
             if donor_setting.key != parent_setting.key and donor_setting.source == "stated"
             else ""
         )
+        values = (donor_setting.value, parent_setting.value)
+        found, remedy = f"{parent_setting}", "make sure that the models compute the same function of their weights"
+        severity: Literal["block", "warn", "info"] = "warn"
+        if donor_setting.is_of_positions:
+            is_number = all(isinstance(value, int | float) and value > 0 for value in values)
+            factor = max(values) / min(values) if is_number else 1.0
+            found += (f": a factor of {factor:.3g}" if factor > 1 else "") + ", so positions are rotated differently"
+            remedy = "make sure that the result works: attention finds words by the rotations of its training"
+            if factor >= _FAR:
+                severity = "info" if _BASE in accepted_differences else "block"
+                remedy = "merge models with one rotary base. If you have tested that such a result works, accept the "
+                remedy += f"difference in the profile: checks.tokenizer.accepted: [{_BASE}]"
         yield Finding(
-            "warn",
+            severity,
             f"{name}: config.json: {parent_setting.key}",
-            found=f"{parent_setting}",
+            found=found,
             expected=f"{donor_setting}{spelling}, as in {donor_name}, whose config the result gets",
-            remedy="make sure that the models compute the same function of their weights",
+            remedy=remedy,
             cause=different_size(name) if key in SIZES else "",
         )
     if ignored_keys:
@@ -245,6 +279,53 @@ def _compare_settings(donor_name: str, donor: Checkpoint, name: str, parent: Che
             expected="no effect: transformers ignores or derives these keys for this model_type",
             remedy="nothing to do, unless you run the result with other software that reads them",
         )
+
+
+def _compare_heads(models: Mapping[str, Checkpoint], accepted_differences: Collection[str]) -> Iterator[Finding]:
+    """Yield a finding for each setting that gives the outputs of two classifiers different meanings.
+
+    The first classifier is the reference: the base may be the language model that the classifiers were trained from.
+    """
+    heads: dict[str, Checkpoint] = {}
+    for name, model in models.items():
+        kind = kind_of(model)
+        if kind.name in _WITH_HEADS and kind.pipeline_tag not in _PRETRAINED and not is_base_class(model.class_name):
+            heads[name] = model
+    reported: set[tuple[str, str]] = set()
+    for (first_name, first), (name, model) in combinations(heads.items(), 2):
+        for first_setting, setting in differing_settings(first.config, model.config):
+            if not first_setting.is_of_head or (name, setting.key) in reported:
+                continue
+            reported.add((name, setting.key))
+            is_stated = {first_setting.source, setting.source} == {"stated"} and None not in (
+                first_setting.value,
+                setting.value,
+            )
+            yield Finding(
+                "info" if setting.key in accepted_differences else "block" if is_stated else "warn",
+                f"{name}: config.json: {setting.key}",
+                found=f"{setting}",
+                expected=f"{first_setting}, as in {first_name}: otherwise, outputs of different meaning are averaged",
+                remedy="merge classifiers whose outputs mean the same. If these do, accept the difference in the "
+                f"profile: checks.tokenizer.accepted: [{setting.key}]",
+            )
+
+
+def _compare_tables(plan: MergePlan) -> Iterator[Finding]:
+    """Yield a finding for each table of integers that differs between models, as the engine would refuse it.
+
+    Files that are not on this machine yet are compared when the models are merged.
+    """
+    for job in plan.jobs:
+        first, *others = job.inputs
+        if job.mode != "equal" or job.output.numel == 1 or not isinstance(first.tensor, StoredTensor):
+            continue
+        for item in others:
+            if not isinstance(item.tensor, StoredTensor):
+                continue
+            is_local = first.tensor.file.is_file() and item.tensor.file.is_file()
+            if is_local and not equal_bytes(first.tensor, item.tensor):
+                yield finding_of(unequal_integers(first, item))
 
 
 def _format(checkpoint: Checkpoint) -> str:

@@ -19,7 +19,7 @@ from mergegate.merge_core.checkpoint import (
     StoredMoments,
     StoredTensor,
 )
-from mergegate.merge_core.errors import Finding
+from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.methods import Method, TensorTask
 from mergegate.merge_core.plan.layout import OutputTensor, Shard
 from mergegate.merge_core.plan.rows import RowMap
@@ -57,7 +57,7 @@ class TensorJob:
         shared: Values of the method's parameters that all inputs share.
         per_input: Values of the method's other parameters, one mapping per input.
         mode: ``merge`` applies the method. ``copy`` copies the only input. ``equal`` requires that all inputs are the
-            same (integers) and copies the first.
+            same (integers, except a single number, which is a counter) and copies the first.
     """
 
     output: OutputTensor
@@ -176,3 +176,13 @@ class MergePlan:
     def parameters(self) -> int:
         """Number of parameters in the result."""
         return sum(job.output.nbytes // job.output.dtype.size for job in self.jobs)
+
+
+def unequal_integers(first: Input, second: Input) -> InvalidInput:
+    """Return the error for two tables of integers that must be equal."""
+    return InvalidInput(
+        f"{second.model}: {second.tensor.name}",
+        found=f"{second.tensor.dtype.code} numbers that differ from those of {first.model}",
+        expected="equal integers, because only floating-point weights can be merged",
+        remedy="merge models of one kind, and merge before you quantize",
+    )

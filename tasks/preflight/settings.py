@@ -39,8 +39,9 @@ class TokenizerSettings(BaseModel):
 
     accepted: tuple[str, ...] = Field(
         default=(),
-        description="Parts in which tokenizers, prompts and processors may differ: merges, normalizer, pre_tokenizer, "
-        "vocabulary, chat_template, prompts, image_mean, ... (the findings name them).",
+        description="Parts in which tokenizers, prompts, processors and configurations may differ: merges, normalizer, "
+        "pre_tokenizer, vocabulary, chat_template, prompts, image_mean, id2label, rope_theta, ... (the findings name "
+        "them).",
     )
 
 

@@ -97,7 +97,19 @@ def test_tokens_that_only_one_model_has_block_unless_recipe_or_profile_handles_t
         ({"architectures": ["QwenForCausalLM"]}, "b: config.json: architectures", "block"),
         ({"quantization_config": {"quant_method": "gptq"}}, "b: config.json: quantization_config", "block"),
         ({"num_hidden_layers": 7}, "b: config.json: num_hidden_layers", "block"),
-        ({"rope_theta": 1e6}, "b: config.json: rope_theta", "warn"),
+        ({"rope_theta": 1e6}, "b: config.json: rope_theta", "block"),
+        ({"rope_theta": 1e2}, "b: config.json: rope_theta", "block"),
+        ({"rope_theta": 9e5}, "b: config.json: rope_theta", "warn"),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 200.0}},
+            "b: config.json: rope_scaling",
+            "warn",
+        ),
+        (
+            {"rope_theta": 1e4, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "b: config.json: rope_scaling",
+            "warn",
+        ),
     ],
 )
 def test_contradictory_configs_are_reported(tmp_path: Path, config: dict[str, Any], where: str, severity: str) -> None:

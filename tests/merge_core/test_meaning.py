@@ -13,24 +13,37 @@ import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
+import every_family
 import pytest
 import torch
+import transformers
 from family import random_tensors, save_checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from samples import sampled
 from tiny_families import FAMILIES, LAYERS, TOKENS, TinyFamily
 from transformers import CONFIG_MAPPING, AutoConfig
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto import modeling_auto
 
-from mergegate.merge_core import Finding, architecture, load_recipe, open_checkpoint, preflight
+from mergegate.merge_core import Finding, architecture, load_recipe, open_checkpoint, plan_with_findings
 from mergegate.merge_core.architecture import described_families, differing_settings, layer_kinds, text_part
 from mergegate.merge_core.architecture.meaning import _LENGTHS, _ROPE_KEYS, has_effect
 
 DEFAULTS = Path(architecture.__file__).parent / "defaults.json"
 OPTIONAL_READ = re.compile(r'getattr\((?:self\.)?config, "(\w+)"(?:, ([^()]+))?\)')
+CLASSIFIERS = (
+    *("albert", "arcee", "axk1", "bert", "big_bird", "biogpt", "bloom", "camembert", "canine"),
+    *("convbert", "ctrl", "data2vec-text", "deberta", "deberta-v2", "diffllama", "distilbert", "doge", "electra"),
+    *("ernie", "eurobert", "exaone4", "falcon", "flaubert", "fnet", "gemma", "gemma2", "gemma3"),
+    *("gemma3_text", "modernbert", "xlnet"),
+)
+RUNTIME = re.compile("token_id|label|depth|n_layer|^output_|^use_cache")
+CHOICES = ("cls", "mean", "first", "last", "relu")
+# Other inputs of classifiers.
+OTHER = ("IMAGE", "AUDIO", "VIDEO")
 # Keys that have separate checks, and keys that select the network class.
 NOT_VARIED = {"model_type", "vocab_size", "num_hidden_layers", "tie_word_embeddings"}
 QUICK = ("llama", "gemma2", "granite", "qwen3_moe")
@@ -54,8 +67,9 @@ def literal(text: str | None) -> Any:
 
 
 def library_types() -> list[str]:
+    tasks = ("CAUSAL_LM", "SEQUENCE_CLASSIFICATION", "TOKEN_CLASSIFICATION", *(f"{x}_CLASSIFICATION" for x in OTHER))
     types = {
-        *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        *(kind for task in tasks for kind in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")),
         *(kind for family in described_families() for kind in family.model_types),
     }
     parts = [(CONFIG_MAPPING[kind].sub_configs or {}).get("text_config") for kind in types if kind in CONFIG_MAPPING]
@@ -181,6 +195,43 @@ def test_every_key_that_changes_the_logits_is_reported(name: str) -> None:
             break
     assert silent == []
     assert changed >= 2
+
+
+def built(config: dict[str, Any], class_name: str, weights: dict[str, Any]) -> torch.Tensor | None:
+    """Return the outputs of a classifier, or None if the weights do not fit the configuration or it is invalid."""
+    try:
+        made = getattr(transformers, class_name)(AutoConfig.for_model(**copy.deepcopy(config))).float().eval()
+        made.load_state_dict(weights)
+        with torch.no_grad():
+            return torch.as_tensor(made(torch.tensor([[5, 9, 11, 7, 8, 6, 12, 10]])).logits)
+    except Exception:  # The library refuses such a configuration in many ways.
+        return None
+
+
+@pytest.mark.story
+@pytest.mark.parametrize("kind", sampled(CLASSIFIERS, ("bert", "xlnet", "modernbert"), pytest.mark.proof))
+def test_every_key_that_changes_the_outputs_of_a_classifier_is_reported(kind: str) -> None:
+    class_name = modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES[kind]
+    made = every_family.build(kind, class_name)
+    config, generator = full(made.config), torch.Generator().manual_seed(1)
+    weights = {
+        name: torch.randn(tensor.shape, generator=generator) * 0.3 if tensor.is_floating_point() else tensor
+        for name, tensor in made.state_dict().items()
+    }
+    answer, silent = built(config, class_name, weights), []
+    assert answer is not None
+    for key, value in config.items():
+        for other in (*other_values(value), *(choice for choice in CHOICES if isinstance(value, str))):
+            if key in NOT_VARIED or RUNTIME.search(key) or other == value:
+                continue
+            changed = {**config, key: other}
+            outputs = built(changed, class_name, weights)
+            if outputs is None or outputs.shape != answer.shape or torch.allclose(outputs, answer, 1e-4, 1e-5):
+                continue
+            if not reported(config, changed) or not reported(changed, config):
+                silent.append((key, other))
+            break
+    assert silent == []
 
 
 @pytest.mark.parametrize(
@@ -335,17 +386,84 @@ def test_any_value_in_a_part_other_than_the_text_is_compared(key: str, kind: Any
                 assert reported(config, other)
 
 
-def found(root: Path, first: dict[str, Any], other: dict[str, Any]) -> list[Finding]:
+def found(root: Path, first: dict[str, Any], other: dict[str, Any], *accepted: str) -> list[Finding]:
+    root = Path(mkdtemp(dir=root))
     save_checkpoint(root / "a", random_tensors(0), config=first)
     save_checkpoint(root / "b", random_tensors(1), config=other)
     recipe = load_recipe("merge_method: linear\nmodels: [{model: a}, {model: b}]\nparameters: {weight: 1}\n")
-    return list(preflight(recipe, {name: open_checkpoint(root / name) for name in "ab"}))
+    checkpoints = {name: open_checkpoint(root / name) for name in "ab"}
+    return list(plan_with_findings(recipe, checkpoints, accepted).findings)
+
+
+def labels(*names: str) -> dict[str, Any]:
+    return {"id2label": {str(number): name for number, name in enumerate(names)}}
+
+
+HEADS = [
+    (labels("O", "PER", "ORG"), labels("O", "ORG", "PER"), "block"),
+    (labels("neg", "pos"), labels("ham", "spam"), "block"),
+    (labels("+", "-"), labels("-", "+"), "block"),
+    (labels("ENTAILMENT", "not-entailed"), labels("entailment", "not_entailed"), None),
+    (labels("O", "PER"), labels("LABEL_0", "LABEL_1"), None),
+    (labels("O", "PER"), labels("0", "1"), None),
+    (labels("O", "PER"), {}, None),
+    ({"problem_type": "single_label_classification"}, {"problem_type": "multi_label_classification"}, "block"),
+    ({"problem_type": "single_label_classification"}, {"problem_type": None}, None),
+    ({"problem_type": "single_label_classification"}, {}, None),
+    ({"problem_type": "regression"}, {}, "warn"),
+    ({"summary_type": "last"}, {"summary_type": "mean"}, "block"),
+    ({"classifier_pooling": "mean"}, {"classifier_pooling": "cls"}, "block"),
+    ({"pooling_mode": "mean"}, {"pooling_mode": "cls"}, "block"),
+    ({"output_stride": 8}, {"output_stride": 16}, "warn"),
+    ({"unheard_of": 8}, {"unheard_of": 16}, "warn"),
+    ({"hidden_dropout": 0.1, "classifier_dropout": 0.1}, {"hidden_dropout": 0.2, "classifier_dropout": None}, None),
+    ({"summary_last_dropout": 0.1, "mask_time_prob": 0.1}, {"summary_last_dropout": 0.2, "mask_time_prob": 0.0}, None),
+    ({"label2id": {"a": 0}, "finetuning_task": "x"}, {"label2id": {"b": 0}}, None),
+]
+
+
+@pytest.mark.parametrize(("first", "other", "severity"), HEADS)
+def test_outputs_of_different_meaning_are_not_averaged(
+    tmp_path: Path, first: dict[str, Any], other: dict[str, Any], severity: str | None
+) -> None:
+    head = {"model_type": "unheard-of", "architectures": ["BertForSequenceClassification"]}
+    both = {**head, **first}, {**head, **other}
+    for one, two in (both, both[::-1]):
+        assert [finding.severity for finding in found(tmp_path, one, two)] == ([severity] if severity else [])
+    if severity == "block":
+        (key,) = first
+        assert [finding.severity for finding in found(tmp_path, *both, key)] == ["info"]
+    if severity == "block" and "pooling" not in str(first):  # No head of a language model reads these settings.
+        generator = {"model_type": "unheard-of", "architectures": ["LlamaForCausalLM"]}
+        assert found(tmp_path, {**generator, **first}, {**generator, **other}) == []
+
+
+@pytest.mark.parametrize("kind", sampled(json.loads(DEFAULTS.read_text()), FREQUENT, pytest.mark.proof))
+def test_a_family_reports_each_of_its_keys_except_those_of_training(kind: str) -> None:
+    config = json.loads(DEFAULTS.read_text())[kind]
+    described = text_part({"model_type": kind}).family  # Slices compare these keys layer by layer.
+    for key, value in config["values"].items():
+        is_single = has_effect(key) and "window" not in key and not (described and key in described.keys)
+        if isinstance(value, int | float | str) and is_single:
+            other = f"other {value}" if isinstance(value, str) else not value if isinstance(value, bool) else value + 1
+            assert reported({"model_type": kind, key: value}, {"model_type": kind, key: other}), key
+    for key in (
+        "hidden_dropout_prob",
+        "attention_dropout",
+        "initializer_range",
+        "router_aux_loss_coef",
+        "drop_path_rate",
+    ):
+        assert reported({"model_type": kind, key: 0.1}, {"model_type": kind, key: 0.2}) == []
 
 
 def test_a_finding_names_both_spellings(tmp_path: Path) -> None:
     (finding,) = found(tmp_path, {"rope_theta": 1e6}, {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}})
-    assert (finding.severity, finding.where) == ("warn", "b: config.json: rope_parameters.rope_theta")
-    assert (finding.found, finding.expected[:24]) == ("10000.0", "1000000.0 (rope_theta), ")
+    assert (finding.severity, finding.where) == ("block", "b: config.json: rope_parameters.rope_theta")
+    assert finding.found == "10000.0: a factor of 100, so positions are rotated differently"
+    assert finding.expected.startswith("1000000.0 (rope_theta), ")
+    (finding,) = found(tmp_path, {"rope_theta": 1e6}, {"rope_theta": 1e4}, "rope_theta")
+    assert finding.severity == "info"
 
 
 def test_null_is_a_value_and_a_missing_key_has_the_default(tmp_path: Path) -> None:

@@ -115,6 +115,15 @@ def _read_files(files: Companions) -> TokenizerDefinition | None:
     vocab = files.json("vocab.json", TOKENIZER_BOUNDS)
     if vocab is not None:
         name, model = "vocab.json", dict[str, Any](vocab=vocab)
+        if vocab and all(isinstance(entry, dict) for entry in vocab.values()):  # MMS: one vocabulary for each language.
+            language = settings.get("target_lang")
+            if language not in vocab:
+                raise InvalidInput(
+                    f"{files.location(SETTINGS)}: target_lang",
+                    found=f"{language!r:.40}",
+                    expected=f"a language of vocab.json, such as {next(iter(vocab))}",
+                )
+            model = {"vocab": vocab[language], "languages": vocab}
         if MERGES in files:
             text = files.text(MERGES, _MAX_MERGES_BYTES, "merges, one per line")
             lines = [line.rstrip("\r") for line in text.split("\n")]
