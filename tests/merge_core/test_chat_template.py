@@ -23,32 +23,6 @@ LINEAR = PAIR.replace("{model: b}", "{model: b}, {model: c}")
 TALK = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hi"}]
 
 
-def merged_template(family: Path, wanted: str) -> str:
-    (family / "a/tokenizer_config.json").write_text(json.dumps({"chat_template": "of a {{ x }}", "bos_token": "<s>"}))
-    for name in "bc":
-        (family / name / "chat_template.jinja").write_text("of b and c {{ x }}")
-    merge_text(f"{LINEAR}{wanted}", family)
-    config = json.loads((family / "out/tokenizer_config.json").read_text())
-    assert config["bos_token"] == "<s>"
-    template = family / "out/chat_template.jinja"
-    if template.exists():
-        assert template.read_text() == config["chat_template"]
-    return str(config["chat_template"])
-
-
-@pytest.mark.parametrize(
-    ("wanted", "found"),
-    [
-        ("", "of a {{ x }}"),
-        ("chat_template: auto", "of b and c {{ x }}"),
-        ("chat_template: '{{ messages }} and more'", "{{ messages }} and more"),
-        ("chat_template: chatml", KNOWN["chatml"]),
-    ],
-)
-def test_the_requested_template_is_written(family: Path, wanted: str, found: str) -> None:
-    assert merged_template(family, wanted) == found
-
-
 @pytest.mark.parametrize(
     ("name", "text"),
     [
@@ -211,6 +185,8 @@ def test_auto_counts_templates_of_every_form_and_a_chosen_one_replaces_all(famil
     merge_text(f"name: first\n{PAIR}chat_template: chatml\n---\n{step}", family, "step")
     for out in ("chosen", "step"):
         assert library_templates(family / out) == {DEFAULT: KNOWN["chatml"]}
+        content = json.loads((family / out / "tokenizer_config.json").read_text())
+        assert (content["chat_template"], content["eos_token"]) == (KNOWN["chatml"], "t1")
 
 
 FORMS: dict[str, tuple[object, str | None, dict[str, str]]] = {
