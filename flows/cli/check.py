@@ -21,6 +21,8 @@ from mergegate.flows.preflight import Problems, TaskExample, check_recipe, prefl
 from mergegate.flows.profile import Profile, is_recipe, load_profile
 from mergegate.merge_core import Finding
 from mergegate.merge_core.errors import EXIT_CODES, Status, to_printable
+from mergegate.tasks.checkpoints import start_model_process
+from mergegate.tasks.preflight import CLASS_LIBRARIES
 from mergegate.tasks.publish.targets import CredentialUse
 
 _LONGEST = 2000  # characters of a prompt to show
@@ -79,6 +81,7 @@ def check_command(
 
     The findings are listed with their remedies, the most severe first.
     """
+    start_model_process(CLASS_LIBRARIES, gpu=False)
     with command_context(as_json, with_state=True) as console:
         report = check_file(file, console)
         if as_json:

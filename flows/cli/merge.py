@@ -30,6 +30,7 @@ from mergegate.tasks.checkpoints import (
     open_parent,
     pin_checkpoints,
     require_same_files,
+    start_model_process,
 )
 from mergegate.tasks.checkpoints.hub import download_snapshots
 from mergegate.tasks.merge import (
@@ -40,6 +41,7 @@ from mergegate.tasks.merge import (
     repaired_routing,
     with_new_routers,
 )
+from mergegate.tasks.preflight import CLASS_LIBRARIES
 from mergegate.tasks.stage import store
 
 
@@ -93,6 +95,7 @@ def merge_recipe(recipe_file: Path, options: MergeOptions, console: Console) -> 
     """
     out = options.out
     out.absolute()  # Report a deleted working directory before parents appear to be missing in it.
+    start_model_process(CLASS_LIBRARIES, gpu=False)
     candidate = recipe_of_file(recipe_file)
     for remark in candidate.remarks:
         console.print(remark)

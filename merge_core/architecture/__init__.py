@@ -17,10 +17,10 @@ from mergegate.merge_core.architecture.architecture import (
     with_vocabulary,
 )
 from mergegate.merge_core.architecture.conversions import Conversions, InMemory
-from mergegate.merge_core.architecture.families import described_families, family_defaults, text_part
+from mergegate.merge_core.architecture.families import described_families, family_defaults, family_trials, text_part
 from mergegate.merge_core.architecture.layer_kinds import layer_kinds
 from mergegate.merge_core.architecture.layouts import rename_to_layout
-from mergegate.merge_core.architecture.loading import keeps_float32, tied_source, without_predictions
+from mergegate.merge_core.architecture.loading import keeps_float32, loading_of, tied_source, without_predictions
 from mergegate.merge_core.architecture.meaning import differing_settings
 from mergegate.merge_core.architecture.model_kinds import (
     TEXT_GENERATOR,
@@ -72,6 +72,7 @@ __all__ = [
     "differing_settings",
     "dtype_in",
     "family_defaults",
+    "family_trials",
     "find_kind",
     "find_tensor",
     "has_own_head",
@@ -93,6 +94,7 @@ __all__ = [
     "kind_of_directory",
     "layer_count",
     "layer_kinds",
+    "loading_of",
     "main_depth",
     "main_stack",
     "parse_layer_place",

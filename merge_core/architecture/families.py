@@ -22,6 +22,7 @@ from mergegate.merge_core.architecture.conversions import container_text
 from mergegate.merge_core.checkpoint import TEXT_PARTS
 
 _DIRECTORY = Path(__file__).parent / "families"
+_TRIALS = Path(__file__).parent / "families.json"  # Written by tests/merge_core/every_family.py.
 _DEFAULTS = Path(__file__).parent / "defaults.json"  # Generated from transformers by tests/merge_core/test_meaning.py.
 
 
@@ -243,6 +244,13 @@ def family_defaults(model_type: object) -> FamilyDefaults | None:
     """Return transformers' default settings for ``model_type``, or None if they are not known."""
     entry = _defaults().get(model_type) if isinstance(model_type, str) else None
     return FamilyDefaults(**entry) if entry is not None else None
+
+
+@cache
+def family_trials() -> Mapping[str, Mapping[str, str]]:
+    """Return the results of trial merges by family: kind, class, and what works or the key that a refusal names."""
+    content: Mapping[str, Mapping[str, Mapping[str, str]]] = json.loads(_TRIALS.read_text("utf-8"))
+    return content["families"]
 
 
 @cache

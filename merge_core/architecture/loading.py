@@ -24,6 +24,18 @@ def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str] | None:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None
 
 
+def loading_of(family: str, class_name: str) -> dict[str, list[str]]:
+    """Return what transformers keeps in float32, ignores and shares: patterns of names, and names with their source."""
+    facts = loading_facts()
+    always, for_float16 = facts["float32"].get(family, ([], []))
+    tied = facts["tied"].get(class_name, {})
+    return {
+        "float32": [*always, *(f"{pattern} (instead of float16)" for pattern in for_float16 if pattern not in always)],
+        "ignored": facts["ignored"].get(class_name, []),
+        "tied": [f"{name} = {source}" for name, source in tied.items()],
+    }
+
+
 def is_ignored(checkpoint: Checkpoint, name: str) -> bool:
     """Return whether the class of ``checkpoint`` ignores the stored tensor called ``name``, and so drops it."""
     pattern = _compiled(tuple(loading_facts()["ignored"].get(checkpoint.class_name, ())))

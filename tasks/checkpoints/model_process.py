@@ -65,6 +65,7 @@ from mergegate.tasks.checkpoints.project_access import (
 )
 from mergegate.tasks.runners import Cancelled, WorkerSlot, current_slot, on_slot_end
 from mergegate.tasks.sandbox import (
+    GpuLease,
     NotStarted,
     ProcessOptions,
     SupervisedProcess,
@@ -128,6 +129,7 @@ class CallNeeds:
     Args:
         own_process: Whether the models need a process of their own, because only its end frees their memory.
         network: Whether the call needs network access.
+        gpu: Whether the call computes. Others do not wait until the GPUs are free.
         variables: Names of environment variables that the call needs. Third-party code in the process can read them.
         time_limit: Time limit in seconds, not counting the wait for other processes to end. Default: the process is
             killed after an hour without progress.
@@ -135,6 +137,7 @@ class CallNeeds:
 
     own_process: bool = False
     network: bool = False
+    gpu: bool = True
     variables: tuple[str, ...] = ()
     time_limit: float | None = None
 
@@ -178,6 +181,7 @@ def call_model_process(
     kind = _Kind(
         "".join(digests) if needs.own_process else "",
         needs.network,
+        needs.gpu and has_cuda_driver(),
         needs.variables,
         slot.environment,
         sandbox_directory(),
@@ -197,25 +201,25 @@ def call_model_process(
         return cast(A, slot_process.call(request, kind, set(digests), slot))
 
 
-def start_model_process() -> None:
-    """Start the model process in a background thread, and let it import its libraries.
+def start_model_process(modules: Sequence[str] = _LIBRARIES, *, gpu: bool = True) -> None:
+    """Start the model process in a background thread, and let it import ``modules``.
 
-    Nothing starts if a GPU would be reserved before it is needed. A failure is ignored here, because the first call
-    then starts the process again and reports the reason.
+    Nothing starts if a GPU would be reserved before it is needed. ``gpu`` states that the process will need it. A
+    failure is ignored here, because the first call then starts the process again and reports the reason.
     """
 
     def start() -> None:
         with suppress(MergegateError, NotStarted, OSError):
-            call_model_process(import_libraries, (), location=EARLY_START)
+            call_model_process(import_libraries, (tuple(modules),), location=EARLY_START, needs=CallNeeds(gpu=gpu))
 
-    if not has_cuda_driver():
+    if not gpu or not has_cuda_driver():
         # A daemon, so that a run that is refused or interrupted does not wait for the imports.
         threading.Thread(target=start, name=EARLY_START, daemon=True).start()
 
 
-def import_libraries(on_progress: TellProgress = lambda done, total: None) -> None:
+def import_libraries(modules: Sequence[str] = _LIBRARIES, on_progress: TellProgress = lambda done, total: None) -> None:
     """Import what most calls need. Called in the model process."""
-    import_lean(*_LIBRARIES)
+    import_lean(*modules)
 
 
 def end_model_process() -> None:
@@ -246,12 +250,13 @@ class _Kind:
     """Properties of a process that determine whether a call can use it.
 
     ``only_for`` holds the concatenated digests of the only models that the process may load; if empty, it may load any.
-    ``variables`` names the additional environment variables, and ``environment`` has those of the worker slot.
-    ``sandbox`` is the directory that it writes to.
+    ``gpu`` states that it may use the GPUs. ``variables`` names the additional environment variables, and
+    ``environment`` has those of the worker slot. ``sandbox`` is the directory that it writes to.
     """
 
     only_for: str
     network: bool
+    gpu: bool
     variables: tuple[str, ...]
     environment: tuple[tuple[str, str], ...]
     sandbox: Path
@@ -288,9 +293,11 @@ class _SlotProcess:
                     raise Cancelled
                 process = self.current
                 # A call without models accepts a process with any models.
-                accepted = (
-                    kind if models or process is None else dataclasses.replace(kind, only_for=process.kind.only_for)
-                )
+                accepted = kind
+                if process is not None and not models:
+                    accepted = dataclasses.replace(
+                        kind, only_for=process.kind.only_for, gpu=kind.gpu or process.kind.gpu
+                    )
                 named = {str(path) for path in named_files(request.content[1])}
                 if process is None or not process.child.alive or process.kind != accepted or not process.reads(named):
                     readable = named | expected_files | (process.readable if process else set())
@@ -384,12 +391,13 @@ class _ModelProcess:
         self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``end``
         # With CUDA there is no default limit, because the driver also maps the memory of the GPU, of any size.
         memory = memory_of_child(None) if has_cuda_driver() else memory_of_mapping_child()
-        self._gpus = acquire_gpus()
+        self._gpus = acquire_gpus() if kind.gpu else GpuLease((), lambda: None)
+        without_gpus = {"CUDA_VISIBLE_DEVICES": ""} if has_cuda_driver() and not kind.gpu else {}
         try:
             self.child = SupervisedProcess(
                 # -P keeps the working directory of the run out of the import path.
                 [sys.executable, "-P", "-c", _START, str(child_connection.fileno()), *([_ALONE] if _alone else [])],
-                _environment() | dict(kind.environment) | variables | ({} if kind.network else _OFFLINE),
+                _environment() | dict(kind.environment) | variables | without_gpus | ({} if kind.network else _OFFLINE),
                 self._output,
                 ProcessOptions(
                     "evaluation",

@@ -33,6 +33,7 @@ from mergegate.tasks.checkpoints import (
 )
 from mergegate.tasks.preflight.custom_code import custom_code_findings
 from mergegate.tasks.preflight.segmentation import add_segmentation_shares, tokenizer_class_findings
+from mergegate.tasks.preflight.skeleton import skeleton_findings
 from mergegate.tasks.stage import StageValue, value_stage
 from mergegate.tasks.store import NotInKey, digest
 
@@ -143,9 +144,11 @@ def check_compatibility(
     findings = worst_first(
         [*add_segmentation_shares(planned), *adapter_findings_of_parents(parents, checkpoints), *code]
     )
+    if planned.plan and not planned.blocking:  # Without a plan, the reason is already known.
+        findings = worst_first([*findings, *skeleton_findings(planned.plan, checkpoints)])
     sizes = {field: 0 for field in Compatibility.model_fields if field not in ("remarks", "kind")}
     kind = find_kind(planned.plan.config, planned.plan.companions) if planned.plan else TEXT_GENERATOR
-    if (plan := planned.plan) and not planned.blocking:
+    if (plan := planned.plan) and all(finding.severity != "block" for finding in findings):
         # Disk and blocks do not depend on the number of cores or the kind of device.
         needs = estimate_needs(plan, EngineSettings(), cores=1, device="cpu", companion_bytes=plan.companions.nbytes())
         sizes = {"disk": needs.disk, "block": needs.block, "gpu_block": needs.gpu_block, "held": needs.held_bytes}

@@ -47,6 +47,8 @@ def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedP
         (["run", str(PROFILES / "demo.yaml")], {"PREFECT_API_URL": "http://127.0.0.1:9/api"}, 2, "no server answers"),
         (["run", str(PROFILES / "demo.yaml")], {"MERGEGATE_HOME": "/proc/nowhere"}, 2, "MERGEGATE_HOME"),
         pytest.param(["methods"], {}, 0, "arxiv.org/abs/2306.01708", marks=pytest.mark.proof),
+        (["families", "deepseek_v3"], {}, 0, "kept in float32   e_score_correction_bias"),
+        (["families", "qwen33"], {}, 2, "did you mean"),
     ],
 )
 def test_every_command_has_its_exit_code_and_message(

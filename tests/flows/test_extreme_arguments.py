@@ -49,6 +49,7 @@ ARGUMENTS: dict[str, list[str]] = {
     "verify": ["nowhere"],
     "export": ["nowhere", "--format", "inspect", "--output", "exported"],
     "fingerprint": [BASE, "--index", "known.jsonl"],
+    "families": ["qwen3"],
     "reproduce": ["nowhere"],
     "shadow promote": ["missing.yaml", "--reason", "because"],
     "shadow rollback": ["missing.yaml", "--reason", "because"],

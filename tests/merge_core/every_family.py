@@ -1,4 +1,4 @@
-"""Write the table of all families in ``docs/families.md``, with a merge of a tiny model of each.
+"""Write the table of all families in ``families.json``, with a merge of a tiny model of each.
 
     python tests/merge_core/every_family.py                # add missing families, refresh cells that need no trial
     python tests/merge_core/every_family.py --all          # try all families, about 20 minutes
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers
-from family_table import BY_NAME, DOCUMENT, markdown_table, replace_between
+from family_table import BY_NAME, read_table, write_table
 from family_table import rows as detailed_rows
 from family_trials import DONE, LINEAR, merged, refused, try_adapter
 from in_memory import average
@@ -38,8 +38,6 @@ from mergegate.merge_core.errors import InvalidInput
 
 PROJECT = Path(__file__).resolve().parents[2]
 COMMAND = "python tests/merge_core/every_family.py"
-START, END = "<!-- every family -->", "<!-- end of every family -->"
-PARTS_START, PARTS_END = "<!-- parts -->", "<!-- end of parts -->"
 MAX_PARAMETERS = 40_000_000
 NOT_TRIED = "not tried"
 WRONG = "wrong"
@@ -51,7 +49,7 @@ _FORMS = {
     "retrieval": "retrieval tasks",
     "transcription": "transcription tasks",
 }
-_COLUMNS = ("family", "kind", "class", "whole models", "slices", "adapters", "evaluation", "smoke test")
+_COLUMNS = ("kind", "class", "whole models", "slices", "adapters", "evaluation", "smoke test")
 _SLICES = "merge_method: passthrough\nslices:\n- sources: [{model: a, layer_range: [0, 1]}]\n"
 
 
@@ -368,27 +366,19 @@ def row_of(model_type: str, trial: Trial, before: Row | None) -> Row:
     smoke = before.smoke_test if before else NOT_TRIED
     if served is not None:
         smoke = VLLM if class_name in served else NO_CELL
-    return Row(kind_cell(kind), f"`{class_name}`", *trial, evaluation_cell(kind), smoke)
+    return Row(kind_cell(kind), class_name, *trial, evaluation_cell(kind), smoke)
 
 
 def rows() -> dict[str, Row]:
     """Return the rows in the document by family."""
-    text = DOCUMENT.read_text("utf-8")
-    lines = text[text.index(START) : text.index(END)].splitlines()
-    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| ")]
-    return {name: Row(*rest) for name, *rest in cells[2:]}
-
-
-def named_parts() -> list[str]:
-    """Return the parts that the document names."""
-    text = DOCUMENT.read_text("utf-8")
-    return re.findall(r"`([^`]+)`", text[text.index(PARTS_START) : text.index(PARTS_END)])
+    return {name: Row(*cells.values()) for name, cells in read_table("families").items()}
 
 
 def write(table: Mapping[str, Row]) -> None:
     """Write the table and the list of parts into the document."""
-    replace_between(START, END, markdown_table(_COLUMNS, {name: table[name] for name in families() if name in table}))
-    replace_between(PARTS_START, PARTS_END, ", ".join(f"`{name}`" for name in parts()))
+    found = {name: dict(zip(_COLUMNS, table[name], strict=True)) for name in families() if name in table}
+    write_table("families", found)
+    write_table("parts", parts())
 
 
 def try_family(model_type: str) -> Trial:

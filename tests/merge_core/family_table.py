@@ -1,10 +1,10 @@
-"""Write ``docs/families.md``, the table of families: each merge feature tried with each family, in some minutes."""
+"""Write the detailed trials of ``families.json``: each merge feature tried with each family, in some minutes."""
 
 from __future__ import annotations
 
-import re
+import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,13 +14,12 @@ from family_trials import DONE, merged, try_adapter, try_experts, try_vocabulary
 from in_memory import average, stack
 from tiny_families import BY_NAME, FAMILIES, LAYERS, TinyFamily, load, logits, make
 
-from mergegate.merge_core import load_recipe, open_checkpoint
+from mergegate.merge_core import architecture, load_recipe, open_checkpoint
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+DOCUMENT = Path(architecture.__file__).parent / "families.json"
 WHOLE = "merge_method: linear\nmodels: [{model: a, parameters: {weight: 0.3}}, {model: b, parameters: {weight: 0.7}}]\n"
 Cut = list[tuple[str, int, int]]
-_ROW = re.compile(r"^\| (?P<name>[^|]+?) \| (?P<cells>.+) \|$")
-_COLUMNS = ("family", "whole models", "slices", "vocabulary", "adapters", "experts")
+_COLUMNS = ("whole models", "slices", "vocabulary", "adapters", "experts")
 
 
 def depth(family: TinyFamily) -> int:
@@ -95,27 +94,28 @@ def row_of(family: TinyFamily, root: Path) -> list[str]:
     return [*cells(tried(family, models, root)), *parts(family, models, root)]
 
 
+def read_table(key: str) -> Any:
+    """Return a table of the document: ``families``, ``trials`` or ``parts``."""
+    return json.loads(DOCUMENT.read_text("utf-8"))[key]
+
+
+def write_table(key: str, content: Any) -> None:
+    """Replace a table of the document, with one row per line."""
+    tables = json.loads(DOCUMENT.read_text("utf-8")) | {key: content}
+    texts = []
+    for name, table in tables.items():
+        rows = (
+            [f"{json.dumps(row)}: {json.dumps(cells, ensure_ascii=False)}" for row, cells in dict.items(table)]
+            if (isinstance(table, dict))
+            else []
+        )
+        texts.append(f'"{name}": ' + ("{\n" + ",\n".join(rows) + "}" if rows else json.dumps(table)))
+    DOCUMENT.write_text("{" + ",\n".join(texts) + "}\n", "utf-8")
+
+
 def rows() -> dict[str, list[str]]:
-    """Return the rows of the table in the document, as family name → cells."""
-    found = {}
-    text = DOCUMENT.read_text("utf-8")
-    for line in text[text.index("<!-- table -->") : text.index("<!-- end of table -->")].splitlines():
-        match = _ROW.match(line)
-        if match and match["name"] in BY_NAME:
-            found[match["name"]] = [cell.strip() for cell in match["cells"].split("|")]
-    return found
-
-
-def replace_between(start: str, end: str, content: str) -> None:
-    """Replace the part of the document between two comments."""
-    text = DOCUMENT.read_text("utf-8")
-    DOCUMENT.write_text(text[: text.index(start)] + f"{start}\n\n{content}\n\n" + text[text.index(end) :], "utf-8")
-
-
-def markdown_table(columns: Sequence[str], rows: Mapping[str, Sequence[str]]) -> str:
-    """Return a Markdown table. The first column contains the keys of ``rows``."""
-    lines = [f"| {' | '.join(columns)} |", f"|{' --- |' * len(columns)}"]
-    return "\n".join([*lines, *(f"| {' | '.join((name, *cells))} |" for name, cells in rows.items())])
+    """Return the rows of the detailed trials, as family name → cells."""
+    return {name: list(cells.values()) for name, cells in read_table("trials").items() if name in BY_NAME}
 
 
 def main() -> None:
@@ -125,7 +125,7 @@ def main() -> None:
         with TemporaryDirectory() as place:
             outcomes[family.name] = row_of(family, Path(place))
         print(family.name, *outcomes[family.name], sep="\t", file=sys.stderr)
-    replace_between("<!-- table -->", "<!-- end of table -->", markdown_table(_COLUMNS, outcomes))
+    write_table("trials", {name: dict(zip(_COLUMNS, cells, strict=True)) for name, cells in outcomes.items()})
 
 
 if __name__ == "__main__":
