@@ -94,7 +94,10 @@ def _measure(tokenizers: Sequence[tuple[Any, ...]]) -> list[Shares | str]:
         return []
     try:
         answer: object = call_model_process(
-            measure_segmentation, (tokenizers,), location="tokenizers", needs=CallNeeds(time_limit=_TIME_LIMIT)
+            measure_segmentation,
+            (tokenizers,),
+            location="tokenizers",
+            needs=CallNeeds(gpu=False, time_limit=_TIME_LIMIT),
         )
     except MergegateError as error:
         return [error.found] * len(tokenizers)
