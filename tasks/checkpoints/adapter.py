@@ -87,7 +87,7 @@ class ResolvedAdapter(BaseModel):
             remedy = "make sure that the adapter was trained on these weights. mergegate can only compare shapes"
             warnings.append((where, named, f"{base}, to which the adapter is applied", remedy))
         if adapter.has_zero_factors(element_reader(self.snapshot)):
-            found, expected = "its factors change nothing: one of each module is zero", "the result of a training"
+            found, expected = "each module has a factor of zeros, which changes nothing", "trained factors"
             remedy = "make sure that the adapter was trained and saved completely, or remove it from the recipe"
             warnings.append((str(adapter.directory), found, expected, remedy))
         findings = [Finding("warn", *texts, cause=texts[1]) for texts in warnings]
