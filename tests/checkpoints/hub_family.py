@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from family import random_tensors, save_checkpoint
+import torch
+from family import HIDDEN, LAYERS, WIDE, random_tensors, save_checkpoint
 from hub_look_alike import LookAlike, hub
 from typer.testing import CliRunner, Result
 
@@ -19,6 +20,21 @@ models:
   - {model: acme/math, parameters: {weight: 0.5, density: 0.5}}
   - {model: acme/code, parameters: {weight: 0.5, density: 0.5}}
 """
+
+
+SIZES = {"hidden_size": HIDDEN, "intermediate_size": WIDE, "num_attention_heads": 1, "num_key_value_heads": 1}
+
+
+def rest_of_class() -> dict[str, torch.Tensor]:
+    """Return the tensors of a Llama that ``random_tensors`` leaves out."""
+    square, wide = ("self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj"), torch.zeros(WIDE, HIDDEN)
+    rest = {
+        "mlp.gate_proj": wide,
+        "mlp.down_proj": torch.zeros(HIDDEN, WIDE),
+        "post_attention_layernorm": torch.ones(HIDDEN),
+    }
+    rest |= dict.fromkeys(square, torch.zeros(HIDDEN, HIDDEN))
+    return {f"model.layers.{at}.{name}.weight": one.clone() for at in range(LAYERS) for name, one in rest.items()}
 
 
 def go_offline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,9 +77,9 @@ def write_profile(directory: Path, *, name: str = "demo", recipe: str = RECIPE, 
 def models(tmp_path: Path) -> Path:
     """Save ``base``, ``math`` and ``code`` as directories. The base is sharded and has files that no merge needs."""
     directory, base = tmp_path / "models", random_tensors(0)
-    save_checkpoint(directory / "base", base, shards=2)
+    save_checkpoint(directory / "base", base | rest_of_class(), shards=2, config=SIZES)
     for seed, name in enumerate(("math", "code"), start=1):
-        save_checkpoint(directory / name, random_tensors(seed, base))
+        save_checkpoint(directory / name, random_tensors(seed, base) | rest_of_class(), config=SIZES)
     for model in directory.iterdir():
         (model / "README.md").write_text(CARD)
     for name in ("pytorch_model.bin", "consolidated.safetensors", "onnx/model.bin"):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from family import save_tokenizer, shapes
-from hub_family import RECIPE, header_sizes, mergegate, write_profile
+from hub_family import RECIPE, header_sizes, mergegate, rest_of_class, write_profile
 from hub_look_alike import READER, LookAlike
 
 NO_DERIVATIVES = "---\nlicense: cc-by-nd-4.0\n---\n"
@@ -147,7 +147,8 @@ def test_undeclared_ancestors_on_the_hub_are_found_by_samples(
     assert any("cc-by-nc-4.0 (of corp/secret) forbids commercial use" in remark["found"] for remark in remarks)
     # The refusal names both relations, and no warning repeats them.
     assert sum(remark["found"].count("which its card does not name") for remark in remarks) == 2
-    matrices = sum(len(shape) > 1 and math.prod(shape) >= 128 for shape in shapes().values())
+    every_shape = (*shapes().values(), *(tensor.shape for tensor in rest_of_class().values()))
+    matrices = sum(len(shape) > 1 and math.prod(shape) >= 128 for shape in every_shape)
     header = header_sizes(models)
     extra = {sha256: count - header[sha256] for sha256, count in online.sent.items()}
     assert set(extra.values()) == {matrices * 128 * 4}
