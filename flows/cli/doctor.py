@@ -2,7 +2,7 @@
 
 Runs work without this command, because they treat damage as a cache miss and rebuild the artifact. The command reports
 all sizes and every file that is damaged, set aside or left over, and which tools with environments of their own are
-installed. ``--repair`` sets damaged files aside and removes leftover ones.
+installed. ``--repair`` removes damaged caches and leftover files, and sets damaged records aside.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FOLDERS = ("anchors", "logs", "prefect", "reports", "runs", "samples", "store",
 
 def doctor_command(
     repair: Annotated[
-        bool, typer.Option("--repair", help="Set damaged files aside, and remove leftover files.")
+        bool, typer.Option("--repair", help="Remove damaged and leftover files, and set damaged records aside.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:

@@ -83,7 +83,7 @@ def store_du_command(as_json: JsonOption = False) -> None:
         needed, quota = explain_retention(runs_directory()), store_quota()
         total, by_stage = store_bytes(home() / "store"), defaultdict[str, list[StoreEntry]](list)
         for entry in list_store(home() / "store"):
-            by_stage[entry.stage or "set aside"].append(entry)
+            by_stage[entry.stage].append(entry)
         sizes = [
             _StageSize(
                 stage,
@@ -128,7 +128,7 @@ def store_verify_command(as_json: JsonOption = False) -> None:
             for finding in damaged:
                 console.print(f"  damaged  {finding.path}: {finding.explanation}")
             if damaged:
-                console.print("  the next run that needs them rebuilds them; mergegate doctor --repair sets them aside")
+                console.print("  the next run that needs them rebuilds them; mergegate doctor --repair removes them")
             else:
                 console.print(f"{home() / 'store'}: {len(entries)} artifacts and values, none of them damaged")
         raise typer.Exit(3 if damaged else 0)

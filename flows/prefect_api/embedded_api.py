@@ -39,8 +39,8 @@ from mergegate.merge_core.files import (
     disk_refusal,
     hold_lock,
     is_disk_error,
-    set_aside_damaged,
-    set_sqlite_aside,
+    remove_damaged,
+    remove_sqlite,
     sqlite_fault,
     state_directory,
     user_cache,
@@ -283,9 +283,9 @@ def require_writable(path: Path) -> None:
 
 
 def forget_records(database: Path, why: str) -> None:
-    """Set Prefect's database aside, together with the file that lists the blocks registered in it."""
-    set_sqlite_aside(database, why)
-    set_aside_damaged(database.with_name("memo_store.toml"), "it belongs to the database")
+    """Delete Prefect's database, together with the file that lists the blocks registered in it."""
+    remove_sqlite(database, why)
+    remove_damaged(database.with_name("memo_store.toml"), "it belongs to the database")
 
 
 def _database() -> Path | None:

@@ -1,10 +1,10 @@
 """Durable files: atomic writes, hashes, locks, and state that survives a crash.
 
 mergegate uses this package for everything that it writes and later reads back. Each file is written next to its final
-path, flushed to the disk and renamed. Damaged state is renamed instead of read.
+path, flushed to the disk and renamed. Damaged caches are built again.
 """
 
-from mergegate.merge_core.files.database import set_sqlite_aside, sqlite_fault
+from mergegate.merge_core.files.database import remove_sqlite, sqlite_fault
 from mergegate.merge_core.files.disk import disk_errors_refused, disk_refusal, is_disk_error
 from mergegate.merge_core.files.hashing import (
     HASHES,
@@ -44,6 +44,7 @@ from mergegate.merge_core.files.state import (
     read_state,
     regular_files,
     remove_any,
+    remove_damaged,
     set_aside_damaged,
     state_directory,
     user_cache,
@@ -84,9 +85,10 @@ __all__ = [
     "regular_files",
     "remove_any",
     "remove_contents",
+    "remove_damaged",
+    "remove_sqlite",
     "require_unchanged",
     "set_aside_damaged",
-    "set_sqlite_aside",
     "sha256_file",
     "sqlite_fault",
     "state_directory",

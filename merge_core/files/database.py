@@ -1,4 +1,4 @@
-"""Detect damaged SQLite databases, and rename them together with their journal files so that they can be rebuilt."""
+"""Detect damaged SQLite databases, and delete them together with their journal files so that they are rebuilt."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-from mergegate.merge_core.files.state import is_misplaced, set_aside_damaged
+from mergegate.merge_core.files.state import is_misplaced, remove_damaged
 
 _FILE_SUFFIXES = ("", "-journal", "-wal", "-shm")
 # Another process holds a lock, or the disk refuses the operation. The file itself is intact.
@@ -58,10 +58,10 @@ def sqlite_fault(database: Path, *, patience_s: float) -> str:
     return "" if result == ("ok",) else f"damaged: {result}"
 
 
-def set_sqlite_aside(database: Path, reason: str) -> None:
-    """Rename the database and its journal files, and log ``reason`` (see :func:`.set_aside_damaged`)."""
+def remove_sqlite(database: Path, reason: str) -> None:
+    """Delete the database and its journal files, and log ``reason`` (see :func:`.remove_damaged`)."""
     for suffix in _FILE_SUFFIXES:
-        set_aside_damaged(database.with_name(database.name + suffix), reason)
+        remove_damaged(database.with_name(database.name + suffix), reason)
 
 
 def misplaced_file(database: Path) -> Path | None:

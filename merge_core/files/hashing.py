@@ -7,7 +7,7 @@ modification time does not hide a change, because programs cannot set the change
 File system clocks tick every few milliseconds, and two writes within one tick leave the same timestamps. ``HashMemo``
 therefore waits until the tick of the last change has passed before it reads a file.
 
-The cache never stops a run. A table that is damaged or has another schema is set aside and rebuilt. While a table is
+The cache never stops a run. A table that is damaged or has another schema is deleted and rebuilt. While a table is
 locked or its disk is full, files are hashed without it.
 """
 
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from mergegate.merge_core.errors import ChangedInput
-from mergegate.merge_core.files.database import misplaced_file, set_sqlite_aside, sqlite_is_damaged
+from mergegate.merge_core.files.database import misplaced_file, remove_sqlite, sqlite_is_damaged
 from mergegate.merge_core.files.state import state_directory
 from mergegate.merge_core.parsing import plain_file
 
@@ -161,7 +161,7 @@ class HashMemo:
             if time.monotonic() < _UNUSABLE_UNTIL.get(self._database, 0):
                 return None
             if misplaced := misplaced_file(self._database):
-                set_sqlite_aside(self._database, f"{misplaced.name} is not a file")
+                remove_sqlite(self._database, f"{misplaced.name} is not a file")
             try:
                 with closing(self._open()) as connection:
                     return query(connection)
@@ -170,7 +170,7 @@ class HashMemo:
                     _log.warning("%s: %s; mergegate hashes files again", self._database, error)
                     _UNUSABLE_UNTIL[self._database] = time.monotonic() + _RETRY_AFTER_S
                     return None
-                set_sqlite_aside(self._database, str(error))
+                remove_sqlite(self._database, str(error))
         return None
 
     def _open(self) -> sqlite3.Connection:

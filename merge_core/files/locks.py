@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from mergegate.merge_core.errors import DiskUnavailable
-from mergegate.merge_core.files.state import is_misplaced, set_aside_damaged
+from mergegate.merge_core.files.state import is_misplaced, remove_damaged
 
 # Errors of open() for a directory, a link or a socket at the path of a lock file.
 _NOT_A_FILE = (errno.EISDIR, errno.ELOOP, errno.ENXIO, errno.ENODEV)
@@ -106,7 +106,7 @@ def _open_locked(path: Path, flags: int, operation: int, required: bool) -> int:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open ``path``. With ``O_CREAT``, first set aside anything at the path that is not a file."""
+    """Open ``path``. With ``O_CREAT``, first delete anything at the path that is not a file."""
     if not flags & os.O_CREAT:
         return os.open(path, flags | os.O_CLOEXEC)
     all_flags = flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -114,7 +114,7 @@ def _open(path: Path, flags: int) -> int:
         descriptor = os.open(path, all_flags, 0o644)
     except PermissionError:
         if not os.path.lexists(path):
-            raise  # The directory is read-only, so there is nothing to set aside.
+            raise  # The directory is read-only, so there is nothing to delete.
         if path.parent.stat().st_uid != os.geteuid() or path.lstat().st_uid != os.geteuid():
             raise  # The file belongs to another user, who may hold the lock.
     except OSError as error:
@@ -125,7 +125,7 @@ def _open(path: Path, flags: int) -> int:
             return descriptor
         os.close(descriptor)
     if is_misplaced(path) or not os.access(path, os.R_OK | os.W_OK):  # Another process may have repaired it already.
-        set_aside_damaged(path, "not a file that can be locked")
+        remove_damaged(path, "not a file that can be locked")
     return os.open(path, all_flags, 0o644)
 
 

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mergegate.merge_core.files.locks import lock_file
-from mergegate.merge_core.files.state import is_misplaced, remove_any, set_aside_damaged
+from mergegate.merge_core.files.state import is_misplaced, remove_any, remove_damaged
 from mergegate.merge_core.system import flush_data
 
 JOURNAL = "unfinished.journal"
@@ -169,7 +169,7 @@ class RecordJournal:
 def open_journal_file(path: Path) -> int:
     """Open the file of a journal, create it if necessary, and return its descriptor. May raise OSError."""
     if is_misplaced(path):
-        set_aside_damaged(path, "not a journal")
+        remove_damaged(path, "not a journal")
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
 
 

@@ -1,11 +1,11 @@
-"""Read and write state files that may be damaged, and set damaged ones aside.
+"""Read and write state files that may be damaged.
 
-mergegate can rebuild everything in its home directory and in the store, so damage there never stops a run. A reader of
-state gets a value, or learns that the file is missing or damaged. Damaged state is *set aside*, that is, renamed to
-``<name>.damaged-<n>``, before new state is written at its path, so that an operator can inspect it::
+Damage in mergegate's home directory and in the store never stops a run. A reader of state gets a value, or learns that
+the file is missing or damaged. A damaged cache is deleted and built again. A damaged record that a later verdict
+depends on is *set aside*, that is, renamed to ``<name>.damaged-<n>``, so that an operator can inspect it::
 
     match read_state(path, Manifest.model_validate_json):
-        case Damaged() as damage: ...        # garbage, a directory, a link loop, not readable: set it aside
+        case Damaged() as damage: ...        # garbage, a directory, a link loop, not readable
         case None: ...                       # the file does not exist
         case manifest: ...
 
@@ -31,8 +31,6 @@ from typing import TypeVar
 ASIDE = ".damaged-"
 # A name with the ID of the writing process and perhaps of its thread, a name from ``tempfile``, or a key.
 _TEMPORARY = re.compile(r"(.+\.\d+(-\d+)?|(runner|probe)-.+|[0-9a-f]{32}(\..+)?)\.partial")
-# Number of set-aside copies per name, and the size limit of each copy. A damaged checkpoint is not worth keeping whole.
-MAX_COPIES, MAX_COPY_BYTES = 3, 64 << 20
 # Size limit of a state file. A larger file is damaged.
 MOST_BYTES = 1 << 30
 
@@ -107,34 +105,23 @@ def read_state(path: Path, parse: Callable[[bytes], T], *, most: int = MOST_BYTE
 def move_aside(path: Path) -> Path | None:
     """Rename the file, link or directory at ``path`` to ``<name>.damaged-<n>``, and return its new path.
 
-    The largest files of the copy are removed until at most 64 MiB are left, and so are all but the last three copies.
-
-    Returns:
-        The new path, or None if nothing was at ``path`` or nothing of it was kept.
+    Return None if nothing is at ``path``.
     """
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}{ASIDE}{number}")):
+        number += 1
     try:
-        copies = _set_aside_copies(path.with_name(f"{path.name}{ASIDE}0"))
-        aside = path.with_name(f"{path.name}{ASIDE}{_number(copies[-1]) + 1 if copies else 1}")
         path.rename(aside)
     except (FileNotFoundError, NotADirectoryError):
         return None
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            raise
+    return aside
+
+
+def remove_damaged(path: Path, reason: str) -> None:
+    """Delete the file or directory at ``path``, which can be built again, and log ``reason`` if it existed."""
+    if os.path.lexists(path):
         remove_any(path)
-        return None
-    for old in _set_aside_copies(aside)[:-MAX_COPIES]:
-        remove_any(old)
-    with suppress(OSError):  # Remove the largest files of the copy until it is small enough.
-        is_tree = aside.is_dir() and not aside.is_symlink()
-        paths = [aside / name for name in regular_files(aside)[0]] if is_tree else [aside]
-        files = sorted((file.lstat().st_size, file) for file in paths)
-        total = sum(size for size, _ in files)
-        while files and total > MAX_COPY_BYTES:
-            size, file = files.pop()
-            file.unlink()
-            total -= size
-    return aside if os.path.lexists(aside) else None
+        _log.warning("%s: %s; removed", path, reason)
 
 
 def is_misplaced(path: Path, *, through_links: bool = False) -> bool:
@@ -152,7 +139,7 @@ def is_misplaced(path: Path, *, through_links: bool = False) -> bool:
 
 def is_set_aside(path: Path) -> bool:
     """Return whether ``path`` has a name that :func:`move_aside` gives, ``<name>.damaged-<n>``."""
-    return ASIDE in path.name and _number(path) > 0
+    return re.search(rf"{re.escape(ASIDE)}[1-9][0-9]{{0,8}}$", path.name) is not None
 
 
 def is_temporary(path: Path) -> bool:
@@ -164,7 +151,7 @@ def set_aside_damaged(path: Path, reason: str) -> None:
     """Set aside the file or directory at ``path`` and log ``reason``. Do nothing if the path does not exist."""
     if os.path.lexists(path):
         aside = move_aside(path)
-        _log.warning("%s: %s; %s", path, reason, f"set aside as {aside.name}" if aside else "removed")
+        _log.warning("%s: %s; %s", path, reason, f"set aside as {aside.name}" if aside else "it is gone")
 
 
 def user_cache() -> Path:
@@ -256,18 +243,6 @@ def regular_files(directory: Path) -> tuple[set[str], set[str]]:
             if not stat.S_ISDIR(mode):
                 (files if stat.S_ISREG(mode) else special).add(path.relative_to(directory).as_posix())
     return files, special
-
-
-def _set_aside_copies(aside: Path) -> list[Path]:
-    """Return all set-aside copies with the same original name, oldest first."""
-    name = aside.name.rpartition(ASIDE)[0]
-    copies = [path for path in aside.parent.iterdir() if path.name.rpartition(ASIDE)[0] == name]
-    return sorted((path for path in copies if _number(path) > 0), key=_number)
-
-
-def _number(aside: Path) -> int:
-    text = aside.name.rpartition(ASIDE)[2]
-    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
 def _retry_with_permission(function: Callable[[str], object], path: str, failure: object) -> None:

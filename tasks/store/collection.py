@@ -29,7 +29,6 @@ from mergegate.merge_core.files import (
     HashMemo,
     fsync,
     hold_lock,
-    is_set_aside,
     is_temporary,
     regular_files,
     remove_any,
@@ -69,9 +68,7 @@ def list_store(root: Path) -> tuple[StoreEntry, ...]:
     for directory in sorted(root.iterdir()) if root.is_dir() else []:
         if directory.name in (LOCKS, TRASH):
             continue
-        if is_set_aside(directory):
-            entries.append(_entry("", directory, "set aside"))
-        elif directory.is_dir() and not directory.is_symlink():
+        if directory.is_dir() and not directory.is_symlink():
             for path in sorted(directory.iterdir()):
                 if (kind := _kind(path)) is not None:
                     entries.append(_entry(directory.name, path, kind))
@@ -212,8 +209,6 @@ def _entry(stage: str, path: Path, kind: EntryKind) -> StoreEntry | None:
 def _kind(path: Path) -> EntryKind | None:
     """Return the kind of an entry, or None if mergegate did not create it and must not remove it."""
     name = path.name
-    if is_set_aside(path):
-        return "set aside"
     if name.endswith(".doomed") and _KEY.match(name):
         return "left over"
     if is_temporary(path):

@@ -29,8 +29,8 @@ from mergegate.merge_core.files import (
     read_state,
     regular_files,
     remove_any,
+    remove_sqlite,
     set_aside_damaged,
-    set_sqlite_aside,
     sha256_file,
     sqlite_fault,
     try_open_locked,
@@ -54,7 +54,7 @@ class StateFinding:
     """Problem with a file or directory in mergegate's home directory.
 
     Args:
-        kind: ``damaged``: the next run that needs it rebuilds it. ``set aside``: a run found it damaged and rebuilt it.
+        kind: ``damaged``: the next run that needs it rebuilds it. ``set aside``: a run found it damaged.
             ``unfinished``: the next run with the same inputs resumes it. ``abandoned``: no run has resumed it for 30
             days. ``left over``: a killed process left it, and no run reads it. ``foreign``: mergegate did not write it
             and does not change it.
@@ -111,7 +111,7 @@ def examine_database(database: Path) -> Iterator[StateFinding]:
 def leftover_finding(path: Path) -> StateFinding | None:
     """Return a finding if the name of ``path`` shows that it was set aside or is from an unfinished write."""
     if is_set_aside(path):
-        return StateFinding("set aside", path, "it was damaged, and a run rebuilt it", directory_bytes(path))
+        return StateFinding("set aside", path, "it was damaged, and a run continued without it", directory_bytes(path))
     if is_temporary(path) and not path.is_dir():
         return StateFinding("left over", path, "from a write that was not completed", directory_bytes(path))
     return None
@@ -127,7 +127,7 @@ def damaged_finding(path: Path, why: str) -> StateFinding:
 
 
 def mend_state(finding: StateFinding) -> str:
-    """Set aside a damaged file, or remove a file that no run reads. Do not touch unfinished or foreign files.
+    """Remove a damaged cache or a file that no run reads. Set aside other damage. Leave unfinished and foreign files.
 
     Returns:
         ``removed``, ``set aside``, or an empty string if nothing was done.
@@ -138,10 +138,13 @@ def mend_state(finding: StateFinding) -> str:
         remove_any(finding.path)
         return "removed"
     if finding.path.suffix in (".sqlite", ".db"):
-        set_sqlite_aside(finding.path, finding.explanation)
+        remove_sqlite(finding.path, finding.explanation)
+    elif _KEY.fullmatch(finding.path.name.removesuffix(".json")):  # An entry of the store.
+        remove_any(finding.path)
     else:
         set_aside_damaged(finding.path, finding.explanation)
-    return "set aside"
+        return "set aside"
+    return "removed"
 
 
 def directory_bytes(path: Path) -> int:

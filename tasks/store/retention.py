@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 LAST_RUNS = 2
 RELEASED = "released"
 
-EntryKind = Literal["artifact", "value", "unfinished", "set aside", "left over"]
+EntryKind = Literal["artifact", "value", "unfinished", "left over"]
 
 
 class EntryName(NamedTuple):
@@ -80,7 +80,7 @@ class StoreEntry:
     @property
     def is_unused(self) -> bool:
         """Whether no run reads the entry, even if a run needs the artifact of the same key."""
-        return self.kind in ("set aside", "left over")
+        return self.kind == "left over"
 
 
 @dataclass(frozen=True)

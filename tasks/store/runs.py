@@ -29,7 +29,7 @@ from mergegate.merge_core.files import (
     Damaged,
     lock_file,
     read_state,
-    set_aside_damaged,
+    remove_damaged,
     state_directory,
     try_open_locked,
 )
@@ -158,7 +158,7 @@ class RunReader:
             record = read_state(file, _parse)
             if isinstance(record, Damaged):
                 if not is_live:
-                    set_aside_damaged(file, record.reason)
+                    remove_damaged(file, record.reason)
                 return None
             run = record
             self._parsed[file] = (state, run)

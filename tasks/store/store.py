@@ -35,7 +35,6 @@ from mergegate.merge_core.files import (
     fsync,
     fsync_directories,
     hold_lock,
-    move_aside,
     read_state,
     regular_files,
     remove_any,
@@ -276,7 +275,8 @@ class Store:
             except StoreMiss as miss:
                 detail("store: %s", miss)
                 if os.path.lexists(final):
-                    callbacks.on_damage(_set_aside(final, miss))
+                    remove_any(final)
+                    callbacks.on_damage(f"{miss}; removed")
                 return None
             # A run that was killed just after the rename leaves its journal.
             (final / JOURNAL).unlink(missing_ok=True)
@@ -349,7 +349,8 @@ class Store:
             except StoreMiss as miss:
                 detail("store: %s", miss)
                 if os.path.lexists(path):
-                    callbacks.on_damage(_set_aside(path, miss))
+                    remove_any(path)
+                    callbacks.on_damage(f"{miss}; removed")
                 return None
 
         def create() -> StoredValue[R]:
@@ -404,11 +405,6 @@ class Store:
 def _content_digest(files: Mapping[str, Mapping[str, object]], value: BaseModel) -> str:
     """Return the digest of a stage's value and files. The file that contains the value does not count."""
     return digest({"files": {name: entry for name, entry in files.items() if name != VALUE}, "value": value})
-
-
-def _set_aside(path: Path, miss: StoreMiss) -> str:
-    aside = move_aside(path)
-    return f"{miss}; {f'set aside as {aside.name}' if aside else 'removed'}"
 
 
 def _require_valid(state: T | Damaged | None, path: Path) -> T:

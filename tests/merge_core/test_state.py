@@ -1,4 +1,4 @@
-"""Damaged state is a miss: it is set aside, kept small and built again."""
+"""Damaged state is a miss: it is deleted or set aside, and built again."""
 
 from __future__ import annotations
 
@@ -98,27 +98,14 @@ def test_exhausted_machine_limits_are_not_reported_as_damage(tmp_path: Path, mon
         files.read_state(tmp_path / "state", bytes)
 
 
-def test_only_the_newest_set_aside_copies_are_kept(tmp_path: Path) -> None:
+def test_set_aside_files_are_numbered(tmp_path: Path) -> None:
     path = tmp_path / "state"
-    for number in range(5):
+    for number in range(3):
         path.write_text(str(number))
         files.move_aside(path)
     kept = {place.name: place.read_text() for place in tmp_path.iterdir()}
-    assert kept == {f"state.damaged-{number}": str(number - 1) for number in (3, 4, 5)}
+    assert kept == {f"state.damaged-{number}": str(number - 1) for number in (1, 2, 3)}
     assert files.move_aside(path) is None
-
-
-def test_only_small_files_of_a_large_artifact_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files.state, "MAX_COPY_BYTES", 1000)
-    (tmp_path / "artifact" / "deep").mkdir(parents=True)
-    (tmp_path / "artifact" / "deep" / "weights").write_bytes(bytes(5000))
-    (tmp_path / "artifact" / "value.json").write_bytes(bytes(500))
-    place = files.move_aside(tmp_path / "artifact")
-    assert place is not None
-    assert [file.name for file in place.rglob("*") if file.is_file()] == ["value.json"]
-    (tmp_path / "large").write_bytes(bytes(5000))
-    assert files.move_aside(tmp_path / "large") is None
-    assert names(tmp_path) == ["artifact.damaged-1"]
 
 
 def test_the_target_of_a_link_is_not_touched(tmp_path: Path) -> None:
@@ -217,7 +204,7 @@ PLACES = ("", "merge", "locks", f"merge/{KEY[:32]}.partial", f"locks/merge-{KEY[
 
 @damages
 @pytest.mark.parametrize("place", sampled(PLACES, PLACES[-1:]))
-def test_obstacles_in_the_store_are_set_aside(tmp_path: Path, place: str, damage: Callable[[Path], None]) -> None:
+def test_obstacles_in_the_store_are_removed(tmp_path: Path, place: str, damage: Callable[[Path], None]) -> None:
     root = tmp_path / "store"
     (root / place).parent.mkdir(parents=True, exist_ok=True)
     (root / place).write_text("a file")
@@ -267,7 +254,7 @@ def test_a_table_with_another_schema_is_rebuilt(
     assert files.HashMemo(database).sha256(weights) == wanted
     monkeypatch.setattr(files.hashing, "sha256_file", lambda path: pytest.fail("read again"))
     assert files.HashMemo(database).sha256(weights) == wanted
-    assert "hashes.sqlite.damaged-1" in names(tmp_path)
+    assert not [name for name in names(tmp_path) if "damaged" in name]
 
 
 @pytest.mark.parametrize("remembered", ["", "f" * 63, "not hex" * 9, b"\xff" * 64, 3, None])
@@ -411,9 +398,6 @@ def test_an_inspection_finds_and_repairs_damage_and_leftovers(tmp_path: Path) ->
         f"{'a' * 32}.partial": "unfinished", f"{'b' * 32}.partial": "abandoned", "of-nobody": "left over",
         "hashes.sqlite": "damaged",
     }  # fmt: skip
-    for found in examine_store(root):
-        mend_state(found)
-    assert {found.kind for found in examine_store(root)} == {"set aside", "unfinished"}
     for found in examine_store(root):
         mend_state(found)
     assert [found.kind for found in examine_store(root)] == ["unfinished"]

@@ -32,7 +32,7 @@ def name_of(number: int) -> store.EntryName:
 
 @st.composite
 def stores(draw: st.DrawFn) -> list[store.StoreEntry]:
-    kinds = st.sampled_from(["artifact", "value", "unfinished", "set aside", "left over"])
+    kinds = st.sampled_from(["artifact", "value", "unfinished", "left over"])
     ages = st.floats(-DAY, 400 * DAY)
     drawn = draw(st.lists(st.tuples(kinds, st.integers(0, 10**12), ages), max_size=12))
     return [
@@ -79,7 +79,7 @@ def test_a_plan_decides_each_entry_once_and_meets_the_quota_unless_needed_entrie
     assert plan.bytes_after == beside + sum(one.bytes for one, _ in plan.retained)
     assert all(why for _, why in (*plan.removals, *plan.retained))
     needed = needed_by(known, runs_that_count(known))
-    kept = [one for one in entries if one.entry_name in needed and one.kind not in ("set aside", "left over")]
+    kept = [one for one in entries if one.entry_name in needed and one.kind != "left over"]
     if rule.quota is None:
         assert plan.over_quota == 0
     elif plan.over_quota:
@@ -232,12 +232,12 @@ def test_an_incomplete_line_loses_only_itself(tmp_path: Path) -> None:
         *(Path.mkdir, os.mkfifo, lambda path: path.symlink_to("nowhere")),
     ],
 )
-def test_a_damaged_record_is_set_aside_and_the_others_are_read(tmp_path: Path, damage: Any) -> None:
+def test_a_damaged_record_is_removed_and_the_others_are_read(tmp_path: Path, damage: Any) -> None:
     ended(tmp_path, "one")
     path = tmp_path / "two.jsonl"
     path.write_bytes(damage) if isinstance(damage, bytes) else damage(path)
     assert [run.run for run in store.read_runs(tmp_path)] == ["one"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["one.jsonl", "two.jsonl.damaged-1"]
+    assert [path.name for path in tmp_path.iterdir()] == ["one.jsonl"]
 
 
 def test_pruning_keeps_the_counting_runs_of_each_profile(tmp_path: Path) -> None:
