@@ -58,7 +58,14 @@ from mergegate.merge_core.checkpoint.gguf_file import (
     parse_gguf_header,
     read_gguf_header,
 )
-from mergegate.merge_core.checkpoint.heads import is_embedding, is_head, settle_head, ties_embeddings, with_tie
+from mergegate.merge_core.checkpoint.heads import (
+    equal_bytes,
+    is_embedding,
+    is_head,
+    settle_head,
+    ties_embeddings,
+    with_tie,
+)
 from mergegate.merge_core.checkpoint.measurements import (
     FILES_OF_IMPORTANCE,
     FILES_OF_MOMENTS,
@@ -127,6 +134,7 @@ __all__ = [
     "companion_kind",
     "config_parts",
     "empty_moments",
+    "equal_bytes",
     "fetch_header",
     "find_thinking",
     "has_vocabulary",

@@ -28,7 +28,6 @@ from mergegate.merge_core.methods import (
     mask_key,
 )
 from mergegate.merge_core.plan import TensorJob
-from mergegate.merge_core.plan.jobs import unequal_integers
 
 if TYPE_CHECKING:
     from mergegate.merge_core.engine.blocks import Bytes
@@ -185,11 +184,10 @@ class TensorRun:
             elif isinstance(self.step, Fold):
                 self._fold(self.step, number, block)
             elif self.job.mode == "equal":
-                first, *others = self.job.inputs
-                for item, row in zip(others, block.rows[1:], strict=True):
+                for item, row in zip(self.job.inputs[1:], block.rows[1:], strict=True):
                     # One number is a counter, such as the steps of batch normalization: it computes nothing.
                     if self.job.output.numel > 1 and not np.array_equal(row, block.rows[0]):
-                        raise unequal_integers(first, item)
+                        raise self.job.mismatch(item)
                 self._write(block.start, block.rows[0], 0, nonzero=True, release=None)
             else:
                 assert isinstance(self.step, Map)

@@ -23,20 +23,27 @@ from mergegate.merge_core.architecture import (
     kind_of,
     vocabulary_size,
 )
-from mergegate.merge_core.checkpoint import DEFAULT, MODULES_FILE, Checkpoint, Companions, StoredTensor
-from mergegate.merge_core.checkpoint.heads import equal_bytes
+from mergegate.merge_core.checkpoint import (
+    DEFAULT,
+    MODULES_FILE,
+    Checkpoint,
+    Companions,
+    StoredTensor,
+    equal_bytes,
+)
 from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS, cached_tokenizers
 from mergegate.merge_core.errors import Finding, InvalidInput, finding_of, to_printable, worst_first
 from mergegate.merge_core.plan.companions import lost_files, tokenizer_donor
 from mergegate.merge_core.plan.consistency import self_consistency, unused_tensors
 from mergegate.merge_core.plan.finding_groups import (
+    CLASSES,
     SIZES,
     compare_sizes,
     config_value,
     different_size,
     different_vocabulary,
 )
-from mergegate.merge_core.plan.jobs import MergePlan, unequal_integers
+from mergegate.merge_core.plan.jobs import MergePlan
 from mergegate.merge_core.plan.plan import assemble, parents_of, planned_checkpoint, single_experts, with_findings
 from mergegate.merge_core.plan.tokenizers import TokenizerPair, compare_to_donor
 from mergegate.merge_core.recipe import Recipe
@@ -137,7 +144,7 @@ def plan_with_findings(
     # List a difference in size before the findings that it causes, but only if one of them blocks the merge: slices may
     # have cut the layers to fit.
     blocking_causes = {finding.cause for finding in findings if finding.severity == "block"}
-    causes = [size for size in sizes if size.cause in blocking_causes]
+    causes = [size for size in sizes if size.cause in blocking_causes or size.where.endswith(CLASSES)]
     return PlannedMerge(worst_first([*causes, *findings]), plan, tuple(measurable))
 
 
@@ -194,15 +201,7 @@ def _compare_configs(
     aligned: bool,
 ) -> Iterator[Finding]:
     if class_difference(donor, parent) == "network":
-        yield Finding(
-            "block",
-            f"{name}: config.json: architectures",
-            found=parent.architecture or "no value",
-            expected=f"{donor.architecture or 'no value'}, as in {donor_name}",
-            remedy="merge models of one architecture",
-            cause=different_size(name),
-        )
-        return
+        return  # compare_sizes reports it.
     yield from _compare_settings(donor_name, donor, name, parent, accepted_differences)
     donor_end, parent_end = (config_value(checkpoint, _END) for checkpoint in (donor, parent))
     if not aligned and donor_end != parent_end and donor_end is not None and parent_end is not None:
@@ -325,7 +324,7 @@ def _compare_tables(plan: MergePlan) -> Iterator[Finding]:
                 continue
             is_local = first.tensor.file.is_file() and item.tensor.file.is_file()
             if is_local and not equal_bytes(first.tensor, item.tensor):
-                yield finding_of(unequal_integers(first, item))
+                yield finding_of(job.mismatch(item))
 
 
 def _format(checkpoint: Checkpoint) -> str:

@@ -105,6 +105,15 @@ class TensorJob:
         """Number format for computing the job: float64 if any input is float64, otherwise float32."""
         return "float64" if any(item.tensor.dtype.code == "F64" for item in self.inputs) else "float32"
 
+    def mismatch(self, item: Input) -> InvalidInput:
+        """Return the error for an input whose integers differ from those of the first input."""
+        return InvalidInput(
+            f"{item.model}: {item.tensor.name}",
+            found=f"{item.tensor.dtype.code} numbers that differ from those of {self.inputs[0].model}",
+            expected="equal integers, because only floating-point weights can be merged",
+            remedy="merge models of one kind, and merge before you quantize",
+        )
+
     def task(self, seeds: tuple[tuple[int, int], ...] = ()) -> TensorTask:
         """Return the job in the form that the method takes.
 
@@ -176,13 +185,3 @@ class MergePlan:
     def parameters(self) -> int:
         """Number of parameters in the result."""
         return sum(job.output.nbytes // job.output.dtype.size for job in self.jobs)
-
-
-def unequal_integers(first: Input, second: Input) -> InvalidInput:
-    """Return the error for two tables of integers that must be equal."""
-    return InvalidInput(
-        f"{second.model}: {second.tensor.name}",
-        found=f"{second.tensor.dtype.code} numbers that differ from those of {first.model}",
-        expected="equal integers, because only floating-point weights can be merged",
-        remedy="merge models of one kind, and merge before you quantize",
-    )

@@ -1,7 +1,7 @@
 """Bound the floating-point operations of a modification with one formula of sizes, which a reader can recompute.
 
-The bound is not a measurement, so the same inputs give the same number on every machine. Its constants are larger than
-what was counted (``tests/publish/test_compute.py``).
+The bound is not a measurement, so the same inputs give the same number on every machine. Tests compare it with counted
+operations.
 """
 
 from __future__ import annotations
