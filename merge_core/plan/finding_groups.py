@@ -27,6 +27,8 @@ SIZES: Mapping[str, str] = {
     "num_local_experts": "experts",
     "moe_intermediate_size": "size of an expert",
 }
+# End of the place of a finding about models with different networks.
+CLASSES = ": config.json: architectures"
 _COUNTED = ("layers", "heads", "key-value heads", "experts")
 
 
@@ -51,11 +53,22 @@ def different_vocabulary(model: str) -> str:
 
 
 def compare_sizes(donor_name: str, donor: Checkpoint, name: str, parent: Checkpoint) -> Iterator[Finding]:
-    """Yield one finding that lists all sizes in which ``parent`` differs from ``donor``.
-
-    Yield nothing if the sizes agree or the models have different architectures.
-    """
+    """Yield a finding if the models have different networks, or one that lists all sizes in which they differ."""
     if class_difference(donor, parent) == "network":
+        order = ((donor_name, donor, name, parent), (name, parent, donor_name, donor))
+        whole = next((models for models in order if _is_text_part(models[1], models[3])), None)
+        relation = f"; {whole[2]} is the text model alone of a multimodal model like {whole[0]}" if whole else ""
+        yield Finding(
+            "block",
+            f"{name}{CLASSES}",
+            found=(parent.architecture or "no value") + relation,
+            expected=f"{donor.architecture or 'no value'}, as in {donor_name}",
+            remedy=f"save the text model of {whole[0]} as a model of its own and merge text models; see "
+            "docs/how-to/gate-vision-language-models.md"
+            if whole
+            else "merge models of one architecture",
+            cause=different_size(name),
+        )
         return
     pairs = [("layers", layer_count(parent.config), layer_count(donor.config))]
     pairs += [(label, config_value(parent, key), config_value(donor, key)) for key, label in SIZES.items()]
@@ -75,6 +88,12 @@ def compare_sizes(donor_name: str, donor: Checkpoint, name: str, parent: Checkpo
             remedy="merge models of one architecture and size",
             cause=different_size(name),
         )
+
+
+def _is_text_part(whole: Checkpoint, text: Checkpoint) -> bool:
+    """Return whether the language model inside ``whole`` is of the family of ``text``."""
+    part = text_part(whole.config)
+    return part.key is not None and part.model_type == text.config.get("model_type")
 
 
 def config_value(checkpoint: Checkpoint, key: str) -> Any:

@@ -134,3 +134,17 @@ def test_a_parent_with_the_names_of_the_class_has_the_same_architecture(name: st
     assert merge_or_refuse(WHOLE, tmp_path, "out") is None
     assert load_file(tmp_path / "out/model.safetensors").keys() == load_file(tmp_path / "a/model.safetensors").keys()
     assert torch.equal(logits(family, load(family, tmp_path / "out")), logits(family, average(models, [0.3, 0.7])))
+
+
+@pytest.mark.parametrize("text", ["gemma3", "llama4", "qwen3_5", "mistral"])
+def test_a_text_model_is_told_from_the_multimodal_model_around_it(text: str, tmp_path: Path) -> None:
+    whole = {"mistral": "mistral3"}.get(text, text)
+    kind = text if text == "mistral" else f"{text}_text"
+    inner = {"model_type": kind, "num_hidden_layers": 3, "vocab_size": 24}
+    config = {"model_type": whole, "architectures": ["Whole"], "text_config": inner}
+    save_checkpoint(tmp_path / "a", random_tensors(0), config=config)
+    save_checkpoint(tmp_path / "b", random_tensors(0), config={"model_type": kind, "architectures": ["Text"]})
+    for models in ("ab", "ba"):
+        first = next(finding for finding in check_recipe(linear_of(models), tmp_path).findings)
+        assert first.where == f"{models[1]}: config.json: architectures"
+        assert "b is the text model alone of a multimodal model like a" in first.found
