@@ -68,7 +68,7 @@ class BillContent:
 
     Attributes:
         facts: Facts about the release.
-        files: Files of the release, sorted by name. Those that are written later are not listed.
+        files: Files of the release, sorted by name. Later files are not listed.
         description: One sentence.
         license: License of the weights: identifier, or name of a license of its own.
         task: Task of the model on the Hub, or empty.

@@ -1,4 +1,4 @@
-"""Write the compliance sheet of a release: what was modified and how, its parents, licenses, uses and tests.
+"""Write the compliance sheet of a release: its modification, parents, licenses, uses and tests.
 
 The sheet collects facts that a modifier of a general-purpose model may need under the AI Act (Regulation (EU)
 2024/1689). Each fact has a source, and each missing fact is listed. The sheet draws no legal conclusion.
