@@ -120,7 +120,7 @@ _PANELS: Mapping[str, Mapping[str, Entry]] = {
             ("mergegate plan profiles/demo.yaml", "mergegate plan recipe.yaml --price my-box=1.20"),
         ),
         "methods": Entry("methods", "List the merge methods and their parameters.", ("mergegate methods",)),
-        "families": Entry("families", "Say which merges of a family of models work.", ("mergegate families qwen3",)),
+        "families": Entry("families", "Show which merges of a family of models work.", ("mergegate families qwen3",)),
         "extract-lora": Entry(
             "extract",
             "Extract a LoRA adapter from a fine-tune and its base.",

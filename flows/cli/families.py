@@ -1,4 +1,4 @@
-"""``mergegate families``: say which merges of a family of models work, from trials with tiny models."""
+"""``mergegate families``: show which merges of a family of models work, from trials with tiny models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def families_command(
     ] = "",
     as_json: JsonOption = False,
 ) -> None:
-    """Say which merges of a family of models work.
+    """Show which merges of a family of models work.
 
     A family is a model_type of transformers. Tiny random models of each were merged, and the result was compared bit
     by bit with merging in memory. For one family, the tensors are listed that transformers treats in a special way.
