@@ -326,9 +326,13 @@ def _try_adapter(family: TinyFamily, parents: Mapping[str, Any], root: Path) -> 
 def _add_noise(model: Any, seed: int) -> None:
     """Add noise to all tensors, including norms and biases. Tied tensors get it once."""
     generator = torch.Generator().manual_seed(seed)
-    for tensor in {tensor.data_ptr(): tensor for tensor in model.state_dict().values()}.values():
+    tensors = {tensor.data_ptr(): (name, tensor) for name, tensor in model.state_dict().items()}
+    for name, tensor in tensors.values():
         if tensor.is_floating_point() and tensor.numel():
-            tensor.add_(0.05 * torch.randn(tensor.shape, generator=generator))
+            noise = 0.05 * torch.randn(tensor.shape, generator=generator)
+            if name.endswith("balancing_biases"):
+                noise[-1] = 0  # transformers writes -1 here when it loads a model of the family zaya.
+            tensor.add_(noise)
 
 
 # --- Table ---------------------------------------------------------------------------------------------------------
