@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from lm_eval_runs import UNWRITTEN, prepare, run_lm_eval, run_lm_eval_here
+from samples import sampled_rows
 from scoring_runs import mean_of, model_in, pin, score, write_task
 from tiny_models import words, write_choices
 
@@ -216,36 +217,16 @@ def test_inline_tasks_and_overrides_match_lm_eval(tasks: Path, tmp_path: Path) -
     assert {(row.task, row.doc_id, row.prompt_hash, row.outcome) for row in rows} == theirs
 
 
-@pytest.mark.parametrize("part", ["bbh.yaml", "scoring.py", "bbh_b.jsonl"])
-def test_all_files_of_a_group_are_pinned(tmp_path: Path, part: str) -> None:
-    path = write_leaderboard(tmp_path)
-    before = pin(path).digest
-    (tmp_path / "errors.yaml").write_text("task: errors\n")  # in no group
-    assert pin(path).digest == before
-    (tmp_path / part).write_text((tmp_path / part).read_text() + "\n")
-    assert pin(path).digest != before
+COMPLAINTS = [
+    ("return {} if doc['right'] else {'acc': 1.0}", r"\d of 6 documents of own without a score"),
+    ("return {'other': 1.0}", "task own: no metric that is a mean over documents .*only acc, other"),
+    ("return {'acc': (1, 0)}", "task g: document scores that lm-eval cannot average"),
+    ("return {'acc': float('nan')}", r"model: task own: acc,none of document \d is nan(.|\n)*perplexity"),
+    ("return {'acc': float('-inf')}", r"model: task own: acc,none of document \d is -inf"),
+]
 
 
-@pytest.mark.parametrize(
-    ("deed", "complaint"),
-    [
-        ("return {} if doc['right'] else {'acc': 1.0}", r"\d of 6 documents of own without a score"),
-        ("return {'other': 1.0}", "task own: no metric that is a mean over documents .*only acc, other"),
-        pytest.param(
-            "return {'acc': (1, 0)}", "task g: document scores that lm-eval cannot average", marks=pytest.mark.story
-        ),
-        pytest.param(
-            "return {'acc': float('nan')}",
-            r"model: task own: acc,none of document \d is nan(.|\n)*perplexity",
-            marks=pytest.mark.story,
-        ),
-        pytest.param(
-            "return {'acc': float('-inf')}",
-            r"model: task own: acc,none of document \d is -inf",
-            marks=pytest.mark.story,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("deed", "complaint"), sampled_rows(COMPLAINTS, COMPLAINTS[:2]))
 def test_a_document_without_a_score_is_refused_by_leaf_before_anything_is_stored(
     tmp_path: Path, deed: str, complaint: str
 ) -> None:

@@ -79,11 +79,15 @@ def test_a_group_includes_tasks_of_a_list_by_name_and_tag_and_overrides_their_se
     assert {name: len(texts) for name, texts in found.items()} == {name: 5 if name == "short" else 7 for name in names}
 
 
+@pytest.mark.parametrize("file", ["several.yaml", "g.yaml"])
 @pytest.mark.parametrize("part", ["several.yaml", "base.yaml", "own.py", "data/other.jsonl", "data/letters.jsonl"])
-def test_all_files_of_a_task_list_are_pinned(root: Path, part: str) -> None:
-    before = pin(root / "several.yaml").digest
+def test_all_files_of_a_task_list_or_a_group_are_pinned(root: Path, file: str, part: str) -> None:
+    (root / "g.yaml").write_text("group: g\ntask: [pair]\n")
+    before = pin(root / file).digest
+    (root / "unrelated.yaml").write_text("task: unrelated\n")
+    assert pin(root / file).digest == before
     (root / part).write_text((root / part).read_text() + "\n")
-    assert pin(root / "several.yaml").digest != before
+    assert pin(root / file).digest != before
 
 
 @pytest.mark.parametrize(

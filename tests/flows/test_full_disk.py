@@ -14,8 +14,6 @@ from faults import disk_fails, files_below
 from patience import HANG_S
 from samples import sampled_rows
 
-from mergegate.merge_core.files import new_directory
-
 RECIPE = str(PROFILES / "demo" / "recipes" / "dare_ties.yaml")
 Done = subprocess.CompletedProcess[str]
 MAIN = "from mergegate.flows.cli import main; main()"
@@ -70,13 +68,6 @@ def test_a_merge_on_a_failing_disk_ends_in_one_message_and_the_next_one_in_the_s
     assert not list(offline.root.glob(".*.lock"))
 
 
-def test_a_second_merge_into_one_directory_is_refused(offline: Project) -> None:
-    with new_directory(offline.root / "out", resume=True):
-        result = offline.mergegate("merge", RECIPE, "out")
-    assert result.exit_code == 3, result.output
-    assert "another merge into it is running" in result.output
-
-
 @pytest.mark.proof
 @pytest.mark.parametrize(
     "command", [("run", str(PROFILES / "demo.yaml")), ("merge", RECIPE, "out"), ("doctor",), ("check", RECIPE)]
@@ -84,11 +75,6 @@ def test_a_second_merge_into_one_directory_is_refused(offline: Project) -> None:
 def test_a_working_directory_that_was_deleted_is_said_to_be(tmp_path: Path, command: tuple[str, ...]) -> None:
     (tmp_path / "gone").mkdir()
     assert_one_message(run(*command, cwd=tmp_path / "gone", before="os.rmdir(os.getcwd())"), "deleted")
-
-
-@pytest.mark.parametrize("name", ["n" * 300, "/".join(["n" * 200] * 30)], ids=["name", "path"])
-def test_a_path_that_no_disk_can_hold_is_refused_when_it_is_read(offline: Project, name: str) -> None:
-    expect(offline.mergegate("merge", RECIPE, name), 2, "Invalid value for 'OUT'", "bytes")
 
 
 @pytest.mark.story

@@ -189,17 +189,6 @@ def test_two_metrics_of_one_file_are_two_tasks_with_names(project: Project) -> N
     assert project.mergegate("check", write_profile(project, "embedding", evaluate=named)).exit_code == 0
 
 
-@pytest.mark.story
-def test_a_changed_query_is_a_changed_task(project: Project) -> None:
-    profile = write_profile(project, "embedding", evaluate={"tasks": [RETRIEVAL]})
-    project.mergegate("check", profile)
-    counted = project.artifacts("documents")
-    file = project.root / "queries.jsonl"
-    file.write_text(file.read_text().replace('"query": "w1 w0"', '"query": "w1 w2"'))
-    project.mergegate("check", profile)
-    assert counted < project.artifacts("documents")
-
-
 def test_a_release_records_what_was_not_tested_and_text_generators_keep_their_record() -> None:
     plan = GatePlan(GateRule(), untested="only text was tested: no task tests how the merge reads pictures")
     recorded = TypeAdapter(GatePlan).dump_python(plan, mode="json")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,12 +13,9 @@ from typing import Any
 import pytest
 from demo_project import PROFILES, Project, expect
 from optional_stages import run_with_everything
-from samples import sampled
 from tampering import CHANGES
 
-from mergegate.merge_core.errors import ChangedInput
 from mergegate.tasks.checkpoints import Model
-from mergegate.tasks.merge import merge
 from mergegate.tasks.stage.input_guard import PinnedInput, pinned_inputs
 from mergegate.tasks.stage.stages import DeclaredStage, StageCall
 
@@ -83,56 +80,6 @@ def put_back(directory: Path) -> Iterator[None]:
     finally:
         shutil.rmtree(directory)
         kept.rename(directory)
-
-
-@contextmanager
-def made_anew(release: Release, name: str, body: Callable[..., Any]) -> Iterator[Callable[[], Any]]:
-    """Yield a function that repeats a stage's call with ``body`` as its work; restore earlier artifacts on exit."""
-    stage, call = release.calls[name]
-    store = release.project.home / "store"
-    with put_back(store / name), pytest.MonkeyPatch.context() as patch:
-        for made in (store / name).glob(f"{call.key[:32]}*"):
-            shutil.rmtree(made) if made.is_dir() else made.unlink()
-        patch.setenv("MERGEGATE_HOME", str(release.project.home))
-        patch.setattr(stage, "work", body)
-        yield lambda: stage._build(call)[0]
-        assert not list((store / name).glob("*.partial"))
-
-
-def models_of(call: StageCall) -> list[Model]:
-    return [one for one in pinned_inputs(call.inputs.arguments.values()) if isinstance(one, Model)]
-
-
-def refusal(build: Callable[[], Any], model: Model) -> None:
-    with pytest.raises(ChangedInput) as caught:
-        build()
-    assert caught.value.where.startswith(f"{model.name}: {model.directory}")
-    assert caught.value.exit_code == 3
-    assert caught.value.remedy
-
-
-@pytest.mark.parametrize(
-    "change", sampled(CHANGES.values(), [CHANGES["replaced"], CHANGES["truncated"]], pytest.mark.proof), ids=CHANGES
-)
-def test_a_merge_does_not_end_with_mixed_bytes(
-    release: Release, change: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The change happens during the merge itself, between two blocks."""
-    from mergegate.merge_core.engine import blocks
-
-    _, call = release.calls["merge"]
-    model = models_of(call)[-1]
-    read, original = [0], blocks.read_into
-
-    def reading(fd: int, buffer: memoryview, offset: int, path: Path) -> None:
-        read[0] += 1
-        if read[0] == 8:
-            change(model.directory / WEIGHTS)
-        original(fd, buffer, offset, path)
-
-    monkeypatch.setattr(blocks, "read_into", reading)
-    with made_anew(release, "merge", merge.work) as build, put_back(model.directory):
-        refusal(build, model)
 
 
 @pytest.mark.parametrize("share", [[], ["--share"]], ids=["alone", "shared"])

@@ -8,7 +8,6 @@ from pathlib import Path
 import gate_samples as samples
 import pytest
 from gate_samples import GUARD, PARENT, gate_scores, outcome, part, read, scores, scores_of, verdict_of, worse
-from prefect import flow
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation.stage import join_parts
@@ -116,25 +115,6 @@ def test_scores_of_different_lm_eval_versions_are_rejected(tmp_path: Path) -> No
 def test_an_unknown_metric_is_rejected_with_the_available_ones(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="choose one of acc,none"):
         gate_scores(scores_of(tmp_path, reverser=400, merge=400), GUARD.model_copy(update={"metric": "f1"}))
-
-
-@pytest.mark.story
-@pytest.mark.usefixtures("prefect_api", "home")
-def test_a_changed_threshold_gives_a_new_verdict_on_the_same_evidence(tmp_path: Path) -> None:
-    found = scores_of(tmp_path, reverser=400, merge=380)
-
-    @flow
-    def run() -> list[tuple[str, str]]:
-        strict = gate((GUARD,), found, {}, None, GatePlan(GateRule()))
-        again = gate((GUARD,), found, {}, None, GatePlan(GateRule()))
-        changes = {"max_drop": 8.0, "max_error_ratio": None}
-        lenient = gate((GUARD.model_copy(update=changes),), found, {}, None, GatePlan(GateRule()))
-        return [(a.key, a.value.outcome) for a in (strict, again, lenient)]
-
-    strict, again, lenient = run()
-    assert strict == again
-    assert (strict[1], lenient[1]) == ("fail", "pass")
-    assert strict[0] != lenient[0]
 
 
 def test_the_parts_of_a_task_are_judged_together(tmp_path: Path) -> None:

@@ -308,11 +308,6 @@ def test_an_acceptance_does_not_cover_another_parent() -> None:
     assert combine_licenses(parents, LLAMA, TABLE, both).acceptances == recorded
 
 
-def test_a_block_cannot_be_accepted() -> None:
-    accepted = {"llama2": "alice: fine", "mit": "alice: fine"}
-    assert combine_licenses([TABLE.licenses[key] for key in accepted], SELL, TABLE, accepted).status == "blocked"
-
-
 def test_the_remedy_of_a_review_names_what_to_accept() -> None:
     assert "'llama3.2' under 'accepted'" in _reason(_judge("llama3.2", LLAMA)).remedy
 

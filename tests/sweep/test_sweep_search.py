@@ -188,17 +188,6 @@ def test_a_candidate_without_a_score_ranks_last(tmp_path: Path) -> None:
     assert trial_texts(run_toy(Partly(), tmp_path).trials) == trial_texts(study.trials)
 
 
-@pytest.mark.parametrize(
-    ("result", "refusal"), [(RuntimeError("no memory"), "no memory"), (DiskUnavailable("disk", found="full"), "full")]
-)
-def test_a_dead_machine_ends_the_run(result: Exception, refusal: str, tmp_path: Path) -> None:
-    def fail(requests: Sequence[TrialRequest]) -> Results:
-        yield from ((number, result) for number in range(len(requests)))
-
-    with pytest.raises(DiskUnavailable if refusal == "full" else Refused, match=refusal):
-        run_toy(fail, tmp_path)
-
-
 def test_a_candidate_that_crashes_every_process_has_no_score(tmp_path: Path) -> None:
     class Fatal(ToyModels):
         def __call__(self, requests: Sequence[TrialRequest]) -> Results:
@@ -214,18 +203,19 @@ def test_a_candidate_that_crashes_every_process_has_no_score(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("result", "message"),
     [
+        (RuntimeError("no memory"), "no memory"), (DiskUnavailable("disk", found="full"), "full"),
         (TrialScores({}, problem="no base"), "hand-written recipe ties: no score: no base"),
         (Refused("scoring", found="took longer than 60 s"), "took longer"),
     ],
-)
-def test_a_hand_written_recipe_without_a_score_ends_the_sweep(
+)  # fmt: skip
+def test_a_dead_machine_or_a_hand_written_recipe_without_a_score_ends_the_sweep(
     result: TrialScores | Exception, message: str, tmp_path: Path
 ) -> None:
-    def refused(requests: Sequence[TrialRequest]) -> Results:
+    def fail(requests: Sequence[TrialRequest]) -> Results:
         yield from ((number, result) for number in range(len(requests)))
 
-    with pytest.raises(Refused, match=message) as caught:
-        run_toy(refused, tmp_path)
+    with pytest.raises(DiskUnavailable if message == "full" else Refused, match=message) as caught:
+        run_toy(fail, tmp_path)
     assert caught.value.exit_code == 3
 
 
