@@ -19,17 +19,8 @@ from typing import Any
 import pytest
 
 CALLS = (
-    "write",
-    "pwrite",
-    "fsync",
-    "fdatasync",
-    "rename",
-    "replace",
-    "mkdir",
-    "ftruncate",
-    "posix_fallocate",
-    "symlink",
-)
+    "write", "pwrite", "fsync", "fdatasync", "rename", "replace", "mkdir", "ftruncate", "posix_fallocate", "symlink",
+)  # fmt: skip
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
 
 

@@ -54,25 +54,17 @@ def _content(content: bytes) -> Callable[[Path], None]:
 
 
 DAMAGE: dict[str, Callable[[Path], None]] = {
-    "empty": lambda path: _cleared(path).write_bytes(b"") and None,
-    "garbage": _content(bytes(range(256)) * 40),
-    "zeros": _content(bytes(8192)),
-    "truncated": _truncated,
-    "altered": _flipped,
-    "null": _content(b"null"),
+    "empty": lambda path: _cleared(path).write_bytes(b"") and None, "garbage": _content(bytes(range(256)) * 40),
+    "zeros": _content(bytes(8192)), "truncated": _truncated, "altered": _flipped, "null": _content(b"null"),
     "a list": _content(b'[1, {"files": []}]'),
     "an older schema": _content(b'{"version": 0, "files": [], "key": 3, "value": {}}'),
-    "deep": _content(b"[" * 200_000),
-    "a number without end": _content(b"9" * 10_000),
-    "not text": _content(b'{"key": "\xff\xfe\xed\xa0\x80"}'),
-    "a directory": _directory,
+    "deep": _content(b"[" * 200_000), "a number without end": _content(b"9" * 10_000),
+    "not text": _content(b'{"key": "\xff\xfe\xed\xa0\x80"}'), "a directory": _directory,
     "a loop of links": lambda path: _cleared(path).symlink_to(path.name),
     "a link to nowhere": lambda path: _cleared(path).symlink_to("nowhere"),
-    "a device": lambda path: _cleared(path).symlink_to("/dev/zero"),
-    "a pipe": lambda path: os.mkfifo(_cleared(path)),
-    "a socket": _socket,
-    "unreadable": lambda path: path.chmod(0) if path.exists() else None,
-}
+    "a device": lambda path: _cleared(path).symlink_to("/dev/zero"), "a pipe": lambda path: os.mkfifo(_cleared(path)),
+    "a socket": _socket, "unreadable": lambda path: path.chmod(0) if path.exists() else None,
+}  # fmt: skip
 
 CONTENT = st.binary(max_size=400) | st.sampled_from([b"null", b"[]", b"{}", b'""', b"0", b"[" * 5000, b"9" * 5000])
 

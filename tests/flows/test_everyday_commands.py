@@ -32,15 +32,8 @@ FINISHED = (
     "verify releases/demo/latest",
 )
 QUICK = (
-    "status",
-    "doctor",
-    "explain demo",
-    "store ls",
-    "store gc --dry-run",
-    FETCHED,
-    "explain nobody",
-    "run nowhere.yaml",
-)
+    "status", "doctor", "explain demo", "store ls", "store gc --dry-run", FETCHED, "explain nobody", "run nowhere.yaml",
+)  # fmt: skip
 STOPPED = ("check nowhere.yaml", "explain nobody", "open nobody", "history nobody", "run nowhere.yaml")
 
 

@@ -26,35 +26,24 @@ RECIPE = "profiles/demo/recipes/linear.yaml"
 # Valid arguments of each command. The tests replace one parameter at a time. Commands that would start Prefect's API
 # for an existing profile get a missing one.
 ARGUMENTS: dict[str, list[str]] = {
-    "run": ["parentless.yaml", "--dry-run"],
-    "demo": ["copy-of-the-demo"],
+    "run": ["parentless.yaml", "--dry-run"], "demo": ["copy-of-the-demo"],
     **{name: ["missing.yaml"] for name in ("sweep", "tune", "shadow evaluate", "shadow status", "shadow serve")},
     **{
         name: [] for name in ("server", "deploy", "approve", "schema", "methods", "doctor", "history", "status", "open")
     },
-    **{name: [] for name in ("store ls", "store du", "store verify", "store gc")},
-    "worker": ["--once"],
-    "trigger": ["demo"],
-    "merge": [RECIPE, "out"],
-    "check": ["parentless.yaml"],
-    "fetch-data": ["parentless.yaml"],
-    "extract-lora": [REVERSER, BASE, "--rank", "1"],
-    "init": [BASE, REVERSER, "--out", "new", "--yes"],
-    "plan": [RECIPE, "--no-probe"],
-    "smoke": ["profiles/demo/models/nowhere"],
+    **{name: [] for name in ("store ls", "store du", "store verify", "store gc")}, "worker": ["--once"],
+    "trigger": ["demo"], "merge": [RECIPE, "out"], "check": ["parentless.yaml"], "fetch-data": ["parentless.yaml"],
+    "extract-lora": [REVERSER, BASE, "--rank", "1"], "init": [BASE, REVERSER, "--out", "new", "--yes"],
+    "plan": [RECIPE, "--no-probe"], "smoke": ["profiles/demo/models/nowhere"],
     "transplant-tokenizer": [REVERSER, BASE, "out"],
     "compare": ["profiles/demo/models/nowhere", BASE, "--profile", "missing.yaml"],
-    "gate": ["merge=results", "--profile", "parentless.yaml"],
-    "explain": ["1234"],
-    "verify": ["nowhere"],
+    "gate": ["merge=results", "--profile", "parentless.yaml"], "explain": ["1234"], "verify": ["nowhere"],
     "export": ["nowhere", "--format", "inspect", "--output", "exported"],
-    "fingerprint": [BASE, "--index", "known.jsonl"],
-    "families": ["qwen3"],
-    "reproduce": ["nowhere"],
+    "fingerprint": [BASE, "--index", "known.jsonl"], "families": ["qwen3"], "reproduce": ["nowhere"],
     "shadow promote": ["missing.yaml", "--reason", "because"],
     "shadow rollback": ["missing.yaml", "--reason", "because"],
     "shadow replay": ["missing.jsonl", "--to", "http://127.0.0.1:9"],
-}
+}  # fmt: skip
 PATHS = ["", ".", "/", "..", "pipe", "directory", "nowhere/at/all", "a\0b", "x" * 300, "\udcff", "-x", "a\nb"]
 PATHS += ["/dev/null", "/dev/zero", "/proc/nowhere", "empty", "empty/below", "loop", "x/" * 3000]
 TEXTS = ["x" * 100_000, "a\0b=1", "a=\0", "a\nb", "\udcff", "-x", "=", "💥", *PATHS]

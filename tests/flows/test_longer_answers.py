@@ -17,19 +17,13 @@ PARENTS = ("reverser", "shifter", "thinker")
 FEW = 80  # documents for backends that answer slowly here
 LAST_WORD = {"function": "regex", "regex_pattern": "([a-p]+)\\s*$"}
 TASK = {
-    "task": "written",
-    "dataset_path": "json",
-    "dataset_kwargs": {"data_files": {"test": "words.jsonl"}},
-    "test_split": "test",
-    "output_type": "generate_until",
-    "doc_to_text": "{{prompt}}",
-    "doc_to_target": "{{answer}}",
-    "target_delimiter": "",
-    "generation_kwargs": {"until": ["\n"], "max_gen_toks": 40, "do_sample": False},
+    "task": "written", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "words.jsonl"}},
+    "test_split": "test", "output_type": "generate_until", "doc_to_text": "{{prompt}}", "doc_to_target": "{{answer}}",
+    "target_delimiter": "", "generation_kwargs": {"until": ["\n"], "max_gen_toks": 40, "do_sample": False},
     "filter_list": [{"name": "last", "filter": [LAST_WORD, {"function": "take_first"}]}],
     "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
     "metadata": {"version": 1.0},
-}
+}  # fmt: skip
 
 
 class Family:

@@ -242,21 +242,13 @@ def archive(project: Project, number: int, profile: str) -> None:
 
 
 USAGE_ERRORS = (
-    "run typing-error.yaml",
-    "run recipe.yaml",
-    "run nowhere.yaml",
-    "run demo.yaml --set evaluate.documens=5",
-    "run demo.yaml --set evaluate.documents=twenty",
-    "run demo.yaml --set recipe=nowhere.yaml",
+    "run typing-error.yaml", "run recipe.yaml", "run nowhere.yaml", "run demo.yaml --set evaluate.documens=5",
+    "run demo.yaml --set evaluate.documents=twenty", "run demo.yaml --set recipe=nowhere.yaml",
     "run demo.yaml --set 'evaluate.tasks=[{task: nowhere.yaml, guarded_by: base}]'",
-    "run demo.yaml --set publish.path=/dev/null/x",
-    "compare nowhere demo/models/base --profile demo.yaml",
-    "compare demo/models/base demo/models/base --profile typing-error.yaml",
-    "sweep demo.yaml",
-    "sweep typing-error.yaml",
-    "tune demo-refused.yaml",
-    "shadow evaluate demo.yaml",
-)
+    "run demo.yaml --set publish.path=/dev/null/x", "compare nowhere demo/models/base --profile demo.yaml",
+    "compare demo/models/base demo/models/base --profile typing-error.yaml", "sweep demo.yaml",
+    "sweep typing-error.yaml", "tune demo-refused.yaml", "shadow evaluate demo.yaml",
+)  # fmt: skip
 
 
 class TestTheCommand:

@@ -162,19 +162,12 @@ def test_the_gate_never_sees_what_the_remedy_searches_on(tmp_path: Path) -> None
 
 
 OVERRIDES: list[dict[str, Any]] = [
-    {"num_fewshot": 0},
-    {"num_fewshot": 2},
-    {"system_instruction": "Answer with one word."},
-    {"apply_chat_template": False},
-    {"apply_chat_template": True},
-    {"apply_chat_template": True, "num_fewshot": 1, "fewshot_as_multiturn": False},
-    {"metric": "acc,none"},
-    {"cluster_by": "prompt"},
-    {"documents": 30},
-    {"documents": "all"},
-    {"name": "renamed"},
+    {"num_fewshot": 0}, {"num_fewshot": 2}, {"system_instruction": "Answer with one word."},
+    {"apply_chat_template": False}, {"apply_chat_template": True},
+    {"apply_chat_template": True, "num_fewshot": 1, "fewshot_as_multiturn": False}, {"metric": "acc,none"},
+    {"cluster_by": "prompt"}, {"documents": 30}, {"documents": "all"}, {"name": "renamed"},
     {"weight": 2.0, "limit": 20.0, "margin": 5.0},
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("override", sampled(OVERRIDES, OVERRIDES[1:6:2]), ids=str)

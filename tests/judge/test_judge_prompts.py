@@ -140,17 +140,13 @@ def test_reasoning_is_written_before_every_choice() -> None:
         ('```json\n{"reasoning": "r", "clarity": "A", "verdict": "tie"}\n```', "tie"),
         ('<think>{"verdict": "A"}</think>\n{"verdict": "B"}', "B"),
         ('A draft: {"verdict": "A"}. Finally: {"reasoning": "{}", "verdict": "B"} as said.', "B"),
-        ('{"reasoning": "cut } here", "verdict": "a "}', "A"),
-        ("Both are fine.\n\n**Verdict:** B", "B"),
-        ("The verdict is A, I first thought.\nFinal verdict: tie", "tie"),
-        ("verdict: answer B", "B"),
-        ("A is better. [[A]]", "A"),
-        ("[[C]]", "tie"),
-        ("In the end my verdict is a tie.", "tie"),
+        ('{"reasoning": "cut } here", "verdict": "a "}', "A"), ("Both are fine.\n\n**Verdict:** B", "B"),
+        ("The verdict is A, I first thought.\nFinal verdict: tie", "tie"), ("verdict: answer B", "B"),
+        ("A is better. [[A]]", "A"), ("[[C]]", "tie"), ("In the end my verdict is a tie.", "tie"),
         ('{"reasoning": "two\nlines", "verdict": "B"}', "B"),
         ('{"reasoning": "a "quote" too many", "verdict": "B"}', "B"),
     ],
-)
+)  # fmt: skip
 def test_a_verdict_is_read_however_it_is_wrapped(reply: str, verdict: str) -> None:
     opinion = parse_reply(reply, ONE)
     assert opinion is not None

@@ -159,19 +159,12 @@ class _Command:
 @pytest.mark.parametrize(
     "sent",
     [
-        pickle.dumps(("done", _Command())),
-        pickle.dumps(("done", SupervisedProcess)),
-        pickle.dumps(("done", subprocess.Popen)),
-        b"\x80\x05c__builtin__\neval\n(X\x01\x00\x00\x001tR.",
-        pickle.dumps("done"),
-        pickle.dumps(("progress", "half", "all")),
-        pickle.dumps(("hello", 1)),
-        pickle.dumps(("done",)),
-        pickle.dumps(("problem", "text")),
-        b"",
-        b"\x00garbage",
+        pickle.dumps(("done", _Command())), pickle.dumps(("done", SupervisedProcess)),
+        pickle.dumps(("done", subprocess.Popen)), b"\x80\x05c__builtin__\neval\n(X\x01\x00\x00\x001tR.",
+        pickle.dumps("done"), pickle.dumps(("progress", "half", "all")), pickle.dumps(("hello", 1)),
+        pickle.dumps(("done",)), pickle.dumps(("problem", "text")), b"", b"\x00garbage",
     ],
-)
+)  # fmt: skip
 def test_messages_that_are_not_data_are_refused(sent: bytes) -> None:
     from multiprocessing import Pipe
 

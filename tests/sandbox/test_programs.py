@@ -65,26 +65,18 @@ else:
 
 
 ATTEMPTS = (
-    "import os; os.fork()",
-    "import os; os.execv('/bin/sh', ['sh'])",
-    "import subprocess; subprocess.run(['/bin/true'])",
-    "import os; os.kill(os.getppid(), 0)",
-    "import socket; socket.create_connection(('127.0.0.1', {port}))",
-    "import socket; socket.socket(socket.AF_UNIX)",
-    "import os; os.environ['HF_TOKEN']",
-    "import os; open('/proc/{pid}/environ')",
-    "import os; open('/proc/%d/environ' % os.getppid())",
-    "open('/proc/self/mem')",
-    "open('{outside}/secret')",
-    "open('{outside}/taken', 'w')",
-    "import os; os.unlink('{outside}/secret')",
+    "import os; os.fork()", "import os; os.execv('/bin/sh', ['sh'])",
+    "import subprocess; subprocess.run(['/bin/true'])", "import os; os.kill(os.getppid(), 0)",
+    "import socket; socket.create_connection(('127.0.0.1', {port}))", "import socket; socket.socket(socket.AF_UNIX)",
+    "import os; os.environ['HF_TOKEN']", "import os; open('/proc/{pid}/environ')",
+    "import os; open('/proc/%d/environ' % os.getppid())", "open('/proc/self/mem')", "open('{outside}/secret')",
+    "open('{outside}/taken', 'w')", "import os; os.unlink('{outside}/secret')",
     "import os; os.mkdir('/tmp/taken-by-a-program')",
     "import pwd, os; open(pwd.getpwuid(os.getuid()).pw_dir + '/taken-by-a-program', 'w')",
-    "import os; os.memfd_create('hidden')",
-    "import os; os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
+    "import os; os.memfd_create('hidden')", "import os; os.setpriority(os.PRIO_PROCESS, os.getppid(), 19)",
     "import resource; resource.prlimit({pid}, resource.RLIMIT_CPU, (1, 1))",
     "open('large', 'wb').write(bytes(1 << 26))",
-)
+)  # fmt: skip
 
 
 def test_a_program_cannot_leave_its_confinement() -> None:

@@ -82,19 +82,14 @@ def test_a_server_key_requires_keys_of_clients() -> None:
 @pytest.mark.parametrize(
     ("method", "path", "more", "may"),
     [
-        ("POST", CHAT, {}, True),
-        ("POST", "/v1/completions/", {}, True),
-        ("POST", CHAT, {"store": False, "tools": [{"type": "function"}]}, True),
-        ("GET", CHAT, {}, False),
-        ("POST", "/v1/responses", {}, False),
-        ("POST", "/v1/files", {}, False),
-        ("POST", "/v1/batches", {}, False),
-        ("POST", CHAT, {"store": True}, False),
-        ("POST", CHAT, {"previous_response_id": "r"}, False),
+        ("POST", CHAT, {}, True), ("POST", "/v1/completions/", {}, True),
+        ("POST", CHAT, {"store": False, "tools": [{"type": "function"}]}, True), ("GET", CHAT, {}, False),
+        ("POST", "/v1/responses", {}, False), ("POST", "/v1/files", {}, False), ("POST", "/v1/batches", {}, False),
+        ("POST", CHAT, {"store": True}, False), ("POST", CHAT, {"previous_response_id": "r"}, False),
         ("POST", CHAT, {"tools": [{"type": "function"}, {"type": "web_search"}]}, False),
         ("POST", CHAT, {"tools": "all"}, False),
     ],
-)
+)  # fmt: skip
 def test_only_requests_without_side_effects_are_copied(method: str, path: str, more: Any, may: bool) -> None:
     assert may_be_copied(method, path, {"model": "m", "messages": [], **more}) is may
     assert not may_be_copied(method, path, None)

@@ -159,8 +159,7 @@ def in_settings(path: str, **values: object) -> Change:
 @pytest.mark.parametrize(
     ("name", "change", "where"),
     [
-        ("a scale of zero", at(SCALE, set_row(0)), SCALE),
-        ("a negative scale", at(SCALE, scale_row(-1)), SCALE),
+        ("a scale of zero", at(SCALE, set_row(0)), SCALE), ("a negative scale", at(SCALE, scale_row(-1)), SCALE),
         ("a scale that is NaN", at(SCALE, set_row(float("nan"))), SCALE),
         ("an infinite scale", at(SCALE, set_row(float("inf"))), SCALE),
         ("one doubled scale", at(SCALE, scale_row(2)), f"{KEY}, row 5"),
@@ -177,8 +176,7 @@ def in_settings(path: str, **values: object) -> Change:
         ("a copy", in_tensors(lambda tensors: tensors.update({"model.old.weight": torch.ones(2)})), "model.old.weight"),
         ("a changed norm", at("model.norm.weight", lambda weights: weights * 1.01), "model.norm.weight"),
         ("a changed embedding", at("model.embed_tokens.weight", scale_row(1.01)), "model.embed_tokens.weight"),
-        ("two shards exchanged", swap_shards, ""),
-        ("a truncated shard", truncate, ""),
+        ("two shards exchanged", swap_shards, ""), ("a truncated shard", truncate, ""),
         ("a missing shard", remove("*.safetensors", 1), ""),
         ("no index", write("model.safetensors.index.json", "{}"), ""),
         ("no quantization settings", in_config(quantization_config=None), "config.json"),
@@ -202,7 +200,7 @@ def in_settings(path: str, **values: object) -> Change:
         ("a file that the merge lacks", write("added_tokens.json", "{}"), "added_tokens.json"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
-)
+)  # fmt: skip
 def test_each_damage_fails_a_check_that_names_the_place(
     name: str, change: Change, where: str, sharded: Path, merges: dict[Family, Path]
 ) -> None:
