@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -15,7 +14,6 @@ import pytest
 import torch
 from patience import HANG_S
 from tiny_models import CPU, make_model, words, write_choices, write_jsonl
-from traps import parent_of
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
@@ -102,28 +100,6 @@ def test_if_memory_runs_out_with_several_models_one_at_a_time_is_loaded(tmp_path
     for model in (*models, *models):
         assert call_model_process(functions.die_unless_alone, (model, notes), location=model.name, models=[model]) == 1
     assert notes.read_text().splitlines() == ["a 1", "b 2", "b 1", "a 1", "b 1"]
-
-
-@pytest.mark.proof
-@pytest.mark.usefixtures("new_process")
-def test_a_kill_during_perplexity_is_reported_as_for_a_task(
-    tmp_path: Path, documents: HeldOutText, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An out-of-memory kill during perplexity is reported as for a task, and the flow survives."""
-    model = make_model(tmp_path / "a")
-    (tmp_path / "out").mkdir()
-
-    def die(done: int, total: int, unit: str) -> None:
-        running = model_process._slot_processes[0].current
-        child = running.child.pid
-        assert parent_of(parent_of(child)) == os.getpid()  # the grandparent is this process, the parent the supervisor
-        os.kill(child, signal.SIGKILL)
-
-    monkeypatch.setattr("mergegate.tasks.perplexity.stage.advance", die)
-    settings = WindowSettings(batch_size=1)
-    with pytest.raises(InvalidInput, match="killed by signal 9") as caught:
-        perplexity.work(tmp_path / "out", model, documents, settings, CPU)
-    assert caught.value.where == "perplexity of a"
 
 
 class Killed(BaseException):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from samples import sampled
 from scoring_runs import pin, scoring_job
 from tiny_models import make_model, words, write_choices
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -106,14 +107,7 @@ REQUESTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "choices",
-        pytest.param("sampled", marks=pytest.mark.story),
-        pytest.param("greedy", marks=pytest.mark.proof),  # In stories, one run is killed in every batch.
-    ],
-)
+@pytest.mark.parametrize("name", sampled(REQUESTS, ["choices"]))
 def test_a_killed_batch_is_repeated_and_the_result_is_identical(
     tmp_path: Path, lm: Any, batches: Watched, name: str
 ) -> None:
@@ -130,22 +124,6 @@ def test_a_killed_batch_is_repeated_and_the_result_is_identical(
         batches.limit = -1
         assert ask(lm, name, place) == wanted
         assert batches == undisturbed  # no batch runs twice or is split differently
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize("name", REQUESTS)
-def test_a_run_killed_in_every_batch_still_ends(tmp_path: Path, lm: Any, batches: Watched, name: str) -> None:
-    wanted = ask(lm, name, None)
-    undisturbed = list(batches)
-    del batches[:]
-    place = JournalLocation(tmp_path / "journal", "key")
-    for after in range(1, len(undisturbed)):
-        batches.limit = after
-        with pytest.raises(Killed):
-            ask(lm, name, place)
-    batches.limit = -1
-    assert ask(lm, name, place) == wanted
-    assert batches == undisturbed
 
 
 def test_sampled_answers_to_one_question_stay_different_answers(tmp_path: Path, lm: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 from demo_project import PROFILES, Project, expect, make_project
 from forged_evidence import Evidence, flip_one_outcome
-from inspect_ai_runs import run_inspect
 from lm_eval_runs import run_lm_eval
 from typer.testing import CliRunner, Result
 
@@ -20,7 +18,6 @@ from mergegate.flows.cli.app import app
 from mergegate.tasks.publish.content import PROVENANCE
 
 DEMO = PROFILES / "demo"
-VALIDATORS = Path(__file__).resolve().parents[2] / ".venv-validators" / "bin" / "python"
 TASKS = [DEMO / "tasks" / f"{task}.yaml" for task in ("copy", "reverse")]
 PROFILE = """# Only evidence: neither gate nor compare reads a name or a recipe.
 perplexity: {documents: demo/data/held-out.jsonl, max_documents: 50}
@@ -80,44 +77,6 @@ def test_the_verdict_is_that_of_the_stages(judged: tuple[Project, Path], merge: 
     assert sides[1] == {task: guard for task, guard in sides[0].items() if code == 0 or task in sides[1]}
     assert data[0] == [None, None]  # lm-eval's files do not name their data, so mergegate compares document hashes
     assert all(found["digest"] for found in data[1])
-
-
-@pytest.fixture(scope="module")
-def inspect_logs(judged: tuple[Project, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Evaluate the documents of lm-eval with inspect_ai, with answers that are right where lm-eval found them right."""
-    if not VALIDATORS.exists():
-        pytest.skip("make .venv-validators/ready first")
-    root = tmp_path_factory.mktemp("inspect")
-    tasks: list[Mapping[str, Any]] = []
-    for name in ("base", "reverser", "merged"):
-        for file in (judged[1] / name).rglob("samples_*.jsonl"):
-            samples = [
-                {
-                    **{"id": line["doc_id"], "input": line["doc"]["prompt"], "target": line["doc"]["answer"]},
-                    "answers": [line["doc"]["answer"] if line["acc"] else "another"],
-                }
-                for line in json_lines(file)
-            ]
-            task = {"name": file.name.split("_")[1], "model": name, "scorer": "match", "samples": samples}
-            tasks.append({**task, "log_dir": str(root / name), "format": "json" if name == "base" else "eval"})
-    run_inspect(tasks, VALIDATORS)
-    return root
-
-
-@pytest.mark.proof
-@pytest.mark.parametrize(("merge", "code"), [("merged", 0), ("base", 3)])
-def test_the_verdict_on_logs_of_inspect_ai_is_that_on_lm_eval_results(
-    judged: tuple[Project, Path], inspect_logs: Path, merge: str, code: int
-) -> None:
-    project, out = judged
-    sides = [gate(project, root / merge, root / "reverser") for root in (out, inspect_logs)]
-    assert [found for found, _ in sides] == [code, code]
-    theirs, ours = (side["content"]["verdict"] for _, side in sides)
-    assert {guard["metric"] for guard in ours["guards"]} == {"match/accuracy"}
-    assert [guard["n"] for guard in ours["guards"]] == [400, 400]
-    # Only the name of the metric differs.
-    assert json.loads(json.dumps(ours).replace("match/accuracy", "acc,none")) == theirs
-    assert sides[0][1]["message"] == sides[1][1]["message"]
 
 
 @pytest.mark.story

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -151,14 +150,6 @@ def bench() -> ModuleType:
 @pytest.fixture(scope="module")
 def reference(bench: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return bench.undisturbed(tmp_path_factory.mktemp("undisturbed") / "project")
-
-
-@pytest.mark.proof
-def test_a_whole_release_loads_each_model_once(reference: Any) -> None:
-    """One process loads each model for its perplexity and all of its tasks."""
-    loads = [note for note in reference.notes() if note.what == "load"]
-    assert Counter(note.model for note in loads) == {"base": 1, "reverser": 1, "shifter": 1, "merge": 1}
-    assert len({note.process for note in loads}) == 1
 
 
 @pytest.mark.proof

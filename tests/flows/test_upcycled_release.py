@@ -36,20 +36,6 @@ def test_a_mixture_is_released_with_a_correct_sheet_and_reproduced(upcycled: Pro
     expect(upcycled.mergegate("reproduce", "releases/demo-upcycled/latest", "--parents", parents), 0)
 
 
-@pytest.mark.proof
-def test_a_second_run_uses_only_the_cache_and_other_prompts_are_another_merge(upcycled: Project) -> None:
-    root = upcycled.root
-    before = {stage: upcycled.artifacts(stage) for stage in ("gates", "merge", "evaluate")}
-    assert all(before.values())
-    expect(upcycled.mergegate("run", "profiles/demo-upcycled.yaml"), 0, "nothing new")
-    assert {stage: upcycled.artifacts(stage) for stage in before} == before
-    recipe = (root / "profiles/demo/recipes/upcycled.yaml").read_text().replace("rev: abcd>dcb", "rev: abcd>dc")
-    (root / "other.yaml").write_text(recipe.replace("../models", str(root / "profiles" / "demo" / "models")))
-    profile = upcycled.edit("demo-upcycled.yaml", "demo/recipes/upcycled.yaml", "../other.yaml")
-    assert upcycled.mergegate("run", profile).exit_code == 0
-    assert len(upcycled.artifacts("merge") - before["merge"]) == 1
-
-
 @pytest.mark.story
 def test_plan_tells_the_size_of_a_stack_before(project: Project) -> None:
     result = expect(project.mergegate("plan", "profiles/demo-stacked.yaml", "--json"), 0)

@@ -11,8 +11,6 @@ import pytest
 from demo_project import Project, expect
 from test_killed_run import files_of
 
-from mergegate.flows import release
-
 pytestmark = [pytest.mark.story, pytest.mark.usefixtures("rounded")]
 
 GOOD, BAD = "{format: rounded, bits: [8, 6]}", "{format: rounded, bits: 7, suffix: Bad, fault: scales}"
@@ -22,7 +20,6 @@ ALL = (*STAGES, "merge", "gate", "report", "evidence")
 Gained = tuple[Project, dict[str, Any], dict[str, set[str]]]
 
 
-# A command that is killed when it renames a path among the releases for the given number of times.
 def with_variants(project: Project, *variants: str, name: str = "demo", old: str = "", new: str = "") -> str:
     """Write a profile like the demo with ``variants``, and return its path."""
     text = (project.root / "profiles" / "demo.yaml").read_text()
@@ -89,16 +86,6 @@ def test_a_released_merge_that_gains_variants_is_not_merged_evaluated_or_release
     assert releases == [outcome["version"]]
     values = [project.home / "store" / "evaluate" / key / "value.json" for key in new["evaluate"]]
     assert {json.loads(value.read_text())["model"] for value in values} == {"R8", "R6", "R7"}
-
-
-@pytest.mark.proof
-def test_a_dry_pass_finds_nothing_left_to_do(gained: Gained, monkeypatch: pytest.MonkeyPatch) -> None:
-    project, _, _ = gained
-    monkeypatch.chdir(project.root)
-    monkeypatch.setenv("MERGEGATE_HOME", str(project.home))
-    dry = release.run_release_dry_pass(Path("profiles/demo-variants.yaml"), (), True, None)
-    assert dry is not None
-    assert dry.status == "nothing new"
 
 
 @pytest.mark.proof

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-import signal
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +14,9 @@ import numpy as np
 import pytest
 import torch
 from samples import sampled
-from tiny_models import CPU, write_choices, write_jsonl
+from tiny_models import CPU, write_jsonl
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
-from traps import ends
 
 from mergegate.merge_core.checkpoint import read_gguf_header
 from mergegate.merge_core.errors import InvalidInput
@@ -28,10 +25,6 @@ from mergegate.merge_core.files.records import JournalLocation, open_journal
 from mergegate.tasks.checkpoints import Model, QuantizedModel, end_model_process, load_model
 from mergegate.tasks.evaluation import Scoring, find_backend
 from mergegate.tasks.evaluation.answer_journal import attach_journal
-from mergegate.tasks.evaluation.document_order import DocumentRange
-from mergegate.tasks.evaluation.document_scores import SCORES_FILE, read_document_scores
-from mergegate.tasks.evaluation.stage import evaluate, pin_data
-from mergegate.tasks.evaluation.task_definition import pin_task
 from mergegate.tasks.llama_cpp import (
     BACKEND_NAME,
     FILE_TYPES,
@@ -325,18 +318,6 @@ def test_a_type_that_needs_an_importance_matrix_is_refused_by_llama_cpp(llama: M
         quantize(gguf_of(llama), tmp_path / "x.gguf", "IQ2_XXS")
 
 
-def test_the_process_ends_with_its_parent(llama: Model) -> None:
-    program = (
-        "import os, sys; from pathlib import Path; from mergegate.tasks.llama_cpp import open_gguf\n"
-        "with open_gguf(Path(sys.argv[1])) as model:\n"
-        "    print(model._process._process.pid, flush=True); os.kill(os.getpid(), 9)"
-    )
-    command = [sys.executable, "-c", program, str(gguf_of(llama))]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert result.returncode == -signal.SIGKILL, result.stderr
-    assert ends(int(result.stdout))
-
-
 # The backend
 
 
@@ -430,29 +411,6 @@ def test_scores_do_not_depend_on_order_or_other_requests(quantized: QuantizedMod
         for _ in range(5):
             some = rng.sample(CHOICES, rng.randint(1, len(CHOICES)))
             assert lm.loglikelihood(instances("loglikelihood", some)) == [wanted[each] for each in some]
-
-
-@pytest.mark.proof
-@pytest.mark.usefixtures("home")
-def test_the_parts_of_a_task_have_the_scores_of_the_whole_in_the_confined_process(
-    llama: Model, quantized: QuantizedModel, tmp_path: Path
-) -> None:
-    path = write_choices(tmp_path / "tasks", 12)
-    task = pin_data(pin_task(path.name, path.parent, HashMemo(tmp_path / "hashes.db")))
-    scoring = FLOAT32.for_backend("llama_cpp")
-    rows = []
-    try:
-        for name, parts in (("whole", [(0, 12)]), ("parts", [(7, 12), (0, 7)])):
-            rows.append(set())
-            for first, last in parts:
-                out = tmp_path / f"{name}{first}"
-                out.mkdir()
-                evaluate.work(out, quantized, task, scoring, DocumentRange(first=first, last=last), CPU)
-                rows[-1] |= set(read_document_scores(out / SCORES_FILE))
-    finally:
-        end_model_process()
-    assert len({row.doc_id for row in rows[0]}) == 12
-    assert rows[0] == rows[1]
 
 
 # Perplexity

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from prefect import flow
 from rounded_format import RoundedFormat, forget_formats, rounded_registered
 
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.checkpoints import Model
-from mergegate.tasks.store import Artifact, digest
-from mergegate.tasks.variants import VariantFormat, VariantRecord
+from mergegate.tasks.variants import VariantFormat
 
 PROJECT = Path(__file__).resolve().parents[2]
 REVERSER = PROJECT / "profiles" / "demo" / "models" / "reverser"
@@ -48,29 +43,3 @@ def test_a_profile_accepts_the_registered_format_and_checks_its_settings(tmp_pat
         assert rounded(bits=[8, 4]).variant_types == ("R8", "R4")
         with pytest.raises(InvalidInput, match=r"p: variants\[0\]\.bit: unknown key 'bit'\n.*did you mean 'bits'"):
             rounded(bit=8)
-
-
-@pytest.mark.proof
-@pytest.mark.usefixtures("rounded_variants")
-def test_a_child_process_accepts_the_format_too() -> None:
-    script = "from mergegate.flows.profile import parse_profile; "
-    script += f"print(parse_profile({{**{PROFILE}, 'variants': [{{'format': 'rounded', 'bits': 8}}]}}, 'p').variants)"
-    environment = {**os.environ, "PYTHONPATH": f"{os.environ['PYTHONPATH']}{os.pathsep}{PROJECT}"}
-    assert b"RoundedFormat(" in subprocess.check_output([sys.executable, "-c", script], env=environment)
-
-
-@pytest.mark.story
-@pytest.mark.usefixtures("rounded_variants", "prefect_api")
-def test_building_twice_gives_the_same_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """``test_variants.py`` of the flows tests a release, and that a check notices every fault."""
-    model = Model(name="merge", digest=digest("reverser"), directory=REVERSER)
-
-    @flow
-    def build(state: str) -> Artifact[VariantRecord]:
-        monkeypatch.setenv("MERGEGATE_HOME", str(tmp_path / state))
-        return rounded().build(model, "R8", REVERSER)
-
-    first, again = build("first"), build("again")
-    assert first.directory != again.directory
-    assert (first.digest, first.files) == (again.digest, again.files)
-    assert set(first.value.files) == set(first.files) - {"value.json"}
