@@ -21,8 +21,7 @@ from mergegate.flows.preflight import Problems, TaskExample, check_recipe, prefl
 from mergegate.flows.profile import Profile, is_recipe, load_profile
 from mergegate.merge_core import Finding
 from mergegate.merge_core.errors import EXIT_CODES, Status, to_printable
-from mergegate.tasks.checkpoints import start_model_process
-from mergegate.tasks.preflight import CLASS_LIBRARIES
+from mergegate.tasks.checkpoints import CLASS_LIBRARIES, start_model_process
 from mergegate.tasks.publish.targets import CredentialUse
 
 _LONGEST = 2000  # characters of a prompt to show

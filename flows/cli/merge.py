@@ -25,6 +25,7 @@ from mergegate.merge_core.errors import DiskUnavailable, InvalidInput
 from mergegate.merge_core.files import FileIdentity, new_directory, remove_contents
 from mergegate.merge_core.wording import format_bytes, format_count
 from mergegate.tasks.checkpoints import (
+    CLASS_LIBRARIES,
     PinnedCheckpoint,
     identify_parents,
     open_parent,
@@ -41,7 +42,6 @@ from mergegate.tasks.merge import (
     repaired_routing,
     with_new_routers,
 )
-from mergegate.tasks.preflight import CLASS_LIBRARIES
 from mergegate.tasks.stage import store
 
 

@@ -90,9 +90,9 @@ def compare_sizes(donor_name: str, donor: Checkpoint, name: str, parent: Checkpo
         )
 
 
-def _is_text_part(whole: Checkpoint, text: Checkpoint) -> bool:
-    """Return whether the language model inside ``whole`` is of the family of ``text``."""
-    part = text_part(whole.config)
+def _is_text_part(multimodal: Checkpoint, text: Checkpoint) -> bool:
+    """Return whether the language model inside ``multimodal`` is of the family of ``text``."""
+    part = text_part(multimodal.config)
     return part.key is not None and part.model_type == text.config.get("model_type")
 
 

@@ -310,7 +310,7 @@ class _Document:
     problems: list[Finding]
 
     @cached_property
-    def unloaded(self) -> frozenset[str]:
+    def unloaded_names(self) -> frozenset[str]:
         """Names of the donor's tensors that its class ignores."""
         return unloaded_tensors(self.donor)
 
@@ -328,7 +328,7 @@ def _job(document: _Document, spec: OutputSpec) -> TensorJob | None:
             inputs.append((source, tensor))
         elif is_of_head(name) and class_difference(document.donor, document.checkpoints[str(source.model)]) == "head":
             headless.append(str(source.model))
-        elif name in document.unloaded:
+        elif name in document.unloaded_names:
             dropped.append(str(source.model))
         elif not is_optional(name) or is_head(name):
             problems.append(

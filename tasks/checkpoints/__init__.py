@@ -39,6 +39,7 @@ from mergegate.tasks.checkpoints.model_cache import (
     unload_models,
 )
 from mergegate.tasks.checkpoints.model_process import (
+    CLASS_LIBRARIES,
     CallNeeds,
     TellProgress,
     call_model_process,
@@ -76,6 +77,7 @@ from mergegate.tasks.checkpoints.project_access import (
 
 __all__ = [
     "CARD_FILE",
+    "CLASS_LIBRARIES",
     "NO_CARD",
     "NO_FRONT_MATTER",
     "CallNeeds",

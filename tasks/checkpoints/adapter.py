@@ -62,10 +62,10 @@ class ResolvedAdapter(BaseModel):
         """
         return read_snapshot(self.snapshot, open_adapter) if self.snapshot else open_adapter(self.directory)
 
-    def findings(self, parent: str, applied: Checkpoint | None = None) -> tuple[Finding, ...]:
+    def findings(self, parent: str, checkpoint: Checkpoint | None = None) -> tuple[Finding, ...]:
         """Return warnings if the adapter was trained on other weights than those of its parent, or changes nothing.
 
-        ``parent`` is the parent's reference. ``applied`` is the opened parent, in which the adapter may lack rows.
+        ``parent`` is the parent's reference. ``checkpoint`` is the opened parent, in which the adapter may lack rows.
         Factors are read until one of them is not zero.
 
         Raises:
@@ -91,7 +91,7 @@ class ResolvedAdapter(BaseModel):
             remedy = "make sure that the adapter was trained and saved completely, or remove it from the recipe"
             warnings.append((str(adapter.directory), found, expected, remedy))
         findings = [Finding("warn", *texts, cause=texts[1]) for texts in warnings]
-        for tensor in applied.tensors.values() if applied else ():
+        for tensor in checkpoint.tensors.values() if checkpoint else ():
             if isinstance(tensor, AdapterOwnTensor) and tensor.own.shape != tensor.shape:
                 found = (
                     f"the adapter has {tensor.own.shape[0]} of {tensor.shape[0]} rows. The other rows, which belong to"

@@ -107,6 +107,8 @@ _LIBRARIES = (
     "transformers.models.llama.modeling_llama",
     "lm_eval.models.huggingface",
 )
+CLASS_LIBRARIES = ("torch", "transformers.modeling_utils")
+"""Modules that take most of the time of a first comparison of tensors with their class."""
 # Maximum time without progress if the call has no time limit. The largest models load within this time.
 _SILENCE_S = 3600.0
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # Libraries then do not wait for a missing network.

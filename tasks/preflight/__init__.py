@@ -46,11 +46,9 @@ from mergegate.tasks.preflight.power_forecast import (
 from mergegate.tasks.preflight.sample_text import SAMPLE, sample_queries
 from mergegate.tasks.preflight.segmentation import add_segmentation_shares, segmentation_shares
 from mergegate.tasks.preflight.settings import CodeSettings, CopySettings, TokenizerSettings
-from mergegate.tasks.preflight.skeleton import CLASS_LIBRARIES
 
 __all__ = [
     "AROUND",
-    "CLASS_LIBRARIES",
     "EXAMPLES",
     "NEXT_TOKENS",
     "SAMPLE",

@@ -21,10 +21,7 @@ from mergegate.merge_core.architecture import is_head, is_optional
 from mergegate.merge_core.checkpoint import config_parts
 from mergegate.merge_core.errors import MergegateError, to_printable
 from mergegate.merge_core.plan import network_shards
-from mergegate.tasks.checkpoints import CallNeeds, TellProgress, call_model_process, import_lean
-
-CLASS_LIBRARIES = ("torch", "transformers.modeling_utils")
-"""Modules that take most of the time of the first comparison. The model process can import them early."""
+from mergegate.tasks.checkpoints import CLASS_LIBRARIES, CallNeeds, TellProgress, call_model_process, import_lean
 
 _TIME_LIMIT = 120.0  # Seconds.
 _RESULT = "the result"

@@ -308,9 +308,9 @@ def _unexplained(
     )
     measured = frozenset().union(*(known.names for known in others))
 
-    def competes(known: _Known, rival: _Known) -> bool:
-        """Return whether ``rival`` can explain ``known``: a parent only if it is a declared ancestor of both models."""
-        return known.is_parent or not rival.is_parent or bool(declarations.above & known.above & rival.names)
+    def competes(model: _Known, rival: _Known) -> bool:
+        """Return whether ``rival`` can explain ``model``: a parent only if it is a declared ancestor of both models."""
+        return model.is_parent or not rival.is_parent or bool(declarations.above & model.above & rival.names)
 
     rivals = np.array([[competes(known, rival) for rival in others] for known in others], bool)
     relations = compare_fingerprints(fingerprint, [known.fingerprint for known in others], rivals)
