@@ -17,9 +17,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
 from mergegate.merge_core import Checkpoint, Finding, MergePlan
-from mergegate.merge_core.architecture import is_head, is_optional
+from mergegate.merge_core.architecture import is_head, is_of_head, is_optional
 from mergegate.merge_core.checkpoint import config_parts
-from mergegate.merge_core.errors import MergegateError, to_printable
+from mergegate.merge_core.errors import MergegateError, Severity, to_printable
 from mergegate.merge_core.plan import network_shards
 from mergegate.tasks.checkpoints import CLASS_LIBRARIES, CallNeeds, TellProgress, call_model_process, import_lean
 
@@ -40,7 +40,6 @@ class Differences(NamedTuple):
 
     Args:
         missing: Names of parameters that no stored tensor fills.
-        outside: Those of ``missing`` that are outside the network without its head.
         shapes: Name, stored shape and expected shape of each parameter with another shape.
         unjoined: Names of parameters that the class joins from stored tensors, which do not fit each other.
         ignored: Names of stored tensors that the class does not load.
@@ -48,7 +47,6 @@ class Differences(NamedTuple):
     """
 
     missing: tuple[str, ...] = ()
-    outside: tuple[str, ...] = ()
     shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
     unjoined: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
@@ -78,7 +76,7 @@ def skeleton_findings(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) ->
     findings: list[Finding] = []
     for names, differences in zip(groups.values(), answer, strict=False):
         for name in [name for name in names if name != _RESULT] or (names if not findings else []):
-            findings += _findings(name, to_printable(_class_of(models[name][0])), differences)
+            findings += _findings(name, models[name][0], differences)
     return findings
 
 
@@ -101,58 +99,33 @@ def _structure(config: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def _findings(model: str, class_name: str, differences: Differences) -> list[Finding]:
+def _findings(model: str, config: Mapping[str, Any], differences: Differences) -> Iterator[Finding]:
+    class_name = to_printable(_class_of(config))
     if differences.reason:
         reason = to_printable(differences.reason)
         expected = f"tensors of the class {class_name}"
-        return [Finding("info", f"{model}: tensors", f"not compared with their class: {reason}", expected)]
-    findings = []
+        yield Finding("info", f"{model}: tensors", f"not compared with their class: {reason}", expected)
+    # Code of the model may define another class of this name.
+    worst: Severity = "warn" if config.get("auto_map") else "block"
+    rows: list[tuple[Severity, str, str, str]] = []
+    expected = f"every tensor that {class_name} builds from config.json"
     for name in differences.missing:
-        is_replaceable = ("pooler" in name or name in differences.outside) and not is_head(name)
-        findings.append(
-            Finding(
-                "warn" if is_replaceable else "block",
-                f"{model}: {to_printable(name)}",
-                found=f"missing: {class_name} would fill it with random numbers",
-                expected=f"every tensor that {class_name} builds from config.json",
-                remedy=_EXPORT,
-                cause=f"{model}: missing tensors {is_replaceable}",
-            )
-        )
+        # A head or a pooler may be new. Training alone uses tensors such as a mask.
+        severity = "warn" if is_of_head(name) and not is_head(name) else worst
+        rows.append((severity, name, f"missing: {class_name} would fill it with random numbers", expected))
     for name, stored, built in differences.shapes:
-        findings.append(
-            Finding(
-                "block",
-                f"{model}: {to_printable(name)}",
-                found=f"shape {list(stored)}",
-                expected=f"{list(built)}, as {class_name} builds it from config.json",
-                remedy=_EXPORT,
-                cause=f"{model}: shapes",
-            )
+        rows.append(
+            (worst, name, f"shape {list(stored)}", f"{list(built)}, as {class_name} builds it from config.json")
         )
     for name in differences.unjoined:
-        findings.append(
-            Finding(
-                "block",
-                f"{model}: {to_printable(name)}",
-                found=f"{class_name} cannot join the stored tensors of this parameter",
-                expected="all of them, such as one for each expert, with one shape",
-                remedy=_EXPORT,
-                cause=f"{model}: shapes",
-            )
-        )
+        found = f"{class_name} cannot join the stored tensors of this parameter"
+        rows.append((worst, name, found, "all of them, such as one for each expert, with one shape"))
     for name in filter(lambda name: not is_optional(name), differences.ignored):
-        findings.append(
-            Finding(
-                "info",
-                f"{model}: {to_printable(name)}",
-                found=f"{class_name} does not load this tensor",
-                expected=f"only tensors of {class_name}",
-                remedy="nothing to do, unless other software needs it",
-                cause=f"{model}: ignored tensors",
-            )
-        )
-    return findings
+        rows.append(("info", name, f"{class_name} does not load this tensor", f"only tensors of {class_name}"))
+    for severity, name, found, expected in rows:
+        remedy = "nothing to do, unless other software needs it" if severity == "info" else _EXPORT
+        cause = f"{model}: {severity}, {found.partition(' ')[0]}"
+        yield Finding(severity, f"{model}: {to_printable(name)}", found, expected, remedy, cause)
 
 
 def compare_with_classes(models: Sequence[tuple[str, Table]], on_progress: TellProgress) -> list[Differences]:
@@ -192,7 +165,7 @@ def _compare(config_text: str, table: Table) -> Differences:
     }
     with _report() as lines:
         try:
-            network, loaded = model_class.from_pretrained(
+            _, loaded = model_class.from_pretrained(
                 None, config=settings, state_dict=stored, device_map="meta", attn_implementation="eager",
                 ignore_mismatched_sizes=True, output_loading_info=True,
             )  # fmt: skip
@@ -200,13 +173,9 @@ def _compare(config_text: str, table: Table) -> Differences:
             if unjoined := tuple(name for line in lines for name in _CONVERSION.findall(line)):
                 return Differences(unjoined=unjoined)
             raise
-    missing = tuple(sorted(loaded["missing_keys"]))
-    base = f"{network.base_model_prefix}."
-    has_base = any(name.startswith(base) for name in network.state_dict())
     shapes = ((name, tuple(found), tuple(built)) for name, found, built in loaded["mismatched_keys"])
     return Differences(
-        missing=missing,
-        outside=tuple(name for name in missing if has_base and not name.startswith(base)),
+        missing=tuple(sorted(loaded["missing_keys"])),
         shapes=tuple(sorted(shapes)),
         ignored=tuple(sorted(loaded["unexpected_keys"])),
     )
@@ -225,7 +194,8 @@ def _report() -> Iterator[list[str]]:
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.extend(record.getMessage().splitlines())  # type: ignore[method-assign]
-    has_bar = library_logging.is_progress_bar_enabled()
+    has_bar, verbosity = library_logging.is_progress_bar_enabled(), library_logging.get_verbosity()
+    library_logging.set_verbosity_warning()
     library_logging.disable_progress_bar()
     library_logging.disable_default_handler()
     library_logging.add_handler(handler)
@@ -234,5 +204,6 @@ def _report() -> Iterator[list[str]]:
     finally:
         library_logging.remove_handler(handler)
         library_logging.enable_default_handler()
+        library_logging.set_verbosity(verbosity)
         if has_bar:
             library_logging.enable_progress_bar()

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+import transformers
 from samples import sampled
 from tiny_families import FAMILIES, make
 
@@ -31,6 +32,7 @@ def differences(config: str, rows: Table) -> Differences:
 @pytest.mark.story
 @pytest.mark.parametrize("name", sampled(BY_NAME, ["llama", "mixtral", "gemma3, vision"], pytest.mark.proof))
 def test_every_missing_or_repeated_tensor_of_a_family_is_found(name: str, tmp_path: Path) -> None:
+    transformers.utils.logging.set_verbosity_error()  # Other code in the model process may do this too.
     config, rows = table(make(BY_NAME[name], tmp_path / "model", 0))
     assert differences(config, rows) == Differences()
     draw = random.Random(name)
