@@ -71,10 +71,15 @@ def skeleton_findings(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) ->
         answer: object = call_model_process(compare_with_classes, (tuple(groups),), location="classes", needs=needs)
     except MergegateError as error:
         answer = [Differences(reason=error.found)] * len(groups)
-    if not isinstance(answer, list) or not all(isinstance(differences, Differences) for differences in answer):
+    # Untrusted code in that process may have sent something else.
+    if (
+        not isinstance(answer, list)
+        or len(answer) != len(groups)
+        or not all(isinstance(differences, Differences) for differences in answer)
+    ):
         answer = [Differences(reason="the process returned no result")] * len(groups)
     findings: list[Finding] = []
-    for names, differences in zip(groups.values(), answer, strict=False):
+    for names, differences in zip(groups.values(), answer, strict=True):
         for name in [name for name in names if name != _RESULT] or (names if not findings else []):
             findings += _findings(name, models[name][0], differences)
     return findings
