@@ -16,7 +16,7 @@ from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.settings import GateRule, Guard
 from mergegate.tasks.gate.stage import GatePlan, GateVerdict, gate
 from mergegate.tasks.perplexity.measurement import DocumentLikelihood, TextMeasurement
-from mergegate.tasks.perplexity.stage import FILE, Likelihoods, total_likelihood, write_documents
+from mergegate.tasks.perplexity.stage import LIKELIHOODS_FILE, Likelihoods, total_likelihood, write_documents
 from mergegate.tasks.store.store import Artifact
 
 GUARD = Guard(task="reverse", guarded_by="reverser", max_drop=3)
@@ -141,5 +141,5 @@ def part(directory: Path, scored: Sequence[DocumentScore], *, version: str = "0.
 
 def read(directory: Path, evidence: ModelLikelihoods) -> Artifact[Likelihoods]:
     directory.mkdir(parents=True)
-    write_documents(directory / FILE, evidence.documents)
+    write_documents(directory / LIKELIHOODS_FILE, evidence.documents)
     return stored(directory, evidence.value)  # type: ignore[return-value]

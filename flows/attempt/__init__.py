@@ -14,7 +14,6 @@ from mergegate.flows.attempt.attempt import (
     FailedMerge,
     FurtherJudgment,
     JudgedMerge,
-    JudgedVariant,
     distance_from_passing,
     open_remedies,
     proposed_remedy,
@@ -29,27 +28,3 @@ from mergegate.flows.attempt.search import (
     with_tuned_candidate,
 )
 from mergegate.flows.attempt.variants import conversion_texts, judge_variants
-
-__all__ = [
-    "AlreadyReleased",
-    "Assessment",
-    "Attempt",
-    "FailedMerge",
-    "FurtherJudgment",
-    "JudgedMerge",
-    "JudgedVariant",
-    "assess_merge",
-    "conversion_texts",
-    "distance_from_passing",
-    "judge_answers",
-    "judge_variants",
-    "open_remedies",
-    "open_trial_pool",
-    "prepare_search",
-    "proposed_remedy",
-    "run_confirmation",
-    "run_search",
-    "serve_merge",
-    "sweep_candidates",
-    "with_tuned_candidate",
-]

@@ -25,26 +25,3 @@ from mergegate.flows.candidates.run_expansion import (
     names_training_run,
 )
 from mergegate.flows.candidates.tuning import SCALE, TUNE, TuningSize, has_searchable_scale, scale_search
-
-__all__ = [
-    "AUTO",
-    "MOST_PROPOSED",
-    "SCALE",
-    "TUNE",
-    "Candidate",
-    "ExpandedRecipe",
-    "SearchedRecipe",
-    "TuningSize",
-    "Written",
-    "candidate_recipes",
-    "changed_candidate",
-    "client_digest",
-    "client_round",
-    "expand_training_runs",
-    "has_searchable_scale",
-    "names_training_run",
-    "recipe_of_documents",
-    "recipe_of_file",
-    "scale_search",
-    "searched_recipe",
-]

@@ -1,6 +1,6 @@
 """Load profiles: their typed settings, the recipes that they name, and the messages about their faults."""
 
-from mergegate.flows.profile.faults import parse_settings, settings_faults
+from mergegate.flows.profile.faults import parse_settings
 from mergegate.flows.profile.profile import Profile
 from mergegate.flows.profile.reader import (
     is_recipe,
@@ -11,16 +11,3 @@ from mergegate.flows.profile.reader import (
     profile_schema,
 )
 from mergegate.flows.profile.schema import RemedyChoice
-
-__all__ = [
-    "Profile",
-    "RemedyChoice",
-    "is_recipe",
-    "is_release_name",
-    "load_profile",
-    "parse_profile",
-    "parse_settings",
-    "profile_name",
-    "profile_schema",
-    "settings_faults",
-]

@@ -3,46 +3,12 @@
 ``apply_adapter(base, adapter)`` returns a checkpoint whose tensors are computed while they are read.
 """
 
-from mergegate.merge_core.adapters.adapter import (
-    PICKLED_FILE,
-    WEIGHTS_FILE,
-    Adapter,
-    adapter_files,
-    is_adapter,
-    is_own_text,
-    open_adapter,
-)
+from mergegate.merge_core.adapters.adapter import Adapter, adapter_files, is_adapter, is_own_text, open_adapter
 from mergegate.merge_core.adapters.application import apply_adapter
 from mergegate.merge_core.adapters.combination import Combined, changes_of, combine_adapters
 from mergegate.merge_core.adapters.configuration import CONFIG_FILE
-from mergegate.merge_core.adapters.extraction import Extracted, ExtractionSettings, ModuleError, extract_adapter
+from mergegate.merge_core.adapters.extraction import Extracted, ExtractionSettings, extract_adapter
 from mergegate.merge_core.adapters.names import ExpertSlice, StoredNames
 from mergegate.merge_core.adapters.output import NewAdapter, write_adapter
 from mergegate.merge_core.adapters.size import CombinedSize, combined_size
 from mergegate.merge_core.adapters.tensors import AdapterOwnTensor
-
-__all__ = [
-    "CONFIG_FILE",
-    "PICKLED_FILE",
-    "WEIGHTS_FILE",
-    "Adapter",
-    "AdapterOwnTensor",
-    "Combined",
-    "CombinedSize",
-    "ExpertSlice",
-    "Extracted",
-    "ExtractionSettings",
-    "ModuleError",
-    "NewAdapter",
-    "StoredNames",
-    "adapter_files",
-    "apply_adapter",
-    "changes_of",
-    "combine_adapters",
-    "combined_size",
-    "extract_adapter",
-    "is_adapter",
-    "is_own_text",
-    "open_adapter",
-    "write_adapter",
-]

@@ -12,21 +12,3 @@ from mergegate.merge_core.analysis.fingerprint import (
 )
 from mergegate.merge_core.analysis.interference import NOT_FINITE, Interference, TensorGroup, measure_interference
 from mergegate.merge_core.analysis.tally import Tally
-
-__all__ = [
-    "LEAST_SHARE",
-    "MOST_TENSORS",
-    "NOT_FINITE",
-    "Fingerprint",
-    "Interference",
-    "Relation",
-    "RelationKind",
-    "Tally",
-    "TensorGroup",
-    "compare_fingerprints",
-    "find_outliers",
-    "geometric_median",
-    "measure_interference",
-    "normalized_lengths_and_distances",
-    "take_fingerprint",
-]

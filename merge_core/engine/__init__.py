@@ -7,28 +7,5 @@ from mergegate.merge_core.engine.execution import HELD_BYTES, RETAINED_BYTES, re
 from mergegate.merge_core.engine.finite import count_infinite, count_non_finite
 from mergegate.merge_core.engine.in_memory import merge_tensors
 from mergegate.merge_core.engine.input_files import InputFiles
-from mergegate.merge_core.engine.transplant import Transplant, TransplantSettings, transplant_tokenizer
+from mergegate.merge_core.engine.transplant import TransplantSettings, transplant_tokenizer
 from mergegate.merge_core.engine.writer import WAITING_BYTES
-
-__all__ = [
-    "HELD_BYTES",
-    "RETAINED_BYTES",
-    "WAITING_BYTES",
-    "BufferPool",
-    "EngineSettings",
-    "InputFiles",
-    "JobInputs",
-    "MergeRecord",
-    "Transplant",
-    "TransplantSettings",
-    "block_size",
-    "count_infinite",
-    "count_non_finite",
-    "has_cuda_driver",
-    "merge_tensors",
-    "merge_weights",
-    "read_ahead",
-    "require_prepared",
-    "start_or_resume",
-    "transplant_tokenizer",
-]

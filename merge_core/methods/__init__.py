@@ -11,7 +11,6 @@ from mergegate.merge_core.methods.contract import (
     ConflictRemedy,
     Costs,
     Fold,
-    InputMoments,
     Map,
     Method,
     Parameter,
@@ -21,50 +20,11 @@ from mergegate.merge_core.methods.contract import (
     StoredBlock,
     TensorTask,
     Traits,
-    fold_counts,
-    fold_grains,
     fold_sums,
     map_only,
-    row_length,
 )
 from mergegate.merge_core.methods.kernel_cache import has_kernels, kernel_directory, record_kernels
 from mergegate.merge_core.methods.masks import mask_key
 from mergegate.merge_core.methods.registry import BUILT_IN, find_method, merge_methods
 from mergegate.merge_core.methods.task_vectors import TASK_ARITHMETIC
 from mergegate.merge_core.methods.upcycling import UPCYCLING
-
-__all__ = [
-    "BUILT_IN",
-    "GRAIN",
-    "LINEAR",
-    "PASSTHROUGH",
-    "REQUIRED",
-    "TASK_ARITHMETIC",
-    "UPCYCLING",
-    "Block",
-    "ConflictRemedy",
-    "Costs",
-    "Fold",
-    "InputMoments",
-    "Map",
-    "Method",
-    "Parameter",
-    "Scalar",
-    "Solve",
-    "Steps",
-    "StoredBlock",
-    "TensorTask",
-    "Traits",
-    "combine",
-    "find_method",
-    "fold_counts",
-    "fold_grains",
-    "fold_sums",
-    "has_kernels",
-    "kernel_directory",
-    "map_only",
-    "mask_key",
-    "merge_methods",
-    "record_kernels",
-    "row_length",
-]

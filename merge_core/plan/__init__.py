@@ -9,27 +9,4 @@ from mergegate.merge_core.plan.layout import OutputTensor, Shard, network_shards
 from mergegate.merge_core.plan.plan import plan_merge, step_of
 from mergegate.merge_core.plan.rows import MEAN, SEVERAL, ZERO, RowMap
 from mergegate.merge_core.plan.special_ids import serialize_config
-from mergegate.merge_core.plan.tokenizers import TokenizerPair
 from mergegate.merge_core.plan.transplant import plan_transplant
-
-__all__ = [
-    "MEAN",
-    "SEVERAL",
-    "ZERO",
-    "Input",
-    "MergePlan",
-    "OutputTensor",
-    "PlannedMerge",
-    "RowMap",
-    "Shard",
-    "TensorJob",
-    "TokenizerPair",
-    "network_shards",
-    "plan_merge",
-    "plan_transplant",
-    "plan_with_findings",
-    "preflight",
-    "requires_index",
-    "serialize_config",
-    "step_of",
-]

@@ -10,16 +10,3 @@ from mergegate.merge_core.wording.units import (
     parse_bytes,
     parse_duration,
 )
-
-__all__ = [
-    "detail",
-    "detail_listener",
-    "format_bytes",
-    "format_count",
-    "format_duration",
-    "format_roughly",
-    "format_short_time",
-    "has_detail_listener",
-    "parse_bytes",
-    "parse_duration",
-]

@@ -2,13 +2,3 @@
 
 from mergegate.tasks.explain.remedies import CHANCE, Remedy, drop_tried_remedies, normalize_recipe, relative_movement
 from mergegate.tasks.explain.stage import Explanation, explain_merge
-
-__all__ = [
-    "CHANCE",
-    "Explanation",
-    "Remedy",
-    "drop_tried_remedies",
-    "explain_merge",
-    "normalize_recipe",
-    "relative_movement",
-]

@@ -34,29 +34,3 @@ from mergegate.tasks.judge.settings import (
     JudgmentSettings,
 )
 from mergegate.tasks.judge.stage import judge_models
-
-__all__ = [
-    "INSTRUCTIONS",
-    "ORDERS",
-    "SCORES",
-    "AnswerLimits",
-    "ControlResult",
-    "ControlSettings",
-    "JudgePrompts",
-    "JudgeRule",
-    "JudgeServer",
-    "JudgeSettings",
-    "JudgeVerdict",
-    "Judgment",
-    "JudgmentKey",
-    "JudgmentSettings",
-    "Order",
-    "RecordedAnswerPair",
-    "control_count",
-    "controls_found",
-    "judge_models",
-    "judge_recorded_pairs",
-    "pin_prompts",
-    "read_prompts",
-    "settle",
-]

@@ -9,10 +9,7 @@ from mergegate.tasks.llama_cpp.client import (
     CONVERTER,
     FILE_TYPES,
     AnswerChoice,
-    ChatAnswer,
-    GgufVocabulary,
     LlamaCpp,
-    ScoredTokens,
     environment_error,
     file_type,
     find_python,
@@ -23,26 +20,3 @@ from mergegate.tasks.llama_cpp.client import (
     toolchain,
 )
 from mergegate.tasks.llama_cpp.loading import BACKEND_NAME, GgufNetwork, close_gguf, load_gguf, runs_in_llama_cpp
-
-__all__ = [
-    "BACKEND_NAME",
-    "CONVERTER",
-    "FILE_TYPES",
-    "AnswerChoice",
-    "ChatAnswer",
-    "GgufNetwork",
-    "GgufVocabulary",
-    "LlamaCpp",
-    "ScoredTokens",
-    "close_gguf",
-    "environment_error",
-    "file_type",
-    "find_python",
-    "load_gguf",
-    "measure_importance",
-    "open_gguf",
-    "quantize",
-    "runs_in_llama_cpp",
-    "runtime_versions",
-    "toolchain",
-]

@@ -12,7 +12,7 @@
 """
 
 from mergegate.tasks.merge.preparation import find_prepared_recipe, prepare_recipe, select_named_parents
-from mergegate.tasks.merge.router_fitting import RepairedLayer, RouterRepairSummary
+from mergegate.tasks.merge.router_fitting import RouterRepairSummary
 from mergegate.tasks.merge.router_repair import new_routers, with_new_routers
 from mergegate.tasks.merge.stage import (
     MERGED,
@@ -35,34 +35,3 @@ from mergegate.tasks.merge.weight_comparison import (
     describe_changes,
     find_copied_parent,
 )
-
-__all__ = [
-    "MERGED",
-    "MergeSettings",
-    "MergeSummary",
-    "Numerics",
-    "RepairedLayer",
-    "RepairedRouting",
-    "RouterDistance",
-    "RouterNeeds",
-    "RouterRepairSummary",
-    "StatisticsNeeds",
-    "WeightComparison",
-    "calibration_stage_name",
-    "combine_parents",
-    "compare_with_parents",
-    "describe_changes",
-    "find_copied_parent",
-    "find_prepared_recipe",
-    "merge",
-    "merged_model",
-    "new_routers",
-    "numerics",
-    "pin_calibration_texts",
-    "prepare_recipe",
-    "repaired_routing",
-    "router_needs",
-    "select_named_parents",
-    "statistics_needs",
-    "with_new_routers",
-]

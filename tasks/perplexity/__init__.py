@@ -9,8 +9,8 @@ from mergegate.tasks.perplexity.measurement import (
     read_held_out,
 )
 from mergegate.tasks.perplexity.settings import DriftLimits, Percentage, PerplexitySettings
-from mergegate.tasks.perplexity.stage import FILE as LIKELIHOODS_FILE
 from mergegate.tasks.perplexity.stage import (
+    LIKELIHOODS_FILE,
     Likelihoods,
     perplexity,
     pin_documents,
@@ -29,32 +29,3 @@ from mergegate.tasks.perplexity.text import (
     read_documents_verbatim,
     read_texts,
 )
-
-__all__ = [
-    "LIKELIHOODS_FILE",
-    "ChatMessage",
-    "DistinctDocuments",
-    "DocumentLikelihood",
-    "DriftLimits",
-    "HeldOutText",
-    "Likelihoods",
-    "OwnDocument",
-    "Percentage",
-    "PerplexitySettings",
-    "TextSetting",
-    "TokenizedText",
-    "WindowSettings",
-    "encode_text",
-    "ensemble_gain_share",
-    "ensemble_likelihoods",
-    "perplexity",
-    "pin_documents",
-    "pin_text",
-    "read_distinct",
-    "read_documents",
-    "read_documents_verbatim",
-    "read_held_out",
-    "read_texts",
-    "sum_documents",
-    "write_documents",
-]

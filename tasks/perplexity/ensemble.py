@@ -35,7 +35,7 @@ from mergegate.tasks.perplexity.measurement import (
     document_rows,
     read_batch,
 )
-from mergegate.tasks.perplexity.stage import FILE, Likelihoods, total_likelihood, write_documents
+from mergegate.tasks.perplexity.stage import LIKELIHOODS_FILE, Likelihoods, total_likelihood, write_documents
 from mergegate.tasks.perplexity.text import HeldOutText, read_distinct
 from mergegate.tasks.stage import Runtime, advance, stage
 
@@ -69,7 +69,7 @@ def ensemble_likelihoods(
         models=models,
         on_progress=lambda done, total: advance(done, total, "tokens"),
     )
-    write_documents(out / FILE, measurement.rows)
+    write_documents(out / LIKELIHOODS_FILE, measurement.rows)
     return total_likelihood(ENSEMBLE, measurement)
 
 

@@ -20,7 +20,7 @@ from mergegate.tasks.perplexity.text import HeldOutText, TextSetting, pin_text
 from mergegate.tasks.stage import Runtime, StageValue, advance, stage
 from mergegate.tasks.store import Artifact, NotInKey
 
-FILE = "documents.parquet"
+LIKELIHOODS_FILE = "documents.parquet"
 
 
 class Likelihoods(StageValue):
@@ -77,7 +77,7 @@ def perplexity(
         models=[model],
         on_progress=lambda done, total: advance(done, total, "tokens"),
     )
-    write_documents(out / FILE, measurement.rows)
+    write_documents(out / LIKELIHOODS_FILE, measurement.rows)
     return total_likelihood(model.name, measurement)
 
 
@@ -119,7 +119,7 @@ def read_documents(directory: Path) -> tuple[DocumentLikelihood, ...]:
     """Read the likelihoods of all documents from an artifact of this stage."""
     import pyarrow.parquet as pq
 
-    with pq.ParquetFile(directory / FILE) as file:  # read_table would import pandas
+    with pq.ParquetFile(directory / LIKELIHOODS_FILE) as file:  # read_table would import pandas
         columns = file.read().to_pydict()
     return tuple(
         DocumentLikelihood(*row) for row in zip(*(columns[n] for n in DocumentLikelihood._fields), strict=True)

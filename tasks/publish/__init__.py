@@ -5,7 +5,6 @@ from mergegate.tasks.publish.card_scores import escape
 from mergegate.tasks.publish.content import (
     BOM,
     CARD,
-    DESCRIPTION_FILES,
     KEYLESS_SIGNATURE,
     PROVENANCE,
     RECIPE,
@@ -26,7 +25,6 @@ from mergegate.tasks.publish.settings import ApprovalSettings
 from mergegate.tasks.publish.signature import public_key, read_signature
 from mergegate.tasks.publish.stage import (
     PendingRelease,
-    Releasable,
     ReleaseParts,
     describe_merge,
     joint_digest,
@@ -37,47 +35,3 @@ from mergegate.tasks.publish.stage import (
 )
 from mergegate.tasks.publish.targets import Release
 from mergegate.tasks.publish.variants import PassedVariant, VariantParts, published_merge, variant_content
-
-__all__ = [
-    "BOM",
-    "CARD",
-    "DESCRIPTION_FILES",
-    "KEYLESS_SIGNATURE",
-    "PROVENANCE",
-    "RECIPE",
-    "SIGNATURE",
-    "SUMS",
-    "VERSION_DIGITS",
-    "ApprovalSettings",
-    "DatasetFacts",
-    "MergeRelease",
-    "PassedVariant",
-    "PendingRelease",
-    "PublicNames",
-    "Releasable",
-    "Release",
-    "ReleaseFile",
-    "ReleaseParts",
-    "Signer",
-    "SignerPolicy",
-    "VariantParts",
-    "checksums_text",
-    "describe_merge",
-    "escape",
-    "expected_signer",
-    "joint_digest",
-    "parse_checksums",
-    "pending_release",
-    "public_key",
-    "publish",
-    "published_merge",
-    "read_document",
-    "read_keyless",
-    "read_signature",
-    "recipe_paths",
-    "release_digest",
-    "released_kind",
-    "require_approved",
-    "stored_files",
-    "variant_content",
-]

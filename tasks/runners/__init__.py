@@ -11,18 +11,3 @@ from mergegate.tasks.runners.slots import (
     use_slot,
     visible_gpus,
 )
-
-__all__ = [
-    "Cancelled",
-    "Runner",
-    "RunnerSettings",
-    "WorkerSlot",
-    "current_slot",
-    "end_slot",
-    "local_runner",
-    "on_slot_end",
-    "open_runner",
-    "slots_for",
-    "use_slot",
-    "visible_gpus",
-]

@@ -17,21 +17,3 @@ from mergegate.tasks.sandbox.supervision import (
     output_tail,
     require_linux,
 )
-
-__all__ = [
-    "Confinement",
-    "GpuLease",
-    "Gpus",
-    "NotStarted",
-    "ProcessEnd",
-    "ProcessOptions",
-    "ProgramEnd",
-    "ProgramLimits",
-    "SupervisedProcess",
-    "acquire_gpus",
-    "compile_imports",
-    "environment_of_child",
-    "output_tail",
-    "require_linux",
-    "run_program",
-]

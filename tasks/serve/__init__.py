@@ -13,26 +13,3 @@ from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.serve.smoke import STEPS, RunningServer, SmokeSetup, smoke_checkpoint, smoke_url
 from mergegate.tasks.serve.stage import serve_models, server_of
 from mergegate.tasks.serve.verdict import SERVED_AS_LORA, Check, ServedModels, ServeVerdict
-
-__all__ = [
-    "SERVED_AS_LORA",
-    "STEPS",
-    "Chat",
-    "Check",
-    "Reference",
-    "ReferenceRequest",
-    "RunningServer",
-    "ServeSettings",
-    "ServeVerdict",
-    "ServedModels",
-    "ServingCost",
-    "SmokeSetup",
-    "find_server",
-    "is_loop",
-    "make_reference",
-    "render_chat",
-    "serve_models",
-    "server_of",
-    "smoke_checkpoint",
-    "smoke_url",
-]

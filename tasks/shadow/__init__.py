@@ -25,7 +25,6 @@ from mergegate.tasks.shadow.recorded_traffic import ArmRow
 from mergegate.tasks.shadow.routing import (
     FollowedRouting,
     Routing,
-    Serving,
     read_routing,
     records_url,
     routing_file,
@@ -33,36 +32,3 @@ from mergegate.tasks.shadow.routing import (
 )
 from mergegate.tasks.shadow.settings import ShadowJudge, ShadowRule, ShadowServer, ShadowSettings, SwitchRule
 from mergegate.tasks.shadow.verdict import JudgedTotals, ShadowVerdict, shadow_verdict
-
-__all__ = [
-    "ArmRow",
-    "ArmSummary",
-    "FollowedRouting",
-    "JudgedPair",
-    "JudgedPairs",
-    "JudgedTotals",
-    "LostPair",
-    "Routing",
-    "Sample",
-    "SampledPair",
-    "Serving",
-    "ShadowJudge",
-    "ShadowRule",
-    "ShadowServer",
-    "ShadowSettings",
-    "ShadowVerdict",
-    "SwitchRule",
-    "evidence_of",
-    "evidence_path",
-    "kill_reason",
-    "open_judged",
-    "read_judged",
-    "read_lost_pairs",
-    "read_routing",
-    "records_url",
-    "routing_file",
-    "sample_pairs",
-    "shadow_verdict",
-    "store_lost_pairs",
-    "write_routing",
-]

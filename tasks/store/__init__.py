@@ -4,13 +4,7 @@ A stage looks up an artifact by its key and builds it only if it is missing. The
 garbage collection may remove, records which artifacts each run uses, and exchanges artifacts with a shared store.
 """
 
-from mergegate.tasks.store.collection import (
-    CollectedGarbage,
-    collect_garbage,
-    explain_retention,
-    list_store,
-    store_bytes,
-)
+from mergegate.tasks.store.collection import collect_garbage, explain_retention, list_store, store_bytes
 from mergegate.tasks.store.inspection import (
     StateFinding,
     damaged_finding,
@@ -21,7 +15,7 @@ from mergegate.tasks.store.inspection import (
     mend_state,
 )
 from mergegate.tasks.store.keys import NotInKey, canonical, digest, family_prefix, merkle, stage_key, without_unkeyed
-from mergegate.tasks.store.manifest import ARRIVING, MANIFEST, ContentMismatch, receive_directory
+from mergegate.tasks.store.manifest import MANIFEST, ContentMismatch, receive_directory
 from mergegate.tasks.store.retention import RELEASED, EntryName, RetentionPlan, RetentionRule, RunUse, StoreEntry
 from mergegate.tasks.store.runs import (
     OpenRun,
@@ -33,49 +27,3 @@ from mergegate.tasks.store.runs import (
 )
 from mergegate.tasks.store.shared import SharedStore, require_shared
 from mergegate.tasks.store.store import VALUE, Artifact, BuildCallbacks, Store, StoredValue, StoreMiss
-
-__all__ = [
-    "ARRIVING",
-    "MANIFEST",
-    "RELEASED",
-    "VALUE",
-    "Artifact",
-    "BuildCallbacks",
-    "CollectedGarbage",
-    "ContentMismatch",
-    "EntryName",
-    "NotInKey",
-    "OpenRun",
-    "RetentionPlan",
-    "RetentionRule",
-    "RunUse",
-    "SharedStore",
-    "StateFinding",
-    "Store",
-    "StoreEntry",
-    "StoreMiss",
-    "StoredValue",
-    "canonical",
-    "collect_garbage",
-    "damaged_finding",
-    "digest",
-    "directory_bytes",
-    "examine_database",
-    "examine_store",
-    "explain_retention",
-    "family_prefix",
-    "forget_runs",
-    "leftover_finding",
-    "list_store",
-    "mend_state",
-    "merkle",
-    "open_run",
-    "read_runs",
-    "receive_directory",
-    "record_created",
-    "record_use",
-    "require_shared",
-    "stage_key",
-    "store_bytes",
-    "without_unkeyed",
-]

@@ -6,7 +6,6 @@ candidate is confirmed.
 
 from mergegate.tasks.sweep.confirmation import (
     Confirmation,
-    IngredientResult,
     NothingToConfirm,
     SoupResult,
     confirm,
@@ -19,7 +18,7 @@ from mergegate.tasks.sweep.ledger import Ledger, open_ledger, study_key
 from mergegate.tasks.sweep.objective import TEXT, MetricKey, Term, make_objective
 from mergegate.tasks.sweep.optuna_view import open_view, parameter_importances, serve_dashboard
 from mergegate.tasks.sweep.race import cumulative_shares
-from mergegate.tasks.sweep.recipes import SoupRecipe, read_soup_recipe, relocate_recipe
+from mergegate.tasks.sweep.recipes import read_soup_recipe, relocate_recipe
 from mergegate.tasks.sweep.search import SearchProblem, search
 from mergegate.tasks.sweep.settings import SweepSettings
 from mergegate.tasks.sweep.soup import INGREDIENT, SOUP, confirm_soup, search_soup
@@ -27,52 +26,3 @@ from mergegate.tasks.sweep.space import count_layers, enumerate_recipes, make_sp
 from mergegate.tasks.sweep.study import HandWritten, SearchProgress, Study, Trial, TrialRequest, TrialScores
 from mergegate.tasks.sweep.trial import TrialSetting
 from mergegate.tasks.sweep.trial_pool import PreparedSearch, TrialPool
-
-__all__ = [
-    "INGREDIENT",
-    "SOUP",
-    "TEXT",
-    "Confirmation",
-    "ConfirmationPower",
-    "HandWritten",
-    "IngredientResult",
-    "Ledger",
-    "MetricKey",
-    "NothingToConfirm",
-    "PreparedSearch",
-    "SearchProblem",
-    "SearchProgress",
-    "SoupRecipe",
-    "SoupResult",
-    "Study",
-    "SweepEvidence",
-    "SweepSettings",
-    "Term",
-    "Trial",
-    "TrialPool",
-    "TrialRequest",
-    "TrialScores",
-    "TrialSetting",
-    "confirm",
-    "confirm_soup",
-    "convert_evolve_file",
-    "count_layers",
-    "cumulative_shares",
-    "enumerate_recipes",
-    "make_objective",
-    "make_space",
-    "open_ledger",
-    "open_view",
-    "parameter_importances",
-    "pin_sweep",
-    "read_soup_recipe",
-    "reason_not_to_confirm",
-    "recipe_key",
-    "relocate_recipe",
-    "search",
-    "search_soup",
-    "serve_dashboard",
-    "start_recipe",
-    "study_key",
-    "trial_sets",
-]

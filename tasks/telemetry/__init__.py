@@ -16,16 +16,3 @@ from mergegate.tasks.telemetry.mlflow import (
     tag_entries,
 )
 from mergegate.tasks.telemetry.trackers import export_to_trackers
-
-__all__ = [
-    "MlflowClient",
-    "MlflowError",
-    "export_metrics",
-    "export_to_trackers",
-    "json_log",
-    "member",
-    "metric_entries",
-    "mlflow_key",
-    "param_entries",
-    "tag_entries",
-]

@@ -7,15 +7,3 @@ it, with the merge as the reference. Other packages register formats under the e
 from mergegate.tasks.variants.contract import ConversionCheck, VariantFormat, VariantRecord, VariantVerdict
 from mergegate.tasks.variants.registry import Variant, variant_formats
 from mergegate.tasks.variants.settings import CalibrationSettings, VariantGuard, VariantSettings
-
-__all__ = [
-    "CalibrationSettings",
-    "ConversionCheck",
-    "Variant",
-    "VariantFormat",
-    "VariantGuard",
-    "VariantRecord",
-    "VariantSettings",
-    "VariantVerdict",
-    "variant_formats",
-]

@@ -31,27 +31,3 @@ from mergegate.merge_core.checkpoint.vocabulary.union import (
     join_tokenizers,
     rewritten_files,
 )
-
-__all__ = [
-    "METHODS",
-    "STRANGERS",
-    "TOKENIZER_BOUNDS",
-    "JoinedTokenizer",
-    "SpellingDifference",
-    "Strangers",
-    "TokenizerDefinition",
-    "TransplantMethod",
-    "Vocabulary",
-    "cached_tokenizers",
-    "combined_rows",
-    "compare_tokenizers",
-    "join_tokenizers",
-    "read_settings",
-    "read_tokenizer",
-    "read_vocabulary",
-    "rewritten_files",
-    "settings_differences",
-    "sparse_combinations",
-    "token_bytes",
-    "vocabulary_differences",
-]

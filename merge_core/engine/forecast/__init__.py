@@ -17,19 +17,3 @@ from mergegate.merge_core.engine.forecast.probe import (
     measure_products_on,
     save_rates,
 )
-
-__all__ = [
-    "Duration",
-    "Needs",
-    "Rates",
-    "duration",
-    "estimate_needs",
-    "input_files",
-    "load_rates",
-    "machine_key",
-    "measure_bus",
-    "measure_machine",
-    "measure_products_on",
-    "peak_memory",
-    "save_rates",
-]

@@ -34,34 +34,3 @@ from mergegate.merge_core.methods.kernels.selection import (
 from mergegate.merge_core.methods.kernels.sparsify import mask_words
 from mergegate.merge_core.methods.kernels.task_vectors import masked_norms, task_vectors
 from mergegate.merge_core.methods.kernels.tiles import TILE, inspect
-
-__all__ = [
-    "TILE",
-    "add_change",
-    "combine",
-    "consensus",
-    "count_changes",
-    "energies",
-    "first_digit_of",
-    "first_digits",
-    "fuse",
-    "gram",
-    "importances",
-    "inspect",
-    "mask_words",
-    "masked_norms",
-    "nearswap",
-    "next_digit_of",
-    "next_digits",
-    "oppositions",
-    "ram",
-    "scan_windows",
-    "sce",
-    "sizes",
-    "squares",
-    "task_vectors",
-    "ties",
-    "ties_of",
-    "trimmed_middle",
-    "variances",
-]

@@ -11,27 +11,7 @@ from mergegate.tasks.checkpoints.hub.access import (
     snapshots_directory,
 )
 from mergegate.tasks.checkpoints.hub.download import download_snapshots
-from mergegate.tasks.checkpoints.hub.errors import combine_hub_errors
 from mergegate.tasks.checkpoints.hub.headers import element_reader
 from mergegate.tasks.checkpoints.hub.permissions import require_write_access
 from mergegate.tasks.checkpoints.hub.revisions import RevisionList, list_revisions
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot, find_snapshot
-
-__all__ = [
-    "HubAccess",
-    "RemoteFile",
-    "RevisionList",
-    "Snapshot",
-    "combine_hub_errors",
-    "describe_hub_error",
-    "download_snapshots",
-    "element_reader",
-    "find_snapshot",
-    "git_blob",
-    "hub_access",
-    "is_offline",
-    "is_retryable",
-    "list_revisions",
-    "require_write_access",
-    "snapshots_directory",
-]

@@ -7,5 +7,3 @@ for example from a chat template, already begins with one. Log-probabilities are
 from mergegate.tasks.evaluation.backends.contract import CUT_OFF, DEFAULT_BUDGET, AnswerEnd, Backend
 from mergegate.tasks.evaluation.backends.registry import find_backend
 from mergegate.tasks.evaluation.backends.thinking import ThoughtEnd, find_thought_end
-
-__all__ = ["CUT_OFF", "DEFAULT_BUDGET", "AnswerEnd", "Backend", "ThoughtEnd", "find_backend", "find_thought_end"]

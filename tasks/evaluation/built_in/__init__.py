@@ -5,7 +5,7 @@ has a module, and ``registry`` lists them. ``relevance`` scores texts for querie
 ``error_rates`` compares transcripts.
 """
 
-from mergegate.tasks.evaluation.built_in.contract import BuiltInScore, BuiltInTask, TaskDocument
+from mergegate.tasks.evaluation.built_in.contract import BuiltInScore, BuiltInTask
 from mergegate.tasks.evaluation.built_in.leaf import BuiltInLeaf
 from mergegate.tasks.evaluation.built_in.mteb_task import MtebTask
 from mergegate.tasks.evaluation.built_in.registry import (
@@ -16,17 +16,3 @@ from mergegate.tasks.evaluation.built_in.registry import (
 )
 from mergegate.tasks.evaluation.built_in.retrieval import RetrievalTask
 from mergegate.tasks.evaluation.built_in.transcription import TranscriptionTask
-
-__all__ = [
-    "AnyBuiltInTask",
-    "BuiltInLeaf",
-    "BuiltInScore",
-    "BuiltInTask",
-    "MtebTask",
-    "RetrievalTask",
-    "TaskDocument",
-    "TranscriptionTask",
-    "built_in_schemas",
-    "built_in_tasks",
-    "form_of_metric",
-]

@@ -23,36 +23,4 @@ from mergegate.tasks.preflight.licenses.resulting_license import Obligation, Obl
 from mergegate.tasks.preflight.licenses.settings import LicenseSettings
 from mergegate.tasks.preflight.licenses.table import LicenseTable, load_table
 from mergegate.tasks.preflight.licenses.texts import identify_license, license_texts
-from mergegate.tasks.preflight.licenses.weight_relations import KnownModels, UndeclaredRelation, read_known_models
-
-__all__ = [
-    "INDEX_FILE",
-    "LICENSE_FILE",
-    "LONGEST_NAME",
-    "AncestorLookup",
-    "CardSource",
-    "Combination",
-    "IndexedAncestor",
-    "IndexedModel",
-    "KnownModels",
-    "LicenseSettings",
-    "LicenseTable",
-    "LicenseVerdict",
-    "Obligation",
-    "ObligationKind",
-    "UndeclaredRelation",
-    "add_to_index",
-    "check_licenses",
-    "compare_weights",
-    "fingerprint_model",
-    "hub_ancestors",
-    "identify_license",
-    "license_table",
-    "license_texts",
-    "load_table",
-    "quote_text",
-    "read_declaration",
-    "read_index",
-    "read_known_models",
-    "read_licenses",
-]
+from mergegate.tasks.preflight.licenses.weight_relations import KnownModels, read_known_models

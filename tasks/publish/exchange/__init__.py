@@ -2,5 +2,3 @@
 
 from mergegate.tasks.publish.exchange.inspect_log import inspect_logs
 from mergegate.tasks.publish.exchange.release_results import read_release_results
-
-__all__ = ["inspect_logs", "read_release_results"]

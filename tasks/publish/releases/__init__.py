@@ -6,15 +6,3 @@ from mergegate.tasks.publish.releases.recompute import RecomputedVerdict
 from mergegate.tasks.publish.releases.reproduce import ReproducedRelease, rebuild_release
 from mergegate.tasks.publish.releases.requantize import rebuild_variants
 from mergegate.tasks.publish.releases.verify import VerifiedRelease, check_release
-
-__all__ = [
-    "MergeLink",
-    "RecomputedVerdict",
-    "ReleasedModel",
-    "ReproducedRelease",
-    "VerifiedRelease",
-    "check_release",
-    "load_released_model",
-    "rebuild_release",
-    "rebuild_variants",
-]

@@ -4,7 +4,6 @@ Other packages register targets under the entry point ``mergegate.targets``.
 """
 
 from mergegate.tasks.publish.targets.contract import (
-    ALIAS_NAME,
     CredentialUse,
     CurrentRelease,
     OnProgress,
@@ -15,18 +14,3 @@ from mergegate.tasks.publish.targets.contract import (
     check_target,
 )
 from mergegate.tasks.publish.targets.registry import Target, find_release, publish_targets
-
-__all__ = [
-    "ALIAS_NAME",
-    "CredentialUse",
-    "CurrentRelease",
-    "OnProgress",
-    "PublishRequest",
-    "PublishTarget",
-    "PublishedRelease",
-    "Release",
-    "Target",
-    "check_target",
-    "find_release",
-    "publish_targets",
-]

@@ -8,14 +8,3 @@ from mergegate.tasks.shadow.traffic.recorder import Recorder
 from mergegate.tasks.shadow.traffic.redaction import Redaction, open_redaction
 from mergegate.tasks.shadow.traffic.replay import ReplaySettings, read_traffic, replay
 from mergegate.tasks.shadow.traffic.upstream import read_key
-
-__all__ = [
-    "Recorder",
-    "Redaction",
-    "ReplaySettings",
-    "ShadowProxy",
-    "open_redaction",
-    "read_key",
-    "read_traffic",
-    "replay",
-]
