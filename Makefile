@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 QUICK    := -n 2 --dist worksteal
 PARALLEL := -n 3 --dist worksteal
 
-.PHONY: help pictures demo demo-sweep test test-stories test-all fuzz test-peer test-fusionbench test-serve test-ray test-mlflow test-variants newest serve-env gguf-env quantize-env lint format family bench bench-gpu bench-install server worker deploy docs clean
+.PHONY: help pictures demo demo-sweep test test-stories test-all fuzz test-peer test-fusionbench test-serve test-ray test-mlflow test-variants newest serve-env gguf-env quantize-env lint format family bench bench-gpu bench-install server worker deploy reference docs clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1|\2/' | column -t -s '|'
@@ -100,6 +100,9 @@ worker: $(VENV)/ready ## execute deployed and scheduled runs
 
 deploy: $(VENV)/ready ## update deployments and schedules from schedules.yaml
 	@$(BIN)/mergegate deploy
+
+reference: $(VENV)/ready ## write the reference pages and the schemas in docs/ again
+	$(BIN)/python tools/reference_pages.py
 
 docs: .venv-docs/ready ## build the docs site in site/
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --quiet --strict

@@ -302,7 +302,6 @@ _READERS = {
         "tasks.publish.targets.directory tasks.publish.targets.oci_registry tasks.publish.targets.s3_publication "
         "tasks.serve.static_checks"
     ),
-    "files that it wrote; others are refused by their first line": "flows.cli.schema",
     "the standard streams of this process": "flows.cli.streams",
     "the mark of a partial directory, whose size is checked first": "merge_core.files.new_directory",
     "a descriptor of the bounded opener": "merge_core.parsing.json_text",

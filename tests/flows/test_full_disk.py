@@ -119,7 +119,6 @@ COMMANDS = {
     "merge of adapters --share": ["merge", "profiles/demo/recipes/adapters.yaml", "o", "--share"],
     "extract-lora": ["extract-lora", REVERSER, BASE, "--rank=1", "--out=o"],
     "transplant-tokenizer": ["transplant-tokenizer", REVERSER, BASE, "o"],
-    "schema": ["schema", "--write", "o"],
 }
 SHARED = ["steps.partial/notes", "merge.partial", "config.json", "a.journal.partial", "x.partial.damaged-1"]
 
@@ -129,11 +128,9 @@ def of_the_user(root: Path) -> dict[Path, bytes]:
 
 
 EXISTING = (
-    *((command, "o.partial/notes.txt") for command in COMMANDS if command != "schema" and "--share" not in command),
-    *((command, "o/notes.txt") for command in COMMANDS if command != "schema"),
+    *((command, "o.partial/notes.txt") for command in COMMANDS if "--share" not in command),
+    *((command, "o/notes.txt") for command in COMMANDS),
     *(("merge --share", f"o/{name}") for name in SHARED),
-    ("schema", "o/reference/profile.md"),
-    ("schema", "o/schema/recipe.json"),
 )
 
 
@@ -144,14 +141,6 @@ def test_files_of_the_user_stay(offline: Project, command: str, name: str) -> No
     before = of_the_user(offline.root)
     result = expect(offline.mergegate(*COMMANDS[command]), 2)
     assert name.split("/")[0] in result.output or "with --share" in result.output
-    assert of_the_user(offline.root) == before
-
-
-@pytest.mark.story
-def test_schemas_are_written_over_older_ones(offline: Project) -> None:
-    assert offline.mergegate("schema", "--write", "o").exit_code == 0
-    before = of_the_user(offline.root)
-    assert offline.mergegate("schema", "--write", "o").exit_code == 0
     assert of_the_user(offline.root) == before
 
 
