@@ -21,7 +21,6 @@ from mergegate.flows.preflight import Problems, TaskExample, check_recipe, prefl
 from mergegate.flows.profile import Profile, is_recipe, load_profile
 from mergegate.merge_core import Finding
 from mergegate.merge_core.errors import EXIT_CODES, Status, to_printable
-from mergegate.tasks.checkpoints import CLASS_LIBRARIES, start_model_process
 from mergegate.tasks.publish.targets import CredentialUse
 
 _LONGEST = 2000  # characters of a prompt to show
@@ -80,7 +79,6 @@ def check_command(
 
     The findings are listed with their remedies, the most severe first.
     """
-    start_model_process(CLASS_LIBRARIES, gpu=False)
     with command_context(as_json, with_state=True) as console:
         report = check_file(file, console)
         if as_json:

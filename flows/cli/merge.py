@@ -25,13 +25,11 @@ from mergegate.merge_core.errors import DiskUnavailable, InvalidInput
 from mergegate.merge_core.files import FileIdentity, new_directory, remove_contents
 from mergegate.merge_core.wording import format_bytes, format_count
 from mergegate.tasks.checkpoints import (
-    CLASS_LIBRARIES,
     PinnedCheckpoint,
     identify_parents,
     open_parent,
     pin_checkpoints,
     require_same_files,
-    start_model_process,
 )
 from mergegate.tasks.checkpoints.hub import download_snapshots
 from mergegate.tasks.merge import (
@@ -95,7 +93,6 @@ def merge_recipe(recipe_file: Path, options: MergeOptions, console: Console) -> 
     """
     out = options.out
     out.absolute()  # Report a deleted working directory before parents appear to be missing in it.
-    start_model_process(CLASS_LIBRARIES, gpu=False)
     candidate = recipe_of_file(recipe_file)
     for remark in candidate.remarks:
         console.print(remark)

@@ -19,6 +19,7 @@ from mergegate.merge_core.checkpoint.checkpoint import (
     PICKLED_SINGLE_NAME,
     SINGLE_NAME,
     Checkpoint,
+    class_of,
     open_checkpoint,
 )
 from mergegate.merge_core.checkpoint.companions import (

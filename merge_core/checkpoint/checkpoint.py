@@ -49,6 +49,12 @@ PICKLED_INDEX_NAME = "pytorch_model.bin.index.json"
 PICKLED_SINGLE_NAME = "pytorch_model.bin"
 
 
+def class_of(config: Mapping[str, Any]) -> str:
+    """Return the first entry of ``architectures`` in ``config``, or an empty string."""
+    architectures = config.get("architectures")
+    return str(architectures[0] or "") if isinstance(architectures, list) and architectures else ""
+
+
 @dataclass(frozen=True)
 class Checkpoint:
     """A model in Hugging Face layout.
@@ -99,8 +105,7 @@ class Checkpoint:
     @property
     def class_name(self) -> str:
         """Class name of the model: the first entry of ``architectures`` in the config, or an empty string."""
-        architectures = self.config.get("architectures")
-        return str(architectures[0] or "") if isinstance(architectures, list) and architectures else ""
+        return class_of(self.config)
 
 
 Headers: TypeAlias = Mapping[Path, Sequence[StoredTensor]]

@@ -21,6 +21,7 @@ from mergegate.tasks.checkpoints.card import (
     parse_card,
     read_card,
 )
+from mergegate.tasks.checkpoints.class_tensors import Differences, compare_with_classes
 from mergegate.tasks.checkpoints.fetch import fetch_weights
 from mergegate.tasks.checkpoints.files import deciding_files, require_same_files
 from mergegate.tasks.checkpoints.model import Model, QuantizedModel, files_fingerprint
@@ -39,7 +40,6 @@ from mergegate.tasks.checkpoints.model_cache import (
     unload_models,
 )
 from mergegate.tasks.checkpoints.model_process import (
-    CLASS_LIBRARIES,
     CallNeeds,
     TellProgress,
     call_model_process,

@@ -107,8 +107,6 @@ _LIBRARIES = (
     "transformers.models.llama.modeling_llama",
     "lm_eval.models.huggingface",
 )
-CLASS_LIBRARIES = ("torch", "transformers.modeling_utils")
-"""Modules that take most of the time of a first comparison of tensors with their class."""
 # Maximum time without progress if the call has no time limit. The largest models load within this time.
 _SILENCE_S = 3600.0
 _OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}  # Libraries then do not wait for a missing network.
@@ -203,25 +201,25 @@ def call_model_process(
         return cast(A, slot_process.call(request, kind, set(digests), slot))
 
 
-def start_model_process(modules: Sequence[str] = _LIBRARIES, *, gpu: bool = True) -> None:
-    """Start the model process in a background thread, and let it import ``modules``.
+def start_model_process() -> None:
+    """Start the model process in a background thread, and let it import its libraries.
 
-    Nothing starts if a GPU would be reserved before it is needed. ``gpu`` states that the process will need it. A
-    failure is ignored here, because the first call then starts the process again and reports the reason.
+    Nothing starts if a GPU would be reserved before it is needed. A failure is ignored here, because the first call
+    then starts the process again and reports the reason.
     """
 
     def start() -> None:
         with suppress(MergegateError, NotStarted, OSError):
-            call_model_process(import_libraries, (tuple(modules),), location=EARLY_START, needs=CallNeeds(gpu=gpu))
+            call_model_process(import_libraries, (), location=EARLY_START)
 
-    if not gpu or not has_cuda_driver():
+    if not has_cuda_driver():
         # A daemon, so that a run that is refused or interrupted does not wait for the imports.
         threading.Thread(target=start, name=EARLY_START, daemon=True).start()
 
 
-def import_libraries(modules: Sequence[str] = _LIBRARIES, on_progress: TellProgress = lambda done, total: None) -> None:
+def import_libraries(on_progress: TellProgress = lambda done, total: None) -> None:
     """Import what most calls need. Called in the model process."""
-    import_lean(*modules)
+    import_lean(*_LIBRARIES)
 
 
 def end_model_process() -> None:

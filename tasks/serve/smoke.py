@@ -92,12 +92,12 @@ def smoke_checkpoint(
     reference: Reference | None = None
     while True:
         if isinstance(lora, ServedAdapter):
-            results = static_checks(lora.base, must_chat=settings.chat, runs_code=model.runs_code)
+            results = static_checks(lora.base, must_chat=settings.chat)
             factors = replace(lora.base, tensors={tensor.name: tensor for tensor in lora.adapter.stored_tensors})
             results.append(check_finite(factors).model_copy(update={"name": "finite factors"}))
             way = lora.description
         else:
-            results = static_checks(checkpoint, must_chat=settings.chat, runs_code=model.runs_code)
+            results = static_checks(checkpoint, must_chat=settings.chat)
             way = f"served merged: {lora}" if lora else ""
         if any(check.outcome == "fail" for check in results):
             return serve_verdict(model.name, setup.kind.label, results, way=way)  # refuse without starting a server

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from mergegate.merge_core.engine import count_infinite, count_non_finite
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import read_json
 from mergegate.merge_core.wording import format_bytes
-from mergegate.tasks.checkpoints import TellProgress, call_model_process
+from mergegate.tasks.checkpoints import compare_with_classes
 from mergegate.tasks.serve.verdict import Check
 
 _BLOCK = 1 << 24  # bytes of weights per read
@@ -31,12 +31,12 @@ _BLOCK = 1 << 24  # bytes of weights per read
 _SMALL: Mapping[str, tuple[int, int]] = {"F8_E4M3": (0x7F, 0x7F), "F8_E5M2": (0x7C, 0x7C), "F8_E8M0": (0xFF, 0xFF)}
 
 
-def static_checks(checkpoint: Checkpoint, *, must_chat: bool | None, runs_code: bool = False) -> list[Check]:
+def static_checks(checkpoint: Checkpoint, *, must_chat: bool | None) -> list[Check]:
     """Run all static checks, the cheapest first.
 
-    ``must_chat`` requires a chat template. ``runs_code`` permits executing Python files in the checkpoint.
+    ``must_chat`` requires a chat template.
     """
-    checks = [*check_tensors(checkpoint, runs_code=runs_code), check_vocabulary(checkpoint), check_finite(checkpoint)]
+    checks = [*check_tensors(checkpoint), check_vocabulary(checkpoint), check_finite(checkpoint)]
     if must_chat and checkpoint.chat_template is None:
         expected = "a chat template, because serve.chat is true and a server refuses every chat without it"
         remedy = "set 'chat_template' in the recipe to auto or to the name of a known template"
@@ -45,11 +45,10 @@ def static_checks(checkpoint: Checkpoint, *, must_chat: bool | None, runs_code: 
     return checks
 
 
-def check_tensors(checkpoint: Checkpoint, *, runs_code: bool = False) -> list[Check]:
+def check_tensors(checkpoint: Checkpoint) -> list[Check]:
     """Compare names and shapes of the tensors with the model that ``config.json`` describes.
 
-    transformers builds that model without allocating weights, and translates the names in the checkpoint as it does
-    when it loads one. The result has one failed check for missing, one for mismatched and one for unexpected tensors.
+    The result has one failed check for missing, one for mismatched and one for unexpected tensors.
     """
 
     def failed_check(location: str, observation: str, expected: str, remedy: str) -> Check:
@@ -61,28 +60,30 @@ def check_tensors(checkpoint: Checkpoint, *, runs_code: bool = False) -> list[Ch
     pickled = [tensor for tensor in checkpoint.stored_tensors() if tensor.file.suffix != ".safetensors"]
     if pickled:
         return [failed_check(str(pickled[0].file), "pickled weights", "safetensors", "save the weights as safetensors")]
-    report = call_model_process(_load_on_meta, (checkpoint, runs_code), location=f"{checkpoint.directory}: its tensors")
-    if report.unknown:
-        return [Check.not_offered("tensors", report.unknown, "a model of transformers")]
-    config_file = checkpoint.directory / "config.json"
-    if report.problem:
-        seen = f"transformers cannot build a model from it: {report.problem}"
-        return [failed_check(str(config_file), seen, "a configuration of transformers", "compare it with a parent's")]
+    (found,) = compare_with_classes([(checkpoint.config, checkpoint.tensors.values())])
+    if found.unknown:
+        return [Check.not_offered("tensors", found.reason, "a model of transformers")]
+    if found.reason:
+        seen, location = (
+            f"transformers cannot build a model from it: {found.reason}",
+            checkpoint.directory / "config.json",
+        )
+        return [failed_check(str(location), seen, "a configuration of transformers", "compare it with a parent's")]
     checks = []
-    if missing := report.missing:
+    if missing := found.missing + found.unjoined:
         seen = f"missing{count_others(missing)}; the configuration requires it"
         checks.append(
             failed_check(missing[0], seen, "every tensor of the model", "merge again, or copy it from a parent")
         )
-    if mismatched := report.mismatched:
-        name, stored, expected = mismatched[0]
-        seen = f"shape {list(stored)}{count_others(mismatched)}"
+    if found.shapes:
+        name, stored, expected = found.shapes[0]
+        seen = f"shape {list(stored)}{count_others(found.shapes)}"
         remedy = "correct config.json (heads, sizes, number of experts, vocab_size), or the weights"
         checks.append(failed_check(name, seen, f"shape {list(expected)}, according to config.json", remedy))
-    if unexpected := report.unexpected:
-        seen = f"not part of the model that config.json describes{count_others(unexpected)}"
+    if found.ignored:
+        seen = f"not part of the model that config.json describes{count_others(found.ignored)}"
         remedy = "correct config.json (num_hidden_layers, architectures), or remove the tensor"
-        checks.append(failed_check(unexpected[0], seen, "only tensors of the model", remedy))
+        checks.append(failed_check(found.ignored[0], seen, "only tensors of the model", remedy))
     count = f"{len(checkpoint.tensors)} tensors"
     return checks or [Check.passed_check("tensors", count, "the tensors that config.json describes")]
 
@@ -161,55 +162,6 @@ def check_finite(checkpoint: Checkpoint) -> Check:
         remedy = "check the parents for NaN, and the range of the recipe's dtype"
         return Check.failed_check("finite weights", seen, "finite numbers", remedy, name)
     return Check.passed_check("finite weights", f"{format_bytes(total)}, all finite", "finite numbers")
-
-
-class Disagreements(NamedTuple):
-    """Differences between the tensors of a checkpoint and the model in transformers. Each tuple is sorted."""
-
-    missing: tuple[str, ...] = ()
-    mismatched: tuple[tuple[str, list[int], list[int]], ...] = ()  # name, stored shape, expected shape
-    unexpected: tuple[str, ...] = ()
-    unknown: str = ""  # reason why transformers has no such model
-    problem: str = ""  # error that transformers raised
-
-
-def _load_on_meta(checkpoint: Checkpoint, runs_code: bool, on_progress: TellProgress) -> Disagreements:
-    """Load the checkpoint onto PyTorch's meta device. This runs in the process that holds models."""
-    try:
-        import torch
-        import transformers
-
-        logging: Any = transformers.utils.logging
-        logging.disable_progress_bar()
-        logging.set_verbosity_error()
-        config: Any = transformers.AutoConfig.from_pretrained(
-            checkpoint.directory, local_files_only=True, trust_remote_code=runs_code
-        )
-        architecture = checkpoint.architecture
-        network: Any = getattr(transformers, architecture, None)
-        if network is None or not hasattr(network, "from_pretrained"):
-            return Disagreements(unknown=f"transformers has no {architecture or 'architectures in config.json'}")
-        weights = {
-            name: torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype.torch_name), device="meta")
-            for name, tensor in checkpoint.tensors.items()
-        }
-        _, info = network.from_pretrained(
-            None,
-            config=config,
-            state_dict=weights,
-            device_map={"": "meta"},
-            ignore_mismatched_sizes=True,  # report all mismatches instead of raising an error at the first
-            output_loading_info=True,
-        )
-    except Exception as error:
-        # A configuration can make transformers raise errors of many types.
-        return Disagreements(problem=(" ".join(str(error).split()) or type(error).__name__)[:300])
-    mismatched = [(str(name), list(stored), list(expected)) for name, stored, expected in info["mismatched_keys"]]
-    return Disagreements(
-        tuple(sorted(map(str, info["missing_keys"]))),
-        tuple(sorted(mismatched)),
-        tuple(sorted(map(str, info["unexpected_keys"]))),
-    )
 
 
 def _blocks(tensor: StoredTensor) -> Iterator[memoryview]:

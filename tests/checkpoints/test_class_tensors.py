@@ -13,7 +13,8 @@ from tiny_families import FAMILIES, make
 
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.architecture import is_optional
-from mergegate.tasks.preflight.skeleton import Differences, Table, compare_with_classes
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.checkpoints.class_tensors import Differences, Table, build_class, compare_with_classes
 
 BY_NAME = {family.name: family for family in FAMILIES}
 
@@ -25,8 +26,7 @@ def table(directory: Path) -> tuple[str, Table]:
 
 
 def differences(config: str, rows: Table) -> Differences:
-    (found,) = compare_with_classes([(config, rows)], lambda done, total: None)
-    return found
+    return build_class(config, rows, lambda done, total: None)
 
 
 @pytest.mark.story
@@ -44,3 +44,22 @@ def test_every_missing_or_repeated_tensor_of_a_family_is_found(name: str, tmp_pa
         assert repeated.shapes or repeated.unjoined, row[0]
     extra = differences(config, (*rows, ("an.extra.weight", "float32", (2,))))
     assert extra == Differences(ignored=("an.extra.weight",))
+
+
+def test_models_of_one_configuration_and_table_share_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failure of the process, or an answer of another shape, is reported and asked again."""
+    model = open_checkpoint(make(BY_NAME["llama"], tmp_path / "model", 0))
+    failure = InvalidInput("classes", found="no memory", expected="an answer", remedy="free memory")
+    answers = iter([failure, "?", Differences(reason="no timm"), Differences(ignored=("x",))])
+
+    def answer(*call: object, **options: object) -> object:
+        if isinstance(given := next(answers), InvalidInput):
+            raise given
+        return given
+
+    monkeypatch.setattr("mergegate.tasks.checkpoints.class_tensors.call_model_process", answer)
+    question = (model.config, model.tensors.values())
+    found = [compare_with_classes([question, question]) for _ in range(5)]
+    reasons = ["no memory", "the process returned no result", "no timm", "", ""]
+    assert [[each.reason for each in pair] for pair in found] == [[reason] * 2 for reason in reasons]
+    assert found[3] == found[4] == [Differences(ignored=("x",))] * 2
