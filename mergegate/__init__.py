@@ -22,19 +22,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mergegate.api import (
-        check,
-        compare,
-        export,
-        gate,
-        load_profile,
-        merge,
-        plan,
-        reproduce,
-        run,
-        sweep,
-        verify,
-    )
+    from mergegate.api import check, compare, export, gate, load_profile, merge, plan, reproduce, run, sweep, verify
     from mergegate.flows.cli.check import CheckReport
     from mergegate.flows.cli.export import ExportResult
     from mergegate.flows.cli.plan import MergeForecast

@@ -83,11 +83,7 @@ def load_profile(profile: FilePath, overrides: Overrides = ()) -> Profile:
 
 
 def check(
-    profile: FilePath | Profile,
-    overrides: Overrides = (),
-    *,
-    progress: bool = True,
-    project: FilePath | None = None,
+    profile: FilePath | Profile, overrides: Overrides = (), *, progress: bool = True, project: FilePath | None = None
 ) -> CheckReport:
     """Find every problem of a profile or a recipe before any weight is read.
 
@@ -438,13 +434,7 @@ def reproduce(
         return reproduce_release(os.fspath(release), directory, device, console, reference)
 
 
-def export(
-    release: FilePath,
-    format: Literal["inspect"],
-    output: FilePath,
-    *,
-    organization: str = "",
-) -> ExportResult:
+def export(release: FilePath, format: Literal["inspect"], output: FilePath, *, organization: str = "") -> ExportResult:
     """Export the results of a release to another tool. mergegate verifies the release first.
 
     Args:

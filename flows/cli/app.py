@@ -8,249 +8,164 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import typer
 import typer.core
 
-from mergegate.flows.cli.command import command_line, convert_os_error, print_refusal, refusals
+from mergegate.flows.cli.command import command_line, convert_os_error, local_path, print_refusal, refusals
 from mergegate.flows.cli.streams import safe_streams
 from mergegate.merge_core.system import require_posix
 
+# The groups of the help. Each command has the file of its function, a summary, and examples that a user can copy. The
+# function of ``store ls`` is ``store_ls_command``. The summary is the first line of its docstring.
+_COMMANDS = """
+Release
+  run (run.py): Check, merge, evaluate, gate and publish a release.
+    mergegate run profiles/demo.yaml
+    mergegate run profiles/demo.yaml --dry-run
+    mergegate run profiles/demo.yaml --set evaluate.documents=200 --no-publish
+  check (check.py): Find every problem before any weight is read.
+    mergegate check profiles/demo.yaml
+    mergegate check profiles/demo/recipes/ties.yaml -v
+  init (init.py): Write a recipe and a profile for your models.
+    mergegate init models/base models/math models/code
+    mergegate init acme/base acme/math --task "gsm8k:best parent" --out release
+    mergegate init runs/pretrain --out profiles
+  demo (demo.py): Release a merge of the demo models in a new directory.
+    mergegate demo mergegate-demo
+Merge
+  merge (merge.py): Merge a recipe into a directory, without evaluation.
+    mergegate merge profiles/demo/recipes/ties.yaml out/merge
+    mergegate merge recipe.yaml out/merge --device cuda --seed 7
+  plan (plan.py): Forecast memory, disk, time and cost of a merge.
+    mergegate plan profiles/demo.yaml
+    mergegate plan recipe.yaml --price my-box=1.20
+  methods (methods.py): List the merge methods and their parameters.
+    mergegate methods
+  families (families.py): Show which merges of a family of models work.
+    mergegate families qwen3
+  extract-lora (extract.py): Extract a LoRA adapter from a fine-tune and its base.
+    mergegate extract-lora models/math models/base --rank 32 --out math-adapter
+  transplant-tokenizer (transplant.py): Give a model the tokenizer of another model.
+    mergegate transplant-tokenizer models/math models/donor out/math
+Evaluate
+  compare (run.py): Judge one checkpoint against another by a profile's guards.
+    mergegate compare models/old models/new --profile profiles/demo.yaml
+  gate (gate.py): Judge results of lm-eval or inspect_ai by guards.
+    mergegate gate merge=out/merge reference=out/parent -p profiles/demo.yaml
+  sweep (sweep.py): Search a recipe or a soup, and release the winner.
+    mergegate sweep profiles/demo-sweep.yaml
+    mergegate sweep profiles/demo-soup.yaml --no-release
+  tune (sweep.py): Find the best scale of a merge, without labels.
+    mergegate tune profiles/demo.yaml
+    mergegate tune profiles/demo.yaml --trials 8 --release
+  smoke (smoke.py): Serve a checkpoint, and test its answers.
+    mergegate smoke out/merge --profile profiles/demo-served.yaml
+    mergegate smoke http://127.0.0.1:8000 --checkpoint out/merge
+  fetch-data (fetch_data.py): Fetch the datasets of a profile's tasks for offline runs.
+    mergegate fetch-data profiles/examples/llama.yaml
+Inspect
+  status (status.py): Show active runs, schedules, last results and the store.
+    mergegate status
+  history (history.py): List how the runs of this project ended, newest first.
+    mergegate history
+    mergegate history demo --last 5
+  explain (status.py): Explain the decision of a past run.
+    mergegate explain demo
+    mergegate explain 7d50f2b56668
+  open (status.py): Open a report in a browser, or print its path.
+    mergegate open
+    mergegate open demo
+  verify (verify.py): Verify a release against its own claims.
+    mergegate verify releases/demo/latest
+    mergegate verify releases/demo/latest --verdict
+    mergegate verify acme/model@7d50f2b56668 --key public.pem
+  reproduce (verify.py): Rebuild the weights of a release, and compare every byte.
+    mergegate reproduce releases/demo/latest
+  export (export.py): Export the results of a release to another tool.
+    mergegate export releases/demo/latest --output logs
+    mergegate export acme/model --output logs --organization 'Acme Labs'
+  fingerprint (fingerprint.py): Write the fingerprint of a known model to an index.
+    mergegate fingerprint models/base --name acme/base
+    mergegate fingerprint acme/model --license cc-by-nc-4.0 --index known.jsonl
+  schema (schema.py): Print the JSON Schema of a profile or a recipe.
+    mergegate schema profile > profile.json
+    mergegate schema recipe > recipe.json
+Operate
+  server (server.py): Serve Prefect's API and pages for this project.
+    mergegate server
+    mergegate server --port 4300
+  worker (server.py): Run due deployments, one at a time.
+    mergegate worker
+    mergegate worker --once
+  deploy (server.py): Update deployments and schedules from schedules.yaml.
+    mergegate deploy
+  trigger (trigger.py): Start a release on the next free worker.
+    mergegate trigger demo
+    mergegate trigger profiles/demo.yaml --wait
+  approve (approve.py): Approve or reject a release that waits on the server.
+    mergegate approve demo
+    mergegate approve demo --reject --reason "wrong license"
+  doctor (doctor.py): Find damaged and leftover files of this project.
+    mergegate doctor
+    mergegate doctor --repair
+  store: List, measure, verify and clean up the store.
+  store ls (store.py): List every artifact and the reason to keep it.
+    mergegate store ls
+  store du (store.py): Show the size of the store by stage.
+    mergegate store du
+  store verify (store.py): Compare every file of the store with its recorded hash.
+    mergegate store verify --json
+  store gc (store.py): Remove artifacts that nothing needs.
+    mergegate store gc --dry-run
+    mergegate store gc --quota 50GB --older-than 7
+Watch
+  shadow: Test a release on users' traffic.
+  shadow serve (shadow.py): Run the proxy in front of the parent and the candidate.
+    mergegate shadow serve profiles/demo-shadow.yaml
+    mergegate shadow profiles/demo-shadow.yaml --reset
+  shadow replay (shadow.py): Send the requests of a file to the proxy, as users would.
+    mergegate shadow replay profiles/demo/traffic.jsonl --rate 20
+  shadow evaluate (shadow_decisions.py): Judge new pairs, then promote, roll back or wait.
+    mergegate shadow evaluate profiles/demo-shadow.yaml --approve
+  shadow status (shadow_decisions.py): Show which model serves users, and the evidence so far.
+    mergegate shadow status profiles/demo-shadow.yaml
+  shadow promote (shadow_decisions.py): Promote the candidate, regardless of the evidence.
+    mergegate shadow promote profiles/demo-shadow.yaml --reason "hotfix"
+  shadow rollback (shadow_decisions.py): Return all users to the parent, regardless of evidence.
+    mergegate shadow rollback profiles/demo-shadow.yaml --reason "complaints"
+"""
+_DEFAULT_COMMANDS = {"shadow": "serve"}  # command to run if the first word is not the name of a command
+_OPTIONS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
+_METAVARS = {"Path": "PATH", "int": "NUMBER", "float": "NUMBER", "str": "TEXT"}  # by type of an option
+
 
 class Entry(NamedTuple):
-    """A command in the help: the file of its function, its summary, and commands that a user can copy.
+    """A command in the help. A group of commands has no file and no examples."""
 
-    The function of ``store ls`` is ``store_ls_command``. The summary is the first line of its docstring.
-    """
-
+    panel: str
     file: str
     summary: str
-    examples: tuple[str, ...]
+    examples: list[str]
 
 
-_STORE = {
-    "ls": Entry("store", "List every artifact and the reason to keep it.", ("mergegate store ls",)),
-    "du": Entry("store", "Show the size of the store by stage.", ("mergegate store du",)),
-    "verify": Entry(
-        "store", "Compare every file of the store with its recorded hash.", ("mergegate store verify --json",)
-    ),
-    "gc": Entry(
-        "store",
-        "Remove artifacts that nothing needs.",
-        ("mergegate store gc --dry-run", "mergegate store gc --quota 50GB --older-than 7"),
-    ),
-}
-_SHADOW = {
-    "serve": Entry(
-        "shadow",
-        "Run the proxy in front of the parent and the candidate.",
-        ("mergegate shadow serve profiles/demo-shadow.yaml", "mergegate shadow profiles/demo-shadow.yaml --reset"),
-    ),
-    "replay": Entry(
-        "shadow",
-        "Send the requests of a file to the proxy, as users would.",
-        ("mergegate shadow replay profiles/demo/traffic.jsonl --rate 20",),
-    ),
-    "evaluate": Entry(
-        "shadow_decisions",
-        "Judge new pairs, then promote, roll back or wait.",
-        ("mergegate shadow evaluate profiles/demo-shadow.yaml --approve",),
-    ),
-    "status": Entry(
-        "shadow_decisions",
-        "Show which model serves users, and the evidence so far.",
-        ("mergegate shadow status profiles/demo-shadow.yaml",),
-    ),
-    "promote": Entry(
-        "shadow_decisions",
-        "Promote the candidate, regardless of the evidence.",
-        ('mergegate shadow promote profiles/demo-shadow.yaml --reason "hotfix"',),
-    ),
-    "rollback": Entry(
-        "shadow_decisions",
-        "Return all users to the parent, regardless of evidence.",
-        ('mergegate shadow rollback profiles/demo-shadow.yaml --reason "complaints"',),
-    ),
-}
-_PANELS: Mapping[str, Mapping[str, Entry]] = {
-    "Release": {
-        "run": Entry(
-            "run",
-            "Check, merge, evaluate, gate and publish a release.",
-            (
-                "mergegate run profiles/demo.yaml",
-                "mergegate run profiles/demo.yaml --dry-run",
-                "mergegate run profiles/demo.yaml --set evaluate.documents=200 --no-publish",
-            ),
-        ),
-        "check": Entry(
-            "check",
-            "Find every problem before any weight is read.",
-            ("mergegate check profiles/demo.yaml", "mergegate check profiles/demo/recipes/ties.yaml -v"),
-        ),
-        "init": Entry(
-            "init",
-            "Write a recipe and a profile for your models.",
-            (
-                "mergegate init models/base models/math models/code",
-                'mergegate init acme/base acme/math --task "gsm8k:best parent" --out release',
-                "mergegate init runs/pretrain --out profiles",
-            ),
-        ),
-        "demo": Entry(
-            "demo", "Release a merge of the demo models in a new directory.", ("mergegate demo mergegate-demo",)
-        ),
-    },
-    "Merge": {
-        "merge": Entry(
-            "merge",
-            "Merge a recipe into a directory, without evaluation.",
-            (
-                "mergegate merge profiles/demo/recipes/ties.yaml out/merge",
-                "mergegate merge recipe.yaml out/merge --device cuda --seed 7",
-            ),
-        ),
-        "plan": Entry(
-            "plan",
-            "Forecast memory, disk, time and cost of a merge.",
-            ("mergegate plan profiles/demo.yaml", "mergegate plan recipe.yaml --price my-box=1.20"),
-        ),
-        "methods": Entry("methods", "List the merge methods and their parameters.", ("mergegate methods",)),
-        "families": Entry("families", "Show which merges of a family of models work.", ("mergegate families qwen3",)),
-        "extract-lora": Entry(
-            "extract",
-            "Extract a LoRA adapter from a fine-tune and its base.",
-            ("mergegate extract-lora models/math models/base --rank 32 --out math-adapter",),
-        ),
-        "transplant-tokenizer": Entry(
-            "transplant",
-            "Give a model the tokenizer of another model.",
-            ("mergegate transplant-tokenizer models/math models/donor out/math",),
-        ),
-    },
-    "Evaluate": {
-        "compare": Entry(
-            "run",
-            "Judge one checkpoint against another by a profile's guards.",
-            ("mergegate compare models/old models/new --profile profiles/demo.yaml",),
-        ),
-        "gate": Entry(
-            "gate",
-            "Judge results of lm-eval or inspect_ai by guards.",
-            ("mergegate gate merge=out/merge reference=out/parent -p profiles/demo.yaml",),
-        ),
-        "sweep": Entry(
-            "sweep",
-            "Search a recipe or a soup, and release the winner.",
-            ("mergegate sweep profiles/demo-sweep.yaml", "mergegate sweep profiles/demo-soup.yaml --no-release"),
-        ),
-        "tune": Entry(
-            "sweep",
-            "Find the best scale of a merge, without labels.",
-            ("mergegate tune profiles/demo.yaml", "mergegate tune profiles/demo.yaml --trials 8 --release"),
-        ),
-        "smoke": Entry(
-            "smoke",
-            "Serve a checkpoint, and test its answers.",
-            (
-                "mergegate smoke out/merge --profile profiles/demo-served.yaml",
-                "mergegate smoke http://127.0.0.1:8000 --checkpoint out/merge",
-            ),
-        ),
-        "fetch-data": Entry(
-            "fetch_data",
-            "Fetch the datasets of a profile's tasks for offline runs.",
-            ("mergegate fetch-data profiles/examples/llama.yaml",),
-        ),
-    },
-    "Inspect": {
-        "status": Entry("status", "Show active runs, schedules, last results and the store.", ("mergegate status",)),
-        "history": Entry(
-            "history",
-            "List how the runs of this project ended, newest first.",
-            ("mergegate history", "mergegate history demo --last 5"),
-        ),
-        "explain": Entry(
-            "status",
-            "Explain the decision of a past run.",
-            ("mergegate explain demo", "mergegate explain 7d50f2b56668"),
-        ),
-        "open": Entry(
-            "status", "Open a report in a browser, or print its path.", ("mergegate open", "mergegate open demo")
-        ),
-        "verify": Entry(
-            "verify",
-            "Verify a release against its own claims.",
-            (
-                "mergegate verify releases/demo/latest",
-                "mergegate verify releases/demo/latest --verdict",
-                "mergegate verify acme/model@7d50f2b56668 --key public.pem",
-            ),
-        ),
-        "reproduce": Entry(
-            "verify",
-            "Rebuild the weights of a release, and compare every byte.",
-            ("mergegate reproduce releases/demo/latest",),
-        ),
-        "export": Entry(
-            "export",
-            "Export the results of a release to another tool.",
-            (
-                "mergegate export releases/demo/latest --output logs",
-                "mergegate export acme/model --output logs --organization 'Acme Labs'",
-            ),
-        ),
-        "fingerprint": Entry(
-            "fingerprint",
-            "Write the fingerprint of a known model to an index.",
-            (
-                "mergegate fingerprint models/base --name acme/base",
-                "mergegate fingerprint acme/model --license cc-by-nc-4.0 --index known.jsonl",
-            ),
-        ),
-        "schema": Entry(
-            "schema",
-            "Print the JSON Schema of a profile or a recipe.",
-            ("mergegate schema profile > profile.json", "mergegate schema recipe > recipe.json"),
-        ),
-    },
-    "Operate": {
-        "server": Entry(
-            "server",
-            "Serve Prefect's API and pages for this project.",
-            ("mergegate server", "mergegate server --port 4300"),
-        ),
-        "worker": Entry(
-            "server", "Run due deployments, one at a time.", ("mergegate worker", "mergegate worker --once")
-        ),
-        "deploy": Entry("server", "Update deployments and schedules from schedules.yaml.", ("mergegate deploy",)),
-        "trigger": Entry(
-            "trigger",
-            "Start a release on the next free worker.",
-            ("mergegate trigger demo", "mergegate trigger profiles/demo.yaml --wait"),
-        ),
-        "approve": Entry(
-            "approve",
-            "Approve or reject a release that waits on the server.",
-            ("mergegate approve demo", 'mergegate approve demo --reject --reason "wrong license"'),
-        ),
-        "doctor": Entry(
-            "doctor",
-            "Find damaged and leftover files of this project.",
-            ("mergegate doctor", "mergegate doctor --repair"),
-        ),
-    },
-    "Watch": {},
-}
-_OPTIONS: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
-
-
-# Type of an option → the word for its value in the help.
-_METAVARS = {"Path": "PATH", "int": "NUMBER", "float": "NUMBER", "str": "TEXT"}
+def _entries() -> dict[str, Entry]:
+    entries: dict[str, Entry] = {}
+    panel, name = "", ""
+    for line in _COMMANDS.strip().splitlines():
+        if command := re.fullmatch(r"  (\S[^(:]*?)(?: \((\w+)\.py\))?: (.*)", line):
+            name, file, summary = command.groups()
+            entries[name] = Entry(panel, file or "", summary, [])
+        elif line.startswith(" "):
+            entries[name].examples.append(line.strip())
+        else:
+            panel = line
+    return entries
 
 
 class Command(typer.core.TyperCommand):
@@ -276,78 +191,62 @@ class Command(typer.core.TyperCommand):
 class LazyCommands(Mapping[str, Any]):
     """A mapping from names to commands. Looking up a command imports its file.
 
-    ``panels`` has the commands of each group of the help. A panel without a title has the only group. ``subcommands``
-    are the commands with commands of their own, by panel.
+    ``prefix`` is the name of a group and a space, for the commands of that group.
     """
 
-    def __init__(
-        self,
-        panels: Mapping[str, Mapping[str, Entry]],
-        subcommands: Mapping[str, Sequence[CommandGroup]],
-        prefix: str = "",
-    ) -> None:
-        self._panels, self._subcommands, self._prefix = panels, subcommands, prefix
+    def __init__(self, prefix: str = "") -> None:
+        entries = {name.removeprefix(prefix): entry for name, entry in _entries().items() if name.startswith(prefix)}
+        self._entries = {name: entry for name, entry in entries.items() if " " not in name}
+        self._prefix = prefix
 
     def __getitem__(self, name: str) -> Any:
-        for groups in self._subcommands.values():
-            for group in groups:
-                if group.name == name:
-                    return group
-        panel = next((panel for panel, entries in self._panels.items() if name in entries), None)
-        if panel is None:
-            raise KeyError(name)
-        entry = self._panels[panel][name]
+        entry = self._entries[name]
+        settings: dict[str, Any] = {"short_help": entry.summary, "rich_help_panel": entry.panel}
+        if not entry.file:
+            return CommandGroup(
+                f"{name} ", name=name, help=entry.summary, no_args_is_help=True, rich_markup_mode=None, **settings
+            )
         with refusals(False):
             module = import_module(f"mergegate.flows.cli.{entry.file}")
-        function = getattr(module, f"{self._prefix}{name.replace('-', '_')}_command")
+        function = getattr(module, f"{self._prefix}{name}_command".replace("-", "_").replace(" ", "_"))
+        function.__annotations__ = hints = get_type_hints(function, include_extras=True)
+        for hint in hints.values():
+            if "Path" in str(hint):
+                hint.__metadata__[0].parser = local_path
         application = typer.Typer(add_completion=False, **_OPTIONS)
-        declare = application.command(
-            name,
-            cls=Command,
-            short_help=entry.summary,
-            epilog="\n".join(entry.examples),
-            rich_help_panel=panel or None,
-        )
-        declare(function)
+        application.command(name, cls=Command, epilog="\n".join(entry.examples), **settings)(function)
         command: Any = typer.main.get_command(application)
-        hints = get_type_hints(function)
         for parameter in command.params:
             if parameter.metavar is None:
-                kinds = (word for kind, word in _METAVARS.items() if kind in str(hints[parameter.name]))
+                kinds = (word for kind, word in _METAVARS.items() if kind in str(hints[parameter.name].__origin__))
                 is_argument = parameter.param_type_name == "argument"
                 parameter.metavar = parameter.name.upper() if is_argument else next(kinds, None)
         return command
 
     def summaries(self) -> dict[str, list[tuple[str, str]]]:
         """Return the names and summaries of the commands of each panel, without importing the command files."""
-        return {
-            panel: [
-                *((name, entry.summary) for name, entry in entries.items()),
-                *((str(group.name), str(group.short_help)) for group in self._subcommands.get(panel, ())),
-            ]
-            for panel, entries in self._panels.items()
-        }
-
-    def __contains__(self, name: object) -> bool:
-        return name in tuple(self)
+        panels: dict[str, list[tuple[str, str]]] = {}
+        for name, entry in self._entries.items():
+            panels.setdefault("Commands" if self._prefix else entry.panel, []).append((name, entry.summary))
+        return panels
 
     def __iter__(self) -> Iterator[str]:
-        return (name for rows in self.summaries().values() for name, _ in rows)
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return sum(map(len, self.summaries().values()))
+        return len(self._entries)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._entries
 
 
 class CommandGroup(typer.core.TyperGroup):
-    """A group of commands whose files are imported only when needed."""
+    """A group of commands whose files are imported only when needed. ``prefix`` is as in ``LazyCommands``."""
 
-    default_command: str | None = None
-    """Command to run if the first word is not the name of a command."""
-
-    def __init__(self, *, commands: Any = None, default_command: str | None = None, **settings: Any) -> None:
+    def __init__(self, prefix: str = "", *, commands: Any = None, **settings: Any) -> None:
         super().__init__(**settings)
-        self.commands: Any = commands or LazyCommands(_PANELS, _SUBCOMMANDS)
-        self.default_command = default_command
+        self.commands: Any = LazyCommands(prefix)
+        self.default_command = _DEFAULT_COMMANDS.get(str(self.name))
 
     def list_commands(self, ctx: Any) -> list[str]:
         return list(self.commands)
@@ -359,27 +258,9 @@ class CommandGroup(typer.core.TyperGroup):
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         for panel, rows in self.commands.summaries().items():
-            with formatter.section(panel or "Commands"):
+            with formatter.section(panel):
                 formatter.write_dl(rows)
 
-
-def _group(name: str, panel: str, table: Mapping[str, Entry], summary: str, **settings: Any) -> CommandGroup:
-    return CommandGroup(
-        commands=LazyCommands({"": table}, {}, prefix=f"{name}_"),
-        name=name,
-        help=summary,
-        short_help=summary,
-        no_args_is_help=True,
-        rich_markup_mode=None,
-        rich_help_panel=panel,
-        **settings,
-    )
-
-
-_SUBCOMMANDS = {
-    "Operate": [_group("store", "Operate", _STORE, "List, measure, verify and clean up the store.")],
-    "Watch": [_group("shadow", "Watch", _SHADOW, "Test a release on users' traffic.", default_command="serve")],
-}
 
 app = typer.Typer(
     name="mergegate",

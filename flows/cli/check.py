@@ -13,7 +13,7 @@ from rich.text import Text
 
 from mergegate.flows.attempt import sweep_candidates
 from mergegate.flows.candidates import recipe_of_file
-from mergegate.flows.cli.command import JsonOption, command_context, local_path
+from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.cli.output import print_answer, print_findings, printed_text
 from mergegate.flows.cli.run_plan import plan_run
 from mergegate.flows.cli.sweep import convert_evolve
@@ -66,7 +66,7 @@ class CheckReport(BaseModel):
 
 
 def check_command(
-    file: Annotated[Path, typer.Argument(parser=local_path, help="Profile or recipe.")],
+    file: Annotated[Path, typer.Argument(help="Profile or recipe.")],
     verbose: Annotated[
         bool,
         typer.Option(

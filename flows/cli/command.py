@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from mergegate.flows.cli.output import print_answer
-from mergegate.merge_core.errors import (
-    EXIT_CODES,
-    DiskUnavailable,
-    Finding,
-    MergegateError,
-    Status,
-    findings_of,
-)
+from mergegate.merge_core.errors import EXIT_CODES, DiskUnavailable, Finding, MergegateError, Status, findings_of
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -50,9 +43,7 @@ ApproveOption = Annotated[
         "--approve", help="Approve publication or promotion without a prompt, if the profile requires approval."
     ),
 ]
-GuardsOption = Annotated[
-    Path, typer.Option("--profile", "-p", parser=local_path, help="Profile with the evidence and the guards.")
-]
+GuardsOption = Annotated[Path, typer.Option("--profile", "-p", help="Profile with the evidence and the guards.")]
 ReleaseArgument = Annotated[
     str, typer.Argument(help="Release: a directory, or org/name[@version] on the Hub.", metavar="RELEASE")
 ]

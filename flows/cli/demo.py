@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 
-from mergegate.flows.cli.command import JsonOption, command_context, local_path
+from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.cli.run import run_command
 from mergegate.merge_core.errors import InvalidInput
 
@@ -22,9 +22,9 @@ PROFILE = Path("profiles", "demo.yaml")
 
 
 def demo_command(
-    directory: Annotated[
-        Path, typer.Argument(parser=local_path, help="Directory for the demo, its state and its release.")
-    ] = Path("mergegate-demo"),
+    directory: Annotated[Path, typer.Argument(help="Directory for the demo, its state and its release.")] = Path(
+        "mergegate-demo"
+    ),
     as_json: JsonOption = False,
 ) -> None:
     """Release a merge of the demo models in a new directory.
@@ -72,9 +72,6 @@ def copy_demo(directory: Path) -> bool:
         )
     directory.mkdir(parents=True, exist_ok=True)
     shutil.copytree(
-        source.parent,
-        directory / PROFILE.parent,
-        ignore=shutil.ignore_patterns("__pycache__"),
-        dirs_exist_ok=True,
+        source.parent, directory / PROFILE.parent, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
     )
     return True

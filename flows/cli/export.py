@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from mergegate.flows.cli.command import JsonOption, ReleaseArgument, command_context, local_path
+from mergegate.flows.cli.command import JsonOption, ReleaseArgument, command_context
 from mergegate.flows.cli.output import print_created, short_path
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import new_directory
@@ -43,7 +43,7 @@ class ExportResult:
 
 def export_command(
     release: ReleaseArgument,
-    output: Annotated[Path, typer.Option("--output", "-o", parser=local_path, help="Directory to create.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Directory to create.")],
     format: Annotated[
         Literal["inspect"], typer.Option(help="Format of the files: inspect for logs of inspect_ai.")
     ] = "inspect",
@@ -51,7 +51,7 @@ def export_command(
         str,
         typer.Option(
             help="Organization that publishes the results. Default: the supplier that the release states, or its "
-            "namespace on the Hub.",
+            "namespace on the Hub."
         ),
     ] = "",
     as_json: JsonOption = False,
@@ -70,7 +70,7 @@ def export_command(
         models = format_count(result.models, "model")
         console.print(
             f"{short_path(output)}: {format_count(result.files, 'file')}, {format_bytes(result.bytes)}, the results of "
-            f"{models}",
+            f"{models}"
         )
 
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mergegate.flows.cli.command import JsonOption, command_context, local_path
+from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.cli.output import print_created
 from mergegate.merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
 from mergegate.merge_core.files import new_directory
@@ -25,9 +25,7 @@ def extract_lora_command(
     ],
     base: Annotated[str, typer.Argument(help="Model that it was fine-tuned from.")],
     rank: Annotated[int, typer.Option(help="Largest rank of a factor.")],
-    out: Annotated[Path, typer.Option(parser=local_path, help="Directory for the adapter. It must not exist.")] = Path(
-        "adapter"
-    ),
+    out: Annotated[Path, typer.Option(help="Directory for the adapter. It must not exist.")] = Path("adapter"),
     epsilon: Annotated[
         float, typer.Option(help="Leave out directions whose singular value is at most this large.")
     ] = 0.0,

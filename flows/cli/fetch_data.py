@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from mergegate.flows.cli.command import JsonOption, command_context, local_path
+from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.cli.output import print_answer
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput
@@ -23,8 +23,7 @@ from mergegate.tasks.evaluation import (
 
 
 def fetch_data_command(
-    profile: Annotated[Path, typer.Argument(parser=local_path, help="Profile with 'evaluate.data'.")],
-    as_json: JsonOption = False,
+    profile: Annotated[Path, typer.Argument(help="Profile with 'evaluate.data'.")], as_json: JsonOption = False
 ) -> None:
     """Fetch the datasets of a profile's tasks for offline runs.
 

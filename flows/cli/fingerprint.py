@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from mergegate.flows.cli.command import JsonOption, command_context, local_path
+from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.cli.output import print_created, short_path
 from mergegate.merge_core.analysis import MOST_TENSORS, compare_fingerprints
 from mergegate.merge_core.errors import InvalidInput
@@ -37,9 +37,7 @@ def fingerprint_command(
         str, typer.Option(help="Name by which cards refer to the model. Default: org/name, or the directory's name.")
     ] = "",
     license: Annotated[str, typer.Option(help="Identifier of its license. Default: the license in its card.")] = "",
-    index: Annotated[
-        Path | None, typer.Option(parser=local_path, help="File to extend. Default: the index of this project.")
-    ] = None,
+    index: Annotated[Path | None, typer.Option(help="File to extend. Default: the index of this project.")] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Write the fingerprint of a known model to an index.

@@ -75,9 +75,7 @@ def load_guards(source: Path | Profile) -> tuple[Profile, str]:
     location = f"profile {profile.name}" if isinstance(source, Profile) else str(source)
     if profile.evaluate is None:
         raise InvalidInput(
-            f"{location}: evaluate",
-            found="it is missing, so there are no guards",
-            expected="evaluate: {tasks: [...]}",
+            f"{location}: evaluate", found="it is missing, so there are no guards", expected="evaluate: {tasks: [...]}"
         )
     return profile, location
 
@@ -124,11 +122,7 @@ def judge_results(
             part = Path(scratch, str(number))
             part.mkdir()
             write_document_scores(part / SCORES_FILE, result.outcomes)
-            value = Scores(
-                model=model,
-                tasks=score_table(task, result.outcomes),
-                lm_eval_version=result.version,
-            )
+            value = Scores(model=model, tasks=score_table(task, result.outcomes), lm_eval_version=result.version)
             content_digest = digest([list(outcome) for outcome in result.outcomes])
             artifact = Artifact("evaluate", content_digest, content_digest, value, part, {})
             scores.setdefault(model, []).append(artifact)

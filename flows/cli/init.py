@@ -28,7 +28,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mergegate.flows.candidates import names_training_run
-from mergegate.flows.cli.command import JsonOption, command_context, local_path
+from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.cli.fitting_recipe import fitting_recipe
 from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.profile_draft import (
@@ -76,13 +76,12 @@ def init_command(
         list[str] | None,
         typer.Argument(metavar="MODEL...", help="Directories, org/name@rev, or adapters.", show_default=False),
     ] = None,
-    out: Annotated[Path, typer.Option(parser=local_path, help="Directory for the recipe and the profile.")] = Path(),
+    out: Annotated[Path, typer.Option(help="Directory for the recipe and the profile.")] = Path(),
     name: Annotated[str, typer.Option(help="Name of the release.", show_default="the models' names")] = "",
     method: Annotated[str, typer.Option(help="Merge method.", show_default="chosen by the headers")] = "",
     data: Annotated[
         Path | None,
         typer.Option(
-            parser=local_path,
             metavar="FILE",
             help="Held-out text for the perplexity check: JSON Lines with 'text', or plain text.",
             show_default="a file next to the models, or a sample",

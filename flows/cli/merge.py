@@ -14,7 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.text import Text
 
 from mergegate.flows.candidates import recipe_of_file
-from mergegate.flows.cli.command import JsonOption, command_context, local_path
+from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.cli.merge_cache import RecordedMerge
 from mergegate.flows.cli.output import print_created
 from mergegate.flows.cli.recipe_parents import ClearedRecipe, clear_recipe
@@ -44,11 +44,8 @@ from mergegate.tasks.stage import store
 
 
 def merge_command(
-    recipe: Annotated[Path, typer.Argument(parser=local_path, help="Recipe (YAML, mergekit's dialect).")],
-    out: Annotated[
-        Path,
-        typer.Argument(parser=local_path, help="Directory for the merged checkpoint: new, or with this same merge."),
-    ],
+    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML, mergekit's dialect).")],
+    out: Annotated[Path, typer.Argument(help="Directory for the merged checkpoint: new, or with this same merge.")],
     seed: Annotated[int, typer.Option(min=0, help="Seed of the random masks (DARE, DELLA).")] = 0,
     device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda (all of them) or cuda:N.")] = "auto",
     share: Annotated[

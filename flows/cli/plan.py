@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mergegate.flows.candidates import recipe_of_file
-from mergegate.flows.cli.command import JsonOption, command_context, local_path
+from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.cli.output import print_answer, printed_text
 from mergegate.flows.cli.recipe_parents import plan_recipe
 from mergegate.merge_core import EngineSettings, Finding, MergePlan, Recipe
@@ -119,8 +119,8 @@ class PlanOptions:
 
 
 def plan_command(
-    recipe: Annotated[Path, typer.Argument(parser=local_path, help="Recipe (YAML, mergekit's dialect), or a profile.")],
-    out: Annotated[Path, typer.Option(parser=local_path, help="Directory for the result.")] = Path(),
+    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML, mergekit's dialect), or a profile.")],
+    out: Annotated[Path, typer.Option(help="Directory for the result.")] = Path(),
     device: Annotated[str, typer.Option(help="Device of the merge: auto, cpu, cuda or cuda:N.")] = "auto",
     price: Annotated[
         list[str] | None, typer.Option(help="Hourly price of an instance, as NAME=DOLLARS_PER_HOUR. Repeatable.")

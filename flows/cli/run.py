@@ -18,14 +18,7 @@ import typer
 from rich.console import Console
 
 from mergegate.flows.cli.approve import TerminalApproval
-from mergegate.flows.cli.command import (
-    ApproveOption,
-    GuardsOption,
-    JsonOption,
-    VerboseOption,
-    command_context,
-    local_path,
-)
+from mergegate.flows.cli.command import ApproveOption, GuardsOption, JsonOption, VerboseOption, command_context
 from mergegate.flows.cli.json_events import EventLines, print_event
 from mergegate.flows.cli.progress import TerminalProgress
 from mergegate.flows.cli.run_summary import outcome_json, print_outcome
@@ -43,7 +36,7 @@ class RemedyOption(StrEnum):
 
 
 def run_command(
-    profile: Annotated[Path, typer.Argument(parser=local_path, help="Profile (YAML).")],
+    profile: Annotated[Path, typer.Argument(help="Profile (YAML).")],
     approve: ApproveOption = False,
     overrides: Annotated[
         list[str] | None,

@@ -14,20 +14,13 @@ import uvicorn
 from rich.console import Console
 from sqlalchemy.exc import SQLAlchemyError
 
-from mergegate.flows.cli.command import JsonOption, command_context, local_path
+from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.cli.output import print_answer, short_path
 from mergegate.flows.cli.server import require_free_port
 from mergegate.flows.profile import Profile, load_profile
 from mergegate.flows.shadow_watch import shadow_settings
 from mergegate.merge_core.errors import CannotDecide, InvalidInput, Refused
-from mergegate.tasks.shadow import (
-    FollowedRouting,
-    Routing,
-    read_routing,
-    records_url,
-    routing_file,
-    write_routing,
-)
+from mergegate.tasks.shadow import FollowedRouting, Routing, read_routing, records_url, routing_file, write_routing
 from mergegate.tasks.shadow.records import open_records
 from mergegate.tasks.shadow.traffic import (
     Recorder,
@@ -42,9 +35,7 @@ from mergegate.tasks.shadow.traffic import (
 _STOP_S = 5
 # Longer than clients keep a connection, because the server must not close one that a client is about to reuse.
 _KEEP_ALIVE_S = 75
-ShadowProfile = Annotated[
-    Path, typer.Argument(parser=local_path, help="Profile with a section 'shadow'.", metavar="PROFILE")
-]
+ShadowProfile = Annotated[Path, typer.Argument(help="Profile with a section 'shadow'.", metavar="PROFILE")]
 
 
 class ProxyServer(uvicorn.Server):
@@ -151,9 +142,7 @@ def run_proxy(profile: Profile, candidate: str | None, console: Console, *, rese
 
 
 def shadow_replay_command(
-    file: Annotated[
-        Path, typer.Argument(parser=local_path, help="Requests, conversations or prompts, one JSON object per line.")
-    ],
+    file: Annotated[Path, typer.Argument(help="Requests, conversations or prompts, one JSON object per line.")],
     to: Annotated[str, typer.Option(metavar="URL", help="URL of the proxy.")] = "http://127.0.0.1:8100",
     model: Annotated[str, typer.Option(help="Model of requests that do not name one.")] = "model",
     header: Annotated[str, typer.Option(help="Header that names a session.")] = "x-session-id",

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mergegate.flows.cli.command import JsonOption, command_context, local_path
+from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.cli.output import print_answer
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput
@@ -42,12 +42,9 @@ _MARKS = {"pass": ("✓", "green"), "fail": ("✗", "bold red"), "not offered": 
 def smoke_command(
     target: Annotated[str, typer.Argument(help="Checkpoint, or URL of a running server.")],
     profile: Annotated[
-        Path | None,
-        typer.Option(parser=local_path, help="Profile whose section 'serve' applies. Default: no settings."),
+        Path | None, typer.Option(help="Profile whose section 'serve' applies. Default: no settings.")
     ] = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(parser=local_path, help="For a URL: checkpoint that the server should serve.")
-    ] = None,
+    checkpoint: Annotated[Path | None, typer.Option(help="For a URL: checkpoint that the server should serve.")] = None,
     model: Annotated[str | None, typer.Option(help="For a URL: name of the model on the server.")] = None,
     api_key_env: Annotated[
         str | None, typer.Option(help="For a URL: environment variable with the server's API key.")

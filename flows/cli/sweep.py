@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from mergegate.flows.candidates import TuningSize
-from mergegate.flows.cli.command import JsonOption, VerboseOption, command_context, local_path
+from mergegate.flows.cli.command import JsonOption, VerboseOption, command_context
 from mergegate.flows.cli.run import RunView, headline_of, load_for_flow, run_flow
 from mergegate.flows.cli.run_summary import print_outcome
 from mergegate.flows.outcome import RunOutcome
@@ -28,9 +28,7 @@ _DASHBOARD_PORT = 8080
 
 
 def sweep_command(
-    profile: Annotated[
-        Path, typer.Argument(parser=local_path, help="Profile with a section 'sweep', or mergekit-evolve's YAML.")
-    ],
+    profile: Annotated[Path, typer.Argument(help="Profile with a section 'sweep', or mergekit-evolve's YAML.")],
     release: Annotated[
         bool, typer.Option("--release/--no-release", help="Release a confirmed winner, or only save its recipe.")
     ] = True,
@@ -70,9 +68,7 @@ def sweep_command(
 
 
 def tune_command(
-    profile: Annotated[
-        Path, typer.Argument(parser=local_path, help="Profile with tasks, and a recipe with a 'lambda'.")
-    ],
+    profile: Annotated[Path, typer.Argument(help="Profile with tasks, and a recipe with a 'lambda'.")],
     trials: Annotated[int, typer.Option(min=2, help="Number of scales to try.")] = 16,
     search: Annotated[int, typer.Option(min=10, help="Documents of each task for the search.")] = 50,
     confirmation: Annotated[int, typer.Option(min=20, help="Documents of each task to confirm the best scale.")] = 100,

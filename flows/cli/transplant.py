@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mergegate.flows.cli.command import JsonOption, command_context, local_path
+from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.cli.output import print_created
 from mergegate.merge_core.checkpoint.vocabulary import METHODS, TransplantMethod
 from mergegate.merge_core.engine import TransplantSettings, transplant_tokenizer
@@ -24,9 +24,7 @@ def transplant_tokenizer_command(
     donor: Annotated[
         str, typer.Argument(help="Model with the tokenizer. Its embeddings define the meaning of new tokens.")
     ],
-    out: Annotated[
-        Path, typer.Argument(parser=local_path, help="Directory for the new checkpoint. It must not exist.")
-    ],
+    out: Annotated[Path, typer.Argument(help="Directory for the new checkpoint. It must not exist.")],
     method: Annotated[str, typer.Option(help="Method that computes the rows of new tokens: omp or mean.")] = "omp",
     k: Annotated[int, typer.Option("-k", help="Maximum number of shared tokens that omp combines into one row.")] = 64,
     device: Annotated[str, typer.Option(help="Device: cpu, cuda or cuda:N.")] = "cpu",

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from mergegate.flows.cli.command import JsonOption, ReleaseArgument, command_context, local_path
+from mergegate.flows.cli.command import JsonOption, ReleaseArgument, command_context
 from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.score_table import print_table
 from mergegate.merge_core.errors import InvalidInput
@@ -36,9 +36,7 @@ MergeOption = Annotated[
 
 def verify_command(
     release: ReleaseArgument,
-    key: Annotated[
-        Path | None, typer.Option(parser=local_path, help="Public key (EC P-256, PEM) that must have signed it.")
-    ] = None,
+    key: Annotated[Path | None, typer.Option(help="Public key (EC P-256, PEM) that must have signed it.")] = None,
     verdict: Annotated[
         bool, typer.Option("--verdict", help="Also decide again from the outcomes in the release, and compare.")
     ] = False,
@@ -54,10 +52,7 @@ def verify_command(
     ] = None,
     trust_config: Annotated[
         Path | None,
-        typer.Option(
-            parser=local_path,
-            help="Sigstore's client trust configuration of a private instance. Default: the public instance.",
-        ),
+        typer.Option(help="Sigstore's client trust configuration of a private instance. Default: the public instance."),
     ] = None,
     offline: Annotated[
         bool,
@@ -134,9 +129,8 @@ def reproduce_command(
     parents: Annotated[
         Path | None,
         typer.Option(
-            parser=local_path,
             help="Directory that relative paths of the recipe or of a calibration text start at. Default: mergegate "
-            "searches for it.",
+            "searches for it."
         ),
     ] = None,
     device: Annotated[
