@@ -24,8 +24,10 @@ import pytest
 PROJECT = Path(__file__).resolve().parent.parent
 NAMESPACE = "mergegate."
 LAYERS = ("merge_core", "tasks", "flows")  # from the lowest up
-MAX_COMPONENTS = 46
+MAX_COMPONENTS = 47
 MAX_TASK_PACKAGES = 22
+# Its front would import every operation, but a command needs one and must start fast. So each of its files is public.
+WITHOUT_FRONT = "flows.operations"
 
 # Public names with two definitions, and the reason why both mean the same thing.
 TWINS = {
@@ -126,7 +128,7 @@ def test_packages_are_imported_through_their_exports() -> None:
     """Other components may not import a file inside a package, or a name that the package does not export."""
     past = []
     for one in imports():
-        if component(one.module) == component(one.importer) or one.module in LAYERS:
+        if component(one.module) in (component(one.importer), WITHOUT_FRONT) or one.module in LAYERS:
             continue
         if one.module not in PACKAGES and component(one.module) != one.module:
             past.append(f"{one.importer}: {one.module} is a file of a package")
@@ -198,7 +200,7 @@ def test_every_package_has_a_docstring_and_exports_only_what_others_use() -> Non
     used = {(one.module, one.name) for one in imports() if one.importer != one.module}
     words = {
         word
-        for folder in ("tests", "benchmarks")
+        for folder in ("tests", "benchmarks", "tools")
         for file in (PROJECT / folder).rglob("*.py")
         for word in re.findall(r"\w+", file.read_text())
     }
@@ -299,7 +301,7 @@ _READERS = {
     "/proc, /sys and devices": "merge_core.system tasks.sandbox.gpu_lock tasks.sandbox.supervision",
     "weights or release files, which were opened or hashed as plain files before": (
         "tasks.merge.gates tasks.merge.weight_comparison tasks.publish.content tasks.publish.public_names "
-        "tasks.publish.targets.directory tasks.publish.targets.oci_registry tasks.publish.targets.s3_publication "
+        "tasks.publish.targets.directory tasks.publish.targets.oci tasks.publish.targets.s3_publication "
         "tasks.serve.static_checks"
     ),
     "the standard streams of this process": "flows.cli.streams",
@@ -308,7 +310,7 @@ _READERS = {
     "it checks first that the path names a plain file": "merge_core.files.hashing",
     "files of the Hub's cache, which are compared with the Hub's hashes": "tasks.checkpoints.hub.download",
     "a file of the target with the size of ours": "tasks.publish.stage",
-    "a file that was downloaded into a directory of its own": "tasks.publish.targets.hub_release",
+    "a file that was downloaded into a directory of its own": "tasks.publish.targets.hub",
     "the converter's code, and files that this stage wrote": "tasks.variants.gguf_conversion",
 }
 UNBOUNDED_READERS = {module: reason for reason, modules in _READERS.items() for module in modules.split()}

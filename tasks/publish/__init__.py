@@ -1,7 +1,7 @@
 """Publish a release: define its files, and bring all of them to a target in one atomic step."""
 
+from mergegate.tasks.publish.card import escape
 from mergegate.tasks.publish.card_metadata import released_kind
-from mergegate.tasks.publish.card_scores import escape
 from mergegate.tasks.publish.content import (
     BOM,
     CARD,
@@ -24,14 +24,17 @@ from mergegate.tasks.publish.public_names import PublicNames, recipe_paths
 from mergegate.tasks.publish.settings import ApprovalSettings
 from mergegate.tasks.publish.signature import public_key, read_signature
 from mergegate.tasks.publish.stage import (
+    PassedVariant,
     PendingRelease,
     ReleaseParts,
+    VariantParts,
     describe_merge,
     joint_digest,
     pending_release,
     publish,
+    published_merge,
     release_digest,
     require_approved,
+    variant_content,
 )
 from mergegate.tasks.publish.targets import Release
-from mergegate.tasks.publish.variants import PassedVariant, VariantParts, published_merge, variant_content

@@ -2,22 +2,56 @@
 
 ``metadata.component`` is the release, with its parents as pedigree. The first of ``components`` is the model with its
 model card, and the others are the files. Properties of the model have names from the taxonomy of the OWASP AIBOM
-project, and those without such a name begin with ``mergegate:``. The file has no dates, and its serial number is a hash
-of the content, so the same release gives the same bytes.
+project, and those without such a name begin with ``mergegate:``. The bill contains only facts with a source (see
+``facts``). A fact without a source is listed as missing. The file has no dates, and its serial number is a hash of the
+content, so the same release gives the same bytes.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from urllib.parse import quote
 
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.parsing import parse_json
+from mergegate.tasks.gate import GuardVerdict
 from mergegate.tasks.preflight.licenses import load_table
-from mergegate.tasks.publish.bill_content import BillContent, contact_of, web_address
-from mergegate.tasks.publish.content import CARD, COMPLIANCE, PROVENANCE, RECIPE
-from mergegate.tasks.publish.parent_facts import ParentFacts
+from mergegate.tasks.publish.card import score_interval
+from mergegate.tasks.publish.content import CARD, COMPLIANCE, PROVENANCE, RECIPE, ReleaseFile, file_identities
+from mergegate.tasks.publish.facts import ParentFacts, ReleaseFacts
+from mergegate.tasks.report import ReportContent, compares_per_byte, wording
+from mergegate.tasks.store import merkle
 
+# Forms of inputs and outputs by the task of a model on the Hub.
+_FORMATS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "audio-text-to-text": (("audio", "text"), ("text",)),
+    "automatic-speech-recognition": (("audio",), ("text",)),
+    "feature-extraction": (("text",), ("vector",)),
+    "fill-mask": (("text",), ("text",)),
+    "image-classification": (("image",), ("label",)),
+    "image-text-to-text": (("image", "text"), ("text",)),
+    "sentence-similarity": (("text",), ("vector",)),
+    "text-classification": (("text",), ("label",)),
+    "text-generation": (("text",), ("text",)),
+    "text-ranking": (("text", "text"), ("score",)),
+    "text2text-generation": (("text",), ("text",)),
+    "token-classification": (("text",), ("label",)),
+    "zero-shot-image-classification": (("image", "text"), ("score",)),
+}
+_WEIGHTS = (".safetensors", ".gguf")
+# A web address in the characters of RFC 3986, without user and without an address in brackets.
+_CHARACTER = r"(?:[A-Za-z0-9._~!$&'()*+,;=:@/-]|%[0-9A-Fa-f]{2})"
+_WEB_ADDRESS = re.compile(
+    rf"https?://[A-Za-z0-9.-]{{1,253}}(:\d{{1,5}})?(/{_CHARACTER}*)?(\?(?:{_CHARACTER}|\?)*)?(#(?:{_CHARACTER}|\?)*)?"
+)
+_EMAIL = re.compile(r"[A-Za-z0-9._%+-]{1,64}@[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})+")
+_UNKNOWN_LICENSES = ("", "unknown", "other")
 MISSING_FACT = "mergegate:missing"  # property of the metadata, one for each fact without a source
 # Names in the taxonomy of the OWASP AIBOM project, and the keys of ``config.json`` with this size.
 _SIZES: Mapping[str, tuple[str, ...]] = {
@@ -41,6 +75,231 @@ _DOCUMENTS = (
     ("risk-assessment", COMPLIANCE),
 )
 _DATASET_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?")
+
+
+@dataclass(frozen=True)
+class BillMetric:
+    """A result of the released model on one task, with its 95 % interval if that is known."""
+
+    task: str
+    metric: str
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+    def __str__(self) -> str:
+        interval = "" if self.low is None or self.high is None else f" [{self.low:.4f}, {self.high:.4f}]"
+        return f"{self.metric} {self.value:.4f}{interval}"
+
+
+@dataclass(frozen=True)
+class BillContent:
+    """Content of the bill of materials of a release.
+
+    Attributes:
+        facts: Facts about the release.
+        files: Files of the release, sorted by name. Later files are not listed.
+        description: One sentence.
+        license: License of the weights: identifier, or name of a license of its own.
+        task: Task of the model on the Hub, or empty.
+        metrics: Results of the released model.
+        thresholds: Largest drop that the gate allows, by task.
+        tradeoffs: What the gate found on each task, one sentence each.
+        limits: Limits of the model, one sentence each.
+        variant_types: Types of quantized variants. Empty for a merge.
+        libraries: Versions of libraries by name.
+    """
+
+    facts: ReleaseFacts
+    files: tuple[ReleaseFile, ...]
+    description: str
+    license: str
+    task: str
+    metrics: tuple[BillMetric, ...]
+    thresholds: Mapping[str, str]
+    tradeoffs: tuple[str, ...]
+    limits: tuple[str, ...]
+    variant_types: tuple[str, ...]
+    libraries: Mapping[str, str]
+
+    @cached_property
+    def version(self) -> str:
+        """Digest of the files, which names the version of the model: 64 hex digits."""
+        return merkle(file_identities(self.files))
+
+    @property
+    def page(self) -> str:
+        """Web page of the release on the Hub, or empty."""
+        return f"https://huggingface.co/{self.facts.hub_id}" if self.facts.hub_id else ""
+
+    @property
+    def download(self) -> str:
+        """Address that the release can be downloaded from, or empty for a local directory."""
+        return self.page or (quote(self.facts.address, safe=":/@") if "://" in self.facts.address else "")
+
+    @property
+    def package_url(self) -> str:
+        """Package URL. The commit on the Hub is not known before the release is published, so it is not included."""
+        if self.facts.hub_id:
+            return f"pkg:huggingface/{self.facts.hub_id}"
+        address = f"?download_url={quote(self.facts.address, safe='')}" if self.download else ""
+        return f"pkg:generic/{quote(self.facts.name, safe='')}@{self.version}{address}"
+
+    @property
+    def formats(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Forms of inputs and outputs, such as text. Empty if the task is not known."""
+        inputs, outputs = _FORMATS.get(self.task, ((), ()))
+        return tuple(dict.fromkeys(inputs)), outputs
+
+    @property
+    def weight_bytes(self) -> int:
+        """Size of all weights in bytes."""
+        return sum(file.size for file in self.files if file.name.endswith(_WEIGHTS))
+
+    @cached_property
+    def tokenizer_class(self) -> str:
+        """Class in ``tokenizer_config.json``, or empty."""
+        file = next((file for file in self.files if file.name == "tokenizer_config.json"), None)
+        try:
+            value = parse_json(file.read(), file.name) if file else None
+        except (InvalidInput, OSError):
+            return ""
+        name = value.get("tokenizer_class") if isinstance(value, dict) else None
+        return name if isinstance(name, str) else ""
+
+    @property
+    def training(self) -> str:
+        """How the weights came about, as sentences."""
+        data = "; ".join(
+            f"{parent.name}: {', '.join(parent.datasets)}" for parent in self.facts.parents if parent.datasets
+        )
+        known = f" Training data of the parents, as their cards name it: {data}." if data else ""
+        return f"{self.description}{known}"
+
+    @cached_property
+    def missing(self) -> tuple[str, ...]:
+        """Names of the facts for which mergegate has no source."""
+        facts, about = self.facts, self.facts.about
+        inputs, outputs = self.formats
+        statements = {
+            "supplier": about.supplier,
+            "contact of the supplier": about.supplier and contact_of(self) != ("", ""),
+            "download location": self.download,
+            "license": self.license not in _UNKNOWN_LICENSES,
+            "task": self.task,
+            "forms of inputs and outputs": inputs and outputs,
+            "architecture": facts.architecture,
+            "number of parameters": facts.parameters,
+            "results of an evaluation": self.metrics,
+            "intended use": about.intended_use,
+            "uses that are out of scope": about.out_of_scope,
+            "limits that the publisher knows": about.limits,
+            # mergegate has no source for the following facts.
+            "release date": "",
+            "learning approach": "",
+            "users": "",
+            "ethical considerations": "",
+            "assessment of safety risks": "",
+            "measured energy and its provider": "",
+            "personal data in the training data": "",
+        }
+        missing = [name for name, value in statements.items() if not value]
+        for parent in facts.parents:
+            has_license = parent.license not in _UNKNOWN_LICENSES
+            per_parent: dict[str, object] = {"supplier": parent.supplier, "license": has_license}
+            if parent.role != "merge":  # the release of the merge describes the training of its own parents
+                per_parent |= {"training data": parent.datasets, "training energy": parent.energy}
+            missing += [f"{name} of {parent.name}" for name, value in per_parent.items() if not value]
+        missing += [f"digest of the data of {data.name}" for data in facts.datasets if not data.digest]
+        return tuple(missing)
+
+
+def merge_bill(
+    files: Sequence[ReleaseFile], content: ReportContent, facts: ReleaseFacts, license: Mapping[str, object]
+) -> BillContent:
+    """Return the content of the bill of materials of a merge with these ``files``.
+
+    ``license`` is in the notation of the model card: ``license``, or ``license: other`` with ``license_name``.
+    """
+    merge = next(model for model in content.models if model.role == "merge")
+    metrics = []
+    for score in merge.scores.tasks if merge.scores else ():
+        low, high = score_interval(score)
+        metric = BillMetric(score.task, wording.metric_name(score.metric, content.kind), score.score)
+        metrics.append(metric if math.isnan(low) else replace(metric, low=low, high=high))
+    if merge.likelihoods:
+        measured = tuple(model for model in content.models if model.likelihoods)
+        per_byte = compares_per_byte(measured, content.verdict.drift)
+        unit = "bits per byte" if per_byte else "perplexity"
+        value = merge.likelihoods.bits_per_byte if per_byte else merge.likelihoods.perplexity
+        if value is not None:
+            metrics.append(BillMetric("held-out text", unit, value))
+    guards = content.verdict.all_guards
+    return BillContent(
+        facts=facts,
+        files=tuple(sorted(files, key=lambda file: file.name)),
+        description=f"A merge of weights: {content.method}. "
+        + (content.routers.sentences if content.routers else "Nothing was trained."),
+        license=str(license.get("license_name") or license.get("license") or ""),
+        task=content.kind.pipeline_tag or "",
+        metrics=tuple(metrics),
+        thresholds={guard.task: _threshold(guard) for guard in guards},
+        tradeoffs=tuple(guard.reason for guard in guards),
+        limits=_limits(content, facts),
+        variant_types=(),
+        libraries={library.name: library.version for library in content.versions},
+    )
+
+
+def variant_bill(
+    files: Sequence[ReleaseFile], content: ReportContent, facts: ReleaseFacts, license: Mapping[str, object]
+) -> BillContent:
+    """Return the content of the bill of materials of quantized variants, from the arguments of ``merge_bill``."""
+    published = [verdict for verdict in content.variants if verdict.publishable]
+    guards = [(verdict.type, guard) for verdict in published if verdict.gate for guard in verdict.gate.all_guards]
+    types = tuple(verdict.type for verdict in published)
+    return BillContent(
+        facts=facts,
+        files=tuple(sorted(files, key=lambda file: file.name)),
+        description=f"Quantized variants, {content.method}: {', '.join(types)}. Nothing was trained.",
+        license=str(license.get("license_name") or license.get("license") or ""),
+        task=content.kind.pipeline_tag or "",
+        metrics=tuple(
+            BillMetric(f"{name}: {guard.task}", wording.metric_name(guard.metric, content.kind), guard.merge_score)
+            for name, guard in guards
+        ),
+        thresholds={f"{name}: {guard.task}": _threshold(guard) for name, guard in guards},
+        tradeoffs=tuple(f"{name}: {guard.reason}" for name, guard in guards),
+        limits=_limits(content, facts),
+        variant_types=types,
+        libraries={library.name: library.version for library in content.versions},
+    )
+
+
+def _threshold(guard: GuardVerdict) -> str:
+    return f"drop of at most {guard.max_drop:g} points from {guard.reference}"
+
+
+def _limits(content: ReportContent, facts: ReleaseFacts) -> tuple[str, ...]:
+    note = content.verdict.untested_note
+    return (
+        *facts.about.limits,
+        *(f"Out of scope: {use}" for use in facts.about.out_of_scope),
+        *([f"{note[0].upper()}{note[1:]}."] if note else []),
+        "The evaluation says nothing about other tasks, languages and uses.",
+        "A merge can inherit the limits of every model that it was computed from.",
+    )
+
+
+def web_address(url: str | None) -> str:
+    """Return ``url`` if it is a web address that every reader accepts, or empty."""
+    return url if url and _WEB_ADDRESS.fullmatch(url) else ""
+
+
+def contact_of(bill: BillContent) -> tuple[str, str]:
+    """Return email address and web page for questions to the supplier. Each is empty if it is unknown."""
+    contact = (bill.facts.about.supplier.contact if bill.facts.about.supplier else None) or ""
+    return contact if _EMAIL.fullmatch(contact) else "", web_address(contact)
 
 
 def bill_of_materials(bill: BillContent) -> str:

@@ -1,51 +1,60 @@
-"""Write the model card of a merge: metadata for the Hub, and a page that helps readers decide about the model."""
+"""Write the model card of a merge or of quantized variants, from templates in Markdown.
+
+A card has metadata for the Hub, and a page that helps readers decide about the model.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
 import yaml
 
-from mergegate.merge_core.architecture import TEXT_GENERATOR
+from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind
 from mergegate.merge_core.checkpoint import MODULES_FILE, companion_kind
+from mergegate.merge_core.errors import escape_invisible
+from mergegate.merge_core.wording import format_bytes
+from mergegate.tasks.evaluation import TaskScore
+from mergegate.tasks.gate import GateVerdict, normal_quantile
 from mergegate.tasks.merge import describe_changes
-from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation, ObligationKind
+from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation
 from mergegate.tasks.publish.card_metadata import CardMetadata
-from mergegate.tasks.publish.card_scores import escape, markdown_table, quality_section, untested_sentence
-from mergegate.tasks.publish.content import KEYLESS_SIGNATURE, STATEMENT_OF_CHANGES
-from mergegate.tasks.publish.loading_code import loading_code
+from mergegate.tasks.publish.content import STATEMENT_OF_CHANGES, variant_evidence
+from mergegate.tasks.publish.provenance import VariantOrigin
 from mergegate.tasks.publish.settings import SigstoreSettings
-from mergegate.tasks.report import ReportContent, ReportedModel
+from mergegate.tasks.report import (
+    ReportContent,
+    ReportedModel,
+    compares_per_byte,
+    conversion_sentences,
+    evaluated_models,
+    likelihood,
+    variant_rows,
+    wording,
+)
 from mergegate.tasks.serve import SERVED_AS_LORA
 
-# For each kind of obligation: what this release does about it, and what remains for anyone who redistributes the model.
-_DONE: dict[ObligationKind, str] = {
-    "text": "The text is part of this release: {texts}.",
-    "notice": "It is in [NOTICE](NOTICE).",
-    "display": "It is at the top of {page}.",
-    "use_policy": "This release passes it on.",
-    "changes": "The statement is at the top of {page} and in [MODIFICATIONS](MODIFICATIONS).",
-    "name_prefix": "mergegate checked the name of this model.",
-    "cap": "",
-}
-_LEFT: dict[ObligationKind, str] = {
-    "display": "Show it on the website, in the interface or on the about page of every product with this model.",
-    "use_policy": "Read and follow the policy. Require the same of everyone who receives the model from you.",
-    "cap": "Check whether you exceed the threshold. If you do, ask the licensor for permission first.",
-    "name_prefix": "Start the name of every model that you derive from this model in the same way.",
-}
+if TYPE_CHECKING:
+    from jinja2 import Environment
+
+_RANK_BY_EMBEDDING = """queries = model.encode_query(["a question"])
+texts = model.encode_document(["a text", "another text"])
+print(model.similarity(queries, texts))"""
+_RANK_PAIRS = 'print(model.predict([("a question", "a text"), ("a question", "another text")]))'
 _AS_LORA = (
     "vLLM served it as LoRA before the release. Start the server with `--enable-lora --lora-modules NAME=DIRECTORY` "
     "and with a `--max-lora-rank` of at least its rank."
 )
 _NOT_AS_LORA = "This release was not tested as LoRA in vLLM."
 _NO_LOADER = "mergegate knows no class that loads this model. `architectures` in `config.json` names its class."
-_OPEN = "**Open:** mergegate could not get this text. Add it to the model before you redistribute it."
-_LIMITS = """* mergegate tested this model only as shown above. Other abilities, safety and bias were not tested.
-* Each score is an estimate from the stated number of documents. Its interval shows how exact it is.
-* A merge can inherit the limits of every model that it was computed from. Read their model cards."""
+_CONFIDENCE = 0.95  # two-sided confidence level for intervals of single scores
+_SHOWN_FILES = 3  # files of a variant in the table
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,22 @@ class Publication:
     compliance: str  # summary of the compliance sheet
     versions: Mapping[str, str]  # libraries that determine the weights and the scores
     keyless: SigstoreSettings | None = None  # settings of the keyless signature
+
+    @property
+    def signature_options(self) -> str:
+        """Options of ``mergegate verify`` that check the signatures of the release."""
+        options = " --key release.pub" if self.signed else ""
+        if self.keyless:
+            options += " --identity ID --issuer URL" + (" --trust-config FILE" if self.keyless.trust_config else "")
+        return options
+
+    @property
+    def signature_note(self) -> str:
+        """Sentence that says where to get the values of those options, or an empty string."""
+        parts = ["the public key"] if self.signed else []
+        parts += ["the identity (ID) and issuer (URL) of the signer"] if self.keyless else []
+        parts += ["the trust configuration (FILE)"] if self.keyless and self.keyless.trust_config else []
+        return f" Get {_listed(parts)} from the publisher, but not from this release." if parts else ""
 
 
 def model_card(
@@ -75,91 +100,161 @@ def model_card(
     names the files of the release that exist before the card is written. ``changes`` says which weights are new.
     Default: a sentence that says it is unknown.
     """
-    front = yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
     is_adapter = metadata.get("library_name") == "peft"
-    sections = [
-        f"# {escape(content.name)}",
-        *display_lines(license),
-        f"This {'LoRA adapter' if is_adapter else 'model'} is a merge, computed without training: "
-        f"{escape(content.method)}. mergegate tested it before the release. The [report](report.html) shows every "
-        "result, [provenance.json](provenance.json) identifies the inputs, and [evidence](evidence/gate.json) has the "
-        "outcomes of all documents, without texts.",
-        f"{STATEMENT_OF_CHANGES} The weights were computed with the recipe below from the models listed with it. "
-        f"{changes} {_copied_files(content, files)} copied or adapted."
-        + (f" {content.routers.sentences}" if content.routers else ""),
+    measured = tuple(model for model in content.models if model.likelihoods is not None)
+    per_byte = compares_per_byte(measured, content.verdict.drift)
+    likelihoods = [
+        (_model_label(model), f"{model.likelihoods.documents:,}", likelihood(model.likelihoods, per_byte))
+        for model in measured
+        if model.likelihoods
     ]
-    address, is_signed = publication.address, publication.signed
-    is_local = any(model.revision is None for model in content.parents)
-    verify = f"mergegate verify {address}" + signature_options(publication.keyless, has_key=is_signed)
-    reproduce = f"mergegate reproduce {address}" + (" --parents DIR" if is_local else "")
-    commands = [
-        f"{verify:<48} # check all files and the provenance",
-        f"{f'{verify} --verdict':<48} # also decide again from the outcomes in evidence/, without a model",
-    ]
-    if is_signed:
-        commands.append(
-            "model_signing verify key . --signature model.sig --public_key release.pub    # check the signature with "
-            "the tool of OpenSSF"
-        )
-    if publication.keyless:
-        trust = " --trust_config FILE" if publication.keyless.trust_config else ""
-        commands.append(
-            f"model_signing verify sigstore . --signature {KEYLESS_SIGNATURE} --identity ID --identity_provider URL"
-            f"{trust}    # check the keyless signature with the tool of OpenSSF"
-        )
-    commands += [
-        f"{'sha256sum --check SHA256SUMS':<48} # check the files only, in the directory of the release",
-        f"{reproduce:<48} # merge again and compare the weights byte by byte",
-        *(line for line in content.reproduce if not line.startswith(("mergegate verify", "mergegate reproduce"))),
-    ]
-    libraries = ", ".join(f"{name} {version}" for name, version in publication.versions.items())
-    notes = f"Built with {libraries} on {publication.device}."
-    notes += " Paths in the recipe are relative to DIR." if is_local else ""
-    notes += signature_note(publication.keyless, has_key=is_signed)
-    sections += [
-        f"## How to load it\n\n{_loading(content, files, publication, is_adapter=is_adapter)}",
-        f"## Evaluation\n\n{quality_section(content)}",
-        f"## Limits\n\n{_LIMITS}{f'{chr(10)}* {note}' if (note := untested_sentence(content)) else ''}",
-        f"## How it was made\n\n{_sources(content, license)}\n\n{code_block(content.recipe.strip(), 'yaml')}",
-        f"## License\n\n{license_section(license, missing, files)}",
-        f"## Compliance\n\n{publication.compliance}",
-        f"## How to verify it\n\n{code_block(chr(10).join(commands), 'sh')}\n\n{notes}",
-    ]
-    return f"---\n{front}---\n\n" + "\n\n".join(sections) + "\n"
-
-
-def signature_options(keyless: SigstoreSettings | None, *, has_key: bool) -> str:
-    """Return the options of ``mergegate verify`` that check the signatures of a release."""
-    options = " --key release.pub" if has_key else ""
-    if keyless:
-        options += " --identity ID --issuer URL" + (" --trust-config FILE" if keyless.trust_config else "")
-    return options
-
-
-def signature_note(keyless: SigstoreSettings | None, *, has_key: bool) -> str:
-    """Return a sentence that says where to get the values of those options, or an empty string."""
-    parts = ["the public key"] if has_key else []
-    parts += ["the identity (ID) and issuer (URL) of the signer"] if keyless else []
-    parts += ["the trust configuration (FILE)"] if keyless and keyless.trust_config else []
-    *others, last = parts or [""]
-    listed = f"{', '.join(others)} and {last}" if others else last
-    return f" Get {listed} from the publisher, but not from this release." if parts else ""
-
-
-def display_lines(license: LicenseVerdict) -> tuple[str, ...]:
-    """Return the lines that licenses require to be displayed, such as 'Built with Llama'."""
-    lines = dict.fromkeys(item.text for item in license.combination.obligations if item.kind == "display")
-    return tuple(f"**{escape(line)}**" for line in lines)
-
-
-def _copied_files(content: ReportContent, files: Sequence[str]) -> str:
-    """Return the start of the sentence about all files except weights: 'Configuration and tokenizer were'."""
+    unit = "bits per byte" if per_byte else "perplexity"
     kinds = {companion_kind(name) for name in files}
-    names = ["tokenizer"] if "tokenizer" in kinds or content.kind == TEXT_GENERATOR else []
-    names += ["processor"] if "processor" in kinds and content.kind != TEXT_GENERATOR else []
-    names += ["settings of its modules"] if MODULES_FILE in files else []
-    *others, last = ["Configuration", *names]
-    return f"{', '.join(others)} and {last} were" if others else f"{last} was"
+    copied = ["tokenizer"] if "tokenizer" in kinds or content.kind == TEXT_GENERATOR else []
+    copied += ["processor"] if "processor" in kinds and content.kind != TEXT_GENERATOR else []
+    copied += ["settings of its modules"] if MODULES_FILE in files else []
+    return render_markdown(
+        "merge_card.md.j2",
+        content=content,
+        front=_front_matter(metadata),
+        license=license,
+        missing=tuple(missing),
+        files=files,
+        publication=publication,
+        changes=changes,
+        is_adapter=is_adapter,
+        copied_files=f"{_listed(['Configuration', *copied])} {'were' if copied else 'was'}",
+        loading=_loading(content, files, publication, is_adapter=is_adapter),
+        scores=_scores(content),
+        likelihoods=literal_table(("model", "documents", unit), likelihoods, 2) if likelihoods else "",
+        error_rates=wording.error_rate_note(content.verdict, content.kind),
+    )
+
+
+def variant_card(
+    content: ReportContent,
+    metadata: CardMetadata,
+    license: LicenseVerdict,
+    missing: Sequence[Obligation],
+    files: Sequence[str],
+    origin: VariantOrigin,
+    publication: Publication,
+    hub_id: str | None,
+) -> str:
+    """Return the content of README.md for a release of variants, which contains no dates and no local paths.
+
+    ``content`` has the verdicts on all variants of the place, including failed ones. ``missing`` lists the
+    obligations that the release does not fulfill, and ``files`` names its files, as in ``model_card``. ``hub_id`` is
+    the id of the variants' repository on the Hub, or None.
+    """
+    published = [verdict for verdict in content.variants if verdict.type in origin.files]
+    gates = [(verdict.type, verdict.gate) for verdict in published if verdict.gate]
+    guards = [(name, task, *cells) for name, gate in gates for task, _, *cells in guard_rows(gate)]
+    columns = ("variant", "task", "documents", "drop", "max_drop", "margin", "verdict")
+    return render_markdown(
+        "variant_card.md.j2",
+        content=content,
+        metadata=metadata,
+        front=_front_matter(metadata),
+        license=license,
+        missing=tuple(missing),
+        files=files,
+        origin=origin,
+        publication=publication,
+        hub_id=hub_id,
+        published=published,
+        variants=_variants(content, origin.files),
+        guards=literal_table(columns, guards, 5) if guards else "",
+        confidence=next((guard.confidence for _, gate in gates for guard in gate.all_guards), 0.0),
+    )
+
+
+def render_markdown(template: str, **values: object) -> str:
+    """Return the document that a template in this directory gives. A missing value is an error."""
+    return _environment().get_template(template).render(**values)
+
+
+@cache
+def _environment() -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {
+        "md": escape,
+        "bullets": lambda lines: "\n".join(f"* {escape(line)}" for line in lines),
+        "code": lambda text, language: code_block(text.removesuffix("\n"), language) + "\n",
+        "command": lambda command, purpose: f"{command:<48} # {purpose}",
+        "conversion_text": lambda conversion: " ".join(conversion_sentences(conversion)),
+        "distinct": lambda values: list(dict.fromkeys(values)),
+        "paragraphs": lambda parts: "\n\n".join(part for part in parts if part),
+    }
+    environment.globals |= {
+        "code_block": code_block,
+        "display_lines": display_lines,
+        "guard_note": guard_note,
+        "guard_rows": guard_rows,
+        "license_links": _license_links,
+        "quote": quote,
+        "statement_of_changes": STATEMENT_OF_CHANGES,
+        "table": literal_table,
+        "untested_sentence": untested_sentence,
+        "variant_evidence": variant_evidence,
+        "wording": wording,
+    }
+    return environment
+
+
+def loading_code(kind: ModelKind, address: str, files: Collection[str], *, is_adapter: bool) -> str:
+    """Return the code that loads a release, or an empty string if no library has a class for it.
+
+    Args:
+        kind: Kind of the model. For an adapter, the kind of its base model.
+        address: Id on the Hub, or path of the release.
+        files: Names of the files of the release.
+        is_adapter: Whether the release is a LoRA adapter.
+    """
+    if not kind.loader:
+        return ""
+    if is_adapter and kind == TEXT_GENERATOR:
+        return (
+            "from peft import AutoPeftModelForCausalLM\n\n"
+            f'model = AutoPeftModelForCausalLM.from_pretrained("{address}")'
+        )
+    # Everything but the adapter comes from its base model.
+    source = "base" if is_adapter else f'"{address}"'
+    lines = [f'base = PeftConfig.from_pretrained("{address}").base_model_name_or_path'] if is_adapter else []
+    if kind.loader.startswith("Auto"):
+        processor = _processor_class(kind, files, is_adapter=is_adapter)
+        names = ", ".join(sorted({kind.loader, processor} - {""}))
+        imports = [f"from transformers import {names}"]
+        lines.append(f'model = {kind.loader}.from_pretrained({source}, dtype="auto")')
+        if is_adapter:
+            imports.insert(0, "from peft import PeftConfig, PeftModel")
+            lines.append(f'model = PeftModel.from_pretrained(model, "{address}")')
+        if processor:
+            lines.append(f"{processor.removeprefix('Auto').lower()} = {processor}.from_pretrained({source})")
+    else:
+        imports = [f"from sentence_transformers import {kind.loader}"]
+        lines.append(f"model = {kind.loader}({source})")
+        if is_adapter:
+            imports.insert(0, "from peft import PeftConfig")
+            lines.append(f'model.load_adapter("{address}")')
+        lines.append(_RANK_PAIRS if kind.loader == "CrossEncoder" else _RANK_BY_EMBEDDING)
+    return "\n".join([*imports, "", *lines])
+
+
+def _processor_class(kind: ModelKind, files: Collection[str], *, is_adapter: bool) -> str:
+    """Return the class that prepares the model's inputs. Empty if the release has no files for it."""
+    kinds = {companion_kind(name) for name in files}
+    if "processor" in kinds or (is_adapter and kind.modalities):
+        return "AutoProcessor"
+    return "AutoTokenizer" if "tokenizer" in kinds or is_adapter or kind == TEXT_GENERATOR else ""
 
 
 def _loading(content: ReportContent, files: Sequence[str], publication: Publication, *, is_adapter: bool) -> str:
@@ -176,72 +271,144 @@ def _loading(content: ReportContent, files: Sequence[str], publication: Publicat
     return "\n\n".join([*parts, " ".join(notes)] if notes else parts)
 
 
-def _sources(content: ReportContent, license: LicenseVerdict) -> str:
-    def row(model: ReportedModel) -> str:
-        identity = model.revision or model.digest[:16]
-        return f"| {escape(model.ref)} | {model.role} | {escape(model.licence)} | `{identity}` |"
+def score_interval(score: TaskScore) -> tuple[float, float]:
+    """Return the 95 % interval of one score, in the score's own unit, or NaN without a standard error.
 
-    head = "| model | role | license | commit or digest |\n| :-- | :-- | :-- | :-- |\n"
-    rows, folded = list[str](), list[str]()
-    for group in content.model_groups:
-        if len(group) == 1:
-            rows += [row(model) for model in group if model.role != "merge"]
-            continue
-        first, last, count = escape(group[0].ref), escape(group[-1].name), len(group)
-        licenses = ", ".join(dict.fromkeys(escape(model.licence) for model in group))
-        rows.append(f"| {first} to {last} ({count} checkpoints) | parents | {licenses} | listed below |")
-        table = head + "\n".join(map(row, group))
-        summary = f"{count} checkpoints of the training run, ordered by step"
-        folded.append(f"<details>\n<summary>{summary}</summary>\n\n{table}\n\n</details>")
-    parts = [head + "\n".join(rows), *folded]
-    if license.ancestors:
-        rows = [
-            f"| {escape(model.name)} | {escape(model.license)} | {f'`{model.revision}`' if model.revision else ''} |"
-            for model in license.ancestors
-        ]
-        head = "These models were derived from the following models, as far as their model cards say:\n\n"
-        parts.append(head + "| model | license | commit |\n| :-- | :-- | :-- |\n" + "\n".join(rows))
-    if license.unread:
-        names = ", ".join(f"{escape(name)} ({escape(reason)})" for name, reason in license.unread.items())
-        parts.append(f"mergegate could not read the following models, which those cards name: {names}.")
-    if license.undeclared:
-        lines = [f"* {escape(relation.summary)}" for relation in license.undeclared]
-        parts.append("\n".join(["mergegate compared the weights with those of known models:\n", *lines]))
-    return "\n\n".join(parts)
-
-
-def license_section(
-    license: LicenseVerdict, missing: Sequence[Obligation], files: Sequence[str], page: str = "this page"
-) -> str:
-    """Return the text under 'License'. ``missing`` and ``files`` are those of ``model_card``.
-
-    ``page`` is how to refer to the card.
+    For a share of correct answers, this is Wilson's interval (1927, J. Am. Stat. Assoc. 22:209). It stays within [0, 1]
+    and has a positive width even if all answers are correct. For graded scores, it is the normal interval.
     """
-    combination = license.combination
-    reasons = [reason.sentence for reason in combination.reasons if reason.rule.startswith("R7")]
-    parts = [f"**{escape(license.result)}**" + (f": {escape(reasons[0])}." if reasons else "")]
-    if "LICENSE" in files:
-        parts[0] += " The text is in [LICENSE](LICENSE)."
-    texts = [name for name in files if name == "LICENSE" or name.startswith("licenses/")]
+    quantile, p, n = normal_quantile((1 + _CONFIDENCE) / 2), score.score, score.n
+    variance = p * (1 - p)
+    is_share = 0 <= p <= 1 and math.isclose(score.stderr**2 * (n - 1), variance, rel_tol=1e-6, abs_tol=1e-12)
+    if not is_share:
+        return p - quantile * score.stderr, p + quantile * score.stderr
+    square = quantile**2
+    center = (p + square / (2 * n)) / (1 + square / n)
+    half = quantile * math.sqrt(variance / n + square / (4 * n * n)) / (1 + square / n)
+    return max(0.0, center - half), min(1.0, center + half)
+
+
+def _scores(content: ReportContent) -> str:
+    """Return the table of all scores with their intervals, or an empty string without scores."""
+    models = evaluated_models(content)
+    if not models:
+        return ""
+    by_model = {m.name: {(s.task, s.metric): s for s in (m.scores.tasks if m.scores else ())} for m in models}
+    keys = dict.fromkeys(key for scores in by_model.values() for key in scores)
     rows = []
-    for item in dict.fromkeys((*combination.obligations, *missing)):
-        if item in missing:
-            outcome = f" | {_OPEN}"
-        else:
-            sources = (*item.because, item.model)
-            own = [name for name in texts if name.removeprefix("licenses/").removesuffix(".txt") in sources]
-            links = ", ".join(f"[{name}]({quote(name)})" for name in own or texts)
-            outcome = f"{_DONE[item.kind].format(texts=links, page=page)} | {_LEFT.get(item.kind, '')}"
-        rows.append(f"| {escape(item.text)} | {escape(', '.join(item.because))} | {outcome} |")
-    head = "| requirement | license | in this release | your part |\n| :-- | :-- | :-- | :-- |\n"
-    parts.append(head + "\n".join(rows) if rows else "The license has no further requirements.")
-    if accepted := [reason for reason in combination.reasons if reason.accepted]:
-        settled = [(reason.sentence, "; ".join(reason.accepted)) for reason in accepted]
-        parts.append(
-            "The publisher accepted these open questions about the license:\n\n"
-            f"{markdown_table(('question', 'accepted (model: name: reason)'), settled, 0)}"
+    for task, metric in keys:
+        cells = [by_model[model.name].get((task, metric)) for model in models]
+        documents = max(cell.n for cell in cells if cell)
+        row = [task, wording.metric_name(metric, content.kind, with_direction=True), f"{documents:,}"]
+        for cell in cells:
+            if cell is None:
+                row.append("")
+                continue
+            low, high = score_interval(cell)
+            scale, decimals = (100.0, 1) if wording.is_share(cell, content.kind) else (1.0, 3)
+            shown = wording.number(scale * cell.score, decimals)
+            interval = "" if math.isnan(low) else f" {wording.interval(scale * low, scale * high, decimals)}"
+            row.append(shown + interval)
+        rows.append(row)
+    columns = ("task", "metric", "documents", *(_model_label(model) for model in models))
+    return literal_table(columns, rows, len(models) + 1)
+
+
+def _model_label(model: ReportedModel) -> str:
+    return "this merge" if model.role == "merge" else model.name
+
+
+def guard_rows(verdict: GateVerdict) -> list[tuple[str, ...]]:
+    """Return the rows of a table of guards: task, reference, documents, drop, max_drop, margin and verdict."""
+    rows: list[tuple[str, ...]] = []
+    for suite in verdict.suites:
+        limits = (wording.plain(suite.max_drop), wording.plain(suite.margin))
+        start = (f"mean of {suite.tasks} tasks", suite.reference, f"{suite.documents:,}", wording.suite_change(suite))
+        rows.append((*start, *limits, suite.outcome))
+    for guard in verdict.all_guards:
+        upper = wording.plain(guard.margin) if guard.limit is None else f"{wording.plain(guard.limit)} per task"
+        limits = (wording.plain(guard.max_drop), upper)
+        rows.append((guard.task, guard.reference, f"{guard.n:,}", wording.drop(guard), *limits, guard.word))
+    return rows
+
+
+def guard_note(confidence: float, reference: str, subject: str) -> str:
+    """Return the text below a table of guards."""
+    return (
+        f"The drop is the score of {reference} minus the score of {subject}, in points, on the same documents. A "
+        f"positive drop is a loss. The brackets contain an interval ({100 * confidence:g} % on each side). "
+        "A guard passes if the upper bound is below the margin. It fails if the drop is shown to be larger than "
+        "max_drop. Otherwise it is inconclusive."
+    )
+
+
+def _variants(content: ReportContent, files: Mapping[str, Sequence[str]]) -> str:
+    """Return the table of the published variants."""
+    rows = []
+    for row in variant_rows(content):
+        verdict = row.verdict
+        if verdict.type not in files or verdict.record is None:
+            continue
+        names = list(files[verdict.type])
+        more = [f"and {len(names) - _SHOWN_FILES} more"] if len(names) > _SHOWN_FILES else []
+        types = sorted(verdict.record.tensor_types.items(), key=lambda item: (-item[1], item[0]))
+        rows.append(
+            (
+                verdict.type,
+                ", ".join([*names[:_SHOWN_FILES], *more]),
+                ", ".join(f"{count} {kind}" for kind, count in types),
+                ", ".join(f"{tool} {version}" for tool, version in verdict.record.versions.items()),
+                row.runtime,
+                f"{format_bytes(verdict.record.bytes)} ({row.share})" if row.share else row.size,
+                row.perplexity,
+                verdict.outcome,
+            )
         )
-    return "\n\n".join(parts)
+    columns = ("variant", "files", "tensors", "built with", "runtime", "size", "perplexity ratio", "verdict")
+    return literal_table(columns, rows, 3)
+
+
+def _license_links(item: Obligation, files: Sequence[str]) -> str:
+    """Return links to the license texts in the release that an obligation names, or else to all of them."""
+    texts = [name for name in files if name == "LICENSE" or name.startswith("licenses/")]
+    sources = (*item.because, item.model)
+    own = [name for name in texts if name.removeprefix("licenses/").removesuffix(".txt") in sources]
+    return ", ".join(f"[{name}]({quote(name)})" for name in own or texts)
+
+
+def display_lines(license: LicenseVerdict) -> tuple[str, ...]:
+    """Return the lines that licenses require to be displayed, such as 'Built with Llama'."""
+    lines = dict.fromkeys(item.text for item in license.combination.obligations if item.kind == "display")
+    return tuple(f"**{escape(line)}**" for line in lines)
+
+
+def untested_sentence(content: ReportContent) -> str:
+    """Return the sentence about what no task tests, such as how the merge reads pictures. Empty if there is nothing."""
+    note = content.verdict.untested_note
+    return f"{escape(note[0].upper() + note[1:])}." if note else ""
+
+
+def _front_matter(metadata: CardMetadata) -> str:
+    return yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Return names as a list in a sentence: 'a, b and c'."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
+def escape(text: str) -> str:
+    """Return ``text`` as one line of Markdown that displays it literally, with unprintable characters escaped."""
+    return re.sub(r"([\\`*_{}\[\]<>#|&~])", r"\\\1", " ".join(escape_invisible(text).split()))
+
+
+def literal_table(columns: Iterable[str], rows: Iterable[Iterable[str]], numbers: int = 0) -> str:
+    """Return a Markdown table that displays its cells literally. The last ``numbers`` columns are right-aligned."""
+    head = tuple(map(escape, columns))
+    rule = [":--"] * (len(head) - numbers) + ["--:"] * numbers
+    lines = [head, rule, *(tuple(map(escape, row)) for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def code_block(text: str, language: str) -> str:

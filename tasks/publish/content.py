@@ -52,6 +52,17 @@ STATEMENT_TYPES = "https://in-toto.io/Statement/v1", "https://slsa.dev/provenanc
 VERSION_DIGITS = 12  # leading digits of a content hash that name a version
 # Largest file of a release, other than weights, that is read into memory.
 MAX_METADATA_BYTES = 64 << 20
+# Names of everything that mergegate writes about a model, in the only directories for it. Any other file is part of the
+# model, because a library may load it: a tokenizer reads 'special_tokens_map.json' if there is one.
+_MODEL_DOCUMENTS = re.compile(
+    "|".join(
+        (
+            *map(re.escape, (*DOCUMENTS, FACTS, MODIFICATIONS, SUMS, SIGNATURE, KEYLESS_SIGNATURE)),
+            rf"LICENSE|NOTICE|licenses/[^/]+\.txt|{re.escape(EVAL_RESULTS)}[^/]+\.yaml",
+            r"evidence/([^/]+/)?(gate\.json|outcomes\.parquet|likelihoods\.parquet)",
+        )
+    )
+)
 
 
 @dataclass(frozen=True)
@@ -148,3 +159,8 @@ def parse_checksums(text: str) -> dict[str, str]:
     """Return the sha256 of each file by name. Malformed lines are skipped, so their files count as unlisted."""
     entries = (line.split("  ", 1) for line in text.splitlines())
     return {entry[1]: entry[0] for entry in entries if len(entry) == 2}
+
+
+def is_rebuilt(name: str) -> bool:
+    """Return whether a rebuild must give a file of a release, because it is not a document of mergegate."""
+    return not _MODEL_DOCUMENTS.fullmatch(name)

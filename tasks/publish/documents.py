@@ -14,11 +14,9 @@ from pydantic import BaseModel, ConfigDict
 
 from mergegate.tasks.merge import describe_changes
 from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation
-from mergegate.tasks.publish.bill_content import merge_bill, variant_bill
-from mergegate.tasks.publish.bom import bill_of_materials
-from mergegate.tasks.publish.card import Publication, model_card
-from mergegate.tasks.publish.card_metadata import check_card, model_index
-from mergegate.tasks.publish.card_scores import escape
+from mergegate.tasks.publish.bom import bill_of_materials, merge_bill, variant_bill
+from mergegate.tasks.publish.card import Publication, escape, model_card, variant_card
+from mergegate.tasks.publish.card_metadata import check_card, eval_results, model_index
 from mergegate.tasks.publish.compliance import compliance_section, compliance_sheet
 from mergegate.tasks.publish.content import (
     BOM,
@@ -32,12 +30,10 @@ from mergegate.tasks.publish.content import (
     read_document,
     written_file,
 )
-from mergegate.tasks.publish.eval_results import eval_results
 from mergegate.tasks.publish.facts import ReleaseFacts
 from mergegate.tasks.publish.provenance import MergeOrigin, VariantOrigin, provenance, variant_provenance
 from mergegate.tasks.publish.settings import SigstoreSettings
 from mergegate.tasks.publish.targets.contract import PublishTarget
-from mergegate.tasks.publish.variant_card import variant_card
 from mergegate.tasks.report import ReportContent, render
 from mergegate.tasks.store import without_unkeyed
 

@@ -25,8 +25,8 @@ from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.gate.verdict_record import LIKELIHOODS
 from mergegate.tasks.publish.content import BOM, CARD, FACTS, PROVENANCE, SUMS, sha256_of
 from mergegate.tasks.publish.releases.origin import MergeLink, find_merge
+from mergegate.tasks.publish.releases.reproduce import first_difference, is_rebuilt
 from mergegate.tasks.publish.releases.verify import check_release
-from mergegate.tasks.publish.releases.weights import first_difference, is_rebuilt
 from mergegate.tasks.publish.targets.directory import DirectoryRelease
 from mergegate.tasks.variants.gguf import GgufFormat
 

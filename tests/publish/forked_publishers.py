@@ -35,7 +35,7 @@ if "s3" in sys.argv:
     access._client(None, access.CONNECT_S, access.READ_S)
 if "oci" in sys.argv:
     import httpx
-    from mergegate.tasks.publish.targets import oci_registry as registry
+    from mergegate.tasks.publish.targets import oci as registry
     registry.TIMEOUT_S = 0.4
     httpx.Client(verify=False, trust_env=False)
 

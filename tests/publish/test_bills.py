@@ -20,11 +20,8 @@ from release_samples import (
 )
 
 from mergegate.tasks.preflight.licenses import load_table
-from mergegate.tasks.publish.bill_content import BillContent, merge_bill, web_address
-from mergegate.tasks.publish.bom import MISSING_FACT, bill_of_materials
-from mergegate.tasks.publish.compute import Modification
-from mergegate.tasks.publish.facts import DatasetFacts, ReleaseFacts
-from mergegate.tasks.publish.parent_facts import DocumentLink, ParentFacts
+from mergegate.tasks.publish.bom import MISSING_FACT, BillContent, bill_of_materials, merge_bill, web_address
+from mergegate.tasks.publish.facts import DatasetFacts, DocumentLink, Modification, ParentFacts, ReleaseFacts
 from mergegate.tasks.publish.settings import AboutRelease, Supplier
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 

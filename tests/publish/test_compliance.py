@@ -11,13 +11,11 @@ from release_samples import content, license_verdict, publishable, sha, variant_
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.publish.compliance import ModificationThreshold, compliance_section, compliance_sheet, flop_text
-from mergegate.tasks.publish.facts import DatasetFacts, ReleaseFacts
-from mergegate.tasks.publish.parent_facts import DocumentLink, ParentCard, ParentFacts
+from mergegate.tasks.publish.facts import DatasetFacts, DocumentLink, ParentCard, ParentFacts, ReleaseFacts
 from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.settings import AboutRelease
-from mergegate.tasks.publish.stage import ReleaseParts
+from mergegate.tasks.publish.stage import ReleaseParts, VariantParts
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
-from mergegate.tasks.publish.variants import VariantParts
 
 ABOUT = {
     "supplier": {"name": "ACME <b>& Sons", "url": "https://acme.example", "contact": "ai@acme.example"},

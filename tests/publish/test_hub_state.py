@@ -8,7 +8,7 @@ import pytest
 
 from mergegate.tasks.checkpoints.hub.access import RemoteFile
 from mergegate.tasks.publish.targets.contract import PublicationBlocked
-from mergegate.tasks.publish.targets.hub_state import (
+from mergegate.tasks.publish.targets.hub_publication import (
     ChangeSettings,
     CreateBranch,
     CreateRepository,

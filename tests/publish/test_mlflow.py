@@ -23,7 +23,7 @@ from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.publish.content import ReleaseFile, written_file
 from mergegate.tasks.publish.releases import check_release
 from mergegate.tasks.publish.targets import PublishTarget, find_release
-from mergegate.tasks.publish.targets.mlflow_registration import ObservedRegistry, describe_release, next_registry_write
+from mergegate.tasks.publish.targets.mlflow import ObservedRegistry, describe_release, next_registry_write
 from mergegate.tasks.report import RunRecord, RunScore
 from mergegate.tasks.telemetry import export_to_trackers
 

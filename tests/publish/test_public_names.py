@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from rich.table import Table
 from rich.text import Text
 
-from mergegate.flows.cli.console import FittingConsole
+from mergegate.flows.operations.console import FittingConsole
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.publish.card_scores import escape
+from mergegate.tasks.publish.card import escape
 from mergegate.tasks.publish.content import written_file
 from mergegate.tasks.publish.public_names import PublicNames, require_no_private_paths
 from mergegate.tasks.report.page import page_template

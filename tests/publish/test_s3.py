@@ -23,10 +23,10 @@ from mergegate.merge_core.files import sha256_file
 from mergegate.tasks.publish import ReleaseFile
 from mergegate.tasks.publish.content import content_version, written_file
 from mergegate.tasks.publish.targets import PublishTarget, Release, check_target, find_release
+from mergegate.tasks.publish.targets import s3 as aliases
 from mergegate.tasks.publish.targets import s3_access as access
 from mergegate.tasks.publish.targets import s3_publication as publication
-from mergegate.tasks.publish.targets import s3_release as aliases
-from mergegate.tasks.publish.targets.s3_state import POINTER
+from mergegate.tasks.publish.targets.s3_publication import POINTER
 from mergegate.tasks.store import merkle
 
 URL = f"s3://{BUCKET}/acme/demo"

@@ -19,7 +19,7 @@ from mergegate.tasks.preflight.licenses.fingerprint_index import (
     read_index,
 )
 from mergegate.tasks.preflight.licenses.resolve import LICENSE_FILE, CardSource, quote_text, read_declaration
-from mergegate.tasks.preflight.licenses.resulting_license import Obligation, ObligationKind
+from mergegate.tasks.preflight.licenses.resulting_license import Obligation
 from mergegate.tasks.preflight.licenses.settings import LicenseSettings
 from mergegate.tasks.preflight.licenses.table import LicenseTable, load_table
 from mergegate.tasks.preflight.licenses.texts import identify_license, license_texts

@@ -1,20 +1,27 @@
-"""Rebuild the weights of a release from its recipe and its parents, and compare them byte by byte.
+"""Rebuild the weights of a release, and compare them byte by byte.
 
-A release does not contain local paths. A parent on the Hub is downloaded at the commit in the provenance. For a local
-parent, mergegate searches the working directory for copies of the recipe, and tries the path in the recipe relative to
-each of them. It uses the parent only if its digest is the one in the provenance.
+The weights of a merge are rebuilt from its recipe and its parents. A release does not contain local paths. A parent on
+the Hub is downloaded at the commit in the provenance. For a local parent, mergegate searches the working directory for
+copies of the recipe, and tries the path in the recipe relative to each of them. It uses the parent only if its digest
+is the one in the provenance.
+
+Variants are quantized again from the release of their merge. The tools must be installed in this project, and their
+versions decide the bytes. mergegate verifies both releases, and gives the quantizer a directory with the files of the
+merge only, because some tools read the card of a model.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.alias_generators import to_camel
 
 from mergegate.merge_core import (
@@ -26,31 +33,117 @@ from mergegate.merge_core import (
     plan_merge,
     resolve_local,
 )
-from mergegate.merge_core.adapters import apply_adapter, open_adapter
+from mergegate.merge_core.adapters import CONFIG_FILE, apply_adapter, open_adapter
 from mergegate.merge_core.architecture.experts import match_experts
-from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.merge_core.checkpoint import read_gguf_header, read_header
+from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files import HashMemo
-from mergegate.merge_core.parsing import read_plain
+from mergegate.merge_core.parsing import open_buffered, read_plain
 from mergegate.merge_core.recipe import parse_reference
 from mergegate.tasks.checkpoints import (
+    Model,
     PinnedCheckpoint,
     ResolvedAdapter,
     ResolvedCheckpoint,
     adapted_digest,
     adapter_digest,
     checkpoint_digest,
+    deciding_files,
     pin_checkpoints,
 )
 from mergegate.tasks.checkpoints.hub import download_snapshots, find_snapshot
 from mergegate.tasks.merge import MergeSettings, combine_parents, numerics, prepare_recipe, with_new_routers
-from mergegate.tasks.publish import PROVENANCE, RECIPE
+from mergegate.tasks.publish.content import DESCRIPTION_FILES, PROVENANCE, RECIPE, is_rebuilt
+from mergegate.tasks.publish.releases.origin import MergeLink, find_merge
 from mergegate.tasks.publish.releases.verify import VerifiedRelease
-from mergegate.tasks.publish.releases.weights import require_equal_files
 from mergegate.tasks.publish.targets import PublishedRelease
-from mergegate.tasks.stage import device_kind, store, versions
+from mergegate.tasks.stage import device_kind, separate_store, store, versions
+from mergegate.tasks.variants import Variant, VariantFormat
 
+_CHUNK_BYTES = 1 << 20
+_SHOWN = 5  # files that a message lists
 _DECIDING_LIBRARIES = ("torch", "numba")  # their versions may change the last digit of a result
 _SKIPPED_FOLDERS = frozenset({"node_modules", "site-packages", "__pycache__"})
+
+
+def require_equal_files(
+    release: PublishedRelease, listing: Mapping[str, tuple[int, str]], rebuilt: Mapping[str, Path], reason: str
+) -> int:
+    """Compare rebuilt files with a release that has the verified ``listing``, and return their size in bytes.
+
+    ``rebuilt`` holds their paths by their names in the release. A file that ought to be rebuilt and was
+    not counts as different.
+
+    Raises:
+        Refused: Files differ. The message names the first tensor that does, and ``reason`` as the remedy.
+    """
+    hashes = store().hashes
+    actual = {name: (path.stat().st_size, hashes.sha256(path, trust=False)) for name, path in rebuilt.items()}
+    compared = set(rebuilt) | {name for name in listing if is_rebuilt(name)}
+    if different := sorted(name for name in compared if actual.get(name) != listing.get(name)):
+        details = []
+        for name in different[:_SHOWN]:
+            detail = "it was not rebuilt" if name not in rebuilt else "the release does not have it"
+            if name in rebuilt and name in listing:
+                detail = ""
+                with suppress(MergegateError):  # the release cannot be downloaded
+                    detail = first_difference(release.download() / name, rebuilt[name])
+            details.append(f"{name} ({detail})" if detail else name)
+        raise Refused(
+            f"{release.reference}: {different[0]}",
+            found=f"{len(different)} of {len(compared)} rebuilt files differ: {', '.join(details)}",
+            expected="the same bytes",
+            remedy=reason,
+        )
+    return sum(size for size, _ in actual.values())
+
+
+def first_difference(original: Path, rebuilt: Path) -> str:
+    """Return which part of a file of weights differs first, such as 'tensor blk.0.attn_q.weight'.
+
+    The text is empty if the format is not known, or if a file is damaged.
+    """
+    try:
+        tensors, others = _tensors(original), _tensors(rebuilt)
+        for name in {**tensors, **others}:
+            if name not in tensors or name not in others:
+                return f"tensor {name}, which only the {'release' if name in tensors else 'rebuilt file'} has"
+            (kind, offset, nbytes), (other_kind, other_offset, _) = tensors[name], others[name]
+            if kind != other_kind:
+                return f"tensor {name}: {kind}, rebuilt {other_kind}"
+            if _differ((original, offset), (rebuilt, other_offset), nbytes):
+                return f"tensor {name}"
+        if original.suffix == ".gguf":
+            values, rebuilt_values = (read_gguf_header(path).metadata for path in (original, rebuilt))
+            for key in {**values, **rebuilt_values}:
+                if values.get(key) != rebuilt_values.get(key):
+                    return f"metadata {key}"
+    except (MergegateError, OSError):
+        pass  # The hashes have shown that the files differ.
+    return ""
+
+
+def _tensors(path: Path) -> dict[str, tuple[str, int, int]]:
+    """Return type and shape, position and number of bytes of each tensor in a file, by name."""
+    if path.suffix == ".gguf":
+        header = read_gguf_header(path)
+        return {each.name: (f"{each.type} {list(each.shape)}", each.offset, each.nbytes) for each in header.tensors}
+    if path.suffix == ".safetensors":
+        stored = read_header(path)
+        return {each.name: (f"{each.dtype.code} {list(each.shape)}", each.offset, each.nbytes) for each in stored}
+    return {}
+
+
+def _differ(first: tuple[Path, int], second: tuple[Path, int], nbytes: int) -> bool:
+    """Return whether ``nbytes`` bytes differ, from a position in one file and from a position in another."""
+    with open_buffered(first[0]) as one, open_buffered(second[0]) as other:
+        one.seek(first[1])
+        other.seek(second[1])
+        for start in range(0, nbytes, _CHUNK_BYTES):
+            count = min(_CHUNK_BYTES, nbytes - start)
+            if one.read(count) != other.read(count):
+                return True
+    return False
 
 
 @dataclass(frozen=True)
@@ -282,3 +375,115 @@ class _Inputs:
             expected="the text that a model read for this merge, at the path in the recipe",
             remedy="pass the directory that the recipe's paths are relative to with --parents",
         )
+
+
+def rebuild_variants(
+    release: PublishedRelease,
+    verified_release: VerifiedRelease,
+    scratch: Path,
+    *,
+    merge: str | None = None,
+    directory: Path | None = None,
+) -> ReproducedRelease:
+    """Quantize again in the empty directory ``scratch``, and compare every file with the release.
+
+    Args:
+        release: Release of quantized variants.
+        verified_release: Result of verifying ``release``, with the release of its merge.
+        scratch: Directory on a disk with space for the merge, its unquantized form and the variants.
+        merge: Reference to the release of the merge. None: the one next to ``release``.
+        directory: Directory at which relative paths start: environments of tools, and calibration texts. None: the
+            working directory.
+
+    Raises:
+        InvalidInput: The merge's release, a tool or a calibration text is missing.
+        Refused: The merge cannot be quantized, or the rebuilt files differ from the release.
+    """
+    link = verified_release.merge
+    found = find_merge(release, link, merge) if link else None
+    if link is None or found is None or isinstance(found, MergeLink):
+        raise InvalidInput(
+            release.reference,
+            found=str(link or "a release without a merge"),
+            expected="the release of the merge, from which the variants are quantized again",
+            remedy="pass its directory or address with --merge",
+        )
+    settings, published = _read_build(release, verified_release.statement)
+    root = directory or Path.cwd()
+    settings.check(root)
+    with separate_store(scratch / "home"):
+        model = _merge_model(found, scratch / "merge")
+        started = time.monotonic()
+        rebuilt: dict[str, Path] = {}
+        original: dict[str, str] = {}
+        installed: dict[str, str] = {}
+        for variant_type, facts in published.items():
+            artifact = settings.build(model, variant_type, root)
+            rebuilt |= settings.release_files(link.name, artifact)
+            original |= facts["versions"]
+            installed |= dict.fromkeys(facts["versions"], "") | artifact.value.versions
+            calibration = facts.get("calibration", "")
+            if artifact.value.calibration != calibration:
+                raise InvalidInput(
+                    f"{release.reference}: calibration text",
+                    found=f"a text with the sha256 {artifact.value.calibration[:12] or 'of none'}",
+                    expected=f"the text with the sha256 {calibration[:12]} that the release was calibrated with",
+                    remedy="pass the directory of that text with --parents",
+                )
+        seconds = time.monotonic() - started
+        reason = explain_difference(original, installed, "merge")
+        total = require_equal_files(release, verified_release.listing, rebuilt, reason)
+    return ReproducedRelease(release.reference, tuple(sorted(rebuilt)), total, seconds, "cpu")
+
+
+def _read_build(
+    release: PublishedRelease, statement: Mapping[str, Any]
+) -> tuple[VariantFormat, Mapping[str, Mapping[str, Any]]]:
+    """Return the settings of the variants, and the facts about each published variant by its type."""
+    try:
+        definition = statement["predicate"]["buildDefinition"]
+        entry, published = definition["externalParameters"]["variant"], definition["internalParameters"]["variants"]
+        settings: VariantFormat = TypeAdapter(Variant).validate_python(entry)
+        if unknown := set(published) - set(settings.variant_types):
+            raise ValueError(f"{min(unknown)} is not a variant of its settings")
+        TypeAdapter(dict[str, dict[str, Any]]).validate_python(published)
+        for facts in published.values():
+            TypeAdapter(dict[str, str]).validate_python(facts["versions"])
+        return settings, published
+    except (LookupError, TypeError, ValueError) as error:
+        first = error.errors()[0] if isinstance(error, ValidationError) else None
+        raise Refused(
+            f"{release.reference}: {PROVENANCE}",
+            found=f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else f"no valid {error}",
+            expected="provenance that this version of mergegate can read",
+            remedy="reproduce the release with the version of mergegate that built it",
+        ) from None
+
+
+def _merge_model(merge: PublishedRelease, directory: Path) -> Model:
+    """Return the merge in a new ``directory`` with the files of the checkpoint only, which have the listed sha256."""
+    source, listing, hashes = merge.download(), merge.files(), store().hashes
+    names = [name for name in deciding_files(source) if name not in DESCRIPTION_FILES]
+    if CONFIG_FILE in names:
+        raise InvalidInput(
+            merge.reference,
+            found="an adapter, which the release does not contain a base model for",
+            expected="a complete model",
+            remedy="reproduce the release of the merge instead",
+        )
+    for name in names:
+        path = directory / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link((source / name).resolve(), path)
+        except OSError:  # another disk
+            shutil.copyfile(source / name, path)
+        if (actual := hashes.sha256(path, trust=False)) != listing.get(name, (0, ""))[1]:
+            raise Refused(
+                f"{merge.reference}: {name}",
+                found=f"sha256 {actual[:12]}…",
+                expected="the file that was verified",
+                remedy="run again; the file changed, or its download is damaged",
+            )
+    files = tuple((name, listing[name][1]) for name in sorted(names))
+    return Model(name="merge", digest=checkpoint_digest(directory, hashes), directory=directory, files=files)

@@ -61,6 +61,7 @@ from mergegate.tasks.publish.content import (
     VARIANT_BUILD,
     VARIANT_VERDICTS,
     content_digest,
+    is_rebuilt,
     read_document,
 )
 from mergegate.tasks.publish.releases.origin import MergeLink, find_merge, read_link, require_linked
@@ -70,7 +71,6 @@ from mergegate.tasks.publish.releases.recompute import (
     recompute_variants,
     recompute_verdict,
 )
-from mergegate.tasks.publish.releases.weights import is_rebuilt
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.store import merkle
 

@@ -17,11 +17,8 @@ from email.utils import parsedate_to_datetime
 from functools import cache
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from pydantic import ValidationError
-
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused, pip_command
 from mergegate.tasks.http import TRANSIENT_STATUSES, retry_transient
-from mergegate.tasks.publish.targets.s3_state import POINTER, Pointer
 
 if TYPE_CHECKING:
     from botocore.client import BaseClient
@@ -170,19 +167,6 @@ def s3_location(url: str, endpoint: str | None, setting: str) -> S3Location:
         )
     bucket, _, prefix = url.removeprefix("s3://").partition("/")
     return S3Location(bucket, prefix.removesuffix("/"), endpoint)
-
-
-def parse_pointer(location: S3Location, content: bytes) -> Pointer:
-    """Parse the content of ``latest.json``. Raise Refused if it is not a pointer."""
-    try:
-        return Pointer.model_validate_json(content)
-    except ValidationError:
-        raise Refused(
-            f"{location.url}/{POINTER}",
-            found="not a pointer to a release",
-            expected="a pointer that mergegate wrote",
-            remedy="use another prefix, or find out who wrote the object",
-        ) from None
 
 
 def encoded_sha256(digest: bytes) -> str:
