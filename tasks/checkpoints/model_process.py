@@ -415,9 +415,9 @@ class _ModelProcess:
             child_connection.close()
 
     def reads(self, paths: set[str]) -> bool:
-        """Return whether the process may read all ``paths``."""
-        readable = {*map(Path, self.readable), store().root}
-        return all(not readable.isdisjoint((Path(path), *Path(path).parents)) for path in paths)
+        """Return whether the process may read all ``paths``. Permissions follow links to real files."""
+        readable = {Path(path).resolve() for path in (*self.readable, store().root)}
+        return all(not readable.isdisjoint((path, *path.parents)) for path in (Path(path).resolve() for path in paths))
 
     def send(self, content: tuple[Any, ...]) -> None:
         """Send a request, with the open files of its journals, because the process cannot write to the store."""

@@ -310,3 +310,12 @@ def wait_for_early_process() -> model_process._SlotProcess:
             thread.join(HANG_S)
             assert not thread.is_alive()
     return model_process._slot_processes[0]
+
+
+def test_permission_to_read_a_directory_does_not_include_what_its_links_name(tmp_path: Path) -> None:
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "environment").symlink_to(tmp_path / "elsewhere")
+    process = SimpleNamespace(readable={str(tmp_path / "project")})
+    for name, is_readable in {"config.json": True, "environment/pyproject.toml": False}.items():
+        asked = {str(tmp_path / "project" / name)}
+        assert model_process._ModelProcess.reads(process, asked) == is_readable  # type: ignore[arg-type]
