@@ -23,7 +23,7 @@ from mergegate.merge_core.parsing import parse_json
 from mergegate.tasks.gate import GuardVerdict
 from mergegate.tasks.preflight.licenses import load_table
 from mergegate.tasks.publish.card import score_interval
-from mergegate.tasks.publish.content import CARD, COMPLIANCE, PROVENANCE, RECIPE, ReleaseFile, file_identities
+from mergegate.tasks.publish.content import CARD, COMPLIANCE, PROVENANCE, RECIPE, REPORT, ReleaseFile, file_identities
 from mergegate.tasks.publish.facts import ParentFacts, ReleaseFacts
 from mergegate.tasks.report import ReportContent, compares_per_byte, wording
 from mergegate.tasks.store import merkle
@@ -66,15 +66,15 @@ _SIZES: Mapping[str, tuple[str, ...]] = {
 _MODEL_CARD, _DISTRIBUTION = "genai:aibom:modelcard:", "owasp:aibom:distribution:"
 # Types of references to files of the release.
 _DOCUMENTS = (
-    ("documentation", CARD),
-    ("model-card", CARD),
-    ("license", "LICENSE"),
-    ("quality-metrics", "report.html"),
-    ("evidence", "evidence/gate.json"),
-    ("formulation", RECIPE),
-    ("risk-assessment", COMPLIANCE),
+    *(("documentation", CARD), ("model-card", CARD), ("license", "LICENSE"), ("quality-metrics", REPORT)),
+    *(("evidence", "evidence/gate.json"), ("formulation", RECIPE), ("risk-assessment", COMPLIANCE)),
 )
 _DATASET_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9._-]+)?")
+# Facts that mergegate has no source for.
+_ALWAYS_MISSING = (
+    *("release date", "learning approach", "users", "ethical considerations", "assessment of safety risks"),
+    *("measured energy and its provider", "personal data in the training data"),
+)
 
 
 @dataclass(frozen=True)
@@ -99,33 +99,32 @@ class BillContent:
     Attributes:
         facts: Facts about the release.
         files: Files of the release, sorted by name. Later files are not listed.
-        description: One sentence.
+        content: Content of its report.
         license: License of the weights: identifier, or name of a license of its own.
-        task: Task of the model on the Hub, or empty.
+        description: One sentence.
         metrics: Results of the released model.
-        thresholds: Largest drop that the gate allows, by task.
-        tradeoffs: What the gate found on each task, one sentence each.
-        limits: Limits of the model, one sentence each.
+        guards: Guards of the released models, by task.
         variant_types: Types of quantized variants. Empty for a merge.
-        libraries: Versions of libraries by name.
     """
 
     facts: ReleaseFacts
     files: tuple[ReleaseFile, ...]
-    description: str
+    content: ReportContent
     license: str
-    task: str
+    description: str
     metrics: tuple[BillMetric, ...]
-    thresholds: Mapping[str, str]
-    tradeoffs: tuple[str, ...]
-    limits: tuple[str, ...]
-    variant_types: tuple[str, ...]
-    libraries: Mapping[str, str]
+    guards: tuple[tuple[str, GuardVerdict], ...]
+    variant_types: tuple[str, ...] = ()
 
     @cached_property
     def version(self) -> str:
         """Digest of the files, which names the version of the model: 64 hex digits."""
         return merkle(file_identities(self.files))
+
+    @property
+    def task(self) -> str:
+        """Task of the model on the Hub, or empty."""
+        return self.content.kind.pipeline_tag or ""
 
     @property
     def page(self) -> str:
@@ -146,17 +145,6 @@ class BillContent:
         return f"pkg:generic/{quote(self.facts.name, safe='')}@{self.version}{address}"
 
     @property
-    def formats(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Forms of inputs and outputs, such as text. Empty if the task is not known."""
-        inputs, outputs = _FORMATS.get(self.task, ((), ()))
-        return tuple(dict.fromkeys(inputs)), outputs
-
-    @property
-    def weight_bytes(self) -> int:
-        """Size of all weights in bytes."""
-        return sum(file.size for file in self.files if file.name.endswith(_WEIGHTS))
-
-    @cached_property
     def tokenizer_class(self) -> str:
         """Class in ``tokenizer_config.json``, or empty."""
         file = next((file for file in self.files if file.name == "tokenizer_config.json"), None)
@@ -170,40 +158,41 @@ class BillContent:
     @property
     def training(self) -> str:
         """How the weights came about, as sentences."""
-        data = "; ".join(
-            f"{parent.name}: {', '.join(parent.datasets)}" for parent in self.facts.parents if parent.datasets
+        known = [f"{parent.name}: {', '.join(parent.datasets)}" for parent in self.facts.parents if parent.datasets]
+        stated = f" Training data of the parents, as their cards name it: {'; '.join(known)}." if known else ""
+        return f"{self.description}{stated}"
+
+    @property
+    def limits(self) -> tuple[str, ...]:
+        """Limits of the model, one sentence each."""
+        about, note = self.facts.about, self.content.verdict.untested_note
+        return (
+            *about.limits,
+            *(f"Out of scope: {use}" for use in about.out_of_scope),
+            *([f"{note[0].upper()}{note[1:]}."] if note else []),
+            "The evaluation says nothing about other tasks, languages and uses.",
+            "A merge can inherit the limits of every model that it was computed from.",
         )
-        known = f" Training data of the parents, as their cards name it: {data}." if data else ""
-        return f"{self.description}{known}"
 
     @cached_property
     def missing(self) -> tuple[str, ...]:
         """Names of the facts for which mergegate has no source."""
         facts, about = self.facts, self.facts.about
-        inputs, outputs = self.formats
         statements = {
             "supplier": about.supplier,
             "contact of the supplier": about.supplier and contact_of(self) != ("", ""),
             "download location": self.download,
             "license": self.license not in _UNKNOWN_LICENSES,
             "task": self.task,
-            "forms of inputs and outputs": inputs and outputs,
+            "forms of inputs and outputs": self.task in _FORMATS,
             "architecture": facts.architecture,
             "number of parameters": facts.parameters,
             "results of an evaluation": self.metrics,
             "intended use": about.intended_use,
             "uses that are out of scope": about.out_of_scope,
             "limits that the publisher knows": about.limits,
-            # mergegate has no source for the following facts.
-            "release date": "",
-            "learning approach": "",
-            "users": "",
-            "ethical considerations": "",
-            "assessment of safety risks": "",
-            "measured energy and its provider": "",
-            "personal data in the training data": "",
         }
-        missing = [name for name, value in statements.items() if not value]
+        missing = [*(name for name, value in statements.items() if not value), *_ALWAYS_MISSING]
         for parent in facts.parents:
             has_license = parent.license not in _UNKNOWN_LICENSES
             per_parent: dict[str, object] = {"supplier": parent.supplier, "license": has_license}
@@ -234,21 +223,10 @@ def merge_bill(
         value = merge.likelihoods.bits_per_byte if per_byte else merge.likelihoods.perplexity
         if value is not None:
             metrics.append(BillMetric("held-out text", unit, value))
-    guards = content.verdict.all_guards
-    return BillContent(
-        facts=facts,
-        files=tuple(sorted(files, key=lambda file: file.name)),
-        description=f"A merge of weights: {content.method}. "
-        + (content.routers.sentences if content.routers else "Nothing was trained."),
-        license=str(license.get("license_name") or license.get("license") or ""),
-        task=content.kind.pipeline_tag or "",
-        metrics=tuple(metrics),
-        thresholds={guard.task: _threshold(guard) for guard in guards},
-        tradeoffs=tuple(guard.reason for guard in guards),
-        limits=_limits(content, facts),
-        variant_types=(),
-        libraries={library.name: library.version for library in content.versions},
-    )
+    training = content.routers.sentences if content.routers else "Nothing was trained."
+    guards = tuple((guard.task, guard) for guard in content.verdict.all_guards)
+    inputs = (facts, _sorted(files), content, _license_name(license))
+    return BillContent(*inputs, f"A merge of weights: {content.method}. {training}", tuple(metrics), guards)
 
 
 def variant_bill(
@@ -256,98 +234,67 @@ def variant_bill(
 ) -> BillContent:
     """Return the content of the bill of materials of quantized variants, from the arguments of ``merge_bill``."""
     published = [verdict for verdict in content.variants if verdict.publishable]
-    guards = [(verdict.type, guard) for verdict in published if verdict.gate for guard in verdict.gate.all_guards]
+    gates = [(verdict.type, verdict.gate) for verdict in published if verdict.gate]
+    guards = tuple((f"{name}: {guard.task}", guard) for name, gate in gates for guard in gate.all_guards)
+    metrics = (BillMetric(name, wording.metric_name(g.metric, content.kind), g.merge_score) for name, g in guards)
     types = tuple(verdict.type for verdict in published)
-    return BillContent(
-        facts=facts,
-        files=tuple(sorted(files, key=lambda file: file.name)),
-        description=f"Quantized variants, {content.method}: {', '.join(types)}. Nothing was trained.",
-        license=str(license.get("license_name") or license.get("license") or ""),
-        task=content.kind.pipeline_tag or "",
-        metrics=tuple(
-            BillMetric(f"{name}: {guard.task}", wording.metric_name(guard.metric, content.kind), guard.merge_score)
-            for name, guard in guards
-        ),
-        thresholds={f"{name}: {guard.task}": _threshold(guard) for name, guard in guards},
-        tradeoffs=tuple(f"{name}: {guard.reason}" for name, guard in guards),
-        limits=_limits(content, facts),
-        variant_types=types,
-        libraries={library.name: library.version for library in content.versions},
-    )
+    description = f"Quantized variants, {content.method}: {', '.join(types)}. Nothing was trained."
+    inputs = (facts, _sorted(files), content, _license_name(license))
+    return BillContent(*inputs, description, tuple(metrics), guards, types)
 
 
-def _threshold(guard: GuardVerdict) -> str:
-    return f"drop of at most {guard.max_drop:g} points from {guard.reference}"
+def _sorted(files: Sequence[ReleaseFile]) -> tuple[ReleaseFile, ...]:
+    return tuple(sorted(files, key=lambda file: file.name))
 
 
-def _limits(content: ReportContent, facts: ReleaseFacts) -> tuple[str, ...]:
-    note = content.verdict.untested_note
-    return (
-        *facts.about.limits,
-        *(f"Out of scope: {use}" for use in facts.about.out_of_scope),
-        *([f"{note[0].upper()}{note[1:]}."] if note else []),
-        "The evaluation says nothing about other tasks, languages and uses.",
-        "A merge can inherit the limits of every model that it was computed from.",
-    )
-
-
-def web_address(url: str | None) -> str:
-    """Return ``url`` if it is a web address that every reader accepts, or empty."""
-    return url if url and _WEB_ADDRESS.fullmatch(url) else ""
-
-
-def contact_of(bill: BillContent) -> tuple[str, str]:
-    """Return email address and web page for questions to the supplier. Each is empty if it is unknown."""
-    contact = (bill.facts.about.supplier.contact if bill.facts.about.supplier else None) or ""
-    return contact if _EMAIL.fullmatch(contact) else "", web_address(contact)
+def _license_name(license: Mapping[str, object]) -> str:
+    return str(license.get("license_name") or license.get("license") or "")
 
 
 def bill_of_materials(bill: BillContent) -> str:
     """Return the content of ``bom.json``."""
-    facts, supplier = bill.facts, _supplier(bill)
+    facts, supplier, names = bill.facts, _supplier(bill), [file.name for file in bill.files]
+    references = [{"type": kind, "url": name} for kind, name in _DOCUMENTS if name in names]
+    references.append({"type": "attestation", "url": PROVENANCE})
+    links = (("website", bill.page), ("vcs", bill.page), ("distribution", bill.download))
+    references += [{"type": kind, "url": url} for kind, url in links if url]
     about_model = {
         "type": "machine-learning-model",
         "name": facts.name,
         "version": bill.version,
         "description": bill.description,
         "licenses": _licenses(bill.license),
-        **({"supplier": supplier, "manufacturer": supplier, "publisher": supplier["name"]} if supplier else {}),
-    }
-    names = [file.name for file in bill.files]
-    references = [{"type": kind, "url": name} for kind, name in _DOCUMENTS if name in names]
-    references.append({"type": "attestation", "url": PROVENANCE})
-    if bill.page:
-        references += [{"type": "website", "url": bill.page}, {"type": "vcs", "url": bill.page}]
-    if bill.download:
-        references.append({"type": "distribution", "url": bill.download})
-    release = {
-        **about_model,
-        "bom-ref": "release",
-        "pedigree": {"ancestors": [_ancestor(number, parent) for number, parent in enumerate(facts.parents, 1)]},
         "externalReferences": references,
+        **_stated(supplier=supplier, manufacturer=supplier, publisher=supplier.get("name")),
+    }
+    ancestors = [_ancestor(number, parent) for number, parent in enumerate(facts.parents, 1)]
+    model_properties = {
+        "mergegate:method": facts.method,
+        "mergegate:parameters": facts.parameters,
+        "mergegate:dtypes": ", ".join(facts.dtypes),
     }
     model = {
         **about_model,
         "bom-ref": "model",
         "purl": bill.package_url,
-        "externalReferences": references,
         "modelCard": _model_card(bill),
-        "properties": _properties(
-            {
-                "mergegate:method": facts.method,
-                "mergegate:parameters": facts.parameters,
-                "mergegate:dtypes": ", ".join(facts.dtypes),
-            }.items()
-        ),
+        "properties": _properties(model_properties.items()),
     }
-    listed = [
-        {
-            "type": "file",
-            "bom-ref": f"file:{file.name}",
-            "name": file.name,
-            "hashes": [{"alg": "SHA-256", "content": file.sha256}],
-        }
-        for file in bill.files
+    hashes = {file.name: [{"alg": "SHA-256", "content": file.sha256}] for file in bill.files}
+    listed = [{"type": "file", "bom-ref": f"file:{name}", "name": name, "hashes": hashes[name]} for name in names]
+    guards = [
+        (task, f"drop of at most {guard.max_drop:g} points from {guard.reference}") for task, guard in bill.guards
+    ]
+    tools = [{"type": "application", "name": tool.name, "version": tool.version} for tool in bill.content.versions]
+    properties = [
+        ("primaryPurpose", bill.task),
+        ("suppliedBy", supplier.get("name")),
+        ("intendedUse", " ".join(facts.about.intended_use)),
+        ("informationAboutTraining", bill.training),
+        ("informationAboutApplication", " ".join(facts.about.intended_use)),
+        ("metric", "; ".join(f"{metric.task}: {metric}" for metric in bill.metrics)),
+        ("metricDecisionThreshold", "; ".join(": ".join(pair) for pair in thresholds.items())),
+        *((MISSING_FACT, name) for name in bill.missing),
     ]
     bom = {
         "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
@@ -355,27 +302,11 @@ def bill_of_materials(bill: BillContent) -> str:
         "specVersion": "1.6",
         "version": 1,
         "metadata": {
-            "component": release,
-            **({"supplier": supplier, "manufacturer": supplier} if supplier else {}),
+            "component": {**about_model, "bom-ref": "release", "pedigree": {"ancestors": ancestors}},
+            **_stated(supplier=supplier, manufacturer=supplier),
             "lifecycles": [{"phase": "build"}],
-            "tools": {
-                "components": [
-                    {"type": "application", "name": name, "version": version}
-                    for name, version in bill.libraries.items()
-                ]
-            },
-            "properties": _properties(
-                (
-                    ("primaryPurpose", bill.task),
-                    ("suppliedBy", supplier.get("name")),
-                    ("intendedUse", " ".join(facts.about.intended_use)),
-                    ("informationAboutTraining", bill.training),
-                    ("informationAboutApplication", " ".join(facts.about.intended_use)),
-                    ("metric", "; ".join(f"{metric.task}: {metric}" for metric in bill.metrics)),
-                    ("metricDecisionThreshold", "; ".join(": ".join(pair) for pair in bill.thresholds.items())),
-                    *((MISSING_FACT, name) for name in bill.missing),
-                )
-            ),
+            "tools": {"components": tools},
+            "properties": _properties(properties),
         },
         "components": [model, *listed],
         "compositions": [{"aggregate": "complete", "assemblies": ["release"]}],
@@ -391,92 +322,84 @@ def bill_of_materials(bill: BillContent) -> str:
 
 
 def _model_card(bill: BillContent) -> dict[str, object]:
-    facts, (inputs, outputs) = bill.facts, bill.formats
-    parameters = {
-        "task": bill.task,
-        "architectureFamily": facts.model_type,
-        "modelArchitecture": facts.architecture,
-        "inputs": [{"format": name} for name in inputs],
-        "outputs": [{"format": name} for name in outputs],
-        "datasets": [
-            {
-                "type": "dataset",
-                "bom-ref": f"dataset:{number}",
-                "name": data.name,
-                "contents": {
-                    **({"url": url} if (url := next(filter(None, map(_dataset_address, data.sources)), "")) else {}),
-                    "properties": _properties(
-                        (
-                            ("mergegate:purpose", data.purpose),
-                            ("mergegate:sha256", data.digest),
-                            ("mergegate:documents", data.documents),
-                            *(("mergegate:source", source) for source in data.sources),
-                        )
-                    ),
-                },
-            }
-            for number, data in enumerate(facts.datasets, 1)
-        ],
-    }
-    considerations = {
-        "useCases": list(facts.about.intended_use),
-        "technicalLimitations": list(bill.limits),
-        "performanceTradeoffs": list(bill.tradeoffs),
-    }
-    metrics = [
-        {
-            "type": metric.metric,
-            "slice": metric.task,
-            "value": f"{metric.value:.4f}",
-            **(
-                {"confidenceInterval": {"lowerBound": f"{metric.low:.4f}", "upperBound": f"{metric.high:.4f}"}}
-                if metric.low is not None and metric.high is not None
-                else {}
-            ),
-        }
-        for metric in bill.metrics
-    ]
+    facts, (inputs, outputs) = bill.facts, _FORMATS.get(bill.task, ((), ()))
+    datasets = []
+    for number, data in enumerate(facts.datasets, 1):
+        properties = [
+            ("mergegate:purpose", data.purpose),
+            ("mergegate:sha256", data.digest),
+            ("mergegate:documents", data.documents),
+            *(("mergegate:source", source) for source in data.sources),
+        ]
+        url = next(filter(None, map(_dataset_address, data.sources)), "")
+        contents = {**_stated(url=url), "properties": _properties(properties)}
+        datasets.append({"type": "dataset", "bom-ref": f"dataset:{number}", "name": data.name, "contents": contents})
+    metrics = []
+    for metric in bill.metrics:
+        interval = {}
+        if metric.low is not None and metric.high is not None:
+            interval = {"lowerBound": f"{metric.low:.4f}", "upperBound": f"{metric.high:.4f}"}
+        result = {"type": metric.metric, "slice": metric.task, "value": f"{metric.value:.4f}"}
+        metrics.append({**result, **_stated(confidenceInterval=interval)})
     sizes = {
         _MODEL_CARD + name: next((facts.hyperparameters[key] for key in keys if key in facts.hyperparameters), None)
         for name, keys in _SIZES.items()
     }
-    names = [file.name for file in bill.files]
-    runtime = "llm-stack" if any(name.endswith(".gguf") for name in names) else "python"
-    properties = {
-        f"{_MODEL_CARD}hyperparameter": json.dumps(dict(facts.hyperparameters), sort_keys=True)
-        if facts.hyperparameters
-        else "",
+    hyperparameters = json.dumps(dict(facts.hyperparameters), sort_keys=True) if facts.hyperparameters else ""
+    has_gguf = any(file.name.endswith(".gguf") for file in bill.files)
+    card_properties = {
+        f"{_MODEL_CARD}hyperparameter": hyperparameters,
         **sizes,
         f"{_MODEL_CARD}tokenizerClass": bill.tokenizer_class,
         f"{_MODEL_CARD}quantizationFileType": ", ".join(bill.variant_types),
-        f"{_DISTRIBUTION}modelFileSize": bill.weight_bytes,
-        f"{_DISTRIBUTION}runtimeRequirement": runtime,
+        f"{_DISTRIBUTION}modelFileSize": sum(file.size for file in bill.files if file.name.endswith(_WEIGHTS)),
+        f"{_DISTRIBUTION}runtimeRequirement": "llm-stack" if has_gguf else "python",
     }
     return {
         "bom-ref": "model-card",
-        "modelParameters": {name: value for name, value in parameters.items() if value},
-        **({"quantitativeAnalysis": {"performanceMetrics": metrics}} if metrics else {}),
-        "considerations": {name: value for name, value in considerations.items() if value},
-        "properties": _properties(properties.items()),
+        "modelParameters": _stated(
+            task=bill.task,
+            architectureFamily=facts.model_type,
+            modelArchitecture=facts.architecture,
+            inputs=[{"format": name} for name in dict.fromkeys(inputs)],
+            outputs=[{"format": name} for name in outputs],
+            datasets=datasets,
+        ),
+        **_stated(quantitativeAnalysis=_stated(performanceMetrics=metrics)),
+        "considerations": _stated(
+            useCases=list(facts.about.intended_use),
+            technicalLimitations=list(bill.limits),
+            performanceTradeoffs=_tradeoffs(bill),
+        ),
+        "properties": _properties(card_properties.items()),
     }
+
+
+def _tradeoffs(bill: BillContent) -> list[str]:
+    """Return what the gate found on each task, one sentence each."""
+    if not bill.variant_types:
+        return [guard.reason for _, guard in bill.guards]
+    return [f"{task.removesuffix(f': {guard.task}')}: {guard.reason}" for task, guard in bill.guards]
 
 
 def _ancestor(number: int, parent: ParentFacts) -> dict[str, object]:
     """Return a parent with the facts that its card states."""
-    reference, purl = f"parent:{number}", _package_url(parent)
+    reference, purl = f"parent:{number}", ""
+    if parent.hub_id:
+        purl = f"pkg:huggingface/{parent.hub_id}" + (f"@{parent.identity}" if parent.role != "merge" else "")
     datasets = [
         {
             "type": "dataset",
             "bom-ref": f"{reference}:dataset:{position}",
             "name": name,
-            **({"contents": {"url": url}} if (url := _dataset_address(name)) else {}),
+            **_stated(contents=_stated(url=_dataset_address(name))),
         }
         for position, name in enumerate(parent.datasets, 1)
     ]
     links = [("website", parent.url), *(("documentation", link.url) for link in parent.training_summaries)]
     links += [("other", link.url) for link in parent.copyright_policies]
     references = [{"type": kind, "url": url} for kind, link in links if (url := web_address(link))]
-    card: dict[str, object] = {"modelParameters": {"datasets": datasets}} if datasets else {}
+    card = _stated(modelParameters=_stated(datasets=datasets))
     if parent.energy:  # The schema requires a provider, which is not known.
         energy = {"value": float(f"{parent.energy:.3g}"), "unit": "kWh"}
         provider = {"organization": {"name": "unknown"}, "energySource": "unknown", "energyProvided": energy}
@@ -488,11 +411,8 @@ def _ancestor(number: int, parent: ParentFacts) -> dict[str, object]:
         "name": parent.name,
         "version": parent.identity,
         "licenses": _licenses(parent.license),
-        **({"supplier": {"name": parent.supplier}} if parent.supplier else {}),
-        **({"purl": purl} if purl else {}),
-        **({"externalReferences": references} if references else {}),
-        **({"modelCard": card} if card else {}),
-        "properties": _properties({"mergegate:role": parent.role}.items()),
+        **_stated(supplier=_stated(name=parent.supplier), purl=purl, externalReferences=references, modelCard=card),
+        "properties": _properties([("mergegate:role", parent.role)]),
     }
 
 
@@ -502,11 +422,18 @@ def _supplier(bill: BillContent) -> dict[str, object]:
         return {}
     email, page = contact_of(bill)
     pages = list(dict.fromkeys(filter(None, (web_address(supplier.url), page))))
-    return {
-        "name": supplier.name,
-        **({"url": pages} if pages else {}),
-        **({"contact": [{"email": email}]} if email else {}),
-    }
+    return {"name": supplier.name, **_stated(url=pages, contact=[{"email": email}] if email else [])}
+
+
+def web_address(url: str | None) -> str:
+    """Return ``url`` if it is a web address that every reader accepts, or empty."""
+    return url if url and _WEB_ADDRESS.fullmatch(url) else ""
+
+
+def contact_of(bill: BillContent) -> tuple[str, str]:
+    """Return email address and web page for questions to the supplier. Each is empty if it is unknown."""
+    contact = (bill.facts.about.supplier.contact if bill.facts.about.supplier else None) or ""
+    return contact if _EMAIL.fullmatch(contact) else "", web_address(contact)
 
 
 def _licenses(license: str) -> list[dict[str, object]]:
@@ -524,13 +451,11 @@ def _dataset_address(source: str) -> str:
     return f"https://huggingface.co/datasets/{name}{tree}"
 
 
-def _package_url(parent: ParentFacts) -> str:
-    """Return the package URL of a model on the Hub, or empty for a local model."""
-    if not parent.hub_id:
-        return ""
-    return f"pkg:huggingface/{parent.hub_id}" + (f"@{parent.identity}" if parent.role != "merge" else "")
-
-
 def _properties(items: Iterable[tuple[str, object]]) -> list[dict[str, str]]:
     """Return the properties that have a value."""
     return [{"name": name, "value": str(value)} for name, value in items if value not in (None, "")]
+
+
+def _stated(**fields: object) -> dict[str, object]:
+    """Return the fields that have a value."""
+    return {name: value for name, value in fields.items() if value}
