@@ -282,9 +282,7 @@ def bill_of_materials(bill: BillContent) -> str:
     }
     hashes = {file.name: [{"alg": "SHA-256", "content": file.sha256}] for file in bill.files}
     listed = [{"type": "file", "bom-ref": f"file:{name}", "name": name, "hashes": hashes[name]} for name in names]
-    guards = [
-        (task, f"drop of at most {guard.max_drop:g} points from {guard.reference}") for task, guard in bill.guards
-    ]
+    thresholds = {task: f"drop of at most {each.max_drop:g} points from {each.reference}" for task, each in bill.guards}
     tools = [{"type": "application", "name": tool.name, "version": tool.version} for tool in bill.content.versions]
     properties = [
         ("primaryPurpose", bill.task),
