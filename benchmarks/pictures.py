@@ -88,7 +88,8 @@ def print_run(profile: str, svg: str) -> None:
     """Run a profile on a recording terminal of 80 columns."""
     import typer
 
-    from mergegate.flows.cli import console, run
+    from mergegate.flows.cli import run
+    from mergegate.flows.operations import console
 
     terminal = console.FittingConsole(record=True, file=io.StringIO(), width=80, force_terminal=True, highlight=False)
     console.FittingConsole = lambda **_: terminal  # type: ignore[assignment,misc]

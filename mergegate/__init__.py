@@ -23,9 +23,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from mergegate.api import check, compare, export, gate, load_profile, merge, plan, reproduce, run, sweep, verify
-    from mergegate.flows.cli.check import CheckReport
-    from mergegate.flows.cli.export import ExportResult
-    from mergegate.flows.cli.plan import MergeForecast
+    from mergegate.flows.operations.check import CheckReport
+    from mergegate.flows.operations.plan import MergeForecast
+    from mergegate.flows.operations.releases import ExportResult
     from mergegate.flows.profile import Profile
     from mergegate.merge_core.errors import (
         CannotDecide,
@@ -51,10 +51,10 @@ _HOMES = {
     **dict.fromkeys(("CannotDecide", "ChangedInput", "DiskUnavailable", "Finding"), "merge_core.errors"),
     **dict.fromkeys(("InvalidInput", "MergegateError", "OutOfTime", "Refused"), "merge_core.errors"),
     **dict.fromkeys(("ReproducedRelease", "VerifiedRelease"), "tasks.publish.releases"),
-    "CheckReport": "flows.cli.check",
-    "ExportResult": "flows.cli.export",
+    "CheckReport": "flows.operations.check",
+    "ExportResult": "flows.operations.releases",
     "GuardVerdict": "tasks.gate",
-    "MergeForecast": "flows.cli.plan",
+    "MergeForecast": "flows.operations.plan",
     "Profile": "flows.profile",
     "Remedy": "tasks.explain",
     "StageEnd": "tasks.stage",

@@ -32,16 +32,21 @@ from typing import Any, Literal, TypeAlias
 import yaml
 from rich.console import Console
 
-from mergegate.flows.cli.check import CheckReport, check_file
-from mergegate.flows.cli.command import convert_os_error
-from mergegate.flows.cli.console import FittingConsole
-from mergegate.flows.cli.export import ExportResult, export_release
-from mergegate.flows.cli.gate import judge_results, load_guards
-from mergegate.flows.cli.merge import MergeOptions, merge_recipe
-from mergegate.flows.cli.plan import MergeForecast, PlanOptions, plan_file
-from mergegate.flows.cli.run import ReleaseArguments, RunView, run_comparison, run_release
-from mergegate.flows.cli.sweep import convert_evolve, run_sweep
-from mergegate.flows.cli.verify import reproduce_release, signer_policy
+from mergegate.flows.operations import convert_os_error
+from mergegate.flows.operations.check import CheckReport, check_file
+from mergegate.flows.operations.console import FittingConsole
+from mergegate.flows.operations.gate import judge_results, load_guards
+from mergegate.flows.operations.merge import MergeOptions, merge_recipe
+from mergegate.flows.operations.plan import MergeForecast, PlanOptions, plan_file
+from mergegate.flows.operations.releases import ExportResult, export_release, reproduce_release, signer_policy
+from mergegate.flows.operations.run import (
+    ReleaseArguments,
+    RunView,
+    convert_evolve,
+    run_comparison,
+    run_release,
+    run_sweep,
+)
 from mergegate.flows.outcome import RunOutcome
 from mergegate.flows.prefect_api import configure
 from mergegate.flows.profile import Profile, RemedyChoice

@@ -8,9 +8,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from mergegate.flows.cli.output import printed_text, short_path
-from mergegate.flows.cli.progress import stage_lines
-from mergegate.flows.cli.run_summary import outcome_json, print_summary
+from mergegate.flows.operations.console import printed_text, short_path
+from mergegate.flows.operations.progress import stage_lines
+from mergegate.flows.operations.summary import outcome_json, print_summary
 from mergegate.flows.outcome import RunOutcome
 from mergegate.merge_core.errors import Finding, Status
 from mergegate.merge_core.wording import format_bytes, format_duration

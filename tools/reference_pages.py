@@ -18,7 +18,7 @@ import typer
 
 import mergegate
 from mergegate.flows.cli.app import app
-from mergegate.flows.cli.schema import schema_text
+from mergegate.flows.cli.catalog import schema_text
 from mergegate.flows.profile import profile_schema
 from mergegate.merge_core.methods import BUILT_IN, REQUIRED
 from mergegate.merge_core.recipe import recipe_schema

@@ -17,8 +17,9 @@ from typing import Annotated, Any, NamedTuple, get_type_hints
 import typer
 import typer.core
 
-from mergegate.flows.cli.command import command_line, convert_os_error, local_path, print_refusal, refusals
+from mergegate.flows.cli.command import local_path, print_refusal, refusals
 from mergegate.flows.cli.streams import safe_streams
+from mergegate.flows.operations import command_line, convert_os_error
 from mergegate.merge_core.system import require_posix
 
 # The groups of the help. Each command has the file of its function, a summary, and examples that a user can copy. The
@@ -36,64 +37,64 @@ Release
     mergegate init models/base models/math models/code
     mergegate init acme/base acme/math --task "gsm8k:best parent" --out release
     mergegate init runs/pretrain --out profiles
-  demo (demo.py): Release a merge of the demo models in a new directory.
+  demo (run.py): Release a merge of the demo models in a new directory.
     mergegate demo mergegate-demo
 Merge
   merge (merge.py): Merge a recipe into a directory, without evaluation.
     mergegate merge profiles/demo/recipes/ties.yaml out/merge
     mergegate merge recipe.yaml out/merge --device cuda --seed 7
-  plan (plan.py): Forecast memory, disk, time and cost of a merge.
+  plan (check.py): Forecast memory, disk, time and cost of a merge.
     mergegate plan profiles/demo.yaml
     mergegate plan recipe.yaml --price my-box=1.20
-  methods (methods.py): List the merge methods and their parameters.
+  methods (catalog.py): List the merge methods and their parameters.
     mergegate methods
-  families (families.py): Show which merges of a family of models work.
+  families (catalog.py): Show which merges of a family of models work.
     mergegate families qwen3
-  extract-lora (extract.py): Extract a LoRA adapter from a fine-tune and its base.
+  extract-lora (merge.py): Extract a LoRA adapter from a fine-tune and its base.
     mergegate extract-lora models/math models/base --rank 32 --out math-adapter
-  transplant-tokenizer (transplant.py): Give a model the tokenizer of another model.
+  transplant-tokenizer (merge.py): Give a model the tokenizer of another model.
     mergegate transplant-tokenizer models/math models/donor out/math
 Evaluate
   compare (run.py): Judge one checkpoint against another by a profile's guards.
     mergegate compare models/old models/new --profile profiles/demo.yaml
-  gate (gate.py): Judge results of lm-eval or inspect_ai by guards.
+  gate (evaluate.py): Judge results of lm-eval or inspect_ai by guards.
     mergegate gate merge=out/merge reference=out/parent -p profiles/demo.yaml
-  sweep (sweep.py): Search a recipe or a soup, and release the winner.
+  sweep (run.py): Search a recipe or a soup, and release the winner.
     mergegate sweep profiles/demo-sweep.yaml
     mergegate sweep profiles/demo-soup.yaml --no-release
-  tune (sweep.py): Find the best scale of a merge, without labels.
+  tune (run.py): Find the best scale of a merge, without labels.
     mergegate tune profiles/demo.yaml
     mergegate tune profiles/demo.yaml --trials 8 --release
-  smoke (smoke.py): Serve a checkpoint, and test its answers.
+  smoke (evaluate.py): Serve a checkpoint, and test its answers.
     mergegate smoke out/merge --profile profiles/demo-served.yaml
     mergegate smoke http://127.0.0.1:8000 --checkpoint out/merge
-  fetch-data (fetch_data.py): Fetch the datasets of a profile's tasks for offline runs.
+  fetch-data (evaluate.py): Fetch the datasets of a profile's tasks for offline runs.
     mergegate fetch-data profiles/examples/llama.yaml
 Inspect
-  status (status.py): Show active runs, schedules, last results and the store.
+  status (history.py): Show active runs, schedules, last results and the store.
     mergegate status
   history (history.py): List how the runs of this project ended, newest first.
     mergegate history
     mergegate history demo --last 5
-  explain (status.py): Explain the decision of a past run.
+  explain (history.py): Explain the decision of a past run.
     mergegate explain demo
     mergegate explain 7d50f2b56668
-  open (status.py): Open a report in a browser, or print its path.
+  open (history.py): Open a report in a browser, or print its path.
     mergegate open
     mergegate open demo
-  verify (verify.py): Verify a release against its own claims.
+  verify (releases.py): Verify a release against its own claims.
     mergegate verify releases/demo/latest
     mergegate verify releases/demo/latest --verdict
     mergegate verify acme/model@7d50f2b56668 --key public.pem
-  reproduce (verify.py): Rebuild the weights of a release, and compare every byte.
+  reproduce (releases.py): Rebuild the weights of a release, and compare every byte.
     mergegate reproduce releases/demo/latest
-  export (export.py): Export the results of a release to another tool.
+  export (releases.py): Export the results of a release to another tool.
     mergegate export releases/demo/latest --output logs
     mergegate export acme/model --output logs --organization 'Acme Labs'
-  fingerprint (fingerprint.py): Write the fingerprint of a known model to an index.
+  fingerprint (releases.py): Write the fingerprint of a known model to an index.
     mergegate fingerprint models/base --name acme/base
     mergegate fingerprint acme/model --license cc-by-nc-4.0 --index known.jsonl
-  schema (schema.py): Print the JSON Schema of a profile or a recipe.
+  schema (catalog.py): Print the JSON Schema of a profile or a recipe.
     mergegate schema profile > profile.json
     mergegate schema recipe > recipe.json
 Operate
@@ -105,13 +106,13 @@ Operate
     mergegate worker --once
   deploy (server.py): Update deployments and schedules from schedules.yaml.
     mergegate deploy
-  trigger (trigger.py): Start a release on the next free worker.
+  trigger (server.py): Start a release on the next free worker.
     mergegate trigger demo
     mergegate trigger profiles/demo.yaml --wait
-  approve (approve.py): Approve or reject a release that waits on the server.
+  approve (server.py): Approve or reject a release that waits on the server.
     mergegate approve demo
     mergegate approve demo --reject --reason "wrong license"
-  doctor (doctor.py): Find damaged and leftover files of this project.
+  doctor (store.py): Find damaged and leftover files of this project.
     mergegate doctor
     mergegate doctor --repair
   store: List, measure, verify and clean up the store.
@@ -131,13 +132,13 @@ Watch
     mergegate shadow profiles/demo-shadow.yaml --reset
   shadow replay (shadow.py): Send the requests of a file to the proxy, as users would.
     mergegate shadow replay profiles/demo/traffic.jsonl --rate 20
-  shadow evaluate (shadow_decisions.py): Judge new pairs, then promote, roll back or wait.
+  shadow evaluate (shadow.py): Judge new pairs, then promote, roll back or wait.
     mergegate shadow evaluate profiles/demo-shadow.yaml --approve
-  shadow status (shadow_decisions.py): Show which model serves users, and the evidence so far.
+  shadow status (shadow.py): Show which model serves users, and the evidence so far.
     mergegate shadow status profiles/demo-shadow.yaml
-  shadow promote (shadow_decisions.py): Promote the candidate, regardless of the evidence.
+  shadow promote (shadow.py): Promote the candidate, regardless of the evidence.
     mergegate shadow promote profiles/demo-shadow.yaml --reason "hotfix"
-  shadow rollback (shadow_decisions.py): Return all users to the parent, regardless of evidence.
+  shadow rollback (shadow.py): Return all users to the parent, regardless of evidence.
     mergegate shadow rollback profiles/demo-shadow.yaml --reason "complaints"
 """
 _DEFAULT_COMMANDS = {"shadow": "serve"}  # command to run if the first word is not the name of a command

@@ -1,68 +1,32 @@
-"""``mergegate check``: find every problem before any weight is read, and list all findings, worst first."""
+"""``mergegate check``, ``plan`` and ``run --dry-run``: find problems and forecast, without reading any weight."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-from mergegate.flows.attempt import sweep_candidates
-from mergegate.flows.candidates import recipe_of_file
 from mergegate.flows.cli.command import JsonOption, command_context
-from mergegate.flows.cli.output import print_answer, print_findings, printed_text
-from mergegate.flows.cli.run_plan import plan_run
-from mergegate.flows.cli.sweep import convert_evolve
-from mergegate.flows.preflight import Problems, TaskExample, check_recipe, preflight_profile
-from mergegate.flows.profile import Profile, is_recipe, load_profile
-from mergegate.merge_core import Finding
-from mergegate.merge_core.errors import EXIT_CODES, Status, to_printable
-from mergegate.tasks.publish.targets import CredentialUse
+from mergegate.flows.operations.check import check_file, plan_run
+from mergegate.flows.operations.console import print_answer, print_findings
+from mergegate.flows.operations.plan import PlanOptions, forecast_of, plan_file, print_forecast, print_plan
+from mergegate.flows.preflight import Problems, TaskExample, preflight_profile
+from mergegate.flows.profile import Profile
+from mergegate.merge_core.errors import InvalidInput, to_printable
+from mergegate.merge_core.wording import format_duration, format_roughly
+from mergegate.tasks.preflight import plan_cached
+
+if TYPE_CHECKING:
+    from mergegate.flows.profile import Profile
+
 
 _LONGEST = 2000  # characters of a prompt to show
-
-
-class CheckReport(BaseModel):
-    """Findings about a profile or recipe, as ``mergegate check`` prints them.
-
-    Attributes:
-        status: ``passed`` if no finding blocks a run, ``invalid`` or ``refused`` if one does.
-        file: Checked file, or the name of the profile.
-        remarks: All findings, worst first. A finding with the severity ``block`` would end a run.
-        summary: One line per successful check.
-        examples: One document of each task, as each parent reads it.
-        seconds: Estimated duration of a run on this machine. None if unknown.
-        rough: Whether the duration is a guess from sizes and a short measurement.
-        credentials: Credentials with which the release and its variants would be published, without any secret.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    status: Status = Field(exclude=True)
-    file: str
-    remarks: tuple[Finding, ...]
-    summary: tuple[str, ...]
-    examples: tuple[TaskExample, ...] = ()
-    seconds: float | None = None
-    rough: bool = False
-    credentials: tuple[CredentialUse, ...] = ()
-
-    @property
-    def exit_code(self) -> int:
-        """Exit code of ``mergegate check``: 0 if no finding blocks a run."""
-        return EXIT_CODES[self.status]
-
-    @property
-    def passed(self) -> bool:
-        """Whether no finding blocks a run."""
-        return self.status == "passed"
-
-    def __str__(self) -> str:
-        return printed_text(lambda console: print_findings(self.remarks, self, console))
 
 
 def check_command(
@@ -93,36 +57,6 @@ def check_command(
         raise typer.Exit(report.exit_code)
 
 
-def check_file(file: Path | Profile, console: Console) -> CheckReport:
-    """Check a profile, a recipe file or mergekit-evolve's YAML without reading any weight.
-
-    Raises:
-        InvalidInput: The file cannot be read or is not valid.
-    """
-    problems, planned = Problems(stop_at_once=False), None
-    if isinstance(file, Path) and is_recipe(file):
-        check_recipe(recipe_of_file(file), file.parent, file.stem, problems)
-    elif (profile := load_profile(convert_evolve(file, console) if isinstance(file, Path) else file)).sweep is None:
-        preflight = preflight_profile(profile, problems)
-        if (planned := plan_run(profile, preflight, problems.examples)) and planned.open_stages:
-            problems.summary.append(f"time: {planned.time()}")
-        if planned and (extension := planned.extension()):
-            problems.summary.append(f"time: {extension[0].lower()}{extension[1:]}")
-    else:
-        candidates = sweep_candidates(profile)
-        preflight_profile(profile, problems, candidates.searched, candidates.by_hand)
-    return CheckReport(
-        status=problems.status,
-        file=str(file) if isinstance(file, Path) else file.name,
-        remarks=problems.worst_first(),
-        summary=tuple(dict.fromkeys(problems.summary)),
-        examples=tuple(problems.examples),
-        seconds=planned.seconds if planned else None,
-        rough=bool(planned and planned.rough),
-        credentials=tuple(problems.credentials),
-    )
-
-
 def print_examples(examples: Sequence[TaskExample], console: Console) -> None:
     """Print each distinct prompt once, with the models that read it and their numbers of tokens."""
 
@@ -145,3 +79,119 @@ def print_examples(examples: Sequence[TaskExample], console: Console) -> None:
         console.print(Text(f"    ▸ {to_printable(shorten(answer)).strip()}", style="green"))
         if budget:
             console.print(Text(f"    {budget}", style="dim"))
+
+
+def plan_command(
+    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML, mergekit's dialect), or a profile.")],
+    out: Annotated[Path, typer.Option(help="Directory for the result.")] = Path(),
+    device: Annotated[str, typer.Option(help="Device of the merge: auto, cpu, cuda or cuda:N.")] = "auto",
+    price: Annotated[
+        list[str] | None, typer.Option(help="Hourly price of an instance, as NAME=DOLLARS_PER_HOUR. Repeatable.")
+    ] = None,
+    probe: Annotated[
+        bool | None,
+        typer.Option("--probe/--no-probe", help="Measure this machine now, or never.", show_default="once an hour"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Forecast memory, disk, time and cost of a merge.
+
+    mergegate reads only the headers of the checkpoints. No weights are read or downloaded.
+    """
+    with command_context(as_json) as console:
+        options = PlanOptions(out, device, named_prices(price or ()), probe)
+        with console.status("reading headers"):
+            forecast = plan_file(recipe, options)
+        if as_json:
+            facts = {
+                **{key: value for key, value in asdict(forecast).items() if key != "routers" or value is not None},
+                "place": str(forecast.place),
+                "kind": forecast.kind.name,
+                "disk_missing": forecast.disk_missing,
+                "power": forecast.power.model_dump(mode="json") if forecast.power else None,
+                "cost": {name: forecast.cost(dollars) for name, dollars in forecast.prices.items()},
+            }
+            print_answer("planned", forecast.recipe, facts, forecast.findings)
+            return
+        print_plan(forecast, console)
+
+
+def named_prices(texts: Sequence[str]) -> dict[str, float]:
+    """Parse texts of the form ``NAME=DOLLARS_PER_HOUR``, or raise InvalidInput."""
+    prices = {}
+    for text in texts:
+        name, _, amount = text.partition("=")
+        try:
+            price = float(amount.removeprefix("$"))
+        except ValueError:
+            price = -1.0
+        if not name or not 0 <= price < float("inf"):
+            raise InvalidInput(
+                "--price", found=f"{text!r}", expected="NAME=DOLLARS_PER_HOUR", remedy="for example --price my-box=1.20"
+            )
+        prices[name.strip()] = price
+    return prices
+
+
+def dry_run(profile: Profile, console: Console, as_json: bool, prices: Sequence[str]) -> int:
+    """Print the findings, the stages of the run with their times and costs, and return the exit code of the checks.
+
+    Raises:
+        InvalidInput: The recipe is invalid.
+    """
+    prices_by_name = named_prices(prices)
+    problems = Problems(stop_at_once=False)
+    preflight = preflight_profile(profile, problems)
+    planned = plan_run(profile, preflight, problems.examples)
+    seconds = planned.seconds if planned else None
+    cost = {name: seconds / 3600 * price for name, price in prices_by_name.items()} if seconds is not None else {}
+    message = planned.sentence() if planned else "a check refuses the run; see the findings"
+    findings = problems.worst_first()
+    if as_json:
+        status = "ready" if problems.status == "passed" else problems.status
+        more = {
+            "stages": [asdict(stage) for stage in planned.stages] if planned else [],
+            "seconds": seconds,
+            "further_documents": planned.further_documents if planned else 0,
+            "rough": planned.rough if planned else False,
+            "cost": cost,
+            "attempts": len(profile.candidates()) + profile.max_further_attempts,
+            "overrides": profile.overrides,
+            "credentials": [credential.model_dump() for credential in problems.credentials],
+        }
+        print_answer(status, message, more, findings)
+        return problems.exit_code
+    print_findings(findings, problems, console)
+    if planned:
+        cleared = next(item for item in preflight.cleared if item.candidate is profile.candidates()[0])
+        recipe, accepted = cleared.candidate.recipe, profile.checks.tokenizer.accepted
+        merge_plan = plan_cached(recipe, cleared.parents, cleared.headers, accepted)[0].plan
+        if merge_plan is not None:
+            options = PlanOptions(Path(), "auto", prices_by_name, None)
+            print_forecast(forecast_of(recipe, cleared.parents, merge_plan, options), console)
+        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+        for column in ("stage", "of", "in the store", "takes"):
+            table.add_column(column)
+        for stage in planned.stages:
+            open_work = "must run" if stage.stage != "evaluate" else f"{stage.missing:,} documents to evaluate"
+            state = Text("cached", "cyan") if stage.cached else Text(open_work, "yellow")
+            duration = ""
+            if stage.seconds is not None:
+                rough, exact = f"roughly {format_roughly(stage.seconds)}", format_duration(stage.seconds)
+                duration = rough if stage.rough else exact
+            table.add_row(stage.stage, Text(stage.subject), state, duration)
+        console.print()
+        console.print(table)
+        console.print()
+    console.print(Text(f"dry run: {message}", style="bold"))
+    # Each attempt that follows a refusal costs a merge and an evaluation of its own.
+    written = len(profile.candidates()) - 1
+    attempts = [f"{written} written {'remedy' if written == 1 else 'remedies'}"] if written else []
+    attempts += ["a search for the scale"] if profile.scale_search else []
+    if profile.max_proposed_remedies:
+        attempts.append(f"up to {profile.max_proposed_remedies} proposed remedies")
+    for number, attempt in enumerate(attempts):
+        console.print(f"  {'then' if number else 'if the gate refuses:'} {attempt}, not counted above")
+    for name, dollars in cost.items():
+        console.print(f"  {name}: ${dollars:.2f}")
+    return problems.exit_code

@@ -9,21 +9,16 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from mergegate.flows.cli.output import print_answer
+from mergegate.flows.operations import command_line, convert_os_error
 from mergegate.merge_core.errors import EXIT_CODES, DiskUnavailable, Finding, MergegateError, Status, findings_of
 
 if TYPE_CHECKING:
     from rich.console import Console
-
-
-command_line: ContextVar[str] = ContextVar("command_line", default="mergegate")
-"""The running command as a user types it, for messages that propose to run it again."""
 
 
 def local_path(text: str | Path) -> Path:
@@ -65,7 +60,7 @@ def command_context(as_json: bool = False, *, with_state: bool = False) -> Itera
             from mergegate.flows.prefect_api import configure
 
             configure(Path(os.environ.setdefault("MERGEGATE_HOME", str(Path(".mergegate").absolute()))))
-        from mergegate.flows.cli.console import FittingConsole
+        from mergegate.flows.operations.console import FittingConsole
 
         yield FittingConsole(quiet=as_json, highlight=False)  # human-readable lines would break the JSON
 
@@ -96,23 +91,6 @@ def refusals(as_json: bool) -> Iterator[None]:
         raise typer.Exit(EXIT_CODES["interrupted"]) from None
 
 
-def convert_os_error(error: OSError) -> MergegateError:
-    """Convert an error of the operating system into a refusal that tells the user what to do."""
-    from mergegate.merge_core.files import disk_refusal
-
-    if isinstance(error, FileNotFoundError):
-        try:
-            Path.cwd()
-        except OSError:
-            return DiskUnavailable(
-                "the working directory",
-                found="it has been deleted",
-                expected="an existing directory",
-                remedy="change to an existing directory, then run the command again",
-            )
-    return disk_refusal(error)
-
-
 def print_refusal(error: MergegateError, as_json: bool) -> None:
     """Print the message of an error, as text or as a JSON object."""
     _print_message(error.status, str(error), as_json, *findings_of(error))
@@ -125,6 +103,10 @@ def _exit_with(error: MergegateError, as_json: bool) -> typer.Exit:
 
 def _print_message(status: Status, message: str, as_json: bool, *findings: Finding) -> None:
     """Print the message, and ignore it if the output cannot be written, for example on a full disk."""
+    from rich.text import Text
+
+    from mergegate.flows.operations.console import FittingConsole, print_answer
+
     try:
         if as_json:
             print_answer(status, message, {}, findings)
@@ -132,10 +114,6 @@ def _print_message(status: Status, message: str, as_json: bool, *findings: Findi
             return
     except OSError:
         pass
-    from rich.text import Text
-
-    from mergegate.flows.cli.console import FittingConsole
-
     with suppress(OSError):
         FittingConsole(stderr=True, highlight=False).print(Text(message))
         sys.stderr.flush()

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from mergegate.flows.candidates import expand_training_runs
 from mergegate.flows.cli.profile_draft import RecipeDraft, ThinkingDraft, recipe_drafts, run_drafts
-from mergegate.flows.cli.recipe_parents import clear_recipe
+from mergegate.flows.operations.merge import clear_recipe
 from mergegate.merge_core import Checkpoint, load_recipe
 from mergegate.merge_core.architecture import ModelKind, find_kind, text_part
 from mergegate.merge_core.checkpoint import find_thinking

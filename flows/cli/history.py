@@ -1,27 +1,208 @@
-"""``mergegate history``: list how the runs of this project ended, newest first.
+"""``mergegate status``, ``history``, ``explain`` and ``open``: show a project and its past runs.
 
-::
-
-    mergegate history                     # all profiles
-    mergegate history support-assistant   # one of them
-    mergegate history --json              # all recorded facts, as one JSON object
+None of them needs a server. ``status`` asks the server whether it can carry out the schedules.
 """
 
 from __future__ import annotations
 
+import os
+import sys
+import time
+import webbrowser
 from collections.abc import Sequence
-from typing import Annotated
+from contextlib import suppress
+from pathlib import Path
+from typing import Annotated, NamedTuple
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
 from mergegate.flows.cli.command import JsonOption, command_context
-from mergegate.flows.cli.output import OUTCOME_STYLES, print_answer, short_path
+from mergegate.flows.operations.console import OUTCOME_STYLES, print_answer, short_path
+from mergegate.flows.prefect_api import (
+    POOL,
+    SCHEDULES_FILE,
+    Schedules,
+    deployments_on_server,
+    find_site,
+    load_schedules,
+    site_client,
+)
+from mergegate.flows.profile import profile_name
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.merge_core.wording import format_duration
-from mergegate.tasks.report import RunRecord, format_run_time, outcome_of_status, read_history, worst_drop
-from mergegate.tasks.stage import home
+from mergegate.merge_core.wording import format_bytes, format_duration
+from mergegate.tasks.report import RunRecord, file_name, format_run_time, outcome_of_status, read_history, worst_drop
+from mergegate.tasks.stage import home, runs_directory
+from mergegate.tasks.store import read_runs, store_bytes
+
+
+def status_command(as_json: JsonOption = False) -> None:
+    """Show active runs, schedules, last results and the store."""
+    with command_context(as_json) as console:
+        now = time.time()
+        running = [run for run in read_runs(runs_directory()) if run.is_live]
+        last = {record.profile: record for record in read_history(home() / "reports").records}
+        schedule_file = Path(SCHEDULES_FILE)
+        due = _scheduled_profiles(load_schedules(schedule_file)) if schedule_file.is_file() else []
+        size = store_bytes(home() / "store")
+        if as_json:
+            brief = {"run", "profile", "status", "message", "ended", "version"}
+            more = {
+                "home": str(home()),
+                "running": [{"run": run.run, "profile": run.profile, "seconds": now - run.started} for run in running],
+                "due": [entry._asdict() for entry in due],
+                "last": [record.model_dump(mode="json", include=brief) for record in last.values()],
+                "store_bytes": size,
+            }
+            deployed = sum(not entry.missing for entry in due)
+            message = f"{len(running)} running, {deployed} deployed, {format_bytes(size)} in the store"
+            print_answer("running" if running else "idle", message, more)
+            return
+        for run in running:
+            seconds = max(0.0, now - run.started)
+            console.print(f"running  {run.profile or run.flow}  since {format_duration(seconds)}  ({run.run})")
+        if not running:
+            console.print("running  nothing")
+        for entry in due:
+            if not entry.missing:
+                console.print(f"due      {entry.profile}  {entry.schedule}")
+        for missing in dict.fromkeys(entry.missing for entry in due if entry.missing):
+            profiles = ", ".join(entry.profile for entry in due if entry.missing == missing)
+            console.print(f"due      not {profiles}: {missing}")
+        if not due:
+            console.print(f"due      nothing: no {SCHEDULES_FILE} in this directory")
+        for record in last.values():
+            style = OUTCOME_STYLES[outcome_of_status(record.status)]
+            ended = f"  {format_run_time(record)}  "
+            status = Text(record.status, style=style)
+            console.print("last     ", Text(record.profile), ended, status, f"  {record.why}", sep="")
+        if not last:
+            console.print("last     no run has finished here yet")
+        console.print(f"store    {format_bytes(size)}")
+
+
+_NOT_DEPLOYED = "it is not deployed; deploy it with mergegate deploy"
+
+
+class _ScheduledProfile(NamedTuple):
+    """A profile in ``schedules.yaml``. ``missing`` tells what its runs lack and how to start it, or is empty."""
+
+    profile: str
+    schedule: str
+    missing: str
+
+
+def _scheduled_profiles(schedules: Schedules) -> list[_ScheduledProfile]:
+    """Return the listed profiles. Their runs need a server, a deployment and a worker."""
+    site = find_site(schedules)
+    no_server, no_worker, deployed, workers = "", "", set[str](), []
+    try:
+        with site_client(site) as client:
+            from prefect.exceptions import ObjectNotFound
+
+            deployed = set(deployments_on_server(client))
+            with suppress(ObjectNotFound):  # the pool of a server that no worker has joined
+                client.read_work_pool(POOL)  # unlike the next request, it raises ObjectNotFound
+                workers = client.read_workers_for_work_pool(POOL)
+            if not any(worker.status == "ONLINE" for worker in workers):
+                no_worker = "no worker is online; start one with mergegate worker"
+    except InvalidInput as error:
+        answers = not error.found.startswith("no server")
+        no_server = f"{site.address}: {error.found}" if answers else f"no server answers at {site.address}"
+        no_server += f"; {error.remedy}" if answers else "; start it with mergegate server"
+    return [
+        _ScheduledProfile(
+            profile=str(entry.profile),
+            schedule=entry.schedule or "when triggered",
+            missing=no_server
+            or ("" if f"{entry.flow}/{profile_name(entry.profile)}" in deployed else _NOT_DEPLOYED)
+            or no_worker,
+        )
+        for entry in schedules.profiles
+    ]
+
+
+def open_command(
+    profile: Annotated[
+        str | None, typer.Argument(help="Profile whose last report to open.", show_default="the page of all runs")
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Open a report in a browser, or print its path."""
+    with command_context(as_json) as console:
+        reports = home() / "reports"
+        page = reports / (f"{file_name(profile)}.html" if profile else "index.html")
+        if not page.is_file():
+            names = sorted({record.profile for record in read_history(reports).records})
+            raise InvalidInput(
+                "mergegate open",
+                found=f"no report of a profile called {profile!r}" if profile else "no report yet",
+                expected="a profile that has finished a run here",
+                remedy=suggest(profile or "", names) or "mergegate run PROFILE",
+            )
+        # Remote shells and containers have no graphical browser.
+        has_display = any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER"))
+        is_remote = bool(os.environ.get("SSH_CONNECTION"))
+        has_browser = (has_display and not is_remote) or sys.platform in ("darwin", "win32")
+        if as_json:
+            print_answer("found", str(page), {"report": str(page)})
+        elif has_browser and webbrowser.open(page.absolute().as_uri()):
+            console.print(f"opened {page}")
+        else:
+            console.print(str(page))
+
+
+def explain_command(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="ID of a run or its beginning, a version, or a profile.")],
+    as_json: JsonOption = False,
+) -> None:
+    """Explain the decision of a past run.
+
+    For a profile, this is its last run.
+    """
+    with command_context(as_json) as console:
+        records = read_history(home() / "reports").records
+        matches = [record for record in records if record.profile == run]
+        if not matches:
+            matches = [record for record in records if run and (record.run.startswith(run) or record.version == run)]
+            # The beginning of an ID must match one run only. A version may have several runs, and the last one counts.
+            if len({record.run for record in matches}) != 1 and not (matches and matches[-1].version == run):
+                raise InvalidInput(
+                    "mergegate explain",
+                    found=f"{len(matches)} runs whose ID begins with {run!r}"
+                    if matches
+                    else f"no run, version or profile called {run!r}",
+                    expected="the ID of a run, a version or a profile",
+                    remedy=suggest(run, {record.profile for record in records})
+                    or "list all runs with mergegate history",
+                )
+        record = matches[-1]
+        if as_json:
+            print_answer(record.status, record.message, {"run": record.model_dump(mode="json")})
+            return
+        style = OUTCOME_STYLES[outcome_of_status(record.status)]
+        ended = f" {format_run_time(record)}, {format_duration(record.seconds)}"
+        console.print(Text(f"{record.profile}: {record.status}", style=style), ended, sep="")
+        if record.method:
+            console.print(f"  merged    {record.method}: {', '.join(parent.name for parent in record.parents)}")
+        for override in record.overrides:
+            console.print(Text(f"  override  --set {override}"))
+        for line in record.message.splitlines():
+            console.print(Text(f"  decided   {line.strip()}"))
+        for score in record.scores:
+            drop = f"drop {score.drop:.1f} [{score.low:.1f}, {score.high:.1f}] points against {score.reference}"
+            limits = f"max_drop {score.max_drop:g}, margin {score.margin:g}"
+            console.print(Text(f"  {score.outcome:<9} {score.task}: {drop}, {limits}"))
+        if record.perplexity is not None:
+            limit = f", limit {record.perplexity_limit:.3f}" if record.perplexity_limit is not None else ""
+            ratio = f"{record.perplexity:.3f} times that of the better parent"
+            console.print(f"  text      perplexity {ratio}{limit}")
+        for stage in record.stages:
+            state = f"{stage.cached} of {stage.calls} cached" if stage.cached else stage.status
+            console.print(f"  stage     {stage.name}: {state}, {format_duration(stage.seconds)}")
+        if record.report:
+            console.print(f"  report    {short_path(home() / 'reports' / record.report)}")
 
 
 def history_command(

@@ -28,9 +28,9 @@ from rich.console import Console
 from rich.text import Text
 
 from mergegate.flows.candidates import names_training_run
+from mergegate.flows.cli.catalog import schema_text
 from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.cli.fitting_recipe import fitting_recipe
-from mergegate.flows.cli.output import print_answer
 from mergegate.flows.cli.profile_draft import (
     NO_GUARDS,
     NOT_JUDGED,
@@ -42,7 +42,7 @@ from mergegate.flows.cli.profile_draft import (
     claimed_tasks,
     profile_text,
 )
-from mergegate.flows.cli.schema import schema_text
+from mergegate.flows.operations.console import print_answer
 from mergegate.flows.preflight import Problems, preflight_profile
 from mergegate.flows.profile import is_release_name, parse_profile
 from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind

@@ -1,45 +1,24 @@
-"""``mergegate merge``: merge into a directory, without evaluation. The directory is complete or does not exist."""
+"""``mergegate merge``, ``extract-lora`` and ``transplant-tokenizer``: write a checkpoint or an adapter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.text import Text
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from mergegate.flows.candidates import recipe_of_file
 from mergegate.flows.cli.command import JsonOption, command_context
-from mergegate.flows.cli.merge_cache import RecordedMerge
-from mergegate.flows.cli.output import print_created
-from mergegate.flows.cli.recipe_parents import ClearedRecipe, clear_recipe
-from mergegate.merge_core import Recipe, merge_weights, plan_merge
-from mergegate.merge_core.architecture.experts import match_experts
-from mergegate.merge_core.engine import EngineSettings, start_or_resume
-from mergegate.merge_core.errors import DiskUnavailable, InvalidInput
-from mergegate.merge_core.files import FileIdentity, new_directory, remove_contents
+from mergegate.flows.operations.console import print_created
+from mergegate.flows.operations.merge import MergeOptions, merge_recipe
+from mergegate.merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
+from mergegate.merge_core.checkpoint.vocabulary import METHODS, TransplantMethod
+from mergegate.merge_core.engine import TransplantSettings, transplant_tokenizer
+from mergegate.merge_core.errors import InvalidInput, suggest
+from mergegate.merge_core.files import new_directory
 from mergegate.merge_core.wording import format_bytes, format_count
-from mergegate.tasks.checkpoints import (
-    PinnedCheckpoint,
-    identify_parents,
-    open_parent,
-    pin_checkpoints,
-    require_same_files,
-)
+from mergegate.tasks.checkpoints import find_checkpoint, identify_parents, open_parent, require_same_files
 from mergegate.tasks.checkpoints.hub import download_snapshots
-from mergegate.tasks.merge import (
-    MergeSettings,
-    combine_parents,
-    numerics,
-    prepare_recipe,
-    repaired_routing,
-    with_new_routers,
-)
 from mergegate.tasks.stage import store
 
 
@@ -63,193 +42,114 @@ def merge_command(
             print_created(record)
 
 
-@dataclass(frozen=True)
-class MergeOptions:
-    """Options of a merge into the directory ``out``. ``seed`` is the seed of the random masks.
+_MOST_SHOWN = 5  # modules with the largest errors
 
-    With ``share``, this process works directly in ``out``, together with every process that was started in the same way
-    (see ``merge_core.engine``). ``out`` then has no ``config.json`` until the merge is complete. Without ``share``,
-    ``out`` does not exist until then.
+
+def extract_lora_command(
+    fine_tune: Annotated[
+        str, typer.Argument(metavar="FINETUNED", help="Fine-tune: a directory, or org/name@revision.")
+    ],
+    base: Annotated[str, typer.Argument(help="Model that it was fine-tuned from.")],
+    rank: Annotated[int, typer.Option(help="Largest rank of a factor.")],
+    out: Annotated[Path, typer.Option(help="Directory for the adapter. It must not exist.")] = Path("adapter"),
+    epsilon: Annotated[
+        float, typer.Option(help="Leave out directions whose singular value is at most this large.")
+    ] = 0.0,
+    save_module: Annotated[
+        list[str] | None,
+        typer.Option(help="Save modules whose name ends like this (for example lm_head) in full. Repeatable."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Format of the factors: float32, bfloat16 or float16.")] = "float32",
+    as_json: JsonOption = False,
+) -> None:
+    """Extract a LoRA adapter from a fine-tune and its base.
+
+    mergegate prints the share of the change that the adapter misses.
     """
-
-    out: Path
-    seed: int = 0
-    device: str = "auto"
-    share: bool = False
-
-
-def merge_recipe(recipe_file: Path, options: MergeOptions, console: Console) -> dict[str, object]:
-    """Merge ``recipe_file`` into a directory, and return the result as plain data.
-
-    If the directory already contains the same merge of the same files, do nothing and return ``new: False``.
-
-    Raises:
-        InvalidInput: The recipe is invalid, or the directory exists.
-        Refused: The parents do not fit, changed during the merge, the result is not healthy, or another merge into the
-            same directory is running.
-    """
-    out = options.out
-    out.absolute()  # Report a deleted working directory before parents appear to be missing in it.
-    candidate = recipe_of_file(recipe_file)
-    for remark in candidate.remarks:
-        console.print(remark)
-    cleared = clear_recipe(candidate.recipe)
-    if options.share and cleared.recipe.output:
-        raise InvalidInput(
-            f"{recipe_file}: output",
-            found="an adapter, with --share",
-            expected="a merge of models, because processes cannot divide a combination of adapters",
-            remedy="run the command without --share",
+    with command_context(as_json) as console:
+        settings = ExtractionSettings(rank, epsilon, tuple(save_module or ()), dtype)
+        with new_directory(out) as directory:
+            checkpoints = [find_checkpoint(name) for name in (fine_tune, base)]
+            if snapshots := [snapshot for parent in checkpoints for snapshot in parent.snapshots]:
+                with console.status("fetching weights"):
+                    download_snapshots(snapshots, store().hashes)
+            identities = identify_parents(checkpoints)
+            with console.status("reading headers") as status:
+                extracted = extract_adapter(
+                    open_parent(checkpoints[0]),
+                    open_parent(checkpoints[1]),
+                    base,
+                    settings,
+                    lambda done, total: status.update(f"factoring: {done / max(total, 1):.0%}"),
+                )
+            write_adapter(extracted.adapter, directory)
+            require_same_files(identities)
+        worst = sorted(extracted.errors, key=lambda module_error: -module_error.error)
+        for module_error in worst[:_MOST_SHOWN]:
+            rest = f"rank {module_error.rank} misses {100 * module_error.error:.1f} % of the change"
+            console.print(f"  {module_error.module}: {rest}")
+        if len(worst) > _MOST_SHOWN:
+            rest = format_count(len(worst) - _MOST_SHOWN, "module")
+            console.print(f"  and {rest} with smaller errors")
+        size = sum(file.stat().st_size for file in out.iterdir())
+        full = len(extracted.adapter.full_tensors)
+        console.print(
+            f"{out}: {format_bytes(size)}, {format_count(len(extracted.errors), 'module')} with factors, "
+            f"{full} saved in full, {format_count(extracted.unchanged, 'tensor')} unchanged"
         )
-    for finding in cleared.findings:
-        remedy = f"; {finding.remedy}" if finding.remedy else ""
-        console.print(Text(f"{finding.severity}: {finding}{remedy}"))
-    if snapshots := [snapshot for parent in cleared.parents for snapshot in parent.snapshots]:
-        with _bar(console) as bar:
-            job = bar.add_task("fetch", total=None)
-            downloaded = download_snapshots(
-                snapshots, store().hashes, lambda done, total: bar.update(job, completed=done, total=total)
+        console.print(f"  the adapter misses {100 * extracted.error:.1f} % of the change")
+        if as_json:
+            modules = {item.module: {"rank": item.rank, "error": item.error} for item in extracted.errors}
+            facts = {"out": str(out), "error": extracted.error, "unchanged": extracted.unchanged}
+            print_created({**facts, "saved_whole": sorted(extracted.adapter.full_tensors), "modules": modules})
+
+
+def transplant_tokenizer_command(
+    model: Annotated[str, typer.Argument(help="Model with the weights: a directory, or org/name@revision.")],
+    donor: Annotated[
+        str, typer.Argument(help="Model with the tokenizer. Its embeddings define the meaning of new tokens.")
+    ],
+    out: Annotated[Path, typer.Argument(help="Directory for the new checkpoint. It must not exist.")],
+    method: Annotated[str, typer.Option(help="Method that computes the rows of new tokens: omp or mean.")] = "omp",
+    k: Annotated[int, typer.Option("-k", help="Maximum number of shared tokens that omp combines into one row.")] = 64,
+    device: Annotated[str, typer.Option(help="Device: cpu, cuda or cuda:N.")] = "cpu",
+    as_json: JsonOption = False,
+) -> None:
+    """Give a model the tokenizer of another model.
+
+    Shared tokens keep their rows. The rows of other tokens are combinations of shared ones.
+    """
+    with command_context(as_json) as console:
+        if method not in METHODS:
+            raise InvalidInput(
+                "--method", found=f"{method!r:.40}", expected=" or ".join(METHODS), remedy=suggest(method[:40], METHODS)
             )
-            bar.update(job, completed=downloaded.bytes, total=downloaded.bytes)
-    identities = {**(cleared.identities or identify_parents(cleared.parents)), **cleared.texts}
-    record = RecordedMerge(out, recipe_file, identities, MergeSettings(seed=options.seed, device=options.device))
-    if not options.share and (recorded := record.find()):
-        console.print(f"nothing new: {out} is the merge of this recipe and these parents, and is unchanged")
-        return {**recorded, "out": str(out), "new": False}
-    if options.share:
-        return {**_merge_into(out, cleared, identities, options, console), "new": True}
-    remedy = "wait until it ends, choose another directory, or start both with --share to divide the work"
-    with new_directory(out, resume=True, by="merge into it", remedy=remedy) as directory:
-        result = _merge_into(directory, cleared, identities, options, console)
-    try:
-        record.store(result)
-    except (OSError, DiskUnavailable) as error:  # The output is complete whether or not the next run recognizes it.
-        console.print(Text(f"note: {out} is complete, but the merge could not be recorded: {error}"))
-    return {**result, "new": True}
-
-
-def _merge_into(
-    directory: Path,
-    cleared_recipe: ClearedRecipe,
-    identities: Mapping[Path, FileIdentity],
-    options: MergeOptions,
-    console: Console,
-) -> dict[str, object]:
-    """Merge into ``directory``, which is renamed to ``options.out`` when it is complete."""
-    by_ref = {parent.ref: parent for parent in cleared_recipe.parents}
-
-    def find(ref: str) -> PinnedCheckpoint:
-        return pin_checkpoints([by_ref[ref]], store().hashes)[0]
-
-    settings = MergeSettings(seed=options.seed, device=options.device)
-    recipe = with_new_routers(prepare_recipe(cleared_recipe.recipe, find), find, numerics(settings))
-    if routing := repaired_routing(recipe):
-        console.print(routing.sentences)
-    for model, why in recipe.left_out.items():
-        console.print(f"left out: {model}: {why}")
-    if recipe.output:
-        return _combine(recipe, directory, cleared_recipe, identities, options, console)
-    # The headers of downloaded parents must be read again from the local files.
-    opened = (
-        cleared_recipe.opened
-        if cleared_recipe.identities
-        else {parent.ref: open_parent(parent) for parent in cleared_recipe.parents}
-    )
-    # Comparing experts reads samples of all weights. Do it before the merge only if it changes the plan.
-    matched = match_experts(recipe, opened) if recipe.align_experts else None
-    if matched:
-        plan = plan_merge(matched.recipe, matched.checkpoints)
-    else:
-        plan = (
-            cleared_recipe.plan
-            if opened is cleared_recipe.opened and recipe is cleared_recipe.recipe
-            else plan_merge(recipe, opened)
-        )
-
-    def before_sealing() -> None:
-        nonlocal matched
-        matched = matched or match_experts(recipe, opened)
-        require_same_files(identities)
-
-    if not options.share:
-        start_or_resume(directory, plan)
-    with _bar(console) as bar:
-        job = bar.add_task(recipe.summary(), total=None)
-        record = merge_weights(
-            plan,
-            directory,
-            seed=options.seed,
-            device=options.device,
-            settings=EngineSettings(keep_output=False),  # no reader needs the output in the page cache
-            on_progress=lambda done, total: bar.update(job, completed=done, total=total),
-            before_sealing=before_sealing,
-        )
-    if record.note:
-        console.print(record.note)
-    findings = (*(matched.findings if matched else ()), *record.findings)
-    for finding in findings:
-        console.print(f"{finding.severity}: {finding.where}: {finding.found}")
-        if finding.severity == "block":
-            if options.share:  # Remove only files of this merge. Another participant may have removed them already.
-                for name in record.files:
-                    (directory / name).unlink(missing_ok=True)
-                with suppress(OSError):
-                    directory.rmdir()
-            else:
-                remove_contents(directory)
-            raise finding.refusal()
-    resumed = f", {format_bytes(record.bytes_resumed)} of it from an earlier try" if record.bytes_resumed else ""
-    size = format_bytes(record.bytes_written)
-    tensors = format_count(record.tensors, "tensor")
-    console.print(f"{options.out}: {tensors}, {size}{resumed}, in {record.seconds:.1f} s")
-    return {
-        "out": str(options.out),
-        "method": record.method,
-        "tensors": record.tensors,
-        "bytes_written": record.bytes_written,
-        "seconds": record.seconds,
-        "files": dict(record.files),
-        "findings": [f"{finding.severity}: {finding.where}: {finding.found}" for finding in findings],
-    }
-
-
-def _combine(
-    recipe: Recipe,
-    directory: Path,
-    cleared_recipe: ClearedRecipe,
-    identities: Mapping[Path, FileIdentity],
-    options: MergeOptions,
-    console: Console,
-) -> dict[str, object]:
-    """Merge adapters into an adapter."""
-    remove_contents(directory)  # It cannot be resumed.
-    parents = [
-        (parent.ref, parent.directory, parent.adapter.directory) for parent in cleared_recipe.parents if parent.adapter
-    ]
-    with _bar(console) as bar:
-        job = bar.add_task(recipe.summary(), total=None)
-        combined = combine_parents(
-            recipe,
-            parents,
-            directory,
-            seed=options.seed,
-            on_progress=lambda done, total: bar.update(job, completed=done, total=total),
-        )
-    require_same_files(identities)
-    modules = format_count(len(combined.errors), "module")
-    console.print(f"{options.out}: an adapter of {modules}; it misses {100 * combined.error:.1f} % of the change")
-    return {
-        "out": str(options.out),
-        "method": recipe.merge_method,
-        "error": combined.error,
-        "modules": {
-            module_error.module: {"rank": module_error.rank, "error": module_error.error}
-            for module_error in combined.errors
-        },
-    }
-
-
-def _bar(console: Console) -> Progress:
-    label = TextColumn("{task.description}", markup=False)
-    columns = (label, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console)
+        if k < 1:
+            raise InvalidInput("-k", found=f"{k}", expected="a number from 1")
+        method_name: TransplantMethod = "omp" if method == "omp" else "mean"
+        with new_directory(out) as directory:
+            checkpoints = [find_checkpoint(text) for text in (model, donor)]
+            if snapshots := [snapshot for checkpoint in checkpoints for snapshot in checkpoint.snapshots]:
+                download_snapshots(snapshots, store().hashes, lambda done, total: None)
+            first, second = (open_parent(checkpoint) for checkpoint in checkpoints)
+            scratch = directory.with_name("rows.partial")
+            columns = (TextColumn("transplant"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            try:
+                with Progress(*columns, console=console) as bar:
+                    job = bar.add_task("transplant", total=None)
+                    result = transplant_tokenizer(
+                        first,
+                        second,
+                        directory,
+                        scratch,
+                        TransplantSettings(method_name, k, device),
+                        on_progress=lambda done, total: bar.update(job, completed=done, total=total),
+                    )
+            finally:
+                scratch.unlink(missing_ok=True)
+        console.print(f"{out}: {result.tokens} tokens, {result.shared} of them shared, the others computed by {method}")
+        for name, error in result.errors.items():
+            console.print(f"{name}: combinations deviate from the donor's own rows by {error:.1%}")
+        if as_json:
+            counts = {"tokens": result.tokens, "shared": result.shared, "errors": result.errors}
+            print_created({"out": str(out), **counts, "files": dict(result.record.files)})

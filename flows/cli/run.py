@@ -1,31 +1,35 @@
-"""``mergegate run`` and ``mergegate compare``: run a flow on this terminal and print its outcome.
-
-``mergegate sweep``, ``tune`` and ``shadow`` run their flows with :func:`run_flow` too.
-"""
+"""``mergegate run``, ``compare``, ``sweep``, ``tune`` and ``demo``: run a flow, and print its outcome."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass
+import shutil
+import threading
 from enum import StrEnum
-from functools import partial
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.text import Text
 
-from mergegate.flows.cli.approve import TerminalApproval
+from mergegate.flows.candidates import TuningSize
 from mergegate.flows.cli.command import ApproveOption, GuardsOption, JsonOption, VerboseOption, command_context
-from mergegate.flows.cli.json_events import EventLines, print_event
-from mergegate.flows.cli.progress import TerminalProgress
-from mergegate.flows.cli.run_summary import outcome_json, print_outcome
-from mergegate.flows.outcome import RunOutcome, flow_outcome
-from mergegate.flows.prefect_api import approval_function, configured_url, local_api, require_writable
-from mergegate.flows.profile import Profile, RemedyChoice, load_profile
-from mergegate.tasks.checkpoints import start_model_process
+from mergegate.flows.operations.progress import print_event
+from mergegate.flows.operations.run import (
+    ReleaseArguments,
+    RunView,
+    convert_evolve,
+    load_for_flow,
+    run_comparison,
+    run_release,
+    run_sweep,
+)
+from mergegate.flows.operations.summary import outcome_json, print_outcome
+from mergegate.flows.profile import RemedyChoice, load_profile
+from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.stage import home
+from mergegate.tasks.sweep import serve_dashboard
 
 
 class RemedyOption(StrEnum):
@@ -75,7 +79,7 @@ def run_command(
         settings = tuple(overrides or ())
         choice: RemedyChoice | None = remedy.value if remedy else None
         if dry:
-            from mergegate.flows.cli.dry_run import dry_run
+            from mergegate.flows.cli.check import dry_run
 
             planned = load_profile(profile, settings).with_remedies(choice)
             planned = planned if publish else planned.model_copy(update={"publish": None})
@@ -108,113 +112,125 @@ def compare_command(
         raise typer.Exit(outcome.exit_code)
 
 
-@dataclass(frozen=True)
-class RunView:
-    """How a run shows its progress.
+_DASHBOARD_PORT = 8080
 
-    With ``approve``, the user approved publication in advance. With ``events``, one line of JSON is printed for each
-    event instead of the progress. ``verbose`` logs details. With ``silent``, nothing is printed.
+
+def sweep_command(
+    profile: Annotated[Path, typer.Argument(help="Profile with a section 'sweep', or mergekit-evolve's YAML.")],
+    release: Annotated[
+        bool, typer.Option("--release/--no-release", help="Release a confirmed winner, or only save its recipe.")
+    ] = True,
+    dashboard: Annotated[
+        bool, typer.Option("--dashboard", help="Serve Optuna's dashboard of the search on this machine.")
+    ] = False,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Search a recipe or a soup, and release the winner.
+
+    The winner is confirmed on documents that no trial saw.
     """
+    with command_context(as_json, with_state=True) as console:
+        study_view, server = None, None
+        profile_to_sweep = convert_evolve(profile, console)
+        if dashboard:
+            loaded = load_for_flow(profile_to_sweep)
+            if loaded.sweep and loaded.sweep.soup:
+                raise InvalidInput(
+                    "--dashboard",
+                    found="a soup, which has no free parameters",
+                    expected="a search over free parameters",
+                    remedy="remove --dashboard; the report shows each model of the soup",
+                )
+            # Without a location in the profile, the study is next to the scored trials.
+            study_view = loaded.sweep_storage() or str(home() / "sweeps" / f"{loaded.name}.optuna")
+            console.print(Text(f"dashboard: http://127.0.0.1:{_DASHBOARD_PORT}"))
+            server = threading.Thread(target=serve_dashboard, args=(study_view, _DASHBOARD_PORT), daemon=True)
+            server.start()
+        outcome = run_sweep(profile_to_sweep, RunView(verbose=verbose), console, release=release, study_view=study_view)
+        print_outcome(console, outcome, as_json)
+        if server is not None:
+            console.print(Text("the dashboard is still running; press Ctrl-C to stop it", style="dim"))
+            server.join()
+        raise typer.Exit(outcome.exit_code)
 
-    approve: bool = False
-    events: bool = False
-    verbose: bool = False
-    silent: bool = False
+
+def tune_command(
+    profile: Annotated[Path, typer.Argument(help="Profile with tasks, and a recipe with a 'lambda'.")],
+    trials: Annotated[int, typer.Option(min=2, help="Number of scales to try.")] = 16,
+    search: Annotated[int, typer.Option(min=10, help="Documents of each task for the search.")] = 50,
+    confirmation: Annotated[int, typer.Option(min=20, help="Documents of each task to confirm the best scale.")] = 100,
+    release: Annotated[
+        bool, typer.Option("--release/--no-release", help="Release the merge with a confirmed scale.")
+    ] = False,
+    verbose: VerboseOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Find the best scale of a merge, without labels.
+
+    The scale is the recipe's 'lambda'. The best one is where the merge is most certain of its answers.
+    """
+    with command_context(as_json, with_state=True) as console:
+        loaded = load_for_flow(profile).with_scale_search(TuningSize(trials, search, confirmation))
+        outcome = run_sweep(loaded, RunView(verbose=verbose), console, release=release)
+        print_outcome(console, outcome, as_json)
+        raise typer.Exit(outcome.exit_code)
 
 
-class ReleaseArguments(NamedTuple):
-    """Arguments of the flow ``release``. A path is passed as it is, because Prefect stores the arguments of a flow."""
-
-    profile: Path | Profile
-    overrides: tuple[str, ...] = ()
-    publish: bool = True
-    remedy: RemedyChoice | None = None
+PROFILE = Path("profiles", "demo.yaml")
 
 
-def run_release(arguments: ReleaseArguments, view: RunView, console: Console) -> RunOutcome:
-    """Run the flow ``release``, and return its outcome. An invalid profile raises InvalidInput."""
-    from mergegate.flows.release import release, run_release_dry_pass
+def demo_command(
+    directory: Annotated[Path, typer.Argument(help="Directory for the demo, its state and its release.")] = Path(
+        "mergegate-demo"
+    ),
+    as_json: JsonOption = False,
+) -> None:
+    """Release a merge of the demo models in a new directory.
 
-    loaded = load_for_flow(arguments.profile, arguments.overrides).with_remedies(arguments.remedy)
-    return run_flow(
-        partial(release, *arguments, return_state=True),
-        headline_of(loaded, arguments.profile),
-        view,
-        console,
-        dry_pass=partial(run_release_dry_pass, *arguments),
-        prepare=partial(start_models_early, loaded),
+    mergegate first copies the models there. The demo takes about a minute, and needs neither a network nor an account.
+    """
+    with command_context(as_json) as console:
+        is_new = copy_demo(directory)
+        where = "copied the demo into" if is_new else "the demo is in"
+        console.print(f"{where} {directory}; run other commands about it there (cd {directory})")
+        # The state is in the demo, but the working directory stays, so that printed paths are relative to it.
+        os.environ.setdefault("MERGEGATE_HOME", str((directory / ".mergegate").absolute()))
+    run_command(directory / PROFILE, as_json=as_json)
+
+
+def copy_demo(directory: Path) -> bool:
+    """Copy the demo with its models, data and scripts into ``directory``. Return whether anything had to be copied.
+
+    Raises:
+        InvalidInput: The directory has other content, or this installation does not include the demo.
+    """
+    if (directory / PROFILE).is_file():
+        return False
+    if directory.exists() and any(directory.iterdir()):
+        raise InvalidInput(
+            str(directory),
+            found="a directory with other content",
+            expected="the demo, or an empty or new directory",
+            remedy="choose another one: mergegate demo DIRECTORY",
+        )
+    source = Path(__file__).resolve().parents[2] / PROFILE
+    if not source.is_file():
+        try:
+            installed = [file for file in files("mergegate") or () if file.parts[-2:] == PROFILE.parts]
+        except PackageNotFoundError:
+            installed = []
+        paths = (Path(str(file.locate())).resolve() for file in installed)
+        source = next((path for path in paths if path.is_file()), Path())
+    if not source.is_file():
+        raise InvalidInput(
+            "the demo",
+            found="this installation does not include it",
+            expected="share/mergegate/profiles, which is part of the wheel",
+            remedy="install mergegate with pip or pipx, or run profiles/demo.yaml in a clone",
+        )
+    directory.mkdir(parents=True, exist_ok=True)
+    shutil.copytree(
+        source.parent, directory / PROFILE.parent, ignore=shutil.ignore_patterns("__pycache__"), dirs_exist_ok=True
     )
-
-
-def run_comparison(
-    reference: str, candidate: str, profile: Path | Profile, view: RunView, console: Console
-) -> RunOutcome:
-    """Run the flow ``compare``, and return its outcome."""
-    from mergegate.flows.compare import compare
-
-    load_profile(profile, needs_recipe=False)  # a usage error ends the command at once
-    name = profile.name if isinstance(profile, Profile) else profile
-    headline = (f"{Path(candidate).name} against {Path(reference).name}", f"profile {name}")
-    return run_flow(partial(compare, reference, candidate, profile, return_state=True), headline, view, console)
-
-
-def start_models_early(profile: Profile) -> None:
-    """Start the model process while Prefect's API starts, if the profile lets it use this machine without limits."""
-    # A cluster evaluates elsewhere, and a memory limit applies only inside the flow.
-    if profile.runner.kind == "local" and profile.limits.memory is None:
-        start_model_process()
-
-
-def headline_of(profile: Profile, source: Path | Profile) -> tuple[str, str]:
-    """Return the two parts of the line above the progress: the merge, and the profile as the user named it."""
-    return profile.headline(), f"profile {source.name if isinstance(source, Profile) else source}"
-
-
-def load_for_flow(profile: Path | Profile, overrides: tuple[str, ...] = ()) -> Profile:
-    """Load a profile and its recipes before a flow starts, so that usage errors end the command immediately."""
-    loaded = load_profile(profile, overrides)
-    loaded.headline()
-    return loaded
-
-
-def run_flow(
-    flow: Callable[[], Any],
-    headline: tuple[str, str],
-    view: RunView,
-    console: Console,
-    *,
-    dry_pass: Callable[[], RunOutcome | None] = lambda: None,
-    prepare: Callable[[], None] = lambda: None,
-) -> RunOutcome:
-    """Run a flow with progress on the console and Prefect's API available, and return its outcome.
-
-    ``headline`` is the line above the progress, in two parts. First try ``dry_pass``. If it returns an outcome, there
-    is no work and the flow does not run. ``prepare`` starts work in the background that the flow needs in any case.
-    """
-    progress = TerminalProgress(console, verbose=view.verbose)
-    watching: Callable[[], AbstractContextManager[None]] = nullcontext if view.silent else progress.watching
-    if view.events:
-        watching = partial(EventLines().watching, verbose=view.verbose)
-    progress.headline(*headline)
-    if not configured_url():  # a server should record every run, because other users see its list
-        with watching():
-            if (cached_outcome := dry_pass()) is not None:
-                return cached_outcome
-    prepare()
-    with ExitStack() as stack:
-        with console.status("starting Prefect's API") if console.is_terminal else nullcontext():
-            stack.enter_context(local_api())
-        with watching(), approval_function(TerminalApproval(progress, console, in_advance=view.approve)):
-            try:
-                state = flow()
-            except Exception as failure:
-                require_writable(Path(os.environ["MERGEGATE_HOME"]))
-                raise failure from None
-    outcome = flow_outcome(state)
-    if isinstance(outcome, RunOutcome):
-        return outcome
-    # Prefect's API reports a full disk only as a failure.
-    require_writable(Path(os.environ["MERGEGATE_HOME"]))
-    if isinstance(outcome, Exception):
-        raise outcome
-    raise RuntimeError(f"the run ended without an outcome: {outcome!r}")
+    return True

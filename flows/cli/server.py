@@ -1,4 +1,4 @@
-"""``mergegate server``, ``worker`` and ``deploy``: run Prefect's server and worker with the project's settings."""
+"""``mergegate server``, ``worker``, ``deploy``, ``trigger`` and ``approve``: use Prefect's server and worker."""
 
 from __future__ import annotations
 
@@ -7,37 +7,49 @@ import signal
 import socket
 import sys
 import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 from urllib.parse import urlsplit
 
 import typer
+from rich.console import Console
+from rich.markdown import Markdown
 from rich.text import Text
 
 from mergegate.flows.cli.command import JsonOption, command_context
-from mergegate.flows.cli.output import print_answer, short_path
+from mergegate.flows.operations.console import print_answer, short_path
+from mergegate.flows.operations.run import current_user
+from mergegate.flows.outcome import run_name
 from mergegate.flows.prefect_api import (
     POOL,
     PORT,
     SCHEDULES_FILE,
+    TAG,
     Schedules,
     database_url,
+    deployments_on_server,
     desired_deployments,
     desired_rules,
     find_site,
+    follow_run,
     load_or_create_secret,
     load_schedules,
     make_pool,
+    page_of_run,
     rearm_rules,
     require_database,
+    select_waiting_run,
     serve_prefect,
     site_client,
     sync_deployments,
     sync_rules,
+    waiting_runs,
     write_settings,
 )
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.flows.profile import load_profile
+from mergegate.merge_core.errors import InvalidInput, Refused, suggest
 
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 _MARKS = {"made": "+", "changed": "~", "unchanged": "=", "removed": "-"}
@@ -163,3 +175,152 @@ def require_free_port(host: str, port: int, location: str, remedy: str = "") -> 
             expected="an address of this machine that no other program listens on",
             remedy=remedy,
         ) from None
+
+
+_IMPATIENT_S = 30.0
+
+
+def trigger_command(
+    profile: Annotated[
+        str, typer.Argument(help="Deployed profile, by name or as FLOW/NAME, or any profile by its file.")
+    ],
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until the run has ended, and exit with its exit code.")
+    ] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Start a release on the next free worker.
+
+    mergegate prints the URL of the page of the run.
+    """
+    with command_context(as_json, with_state=True) as console:
+        schedules = load_optional_schedules()
+        site = find_site(schedules)
+        with site_client(site) as client:
+            on_server = deployments_on_server(client)
+            ours = tuple(name for name, existing in on_server.items() if TAG in existing.tags)
+            name, parameters = _find_target(profile, schedules, ours)
+            if (deployment := on_server.get(name)) is None:
+                raise InvalidInput(name, found="it is not deployed", expected="a deployment", remedy="mergegate deploy")
+            all_parameters = {**deployment.parameters, **parameters}
+            # Name of the run until it starts and chooses its own name.
+            run_title = run_name(name.partition("/")[0], all_parameters, time.strftime("%Y-%m-%d"))
+            run = client.create_flow_run_from_deployment(deployment.id, parameters=dict(parameters), name=run_title)
+            page = page_of_run(run.id, site.address)
+            if not as_json:
+                console.print(Text(f"{name}: run {run.name}\n  {page}"))
+            elif not wait:
+                more = {"deployment": name, "run": str(run.id), "page": page}
+                print_answer("started", run.name, more)
+            if not wait:
+                return
+            ended = follow_run(client, run.id, _StatePrinter(console))
+        if as_json:
+            print_answer(ended.state, ended.message, {"run": str(run.id), "page": page})
+        else:
+            console.print(Text(f"{ended.state}: {ended.message}" if ended.message else ended.state))
+        raise typer.Exit(ended.exit_code)
+
+
+def _find_target(
+    name: str, schedules: Schedules | None, deployment_names: tuple[str, ...]
+) -> tuple[str, dict[str, str]]:
+    """Return the full name of the deployment to run, and parameters that replace its own.
+
+    A file without a deployment of its own runs in ``release/release``.
+    """
+    if name in deployment_names:
+        return name, {}
+    file = Path(name)
+    by_name = [full_name for full_name in deployment_names if full_name.partition("/")[2] == name]
+    if by_name and not file.is_file():
+        if len(by_name) > 1 and f"release/{name}" in by_name:
+            return f"release/{name}", {}  # the others need their full name: shadow/NAME
+        if len(by_name) > 1:
+            raise InvalidInput(
+                name,
+                found=f"{len(by_name)} deployments have this name",
+                expected="one deployment",
+                remedy=f"write {' or '.join(by_name)}",
+            )
+        return by_name[0], {}
+    if file.is_file():
+        for entry in schedules.profiles if schedules else ():
+            if entry.profile.resolve() == file.resolve():
+                return f"{entry.flow}/{load_profile(file).name}", {}
+        load_profile(file)  # reports an invalid profile now
+        return "release/release", {"profile": name}
+    names = [full_name.partition("/")[2] for full_name in deployment_names]
+    raise InvalidInput(
+        name,
+        found="neither a deployed profile nor a file",
+        expected="a profile in schedules.yaml, by its name or its file",
+        remedy=suggest(name, names) if deployment_names else "mergegate deploy",
+    )
+
+
+class _StatePrinter:
+    """Prints each state of a run once, and a hint if no worker starts it."""
+
+    def __init__(self, console: Console) -> None:
+        self._console, self._printed = console, {""}
+
+    def __call__(self, state: str, seconds: float) -> None:
+        if state not in self._printed:
+            more = ": waits for approval (mergegate approve)" if state.lower() in ("suspended", "paused") else ""
+            self._console.print(Text(f"  {state.lower()}{more}", style="dim"))
+        elif state in ("Scheduled", "Late", "Pending") and seconds > _IMPATIENT_S and "hint" not in self._printed:
+            self._printed.add("hint")
+            self._console.print("  no worker has started it yet. Start one (mergegate worker), or wait for a busy one.")
+        self._printed.add(state)
+
+
+def approve_command(
+    run: Annotated[
+        str | None,
+        typer.Argument(help="ID or name of a waiting run, or name of its profile.", show_default="the only one"),
+    ] = None,
+    reject: Annotated[bool, typer.Option("--reject", help="Reject the release.")] = False,
+    reason: Annotated[
+        str, typer.Option(help="Reason for the decision. Required with --reject; users are notified of it.")
+    ] = "",
+    as_json: JsonOption = False,
+) -> None:
+    """Approve or reject a release that waits on the server.
+
+    mergegate shows the evidence first.
+    """
+    with command_context(as_json, with_state=True) as console:
+        if reject and not reason.strip():
+            raise InvalidInput(
+                "--reject", found="no reason", expected="--reason TEXT, which is part of the notification"
+            )
+        site = find_site(load_optional_schedules())
+        with site_client(site) as client:
+            waiting_run = select_waiting_run(waiting_runs(client), run)
+            if not as_json:
+                console.print(Markdown(waiting_run.summary))
+            answer = client.resume_flow_run(
+                waiting_run.id,
+                run_input={
+                    "publish": not reject,
+                    "by": current_user(),
+                    "reason": reason,
+                    "version": waiting_run.version,
+                },
+            )
+            if answer.status.value != "ACCEPT":
+                raise Refused(
+                    f"run {waiting_run.name}",
+                    found=str(getattr(answer.details, "reason", "") or "it did not accept the answer"),
+                    expected="a run that waits for approval",
+                    remedy="mergegate approve lists all waiting runs",
+                )
+        name, page = f"{waiting_run.profile} {waiting_run.version}", page_of_run(waiting_run.id, site.address)
+        decision = "rejected" if reject else "approved"
+        if as_json:
+            facts = {"profile": waiting_run.profile, "version": waiting_run.version, "run": str(waiting_run.id)}
+            print_answer(decision, f"{decision} {name}", {**facts, "page": page})
+        else:
+            console.print(f"{decision} {name}; a worker continues the run")
+            console.print(f"  {page}")

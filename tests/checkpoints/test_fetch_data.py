@@ -9,7 +9,7 @@ import pytest
 from hub_look_alike import Fault, LookAlike
 from rich.console import Console
 
-from mergegate.flows.cli.fetch_data import fetch_profile_data
+from mergegate.flows.cli.evaluate import fetch_profile_data
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.evaluation import TaskDataset, fetch_datasets, named_data, pin_task

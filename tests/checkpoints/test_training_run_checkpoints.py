@@ -19,8 +19,8 @@ from rich.console import Console
 from safetensors.torch import save_file
 
 from mergegate.flows.candidates import ExpandedRecipe, expand_training_runs
-from mergegate.flows.cli.check import check_file
-from mergegate.flows.cli.plan import PlanOptions, plan_file
+from mergegate.flows.operations.check import check_file
+from mergegate.flows.operations.plan import PlanOptions, plan_file
 from mergegate.merge_core import load_recipe, plan_merge
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import parse_yaml

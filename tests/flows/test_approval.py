@@ -13,8 +13,8 @@ from prefect.client.orchestration import get_client
 from prefect.client.schemas.objects import State, StateDetails, StateType
 from rich.console import Console
 
-from mergegate.flows.cli.approve import TerminalApproval
-from mergegate.flows.cli.progress import TerminalProgress
+from mergegate.flows.operations.progress import TerminalProgress
+from mergegate.flows.operations.run import TerminalApproval
 from mergegate.flows.prefect_api import ApprovalRequest, Decision, WaitingRun, select_waiting_run, waiting_runs
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.publish import PendingRelease

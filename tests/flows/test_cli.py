@@ -113,7 +113,7 @@ def interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("mergegate.flows.release.preflight_profile", interrupt)
-    monkeypatch.setattr("mergegate.flows.cli.check.is_recipe", interrupt)
+    monkeypatch.setattr("mergegate.flows.operations.check.is_recipe", interrupt)
 
 
 @pytest.mark.story

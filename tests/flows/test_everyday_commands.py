@@ -16,12 +16,12 @@ from prefect import flow
 from rich.cells import cell_len
 from samples import sampled
 
-from mergegate.flows.cli.json_events import EventLines
+from mergegate.flows.operations.progress import EventLines
 from mergegate.flows.outcome import RunOutcome, conclude_flow, flow_outcome
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.stage import StageValue, value_stage
 
-CLI = PROFILES.parent / "flows" / "cli"
+FLOWS = PROFILES.parent / "flows"
 ANSWERS = ("status", "history", "doctor", "methods", "store ls", "store du", "check profiles/demo.yaml", "explain demo")
 FETCHED = "fetch-data profiles/by-name.yaml"
 FINISHED = (
@@ -82,12 +82,12 @@ def have_data_by_name(project: Project) -> None:
 def test_no_command_prints_json_in_a_shape_of_its_own() -> None:
     printing = {
         file.name
-        for file in CLI.glob("*.py")
+        for file in (*FLOWS.glob("cli/*.py"), *FLOWS.glob("operations/*.py"))
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.Call) and ast.unparse(node).startswith("print(json.dumps(")
     }
-    # run_summary.py prints the outcome of a run. The first test validates it.
-    assert printing == {"output.py", "json_events.py", "run_summary.py"}
+    # summary.py prints the outcome of a run. The first test validates it.
+    assert printing == {"console.py", "progress.py", "summary.py"}
 
 
 @pytest.mark.story

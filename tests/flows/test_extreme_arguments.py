@@ -145,7 +145,7 @@ def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     monkeypatch.setattr("mergegate.flows.cli.server.serve_prefect", end)
     monkeypatch.setattr("mergegate.flows.cli.server.os.execve", end)
-    monkeypatch.setattr("mergegate.flows.cli.demo.run_command", end)
+    monkeypatch.setattr("mergegate.flows.cli.run.run_command", end)
     before = dict(os.environ)
     yield
     for name in os.environ.keys() - before.keys():

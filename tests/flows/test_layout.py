@@ -19,12 +19,12 @@ from rich.text import Text
 from samples import sampled
 from typer.testing import CliRunner
 
-from mergegate.flows.cli import progress
 from mergegate.flows.cli.app import app
-from mergegate.flows.cli.console import FittingConsole, wrap_line
-from mergegate.flows.cli.merge import _bar
-from mergegate.flows.cli.progress import TerminalProgress, fit_text
-from mergegate.flows.cli.score_table import print_scores, print_table
+from mergegate.flows.operations import progress
+from mergegate.flows.operations.console import FittingConsole, print_table, wrap_line
+from mergegate.flows.operations.merge import _bar
+from mergegate.flows.operations.progress import TerminalProgress, fit_text
+from mergegate.flows.operations.summary import print_scores
 from mergegate.tasks.report import DECISION_COLUMNS, Row, ScoreTable
 from mergegate.tasks.stage import Pulse
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from mergegate.flows.cli import progress
-from mergegate.flows.cli.progress import TerminalProgress
-from mergegate.flows.cli.run_summary import sweep_summary
+from mergegate.flows.operations import progress
+from mergegate.flows.operations.progress import TerminalProgress
+from mergegate.flows.operations.summary import sweep_summary
 from mergegate.merge_core.wording import detail
 from mergegate.tasks.report import search_line
 from mergegate.tasks.report.sweep.content import SweepContent

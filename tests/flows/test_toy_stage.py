@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict
 from rich.console import Console
 
 from mergegate.flows.attempt import JudgedMerge
-from mergegate.flows.cli.run_summary import print_summary
+from mergegate.flows.operations.summary import print_summary
 from mergegate.flows.outcome import RunOutcome
 from mergegate.flows.profile import load_profile
 from mergegate.flows.release import JUDGMENTS, make_release

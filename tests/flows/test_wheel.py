@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from benchmark_scripts import load_benchmark
 
-from mergegate.flows.cli.demo import PROFILE, copy_demo
+from mergegate.flows.cli.run import PROFILE, copy_demo
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.sandbox import require_linux
 

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 from samples import sampled
 from test_router_fit import dense_solution
 
-from mergegate.flows.cli.merge import MergeOptions, merge_recipe
+from mergegate.flows.operations.merge import MergeOptions, merge_recipe
 from mergegate.merge_core import load_recipe, open_checkpoint, plan_merge, plan_with_findings
 from mergegate.merge_core.architecture.experts import RouterScore, find_routers, read_routers
 from mergegate.merge_core.engine.execution import require_prepared

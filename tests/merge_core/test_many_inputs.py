@@ -16,7 +16,7 @@ import pytest
 from benchmark_scripts import load_benchmark
 from family import load, merge_text, open_models, plan_recipe, random_tensors, save_checkpoint
 
-from mergegate.flows.cli.recipe_parents import clear_recipe
+from mergegate.flows.operations.merge import clear_recipe
 from mergegate.merge_core import EngineSettings, load_recipe, open_checkpoint, plan_merge, system
 from mergegate.merge_core.architecture import parse_layer_place
 from mergegate.merge_core.checkpoint import checkpoint as checkpoint_file

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mergegate.flows.cli.run_plan import PlannedRun, PlannedStage
+from mergegate.flows.operations.check import PlannedRun, PlannedStage
 from mergegate.merge_core.engine.forecast import Rates
 from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.system import Capacity, control_group, control_groups, system_memory

@@ -14,7 +14,7 @@ from builders.results import guard, suite, update
 from pages import empty_plots, sketch_of, text_of
 from rich.console import Console
 
-from mergegate.flows.cli.run_summary import print_summary
+from mergegate.flows.operations.summary import print_summary
 from mergegate.flows.outcome import RunOutcome
 from mergegate.flows.outcome.run_outcome import PublishedVariants
 from mergegate.tasks.report.content import ReportContent, ReportedCheck, ReportedServing

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from scipy.stats import binom, ttest_rel
 
-from mergegate.flows.cli.run_summary import sweep_summary
+from mergegate.flows.operations.summary import sweep_summary
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files import RecordJournal
 from mergegate.merge_core.recipe import RunCheckpoint, Schedule, run_recipe

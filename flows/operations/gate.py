@@ -1,9 +1,4 @@
-"""``mergegate gate``: judge results that lm-eval or inspect_ai has already written. No model is run.
-
-::
-
-    mergegate gate merge=out/merge reverser=out/reverser shifter=out/shifter --profile profiles/demo.yaml
-    mergegate gate merge=out/merge reference=out/parent --profile profiles/demo.yaml
+"""Judge results that lm-eval or inspect_ai has already written, with the guards of a profile. No model is run.
 
 Each directory has the results of one model: the output of ``lm_eval run --output_path`` with ``--log_samples``, or logs
 of inspect_ai. The content of the files tells the format. The guards of the profile (including ``best parent`` and
@@ -16,13 +11,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated
 
-import typer
 from rich.console import Console
 
-from mergegate.flows.cli.command import GuardsOption, JsonOption, command_context
-from mergegate.flows.cli.run_summary import print_outcome
 from mergegate.flows.outcome import RunOutcome
 from mergegate.flows.profile import Profile, load_profile
 from mergegate.merge_core.errors import InvalidInput, suggest
@@ -45,28 +36,6 @@ from mergegate.tasks.report import ReportContent, ReportedModel
 from mergegate.tasks.store import Artifact, digest
 
 MERGE, REFERENCE = "merge", "reference"
-
-
-def gate_command(
-    results: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="NAME=DIR", help="Results by model: merge=DIR reference=DIR. A log or results file also works."
-        ),
-    ],
-    profile: GuardsOption,
-    as_json: JsonOption = False,
-) -> None:
-    """Judge results of lm-eval or inspect_ai by guards.
-
-    The guards are those of a profile. A directory contains the output of lm-eval 0.4 or 0.5 with --log_samples, or
-    .eval or .json logs of inspect_ai. mergegate does not run any model.
-    """
-    with command_context(as_json, with_state=True) as console:
-        loaded, location = load_guards(profile)
-        outcome = judge_results(_directories_by_model(results), loaded, location, console)
-        print_outcome(console, outcome, as_json)
-        raise typer.Exit(outcome.exit_code)
 
 
 def load_guards(source: Path | Profile) -> tuple[Profile, str]:
@@ -154,21 +123,6 @@ def judge_results(
         return RunOutcome(status="passed", message=f"{profile.name} passed the gate", content=content)
     message = f"{profile.name} does not pass the gate"
     return RunOutcome(status="refused", message=message, reasons=verdict.reasons, content=content)
-
-
-def _directories_by_model(entries: Sequence[str]) -> dict[str, Path]:
-    """Parse entries of the form ``NAME=DIRECTORY``. Raise InvalidInput if a model is named twice."""
-    directories: dict[str, Path] = {}
-    for entry in entries:
-        name, equals, directory = entry.partition("=")
-        if not (name and equals and directory):
-            raise InvalidInput(
-                entry, found="not a model with a directory", expected="NAME=DIRECTORY, for example merge=out/merge"
-            )
-        if name in directories:
-            raise InvalidInput(entry, found=f"a second directory for {name}", expected="one directory for each model")
-        directories[name] = Path(directory)
-    return directories
 
 
 def _require_models(directories: Mapping[str, Path]) -> None:

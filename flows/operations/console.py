@@ -1,19 +1,30 @@
-"""Print text that fits the width of the terminal, without breaking or cutting a word.
+"""Print text, tables, findings and JSON objects in the same way for all commands and results.
 
-The width is that of the terminal, or the variable ``COLUMNS``, or 80 columns in a pipe. Continuation lines are indented
-below the text that they continue::
+The width is that of the terminal, or the variable ``COLUMNS``, or 80 columns in a pipe. Text fits it without breaking
+or cutting a word. Continuation lines are indented below the text that they continue::
 
     ✓ power: copy: a drop of 3.1 points is detected with 400 documents, if 0.1 % of
       answers differ
 
 A path or another word that is wider than the terminal stays in one piece, so that it can be copied.
+
+The JSON object of a command has a status, a message, findings, then other keys::
+
+    {"status": "refused", "message": "…", "findings": [{"severity": "block", "where": "…", …}], …}
+
+docs/reference/json.md describes it for users, docs/schema/answer.json for programs.
 """
 
 from __future__ import annotations
 
+import io
+import json
+import os
 import re
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -21,7 +32,11 @@ from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from mergegate.merge_core.errors import escape_invisible
+from mergegate.merge_core.errors import Finding, FindingGroup, escape_invisible, group_findings
+
+if TYPE_CHECKING:
+    from mergegate.tasks.stage import Outcome
+
 
 # Indentation, a mark and a label. Continuation lines start below the text that follows them.
 _LEAD = re.compile(r"\s*(?:[^\w\s] +)?(?:expected: |(?:\S+ )?\S+ {2,})?")
@@ -140,3 +155,102 @@ class FittingConsole(Console):
                 text = Text("\n").join(part for line in lines for part in wrap_line(line, self.width))
             objects, options = (text,), {**options, "soft_wrap": True}  # already wrapped
         super().print(*objects, sep=sep, **options)
+
+
+def print_table(console: Console, columns: Sequence[str], rows: Sequence[Sequence[str]], *, numbers: bool) -> None:
+    """Print a table. On a terminal that is too narrow, print each row as a list of its cells.
+
+    With ``numbers``, all columns between the first and the last align right.
+    """
+    widths = [max(cell_len(str(line[at])) for line in (columns, *rows)) for at in range(len(columns))]
+    if sum(widths) + len(widths) - 1 <= console.width:
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
+        for at, column in enumerate(columns):
+            right = numbers and 0 < at < len(columns) - 1
+            table.add_column(column, justify="right" if right else "left", no_wrap=True)
+        for row in rows:
+            table.add_row(*map(Text, row))
+        console.print(table)
+        return
+    label = max(map(cell_len, columns[1:]), default=0)
+    for row in rows:
+        console.print(Text(row[0], style="bold"))
+        for column, cell in zip(columns[1:], row[1:], strict=True):
+            if cell:
+                console.print(Text.assemble("  ", (f"{column:<{label}}", "dim"), "  " if label else "", cell))
+
+
+_FINDING_STYLES = {"block": ("✗", "bold red"), "warn": ("!", "yellow"), "info": ("·", "dim")}
+_TEXT_WIDTH = 100  # columns of a result as text
+OUTCOME_STYLES: Mapping[Outcome | None, str] = {"pass": "green", "inconclusive": "yellow", "fail": "bold red", None: ""}
+
+
+def print_answer(status: str, message: str, more: Mapping[str, Any], findings: Iterable[Finding] = ()) -> None:
+    """Print the JSON object of a command.
+
+    ``status`` is one or two words, such as ``released``, ``refused``, ``sound`` or ``listed``. ``message`` is for
+    users. ``findings`` are sorted, worst first. ``more`` contains other keys, which cannot replace these three.
+    """
+    answer = {"status": status, "message": message, "findings": [asdict(finding) for finding in findings]}
+    print(json.dumps({**answer, **{key: value for key, value in more.items() if key not in answer}}, default=str))
+
+
+def print_created(record: dict[str, Any]) -> None:
+    """Print the JSON object of a command that creates files.
+
+    The status is ``made``, or ``nothing new`` if ``record["new"]`` is False.
+    """
+    status = "made" if record.pop("new", True) else "nothing new"
+    print_answer(status, status, record)
+
+
+def printed_text(draw: Callable[[Console], None]) -> str:
+    """Return what ``draw`` prints on a console that is not a terminal, without blank lines around it."""
+    console = FittingConsole(file=io.StringIO(), width=_TEXT_WIDTH, highlight=False, force_jupyter=False)
+    with console.capture() as capture:
+        draw(console)
+    return capture.get().strip("\n")
+
+
+def short_path(path: Path | str) -> str:
+    """Return a path relative to the working directory. A URL or a path outside this directory stays as it is."""
+    if isinstance(path, str):
+        return path
+    try:
+        relative = os.path.relpath(path)
+    except OSError:  # the working directory was deleted
+        return str(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+class CheckSummary(Protocol):
+    """Result of checks, apart from their findings."""
+
+    @property
+    def summary(self) -> Sequence[str]:
+        """One line per successful check."""
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of a command that only checks."""
+
+
+def print_findings(
+    findings: Sequence[Finding], problems: CheckSummary, console: Console, *, verbose: bool = False
+) -> None:
+    """Print each finding with its remedy, worst first, then the lines about successful checks.
+
+    Findings with the same cause are printed once, or separately with ``verbose``.
+    """
+    groups = tuple(map(FindingGroup, findings)) if verbose else group_findings(findings)
+    for group in groups:
+        finding = group.first
+        glyph, style = _FINDING_STYLES[finding.severity]
+        console.print(Text(f"{glyph} {finding}", style=style))
+        for label, text in (("expected: ", finding.expected), ("remedy:   ", finding.remedy)):
+            if text:
+                console.print(Text(f"    {label}{text}"))
+        if group.others:
+            console.print(Text(f"    {group.others_line()} (-v lists them)", style="dim"))
+    for line in dict.fromkeys(problems.summary):
+        console.print(Text(f"✓ {line}" if problems.exit_code == 0 else f"· {line}"))

@@ -11,19 +11,17 @@ import re
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from mergegate.flows.candidates import recipe_of_file
-from mergegate.flows.cli.command import JsonOption, command_context
-from mergegate.flows.cli.output import print_answer, printed_text
-from mergegate.flows.cli.recipe_parents import plan_recipe
+from mergegate.flows.operations.console import printed_text
+from mergegate.flows.operations.merge import plan_recipe
 from mergegate.merge_core import EngineSettings, Finding, MergePlan, Recipe
 from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, find_kind
 from mergegate.merge_core.engine.forecast import Duration, Needs, Rates, duration, estimate_needs, input_files
@@ -39,6 +37,7 @@ if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import ResolvedCheckpoint
     from mergegate.tasks.gate import GatePower
     from mergegate.tasks.merge import RouterNeeds, StatisticsNeeds
+
 
 # Maximum age of measured rates, and the name of their file in the project's state.
 _RATES_AGE_S = 3600.0
@@ -118,41 +117,6 @@ class PlanOptions:
     probe: bool | None
 
 
-def plan_command(
-    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML, mergekit's dialect), or a profile.")],
-    out: Annotated[Path, typer.Option(help="Directory for the result.")] = Path(),
-    device: Annotated[str, typer.Option(help="Device of the merge: auto, cpu, cuda or cuda:N.")] = "auto",
-    price: Annotated[
-        list[str] | None, typer.Option(help="Hourly price of an instance, as NAME=DOLLARS_PER_HOUR. Repeatable.")
-    ] = None,
-    probe: Annotated[
-        bool | None,
-        typer.Option("--probe/--no-probe", help="Measure this machine now, or never.", show_default="once an hour"),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Forecast memory, disk, time and cost of a merge.
-
-    mergegate reads only the headers of the checkpoints. No weights are read or downloaded.
-    """
-    with command_context(as_json) as console:
-        options = PlanOptions(out, device, named_prices(price or ()), probe)
-        with console.status("reading headers"):
-            forecast = plan_file(recipe, options)
-        if as_json:
-            facts = {
-                **{key: value for key, value in asdict(forecast).items() if key != "routers" or value is not None},
-                "place": str(forecast.place),
-                "kind": forecast.kind.name,
-                "disk_missing": forecast.disk_missing,
-                "power": forecast.power.model_dump(mode="json") if forecast.power else None,
-                "cost": {name: forecast.cost(dollars) for name, dollars in forecast.prices.items()},
-            }
-            print_answer("planned", forecast.recipe, facts, forecast.findings)
-            return
-        print_plan(forecast, console)
-
-
 def plan_file(file: Path | Profile, options: PlanOptions) -> MergeForecast:
     """Forecast the merge of a recipe file or of a profile, and the power of a profile's gate.
 
@@ -186,23 +150,6 @@ def plan_file(file: Path | Profile, options: PlanOptions) -> MergeForecast:
     measured = tuple(parent for parent in parents if parent.ref not in evidence.unmeasured)
     power = forecast_power(evidence, measured, attempts, past_guards(profile.name))
     return replace(forecast, power=power, power_is_unknown=profile.evaluate is not None and power is None)
-
-
-def named_prices(texts: Sequence[str]) -> dict[str, float]:
-    """Parse texts of the form ``NAME=DOLLARS_PER_HOUR``, or raise InvalidInput."""
-    prices = {}
-    for text in texts:
-        name, _, amount = text.partition("=")
-        try:
-            price = float(amount.removeprefix("$"))
-        except ValueError:
-            price = -1.0
-        if not name or not 0 <= price < float("inf"):
-            raise InvalidInput(
-                "--price", found=f"{text!r}", expected="NAME=DOLLARS_PER_HOUR", remedy="for example --price my-box=1.20"
-            )
-        prices[name.strip()] = price
-    return prices
 
 
 def forecast_of(

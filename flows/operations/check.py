@@ -1,7 +1,8 @@
-"""Plan which calls of stages a run would execute, and how long they take on this machine.
+"""Find every problem of a profile or a recipe before any weight is read, and plan the run of the profile.
 
-The time of a call is that of its last execution on this machine, or else a rough estimate
-(``tasks.preflight.duration``). No weights are read and no model is run.
+The plan has the calls of stages that a run would execute, and how long they take on this machine. The time of a call is
+that of its last execution on this machine, or else a rough estimate (``tasks.preflight.duration``). No weights are read
+and no model is run.
 """
 
 from __future__ import annotations
@@ -11,15 +12,30 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import islice
+from pathlib import Path
 from typing import TypeVar
 
-from mergegate.flows.attempt import JudgedMerge, conversion_texts
-from mergegate.flows.cli.plan import machine_rates
-from mergegate.flows.cli.recipe_parents import plan_recipe
-from mergegate.flows.preflight import ClearedCandidate, Preflight, TaskExample
-from mergegate.flows.profile import Profile
+from pydantic import BaseModel, ConfigDict, Field
+from rich.console import Console
+
+from mergegate.flows.attempt import JudgedMerge, conversion_texts, sweep_candidates
+from mergegate.flows.candidates import recipe_of_file
+from mergegate.flows.operations.console import print_findings, printed_text
+from mergegate.flows.operations.merge import plan_recipe
+from mergegate.flows.operations.plan import machine_rates
+from mergegate.flows.operations.run import convert_evolve
+from mergegate.flows.preflight import (
+    ClearedCandidate,
+    Preflight,
+    Problems,
+    TaskExample,
+    check_recipe,
+    preflight_profile,
+)
+from mergegate.flows.profile import Profile, is_recipe, load_profile
+from mergegate.merge_core import Finding
 from mergegate.merge_core.engine.forecast import Rates
-from mergegate.merge_core.errors import MergegateError
+from mergegate.merge_core.errors import EXIT_CODES, MergegateError, Status
 from mergegate.merge_core.parsing import open_buffered
 from mergegate.merge_core.system import cores_of_process, system_memory
 from mergegate.merge_core.wording import format_count, format_duration, format_roughly
@@ -54,10 +70,81 @@ from mergegate.tasks.preflight import (
     merge_seconds,
     plan_interim_looks,
 )
+from mergegate.tasks.publish.targets import CredentialUse
 from mergegate.tasks.report import read_history
 from mergegate.tasks.serve import Check
 from mergegate.tasks.stage import WorkRequired, dry_pass, home, nearest_directory, runtime, store
 from mergegate.tasks.variants import VariantFormat
+
+
+class CheckReport(BaseModel):
+    """Findings about a profile or recipe, as ``mergegate check`` prints them.
+
+    Attributes:
+        status: ``passed`` if no finding blocks a run, ``invalid`` or ``refused`` if one does.
+        file: Checked file, or the name of the profile.
+        remarks: All findings, worst first. A finding with the severity ``block`` would end a run.
+        summary: One line per successful check.
+        examples: One document of each task, as each parent reads it.
+        seconds: Estimated duration of a run on this machine. None if unknown.
+        rough: Whether the duration is a guess from sizes and a short measurement.
+        credentials: Credentials with which the release and its variants would be published, without any secret.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    status: Status = Field(exclude=True)
+    file: str
+    remarks: tuple[Finding, ...]
+    summary: tuple[str, ...]
+    examples: tuple[TaskExample, ...] = ()
+    seconds: float | None = None
+    rough: bool = False
+    credentials: tuple[CredentialUse, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code of ``mergegate check``: 0 if no finding blocks a run."""
+        return EXIT_CODES[self.status]
+
+    @property
+    def passed(self) -> bool:
+        """Whether no finding blocks a run."""
+        return self.status == "passed"
+
+    def __str__(self) -> str:
+        return printed_text(lambda console: print_findings(self.remarks, self, console))
+
+
+def check_file(file: Path | Profile, console: Console) -> CheckReport:
+    """Check a profile, a recipe file or mergekit-evolve's YAML without reading any weight.
+
+    Raises:
+        InvalidInput: The file cannot be read or is not valid.
+    """
+    problems, planned = Problems(stop_at_once=False), None
+    if isinstance(file, Path) and is_recipe(file):
+        check_recipe(recipe_of_file(file), file.parent, file.stem, problems)
+    elif (profile := load_profile(convert_evolve(file, console) if isinstance(file, Path) else file)).sweep is None:
+        preflight = preflight_profile(profile, problems)
+        if (planned := plan_run(profile, preflight, problems.examples)) and planned.open_stages:
+            problems.summary.append(f"time: {planned.time()}")
+        if planned and (extension := planned.extension()):
+            problems.summary.append(f"time: {extension[0].lower()}{extension[1:]}")
+    else:
+        candidates = sweep_candidates(profile)
+        preflight_profile(profile, problems, candidates.searched, candidates.by_hand)
+    return CheckReport(
+        status=problems.status,
+        file=str(file) if isinstance(file, Path) else file.name,
+        remarks=problems.worst_first(),
+        summary=tuple(dict.fromkeys(problems.summary)),
+        examples=tuple(problems.examples),
+        seconds=planned.seconds if planned else None,
+        rough=bool(planned and planned.rough),
+        credentials=tuple(problems.credentials),
+    )
+
 
 MERGE = "merge"
 T = TypeVar("T")  # result of a call of stages

@@ -1,8 +1,9 @@
-"""``mergegate smoke``: test a checkpoint on a new server, or a running server, and print the results of all checks."""
+"""``mergegate gate``, ``smoke`` and ``fetch-data``: judge results, test a server, or fetch datasets."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -11,8 +12,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from mergegate.flows.cli.command import JsonOption, command_context
-from mergegate.flows.cli.output import print_answer
+from mergegate.flows.cli.command import GuardsOption, JsonOption, command_context
+from mergegate.flows.operations.console import print_answer
+from mergegate.flows.operations.gate import judge_results, load_guards
+from mergegate.flows.operations.summary import print_outcome
 from mergegate.flows.profile import load_profile
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints import (
@@ -23,6 +26,14 @@ from mergegate.tasks.checkpoints import (
     pin_checkpoints,
 )
 from mergegate.tasks.checkpoints.hub import download_snapshots
+from mergegate.tasks.evaluation import (
+    FetchedDataset,
+    TaskDataset,
+    fetch_datasets,
+    is_file_name,
+    named_data,
+    require_supported,
+)
 from mergegate.tasks.serve import (
     STEPS,
     RunningServer,
@@ -35,6 +46,44 @@ from mergegate.tasks.serve import (
 )
 from mergegate.tasks.stage import device_kind, home, store
 from mergegate.tasks.store import digest
+
+
+def gate_command(
+    results: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="NAME=DIR", help="Results by model: merge=DIR reference=DIR. A log or results file also works."
+        ),
+    ],
+    profile: GuardsOption,
+    as_json: JsonOption = False,
+) -> None:
+    """Judge results of lm-eval or inspect_ai by guards.
+
+    The guards are those of a profile. A directory contains the output of lm-eval 0.4 or 0.5 with --log_samples, or
+    .eval or .json logs of inspect_ai. mergegate does not run any model.
+    """
+    with command_context(as_json, with_state=True) as console:
+        loaded, location = load_guards(profile)
+        outcome = judge_results(_directories_by_model(results), loaded, location, console)
+        print_outcome(console, outcome, as_json)
+        raise typer.Exit(outcome.exit_code)
+
+
+def _directories_by_model(entries: Sequence[str]) -> dict[str, Path]:
+    """Parse entries of the form ``NAME=DIRECTORY``. Raise InvalidInput if a model is named twice."""
+    directories: dict[str, Path] = {}
+    for entry in entries:
+        name, equals, directory = entry.partition("=")
+        if not (name and equals and directory):
+            raise InvalidInput(
+                entry, found="not a model with a directory", expected="NAME=DIRECTORY, for example merge=out/merge"
+            )
+        if name in directories:
+            raise InvalidInput(entry, found=f"a second directory for {name}", expected="one directory for each model")
+        directories[name] = Path(directory)
+    return directories
+
 
 _MARKS = {"pass": ("✓", "green"), "fail": ("✗", "bold red"), "not offered": ("·", "dim")}
 
@@ -141,3 +190,52 @@ def _print_verdict(verdict: ServeVerdict, console: Console) -> None:
     for check in verdict.failures:
         if check.remedy:
             console.print(Text(f"  {check.name}: {check.remedy}"))
+
+
+def fetch_data_command(
+    profile: Annotated[Path, typer.Argument(help="Profile with 'evaluate.data'.")], as_json: JsonOption = False
+) -> None:
+    """Fetch the datasets of a profile's tasks for offline runs.
+
+    They are stored in the directory 'evaluate.data' of the profile.
+    """
+    with command_context(as_json, with_state=True) as console:
+        root, fetched = fetch_profile_data(profile, console)
+        if as_json:
+            rows = [
+                {"dataset": dataset.name, "revision": dataset.revision, "directory": str(dataset.directory)}
+                for dataset in fetched
+            ]
+            print_answer("fetched", f"{len(fetched)} datasets in {root}", {"directory": str(root), "datasets": rows})
+        elif not fetched:
+            console.print("nothing to fetch: the tasks' own files include all data")
+
+
+def fetch_profile_data(file: Path, console: Console) -> tuple[Path, list[FetchedDataset]]:
+    """Fetch a profile's missing datasets, print the status of each, and return their directory and all datasets.
+
+    Raises:
+        InvalidInput: The profile has no ``evaluate.data``, or a dataset is not available.
+    """
+    profile = load_profile(file, needs_recipe=False)
+    if profile.evaluate is None or profile.evaluate.data is None:
+        raise InvalidInput(
+            f"{file}: evaluate.data",
+            found="it is missing",
+            expected="a directory for the datasets",
+            remedy="add 'data: eval-data' under 'evaluate'",
+        )
+    root = (profile.root / profile.evaluate.data).absolute()
+    datasets: list[TaskDataset] = []
+    for task in profile.task_names():
+        require_supported(task, profile.root, code_allowed=task in profile.evaluate.allow_code)
+        datasets += named_data(task, (profile.root / task).absolute() if is_file_name(task) else None)
+    fetched: list[FetchedDataset] = []
+
+    def note(dataset: FetchedDataset) -> None:
+        fetched.append(dataset)
+        status = f"fetched at {dataset.revision[:12]}" if dataset.revision else "already there"
+        console.print(f"{dataset.name}: {status}")
+
+    fetch_datasets(datasets, root, note)
+    return root, fetched
