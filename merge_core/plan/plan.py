@@ -174,6 +174,9 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     alignment = align(recipe, checkpoints, name)
     donor, lost_heads = with_head(recipe, donor, checkpoints)
     problems += lost_heads
+    if recipe.drop_prediction_layers:
+        dropped = prediction_tensors(donor)
+        donor = replace(donor, tensors={key: tensor for key, tensor in donor.tensors.items() if key not in dropped})
     structure: Mapping[str, Any] = donor.config
     if (sliced := config_of_slices(recipe, donor, checkpoints)) is not None:
         structure = sliced[0]
@@ -190,7 +193,7 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     config: Mapping[str, Any] = with_dtype(structure, bulk_dtype(jobs))
     if not prediction_tensors(donor).intersection(job.output.name for job in jobs):
         config, declared = without_predictions(config), config
-        if config != declared:
+        if config != declared and not recipe.drop_prediction_layers:
             problems.append(
                 Finding(
                     "info",

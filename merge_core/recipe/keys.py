@@ -24,6 +24,7 @@ RECIPE_KEYS = (
     "chat_template",
     "name",
     "align_experts",
+    "drop_prediction_layers",
     "output",
     "rank",
     "statistics",

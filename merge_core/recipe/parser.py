@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -216,7 +217,10 @@ def _document(value: object, location: str, directory: Path | None, log: Finding
     )
     parsers: Mapping[str, Callable[[], Any]] = {
         "tokenizer": lambda: parse_tokenizer_choice(content, location, log),
-        "align_experts": lambda: _switch(content.get("align_experts", False), f"{location}: align_experts"),
+        **{
+            key: partial(_switch, content.get(key, False), f"{location}: {key}")
+            for key in ("align_experts", "drop_prediction_layers")
+        },
         "reading": lambda: parse_reading(
             content.get("statistics"), method, f"{location}: statistics", repairs=reads_texts
         ),

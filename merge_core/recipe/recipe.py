@@ -96,6 +96,7 @@ class Recipe:
         directory: Directory in which relative paths are searched first. None for inline text.
         location: Location of the recipe for messages.
         align_experts: Whether to renumber the experts of mixtures so that they correspond to those of the donor.
+        drop_prediction_layers: Whether to leave out the layers for multi-token prediction.
         experts_in_order: Whether the experts have been matched; see
             :func:`merge_core.architecture.experts.match_experts`.
         mixture: Mixture of experts to build from dense models. None if the recipe merges models. With a mixture, the
@@ -126,6 +127,7 @@ class Recipe:
     directory: Path | None
     location: str
     align_experts: bool = False
+    drop_prediction_layers: bool = False
     experts_in_order: bool = False
     mixture: Mixture | None = None
     output: AdapterOutput | None = None
@@ -271,7 +273,8 @@ class Recipe:
     def canonical(self) -> dict[str, Any]:
         """Return everything that determines the result, as JSON-compatible data. Equivalent recipes give equal data."""
         # Later additions to the format appear only if they are set, so that the keys of existing artifacts stay valid.
-        later: dict[str, Any] = {"align_experts": True} if self.align_experts else {}
+        switches = ("align_experts", "drop_prediction_layers")
+        later: dict[str, Any] = {name: True for name in switches if getattr(self, name)}
         if self.mixture is not None:
             later["mixture"] = self.mixture.canonical()
         if self.output is not None:

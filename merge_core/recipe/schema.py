@@ -36,6 +36,10 @@ _TYPES: dict[str, dict[str, Any]] = {
         "type": "boolean",
         "description": "Whether to reorder the experts of mixtures so that they correspond. Default: false.",
     },
+    "drop_prediction_layers": {
+        "type": "boolean",
+        "description": "Whether to leave out the base's layers for multi-token prediction. Default: false.",
+    },
     "statistics": {
         "type": "object",
         "description": "Settings for reading calibration texts, for recipes that use them.",

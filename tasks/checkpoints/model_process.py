@@ -416,7 +416,7 @@ class _ModelProcess:
 
     def reads(self, paths: set[str]) -> bool:
         """Return whether the process may read all ``paths``. Permissions follow links to real files."""
-        readable = {Path(path).resolve() for path in (*self.readable, store().root)}
+        readable = {path.resolve() for path in (*map(Path, self.readable), store().root)}
         return all(not readable.isdisjoint((path, *path.parents)) for path in (Path(path).resolve() for path in paths))
 
     def send(self, content: tuple[Any, ...]) -> None:

@@ -57,8 +57,8 @@ def test_layers_that_a_writer_drops_come_from_the_base_or_from_no_model(name: st
     assert not planned.blocking
     copied = {job.output.name for job in planned.plan.jobs if job.mode == "copy"}
     assert (copied, planned.plan.config) == (extra.keys(), planned.plan.donor.config)
-    for models in ("bc", "ba"):
-        planned = check_recipe(linear_of(models), tmp_path)
+    for recipe in (linear_of("bc"), linear_of("ba"), DIFFERENCES + "drop_prediction_layers: true\n"):
+        planned = check_recipe(recipe, tmp_path)
         assert planned.plan is not None
         assert not planned.blocking
         assert {job.output.name for job in planned.plan.jobs} == tuned.keys()
