@@ -39,7 +39,6 @@ from mergegate.tasks.perplexity import DocumentLikelihood, Likelihoods, read_doc
 from mergegate.tasks.publish.content import BOM, SUMS, read_document, variant_evidence
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.publish.targets.hub import HubRelease
-from mergegate.tasks.store import Artifact
 
 Role = Literal["release", "parent", "base", "merge", "earlier release", "unknown"]
 LOCAL = "local"  # namespace of models that are not on the Hub and have no known organization
@@ -55,31 +54,19 @@ class ExportedTask:
         name: Name in the profile: a task of lm-eval, a group, or a built-in task.
         leaves: Scores by document, for each task below a group. A task that is not a group is its own leaf.
         tables: Mean and standard error under each metric, by leaf.
-        lm_eval_version: Version of lm-eval.
+        scores: What was measured, with its data and versions.
         is_built_in: Whether mergegate's own task scored the model, and not lm-eval.
-        data_digest: Sha256 over documents, examples, templates and settings. Empty if unknown.
-        datasets: Datasets on the Hub, as (id, configuration, commit). Empty for local data.
-        first_document: Position of the first document in the random order of the task, or None if unknown.
-        seed: Seed of that order.
     """
 
     name: str
-    leaves: Mapping[str, tuple[DocumentScore, ...]]
-    tables: Mapping[str, tuple[TaskScore, ...]]
-    lm_eval_version: str
+    leaves: Mapping[str, Sequence[DocumentScore]]
+    tables: Mapping[str, Sequence[TaskScore]]
+    scores: Scores
     is_built_in: bool
-    data_digest: str
-    datasets: tuple[tuple[str, str, str], ...]
-    first_document: int | None
-    seed: int
 
 
-@dataclass(frozen=True)
-class ExportedText:
-    """Likelihood of the held-out text under one model."""
-
-    total: Likelihoods
-    documents: tuple[DocumentLikelihood, ...]
+_Text = tuple[Likelihoods, tuple[DocumentLikelihood, ...]]
+_Measured = tuple[str, tuple[ExportedTask, ...], _Text | None]
 
 
 @dataclass(frozen=True)
@@ -92,6 +79,7 @@ class ExportedModel:
         id: Id of the form ``org/name``.
         reference: Reference in the recipe, or that of the release. Never a path of this machine.
         identity: Commit on the Hub, or sha256. Empty if the release does not state it.
+        text: Likelihood of the held-out text, in total and by document.
         variant: Type of the quantized variant whose evidence this is. Empty in the release of a merge.
     """
 
@@ -101,7 +89,7 @@ class ExportedModel:
     reference: str
     identity: str
     tasks: tuple[ExportedTask, ...]
-    text: ExportedText | None = None
+    text: _Text | None = None
     variant: str = ""
 
 
@@ -231,43 +219,22 @@ def _read(
     )
 
 
-def _measured_models(
-    record: VerdictRecord, tables: Mapping[str, bytes], is_built_in: bool
-) -> Iterator[tuple[str, tuple[ExportedTask, ...], ExportedText | None]]:
+def _measured_models(record: VerdictRecord, tables: Mapping[str, bytes], is_built_in: bool) -> Iterator[_Measured]:
     """Yield name, tasks and likelihoods of every model in a record, in the order of the record."""
     with TemporaryDirectory(prefix="mergegate-export-") as scratch:
         scores, likelihoods = read_measurements(record, tables, Path(scratch))
         for model in dict.fromkeys((*scores, *likelihoods)):
-            tasks = tuple(
-                _exported_task(task, measured.rows, measured.parts, is_built_in)
-                for task, measured in by_task(model, scores.get(model, ())).items()
-            )
+            tasks = []
+            for task, measured in by_task(model, scores.get(model, ())).items():
+                leaves: dict[str, list[DocumentScore]] = {}
+                for row in measured.rows:
+                    leaves.setdefault(row.task, []).append(row)
+                if not all(math.isfinite(row.outcome) for row in measured.rows):
+                    raise ValueError(f"a score of {task} is not a finite number")
+                score_tables = {leaf: score_table(leaf, each) for leaf, each in leaves.items()}
+                tasks.append(ExportedTask(task, leaves, score_tables, measured.parts[0].value, is_built_in))
             artifact = likelihoods.get(model)
-            text = ExportedText(artifact.value, read_documents(artifact.directory)) if artifact else None
-            yield model, tasks, text
-
-
-def _exported_task(
-    task: str, rows: Sequence[DocumentScore], parts: Sequence[Artifact[Scores]], is_built_in: bool
-) -> ExportedTask:
-    leaves: dict[str, list[DocumentScore]] = {}
-    for row in rows:
-        leaves.setdefault(row.task, []).append(row)
-    if not all(math.isfinite(row.outcome) for row in rows):
-        raise ValueError(f"a score of {task} is not a finite number")
-    value = parts[0].value
-    data = value.data.get(task)
-    return ExportedTask(
-        name=task,
-        leaves={leaf: tuple(sorted(each, key=lambda row: row.doc_id)) for leaf, each in leaves.items()},
-        tables={leaf: score_table(leaf, each) for leaf, each in leaves.items()},
-        lm_eval_version=value.lm_eval_version,
-        is_built_in=is_built_in,
-        data_digest=data.digest if data else "",
-        datasets=tuple((each.path, each.name or "", each.revision) for each in data.sources) if data else (),
-        first_document=value.part.first if value.part else None,
-        seed=value.seed,
-    )
+            yield model, tuple(tasks), (artifact.value, read_documents(artifact.directory)) if artifact else None
 
 
 def portable_name(text: str) -> str:
@@ -277,81 +244,58 @@ def portable_name(text: str) -> str:
 
 
 def inspect_logs(release: ExportedRelease, export_time: datetime) -> Iterator[tuple[str, bytes]]:
-    """Yield relative path and content of every log. ``export_time`` is in UTC."""
+    """Yield relative path and content of every log. ``export_time`` is in UTC.
+
+    A path follows inspect_ai's convention: time, task and id. It lists no other JSON files.
+    """
     folders: dict[str, int] = {}
+    time = export_time.isoformat(timespec="seconds")
     for model in release.models:
-        parts = [portable_name(each) for each in (model.variant, model.name) if each]
-        folder = "/".join(parts)
+        folder = "/".join(portable_name(each) for each in (model.variant, model.name) if each)
         folders[folder] = folders.get(folder, 0) + 1
         folder += f"-{folders[folder]}" if folders[folder] > 1 else ""
-        for task in model.tasks:
-            for leaf in task.leaves:
-                yield _file(folder, _task_log(release, model, task, leaf, export_time))
-        if model.text is not None:
-            yield _file(folder, _text_log(release, model, model.text, export_time))
-
-
-def _file(folder: str, log: dict[str, Any]) -> tuple[str, bytes]:
-    """Return content and path of a log by inspect_ai's convention: time, task and id. It lists no other JSON files."""
-    spec = log["eval"]
-    time = spec["created"].replace(":", "-")
-    path = f"{folder}/{time}_{portable_name(spec['task']).replace('_', '-')}_{spec['eval_id']}.json"
-    return path, (json.dumps(log, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
+        logs = [_task_log(release, model, task, leaf, time) for task in model.tasks for leaf in task.leaves]
+        for log in [*logs, *([_text_log(release, model, *model.text, time)] if model.text else [])]:
+            spec = log["eval"]
+            task_name = portable_name(spec["task"]).replace("_", "-")
+            path = f"{folder}/{time.replace(':', '-')}_{task_name}_{spec['eval_id']}.json"
+            yield path, (json.dumps(log, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def _task_log(
-    release: ExportedRelease, model: ExportedModel, task: ExportedTask, leaf: str, export_time: datetime
+    release: ExportedRelease, model: ExportedModel, task: ExportedTask, leaf: str, time: str
 ) -> dict[str, Any]:
-    rows, table = task.leaves[leaf], task.tables[leaf]
+    measured, rows = task.scores, sorted(task.leaves[leaf], key=lambda row: row.doc_id)
+    table, data = task.tables[leaf], measured.data.get(task.name)
     documents: dict[int, list[DocumentScore]] = {}
     for row in rows:
         documents.setdefault(row.doc_id, []).append(row)
-    scorers = [
-        {
-            "name": score.metric,
-            "metrics": [{"name": "inspect_ai/mean"}, {"name": "inspect_ai/stderr"}],
-            "metadata": {"higher_is_better": score.higher_is_better},
-        }
-        for score in table
-    ]
-    scores = [
-        {
-            "name": score.metric,
-            "scorer": score.metric,
-            "scored_samples": score.n,
-            "unscored_samples": len(documents) - score.n,
-            "metrics": {
-                "mean": {"name": "mean", "value": score.score},
-                "stderr": {"name": "stderr", "value": score.stderr},
-            },
-            "metadata": {"higher_is_better": score.higher_is_better},
-        }
-        for score in table
-    ]
-    budgets = {row.budgets[-1] for row in rows if row.budgets}
+    scorers, scores = [], []
+    for score in table:
+        notes = {"higher_is_better": score.higher_is_better}
+        scorers.append(_scorer(score.metric, ("mean", "stderr"), notes))
+        values = {"mean": score.score, "stderr": score.stderr}
+        scores.append(_score(score.metric, score.n, len(documents), values, notes))
+    sources = data.sources if data else ()
     metadata = {
         "task": task.name,
-        "lm_eval_version": task.lm_eval_version,
+        "lm_eval_version": measured.lm_eval_version,
         "library": "mergegate" if task.is_built_in else "lm_eval",
         "higher_is_better": {score.metric: score.higher_is_better for score in table},
-        "data_digest": task.data_digest or None,
-        "datasets": [{"id": name, "config": config, "revision": commit} for name, config, commit in task.datasets],
-        "sample": {"seed": task.seed, "first_document": task.first_document},
+        "data_digest": (data.digest if data else "") or None,
+        "datasets": [{"id": each.path, "config": each.name or "", "revision": each.revision} for each in sources],
+        "sample": {"seed": measured.seed, "first_document": measured.part.first if measured.part else None},
         "prompt_settings": release.prompts.get(task.name),
     }
-    dataset = {
-        "name": task.datasets[0][0] if len({each[0] for each in task.datasets}) == 1 else leaf,
-        "samples": len(documents),
-        "sample_ids": list(documents),
-        "shuffled": False,
-    }
-    spec = _spec(release, model, leaf, task.data_digest[:16] or 0, dataset, scorers, metadata, export_time)
+    paths = {each.path for each in sources}
+    dataset = (paths.pop() if len(paths) == 1 else leaf, list(documents))
+    spec = _spec(release, model, leaf, (data.digest[:16] if data else "") or 0, dataset, scorers, metadata, time)
+    budgets = {row.budgets[-1] for row in rows if row.budgets}
     spec["model_generate_config"] = {"max_tokens": min(budgets)} if len(budgets) == 1 else {}
-    samples = [_sample(spec["model"], each) for each in documents.values()]
-    return _log(spec, samples, scores)
+    return _log(spec, [_task_sample(spec["model"], each) for each in documents.values()], scores)
 
 
-def _sample(model: str, rows: Sequence[DocumentScore]) -> dict[str, Any]:
+def _task_sample(model: str, rows: Sequence[DocumentScore]) -> dict[str, Any]:
     """Return the sample of one document, with a score for each metric."""
     first = rows[0]
     metadata: dict[str, Any] = {
@@ -365,96 +309,81 @@ def _sample(model: str, rows: Sequence[DocumentScore]) -> dict[str, Any]:
     lengths = {"answer_tokens": first.answer_tokens, "thinking_tokens": first.thinking_tokens, "budgets": first.budgets}
     metadata |= {name: list(values) for name, values in lengths.items() if values}
     metadata |= {} if first.prompt_cut is None else {"prompt_cut": first.prompt_cut}
-    choices: list[dict[str, Any]] = [
-        {
-            "message": {"role": "assistant", "content": "withheld", "source": "generate", "model": model},
-            "stop_reason": _ENDS.get(end, "stop"),
-        }
-        for end in first.ended
-    ]
+    message = {"role": "assistant", "content": "withheld", "source": "generate", "model": model}
+    choices = [{"message": {**message}, "stop_reason": _ENDS.get(end, "stop")} for end in first.ended]
     scores: dict[str, dict[str, Any]] = {}
     for row in rows:
         # Two models have the same number if they gave the same answer to the document.
         notes: dict[str, Any] = {"answer_number": int(row.answer)} if row.answer.isdecimal() else {}
         notes |= {} if has_one_chance else {"chance": row.chance}
         scores[row.metric] = {"value": row.outcome, **({"metadata": notes} if notes else {})}
-    return {
-        "id": first.doc_id,
-        "epoch": 1,
-        "input": _withheld(first.prompt_hash),
-        "target": _withheld(first.target_hash),
-        "messages": [],
-        "output": {
-            "model": model,
-            "choices": choices,
-            "completion": choices[0]["message"]["content"] if choices else "",
-        },
-        "scores": scores,
-        "metadata": metadata,
-        "store": {},
-        "events": [],
-        "model_usage": {},
-        "attachments": {},
-    }
+    output = {"model": model, "choices": choices, "completion": "withheld" if choices else ""}
+    texts = (_withheld(first.prompt_hash), _withheld(first.target_hash))
+    return _sample(first.doc_id, texts, output, scores, metadata)
 
 
 def _text_log(
-    release: ExportedRelease, model: ExportedModel, text: ExportedText, export_time: datetime
+    release: ExportedRelease,
+    model: ExportedModel,
+    total: Likelihoods,
+    documents: Sequence[DocumentLikelihood],
+    time: str,
 ) -> dict[str, Any]:
     """Return the log of the held-out text. A document without a finite likelihood has no score."""
-    scorer = {
-        "name": _PERPLEXITY,
-        "metrics": [{"name": f"inspect_ai/{name}"} for name in ("perplexity_per_token", "perplexity_per_seq")],
-        "metadata": {"higher_is_better": False},
-    }
-    total = text.total
-    finite = [row for row in text.documents if math.isfinite(row.loglik)]
-    metrics = {"perplexity_per_token": total.perplexity}
+    finite = [row for row in documents if math.isfinite(row.loglik)]
+    metrics = {} if total.perplexity is None else {"perplexity_per_token": total.perplexity}
     if total.perplexity is not None:
         per_document = math.fsum(-row.loglik / row.tokens for row in finite) / len(finite)
         metrics["perplexity_per_seq"] = math.exp(min(700.0, per_document))
-    score = {
-        "name": _PERPLEXITY,
-        "scorer": _PERPLEXITY,
-        "scored_samples": len(finite),
-        "unscored_samples": len(text.documents) - len(finite),
-        "metrics": {name: {"name": name, "value": value} for name, value in metrics.items() if value is not None},
-        "metadata": {"higher_is_better": False, "bits_per_byte": total.bits_per_byte},
-    }
-    metadata = {
-        "library": "mergegate",
-        "higher_is_better": {_PERPLEXITY: False},
-        "tokens": total.tokens,
-        "bytes": total.bytes,
-        "loglik": total.loglik,
-        "bits_per_byte": total.bits_per_byte,
-        "vocabulary": total.vocabulary,
-        "window": total.window,
-    }
-    ids = [row.doc_id for row in text.documents]
-    dataset = {"name": "held-out text", "samples": len(ids), "sample_ids": ids, "shuffled": False}
-    spec = _spec(release, model, _PERPLEXITY, 0, dataset, [scorer], metadata, export_time)
+    notes: dict[str, object] = {"higher_is_better": False}
+    scorer = _scorer(_PERPLEXITY, ("perplexity_per_token", "perplexity_per_seq"), notes)
+    notes = {**notes, "bits_per_byte": total.bits_per_byte}
+    score = _score(_PERPLEXITY, len(finite), len(documents), metrics, notes)
+    metadata = {"library": "mergegate", "higher_is_better": {_PERPLEXITY: False}}
+    fields = ("tokens", "bytes", "loglik", "bits_per_byte", "vocabulary", "window")
+    metadata |= {name: getattr(total, name) for name in fields}
+    dataset = ("held-out text", [row.doc_id for row in documents])
+    spec = _spec(release, model, _PERPLEXITY, 0, dataset, [scorer], metadata, time)
     samples = []
-    for row in text.documents:
-        sample: dict[str, Any] = {
-            "id": row.doc_id,
-            "epoch": 1,
-            "input": _withheld(row.hash),
-            "target": "",
-            "messages": [],
-            "output": {"model": spec["model"], "choices": [], "completion": ""},
-            "scores": {},
-            "metadata": {"doc_hash": row.hash, "bytes": row.bytes, **({"stratum": row.stratum} if row.stratum else {})},
-            "store": {},
-            "events": [],
-            "model_usage": {},
-            "attachments": {},
-        }
+    for row in documents:
+        scores = {}
         if math.isfinite(row.loglik):
             counts = {"num_tokens": row.tokens, "sum_log_probs": row.loglik}
-            sample["scores"] = {_PERPLEXITY: {"value": -row.loglik / row.tokens, "metadata": counts}}
-        samples.append(sample)
+            scores = {_PERPLEXITY: {"value": -row.loglik / row.tokens, "metadata": counts}}
+        about = {"doc_hash": row.hash, "bytes": row.bytes, **({"stratum": row.stratum} if row.stratum else {})}
+        output = {"model": spec["model"], "choices": [], "completion": ""}
+        samples.append(_sample(row.doc_id, (_withheld(row.hash), ""), output, scores, about))
     return _log(spec, samples, [score])
+
+
+def _scorer(name: str, metrics: Sequence[str], metadata: Mapping[str, object]) -> dict[str, Any]:
+    return {"name": name, "metrics": [{"name": f"inspect_ai/{each}"} for each in metrics], "metadata": metadata}
+
+
+def _score(
+    name: str, scored: int, documents: int, values: Mapping[str, float], metadata: Mapping[str, object]
+) -> dict[str, Any]:
+    return {
+        "name": name,
+        "scorer": name,
+        "scored_samples": scored,
+        "unscored_samples": documents - scored,
+        "metrics": {metric: {"name": metric, "value": value} for metric, value in values.items()},
+        "metadata": metadata,
+    }
+
+
+def _sample(
+    number: int,
+    texts: tuple[str, str],
+    output: Mapping[str, Any],
+    scores: Mapping[str, Any],
+    metadata: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the sample of a document. ``texts`` are what replaces its input and its target."""
+    sample = {"id": number, "epoch": 1, "input": texts[0], "target": texts[1], "messages": [], "output": output}
+    sample |= {"scores": scores, "metadata": metadata}
+    return sample | {"store": {}, "events": [], "model_usage": {}, "attachments": {}}
 
 
 def _spec(
@@ -462,12 +391,15 @@ def _spec(
     model: ExportedModel,
     task: str,
     version: str | int,
-    dataset: Mapping[str, Any],
+    dataset: tuple[str, Sequence[int]],
     scorers: Sequence[Mapping[str, Any]],
     metadata: Mapping[str, Any],
-    export_time: datetime,
+    time: str,
 ) -> dict[str, Any]:
-    """Return the specification of an evaluation, whose ids are hashes over the release, the model and the task."""
+    """Return the specification of an evaluation, whose ids are hashes over the release, the model and the task.
+
+    ``dataset`` has the name of the data and the numbers of the documents.
+    """
     scoring = release.scoring
     backend = scoring.get("backend")
     origin = {
@@ -487,12 +419,12 @@ def _spec(
     return {
         "eval_id": _id(task_id, model.variant, model.name),
         "run_id": _id(release.version, model.variant, model.name),
-        "created": export_time.isoformat(timespec="seconds"),
+        "created": time,
         "task": task,
         "task_id": task_id,
         "task_version": version,
         "task_args": {name: value for name, value in scoring.items() if value is not None},
-        "dataset": dict(dataset),
+        "dataset": {"name": dataset[0], "samples": len(dataset[1]), "sample_ids": dataset[1], "shuffled": False},
         "model": f"{backend}/{model.id}" if backend else model.id,
         "model_args": {"revision": model.identity} if model.identity else {},
         "config": {},
