@@ -31,7 +31,7 @@ from mergegate.tasks.publish.content import (
     written_file,
 )
 from mergegate.tasks.publish.facts import ReleaseFacts
-from mergegate.tasks.publish.provenance import MergeOrigin, VariantOrigin, provenance, variant_provenance
+from mergegate.tasks.publish.provenance import MergeOrigin, VariantOrigin, provenance
 from mergegate.tasks.publish.settings import SigstoreSettings
 from mergegate.tasks.publish.targets.contract import PublishTarget
 from mergegate.tasks.report import ReportContent, render
@@ -76,33 +76,26 @@ class DocumentFacts(BaseModel):
         content, license, origin = self.content, self.license, self.origin
         metadata = {**self.metadata, **license.combination.card, **model_index(content)}
         files = [*other_files, written_file(REPORT, render(content))]
+        versions = {library.name: library.version for library in content.versions}
         if isinstance(origin, MergeOrigin):
             results = eval_results(content, self.facts.hub_id, self.version)
             files += [written_file(name, text) for name, text in results.items()]
             files.append(written_file(RECIPE, content.recipe))
+            versions |= origin.numerics.versions
         names = sorted(file.name for file in files)
         files.append(written_file(COMPLIANCE, compliance_sheet(self.facts, content, license, self.missing, names)))
-        summary = compliance_section(self.facts)
-        versions = {library.name: library.version for library in content.versions}
+        device = origin.numerics.device if isinstance(origin, MergeOrigin) else "cpu"
+        about = (self.facts.address, self.signed, device, compliance_section(self.facts), versions, self.keyless)
+        inputs = (content, metadata, license, self.missing, names)
         if isinstance(origin, MergeOrigin):
-            versions |= origin.numerics.versions
-            device = origin.numerics.device
-            publication = Publication(self.facts.address, self.signed, device, summary, versions, self.keyless)
             changes = describe_changes(origin.weights, [escape(parent.ref) for parent in origin.parents])
-            card = model_card(content, metadata, license, self.missing, names, publication, changes)
-            bill = merge_bill
+            card, bill = model_card(*inputs, Publication(*about), changes), merge_bill
         else:
-            publication = Publication(self.facts.address, self.signed, "cpu", summary, versions, self.keyless)
-            inputs = (content, metadata, license, self.missing, names, origin)
-            card = variant_card(*inputs, publication, self.facts.hub_id)
-            bill = variant_bill
+            card, bill = variant_card(*inputs, origin, Publication(*about), self.facts.hub_id), variant_bill
         files.append(written_file(CARD, card))
         listed = bill(files, content, self.facts, license.combination.card)
         files.append(written_file(BOM, bill_of_materials(listed)))
-        if isinstance(origin, MergeOrigin):
-            statement = provenance(files, content, origin, license, metadata)
-        else:
-            statement = variant_provenance(files, content, origin, license, metadata)
+        statement = provenance(files, content, origin, license, metadata)
         return [*files[len(other_files) :], written_file(PROVENANCE, statement)]
 
 

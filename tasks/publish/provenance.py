@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from mergegate.merge_core.parsing import parse_yaml
 from mergegate.merge_core.recipe import parse_reference
@@ -79,17 +80,48 @@ class VariantOrigin:
 def provenance(
     files: Sequence[ReleaseFile],
     content: ReportContent,
-    origin: MergeOrigin,
+    origin: MergeOrigin | VariantOrigin,
     license: LicenseVerdict,
     card: Mapping[str, object],
 ) -> str:
     """Return the content of ``provenance.json`` for ``files``: products, inputs, recipe and verdict.
 
-    ``content`` contains recipe, overrides, evaluation and verdict, with public names. ``card`` is the metadata of the
-    model card.
+    ``content`` contains recipe, overrides, evaluation and verdicts, with public names. ``card`` is the metadata of the
+    model card. The only dependency of quantized variants is the release of the merge.
     """
-    numerics = origin.numerics
     versions = {library.name: library.version for library in content.versions}
+    statements: dict[str, object]
+    if isinstance(origin, MergeOrigin):
+        definition, references = _merge_build(content, origin), {parent.name: parent.ref for parent in origin.parents}
+        parts = {"verdict": content.verdict, "routers": content.routers, "weights": origin.weights}
+        statements = {f"mergegate_{name}": part.model_dump(mode="json") for name, part in parts.items() if part}
+    else:
+        definition, references = _variant_build(content, origin), {}
+        statements = {VARIANT_VERDICTS: [verdict.model_dump(mode="json") for verdict in content.variants]}
+    definition["externalParameters"] |= {"overrides": list(content.overrides)} if content.overrides else {}
+    # The second seed draws the documents and the few-shot examples.
+    definition["internalParameters"]["seeds"] |= {"evaluation": content.scoring.seed} if content.scoring else {}
+    evaluation = {  # the settings with which the scores in ``evidence/`` were measured
+        "models": references,
+        "scoring": canonical(content.scoring),
+        "prompts": dict(content.asked),
+        "windows": canonical(content.windows),
+        "task_forms": list(content.kind.task_forms),  # without 'text', mergegate's own tasks scored the models
+    }
+    statements |= {"mergegate_evaluation": evaluation, "mergegate_licence": _license(license), "mergegate_card": card}
+    builder = {"id": "urn:mergegate:builder", "version": {"mergegate": versions["mergegate"]}}
+    products = [{"name": file.name, "digest": {"sha256": file.sha256}} for file in sorted(files, key=lambda f: f.name)]
+    statement = {
+        "_type": STATEMENT_TYPES[0],
+        "subject": products,
+        "predicateType": STATEMENT_TYPES[1],
+        "predicate": {"buildDefinition": definition, "runDetails": {"builder": builder}, **statements},
+    }
+    return json.dumps(statement, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
+
+
+def _merge_build(content: ReportContent, origin: MergeOrigin) -> dict[str, Any]:
+    numerics = origin.numerics
     dependencies: list[dict[str, object]] = []
     for parent in origin.parents:
         digest = {"sha256": parent.digest}
@@ -98,143 +130,59 @@ def provenance(
             digest["gitCommit"] = parent.revision
             uri = f"pkg:huggingface/{hub_id(parent)}@{parent.revision}"
         notes: dict[str, object] = {"role": "base" if parent.is_base else "parent"}
-        if parent.adapter:
-            notes["adapter"] = {
-                "name": parent.adapter.ref,
-                "gitCommit": parent.adapter.revision,
-                "files": dict(parent.adapter.files),
-            }
+        if adapter := parent.adapter:
+            notes["adapter"] = {"name": adapter.ref, "gitCommit": adapter.revision, "files": dict(adapter.files)}
         if parent.ref in origin.unused_refs:
             notes["contributes"] = False
         dependencies.append(
             {"name": parent.ref, "uri": uri, "digest": digest, "mediaType": LISTING, "annotations": notes}
         )
-    dependencies += [
-        {
-            "name": name,
-            "uri": f"urn:mergegate:text:{sha256}",
-            "digest": {"sha256": sha256},
-            "annotations": {"role": "text"},
-        }
-        for name, sha256 in sorted(origin.texts.items())
-    ]
-    definition = {
+    for name, sha256 in sorted(origin.texts.items()):
+        text: dict[str, object] = {"name": name, "uri": f"urn:mergegate:text:{sha256}", "digest": {"sha256": sha256}}
+        dependencies.append({**text, "annotations": {"role": "text"}})
+    return {
         "buildType": MERGE_BUILD,
-        "externalParameters": {
-            "recipe": parse_yaml(content.recipe, "recipe"),
-            **_profile_parameters(content, content.name),
-        },
+        "externalParameters": {"recipe": parse_yaml(content.recipe, "recipe"), "profile": content.name},
         "internalParameters": {
-            "versions": {**versions, **numerics.versions},
+            "versions": {library.name: library.version for library in content.versions} | numerics.versions,
             "device": numerics.device,
             "arithmetic": "float32, float64 for float64 inputs; one rounding to the dtype that is written",
-            # The second seed draws the documents and the few-shot examples.
-            "seeds": {"merge": numerics.seed} | ({"evaluation": content.scoring.seed} if content.scoring else {}),
+            "seeds": {"merge": numerics.seed},
         },
         "resolvedDependencies": dependencies,
     }
-    statements = {
-        "mergegate_verdict": content.verdict.model_dump(mode="json"),
-        "mergegate_evaluation": _evaluation(content, {parent.name: parent.ref for parent in origin.parents}),
-        "mergegate_licence": _license(license),
-        "mergegate_card": card,
-        **({"mergegate_routers": content.routers.model_dump(mode="json")} if content.routers else {}),
-        **({"mergegate_weights": origin.weights.model_dump(mode="json")} if origin.weights else {}),
+
+
+def _variant_build(content: ReportContent, origin: VariantOrigin) -> dict[str, Any]:
+    merge = origin.merge
+    variants = {
+        verdict.type: {
+            "files": list(origin.files[verdict.type]),
+            "tensor_types": verdict.record.tensor_types,
+            "versions": verdict.record.versions,
+            "settings": verdict.record.settings,
+            **({"calibration": verdict.record.calibration} if verdict.record.calibration else {}),
+        }
+        for verdict in content.variants
+        if verdict.record and verdict.type in origin.files
     }
-    return _statement(files, definition, versions["mergegate"], statements)
-
-
-def variant_provenance(
-    files: Sequence[ReleaseFile],
-    content: ReportContent,
-    origin: VariantOrigin,
-    license: LicenseVerdict,
-    card: Mapping[str, object],
-) -> str:
-    """Return the content of ``provenance.json`` for a release of quantized variants.
-
-    ``content`` contains overrides, evaluation and the verdicts on all variants of the place, with public names. The
-    only dependency is the release of the merge.
-    """
-    versions, merge = {library.name: library.version for library in content.versions}, origin.merge
-    definition = {
-        "buildType": VARIANT_BUILD,
-        "externalParameters": {"variant": dict(origin.settings), **_profile_parameters(content, merge.name)},
-        "internalParameters": {
-            "versions": versions,
-            "device": "cpu",
-            "seeds": {"evaluation": content.scoring.seed} if content.scoring else {},
-            "variants": {
-                verdict.type: {
-                    "files": list(origin.files[verdict.type]),
-                    "tensor_types": verdict.record.tensor_types,
-                    "versions": verdict.record.versions,
-                    "settings": verdict.record.settings,
-                    **({"calibration": verdict.record.calibration} if verdict.record.calibration else {}),
-                }
-                for verdict in content.variants
-                if verdict.record and verdict.type in origin.files
-            },
-        },
-        "resolvedDependencies": [
-            {
-                "name": merge.name,
-                "uri": f"{RELEASE_URN}{merge.sums}",
-                "digest": {"sha256": merge.sums},
-                "annotations": {"role": "merge", "version": merge.version, "address": merge.reference},
-            }
-        ],
+    dependency = {
+        "name": merge.name,
+        "uri": f"{RELEASE_URN}{merge.sums}",
+        "digest": {"sha256": merge.sums},
+        "annotations": {"role": "merge", "version": merge.version, "address": merge.reference},
     }
-    statements = {
-        VARIANT_VERDICTS: [verdict.model_dump(mode="json") for verdict in content.variants],
-        "mergegate_evaluation": _evaluation(content, {}),
-        "mergegate_licence": _license(license),
-        "mergegate_card": card,
-    }
-    return _statement(files, definition, versions["mergegate"], statements)
-
-
-def _evaluation(content: ReportContent, references: Mapping[str, str]) -> dict[str, object]:
-    """Return the settings with which the scores in ``evidence/`` were measured.
-
-    ``references`` holds the reference of each parent, by its name in the evidence.
-    """
     return {
-        "models": dict(references),
-        "scoring": canonical(content.scoring),
-        "prompts": dict(content.asked),
-        "windows": canonical(content.windows),
-        "task_forms": list(content.kind.task_forms),  # without 'text', mergegate's own tasks scored the models
-    }
-
-
-def _profile_parameters(content: ReportContent, profile: str) -> dict[str, object]:
-    overrides: dict[str, object] = {"overrides": list(content.overrides)} if content.overrides else {}
-    return {"profile": profile, **overrides}
-
-
-def _statement(
-    files: Sequence[ReleaseFile],
-    definition: Mapping[str, object],
-    version: str,
-    statements: Mapping[str, object],
-) -> str:
-    """Return an in-toto statement about ``files`` that mergegate ``version`` built."""
-    statement = {
-        "_type": STATEMENT_TYPES[0],
-        "subject": [
-            {"name": file.name, "digest": {"sha256": file.sha256}} for file in sorted(files, key=lambda f: f.name)
-        ],
-        "predicateType": STATEMENT_TYPES[1],
-        "predicate": {
-            "buildDefinition": definition,
-            "runDetails": {
-                "builder": {"id": "urn:mergegate:builder", "version": {"mergegate": version}},
-            },
-            **statements,
+        "buildType": VARIANT_BUILD,
+        "externalParameters": {"variant": dict(origin.settings), "profile": merge.name},
+        "internalParameters": {
+            "versions": {library.name: library.version for library in content.versions},
+            "device": "cpu",
+            "seeds": {},
+            "variants": variants,
         },
+        "resolvedDependencies": [dependency],
     }
-    return json.dumps(statement, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
 def hub_id(parent: PinnedCheckpoint) -> str:
