@@ -94,27 +94,16 @@ class BillMetric:
 
 @dataclass(frozen=True)
 class BillContent:
-    """Content of the bill of materials of a release.
+    """Content of the bill of materials of a release."""
 
-    Attributes:
-        facts: Facts about the release.
-        files: Files of the release, sorted by name. Later files are not listed.
-        content: Content of its report.
-        license: License of the weights: identifier, or name of a license of its own.
-        description: One sentence.
-        metrics: Results of the released model.
-        guards: Guards of the released models, by task.
-        variant_types: Types of quantized variants. Empty for a merge.
-    """
-
-    facts: ReleaseFacts
-    files: tuple[ReleaseFile, ...]
-    content: ReportContent
-    license: str
-    description: str
-    metrics: tuple[BillMetric, ...]
-    guards: tuple[tuple[str, GuardVerdict], ...]
-    variant_types: tuple[str, ...] = ()
+    facts: ReleaseFacts  # facts about the release
+    files: tuple[ReleaseFile, ...]  # files of the release, sorted by name. Later files are not listed.
+    content: ReportContent  # content of its report
+    license: str  # license of the weights: identifier, or name of a license of its own
+    description: str  # one sentence
+    metrics: tuple[BillMetric, ...]  # results of the released model
+    guards: tuple[tuple[str, GuardVerdict], ...]  # guards of the released models, by task
+    variant_types: tuple[str, ...] = ()  # types of quantized variants. Empty for a merge.
 
     @cached_property
     def version(self) -> str:

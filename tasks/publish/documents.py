@@ -39,33 +39,20 @@ from mergegate.tasks.store import without_unkeyed
 
 
 class DocumentFacts(BaseModel):
-    """Everything that the documents of a release state, with public names.
-
-    Attributes:
-        files: Sha256 of each file of the model, of its licenses and of its evidence, by name.
-        content: Content of the report.
-        license: License verdict, without the texts of ancestors.
-        missing: Obligations that the release does not fulfill.
-        metadata: Metadata of the card.
-        facts: Facts about the model and its parents.
-        origin: Inputs of the merge or of the variants, without directories.
-        signed: Whether a key signs the release.
-        keyless: Settings of the keyless signature. None: there is none.
-        version: Name of the version. None: it follows from the content.
-    """
+    """Everything that the documents of a release state, with public names."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    files: dict[str, str]
-    content: ReportContent
-    license: LicenseVerdict
-    missing: tuple[Obligation, ...]
-    metadata: dict[str, Any]
-    facts: ReleaseFacts
-    origin: MergeOrigin | VariantOrigin
-    signed: bool
-    keyless: SigstoreSettings | None
-    version: str | None
+    files: dict[str, str]  # sha256 of each file of the model, of its licenses and of its evidence, by name
+    content: ReportContent  # content of the report
+    license: LicenseVerdict  # license verdict, without the texts of ancestors
+    missing: tuple[Obligation, ...]  # obligations that the release does not fulfill
+    metadata: dict[str, Any]  # metadata of the card
+    facts: ReleaseFacts  # facts about the model and its parents
+    origin: MergeOrigin | VariantOrigin  # inputs of the merge or of the variants, without directories
+    signed: bool  # whether a key signs the release
+    keyless: SigstoreSettings | None  # settings of the keyless signature. None: there is none.
+    version: str | None  # name of the version. None: it follows from the content.
 
     def documents(self, other_files: Sequence[ReleaseFile]) -> list[ReleaseFile]:
         """Return the documents of the release. ``other_files`` are all other files that are written before SHA256SUMS.

@@ -73,23 +73,14 @@ _NO_SIZES = re.compile(r".*(_id|_ids|token|labels|return_sequences|max_length|ma
 
 @dataclass(frozen=True)
 class Modification:
-    """Sizes of a merge or a quantization that bound its floating-point operations.
+    """Sizes of a merge or a quantization that bound its floating-point operations."""
 
-    Attributes:
-        parameters: Largest number of parameters of a model that takes part.
-        models: Number of models that are combined, over all steps of the recipe.
-        tokens: Upper bound of the tokens of all texts that models read for the modification.
-        width: Width of the hidden states.
-        layers: Number of layers.
-        prompts: Number of prompts of the recipe that a model reads for the routers.
-    """
-
-    parameters: int
-    models: int
-    tokens: int
-    width: int
-    layers: int
-    prompts: int = 0
+    parameters: int  # largest number of parameters of a model that takes part
+    models: int  # number of models that are combined, over all steps of the recipe
+    tokens: int  # upper bound of the tokens of all texts that models read for the modification
+    width: int  # width of the hidden states
+    layers: int  # number of layers
+    prompts: int = 0  # number of prompts of the recipe that a model reads for the routers
 
     @classmethod
     def of_network(
@@ -161,39 +152,23 @@ class ParentCard:
 
 @dataclass(frozen=True)
 class ParentFacts:
-    """Facts about one parent of a merge, as far as its card states them.
+    """Facts about one parent of a merge, as far as its card states them."""
 
-    Attributes:
-        name: Public reference, as in the recipe.
-        role: ``base`` or ``parent``. ``merge`` for the release that variants were quantized from.
-        identity: Commit on the Hub, or sha256 of the files.
-        hub_id: Id ``org/name`` on the Hub, or empty for a local model.
-        license: License identifier, or empty if licenses were not checked.
-        datasets: Training datasets that the card names (``datasets``).
-        training_summaries: Links to summaries of the training content.
-        copyright_policies: Links to policies on copyright.
-        training_compute: Floating-point operations of its training, or None if neither profile nor card states it.
-        training_compute_source: ``publish.about`` or the card. Empty if ``training_compute`` is None.
-        energy: Energy of its training in kWh, if the card states it.
-        emissions: Emissions of its training in grams of CO2 equivalent, if the card states it.
-        emissions_source: Source of the emissions according to the card, such as ``codecarbon``.
-        cards: Cards that were read: of the model, and of its adapter if there is one.
-    """
-
-    name: str
-    role: str
-    identity: str
-    hub_id: str = ""
-    license: str = ""
-    datasets: tuple[str, ...] = ()
-    training_summaries: tuple[DocumentLink, ...] = ()
-    copyright_policies: tuple[DocumentLink, ...] = ()
+    name: str  # public reference, as in the recipe
+    role: str  # ``base`` or ``parent``. ``merge`` for the release that variants were quantized from.
+    identity: str  # commit on the Hub, or sha256 of the files
+    hub_id: str = ""  # id ``org/name`` on the Hub, or empty for a local model
+    license: str = ""  # license identifier, or empty if licenses were not checked
+    datasets: tuple[str, ...] = ()  # training datasets that the card names (``datasets``)
+    training_summaries: tuple[DocumentLink, ...] = ()  # links to summaries of the training content
+    copyright_policies: tuple[DocumentLink, ...] = ()  # links to policies on copyright
+    # Floating-point operations of its training, or None if neither profile nor card states it
     training_compute: float | None = None
-    training_compute_source: str = ""
-    energy: float | None = None
-    emissions: float | None = None
-    emissions_source: str = ""
-    cards: tuple[ParentCard, ...] = ()
+    training_compute_source: str = ""  # ``publish.about`` or the card. Empty if ``training_compute`` is None.
+    energy: float | None = None  # energy of its training in kWh, if the card states it
+    emissions: float | None = None  # emissions of its training in grams of CO2 equivalent, if the card states it
+    emissions_source: str = ""  # source of the emissions according to the card, such as ``codecarbon``
+    cards: tuple[ParentCard, ...] = ()  # cards that were read: of the model, and of its adapter if there is one
 
     @property
     def url(self) -> str:
@@ -302,60 +277,36 @@ def _positive(value: object) -> float | None:
 
 @dataclass(frozen=True)
 class DatasetFacts:
-    """A dataset that a release was evaluated on or calibrated with.
+    """A dataset that a release was evaluated on or calibrated with."""
 
-    Attributes:
-        name: Name of the task, or public path of a text.
-        purpose: ``evaluation``, ``perplexity`` or ``calibration``.
-        digest: 64 hex digits that pin the data, or empty.
-        documents: Number of documents that were used, or None if unknown.
-        sources: Datasets on the Hub, as ``id@revision``. Empty for local data.
-    """
-
-    name: str
-    purpose: str
-    digest: str = ""
-    documents: int | None = None
-    sources: tuple[str, ...] = ()
+    name: str  # name of the task, or public path of a text
+    purpose: str  # ``evaluation``, ``perplexity`` or ``calibration``
+    digest: str = ""  # 64 hex digits that pin the data, or empty
+    documents: int | None = None  # number of documents that were used, or None if unknown
+    sources: tuple[str, ...] = ()  # datasets on the Hub, as ``id@revision``. Empty for local data.
 
 
 @dataclass(frozen=True)
 class ReleaseFacts:
-    """Facts about a release.
+    """Facts about a release."""
 
-    Attributes:
-        name: Name of the release.
-        address: Reference for ``mergegate verify``. '.' for a local directory.
-        hub_id: Id ``org/name`` of the repository on the Hub, or None.
-        about: Statements of the publisher, with the supplier filled in from the Hub repository if it is known.
-        architecture: Class of the model, such as ``LlamaForCausalLM``, or empty.
-        model_type: Type in ``config.json``, such as ``llama``, or empty.
-        hyperparameters: Sizes in ``config.json``, such as ``hidden_size``.
-        parameters: Number of parameters of the released weights, or None if unknown.
-        dtypes: Types of the stored weights, such as ``BF16``, the most frequent first.
-        method: Description of the merge, such as ``ties of 2 over base``.
-        parents: Facts about each parent, in the recipe's order. For variants, the release of the merge.
-        datasets: Datasets of the evaluation, the perplexity check and the calibration.
-        modification: Sizes that bound the computation.
-        ancestors: For variants, facts about the parents of the merge. Empty for a merge.
-        supplier_source: ``publish.about`` or ``Hub repository``. Empty if the supplier is unknown.
-    """
-
-    name: str
-    address: str
-    hub_id: str | None
+    name: str  # name of the release
+    address: str  # reference for ``mergegate verify``. '.' for a local directory.
+    hub_id: str | None  # id ``org/name`` of the repository on the Hub, or None
+    # Statements of the publisher, with the supplier filled in from the Hub repository if it is known
     about: AboutRelease
-    architecture: str
-    model_type: str
-    hyperparameters: Mapping[str, int | float | str]
-    parameters: int | None
-    dtypes: tuple[str, ...]
-    method: str
+    architecture: str  # class of the model, such as ``LlamaForCausalLM``, or empty
+    model_type: str  # type in ``config.json``, such as ``llama``, or empty
+    hyperparameters: Mapping[str, int | float | str]  # sizes in ``config.json``, such as ``hidden_size``
+    parameters: int | None  # number of parameters of the released weights, or None if unknown
+    dtypes: tuple[str, ...]  # types of the stored weights, such as ``BF16``, the most frequent first
+    method: str  # description of the merge, such as ``ties of 2 over base``
+    # Facts about each parent, in the recipe's order. For variants, the release of the merge.
     parents: tuple[ParentFacts, ...]
-    datasets: tuple[DatasetFacts, ...]
-    modification: Modification
-    ancestors: tuple[ParentFacts, ...] = ()
-    supplier_source: str = ""
+    datasets: tuple[DatasetFacts, ...]  # datasets of the evaluation, the perplexity check and the calibration
+    modification: Modification  # sizes that bound the computation
+    ancestors: tuple[ParentFacts, ...] = ()  # for variants, facts about the parents of the merge. Empty for a merge.
+    supplier_source: str = ""  # ``publish.about`` or ``Hub repository``. Empty if the supplier is unknown.
 
 
 def release_facts(

@@ -89,17 +89,12 @@ class Signer:
 
 @dataclass(frozen=True)
 class SignerPolicy:
-    """Signer that must have signed a release.
+    """Signer that must have signed a release."""
 
-    Attributes:
-        signer: Identity and issuer, compared exactly.
-        trust_config: Sigstore's client trust configuration of a private instance. None: the public instance.
-        offline: Whether to use the stored trusted root of the public instance without a network request.
-    """
-
-    signer: Signer
+    signer: Signer  # identity and issuer, compared exactly
+    # Sigstore's client trust configuration of a private instance. None: the public instance.
     trust_config: Path | None = None
-    offline: bool = False
+    offline: bool = False  # whether to use the stored trusted root of the public instance without a network request
 
 
 @dataclass(frozen=True)

@@ -51,21 +51,13 @@ class MergeOrigin:
 
 @dataclass(frozen=True)
 class MergeRelease:
-    """The release of a merge that variants were quantized from.
+    """The release of a merge that variants were quantized from."""
 
-    Attributes:
-        name: Name of the release.
-        version: Version name.
-        sums: Sha256 of its SHA256SUMS, which covers all of its files.
-        reference: Reference for ``mergegate verify``, as written in the place of the variants.
-        hub_id: Id ``org/name`` of its repository on the Hub, or None.
-    """
-
-    name: str
-    version: str
-    sums: str
-    reference: str
-    hub_id: str | None = None
+    name: str  # name of the release
+    version: str  # version name
+    sums: str  # sha256 of its SHA256SUMS, which covers all of its files
+    reference: str  # reference for ``mergegate verify``, as written in the place of the variants
+    hub_id: str | None = None  # id ``org/name`` of its repository on the Hub, or None
 
 
 @dataclass(frozen=True)

@@ -48,21 +48,14 @@ _PERPLEXITY = "perplexity"
 
 @dataclass(frozen=True)
 class ExportedTask:
-    """Results of one model on one task.
+    """Results of one model on one task."""
 
-    Attributes:
-        name: Name in the profile: a task of lm-eval, a group, or a built-in task.
-        leaves: Scores by document, for each task below a group. A task that is not a group is its own leaf.
-        tables: Mean and standard error under each metric, by leaf.
-        scores: What was measured, with its data and versions.
-        is_built_in: Whether mergegate's own task scored the model, and not lm-eval.
-    """
-
-    name: str
+    name: str  # name in the profile: a task of lm-eval, a group, or a built-in task
+    # Scores by document, for each task below a group. A task that is not a group is its own leaf.
     leaves: Mapping[str, Sequence[DocumentScore]]
-    tables: Mapping[str, Sequence[TaskScore]]
-    scores: Scores
-    is_built_in: bool
+    tables: Mapping[str, Sequence[TaskScore]]  # mean and standard error under each metric, by leaf
+    scores: Scores  # what was measured, with its data and versions
+    is_built_in: bool  # whether mergegate's own task scored the model, and not lm-eval
 
 
 _Text = tuple[Likelihoods, tuple[DocumentLikelihood, ...]]
@@ -71,48 +64,30 @@ _Measured = tuple[str, tuple[ExportedTask, ...], _Text | None]
 
 @dataclass(frozen=True)
 class ExportedModel:
-    """A model in the evidence, with its results.
+    """A model in the evidence, with its results."""
 
-    Attributes:
-        name: Name in the run, which the verdict uses, such as ``merge``.
-        role: ``release`` for the model that is released.
-        id: Id of the form ``org/name``.
-        reference: Reference in the recipe, or that of the release. Never a path of this machine.
-        identity: Commit on the Hub, or sha256. Empty if the release does not state it.
-        text: Likelihood of the held-out text, in total and by document.
-        variant: Type of the quantized variant whose evidence this is. Empty in the release of a merge.
-    """
-
-    name: str
-    role: Role
-    id: str
-    reference: str
-    identity: str
+    name: str  # name in the run, which the verdict uses, such as ``merge``
+    role: Role  # ``release`` for the model that is released
+    id: str  # id of the form ``org/name``
+    reference: str  # reference in the recipe, or that of the release. Never a path of this machine.
+    identity: str  # commit on the Hub, or sha256. Empty if the release does not state it.
     tasks: tuple[ExportedTask, ...]
-    text: _Text | None = None
-    variant: str = ""
+    text: _Text | None = None  # likelihood of the held-out text, in total and by document
+    variant: str = ""  # type of the quantized variant whose evidence this is. Empty in the release of a merge.
 
 
 @dataclass(frozen=True)
 class ExportedRelease:
-    """All results in a release.
+    """All results in a release."""
 
-    Attributes:
-        name: Name of the release.
-        version: Digest of its SHA256SUMS.
-        base_models: References of the models that it was merged from.
-        versions: Versions of the libraries, by name.
-        scoring: Settings of the evaluation. Empty if the release does not state them.
-        prompts: Prompt settings that differ from ``scoring``, by task.
-    """
-
-    name: str
-    version: str
+    name: str  # name of the release
+    version: str  # digest of its SHA256SUMS
     models: tuple[ExportedModel, ...]
-    base_models: tuple[str, ...]
-    versions: Mapping[str, str] = field(default_factory=dict)
+    base_models: tuple[str, ...]  # references of the models that it was merged from
+    versions: Mapping[str, str] = field(default_factory=dict)  # versions of the libraries, by name
+    # Settings of the evaluation. Empty if the release does not state them.
     scoring: Mapping[str, Any] = field(default_factory=dict)
-    prompts: Mapping[str, str] = field(default_factory=dict)
+    prompts: Mapping[str, str] = field(default_factory=dict)  # prompt settings that differ from ``scoring``, by task
 
 
 def read_release_results(

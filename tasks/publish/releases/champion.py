@@ -18,21 +18,14 @@ from mergegate.tasks.store import MANIFEST, VALUE, NotInKey, merkle
 
 
 class ReleasedModel(Model):
-    """A published release as a model.
+    """A published release as a model."""
 
-    Attributes:
-        head: State of the target (see ``CurrentRelease``), if it reports one. It prevents replacing another release by
-            mistake.
-        version: Version name.
-        location: Directory or address of the release, for display.
-        complete: Whether the publication was completed.
-        samples: Documents that selected the release, by task; empty if its provenance does not name them.
-    """
-
+    # State of the target (see ``CurrentRelease``), if it reports one. It prevents replacing another release by mistake.
     head: Annotated[str | None, NotInKey] = None
-    version: Annotated[str, NotInKey] = ""
-    location: Annotated[Path | str, NotInKey] = ""
-    complete: Annotated[bool, NotInKey] = True
+    version: Annotated[str, NotInKey] = ""  # version name
+    location: Annotated[Path | str, NotInKey] = ""  # directory or address of the release, for display
+    complete: Annotated[bool, NotInKey] = True  # whether the publication was completed
+    # Documents that selected the release, by task; empty if its provenance does not name them
     samples: Annotated[dict[str, SelectingSample], NotInKey] = Field(default_factory=dict)
 
 

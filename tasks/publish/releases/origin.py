@@ -24,23 +24,14 @@ _HUB_ID = re.compile(r"(?P<id>[\w.-]+/[\w.-]+)@[\w.-]+")
 
 @dataclass(frozen=True)
 class MergeLink:
-    """Link from a release of variants to the release of their merge.
+    """Link from a release of variants to the release of their merge."""
 
-    Attributes:
-        name: Name of the merge's release.
-        version: Version of the merge's release.
-        sums: Sha256 of its SHA256SUMS, which covers all of its files.
-        address: Its address as seen from the variants, as the provenance states it.
-        reference: Release that was opened. Empty if none was.
-        problem: Why the merge's release was not checked. Empty if it was.
-    """
-
-    name: str
-    version: str
-    sums: str
-    address: str
-    reference: str = ""
-    problem: str = ""
+    name: str  # name of the merge's release
+    version: str  # version of the merge's release
+    sums: str  # sha256 of its SHA256SUMS, which covers all of its files
+    address: str  # its address as seen from the variants, as the provenance states it
+    reference: str = ""  # release that was opened. Empty if none was.
+    problem: str = ""  # why the merge's release was not checked. Empty if it was.
 
     @property
     def hub_id(self) -> str | None:

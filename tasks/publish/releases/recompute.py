@@ -51,22 +51,16 @@ _SHOWN = 8  # differences that a message lists
 
 @dataclass(frozen=True)
 class RecomputedVerdict:
-    """Verdict of a release, decided again from the outcomes of its documents, and equal to the stored one.
+    """Verdict of a release, decided again from the outcomes of its documents, and equal to the stored one."""
 
-    Attributes:
-        stored: Verdict that the release states, with the joint outcome of all stages.
-        verdict: The same, recomputed.
-        gate_outcome: Recomputed outcome of the gate alone.
-        further_verdicts: Verdicts of a judge or a server. They are part of the joint outcome, but not recomputed.
-        rounding: Numbers that differ from the stored ones after the ninth digit, because library versions differ.
-        versions: Versions that differ from those of the run, by name: the run's version, and that of this machine.
-    """
-
-    stored: GateVerdict
-    verdict: GateVerdict
-    gate_outcome: Outcome
+    stored: GateVerdict  # verdict that the release states, with the joint outcome of all stages
+    verdict: GateVerdict  # the same, recomputed
+    gate_outcome: Outcome  # recomputed outcome of the gate alone
+    # Verdicts of a judge or a server. They are part of the joint outcome, but not recomputed.
     further_verdicts: tuple[FurtherVerdict, ...] = ()
+    # Numbers that differ from the stored ones after the ninth digit, because library versions differ
     rounding: tuple[VerdictDifference, ...] = ()
+    # Versions that differ from those of the run, by name: the run's version, and that of this machine
     versions: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, Any]:

@@ -148,21 +148,13 @@ def _differ(first: tuple[Path, int], second: tuple[Path, int], nbytes: int) -> b
 
 @dataclass(frozen=True)
 class ReproducedRelease:
-    """A release that was rebuilt byte for byte.
+    """A release that was rebuilt byte for byte."""
 
-    Attributes:
-        reference: Directory or URL of the release.
-        files: Names of the rebuilt files, all identical.
-        bytes: Size of these files in bytes.
-        seconds: Duration of the merge.
-        device: Device of the merge.
-    """
-
-    reference: str
-    files: tuple[str, ...]
-    bytes: int
-    seconds: float
-    device: str
+    reference: str  # directory or URL of the release
+    files: tuple[str, ...]  # names of the rebuilt files, all identical
+    bytes: int  # size of these files in bytes
+    seconds: float  # duration of the merge
+    device: str  # device of the merge
 
     def __str__(self) -> str:
         head = f"rebuilt in {self.seconds:.1f} s on {self.device}; {len(self.files)} files, all identical"

@@ -99,15 +99,11 @@ _NO_DIGEST = "its name is not a digest, so it is compared only with its own reco
 
 @dataclass(frozen=True)
 class KeylessSignatureState:
-    """Keyless signature of a release, which covers exactly its files.
+    """Keyless signature of a release, which covers exactly its files."""
 
-    Attributes:
-        status: Whether certificate, log entry and signer are ``valid``, or ``not checked``.
-        signer: Identity and issuer in the certificate. They are only a claim unless ``status`` is ``valid``.
-    """
-
+    # Whether certificate, log entry and signer are ``valid``, or ``not checked``
     status: Literal["valid", "not checked"]
-    signer: Signer
+    signer: Signer  # identity and issuer in the certificate. They are only a claim unless ``status`` is ``valid``.
 
     def __str__(self) -> str:
         if self.status == "valid":
@@ -120,34 +116,21 @@ class KeylessSignatureState:
 
 @dataclass(frozen=True)
 class VerifiedRelease:
-    """A release whose files and statements agree.
+    """A release whose files and statements agree."""
 
-    Attributes:
-        reference: Directory or URL of the release.
-        listing: Size and sha256 of each file.
-        version: Version of the release. None unless its name is a content hash.
-        signed: Whether the signature with a key is ``valid`` or ``not checked``, or ``none`` if there is none.
-        statement: Provenance of the release, an in-toto statement.
-        recomputed: Verdict that was decided again from the release of a merge. None unless that was requested.
-        variants: Verdicts that were decided again from a release of quantized variants, by type. Empty unless that was
-            requested.
-        merge: Release that quantized variants were made from. None for the release of a merge.
-        keyless: State of the keyless signature. None if there is none.
-        missing_facts: Facts that the bill of materials lists as missing.
-        documents: Result of writing the documents again, as a sentence. Empty unless that was requested.
-    """
-
-    reference: str
-    listing: Files
-    version: str | None
-    signed: Signed
-    statement: Mapping[str, Any]
+    reference: str  # directory or URL of the release
+    listing: Files  # size and sha256 of each file
+    version: str | None  # version of the release. None unless its name is a content hash.
+    signed: Signed  # whether the signature with a key is ``valid`` or ``not checked``, or ``none`` if there is none
+    statement: Mapping[str, Any]  # provenance of the release, an in-toto statement
+    # Verdict that was decided again from the release of a merge. None unless that was requested.
     recomputed: RecomputedVerdict | None = None
+    # Verdicts that were decided again from a release of quantized variants, by type. Empty unless that was requested.
     variants: Mapping[str, RecomputedVerdict] = field(default_factory=dict)
-    merge: MergeLink | None = None
-    keyless: KeylessSignatureState | None = None
-    missing_facts: tuple[str, ...] = ()
-    documents: str = ""
+    merge: MergeLink | None = None  # release that quantized variants were made from. None for the release of a merge.
+    keyless: KeylessSignatureState | None = None  # state of the keyless signature. None if there is none.
+    missing_facts: tuple[str, ...] = ()  # facts that the bill of materials lists as missing
+    documents: str = ""  # result of writing the documents again, as a sentence. Empty unless that was requested.
 
     @property
     def facts_at_risk(self) -> tuple[str, ...]:

@@ -37,17 +37,13 @@ _CHUNK = 1 << 20
 
 @dataclass(frozen=True)
 class S3Answer:
-    """Metadata of an object, as reported by the store.
-
-    Attributes:
-        sha256: 64 hex digits, if the store has the checksum of the whole object.
-        parts_sha256: For an object uploaded in parts: the sha256 over the sha256 of each part, in base64, and the size
-            of a part in bytes.
-    """
+    """Metadata of an object, as reported by the store."""
 
     size: int
     etag: str
-    sha256: str | None
+    sha256: str | None  # 64 hex digits, if the store has the checksum of the whole object
+    # For an object uploaded in parts: the sha256 over the sha256 of each part, in base64, and the size of a part in
+    # bytes
     parts_sha256: tuple[str, int] | None
 
 

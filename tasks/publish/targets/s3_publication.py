@@ -115,21 +115,13 @@ class DesiredVersion:
 
 @dataclass(frozen=True)
 class ObservedLocation:
-    """State of a location in a bucket.
+    """State of a location in a bucket."""
 
-    Attributes:
-        pointer: None before the first release.
-        head: Entity tag of the pointer, or ``NO_POINTER``. A guarded write requires that it has not changed.
-        has_listing: Whether the listing of the version exists.
-        confirmed_files: Files of the version whose content the store's own checksums confirm.
-        foreign_files: Objects below the version's path that are not in the release.
-    """
-
-    pointer: Pointer | None
-    head: str
-    has_listing: bool
-    confirmed_files: frozenset[str]
-    foreign_files: tuple[str, ...] = ()
+    pointer: Pointer | None  # none before the first release
+    head: str  # entity tag of the pointer, or ``NO_POINTER``. A guarded write requires that it has not changed.
+    has_listing: bool  # whether the listing of the version exists
+    confirmed_files: frozenset[str]  # files of the version whose content the store's own checksums confirm
+    foreign_files: tuple[str, ...] = ()  # objects below the version's path that are not in the release
 
 
 @dataclass(frozen=True)
