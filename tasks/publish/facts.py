@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -325,6 +326,12 @@ def release_facts(
     config = _readable_config(merge.directory)
     if pinned_recipe.recipe.output:  # The configuration of an adapter, and that of its base model.
         config |= _readable_config(next(parent for parent in pinned_recipe.parents if parent.adapter).directory)
+    dtypes: Counter[str] = Counter()
+    for name in merge.files:
+        if name.endswith(".safetensors"):
+            with suppress(InvalidInput):
+                for tensor in read_header(merge.directory / name):
+                    dtypes[tensor.dtype.code] += tensor.numel
     likelihoods = next((model.likelihoods for model in content.models if model.likelihoods), None)
     datasets = [
         *_evaluation_data(model.scores for model in content.models),
@@ -335,12 +342,9 @@ def release_facts(
         ),
     ]
     return _facts(
-        content,
-        config,
-        target,
-        names,
+        *(content, config, target, names),
         parameters=merge.value.parameters,
-        dtypes=_dtypes(merge.directory / name for name in merge.files),
+        dtypes=_by_count(dtypes),
         parents=_parents(content, pinned_recipe, license, target, names),
         datasets=tuple(datasets),
         modification=merge_computation(pinned_recipe, config, merge.value.parameters),
@@ -364,106 +368,71 @@ def variant_facts(
     reads. The other arguments are those of `release_facts`.
     """
     published = [verdict for verdict in content.variants if verdict.type in files]
-    weights = [file for each in files.values() for file in each if isinstance(file.source, Path)]
-    config: dict[str, Any] = {}
+    weights = [(file, file.source) for each in files.values() for file in each if isinstance(file.source, Path)]
+    configs = (_readable_config(path.parent) for file, path in weights if file.name.endswith("config.json"))
+    config = next(filter(None, configs), {})
     parameters: int | None = None
-    for file in weights:
-        assert isinstance(file.source, Path)
-        if file.name.endswith("config.json"):
-            config = config or _readable_config(file.source.parent)
     with suppress(InvalidInput):
-        shards = [file for file in next(iter(files.values()), ()) if file.name.endswith(".gguf")]
-        for file in shards:
-            assert isinstance(file.source, Path)
-            header = read_gguf_header(file.source)
-            config = config or {"model_type": header.metadata.get("general.architecture", "")}
-            parameters = (parameters or 0) + sum(math.prod(tensor.shape) for tensor in header.tensors)
+        for file in next(iter(files.values()), ()):
+            if file.name.endswith(".gguf") and isinstance(file.source, Path):
+                header = read_gguf_header(file.source)
+                config = config or {"model_type": header.metadata.get("general.architecture", "")}
+                parameters = (parameters or 0) + sum(math.prod(tensor.shape) for tensor in header.tensors)
     donor = next((parent for parent in pinned_recipe.parents if parent.ref == str(pinned_recipe.recipe.donor)), None)
-    own_config = _readable_config(donor.directory) if donor else {}
-    config = {**own_config, **config}
-    types: dict[str, int] = {}
-    for verdict in published:
-        for name, count in (verdict.record.tensor_types if verdict.record else {}).items():
-            types[name] = types.get(name, 0) + count
+    config = {**(_readable_config(donor.directory) if donor else {}), **config}
+    types: Counter[str] = Counter()
     datasets: dict[DatasetFacts, None] = {}
     tokens = 0
     for verdict in published:
+        types.update(verdict.record.tensor_types if verdict.record else {})
         if verdict.record and verdict.record.calibration and calibration:
             tokens += calibration.samples * calibration.max_length
             text = names.rename_text(str(calibration.documents))
             datasets[DatasetFacts(text, "calibration", verdict.record.calibration)] = None
         for guard in verdict.gate.all_guards if verdict.gate else ():
             datasets[DatasetFacts(guard.task, "evaluation", documents=guard.n)] = None
-    if any(verdict.gate and verdict.gate.drift for verdict in published):
-        documents = max(v.gate.drift.documents for v in published if v.gate and v.gate.drift)
-        datasets[_held_out_data(held_out, documents)] = None
-    parent = ParentFacts(
-        name=merge.name,
-        role="merge",
-        identity=merge.sums,
-        hub_id=merge.hub_id or "",
-        license=content.licence,
-    )
+    if drifts := [verdict.gate.drift for verdict in published if verdict.gate and verdict.gate.drift]:
+        datasets[_held_out_data(held_out, max(drift.documents for drift in drifts))] = None
+    parent = ParentFacts(merge.name, "merge", merge.sums, merge.hub_id or "", content.licence)
+    bound = parameters or 8 * sum(file.size for file, _ in weights)  # a weight has at least one bit
     return _facts(
-        content,
-        config,
-        target,
-        names,
+        *(content, config, target, names),
         parameters=parameters,
-        dtypes=tuple(sorted(types, key=lambda name: (-types[name], name))),
+        dtypes=_by_count(types),
         parents=(parent,),
         datasets=tuple(datasets),
-        # A weight has at least one bit.
-        modification=Modification.of_network(
-            config, parameters or 8 * sum(file.size for file in weights), len(published), tokens
-        ),
+        modification=Modification.of_network(config, bound, len(published), tokens),
         ancestors=_parents(content, pinned_recipe, license, target, names),
     )
 
 
 def _facts(
-    content: ReportContent,
-    config: Mapping[str, Any],
-    target: PublishTarget,
-    names: PublicNames,
-    *,
-    parameters: int | None,
-    dtypes: tuple[str, ...],
-    parents: tuple[ParentFacts, ...],
-    datasets: tuple[DatasetFacts, ...],
-    modification: Modification,
-    ancestors: tuple[ParentFacts, ...] = (),
+    content: ReportContent, config: Mapping[str, Any], target: PublishTarget, names: PublicNames, **own: Any
 ) -> ReleaseFacts:
-    about, source = _statements(target, names)
+    """Return the facts of both kinds of releases, with those that only one kind has in ``own``."""
+    about, source = names.apply(target.about), "publish.about"
+    if not about.supplier:
+        source = "Hub repository" if target.hub_id else ""
+        namespace = (target.hub_id or "").partition("/")[0]
+        supplier = Supplier(name=namespace, url=f"https://huggingface.co/{namespace}") if namespace else None
+        about = about.model_copy(update={"supplier": supplier})
+    classes = config.get("architectures")
     return ReleaseFacts(
         name=content.name,
         address=target.address,
         hub_id=target.hub_id,
         about=about,
         supplier_source=source,
-        architecture=_architecture(config),
+        architecture=str(classes[0] or "") if isinstance(classes, list) and classes else "",
         model_type=str(config.get("model_type") or ""),
         hyperparameters=_hyperparameters(config),
-        parameters=parameters,
-        dtypes=dtypes,
         method=content.method,
-        parents=parents,
-        datasets=datasets,
-        modification=modification,
-        ancestors=ancestors,
+        **own,
     )
 
 
-def _statements(target: PublishTarget, names: PublicNames) -> tuple[AboutRelease, str]:
-    """Return the publisher's statements with the supplier, and the source of the supplier."""
-    about = names.apply(target.about)
-    if about.supplier:
-        return about, "publish.about"
-    if not target.hub_id:
-        return about, ""
-    namespace = target.hub_id.partition("/")[0]
-    supplier = Supplier(name=namespace, url=f"https://huggingface.co/{namespace}")
-    return about.model_copy(update={"supplier": supplier}), "Hub repository"
+def _by_count(counts: Mapping[str, int]) -> tuple[str, ...]:
+    return tuple(sorted(counts, key=lambda name: (-counts[name], name)))
 
 
 def _parents(
@@ -508,11 +477,6 @@ def _held_out_data(held_out: DatasetFacts | None, documents: int) -> DatasetFact
     return DatasetFacts(name, "perplexity", digest, documents)
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
-    classes = config.get("architectures")
-    return str(classes[0] or "") if isinstance(classes, list) and classes else ""
-
-
 def _hyperparameters(config: Mapping[str, Any]) -> dict[str, int | float | str]:
     """Return the sizes in a configuration and in those of the language model inside it, by key."""
     found: dict[str, int | float | str] = {}
@@ -525,17 +489,6 @@ def _hyperparameters(config: Mapping[str, Any]) -> dict[str, int | float | str]:
             if (is_size and not _NO_SIZES.fullmatch(key)) or is_setting:
                 found[key] = value[:100] if isinstance(value, str) else value
     return dict(sorted(found.items()))
-
-
-def _dtypes(files: Iterable[Path]) -> tuple[str, ...]:
-    """Return the types in the headers of safetensors files, by the number of elements."""
-    counts: dict[str, int] = {}
-    for file in files:
-        if file.suffix == ".safetensors":
-            with suppress(InvalidInput):
-                for tensor in read_header(file):
-                    counts[tensor.dtype.code] = counts.get(tensor.dtype.code, 0) + tensor.numel
-    return tuple(sorted(counts, key=lambda code: (-counts[code], code)))
 
 
 def _readable_config(directory: Path) -> dict[str, Any]:
