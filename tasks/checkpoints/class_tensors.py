@@ -141,8 +141,10 @@ def _build(config: dict[str, Any], table: Table) -> Differences:
     if not hasattr(model_class, "config_class"):
         reason = f"transformers {transformers.__version__} has no class {class_name!r}"
         return Differences(reason=reason, unknown=True)
-    if not isinstance(settings, model_class.config_class):
-        settings = settings.get_text_config()
+    # A text model may be stored with the configuration of its multimodal base.
+    text_settings = settings.get_text_config()
+    if not isinstance(settings, model_class.config_class) and isinstance(text_settings, model_class.config_class):
+        settings = text_settings
     stored = {
         name: torch.empty(shape, dtype=getattr(torch, dtype, torch.float32), device="meta")
         for name, dtype, shape in table
