@@ -9,19 +9,11 @@ import pytest
 from mergegate.tasks.checkpoints.hub.access import RemoteFile
 from mergegate.tasks.publish.targets.contract import PublicationBlocked
 from mergegate.tasks.publish.targets.hub_publication import (
-    ChangeSettings,
-    CreateBranch,
-    CreateRepository,
-    DeleteBranch,
     DesiredFile,
     DesiredState,
-    Done,
     Head,
     ObservedState,
-    Promote,
-    StageFiles,
     Step,
-    Tag,
     next_step,
 )
 
@@ -48,34 +40,47 @@ BOTH = ("README.md", "model.safetensors")
 
 
 REPLACED = (("model.safetensors",), ("model-2.safetensors",))  # files to send and to delete
-DONE, OPEN = Done(NEW_MAIN.commit), ChangeSettings(private=False, gated=False)
+DONE, OPEN = Step("Done", NEW_MAIN.commit), Step("ChangeSettings", gated=False)
 PROMOTED = replace(REPLACING, main=NEW_MAIN)
 TAGGED = replace(FRESH, main=NEW_MAIN, tagged=NEW_MAIN)
 GATED = replace(FRESH, private=False, gated="auto")
 EDITED = ObservedState(exists=True, main=Head("9" * 40, OLD), tagged=NEW_MAIN)
 LEFT = ("mergegate-staging/v0",)
+DELETE, DELETE_LEFT = (Step("DeleteBranch", branch=name) for name in ("mergegate-staging/v2", *LEFT))
 STATES = {
-    "no repository": (DESIRED, ObservedState(exists=False), CreateRepository()),
-    "empty repository": (DESIRED, FRESH, CreateBranch(EMPTY.commit)),
-    "empty branch": (DESIRED, replace(FRESH, staged=EMPTY), StageFiles(EMPTY.commit, BOTH, ())),
-    "old branch": (DESIRED, replace(REPLACING, staged=OLD_MAIN), StageFiles(OLD_MAIN.commit, *REPLACED)),
-    "staged": (DESIRED, replace(REPLACING, staged=STAGED), Promote(OLD_MAIN.commit, STAGED, *REPLACED)),
-    "promoted, not tagged": (DESIRED, replace(PROMOTED, staged=STAGED), Tag(NEW_MAIN.commit)),
-    "tagged": (DESIRED, replace(PROMOTED, staged=STAGED, tagged=NEW_MAIN), DeleteBranch("mergegate-staging/v2")),
-    "the branch of a run that died": (DESIRED, replace(PROMOTED, tagged=NEW_MAIN, leftovers=LEFT), DeleteBranch(*LEFT)),
+    "no repository": (DESIRED, ObservedState(exists=False), Step("CreateRepository")),
+    "empty repository": (DESIRED, FRESH, Step("CreateBranch", EMPTY.commit)),
+    "empty branch": (DESIRED, replace(FRESH, staged=EMPTY), Step("StageFiles", EMPTY.commit, BOTH, ())),
+    "old branch": (DESIRED, replace(REPLACING, staged=OLD_MAIN), Step("StageFiles", OLD_MAIN.commit, *REPLACED)),
+    "staged": (DESIRED, replace(REPLACING, staged=STAGED), Step("Promote", OLD_MAIN.commit, *REPLACED, STAGED)),
+    "promoted, not tagged": (DESIRED, replace(PROMOTED, staged=STAGED), Step("Tag", NEW_MAIN.commit)),
+    "tagged": (
+        DESIRED,
+        replace(PROMOTED, staged=STAGED, tagged=NEW_MAIN),
+        Step("DeleteBranch", branch="mergegate-staging/v2"),
+    ),
+    "the branch of a run that died": (
+        DESIRED,
+        replace(PROMOTED, tagged=NEW_MAIN, leftovers=LEFT),
+        Step("DeleteBranch", branch=LEFT[0]),
+    ),
     "released": (DESIRED, TAGGED, DONE),
-    "the same content under a new name": (DESIRED, replace(FRESH, main=NEW_MAIN), Tag(NEW_MAIN.commit)),
-    "another is current": (DESIRED, replace(REPLACING, tagged=NEW_MAIN), Promote(OLD_MAIN.commit, NEW_MAIN, *REPLACED)),
+    "the same content under a new name": (DESIRED, replace(FRESH, main=NEW_MAIN), Step("Tag", NEW_MAIN.commit)),
+    "another is current": (
+        DESIRED,
+        replace(REPLACING, tagged=NEW_MAIN),
+        Step("Promote", OLD_MAIN.commit, *REPLACED, NEW_MAIN),
+    ),
     "what a person changed after the release stays": (DESIRED, EDITED, DONE),
-    "still private": (PUBLIC, replace(FRESH, staged=STAGED), Promote(EMPTY.commit, STAGED, BOTH, ())),
+    "still private": (PUBLIC, replace(FRESH, staged=STAGED), Step("Promote", EMPTY.commit, BOTH, (), STAGED)),
     "complete: now it is opened": (PUBLIC, replace(TAGGED, staged=STAGED), OPEN),
     "a repository that was made private after its release stays private": (PUBLIC, TAGGED, DONE),
     "gated before anything is staged": (
         replace(PUBLIC, gated="manual"),
         replace(REPLACING, private=False),
-        ChangeSettings(private=False, gated="manual"),
+        Step("ChangeSettings", gated="manual"),
     ),
-    "the gate is lifted only for the release": (PUBLIC, GATED, CreateBranch(EMPTY.commit)),
+    "the gate is lifted only for the release": (PUBLIC, GATED, Step("CreateBranch", EMPTY.commit)),
     "the gate is lifted with it": (PUBLIC, replace(GATED, main=NEW_MAIN, staged=STAGED, tagged=NEW_MAIN), OPEN),
 }
 
@@ -106,7 +111,7 @@ def test_a_step_that_would_break_a_guarantee_is_blocked_with_a_remedy(
 
 def test_a_main_with_this_release_is_not_a_foreign_change() -> None:
     observed = replace(FRESH, main=NEW_MAIN, staged=STAGED)
-    assert next_step(DESIRED, observed, expected_head=EMPTY.commit) == Tag(NEW_MAIN.commit)
+    assert next_step(DESIRED, observed, expected_head=EMPTY.commit) == Step("Tag", NEW_MAIN.commit)
 
 
 @pytest.mark.parametrize(

@@ -124,86 +124,42 @@ class ObservedState:
 
 
 @dataclass(frozen=True)
-class CreateRepository:
-    """Create the repository. It starts as private even for a public release, to hide incomplete files."""
+class Step:
+    """One step of a publication, with the values that its action needs.
+
+    =================  =================================================================================================
+    CreateRepository   Create the repository. It starts as private even for a public release, to hide incomplete files.
+    ChangeSettings     Open the repository, ``gated`` as given.
+    CreateBranch       Create the staging branch at ``commit``.
+    StageFiles         Commit on ``commit`` of the staging branch, so that it contains exactly the release.
+    Promote            Commit to ``main``, so that it has the files of ``source``. Fails if its head is not ``commit``.
+    Tag                Tag ``commit`` with the version.
+    DeleteBranch       Delete the staging branch ``branch``.
+    Done               The release is published at ``commit``.
+    =================  =================================================================================================
+    """
+
+    action: Literal[
+        "CreateRepository", "ChangeSettings", "CreateBranch", "StageFiles", "Promote", "Tag", "DeleteBranch", "Done"
+    ]
+    commit: str = ""
+    missing: tuple[str, ...] = ()  # files to send
+    stale: tuple[str, ...] = ()  # files to delete
+    source: Head | None = None
+    gated: Gated = False
+    branch: str = ""
 
 
-@dataclass(frozen=True)
-class ChangeSettings:
-    """Change the visibility of the repository."""
-
-    private: bool
-    gated: Gated
-
-
-@dataclass(frozen=True)
-class CreateBranch:
-    """Create the staging branch at the commit ``start``."""
-
-    start: str
-
-
-@dataclass(frozen=True)
-class StageFiles:
-    """Commit to the staging branch so that it contains exactly the release."""
-
-    parent: str
-    missing: tuple[str, ...]
-    stale: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Promote:
-    """Commit to ``main`` so that it has the files of ``source``. Fails if the head of ``main`` is not ``parent``."""
-
-    parent: str
-    source: Head
-    missing: tuple[str, ...]
-    stale: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Tag:
-    """Tag ``commit`` with the version."""
-
-    commit: str
-
-
-@dataclass(frozen=True)
-class DeleteBranch:
-    """Delete a staging branch."""
-
-    branch: str
-
-
-@dataclass(frozen=True)
-class Done:
-    """The release is published at ``commit``."""
-
-    commit: str
-
-
-Step = (
-    CreateRepository
-    | ChangeSettings
-    | CreateBranch
-    | StageFiles
-    | Promote
-    | Tag
-    | DeleteBranch
-    | Done
-    | PublicationBlocked
-)
-
-
-def next_step(desired_state: DesiredState, observed_state: ObservedState, expected_head: str | None = None) -> Step:
+def next_step(
+    desired_state: DesiredState, observed_state: ObservedState, expected_head: str | None = None
+) -> Step | PublicationBlocked:
     """Return the next step toward the desired state.
 
     ``expected_head`` is the head of ``main`` that the release was compared with. Publication is blocked if the head of
     ``main`` is neither that nor this release. None: any head is accepted.
     """
     if not observed_state.exists:
-        return CreateRepository()
+        return Step("CreateRepository")
     main = observed_state.main
     if main is None:
         return PublicationBlocked(
@@ -222,32 +178,30 @@ def next_step(desired_state: DesiredState, observed_state: ObservedState, expect
             commit == main.commit and name != desired_state.version for name, commit in observed_state.tags.items()
         )
         if superseded and not desired_state.is_on(main):
-            promotion = Promote(main.commit, tagged, desired_state.missing(main), desired_state.stale(main))
+            promotion = Step("Promote", main.commit, desired_state.missing(main), desired_state.stale(main), tagged)
             return _blocked(desired_state, observed_state, main, expected_head) or promotion
         if observed_state.staged is not None:  # only an unfinished publication changes the visibility
             if desired_state.visibility == "public" and (
                 observed_state.private or observed_state.gated != desired_state.gated
             ):
-                return ChangeSettings(private=False, gated=desired_state.gated)
-            return DeleteBranch(desired_state.branch)
-        return DeleteBranch(observed_state.leftovers[0]) if observed_state.leftovers else Done(tagged.commit)
+                return Step("ChangeSettings", gated=desired_state.gated)
+            return Step("DeleteBranch", branch=desired_state.branch)
+        if observed_state.leftovers:
+            return Step("DeleteBranch", branch=observed_state.leftovers[0])
+        return Step("Done", tagged.commit)
 
     if blocked := _blocked(desired_state, observed_state, main, expected_head):
         return blocked
     strictness = (False, "auto", "manual").index
     if not observed_state.private and strictness(desired_state.gated) > strictness(observed_state.gated):
-        return ChangeSettings(private=False, gated=desired_state.gated)
+        return Step("ChangeSettings", gated=desired_state.gated)
     if desired_state.is_on(main):
-        return Tag(main.commit)
-    if observed_state.staged is None:
-        return CreateBranch(main.commit)
-    if not desired_state.is_on(observed_state.staged):
-        return StageFiles(
-            observed_state.staged.commit,
-            desired_state.missing(observed_state.staged),
-            desired_state.stale(observed_state.staged),
-        )
-    return Promote(main.commit, observed_state.staged, desired_state.missing(main), desired_state.stale(main))
+        return Step("Tag", main.commit)
+    if (staged := observed_state.staged) is None:
+        return Step("CreateBranch", main.commit)
+    if not desired_state.is_on(staged):
+        return Step("StageFiles", staged.commit, desired_state.missing(staged), desired_state.stale(staged))
+    return Step("Promote", main.commit, desired_state.missing(main), desired_state.stale(main), staged)
 
 
 def _blocked(
@@ -307,19 +261,19 @@ def publish_hub(
             observed = connection.observe()
             expected_head = expected_head or (observed.main.commit if observed.main else None)
             step = next_step(desired, observed, expected_head)
-            if isinstance(step, Done):
-                return PublishedCommit(step.commit, changed)
             if isinstance(step, PublicationBlocked):
                 raise step.refusal(f"{repo} on the Hub")
-            kind = step if isinstance(step, DeleteBranch) else type(step)
+            if step.action == "Done":
+                return PublishedCommit(step.commit, changed)
+            kind = (step.action, step.branch)
             if kind != previous:
                 previous, failures = kind, 0
             elif accepted:
-                raise _NotStored(f"{type(step).__name__}: the Hub's listing differs from the files that were sent")
+                raise _NotStored(f"{step.action}: the Hub's listing differs from the files that were sent")
             accepted = False
             connection.execute(step)
             accepted = True
-            changed = changed or not isinstance(step, DeleteBranch) or step.branch == desired.branch
+            changed = changed or step.branch in ("", desired.branch)
         except client_errors() as error:
             accepted, failures = False, failures + 1
             if failures < _FAILURES and status_of(error) == 401 and access.discard_token():
@@ -390,42 +344,38 @@ class _Connection:
         """Execute one step. A call that is late or repeated does no harm."""
         from huggingface_hub import CommitOperationCopy, CommitOperationDelete
 
-        match step:
-            case CreateRepository():
+        version, branch = self.desired.version, self.desired.branch
+        deletions = [CommitOperationDelete(name, is_folder=False) for name in step.stale]
+        match step.action:
+            case "CreateRepository":
                 self.api.create_repo(self.repo, private=True)
-            case ChangeSettings(private, gated):
-                self.api.update_repo_settings(self.repo, private=private, gated=gated)
-            case CreateBranch(start):
-                self.api.create_branch(self.repo, branch=self.desired.branch, revision=start)
-            case StageFiles(parent, missing, stale):
-                for name in missing:
+            case "ChangeSettings":
+                self.api.update_repo_settings(self.repo, private=False, gated=step.gated)
+            case "CreateBranch":
+                self.api.create_branch(self.repo, branch=branch, revision=step.commit)
+            case "StageFiles":
+                for name in step.missing:
                     # Compare the source with the gated file. The Hub's own hash is checked later.
                     file, source = self.files[name], self.files[name].source
                     if not isinstance(source, bytes):
                         actual = self.request.hashes.sha256(source, trust=False) if source.is_file() else ""
                         if actual != file.sha256:
                             raise file.alteration_error(actual)
-                operations: list[Operation] = [*self.send(missing)]
-                operations += [CommitOperationDelete(name, is_folder=False) for name in stale]
-                self.commit(self.desired.branch, parent, f"Stage {self.desired.version}", operations)
-            case Promote(parent, source, missing, stale):
+                self.commit(branch, step.commit, f"Stage {version}", [*self.send(step.missing), *deletions])
+            case "Promote":
+                assert step.source
                 # Copy a large file on the Hub. Send a small one again: copying would download and send it.
-                operations = [
+                additions = [
                     self.addition(name)
-                    if source.files[name].sha256 is None
-                    else CommitOperationCopy(name, name, src_revision=source.commit)
-                    for name in missing
+                    if step.source.files[name].sha256 is None
+                    else CommitOperationCopy(name, name, src_revision=step.source.commit)
+                    for name in step.missing
                 ]
-                operations += [CommitOperationDelete(name, is_folder=False) for name in stale]
-                self.commit(MAIN, parent, f"Release {self.desired.version}", operations)
-            case Tag(commit):
-                self.api.create_tag(
-                    self.repo, tag=self.desired.version, tag_message=f"Release {self.desired.version}", revision=commit
-                )
-            case DeleteBranch(branch):
-                self.api.delete_branch(self.repo, branch=branch)
-            case _:
-                raise TypeError(f"{step} cannot be executed")
+                self.commit(MAIN, step.commit, f"Release {version}", [*additions, *deletions])
+            case "Tag":
+                self.api.create_tag(self.repo, tag=version, tag_message=f"Release {version}", revision=step.commit)
+            case "DeleteBranch":
+                self.api.delete_branch(self.repo, branch=step.branch)
 
     def commit(self, branch: str, parent: str, message: str, operations: list[Operation]) -> None:
         with _without_progress_bars():
@@ -479,26 +429,19 @@ class _Connection:
 
 
 def _refusal(repo: str, error: Exception, access: HubAccess) -> Refused:
-    if isinstance(error, _NotStored):
-        return Refused(
-            f"{repo} on the Hub",
-            found=str(error),
-            expected="the bytes that were evaluated and gated",
-            remedy="run again; mergegate rebuilds an artifact that was altered on disk. main was not changed",
-        )
-    if is_retryable(error):
-        return Refused(
-            f"{repo} on the Hub",
-            found=f"the Hub does not answer as expected: {describe_hub_error(error, access)}",
-            expected="a successful publication",
-            remedy="run again later; mergegate resumes the publication",
-        )
-    return Refused(
-        f"{repo} on the Hub",
-        found=describe_hub_error(error, access),
-        expected="a token with write access to the repository, and a card that the Hub accepts",
-        remedy="correct the problem that the Hub reports, then run again; mergegate resumes the publication",
+    problem = describe_hub_error(error, access)
+    found, expected, remedy = (
+        problem,
+        "a token with write access to the repository, and a card that the Hub accepts",
+        "correct the problem that the Hub reports, then run again; mergegate resumes the publication",
     )
+    if isinstance(error, _NotStored):
+        found, expected = str(error), "the bytes that were evaluated and gated"
+        remedy = "run again; mergegate rebuilds an artifact that was altered on disk. main was not changed"
+    elif is_retryable(error):
+        found, expected = f"the Hub does not answer as expected: {problem}", "a successful publication"
+        remedy = "run again later; mergegate resumes the publication"
+    return Refused(f"{repo} on the Hub", found=found, expected=expected, remedy=remedy)
 
 
 @contextmanager
