@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from variants import EMBEDDING, Q_PROJ, STATIC, with_config, with_tensors, without_tensor
 
 from mergegate.merge_core.checkpoint.checkpoint import open_checkpoint
@@ -36,18 +36,6 @@ def test_a_broken_checkpoint_is_refused_with_its_own_reason(checkpoint: Path, va
     if variant == "no chat template":  # It is not required of a model that need not chat.
         checks = static_checks(open_checkpoint(checkpoint), must_chat=None)
         assert {check.outcome for check in checks} == {"pass"}
-
-
-@pytest.mark.story
-def test_experts_are_translated_before_they_are_compared(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
-    config = MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=3, vocab_size=20)
-    MixtralForCausalLM(config).save_pretrained(tmp_path)
-    assert [check.outcome for check in check_tensors(open_checkpoint(tmp_path))] == ["pass"]
-    without_tensor(tmp_path, "experts.2.w2.weight")
-    (check,) = check_tensors(open_checkpoint(tmp_path))
-    assert check.outcome == "fail"
 
 
 def test_a_head_that_is_tied_may_be_absent_and_one_that_is_not_may_not(tmp_path: Path) -> None:
