@@ -10,7 +10,7 @@ import pytest
 from release_samples import content, license_verdict, publishable, sha, variant_parts
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.publish.compliance import ModificationThreshold, compliance_section, compliance_sheet, flop_text
+from mergegate.tasks.publish.documents import ModificationThreshold, compliance_section, compliance_sheet, flop_text
 from mergegate.tasks.publish.facts import DatasetFacts, DocumentLink, ParentCard, ParentFacts, ReleaseFacts
 from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.settings import AboutRelease
