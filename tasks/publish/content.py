@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,6 +76,18 @@ class ReleaseFile:
 
     def read(self) -> bytes:
         return self.source if isinstance(self.source, bytes) else self.source.read_bytes()
+
+    def chunks(self, size: int) -> Iterator[bytes]:
+        """Yield the content in pieces of ``size`` bytes. Raise Refused if the source was removed since the gate."""
+        if isinstance(self.source, bytes):
+            yield from (self.source[start : start + size] for start in range(0, len(self.source), size))
+            return
+        try:
+            with self.source.open("rb") as source:
+                while data := source.read(size):
+                    yield data
+        except FileNotFoundError:
+            raise self.alteration_error() from None
 
     def alteration_error(self, sha256: str = "", problem: str = "the file is missing") -> Refused:
         """Return the error for a source that has changed since the gate: its new ``sha256``, or another ``problem``."""

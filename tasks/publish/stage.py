@@ -426,25 +426,18 @@ def variant_content(
         on_inconclusive=content.verdict.on_inconclusive,
         reasons=tuple(f"variant {verdict.type}: {reason}" for verdict in inconclusive for reason in verdict.reasons),
     )
+    kept = ("kind", "licence", "obligations", "scoring", "asked", "windows", "files", "versions", "overrides")
     return ReportContent(
         name=name,
         method=f"quantized from {merge.name} {merge.version}",
-        kind=content.kind,
         models=tuple(model.model_copy(update={"scores": None, "likelihoods": None}) for model in content.models),
-        licence=content.licence,
-        obligations=content.obligations,
         verdict=joint,
-        scoring=content.scoring,
-        asked=content.asked,
-        windows=content.windows,
-        files=content.files,
-        versions=content.versions,
         reproduce=(
             "mergegate verify RELEASE --verdict    # decide again from the outcomes in evidence/, without a model",
             "mergegate reproduce RELEASE           # quantize again, and compare the weights byte by byte",
         ),
         variants=tuple(published),
-        overrides=content.overrides,
+        **{field: getattr(content, field) for field in kept},
     )
 
 

@@ -156,8 +156,8 @@ def test_a_large_file_is_sent_in_parts_and_read_once(
     data = bytes(range(256)) * (12 << 12)
     (tmp_path / "w").write_bytes(data)
     read: list[int] = []
-    reading = publication._read
-    monkeypatch.setattr(publication, "_read", lambda file, part: (read.append(part), reading(file, part))[1])
+    reading = ReleaseFile.chunks
+    monkeypatch.setattr(ReleaseFile, "chunks", lambda file, part: (read.append(part), reading(file, part))[1])
     file = ReleaseFile("model.safetensors", len(data), sha256_file(tmp_path / "w"), tmp_path / "w")
     publish((file,), multipart_threshold=5 << 20)
     assert read == [5 << 20]

@@ -179,9 +179,7 @@ def version_taken(version: str, difference: str) -> PublicationBlocked:
 def overtaken(current: str, expected: str) -> PublicationBlocked:
     """Return the reason for a target whose current release has changed since the merge was compared with it."""
     return PublicationBlocked(
-        current,
-        expected,
-        "run again; mergegate then compares the merge with the current release",
+        current, expected, "run again; mergegate then compares the merge with the current release"
     )
 
 

@@ -291,16 +291,10 @@ def _write(file: ReleaseFile, path: Path, report: Callable[[int], None]) -> None
     path.parent.mkdir(parents=True, exist_ok=True)
     digest = hashlib.sha256()
     with path.open("wb") as output:
-        if isinstance(file.source, bytes):
-            digest.update(file.source)
-            output.write(file.source)
-            report(len(file.source))
-        else:
-            with file.source.open("rb") as source:
-                while chunk := source.read(_CHUNK):
-                    digest.update(chunk)
-                    output.write(chunk)
-                    report(len(chunk))
+        for chunk in file.chunks(_CHUNK):
+            digest.update(chunk)
+            output.write(chunk)
+            report(len(chunk))
         output.flush()
         os.fsync(output.fileno())
     if digest.hexdigest() != file.sha256:

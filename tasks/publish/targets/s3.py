@@ -80,35 +80,6 @@ def read_pointer(location: S3Location) -> tuple[Pointer, str] | None:
     return (parse_pointer(location, stored[0]), stored[1]) if stored else None
 
 
-def move_alias(location: S3Location, version: str, name: str) -> None:
-    """Point the alias ``name`` to ``version``. After a concurrent move, read the state and try again.
-
-    Raises:
-        InvalidInput: There is no such version, or ``name`` is a version.
-        Refused: Another process keeps writing the alias, or the object is not an alias.
-    """
-    stored = read_pointer(location)
-    pointer = stored[0] if stored else Pointer(current="", versions=())
-    if pointer.find(name):
-        raise alias_conflict(name, location.url)
-    target = pointer.find(version)
-    if target is None:
-        raise no_such_version(version, location.url, [item.version for item in pointer.versions])
-    for _ in range(_ALIAS_ROUNDS):
-        alias = read_alias(location, name)
-        if alias is not None and alias[0] == target:
-            return
-        guard = {"IfNoneMatch": "*"} if alias is None else {"IfMatch": alias[1]}
-        with explained_errors(location):
-            location.write(f"{name}.json", target.model_dump_json(indent=1).encode(), **guard)
-    raise Refused(
-        f"{location.url}/{name}.json",
-        found="another writer moves the alias each time that mergegate moves it",
-        expected="one writer at a time",
-        remedy="find out who else writes to this location, then run again",
-    )
-
-
 def read_alias(location: S3Location, name: str) -> tuple[ReleasedVersion, str] | None:
     """Return the version that the alias ``name`` points to and the entity tag of its object, or None.
 
@@ -327,9 +298,28 @@ class S3Target(PublishTarget):
         return content[0] if content else None
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
-        """Write the object ``name.json`` next to the pointer."""
+        """Write the object ``name.json`` next to the pointer. After a concurrent move, read the state and try again."""
         require_alias_name(name, {POINTER.removesuffix(".json")})
-        move_alias(self._location(), version, name)
+        location = self._location()
+        stored = read_pointer(location)
+        pointer = stored[0] if stored else Pointer(current="", versions=())
+        if pointer.find(name):
+            raise alias_conflict(name, location.url)
+        if (target := pointer.find(version)) is None:
+            raise no_such_version(version, location.url, [item.version for item in pointer.versions])
+        for _ in range(_ALIAS_ROUNDS):
+            alias = read_alias(location, name)
+            if alias is not None and alias[0] == target:
+                return
+            guard = {"IfNoneMatch": "*"} if alias is None else {"IfMatch": alias[1]}
+            with explained_errors(location):
+                location.write(f"{name}.json", target.model_dump_json(indent=1).encode(), **guard)
+        raise Refused(
+            f"{location.url}/{name}.json",
+            found="another writer moves the alias each time that mergegate moves it",
+            expected="one writer at a time",
+            remedy="find out who else writes to this location, then run again",
+        )
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
         """Return the version in the object ``name.json``, or None if it does not exist."""

@@ -229,7 +229,7 @@ class S3Publication:
     def _hashed_parts(self, file: ReleaseFile, part_size: int) -> Iterator[tuple[bytes, str]]:
         """Yield each part and its sha256. Raise Refused at the end if the whole file is not the gated one."""
         digest, composite = hashlib.sha256(), hashlib.sha256()
-        for data in _read(file, part_size):
+        for data in file.chunks(part_size):
             digest.update(data)
             part_digest = hashlib.sha256(data).digest()
             composite.update(part_digest)
@@ -279,7 +279,7 @@ class S3Publication:
         if file.size <= self.multipart_threshold:
             checksum = _checksum(bytes.fromhex(file.sha256))
             if isinstance(file.source, bytes) or file.size <= _IN_MEMORY:
-                data = b"".join(_read(file, _IN_MEMORY))
+                data = b"".join(file.chunks(_IN_MEMORY))
                 if (actual := hashlib.sha256(data).hexdigest()) != file.sha256:
                     raise file.alteration_error(actual)
                 self.location.ask("put_object", Key=key, Body=data, **checksum)
@@ -400,15 +400,3 @@ def parse_pointer(location: S3Location, content: bytes) -> Pointer:
 def _checksum(digest: bytes) -> dict[str, str]:
     """Return request options with which the store compares the body with a sha256 digest."""
     return {"ChecksumAlgorithm": "SHA256", "ChecksumSHA256": encoded_sha256(digest)}
-
-
-def _read(file: ReleaseFile, part_size: int) -> Iterator[bytes]:
-    if isinstance(file.source, bytes):
-        yield from (file.source[start : start + part_size] for start in range(0, len(file.source), part_size))
-        return
-    try:
-        with file.source.open("rb") as source:
-            while data := source.read(part_size):
-                yield data
-    except FileNotFoundError:
-        raise file.alteration_error() from None
