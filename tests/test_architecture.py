@@ -250,7 +250,9 @@ EVERY_PACKAGE = tuple(sorted(PACKAGES - {"flows", "merge_core.methods.kernels"})
     ("modules", "heavy"),
     [
         (("flows.cli",), (*LIBRARIES, "pydantic")),
-        pytest.param(("flows.cli.merge",), (*LIBRARIES, f"{NAMESPACE}tasks.evaluation.stage"), marks=pytest.mark.story),
+        pytest.param(
+            ("flows.operations.merge",), (*LIBRARIES, f"{NAMESPACE}tasks.evaluation.stage"), marks=pytest.mark.story
+        ),
         pytest.param(("flows.preflight", *EVERY_PACKAGE), LIBRARIES, marks=pytest.mark.story),
     ],
     ids=["command line", "merge", "packages"],

@@ -43,7 +43,7 @@ Merge
   merge (merge.py): Merge a recipe into a directory, without evaluation.
     mergegate merge profiles/demo/recipes/ties.yaml out/merge
     mergegate merge recipe.yaml out/merge --device cuda --seed 7
-  plan (check.py): Forecast memory, disk, time and cost of a merge.
+  plan (merge.py): Forecast memory, disk, time and cost of a merge.
     mergegate plan profiles/demo.yaml
     mergegate plan recipe.yaml --price my-box=1.20
   methods (catalog.py): List the merge methods and their parameters.
@@ -71,7 +71,7 @@ Evaluate
   fetch-data (evaluate.py): Fetch the datasets of a profile's tasks for offline runs.
     mergegate fetch-data profiles/examples/llama.yaml
 Inspect
-  status (history.py): Show active runs, schedules, last results and the store.
+  status (server.py): Show active runs, schedules, last results and the store.
     mergegate status
   history (history.py): List how the runs of this project ended, newest first.
     mergegate history
@@ -91,7 +91,7 @@ Inspect
   export (releases.py): Export the results of a release to another tool.
     mergegate export releases/demo/latest --output logs
     mergegate export acme/model --output logs --organization 'Acme Labs'
-  fingerprint (releases.py): Write the fingerprint of a known model to an index.
+  fingerprint (merge.py): Write the fingerprint of a known model to an index.
     mergegate fingerprint models/base --name acme/base
     mergegate fingerprint acme/model --license cc-by-nc-4.0 --index known.jsonl
   schema (catalog.py): Print the JSON Schema of a profile or a recipe.

@@ -1,11 +1,11 @@
-"""``mergegate check``, ``plan`` and ``run --dry-run``: find problems and forecast, without reading any weight."""
+"""``mergegate check`` and ``run --dry-run``: find problems and forecast a run, without reading any weight."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -15,16 +15,12 @@ from rich.text import Text
 from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.operations.check import check_file, plan_run
 from mergegate.flows.operations.console import print_answer, print_findings
-from mergegate.flows.operations.plan import PlanOptions, forecast_of, plan_file, print_forecast, print_plan
+from mergegate.flows.operations.plan import PlanOptions, forecast_of, named_prices, print_forecast
 from mergegate.flows.preflight import Problems, TaskExample, preflight_profile
 from mergegate.flows.profile import Profile
-from mergegate.merge_core.errors import InvalidInput, to_printable
+from mergegate.merge_core.errors import to_printable
 from mergegate.merge_core.wording import format_duration, format_roughly
 from mergegate.tasks.preflight import plan_cached
-
-if TYPE_CHECKING:
-    from mergegate.flows.profile import Profile
-
 
 _LONGEST = 2000  # characters of a prompt to show
 
@@ -79,58 +75,6 @@ def print_examples(examples: Sequence[TaskExample], console: Console) -> None:
         console.print(Text(f"    ▸ {to_printable(shorten(answer)).strip()}", style="green"))
         if budget:
             console.print(Text(f"    {budget}", style="dim"))
-
-
-def plan_command(
-    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML, mergekit's dialect), or a profile.")],
-    out: Annotated[Path, typer.Option(help="Directory for the result.")] = Path(),
-    device: Annotated[str, typer.Option(help="Device of the merge: auto, cpu, cuda or cuda:N.")] = "auto",
-    price: Annotated[
-        list[str] | None, typer.Option(help="Hourly price of an instance, as NAME=DOLLARS_PER_HOUR. Repeatable.")
-    ] = None,
-    probe: Annotated[
-        bool | None,
-        typer.Option("--probe/--no-probe", help="Measure this machine now, or never.", show_default="once an hour"),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Forecast memory, disk, time and cost of a merge.
-
-    mergegate reads only the headers of the checkpoints. No weights are read or downloaded.
-    """
-    with command_context(as_json) as console:
-        options = PlanOptions(out, device, named_prices(price or ()), probe)
-        with console.status("reading headers"):
-            forecast = plan_file(recipe, options)
-        if as_json:
-            facts = {
-                **{key: value for key, value in asdict(forecast).items() if key != "routers" or value is not None},
-                "place": str(forecast.place),
-                "kind": forecast.kind.name,
-                "disk_missing": forecast.disk_missing,
-                "power": forecast.power.model_dump(mode="json") if forecast.power else None,
-                "cost": {name: forecast.cost(dollars) for name, dollars in forecast.prices.items()},
-            }
-            print_answer("planned", forecast.recipe, facts, forecast.findings)
-            return
-        print_plan(forecast, console)
-
-
-def named_prices(texts: Sequence[str]) -> dict[str, float]:
-    """Parse texts of the form ``NAME=DOLLARS_PER_HOUR``, or raise InvalidInput."""
-    prices = {}
-    for text in texts:
-        name, _, amount = text.partition("=")
-        try:
-            price = float(amount.removeprefix("$"))
-        except ValueError:
-            price = -1.0
-        if not name or not 0 <= price < float("inf"):
-            raise InvalidInput(
-                "--price", found=f"{text!r}", expected="NAME=DOLLARS_PER_HOUR", remedy="for example --price my-box=1.20"
-            )
-        prices[name.strip()] = price
-    return prices
 
 
 def dry_run(profile: Profile, console: Console, as_json: bool, prices: Sequence[str]) -> int:

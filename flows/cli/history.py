@@ -1,18 +1,12 @@
-"""``mergegate status``, ``history``, ``explain`` and ``open``: show a project and its past runs.
-
-None of them needs a server. ``status`` asks the server whether it can carry out the schedules.
-"""
+"""``mergegate history``, ``explain`` and ``open``: show the past runs of a project."""
 
 from __future__ import annotations
 
 import os
 import sys
-import time
 import webbrowser
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 import typer
 from rich.table import Table
@@ -20,107 +14,10 @@ from rich.text import Text
 
 from mergegate.flows.cli.command import JsonOption, command_context
 from mergegate.flows.operations.console import OUTCOME_STYLES, print_answer, short_path
-from mergegate.flows.prefect_api import (
-    POOL,
-    SCHEDULES_FILE,
-    Schedules,
-    deployments_on_server,
-    find_site,
-    load_schedules,
-    site_client,
-)
-from mergegate.flows.profile import profile_name
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.merge_core.wording import format_bytes, format_duration
+from mergegate.merge_core.wording import format_duration
 from mergegate.tasks.report import RunRecord, file_name, format_run_time, outcome_of_status, read_history, worst_drop
-from mergegate.tasks.stage import home, runs_directory
-from mergegate.tasks.store import read_runs, store_bytes
-
-
-def status_command(as_json: JsonOption = False) -> None:
-    """Show active runs, schedules, last results and the store."""
-    with command_context(as_json) as console:
-        now = time.time()
-        running = [run for run in read_runs(runs_directory()) if run.is_live]
-        last = {record.profile: record for record in read_history(home() / "reports").records}
-        schedule_file = Path(SCHEDULES_FILE)
-        due = _scheduled_profiles(load_schedules(schedule_file)) if schedule_file.is_file() else []
-        size = store_bytes(home() / "store")
-        if as_json:
-            brief = {"run", "profile", "status", "message", "ended", "version"}
-            more = {
-                "home": str(home()),
-                "running": [{"run": run.run, "profile": run.profile, "seconds": now - run.started} for run in running],
-                "due": [entry._asdict() for entry in due],
-                "last": [record.model_dump(mode="json", include=brief) for record in last.values()],
-                "store_bytes": size,
-            }
-            deployed = sum(not entry.missing for entry in due)
-            message = f"{len(running)} running, {deployed} deployed, {format_bytes(size)} in the store"
-            print_answer("running" if running else "idle", message, more)
-            return
-        for run in running:
-            seconds = max(0.0, now - run.started)
-            console.print(f"running  {run.profile or run.flow}  since {format_duration(seconds)}  ({run.run})")
-        if not running:
-            console.print("running  nothing")
-        for entry in due:
-            if not entry.missing:
-                console.print(f"due      {entry.profile}  {entry.schedule}")
-        for missing in dict.fromkeys(entry.missing for entry in due if entry.missing):
-            profiles = ", ".join(entry.profile for entry in due if entry.missing == missing)
-            console.print(f"due      not {profiles}: {missing}")
-        if not due:
-            console.print(f"due      nothing: no {SCHEDULES_FILE} in this directory")
-        for record in last.values():
-            style = OUTCOME_STYLES[outcome_of_status(record.status)]
-            ended = f"  {format_run_time(record)}  "
-            status = Text(record.status, style=style)
-            console.print("last     ", Text(record.profile), ended, status, f"  {record.why}", sep="")
-        if not last:
-            console.print("last     no run has finished here yet")
-        console.print(f"store    {format_bytes(size)}")
-
-
-_NOT_DEPLOYED = "it is not deployed; deploy it with mergegate deploy"
-
-
-class _ScheduledProfile(NamedTuple):
-    """A profile in ``schedules.yaml``. ``missing`` tells what its runs lack and how to start it, or is empty."""
-
-    profile: str
-    schedule: str
-    missing: str
-
-
-def _scheduled_profiles(schedules: Schedules) -> list[_ScheduledProfile]:
-    """Return the listed profiles. Their runs need a server, a deployment and a worker."""
-    site = find_site(schedules)
-    no_server, no_worker, deployed, workers = "", "", set[str](), []
-    try:
-        with site_client(site) as client:
-            from prefect.exceptions import ObjectNotFound
-
-            deployed = set(deployments_on_server(client))
-            with suppress(ObjectNotFound):  # the pool of a server that no worker has joined
-                client.read_work_pool(POOL)  # unlike the next request, it raises ObjectNotFound
-                workers = client.read_workers_for_work_pool(POOL)
-            if not any(worker.status == "ONLINE" for worker in workers):
-                no_worker = "no worker is online; start one with mergegate worker"
-    except InvalidInput as error:
-        answers = not error.found.startswith("no server")
-        no_server = f"{site.address}: {error.found}" if answers else f"no server answers at {site.address}"
-        no_server += f"; {error.remedy}" if answers else "; start it with mergegate server"
-    return [
-        _ScheduledProfile(
-            profile=str(entry.profile),
-            schedule=entry.schedule or "when triggered",
-            missing=no_server
-            or ("" if f"{entry.flow}/{profile_name(entry.profile)}" in deployed else _NOT_DEPLOYED)
-            or no_worker,
-        )
-        for entry in schedules.profiles
-    ]
+from mergegate.tasks.stage import home
 
 
 def open_command(

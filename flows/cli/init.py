@@ -30,16 +30,14 @@ from rich.text import Text
 from mergegate.flows.candidates import names_training_run
 from mergegate.flows.cli.catalog import schema_text
 from mergegate.flows.cli.command import JsonOption, command_context
-from mergegate.flows.cli.fitting_recipe import fitting_recipe
-from mergegate.flows.cli.profile_draft import (
-    NO_GUARDS,
-    NOT_JUDGED,
+from mergegate.flows.cli.drafts import (
     SCHEMA_LINE,
     GuardDraft,
     LicenseDraft,
     ProfileDraft,
     RecipeDraft,
     claimed_tasks,
+    fitting_recipe,
     profile_text,
 )
 from mergegate.flows.operations.console import print_answer
@@ -215,11 +213,10 @@ def _write_project(
     """Write the schemas, the sample text, the recipe and the profile, then check the profile."""
     out = files[0].parent
     directory = home() / "schema"
-    schemas = {
-        kind: Path(os.path.relpath(directory / f"{kind}.json", out)).as_posix() for kind in ("profile", "recipe")
-    }
-    for kind in schemas:
+    schemas = {}
+    for kind in ("profile", "recipe"):
         write_state(state_directory(directory) / f"{kind}.json", schema_text(kind).encode())
+        schemas[kind] = Path(os.path.relpath(directory / f"{kind}.json", out)).as_posix()
     sample = "".join(f"{line}\n\n" for line in SAMPLE if line.strip())
     parameters = "# weight: factor of a model's difference; density: share of the difference that is kept.\n"
     if "run" in draft.recipe:
@@ -244,9 +241,8 @@ def _write_project(
     written = [str(file) for file in files]
     left_out = [guard.problem for guard in profile.guards if guard.problem]
     if len(left_out) == len(profile.guards):
-        consequence = NO_GUARDS if profile.documents else NOT_JUDGED
         advice = " Add --task NAME, or tasks under 'evaluate' in the profile." if profile.kind.task_forms else ""
-        left_out.append(f"no tasks: {consequence}{advice}")
+        left_out.append(f"no tasks: {profile.without_tasks}{advice}")
     if as_json:
         more = {"files": written, "doubts": [*profile.license.doubts, *left_out]}
         status = "refused" if blocking else "written"

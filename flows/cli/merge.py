@@ -1,7 +1,8 @@
-"""``mergegate merge``, ``extract-lora`` and ``transplant-tokenizer``: write a checkpoint or an adapter."""
+"""``mergegate merge``, ``plan``, ``extract-lora``, ``transplant-tokenizer`` and ``fingerprint``: handle checkpoints."""
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -9,17 +10,16 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from mergegate.flows.cli.command import JsonOption, command_context
-from mergegate.flows.operations.console import print_created
-from mergegate.flows.operations.merge import MergeOptions, merge_recipe
-from mergegate.merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
-from mergegate.merge_core.checkpoint.vocabulary import METHODS, TransplantMethod
-from mergegate.merge_core.engine import TransplantSettings, transplant_tokenizer
+from mergegate.flows.operations.console import print_answer, print_created, short_path
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.files import new_directory
+from mergegate.merge_core.parsing import require_printable
 from mergegate.merge_core.wording import format_bytes, format_count
 from mergegate.tasks.checkpoints import find_checkpoint, identify_parents, open_parent, require_same_files
 from mergegate.tasks.checkpoints.hub import download_snapshots
-from mergegate.tasks.stage import store
+from mergegate.tasks.stage import home, store
+
+_MAX_SHOWN = 5  # modules with the largest errors, or related models
 
 
 def merge_command(
@@ -37,12 +37,48 @@ def merge_command(
     Only headers are checked. An existing identical merge is reused.
     """
     with command_context(as_json) as console:
+        from mergegate.flows.operations.merge import MergeOptions, merge_recipe
+
         record = merge_recipe(recipe, MergeOptions(out, seed, device, share), console)
         if as_json:
             print_created(record)
 
 
-_MOST_SHOWN = 5  # modules with the largest errors
+def plan_command(
+    recipe: Annotated[Path, typer.Argument(help="Recipe (YAML, mergekit's dialect), or a profile.")],
+    out: Annotated[Path, typer.Option(help="Directory for the result.")] = Path(),
+    device: Annotated[str, typer.Option(help="Device of the merge: auto, cpu, cuda or cuda:N.")] = "auto",
+    price: Annotated[
+        list[str] | None, typer.Option(help="Hourly price of an instance, as NAME=DOLLARS_PER_HOUR. Repeatable.")
+    ] = None,
+    probe: Annotated[
+        bool | None,
+        typer.Option("--probe/--no-probe", help="Measure this machine now, or never.", show_default="once an hour"),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Forecast memory, disk, time and cost of a merge.
+
+    mergegate reads only the headers of the checkpoints. No weights are read or downloaded.
+    """
+    with command_context(as_json) as console:
+        from mergegate.flows.operations.plan import PlanOptions, named_prices, plan_file, print_plan
+
+        options = PlanOptions(out, device, named_prices(price or ()), probe)
+        with console.status("reading headers"):
+            forecast = plan_file(recipe, options)
+        if as_json:
+            facts = {
+                **{key: value for key, value in asdict(forecast).items() if key != "routers" or value is not None},
+                "place": str(forecast.place),
+                "kind": forecast.kind.name,
+                "disk_missing": forecast.disk_missing,
+                "power": forecast.power.model_dump(mode="json") if forecast.power else None,
+                "cost": {name: forecast.cost(dollars) for name, dollars in forecast.prices.items()},
+            }
+            print_answer("planned", forecast.recipe, facts, forecast.findings)
+            return
+        print_plan(forecast, console)
 
 
 def extract_lora_command(
@@ -67,6 +103,8 @@ def extract_lora_command(
     mergegate prints the share of the change that the adapter misses.
     """
     with command_context(as_json) as console:
+        from mergegate.merge_core.adapters import ExtractionSettings, extract_adapter, write_adapter
+
         settings = ExtractionSettings(rank, epsilon, tuple(save_module or ()), dtype)
         with new_directory(out) as directory:
             checkpoints = [find_checkpoint(name) for name in (fine_tune, base)]
@@ -85,11 +123,11 @@ def extract_lora_command(
             write_adapter(extracted.adapter, directory)
             require_same_files(identities)
         worst = sorted(extracted.errors, key=lambda module_error: -module_error.error)
-        for module_error in worst[:_MOST_SHOWN]:
+        for module_error in worst[:_MAX_SHOWN]:
             rest = f"rank {module_error.rank} misses {100 * module_error.error:.1f} % of the change"
             console.print(f"  {module_error.module}: {rest}")
-        if len(worst) > _MOST_SHOWN:
-            rest = format_count(len(worst) - _MOST_SHOWN, "module")
+        if len(worst) > _MAX_SHOWN:
+            rest = format_count(len(worst) - _MAX_SHOWN, "module")
             console.print(f"  and {rest} with smaller errors")
         size = sum(file.stat().st_size for file in out.iterdir())
         full = len(extracted.adapter.full_tensors)
@@ -120,6 +158,9 @@ def transplant_tokenizer_command(
     Shared tokens keep their rows. The rows of other tokens are combinations of shared ones.
     """
     with command_context(as_json) as console:
+        from mergegate.merge_core.checkpoint.vocabulary import METHODS, TransplantMethod
+        from mergegate.merge_core.engine import TransplantSettings, transplant_tokenizer
+
         if method not in METHODS:
             raise InvalidInput(
                 "--method", found=f"{method!r:.40}", expected=" or ".join(METHODS), remedy=suggest(method[:40], METHODS)
@@ -153,3 +194,112 @@ def transplant_tokenizer_command(
         if as_json:
             counts = {"tokens": result.tokens, "shared": result.shared, "errors": result.errors}
             print_created({"out": str(out), **counts, "files": dict(result.record.files)})
+
+
+def fingerprint_command(
+    model: Annotated[str, typer.Argument(help="Known model: a directory, or org/name@revision.")],
+    name: Annotated[
+        str, typer.Option(help="Name by which cards refer to the model. Default: org/name, or the directory's name.")
+    ] = "",
+    license: Annotated[str, typer.Option(help="Identifier of its license. Default: the license in its card.")] = "",
+    index: Annotated[Path | None, typer.Option(help="File to extend. Default: the index of this project.")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Write the fingerprint of a known model to an index.
+
+    mergegate samples 128 elements of each matrix. The license check of every later run compares the parents with the
+    index. From a model on the Hub, only the samples are read.
+    """
+    with command_context(as_json, with_state=True) as console:
+        from mergegate.merge_core.analysis import MOST_TENSORS, compare_fingerprints
+        from mergegate.merge_core.recipe import name_in_path
+        from mergegate.tasks.preflight.licenses import (
+            INDEX_FILE,
+            LONGEST_NAME,
+            IndexedAncestor,
+            IndexedModel,
+            add_to_index,
+            fingerprint_model,
+            load_table,
+            read_index,
+            read_licenses,
+        )
+
+        checkpoint, table = find_checkpoint(model), load_table()
+        if checkpoint.adapter is not None:
+            raise InvalidInput(
+                model, found="a model with an adapter", expected="a model", remedy="add the model without its adapter"
+            )
+        own, *ancestors = read_licenses([checkpoint], table).families[checkpoint.name]
+        declared = table.lookup(license) if license else own.license
+        if not (license or declared.resolved):
+            raise InvalidInput(
+                model,
+                found=f"its license is unknown ({own.declared or declared.id})",
+                expected="the license by which the model binds merges",
+                remedy="specify its identifier with --license, for example --license apache-2.0",
+            )
+        path = index or home() / INDEX_FILE
+        fingerprint = fingerprint_model(checkpoint, MOST_TENSORS)
+        if not fingerprint.names:
+            raise InvalidInput(model, found="no matrix with 128 elements", expected="a model with matrices of floats")
+        directory_name = checkpoint.directory.resolve().name
+        names = {  # Others do not have the directories that a card names.
+            item.name: name_in_path(item.name) if item.name.startswith((".", "/", "~")) else item.name
+            for item in ancestors
+        }
+        entry_name = name or (checkpoint.snapshot.repo if checkpoint.snapshot else directory_name)
+        for text in (entry_name, license, *names.values()):
+            require_printable(text, model)
+            if len(text) > LONGEST_NAME:
+                raise InvalidInput(
+                    model,
+                    found=f"a name of {len(text)} characters: {text:.40}...",
+                    expected=f"names of models and licenses of at most {LONGEST_NAME} characters",
+                    remedy="shorten the name, or correct the card",
+                )
+        entry = IndexedModel(
+            name=entry_name,
+            license=declared.id if declared.resolved else license,
+            ancestors=tuple(IndexedAncestor(name=names[item.name], license=item.license.id) for item in ancestors),
+            revision=checkpoint.revision,
+            digest=fingerprint.digest,
+            samples=fingerprint.to_json(),
+        )
+        known = [each for each in (read_index(path) if path.exists() else ()) if each.name != entry.name]
+        add_to_index(path, entry)
+        size = format_bytes(len(entry.model_dump_json()))
+        console.print(
+            f"{short_path(path)}: {entry.name} ({entry.license}), {len(fingerprint.names)} matrices, {size}; "
+            f"{format_count(len(known) + 1, 'model')} in the index"
+        )
+        if not declared.resolved:
+            console.print(
+                f"  {entry.license} is not in the license table, so a check that finds the model needs a review; "
+                "to avoid that, add it to the file in checks.license.table"
+            )
+        relations = compare_fingerprints(fingerprint, [each.fingerprint for each in known])
+        related = sorted(
+            ((relation, each) for relation, each in zip(relations, known, strict=True) if relation),
+            key=lambda pair: (-pair[0].share, pair[0].distance),
+        )
+        for relation, each in related[:_MAX_SHOWN]:
+            console.print(
+                f"  {relation.kind} of {each.name} ({each.license}): {100 * relation.share:.0f} % of the matrices are "
+                f"within {100 * relation.distance:.2g} %"
+            )
+        if as_json:
+            matches = [
+                {"name": each.name, "kind": relation.kind, "share": relation.share, "distance": relation.distance}
+                for relation, each in related
+            ]
+            print_created(
+                {
+                    "index": str(path),
+                    "name": entry.name,
+                    "license": entry.license,
+                    "digest": entry.digest,
+                    "matrices": len(fingerprint.names),
+                    "related": matches,
+                }
+            )

@@ -1,4 +1,7 @@
-"""``mergegate server``, ``worker``, ``deploy``, ``trigger`` and ``approve``: use Prefect's server and worker."""
+"""``mergegate server``, ``worker``, ``deploy``, ``status``, ``trigger`` and ``approve``: use Prefect's server.
+
+``status`` needs no server. It asks the server whether it can carry out the schedules.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,18 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NamedTuple
 from urllib.parse import urlsplit
 
 import typer
 from rich.console import Console
-from rich.markdown import Markdown
 from rich.text import Text
 
 from mergegate.flows.cli.command import JsonOption, command_context
-from mergegate.flows.operations.console import print_answer, short_path
-from mergegate.flows.operations.run import current_user
-from mergegate.flows.outcome import run_name
+from mergegate.flows.operations.console import OUTCOME_STYLES, print_answer, short_path
 from mergegate.flows.prefect_api import (
     POOL,
     PORT,
@@ -48,9 +49,14 @@ from mergegate.flows.prefect_api import (
     waiting_runs,
     write_settings,
 )
-from mergegate.flows.profile import load_profile
+from mergegate.flows.profile import load_profile, profile_name
 from mergegate.merge_core.errors import InvalidInput, Refused, suggest
+from mergegate.merge_core.wording import format_bytes, format_duration
+from mergegate.tasks.report import format_run_time, outcome_of_status, read_history
+from mergegate.tasks.stage import home, runs_directory
+from mergegate.tasks.store import read_runs, store_bytes
 
+_NOT_DEPLOYED = "it is not deployed; deploy it with mergegate deploy"
 _ALL_ADDRESSES = ("0.0.0.0", "::")
 _MARKS = {"made": "+", "changed": "~", "unchanged": "=", "removed": "-"}
 
@@ -153,6 +159,89 @@ def deploy_command(as_json: JsonOption = False) -> None:
         console.print(f"{site.address}: {counts}")
 
 
+def status_command(as_json: JsonOption = False) -> None:
+    """Show active runs, schedules, last results and the store."""
+    with command_context(as_json) as console:
+        now = time.time()
+        running = [run for run in read_runs(runs_directory()) if run.is_live]
+        last = {record.profile: record for record in read_history(home() / "reports").records}
+        schedule_file = Path(SCHEDULES_FILE)
+        due = _scheduled_profiles(load_schedules(schedule_file)) if schedule_file.is_file() else []
+        size = store_bytes(home() / "store")
+        if as_json:
+            brief = {"run", "profile", "status", "message", "ended", "version"}
+            more = {
+                "home": str(home()),
+                "running": [{"run": run.run, "profile": run.profile, "seconds": now - run.started} for run in running],
+                "due": [entry._asdict() for entry in due],
+                "last": [record.model_dump(mode="json", include=brief) for record in last.values()],
+                "store_bytes": size,
+            }
+            deployed = sum(not entry.missing for entry in due)
+            message = f"{len(running)} running, {deployed} deployed, {format_bytes(size)} in the store"
+            print_answer("running" if running else "idle", message, more)
+            return
+        for run in running:
+            seconds = max(0.0, now - run.started)
+            console.print(f"running  {run.profile or run.flow}  since {format_duration(seconds)}  ({run.run})")
+        if not running:
+            console.print("running  nothing")
+        for entry in due:
+            if not entry.missing:
+                console.print(f"due      {entry.profile}  {entry.schedule}")
+        for missing in dict.fromkeys(entry.missing for entry in due if entry.missing):
+            profiles = ", ".join(entry.profile for entry in due if entry.missing == missing)
+            console.print(f"due      not {profiles}: {missing}")
+        if not due:
+            console.print(f"due      nothing: no {SCHEDULES_FILE} in this directory")
+        for record in last.values():
+            style = OUTCOME_STYLES[outcome_of_status(record.status)]
+            ended = f"  {format_run_time(record)}  "
+            status = Text(record.status, style=style)
+            console.print("last     ", Text(record.profile), ended, status, f"  {record.why}", sep="")
+        if not last:
+            console.print("last     no run has finished here yet")
+        console.print(f"store    {format_bytes(size)}")
+
+
+class _ScheduledProfile(NamedTuple):
+    """A profile in ``schedules.yaml``. ``missing`` tells what its runs lack and how to start it, or is empty."""
+
+    profile: str
+    schedule: str
+    missing: str
+
+
+def _scheduled_profiles(schedules: Schedules) -> list[_ScheduledProfile]:
+    """Return the listed profiles. Their runs need a server, a deployment and a worker."""
+    site = find_site(schedules)
+    no_server, no_worker, deployed, workers = "", "", set[str](), []
+    try:
+        with site_client(site) as client:
+            from prefect.exceptions import ObjectNotFound
+
+            deployed = set(deployments_on_server(client))
+            with suppress(ObjectNotFound):  # the pool of a server that no worker has joined
+                client.read_work_pool(POOL)  # unlike the next request, it raises ObjectNotFound
+                workers = client.read_workers_for_work_pool(POOL)
+            if not any(worker.status == "ONLINE" for worker in workers):
+                no_worker = "no worker is online; start one with mergegate worker"
+    except InvalidInput as error:
+        answers = not error.found.startswith("no server")
+        no_server = f"{site.address}: {error.found}" if answers else f"no server answers at {site.address}"
+        no_server += f"; {error.remedy}" if answers else "; start it with mergegate server"
+    return [
+        _ScheduledProfile(
+            profile=str(entry.profile),
+            schedule=entry.schedule or "when triggered",
+            missing=no_server
+            or ("" if f"{entry.flow}/{profile_name(entry.profile)}" in deployed else _NOT_DEPLOYED)
+            or no_worker,
+        )
+        for entry in schedules.profiles
+    ]
+
+
 def load_optional_schedules() -> Schedules | None:
     """Load ``schedules.yaml`` of this directory. Return None if the file does not exist.
 
@@ -194,6 +283,8 @@ def trigger_command(
     mergegate prints the URL of the page of the run.
     """
     with command_context(as_json, with_state=True) as console:
+        from mergegate.flows.outcome import run_name
+
         schedules = load_optional_schedules()
         site = find_site(schedules)
         with site_client(site) as client:
@@ -291,6 +382,10 @@ def approve_command(
     mergegate shows the evidence first.
     """
     with command_context(as_json, with_state=True) as console:
+        from rich.markdown import Markdown
+
+        from mergegate.flows.operations.run import current_user
+
         if reject and not reason.strip():
             raise InvalidInput(
                 "--reject", found="no reason", expected="--reason TEXT, which is part of the notification"

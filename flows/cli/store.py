@@ -33,9 +33,6 @@ from mergegate.flows.operations.console import print_answer
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.files import ASIDE
 from mergegate.merge_core.wording import format_bytes, parse_bytes
-from mergegate.tasks.gate import damaged_anchor_records, damaged_sample_records
-from mergegate.tasks.report import HISTORY, mend_history, read_history
-from mergegate.tasks.serve import ServeSettings, find_server
 from mergegate.tasks.stage import home, runs_directory, store_quota
 from mergegate.tasks.store import (
     EntryName,
@@ -56,7 +53,6 @@ from mergegate.tasks.store import (
     read_runs,
     store_bytes,
 )
-from mergegate.tasks.variants import variant_formats
 
 _DAY_S = 86_400.0
 _NOT_NEEDED = "not needed"
@@ -259,6 +255,8 @@ def doctor_command(
     The command also lists the tools that have environments of their own. The exit code is 3 if damage remains.
     """
     with command_context(as_json) as console:
+        from mergegate.tasks.report import HISTORY, mend_history
+
         directory = home()
         findings = list(_examine(directory))
         actions = [""] * len(findings)
@@ -306,6 +304,9 @@ def _optional_tools() -> Iterator[tuple[str, str, str]]:
 
     The name is empty if the tool is not installed.
     """
+    from mergegate.tasks.serve import ServeSettings, find_server
+    from mergegate.tasks.variants import variant_formats
+
     formats, root = variant_formats(), Path()
     gguf = formats["gguf"].model_validate({"format": "gguf", "types": ("Q8_0",)})
     tensors = formats["compressed-tensors"].model_validate({"format": "compressed-tensors", "scheme": "FP8_DYNAMIC"})
@@ -322,6 +323,9 @@ def _optional_tools() -> Iterator[tuple[str, str, str]]:
 
 
 def _examine(directory: Path) -> Iterator[StateFinding]:
+    from mergegate.tasks.gate import damaged_anchor_records, damaged_sample_records
+    from mergegate.tasks.report import HISTORY, read_history
+
     if not directory.is_dir():
         return
     for entry in sorted(directory.iterdir()):

@@ -152,6 +152,23 @@ def plan_file(file: Path | Profile, options: PlanOptions) -> MergeForecast:
     return replace(forecast, power=power, power_is_unknown=profile.evaluate is not None and power is None)
 
 
+def named_prices(texts: Sequence[str]) -> dict[str, float]:
+    """Parse texts of the form ``NAME=DOLLARS_PER_HOUR``, or raise InvalidInput."""
+    prices = {}
+    for text in texts:
+        name, _, amount = text.partition("=")
+        try:
+            price = float(amount.removeprefix("$"))
+        except ValueError:
+            price = -1.0
+        if not name or not 0 <= price < float("inf"):
+            raise InvalidInput(
+                "--price", found=f"{text!r}", expected="NAME=DOLLARS_PER_HOUR", remedy="for example --price my-box=1.20"
+            )
+        prices[name.strip()] = price
+    return prices
+
+
 def forecast_of(
     recipe: Recipe, parents: Sequence[ResolvedCheckpoint], plan: MergePlan, options: PlanOptions
 ) -> MergeForecast:

@@ -17,8 +17,8 @@ from samples import sampled
 from terminal import terminal
 from typer.testing import CliRunner
 
+from mergegate.flows.cli.drafts import claimed_tasks
 from mergegate.flows.cli.init import directory_for_new_files, prompt, write_new_files
-from mergegate.flows.cli.profile_draft import claimed_tasks
 from mergegate.merge_core.errors import InvalidInput
 from tools.reference_pages import generated_pages
 

@@ -1,41 +1,37 @@
-"""Draft a first recipe and profile as commented text, for ``mergegate init``. This module has no side effects."""
+"""Draft a recipe and a profile for ``mergegate init``, and find the first recipe that fits the models.
+
+``profile.yaml.j2`` next to this file is the profile with its comments. This module writes no files.
+"""
 
 from __future__ import annotations
 
+import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind
-from mergegate.merge_core.checkpoint import ThinkingTemplate
+from mergegate.flows.candidates import expand_training_runs
+from mergegate.flows.operations.merge import clear_recipe
+from mergegate.merge_core import Checkpoint, load_recipe
+from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, find_kind, text_part
+from mergegate.merge_core.checkpoint import ThinkingTemplate, find_thinking
+from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary
+from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.methods import Method, find_method, merge_methods
 from mergegate.merge_core.parsing import flow_yaml
+from mergegate.merge_core.recipe import expand_user_path
+from mergegate.tasks.checkpoints import ResolvedCheckpoint
 from mergegate.tasks.preflight import EXAMPLES, describe_judging
 
-NO_GUARDS = "the gate checks only the perplexity, so a merge that lost a skill is released."
-NOT_JUDGED = "nothing judges the merge, so it is not published."
 SCHEMA_LINE = "# yaml-language-server: $schema={}\n"
+_THINKING_BUDGET = 8192  # tokens of a thought and an answer, unless that is more than half of the model's context
 
-# Benchmark names in model cards, the most specific first, with the lm-eval task of each.
+# Benchmark names in model cards, the most specific first. The lm-eval task has the same name or follows the sign.
 _CLAIMS = (
-    ("gsm8k", "gsm8k"),
-    ("mmlu-pro", "mmlu_pro"),
-    ("mmlu_pro", "mmlu_pro"),
-    ("mmlu", "mmlu"),
-    ("hellaswag", "hellaswag"),
-    ("winogrande", "winogrande"),
-    ("arc-challenge", "arc_challenge"),
-    ("arc_challenge", "arc_challenge"),
-    ("ai2_arc", "arc_challenge"),
-    ("arc-easy", "arc_easy"),
-    ("arc_easy", "arc_easy"),
-    ("piqa", "piqa"),
-    ("truthful", "truthfulqa_mc2"),
-    ("ifeval", "ifeval"),
-    ("boolq", "boolq"),
-    ("openbookqa", "openbookqa"),
-    ("sciq", "sciq"),
-    ("lambada", "lambada_openai"),
+    "gsm8k mmlu_pro mmlu hellaswag winogrande arc_challenge ai2_arc=arc_challenge arc_easy piqa "
+    "truthful=truthfulqa_mc2 ifeval boolq openbookqa sciq lambada=lambada_openai"
 )
 
 
@@ -69,15 +65,6 @@ class ThinkingDraft:
     def prompt_settings(self, generates_answers: bool) -> dict[str, Any]:
         """Return the prompt settings of a guard. Tasks that score given answers leave no room for a thought."""
         return {"gen_kwargs": {"max_gen_toks": self.budget}} if generates_answers else {"apply_chat_template": False}
-
-    def lines(self) -> Iterator[str]:
-        """Yield the lines under ``evaluate``."""
-        yield f"  # {_line(self.name)} is a thinking model. Only the text after its thought is scored.\n"
-        yield "  chat_template: true\n"
-        if self.template.has_switch:
-            yield "  enable_thinking: true\n"
-        if self.template.end:
-            yield f"  think_end_token: {flow_yaml(self.template.end)}\n"
 
 
 @dataclass(frozen=True)
@@ -113,7 +100,109 @@ class ProfileDraft:
     @property
     def is_judged(self) -> bool:
         """Whether the profile has evidence, so that it may publish the merge."""
-        return bool(self.documents) or any(not guard.problem for guard in self.guards)
+        return bool(self.documents) or self.has_tasks
+
+    @property
+    def has_tasks(self) -> bool:
+        """Whether a task of the profile can run here."""
+        return any(not guard.problem for guard in self.guards)
+
+    @property
+    def without_tasks(self) -> str:
+        """Consequence of a profile without tasks."""
+        if self.documents:
+            return "the gate checks only the perplexity, so a merge that lost a skill is released."
+        return "nothing judges the merge, so it is not published."
+
+
+class FittingRecipe(NamedTuple):
+    """A recipe draft with its parents, the kind of the merge, and the settings for the first thinking model.
+
+    ``summary`` describes the recipe, whose training run is expanded.
+    """
+
+    draft: RecipeDraft
+    parents: tuple[ResolvedCheckpoint, ...]
+    kind: ModelKind
+    thinking: ThinkingDraft | None
+    summary: str
+
+
+def fitting_recipe(method: str, models: Sequence[ResolvedCheckpoint] | str, out: Path, name: str) -> FittingRecipe:
+    """Return the first draft that fits the models.
+
+    ``models`` starts with the base, or it is the path, the pattern or the revisions of a training run. An empty
+    ``method`` allows any method. Paths in the recipe are relative to ``out``. ``name`` is the name of the recipe in
+    messages.
+
+    Raises:
+        MergegateError: No draft fits. The error is that of the first draft.
+    """
+
+    def relative(text: str) -> str:
+        directory = expand_user_path(text)
+        if not directory.is_dir():
+            return text
+        path = Path(os.path.relpath(directory.absolute(), out)).as_posix()
+        return path if path.startswith(".") else f"./{path}"
+
+    written: list[object] = []  # the models as the recipe names them
+    for model in () if isinstance(models, str) else models:
+        if model.adapter is not None:
+            merged, _, adapter = model.ref.partition("+")
+            written.append(f"{relative(merged)}+{relative(adapter)}")
+        else:
+            path = relative(model.ref)
+            is_ambiguous = model.revision is None and ("@" in path or "+" in path)
+            written.append({"model": {"path": path}} if is_ambiguous else path)
+    problems: list[MergegateError] = []
+    if isinstance(models, str):
+        is_on_hub = "@" in models and not expand_user_path(models).exists()
+        is_local = not is_on_hub and not expand_user_path(models).is_absolute()
+        drafts = run_drafts(Path(os.path.relpath(models, out)).as_posix() if is_local else models, method)
+    else:
+        drafts = recipe_drafts(written[0], written[1:], method)
+    for draft in drafts:
+        location = f"the recipe of {name}"
+        (plain,) = expand_training_runs([draft.recipe], out, location).documents
+        recipe = replace(load_recipe(dict(plain), location=location), directory=out)
+        try:
+            cleared = clear_recipe(recipe)
+        except MergegateError as error:
+            problems.append(error)
+            continue
+        parents = cleared.opened.values()
+        # Often the fine-tunes share one chat template and the base has none.
+        templates = Counter(template for parent in parents if (template := parent.chat_template) is not None)
+        most_common = [count for _, count in templates.most_common(2)]
+        has_one_template = len(most_common) == 1 or (len(most_common) == 2 and most_common[0] > most_common[1])
+        if has_one_template and any(finding.where.endswith(": chat template") for finding in cleared.findings):
+            why = "The chat template is that of most models. Without this setting, the result would get the base's."
+            draft = RecipeDraft({**draft.recipe, "chat_template": "auto"}, f"{draft.why}\n# {why}")
+        # The dtype of most weights, limited to dtypes of a recipe.
+        sizes: Counter[str] = Counter()
+        for parent in parents:
+            for tensor in parent.tensors.values():
+                if tensor.dtype.torch_name in ("bfloat16", "float16", "float32"):
+                    sizes[tensor.dtype.torch_name] += tensor.nbytes
+        dtype = sizes.most_common(1)[0][0] if sizes else "float32"
+        thinking = next(
+            filter(None, (_thinking_draft(parent, cleared.opened[parent.ref]) for parent in cleared.parents)), None
+        )
+        kind = find_kind(cleared.plan.config, cleared.plan.companions)
+        draft = replace(draft, recipe={**draft.recipe, "dtype": dtype})
+        return FittingRecipe(draft, cleared.parents, kind, thinking if kind.is_causal else None, recipe.summary())
+    raise problems[0]
+
+
+def _thinking_draft(parent: ResolvedCheckpoint, checkpoint: Checkpoint) -> ThinkingDraft | None:
+    """Return the settings for a merged model that thinks, or None if it does not."""
+    vocabulary = read_vocabulary(checkpoint.companions) if checkpoint.chat_template and parent.is_merged else None
+    if vocabulary is None or (template := find_thinking(checkpoint.chat_template, vocabulary.ids)) is None:
+        return None
+    context = text_part(checkpoint.config).config.get("max_position_embeddings")
+    half = context // 2 if isinstance(context, int) else _THINKING_BUDGET
+    return ThinkingDraft(parent.name, template, max(1, min(_THINKING_BUDGET, half)))
 
 
 def recipe_drafts(base: object, models: Sequence[object], method: str) -> Iterator[RecipeDraft]:
@@ -211,80 +300,31 @@ def claimed_tasks(card: Mapping[str, object]) -> tuple[str, ...]:
     for key in ("datasets", "tags"):
         listed = card.get(key)
         words += [str(word) for word in (listed if isinstance(listed, list) else [listed])]
-    tasks = dict.fromkeys(
-        next((task for needle, task in _CLAIMS if needle in word.lower().replace(" ", "-")), "") for word in words
-    )
-    return tuple(task for task in tasks if task)
+    tasks: dict[str, None] = {}
+    for word in words:
+        spelled = word.lower().replace(" ", "_").replace("-", "_")
+        tasks |= dict.fromkeys(
+            [claim.rpartition("=")[2] for claim in _CLAIMS.split() if claim.partition("=")[0] in spelled][:1]
+        )
+    return tuple(tasks)
 
 
 def profile_text(draft: ProfileDraft) -> str:
     """Return the profile as YAML with comments."""
-    license = draft.license
-    lines = [
-        SCHEMA_LINE.format(draft.schema),
-        "# How the merge is released. Next: mergegate check, then mergegate run, with this file.\n",
-        f"name: {flow_yaml(draft.name)}\n",
-        f"recipe: {flow_yaml(draft.recipe)}\n",
-        "\n",
-        "checks:\n",
-        "  # Use of the merge: commercial or research, public or private. The license of every parent must allow it.\n",
-        *(f"  #   {_line(name)}: {_line(declared)}\n" for name, declared in license.declared.items()),
-        *(f"  # doubt: {_line(doubt)}\n" for doubt in license.doubts),
-    ]
-    if license.doubts and not license.accepted:
-        lines.append("  # To accept a doubt, write its subject: accepted: {SUBJECT: 'name: reason'}\n")
-    accepted = f", accepted: {flow_yaml(dict(license.accepted))}" if license.accepted else ""
-    lines.append(f"  license: {{purpose: {license.purpose}, visibility: {license.visibility}{accepted}}}\n\n")
-    if draft.documents:
-        lines.append(
-            "# Text that no model was trained on, one document per line (500 or more are good). It shows within\n"
-            "# seconds whether the merge is broken: a perplexity over 5 % above the better parent's fails.\n"
-        )
-        if draft.is_sample:
-            lines.append("# These few lines are mergegate's sample. Replace them with a file of your own.\n")
-        lines.append(f"perplexity: {{documents: {flow_yaml(draft.documents)}, max_increase: 5%}}\n")
-    elif draft.kind.is_causal:
-        lines.append("# A text that no model was trained on shows within seconds whether the merge is broken:\n")
-        lines.append("# perplexity: {documents: data/held-out.jsonl, max_increase: 5%}\n")
-    if not draft.kind.reads_text:
-        lines.append(f"# The merge is {draft.kind.noun}, {describe_judging(draft.kind)}.\n")
-        lines.append("# docs/explanation/kinds-of-models.md\n")
-    lines.append(
-        "\n# Skills to keep: a task (its name in lm-eval, or a file), the parent to compare the merge with on the\n"
-        "# same documents, and the points that it may lose. docs/how-to/gate-on-your-own-task.md\n"
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+        autoescape=False,
     )
-    mark = "" if any(not guard.problem for guard in draft.guards) else "# "
-    if mark:
-        lines.append(f"# Without tasks, {NO_GUARDS if draft.documents else NOT_JUDGED}\n")
-    lines.append(f"{mark}evaluate:\n")
-    if draft.thinking:
-        lines += [f"{mark}{line}" for line in draft.thinking.lines()]
-    lines.append(f"{mark}  tasks:\n")
-    for guard in draft.guards:
-        if guard.problem:
-            lines.append(f"#   left out: {_line(guard.problem)}\n")
-        task, reference = flow_yaml(guard.task), flow_yaml(guard.guarded_by)
-        comment = "# " if guard.problem or mark else ""
-        own = "".join(f", {key}: {flow_yaml(value)}" for key, value in guard.prompt_settings.items())
-        item = f"{comment}    - {{task: {task}, guarded_by: {reference}, max_drop: 3{own}}}"
-        lines.append(f"{item}   # {_line(guard.why)}\n")
-    if not draft.guards:
-        lines.append(f"#    - {EXAMPLES[draft.kind.task_forms[0] if draft.kind.task_forms else 'text']}\n")
-    lines += [
-        "\n# Remedies to try in this order when the gate refuses: changes of the recipe, or other recipes.\n",
-        "# remedies:\n#   - {density: 0.3}\n",
-    ]
-    if draft.kind.is_causal:
-        lines += [
-            "\n# Quantized variants, each judged against the merge and published next to it:\n",
-            "# docs/how-to/release-quantized-variants.md\n",
-            "# variants:\n#   - {format: gguf, types: [Q8_0, Q4_K_M]}\n",
-        ]
-    lines += [
-        "\n# Target of a release that passes. Other targets: hub, s3, oci, mlflow (docs/explanation/publishing.md)\n",
-        f"{'' if draft.is_judged else '# '}publish: {{to: directory, path: {flow_yaml(draft.release)}}}\n",
-    ]
-    return "".join(lines)
+    environment.filters |= {"yaml": flow_yaml, "line": _line}
+    example = EXAMPLES[draft.kind.task_forms[0] if draft.kind.task_forms else "text"]
+    judging = "" if draft.kind.reads_text else f"{draft.kind.noun}, {describe_judging(draft.kind)}"
+    return environment.get_template("profile.yaml.j2").render(draft=draft, example=example, judging=judging)
 
 
 def _line(text: str) -> str:
