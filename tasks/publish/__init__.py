@@ -1,28 +1,21 @@
 """Publish a release: define its files, and bring all of them to a target in one atomic step."""
 
-from mergegate.tasks.publish.card import escape
 from mergegate.tasks.publish.card_metadata import released_kind
 from mergegate.tasks.publish.content import (
-    BOM,
     CARD,
     KEYLESS_SIGNATURE,
     PROVENANCE,
     RECIPE,
     SIGNATURE,
-    SUMS,
-    VERSION_DIGITS,
     ReleaseFile,
-    checksums_text,
-    parse_checksums,
     read_document,
     stored_files,
 )
 from mergegate.tasks.publish.facts import DatasetFacts
-from mergegate.tasks.publish.keyless import Signer, SignerPolicy, expected_signer, read_keyless
+from mergegate.tasks.publish.keyless import Signer, SignerPolicy, expected_signer
 from mergegate.tasks.publish.provenance import MergeRelease
 from mergegate.tasks.publish.public_names import PublicNames, recipe_paths
 from mergegate.tasks.publish.settings import ApprovalSettings
-from mergegate.tasks.publish.signature import public_key, read_signature
 from mergegate.tasks.publish.stage import (
     PassedVariant,
     PendingRelease,

@@ -323,7 +323,7 @@ def guard_rows(verdict: GateVerdict) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for suite in verdict.suites:
         limits = (wording.plain(suite.max_drop), wording.plain(suite.margin))
-        start = (f"mean of {suite.tasks} tasks", suite.reference, f"{suite.documents:,}", wording.suite_change(suite))
+        start = (f"mean of {suite.tasks} tasks", suite.reference, f"{suite.documents:,}", wording.drop(suite))
         rows.append((*start, *limits, suite.outcome))
     for guard in verdict.all_guards:
         upper = wording.plain(guard.margin) if guard.limit is None else f"{wording.plain(guard.limit)} per task"

@@ -12,7 +12,7 @@ log entry and the same in-toto statement as in ``model.sig``. ``model_signing ve
 The bytes of this signature differ at every signing. So no other file lists it, and ``content.content_digest`` ignores
 it. ``stage.publish`` uses a signature of the same files again, because a version never changes its content.
 
-The library ``sigstore`` signs and verifies. ``sigstore_bundle`` parses bundles without it.
+The library ``sigstore`` signs and verifies. ``signature`` parses bundles without it.
 """
 
 from __future__ import annotations

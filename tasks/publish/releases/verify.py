@@ -31,39 +31,33 @@ from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.parsing import parse_yaml
 from mergegate.tasks.checkpoints import parse_card
 from mergegate.tasks.merge import WeightComparison
-from mergegate.tasks.publish import (
-    BOM,
-    CARD,
-    KEYLESS_SIGNATURE,
-    PROVENANCE,
-    RECIPE,
-    SIGNATURE,
-    SUMS,
-    VERSION_DIGITS,
-    Signer,
-    SignerPolicy,
-    checksums_text,
-    parse_checksums,
-    public_key,
-    read_keyless,
-    read_signature,
-)
 from mergegate.tasks.publish.bom import MISSING_FACT
 from mergegate.tasks.publish.content import (
+    BOM,
+    CARD,
     DOCUMENTS,
     EVAL_RESULTS,
     FACTS,
+    KEYLESS_SIGNATURE,
     MERGE_BUILD,
     MODIFICATIONS,
+    PROVENANCE,
+    RECIPE,
     RELEASE_URN,
+    SIGNATURE,
     STATEMENT_OF_CHANGES,
     STATEMENT_TYPES,
+    SUMS,
     VARIANT_BUILD,
     VARIANT_VERDICTS,
+    VERSION_DIGITS,
+    checksums_text,
     content_digest,
     is_rebuilt,
+    parse_checksums,
     read_document,
 )
+from mergegate.tasks.publish.keyless import Signer, SignerPolicy, read_keyless
 from mergegate.tasks.publish.releases.origin import MergeLink, find_merge, read_link, require_linked
 from mergegate.tasks.publish.releases.recompute import (
     RecomputedVerdict,
@@ -71,6 +65,7 @@ from mergegate.tasks.publish.releases.recompute import (
     recompute_variants,
     recompute_verdict,
 )
+from mergegate.tasks.publish.signature import public_key, read_signature
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.store import merkle
 

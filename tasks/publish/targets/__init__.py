@@ -6,7 +6,6 @@ Other packages register targets under the entry point ``mergegate.targets``.
 from mergegate.tasks.publish.targets.contract import (
     CredentialUse,
     CurrentRelease,
-    OnProgress,
     PublishedRelease,
     PublishRequest,
     PublishTarget,
