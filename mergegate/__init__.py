@@ -21,27 +21,37 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from mergegate.api import check, compare, export, gate, load_profile, merge, plan, reproduce, run, sweep, verify
-    from mergegate.flows.operations.check import CheckReport
-    from mergegate.flows.operations.plan import MergeForecast
-    from mergegate.flows.operations.releases import ExportResult
-    from mergegate.flows.profile import Profile
-    from mergegate.merge_core.errors import (
-        CannotDecide,
-        ChangedInput,
-        DiskUnavailable,
-        Finding,
-        InvalidInput,
-        MergegateError,
-        OutOfTime,
-        Refused,
-    )
-    from mergegate.results import MergeResult, RunResult
-    from mergegate.tasks.explain import Remedy
-    from mergegate.tasks.gate import GuardVerdict
-    from mergegate.tasks.publish.releases import ReproducedRelease, VerifiedRelease
-    from mergegate.tasks.stage import StageEnd
+if TYPE_CHECKING:  # the aliases tell type checkers that the names are public
+    from mergegate.api import check as check
+    from mergegate.api import compare as compare
+    from mergegate.api import export as export
+    from mergegate.api import gate as gate
+    from mergegate.api import load_profile as load_profile
+    from mergegate.api import merge as merge
+    from mergegate.api import plan as plan
+    from mergegate.api import reproduce as reproduce
+    from mergegate.api import run as run
+    from mergegate.api import sweep as sweep
+    from mergegate.api import verify as verify
+    from mergegate.flows.operations.check import CheckReport as CheckReport
+    from mergegate.flows.operations.plan import MergeForecast as MergeForecast
+    from mergegate.flows.operations.releases import ExportResult as ExportResult
+    from mergegate.flows.profile import Profile as Profile
+    from mergegate.merge_core.errors import CannotDecide as CannotDecide
+    from mergegate.merge_core.errors import ChangedInput as ChangedInput
+    from mergegate.merge_core.errors import DiskUnavailable as DiskUnavailable
+    from mergegate.merge_core.errors import Finding as Finding
+    from mergegate.merge_core.errors import InvalidInput as InvalidInput
+    from mergegate.merge_core.errors import MergegateError as MergegateError
+    from mergegate.merge_core.errors import OutOfTime as OutOfTime
+    from mergegate.merge_core.errors import Refused as Refused
+    from mergegate.results import MergeResult as MergeResult
+    from mergegate.results import RunResult as RunResult
+    from mergegate.tasks.explain import Remedy as Remedy
+    from mergegate.tasks.gate import GuardVerdict as GuardVerdict
+    from mergegate.tasks.publish.releases import ReproducedRelease as ReproducedRelease
+    from mergegate.tasks.publish.releases import VerifiedRelease as VerifiedRelease
+    from mergegate.tasks.stage import StageEnd as StageEnd
 
 # Public name → the module that defines it.
 _HOMES = {
@@ -60,38 +70,7 @@ _HOMES = {
     "StageEnd": "tasks.stage",
 }
 
-__all__ = [
-    "CannotDecide",
-    "ChangedInput",
-    "CheckReport",
-    "DiskUnavailable",
-    "ExportResult",
-    "Finding",
-    "GuardVerdict",
-    "InvalidInput",
-    "MergeForecast",
-    "MergeResult",
-    "MergegateError",
-    "OutOfTime",
-    "Profile",
-    "Refused",
-    "Remedy",
-    "ReproducedRelease",
-    "RunResult",
-    "StageEnd",
-    "VerifiedRelease",
-    "check",
-    "compare",
-    "export",
-    "gate",
-    "load_profile",
-    "merge",
-    "plan",
-    "reproduce",
-    "run",
-    "sweep",
-    "verify",
-]
+__all__ = sorted(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

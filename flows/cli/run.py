@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Annotated
@@ -32,13 +31,6 @@ from mergegate.tasks.stage import home
 from mergegate.tasks.sweep import serve_dashboard
 
 
-class RemedyOption(StrEnum):
-    """Remedies to try when the gate refuses."""
-
-    WRITTEN = "written"
-    AUTO = "auto"
-
-
 def run_command(
     profile: Annotated[Path, typer.Argument(help="Profile (YAML).")],
     approve: ApproveOption = False,
@@ -54,7 +46,7 @@ def run_command(
         bool, typer.Option("--publish/--no-publish", help="Publish a merge that passes, or stop before publication.")
     ] = True,
     remedy: Annotated[
-        RemedyOption | None,
+        RemedyChoice | None,
         typer.Option(
             help="Remedies to try when the gate refuses: only the list in the profile, or also proposed ones.",
             show_default="the setting of the profile",
@@ -77,14 +69,13 @@ def run_command(
     """
     with command_context(as_json or (events and not dry), with_state=True) as console:
         settings = tuple(overrides or ())
-        choice: RemedyChoice | None = remedy.value if remedy else None
         if dry:
             from mergegate.flows.cli.check import dry_run
 
-            planned = load_profile(profile, settings).with_remedies(choice)
+            planned = load_profile(profile, settings).with_remedies(remedy)
             planned = planned if publish else planned.model_copy(update={"publish": None})
             raise typer.Exit(dry_run(planned, console, as_json, price or ()))
-        arguments = ReleaseArguments(profile, settings, publish, choice)
+        arguments = ReleaseArguments(profile, settings, publish, remedy)
         outcome = run_release(arguments, RunView(approve=approve, events=events, verbose=verbose), console)
         if events:
             print_event("finished", **outcome_json(outcome))
