@@ -1,6 +1,6 @@
 """Measure whether activation-informed merging (AIM) retains more than a merge without it.
 
-The tables are in ``docs/benchmarks/activation-informed-merging.md``.
+The tables are in ``dev/measurements/activation-informed-merging.md``.
 
 ::
 

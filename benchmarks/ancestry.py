@@ -1,6 +1,6 @@
 """Measure which relations between models their fingerprints reveal, and what that costs.
 
-The tables are in ``docs/benchmarks/ancestry.md``.
+The tables are in ``dev/measurements/ancestry.md``.
 
 ::
 

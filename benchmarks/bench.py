@@ -132,7 +132,7 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--pause", type=float, default=5.0, help="seconds without anything before each run")
     parser.add_argument("--avx2", action="store_true", help="compute as on a processor without AVX-512")
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--markdown", type=Path, help="write the table of docs/benchmarks/merge-speed.md")
+    parser.add_argument("--markdown", type=Path, help="write the table of dev/measurements/merge-speed.md")
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()) / "mergegate-bench")
     parser.add_argument("--clean", action="store_true", help="remove the checkpoints at the end")
     return parser.parse_args(arguments)

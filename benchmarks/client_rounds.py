@@ -1,6 +1,6 @@
 """Compare how merge methods handle five clients, one of them faulty, over five rounds.
 
-The tables are in ``docs/benchmarks/client-rounds.md``.
+The tables are in ``dev/measurements/client-rounds.md``.
 
 ::
 

@@ -1,6 +1,6 @@
 """Simulate how often the gate publishes a merge if a token budget cuts off some answers of either model.
 
-The tables are in ``docs/benchmarks/cut-off-answers.md``::
+The tables are in ``dev/measurements/cut-off-answers.md``::
 
     .venv/bin/python benchmarks/cut_answers.py              # about two minutes on one core
 

@@ -1,6 +1,6 @@
 """Merge variations of the demo family: four skills, fine-tunes of different length, and an alignment that eroded.
 
-The tables are in ``docs/benchmarks/method-quality.md``.
+The tables are in ``dev/measurements/method-quality.md``.
 
 ::
 

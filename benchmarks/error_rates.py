@@ -1,7 +1,7 @@
 """Simulate how often the gate passes a bad or an equal merge: graded scores, clusters, duplicates and perplexity.
 
 The tables are in ``graded-and-clustered-error-rates.md``, ``graded-and-clustered-power.md``,
-``duplicate-documents.md`` and ``perplexity-error-rates.md`` under ``docs/benchmarks``.
+``duplicate-documents.md`` and ``perplexity-error-rates.md`` under ``dev/measurements``.
 
 ::
 

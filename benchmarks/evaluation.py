@@ -1,6 +1,6 @@
 """Compare the cost and the scores of our evaluation with lm-eval's own command, on the same documents.
 
-    python benchmarks/evaluation.py --data ../../shared/data                    # docs/benchmarks/evaluation-speed.md
+    python benchmarks/evaluation.py --data ../../shared/data                    # dev/measurements/evaluation-speed.md
     python benchmarks/evaluation.py --data DATA --tasks piqa --documents 40     # a short one
     python benchmarks/evaluation.py --data DATA --shape qwen2.5-0.5b            # a larger random model
     python benchmarks/evaluation.py --data DATA --model SMOLLM2                 # a checkpoint that is there

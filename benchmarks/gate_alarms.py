@@ -1,8 +1,9 @@
 """Simulate how often groups with a collapsed task, and equal merges of groups and suites, are published.
 
-The tables are in ``docs/benchmarks/alarm-error-rates.md``. Run it with ``benchmarks/operating_characteristics.py alarms
---runs 500``. Groups are judged on arrays, with the gate's own bounds, and ``tests/gate/test_hidden_losses.py`` verifies
-that ``judge_guards`` decides the same way. Suites are judged by ``judge_suite`` and ``judge_guards``.
+The tables are in ``dev/measurements/alarm-error-rates.md``. Run it with
+``benchmarks/operating_characteristics.py alarms --runs 500``. Groups are judged on
+arrays, with the gate's own bounds, and ``tests/gate/test_hidden_losses.py`` verifies that ``judge_guards`` decides the
+same way. Suites are judged by ``judge_suite`` and ``judge_guards``.
 """
 
 from __future__ import annotations

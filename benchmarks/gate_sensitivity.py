@@ -1,6 +1,6 @@
 """Simulate merges that know nothing, and equal merges, for references of different skill.
 
-The tables are in ``docs/benchmarks/references-at-chance.md``. Run it with
+The tables are in ``dev/measurements/references-at-chance.md``. Run it with
 ``benchmarks/operating_characteristics.py sensitivity``. The rule is that of ``tasks.gate.sensitivity``, on counts of
 many samples with the gate's own bounds. ``tests/gate/test_gate_sensitivity.py`` verifies that the gate decides the same
 way.

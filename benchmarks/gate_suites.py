@@ -1,7 +1,7 @@
 """Simulate how often suites, attempts and scheduled runs release a merge.
 
-The tables are in ``docs/benchmarks/suite-and-anchor-error-rates.md``, and that of ``wear`` in
-``docs/benchmarks/test-set-wear.md``. Run it with ``benchmarks/operating_characteristics.py suites`` (or ``attempts``,
+The tables are in ``dev/measurements/suite-and-anchor-error-rates.md``, and that of ``wear`` in
+``dev/measurements/test-set-wear.md``. Run it with ``benchmarks/operating_characteristics.py suites`` (or ``attempts``,
 ``scheduled``, ``wear``). The gate's own functions decide, on arrays of samples.
 """
 

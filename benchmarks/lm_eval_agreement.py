@@ -3,7 +3,7 @@
     python benchmarks/lm_eval_agreement.py --data ../../shared/data       # the table, as Markdown; two minutes
     python benchmarks/lm_eval_agreement.py --tasks sciq copa              # some of them; without --data those made here
 
-The result is in ``docs/benchmarks/lm-eval-agreement.md``. Our side works like a profile: a task by name,
+The result is in ``dev/measurements/lm-eval-agreement.md``. Our side works like a profile: a task by name,
 ``evaluate.data``, scores by document. lm-eval's side is ``simple_evaluate`` with a YAML file that includes the shipped
 one and points it to the same rows, in the fields of the real dataset. The model is random and tiny, so its answers are
 arbitrary. Each prompt has two examples.

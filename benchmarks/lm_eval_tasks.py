@@ -1,4 +1,4 @@
-"""List every task that lm-eval ships and whether it can guard a release, for ``docs/benchmarks/lm-eval-tasks.md``.
+"""List every task that lm-eval ships and whether it can guard a release, for ``dev/measurements/lm-eval-tasks.md``.
 
     python benchmarks/lm_eval_tasks.py                 # the tables, as Markdown
     python benchmarks/lm_eval_tasks.py --family arc    # each task of one family, with its reason

@@ -1,6 +1,6 @@
 """Measure how much of two skills each method retains, as usual and at its best scale.
 
-The tables are in ``docs/benchmarks/method-quality.md``.
+The tables are in ``dev/measurements/method-quality.md``.
 
 ::
 

@@ -1,6 +1,6 @@
 """Simulate how often the gate passes, fails or cannot decide, by a merge's true drop.
 
-The tables are in ``docs/benchmarks/gate-error-rates.md``, and those of the other commands in the pages that the modules
+The tables are in ``dev/measurements/gate-error-rates.md``, and those of the other commands in the pages that
 ``error_rates``, ``gate_suites`` and ``gate_alarms`` name::
 
     .venv/bin/python benchmarks/operating_characteristics.py               # the tables, a minute or so on one core

@@ -1,6 +1,6 @@
 """Measure what merge methods retain of two fine-tunes of a real model.
 
-The tables are in ``docs/benchmarks/method-quality.md``.
+The tables are in ``dev/measurements/method-quality.md``.
 
 ::
 

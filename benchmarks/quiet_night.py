@@ -2,7 +2,7 @@
 
 ::
 
-    .venv/bin/python benchmarks/quiet_night.py                # the table of docs/benchmarks/run-cost.md
+    .venv/bin/python benchmarks/quiet_night.py                # the table of dev/measurements/run-cost.md
     .venv/bin/python benchmarks/quiet_night.py --mergegate OTHER/.venv/bin/mergegate   # of another version
 
 The script releases the demo family once in a separate directory. Runs of each kind then take turns, with

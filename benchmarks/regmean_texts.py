@@ -1,6 +1,6 @@
 """Measure what RegMean retains, depending on the texts its models have read.
 
-The tables are in ``docs/benchmarks/method-quality.md``.
+The tables are in ``dev/measurements/method-quality.md``.
 
 ::
 

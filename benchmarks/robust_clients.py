@@ -1,6 +1,6 @@
 """Compare a mean, a median and a trimmed mean of five clients, one of them faulty.
 
-The tables are in ``docs/benchmarks/method-quality.md``.
+The tables are in ``dev/measurements/method-quality.md``.
 
 ::
 

@@ -1,6 +1,6 @@
 """Measure what ``router_repair`` does to merges of two small mixtures of experts that are trained here.
 
-The tables are in ``docs/benchmarks/router-repair.md``.
+The tables are in ``dev/measurements/router-repair.md``.
 
 ::
 

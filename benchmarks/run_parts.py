@@ -1,6 +1,6 @@
 """Measure how much time each part of a run takes, and which of its processes computes.
 
-    python benchmarks/run_parts.py                             # docs/benchmarks/start-up.md
+    python benchmarks/run_parts.py                             # dev/measurements/start-up.md
     python benchmarks/run_parts.py profiles/demo.yaml --again  # and a second run, which has nothing new
 
 The run works on a copy of the profile's directory and has a new state directory, but it uses the user's cache of

@@ -1,6 +1,6 @@
 """Compare the length of the server's step over five rounds of honest clients: the mean, and twice the mean.
 
-The tables are in ``docs/benchmarks/client-rounds.md``.
+The tables are in ``dev/measurements/client-rounds.md``.
 
 ::
 

@@ -6,7 +6,7 @@
     .venv/bin/python benchmarks/shadow_simulation.py --runs 500  # a glance
     .venv/bin/python benchmarks/shadow_simulation.py --switch    # how often the kill switch ends an equal candidate
 
-The results are the tables of ``docs/benchmarks/shadow-simulation.md``. Pairs are drawn, not judged. Each is a tie with
+The results are the tables of ``dev/measurements/shadow-simulation.md``. Pairs are drawn, not judged. Each is a tie with
 a fixed probability, and else a win or a loss, such that the win rate is even minus the shortfall. The evidence comes
 from the product (``tasks.shadow``). Only the checks are vectorized over thousands of runs. No check is missed: the next
 one is at the earliest pair at which the evidence could have reached the threshold if the candidate had won every pair

@@ -4,7 +4,7 @@
 
     .venv/bin/python benchmarks/soup_simulation.py --soups 1000     # eight minutes of CPU
 
-The results are the table of ``docs/benchmarks/soups.md``. Only the models are drawn. Search, confirmation and their
+The results are the table of ``dev/measurements/soups.md``. Only the models are drawn. Search, confirmation and their
 bounds are those of the product, and the true score of every soup is known.
 
 A soup ``S`` of models with the qualities ``a_i`` has the quality ``mean(a_i) + boost * (1 - 1 / |S|)``: the average of

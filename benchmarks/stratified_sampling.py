@@ -1,6 +1,6 @@
 """Simulate the gate if the merge answers more of the documents that are likely to change, and fewer of the others.
 
-The tables are in ``docs/benchmarks/stratified-sampling.md``, and in ``stratified-sampling-cases.md`` next to it::
+The tables are in ``dev/measurements/stratified-sampling.md``, and in ``stratified-sampling-cases.md`` next to it::
 
     .venv/bin/python benchmarks/stratified_sampling.py single      # or: looks, suite, leaves; a few minutes each
     .venv/bin/python benchmarks/stratified_sampling.py measured    # real answers of the demo models

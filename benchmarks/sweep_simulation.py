@@ -5,7 +5,7 @@
     .venv/bin/python benchmarks/sweep_simulation.py lies     # sweeps of noise: ten minutes of CPU
     .venv/bin/python benchmarks/sweep_simulation.py racing   # documents saved: one minute
 
-The results are the tables of ``docs/benchmarks/sweep-statistics.md``. Only the models are drawn. The quality of a
+The results are the tables of ``dev/measurements/sweep-statistics.md``. Only the models are drawn. The quality of a
 recipe, the document (which all recipes share) and chance decide a document's score. Space, sampler, search, racing,
 ledger and confirmation are those of the product.
 """

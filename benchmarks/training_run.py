@@ -1,6 +1,6 @@
 """Compare merges of a training run with its last checkpoint and with a learning rate that really decays.
 
-The tables are in ``docs/benchmarks/training-run.md``.
+The tables are in ``dev/measurements/training-run.md``.
 
 ::
 

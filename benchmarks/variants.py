@@ -3,7 +3,7 @@
 ::
 
     python benchmarks/variants_family.py TEXT.jsonl DIRECTORY      # a small family with a profile, or use your own
-    python benchmarks/variants.py DIRECTORY/profile.yaml [--page docs/benchmarks/quantized-variants.md]
+    python benchmarks/variants.py DIRECTORY/profile.yaml [--page dev/measurements/quantized-variants.md]
 
 The script runs the profile as a user would, without publishing, in a store of its own. Then it builds every variant
 twice more, each time in an empty store, and compares the bytes. The evidence is that of the gate, and the numbers of

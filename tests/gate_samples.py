@@ -20,12 +20,12 @@ from mergegate.tasks.perplexity.stage import LIKELIHOODS_FILE, Likelihoods, tota
 from mergegate.tasks.store.store import Artifact
 
 GUARD = Guard(task="reverse", guarded_by="reverser", max_drop=3)
-BENCHMARKS = Path(__file__).resolve().parents[1] / "docs" / "benchmarks"
+MEASUREMENTS = Path(__file__).resolve().parents[1] / "dev" / "measurements"
 
 
 def table_in_docs(page: str, name: str) -> list[list[str]]:
-    """Return the cells of a named table on a page of ``docs/benchmarks``, header first, without the separator row."""
-    text = (BENCHMARKS / page).read_text(encoding="utf-8")
+    """Return the cells of a named table on a page of ``dev/measurements``, header first, without the separator row."""
+    text = (MEASUREMENTS / page).read_text(encoding="utf-8")
     lines = text.split(f"<!-- {name} -->")[1].split(f"<!-- /{name} -->")[0].splitlines()
     return [
         [cell.strip() for cell in line.strip("|").split("|")]

@@ -30,7 +30,7 @@ LIMIT = 15  # matches per 1,000 sentences
 KINDS = ("docstring", "comment", "help", "error", "text", "docs")
 LAYERS = ("flows", "tasks", "merge_core", "benchmarks", "tests")
 DOCS = (
-    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", ".github", "docs"),
+    *("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md", ".github", "docs", "dev"),
     *("profiles", "Makefile", ".ci", "prefect.yaml", "schedules.yaml", "pyproject.toml", "mkdocs.yml", "containers"),
 )
 

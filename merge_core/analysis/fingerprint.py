@@ -40,7 +40,7 @@ _CONCURRENT_READS = 8
 
 # Layers of dense models have at most this many matrices.
 _MOST_PER_LAYER = 16
-# Smallest correlation of two samples of related matrices. Docs: benchmarks/ancestry.md. For independent values, 128
+# Smallest correlation of two samples of related matrices. See dev/measurements/ancestry.md. For independent values, 128
 # elements have a standard deviation of 0.09, and the largest of a million correlations is about 0.45.
 _RELATED = 0.5
 # Correlation from which two matrices of one model count as one. It is below the threshold above. So a tensor that is

@@ -1,7 +1,7 @@
 """Release input files from the page cache after they are read, so that a merge leaves the cache as it found it.
 
 The system caches every page of a file that is read. Allocating memory for these pages can take half of a merge's time
-(``docs/benchmarks/merge-speed.md``). Therefore each part of an input is released after its last use, and the system
+(``dev/measurements/merge-speed.md``). Therefore each part of an input is released after its last use, and the system
 reuses its memory for the next part. Pages that were cached before the merge stay cached, because another program may
 need them.
 

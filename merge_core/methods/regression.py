@@ -21,7 +21,7 @@ outputs for the inputs of all models are closest to those of the models' own mat
 to normalize depends on the unit of the traces, so results change if all task vectors are scaled. Here, they do not. The
 published program also centers the task matrices that it averages, adds a rank-one matrix to the sum of the covariances,
 and adds flattened singular directions to normalized matrices. With the first two, two equal models do not give that
-model. The third costs skills that all models share (``docs/benchmarks/method-variations.md``).
+model. The third costs skills that all models share (``dev/measurements/method-variations.md``).
 
 The problem is solved around the mean, so that directions that the inputs leave open stay at the mean of the models.
 With ``m = sum w_i X_i / sum w_i``

@@ -13,7 +13,7 @@ from mergegate.merge_core.engine import has_cuda_driver
 from mergegate.merge_core.system import kernel_lines
 
 # Linux's names of x86 and Arm CPU features with which a matrix product in a 16-bit format is about as fast as in
-# float32, or faster. With AVX-512, oneDNN widens bfloat16 on the fly (see docs/benchmarks/evaluation-speed.md).
+# float32, or faster. With AVX-512, oneDNN widens bfloat16 on the fly (see dev/measurements/evaluation-speed.md).
 _UNITS = {
     "bfloat16": {"avx512_bf16", "amx_bf16", "avx512bw", "bf16"},
     "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
@@ -53,7 +53,7 @@ def formats_without_units(device: str, processor: str | None = None) -> frozense
     """Return the 16-bit formats (bfloat16, float16) in which a CPU without compute units for them is slow.
 
     In these formats a matrix product takes three to four times as long as in float32
-    (docs/benchmarks/evaluation-speed.md). The result is empty for any ``device`` but ``cpu``. ``processor`` is the
+    (dev/measurements/evaluation-speed.md). The result is empty for any ``device`` but ``cpu``. ``processor`` is the
     content of Linux's ``/proc/cpuinfo``; if it names no features, the result is empty. Default: that of this machine.
     """
     if device != "cpu":

@@ -20,7 +20,7 @@ from mergegate.flows.profile import Profile, parse_profile
 from mergegate.merge_core.errors import InvalidInput
 
 PROJECT = Path(__file__).resolve().parents[2]
-PAGES = [page for pattern in ("*.md", "docs/**/*.md", "profiles/**/*.md") for page in sorted(PROJECT.glob(pattern))]
+PAGES = sorted(page for name in ("*", "docs/**/*", "dev/**/*", "profiles/**/*") for page in PROJECT.glob(f"{name}.md"))
 MERGEGATE = typer.main.get_command(app)
 
 

@@ -125,7 +125,7 @@ def test_too_few_clusters_are_rejected_with_a_remedy() -> None:
     check_clusters([str(i % 14) for i in range(140)], "task", "mmlu")
 
 
-# --- The tables in docs/benchmarks
+# --- The tables in dev/measurements
 
 
 NAMES, EFFECTS = ("14 equal", "20 equal", "30 unequal", "57 of MMLU"), ("normal", "skewed", "a fifth falls")

@@ -1,4 +1,4 @@
-"""The gate's error rates in ``docs/benchmarks`` are true, and its tables match the scripts."""
+"""The gate's error rates in ``dev/measurements`` are true, and its tables match the scripts."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from types import ModuleType
 import numpy as np
 import pytest
 from benchmark_scripts import load_benchmark, script_fixture
-from gate_samples import BENCHMARKS, table_in_docs, verdict_of
+from gate_samples import MEASUREMENTS, table_in_docs, verdict_of
 
 from mergegate.tasks.evaluation.document_order import interim_looks
 from mergegate.tasks.gate.settings import Guard
 
-PAGE = BENCHMARKS / "gate-error-rates.md"
+PAGE = MEASUREMENTS / "gate-error-rates.md"
 RUNS = 2000
 ERROR = math.sqrt(0.05 * 0.95 / RUNS)  # standard error of a rate of 5%
 

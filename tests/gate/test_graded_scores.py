@@ -173,7 +173,7 @@ def test_invalid_differences_are_rejected() -> None:
         graded_difference([0.0] * 3, 0.95, (1, 2))
 
 
-# --- The tables in docs/benchmarks
+# --- The tables in dev/measurements
 
 
 SHAPED = ("F1, mass at 0 and 1", "rare great losses", "19 of 20 tie", "subjects apart")

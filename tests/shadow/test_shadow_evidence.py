@@ -20,7 +20,7 @@ from mergegate.tasks.shadow.evidence import decide_shadow
 RULE = ShadowRule()
 THRESHOLD = math.log(20)
 SCORES = st.lists(st.sampled_from([1.0, 0.5, 0.0]), max_size=60)
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "benchmarks" / "shadow-simulation.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "dev" / "measurements" / "shadow-simulation.md"
 
 
 @pytest.fixture(scope="module")
