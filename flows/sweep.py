@@ -32,7 +32,7 @@ from mergegate.flows.profile import Profile, load_profile, profile_name
 from mergegate.flows.release import make_release
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import state_directory, write_state
-from mergegate.tasks.report import SweepFacts, sweep_content, sweep_sentence
+from mergegate.tasks.report import sweep_content, sweep_sentence
 from mergegate.tasks.runners import open_runner
 from mergegate.tasks.stage import announce, home, versions
 from mergegate.tasks.sweep import (
@@ -80,7 +80,9 @@ def make_sweep(profile: Profile, *, release: bool = True, view: str | None = Non
         shares, why_none = importances.shares, importances.reason
     except InvalidInput as error:
         why_none = f"{error.found}: {error.remedy}"
-    facts = SweepFacts(
+    content = sweep_content(
+        study,
+        verdict,
         name=profile.name,
         method=search.method,
         power=power,
@@ -91,7 +93,6 @@ def make_sweep(profile: Profile, *, release: bool = True, view: str | None = Non
         reproduce=("mergegate sweep PROFILE",),
         versions=tuple(f"{name} {version}" for name, version in versions(*LIBRARIES).items()),
     )
-    content = sweep_content(study, verdict, facts)
     page = store_page(content)
     if not isinstance(verdict, Confirmation) or not verdict.confirmed:
         return RunOutcome(

@@ -298,12 +298,12 @@ _READERS = {
     "files that are installed with mergegate or a library": (
         "merge_core.architecture.conversions merge_core.architecture.families merge_core.architecture.model_kinds "
         "merge_core.methods.kernel_cache tasks.evaluation.lm_eval_index tasks.preflight.licenses.texts "
-        "tasks.report.history.links tasks.report.page"
+        "tasks.report.page"
     ),
     "/proc, /sys and devices": "merge_core.system tasks.sandbox.gpu_lock tasks.sandbox.supervision",
     "weights or release files, which were opened or hashed as plain files before": (
         "tasks.merge.gates tasks.merge.weight_comparison tasks.publish.content tasks.publish.public_names "
-        "tasks.publish.targets.directory tasks.publish.targets.oci tasks.publish.targets.s3_publication "
+        "tasks.publish.targets.oci tasks.publish.targets.s3_publication "
         "tasks.serve.static_checks"
     ),
     "the standard streams of this process": "flows.cli.streams",

@@ -18,7 +18,6 @@ from mergegate.merge_core.wording import format_count
 from mergegate.tasks.gate import GateVerdict, GuardVerdict, SuiteVerdict
 from mergegate.tasks.report import (
     EndedRun,
-    EndedStage,
     ReportContent,
     RunParent,
     RunRecord,
@@ -183,14 +182,10 @@ def _variants(content: ReportContent) -> tuple[RunVariant, ...]:
 def _page(outcome: RunOutcome, name: str, flow: str, stages: Sequence[StageEnd]) -> str:
     """Return the page about the evidence, or else a page that shows how far the run got and why it ended."""
     ended = tuple(
-        EndedStage(
-            name=to_printable(stage.stage),
-            subject=to_printable(stage.subject),
-            status=stage.status,
-            seconds=stage.seconds,
-            summary=to_printable(stage.summary),
+        end._replace(
+            stage=to_printable(end.stage), subject=to_printable(end.subject), summary=to_printable(end.summary)
         )
-        for stage in stages
+        for end in stages
     )
     if outcome.page:
         return add_stages(outcome.page, ended)
@@ -202,19 +197,16 @@ def _page(outcome: RunOutcome, name: str, flow: str, stages: Sequence[StageEnd])
         released = read_state(outcome.report, bytes.decode, most=_MAX_PAGE_BYTES)
         if isinstance(released, str):
             return add_stages(released, ended)
-    finding = outcome.stopped_by
-    facts = {"where": finding.where, "found": finding.found} if finding else {}
-    facts |= {"expected": finding.expected, "remedy": finding.remedy} if finding else {}
     return render_ending(
         EndedRun(
             name=to_printable(name),
             flow=flow,
             status=outcome.status,
             message=to_printable(outcome.text),
+            finding=outcome.stopped_by,
             exception=to_printable(outcome.message.partition(": ")[2]) if outcome.status == "failed" else "",
             log=f"the log of Prefect's flow run {running_flow()[0]}, or the terminal",
             stages=ended,
-            **facts,
         )
     )
 

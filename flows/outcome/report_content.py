@@ -21,8 +21,6 @@ from mergegate.tasks.report import (
     MergedFile,
     ReportContent,
     ReportedAttempt,
-    ReportedCheck,
-    ReportedJudge,
     ReportedModel,
     ReportedPlace,
     ReportedServing,
@@ -114,7 +112,7 @@ def report_content(
         (assessed.verdict, ""),
         *([(attempt.ensemble, "")] if attempt.ensemble else []),
     ]
-    answers, change = attempt.evidence_of(JudgeVerdict), attempt.cleared.candidate.change
+    change = attempt.cleared.candidate.change
     # Remedies that were already refused are left out. Each one is written as a change of the profile's own recipe.
     remedies = tuple(
         remedy.model_copy(update={"change": {**change, **remedy.change}})
@@ -173,13 +171,7 @@ def report_content(
             )
             for each in (attempts if len(attempts) > 1 else ())
         ),
-        judge=None
-        if answers is None
-        else ReportedJudge(
-            model=answers.judge,
-            controls=(answers.controls.found, answers.controls.pairs) if answers.controls else None,
-            **answers.model_dump(include=set(ReportedJudge.model_fields), exclude={"controls"}),
-        ),
+        judge=attempt.evidence_of(JudgeVerdict),
         variants=tuple(variant.verdict for variant in attempt.variants),
         experts=merged.value.experts,
         routers=merged.value.routers,
@@ -225,7 +217,7 @@ def _serving(models: ServedModels | None) -> dict[str, Any]:
     return {
         "server": verdict.server,
         "served_as": verdict.way,
-        "served": tuple(ReportedCheck(**check.model_dump()) for check in verdict.checks),
+        "served": verdict.checks,
         "serving": (
             *(
                 ReportedServing(name=name, measured=parent.measured, problem=parent.problem)

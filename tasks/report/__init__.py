@@ -12,61 +12,73 @@
 """
 
 from mergegate.tasks.report import wording
+from mergegate.tasks.report.archive import archive_run, file_name
 from mergegate.tasks.report.content import (
     Library,
     MergedFile,
     ReportContent,
     ReportedAttempt,
-    ReportedCheck,
-    ReportedJudge,
     ReportedModel,
     ReportedPlace,
     ReportedServing,
     StoredArtifact,
 )
-from mergegate.tasks.report.ending import EndedRun, EndedStage, add_stages, render_ending
 from mergegate.tasks.report.explanation_text import recipe_diff
-from mergegate.tasks.report.history.archive import archive_run, file_name
-from mergegate.tasks.report.history.changes import changes_since, format_run_time
-from mergegate.tasks.report.history.ledger import HISTORY, History, mend_history, read_history
-from mergegate.tasks.report.history.overview import outcome_of_status, render_history, worst_drop
-from mergegate.tasks.report.history.record import RunParent, RunRecord, RunScore, RunStage, RunStatus, RunVariant
-from mergegate.tasks.report.page import render
-from mergegate.tasks.report.shadow.content import LostExample, ReportedArm, ShadowContent, ShadowPoint
-from mergegate.tasks.report.shadow.page import render_shadow
-from mergegate.tasks.report.shadow.wording import ARM_COLUMNS, arm_cells, shadow_outcome, shadow_rows, shadow_sentence
-from mergegate.tasks.report.stage import Report, write_report
-from mergegate.tasks.report.sweep.content import (
-    HeldOut,
-    ReportedBudget,
-    ReportedConfirmation,
-    ReportedObjective,
-    ReportedParameter,
-    ReportedRacing,
-    ReportedSet,
-    SweepContent,
+from mergegate.tasks.report.history import (
+    HISTORY,
+    History,
+    RunParent,
+    RunRecord,
+    RunScore,
+    RunStage,
+    RunStatus,
+    RunVariant,
+    changes_since,
+    format_run_time,
+    mend_history,
+    outcome_of_status,
+    read_history,
+    worst_drop,
 )
-from mergegate.tasks.report.sweep.from_study import SweepFacts, sweep_content
-from mergegate.tasks.report.sweep.page import render_sweep
-from mergegate.tasks.report.sweep.search_line import search_line
-from mergegate.tasks.report.sweep.wording import (
+from mergegate.tasks.report.history_page import render_history
+from mergegate.tasks.report.page import EndedRun, add_stages, render, render_ending
+from mergegate.tasks.report.shadow import (
+    ARM_COLUMNS,
+    LostExample,
+    ReportedArm,
+    ShadowContent,
+    ShadowPoint,
+    arm_cells,
+    render_shadow,
+    shadow_outcome,
+    shadow_rows,
+    shadow_sentence,
+)
+from mergegate.tasks.report.stage import Report, write_report
+from mergegate.tasks.report.sweep import SweepContent, sweep_content
+from mergegate.tasks.report.sweep_page import (
+    render_sweep,
     search_effort,
+    search_line,
     soup_table,
     sweep_outcome,
     sweep_sentence,
     sweep_table,
     sweep_title,
 )
-from mergegate.tasks.report.table import (
+from mergegate.tasks.report.tables import (
     DECISION_COLUMNS,
+    VARIANT_COLUMNS,
     Row,
     ScoreTable,
     as_markdown,
     compares_per_byte,
+    conversion_sentences,
     costs,
     evaluated_models,
     final_table,
     likelihood,
+    variant_refusals,
+    variant_rows,
 )
-from mergegate.tasks.report.variants import VARIANT_COLUMNS, conversion_sentences, variant_refusals, variant_rows
 from mergegate.tasks.report.wording import cut_off_answers, gate_notes, regenerated_answers, thinking_shares

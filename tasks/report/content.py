@@ -16,9 +16,10 @@ from mergegate.merge_core.recipe import RunWindow
 from mergegate.tasks.evaluation import Scores, Scoring
 from mergegate.tasks.explain import Explanation
 from mergegate.tasks.gate import GateVerdict
+from mergegate.tasks.judge import JudgeVerdict
 from mergegate.tasks.merge import RepairedRouting, RouterDistance
 from mergegate.tasks.perplexity import Likelihoods, WindowSettings
-from mergegate.tasks.serve import ServingCost
+from mergegate.tasks.serve import Check, ServingCost
 from mergegate.tasks.stage import Outcome, Section
 from mergegate.tasks.store import NotInKey
 from mergegate.tasks.variants import VariantVerdict
@@ -72,44 +73,6 @@ class ReportedAttempt(_Part):
     diff: Annotated[tuple[str, ...], Field(exclude_if=lambda lines: not lines)] = ()
 
 
-class ReportedJudge(_Part):
-    """Result of comparing the merge's answers with those of a reference model, by an LLM judge.
-
-    A win counts only if the judge prefers the answer in both orders. Everything else is a tie.
-    """
-
-    model: str  # name of the judge
-    reference: str  # model whose answers are compared with the merge's
-    prompts: int = Field(ge=0)
-    wins: int = Field(ge=0)  # wins of the merge
-    ties: int = Field(ge=0)
-    losses: int = Field(ge=0)
-    win_rate: float = Field(ge=0, le=1)  # a tie counts as half a win
-    low: float  # lower end of the interval of the win rate
-    high: float
-    confidence: float  # one-sided, for each end of the interval
-    consistency: float | None  # share of prompts with the same judgment in both orders; None if all answers were equal
-    length_ratio: float | None  # length of the merge's answers over the reference's; None if the latter is zero
-    answers: int = 0  # number of answers of each model; 0 if unknown
-    reference_cut_off: int = 0  # answers that the token limit cut off
-    merge_cut_off: int = 0
-    controls: tuple[int, int] | None = None  # control pairs that the judge found, of all; None if no pair was judged
-    max_shortfall: float  # largest allowed distance below 50 %, in points
-    outcome: Outcome
-    reason: str  # a sentence
-
-
-class ReportedCheck(_Part):
-    """One request to the served model, and whether the response was correct."""
-
-    name: str
-    outcome: Literal["pass", "fail", "not offered"]
-    expected: str
-    remedy: str = ""
-    where: Annotated[str, NotInKey] = ""  # tensor, file or field, if any
-    seen: Annotated[str, NotInKey] = ""
-
-
 class ReportedPlace(_Part):
     """Distances between one model and the others, in median lengths of a task vector."""
 
@@ -133,6 +96,13 @@ class StoredArtifact(_Part):
     stage: str
     subject: str  # model or task; empty if the stage has only one subject
     key: str  # 64 hex digits
+
+
+# Fields of the judge's verdict in ``report.json``, which has the name of the judge as ``model``.
+_JUDGE_KEY = (
+    *("reference", "prompts", "wins", "ties", "losses", "win_rate", "low", "high", "confidence", "consistency"),
+    *("length_ratio", "answers", "reference_cut_off", "merge_cut_off", "max_shortfall", "outcome", "reason"),
+)
 
 
 class ReportContent(_Part):
@@ -162,10 +132,10 @@ class ReportContent(_Part):
     reproduce: tuple[str, ...]  # shell commands
     explanation: Explanation | None = None
     attempts: tuple[ReportedAttempt, ...] = ()  # in the order of execution
-    judge: ReportedJudge | None = None
+    judge: JudgeVerdict | None = None  # of the judged answers of the merge and of a reference model
     # Verdicts on the quantized variants, in the profile's order.
     variants: Annotated[tuple[VariantVerdict, ...], Field(exclude_if=lambda variants: not variants)] = ()
-    served: tuple[ReportedCheck, ...] = ()  # in the order of execution; empty if the merge was not served
+    served: tuple[Check, ...] = ()  # in the order of execution; empty if the merge was not served
     server: str = ""  # 'vllm 0.33.0'
     # How an adapter was served: as LoRA on its base, or merged into the base, with the reason.
     served_as: Annotated[str, Field(exclude_if=lambda way: not way)] = ""
@@ -189,6 +159,12 @@ class ReportContent(_Part):
         names = [name for name in fields if NotInKey not in fields[name].metadata and name not in ("kind", "runs")]
         key = {name: getattr(self, name) for name in names}
         key |= {"runs": [asdict(run) for run in self.runs]} if self.runs else {}
+        # Observations and their places differ between runs.
+        key["served"] = [check.model_dump(exclude={"seen", "where"}) for check in self.served]
+        if self.judge:
+            controls = self.judge.controls
+            key["judge"] = {name: getattr(self.judge, name) for name in _JUDGE_KEY} | {"model": self.judge.judge}
+            key["judge"]["controls"] = (controls.found, controls.pairs) if controls else None
         return key if self.kind == TEXT_GENERATOR else {**key, "kind": asdict(self.kind)}
 
     @property

@@ -12,8 +12,9 @@ from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.parsing import flow_yaml
 from mergegate.merge_core.recipe import apply_overrides
 from mergegate.tasks.explain import CHANCE, Explanation, Remedy, relative_movement
+from mergegate.tasks.judge import JudgeVerdict
 from mergegate.tasks.perplexity import ensemble_gain_share
-from mergegate.tasks.report.content import ReportContent, ReportedJudge
+from mergegate.tasks.report.content import ReportContent
 from mergegate.tasks.report.wording import NONE, interval, number, plain
 
 # Layers whose sign conflicts differ by less count as equal.
@@ -89,7 +90,7 @@ def why(explanation: Explanation) -> tuple[str, ...]:
 def recipe_diff(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> tuple[str, ...]:
     """Return the changed settings of a recipe in plain data: removed lines with '-', then added lines with '+'.
 
-    The result is empty if nothing changed, or if a recipe has several documents and therefore is None.
+    The result is empty if nothing changed, or for a recipe with several documents, which is None.
     """
     if before is None or after is None:
         return ()
@@ -182,7 +183,7 @@ def expert_sentences(content: ReportContent) -> tuple[str, ...]:
     return (*distances, *repair)
 
 
-def judge_numbers(judge: ReportedJudge) -> str:
+def judge_numbers(judge: JudgeVerdict) -> str:
     """Return the win rate with its interval: 'win rate 52.0 % [47.1, 56.9]'."""
     return f"win rate {number(100 * judge.win_rate, 1)} % {interval(100 * judge.low, 100 * judge.high, 1)}"
 

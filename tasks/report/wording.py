@@ -48,6 +48,10 @@ def interval(low: float, high: float, decimals: int) -> str:
     return f"[{number(low, decimals)}, {number(high, decimals)}]"
 
 
+def sentence_case(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
 def guard_decimals(guard: GuardVerdict) -> int:
     """Return the fewest decimals (1 to 3) that display every bound on the correct side of its limit.
 
@@ -103,7 +107,7 @@ def error_rate_note(verdict: GateVerdict, kind: ModelKind) -> str:
 
 
 def samples_note(content: ReportContent) -> str:
-    """Return what the samples of the report are, for the form of the tasks of this kind of model."""
+    """Describe the samples of the report, for the form of the tasks of this kind of model."""
     forms, order = content.kind.task_forms, "the largest differences first"
     if forms == ("retrieval",):
         return (
@@ -118,10 +122,10 @@ def samples_note(content: ReportContent) -> str:
     return f"Documents on which the merge and the reference score differently, {order}. Few-shot examples are left out."
 
 
-def drop(guard: GuardVerdict, unit: str = "") -> str:
-    """Return the drop on a guard in points: '4.1 [2.3, 5.9]'. It is negative if the merge is better."""
-    decimals = guard_decimals(guard)
-    return f"{number(guard.drop, decimals)} {unit}{interval(guard.low, guard.high, decimals)}"
+def drop(verdict: GuardVerdict | SuiteVerdict) -> str:
+    """Return the drop on a guard, or the mean drop in a suite, in points: '4.1 [2.3, 5.9]'. Negative: a gain."""
+    decimals = guard_decimals(verdict) if isinstance(verdict, GuardVerdict) else 1
+    return f"{number(verdict.drop, decimals)} {interval(verdict.low, verdict.high, decimals)}"
 
 
 def limits(verdict: GuardVerdict | SuiteVerdict) -> str:
@@ -205,7 +209,7 @@ def consequence(content: ReportContent) -> str:
 
 
 def recommended_action(content: ReportContent) -> str:
-    """Return what a reader should do after this verdict. Empty if there is nothing to do."""
+    """Return the next step of a reader after this verdict. Empty if there is nothing to do."""
     verdict, explanation = content.verdict, content.explanation
     if verdict.outcome == "pass" or not content.recipe:
         return ""
@@ -273,7 +277,7 @@ def sentence(content: ReportContent) -> str:
         return f"{verdict.reasons[0].removesuffix('.')}."
     sentences = []
     if verdict.suites and verdict.guards:
-        sentences += [f"{suite.reason[0].upper()}{suite.reason[1:]}." for suite in verdict.suites]
+        sentences += [f"{sentence_case(suite.reason)}." for suite in verdict.suites]
         task_limits = sorted({plain(guard.limit) for guard in verdict.guards if guard.limit is not None})
         sentences.append(f"No task exceeds its per-task limit ({', '.join(task_limits)}).")
     elif verdict.guards:
@@ -375,7 +379,7 @@ def thinking_shares(content: ReportContent) -> tuple[str, ...]:
 
 
 def gate_notes(verdict: GateVerdict) -> tuple[str, ...]:
-    """Return what the checks of the gate noted without an effect on the verdict, one sentence per note."""
+    """Return the notes of the gate's checks that have no effect on the verdict, one sentence each."""
     findings = [*(finding for guard in verdict.guards for finding in guard.findings), *verdict.findings]
     notes = [finding.reason for finding in findings if finding.outcome == "pass"]
     notes += [f"advisory: {guard.reason}" for guard in verdict.advisory if guard.outcome != "pass"]
@@ -402,6 +406,37 @@ def documents_saved(verdict: GateVerdict) -> str:
     )
 
 
-def suite_change(suite: SuiteVerdict) -> str:
-    """Return the mean drop in a suite in points, with real minus signs: '0.4 [-0.3, 1.1]'."""
-    return f"{number(suite.drop, 1)} {interval(suite.low, suite.high, 1)}"
+def evaluation_text(content: ReportContent) -> str:
+    """Return the settings of the evaluation and the use of its documents, without the last period."""
+    scoring, parts = content.scoring, []
+    if scoring:
+        examples = "the tasks' own" if scoring.num_fewshot is None else str(scoring.num_fewshot)
+        sample = f"a fixed random sample of documents, at first {scoring.first_look} per task"
+        prompts = [f"{examples} few-shot examples", "chat template" if scoring.chat_template else "no chat template"]
+        length = [f"at most {scoring.max_length} tokens"] if scoring.max_length else []
+        by_text, library = content.kind.reads_text, content.kind.loading_library
+        settings = [
+            f"lm-eval, {scoring.backend} backend" if by_text else f"the model loaded by {library}",
+            sample if scoring.first_look is not None else "all documents",
+            *(prompts if by_text else []),
+            f"dtype {scoring.dtype}",
+            f"batch size {scoring.batch_size}",
+            *(length if by_text else []),
+        ]
+        parts = [", ".join(settings), *(f"{task} has {setup}" for task, setup in content.asked.items())]
+        parts += [selection_note(content).removesuffix(".")]
+    return ". ".join(filter(None, parts))
+
+
+def data_digests(verdict: GateVerdict) -> str:
+    """Return each guarded task with the digest of its data and the datasets behind it, at their known commits.
+
+    Example: ``gsm8k 3f2a… (openai/gsm8k at 9c1d…)``. The result is empty if no data was inspected.
+    """
+    digests = {}
+    for guard in verdict.all_guards:
+        if guard.data is not None:
+            sources = {f"{source.path} at {source.revision[:12]}" for source in guard.data.sources if source.revision}
+            behind = f" ({', '.join(sorted(sources))})" if sources else ""
+            digests[guard.task] = f"{guard.task} {guard.data.digest[:12]}{behind}"
+    return ", ".join(digests.values())

@@ -20,9 +20,16 @@ from mergegate.tasks.sweep.optuna_view import open_view, parameter_importances, 
 from mergegate.tasks.sweep.race import cumulative_shares
 from mergegate.tasks.sweep.recipes import read_soup_recipe, relocate_recipe
 from mergegate.tasks.sweep.search import SearchProblem, search
-from mergegate.tasks.sweep.settings import SweepSettings
+from mergegate.tasks.sweep.settings import Budget, Racing, SweepSettings
 from mergegate.tasks.sweep.soup import INGREDIENT, SOUP, confirm_soup, search_soup
-from mergegate.tasks.sweep.space import count_layers, enumerate_recipes, make_space, recipe_key, start_recipe
+from mergegate.tasks.sweep.space import (
+    Coordinate,
+    count_layers,
+    enumerate_recipes,
+    make_space,
+    recipe_key,
+    start_recipe,
+)
 from mergegate.tasks.sweep.study import HandWritten, SearchProgress, Study, Trial, TrialRequest, TrialScores
 from mergegate.tasks.sweep.trial import TrialSetting
 from mergegate.tasks.sweep.trial_pool import PreparedSearch, TrialPool

@@ -16,7 +16,7 @@ from mergegate.flows.operations.progress import TerminalProgress
 from mergegate.flows.operations.summary import sweep_summary
 from mergegate.merge_core.wording import detail
 from mergegate.tasks.report import search_line
-from mergegate.tasks.report.sweep.content import SweepContent
+from mergegate.tasks.report.sweep import SweepContent
 from mergegate.tasks.stage import StageStatus, describe_progress, joint_status, progress_watcher, report_stage
 from mergegate.tasks.sweep import SearchProgress
 

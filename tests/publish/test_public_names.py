@@ -22,7 +22,7 @@ from mergegate.merge_core.errors import Refused
 from mergegate.tasks.publish.card import escape
 from mergegate.tasks.publish.content import written_file
 from mergegate.tasks.publish.public_names import PublicNames, require_no_private_paths
-from mergegate.tasks.report.page import page_template
+from mergegate.tasks.report.page import environment
 
 SECRET = "/srv/alice smith/projé"
 PARTS = st.text(alphabet="abé .-_'&", min_size=1, max_size=5).filter(lambda text: text.strip(". ") == text)
@@ -67,7 +67,7 @@ def test_a_mark_in_a_name_is_shown_escaped_everywhere(mark: str) -> None:
         assert names_of(name).rename_text(f"{name}: lost 2 points") == f"{shown}: lost 2 points"
         assert yaml.safe_load(names_of(name).rename_yaml(yaml.safe_dump({"model": name}))) == {"model": shown}
     assert escape(name) == shown.replace("\\", "\\\\")
-    assert page_template("head.html").environment.from_string("{{ name }}").render(name=name) == shown
+    assert environment().from_string("{{ name }}").render(name=name) == shown
     console = FittingConsole(file=(out := io.StringIO()), width=80)
     for printed in (name, Text(name), Table(name)):
         console.print(printed)

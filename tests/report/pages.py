@@ -9,11 +9,11 @@ from html import unescape
 from html.parser import HTMLParser
 
 import pytest
+from markupsafe import Markup
 
-from mergegate.tasks.report import heat_map, plots
+from mergegate.tasks.report import plots, sweep_plots
 from mergegate.tasks.report.content import ReportContent
 from mergegate.tasks.report.page import render
-from mergegate.tasks.report.sweep import parameter_plots, score_plots
 
 HOSTILE = "<script>'$x$'\x1b\"&|"
 """A name that contains a script, a dollar sign, a control character and a column separator of Markdown."""
@@ -34,9 +34,8 @@ def page_of(content: ReportContent) -> str:
 def empty_plots() -> Iterator[None]:
     """Replace each plot by an empty one, because drawing takes nearly all the time of a page."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "draw_intervals", lambda *_, **__: ("<svg></svg>",))
-        for module, name in ((heat_map, "_draw"), (score_plots, "inline"), (parameter_plots, "inline")):
-            patch.setattr(module, name, lambda *_: "<svg></svg>")
+        for module in (plots, sweep_plots):
+            patch.setattr(module, "draw_twice", lambda *_: (Markup("<svg></svg>"),))
         yield
 
 

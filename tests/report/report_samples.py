@@ -26,10 +26,11 @@ from mergegate.tasks.evaluation.stage import Scores
 from mergegate.tasks.explain.remedies import Remedy
 from mergegate.tasks.explain.stage import Explanation, Flip, Flips, LostDocuments
 from mergegate.tasks.gate.stage import GateVerdict
+from mergegate.tasks.judge import JudgeVerdict
 from mergegate.tasks.perplexity.measurement import WindowSettings
 from mergegate.tasks.perplexity.stage import Likelihoods
 from mergegate.tasks.report import content as parts
-from mergegate.tasks.report.content import ReportContent, ReportedCheck, ReportedModel, ReportedServing
+from mergegate.tasks.report.content import ReportContent, ReportedModel, ReportedServing
 from mergegate.tasks.serve.measurements import ServingCost
 from mergegate.tasks.serve.verdict import Check
 from mergegate.tasks.stage import Outcome
@@ -189,9 +190,11 @@ def explanation(layers: int = 4, names: tuple[str, ...] = ("reverser", "sorter")
 
 def explained() -> ReportContent:
     """Return a refused merge with every section that a report can have."""
-    judge = parts.ReportedJudge(
-        model="judge-70b", reference="reverser", prompts=80, wins=31, ties=24, losses=25, win_rate=0.5375, low=0.461,
-        high=0.614, confidence=0.95, consistency=0.84, length_ratio=1.07, max_shortfall=3, outcome="inconclusive",
+    judge = JudgeVerdict(
+        judge="judge-70b", reference="reverser", prompts=80, pairs=80, identical=0, wins=31, ties=24, losses=25,
+        win_rate=0.5375, low=0.461, high=0.614, shortfall=-3.75, confidence=0.95, max_shortfall=3, margin=3,
+        consistency=0.84, min_consistency=0.5, first_position=0.5, unreadable=0, length_ratio=1.07, answers=0,
+        reference_cut_off=0, merge_cut_off=0, dimensions=(), outcome="inconclusive", on_inconclusive="block",
         reason="Judged answers: level with reverser [46.1, 61.4], undecided after 80 prompts.",
     )  # fmt: skip
     refusals = (
@@ -237,7 +240,7 @@ def measured(**changes: object) -> ServingCost:
 def served() -> ReportContent:
     """Return a released merge that was served, with two served parents, one of them measured on another day."""
     checks = (
-        ReportedCheck(name=name, outcome="not offered" if name == "chat" else "pass", seen=seen, expected=expected)
+        Check(name=name, outcome="not offered" if name == "chat" else "pass", seen=seen, expected=expected)
         for name, seen, expected in CHECKS
     )
     elsewhere = measured(tokens_per_second=388.0, when="2026-11-02", machine="16 cores of Intel Xeon Platinum 8481C")

@@ -9,30 +9,30 @@ from dataclasses import replace
 import numpy as np
 from builders.results import update
 
-from mergegate.tasks.report.sweep.content import (
-    HeldOut,
-    ReportedBudget,
-    ReportedConfirmation,
-    ReportedObjective,
-    ReportedParameter,
-    ReportedRacing,
-    ReportedSet,
-    SweepContent,
-)
-from mergegate.tasks.sweep import Trial
+from mergegate.tasks.report.sweep import ReportedObjective, SweepContent
+from mergegate.tasks.sweep import Budget, Confirmation, ConfirmationPower, Coordinate, Racing, Trial
+from mergegate.tasks.sweep.confirmation import ConfirmedTerm
+from mergegate.tasks.sweep.settings import FreeParameter
 
 TASKS = ("copy", "reverse", "shift")
 LIKELIHOOD = ReportedObjective(title="log-likelihood of the answers", terms=TASKS, unit="nats per token")
 EXACT = ReportedObjective(title="exact match", terms=("reverse", "shift"), unit="points", factor=100)
 METHODS = ("ties", "dare_ties", "della")
+SIZES = {name: dict.fromkeys(TASKS, n) for name, n in (("search", 100), ("confirmation", 400), ("gate", 1000))}
+
+
+def parameter(name: str, low: float = 0.0, high: float = 1.0, start: object = 1.0, **free: object) -> Coordinate:
+    return Coordinate(name, FreeParameter.model_validate({"low": low, "high": high, "start": start, **free}))
+
+
 FIVE = (
-    ReportedParameter(name="weight_reverser", low=0.2, high=1.8, start=1.0, importance=0.61),
-    ReportedParameter(name="weight_shifter", low=0.2, high=1.8, start=1.0, importance=0.19),
-    ReportedParameter(name="density", type="log", low=0.05, high=1.0, start=0.5, importance=0.12),
-    ReportedParameter(name="lambda", low=0.5, high=1.5, start=1.0, importance=0.05),
-    ReportedParameter(name="method", type="category", among=METHODS, start="ties", importance=0.03),
+    parameter("weight_reverser", 0.2, 1.8),
+    parameter("weight_shifter", 0.2, 1.8),
+    parameter("density", 0.05, 1.0, 0.5, type="log"),
+    parameter("lambda", 0.5, 1.5),
+    parameter("method", start="ties", type="category", choices=METHODS),
 )
-SETS = tuple(ReportedSet(task=task, search=100, confirmation=400, gate=1000) for task in TASKS)
+IMPORTANCES = {"weight_reverser": 0.61, "weight_shifter": 0.19, "density": 0.12, "lambda": 0.05, "method": 0.03}
 RECIPE = """\
 merge_method: ties
 base_model: ../models/base
@@ -47,13 +47,13 @@ dtype: float32
 Bowl = Callable[[np.ndarray], tuple[float, ...]]
 
 
-def point_of(parameters: Sequence[ReportedParameter], at: np.ndarray) -> dict[str, float | int | str]:
+def point_of(parameters: Sequence[Coordinate], at: np.ndarray) -> dict[str, float | int | str]:
     """Return parameter values from positions within their ranges, each between 0 and 1."""
     found: dict[str, float | int | str] = {}
     for one, share in zip(parameters, at, strict=True):
-        if one.type == "category":
-            found[one.name] = one.among[min(int(share * len(one.among)), len(one.among) - 1)]
-        elif one.type == "log":
+        if one.free.type == "category":
+            found[one.name] = METHODS[min(int(share * len(METHODS)), len(METHODS) - 1)]
+        elif one.free.type == "log":
             found[one.name] = float(one.low * (one.high / one.low) ** share)
         else:
             found[one.name] = float(one.low + share * (one.high - one.low))
@@ -61,7 +61,7 @@ def point_of(parameters: Sequence[ReportedParameter], at: np.ndarray) -> dict[st
 
 
 def searched(
-    parameters: Sequence[ReportedParameter],
+    parameters: Sequence[Coordinate],
     bowl: Bowl,
     hand_written: dict[str, tuple[float, ...]],
     count: int = 60,
@@ -72,7 +72,7 @@ def searched(
     """Return hand-written trials, then generations that converge on the optimum, interleaved with baseline trials."""
     rng = np.random.default_rng(seed)
     dimensions = len(parameters)
-    start = {one.name: one.start for one in parameters if one.start is not None}
+    start = {one.name: one.free.start for one in parameters}
     trials = [
         Trial(number, -1, "hand-written", label, start if number == 0 else {}, scores, seconds=0.11)
         for number, (label, scores) in enumerate(hand_written.items())
@@ -120,19 +120,29 @@ def winner_of(trials: Sequence[Trial], objective: int = 0) -> int:
     return max(able, key=lambda one: one.scores[objective]).number
 
 
-def held_out(scores: dict[int, float | tuple[float, ...]]) -> tuple[HeldOut, ...]:
+def held_out(scores: dict[int, float | tuple[float, ...]]) -> dict[int, tuple[float, ...]]:
     """Return the scores on held-out documents by the number of the trial."""
-    return tuple(HeldOut(trial=at, scores=one if isinstance(one, tuple) else (one,)) for at, one in scores.items())
+    return {at: one if isinstance(one, tuple) else (one,) for at, one in scores.items()}
 
 
-def confirmation(gain: float, low: float, high: float, p: float, documents: int) -> ReportedConfirmation:
+def confirmation(gain: float, low: float, high: float, p: float, documents: int) -> Confirmation:
     bounds = {"gain": gain, "low": low, "high": high}
-    return ReportedConfirmation(confirmed=low > 0, **bounds, p=p, confidence=0.95, documents=documents)
+    scores = {"winner": gain, "reference": 0.0, "measure": "exact", "weight": 1.0, "clusters": None}
+    return Confirmation(
+        confirmed=low > 0, p_value=p, confidence=0.95, winner=1, reference=0, reference_label="ties.yaml",
+        terms=(ConfirmedTerm(task="copy", documents=documents, **scores, **bounds),), **bounds,
+        held_out=gain, held_out_reference=0.0, searched=gain, searched_reference=0.0,
+    )  # fmt: skip
 
 
-def without_importances(parameters: Sequence[ReportedParameter], reason: str) -> dict[str, object]:
+def without_importances(reason: str) -> dict[str, object]:
     """Return the fields of a sweep whose parameters have no importances."""
-    return {"parameters": tuple(update(one, importance=None) for one in parameters), "no_importances": reason}
+    return {"importances": {}, "no_importances": reason}
+
+
+def power(documents: int, detectable: float, *, in_points: bool = False) -> ConfirmationPower:
+    known = {"chances": (), "confidence": 0.95, "correlation": 0.6}
+    return ConfirmationPower(documents=documents, detectable=detectable, in_points=in_points, **known)
 
 
 def confirmed() -> SweepContent:
@@ -144,15 +154,14 @@ def confirmed() -> SweepContent:
     unseen = {0: -0.0071, 1: -0.0822, winner: score - 0.00021, best_random.number: best_random.scores[0] - 0.0003}
     gain = score - 0.00021 + 0.0071
     return SweepContent(
-        name="demo-sweep", method="ties of 2 over base", parameters=FIVE, objectives=(LIKELIHOOD,),
+        name="demo-sweep", method="ties of 2 over base", parameters=FIVE, importances=IMPORTANCES,
+        objectives=(LIKELIHOOD,),
         constraints=("Constraint: on copy, the drop from base may be at most 2 points (exact match).",), trials=trials,
         winner=winner, reference=0, held_out=held_out(unseen),
         confirmation=confirmation(gain, gain - 0.0006, gain + 0.0006, 3.2e-8, 1200),
-        power="Forecast before the sweep: 1,200 held-out documents confirm a true lead of 0.0012 nats per token "
-        "80 % of the time.",
-        sets=SETS, racing=ReportedRacing(rule="paired", error=0.05, looks=(0.125, 0.25, 0.5, 1.0)),
-        budget=ReportedBudget(trials=62, hours=0.5, cost=2.0, spent_hours=0.0028, spent_cost=0.0034), recipe=RECIPE,
-        population=8, runner="local, 2 processes", seconds_by_part=(("merge", 2.9), ("load", 0.1), ("score", 4.6)),
+        power=power(1200, 0.0012), sizes=SIZES, racing=Racing(),
+        budget=Budget(trials=62, hours=0.5, cost=2.0, cost_per_hour=1.0), spent_hours=0.0028, spent_cost=0.0034,
+        recipe=RECIPE, population=8, runner="local, 2 processes", seconds={"merge": 2.9, "load": 0.1, "score": 4.6},
         reproduce=("mergegate sweep profiles/demo-sweep.yaml",), versions=("cmaes 0.13.1", "numpy 2.4.0"),
     )  # fmt: skip
 
@@ -160,14 +169,14 @@ def confirmed() -> SweepContent:
 def by_layer() -> SweepContent:
     """Return a sweep in 17 dimensions, which is drawn as lines instead of slices, without importances."""
     names = ["lambda", *(f"{name}.layers_{at}" for name in ("weight_reverser", "weight_shifter") for at in range(8))]
-    parameters = tuple(ReportedParameter(name=name, low=0.2, high=1.8, start=1.0) for name in names)
+    parameters = tuple(parameter(name, 0.2, 1.8) for name in names)
     trials = searched(parameters, likelihood(17, floor=-0.0035, seed=6), {"ties.yaml": (-0.0092,)}, seed=3)
     winner = winner_of(trials)
     return update(
         confirmed(), name="demo-sweep-layers", parameters=parameters, trials=trials, winner=winner, constraints=(),
         confirmation=confirmation(0.0015, 0.0009, 0.0021, 2.1e-6, 1200),
         held_out=held_out({0: -0.0093, winner: -0.0078}),
-        no_importances="optuna is not installed (pip install 'mergegate[sweep]')",
+        **without_importances("optuna is not installed (pip install 'mergegate[sweep]')"),
     )  # fmt: skip
 
 
@@ -198,9 +207,9 @@ def several() -> SweepContent:
     return update(
         confirmed(), name="demo-sweep-front", method="linear of 2", objectives=objectives, constraints=(),
         trials=trials, winner=winner, front=front, held_out=held_out({0: (0.768, 0.79), winner: unseen}),
-        sampler="nsga2", power="", confirmation=confirmation(0.061, 0.038, 0.084, 2.4e-5, 400),
-        racing=ReportedRacing(rule="none"),
-        **without_importances(parameters, "they are computed of one objective only"),
+        parameters=parameters, sampler="nsga2", power=None, racing=None,
+        confirmation=confirmation(0.061, 0.038, 0.084, 2.4e-5, 400),
+        **without_importances("they are computed of one objective only"),
     )  # fmt: skip
 
 
@@ -211,10 +220,11 @@ def unconfirmed() -> SweepContent:
         FIVE[:2], lambda _: (round(float(rng.binomial(200, 0.924)) / 200, 4),), {"ties.yaml": (0.925,)}, drops=False
     )
     winner = winner_of(trials)
-    power = "Forecast before the sweep: 400 held-out documents confirm a lead of 4.1 points 80 % of the time."
     return update(
         confirmed(), name="nightly-sweep", parameters=FIVE[:2], objectives=(EXACT,), constraints=(), trials=trials,
-        winner=winner, reference=0, held_out=held_out({0: 0.923, winner: 0.9255}), power=power, recipe="",
+        winner=winner, reference=0, held_out=held_out({0: 0.923, winner: 0.9255}), recipe="",
+        power=power(400, 0.041, in_points=True),
+        importances={name: IMPORTANCES[name] for name in ("weight_reverser", "weight_shifter")},
         confirmation=confirmation(0.0025, -0.0098, 0.0148, 0.37, 400), sampler="random",
     )  # fmt: skip
 
@@ -225,8 +235,8 @@ def stopped() -> SweepContent:
     trials = whole.trials[:7]
     return update(
         whole, finished=False, ending="It was stopped after 7 of 62 trials.", trials=trials, winner=winner_of(trials),
-        held_out=(), confirmation=None, recipe="", seconds_by_part=(),
-        **without_importances(whole.parameters, "with 5 candidates they would say nothing"),
+        held_out={}, confirmation=None, recipe="", seconds={},
+        **without_importances("with 5 candidates they would say nothing"),
     )  # fmt: skip
 
 
@@ -248,8 +258,8 @@ def lonely() -> SweepContent:
     whole = confirmed()
     trial = Trial(0, 0, "sampler", "", dict(whole.trials[5].point), (math.nan,), problem="not enough memory")
     return update(
-        whole, trials=(trial,), winner=None, reference=None, held_out=(), confirmation=None, ending="It has no score.",
-        recipe="", constraints=(), **without_importances(whole.parameters, "with one candidate they would say nothing"),
+        whole, trials=(trial,), winner=None, reference=None, held_out={}, confirmation=None, ending="It has no score.",
+        recipe="", constraints=(), **without_importances("with one candidate they would say nothing"),
     )  # fmt: skip
 
 

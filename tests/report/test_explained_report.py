@@ -16,8 +16,8 @@ from mergegate.tasks.gate.sequential import InterimLook
 from mergegate.tasks.merge import RepairedRouting, RouterDistance
 from mergegate.tasks.report import explanation_text
 from mergegate.tasks.report.content import ReportContent
-from mergegate.tasks.report.heat_map import heat_map_caption, interference_plot, layer_table
-from mergegate.tasks.report.table import as_markdown
+from mergegate.tasks.report.plots import heat_map_caption, interference_plot, layer_table
+from mergegate.tasks.report.tables import as_markdown
 from mergegate.tasks.report.wording import NONE
 
 
@@ -200,8 +200,8 @@ def test_the_heat_map_of_a_deep_network_groups_layers_and_a_table_has_them_all()
     conflicts = [spot.tally.conflict or 0 for spot in explanation.interference.spots if spot.layer in range(10)]
     queries = conflicts[:: len(conflicts) // 10]
     assert f">{100 * sum(queries) / 10:.0f}</text>" in wide
-    assert [label for label, _ in layer_table(explanation).rows] == [f"layer {at}" for at in range(80)]
-    assert layer_table(samples.explanation()).rows == ()
+    assert [label for label, _ in layer_table(explanation)[1]] == [f"layer {at}" for at in range(80)]
+    assert layer_table(samples.explanation())[1] == ()
 
 
 def test_a_passed_merge_has_no_explanation() -> None:

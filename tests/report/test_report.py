@@ -21,12 +21,12 @@ from mergegate.tasks.evaluation.task_data import DataSource, TaskData
 from mergegate.tasks.gate.drift import StratumDrift
 from mergegate.tasks.gate.evidence import GateFinding
 from mergegate.tasks.report.content import ReportContent
-from mergegate.tasks.report.ending import EndedStage, add_stages
-from mergegate.tasks.report.page import marked_answers, render
+from mergegate.tasks.report.page import add_stages, marked_answers, render
 from mergegate.tasks.report.plots import guards_plot
 from mergegate.tasks.report.stage import write_report
-from mergegate.tasks.report.table import as_markdown, final_table, task_rows
+from mergegate.tasks.report.tables import as_markdown, final_table, task_rows
 from mergegate.tasks.report.wording import MINUS, TIMES
+from mergegate.tasks.stage import StageEnd
 from mergegate.tasks.store.keys import stage_key
 
 SAMPLES = {
@@ -328,9 +328,9 @@ def test_the_lead_says_what_to_do_next() -> None:
 
 def test_stages_and_their_times_are_added_to_a_finished_page() -> None:
     stages = (
-        EndedStage(name="merge", subject="", status="made", seconds=4.2, summary="29 <tensors>"),
-        EndedStage(name="evaluate", subject="base", status="cached", seconds=0.0, summary="copy 100.0"),
-        EndedStage(name="evaluate", subject="merge", status="made", seconds=8.0, summary="copy 99.0"),
+        StageEnd("merge", "", "made", 4.2, "29 <tensors>"),
+        StageEnd("evaluate", "base", "cached", 0.0, "copy 100.0"),
+        StageEnd("evaluate", "merge", "made", 8.0, "copy 99.0"),
     )
     html = add_stages(sketch_of(samples.released()), stages)
     page = Page(html)

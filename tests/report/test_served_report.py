@@ -17,12 +17,12 @@ from rich.console import Console
 from mergegate.flows.operations.summary import print_summary
 from mergegate.flows.outcome import RunOutcome
 from mergegate.flows.outcome.run_outcome import PublishedVariants
-from mergegate.tasks.report.content import ReportContent, ReportedCheck, ReportedServing
+from mergegate.tasks.report.content import ReportContent, ReportedServing
 from mergegate.tasks.report.plots import variants_plot
 from mergegate.tasks.report.stage import write_report
-from mergegate.tasks.report.table import as_markdown, costs
-from mergegate.tasks.report.variants import variant_rows, variant_sentences
+from mergegate.tasks.report.tables import as_markdown, costs, variant_rows, variant_sentences
 from mergegate.tasks.report.wording import MINUS, NONE, TIMES, recommended_action
+from mergegate.tasks.serve import Check
 from mergegate.tasks.serve.measurements import ServingCost
 from mergegate.tasks.store.keys import stage_key
 
@@ -87,7 +87,7 @@ def test_every_check_shows_the_observed_and_the_expected_value(page: str) -> Non
 
 def test_a_failed_check_shows_its_location_and_remedy() -> None:
     where = {"where": "model.norm.weight", "remedy": "merge again"}
-    broken = ReportedCheck(name="tensors", outcome="fail", seen="missing", expected="all", **where)
+    broken = Check(name="tensors", outcome="fail", seen="missing", expected="all", **where)
     content = update(samples.served(), served=(broken,), serving=())
     assert "tensors ✗ fail model.norm.weight: missing all merge again" in text_of(sketch_of(content))
 

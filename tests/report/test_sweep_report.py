@@ -17,11 +17,11 @@ from pages import HOSTILE, Page, empty_plots, text_of
 from samples import sampled
 
 from mergegate.tasks.report import render_sweep, search_line, sweep_table
-from mergegate.tasks.report.sweep import study_facts, wording
-from mergegate.tasks.report.sweep.canvas import score_axis
-from mergegate.tasks.report.sweep.content import ReportedParameter, SweepContent
-from mergegate.tasks.report.sweep.parameter_plots import share_of
-from mergegate.tasks.sweep import SearchProgress, Trial
+from mergegate.tasks.report import sweep as facts
+from mergegate.tasks.report import sweep_page as wording
+from mergegate.tasks.report.sweep import SweepContent
+from mergegate.tasks.report.sweep_plots import score_axis, share_of
+from mergegate.tasks.sweep import Coordinate, SearchProgress, Trial
 
 MINUS = "\N{MINUS SIGN}"
 LEAD = "over the hand-written recipe ties.yaml"
@@ -87,7 +87,7 @@ def test_a_sweep_survives_json(make: Callable[[], SweepContent]) -> None:
 @pytest.mark.story
 def test_untrusted_names_are_escaped() -> None:
     content = samples.stopped()
-    parameters = tuple(update(one, name=f"{one.name}{HOSTILE}") for one in content.parameters)
+    parameters = tuple(replace(one, parameter=f"{one.name}{HOSTILE}") for one in content.parameters)
     trials = tuple(
         replace(one, label=HOSTILE, problem=HOSTILE if one.number == 3 else "", point={HOSTILE: 1.0})
         for one in content.trials
@@ -173,19 +173,18 @@ def test_a_trial_without_a_score_cannot_win_or_raise_the_best() -> None:
     infeasible = Trial(2, 0, "sampler", "", {}, (0.99,), violation=0.5)
     dropped = Trial(3, 0, "sampler", "", {}, (0.98,), dropped=True, documents=0.25)
     good = Trial(4, 0, "sampler", "", {}, (0.5,))
-    course = study_facts.search_history((failed, infeasible, dropped, good), 0)
-    assert [math.isnan(best) for best in course.best] == [True, True, True, False]
-    assert course.best[-1] == 0.5
+    best = facts.best_so_far((failed, infeasible, dropped, good), 0)
+    assert [math.isnan(score) for score in best] == [True, True, True, False]
+    assert best[-1] == 0.5
     baseline = tuple(replace(trial, origin="baseline") for trial in (failed, infeasible, dropped, good))
     content = update(samples.confirmed(), trials=baseline, winner=None)
-    assert [row.trial for row in study_facts.recipe_rows(content, 0)] == [good.number]
+    assert [row.trial for row in facts.recipe_rows(content, 0)] == [good.number]
 
 
 @given(st.lists(st.floats(-10, 10) | st.just(math.nan), max_size=30))
 def test_the_best_so_far_is_the_running_maximum(scores: list[float]) -> None:
     trials = tuple(Trial(at, 0, "sampler", "", {}, (score,)) for at, score in enumerate(scores))
-    course = study_facts.search_history(trials, 0)
-    for at, best in enumerate(course.best, start=1):
+    for at, best in enumerate(facts.best_so_far(trials, 0), start=1):
         seen = [score for score in scores[:at] if not math.isnan(score)]
         assert best == max(seen) if seen else math.isnan(best)
 
@@ -194,7 +193,7 @@ def test_the_best_so_far_is_the_running_maximum(scores: list[float]) -> None:
 def test_equal_scores_still_give_a_page() -> None:
     content = samples.unconfirmed()
     trials = tuple(replace(trial, scores=tuple(1.0 for _ in trial.scores)) for trial in content.trials)
-    page = render_sweep(update(content, trials=trials, held_out=(), confirmation=None))
+    page = render_sweep(update(content, trials=trials, held_out={}, confirmation=None))
     assert "no candidate confirmed" in text_of(page)
 
 
@@ -246,18 +245,18 @@ def test_outliers_do_not_compress_the_axis_and_the_reference_stays_visible() -> 
 @pytest.mark.parametrize(
     ("parameter", "value", "share"),
     [
-        (ReportedParameter(name="a", low=0.5, high=1.5), 1.0, 0.5),
-        (ReportedParameter(name="a", type="log", low=0.01, high=1.0), 0.1, 0.5),
-        (ReportedParameter(name="a", type="integer", low=1, high=5), 2, 0.25),
-        (ReportedParameter(name="a", type="category", among=("x", "y")), "y", 0.75),
-        (ReportedParameter(name="a", type="category", among=("x", "y")), "z", math.nan),
-        (ReportedParameter(name="a", type="category", among=(1, True)), True, 0.75),
-        (ReportedParameter(name="a", low=1, high=1), 1.0, 0.5),
-        (ReportedParameter(name="a"), None, math.nan),
+        (samples.parameter("a", 0.5, 1.5), 1.0, 0.5),
+        (samples.parameter("a", 0.01, 1.0, type="log"), 0.1, 0.5),
+        (samples.parameter("a", 1, 5, type="integer"), 2, 0.25),
+        (samples.parameter("a", type="category", choices=("x", "y")), "y", 0.75),
+        (samples.parameter("a", type="category", choices=("x", "y")), "z", math.nan),
+        (samples.parameter("a", type="category", choices=(1, True)), True, 0.75),
+        (samples.parameter("a", 1, 1), 1.0, 0.5),
+        (samples.parameter("a"), None, math.nan),
     ],
 )
 def test_a_value_has_a_position_in_its_range(
-    parameter: ReportedParameter, value: bool | float | str | None, share: float
+    parameter: Coordinate, value: bool | float | str | None, share: float
 ) -> None:
     assert share_of(parameter, value) == pytest.approx(share, nan_ok=True)
 
@@ -276,7 +275,7 @@ def test_an_interval_beside_zero_is_never_rounded_onto_zero(half: float, gain: f
     content = samples.lonely()
     test = samples.confirmation(gain, gain - half, gain + half, 0.01, 1200)
     objective = update(content.objectives[0], factor=factor)
-    decimals = study_facts.decimals_for(update(content, confirmation=test, objectives=(objective,)), 0)
+    decimals = facts.decimals_for(update(content, confirmation=test, objectives=(objective,)), 0)
     most = 3 if factor == 100 else 6
     assert 1 <= decimals <= most
     for end in (factor * test.low, factor * test.high):

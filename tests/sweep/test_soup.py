@@ -21,7 +21,7 @@ from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files import RecordJournal
 from mergegate.merge_core.recipe import RunCheckpoint, Schedule, run_recipe
 from mergegate.tasks import sweep
-from mergegate.tasks.report import SweepFacts, render_sweep, sweep_content
+from mergegate.tasks.report import render_sweep, sweep_content
 
 KEY = sweep.MetricKey("task", "entropy")  # a measure without a known range, tested with Student's t
 OBJECTIVE = [{"task": "task", "measure": "entropy"}]
@@ -155,7 +155,7 @@ def test_a_soup_of_all_models_is_the_uniform_soup_and_can_be_confirmed() -> None
     study, result = run_soup(of_sum(a=3.0, b=2.0), "a", "b")
     assert (result.confirmed, result.winner) == (True, 0)
     assert study.trials[result.reference].label == "a"
-    page = render_sweep(sweep_content(study, result, SweepFacts(name="soup", method="greedy soup of 2")))
+    page = render_sweep(sweep_content(study, result, name="soup", method="greedy soup of 2"))
     assert "soup" in page
 
 
@@ -295,7 +295,7 @@ def test_useful_models_are_kept(simulation: ModuleType) -> None:
 
 
 def shown(study: sweep.Study, result: sweep.Confirmation | sweep.NothingToConfirm, width: int) -> str:
-    content = sweep_content(study, result, SweepFacts(name="soup", method="greedy soup of 4"))
+    content = sweep_content(study, result, name="soup", method="greedy soup of 4")
     console = Console(file=io.StringIO(), width=width)
     for piece in sweep_summary(content):
         console.print(piece)

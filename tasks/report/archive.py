@@ -9,6 +9,10 @@
 A lock lets one run at a time do this, so runs that end at the same time all get a page, a line and links. The lock is
 released when its holder dies. A run that is killed halfway leaves a page without a line, which the next run removes
 when it prunes old pages.
+
+A page is rendered before its previous page is known, and its next page is created a run later. So this module inserts
+the links and the facts about the run into the finished page, between comments that no external text can contain because
+external text is escaped. The next run replaces the links.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -23,16 +28,34 @@ from typing import NamedTuple
 
 from mergegate.merge_core.files import hold_lock, read_state, state_directory, write_state
 from mergegate.merge_core.wording import format_duration
-from mergegate.tasks.report.history.changes import changes_since, earlier_runs
-from mergegate.tasks.report.history.ledger import LOCK, History, append_record, read_history
-from mergegate.tasks.report.history.links import INDEX, NeighborPages, add_links, replace_links
-from mergegate.tasks.report.history.overview import render_history
-from mergegate.tasks.report.history.record import RunRecord
+from mergegate.tasks.report.history import (
+    LOCK,
+    History,
+    RunRecord,
+    append_record,
+    changes_since,
+    earlier_runs,
+    read_history,
+)
+from mergegate.tasks.report.history_page import render_history
+from mergegate.tasks.report.page import macros, style_sheets
 
 MAX_PAGES = 60  # per profile
 SEARCH = ".sweep.html"  # suffix of a page about a search
+INDEX = "index.html"
 # Largest size of our own pages in bytes. A larger file is not one of them.
 _MAX_PAGE_BYTES = 64 << 20
+_LINKS = re.compile("<!--nights-->.*?<!--/nights-->", re.DOTALL)
+_CHANGES = re.compile("<!--since-->.*?<!--/since-->", re.DOTALL)
+_ADDRESS = re.compile(r"https?://[^\s\"'<>]+")
+
+
+class NeighborPages(NamedTuple):
+    """Paths of related pages, relative to the directory of reports. A path is empty if there is no such page."""
+
+    previous: str = ""  # page of the previous run
+    following: str = ""  # page of the next run
+    search: str = ""  # for a sweep that continued with a release, the page about its search
 
 
 class ArchivedPage(NamedTuple):
@@ -40,6 +63,32 @@ class ArchivedPage(NamedTuple):
 
     page: Path
     latest: Path
+
+
+def add_links(
+    page: str, location: str, neighbors: NeighborPages, changes: Sequence[str], facts: Sequence[tuple[str, str]] = ()
+) -> str:
+    """Return a finished page with links, facts and the changes since the last run.
+
+    Args:
+        page: HTML that contains ``</style>``, ``<main>`` and ``</header>``, as all reports do.
+        location: Future path of the page, relative to the directory of reports.
+        neighbors: Related pages of the profile.
+        changes: Sentences as plain text.
+        facts: Name and value of each fact about the run, as plain text. An address becomes a link.
+    """
+    since = macros("run.html").since(changes, [(*fact, _ADDRESS.fullmatch(fact[1]) is not None) for fact in facts])
+    if not _LINKS.search(page):  # it was neither released nor archived before
+        page = page.replace("</style>", f"{style_sheets('links.css')}</style>", 1)
+        page = page.replace("<main>", "<main>\n<!--nights--><!--/nights-->", 1)
+        page = page.replace("</header>", "</header>\n<!--since--><!--/since-->", 1)
+    return replace_links(_CHANGES.sub(lambda _: since, page, count=1), location, neighbors)
+
+
+def replace_links(page: str, location: str, neighbors: NeighborPages) -> str:
+    """Return a page that already has links, with links to ``neighbors`` instead."""
+    links = macros("run.html").links("../" * location.count("/"), neighbors)
+    return _LINKS.sub(lambda _: links, page, count=1)
 
 
 def archive_run(

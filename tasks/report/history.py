@@ -1,4 +1,8 @@
-"""Describe what changed since the last run of the same profile, in sentences for the top of a report.
+"""Record each run as one line of ``history.jsonl``, and describe what changed since the last run of the same profile.
+
+A record is a small frozen value that only informs users; no verdict depends on it. Text from user input (names,
+messages) is untrusted: its length is limited here, and pages escape it. The order of runs is the order of lines, so it
+does not depend on clocks.
 
 Two runs are compared in everything that decides a release: outcome, version, parents, recipe, limits and scores. The
 parents and scores are compared with the last run that has them, because a run that a check refused has neither.
@@ -7,18 +11,237 @@ parents and scores are compared with the last run that has them, because a run t
 from __future__ import annotations
 
 import difflib
+import json
+import logging
 import re
 import time
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from mergegate.merge_core.errors import Status
+from mergegate.merge_core.files import Damaged, hold_lock, read_state, write_state
 from mergegate.merge_core.recipe import RunWindow
 from mergegate.merge_core.wording import format_count
 from mergegate.tasks.report import wording
-from mergegate.tasks.report.history.record import RunRecord, RunScore
+from mergegate.tasks.stage import Outcome
 
+RunStatus = Status
+HISTORY, LOCK = "history.jsonl", "history.lock"
+# Runs per profile and flow: more than a year of nightly runs. Runs in total: enough for a directory that hundreds of
+# profiles share.
+MAX_PER_PROFILE, MAX_TOTAL = 400, 2000
 _MAX_SENTENCES = 5  # per kind of change; the tables show all of them
 # Lines of a recipe that a training run determines: the remarks about its window, and its checkpoints.
 _RUN_LINES = re.compile(r"(?m)^(?:#.*|models:(?:\n[ -].*)*)\n?")
+_GOOD_STATUSES = ("released", "nothing new", "passed", "promoted")
+_BAD_STATUSES = ("refused", "invalid", "failed", "rolled back", "killed")
+_log = logging.getLogger(__name__)
+# Largest length of a message and of a recipe, in characters. The recipe is stored to list its changed lines.
+_MAX_MESSAGE, _MAX_RECIPE = 2000, 6000
+
+
+def _cut(length: int) -> AfterValidator:
+    return AfterValidator(lambda text: text if len(text) <= length else f"{text[: length - 1]}…")
+
+
+Short = Annotated[str, _cut(200)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+class _RecordPart(BaseModel):
+    # A newer mergegate version may add fields. The known fields of its lines are still valid.
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class RunStage(_RecordPart):
+    """All calls of one stage in a run."""
+
+    name: Short
+    seconds: Finite = Field(ge=0)  # sum over all calls; parallel calls take less time in total
+    calls: int = Field(ge=0)
+    cached: int = Field(ge=0)  # number of calls whose artifact was in the store
+    status: Short  # most severe status of all calls: made, cached, rebuilt, refused, failed
+
+
+class RunScore(_RecordPart):
+    """One guard: the merge against its reference on a task or a suite of tasks. Points are hundredths of a score."""
+
+    task: Short
+    reference: Short
+    merge: Finite | None = None  # score in points; None for a suite, which only has a drop
+    drop: Finite  # points below the reference; negative if the merge is better
+    low: Finite
+    high: Finite
+    max_drop: Finite  # largest drop that the profile allows, in points
+    margin: Finite
+    outcome: Short
+    # Number of documents that both were scored on; 0 for a suite and in records of older versions.
+    documents: int = Field(default=0, ge=0)
+    differing: int = Field(default=0, ge=0)  # number of these documents on which merge and reference differ
+
+    @property
+    def limit(self) -> str:
+        """The limit as text: '3', or '3, margin 4' if the two differ."""
+        margin = f", margin {wording.plain(self.margin)}" if self.margin != self.max_drop else ""
+        return wording.plain(self.max_drop) + margin
+
+
+class RunVariant(_RecordPart):
+    """A quantized variant of the merge and its verdict."""
+
+    type: Short  # 'Q8_0'
+    outcome: Short
+    published: bool  # whether its verdict allows publication
+    drop: Finite | None = None  # mean drop of a suite, or else the largest drop, in points; None if not evaluated
+
+
+class RunParent(_RecordPart):
+    """A model that went into the merge."""
+
+    name: Short
+    ref: Short
+    revision: Short | None = None
+    digest: Short  # first digits of the digest of its files
+
+
+class RunRecord(_RecordPart):
+    """A run of a flow and its result."""
+
+    run: Short  # id of the run; Prefect's id if Prefect ran it
+    flow: Short  # release, compare, sweep
+    profile: Short
+    ended: Finite  # seconds since the epoch; the clock may be wrong, so runs are ordered by line instead
+    seconds: Finite = Field(ge=0)  # duration, measured by a monotonic clock
+    status: Short  # a RunStatus, or a status of a newer mergegate version
+    message: Annotated[str, _cut(_MAX_MESSAGE)]
+    overrides: tuple[Short, ...] = ()  # overrides of profile settings: KEY=VALUE
+    version: Short | None = None
+    method: Short = ""  # 'ties of 3 over llama-base'
+    recipe: Annotated[str, _cut(_MAX_RECIPE)] = ""
+    parents: tuple[RunParent, ...] = ()
+    # Checkpoints of each training run, by name.
+    windows: Annotated[tuple[RunWindow, ...], Field(exclude_if=lambda windows: not windows)] = ()
+    scores: tuple[RunScore, ...] = ()
+    variants: Annotated[tuple[RunVariant, ...], Field(exclude_if=lambda variants: not variants)] = ()
+    perplexity: Finite | None = None  # perplexity of the merge over that of the better parent
+    perplexity_limit: Finite | None = None
+    stages: tuple[RunStage, ...] = ()
+    bytes_made: int = Field(default=0, ge=0)  # size of the artifacts that were new in the store
+    bytes_merged: int = Field(default=0, ge=0)  # size of the merged checkpoint
+    location: Annotated[str, _cut(500)] = ""  # directory or address of the release
+    machine: Short = ""  # 'build-7, 16 cores, Linux x86_64'
+    seen_at: Annotated[str, _cut(500)] = ""  # page of the run on the Prefect server, if any
+    report: Short = ""  # path of the page, relative to the directory of reports; empty if it could not be archived
+
+    @property
+    def why(self) -> str:
+        """Reason for the status: the message's first line, or the second if the first only says "not released"."""
+        first, *rest = self.message.splitlines() or [""]
+        return rest[0].strip() if rest and first.endswith("is not released") else first
+
+    def line(self) -> bytes:
+        """Return the record as stored: JSON on one line."""
+        return json.dumps(self.model_dump(mode="json", exclude_defaults=True), separators=(",", ":")).encode()
+
+
+@dataclass(frozen=True)
+class History:
+    """Past runs of a project.
+
+    Args:
+        records: Runs in the order in which they ended.
+        damaged: Number of lines that cannot be read. 1 if the file itself cannot be read.
+        why: Reason why the file cannot be read, or an empty string.
+    """
+
+    records: tuple[RunRecord, ...] = ()
+    damaged: int = 0
+    why: str = ""
+
+    def runs_of(self, profile: str, flow: str) -> tuple[RunRecord, ...]:
+        """Return the runs of a flow with a profile."""
+        return tuple(record for record in self.records if (record.profile, record.flow) == (profile, flow))
+
+    def damage_sentence(self) -> str:
+        """Return a sentence that describes the damage, or an empty string if the history is intact."""
+        if self.why:
+            return f"The history cannot be read: {self.why}."
+        return f"{format_count(self.damaged, 'damaged line')} of the history left out." if self.damaged else ""
+
+
+def read_history(reports: Path) -> History:
+    """Return the history in the directory of reports. It never raises: the result describes what cannot be read."""
+    try:
+        history = read_state(reports / HISTORY, _parse)
+    except OSError as error:
+        return History(damaged=1, why=error.strerror or str(error))
+    if isinstance(history, Damaged):
+        return History(damaged=1, why=history.reason)
+    return history or History()
+
+
+def append_record(reports: Path, history: History, record: RunRecord) -> History:
+    """Add a run to the history, without damaged lines and old runs, and return the result.
+
+    The caller must hold the lock and must have read ``history`` under it.
+
+    Raises:
+        OSError: The history cannot be written.
+    """
+    counts: Counter[tuple[str, str]] = Counter()
+    newest_first: list[RunRecord] = []
+    for item in reversed((*history.records, record)):
+        counts[item.profile, item.flow] += 1
+        if counts[item.profile, item.flow] <= MAX_PER_PROFILE and len(newest_first) < MAX_TOTAL:
+            newest_first.append(item)
+    if history.damaged:
+        _log.warning("%s", history.damage_sentence())
+    return _write(reports, tuple(reversed(newest_first)))
+
+
+def mend_history(reports: Path) -> None:
+    """Remove damaged lines from the history.
+
+    Raises:
+        OSError: The history cannot be written.
+    """
+    with hold_lock(reports / LOCK, required=False):
+        _write(reports, read_history(reports).records)
+
+
+def _write(reports: Path, records: tuple[RunRecord, ...]) -> History:
+    write_state(reports / HISTORY, b"".join(record.line() + b"\n" for record in records))
+    return History(records)
+
+
+def _parse(content: bytes) -> History:
+    records, damaged = [], 0
+    for line in filter(None, content.split(b"\n")):
+        try:
+            records.append(RunRecord.model_validate(json.loads(line)))
+        except (ValueError, TypeError, RecursionError):
+            damaged += 1
+    return History(tuple(records), damaged)
+
+
+def outcome_of_status(status: str) -> Outcome:
+    """Return the outcome that a status stands for. An unknown status, from a newer mergegate, is inconclusive."""
+    return "pass" if status in _GOOD_STATUSES else "fail" if status in _BAD_STATUSES else "inconclusive"
+
+
+def status_word(status: str) -> str:
+    """Return a status as pages show it. ``failed`` is an error of the program or its environment, not a verdict."""
+    return "error" if status == "failed" else status
+
+
+def worst_drop(record: RunRecord) -> RunScore | None:
+    """Return the score of the guard with the largest drop, or None without scores."""
+    return max(record.scores, key=lambda score: score.drop, default=None)
 
 
 def earlier_runs(records: Sequence[RunRecord], record: RunRecord) -> list[RunRecord]:

@@ -1,20 +1,24 @@
-"""Build the tables of scores and of serving costs, for the page, the terminal and Markdown."""
+"""Build the tables of scores, serving costs and quantized variants, for the page, the terminal and Markdown."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+from mergegate.merge_core.wording import format_bytes, format_count
 from mergegate.tasks.evaluation import TaskScore
 from mergegate.tasks.gate import DriftVerdict, GuardVerdict
 from mergegate.tasks.perplexity import Likelihoods
 from mergegate.tasks.report import wording
 from mergegate.tasks.report.content import ReportContent, ReportedModel
-from mergegate.tasks.report.variants import VARIANT_COLUMNS, variant_rows, variant_sentences
 from mergegate.tasks.serve import ServingCost
 from mergegate.tasks.stage import Outcome
+from mergegate.tasks.variants import ConversionCheck, VariantVerdict
 
+DECISION_COLUMNS = ("reference", "drop", "max_drop", "margin", "verdict")
+VARIANT_COLUMNS = ("variant", "runtime", "size", "largest drop", "perplexity", "verdict")
+_RUNTIMES = {"llama_cpp": "llama.cpp", "hf": "transformers", "vllm": "vLLM"}
 _COST_COLUMNS: tuple[tuple[str, Callable[[ServingCost], str]], ...] = (
     ("Ready after", lambda measured: measured.ready),
     ("First token", lambda measured: measured.first_token),
@@ -125,9 +129,6 @@ def _measure(value: float, in_points: bool) -> str:
     return wording.number(100 * value, 1) if in_points else wording.number(value, 3)
 
 
-DECISION_COLUMNS = ("reference", "drop", "max_drop", "margin", "verdict")
-
-
 def final_table(content: ReportContent) -> ScoreTable:
     """Return the table that ends a run: one line per task, one for the mean of all tasks and one for perplexity.
 
@@ -158,7 +159,7 @@ def final_table(content: ReportContent) -> ScoreTable:
         if suite is not verdict.suites[0]:
             reference = suite.reference  # the anchor
         limits = (wording.plain(suite.max_drop), wording.plain(suite.margin))
-        cells = (f"mean of {suite.tasks}", *no_scores, reference, wording.suite_change(suite), *limits, suite.outcome)
+        cells = (f"mean of {suite.tasks}", *no_scores, reference, wording.drop(suite), *limits, suite.outcome)
         lines.append(Row(cells, suite.outcome))
     tasks = len({guard.task for guard in verdict.guards})
     if not verdict.suites and verdict.overall_drop is not None and tasks > 1:
@@ -216,37 +217,34 @@ def as_markdown(content: ReportContent) -> str:
     if more_reasons := content.verdict.reasons[1:]:
         lines += [*(f"- {literally(reason)}" for reason in more_reasons), ""]
     if table.rows:
-        lines.append("| " + " | ".join(literally(column) for column in table.columns) + " |")
-        lines.append("| :-- |" + " --: |" * (len(table.columns) - 2) + " :-- |")
-        for row in table.rows:
-            *cells, verdict = row.cells
-            word = f"{wording.GLYPHS[row.outcome]} {verdict}" if row.outcome else verdict
-            lines.append("| " + " | ".join(literally(cell) for cell in (*cells, word)) + " |")
+        lines += _markdown_table(table.columns, (_marked(row.cells, row.outcome) for row in table.rows), names=1)
         lines += ["", "Scores in points (0 to 100). A positive drop is a loss. \\* marks the best parent."]
         lines += [table.note] if table.note else []
     if rows := variant_rows(content):
-        lines += ["", "### Quantized variants", "", "| " + " | ".join(VARIANT_COLUMNS) + " |"]
-        lines.append("| :-- | :-- |" + " --: |" * (len(VARIANT_COLUMNS) - 3) + " :-- |")
-        for variant in rows:
-            *cells, outcome = map(literally, variant.cells)
-            lines.append(f"| {' | '.join(cells)} | {wording.GLYPHS[variant.verdict.outcome]} {outcome} |")
+        cells = (_marked(row.cells, row.verdict.outcome) for row in rows)
+        lines += ["", "### Quantized variants", "", *_markdown_table(VARIANT_COLUMNS, cells, names=2)]
         lines += ["", "Drops are in points, and perplexities are ratios. Both are relative to the merge.", ""]
         lines += [f"- {literally(sentence)}" for sentence in variant_sentences(content)]
     for section in content.sections:
         lines += ["", f"### {literally(section.title)}", "", *(literally(sentence) for sentence in section.sentences)]
         if section.rows:
-            lines += [
-                "",
-                "| " + " | ".join(map(literally, section.columns)) + " |",
-                "| :-- " * len(section.columns) + "|",
-            ]
-            lines += ["| " + " | ".join(map(literally, row)) + " |" for row in section.rows]
+            lines += ["", *_markdown_table(section.columns, section.rows, names=len(section.columns) - 1)]
     if content.explanation is not None and content.explanation.remedies:
-        lines += ["", "What to try:", ""]
-        lines += [
-            f"- {literally(remedy.text())}: {literally(remedy.reason)}" for remedy in content.explanation.remedies
-        ]
+        remedies = content.explanation.remedies
+        lines += ["", "What to try:", "", *(f"- {literally(f'{each.text()}: {each.reason}')}" for each in remedies)]
     return "\n".join(lines) + "\n"
+
+
+def _markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]], names: int) -> list[str]:
+    """Return a table whose first ``names`` columns and whose last column are text. All others are numbers."""
+    alignment = [*[":--"] * names, *["--:"] * (len(columns) - names - 1), ":--"]
+    return [
+        f"| {' | '.join(row)} |" for row in (map(literally, columns), alignment, *(map(literally, row) for row in rows))
+    ]
+
+
+def _marked(cells: Sequence[str], outcome: Outcome | None) -> tuple[str, ...]:
+    return (*cells[:-1], f"{wording.GLYPHS[outcome]} {cells[-1]}" if outcome else cells[-1])
 
 
 def literally(text: str) -> str:
@@ -302,3 +300,89 @@ def costs(content: ReportContent) -> CostTable:
     if "Memory" in names:
         notes.append("Memory is the peak of all processes of the server together, without files that are only mapped.")
     return CostTable(names, rows, occasion, " ".join(notes))
+
+
+@dataclass(frozen=True)
+class VariantRow:
+    """One variant as the page, the terminal and Markdown display it. A text is empty if nothing was measured."""
+
+    verdict: VariantVerdict
+    runtime: str  # runtime that evaluated the variant: 'llama.cpp'
+    size: str  # '145 MB'
+    share: str  # size relative to the merge: '54 %'
+    drop: str  # '3.8 [1.6, 5.9]': mean drop of a suite, or else the largest drop of all guards
+    task: str  # task of this guard; empty for a mean and for a single guard
+    perplexity: str  # ratio to the merge: '1.078 [1.065, 1.091]'
+    consequence: str  # effect of a verdict that does not allow publication; empty if it does
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """Texts of ``VARIANT_COLUMNS``."""
+        ratio = f"{wording.TIMES}{self.perplexity}" if self.perplexity else ""
+        return (self.verdict.type, self.runtime, self.size, self.drop, ratio, self.verdict.outcome)
+
+
+def variant_rows(content: ReportContent) -> tuple[VariantRow, ...]:
+    """Return one row per variant, in the profile's order."""
+    merge_bytes = sum(file.size for file in content.files)
+    rows = []
+    for variant in content.variants:
+        gate, record = variant.gate, variant.record
+        drop = task = ""
+        if gate is not None and gate.suites:
+            drop = wording.drop(gate.suites[0])
+        elif gate is not None and gate.guards:
+            worst = max(gate.guards, key=lambda guard: guard.drop)
+            drop, task = wording.drop(worst), worst.task if len(gate.guards) > 1 else ""
+        consequence = "refuses the release" if variant.required else "not published"
+        rows.append(
+            VariantRow(
+                verdict=variant,
+                runtime=_RUNTIMES.get(variant.backend, variant.backend),
+                size=format_bytes(record.bytes) if record else "",
+                share=f"{100 * record.bytes / merge_bytes:.0f} %" if record and merge_bytes else "",
+                drop=drop,
+                task=task,
+                perplexity=wording.format_ratio(gate.drift) if gate and gate.drift else "",
+                consequence="" if variant.publishable else consequence,
+            )
+        )
+    return tuple(rows)
+
+
+def variant_sentences(content: ReportContent) -> tuple[str, ...]:
+    """Return a sentence about the variants that passed, followed by :func:`variant_refusals`."""
+    passed = [variant.type for variant in content.variants if variant.publishable]
+    sentences = []
+    if passed:
+        effect = "may be published with the merge" if content.verdict.publishable else "would have been published"
+        names = " and ".join(filter(None, (", ".join(passed[:-1]), passed[-1])))
+        sentences.append(f"{format_count(len(passed), 'quantized variant')} {effect}: {names}.")
+    return (*sentences, *variant_refusals(content))
+
+
+def variant_refusals(content: ReportContent) -> tuple[str, ...]:
+    """Return one sentence for each variant that is not published, with its most severe reason."""
+    return tuple(
+        f"{variant.type} is refused: {variant.reasons[0].removesuffix('.')}."
+        for variant in content.variants
+        if not variant.publishable
+    )
+
+
+def conversion_sentences(conversion: ConversionCheck) -> tuple[str, ...]:
+    """Return sentences about the comparison of the unquantized file with the merge, without its problems."""
+    documents = format_count(conversion.documents, "document")
+    sentences = [
+        f"Without quantization, the log-likelihoods of {documents} differ from those of the merge by "
+        f"{conversion.mean_difference:.2g} nats on average and by {conversion.max_difference:.2g} at most (limit of "
+        f"the average: {wording.plain(conversion.limit)})."
+    ]
+    texts = format_count(conversion.texts, "text")
+    if conversion.different_texts:
+        sentences.append(
+            f"Its tokenizer splits {len(conversion.different_texts)} of {texts} differently from that of the merge."
+        )
+    elif conversion.texts:
+        sentences.append(f"Both tokenizers split all {texts} into the same tokens.")
+    return tuple(sentences)

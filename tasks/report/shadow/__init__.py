@@ -1,1 +1,0 @@
-"""Build the page of a release that is tested on user traffic: the evidence so far, and the result."""
