@@ -330,8 +330,8 @@ class _Application:
         """Return the number of experts, and whether the parameter is stored as [in, out], or None for a mismatch.
 
         Raises:
-            InvalidInput: The matrices of the experts are square, so both orientations match, and it is not known which
-                one the family uses.
+            InvalidInput: The matrices of the experts are square, so both orientations match, and neither the family nor
+                the version of PEFT says which one the adapter uses.
         """
         if len(a.shape) != 2 or len(b.shape) != 2:
             return None
@@ -354,19 +354,25 @@ class _Application:
         product = (b.shape[0], a.shape[1])
         if product not in (straight, straight[::-1]):
             return None
-        if len(shape) != 3:
+        if len(shape) == 2 and slices[0].expert is None:
             return (experts, False) if product == straight else None
         if straight[0] != straight[1]:
             return experts, product != straight
-        if self._kinds & _TRANSPOSED_EXPERTS:
+        # PEFT before 0.19 treats all experts as [experts, in, out]. PEFT 0.19.0 treats those of the transposed families
+        # as [experts, out, in] and all others as [experts, in, out], and later versions do the opposite.
+        version, is_transposed = self._config.peft_version, bool(self._kinds & _TRANSPOSED_EXPERTS)
+        if () < version < (0, 19):
             return experts, True
-        if self._names.is_known or any(family_defaults(kind) is not None for kind in self._kinds):
-            return experts, False
+        if is_transposed and version != (0, 19, 0):
+            return experts, True
+        is_known = self._names.is_known or any(family_defaults(kind) is not None for kind in self._kinds)
+        if is_known and version and not is_transposed:
+            return experts, version == (0, 19, 0)
         raise InvalidInput(
             f"{self._config.location}: target_parameters",
-            found=f"{name} is square, and mergegate does not know how this family stores it",
-            expected="a parameter whose shape shows whether it is stored as [in, out] or [out, in]",
-            remedy=_USE_PEFT,
+            found=f"{name} is square, so its shape does not show whether PEFT treated it as [in, out] or [out, in]",
+            expected="a family that mergegate knows, and peft_version, because PEFT 0.19 changed the orientation",
+            remedy=f"set peft_version to the version that trained the adapter, or with that version, {_USE_PEFT}",
         )
 
     def _pair(self, module: AdaptedModule, first: str, second: str) -> tuple[StoredTensor, StoredTensor]:

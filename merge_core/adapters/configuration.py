@@ -47,14 +47,14 @@ _WITHOUT_EFFECT = frozenset(
         "auto_mapping", "base_model_class", "parent_library", "inference_mode", "lora_dropout", "target_modules",
         "exclude_modules", "modules_to_save", "modules_to_tie", "target_modules_to_tie", "layers_to_transform",
         "layers_pattern", "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
-        "qalora_group_size", "runtime_config", "peft_version", "ensure_weight_tying", "fan_in_fan_out",
+        "qalora_group_size", "runtime_config", "ensure_weight_tying", "fan_in_fan_out",
     )
 )  # fmt: skip
 _KNOWN_KEYS = frozenset(
     (
         "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora",
         "bias", "lora_bias", "init_lora_weights", "trainable_token_indices",
-        "target_parameters", "base_model_name_or_path", "revision", "task_type",
+        "target_parameters", "base_model_name_or_path", "revision", "task_type", "peft_version",
     )
 )  # fmt: skip
 _MERGE_IN_PEFT = "apply the adapter with PEFT (merge_and_unload), save the model, and name the saved model"
@@ -78,6 +78,7 @@ class AdapterConfig:
         parameters: Name suffixes of parameters that are adapted directly (``target_parameters``).
         base: Base model that the adapter declares (``base_model_name_or_path``), or an empty string.
         task: ``task_type``, or an empty string.
+        peft_version: Version of PEFT that saved the adapter, as three numbers, or an empty tuple.
     """
 
     location: str
@@ -93,6 +94,7 @@ class AdapterConfig:
     parameters: tuple[str, ...] = ()
     base: str = ""
     task: str = ""
+    peft_version: tuple[int, ...] = ()
 
     def rank_of(self, module: str) -> int:
         """Return the rank of the factors for the module or parameter called ``module`` in memory."""
@@ -121,6 +123,9 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
     content = read_json(directory / CONFIG_FILE)
     _require_lora(content, location)
     bias = content.get("bias", "none")
+    version = re.match(
+        r"(\d{1,9})\.(\d{1,9})\.(\d{1,9})", _text(content.get("peft_version"), f"{location}: peft_version")
+    )
     return AdapterConfig(
         location=location,
         rank=_rank(content.get("r", 8), f"{location}: r"),
@@ -141,6 +146,7 @@ def read_adapter_config(directory: Path) -> AdapterConfig:
         parameters=_texts(content.get("target_parameters"), f"{location}: target_parameters"),
         base=_text(content.get("base_model_name_or_path"), f"{location}: base_model_name_or_path"),
         task=_text(content.get("task_type"), f"{location}: task_type"),
+        peft_version=tuple(map(int, version.groups())) if version else (),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from samples import sampled_rows
 
 from mergegate.merge_core.adapters import arithmetic
 from mergegate.merge_core.adapters.arithmetic import Grid, Product
+from mergegate.merge_core.errors import InvalidInput
 
 LINEAR = ["q_proj", "o_proj", "up_proj", "down_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
@@ -120,6 +122,30 @@ def test_blocks_of_any_size_give_the_same_bytes(tmp_path: Path, kind: str) -> No
     adapter = make_adapter(base, tmp_path / "adapter", torch.bfloat16, **config)
     whole = applied_by_us(base, adapter, tmp_path / "whole")
     assert differences(applied_by_us(base, adapter, tmp_path / "blocks", block=64), whole) == {}
+
+
+@pytest.mark.parametrize("width", [24, pytest.param(32, id="square")])
+@pytest.mark.parametrize("version", ["0.18.1", "0.19.0", "0.21.2", None])
+def test_experts_of_older_versions_of_peft_are_applied_as_those_versions_did(
+    tmp_path: Path, version: str | None, width: int
+) -> None:
+    """PEFT 0.19.1 swapped the roles of the factors, so swapped factors of an older version give the same model."""
+    settings = {"target_parameters": EXPERTS, "rank_pattern": {"down_proj": 2}}
+    _, _, theirs = both(tmp_path, ("qwen3_moe", {"moe_intermediate_size": width}, settings), torch.float32)
+    tensors = read_all(adapter := tmp_path / "adapter")
+    for name in [name for name in tensors if "lora_A" in name and version != "0.21.2"]:
+        a, b = tensors[name], tensors[other := name.replace("lora_A", "lora_B")]
+        tensors[name] = b.view(len(b), -1, 4).permute(2, 1, 0).reshape(-1, len(b))
+        tensors[other] = a.view(4, -1, a.shape[1]).permute(2, 1, 0).reshape(a.shape[1], -1)
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    config = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**config, "peft_version": version}))
+    if version is None and width == 32:
+        with pytest.raises(InvalidInput, match="set peft_version"):
+            applied_by_us(tmp_path / "base", adapter, tmp_path / "older")
+        return
+    older = applied_by_us(tmp_path / "base", adapter, tmp_path / "older")
+    assert max(differences(older, theirs).values(), default=0.0) < 1e-6
 
 
 @pytest.mark.parametrize("columns", [257, 1031])
