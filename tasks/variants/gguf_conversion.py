@@ -292,6 +292,13 @@ def _run_converter(merge: Model, directory: Path, output: Path, name: str, tools
         text = output_tail(log)
     causes = [match["cause"].strip() for match in _CAUSE.finditer(text)]
     lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if causes and causes[-1].startswith("File not found: ") and not (directory / "tokenizer.model").exists():
+        raise Refused(
+            "llama.cpp's converter",
+            found=f"{merge.name} has no file tokenizer.model, which the converter needs for this family",
+            expected="the SentencePiece vocabulary of the family, next to tokenizer.json",
+            remedy="copy tokenizer.model of the base into the directory of the parent whose tokenizer is used",
+        )
     raise Refused(
         "llama.cpp's converter",
         found=(causes or lines or [str(end)])[-1][:300],
