@@ -140,11 +140,18 @@ HELP = {"Option", "Argument", "Field", "command", "Typer", "option", "argument"}
 
 
 def read(file: Path) -> Iterator[Sentence]:
-    """Read every sentence of a Python file, an HTML template, a Markdown file or a notebook."""
+    """Read every sentence of a Python file, a template, a Markdown file or a notebook."""
     if file.suffix == ".py" and file.name != "sample_text.py":  # The sample text is data, which no user reads.
         yield from _read_python(file)
     elif file.suffix == ".html":
         yield from (Sentence("text", file, 1, one) for one in sentences(_visible(file.read_text())))
+    elif file.suffix == ".j2":  # Markdown with values and blocks of Jinja
+        text = file.read_text()
+        expressions = re.findall(r"\{[{%].*?[%}]\}", text, re.DOTALL)
+        quoted = [part for code in expressions for part in re.findall(r'"(.+?)"', code)]
+        text = re.sub(r"\{%.*?%\}|\{#.*?#\}", "", text, flags=re.DOTALL)
+        text = re.sub(r"\{\{.*?\}\}", "X", text, flags=re.DOTALL)
+        yield from (Sentence("text", file, 1, one) for part in (text, *quoted) for one in sentences(part))
     elif file.suffix == ".md":
         yield from _read_markdown(file, file.read_text())
     elif file.suffix == ".ipynb":

@@ -74,6 +74,7 @@ def test_every_kind_of_file_is_read(tmp_path: Path) -> None:
     for name, content in {
         "page.md": f"# Title\n\n| a | b |\n|---|---|\n| x | {literal} |\n",
         "page.html": f"<style>p {{}}</style><p>{{% if x %}}{literal}{{% endif %}}</p>",
+        "card.md.j2": f"# {{{{ name }}}}\n\n{{% if x %}}\n{literal}\n{{% endif %}}\n",
         "book.ipynb": json.dumps({"cells": [{"cell_type": "markdown", "source": [literal]}]}),
         "settings.yaml": f"key: 1  # {literal}\n",
         "module.py": f"print('{literal}')\n",

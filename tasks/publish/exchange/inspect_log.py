@@ -336,13 +336,13 @@ def _scorer(name: str, metrics: Sequence[str], metadata: Mapping[str, object]) -
 
 
 def _score(
-    name: str, scored: int, documents: int, values: Mapping[str, float], metadata: Mapping[str, object]
+    name: str, scored_documents: int, documents: int, values: Mapping[str, float], metadata: Mapping[str, object]
 ) -> dict[str, Any]:
     return {
         "name": name,
         "scorer": name,
-        "scored_samples": scored,
-        "unscored_samples": documents - scored,
+        "scored_samples": scored_documents,
+        "unscored_samples": documents - scored_documents,
         "metrics": {metric: {"name": metric, "value": value} for metric, value in values.items()},
         "metadata": metadata,
     }

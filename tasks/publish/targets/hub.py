@@ -49,7 +49,7 @@ from mergegate.tasks.publish.targets.contract import (
     no_such_version,
     require_alias_name,
 )
-from mergegate.tasks.publish.targets.hub_publication import MAIN, WRITTEN_BY_HUB, client_errors, publish_hub
+from mergegate.tasks.publish.targets.hub_publication import MAIN, WRITTEN_BY_HUB, publish_hub, transport_errors
 
 _SMALL = 1 << 22  # bytes
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
@@ -310,7 +310,7 @@ class HubTarget(PublishTarget):
                 return
             except RepositoryNotFoundError:
                 raise no_such_version(version, self.repo) from None
-            except client_errors() as error:
+            except transport_errors() as error:
                 # Each attempt reads the tags again: a request whose answer was lost may have succeeded.
                 if failures == _ATTEMPTS - 1 or not is_retryable(error):
                     raise self._no_answer(error, access) from None
@@ -325,7 +325,7 @@ class HubTarget(PublishTarget):
             return version_on(self._tags(access), name)
         except RepositoryNotFoundError:
             return None
-        except client_errors() as error:
+        except transport_errors() as error:
             raise self._no_answer(error, access) from None
 
     @classmethod

@@ -274,7 +274,7 @@ def publish_hub(
             connection.execute(step)
             accepted = True
             changed = changed or step.branch in ("", desired.branch)
-        except client_errors() as error:
+        except transport_errors() as error:
             accepted, failures = False, failures + 1
             if failures < _FAILURES and status_of(error) == 401 and access.discard_token():
                 continue  # The token expired during the step. The next step uses a new one, or says why there is none.
@@ -284,7 +284,7 @@ def publish_hub(
     raise undone(f"{repo} on the Hub", f"; the branch {desired.branch} belongs to mergegate")
 
 
-def client_errors() -> tuple[type[Exception], ...]:
+def transport_errors() -> tuple[type[Exception], ...]:
     """Return the exceptions of the client and its transports. Any other exception is a bug in mergegate."""
     from huggingface_hub.errors import EntryNotFoundError, HTTPError  # type: ignore[attr-defined]  # httpx or httpx2
 
