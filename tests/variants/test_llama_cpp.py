@@ -101,6 +101,7 @@ def as_variant(file: Path, source: Model) -> QuantizedModel:
     """Describe a GGUF file as ``GgufFormat.open`` does."""
     digest = sha256_file(file)
     fields = {"name": file.name, "digest": digest, "directory": file.parent, "files": ((file.name, digest),)}
+    fields |= {"python": PROJECT / ".venv-gguf" / "bin" / "python"}
     runtime = tuple(sorted(runtime_versions().items()))
     return QuantizedModel(**fields, source=source, backend=BACKEND_NAME, weights=file.name, runtime=runtime)
 
