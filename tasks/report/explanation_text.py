@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import yaml
@@ -21,16 +20,6 @@ from mergegate.tasks.report.wording import NONE, interval, number, plain
 _EQUAL_CONFLICT = 0.03
 # A movement that would be displayed as 0.00 counts as none.
 _UNMOVED = 0.005
-
-
-@dataclass(frozen=True)
-class VectorRow:
-    """One model in the table of task vectors, as displayed. Lengths are relative to the origin's norm."""
-
-    name: str
-    length: str
-    cosines: tuple[str, ...]  # cosine with each model; '1' with itself
-    distance: str  # distance from the merge
 
 
 def why(explanation: Explanation) -> tuple[str, ...]:
@@ -125,23 +114,20 @@ def _setting_lines(recipe: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def vector_rows(explanation: Explanation) -> tuple[VectorRow, ...]:
-    """Return one row per task vector, or none if the weights could not be compared."""
+def vector_rows(explanation: Explanation) -> tuple[tuple[str, str, tuple[str, ...], str], ...]:
+    """Return one row per task vector, or none if the weights could not be compared.
+
+    A row has the name of the model, the length, the cosine with each model and the distance from the merge. Lengths are
+    relative to the origin's norm.
+    """
     if explanation.interference is None:
         return ()
-    total = explanation.interference.network_tally
-    return tuple(
-        VectorRow(
-            name=name,
-            length=_relative(total.length(index)),
-            cosines=tuple(
-                "1" if column == index else NONE if cosine is None else number(cosine, 2)
-                for column, cosine in ((column, total.cosine(index, column)) for column in range(total.vectors))
-            ),
-            distance=_relative(total.merge_distance(index)),
-        )
-        for index, name in enumerate(explanation.vectors)
-    )
+    total, rows = explanation.interference.network_tally, []
+    for index, name in enumerate(explanation.vectors):
+        cosines = enumerate(total.cosine(index, column) for column in range(total.vectors))
+        texts = tuple("1" if at == index else NONE if each is None else number(each, 2) for at, each in cosines)
+        rows.append((name, _relative(total.length(index)), texts, _relative(total.merge_distance(index))))
+    return tuple(rows)
 
 
 def merge_length(explanation: Explanation) -> str:

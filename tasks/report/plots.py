@@ -300,8 +300,7 @@ _SHOWN_STRATA = 10  # strata in the plot of perplexity, worst first
 _SHOWN_GUARDS = 4  # guards of each variant in the plot of variants, largest drop first
 
 
-@dataclass(frozen=True)
-class Line:
+class Line(NamedTuple):
     """One row of an interval plot: an estimate with its interval, and the two limits that it is compared with."""
 
     label: str
@@ -310,8 +309,7 @@ class Line:
     outcome: Outcome
     word: str
     estimate: float | None  # None: not finite
-    low: float | None
-    high: float | None
+    bounds: tuple[float | None, float | None]
     fail_limit: float
     soft_limit: float  # margin or warning
 
@@ -360,19 +358,10 @@ def variants_plot(content: ReportContent) -> tuple[Markup, ...]:
 
 
 def _drop_line(verdict: GuardVerdict | SuiteVerdict, label: str, detail: str) -> Line:
-    guard = verdict if isinstance(verdict, GuardVerdict) else None
-    return Line(
-        label=label,
-        detail=detail,
-        numbers=wording.drop(verdict),
-        outcome=verdict.outcome,
-        word=guard.word if guard else verdict.outcome,
-        estimate=verdict.drop,
-        low=verdict.low,
-        high=verdict.high,
-        fail_limit=verdict.max_drop,
-        soft_limit=guard.limit if guard and guard.limit is not None else verdict.margin,
-    )
+    limits, word, bounds = (verdict.max_drop, verdict.margin), str(verdict.outcome), (verdict.low, verdict.high)
+    if isinstance(verdict, GuardVerdict):
+        limits, word = (verdict.max_drop, verdict.margin if verdict.limit is None else verdict.limit), verdict.word
+    return Line(label, detail, wording.drop(verdict), verdict.outcome, word, verdict.drop, bounds, *limits)
 
 
 def _draw_drops(name: str, lines: Sequence[Line], upper: str, label: str) -> tuple[Markup, ...]:
@@ -390,32 +379,15 @@ def drift_plot(content: ReportContent) -> tuple[Markup, ...]:
     drift = content.verdict.drift
     if drift is None:
         return ()
-    limits = {"fail_limit": drift.max_ratio, "soft_limit": drift.warn_ratio}
-    line = Line(
-        label="merge",
-        detail=f"against {drift.reference}",
-        numbers=wording.format_ratio(drift),
-        outcome=drift.outcome,
-        word=drift.outcome,
-        estimate=drift.ratio,
-        low=drift.low,
-        high=drift.high,
-        **limits,
-    )
-    strata = [
-        Line(
-            label=stratum.name,
-            detail=format_count(stratum.documents, "document"),
-            numbers=wording.stratum_ratio(stratum),
-            outcome="fail" if stratum.failed else "pass",
-            word="fail" if stratum.failed else "no alarm",
-            estimate=stratum.ratio,
-            low=stratum.low,
-            high=stratum.high,
-            **limits,
-        )
-        for stratum in sorted(drift.strata, key=lambda stratum: -stratum.low)[:_SHOWN_STRATA]
-    ]
+    limits, bounds, numbers = (drift.max_ratio, drift.warn_ratio), (drift.low, drift.high), wording.format_ratio(drift)
+    against = f"against {drift.reference}"
+    line = Line("merge", against, numbers, drift.outcome, drift.outcome, drift.ratio, bounds, *limits)
+    strata = []
+    for stratum in sorted(drift.strata, key=lambda stratum: -stratum.low)[:_SHOWN_STRATA]:
+        outcome: Outcome = "fail" if stratum.failed else "pass"
+        word, bounds = "fail" if stratum.failed else "no alarm", (stratum.low, stratum.high)
+        documents, numbers = format_count(stratum.documents, "document"), wording.stratum_ratio(stratum)
+        strata.append(Line(stratum.name, documents, numbers, outcome, word, stratum.ratio, bounds, *limits))
     label = (
         f"Perplexity of the merge over that of {drift.reference}: {line.numbers}; warning above "
         f"{wording.plain(drift.warn_ratio)}, limit {wording.plain(drift.max_ratio)}, {line.word}."
@@ -430,18 +402,9 @@ def judge_plot(content: ReportContent) -> tuple[Markup, ...]:
     if judge is None:
         return ()
     shortfall, low, high = (50 - 100 * rate for rate in (judge.win_rate, judge.high, judge.low))
-    line = Line(
-        label="merge",
-        detail=f"against {judge.reference}",
-        numbers=f"{wording.number(shortfall, 1)} {wording.interval(low, high, 1)}",
-        outcome=judge.outcome,
-        word=judge.outcome,
-        estimate=shortfall,
-        low=low,
-        high=high,
-        fail_limit=judge.max_shortfall,
-        soft_limit=judge.max_shortfall,
-    )
+    numbers, limit = f"{wording.number(shortfall, 1)} {wording.interval(low, high, 1)}", judge.max_shortfall
+    against = f"against {judge.reference}"
+    line = Line("merge", against, numbers, judge.outcome, judge.outcome, shortfall, (low, high), limit, limit)
     label = (
         f"Win rate of the merge against {judge.reference}, in points below an even one: {line.numbers}, limit "
         f"{wording.plain(judge.max_shortfall)}, {judge.outcome}."
@@ -466,7 +429,7 @@ def draw_intervals(
         label: Text alternative for screen readers.
     """
     values = [neutral, *(limit for line in lines for limit in (line.fail_limit, line.soft_limit))]
-    shown = [x for line in lines for x in (line.estimate, line.low, line.high) if x is not None and math.isfinite(x)]
+    shown = [x for line in lines for x in (line.estimate, *line.bounds) if x is not None and math.isfinite(x)]
     low, high = min(values + shown), max(values + shown)
     # A ratio that is far from 1 needs a logarithmic axis.
     logarithmic = neutral > 0 and max([neutral, *shown]) > 2 * neutral and low > 0
@@ -539,9 +502,10 @@ def _interval(axes: Axes, y: float, line: Line, end: float) -> None:
         axes.plot([line.fail_limit, end], [y, y], color=ink, linewidth=2.2, zorder=4)
         axes.plot([end], [y], marker=">", markersize=11, color=ink, clip_on=False, zorder=5)
         return
-    if line.low is not None and line.high is not None:
-        axes.plot([line.low, line.high], [y, y], color=ink, linewidth=2.2, solid_capstyle="butt", zorder=4)
-        axes.plot([line.low, line.high], [y, y], "|", markersize=9, markeredgewidth=2.2, color=ink, zorder=4)
+    low, high = line.bounds
+    if low is not None and high is not None:
+        axes.plot([low, high], [y, y], color=ink, linewidth=2.2, solid_capstyle="butt", zorder=4)
+        axes.plot([low, high], [y, y], "|", markersize=9, markeredgewidth=2.2, color=ink, zorder=4)
     marker, size = _OUTCOME_MARKER[line.outcome]
     edge: dict[str, Any] = {"markeredgecolor": Ink.PAPER.value, "markeredgewidth": 1.2}
     axes.plot([line.estimate], [y], marker, markersize=size, color=ink, zorder=5, **edge)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mergegate.tasks.report.plots import (
@@ -63,15 +62,11 @@ _BETTER: Key = {"color": Ink.ACCENT.value, "linewidth": 1.1, "alpha": 0.5, "zord
 _START: Key = {"color": Ink.INCONCLUSIVE.value}
 
 
-@dataclass(frozen=True)
-class Axis:
+class Axis(NamedTuple):
     """Scores from ``low`` to ``high``, in the displayed unit. Lower scores are drawn on the lower edge."""
 
     low: float
     high: float
-
-    def clip(self, value: float) -> float:
-        return max(value, self.low)
 
 
 class _Mark(NamedTuple):
@@ -196,7 +191,7 @@ def history_plot(content: SweepContent, objective: int) -> tuple[Markup, ...]:
                 color = _MARK[origin][1].value
                 axes.plot(*stairs, color=color, drawstyle="steps-post", zorder=3, **_STAIRS[origin])
             if winner is not None and winner in run:
-                _mark_winner(axes, run.index(winner) + 1, axis.clip(factor * score_in(winner, objective)))
+                _mark_winner(axes, run.index(winner) + 1, max(factor * score_in(winner, objective), axis.low))
         write(axes, (1, 0), "candidates tried", TextStyle(align="right", ink=Ink.MUTED), shift=(0, 34))
         return figure
 
@@ -277,10 +272,12 @@ def front_plot(content: SweepContent) -> tuple[Markup, ...]:
             if trial.number in content.front:
                 front.append((x, y))
             if trial.number == content.winner:
-                _mark_winner(axes, across.clip(x), up.clip(y))
+                _mark_winner(axes, max(x, across.low), max(y, up.low))
             else:
                 beyond = "<" if x < across.low else "v" if y < up.low else ""
-                marks.append(_Mark(across.clip(x), up.clip(y), trial, beyond, strong=trial.number in content.front))
+                marks.append(
+                    _Mark(max(x, across.low), max(y, up.low), trial, beyond, strong=trial.number in content.front)
+                )
         _mark_trials(axes, marks)
         if len(content.objectives) == 2:
             xs, ys = zip(*sorted(front), strict=True)
@@ -382,7 +379,7 @@ def _draw_slice(
             # Spread the trials of one choice. The golden ratio fills a line evenly, the same way every time.
             x += ((trial.number * 0.6180339887) % 1 - 0.5) * 0.5 / len(free.choices)
         if trial.number == content.winner:
-            _mark_winner(axes, x, axis.clip(y))
+            _mark_winner(axes, x, max(y, axis.low))
         else:
             marks.append(_Mark(x, max(y, axis.low + step), trial, "v" if y < axis.low else ""))
     _mark_trials(axes, marks)
