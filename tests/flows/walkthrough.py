@@ -35,6 +35,7 @@ VARIABLE_PARTS = (
     (r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d(:\d\d)?(\.\d+)?Z?", "DATE"),
     (r"\b[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}\b", "HASH"),
     (r"\b(?=[0-9a-f]*\d)[0-9a-f]{12,64}\b", "HASH"),
+    (r"(?m)^ *[\w -]+ [\w.-]+: [\d,]+ of [\d,]+ \w+$", ""),  # progress of a step that takes long under load
     (r"\b[\d.,]+ [kMG]?B/s", "RATE"),
     (r"\b[\d.,]+ (?:s|min|h)\b", ""),
     (r"(?<=127\.0\.0\.1:)\d+", "PORT"),
