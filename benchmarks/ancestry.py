@@ -30,12 +30,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 import torch  # noqa: E402  # transformers reads the variable on import
 
 from mergegate.merge_core import open_checkpoint  # noqa: E402  # needs the path above
-from mergegate.merge_core.analysis import (  # noqa: E402  # needs the path above
-    Fingerprint,
-    Relation,
-    compare_fingerprints,
-    take_fingerprint,
-)
+from mergegate.merge_core.analysis import Fingerprint, Relation, compare_fingerprints, take_fingerprint  # noqa: E402  # needs the path above
 from mergegate.merge_core.checkpoint import read_header  # noqa: E402  # needs the path above
 from mergegate.tasks.checkpoints.hub import element_reader  # noqa: E402  # needs the path above
 

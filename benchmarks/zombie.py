@@ -23,16 +23,7 @@ PROJECT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(PROJECT / part) for part in ("", "tests", "tests/flows")]
 
 from demo_project import make_project  # noqa: E402  # from this checkout
-from served_site import (  # noqa: E402  # from this checkout
-    MERGEGATE,
-    answers,
-    asked,
-    bare_environment,
-    free_port,
-    in_a_terminal_of_its_own,
-    until,
-    webhook,
-)
+from served_site import MERGEGATE, answers, asked, bare_environment, free_port, in_a_terminal_of_its_own, until, webhook  # noqa: E402  # from this checkout
 
 NIGHTS = "profiles: [{profile: profiles/demo.yaml}]\nnotify: [{to: webhook, address: $HOOK, events: [failed]}]\n"
 

@@ -57,20 +57,8 @@ from mergegate.flows.profile import Profile, RemedyChoice, load_profile, profile
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, apply_adapters, fetch_weights, pin_checkpoints
 from mergegate.tasks.explain import explain_merge
-from mergegate.tasks.gate import (
-    JudgedSample,
-    needs_champion,
-    record_sample,
-    unselected_scores,
-)
-from mergegate.tasks.merge import (
-    merge,
-    merged_model,
-    numerics,
-    prepare_recipe,
-    select_named_parents,
-    with_new_routers,
-)
+from mergegate.tasks.gate import JudgedSample, needs_champion, record_sample, unselected_scores
+from mergegate.tasks.merge import merge, merged_model, numerics, prepare_recipe, select_named_parents, with_new_routers
 from mergegate.tasks.perplexity import ensemble_likelihoods
 from mergegate.tasks.preflight import Evidence, with_next_samples
 from mergegate.tasks.publish.releases import load_released_model

@@ -24,13 +24,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 from prefect.events import emit_event
 
-from mergegate.flows.outcome import (
-    RunOutcome,
-    conclude_flow,
-    name_run,
-    store_page,
-    within_limits,
-)
+from mergegate.flows.outcome import RunOutcome, conclude_flow, name_run, store_page, within_limits
 from mergegate.flows.prefect_api import ApprovalRequest, request_decision
 from mergegate.flows.profile import Profile, load_profile, profile_name
 from mergegate.flows.shadow_watch import Watch, open_watch

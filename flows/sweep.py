@@ -20,14 +20,7 @@ from prefect import flow
 from prefect.client.schemas.objects import State
 
 from mergegate.flows.attempt import open_trial_pool, prepare_search, run_confirmation, run_search
-from mergegate.flows.outcome import (
-    LIBRARIES,
-    RunOutcome,
-    conclude_flow,
-    name_run,
-    store_page,
-    within_limits,
-)
+from mergegate.flows.outcome import LIBRARIES, RunOutcome, conclude_flow, name_run, store_page, within_limits
 from mergegate.flows.profile import Profile, load_profile, profile_name
 from mergegate.flows.release import make_release
 from mergegate.merge_core.errors import InvalidInput
@@ -35,13 +28,7 @@ from mergegate.merge_core.files import state_directory, write_state
 from mergegate.tasks.report import sweep_content, sweep_sentence
 from mergegate.tasks.runners import open_runner
 from mergegate.tasks.stage import announce, home, versions
-from mergegate.tasks.sweep import (
-    Confirmation,
-    open_view,
-    parameter_importances,
-    relocate_recipe,
-    study_key,
-)
+from mergegate.tasks.sweep import Confirmation, open_view, parameter_importances, relocate_recipe, study_key
 
 
 @flow(name="sweep", flow_run_name=name_run)

@@ -1,13 +1,16 @@
-"""The suite grows only with a reason: compare its lines and its expected seconds with ``tests/budget.toml``."""
+"""Product and suite grow only with a reason: compare their sizes and expected seconds with ``tests/budget.toml``."""
 
 from __future__ import annotations
 
 import json
 import tomllib
 from collections import Counter
+from operator import gt
 
 import budget
 import pytest
+
+from tools.sizes import size_of_product
 
 BUDGET = tomllib.loads((budget.HERE / "budget.toml").read_text())
 RECORDED = json.loads(budget.DURATIONS.read_text())
@@ -17,6 +20,16 @@ HINT = "Make the tests cheaper, or raise the limit in tests/budget.toml with a l
 def test_the_lines_of_the_tests_are_within_the_budget() -> None:
     lines = budget.lines_of_tests()
     assert lines <= BUDGET["lines"]["limit"], f"tests/ has {lines} lines of {BUDGET['lines']['limit']}. {HINT}"
+
+
+def test_the_size_of_each_package_is_within_the_budget() -> None:
+    """The sizes are lines, files, classes and lines of imports."""
+    limits, sizes = BUDGET["product"]["limits"], size_of_product()
+    assert sizes.keys() == limits.keys()
+    larger = {one: (size, limits[one]) for one, size in sizes.items() if any(map(gt, size, limits[one]))}
+    assert larger == {}, (
+        "Simplify the package, or raise its limits in tests/budget.toml with a line that gives the reason."
+    )
 
 
 @pytest.mark.parametrize("tier", ["test", "story"])

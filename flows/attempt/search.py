@@ -16,13 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mergegate.flows.candidates import SCALE, Candidate, candidate_recipes, changed_candidate, searched_recipe
-from mergegate.flows.preflight import (
-    ClearedCandidate,
-    Problems,
-    clear_further,
-    pin_profile_sweep,
-    preflight_profile,
-)
+from mergegate.flows.preflight import ClearedCandidate, Problems, clear_further, pin_profile_sweep, preflight_profile
 from mergegate.flows.profile import Profile
 from mergegate.merge_core import plan_merge
 from mergegate.merge_core.errors import CannotDecide, InvalidInput, MergegateError

@@ -19,9 +19,5 @@ from mergegate.flows.candidates.candidates import (
     searched_recipe,
 )
 from mergegate.flows.candidates.clients import client_digest, client_round
-from mergegate.flows.candidates.run_expansion import (
-    ExpandedRecipe,
-    expand_training_runs,
-    names_training_run,
-)
+from mergegate.flows.candidates.run_expansion import ExpandedRecipe, expand_training_runs, names_training_run
 from mergegate.flows.candidates.tuning import SCALE, TUNE, TuningSize, has_searchable_scale, scale_search

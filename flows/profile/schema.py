@@ -10,15 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    ValidationInfo,
-    field_validator,
-    model_validator,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from mergegate.flows.candidates import AUTO, MOST_PROPOSED, TUNE, Written
 from mergegate.merge_core.parsing import LocalPath
@@ -27,11 +19,7 @@ from mergegate.tasks.gate import BEST_PARENT, RELEASES, EvaluateSettings
 from mergegate.tasks.judge import JudgeSettings
 from mergegate.tasks.merge import MergeSettings
 from mergegate.tasks.perplexity import PerplexitySettings
-from mergegate.tasks.preflight import (
-    CodeSettings,
-    CopySettings,
-    TokenizerSettings,
-)
+from mergegate.tasks.preflight import CodeSettings, CopySettings, TokenizerSettings
 from mergegate.tasks.preflight.licenses import LicenseSettings
 from mergegate.tasks.publish import ApprovalSettings
 from mergegate.tasks.publish.targets import Target

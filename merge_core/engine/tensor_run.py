@@ -16,17 +16,7 @@ from mergegate.merge_core.engine.devices import EngineSettings, SingleThreadedTo
 from mergegate.merge_core.engine.finite import inspect_numbers, put_constants, require_finite
 from mergegate.merge_core.engine.health import TensorHealth, sample_elements
 from mergegate.merge_core.engine.pages import InputPages
-from mergegate.merge_core.methods import (
-    GRAIN,
-    Fold,
-    Map,
-    Method,
-    Solve,
-    Steps,
-    combine,
-    map_only,
-    mask_key,
-)
+from mergegate.merge_core.methods import GRAIN, Fold, Map, Method, Solve, Steps, combine, map_only, mask_key
 from mergegate.merge_core.plan import TensorJob
 
 if TYPE_CHECKING:

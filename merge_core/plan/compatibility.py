@@ -23,14 +23,7 @@ from mergegate.merge_core.architecture import (
     kind_of,
     vocabulary_size,
 )
-from mergegate.merge_core.checkpoint import (
-    DEFAULT,
-    MODULES_FILE,
-    Checkpoint,
-    Companions,
-    StoredTensor,
-    equal_bytes,
-)
+from mergegate.merge_core.checkpoint import DEFAULT, MODULES_FILE, Checkpoint, Companions, StoredTensor, equal_bytes
 from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS, cached_tokenizers
 from mergegate.merge_core.errors import Finding, InvalidInput, finding_of, to_printable, worst_first
 from mergegate.merge_core.plan.companions import lost_files, tokenizer_donor

@@ -49,12 +49,7 @@ from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.plan.alignment import Alignment, align, unknown_rows
 from mergegate.merge_core.plan.companions import gather_companions
 from mergegate.merge_core.plan.consistency import self_consistency, unused_tensors
-from mergegate.merge_core.plan.finding_groups import (
-    different_head,
-    different_size,
-    different_vocabulary,
-    not_loaded,
-)
+from mergegate.merge_core.plan.finding_groups import different_head, different_size, different_vocabulary, not_loaded
 from mergegate.merge_core.plan.jobs import Input, MergePlan, TensorJob, bulk_dtype
 from mergegate.merge_core.plan.layout import OutputTensor, Shard, lay_out, network_shards
 from mergegate.merge_core.plan.mixture import plan_mixture

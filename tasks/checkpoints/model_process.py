@@ -73,12 +73,7 @@ from mergegate.tasks.sandbox import (
     compile_imports,
     output_tail,
 )
-from mergegate.tasks.stage import (
-    memory_of_child,
-    memory_of_mapping_child,
-    on_input_change,
-    store,
-)
+from mergegate.tasks.stage import memory_of_child, memory_of_mapping_child, on_input_change, store
 
 # Messages of Python, torch and C++ if a memory limit, rather than the size of the memory, stops an allocation.
 _NO_MEMORY = re.compile(
@@ -383,7 +378,7 @@ class _ModelProcess:
 
     def __init__(self, kind: _Kind, readable: set[str]) -> None:
         self.kind = kind
-        self.readable = readable  # Paths that it may read, besides the store.
+        self.readable = readable | {str(store().root)}  # Paths that it may read.
         self.models: set[str] = set()  # Digests of the models that the process was called for.
         self.connection, child_connection = Pipe()
         compile_libraries()
@@ -416,7 +411,7 @@ class _ModelProcess:
 
     def reads(self, paths: set[str]) -> bool:
         """Return whether the process may read all ``paths``. Permissions follow links to real files."""
-        readable = {path.resolve() for path in (*map(Path, self.readable), store().root)}
+        readable = {Path(path).resolve() for path in self.readable}
         return all(not readable.isdisjoint((path, *path.parents)) for path in (Path(path).resolve() for path in paths))
 
     def send(self, content: tuple[Any, ...]) -> None:

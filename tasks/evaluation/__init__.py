@@ -35,10 +35,7 @@ if TYPE_CHECKING:
     )
     from mergegate.tasks.evaluation.download import FetchedDataset, fetch_datasets
     from mergegate.tasks.evaluation.logged_results import TaskResults, precision_differences, require_same_conditions
-    from mergegate.tasks.evaluation.metrics import (
-        choose_known_metrics,
-        choose_metrics,
-    )
+    from mergegate.tasks.evaluation.metrics import choose_known_metrics, choose_metrics
     from mergegate.tasks.evaluation.process import call_with_task_data
     from mergegate.tasks.evaluation.regeneration import lengthen_answers
     from mergegate.tasks.evaluation.repetition import find_repetition, repetition_findings
@@ -96,11 +93,7 @@ if TYPE_CHECKING:
         task_prompts,
     )
     from mergegate.tasks.evaluation.text_overlap import find_occurring
-    from mergegate.tasks.evaluation.throughput import (
-        document_seconds,
-        estimate_document_cost,
-        measured_seconds,
-    )
+    from mergegate.tasks.evaluation.throughput import document_seconds, estimate_document_cost, measured_seconds
     from mergegate.tasks.evaluation.tokenized_task import TokenizedDocument, TokenizedTask, tokenize_task
 else:
     # Public names by the module that defines them.

@@ -12,13 +12,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import (
-    JsonBounds,
-    expectation,
-    format_value,
-    join_expectations,
-    parse_json,
-)
+from mergegate.merge_core.parsing import JsonBounds, expectation, format_value, join_expectations, parse_json
 
 # MMLU has 14,042 documents. Each takes 0.6 kB of memory and 30 microseconds to read.
 MAX_SAMPLES = 200_000

@@ -34,12 +34,7 @@ from mergegate.tasks.evaluation.settings import ResolvedPromptSettings, Scoring,
 from mergegate.tasks.evaluation.stage import CountLimit
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.evaluation.task_loading import evaluated_documents, load_task
-from mergegate.tasks.evaluation.task_setup import (
-    answer_budget,
-    require_known_generation,
-    room_for_prompt,
-    set_up_tasks,
-)
+from mergegate.tasks.evaluation.task_setup import answer_budget, require_known_generation, room_for_prompt, set_up_tasks
 from mergegate.tasks.stage import StageValue, value_stage
 from mergegate.tasks.store import NotInKey
 

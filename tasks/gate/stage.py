@@ -40,15 +40,7 @@ from mergegate.tasks.gate.settings import ANCHOR, CHAMPION, RELEASES, GateRule, 
 from mergegate.tasks.gate.statistics import selection_bias
 from mergegate.tasks.gate.suite import SuiteVerdict, TaskDrop, judge_suite, mean_drop
 from mergegate.tasks.perplexity import DriftLimits, Likelihoods, read_documents
-from mergegate.tasks.stage import (
-    Outcome,
-    Section,
-    StageValue,
-    Verdict,
-    severity,
-    value_stage,
-    worst_verdict,
-)
+from mergegate.tasks.stage import Outcome, Section, StageValue, Verdict, severity, value_stage, worst_verdict
 from mergegate.tasks.store import Artifact
 
 # Scores by metric, then by task below a group and document.

@@ -35,13 +35,7 @@ from mergegate.merge_core.errors import InvalidInput, Refused, environment_comma
 from mergegate.merge_core.parsing import read_plain
 from mergegate.merge_core.system import data_limit
 from mergegate.tasks.checkpoints import OutOfModelMemory, child_environment, confinement
-from mergegate.tasks.sandbox import (
-    NotStarted,
-    ProcessOptions,
-    SupervisedProcess,
-    compile_imports,
-    output_tail,
-)
+from mergegate.tasks.sandbox import NotStarted, ProcessOptions, SupervisedProcess, compile_imports, output_tail
 from mergegate.tasks.stage import memory_of_mapping_child
 
 PYTHON = Path(".venv-gguf/bin/python")  # built by `make gguf-env`

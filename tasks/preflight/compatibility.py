@@ -11,14 +11,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from mergegate.merge_core import (
-    Checkpoint,
-    Finding,
-    PlannedMerge,
-    Recipe,
-    open_checkpoint,
-    plan_with_findings,
-)
+from mergegate.merge_core import Checkpoint, Finding, PlannedMerge, Recipe, open_checkpoint, plan_with_findings
 from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, find_kind
 from mergegate.merge_core.checkpoint import is_head, is_module_file, list_uncopied, ties_embeddings
 from mergegate.merge_core.errors import InvalidInput, MergegateError, group_findings, worst_first

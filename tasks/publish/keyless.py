@@ -41,12 +41,7 @@ from mergegate.merge_core.wording import format_duration
 from mergegate.tasks.http import token_claims
 from mergegate.tasks.publish.content import KEYLESS_SIGNATURE
 from mergegate.tasks.publish.settings import SigstoreSettings
-from mergegate.tasks.publish.signature import (
-    SigstoreBundle,
-    parse_bundle,
-    read_statement,
-    signed_statement,
-)
+from mergegate.tasks.publish.signature import SigstoreBundle, parse_bundle, read_statement, signed_statement
 
 if TYPE_CHECKING:
     from sigstore.models import ClientTrustConfig

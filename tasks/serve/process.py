@@ -21,14 +21,7 @@ from typing import Self
 
 from mergegate.tasks.checkpoints import confinement
 from mergegate.tasks.http import Unreachable
-from mergegate.tasks.sandbox import (
-    GpuLease,
-    NotStarted,
-    ProcessEnd,
-    ProcessOptions,
-    SupervisedProcess,
-    acquire_gpus,
-)
+from mergegate.tasks.sandbox import GpuLease, NotStarted, ProcessEnd, ProcessOptions, SupervisedProcess, acquire_gpus
 from mergegate.tasks.serve.client import Client, parse_models
 from mergegate.tasks.serve.launch import Launch
 from mergegate.tasks.serve.server_log import PORT_TAKEN, Blame, assign_blame, root_cause

@@ -25,14 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from mergegate.merge_core.files import (
-    Damaged,
-    lock_file,
-    read_state,
-    remove_damaged,
-    state_directory,
-    try_open_locked,
-)
+from mergegate.merge_core.files import Damaged, lock_file, read_state, remove_damaged, state_directory, try_open_locked
 from mergegate.tasks.store.retention import EntryName, RunUse, runs_that_count
 
 _SUFFIX = ".jsonl"

@@ -32,14 +32,7 @@ from mergegate.tasks.sandbox import (
     output_tail,
 )
 from mergegate.tasks.serve import Check, ServeSettings, serve_models
-from mergegate.tasks.stage import (
-    StageValue,
-    memory_of_child,
-    stage,
-    store,
-    value_stage,
-    versions,
-)
+from mergegate.tasks.stage import StageValue, memory_of_child, stage, store, value_stage, versions
 from mergegate.tasks.store import MANIFEST, VALUE, Artifact, NotInKey, StoredValue
 from mergegate.tasks.variants.contract import ConversionCheck, VariantFormat, VariantRecord, require_text_only
 from mergegate.tasks.variants.quantized_tensors import (

@@ -42,21 +42,9 @@ from mergegate.tasks.llama_cpp import (
     runtime_versions,
     toolchain,
 )
-from mergegate.tasks.sandbox import (
-    NotStarted,
-    ProcessOptions,
-    SupervisedProcess,
-    compile_imports,
-    output_tail,
-)
+from mergegate.tasks.sandbox import NotStarted, ProcessOptions, SupervisedProcess, compile_imports, output_tail
 from mergegate.tasks.serve import Chat, Check, ReferenceRequest, make_reference, render_chat
-from mergegate.tasks.stage import (
-    Runtime,
-    StageValue,
-    memory_of_mapping_child,
-    stage,
-    value_stage,
-)
+from mergegate.tasks.stage import Runtime, StageValue, memory_of_mapping_child, stage, value_stage
 from mergegate.tasks.store import NotInKey
 from mergegate.tasks.variants.contract import ConversionCheck
 

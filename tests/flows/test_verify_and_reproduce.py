@@ -44,17 +44,7 @@ import mergegate
 from mergegate.flows.release import release as release_flow
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.gate.verdict_record import EVIDENCE_RECORD, OUTCOMES
-from mergegate.tasks.publish.content import (
-    BOM,
-    CARD,
-    COMPLIANCE,
-    FACTS,
-    PROVENANCE,
-    RECIPE,
-    REPORT,
-    SIGNATURE,
-    SUMS,
-)
+from mergegate.tasks.publish.content import BOM, CARD, COMPLIANCE, FACTS, PROVENANCE, RECIPE, REPORT, SIGNATURE, SUMS
 from mergegate.tasks.publish.releases.verify import check_release
 from mergegate.tasks.publish.signature import sign
 from mergegate.tasks.publish.targets.directory import DirectoryRelease

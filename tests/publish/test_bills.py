@@ -8,16 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from release_samples import (
-    COMMIT,
-    content,
-    cyclonedx_finds,
-    files,
-    needs_validators,
-    publishable,
-    sha,
-    share,
-)
+from release_samples import COMMIT, content, cyclonedx_finds, files, needs_validators, publishable, sha, share
 
 from mergegate.tasks.preflight.licenses import load_table
 from mergegate.tasks.publish.bom import MISSING_FACT, BillContent, bill_of_materials, merge_bill, web_address

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForCausalLM
-from variants import EMBEDDING, Q_PROJ, STATIC, with_config, with_tensors, without_tensor
+from variants import EMBEDDING, Q_PROJ, STATIC, with_config, with_tensors
 
 from mergegate.merge_core.checkpoint.checkpoint import open_checkpoint
 from mergegate.tasks.serve.static_checks import check_finite, check_tensors, check_vocabulary, static_checks
@@ -36,16 +35,6 @@ def test_a_broken_checkpoint_is_refused_with_its_own_reason(checkpoint: Path, va
     if variant == "no chat template":  # It is not required of a model that need not chat.
         checks = static_checks(open_checkpoint(checkpoint), must_chat=None)
         assert {check.outcome for check in checks} == {"pass"}
-
-
-def test_a_head_that_is_tied_may_be_absent_and_one_that_is_not_may_not(tmp_path: Path) -> None:
-    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9)
-    LlamaForCausalLM(config).save_pretrained(tmp_path)
-    without_tensor(tmp_path, "lm_head.weight")
-    with_config(tmp_path, tie_word_embeddings=True)
-    assert [check.outcome for check in check_tensors(open_checkpoint(tmp_path))] == ["pass"]
-    with_config(tmp_path, tie_word_embeddings=False)
-    assert [check.where for check in check_tensors(open_checkpoint(tmp_path))] == ["lm_head.weight"]
 
 
 def test_an_unknown_architecture_cannot_be_checked_and_a_configuration_of_no_model_is_refused(checkpoint: Path) -> None:

@@ -9,10 +9,6 @@ from mergegate.merge_core.architecture.experts.matching import (
     match_experts,
     read_routers,
 )
-from mergegate.merge_core.architecture.experts.outputs import (
-    OutputFamily,
-    choose_output,
-    mixture_config,
-)
+from mergegate.merge_core.architecture.experts.outputs import OutputFamily, choose_output, mixture_config
 from mergegate.merge_core.architecture.experts.pieces import DiskTensor, disk_name, split_experts, to_disk_tensors
 from mergegate.merge_core.architecture.experts.router_fit import RoutedText, RouterScore, fit_router, routing_error

@@ -17,13 +17,7 @@ from mergegate.merge_core.adapters import CONFIG_FILE, adapter_files, is_own_tex
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import detail
 from mergegate.tasks.checkpoints.files import files_about, files_beside, weight_files
-from mergegate.tasks.checkpoints.hub.access import (
-    HubAccess,
-    RemoteFile,
-    hub_access,
-    is_offline,
-    snapshots_directory,
-)
+from mergegate.tasks.checkpoints.hub.access import HubAccess, RemoteFile, hub_access, is_offline, snapshots_directory
 from mergegate.tasks.checkpoints.hub.errors import client_errors, hub_refusal, unreachable_offline
 from mergegate.tasks.http import status_of
 

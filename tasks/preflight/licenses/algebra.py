@@ -14,14 +14,7 @@ from types import MappingProxyType
 
 from pydantic import BaseModel, ConfigDict
 
-from mergegate.tasks.preflight.licenses.case import (
-    SEVERITY,
-    Case,
-    LicensedParent,
-    LicenseStatus,
-    Subject,
-    join_words,
-)
+from mergegate.tasks.preflight.licenses.case import SEVERITY, Case, LicensedParent, LicenseStatus, Subject, join_words
 from mergegate.tasks.preflight.licenses.resulting_license import Obligation, obligations, resulting_license
 from mergegate.tasks.preflight.licenses.rules import RULES
 from mergegate.tasks.preflight.licenses.settings import Use

@@ -21,13 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
-from mergegate.tasks.preflight.licenses.case import (
-    Case,
-    LicenseFinding,
-    LicenseStatus,
-    Subject,
-    join_words,
-)
+from mergegate.tasks.preflight.licenses.case import Case, LicenseFinding, LicenseStatus, Subject, join_words
 from mergegate.tasks.preflight.licenses.settings import Use
 from mergegate.tasks.preflight.licenses.table import License
 
