@@ -1,7 +1,7 @@
 """Architecture rules: imports only point down, no cycles, packages are used through their exports, names are unique.
 
 A *component* is a direct child of a layer: a file, or a package with everything in it. The page
-``docs/explanation/architecture.md`` draws the components; these tests read the imports.
+``dev/architecture.md`` draws the components; these tests read the imports.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def test_the_number_of_components_is_limited() -> None:
 
 
 def test_the_architecture_page_draws_every_component() -> None:
-    drawn = (PROJECT / "docs" / "explanation" / "architecture.md").read_text()
+    drawn = (PROJECT / "dev" / "architecture.md").read_text()
     components = {component(module).partition(".")[2] for module in MODULES if module not in LAYERS}
     assert sorted(one for one in components if one not in drawn) == []
 

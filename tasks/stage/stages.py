@@ -431,7 +431,7 @@ def stage(
     """Declare a stage that writes files.
 
     Args:
-        name: Name of the stage (see ``docs/explanation/architecture.md``) and of its directory in the store.
+        name: Name of the stage (see ``dev/architecture.md``) and of its directory in the store.
         version: Version of the stage, which is part of its keys. Increase it when the meaning of the stage changes.
         subject: Name of the parameter whose ``.name`` distinguishes the calls of this stage in logs and reports.
             Default: none.
