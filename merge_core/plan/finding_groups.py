@@ -64,7 +64,7 @@ def compare_sizes(donor_name: str, donor: Checkpoint, name: str, parent: Checkpo
             found=(parent.architecture or "no value") + relation,
             expected=f"{donor.architecture or 'no value'}, as in {donor_name}",
             remedy=f"save the text model of {whole[0]} as a model of its own and merge text models; see "
-            "docs/how-to/gate-vision-language-models.md"
+            "docs/how-to/gate-other-kinds.md"
             if whole
             else "merge models of one architecture",
             cause=different_size(name),

@@ -136,7 +136,7 @@ def refusal_of(
             UnsupportedReason.NO_MEAN,
             f"no metric that is a mean over documents with a direction, only {names}",
             "add one under metric_list (aggregation: mean, higher_is_better: ...), in your own YAML file "
-            "(docs/how-to/gate-on-your-own-task.md)",
+            "(docs/how-to/gate-on-a-task.md)",
         )
     if missing.packages:
         return Refusal(

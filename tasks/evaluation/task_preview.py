@@ -285,7 +285,7 @@ def _warnings(tokenizer: Any, prompting: ResolvedPromptSettings, leaf: Any, mode
             found=f"{model} is a thinking model, but think_end_token is not set: its thoughts are scored as answers",
             expected="think_end_token, and a token limit for thought and answer; or enable_thinking: false",
             remedy=f"think_end_token: {flow_yaml(end)}{switch} and a larger max_gen_toks "
-            "(docs/how-to/evaluate-thinking-models.md)",
+            "(docs/how-to/evaluate-chat-and-thinking.md)",
         )
     prefix = leaf.get_config("gen_prefix")
     if prefix and prompting.think_end_token is not None:

@@ -304,7 +304,7 @@ def test_missing_examples_are_found_in_advance_and_other_data_are_another_task(t
 
 
 def test_task_files_in_the_documentation_are_valid(tmp_path: Path) -> None:
-    page = (PROJECT / "docs" / "how-to" / "gate-on-your-own-task.md").read_text()
+    page = (PROJECT / "docs" / "how-to" / "gate-on-a-task.md").read_text()
     blocks = re.findall(r"```(?:yaml|python)\n(.*?)```", page, re.DOTALL)
     capitals, named = (block for block in blocks if re.search(r"^task: ", block, re.MULTILINE))
     (several,) = (block for block in blocks if "task_list:" in block)

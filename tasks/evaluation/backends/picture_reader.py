@@ -38,7 +38,7 @@ def load_processor(name: str, directory: Path, *, runs_code: bool = False) -> An
             cause = f"it needs {missing[0].replace('PIL', 'Pillow')}, which is not installed"
             expected = "the packages of the processor"
             remedy = pip_command("mergegate[pictures]") + (
-                " and the torchvision that belongs to your torch (docs/how-to/gate-vision-language-models.md)"
+                " and the torchvision that belongs to your torch (docs/how-to/gate-other-kinds.md)"
                 if missing == ["torchvision"]
                 else ""
             )
