@@ -7,7 +7,7 @@
 A temporary project has a server (SQLite), a deployment with a limit of one run, and a worker. When the run reports that
 it is alive, the script sends SIGKILL to it and the worker. It then measures the time until the run is ``Crashed``,
 until the limit lets another run begin, and until the webhook receives the message. The results are in
-``docs/how-to/notify-people.md``.
+``dev/measurements/operation.md``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands of ``docs/how-to/schedule-runs.md`` and ``approve-releases.md``, word for word."""
+"""The commands of ``docs/how-to/schedule-runs.md``, word for word."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WRITTEN_HOOK = "https://chat.example/hooks/123"
 WRITTEN_SCHEDULE = '"0 3 * * *", timezone: Europe/Berlin'
 
 
-HOW_TO = PROJECT / "docs" / "how-to"
+PAGE = PROJECT / "docs" / "how-to" / "schedule-runs.md"
 
 
 @pytest.fixture
@@ -43,12 +43,12 @@ def types(me: Reader, text: str) -> str:
 
 @pytest.mark.proof
 def test_the_page_word_for_word(tmp_path: Path, database: str) -> None:
-    clone, page = fresh_clone(tmp_path), HOW_TO / "schedule-runs.md"
-    nights = blocks_of(page)[0].text
+    clone = fresh_clone(tmp_path)
+    nights = blocks_of(PAGE)[0].text
     activate, server, worker, deploy, by_hand, refused, report = (
-        block.text for block in blocks_of(page, "From a new machine to the first report")
+        block.text for block in blocks_of(PAGE, "From a new machine to the first report")
     )
-    approve = next(block.text for block in blocks_of(HOW_TO / "approve-releases.md") if block.is_command)
+    approve = next(block.text for block in blocks_of(PAGE, "Approve releases") if block.is_command)
     port = free_port()
     environment = bare_environment(clone)
     with webhook() as received:
