@@ -12,7 +12,7 @@ for a normal mean. The intervals at these levels are *repeated confidence interv
 Stat. Soc. B 51:305). All of them together cover with the requested confidence, so the gate may stop at any look, for
 any reason.
 
-The exponent 2 is a compromise (Kim & DeMets 1987, Biometrika 74:149; see ``docs/explanation/interim-looks.md``). With
+The exponent 2 is a compromise (Kim & DeMets 1987, Biometrika 74:149; see ``dev/statistics/interim-looks.md``). With
 1, more decisions come early, but the last look is weaker. Larger exponents, like O'Brien & Fleming's bounds, save
 hardly any documents.
 """

@@ -1,4 +1,4 @@
-"""The worked examples in ``docs/explanation`` and the how-to pages about the gate show the numbers that it computes."""
+"""The pages about the gate in ``docs/explanation`` and ``dev/statistics`` show the numbers that it computes."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from mergegate.tasks.gate.settings import GateRule
 from mergegate.tasks.gate.statistics import Difference, binary_difference, normal_quantile, student_quantile
 from mergegate.tasks.gate.suite import TaskDrop, mean_drop
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+PROJECT = Path(__file__).resolve().parents[2]
 
 
 def page(name: str) -> str:
-    """Return a page of the explanations on one line, with plain minus signs."""
-    text = (DOCS / "explanation" / f"{name}.md").read_text(encoding="utf-8")
+    """Return a page of the explanations or the statistics on one line, with plain minus signs."""
+    files = (PROJECT / folder / f"{name}.md" for folder in ("docs/explanation", "dev/statistics"))
+    text = next(file for file in files if file.exists()).read_text(encoding="utf-8")
     return " ".join(text.replace("\N{MINUS SIGN}", "-").split())
 
 
@@ -51,10 +52,14 @@ def test_the_first_example_of_one_guard() -> None:
 
 
 def test_the_example_of_interim_looks() -> None:
-    for look in plan_looks(interim_looks(1319, 500), 0.95):
+    looks = plan_looks(interim_looks(1319, 500), 0.95)
+    for look in looks:
         row = (look.number, f"{look.documents:,}", f"{100 * look.confidence:.2f} %")
         quantile = f"{normal_quantile(look.confidence):.2f}"
         assert "| {} | {} | {} | {} |".format(*row, quantile) in page("interim-looks")
+    levels = [f"{100 * look.confidence:.2f} %" for look in looks]
+    sentence = "{} with 500 documents, {} with 1,000 and {} with 1,319.".format(*levels)
+    assert sentence in page("gate-statistics")
     single, early = (100 * binary_difference(25, 22, 500, level).high for level in (0.95, 0.9928))
     assert f"A 95 % bound would be {single:.1f}" in page("interim-looks")
     assert f"At 99.28 %, the bound is {early:.1f}" in page("interim-looks")
@@ -73,11 +78,15 @@ def test_the_example_of_a_suite() -> None:
 
 def test_the_errors_of_attempts_and_of_an_anchor() -> None:
     first, second = (f"{100 * GateRule().for_attempt(number, 4).confidence:.4g} %" for number in (1, 2))
-    assert f"decided at {first}, each remedy at {second}" in page("suites-and-attempts")
+    for name in ("suites-and-attempts", "gate-statistics"):
+        assert f"decided at {first}, each remedy at {second}" in page(name)
     for refusals in range(4):
         error = f"{100 * (1 - anchor_confidence(0.95, refusals)):.2g}"
         confidence = f"{100 * anchor_confidence(0.95, refusals):.4g}"
         assert f"| {refusals} | {error} % | {confidence} % |" in page("scheduled-runs-and-anchors")
+    levels = [f"{100 * anchor_confidence(0.95, refusals):.4g} %" for refusals in range(3)]
+    sentence = "confidence is {} at first, {} after one refusal and {} after two".format(*levels)
+    assert sentence in page("gate-statistics")
 
 
 @pytest.mark.story
@@ -92,6 +101,7 @@ def test_the_example_of_graded_scores() -> None:
     assert f"| Student's t | {100 * drop:.1f} | {students:.1f} | pass |" in page("graded-scores")
     assert f"| {100 * drop:.1f} | about {np.median(bounds):.0f} | inconclusive |" in page("graded-scores")
     assert [graded_difference(np.zeros(n), 0.95).high <= 0.03 for n in (104, 105)] == [False, True]
+    assert "a margin of 3 points needs 105 documents" in page("gate-statistics")
 
 
 @pytest.mark.story
@@ -107,4 +117,5 @@ def test_the_example_of_clusters() -> None:
     assert f"| `new subjects` | {interval(clustered_difference(differences, subjects, questions, 0.95))} |" in text
     quantiles = critical_value((50,) * 20, 0.95), student_quantile(0.95, 19)
     assert "`q` is {:.1f} instead of Student's {:.1f}".format(*quantiles) in text
+    assert "{:.1f} for 20 equal clusters, instead of Student's {:.1f}".format(*quantiles) in page("gate-statistics")
     assert f"one of 500 count as {effective_clusters((100,) * 10 + (500,)):.1f}" in text
