@@ -202,7 +202,8 @@ def cli_page() -> str:
     root = typer.main.get_command(app)
     commands: Mapping[str, Any] = root.commands  # type: ignore[attr-defined]
     lines = ["# Command line", "", _NOTE, "", "Every command prints its options with `--help`.", ""]
-    lines += ["[Exit codes](exit-codes.md) and [JSON output](json.md) are the same for all commands."]
+    codes, answers = "[Exit codes](machine-interface.md#exit-codes)", "[JSON output](machine-interface.md#json-output)"
+    lines += [f"{codes} and {answers} are the same for all commands."]
     for panel, rows in commands.summaries().items():  # type: ignore[attr-defined]
         lines += ["", f"## {panel}", ""]
         for name, _ in rows:

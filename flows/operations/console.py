@@ -12,7 +12,7 @@ The JSON object of a command has a status, a message, findings, then other keys:
 
     {"status": "refused", "message": "…", "findings": [{"severity": "block", "where": "…", …}], …}
 
-docs/reference/json.md describes it for users, docs/schema/answer.json for programs.
+docs/reference/machine-interface.md describes it for users, docs/schema/answer.json for programs.
 """
 
 from __future__ import annotations

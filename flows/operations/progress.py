@@ -18,7 +18,7 @@ columns everywhere, and a long result continues below itself::
     {"event": "announced", "time": …, "text": "remedy 1: density: 0.3"}
     {"event": "finished", "time": …, "status": "released", "message": "…", "findings": [], …}
 
-The last line has the keys of ``--json``. docs/reference/json.md describes all of them.
+The last line has the keys of ``--json``. docs/reference/machine-interface.md describes all of them.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def test_what_commands_print_for_machines_has_one_shape(demo: Project, command: 
 
 def documented_statuses(command: str) -> set[str]:
     """Return the statuses that the page about JSON output lists for a command and for errors."""
-    page = (PROFILES.parent / "docs" / "reference" / "json.md").read_text()
+    page = (PROFILES.parent / "docs" / "reference" / "machine-interface.md").read_text()
     table = page.partition("| commands | `status` |")[2].partition("\n\n")[0]
     rows = {cells[0]: cells[1] for line in table.splitlines()[2:] if (cells := line.strip("| ").split(" | "))}
     first, *others = command.split()
