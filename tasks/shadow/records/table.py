@@ -3,7 +3,7 @@
 A row is one request at one arm. The user received an ``answer``; a ``copy`` was only recorded. All rows for one user
 request share an ``exchange``: an answer and its copy (a pair to be judged), or a failure of the candidate and the
 parent's answer that replaced it. An existing gateway may write these rows directly.
-``docs/how-to/watch-a-release.md`` describes the columns.
+``dev/shadow-releases.md`` describes the columns.
 """
 
 from __future__ import annotations
