@@ -27,9 +27,7 @@ def test_the_size_of_each_package_is_within_the_budget() -> None:
     limits, sizes = BUDGET["product"]["limits"], size_of_product()
     assert sizes.keys() == limits.keys()
     larger = {one: (size, limits[one]) for one, size in sizes.items() if any(map(gt, size, limits[one]))}
-    assert larger == {}, (
-        "Simplify the package, or raise its limits in tests/budget.toml with a line that gives the reason."
-    )
+    assert larger == {}, "Simplify the package, or raise its limits in tests/budget.toml and give the reason."
 
 
 @pytest.mark.parametrize("tier", ["test", "story"])
