@@ -100,8 +100,8 @@ class StoredArtifact(_Part):
 
 # Fields of the judge's verdict in ``report.json``, which has the name of the judge as ``model``.
 _JUDGE_KEY = (
-    *("reference", "prompts", "wins", "ties", "losses", "win_rate", "low", "high", "confidence", "consistency"),
-    *("length_ratio", "answers", "reference_cut_off", "merge_cut_off", "max_shortfall", "outcome", "reason"),
+    "reference prompts wins ties losses win_rate low high confidence consistency length_ratio answers "
+    "reference_cut_off merge_cut_off max_shortfall outcome reason"
 )
 
 
@@ -163,7 +163,9 @@ class ReportContent(_Part):
         key["served"] = [check.model_dump(exclude={"seen", "where"}) for check in self.served]
         if self.judge:
             controls = self.judge.controls
-            key["judge"] = {name: getattr(self.judge, name) for name in _JUDGE_KEY} | {"model": self.judge.judge}
+            key["judge"] = {name: getattr(self.judge, name) for name in _JUDGE_KEY.split()} | {
+                "model": self.judge.judge
+            }
             key["judge"]["controls"] = (controls.found, controls.pairs) if controls else None
         return key if self.kind == TEXT_GENERATOR else {**key, "kind": asdict(self.kind)}
 
