@@ -309,6 +309,8 @@ class _Application:
             slices = self._names.find_parameter(module, parameter)
             if slices and (form := self._form(f"{module}.{parameter}", slices, a, b)) is not None:
                 candidates.append((parameter, slices, form))
+        if len(candidates) > 1:  # For example, a projection up and one down, each in one of the orientations.
+            candidates = [candidate for candidate in candidates if candidate[2][1] == self._swaps_axes()]
         if len(candidates) != 1:
             raise InvalidInput(
                 a.full_name,
@@ -323,6 +325,15 @@ class _Application:
             weight = AdaptedWeight(tensor.name, tensor.dtype, tensor.shape, tensor, a, b, scale, None, transposed)
             expert, first_row = part.expert, part.first_row
             self._put(replace(weight, experts=experts, expert=expert, first_row=first_row, round_change=True))
+
+    def _swaps_axes(self) -> bool:
+        """Return whether PEFT treated experts as [experts, in, out] instead of [experts, out, in].
+
+        PEFT before 0.19 does so for all families. PEFT 0.19.0 does the opposite of later versions, which do so for
+        families that store experts in this way.
+        """
+        version = self._config.peft_version
+        return () < version < (0, 19) or bool(self._kinds & _TRANSPOSED_EXPERTS) != (version == (0, 19, 0))
 
     def _form(
         self, name: str, slices: tuple[ExpertSlice, ...], a: StoredTensor, b: StoredTensor
@@ -358,16 +369,10 @@ class _Application:
             return (experts, False) if product == straight else None
         if straight[0] != straight[1]:
             return experts, product != straight
-        # PEFT before 0.19 treats all experts as [experts, in, out]. PEFT 0.19.0 treats those of the transposed families
-        # as [experts, out, in] and all others as [experts, in, out], and later versions do the opposite.
-        version, is_transposed = self._config.peft_version, bool(self._kinds & _TRANSPOSED_EXPERTS)
-        if () < version < (0, 19):
-            return experts, True
-        if is_transposed and version != (0, 19, 0):
-            return experts, True
+        is_transposed, version = bool(self._kinds & _TRANSPOSED_EXPERTS), self._config.peft_version
         is_known = self._names.is_known or any(family_defaults(kind) is not None for kind in self._kinds)
-        if is_known and version and not is_transposed:
-            return experts, version == (0, 19, 0)
+        if is_transposed or () < version < (0, 19) or (is_known and version):
+            return experts, self._swaps_axes()
         raise InvalidInput(
             f"{self._config.location}: target_parameters",
             found=f"{name} is square, so its shape does not show whether PEFT treated it as [in, out] or [out, in]",

@@ -22,7 +22,7 @@ from mergegate.merge_core.checkpoint import class_of, config_parts
 from mergegate.merge_core.errors import MergegateError
 from mergegate.tasks.checkpoints.model_cache import import_lean
 from mergegate.tasks.checkpoints.model_process import CallNeeds, TellProgress, call_model_process
-from mergegate.tasks.stage import store
+from mergegate.tasks.stage import record_stage, store
 from mergegate.tasks.store import digest
 
 _VERSION = 1  # Increase it when the meaning of an answer changes.
@@ -95,6 +95,7 @@ def _answer(config: str, table: Table) -> Differences:
         return result
 
     key = digest([_VERSION, version("transformers"), config, table])
+    record_stage("classes", key, "")
     try:
         value, _ = store().build_value("classes", key, _Answer, ask)
     except MergegateError as error:

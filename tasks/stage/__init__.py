@@ -29,7 +29,7 @@ from mergegate.tasks.stage.progress import (
 from mergegate.tasks.stage.project import home, log_shared_store_savings, nearest_directory
 from mergegate.tasks.stage.pulse import Pace, Pulse
 from mergegate.tasks.stage.stages import StageValue, separate_store, stage, step, store, value_stage
-from mergegate.tasks.stage.usage import created_bytes, keep_quota, record_run, runs_directory, store_quota
+from mergegate.tasks.stage.usage import created_bytes, keep_quota, record_run, record_stage, runs_directory, store_quota
 from mergegate.tasks.stage.verdict import (
     JointVerdict,
     Outcome,

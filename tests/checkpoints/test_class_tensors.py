@@ -46,6 +46,7 @@ def test_every_missing_or_repeated_tensor_of_a_family_is_found(name: str, tmp_pa
     assert extra == Differences(ignored=("an.extra.weight",))
 
 
+@pytest.mark.usefixtures("home")
 def test_models_of_one_configuration_and_table_share_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A failure of the process, or an answer of another shape, is reported and asked again."""
     model = open_checkpoint(make(BY_NAME["llama"], tmp_path / "model", 0))
