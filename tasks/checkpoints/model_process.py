@@ -378,7 +378,8 @@ class _ModelProcess:
 
     def __init__(self, kind: _Kind, readable: set[str]) -> None:
         self.kind = kind
-        self.readable = readable | {str(store().root)}  # Paths that it may read.
+        # Real paths that it may read. Permissions follow links.
+        self.readable = {str(path.resolve()) for path in (*map(Path, readable), store().root)}
         self.models: set[str] = set()  # Digests of the models that the process was called for.
         self.connection, child_connection = Pipe()
         compile_libraries()
@@ -410,9 +411,9 @@ class _ModelProcess:
             child_connection.close()
 
     def reads(self, paths: set[str]) -> bool:
-        """Return whether the process may read all ``paths``. Permissions follow links to real files."""
-        readable = {Path(path).resolve() for path in self.readable}
-        return all(not readable.isdisjoint((path, *path.parents)) for path in (Path(path).resolve() for path in paths))
+        """Return whether the process may read all ``paths``."""
+        resolved = (Path(path).resolve() for path in paths)
+        return all(not self.readable.isdisjoint(map(str, (path, *path.parents))) for path in resolved)
 
     def send(self, content: tuple[Any, ...]) -> None:
         """Send a request, with the open files of its journals, because the process cannot write to the store."""

@@ -64,11 +64,9 @@ def check_tensors(checkpoint: Checkpoint) -> list[Check]:
     if found.unknown:
         return [Check.not_offered("tensors", found.reason, "a model of transformers")]
     if found.reason:
-        seen, location = (
-            f"transformers cannot build a model from it: {found.reason}",
-            checkpoint.directory / "config.json",
-        )
-        return [failed_check(str(location), seen, "a configuration of transformers", "compare it with a parent's")]
+        seen = f"transformers cannot build a model from it: {found.reason}"
+        location = str(checkpoint.directory / "config.json")
+        return [failed_check(location, seen, "a configuration of transformers", "compare it with a parent's")]
     checks = []
     if missing := found.missing + found.unjoined:
         seen = f"missing{count_others(missing)}; the configuration requires it"

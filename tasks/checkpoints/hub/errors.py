@@ -18,7 +18,7 @@ _DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
 
 def client_errors() -> tuple[type[Exception], ...]:
     """Return the types of all exceptions that the client raises if a request fails."""
-    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # httpx or httpx2, as the library's version has it
+    from huggingface_hub.errors import HFValidationError, HTTPError  # type: ignore[attr-defined]  # httpx or httpx2
 
     # RuntimeError is raised by hf_xet.
     return (HTTPError, HFValidationError, OSError, RuntimeError)
