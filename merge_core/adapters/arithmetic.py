@@ -1,25 +1,44 @@
-"""Compute adapted values for parts of a tensor, with the rounding of PEFT. torch is imported lazily.
+"""Compute adapted values as PEFT rounds them, factor a change by two matrices of low rank, and estimate sizes.
+
+torch is imported lazily.
 
 The product of two factors is computed in tiles of complete rows on a fixed grid, so an element does not depend on the
 block in which it is read. Each tile is bit-identical to the same part of the full product. This requires tiles of at
 least 16 rows, because with few rows, torch computes matrix-vector products, which sum in a different order.
+
+The size of a combined adapter follows from ranks and shapes. The rank of an exact sum of changes is the sum of the
+adapters' ranks. All other ranks are limited by the recipe and by the dimensions of the weight.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergegate.merge_core.checkpoint import AnyTensor, DerivedTensor, ReadElements, ReadStored, StoredTensor, patterns
+from mergegate.merge_core.adapters.adapter import Adapter
+from mergegate.merge_core.adapters.combination import changes_of, format_of_factors, plan_full_tensors
+from mergegate.merge_core.checkpoint import (
+    BY_TORCH_NAME,
+    AnyTensor,
+    Checkpoint,
+    DerivedTensor,
+    ReadElements,
+    ReadStored,
+    StoredTensor,
+    patterns,
+)
+from mergegate.merge_core.recipe import Recipe
 
 if TYPE_CHECKING:
     import torch
 
     from mergegate.merge_core.checkpoint import DType
+
 
 # A tile fits in the cache of a core and is large enough to amortize its calls. Every tile, including the last one, has
 # at least _FEWEST_ROWS rows.
@@ -214,3 +233,150 @@ def scale_directions(
             values[low - first : high - first] = moved.reshape(-1)[low - start : high - start].to(values.dtype)
 
     return write_change
+
+
+# Up to this size, a full decomposition takes seconds. Above it, only the strongest directions are computed.
+_FULL_DECOMPOSITION = 1024
+_OVERSAMPLED, _ITERATIONS = 16, 6
+
+
+@dataclass(frozen=True)
+class LowRankChange:
+    """Change of a weight ``Δ``, approximated by ``B @ A``.
+
+    Args:
+        a: Factor ``A``, ``[rank, in]``.
+        b: Factor ``B``, ``[out, rank]``.
+        left_out: Squared norm of ``Δ - B @ A``, with the factors in their final format.
+        squared: Squared norm of ``Δ``.
+    """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    left_out: float
+    squared: float
+
+    @property
+    def error(self) -> float:
+        """Norm of ``Δ - B @ A``, divided by the norm of ``Δ``."""
+        return math.sqrt(max(self.left_out, 0.0) / self.squared) if self.squared else 0.0
+
+
+def factor_change(change: torch.Tensor, rank: int, *, epsilon: float = 0.0, dtype: torch.dtype) -> LowRankChange:
+    """Approximate a change ``[out, in]`` by the factors ``B = U sqrt(S)`` and ``A = sqrt(S) Vᵀ`` of its SVD.
+
+    Args:
+        change: Change of a weight, in float32 or float64.
+        rank: Maximum rank.
+        epsilon: Limit up to which singular values are dropped, except for the largest.
+        dtype: Format of the factors.
+    """
+    import torch
+
+    max_rank = min(rank, *change.shape)
+    if min(change.shape) <= _FULL_DECOMPOSITION or max_rank + _OVERSAMPLED >= min(change.shape):
+        u, s, vh = torch.linalg.svd(change, full_matrices=False)
+    else:  # Only the strongest directions, by subspace iteration from a fixed start.
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(change.shape[1], max_rank + _OVERSAMPLED, generator=generator, dtype=change.dtype)
+        basis = torch.linalg.qr(change @ start)[0]
+        for _ in range(_ITERATIONS):
+            basis = torch.linalg.qr(change @ torch.linalg.qr(change.T @ basis)[0])[0]
+        u, s, vh = torch.linalg.svd(basis.T @ change, full_matrices=False)
+        u = basis @ u
+    rank = min(max_rank, max(1, int((s > epsilon).sum())))
+    root = s[:rank].sqrt()
+    a, b = (root[:, None] * vh[:rank]).to(dtype), (u[:, :rank] * root).to(dtype)
+    rest = change - b.to(change.dtype) @ a.to(change.dtype)
+    return LowRankChange(a, b, float(rest.double().square().sum()), float(change.double().square().sum()))
+
+
+def factor_sum(
+    factors: Sequence[tuple[float, torch.Tensor, torch.Tensor]], rank: int | None, *, dtype: torch.dtype
+) -> LowRankChange:
+    """Return factors for the sum of ``weight · B @ A`` over ``factors``, which are triples ``(weight, A, B)``.
+
+    With ``rank`` None, the result is exact, and its rank is the sum of the ranks. With a smaller rank, it is truncated.
+    The full product is never computed: QR decompositions of the stacked factors reduce it to a core matrix whose size
+    is the sum of the ranks. ``dtype`` is the format of the result.
+    """
+    import torch
+
+    a = torch.cat([weight * factor for weight, factor, _ in factors])
+    b = torch.cat([factor for _, _, factor in factors], dim=1)
+    core_left, r_left = torch.linalg.qr(b.double())
+    core_right, r_right = torch.linalg.qr(a.double().T)
+    core = r_left @ r_right.T
+    squared = float(core.square().sum())
+    if rank is None or rank >= len(a):
+        return LowRankChange(a.to(dtype), b.to(dtype), 0.0, squared)
+    u, s, vh = torch.linalg.svd(core, full_matrices=False)
+    root = s[:rank].sqrt()
+    near, far = (core_left @ u[:, :rank] * root).to(dtype), (root[:, None] * (vh[:rank] @ core_right.T)).to(dtype)
+    # ‖Δ - BA‖² = ‖Δ‖² - 2⟨Δ, BA⟩ + ‖BA‖², where each term is computed from products of thin factors.
+    b_, a_, near_, far_ = b.double(), a.double(), near.double(), far.double()
+    shared = float(((b_.T @ near_) * (a_ @ far_.T)).sum())
+    own = float(((near_.T @ near_) * (far_ @ far_.T)).sum())
+    return LowRankChange(far, near, squared - 2 * shared + own, squared)
+
+
+_CHANGE_BYTES = 4  # Bytes per element of a change that is stored as a full matrix.
+
+
+@dataclass(frozen=True)
+class CombinedSize:
+    """Estimated size of a combined adapter, and cost of combining it.
+
+    Args:
+        tensors: Number of tensors in the combined adapter.
+        parameters: Maximum number of parameters in the combined adapter. Changes of a smaller rank need fewer.
+        nbytes: Maximum size of the combined adapter's tensors in bytes.
+        read: Size of all input adapters in bytes.
+        files: Number of files of the input adapters.
+        scratch: Temporary disk space for changes as full matrices, in bytes. 0 for a plain sum.
+        largest: Number of elements of the largest change.
+    """
+
+    tensors: int
+    parameters: int
+    nbytes: int
+    read: int
+    files: int
+    scratch: int
+    largest: int
+
+
+def combined_size(recipe: Recipe, base: Checkpoint, adapters: Mapping[str, Adapter]) -> CombinedSize:
+    """Estimate the result of ``combine_adapters`` with the same arguments, without reading weights.
+
+    Raises:
+        InvalidInput: The headers show that ``combine_adapters`` would fail.
+    """
+    assert recipe.output is not None  # Guaranteed by the caller.
+    parts = {ref: changes_of(ref, base, adapter, is_local=False) for ref, adapter in adapters.items()}
+    # A model that the recipe lists twice counts twice.
+    merged = [str(source.model) for source in recipe.modules[0].slices[0].sources if str(source.model) in parts]
+    ranks: dict[str, int] = {}
+    for ref in merged:
+        for name, change in parts[ref][0].items():
+            ranks[name] = ranks.get(name, 0) + change.a.shape[0]
+    max_rank, numbers = recipe.output.rank, 0
+    for name, total_rank in ranks.items():
+        rows, columns = base.tensors[name].shape
+        exact = recipe.output.is_sum and (max_rank is None or max_rank >= total_rank)
+        rank = total_rank if exact or max_rank is None else min(max_rank, rows, columns)
+        numbers += rank * (rows + columns)
+    element_counts = [base.tensors[name].numel for name in ranks]
+    plan = plan_full_tensors(recipe, base, {ref: full_tensors for ref, (_, full_tensors) in parts.items()})
+    outputs = [job.output for job in plan.jobs] if plan else []
+    stored = {id(tensor): tensor for adapter in adapters.values() for tensor in adapter.stored_tensors}
+    width = BY_TORCH_NAME[str(format_of_factors(recipe)).removeprefix("torch.")].size
+    return CombinedSize(
+        tensors=2 * len(ranks) + len(outputs),
+        parameters=numbers + sum(output.numel for output in outputs),
+        nbytes=numbers * width + sum(output.nbytes for output in outputs),
+        read=sum(tensor.nbytes for tensor in stored.values()),
+        files=len({tensor.file for tensor in stored.values()}),
+        scratch=0 if recipe.output.is_sum else _CHANGE_BYTES * sum(element_counts),
+        largest=max(element_counts, default=0),
+    )

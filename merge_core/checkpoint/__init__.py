@@ -38,7 +38,6 @@ from mergegate.merge_core.checkpoint.companions import (
     nested_names,
 )
 from mergegate.merge_core.checkpoint.configuration import CONFIG_KEYS, TEXT_PARTS, config_parts, read_config
-from mergegate.merge_core.checkpoint.derived_tensors import AnyTensor, DerivedTensor, ReadElements, ReadStored
 from mergegate.merge_core.checkpoint.dtypes import (
     BY_CODE,
     BY_TORCH_NAME,
@@ -58,6 +57,10 @@ from mergegate.merge_core.checkpoint.gguf_file import (
     read_gguf_header,
 )
 from mergegate.merge_core.checkpoint.heads import (
+    AnyTensor,
+    DerivedTensor,
+    ReadElements,
+    ReadStored,
     equal_bytes,
     is_embedding,
     is_head,

@@ -20,8 +20,7 @@ from mergegate.merge_core.checkpoint.companions import (
     list_uncopied,
 )
 from mergegate.merge_core.checkpoint.configuration import read_config
-from mergegate.merge_core.checkpoint.derived_tensors import AnyTensor
-from mergegate.merge_core.checkpoint.heads import settle_head
+from mergegate.merge_core.checkpoint.heads import AnyTensor, settle_head
 from mergegate.merge_core.checkpoint.pickled_file import read_pickled
 from mergegate.merge_core.checkpoint.quantized_tensors import decode_quantized
 from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor, read_header

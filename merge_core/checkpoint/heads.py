@@ -1,21 +1,36 @@
-"""Recognize output heads and embeddings by name, and decide whether a stored head is tied to the embedding.
+"""Recognize output heads and embeddings by name, and define tensors that are computed while they are read.
 
 ``tie_word_embeddings`` in config.json is not reliable: a checkpoint may contain a trained head although the flag is
-true, and transformers then loads that head. Therefore, mergegate treats a stored head as tied if it equals the
-embedding, and as independent if it differs.
+true, and transformers then loads that head. Therefore, mergegate treats a stored head as tied to the embedding if it
+equals it, and as independent if it differs.
+
+A derived tensor changes numbers, such as a weight with an adapter or a decoded quantized weight. It names the stored
+tensors that it depends on and computes any range of its elements, so the engine can stream it in blocks like a stored
+tensor. A change that only moves numbers (a renumbered layer, one expert of a fused tensor) needs none: a new
+:class:`~merge_core.checkpoint.safetensors_file.StoredTensor` refers to the same bytes.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mergegate.merge_core.checkpoint.configuration import config_parts
+from mergegate.merge_core.checkpoint.dtypes import DType, SizedTensor
 from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor, read_into
 from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.parsing import open_plain
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+    Bytes: TypeAlias = NDArray[np.uint8]
+
 
 # Suffixes of names, after a dot. A plan tests every tensor, and a suffix test takes a tenth of the time of a regex.
 _HEADS = (".lm_head.weight", ".embed_out.weight")
@@ -104,3 +119,40 @@ def equal_bytes(first: StoredTensor, second: StoredTensor, directory: Path | Non
             if block_1 != block_2:
                 return False
     return True
+
+
+# Called with a tensor, the index of the first element and a buffer. Fills the buffer with elements as they are stored.
+ReadStored: TypeAlias = "Callable[[StoredTensor, int, Bytes], None]"
+# Called with the index of the first element and a buffer. Fills the buffer with elements in the tensor's own format.
+ReadElements: TypeAlias = "Callable[[int, Bytes], None]"
+
+
+@dataclass(frozen=True)
+class DerivedTensor(SizedTensor, ABC):
+    """A tensor that is computed from stored tensors, and whose values are rounded once to ``dtype``."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+    @property
+    @abstractmethod
+    def parts(self) -> tuple[StoredTensor, ...]:
+        """Stored tensors that the values depend on. The first is the tensor that this one replaces."""
+
+    @abstractmethod
+    def identity(self) -> Any:
+        """Return JSON-compatible data that, together with ``parts``, determines the values."""
+
+    @abstractmethod
+    def open(self, read: ReadStored) -> ReadElements:
+        """Prepare the data that every block needs, such as scales and norms, and return a reader of the elements.
+
+        Several threads may call the returned reader concurrently. It reads stored tensors with ``read``.
+
+        Raises:
+            InvalidInput: A stored tensor cannot be read.
+        """
+
+
+AnyTensor: TypeAlias = StoredTensor | DerivedTensor

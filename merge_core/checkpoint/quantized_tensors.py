@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from mergegate.merge_core.checkpoint.derived_tensors import AnyTensor, DerivedTensor, ReadElements, ReadStored
 from mergegate.merge_core.checkpoint.dtypes import BY_CODE, numbers, patterns
+from mergegate.merge_core.checkpoint.heads import AnyTensor, DerivedTensor, ReadElements, ReadStored
 from mergegate.merge_core.checkpoint.safetensors_file import StoredTensor
 from mergegate.merge_core.errors import Finding, InvalidInput
 

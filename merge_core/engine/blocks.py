@@ -25,7 +25,7 @@ from mergegate.merge_core.checkpoint import (
     patterns,
     read_into,
 )
-from mergegate.merge_core.engine.finite import PIECE_BYTES, count_non_finite, take_constants
+from mergegate.merge_core.engine.health import PIECE_BYTES, count_non_finite, take_constants
 from mergegate.merge_core.engine.input_files import InputFiles
 from mergegate.merge_core.methods import Block, StoredBlock
 from mergegate.merge_core.plan import MEAN, SEVERAL, ZERO, Input, RowMap, TensorJob
@@ -176,7 +176,7 @@ class JobInputs:
 
         Args:
             index: Index of the block, from 0.
-            check_finite: Whether to count the NaN and infinite elements of each input (see :mod:`.finite`).
+            check_finite: Whether to count the NaN and infinite elements of each input (see :mod:`.health`).
             fused: Whether to count them with compiled kernels.
             uncached: Whether to bypass the page cache if possible. All inputs must be stored in the output's order.
         """
@@ -402,7 +402,7 @@ class LoadedBlock:
         self.close()
 
     def take_constants(self) -> int:
-        """Replace infinities that all inputs have in common by zero (see :mod:`.finite`), and return their number.
+        """Replace infinities that all inputs have in common by zero (see :mod:`.health`), and return their number.
 
         Tables with lent rows have none, because a lent row is not in all models.
         """

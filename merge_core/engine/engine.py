@@ -18,12 +18,12 @@ from pathlib import Path
 
 from mergegate.merge_core.checkpoint import DerivedTensor
 from mergegate.merge_core.engine import journal
-from mergegate.merge_core.engine.coordination import FINISHING, join_merge
 from mergegate.merge_core.engine.devices import EngineSettings, SingleThreadedTorch, choose_devices
 from mergegate.merge_core.engine.execution import ComputeContext, DocumentRun, open_inputs, require_prepared
 from mergegate.merge_core.engine.health import judge_health
+from mergegate.merge_core.engine.input_files import input_pages
+from mergegate.merge_core.engine.journal import FINISHING, join_merge
 from mergegate.merge_core.engine.output import CONFIG, STEPS, check_directory, file_names, write_companions
-from mergegate.merge_core.engine.pages import input_pages
 from mergegate.merge_core.engine.writer import PARTIAL, refuse_disk_errors
 from mergegate.merge_core.errors import Finding, worst_first
 from mergegate.merge_core.files import ASIDE, hold_lock, remove_any, remove_contents, state_directory

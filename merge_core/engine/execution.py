@@ -24,8 +24,7 @@ from mergegate.merge_core.engine import journal
 from mergegate.merge_core.engine.blocks import BufferPool, read_ahead, read_ahead_limit
 from mergegate.merge_core.engine.devices import Devices, EngineSettings, SingleThreadedTorch, own_stream
 from mergegate.merge_core.engine.health import TensorHealth
-from mergegate.merge_core.engine.input_files import InputFiles
-from mergegate.merge_core.engine.pages import InputPages
+from mergegate.merge_core.engine.input_files import InputFiles, InputPages
 from mergegate.merge_core.engine.tensor_run import RunContext, TensorRun
 from mergegate.merge_core.engine.writer import WAITING_BYTES, ShardFiles
 from mergegate.merge_core.errors import InvalidInput

@@ -1,4 +1,4 @@
-"""Record in a journal which tensors of a shard are finished, and lock the journal while a participant works on it.
+"""Record in a journal which tensors of a shard are finished, and let several processes share a merge by its locks.
 
 Every output shard has a journal file. The participant that holds the lock of the journal writes the shard. So several
 processes can divide a merge, even on several machines that share the file system. When a participant is killed, its
@@ -12,6 +12,10 @@ of the machine, and after another boot the journal is valid only if the shard is
 The lines form a hash chain that starts with the identity of the merge: recipe, seed, inputs (path, size, times), device
 and layout. Lines from the first mismatch on are ignored. In the journal of another merge, no line matches, and the
 shard is started again.
+
+Every participant also holds a shared lock on one file in the directory (:func:`join_merge`). A participant that gets an
+exclusive lock knows that it is the only one: the first prepares the directory, and the last cleans up. A lock ends with
+its process.
 """
 
 from __future__ import annotations
@@ -20,16 +24,24 @@ import errno
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
 from mergegate.merge_core.checkpoint import DerivedTensor
-from mergegate.merge_core.engine.coordination import NAME
 from mergegate.merge_core.engine.health import TensorHealth
 from mergegate.merge_core.engine.writer import PARTIAL, final_or_partial, refuse_disk_errors
-from mergegate.merge_core.files import FileIdentity, LineChain, has_mark, try_open_locked
+from mergegate.merge_core.files import (
+    MARK_CONTENT,
+    FileIdentity,
+    LineChain,
+    has_mark,
+    lock_file,
+    try_open_locked,
+    unlock_file,
+)
 from mergegate.merge_core.plan import MergePlan, Shard
 from mergegate.merge_core.system import boot_id
 
@@ -176,3 +188,58 @@ def _is_entry(entry: Any) -> bool:
 def _write(fd: int, line: bytes) -> None:
     if os.write(fd, line) < len(line):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+NAME = f"merge{PARTIAL}"
+FINISHING = f"finishing{PARTIAL}"
+
+
+@contextmanager
+def join_merge(
+    out: Path, *, check: Callable[[], None], prepare: Callable[[], None], tidy: Callable[[], None]
+) -> Iterator[None]:
+    """Take part in the merge into ``out`` while the ``with`` block runs, then wait for the other participants.
+
+    If the block raises, do not wait.
+
+    Args:
+        out: Output directory. It must exist.
+        check: Function called before any file is created. It raises unless ``out`` is empty or has an unfinished merge.
+        prepare: Function called after ``check`` if there is no other participant.
+        tidy: Function that the last participant calls at the end. It is not called after a failure, because the merge
+            can be resumed from the files that it would remove.
+    """
+    path = out / NAME
+    while True:
+        exists = path.exists()
+        check()
+        with refuse_disk_errors(path):
+            try:
+                # If the file existed and is gone now, the others have finished. Do not recreate it: their result stays.
+                fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | (0 if exists else os.O_CREAT), 0o644)
+            except FileNotFoundError:
+                continue
+        try:
+            # Write the mark before any other file, because it shows that later files belong to mergegate. It does not
+            # matter that all participants write it: they write the same bytes at the same offset.
+            with refuse_disk_errors(path):
+                os.write(fd, MARK_CONTENT)
+            if lock_file(fd, path, wait=False, required=False):
+                prepare()
+            if lock_file(fd, path, shared=True, required=False):
+                break
+        except BaseException:
+            os.close(fd)
+            raise
+        os.close(fd)
+
+    try:
+        yield
+        # Other participants still need the files that tidy removes, so all wait until the last one is done.
+        unlock_file(fd)
+        if lock_file(fd, path, required=False):
+            tidy()
+            (out / FINISHING).unlink(missing_ok=True)
+            path.unlink()
+    finally:
+        os.close(fd)

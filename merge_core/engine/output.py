@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from mergegate.merge_core.checkpoint import INDEX_NAME
-from mergegate.merge_core.engine.coordination import NAME
+from mergegate.merge_core.engine.journal import NAME
 from mergegate.merge_core.engine.writer import PARTIAL, refuse_disk_errors
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import fsync, has_mark

@@ -13,9 +13,14 @@ import numpy as np
 from mergegate.merge_core.checkpoint import DerivedTensor, StoredTensor, numbers, patterns
 from mergegate.merge_core.engine.blocks import BufferPool, JobInputs, LoadedBlock, block_size
 from mergegate.merge_core.engine.devices import EngineSettings, SingleThreadedTorch, device_type
-from mergegate.merge_core.engine.finite import inspect_numbers, put_constants, require_finite
-from mergegate.merge_core.engine.health import TensorHealth, sample_elements
-from mergegate.merge_core.engine.pages import InputPages
+from mergegate.merge_core.engine.health import (
+    TensorHealth,
+    inspect_numbers,
+    put_constants,
+    require_finite,
+    sample_elements,
+)
+from mergegate.merge_core.engine.input_files import InputPages
 from mergegate.merge_core.methods import GRAIN, Fold, Map, Method, Solve, Steps, combine, map_only, mask_key
 from mergegate.merge_core.plan import TensorJob
 

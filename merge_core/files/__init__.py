@@ -4,8 +4,6 @@ mergegate uses this package for everything that it writes and later reads back. 
 path, flushed to the disk and renamed. Damaged caches are built again.
 """
 
-from mergegate.merge_core.files.database import remove_sqlite, sqlite_fault
-from mergegate.merge_core.files.disk import disk_errors_refused, disk_refusal, is_disk_error
 from mergegate.merge_core.files.hashing import (
     HASHES,
     FileIdentity,
@@ -18,8 +16,11 @@ from mergegate.merge_core.files.locks import hold_lock, lock_file, try_open_lock
 from mergegate.merge_core.files.new_directory import (
     MARK,
     MARK_CONTENT,
+    disk_errors_refused,
+    disk_refusal,
     finish_directory,
     has_mark,
+    is_disk_error,
     new_directory,
     remove_contents,
 )
@@ -45,7 +46,9 @@ from mergegate.merge_core.files.state import (
     regular_files,
     remove_any,
     remove_damaged,
+    remove_sqlite,
     set_aside_damaged,
+    sqlite_fault,
     state_directory,
     user_cache,
     write_state,

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from mergegate.merge_core.errors import ChangedInput
-from mergegate.merge_core.files.database import misplaced_file, remove_sqlite, sqlite_is_damaged
-from mergegate.merge_core.files.state import state_directory
+from mergegate.merge_core.files.state import misplaced_file, remove_sqlite, sqlite_is_damaged, state_directory
 from mergegate.merge_core.parsing import plain_file
 
 HASHES = "hashes.sqlite"  # File name of the hash table in a store.

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from mergegate.merge_core.files import hashing
-from mergegate.merge_core.files.database import misplaced_file
 from mergegate.merge_core.files.hashing import HashMemo
+from mergegate.merge_core.files.state import misplaced_file
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from mergegate.merge_core import Finding
 from mergegate.merge_core.checkpoint.vocabulary import read_vocabulary
-from mergegate.merge_core.checkpoint.vocabulary.tokens import read_pieces
+from mergegate.merge_core.checkpoint.vocabulary.definition import read_pieces
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<s>"}
 TOKENIZER_FILES = (

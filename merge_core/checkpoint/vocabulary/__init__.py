@@ -12,22 +12,22 @@ from mergegate.merge_core.checkpoint.vocabulary.comparison import (
 from mergegate.merge_core.checkpoint.vocabulary.definition import (
     TOKENIZER_BOUNDS,
     TokenizerDefinition,
+    Vocabulary,
     cached_tokenizers,
     read_settings,
     read_tokenizer,
-)
-from mergegate.merge_core.checkpoint.vocabulary.tokens import Vocabulary, read_vocabulary, vocabulary_differences
-from mergegate.merge_core.checkpoint.vocabulary.transplant import (
-    METHODS,
-    TransplantMethod,
-    combined_rows,
-    sparse_combinations,
-    token_bytes,
+    read_vocabulary,
+    vocabulary_differences,
 )
 from mergegate.merge_core.checkpoint.vocabulary.union import (
+    METHODS,
     STRANGERS,
     JoinedTokenizer,
     Strangers,
+    TransplantMethod,
+    combined_rows,
     join_tokenizers,
     rewritten_files,
+    sparse_combinations,
+    token_bytes,
 )
