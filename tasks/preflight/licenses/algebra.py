@@ -3,22 +3,30 @@
     combine_licenses([table.lookup("llama3.1"), table.lookup("apache-2.0")], use, table).status     # "allowed"
 
 The functions are pure. Neither order nor repetition of the parents matters, and adding a parent never improves the
-status. The rules are in rules.py, the consequences for the release in resulting_license.py, and the facts in
-table.yaml.
+status. The rules are in rules.py, and the facts in table.yaml. A permitted merge has consequences: its license (R7) and
+the obligations to fulfill (R8, R9).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from mergegate.tasks.preflight.licenses.case import SEVERITY, Case, LicensedParent, LicenseStatus, Subject, join_words
-from mergegate.tasks.preflight.licenses.resulting_license import Obligation, obligations, resulting_license
-from mergegate.tasks.preflight.licenses.rules import RULES
-from mergegate.tasks.preflight.licenses.settings import Use
-from mergegate.tasks.preflight.licenses.table import License, LicenseTable
+from mergegate.tasks.preflight.licenses.case import (
+    SEVERITY,
+    Case,
+    LicensedParent,
+    LicenseStatus,
+    Subject,
+    Use,
+    join_words,
+)
+from mergegate.tasks.preflight.licenses.rules import RULES, share_alike_licenses
+from mergegate.tasks.preflight.licenses.table import OTHER, UNKNOWN, WEAK_KINDS, License, LicenseTable
 
 
 class Reason(BaseModel):
@@ -138,3 +146,116 @@ def combine_licenses(
         obligations=obligations(case),
         reasons=tuple(sorted(reasons, key=lambda reason: (-SEVERITY[reason.status], reason.rule, reason.sentence))),
     )
+
+
+ObligationKind = Literal["text", "notice", "display", "use_policy", "changes", "name_prefix", "cap"]
+
+
+class Obligation(BaseModel):
+    """Obligation for the merged model.
+
+    Attributes:
+        kind: `text`: ship a license text. `notice`: put `text` verbatim into the NOTICE file. `display`: put `text`
+            verbatim into the card and the product. `use_policy`: pass use restrictions on. `changes`: state that files
+            were modified. `name_prefix`: begin the name with `text`. `cap`: get a separate license beyond a threshold.
+        text: Wording to reproduce (notice, display, name_prefix). For the other kinds, the action in words.
+        because: Identifiers of the licenses that require it, sorted.
+        model: Model whose own license file must be shipped, because its license text is unknown.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    kind: ObligationKind
+    text: str
+    because: tuple[str, ...]
+    model: str | None = None
+
+
+class ResultingLicense(BaseModel):
+    """License of the merged weights, and the reason for it.
+
+    `license` goes into the model card: an identifier of the Hub, or `other` with `license_name`. `licenses` are the
+    identifiers of all licenses of the weights, whose texts are in the file `LICENSE`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    license: str
+    license_name: str | None
+    licenses: tuple[str, ...]
+    sentence: str
+
+    @property
+    def card(self) -> dict[str, str]:
+        """License fields for the model card. A linked file `LICENSE` contains the texts of all licenses."""
+        if self.license_name is None:
+            return {"license": self.license}
+        return {"license": self.license, "license_name": self.license_name, "license_link": "LICENSE"}
+
+
+def resulting_license(case: Case) -> ResultingLicense:
+    """Return the license of the merge (R7).
+
+    A share-alike license decides. Without one, all licenses that the merge must keep apply: a single license directly,
+    several as a bundle. If there are none of these either, the strongest permissive license applies.
+    """
+    if fits := share_alike_licenses(case):
+        parents_licenses = [key for key in fits if key in {entry.id for entry in case.known_licenses}]
+        license = (parents_licenses or list(fits))[0]
+        return _name_license(case, (license,), f"share-alike: the merged weights stay under {license}")
+    # Weights under a weak license may carry another license, with the text and the credit of the weak one.
+    staying = tuple(entry.id for entry in case.known_licenses if entry.kind not in WEAK_KINDS or entry.restrictive)
+    if not staying and not case.unknown_licenses:
+        strongest = max(case.known_licenses, key=lambda entry: _strength(case, entry))
+        return _name_license(case, (strongest.id,), f"{strongest.id} is the strongest of the permissive licenses")
+    # `other` means nothing without a name, so it becomes `unknown`.
+    bundle = tuple(sorted({*staying, *(UNKNOWN if key == OTHER else key for key in case.unknown_licenses)}))
+    each = "" if len(bundle) == 1 else "each of "
+    return _name_license(case, bundle, f"the merged weights stay under {each}{join_words(bundle)}")
+
+
+def _strength(case: Case, entry: License) -> tuple[int, bool, bool, int]:
+    """Rank attribution over permissive over public domain; then patent terms, marking of changes, and table order."""
+    rank = WEAK_KINDS.index(entry.kind)
+    return rank, bool(entry.never_under), entry.state_changes, -list(case.table.licenses).index(entry.id)
+
+
+def _name_license(case: Case, ids: tuple[str, ...], sentence: str) -> ResultingLicense:
+    if len(ids) == 1 and case.table.licenses[ids[0]].hub:
+        return ResultingLicense(license=ids[0], license_name=None, licenses=ids, sentence=sentence)
+    # A file name or a URL may contain the name, so only letters, digits, dots and hyphens are allowed.
+    name = "-and-".join(re.sub(r"[^a-z0-9.-]+", "-", key.lower().replace("+", "plus")) for key in ids)
+    return ResultingLicense(license=OTHER, license_name=name, licenses=ids, sentence=sentence)
+
+
+def obligations(case: Case) -> tuple[Obligation, ...]:
+    """Return the obligations that the licenses impose (R8 and R9), each once, sorted by kind and text."""
+    license_ids: dict[tuple[ObligationKind, str, str | None], set[str]] = {}
+    for entry in case.known_licenses:
+        credit = f"Made with {join_words(case.names(entry))}, licensed under {entry.spdx or entry.id}."
+        policy = case.table.policies[entry.use_policy] if entry.use_policy else ""
+        terms: tuple[tuple[ObligationKind, str, object], ...] = (
+            ("text", f"ship the text of {entry.id}", entry.text),
+            ("notice", credit, entry.credit),
+            ("notice", entry.notice or "", entry.notice),
+            ("display", (entry.display or "").replace("[name]", case.use.name.rsplit("/", 1)[-1]), entry.display),
+            ("use_policy", f"pass on the use restrictions of {entry.id}: {policy}", entry.use_policy),
+            ("changes", "state that the files were modified", entry.state_changes),
+            ("name_prefix", entry.name_prefix or "", entry.name_prefix),
+            (
+                "cap",
+                f"{entry.id}: commercial use has a threshold: {entry.cap or 'ask the licensor first'}",
+                entry.commercial == "capped",
+            ),
+        )
+        for kind, text in ((kind, text) for kind, text, applies in terms if applies):
+            license_ids.setdefault((kind, text, None), set()).add(entry.id)
+    for model in case.models:
+        if not model.license.resolved:
+            text = f"ship the license file that comes with {model.name}"
+            license_ids.setdefault(("text", text, model.name), set()).add(model.license.id)
+    result = [
+        Obligation(kind=kind, text=text, because=tuple(sorted(ids)), model=model)
+        for (kind, text, model), ids in license_ids.items()
+    ]
+    return tuple(sorted(result, key=lambda obligation: (obligation.kind, obligation.text)))

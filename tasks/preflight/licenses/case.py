@@ -13,8 +13,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from mergegate.tasks.preflight.licenses.settings import Use
 from mergegate.tasks.preflight.licenses.table import License, LicenseTable
+from mergegate.tasks.preflight.settings import Use
 from mergegate.tasks.store import NotInKey
 
 LicenseStatus = Literal["allowed", "review", "blocked"]

@@ -12,10 +12,15 @@ from mergegate.merge_core.errors import Finding, Refused
 from mergegate.merge_core.recipe import name_in_path
 from mergegate.tasks.checkpoints import ResolvedAdapter, ResolvedCheckpoint, card_directory, read_card
 from mergegate.tasks.preflight.licenses.algebra import Combination, combine_licenses
-from mergegate.tasks.preflight.licenses.ancestors import AncestorLookup, hub_ancestors
 from mergegate.tasks.preflight.licenses.case import LicensedParent
-from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, lineage, quote_text
-from mergegate.tasks.preflight.licenses.settings import LicenseSettings, Use
+from mergegate.tasks.preflight.licenses.resolve import (
+    AncestorLookup,
+    CardSource,
+    NotRead,
+    hub_ancestors,
+    lineage,
+    quote_text,
+)
 from mergegate.tasks.preflight.licenses.table import LicenseTable, load_table
 from mergegate.tasks.preflight.licenses.weight_relations import (
     KnownModels,
@@ -23,6 +28,7 @@ from mergegate.tasks.preflight.licenses.weight_relations import (
     find_undeclared,
     with_undeclared,
 )
+from mergegate.tasks.preflight.settings import LicenseSettings, Use
 from mergegate.tasks.stage import StageValue, value_stage
 from mergegate.tasks.store import NotInKey
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from mergegate.tasks.preflight.licenses.case import Case, LicenseFinding, LicenseStatus, Subject, join_words
-from mergegate.tasks.preflight.licenses.settings import Use
 from mergegate.tasks.preflight.licenses.table import License
+from mergegate.tasks.preflight.settings import Use
 
 
 @dataclass(frozen=True)
@@ -252,7 +252,7 @@ RULES: tuple[LicenseRule, ...] = (
     ),
     LicenseRule("R5", "name of the merged model", _name, "rename the merged model"),
     LicenseRule("R6", "share-alike", _share_alike, _REMOVE),
-    # R7 to R9 derive the license, the use policies and the obligations. They cannot refuse: see resulting_license.py.
+    # R7 to R9 derive the license, the use policies and the obligations. They cannot refuse: see algebra.py.
     LicenseRule("R10", "territory", _territory, "check that the limit does not concern this model and its users"),
     LicenseRule(
         "R11", "no weaker than its ancestors", _ancestry, "compare with the license of its ancestor, or ask its authors"
