@@ -6,11 +6,6 @@ in the current process or in the model process.
 """
 
 from mergegate.tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter
-from mergegate.tasks.checkpoints.adapter_application import (
-    apply_adapters,
-    apply_adapters_outside_flow,
-    find_applied_adapters,
-)
 from mergegate.tasks.checkpoints.card import (
     CARD_FILE,
     NO_CARD,
@@ -22,9 +17,13 @@ from mergegate.tasks.checkpoints.card import (
     read_card,
 )
 from mergegate.tasks.checkpoints.class_tensors import Differences, compare_with_classes
-from mergegate.tasks.checkpoints.fetch import fetch_weights
-from mergegate.tasks.checkpoints.files import deciding_files, require_same_files
-from mergegate.tasks.checkpoints.model import Model, QuantizedModel, files_fingerprint
+from mergegate.tasks.checkpoints.model import (
+    Model,
+    QuantizedModel,
+    deciding_files,
+    files_fingerprint,
+    require_same_files,
+)
 from mergegate.tasks.checkpoints.model_cache import (
     LoadedModel,
     OutOfModelMemory,
@@ -45,6 +44,12 @@ from mergegate.tasks.checkpoints.model_process import (
     call_model_process,
     end_model_process,
     start_model_process,
+)
+from mergegate.tasks.checkpoints.parent_weights import (
+    apply_adapters,
+    apply_adapters_outside_flow,
+    fetch_weights,
+    find_applied_adapters,
 )
 from mergegate.tasks.checkpoints.pin import (
     PinnedCheckpoint,

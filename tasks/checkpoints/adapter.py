@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from mergegate.merge_core import Checkpoint
 from mergegate.merge_core.adapters import Adapter, AdapterOwnTensor, adapter_files, open_adapter
@@ -16,8 +16,7 @@ from mergegate.merge_core.checkpoint import nested_names
 from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.recipe import name_in_path
 from mergegate.tasks.checkpoints.card import card_directory, quantization_in_card
-from mergegate.tasks.checkpoints.hub.headers import element_reader, read_snapshot
-from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
+from mergegate.tasks.checkpoints.hub.snapshot import Snapshot, element_reader, read_snapshot
 
 # Where the name of a quantized model starts to differ from the name of the model: base-bnb-4bit, base-GPTQ-Int4.
 _QUANTIZED_NAME = re.compile(
@@ -27,22 +26,13 @@ _QUANTIZED_NAME = re.compile(
 )
 
 
-class ResolvedAdapter(BaseModel):
-    """An adapter that has been located but not read. Its weights may still have to be downloaded from the Hub.
+class ResolvedAdapter(BaseModel, frozen=True, extra="forbid"):
+    """An adapter that has been located but not read. Its weights may still have to be downloaded from the Hub."""
 
-    Attributes:
-        ref: Text after the ``+`` in the recipe.
-        directory: Directory of the adapter. For the Hub, the directory of the commit in the Hub's cache.
-        revision: Commit of the Hub repository, or None for a local directory.
-        snapshot: Files of that commit, or None for a local directory.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    ref: str
-    directory: Path
-    revision: str | None = None
-    snapshot: Snapshot | None = None
+    ref: str  # Text after the ``+`` in the recipe.
+    directory: Path  # Directory of the adapter. For the Hub, the directory of the commit in the Hub's cache.
+    revision: str | None = None  # Commit of the Hub repository, or None for a local directory.
+    snapshot: Snapshot | None = None  # Files of that commit, or None for a local directory.
 
     @property
     def deciding(self) -> tuple[str, ...]:
@@ -100,10 +90,8 @@ class ResolvedAdapter(BaseModel):
         return tuple(findings)
 
 
-class PinnedAdapter(BaseModel):
+class PinnedAdapter(BaseModel, frozen=True, extra="forbid"):
     """An adapter whose files are pinned by their hashes."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     ref: str
     directory: Path

@@ -21,7 +21,7 @@ from mergegate.merge_core.adapters import CONFIG_FILE, Adapter
 from mergegate.merge_core.checkpoint import Checkpoint
 from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.files import state_directory
-from mergegate.tasks.checkpoints.files import deciding_files
+from mergegate.tasks.checkpoints.model import deciding_files
 from mergegate.tasks.sandbox import Confinement, environment_of_child
 from mergegate.tasks.stage import PinnedInput, home, store
 

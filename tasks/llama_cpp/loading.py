@@ -23,17 +23,11 @@ BACKEND_NAME = "llama_cpp"
 
 @dataclass(frozen=True)
 class GgufNetwork:
-    """A network that llama.cpp computes, with the parts of a transformers network that describe it.
+    """A network that llama.cpp computes, with the parts of a transformers network that describe it."""
 
-    Args:
-        gguf: The open file.
-        config: Configuration of the model that was quantized.
-        generation_config: Its settings for generated answers, such as the tokens that end them.
-    """
-
-    gguf: LlamaCpp
-    config: Any
-    generation_config: Any
+    gguf: LlamaCpp  # The open file.
+    config: Any  # Configuration of the model that was quantized.
+    generation_config: Any  # Its settings for generated answers, such as the tokens that end them.
 
     @property
     def device(self) -> Any:

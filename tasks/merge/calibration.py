@@ -127,14 +127,10 @@ _Part = TypeVar("_Part", bound=MeasurablePart)
 
 
 class ReadWindow(NamedTuple):
-    """One window of tokens. Its first tokens may be context that an earlier window already contained.
+    """One window of tokens. Its first tokens may be context that an earlier window already contained."""
 
-    Args:
-        tokens: All tokens of the window. The last ``len(own)`` of them are new.
-        own: For each new token, whether the next token is part of the model's own answer. Always true in plain text.
-    """
-
-    tokens: list[int]
+    tokens: list[int]  # All tokens of the window. The last ``len(own)`` of them are new.
+    # For each new token, whether the next token is part of the model's own answer. Always true in plain text.
     own: list[bool]
 
     @property
@@ -144,17 +140,11 @@ class ReadWindow(NamedTuple):
 
 
 class CalibrationWindows(NamedTuple):
-    """A text in windows.
+    """A text in windows."""
 
-    Args:
-        documents: Number of documents.
-        windows: Windows of all documents.
-        positions: Number of positions over which means are taken: all new ones, or those of the model's own answers.
-    """
-
-    documents: int
-    windows: Sequence[ReadWindow]
-    positions: int
+    documents: int  # Number of documents.
+    windows: Sequence[ReadWindow]  # Windows of all documents.
+    positions: int  # Number of positions over which means are taken: all new ones, or those of the model's own answers.
 
 
 def split_into_windows(
@@ -166,9 +156,6 @@ def split_into_windows(
     starts with earlier tokens of its document as context. Texts are encoded as in regular use, so that the statistics
     match it: a plain document starts with the special tokens of the tokenizer, and a conversation is rendered with the
     chat template of the model.
-
-    Raises:
-        InvalidInput: The tokenizer does not belong to the weights, or a conversation does not fit the template.
     """
     length = min(max_length, loaded_model.context or max_length)
     for document in documents:
@@ -247,9 +234,6 @@ def measure_in_runs(
 
     Returns:
         Owners: for each stored tensor, the name under which the files hold its statistics. Tensors can share them.
-
-    Raises:
-        InvalidInput: The text reached no part.
     """
     from safetensors.torch import save_file
 

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from mergegate.merge_core.architecture import is_embedding
 from mergegate.merge_core.checkpoint import numbers, open_checkpoint, patterns, read_into
@@ -40,22 +40,18 @@ Array: TypeAlias = NDArray[np.floating[Any]]
 _MIN_LENGTH = 1e-6
 
 
-class PromptPair(BaseModel):
+class PromptPair(BaseModel, frozen=True, extra="forbid"):
     """Prompts that the router should send to an expert (positive) and prompts that it should not send (negative)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     positive: tuple[str, ...]
     negative: tuple[str, ...]
 
 
-class GateRequest(BaseModel):
+class GateRequest(BaseModel, frozen=True, extra="forbid"):
     """Request for the router rows of all experts, with one pair of prompt lists per expert.
 
     The answer has one row per pair and layer. The rows of an expert without positive prompts are zero.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: str
     experts: tuple[PromptPair, ...]

@@ -30,21 +30,13 @@ _BY_COLUMNS = frozenset({"matmul", "mm", "__matmul__", "bmm"})  # [in, out]
 
 
 class ExpertProduct(NamedTuple):
-    """One product with the matrix of one expert.
+    """One product with the matrix of one expert."""
 
-    Args:
-        parameter: Name of the parameter that contains all experts.
-        number: Number of the expert.
-        inputs: Input of the product, ``[tokens, in]``.
-        positions: Positions of these tokens in the window, or None if they cannot be determined.
-        inputs_first: Whether the matrix is ``[in, out]`` in memory.
-    """
-
-    parameter: str
-    number: int
-    inputs: torch.Tensor
-    positions: torch.Tensor | None
-    inputs_first: bool
+    parameter: str  # Name of the parameter that contains all experts.
+    number: int  # Number of the expert.
+    inputs: torch.Tensor  # Input of the product, ``[tokens, in]``.
+    positions: torch.Tensor | None  # Positions of these tokens in the window, or None if they cannot be determined.
+    inputs_first: bool  # Whether the matrix is ``[in, out]`` in memory.
 
 
 class ExpertProducts(TorchFunctionMode):

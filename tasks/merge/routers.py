@@ -148,12 +148,7 @@ class _NetworkRouter:
 def repair_routers(
     job: CalibrationJob, parents: Sequence[ParentRouters], settings: RouterRepair, on_progress: TellProgress
 ) -> RouterRepairSummary:
-    """Refit the routers of the model in ``job`` and write them. ``parents`` have the texts to read.
-
-    Raises:
-        InvalidInput: The model cannot be loaded or cannot read a text, a text is too short, or a router cannot be
-            observed or computes NaN or infinity.
-    """
+    """Refit the routers of the model in ``job`` and write them. ``parents`` have the texts to read."""
     from safetensors.torch import load_file, save_file
 
     checkpoint = open_checkpoint(job.model.directory)

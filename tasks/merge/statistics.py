@@ -144,12 +144,7 @@ def calibration_stage_name(recipe: Recipe) -> str | None:
 
 
 def read_inputs(job: CalibrationJob, on_progress: TellProgress) -> InputStatistics:
-    """Measure the inputs of each matrix of a model while it reads a text, and write their second moments.
-
-    Raises:
-        InvalidInput: The model cannot be loaded or cannot read the text, has no linear layer with a known name, or
-            computes NaN or infinity.
-    """
+    """Measure the inputs of each matrix of a model while it reads a text, and write their second moments."""
     with _open_text(job) as (loaded, stored, text):
         layers, experts = _layers(loaded, StoredNames(stored), job.reading.diagonal_above)
 
@@ -173,12 +168,7 @@ def read_inputs(job: CalibrationJob, on_progress: TellProgress) -> InputStatisti
 
 
 def read_gradients(job: CalibrationJob, on_progress: TellProgress) -> ImportanceStatistics:
-    """Measure how much each element of a model matters to its predictions on a text, and write the importance.
-
-    Raises:
-        InvalidInput: The model cannot be loaded or cannot read the text, has no parameter with a known name, or
-            computes NaN or infinity.
-    """
+    """Measure how much each element of a model matters to its predictions on a text, and write the importance."""
     with _open_text(job) as (loaded, stored, text):
         text = text._replace(positions=sum(sum(window.own) for window in text.windows))
         if not text.positions:

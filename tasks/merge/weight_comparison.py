@@ -17,7 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.adapters import open_adapter
@@ -87,10 +87,8 @@ def find_copied_parent(merge: Model, parents: tuple[Model, ...]) -> CopiedParent
     return CopiedParent(parent=None)
 
 
-class CopiedTensors(BaseModel):
+class CopiedTensors(BaseModel, frozen=True, extra="forbid"):
     """Tensors of a merge that are equal to tensors of the same parents. No other entry counts them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     parent: int = Field(ge=0)  # Index of the first parent, in the recipe's order.
     # None in releases of earlier versions, which have one entry per parent and count shared tensors in each of them.

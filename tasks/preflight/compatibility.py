@@ -23,7 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from mergegate.merge_core import (
     Checkpoint,
@@ -67,14 +67,12 @@ _MAX_COMPANION_BYTES = 256 << 20
 _MAX_LISTED = 10  # Largest number of further problems in one message.
 
 
-class HeaderDigest(BaseModel):
+class HeaderDigest(BaseModel, frozen=True, extra="forbid"):
     """Digest of everything that the check reads from one parent.
 
     For a directory, it covers the names and sizes of all files and the content of the small ones. For a commit on the
     Hub, it covers the commit's file list.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     ref: str
     digest: str
@@ -85,25 +83,19 @@ class Compatibility(StageValue):
 
     For an adapter that combines other adapters, ``tensors``, ``bytes_read`` and ``bytes_written`` describe the adapter
     itself.
-
-    Attributes:
-        disk: Space for the merged checkpoint, including results of steps that exist until the end. For an adapter,
-            space for it and for the merged model, which is written for programs that cannot load adapters.
-        block: Size of the engine's largest block in memory; a merge holds several.
-        gpu_block: Size of the engine's largest block on a GPU.
-        largest_bytes: Size of the stored weights of the largest model to evaluate.
-        largest_parameters: Number of parameters of that model.
     """
 
     remarks: tuple[Finding, ...]
     tensors: int
     bytes_read: int
     bytes_written: int
+    # Space for the merged checkpoint, including results of steps that exist until the end. For an adapter, space for it
+    # and for the merged model, which is written for programs that cannot load adapters.
     disk: int
-    block: int
-    gpu_block: int
-    largest_bytes: int
-    largest_parameters: int
+    block: int  # Size of the engine's largest block in memory; a merge holds several.
+    gpu_block: int  # Size of the engine's largest block on a GPU.
+    largest_bytes: int  # Size of the stored weights of the largest model to evaluate.
+    largest_parameters: int  # Number of parameters of that model.
     # Kind of the merged model, from its planned configuration and files. If a finding blocks, it may be unknown.
     kind: Annotated[ModelKind, NotInKey, Field(exclude_if=lambda kind: kind == TEXT_GENERATOR)] = TEXT_GENERATOR
     # Memory in addition to blocks, for methods that work on matrices. Other methods need none.
@@ -323,19 +315,12 @@ _EXTRAS: Mapping[str, tuple[str, str]] = {"sentence-transformers": ("sentence_tr
 
 @dataclass(frozen=True)
 class KindDemand:
-    """A part of a profile that only some kinds of models support.
+    """A part of a profile that only some kinds of models support."""
 
-    Args:
-        location: Key in the profile, such as ``evaluate.tasks: arc_easy``.
-        noun: Noun for the part, with an article: ``a text task``.
-        ability: Ability that the part needs.
-        remedy: How to fix the profile. Default: judge the model by a task that fits.
-    """
-
-    location: str
-    noun: str
-    ability: Ability
-    remedy: str = ""
+    location: str  # Key in the profile, such as ``evaluate.tasks: arc_easy``.
+    noun: str  # Noun for the part, with an article: ``a text task``.
+    ability: Ability  # Ability that the part needs.
+    remedy: str = ""  # How to fix the profile. Default: judge the model by a task that fits.
 
     def fits(self, kind: ModelKind) -> bool:
         """Return whether a model of this kind has the ability."""

@@ -164,19 +164,12 @@ class NetworkSize:
 
 @dataclass(frozen=True)
 class PromptLoad:
-    """Amount of text in one evaluation pass.
+    """Amount of text in one evaluation pass."""
 
-    Args:
-        requests: Number of texts that the model reads.
-        tokens: Number of tokens in all texts.
-        written: Number of tokens that the model generates.
-        batch: Number of texts per batch.
-    """
-
-    requests: float
-    tokens: float
-    written: float = 0.0
-    batch: int = 1
+    requests: float  # Number of texts that the model reads.
+    tokens: float  # Number of tokens in all texts.
+    written: float = 0.0  # Number of tokens that the model generates.
+    batch: int = 1  # Number of texts per batch.
 
 
 def evaluation_seconds(size: NetworkSize, load: PromptLoad, rates: Rates) -> float:

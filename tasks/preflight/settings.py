@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, Field, field_validator
 
 from mergegate.merge_core.parsing import LocalPath
 
@@ -20,10 +20,8 @@ Visibility = Literal["public", "private"]
 _AT_A_COMMIT = r"^[\w.-]+/[\w.-]+@[0-9a-f]{40}$"
 
 
-class CodeSettings(BaseModel):
+class CodeSettings(BaseModel, frozen=True, extra="forbid"):
     """Code that may travel with a release."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     accepted: tuple[str, ...] = Field(
         default=(), description="Names of Python files and 'auto_map' classes that may be part of the release."
@@ -33,10 +31,8 @@ class CodeSettings(BaseModel):
     )
 
 
-class TokenizerSettings(BaseModel):
+class TokenizerSettings(BaseModel, frozen=True, extra="forbid"):
     """Accepted differences between tokenizers, prompts and processors, after a review."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     accepted: tuple[str, ...] = Field(
         default=(),
@@ -46,39 +42,27 @@ class TokenizerSettings(BaseModel):
     )
 
 
-class CopySettings(BaseModel):
+class CopySettings(BaseModel, frozen=True, extra="forbid"):
     """Parents that a merge may copy. A copy of any other parent, by its weights or all its answers, is refused."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     accepted: tuple[str, ...] = Field(
         default=(), description="Names of parents. A merge may have the same weights or answers as one of them."
     )
 
 
-class Use(BaseModel):
-    """Intended use of the merged model, which the license rules judge.
+class Use(BaseModel, frozen=True, extra="forbid"):
+    """Intended use of the merged model, which the license rules judge."""
 
-    Attributes:
-        purpose: Purpose of the merged weights.
-        visibility: `public` if anyone outside receives the weights (even from a gated repository); `private` if they
-            stay with the entity that built them.
-        commercial_entity: Whether that entity is a company; some research licenses forbid any distribution by one.
-        name: Name of the merged model, `org/name` or `name`; some licenses require a certain beginning.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    purpose: Purpose
+    purpose: Purpose  # Purpose of the merged weights.
+    # `public` if anyone outside receives the weights (even from a gated repository); `private` if they stay with the
+    # entity that built them.
     visibility: Visibility
-    commercial_entity: bool
-    name: str
+    commercial_entity: bool  # Whether that entity is a company; some research licenses forbid any distribution by one.
+    name: str  # Name of the merged model, `org/name` or `name`; some licenses require a certain beginning.
 
 
-class LicenseSettings(BaseModel):
+class LicenseSettings(BaseModel, frozen=True, extra="forbid"):
     """Settings under `checks.license` of a profile. The defaults are the strictest: a company sells a public model."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     purpose: Purpose = Field(default="commercial", description="Purpose of the merged weights.")
     visibility: Visibility = Field(

@@ -17,7 +17,7 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from mergegate.merge_core.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from mergegate.merge_core.errors import CannotDecide, InvalidInput, Refused, environment_command, pip_command, suggest
@@ -65,10 +65,8 @@ _NO_KERNEL = re.compile(
 )
 
 
-class Quantizer(BaseModel):
+class Quantizer(BaseModel, frozen=True, extra="forbid"):
     """Program that quantizes, with the versions of the libraries that determine its result."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     python: Annotated[Path, NotInKey]
     versions: Mapping[str, str]
@@ -192,11 +190,7 @@ class CompressedTensorsFormat(VariantFormat):
         return {file: artifact.directory / file for file in artifact.value.files}
 
     def _quantizer(self, root: Path) -> Quantizer:
-        """Return the quantizer that the settings select, without starting it.
-
-        Raises:
-            InvalidInput: llm-compressor is not installed there.
-        """
+        """Return the quantizer that the settings select, without starting it."""
         python = root / self.python if self.python else PYTHON.absolute()
         found: dict[str, str] = {}
         for library in _LIBRARIES:
@@ -306,12 +300,7 @@ def quantize_weights(
 
 
 def _run(quantizer: Quantizer, merge: Model, order: Mapping[str, Any], scratch: Path, location: str) -> None:
-    """Run llm-compressor in a confined process until it ends.
-
-    Raises:
-        Refused: It failed. The message is its last line.
-        CannotDecide: It was killed, had too little memory, or did not start.
-    """
+    """Run llm-compressor in a confined process until it ends."""
     environment = child_environment() | _QUIET
     package = next(iter(quantizer.python.parent.parent.glob(f"lib/python*/site-packages/{_QUANTIZER}")), None)
     if package:

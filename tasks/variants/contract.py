@@ -26,7 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from mergegate.merge_core.architecture import kind_of
 from mergegate.merge_core.checkpoint import Checkpoint
@@ -174,10 +174,8 @@ def require_text_only(checkpoint: Checkpoint, variants: str, reason: str) -> Non
         )
 
 
-class VariantVerdict(BaseModel):
+class VariantVerdict(BaseModel, frozen=True, extra="forbid"):
     """Verdict on one variant, with everything that it follows from."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     format: str
     type: str

@@ -54,27 +54,17 @@ _SHARE = 0.6
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a scheme stores matrices, and how the runtime treats the inputs of a layer.
+    """How a scheme stores matrices, and how the runtime treats the inputs of a layer."""
 
-    Args:
-        name: Name in llm-compressor.
-        kind: Number format of a weight.
-        bits: Bits per weight.
-        columns: Number of columns that share a scale. 0: all columns of a row.
-        rows: Number of rows that share a scale. 0: all rows.
-        packed: Whether several numbers are packed into one 32-bit integer.
-        inputs: Number format, bits and granularity of the inputs. None: the runtime does not quantize them.
-        measures_inputs: Whether the scale of the inputs comes from a calibration text.
-    """
-
-    name: str
-    kind: str = "int"
-    bits: int = 8
-    columns: int = 0
-    rows: int = 1
-    packed: bool = False
+    name: str  # Name in llm-compressor.
+    kind: str = "int"  # Number format of a weight.
+    bits: int = 8  # Bits per weight.
+    columns: int = 0  # Number of columns that share a scale. 0: all columns of a row.
+    rows: int = 1  # Number of rows that share a scale. 0: all rows.
+    packed: bool = False  # Whether several numbers are packed into one 32-bit integer.
+    # Number format, bits and granularity of the inputs. None: the runtime does not quantize them.
     inputs: tuple[str, int, str] | None = None
-    measures_inputs: bool = False
+    measures_inputs: bool = False  # Whether the scale of the inputs comes from a calibration text.
 
     @property
     def strategy(self) -> str:
@@ -218,9 +208,6 @@ def check_files(directory: Path, merge_directory: Path, scheme: Scheme, *, calib
         merge_directory: Checkpoint that was quantized.
         scheme: Scheme of the quantized checkpoint.
         calibrated: Whether the weights were chosen with a calibration text instead of rounded to the nearest number.
-
-    Raises:
-        InvalidInput: The merge cannot be read.
     """
     merge = open_checkpoint(merge_directory)
     checks = [check_configuration(directory, merge_directory, scheme), *check_companions(directory, merge_directory)]

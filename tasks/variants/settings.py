@@ -14,7 +14,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing import LocalPath
@@ -22,10 +22,8 @@ from mergegate.tasks.perplexity import HeldOutText, Percentage, TextSetting, pin
 from mergegate.tasks.store import NotInKey
 
 
-class VariantGuard(BaseModel):
+class VariantGuard(BaseModel, frozen=True, extra="forbid"):
     """Regression guard of a variant: on ``task`` it may be at most ``max_drop`` points worse than the merge."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: str = Field(description="Task of the release, by its name in evaluate.tasks.")
     max_drop: float | None = Field(
@@ -39,10 +37,8 @@ class VariantGuard(BaseModel):
     )
 
 
-class CalibrationSettings(BaseModel):
+class CalibrationSettings(BaseModel, frozen=True, extra="forbid"):
     """Text that a quantizer reads to choose the quantized weights. No guard may read it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     # The content of the file is in the key of every stage that reads it.
     documents: Annotated[LocalPath, NotInKey] = Field(
@@ -53,10 +49,8 @@ class CalibrationSettings(BaseModel):
     max_length: int = Field(default=512, ge=16, description="Length limit of one document, in tokens. Default: 512.")
 
 
-class Calibration(BaseModel):
+class Calibration(BaseModel, frozen=True, extra="forbid"):
     """Documents that a quantizer reads."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     text: HeldOutText
     samples: int
@@ -67,10 +61,8 @@ class Calibration(BaseModel):
         return [text for _, text in read_texts(self.text, self.samples)]
 
 
-class VariantSettings(BaseModel):
+class VariantSettings(BaseModel, frozen=True, extra="forbid"):
     """Settings that all formats share: what a variant must reach, and what a failure means."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     required: bool = Field(
         default=False,

@@ -33,17 +33,12 @@ LOOK_AGAIN_STATUSES = TRANSIENT_STATUSES | {404, 409, 412}
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """One file in the Hub's listing of a commit.
+    """One file in the Hub's listing of a commit."""
 
-    Attributes:
-        size: Size in bytes.
-        blob: Git's sha1 of the file.
-        sha256: sha256 of the content, or None for a file outside large file storage (LFS or Xet), for which the Hub
-            lists only ``blob``.
-    """
-
-    size: int
-    blob: str
+    size: int  # Size in bytes.
+    blob: str  # Git's sha1 of the file.
+    # sha256 of the content, or None for a file outside large file storage (LFS or Xet), for which the Hub lists only
+    # ``blob``.
     sha256: str | None = None
 
 
@@ -73,18 +68,13 @@ def snapshots_directory(repo: str) -> Path:
 
 @dataclass(frozen=True)
 class HubAccess:
-    """Endpoint of the Hub and credential for it. ``repr`` does not show the token.
-
-    Attributes:
-        fixed_token: Token of ``HF_TOKEN``, a Secret block or a login. None: no token, or that of ``publisher``.
-        publisher: Source of short-lived tokens, or None.
-        block: Name of the Secret block that holds the token. Empty if there is none.
-    """
+    """Endpoint of the Hub and credential for it. ``repr`` does not show the token."""
 
     endpoint: str
+    # Token of ``HF_TOKEN``, a Secret block or a login. None: no token, or that of ``publisher``.
     fixed_token: str | None = field(default=None, repr=False)
-    publisher: TrustedPublisher | None = None
-    block: str = ""
+    publisher: TrustedPublisher | None = None  # Source of short-lived tokens, or None.
+    block: str = ""  # Name of the Secret block that holds the token. Empty if there is none.
     _listings: dict[tuple[str, str], dict[str, RemoteFile]] = field(
         default_factory=dict, repr=False, compare=False, hash=False
     )

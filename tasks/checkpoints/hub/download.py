@@ -17,7 +17,7 @@ from typing import Any
 from mergegate.merge_core.errors import MergegateError, Refused
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints.hub.access import HubAccess, git_blob, hub_access, is_offline
-from mergegate.tasks.checkpoints.hub.errors import client_errors, combine_hub_errors, hub_refusal
+from mergegate.tasks.checkpoints.hub.permissions import client_errors, combine_hub_errors, hub_refusal
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
 from mergegate.tasks.http import retry_transient
 

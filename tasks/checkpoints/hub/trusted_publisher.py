@@ -40,60 +40,41 @@ _SHOWN_CLAIMS = ("iss", "sub", "aud", "repository", "ref", "workflow", "environm
 
 @dataclass(frozen=True)
 class OidcIdentity:
-    """Claims of an id token. They are not secret, unlike the token.
+    """Claims of an id token. They are not secret, unlike the token."""
 
-    Attributes:
-        issuer: Address of the provider that issued the token.
-        subject: Job, as the provider names it.
-        audience: Services that may accept the token.
-        expires_at: End of the token's validity, in seconds since 1970.
-        claims: Claims that a trusted publisher can be limited to, by name.
-    """
+    payload: Mapping[str, Any]  # All claims. Their signature is checked by the Hub.
 
-    issuer: str
-    subject: str
-    audience: tuple[str, ...]
-    expires_at: float
-    claims: Mapping[str, str]
+    @property
+    def issuer(self) -> str:
+        return str(self.payload.get("iss", ""))
 
-    def __str__(self) -> str:
-        return f"{self.subject} of {self.issuer}"
+    @property
+    def subject(self) -> str:
+        return str(self.payload.get("sub", ""))
+
+    @property
+    def expires_at(self) -> float:
+        """End of the token's validity, in seconds since 1970."""
+        expires_at = self.payload.get("exp")
+        return float(expires_at) if isinstance(expires_at, int | float) else float("inf")
+
+    def is_for(self, audience: str) -> bool:
+        """Return whether the service ``audience`` may accept the token."""
+        audiences = self.payload.get("aud") or ()
+        return audience in ((audiences,) if isinstance(audiences, str) else tuple(map(str, audiences)))
 
     def claims_text(self) -> str:
-        """Return the claims as ``name=value``, in one line."""
-        return ", ".join(f"{name}={value}" for name, value in self.claims.items())
-
-
-def parse_id_token(id_token: str) -> OidcIdentity:
-    """Return the claims of a JSON Web Token. Its signature is checked by the Hub.
-
-    Raises:
-        ValueError: The text is not a JSON Web Token.
-    """
-    payload = token_claims(id_token)
-    audience = payload.get("aud", ())
-    expires_at = payload.get("exp")
-    return OidcIdentity(
-        issuer=str(payload.get("iss", "")),
-        subject=str(payload.get("sub", "")),
-        audience=(audience,) if isinstance(audience, str) else tuple(map(str, audience or ())),
-        expires_at=float(expires_at) if isinstance(expires_at, int | float) else float("inf"),
-        claims={name: str(payload[name]) for name in _SHOWN_CLAIMS if name in payload},
-    )
+        """Return the claims that a trusted publisher can be limited to as ``name=value``, in one line."""
+        return ", ".join(f"{name}={self.payload[name]}" for name in _SHOWN_CLAIMS if name in self.payload)
 
 
 @dataclass
 class TrustedPublisher:
-    """Hub token for one resource, obtained on first use and renewed before it expires.
+    """Hub token for one resource, obtained on first use and renewed before it expires."""
 
-    Args:
-        endpoint: Address of the Hub, which is also the audience of the id token.
-        resource: Repository as ``org/name``, or a username.
-        id_token: Id token that was issued in advance. Empty: GitHub Actions issues one for each exchange.
-    """
-
-    endpoint: str
-    resource: str
+    endpoint: str  # Address of the Hub, which is also the audience of the id token.
+    resource: str  # Repository as ``org/name``, or a username.
+    # Id token that was issued in advance. Empty: GitHub Actions issues one for each exchange.
     id_token: str = field(default="", repr=False)
     identity: OidcIdentity | None = field(default=None, init=False, repr=False)
     _token: str | None = field(default=None, init=False, repr=False)
@@ -108,12 +89,7 @@ class TrustedPublisher:
         return not self.id_token
 
     def token(self) -> str:
-        """Return a valid Hub token.
-
-        Raises:
-            InvalidInput: The id token is missing, malformed or expired.
-            Refused: The Hub refuses the exchange, or the Hub or the provider is unavailable.
-        """
+        """Return a valid Hub token."""
         with self._lock:
             now = time.time()  # It continues while the machine is suspended, unlike the monotonic clock.
             if self._token is None or now >= self._renew_at:
@@ -154,7 +130,9 @@ class TrustedPublisher:
         self._secrets.add(token)
         self._expires_at = now + lifetime
         self._renew_at = self._expires_at - min(_RENEWAL_S, lifetime / 2)
-        detail("trusted publisher of %s: %s has a token for %d s", self.resource, self.identity, lifetime)
+        assert self.identity is not None
+        job = f"{self.identity.subject} of {self.identity.issuer}"
+        detail("trusted publisher of %s: %s has a token for %d s", self.resource, job, lifetime)
         return token
 
     def _issue_id_token(self, now: float) -> str:
@@ -184,7 +162,7 @@ class TrustedPublisher:
                 ) from None
         self._secrets.add(id_token)
         try:
-            self.identity = parse_id_token(id_token)
+            self.identity = OidcIdentity(token_claims(id_token))
         except ValueError as error:
             raise InvalidInput(
                 source,
@@ -222,7 +200,7 @@ class TrustedPublisher:
             )
         assert self.identity is not None
         settings = f"{self.endpoint}/{self.resource}/settings"
-        if self.endpoint not in self.identity.audience:
+        if not self.identity.is_for(self.endpoint):
             remedy = f"request the id token with the audience {self.endpoint}"
         elif "/" not in self.resource:
             remedy = f"add a publisher with these claims to CI/CD Access on {self.endpoint}/settings/authentication"
@@ -253,11 +231,7 @@ class TrustedPublisher:
 
 
 def find_publisher(endpoint: str, resource: str) -> TrustedPublisher | None:
-    """Return the publisher for a resource with the OIDC identity of this process, or None if it has no identity.
-
-    Raises:
-        InvalidInput: The process runs in GitHub Actions, and the job may not request an id token.
-    """
+    """Return the publisher for a resource with the OIDC identity of this process, or None if it has no identity."""
     id_token = os.environ.get(ID_TOKEN, "").strip()
     if id_token:
         return _publisher(endpoint, resource, id_token, "")

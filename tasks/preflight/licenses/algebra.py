@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from mergegate.tasks.preflight.licenses.case import (
     SEVERITY,
@@ -29,50 +29,30 @@ from mergegate.tasks.preflight.licenses.rules import RULES, share_alike_licenses
 from mergegate.tasks.preflight.licenses.table import OTHER, UNKNOWN, WEAK_KINDS, License, LicenseTable
 
 
-class Reason(BaseModel):
-    """Result of one rule.
+class Reason(BaseModel, frozen=True, extra="forbid"):
+    """Result of one rule."""
 
-    Attributes:
-        rule: Number and subject: `R2: commercial use`.
-        status: Status after acceptance; an accepted review is `allowed`.
-        sentence: Explanation that names the licenses and their models.
-        remedy: Advice to the user; empty for `allowed`.
-        about: Subjects that a user must accept, each by license or by model, to settle a review.
-        accepted: Acceptances with user and reason, one per required key: `llama3.2: alice: text-only model`.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    rule: str
-    status: LicenseStatus
-    sentence: str
-    remedy: str = ""
+    rule: str  # Number and subject: `R2: commercial use`.
+    status: LicenseStatus  # Status after acceptance; an accepted review is `allowed`.
+    sentence: str  # Explanation that names the licenses and their models.
+    remedy: str = ""  # Advice to the user; empty for `allowed`.
+    # Subjects that a user must accept, each by license or by model, to settle a review.
     about: tuple[Subject, ...] = ()
+    # Acceptances with user and reason, one per required key: `llama3.2: alice: text-only model`.
     accepted: tuple[str, ...] = ()
 
 
-class Combination(BaseModel):
-    """License verdict on a merge.
+class Combination(BaseModel, frozen=True, extra="forbid"):
+    """License verdict on a merge."""
 
-    Attributes:
-        status: Most severe status of all reasons. `review` stops a release as `blocked` does, but a user can accept it.
-        license: Value for `license` in the model card: an identifier of the Hub or `other`; None if blocked.
-        license_name: Name that goes with `other`.
-        licenses: Identifiers of all licenses of the weights; empty if blocked.
-        card: License fields of the model card; empty if blocked.
-        obligations: Obligations for the merged model.
-        reasons: Results of all rules, most severe first.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+    # Most severe status of all reasons. `review` stops a release as `blocked` does, but a user can accept it.
     status: LicenseStatus
-    license: str | None
-    license_name: str | None
-    licenses: tuple[str, ...]
-    card: dict[str, str]
-    obligations: tuple[Obligation, ...]
-    reasons: tuple[Reason, ...]
+    license: str | None  # Value for `license` in the model card: an identifier of the Hub or `other`; None if blocked.
+    license_name: str | None  # Name that goes with `other`.
+    licenses: tuple[str, ...]  # Identifiers of all licenses of the weights; empty if blocked.
+    card: dict[str, str]  # License fields of the model card; empty if blocked.
+    obligations: tuple[Obligation, ...]  # Obligations for the merged model.
+    reasons: tuple[Reason, ...]  # Results of all rules, most severe first.
 
     @property
     def acceptances(self) -> tuple[str, ...]:
@@ -98,9 +78,6 @@ def combine_licenses(
 
     Returns:
         Verdict with its reasons, and the license and the obligations of the merged model.
-
-    Raises:
-        ValueError: There are no parents.
     """
     if not parents:
         raise ValueError("a merge needs at least one parent")
@@ -151,34 +128,24 @@ def combine_licenses(
 ObligationKind = Literal["text", "notice", "display", "use_policy", "changes", "name_prefix", "cap"]
 
 
-class Obligation(BaseModel):
-    """Obligation for the merged model.
+class Obligation(BaseModel, frozen=True, extra="forbid"):
+    """Obligation for the merged model."""
 
-    Attributes:
-        kind: `text`: ship a license text. `notice`: put `text` verbatim into the NOTICE file. `display`: put `text`
-            verbatim into the card and the product. `use_policy`: pass use restrictions on. `changes`: state that files
-            were modified. `name_prefix`: begin the name with `text`. `cap`: get a separate license beyond a threshold.
-        text: Wording to reproduce (notice, display, name_prefix). For the other kinds, the action in words.
-        because: Identifiers of the licenses that require it, sorted.
-        model: Model whose own license file must be shipped, because its license text is unknown.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
+    # `text`: ship a license text. `notice`: put `text` verbatim into the NOTICE file. `display`: put `text` verbatim
+    # into the card and the product. `use_policy`: pass use restrictions on. `changes`: state that files were modified.
+    # `name_prefix`: begin the name with `text`. `cap`: get a separate license beyond a threshold.
     kind: ObligationKind
-    text: str
-    because: tuple[str, ...]
-    model: str | None = None
+    text: str  # Wording to reproduce (notice, display, name_prefix). For the other kinds, the action in words.
+    because: tuple[str, ...]  # Identifiers of the licenses that require it, sorted.
+    model: str | None = None  # Model whose own license file must be shipped, because its license text is unknown.
 
 
-class ResultingLicense(BaseModel):
+class ResultingLicense(BaseModel, frozen=True, extra="forbid"):
     """License of the merged weights, and the reason for it.
 
     `license` goes into the model card: an identifier of the Hub, or `other` with `license_name`. `licenses` are the
     identifiers of all licenses of the weights, whose texts are in the file `LICENSE`.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     license: str
     license_name: str | None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from mergegate.tasks.preflight.licenses.table import License, LicenseTable
 from mergegate.tasks.preflight.settings import Use
@@ -21,27 +21,19 @@ LicenseStatus = Literal["allowed", "review", "blocked"]
 SEVERITY: dict[LicenseStatus, int] = {"allowed": 0, "review": 1, "blocked": 2}
 
 
-class Licensed(BaseModel):
-    """A model with its license.
+class Licensed(BaseModel, frozen=True, extra="forbid"):
+    """A model with its license."""
 
-    Attributes:
-        name: Name in the recipe or in the card of a descendant.
-        license: License that the card declares, or else the license in the license file or at the license link.
-        declared: Quote from the card, for messages.
-        contradicted: License whose text is in the file next to the model, if the card declares a different one. It is
-            unknown which of the two holds, so both bind.
-        own_file: sha256 of the license file next to the model, in hexadecimal; None without such a file.
-        revision: Commit on the Hub; None for a local directory. It is in no cache key, because a later commit with the
-            same declaration changes nothing.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    license: License
-    declared: str = ""
+    name: str  # Name in the recipe or in the card of a descendant.
+    license: License  # License that the card declares, or else the license in the license file or at the license link.
+    declared: str = ""  # Quote from the card, for messages.
+    # License whose text is in the file next to the model, if the card declares a different one. It is unknown which of
+    # the two holds, so both bind.
     contradicted: License | None = None
+    # sha256 of the license file next to the model, in hexadecimal; None without such a file.
     own_file: str | None = None
+    # Commit on the Hub; None for a local directory. It is in no cache key, because a later commit with the same
+    # declaration changes nothing.
     revision: Annotated[str | None, NotInKey] = None
 
     @property
@@ -50,34 +42,25 @@ class Licensed(BaseModel):
         return (self.license,) if self.contradicted is None else (self.license, self.contradicted)
 
 
-class Unread(BaseModel):
+class Unread(BaseModel, frozen=True, extra="forbid"):
     """An ancestor that a card names but that could not be read, with the reason."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str
     why: Annotated[str, NotInKey] = ""
 
 
 class LicensedParent(Licensed):
-    """A model that goes into the merge, with the models that it descends from.
+    """A model that goes into the merge, with the models that it descends from."""
 
-    Attributes:
-        ancestors: All readable ancestors at any distance, in any order.
-        unread: Ancestors that a card names but that could not be read.
-    """
-
-    ancestors: tuple[Licensed, ...] = ()
-    unread: tuple[Unread, ...] = ()
+    ancestors: tuple[Licensed, ...] = ()  # All readable ancestors at any distance, in any order.
+    unread: tuple[Unread, ...] = ()  # Ancestors that a card names but that could not be read.
 
 
-class Subject(BaseModel):
+class Subject(BaseModel, frozen=True, extra="forbid"):
     """What a user can accept: a license of a model, by the license's identifier or by the model's name.
 
     `license` is None if an acceptance must name the model, because no one can vouch for all unknown licenses together.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str
     license: str | None

@@ -26,7 +26,7 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from types import MappingProxyType
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import open_plain, read_json
@@ -38,16 +38,11 @@ from mergegate.tasks.preflight.licenses.table import OTHER, UNKNOWN, LicenseTabl
 
 @dataclass(frozen=True)
 class CardSource:
-    """Location of a model's card and license file.
+    """Location of a model's card and license file."""
 
-    Attributes:
-        directory: Model in Hugging Face layout, or the downloaded part of it; the directory need not exist.
-        revision: Commit on the Hub; None for a local directory.
-        card: Metadata of the card if the Hub provides nothing else (a gated repository). None: read README.md.
-    """
-
-    directory: Path
-    revision: str | None = None
+    directory: Path  # Model in Hugging Face layout, or the downloaded part of it; the directory need not exist.
+    revision: str | None = None  # Commit on the Hub; None for a local directory.
+    # Metadata of the card if the Hub provides nothing else (a gated repository). None: read README.md.
     card: Mapping[object, object] | None = None
 
 
@@ -67,35 +62,21 @@ _QUOTED_CHARACTERS = 80
 _MAX_NEIGHBORS = 1000  # Largest number of directories to search for a base model.
 
 
-class Declaration(BaseModel):
-    """Declarations in one model's files about its license, without any judgment.
+class Declaration(BaseModel, frozen=True, extra="forbid"):
+    """Declarations in one model's files about its license, without any judgment."""
 
-    Attributes:
-        name: Name in the recipe or in the card of a descendant.
-        license: `license` in the card: several values if it is a list, none if missing or unreadable.
-        license_name: `license_name` in the card.
-        license_link: `license_link` in the card.
-        base_model: Models that it descends from, as the card names them.
-        license_file: Name of the license file next to the weights.
-        license_sha256: sha256 of that file, in hexadecimal.
-        license_text: Content of that file; empty if there are several such files, because it is unknown which one
-            counts.
-        unread: Entries in `base_model` that `walk` could not read, each with the reason.
-        problems: Descriptions of unintelligible parts.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
+    name: str  # Name in the recipe or in the card of a descendant.
+    # `license` in the card: several values if it is a list, none if missing or unreadable.
     license: tuple[str, ...] = ()
-    license_name: str | None = None
-    license_link: str | None = None
-    base_model: tuple[str, ...] = ()
-    license_file: str | None = None
-    license_sha256: str | None = None
+    license_name: str | None = None  # `license_name` in the card.
+    license_link: str | None = None  # `license_link` in the card.
+    base_model: tuple[str, ...] = ()  # Models that it descends from, as the card names them.
+    license_file: str | None = None  # Name of the license file next to the weights.
+    license_sha256: str | None = None  # sha256 of that file, in hexadecimal.
+    # Content of that file; empty if there are several such files, because it is unknown which one counts.
     license_text: str = ""
-    unread: tuple[Unread, ...] = ()
-    problems: tuple[str, ...] = ()
+    unread: tuple[Unread, ...] = ()  # Entries in `base_model` that `walk` could not read, each with the reason.
+    problems: tuple[str, ...] = ()  # Descriptions of unintelligible parts.
 
     @property
     def words(self) -> str:

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.parsing import read_yaml_mapping
@@ -46,10 +46,8 @@ WEAK_KINDS: tuple[LicenseKind, ...] = ("public-domain", "permissive", "attributi
 _SECTIONS = ("sources", "policies", "licenses", "aliases")
 
 
-class License(BaseModel):
+class License(BaseModel, frozen=True, extra="forbid", strict=True):
     """Facts about one license that matter for merged weights. The head of `table.yaml` explains the fields."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     id: str
     kind: LicenseKind
@@ -91,10 +89,8 @@ class License(BaseModel):
         return self.kind in ("rail", "community", "research") or self.commercial == "capped" or any(terms)
 
 
-class LicenseTable(BaseModel):
+class LicenseTable(BaseModel, frozen=True, extra="forbid", strict=True):
     """All known licenses. `policies` locates the use restrictions, `sources` the origin of the facts."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     sources: dict[str, str]
     policies: dict[str, str]

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from mergegate.merge_core.analysis import (
     LEAST_SHARE,
@@ -52,37 +52,23 @@ LONGEST_NAME = 300
 _Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
 
 
-class IndexedAncestor(BaseModel):
+class IndexedAncestor(BaseModel, frozen=True, extra="forbid"):
     """A model that an indexed model was derived from, as its card says."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     name: _Name
     license: _Name
 
 
-class IndexedModel(BaseModel):
-    """A known model: name, license, ancestors and fingerprint.
+class IndexedModel(BaseModel, frozen=True, extra="forbid"):
+    """A known model: name, license, ancestors and fingerprint."""
 
-    Attributes:
-        format: Version of the file format.
-        name: Name by which cards refer to the model, usually ``org/name``.
-        license: Identifier of its license.
-        ancestors: Models that it was derived from.
-        revision: Commit on the Hub, or None.
-        digest: sha256 of the samples, independent of tensor names.
-        samples: The fingerprint (see ``Fingerprint.to_json``).
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    format: Literal[1] = 1
-    name: _Name
-    license: _Name
-    ancestors: tuple[IndexedAncestor, ...] = ()
-    revision: str | None = None
-    digest: str
-    samples: dict[str, Any]
+    format: Literal[1] = 1  # Version of the file format.
+    name: _Name  # Name by which cards refer to the model, usually ``org/name``.
+    license: _Name  # Identifier of its license.
+    ancestors: tuple[IndexedAncestor, ...] = ()  # Models that it was derived from.
+    revision: str | None = None  # Commit on the Hub, or None.
+    digest: str  # sha256 of the samples, independent of tensor names.
+    samples: dict[str, Any]  # The fingerprint (see ``Fingerprint.to_json``).
 
     @property
     def lineage(self) -> tuple[IndexedAncestor, ...]:
@@ -160,35 +146,21 @@ _HUB_SAMPLES = 64
 _PAGE = re.compile(r"^https?://(?:www\.)?huggingface\.co/")
 
 
-class UndeclaredRelation(BaseModel):
-    """A parent whose weights are related to a model that its card does not name.
+class UndeclaredRelation(BaseModel, frozen=True, extra="forbid"):
+    """A parent whose weights are related to a model that its card does not name."""
 
-    Attributes:
-        parent: Name of the parent.
-        declared: License that the parent's card declares.
-        model: Name of the related model.
-        licenses: Identifiers of the licenses of that model and of its ancestors.
-        kind: Class of the relation. See ``merge_core.analysis.fingerprint.RelationKind``.
-        share: Share of the parent's matrices that are related, from 0 to 1.
-        distance: Relative distance of the related matrices from those of the model.
-        equal: Share of the related matrices that are equal up to rounding, from 0 to 1.
-        is_ancestor: Whether the model counts as an ancestor. False for another parent of the merge, because either of
-            them may be derived from the other one, and both licenses bind the merge anyway.
-        dismissed: Statement of a user that the parent does not descend from the model, ``who: why``; empty if there is
-            none.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    parent: str
-    declared: str
-    model: str
-    licenses: tuple[str, ...]
-    kind: RelationKind
-    share: float
-    distance: float
-    equal: float
+    parent: str  # Name of the parent.
+    declared: str  # License that the parent's card declares.
+    model: str  # Name of the related model.
+    licenses: tuple[str, ...]  # Identifiers of the licenses of that model and of its ancestors.
+    kind: RelationKind  # Class of the relation. See ``merge_core.analysis.fingerprint.RelationKind``.
+    share: float  # Share of the parent's matrices that are related, from 0 to 1.
+    distance: float  # Relative distance of the related matrices from those of the model.
+    equal: float  # Share of the related matrices that are equal up to rounding, from 0 to 1.
+    # Whether the model counts as an ancestor. False for another parent of the merge, because either of them may be
+    # derived from the other one, and both licenses bind the merge anyway.
     is_ancestor: bool
+    # Statement of a user that the parent does not descend from the model, ``who: why``; empty if there is none.
     dismissed: str = ""
 
     @property
@@ -325,10 +297,6 @@ def find_undeclared(
         index: Known models.
         dismissals: Statements ``who: why`` that a parent does not descend from a model, by parent and model.
         sample: Function from :func:`weight_sampler`.
-
-    Raises:
-        InvalidInput: Weights cannot be read.
-        Refused: The Hub does not serve them.
     """
     models = {parent.name: parent for parent in parents if parent.name in families}
     declarations = {name: _Declared.of(parent, families[name], models.values()) for name, parent in models.items()}
@@ -379,17 +347,11 @@ def find_undeclared(
 
 @dataclass(frozen=True)
 class _Declared:
-    """Names and licenses that the files of one parent declare.
+    """Names and licenses that the files of one parent declare."""
 
-    Args:
-        own: Names of the parent itself: its name in the recipe, and ``org/name`` on the Hub.
-        above: Names of the models that it descends from, and of the recipe's base.
-        licenses: Identifiers of all licenses that bind it.
-    """
-
-    own: frozenset[str]
-    above: frozenset[str]
-    licenses: tuple[str, ...]
+    own: frozenset[str]  # Names of the parent itself: its name in the recipe, and ``org/name`` on the Hub.
+    above: frozenset[str]  # Names of the models that it descends from, and of the recipe's base.
+    licenses: tuple[str, ...]  # Identifiers of all licenses that bind it.
 
     @property
     def all(self) -> frozenset[str]:
