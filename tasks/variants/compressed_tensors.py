@@ -34,7 +34,13 @@ from mergegate.tasks.sandbox import (
 from mergegate.tasks.serve import Check, ServeSettings, serve_models
 from mergegate.tasks.stage import StageValue, memory_of_child, stage, store, value_stage, versions
 from mergegate.tasks.store import MANIFEST, VALUE, Artifact, NotInKey, StoredValue
-from mergegate.tasks.variants.contract import ConversionCheck, VariantFormat, VariantRecord, require_text_only
+from mergegate.tasks.variants.contract import (
+    Calibration,
+    ConversionCheck,
+    VariantFormat,
+    VariantRecord,
+    require_text_only,
+)
 from mergegate.tasks.variants.quantized_tensors import (
     SCHEMES,
     check_files,
@@ -43,7 +49,6 @@ from mergegate.tasks.variants.quantized_tensors import (
     shapes_of,
     tensor_types,
 )
-from mergegate.tasks.variants.settings import Calibration
 
 PYTHON = Path(".venv-quantize/bin/python")  # built by `make quantize-env`
 _CHILD = Path(__file__).with_name("quantize_child.py")

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,15 +32,16 @@ from mergegate.merge_core.checkpoint import (
     numbers,
     open_checkpoint,
     patterns,
-    read_into,
 )
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import MAX_DATA_BYTES, open_plain, read_json, read_plain
+from mergegate.merge_core.parsing import MAX_DATA_BYTES, read_json, read_plain
 from mergegate.tasks.checkpoints import deciding_files
+from mergegate.tasks.checkpoints.hub import element_reader
 from mergegate.tasks.serve import Check
 
 Floats = NDArray[np.float32]
 
+_read_elements = element_reader(None)
 _BLOCK = 1 << 22  # number of elements that are compared in one step
 _AGAIN = "quantize the merge again; if it happens twice, report it to llm-compressor"
 # Tolerance of a weight that is rounded to the nearest number, in steps between two numbers. Half a step would be exact.
@@ -350,34 +350,33 @@ def check_values(variant: Checkpoint, merge: Checkpoint, scheme: Scheme, *, cali
     matrices = quantized_layers(shapes_of(merge)).matrices
     scale_problem = weight_problem = other_problem = None
     scales, error, energy = 0, 0.0, 0.0
-    with _OpenFiles() as files:
-        for name, original in merge.tensors.items():
-            assert isinstance(original, StoredTensor)
-            if name not in matrices:
-                stored = _stored(variant, name)
-                if not other_problem and not _equal_bytes(files, original, stored):
-                    other_problem = name
-                continue
-            module = name.removesuffix("weight")
-            factors = {
-                part: files.numbers(_stored(variant, module + part))
-                for part in scheme.layout_of(original.shape)
-                if part.endswith("_scale")
-            }
-            scales += sum(values.size for values in factors.values())
-            for part, values in factors.items():
-                if scale_problem is None and (broken := int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))):
-                    scale_problem = module + part, f"{broken:,} of {values.size:,} scales are zero, negative or NaN"
-            if scale_problem:
-                continue
-            payload = _stored(variant, module + ("weight_packed" if scheme.packed else "weight"))
-            for first, weights, values, step in _rows(files, original, payload, factors["weight_scale"], scheme):
-                difference = np.abs(weights - values)
-                error += float(np.square(difference, dtype=np.float64).sum())
-                energy += float(np.square(weights, dtype=np.float64).sum())
-                if weight_problem is None and (seen := _row_problem(weights, values, step, calibrated=calibrated)):
-                    row, text = seen
-                    weight_problem = f"{name}, row {first + row}", text
+    for name, original in merge.tensors.items():
+        assert isinstance(original, StoredTensor)
+        if name not in matrices:
+            stored = _stored(variant, name)
+            if not other_problem and not _equal_bytes(original, stored):
+                other_problem = name
+            continue
+        module = name.removesuffix("weight")
+        factors = {
+            part: _numbers(_stored(variant, module + part))
+            for part in scheme.layout_of(original.shape)
+            if part.endswith("_scale")
+        }
+        scales += sum(values.size for values in factors.values())
+        for part, values in factors.items():
+            if scale_problem is None and (broken := int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))):
+                scale_problem = module + part, f"{broken:,} of {values.size:,} scales are zero, negative or NaN"
+        if scale_problem:
+            continue
+        payload = _stored(variant, module + ("weight_packed" if scheme.packed else "weight"))
+        for first, weights, values, step in _rows(original, payload, factors["weight_scale"], scheme):
+            difference = np.abs(weights - values)
+            error += float(np.square(difference, dtype=np.float64).sum())
+            energy += float(np.square(weights, dtype=np.float64).sum())
+            if weight_problem is None and (seen := _row_problem(weights, values, step, calibrated=calibrated)):
+                row, text = seen
+                weight_problem = f"{name}, row {first + row}", text
     checks = []
     if scale_problem:
         where, seen_scale = scale_problem
@@ -428,7 +427,7 @@ def _row_problem(weights: Floats, values: Floats, step: Floats, *, calibrated: b
 
 
 def _rows(
-    files: _OpenFiles, original: StoredTensor, payload: StoredTensor, scales: Floats, scheme: Scheme
+    original: StoredTensor, payload: StoredTensor, scales: Floats, scheme: Scheme
 ) -> Iterator[tuple[int, Floats, Floats, Floats]]:
     """Yield blocks of rows: the first row, the merge's weights, the dequantized weights, and the steps between numbers.
 
@@ -437,8 +436,8 @@ def _rows(
     rows, columns = original.shape
     for first in range(0, rows, count := max(1, _BLOCK // columns)):
         last = min(first + count, rows)
-        weights = files.numbers(original, first, last)
-        stored = files.read(payload, first, last)
+        weights = _numbers(original, first, last)
+        stored = _read_rows(payload, first, last)
         quantized, gaps = _quantized_numbers(stored.reshape(last - first, -1), columns, scheme)
         if scheme.rows == 0:
             factors = np.broadcast_to(scales.reshape(1, 1), (last - first, columns))
@@ -473,46 +472,35 @@ def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
     return tensor
 
 
-def _equal_bytes(files: _OpenFiles, first: StoredTensor, second: StoredTensor) -> bool:
-    for start in range(0, first.nbytes, _BLOCK):
-        count = min(_BLOCK, first.nbytes - start)
-        if files.bytes(first, start, count) != files.bytes(second, start, count):
+def _equal_bytes(first: StoredTensor, second: StoredTensor) -> bool:
+    """Compare the bytes of two tensors of one format and shape."""
+    for start in range(0, first.numel, _BLOCK):
+        count = min(_BLOCK, first.numel - start)
+        if not np.array_equal(_elements(first, start, count), _elements(second, start, count)):
             return False
     return True
 
 
-class _OpenFiles:
-    """Weight files that are read in blocks. Leaving the context closes them."""
+def _elements(tensor: StoredTensor, first: int, count: int) -> NDArray[np.uint8]:
+    """Return the bytes of ``count`` elements, from element ``first``."""
+    block = np.empty(count * tensor.dtype.size, np.uint8)
+    if count:
+        _read_elements(tensor, first, block)
+    return block
 
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._files: dict[Path, IO[bytes]] = {}
 
-    def __enter__(self) -> _OpenFiles:
-        return self
+def _read_rows(tensor: StoredTensor, first: int, last: int) -> NDArray[np.uint8]:
+    """Return the bytes of some rows of a matrix."""
+    width = tensor.numel // tensor.shape[0] if tensor.shape[0] else 0
+    return _elements(tensor, first * width, (last - first) * width)
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
-    def bytes(self, tensor: StoredTensor, start: int, count: int) -> bytearray:
-        """Return ``count`` bytes of a tensor."""
-        if tensor.file not in self._files:
-            self._files[tensor.file] = self._stack.enter_context(open_plain(tensor.file))
-        buffer = bytearray(count)
-        read_into(self._files[tensor.file].fileno(), memoryview(buffer), tensor.offset + start, tensor.file)
-        return buffer
-
-    def read(self, tensor: StoredTensor, first: int, last: int) -> NDArray[np.uint8]:
-        """Return the bytes of some rows of a matrix."""
-        width = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
-        return np.frombuffer(self.bytes(tensor, first * width, (last - first) * width), np.uint8)
-
-    def numbers(self, tensor: StoredTensor, first: int = 0, last: int | None = None) -> Floats:
-        """Return the elements of a float tensor, or some of its rows, as float32."""
-        last = tensor.shape[0] if last is None else last
-        stored = numbers(patterns(self.read(tensor, first, last), tensor.dtype), tensor.dtype)
-        floats: Floats = stored.astype(np.float32).reshape(last - first, *tensor.shape[1:])
-        return floats
+def _numbers(tensor: StoredTensor, first: int = 0, last: int | None = None) -> Floats:
+    """Return the elements of a float tensor, or some of its rows, as float32."""
+    last = tensor.shape[0] if last is None else last
+    stored = numbers(patterns(_read_rows(tensor, first, last), tensor.dtype), tensor.dtype)
+    floats: Floats = stored.astype(np.float32).reshape(last - first, *tensor.shape[1:])
+    return floats
 
 
 def tensor_types(directory: Path) -> dict[str, int]:
