@@ -44,12 +44,7 @@ class ResolvedAdapter(BaseModel, frozen=True, extra="forbid"):
         )
 
     def open(self) -> Adapter:
-        """Return the adapter, read from its configuration and its header.
-
-        Raises:
-            InvalidInput: The files do not form an adapter.
-            Refused: The Hub does not serve the header.
-        """
+        """Return the adapter, read from its configuration and its header."""
         return read_snapshot(self.snapshot, open_adapter) if self.snapshot else open_adapter(self.directory)
 
     def findings(self, parent: str, checkpoint: Checkpoint | None = None) -> tuple[Finding, ...]:
@@ -57,10 +52,6 @@ class ResolvedAdapter(BaseModel, frozen=True, extra="forbid"):
 
         ``parent`` is the parent's reference. ``checkpoint`` is the opened parent, in which the adapter may lack rows.
         Factors are read until one of them is not zero.
-
-        Raises:
-            InvalidInput: The files do not form an adapter, or cannot be read.
-            Refused: The Hub does not serve them.
         """
         base, adapter, warnings = parent.partition("+")[0], self.open(), list[tuple[str, str, str, str]]()
         named, where = adapter.config.base, f"{adapter.config.location}: base_model_name_or_path"

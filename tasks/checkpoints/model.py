@@ -141,11 +141,7 @@ def weight_files(names: Collection[str], directory: Path) -> tuple[str, ...]:
 
 
 def deciding_files(directory: Path) -> tuple[str, ...]:
-    """Return the names of the files in ``directory`` that determine the behavior of the model.
-
-    Raises:
-        InvalidInput: An index is not JSON, an entry is not a regular file, or a link leads out of the directory.
-    """
+    """Return the names of the files in ``directory`` that determine the behavior of the model."""
     entries = {path.name for path in directory.iterdir()}
     entries |= set(nested_names(directory))
     # Check every file that will be hashed, read or passed to a library before any of them is opened.

@@ -50,9 +50,6 @@ def fetch_weights(parents: Sequence[ResolvedCheckpoint], hashes: HashMemo) -> Fe
     """Download the missing weights of ``parents`` and check every file against the Hub's listing.
 
     Return None if no parent is on the Hub.
-
-    Raises:
-        Refused: A file is not available, or differs from the Hub's listing.
     """
     # A model that several adapters are applied to is fetched once.
     remote = list(

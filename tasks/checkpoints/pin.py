@@ -100,11 +100,7 @@ class PinnedCheckpoint(Model):
         return self.model_copy(update={"name": rename(self.name), "ref": rename(self.ref), "adapter": adapter})
 
     def open(self) -> Checkpoint:
-        """Return the checkpoint with its adapter applied, read from the local configuration and headers.
-
-        Raises:
-            InvalidInput: The files do not form a checkpoint, or the adapter does not fit it.
-        """
+        """Return the checkpoint with its adapter applied, read from the local configuration and headers."""
         model = open_checkpoint(self.directory)
         return apply_adapter(model, open_adapter(self.adapter.directory)) if self.adapter else model
 
@@ -170,12 +166,7 @@ def resolve_parents(recipe: Recipe) -> tuple[ResolvedCheckpoint, ...]:
 
 
 def find_checkpoint(text: str) -> ResolvedCheckpoint:
-    """Return the checkpoint that ``text`` names: a local directory or ``org/name@revision``.
-
-    Raises:
-        InvalidInput: The text is neither a directory nor a repository.
-        Refused: The Hub denies access to the repository or is not reachable.
-    """
+    """Return the checkpoint that ``text`` names: a local directory or ``org/name@revision``."""
     # The name of a directory may contain @ or +.
     reference = CheckpointRef(text) if expand_user_path(text).is_dir() else parse_reference(text, text)
     location = _locate(reference, None, _find_snapshot_or_error)
@@ -196,12 +187,7 @@ def resolve_all_parents(recipes: Sequence[Recipe]) -> tuple[tuple[ResolvedCheckp
 
 
 def open_parent(parent: ResolvedCheckpoint) -> Checkpoint:
-    """Return the checkpoint of a parent with its adapter applied, even if its weights are not downloaded yet.
-
-    Raises:
-        InvalidInput: The files do not form a checkpoint, or the adapter does not fit it.
-        Refused: The Hub does not serve the headers.
-    """
+    """Return the checkpoint of a parent with its adapter applied, even if its weights are not downloaded yet."""
     model = _open_base(parent)
     return apply_adapter(model, parent.adapter.open()) if parent.adapter else model
 
@@ -215,12 +201,7 @@ def adapter_findings_of_parents(
 
 
 def require_combinable(recipe: Recipe, parents: Sequence[ResolvedCheckpoint]) -> None:
-    """Raise an error if the recipe produces an adapter but the adapters of the parents cannot be combined.
-
-    Raises:
-        InvalidInput: An adapter cannot be combined. The error names the first such adapter.
-        Refused: The Hub does not serve the headers.
-    """
+    """Raise an error if the recipe produces an adapter but the adapters of the parents cannot be combined."""
     if recipe.output is None:
         return
     for parent in parents:
@@ -250,9 +231,6 @@ def pin_checkpoints(
     """Hash the files of the parents, which must be on this machine, and return the pinned parents.
 
     A parent may run its own code if ``trusted_repositories`` contains its commit, as ``org/name@<40 hex digits>``.
-
-    Raises:
-        InvalidInput: A directory contains no checkpoint files.
     """
     pinned = []
     for parent in parents:

@@ -133,9 +133,6 @@ def toolchain(python: Path | None = None) -> dict[str, str]:
     """Return the versions of llama-cpp-python and of the converter, without starting a process.
 
     ``python`` is the interpreter of their environment. Default: ``.venv-gguf/bin/python`` in the working directory.
-
-    Raises:
-        InvalidInput: The environment does not contain them.
     """
     interpreter = find_python(python)
     directory = interpreter.parent.parent
@@ -152,11 +149,7 @@ def toolchain(python: Path | None = None) -> dict[str, str]:
 
 
 def runtime_versions(python: Path | None = None) -> dict[str, str]:
-    """Return the versions and settings that determine what llama.cpp computes, for cache keys.
-
-    Raises:
-        InvalidInput: See ``toolchain``.
-    """
+    """Return the versions and settings that determine what llama.cpp computes, for cache keys."""
     return {"llama_cpp_python": toolchain(python)["llama_cpp_python"], "llama_cpp_settings": SETTINGS}
 
 
@@ -175,11 +168,7 @@ def environment_error(problem: str) -> InvalidInput:
 
 
 def find_python(python: Path | None = None) -> Path:
-    """Return the absolute path of the interpreter whose environment contains llama.cpp.
-
-    Raises:
-        InvalidInput: There is no such file.
-    """
+    """Return the absolute path of the interpreter whose environment contains llama.cpp."""
     interpreter = (python or PYTHON).absolute()
     if not interpreter.is_file():
         raise environment_error(f"{interpreter}: no such file")
@@ -302,10 +291,6 @@ def quantize(
         python: Interpreter of the environment with llama.cpp. Default: that of ``make gguf-env``.
         imatrix: Importance of each weight: an ``.npz`` file with a float32 vector for each tensor name. None: equal.
         time_limit: Seconds after which the process is killed. None: after an hour without an answer.
-
-    Raises:
-        InvalidInput: See ``open_gguf``; also if the type does not exist.
-        Refused: The time limit is exceeded.
     """
     number = file_type(file_type_name)
     with _started((source, *([imatrix] if imatrix else [])), python, destination.parent, time_limit) as process:
@@ -324,9 +309,6 @@ def measure_importance(
         destination: File to write, for ``quantize``. Its directory must exist.
         max_length: Length limit of one text, in tokens.
         python: Interpreter of the environment with llama.cpp. Default: that of ``make gguf-env``.
-
-    Raises:
-        InvalidInput: See ``open_gguf``; also if the model has experts, which need a statistic for each expert.
     """
     with _started((source,), python, destination.parent, None) as process:
         files = {"path": str(source), "destination": str(destination)}
@@ -500,12 +482,7 @@ _open: tuple[object, LoadedModel, ExitStack] | None = None  # the open file: key
 
 @contextmanager
 def load_gguf(model: QuantizedModel) -> Iterator[LoadedModel]:
-    """Provide a GGUF variant, to one thread at a time. Its process ends when another model is loaded.
-
-    Raises:
-        InvalidInput: See ``open_gguf``; also if the tokenizer cannot be loaded, or the environment with llama.cpp has
-            changed since the variant was described.
-    """
+    """Provide a GGUF variant, to one thread at a time. Its process ends when another model is loaded."""
     global _open
     with _lock:
         location = f"{model.name} ({model.directory / model.weights})"

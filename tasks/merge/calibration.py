@@ -83,9 +83,6 @@ def pin_calibration_texts(recipe: Recipe, hashes: HashMemo) -> Iterator[tuple[st
     """Yield the reference of each model in one recipe document that has a calibration text, with the pinned text.
 
     A relative path is searched in the recipe's directory first, then in the working directory.
-
-    Raises:
-        InvalidInput: A text does not exist, or does not have the format that the recipe declares.
     """
     for ref, text_path in recipe.texts.items():
         file = expand_user_path(text_path)
@@ -359,11 +356,7 @@ class StatisticsNeeds:
 
 
 def statistics_needs(plan: MergePlan, hashes: HashMemo) -> StatisticsNeeds | None:
-    """Return the cost of the statistics that the recipe of ``plan`` needs, or None if it needs no statistics.
-
-    Raises:
-        InvalidInput: A text does not exist, or does not have the format that the recipe declares.
-    """
+    """Return the cost of the statistics that the recipe of ``plan`` needs, or None if it needs no statistics."""
     recipe = plan.recipe
     texts = [text for _, text in pin_calibration_texts(recipe, hashes)] if recipe.needs_statistics else []
     if not texts:
@@ -424,11 +417,7 @@ class RouterNeeds:
 
 
 def router_needs(plan: MergePlan, hashes: HashMemo) -> RouterNeeds | None:
-    """Return the cost of the router repair that the recipe of ``plan`` needs, or None if it repairs no routers.
-
-    Raises:
-        InvalidInput: A text does not exist, or does not have the format that the recipe declares.
-    """
+    """Return the cost of the router repair that the recipe of ``plan`` needs, or None if it repairs no routers."""
     if plan.recipe.router_repair is None:
         return None
     texts = [text for _, text in pin_calibration_texts(plan.recipe, hashes)]

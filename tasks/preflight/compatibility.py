@@ -197,10 +197,6 @@ def plan_cached(
 
     If nothing has changed since the last plan of this process, including the header digests ``metadata``, it is
     returned again.
-
-    Raises:
-        InvalidInput: A parent cannot be a checkpoint.
-        Refused: A parent cannot be read.
     """
     directories = [
         (str(parent.directory), str(parent.adapter.directory) if parent.adapter else "") for parent in parents
@@ -252,9 +248,6 @@ def custom_code_findings(plan: MergePlan, accepted_code: Collection[str] | None)
 
     ``accepted_code`` names the code that the profile accepts. None means that no profile exists, so code leads only to
     a warning.
-
-    Raises:
-        InvalidInput: A configuration is not JSON.
     """
     donor = plan.donor.directory.name
     code = [(f"{donor}: {name}", name) for name in plan.companions if name.endswith(".py")]

@@ -48,11 +48,7 @@ def git_blob(data: bytes) -> str:
 
 
 def snapshots_directory(repo: str) -> Path:
-    """Return the directory in the Hub's own cache that holds the commits of ``org/name``. It may not exist.
-
-    Raises:
-        InvalidInput: No repository can have this name.
-    """
+    """Return the directory in the Hub's own cache that holds the commits of ``org/name``. It may not exist."""
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.file_download import repo_folder_name

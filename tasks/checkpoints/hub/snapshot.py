@@ -324,11 +324,6 @@ class RevisionList:
         """Return the checkpoint or the adapter of a revision, read from headers and small files.
 
         The revision is remembered in the Hub's cache, so that it can be listed without network access.
-
-        Raises:
-            InvalidInput: The revision does not contain a complete checkpoint, or it is not in the cache and the
-                environment forbids network access.
-            Refused: The Hub denies access or is not reachable.
         """
         commit = self.commits[name]
         snapshot = find_snapshot(self.repo, commit, adapter=is_adapter)
@@ -341,12 +336,7 @@ class RevisionList:
         return opened
 
     def read(self, name: str, file: str) -> bytes | None:
-        """Return the content of a small file of a revision, or None if there is no such file.
-
-        Raises:
-            InvalidInput: The revision does not exist, or the client cannot use the network.
-            Refused: The Hub denies access or is not reachable.
-        """
+        """Return the content of a small file of a revision, or None if there is no such file."""
         from huggingface_hub import hf_hub_download
 
         cached = snapshots_directory(self.repo) / self.commits[name] / file
@@ -365,12 +355,7 @@ class RevisionList:
 
 
 def list_revisions(repo: str, pattern: str) -> RevisionList:
-    """Return the branches and tags of ``org/name`` that match a shell pattern, such as ``step-*``.
-
-    Raises:
-        InvalidInput: The repository does not exist, or no revision matches.
-        Refused: The Hub denies access or is not reachable.
-    """
+    """Return the branches and tags of ``org/name`` that match a shell pattern, such as ``step-*``."""
     location = f"{repo}@{pattern}"
     access = None if is_offline() else hub_access(writing=False, repo=repo)
     if access is None:

@@ -197,12 +197,7 @@ def compare_weights(
     settings: LicenseSettings,
     table: LicenseTable,
 ) -> Declared:
-    """Return the declarations with all ancestors that only the weights reveal, or ``declarations`` itself without any.
-
-    Raises:
-        InvalidInput: Weights cannot be read.
-        Refused: The Hub does not serve them.
-    """
+    """Return the declarations with all ancestors that only the weights reveal, or ``declarations`` itself without any."""
     relations = find_undeclared(
         parents, declarations.families, known_models.index, settings.unrelated, known_models.sample
     )

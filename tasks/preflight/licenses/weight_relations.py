@@ -85,21 +85,13 @@ def fingerprint_model(parent: ResolvedCheckpoint, most: int) -> Fingerprint:
     """Return the fingerprint of a model without its adapter, from samples of at most ``most`` matrices.
 
     For a model on the Hub that is not downloaded, each sample takes one request for 128 elements.
-
-    Raises:
-        InvalidInput: The files do not form a checkpoint, or cannot be read.
-        Refused: The Hub does not serve them.
     """
     checkpoint = open_parent(parent.model_copy(update={"adapter": None}))
     return take_fingerprint(checkpoint.tensors, element_reader(parent.snapshot), most)
 
 
 def read_index(path: Path) -> tuple[IndexedModel, ...]:
-    """Return the models in an index. The last line about a name counts.
-
-    Raises:
-        InvalidInput: The file cannot be read, or a line is damaged.
-    """
+    """Return the models in an index. The last line about a name counts."""
     models: dict[str, IndexedModel] = {}
     for number, line in read_lines(path, longest=_LONGEST_LINE, most=_MOST_LINES):
         if not line.strip():
@@ -127,11 +119,7 @@ def read_index(path: Path) -> tuple[IndexedModel, ...]:
 
 
 def add_to_index(path: Path, model: IndexedModel) -> None:
-    """Add a model to an index, or replace the model of that name. A missing file is created.
-
-    Raises:
-        InvalidInput: The file is not an index.
-    """
+    """Add a model to an index, or replace the model of that name. A missing file is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with hold_lock(path.with_name(f"{path.name}.lock"), remove=True, required=False):
         known: Sequence[IndexedModel] = read_index(path) if path.exists() else ()
@@ -247,11 +235,7 @@ class KnownModels:
 
 
 def read_known_models(own_index: Path, shared_index: Path | None = None) -> KnownModels:
-    """Return the models of the project's own index, if it exists, and of the index that a profile names.
-
-    Raises:
-        InvalidInput: An index is damaged, or the profile names a file that does not exist.
-    """
+    """Return the models of the project's own index, if it exists, and of the index that a profile names."""
     if shared_index and not shared_index.exists():
         raise InvalidInput(
             f"checks.license.fingerprints: {shared_index}",
