@@ -302,7 +302,7 @@ _READERS = {
     "the mark of a partial directory, whose size is checked first": "merge_core.files.new_directory",
     "a descriptor of the bounded opener": "merge_core.parsing.json_text",
     "it checks first that the path names a plain file": "merge_core.files.hashing",
-    "files of the Hub's cache, which are compared with the Hub's hashes": "tasks.checkpoints.hub.download",
+    "files of the Hub's cache, which are compared with the Hub's hashes": "tasks.checkpoints.parent_weights",
     "a file of the target with the size of ours": "tasks.publish.stage",
     "a file that was downloaded into a directory of its own": "tasks.publish.targets.hub",
     "the converter's code, and files that this stage wrote": "tasks.variants.gguf_conversion",

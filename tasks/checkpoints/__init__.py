@@ -5,7 +5,6 @@ its weights, and pins it by a digest of its files, so that a run notices when a 
 in the current process or in the model process.
 """
 
-from mergegate.tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter
 from mergegate.tasks.checkpoints.card import (
     CARD_FILE,
     NO_CARD,
@@ -48,12 +47,15 @@ from mergegate.tasks.checkpoints.model_process import (
 from mergegate.tasks.checkpoints.parent_weights import (
     apply_adapters,
     apply_adapters_outside_flow,
+    download_snapshots,
     fetch_weights,
     find_applied_adapters,
 )
 from mergegate.tasks.checkpoints.pin import (
+    PinnedAdapter,
     PinnedCheckpoint,
     PinnedRecipe,
+    ResolvedAdapter,
     ResolvedCheckpoint,
     adapted_digest,
     adapter_digest,

@@ -16,7 +16,8 @@ from typing import Literal
 
 from pydantic import BaseModel
 
-from mergegate.tasks.preflight.licenses.case import (
+from mergegate.tasks.preflight.licenses.rules import (
+    RULES,
     SEVERITY,
     Case,
     LicensedParent,
@@ -24,8 +25,8 @@ from mergegate.tasks.preflight.licenses.case import (
     Subject,
     Use,
     join_words,
+    share_alike_licenses,
 )
-from mergegate.tasks.preflight.licenses.rules import RULES, share_alike_licenses
 from mergegate.tasks.preflight.licenses.table import OTHER, UNKNOWN, WEAK_KINDS, License, LicenseTable
 
 

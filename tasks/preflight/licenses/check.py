@@ -12,7 +12,6 @@ from mergegate.merge_core.errors import Finding, Refused
 from mergegate.merge_core.recipe import name_in_path
 from mergegate.tasks.checkpoints import ResolvedAdapter, ResolvedCheckpoint, card_directory, read_card
 from mergegate.tasks.preflight.licenses.algebra import Combination, combine_licenses
-from mergegate.tasks.preflight.licenses.case import LicensedParent
 from mergegate.tasks.preflight.licenses.resolve import (
     AncestorLookup,
     CardSource,
@@ -21,6 +20,7 @@ from mergegate.tasks.preflight.licenses.resolve import (
     lineage,
     quote_text,
 )
+from mergegate.tasks.preflight.licenses.rules import LicensedParent
 from mergegate.tasks.preflight.licenses.table import LicenseTable, load_table
 from mergegate.tasks.preflight.licenses.weight_relations import (
     KnownModels,
@@ -197,7 +197,7 @@ def compare_weights(
     settings: LicenseSettings,
     table: LicenseTable,
 ) -> Declared:
-    """Return the declarations with all ancestors that only the weights reveal, or ``declarations`` itself without any."""
+    """Return the declarations with all ancestors that only the weights reveal, or ``declarations`` if none do."""
     relations = find_undeclared(
         parents, declarations.families, known_models.index, settings.unrelated, known_models.sample
     )

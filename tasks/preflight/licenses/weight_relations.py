@@ -37,8 +37,8 @@ from mergegate.merge_core.parsing import JsonBounds, line_location, parse_json, 
 from mergegate.merge_core.recipe import name_in_path
 from mergegate.tasks.checkpoints import ResolvedCheckpoint, open_parent
 from mergegate.tasks.checkpoints.hub import element_reader
-from mergegate.tasks.preflight.licenses.case import Licensed, LicensedParent, join_words
 from mergegate.tasks.preflight.licenses.resolve import quote_text
+from mergegate.tasks.preflight.licenses.rules import Licensed, LicensedParent, join_words
 from mergegate.tasks.preflight.licenses.table import LicenseTable
 
 INDEX_FILE = "fingerprints.jsonl"
