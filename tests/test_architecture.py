@@ -284,8 +284,7 @@ _READERS = {
     "files that mergegate wrote": (
         "flows.cli.init flows.outcome.archive flows.outcome.run_outcome merge_core.checkpoint.measurements "
         "merge_core.engine.forecast.probe tasks.judge.answers tasks.judge.stage tasks.serve.process "
-        "tasks.store.shared tasks.telemetry.metrics tasks.variants.compressed_tensors "
-        "tasks.variants.quantize_child"
+        "tasks.store.shared tasks.telemetry.metrics tasks.variants.quantize_child"
     ),
     "files that are installed with mergegate or a library": (
         "merge_core.architecture.conversions merge_core.architecture.families merge_core.architecture.model_kinds "
@@ -294,7 +293,7 @@ _READERS = {
     ),
     "/proc, /sys and devices": "merge_core.system tasks.sandbox.gpu_lock tasks.sandbox.supervision",
     "weights or release files, which were opened or hashed as plain files before": (
-        "tasks.merge.gates tasks.merge.weight_comparison tasks.publish.content tasks.publish.public_names "
+        "tasks.publish.content tasks.publish.public_names "
         "tasks.publish.targets.oci tasks.publish.targets.s3_publication "
         "tasks.serve.static_checks"
     ),

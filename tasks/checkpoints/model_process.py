@@ -569,11 +569,7 @@ _PLAIN = {
 
 
 def receive(connection: Connection, location: str) -> tuple[Any, ...]:
-    """Return the next message. A forged message can only make this function raise.
-
-    Returns:
-        ``("progress", done, total)``, ``("done", value)``, ``("problem", error)``, ``("starved", error)`` or
-        ``("crash", error, traceback)``.
+    """Return the next message, in one of the forms of the module docstring. A forged one can only make this raise.
 
     Raises:
         EOFError, ConnectionError: The process will not send another message, or the message is longer than 2 GiB.

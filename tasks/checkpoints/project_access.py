@@ -67,12 +67,8 @@ def confinement(
 ) -> Confinement:
     """Return the confinement of a process that works on ``inputs``, which may be nested, and may read the store.
 
-    Args:
-        inputs: What the process works on. It may read the files that :func:`named_files` finds.
-        read: Other paths that it may read.
-        write: Directory of its results, in addition to the sandbox.
-        network: Whether it has network access.
-        memory: Limit for its own memory, in bytes. None: no limit.
+    It may read the files that :func:`named_files` finds in ``inputs`` and the paths in ``read``, and write to ``write``
+    and the sandbox. ``memory`` limits its own memory, in bytes.
     """
     shared = (
         state_directory(store().root, private=True),

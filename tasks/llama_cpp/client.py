@@ -203,10 +203,8 @@ class LlamaCpp:
     ) -> list[tuple[int, ...]]:
         """Return the tokens into which llama.cpp splits each text.
 
-        Args:
-            texts: The texts.
-            special: Whether special tokens such as ``<|im_end|>`` in a text count as one token.
-            add_special: Whether to add the tokens with which the vocabulary begins and ends a text.
+        With ``special``, special tokens such as ``<|im_end|>`` in a text count as one token. With ``add_special``, the
+        tokens with which the vocabulary begins and ends a text are added.
         """
         arguments = {"texts": list(texts), "special": special, "add_special": add_special}
         return [tuple(tokens) for tokens in self._process.call("tokenize", **arguments)]
@@ -229,12 +227,8 @@ class LlamaCpp:
     ) -> tuple[int, ...]:
         """Return the next ``count`` tokens of an answer, or fewer if a token of ``choice.ends`` is among them.
 
-        Args:
-            prompt: Tokens of the prompt. Not empty.
-            choice: How tokens are chosen.
-            count: Largest number of tokens to generate now.
-            room: Largest number of tokens in the prompt and the whole answer. Equal for all calls of one answer.
-            answer: Tokens that earlier calls returned for this answer.
+        ``room`` is the largest number of tokens in the prompt and the whole answer, equal for all calls of one answer.
+        ``answer`` has the tokens that earlier calls returned for it.
         """
         arguments = {"prompt": list(prompt), "answer": list(answer), "count": count, "room": room}
         return tuple(self._process.call("generate", **arguments, choice=asdict(choice)))
@@ -242,10 +236,7 @@ class LlamaCpp:
     def chat(self, messages: Sequence[Mapping[str, str]], *, tokens: int = 64, room: int = 2048) -> ChatAnswer:
         """Let llama-cpp-python answer ``messages`` with the chat template in the file, without randomness.
 
-        Args:
-            messages: Messages with ``role`` and ``content``.
-            tokens: Largest number of tokens in the answer.
-            room: Largest number of tokens in the prompt and the answer.
+        The answer has at most ``tokens`` tokens, and ``room`` includes the prompt.
         """
         arguments = {"messages": [dict(message) for message in messages], "count": tokens, "room": room}
         return ChatAnswer(**self._process.call("chat", path=str(self.path), **arguments))
@@ -255,13 +246,10 @@ class LlamaCpp:
 def open_gguf(
     path: Path, python: Path | None = None, *, vocabulary_only: bool = False, time_limit: float | None = None
 ) -> Iterator[LlamaCpp]:
-    """Open a GGUF file in a process of its own, which ends with the block.
+    """Open a GGUF file, or the first of its shards, in a process of its own, which ends with the block.
 
-    Args:
-        path: The file, or the first of its shards.
-        python: Interpreter of the environment with llama.cpp. Default: that of ``make gguf-env``.
-        vocabulary_only: Whether to load only the vocabulary, which is enough for ``tokenize``.
-        time_limit: Seconds after which the process is killed. None: after an hour without an answer.
+    ``vocabulary_only`` loads only the vocabulary, which is enough for ``tokenize``. Without ``time_limit`` in seconds,
+    the process is killed after an hour without an answer.
 
     Raises:
         InvalidInput: llama.cpp is not installed, cannot load the file, or crashed. The error has its own message.
@@ -282,15 +270,10 @@ def quantize(
     imatrix: Path | None = None,
     time_limit: float | None = None,
 ) -> None:
-    """Quantize a GGUF file, with one thread. The same inputs give the same bytes.
+    """Quantize a GGUF file in F32, F16 or BF16 with one thread. The same inputs give the same bytes.
 
-    Args:
-        source: GGUF file in F32, F16 or BF16.
-        destination: File to write. Its directory must exist.
-        file_type_name: A name in ``FILE_TYPES``.
-        python: Interpreter of the environment with llama.cpp. Default: that of ``make gguf-env``.
-        imatrix: Importance of each weight: an ``.npz`` file with a float32 vector for each tensor name. None: equal.
-        time_limit: Seconds after which the process is killed. None: after an hour without an answer.
+    ``file_type_name`` is a name in ``FILE_TYPES``. ``imatrix`` has the importance of each weight: an ``.npz`` file with
+    a float32 vector for each tensor name.
     """
     number = file_type(file_type_name)
     with _started((source, *([imatrix] if imatrix else [])), python, destination.parent, time_limit) as process:
@@ -303,12 +286,7 @@ def measure_importance(
 ) -> None:
     """Measure how much each input of each matrix matters: its mean square while the model reads ``texts``.
 
-    Args:
-        source: GGUF file in F32, F16 or BF16.
-        texts: Calibration text.
-        destination: File to write, for ``quantize``. Its directory must exist.
-        max_length: Length limit of one text, in tokens.
-        python: Interpreter of the environment with llama.cpp. Default: that of ``make gguf-env``.
+    The result in ``destination`` is for ``quantize``. Each text is cut to ``max_length`` tokens.
     """
     with _started((source,), python, destination.parent, None) as process:
         files = {"path": str(source), "destination": str(destination)}

@@ -219,15 +219,10 @@ def measure_in_runs(
     observe: Callable[[Sequence[_Part]], RunSums],
     on_progress: TellProgress,
 ) -> dict[str, str]:
-    """Measure the parts of a network in runs whose sums fit into memory. Finished runs are not repeated.
+    """Measure the parts of a network, in network order, in runs whose sums fit into memory.
 
-    Args:
-        job: Directory of the artifact, and journal of the finished runs.
-        index: Name of the JSON file to write, ``INPUTS`` or ``IMPORTANCE``. Each run writes a safetensors file as well.
-        text: Windows that each run reads, and the number of positions over which the means are taken.
-        parts: Parts in network order.
-        observe: Function that returns the sums for the parts of a run.
-        on_progress: Callback that receives the number of windows read and their total number.
+    Finished runs are not repeated. Each run writes a safetensors file. ``index`` is the name of the JSON file for all of them, ``INPUTS`` or
+    ``IMPORTANCE``. ``observe`` returns the sums for the parts of a run.
 
     Returns:
         Owners: for each stored tensor, the name under which the files hold its statistics. Tensors can share them.

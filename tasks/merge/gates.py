@@ -28,10 +28,11 @@ from numpy.typing import NDArray
 from pydantic import BaseModel
 
 from mergegate.merge_core.architecture import is_embedding
-from mergegate.merge_core.checkpoint import numbers, open_checkpoint, patterns, read_into
+from mergegate.merge_core.checkpoint import numbers, open_checkpoint, patterns
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.recipe import GateRows
 from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process, load_model
+from mergegate.tasks.checkpoints.hub import element_reader
 from mergegate.tasks.stage import Runtime, StageValue, advance, value_stage
 
 Array: TypeAlias = NDArray[np.floating[Any]]
@@ -114,10 +115,8 @@ def compute_rows(model: Model, request: GateRequest, device: str, on_progress: T
 def _router_row(means: Sequence[Array | None], location: str, *, of_sums: bool) -> Array | None:
     """Return the rows of one expert, ``[layers, width]`` of length one, or None if it has no positive prompts.
 
-    Args:
-        means: Mean states of the positive and of the negative prompts, each None if there are no such prompts.
-        location: Location for error messages.
-        of_sums: Whether the states are sums of embeddings, whose means are scaled to length one before subtraction.
+    ``means`` are the mean states of the positive and of the negative prompts. With ``of_sums``, they are sums of
+    embeddings, which are scaled to length one before subtraction.
     """
     positive, negative = means
     if positive is None:
@@ -196,7 +195,7 @@ def _embedding_reader(model: Model) -> Callable[[str], Array]:
         )
     table, layers = tables[0], int(checkpoint.config.get("num_hidden_layers", 1))
     rows, width = table.shape
-    row_bytes = width * table.dtype.size
+    row, read_elements = np.empty(width * table.dtype.size, np.uint8), element_reader(None)
     try:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
             model.directory, local_files_only=True, trust_remote_code=False
@@ -209,17 +208,15 @@ def _embedding_reader(model: Model) -> Callable[[str], Array]:
 
     def sum_embeddings(prompt: str) -> Array:
         total = np.zeros(width)
-        with table.file.open("rb") as file:
-            for token in _tokens(tokenizer, prompt, model.name):
-                if not 0 <= token < rows:
-                    raise InvalidInput(
-                        f"{model.name}: the prompt {prompt[:40]!r}",
-                        found=f"token {token}",
-                        expected=f"ids below {rows}, the rows of the embeddings",
-                    )
-                row = np.empty(row_bytes, np.uint8)
-                read_into(file.fileno(), row.data, table.offset + token * row_bytes, table.file)
-                total += numbers(patterns(row, table.dtype), table.dtype)
+        for token in _tokens(tokenizer, prompt, model.name):
+            if not 0 <= token < rows:
+                raise InvalidInput(
+                    f"{model.name}: the prompt {prompt[:40]!r}",
+                    found=f"token {token}",
+                    expected=f"ids below {rows}, the rows of the embeddings",
+                )
+            read_elements(table, token * width, row)
+            total += numbers(patterns(row, table.dtype), table.dtype)
         return np.tile(total, (layers, 1))
 
     return sum_embeddings

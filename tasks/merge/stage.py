@@ -154,14 +154,7 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> MergeSummary:
 
 def repaired_routing(recipe: Recipe) -> RepairedRouting | None:
     """Return the effect of the router repair of ``recipe``, or None if its routers stay as merged."""
-    if (repaired := recipe.repaired) is None:
-        return None
-    return RepairedRouting(
-        layers=repaired.layers,
-        new_layers=repaired.new_layers,
-        divergence=repaired.divergence,
-        agreement=repaired.agreement,
-    )
+    return RepairedRouting.model_validate(recipe.repaired, from_attributes=True) if recipe.repaired else None
 
 
 def router_distances(layers: Sequence[MatchedLayer]) -> tuple[RouterDistance, ...]:

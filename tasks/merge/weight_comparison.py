@@ -29,25 +29,25 @@ from mergegate.merge_core.checkpoint import (
     Checkpoint,
     DerivedTensor,
     DType,
-    StoredTensor,
     is_head,
     is_module_file,
     numbers,
     patterns,
     read_header,
-    read_into,
     read_pickled,
 )
 from mergegate.merge_core.engine import count_infinite, count_non_finite
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import format_count
 from mergegate.tasks.checkpoints import Model, PinnedCheckpoint
+from mergegate.tasks.checkpoints.hub import element_reader
 from mergegate.tasks.stage import StageValue, advance, value_stage
 from mergegate.tasks.store import NotInKey
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_read_stored = element_reader(None)
 _FIRST_BLOCK, _BLOCK = 64 << 10, 16 << 20  # bytes that are compared first, and in each further step
 _PROBE = 1024  # leading numbers by which equal tensors with different names are found
 _NAMED = 5  # models that a sentence names
@@ -358,18 +358,13 @@ def compare_tensors(tensor: AnyTensor, reference: AnyTensor) -> Equality:
 
 def tensor_elements(tensor: AnyTensor) -> Callable[[int, Any], None]:
     """Return a function that fills a buffer with the elements of ``tensor``, from a given element on."""
-    return tensor.open(_read) if isinstance(tensor, DerivedTensor) else partial(_read, tensor)
+    return tensor.open(_read_stored) if isinstance(tensor, DerivedTensor) else partial(_read_stored, tensor)
 
 
 def _read_block(elements: Callable[[int, Any], None], tensor: AnyTensor, first: int, count: int) -> NDArray[np.uint8]:
     block = np.empty(min(count, tensor.numel - first) * tensor.dtype.size, np.uint8)
     elements(first, block)
     return block
-
-
-def _read(tensor: StoredTensor, first: int, into: Any) -> None:
-    with tensor.file.open("rb") as file:
-        read_into(file.fileno(), into.data, tensor.offset + first * tensor.dtype.size, tensor.file)
 
 
 class ModelDistances(StageValue):

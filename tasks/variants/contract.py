@@ -24,7 +24,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -308,15 +308,6 @@ class VariantVerdict(BaseModel, frozen=True, extra="forbid"):
     checks: tuple[Check, ...] = ()  # of the files and of the serving runtime
     gate: GateVerdict | None = None  # None if an earlier check refused the variant
     digest: str = ""  # 64 hex digits over the variant's files
-
-    @property
-    def stopped_at(self) -> Literal["build", "conversion", "checks", "gate"]:
-        """Last step that was reached."""
-        if self.gate is not None:
-            return "gate"
-        if self.record is None:
-            return "conversion" if self.conversion and self.conversion.problems else "build"
-        return "checks"
 
     def as_verdict(self) -> Verdict:
         """Return this verdict in the common form of verdicts."""

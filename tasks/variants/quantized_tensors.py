@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,15 +119,6 @@ SCHEMES: Mapping[str, Scheme] = {
 }
 
 
-class ShapeProblem(NamedTuple):
-    """Reason why a checkpoint cannot be quantized."""
-
-    tensor: str
-    found: str
-    expected: str
-    remedy: str
-
-
 @dataclass(frozen=True)
 class QuantizedLayers:
     """Matrices that a scheme quantizes, and the modules that it must ignore."""
@@ -150,47 +141,43 @@ def quantized_layers(shapes: Mapping[str, tuple[int, ...]]) -> QuantizedLayers:
     return QuantizedLayers(matrices, tuple(dict.fromkeys((*others, "lm_head"))))
 
 
-def shape_problem(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, *, calibrated: bool) -> ShapeProblem | None:
-    """Return why tensors with these shapes cannot be quantized, or None if they can."""
-    layers = quantized_layers(shapes)
-    fused = next((name for name, shape in shapes.items() if ".experts." in name and len(shape) == 3), None)
-    if fused:
-        return ShapeProblem(
+def shape_problem(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, *, calibrated: bool) -> InvalidInput | None:
+    """Return why tensors with these shapes cannot be quantized, with the name of one of them, or None if they can."""
+    matrices = quantized_layers(shapes).matrices
+    if fused := next((name for name, shape in shapes.items() if ".experts." in name and len(shape) == 3), None):
+        return InvalidInput(
             fused,
-            "all experts of a layer in one tensor",
-            "one matrix per expert",
-            "publish another format, such as GGUF",
+            found="all experts of a layer in one tensor",
+            expected="one matrix per expert",
+            remedy="publish another format, such as GGUF",
         )
-    if calibrated and (expert := next((name for name in layers.matrices if ".experts." in name), None)):
-        return ShapeProblem(
+    if calibrated and (expert := next((name for name in matrices if ".experts." in name), None)):
+        return InvalidInput(
             expert,
-            "an expert of a mixture, and a calibration text reaches only some experts",
-            "a model without experts",
-            "remove calibration, or select a scheme that needs no text, such as FP8_DYNAMIC",
+            found="an expert of a mixture, and a calibration text reaches only some experts",
+            expected="a model without experts",
+            remedy="remove calibration, or select a scheme that needs no text, such as FP8_DYNAMIC",
         )
-    if not layers.matrices:
-        return ShapeProblem(
+    if not matrices:
+        return InvalidInput(
             next(iter(shapes), ""),
-            "no tensor is the matrix of a linear layer",
-            "a transformer with layers.N.….weight",
-            "publish another format",
+            found="no tensor is the matrix of a linear layer",
+            expected="a transformer with layers.N.….weight",
+            remedy="publish another format",
         )
-    for name, (rows, columns) in layers.matrices.items():
+    for name, (rows, columns) in matrices.items():
         sizes = [(columns, scheme.columns, "columns")]
         if scheme.rows > 1:  # vLLM requires whole blocks of rows
             sizes.append((rows, scheme.rows, "rows"))
         for size, step, word in sizes:
             if step and size % step:
-                whole = " or ".join(
-                    other.name
-                    for other in SCHEMES.values()
-                    if not other.columns and not other.measures_inputs and other.bits == 8
-                )
-                return ShapeProblem(
+                per_row = (each for each in SCHEMES.values() if not each.columns and not each.measures_inputs)
+                whole = " or ".join(each.name for each in per_row if each.bits == 8)
+                return InvalidInput(
                     name,
-                    f"{size:,} {word}, which {scheme.name} cannot divide into groups of {step}",
-                    f"a multiple of {step}",
-                    f"select a scheme with one scale per row: {whole}",
+                    found=f"{size:,} {word}, which {scheme.name} cannot divide into groups of {step}",
+                    expected=f"a multiple of {step}",
+                    remedy=f"select a scheme with one scale per row: {whole}",
                 )
     return None
 
@@ -203,11 +190,7 @@ def shapes_of(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 def check_files(directory: Path, merge_directory: Path, scheme: Scheme, *, calibrated: bool) -> tuple[Check, ...]:
     """Check the files of a quantized checkpoint, and compare each dequantized weight with that of the merge.
 
-    Args:
-        directory: Quantized checkpoint.
-        merge_directory: Checkpoint that was quantized.
-        scheme: Scheme of the quantized checkpoint.
-        calibrated: Whether the weights were chosen with a calibration text instead of rounded to the nearest number.
+    ``calibrated`` means that the weights were chosen with a calibration text instead of rounded to the nearest number.
     """
     merge = open_checkpoint(merge_directory)
     checks = [check_configuration(directory, merge_directory, scheme), *check_companions(directory, merge_directory)]
@@ -308,14 +291,10 @@ def check_companions(directory: Path, merge_directory: Path) -> list[Check]:
             wrong.setdefault(kind, (name, "the merge has no such file"))
         elif read_plain(found, MAX_DATA_BYTES) != read_plain(original, MAX_DATA_BYTES):
             wrong.setdefault(kind, (name, "the file differs from that of the merge"))
-    checks = []
-    for label, names in kinds.items():
-        if label in wrong:
-            name, seen = wrong[label]
-            checks.append(Check.failed_check(label, seen, "the file of the merge", _AGAIN, name))
-        else:
-            checks.append(Check.passed_check(label, ", ".join(names), "the files of the merge"))
-    return checks
+    return [
+        _check(label, f"the {'file' if label in wrong else 'files'} of the merge", wrong.get(label), ", ".join(names))
+        for label, names in kinds.items()
+    ]
 
 
 def check_layout(variant: Checkpoint, merge: Checkpoint, scheme: Scheme) -> Check:
@@ -348,14 +327,16 @@ def check_layout(variant: Checkpoint, merge: Checkpoint, scheme: Scheme) -> Chec
 def check_values(variant: Checkpoint, merge: Checkpoint, scheme: Scheme, *, calibrated: bool) -> list[Check]:
     """Check that scales are positive, quantized weights close to those of the merge, and all other tensors equal."""
     matrices = quantized_layers(shapes_of(merge)).matrices
-    scale_problem = weight_problem = other_problem = None
+    scale_problem: tuple[str, str] | None = None
+    weight_problem: tuple[str, str] | None = None
+    other_problem: tuple[str, str] | None = None
     scales, error, energy = 0, 0.0, 0.0
     for name, original in merge.tensors.items():
         assert isinstance(original, StoredTensor)
         if name not in matrices:
             stored = _stored(variant, name)
             if not other_problem and not _equal_bytes(original, stored):
-                other_problem = name
+                other_problem = name, "the tensor differs from that of the merge"
             continue
         module = name.removesuffix("weight")
         factors = {
@@ -377,37 +358,30 @@ def check_values(variant: Checkpoint, merge: Checkpoint, scheme: Scheme, *, cali
             if weight_problem is None and (seen := _row_problem(weights, values, step, calibrated=calibrated)):
                 row, text = seen
                 weight_problem = f"{name}, row {first + row}", text
-    checks = []
-    if scale_problem:
-        where, seen_scale = scale_problem
-        checks.append(Check.failed_check("scales", seen_scale, "positive numbers", _AGAIN, where))
-    else:
-        checks.append(Check.passed_check("scales", f"{scales:,} scales", "positive numbers"))
+    checks = [_check("scales", "positive numbers", scale_problem, f"{scales:,} scales")]
+    if not scale_problem:
         limit = f"at most {_SHARE:.0%} of the norm of a row" if calibrated else "the nearest number of the scheme"
-        if weight_problem:
-            where, seen_weight = weight_problem
-            checks.append(Check.failed_check("weights", seen_weight, limit, _AGAIN, where))
-        else:
-            share = math.sqrt(error / energy) if energy else 0.0
-            seen_share = f"the difference from the merge is {share:.2%} of its norm"
-            checks.append(Check.passed_check("weights", seen_share, limit))
-    if other_problem:
-        seen_other = "the tensor differs from that of the merge"
-        checks.append(Check.failed_check("other tensors", seen_other, "the bytes of the merge", _AGAIN, other_problem))
-    else:
-        others = len(merge.tensors) - len(matrices)
-        checks.append(Check.passed_check("other tensors", f"{others:,} tensors", "the bytes of the merge"))
-    return checks
+        share = math.sqrt(error / energy) if energy else 0.0
+        checks.append(
+            _check("weights", limit, weight_problem, f"the difference from the merge is {share:.2%} of its norm")
+        )
+    others = f"{len(merge.tensors) - len(matrices):,} tensors"
+    return [*checks, _check("other tensors", "the bytes of the merge", other_problem, others)]
+
+
+def _check(name: str, expected: str, problem: tuple[str, str] | None, seen: str) -> Check:
+    """Return the failed check of ``problem``, which is a location and what was seen there, or the passed check."""
+    if problem is None:
+        return Check.passed_check(name, seen, expected)
+    location, seen = problem
+    return Check.failed_check(name, seen, expected, _AGAIN, location)
 
 
 def _row_problem(weights: Floats, values: Floats, step: Floats, *, calibrated: bool) -> tuple[int, str] | None:
     """Return the first row that is too far away from the merge, and by how much.
 
-    Args:
-        weights: Weights of the merge, [rows, columns].
-        values: Dequantized weights, [rows, columns].
-        step: Distance between two neighboring numbers at each weight, [rows, columns].
-        calibrated: Whether the weights were chosen with a calibration text.
+    ``weights`` of the merge, dequantized ``values`` and ``step``, the distance between two neighboring numbers at each
+    weight, are [rows, columns].
     """
     difference = np.abs(weights - values)
     if calibrated:

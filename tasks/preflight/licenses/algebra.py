@@ -76,9 +76,6 @@ def combine_licenses(
         table: Known licenses.
         acceptances: Texts of the form ``who: why`` from the user, by license identifier or model name.
             See ``LicenseSettings.accepted``.
-
-    Returns:
-        Verdict with its reasons, and the license and the obligations of the merged model.
     """
     if not parents:
         raise ValueError("a merge needs at least one parent")

@@ -274,13 +274,8 @@ def find_undeclared(
     """Return the relations of the parents' weights that no card and no recipe declares.
 
     Weights are read only if the index has a model, or if parents have different licenses and no declared relation.
-
-    Args:
-        parents: Parents of the merge.
-        families: The declarations of each parent and its ancestors, by the parent's name.
-        index: Known models.
-        dismissals: Statements ``who: why`` that a parent does not descend from a model, by parent and model.
-        sample: Function from :func:`weight_sampler`.
+    ``families`` are the declarations of each parent and its ancestors. ``dismissals`` are statements ``who: why`` that
+    a parent does not descend from a model, by parent and model.
     """
     models = {parent.name: parent for parent in parents if parent.name in families}
     declarations = {name: _Declared.of(parent, families[name], models.values()) for name, parent in models.items()}
