@@ -221,8 +221,8 @@ def measure_in_runs(
 ) -> dict[str, str]:
     """Measure the parts of a network, in network order, in runs whose sums fit into memory.
 
-    Finished runs are not repeated. Each run writes a safetensors file. ``index`` is the name of the JSON file for all of them, ``INPUTS`` or
-    ``IMPORTANCE``. ``observe`` returns the sums for the parts of a run.
+    Finished runs are not repeated. Each run writes a safetensors file. ``index`` is the name of the JSON file for all
+    of them, ``INPUTS`` or ``IMPORTANCE``. ``observe`` returns the sums for the parts of a run.
 
     Returns:
         Owners: for each stored tensor, the name under which the files hold its statistics. Tensors can share them.

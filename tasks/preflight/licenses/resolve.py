@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -75,6 +75,8 @@ class Declaration(BaseModel, frozen=True, extra="forbid"):
     license_sha256: str | None = None  # sha256 of that file, in hexadecimal.
     # Content of that file; empty if there are several such files, because it is unknown which one counts.
     license_text: str = ""
+    revision: str | None = None  # Commit on the Hub; None for a local directory.
+    bases: tuple[int, ...] = ()  # Positions of its base models in the result of `walk`.
     unread: tuple[Unread, ...] = ()  # Entries in `base_model` that `walk` could not read, each with the reason.
     problems: tuple[str, ...] = ()  # Descriptions of unintelligible parts.
 
@@ -115,16 +117,37 @@ def read_declaration(source: CardSource, name: str | None = None) -> Declaration
     except (InvalidInput, OSError) as error:
         detail = error.found if isinstance(error, InvalidInput) else type(error).__name__
         problems.append(f"the license file cannot be read: {detail}")
-    return Declaration.model_validate({"name": name or source.directory.name, **fields, "problems": tuple(problems)})
+    fields |= {"name": name or source.directory.name, "revision": source.revision, "problems": tuple(problems)}
+    return Declaration.model_validate(fields)
 
 
-def walk(root: CardSource, find: FindAncestor, name: str | None = None) -> tuple[Declaration, ...]:
+def walk(
+    root: CardSource, find: FindAncestor, name: str | None = None, names: Mapping[Path, str] = MappingProxyType({})
+) -> tuple[Declaration, ...]:
     """Return the declarations of the model at `root` and of every readable ancestor, nearest first.
 
     An ancestor of a local model is searched as a path relative to its descendant's directory, then next to that
     directory by its name, then by `find`. Each location is read once, so shared ancestors do not repeat and cycles end.
+    ``names`` maps resolved directories to model names, which take precedence over names in cards.
     """
-    return tuple(step.declaration for step in _steps(root, find, name))
+    declarations: list[Declaration] = []
+    queue = [(root, name)]
+    numbers = {_identity(root): 0}
+    while len(declarations) < len(queue):
+        source, source_name = queue[len(declarations)]
+        declaration = read_declaration(source, source_name)
+        bases, unread = [], []
+        for entry in declaration.base_model:
+            ancestor = _local_ancestor(source, entry) or find(entry, source)
+            if isinstance(ancestor, NotRead):
+                unread.append(Unread(name=quote_text(entry), why=ancestor.why))
+                continue
+            if _identity(ancestor) not in numbers:
+                numbers[_identity(ancestor)] = len(queue)
+                queue.append((ancestor, names.get(_identity(ancestor), entry)))
+            bases.append(numbers[_identity(ancestor)])
+        declarations.append(declaration.model_copy(update={"unread": tuple(unread), "bases": tuple(bases)}))
+    return tuple(declarations)
 
 
 @dataclass(frozen=True)
@@ -147,13 +170,11 @@ def lineage(
 ) -> Lineage:
     """Return the model at `root` and every readable ancestor, as parents for `combine_licenses`.
 
-    A model is bound by the license in its card, the license file next to it, or both. ``names`` maps resolved
-    directories to model names, which take precedence over names in cards.
+    A model is bound by the license in its card, the license file next to it, or both. For ``names``, see :func:`walk`.
     """
-    steps = _steps(root, find, name, names)
+    declarations = walk(root, find, name, names)
     models = []
-    for step in steps:
-        declaration = step.declaration
+    for declaration in declarations:
         license = table.lookup(declaration.license or None, declaration.license_name)
         contradicted = None
         file_license = identify_license(declaration.license_text, table, license) if declaration.license_text else None
@@ -178,62 +199,29 @@ def lineage(
                 declared=declaration.words,
                 contradicted=contradicted,
                 own_file=declaration.license_sha256,
-                revision=step.source.revision,
+                revision=declaration.revision,
             )
         )
     parents = tuple(
         LicensedParent(
             **{field: getattr(model, field) for field in Licensed.model_fields},
-            ancestors=tuple(models[ancestor] for ancestor in _above(steps, position)),
-            unread=steps[position].declaration.unread,
+            ancestors=tuple(models[ancestor] for ancestor in _above(declarations, position)),
+            unread=declarations[position].unread,
         )
         for position, model in enumerate(models)
     )
-    declarations = [step.declaration for step in steps]
     return Lineage(parents, {item.license_sha256: item.license_text for item in declarations if item.license_sha256})
 
 
-@dataclass(frozen=True)
-class _Step:
-    """One model in the walk. `bases` are the positions of its base models in the walk."""
-
-    source: CardSource
-    declaration: Declaration
-    bases: tuple[int, ...]
-
-
-def _steps(
-    root: CardSource, find: FindAncestor, name: str | None, names: Mapping[Path, str] = MappingProxyType({})
-) -> list[_Step]:
-    steps: list[_Step] = []
-    queue = [(root, name)]
-    numbers = {_identity(root): 0}
-    while len(steps) < len(queue):
-        source, source_name = queue[len(steps)]
-        declaration = read_declaration(source, source_name)
-        bases, unread = [], []
-        for entry in declaration.base_model:
-            ancestor = _local_ancestor(source, entry) or find(entry, source)
-            if isinstance(ancestor, NotRead):
-                unread.append(Unread(name=quote_text(entry), why=ancestor.why))
-                continue
-            if _identity(ancestor) not in numbers:
-                numbers[_identity(ancestor)] = len(queue)
-                queue.append((ancestor, names.get(_identity(ancestor), entry)))
-            bases.append(numbers[_identity(ancestor)])
-        steps.append(_Step(source, declaration.model_copy(update={"unread": tuple(unread)}), tuple(bases)))
-    return steps
-
-
-def _above(steps: list[_Step], position: int) -> list[int]:
+def _above(models: Sequence[Declaration], position: int) -> list[int]:
     """Return the positions of all ancestors of the model at `position`, without the model itself."""
     ancestors: set[int] = set()
-    pending = list(steps[position].bases)
+    pending = list(models[position].bases)
     while pending:
         current = pending.pop()
         if current not in ancestors and current != position:
             ancestors.add(current)
-            pending.extend(steps[current].bases)
+            pending.extend(models[current].bases)
     return sorted(ancestors)
 
 
