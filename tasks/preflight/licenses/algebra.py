@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel
 
@@ -29,6 +29,8 @@ from mergegate.tasks.preflight.licenses.rules import (
 )
 from mergegate.tasks.preflight.licenses.table import OTHER, UNKNOWN, WEAK_KINDS, License, LicenseTable
 
+ObligationKind = Literal["text", "notice", "display", "use_policy", "changes", "name_prefix", "cap"]
+
 
 class Reason(BaseModel, frozen=True, extra="forbid"):
     """Result of one rule."""
@@ -43,6 +45,18 @@ class Reason(BaseModel, frozen=True, extra="forbid"):
     accepted: tuple[str, ...] = ()
 
 
+class Obligation(BaseModel, frozen=True, extra="forbid"):
+    """Obligation for the merged model."""
+
+    # `text`: ship a license text. `notice`: put `text` verbatim into the NOTICE file. `display`: put `text` verbatim
+    # into the card and the product. `use_policy`: pass use restrictions on. `changes`: state that files were modified.
+    # `name_prefix`: begin the name with `text`. `cap`: get a separate license beyond a threshold.
+    kind: ObligationKind
+    text: str  # Wording to reproduce (notice, display, name_prefix). For the other kinds, the action in words.
+    because: tuple[str, ...]  # Identifiers of the licenses that require it, sorted.
+    model: str | None = None  # Model whose own license file must be shipped, because its license text is unknown.
+
+
 class Combination(BaseModel, frozen=True, extra="forbid"):
     """License verdict on a merge."""
 
@@ -50,7 +64,8 @@ class Combination(BaseModel, frozen=True, extra="forbid"):
     status: LicenseStatus
     license: str | None  # Value for `license` in the model card: an identifier of the Hub or `other`; None if blocked.
     license_name: str | None  # Name that goes with `other`.
-    licenses: tuple[str, ...]  # Identifiers of all licenses of the weights; empty if blocked.
+    # Identifiers of all licenses of the weights, whose texts are in the file `LICENSE`; empty if blocked.
+    licenses: tuple[str, ...]
     card: dict[str, str]  # License fields of the model card; empty if blocked.
     obligations: tuple[Obligation, ...]  # Obligations for the merged model.
     reasons: tuple[Reason, ...]  # Results of all rules, most severe first.
@@ -109,57 +124,21 @@ def combine_licenses(
             )
         )
     status = max((reason.status for reason in reasons), key=SEVERITY.__getitem__, default="allowed")
-    result = None if status == "blocked" else resulting_license(case)
-    if result is not None:
-        reasons.add(Reason(rule="R7: license of the merge", status="allowed", sentence=result.sentence))
+    named: dict[str, Any] = {"licenses": (), "license": None, "license_name": None, "card": {}}
+    if status != "blocked":
+        licenses, sentence = resulting_licenses(case)
+        named = {"licenses": licenses, **_name_licenses(licenses, table)}
+        reasons.add(Reason(rule="R7: license of the merge", status="allowed", sentence=sentence))
     return Combination(
         status=status,
-        license=result.license if result else None,
-        license_name=result.license_name if result else None,
-        licenses=result.licenses if result else (),
-        card=result.card if result else {},
+        **named,
         obligations=obligations(case),
         reasons=tuple(sorted(reasons, key=lambda reason: (-SEVERITY[reason.status], reason.rule, reason.sentence))),
     )
 
 
-ObligationKind = Literal["text", "notice", "display", "use_policy", "changes", "name_prefix", "cap"]
-
-
-class Obligation(BaseModel, frozen=True, extra="forbid"):
-    """Obligation for the merged model."""
-
-    # `text`: ship a license text. `notice`: put `text` verbatim into the NOTICE file. `display`: put `text` verbatim
-    # into the card and the product. `use_policy`: pass use restrictions on. `changes`: state that files were modified.
-    # `name_prefix`: begin the name with `text`. `cap`: get a separate license beyond a threshold.
-    kind: ObligationKind
-    text: str  # Wording to reproduce (notice, display, name_prefix). For the other kinds, the action in words.
-    because: tuple[str, ...]  # Identifiers of the licenses that require it, sorted.
-    model: str | None = None  # Model whose own license file must be shipped, because its license text is unknown.
-
-
-class ResultingLicense(BaseModel, frozen=True, extra="forbid"):
-    """License of the merged weights, and the reason for it.
-
-    `license` goes into the model card: an identifier of the Hub, or `other` with `license_name`. `licenses` are the
-    identifiers of all licenses of the weights, whose texts are in the file `LICENSE`.
-    """
-
-    license: str
-    license_name: str | None
-    licenses: tuple[str, ...]
-    sentence: str
-
-    @property
-    def card(self) -> dict[str, str]:
-        """License fields for the model card. A linked file `LICENSE` contains the texts of all licenses."""
-        if self.license_name is None:
-            return {"license": self.license}
-        return {"license": self.license, "license_name": self.license_name, "license_link": "LICENSE"}
-
-
-def resulting_license(case: Case) -> ResultingLicense:
-    """Return the license of the merge (R7).
+def resulting_licenses(case: Case) -> tuple[tuple[str, ...], str]:
+    """Return the identifiers of the merge's licenses (R7), and the reason for them.
 
     A share-alike license decides. Without one, all licenses that the merge must keep apply: a single license directly,
     several as a bundle. If there are none of these either, the strongest permissive license applies.
@@ -167,16 +146,16 @@ def resulting_license(case: Case) -> ResultingLicense:
     if fits := share_alike_licenses(case):
         parents_licenses = [key for key in fits if key in {entry.id for entry in case.known_licenses}]
         license = (parents_licenses or list(fits))[0]
-        return _name_license(case, (license,), f"share-alike: the merged weights stay under {license}")
+        return (license,), f"share-alike: the merged weights stay under {license}"
     # Weights under a weak license may carry another license, with the text and the credit of the weak one.
     staying = tuple(entry.id for entry in case.known_licenses if entry.kind not in WEAK_KINDS or entry.restrictive)
     if not staying and not case.unknown_licenses:
         strongest = max(case.known_licenses, key=lambda entry: _strength(case, entry))
-        return _name_license(case, (strongest.id,), f"{strongest.id} is the strongest of the permissive licenses")
+        return (strongest.id,), f"{strongest.id} is the strongest of the permissive licenses"
     # `other` means nothing without a name, so it becomes `unknown`.
     bundle = tuple(sorted({*staying, *(UNKNOWN if key == OTHER else key for key in case.unknown_licenses)}))
     each = "" if len(bundle) == 1 else "each of "
-    return _name_license(case, bundle, f"the merged weights stay under {each}{join_words(bundle)}")
+    return bundle, f"the merged weights stay under {each}{join_words(bundle)}"
 
 
 def _strength(case: Case, entry: License) -> tuple[int, bool, bool, int]:
@@ -185,12 +164,14 @@ def _strength(case: Case, entry: License) -> tuple[int, bool, bool, int]:
     return rank, bool(entry.never_under), entry.state_changes, -list(case.table.licenses).index(entry.id)
 
 
-def _name_license(case: Case, ids: tuple[str, ...], sentence: str) -> ResultingLicense:
-    if len(ids) == 1 and case.table.licenses[ids[0]].hub:
-        return ResultingLicense(license=ids[0], license_name=None, licenses=ids, sentence=sentence)
+def _name_licenses(ids: tuple[str, ...], table: LicenseTable) -> dict[str, Any]:
+    """Return the fields of a combination that name its licenses. A linked file `LICENSE` contains all texts."""
+    if len(ids) == 1 and table.licenses[ids[0]].hub:
+        return {"license": ids[0], "license_name": None, "card": {"license": ids[0]}}
     # A file name or a URL may contain the name, so only letters, digits, dots and hyphens are allowed.
     name = "-and-".join(re.sub(r"[^a-z0-9.-]+", "-", key.lower().replace("+", "plus")) for key in ids)
-    return ResultingLicense(license=OTHER, license_name=name, licenses=ids, sentence=sentence)
+    fields = {"license": OTHER, "license_name": name}
+    return {**fields, "card": {**fields, "license_link": "LICENSE"}}
 
 
 def obligations(case: Case) -> tuple[Obligation, ...]:
