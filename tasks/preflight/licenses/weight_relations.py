@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
 from pathlib import Path
@@ -251,17 +251,31 @@ def read_known_models(own_index: Path, shared_index: Path | None = None) -> Know
 
 @dataclass(frozen=True)
 class _Known:
-    """A model to compare with: an indexed model, or another parent with its name in the recipe.
-
-    ``above`` has the names of its ancestors.
-    """
+    """A model to compare with: an indexed model, or a parent with what its files declare."""
 
     name: str
-    names: frozenset[str]
-    above: frozenset[str]
-    licenses: tuple[str, ...]
-    fingerprint: Fingerprint
-    is_parent: bool
+    own: frozenset[str]  # All its names: of a parent, that in the recipe, and ``org/name`` on the Hub.
+    above: frozenset[str]  # Names of the models that it descends from, and of the recipe's base.
+    licenses: tuple[str, ...]  # Identifiers of all licenses that bind it.
+    fingerprint: Fingerprint | None = None  # None if the weights were not sampled.
+    is_parent: bool = False
+
+    @property
+    def all(self) -> frozenset[str]:
+        return self.own | self.above
+
+
+def _declared(
+    parent: ResolvedCheckpoint, family: Sequence[LicensedParent], parents: Iterable[ResolvedCheckpoint]
+) -> _Known:
+    def own_names(model: ResolvedCheckpoint) -> set[str]:
+        return {model.name.lower(), *([model.snapshot.repo.lower()] if model.snapshot else [])}
+
+    ancestors = [model.name for model in family[1:]] + [item.name for model in family for item in model.unread]
+    above = {_normalized(name) for name in ancestors}
+    above.update(*(own_names(other) for other in parents if other.is_base and not parent.is_base))
+    licenses = tuple(dict.fromkeys(license.id for model in family for license in model.licenses))
+    return _Known(parent.name, frozenset(own_names(parent)), frozenset(above), licenses, is_parent=True)
 
 
 def find_undeclared(
@@ -278,7 +292,7 @@ def find_undeclared(
     a parent does not descend from a model, by parent and model.
     """
     models = {parent.name: parent for parent in parents if parent.name in families}
-    declarations = {name: _Declared.of(parent, families[name], models.values()) for name, parent in models.items()}
+    declarations = {name: _declared(parent, families[name], models.values()) for name, parent in models.items()}
     # Between parents with the same licenses, a relation changes nothing.
     pairs = {
         (first, second)
@@ -287,7 +301,9 @@ def find_undeclared(
         if set(declarations[first].licenses) != set(declarations[second].licenses)
     }
     compared = models if index else {name: models[name] for name in models if any(name in pair for pair in pairs)}
-    samples = {name: taken for name, parent in compared.items() if (taken := sample(parent))}
+    sampled = [
+        replace(declarations[name], fingerprint=taken) for name, parent in compared.items() if (taken := sample(parent))
+    ]
     known_models = [
         _Known(
             model.name,
@@ -295,17 +311,13 @@ def find_undeclared(
             frozenset().union(*(_index_names(ancestor.name) for ancestor in model.ancestors)),
             tuple(dict.fromkeys(each.license for each in model.lineage)),
             model.fingerprint,
-            is_parent=False,
         )
         for model in index
     ]
-    for name, taken in samples.items():
-        own = declarations[name]
-        known_models.append(_Known(name, own.own, own.above, own.licenses, taken, is_parent=True))
     return tuple(
         UndeclaredRelation(
-            parent=name,
-            declared=families[name][0].license.id,
+            parent=parent.name,
+            declared=families[parent.name][0].license.id,
             model=quote_text(known.name),
             licenses=tuple(map(quote_text, known.licenses)),
             kind=relation.kind,
@@ -314,75 +326,48 @@ def find_undeclared(
             equal=round(relation.equal, 3),
             is_ancestor=not known.is_parent,
             # Messages shorten long names, so a user may have copied the short form.
-            dismissed={quote_text(model): why for model, why in dismissals.get(name, {}).items()}.get(
+            dismissed={quote_text(model): why for model, why in dismissals.get(parent.name, {}).items()}.get(
                 quote_text(known.name), ""
             ),
         )
-        for name, taken in samples.items()
-        for known, relation in _unexplained(name, taken, declarations[name], known_models)
-        if not known.is_parent or (name, known.name) in pairs
+        for parent in sampled
+        for known, relation in _unexplained(parent, [*known_models, *sampled])
+        if not known.is_parent or (parent.name, known.name) in pairs
     )
 
 
-@dataclass(frozen=True)
-class _Declared:
-    """Names and licenses that the files of one parent declare."""
-
-    own: frozenset[str]  # Names of the parent itself: its name in the recipe, and ``org/name`` on the Hub.
-    above: frozenset[str]  # Names of the models that it descends from, and of the recipe's base.
-    licenses: tuple[str, ...]  # Identifiers of all licenses that bind it.
-
-    @property
-    def all(self) -> frozenset[str]:
-        return self.own | self.above
-
-    @classmethod
-    def of(
-        cls, parent: ResolvedCheckpoint, family: Sequence[LicensedParent], parents: Iterable[ResolvedCheckpoint]
-    ) -> _Declared:
-        def own_names(model: ResolvedCheckpoint) -> set[str]:
-            return {model.name.lower(), *([model.snapshot.repo.lower()] if model.snapshot else [])}
-
-        ancestors = [model.name for model in family[1:]] + [item.name for model in family for item in model.unread]
-        above = {_normalized(name) for name in ancestors}
-        above.update(*(own_names(other) for other in parents if other.is_base and not parent.is_base))
-        licenses = tuple(dict.fromkeys(license.id for model in family for license in model.licenses))
-        return cls(frozenset(own_names(parent)), frozenset(above), licenses)
-
-
-def _unexplained(
-    name: str, fingerprint: Fingerprint, declarations: _Declared, known_models: Sequence[_Known]
-) -> Iterator[tuple[_Known, Relation]]:
+def _unexplained(parent: _Known, known_models: Sequence[_Known]) -> Iterator[tuple[_Known, Relation]]:
     """Yield the models that are related to a parent and nearest to some of its matrices, but not declared."""
 
     def is_declared(candidate: _Known) -> bool:
         if candidate.is_parent:
-            return bool(declarations.all & (candidate.names | candidate.above))
+            return bool(parent.all & candidate.all)
         # The name of a local directory is not a declaration.
-        return bool((declarations.above | {own for own in declarations.own if "/" in own}) & candidate.names)
+        return bool((parent.above | {own for own in parent.own if "/" in own}) & candidate.own)
 
     # Of equally near models, a declared one counts first, and then one from the index.
     others = sorted(
-        (known for known in known_models if not (known.is_parent and known.name == name)),
+        (known for known in known_models if known is not parent),
         key=lambda known: (not is_declared(known), known.is_parent),
     )
-    measured = frozenset().union(*(known.names for known in others))
+    measured = frozenset().union(*(known.own for known in others))
 
     def competes(model: _Known, rival: _Known) -> bool:
         """Return whether ``rival`` can explain ``model``: a parent only if it is a declared ancestor of both models."""
-        return model.is_parent or not rival.is_parent or bool(declarations.above & model.above & rival.names)
+        return model.is_parent or not rival.is_parent or bool(parent.above & model.above & rival.own)
 
     rivals = np.array([[competes(known, rival) for rival in others] for known in others], bool)
-    relations = compare_fingerprints(fingerprint, [known.fingerprint for known in others], rivals)
+    own, *theirs = [known.fingerprint for known in (parent, *others) if known.fingerprint]  # All of them were sampled.
+    relations = compare_fingerprints(own, theirs, rivals)
     for known, relation in zip(others, relations, strict=True):
         if relation is None or relation.nearest < LEAST_SHARE or is_declared(known):
             continue
         # Both descend from a declared model whose weights are not available, or the known one from the parent.
-        common = declarations.all & known.above
-        if common - measured or common & declarations.own:
+        common = parent.all & known.above
+        if common - measured or common & parent.own:
             continue
         # It is this very model, under its own license.
-        if relation.kind == "copy" and set(known.licenses) <= set(declarations.licenses):
+        if relation.kind == "copy" and set(known.licenses) <= set(parent.licenses):
             continue
         yield known, relation
 
