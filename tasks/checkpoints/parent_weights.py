@@ -278,9 +278,6 @@ def _apply_all(
 
 
 def _as_plain_model(parent: PinnedCheckpoint, artifact: Artifact[AppliedAdapter]) -> PinnedCheckpoint:
-    plain = {
-        "digest": artifact.digest,
-        "directory": artifact.directory,
-        "files": tuple(sorted(artifact.files.items())),
-    }
-    return parent.model_copy(update={**plain, "adapter": None})
+    files = tuple(sorted(artifact.files.items()))
+    plain = {"digest": artifact.digest, "directory": artifact.directory, "files": files, "adapter": None}
+    return parent.model_copy(update=plain)

@@ -320,12 +320,8 @@ def pin_checkpoints(
         if parent.adapter:
             adapter_files = _hash_adapter_files(parent.adapter, hashes)
             digest = adapted_digest(digest, merkle(adapter_files))
-            adapter = PinnedAdapter(
-                ref=parent.adapter.ref,
-                directory=parent.adapter.directory,
-                revision=parent.adapter.revision,
-                files=_names_and_hashes(adapter_files),
-            )
+            fields = parent.adapter.model_dump(exclude={"snapshot"})
+            adapter = PinnedAdapter(**fields, files=_names_and_hashes(adapter_files))
         repo_at_commit = f"{parent.snapshot.repo}@{parent.snapshot.commit}" if parent.snapshot else None
         pinned.append(
             PinnedCheckpoint(
