@@ -22,20 +22,18 @@ short.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import signal
 import socket
 import tempfile
 import threading
-import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, TypeGuard
+from typing import Any, Self, TypeGuard
 
 from mergegate.merge_core.errors import InvalidInput, Refused, environment_command, suggest
 from mergegate.merge_core.parsing import read_plain
@@ -243,32 +241,23 @@ class LlamaCpp:
 
 
 @contextmanager
-def open_gguf(
-    path: Path, python: Path | None = None, *, vocabulary_only: bool = False, time_limit: float | None = None
-) -> Iterator[LlamaCpp]:
+def open_gguf(path: Path, python: Path | None = None, *, vocabulary_only: bool = False) -> Iterator[LlamaCpp]:
     """Open a GGUF file, or the first of its shards, in a process of its own, which ends with the block.
 
-    ``vocabulary_only`` loads only the vocabulary, which is enough for ``tokenize``. Without ``time_limit`` in seconds,
-    the process is killed after an hour without an answer.
+    ``vocabulary_only`` loads only the vocabulary, which is enough for ``tokenize``.
 
     Raises:
         InvalidInput: llama.cpp is not installed, cannot load the file, or crashed. The error has its own message.
         OutOfModelMemory: Memory ran out.
-        Refused: The time limit is exceeded.
+        Refused: There was no answer within an hour.
     """
-    with _started((path,), python, None, time_limit) as process:
+    with _Process((path,), python) as process:
         answer = process.call("load", path=str(path), vocabulary_only=vocabulary_only)
         yield LlamaCpp(process, path, GgufVocabulary(**answer))
 
 
 def quantize(
-    source: Path,
-    destination: Path,
-    file_type_name: str,
-    *,
-    python: Path | None = None,
-    imatrix: Path | None = None,
-    time_limit: float | None = None,
+    source: Path, destination: Path, file_type_name: str, *, python: Path | None = None, imatrix: Path | None = None
 ) -> None:
     """Quantize a GGUF file in F32, F16 or BF16 with one thread. The same inputs give the same bytes.
 
@@ -276,7 +265,7 @@ def quantize(
     a float32 vector for each tensor name.
     """
     number = file_type(file_type_name)
-    with _started((source, *([imatrix] if imatrix else [])), python, destination.parent, time_limit) as process:
+    with _Process((source, *([imatrix] if imatrix else [])), python, write=destination.parent) as process:
         files = {"source": str(source), "destination": str(destination), "imatrix": imatrix and str(imatrix)}
         process.call("quantize", **files, ftype=number)
 
@@ -288,20 +277,9 @@ def measure_importance(
 
     The result in ``destination`` is for ``quantize``. Each text is cut to ``max_length`` tokens.
     """
-    with _started((source,), python, destination.parent, None) as process:
+    with _Process((source,), python, write=destination.parent) as process:
         files = {"path": str(source), "destination": str(destination)}
         process.call("write_importance", **files, texts=list(texts), most=max_length)
-
-
-@contextmanager
-def _started(
-    files: tuple[Path, ...], python: Path | None, write: Path | None, time_limit: float | None
-) -> Iterator[_Process]:
-    process = _Process(files, find_python(python), write, time_limit)
-    try:
-        yield process
-    finally:
-        process.end()
 
 
 def _memory_limit() -> int | None:
@@ -313,14 +291,14 @@ def _memory_limit() -> int | None:
 class _Process:
     """A running ``child`` process and its connection."""
 
-    def __init__(self, files: tuple[Path, ...], python: Path, write: Path | None, time_limit: float | None) -> None:
-        self._path, self._time_limit = files[0], time_limit
-        self._deadline = None if time_limit is None else time.monotonic() + time_limit
-        self._received = b""
+    def __init__(self, files: tuple[Path, ...], python: Path | None, write: Path | None = None) -> None:
+        python = find_python(python)
+        self._path = files[0]
         for package in python.parent.parent.glob("lib/python*/site-packages/llama_cpp"):
             compile_imports(python, "import llama_cpp", package / "llama_chat_format.py", child_environment())
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``end``
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``__exit__``
         self._channel, child_end = socket.socketpair()
+        self._lines = self._channel.makefile("rb")
         try:
             self._process = SupervisedProcess(
                 # -I keeps the working directory, PYTHONPATH and the user's packages out of the import path.
@@ -329,7 +307,6 @@ class _Process:
                 self._output,
                 ProcessOptions(
                     "llama",
-                    limit=time_limit,
                     pass_fds=(child_end.fileno(),),
                     confinement=confinement(files, write=write, memory=_memory_limit()),
                 ),
@@ -343,6 +320,13 @@ class _Process:
         finally:
             child_end.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.end()
+        self._close()
+
     @property
     def is_alive(self) -> bool:
         return self._process.alive
@@ -351,10 +335,10 @@ class _Process:
         """Send a request and return its result."""
         request = json.dumps({"call": name, **arguments}).encode() + b"\n"
         line = b""
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            self._channel.settimeout(self._remaining())
+        with suppress(ConnectionError, TimeoutError):
+            self._channel.settimeout(_SILENCE_S)
             self._channel.sendall(request)
-            line = self._read_line()
+            line = self._lines.readline()
         try:
             answer = json.loads(line)
             if "error" in answer:
@@ -363,29 +347,10 @@ class _Process:
         except (ValueError, KeyError, TypeError):
             raise self._death() from None
 
-    def end(self) -> None:
-        self._process.end()
-        self._close()
-
     def _close(self) -> None:
+        self._lines.close()
         self._channel.close()
         self._output.close()
-
-    def _remaining(self) -> float:
-        if self._deadline is None:
-            return _SILENCE_S
-        return max(0.001, self._deadline - time.monotonic())
-
-    def _read_line(self) -> bytes:
-        """Return the next line, or nothing if the process ended or the time is up."""
-        until = time.monotonic() + self._remaining()
-        while b"\n" not in self._received:
-            self._channel.settimeout(max(0.001, until - time.monotonic()))
-            if not (content := self._channel.recv(1 << 20)):
-                return b""
-            self._received += content
-        line, _, self._received = self._received.partition(b"\n")
-        return line
 
     def _refusal(self, message: str) -> InvalidInput:
         if _NO_MEMORY.search(message):
@@ -395,20 +360,19 @@ class _Process:
     def _death(self) -> InvalidInput | Refused:
         """End the process, and return an error with the reason why it did not answer."""
         was_running = self._process.alive and not self._process.ends(_LAST_WORDS_S)
-        end = self._process.end()
-        if was_running or end.reason == "limit":
+        code = self._process.end().returncode
+        if was_running:
             return Refused(
                 str(self._path),
-                found=f"llama.cpp did not finish within {self._time_limit or _SILENCE_S:g} s, so mergegate stopped it",
+                found=f"llama.cpp did not finish within {_SILENCE_S:g} s, so mergegate stopped it",
                 expected="an answer in time",
             )
         lines = [line.strip() for line in output_tail(self._output).splitlines() if line.strip()]
         cause = next((line for line in lines if _CAUSE.search(line)), lines[-1] if lines else "")[:300]
-        if end.returncode in (None, -signal.SIGKILL):
+        if code is None or code == -signal.SIGKILL:
             return self._memory_error("killed by signal 9, which the system sends when memory is full")
         if _NO_MEMORY.search(cause):
             return self._memory_error(cause)
-        code = end.returncode
         how = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
         return InvalidInput(
             str(self._path),
