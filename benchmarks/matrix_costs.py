@@ -192,7 +192,7 @@ def reading(method: str, sizes: dict[str, int] | None):  # type: ignore[no-untyp
     from sparse_models import LLAMA_70B, llama, save_sparse
 
     from mergegate.merge_core.files import HashMemo
-    from mergegate.tasks.merge.statistics_cost import statistics_needs
+    from mergegate.tasks.merge.calibration import statistics_needs
 
     with tempfile.TemporaryDirectory(prefix="mergegate-text-") as name:
         place = Path(name)

@@ -284,17 +284,16 @@ _READERS = {
     "files that mergegate wrote": (
         "flows.cli.init flows.outcome.archive flows.outcome.run_outcome merge_core.checkpoint.measurements "
         "merge_core.engine.forecast.probe tasks.judge.answers tasks.judge.stage tasks.serve.process "
-        "tasks.store.shared tasks.telemetry.metrics tasks.variants.compressed_tensors "
-        "tasks.variants.quantize_child"
+        "tasks.store.shared tasks.telemetry.metrics tasks.variants.quantize_child"
     ),
     "files that are installed with mergegate or a library": (
         "merge_core.architecture.conversions merge_core.architecture.families merge_core.architecture.model_kinds "
-        "merge_core.methods.kernel_cache tasks.evaluation.lm_eval_index tasks.preflight.licenses.texts "
+        "merge_core.methods.kernel_cache tasks.evaluation.lm_eval_index tasks.preflight.licenses.table "
         "tasks.report.page"
     ),
     "/proc, /sys and devices": "merge_core.system tasks.sandbox.gpu_lock tasks.sandbox.supervision",
     "weights or release files, which were opened or hashed as plain files before": (
-        "tasks.merge.gates tasks.merge.weight_comparison tasks.publish.content tasks.publish.public_names "
+        "tasks.publish.content tasks.publish.public_names "
         "tasks.publish.targets.oci tasks.publish.targets.s3_publication "
         "tasks.serve.static_checks"
     ),
@@ -302,7 +301,7 @@ _READERS = {
     "the mark of a partial directory, whose size is checked first": "merge_core.files.new_directory",
     "a descriptor of the bounded opener": "merge_core.parsing.json_text",
     "it checks first that the path names a plain file": "merge_core.files.hashing",
-    "files of the Hub's cache, which are compared with the Hub's hashes": "tasks.checkpoints.hub.download",
+    "files of the Hub's cache, which are compared with the Hub's hashes": "tasks.checkpoints.parent_weights",
     "a file of the target with the size of ours": "tasks.publish.stage",
     "a file that was downloaded into a directory of its own": "tasks.publish.targets.hub",
     "the converter's code, and files that this stage wrote": "tasks.variants.gguf_conversion",

@@ -22,10 +22,10 @@ from mergegate.tasks.checkpoints import (
     Model,
     PinnedCheckpoint,
     apply_adapters_outside_flow,
+    download_snapshots,
     find_checkpoint,
     pin_checkpoints,
 )
-from mergegate.tasks.checkpoints.hub import download_snapshots
 from mergegate.tasks.evaluation import (
     FetchedDataset,
     TaskDataset,

@@ -1,7 +1,7 @@
 """Find every problem of a profile or a recipe before any weight is read, and plan the run of the profile.
 
 The plan has the calls of stages that a run would execute, and how long they take on this machine. The time of a call is
-that of its last execution on this machine, or else a rough estimate (``tasks.preflight.duration``). No weights are read
+that of its last execution on this machine, or else a rough estimate (``tasks.preflight.machine``). No weights are read
 and no model is run.
 """
 

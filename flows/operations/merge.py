@@ -40,6 +40,7 @@ from mergegate.tasks.checkpoints import (
     PinnedCheckpoint,
     ResolvedCheckpoint,
     adapter_findings_of_parents,
+    download_snapshots,
     identify_parents,
     open_parent,
     pin_checkpoints,
@@ -47,7 +48,6 @@ from mergegate.tasks.checkpoints import (
     require_same_files,
     resolve_all_parents,
 )
-from mergegate.tasks.checkpoints.hub import download_snapshots
 from mergegate.tasks.merge import (
     MergeSettings,
     combine_parents,

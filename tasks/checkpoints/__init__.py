@@ -5,12 +5,6 @@ its weights, and pins it by a digest of its files, so that a run notices when a 
 in the current process or in the model process.
 """
 
-from mergegate.tasks.checkpoints.adapter import PinnedAdapter, ResolvedAdapter
-from mergegate.tasks.checkpoints.adapter_application import (
-    apply_adapters,
-    apply_adapters_outside_flow,
-    find_applied_adapters,
-)
 from mergegate.tasks.checkpoints.card import (
     CARD_FILE,
     NO_CARD,
@@ -22,9 +16,13 @@ from mergegate.tasks.checkpoints.card import (
     read_card,
 )
 from mergegate.tasks.checkpoints.class_tensors import Differences, compare_with_classes
-from mergegate.tasks.checkpoints.fetch import fetch_weights
-from mergegate.tasks.checkpoints.files import deciding_files, require_same_files
-from mergegate.tasks.checkpoints.model import Model, QuantizedModel, files_fingerprint
+from mergegate.tasks.checkpoints.model import (
+    Model,
+    QuantizedModel,
+    deciding_files,
+    files_fingerprint,
+    require_same_files,
+)
 from mergegate.tasks.checkpoints.model_cache import (
     LoadedModel,
     OutOfModelMemory,
@@ -46,9 +44,18 @@ from mergegate.tasks.checkpoints.model_process import (
     end_model_process,
     start_model_process,
 )
+from mergegate.tasks.checkpoints.parent_weights import (
+    apply_adapters,
+    apply_adapters_outside_flow,
+    download_snapshots,
+    fetch_weights,
+    find_applied_adapters,
+)
 from mergegate.tasks.checkpoints.pin import (
+    PinnedAdapter,
     PinnedCheckpoint,
     PinnedRecipe,
+    ResolvedAdapter,
     ResolvedCheckpoint,
     adapted_digest,
     adapter_digest,

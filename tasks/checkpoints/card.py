@@ -33,18 +33,14 @@ _YAML_LINE = re.compile(r"[\w\"'-]+[ \t]*:|[ \t]+\S|-[ \t]|#|\s*$")
 
 @dataclass(frozen=True)
 class ModelCard:
-    """Front matter of a model card.
+    """Front matter of a model card."""
 
-    Attributes:
-        metadata: Fields of the front matter. Keys may have other types than text: YAML reads ``no:`` as a boolean.
-        absence: `NO_CARD` or `NO_FRONT_MATTER` if there is no metadata and none is hidden elsewhere in the card.
-            Empty in all other cases.
-        problem: Reason why the metadata could not be read completely, or empty.
-    """
-
+    # Fields of the front matter. Keys may have other types than text: YAML reads ``no:`` as a boolean.
     metadata: Mapping[object, object] = field(default_factory=dict)
+    # `NO_CARD` or `NO_FRONT_MATTER` if there is no metadata and none is hidden elsewhere in the card. Empty in all
+    # other cases.
     absence: str = ""
-    problem: str = ""
+    problem: str = ""  # Reason why the metadata could not be read completely, or empty.
 
     @property
     def fields(self) -> dict[str, object]:

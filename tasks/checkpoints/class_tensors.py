@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, NamedTuple, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from mergegate.merge_core.checkpoint import class_of, config_parts
 from mergegate.merge_core.errors import MergegateError
@@ -37,29 +37,20 @@ Table: TypeAlias = tuple[tuple[str, str, tuple[int, ...]], ...]
 
 
 class Differences(NamedTuple):
-    """Differences between stored tensors and those of the class. Plain types, because a process returns them.
+    """Differences between stored tensors and those of the class. Plain types, because a process returns them."""
 
-    Args:
-        missing: Names of parameters that no stored tensor fills.
-        shapes: Name, stored shape and expected shape of each parameter with another shape.
-        unjoined: Names of parameters that the class joins from stored tensors, which do not fit each other.
-        ignored: Names of stored tensors that the class does not load.
-        reason: Why the class could not be built, or an empty string.
-        unknown: Whether the reason is that transformers has no class of this name.
-    """
-
-    missing: tuple[str, ...] = ()
+    missing: tuple[str, ...] = ()  # Names of parameters that no stored tensor fills.
+    # Name, stored shape and expected shape of each parameter with another shape.
     shapes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
+    # Names of parameters that the class joins from stored tensors, which do not fit each other.
     unjoined: tuple[str, ...] = ()
-    ignored: tuple[str, ...] = ()
-    reason: str = ""
-    unknown: bool = False
+    ignored: tuple[str, ...] = ()  # Names of stored tensors that the class does not load.
+    reason: str = ""  # Why the class could not be built, or an empty string.
+    unknown: bool = False  # Whether the reason is that transformers has no class of this name.
 
 
-class _Answer(BaseModel):
+class _Answer(BaseModel, frozen=True):
     """Stored result of a comparison."""
-
-    model_config = ConfigDict(frozen=True)
 
     differences: Differences
 

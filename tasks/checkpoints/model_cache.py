@@ -163,10 +163,8 @@ def torch_threads(loaded_model: LoadedModel, threads: int | None = None) -> Iter
 def load_model(model: Model, *, dtype: str, device: str) -> Iterator[LoadedModel]:
     """Provide the model in memory, to one thread at a time.
 
-    Args:
-        model: Model to load.
-        dtype: ``auto`` for the dtype of the checkpoint, or the name of a torch dtype.
-        device: ``cpu``, ``cuda`` or ``cuda:N``.
+    ``dtype`` is ``auto`` for the dtype of the checkpoint, or the name of a torch dtype. ``device`` is ``cpu``, ``cuda``
+    or ``cuda:N``.
 
     Raises:
         OutOfModelMemory: Memory is too small. If it ran out inside the context, all models have been dropped.

@@ -23,9 +23,13 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import enum
+import importlib
 import importlib.util
+import io
 import logging
 import os
+import pickle
 import re
 import signal
 import sys
@@ -41,11 +45,12 @@ from multiprocessing.reduction import recv_handle, send_handle
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast
 
+from pydantic import BaseModel
+
 from mergegate.merge_core.engine import has_cuda_driver
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files import JOURNAL, disk_errors_refused, open_journal_file, opened_journals
 from mergegate.merge_core.wording import detail
-from mergegate.tasks.checkpoints.messages import receive
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import (
     SMALLER,
@@ -119,21 +124,16 @@ _alone = False  # Whether memory was once too small for several models.
 
 @dataclasses.dataclass(frozen=True)
 class CallNeeds:
-    """Special requirements of a call to the model process.
+    """Special requirements of a call to the model process."""
 
-    Args:
-        own_process: Whether the models need a process of their own, because only its end frees their memory.
-        network: Whether the call needs network access.
-        gpu: Whether the call computes. Others do not wait until the GPUs are free.
-        variables: Names of environment variables that the call needs. Third-party code in the process can read them.
-        time_limit: Time limit in seconds, not counting the wait for other processes to end. Default: the process is
-            killed after an hour without progress.
-    """
-
+    # Whether the models need a process of their own, because only its end frees their memory.
     own_process: bool = False
-    network: bool = False
-    gpu: bool = True
+    network: bool = False  # Whether the call needs network access.
+    gpu: bool = True  # Whether the call computes. Others do not wait until the GPUs are free.
+    # Names of environment variables that the call needs. Third-party code in the process can read them.
     variables: tuple[str, ...] = ()
+    # Time limit in seconds, not counting the wait for other processes to end. Default: the process is killed after an
+    # hour without progress.
     time_limit: float | None = None
 
 
@@ -549,3 +549,56 @@ def answer_question(
             # Show the source line of an error without a message, such as a library's bare assert.
             message = f"{frames[-1].line} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})"
         return "crash", f"{type(error).__name__}: {message}".rstrip(": "), traceback.format_exc()
+
+
+_LONGEST = 1 << 31  # bytes
+_FIELDS: dict[str, tuple[type, ...]] = {
+    "progress": (int, int),
+    "done": (object,),
+    "problem": (MergegateError,),
+    "starved": (str,),
+    "crash": (str, str),
+}
+_VALUES = (BaseModel, MergegateError, tuple, enum.Enum)
+_PLAIN = {
+    ("pathlib", "PosixPath"),
+    ("builtins", "set"),
+    ("builtins", "frozenset"),
+    ("mergegate.merge_core.errors", "_rebuild"),  # Rebuilds a mergegate exception from its type and its texts.
+}
+
+
+def receive(connection: Connection, location: str) -> tuple[Any, ...]:
+    """Return the next message, in one of the forms of the module docstring. A forged one can only make this raise.
+
+    Raises:
+        EOFError, ConnectionError: The process will not send another message, or the message is longer than 2 GiB.
+        InvalidInput: The message has another form. The error names the call at ``location``.
+    """
+    try:
+        message = connection.recv_bytes(_LONGEST)
+    except OSError:  # The message is longer than the limit.
+        raise EOFError from None
+    try:
+        kind, *content = _Answers(io.BytesIO(message)).load()
+        fields = zip(content, _FIELDS[kind], strict=True)
+        if not all(isinstance(field, field_type) for field, field_type in fields):
+            raise ValueError(f"{kind} with {content!r:.100}")
+    except Exception as error:
+        raise InvalidInput(
+            location, found=f"the model process sent an invalid message: {error}", expected="numbers and texts"
+        ) from None
+    return (kind, *content)
+
+
+class _Answers(pickle.Unpickler):
+    """Unpickler that accepts plain value classes and rejects every function and all other classes."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _PLAIN:
+            return super().find_class(module, name)
+        if module.startswith(("mergegate.merge_core.", "mergegate.tasks.")):
+            value = getattr(importlib.import_module(module), name, None)
+            if isinstance(value, type) and (issubclass(value, _VALUES) or dataclasses.is_dataclass(value)):
+                return value
+        raise pickle.UnpicklingError(f"{module}.{name}")

@@ -21,7 +21,7 @@ from mergegate.merge_core.adapters import CONFIG_FILE, Adapter
 from mergegate.merge_core.checkpoint import Checkpoint
 from mergegate.merge_core.errors import MergegateError
 from mergegate.merge_core.files import state_directory
-from mergegate.tasks.checkpoints.files import deciding_files
+from mergegate.tasks.checkpoints.model import deciding_files
 from mergegate.tasks.sandbox import Confinement, environment_of_child
 from mergegate.tasks.stage import PinnedInput, home, store
 
@@ -67,12 +67,8 @@ def confinement(
 ) -> Confinement:
     """Return the confinement of a process that works on ``inputs``, which may be nested, and may read the store.
 
-    Args:
-        inputs: What the process works on. It may read the files that :func:`named_files` finds.
-        read: Other paths that it may read.
-        write: Directory of its results, in addition to the sandbox.
-        network: Whether it has network access.
-        memory: Limit for its own memory, in bytes. None: no limit.
+    It may read the files that :func:`named_files` finds in ``inputs`` and the paths in ``read``, and write to ``write``
+    and the sandbox. ``memory`` limits its own memory, in bytes.
     """
     shared = (
         state_directory(store().root, private=True),

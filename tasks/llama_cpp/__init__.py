@@ -6,17 +6,21 @@ reads the header of a file without llama.cpp.
 """
 
 from mergegate.tasks.llama_cpp.client import (
+    BACKEND_NAME,
     CONVERTER,
     FILE_TYPES,
     AnswerChoice,
+    GgufNetwork,
     LlamaCpp,
+    close_gguf,
     environment_error,
     file_type,
     find_python,
+    load_gguf,
     measure_importance,
     open_gguf,
     quantize,
+    runs_in_llama_cpp,
     runtime_versions,
     toolchain,
 )
-from mergegate.tasks.llama_cpp.loading import BACKEND_NAME, GgufNetwork, close_gguf, load_gguf, runs_in_llama_cpp

@@ -1,4 +1,4 @@
-"""Run llama.cpp in a supervised process of its own environment, and ask it about one GGUF file.
+"""Run llama.cpp in a supervised process of its own environment, and ask it about one GGUF file, or load a variant.
 
 ::
 
@@ -13,28 +13,42 @@
 The environment is built by ``make gguf-env``. Its library and its Python packages are those of llama.cpp, so mergegate
 never imports them: ``child`` runs there. The process is confined like the model process (no network, no secrets), uses
 one thread, and ends with this process. Each result depends only on its own request, see ``child``.
+
+``load_gguf`` returns a GGUF variant with the tokenizer and the configuration of the model that was quantized, so code
+that tokenizes, divides and truncates text treats it like a transformers model. Its ``network`` is a ``GgufNetwork``,
+which computes in llama.cpp. The process stays open for the next call, because the parts of an evaluation are many and
+short.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import signal
 import socket
 import tempfile
-import time
+import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any
+from types import MappingProxyType, SimpleNamespace
+from typing import Any, Self, TypeGuard
 
 from mergegate.merge_core.errors import InvalidInput, Refused, environment_command, suggest
 from mergegate.merge_core.parsing import read_plain
 from mergegate.merge_core.system import data_limit
-from mergegate.tasks.checkpoints import OutOfModelMemory, child_environment, confinement
+from mergegate.tasks.checkpoints import (
+    LoadedModel,
+    Model,
+    OutOfModelMemory,
+    QuantizedModel,
+    child_environment,
+    confinement,
+    import_lean,
+    on_unload,
+    unload_models,
+)
 from mergegate.tasks.sandbox import NotStarted, ProcessOptions, SupervisedProcess, compile_imports, output_tail
 from mergegate.tasks.stage import memory_of_mapping_child
 
@@ -117,9 +131,6 @@ def toolchain(python: Path | None = None) -> dict[str, str]:
     """Return the versions of llama-cpp-python and of the converter, without starting a process.
 
     ``python`` is the interpreter of their environment. Default: ``.venv-gguf/bin/python`` in the working directory.
-
-    Raises:
-        InvalidInput: The environment does not contain them.
     """
     interpreter = find_python(python)
     directory = interpreter.parent.parent
@@ -136,11 +147,7 @@ def toolchain(python: Path | None = None) -> dict[str, str]:
 
 
 def runtime_versions(python: Path | None = None) -> dict[str, str]:
-    """Return the versions and settings that determine what llama.cpp computes, for cache keys.
-
-    Raises:
-        InvalidInput: See ``toolchain``.
-    """
+    """Return the versions and settings that determine what llama.cpp computes, for cache keys."""
     return {"llama_cpp_python": toolchain(python)["llama_cpp_python"], "llama_cpp_settings": SETTINGS}
 
 
@@ -159,11 +166,7 @@ def environment_error(problem: str) -> InvalidInput:
 
 
 def find_python(python: Path | None = None) -> Path:
-    """Return the absolute path of the interpreter whose environment contains llama.cpp.
-
-    Raises:
-        InvalidInput: There is no such file.
-    """
+    """Return the absolute path of the interpreter whose environment contains llama.cpp."""
     interpreter = (python or PYTHON).absolute()
     if not interpreter.is_file():
         raise environment_error(f"{interpreter}: no such file")
@@ -198,10 +201,8 @@ class LlamaCpp:
     ) -> list[tuple[int, ...]]:
         """Return the tokens into which llama.cpp splits each text.
 
-        Args:
-            texts: The texts.
-            special: Whether special tokens such as ``<|im_end|>`` in a text count as one token.
-            add_special: Whether to add the tokens with which the vocabulary begins and ends a text.
+        With ``special``, special tokens such as ``<|im_end|>`` in a text count as one token. With ``add_special``, the
+        tokens with which the vocabulary begins and ends a text are added.
         """
         arguments = {"texts": list(texts), "special": special, "add_special": add_special}
         return [tuple(tokens) for tokens in self._process.call("tokenize", **arguments)]
@@ -224,12 +225,8 @@ class LlamaCpp:
     ) -> tuple[int, ...]:
         """Return the next ``count`` tokens of an answer, or fewer if a token of ``choice.ends`` is among them.
 
-        Args:
-            prompt: Tokens of the prompt. Not empty.
-            choice: How tokens are chosen.
-            count: Largest number of tokens to generate now.
-            room: Largest number of tokens in the prompt and the whole answer. Equal for all calls of one answer.
-            answer: Tokens that earlier calls returned for this answer.
+        ``room`` is the largest number of tokens in the prompt and the whole answer, equal for all calls of one answer.
+        ``answer`` has the tokens that earlier calls returned for it.
         """
         arguments = {"prompt": list(prompt), "answer": list(answer), "count": count, "room": room}
         return tuple(self._process.call("generate", **arguments, choice=asdict(choice)))
@@ -237,62 +234,38 @@ class LlamaCpp:
     def chat(self, messages: Sequence[Mapping[str, str]], *, tokens: int = 64, room: int = 2048) -> ChatAnswer:
         """Let llama-cpp-python answer ``messages`` with the chat template in the file, without randomness.
 
-        Args:
-            messages: Messages with ``role`` and ``content``.
-            tokens: Largest number of tokens in the answer.
-            room: Largest number of tokens in the prompt and the answer.
+        The answer has at most ``tokens`` tokens, and ``room`` includes the prompt.
         """
         arguments = {"messages": [dict(message) for message in messages], "count": tokens, "room": room}
         return ChatAnswer(**self._process.call("chat", path=str(self.path), **arguments))
 
 
 @contextmanager
-def open_gguf(
-    path: Path, python: Path | None = None, *, vocabulary_only: bool = False, time_limit: float | None = None
-) -> Iterator[LlamaCpp]:
-    """Open a GGUF file in a process of its own, which ends with the block.
+def open_gguf(path: Path, python: Path | None = None, *, vocabulary_only: bool = False) -> Iterator[LlamaCpp]:
+    """Open a GGUF file, or the first of its shards, in a process of its own, which ends with the block.
 
-    Args:
-        path: The file, or the first of its shards.
-        python: Interpreter of the environment with llama.cpp. Default: that of ``make gguf-env``.
-        vocabulary_only: Whether to load only the vocabulary, which is enough for ``tokenize``.
-        time_limit: Seconds after which the process is killed. None: after an hour without an answer.
+    ``vocabulary_only`` loads only the vocabulary, which is enough for ``tokenize``.
 
     Raises:
         InvalidInput: llama.cpp is not installed, cannot load the file, or crashed. The error has its own message.
         OutOfModelMemory: Memory ran out.
-        Refused: The time limit is exceeded.
+        Refused: There was no answer within an hour.
     """
-    with _started((path,), python, None, time_limit) as process:
+    with _Process((path,), python) as process:
         answer = process.call("load", path=str(path), vocabulary_only=vocabulary_only)
         yield LlamaCpp(process, path, GgufVocabulary(**answer))
 
 
 def quantize(
-    source: Path,
-    destination: Path,
-    file_type_name: str,
-    *,
-    python: Path | None = None,
-    imatrix: Path | None = None,
-    time_limit: float | None = None,
+    source: Path, destination: Path, file_type_name: str, *, python: Path | None = None, imatrix: Path | None = None
 ) -> None:
-    """Quantize a GGUF file, with one thread. The same inputs give the same bytes.
+    """Quantize a GGUF file in F32, F16 or BF16 with one thread. The same inputs give the same bytes.
 
-    Args:
-        source: GGUF file in F32, F16 or BF16.
-        destination: File to write. Its directory must exist.
-        file_type_name: A name in ``FILE_TYPES``.
-        python: Interpreter of the environment with llama.cpp. Default: that of ``make gguf-env``.
-        imatrix: Importance of each weight: an ``.npz`` file with a float32 vector for each tensor name. None: equal.
-        time_limit: Seconds after which the process is killed. None: after an hour without an answer.
-
-    Raises:
-        InvalidInput: See ``open_gguf``; also if the type does not exist.
-        Refused: The time limit is exceeded.
+    ``file_type_name`` is a name in ``FILE_TYPES``. ``imatrix`` has the importance of each weight: an ``.npz`` file with
+    a float32 vector for each tensor name.
     """
     number = file_type(file_type_name)
-    with _started((source, *([imatrix] if imatrix else [])), python, destination.parent, time_limit) as process:
+    with _Process((source, *([imatrix] if imatrix else [])), python, write=destination.parent) as process:
         files = {"source": str(source), "destination": str(destination), "imatrix": imatrix and str(imatrix)}
         process.call("quantize", **files, ftype=number)
 
@@ -302,30 +275,11 @@ def measure_importance(
 ) -> None:
     """Measure how much each input of each matrix matters: its mean square while the model reads ``texts``.
 
-    Args:
-        source: GGUF file in F32, F16 or BF16.
-        texts: Calibration text.
-        destination: File to write, for ``quantize``. Its directory must exist.
-        max_length: Length limit of one text, in tokens.
-        python: Interpreter of the environment with llama.cpp. Default: that of ``make gguf-env``.
-
-    Raises:
-        InvalidInput: See ``open_gguf``; also if the model has experts, which need a statistic for each expert.
+    The result in ``destination`` is for ``quantize``. Each text is cut to ``max_length`` tokens.
     """
-    with _started((source,), python, destination.parent, None) as process:
+    with _Process((source,), python, write=destination.parent) as process:
         files = {"path": str(source), "destination": str(destination)}
         process.call("write_importance", **files, texts=list(texts), most=max_length)
-
-
-@contextmanager
-def _started(
-    files: tuple[Path, ...], python: Path | None, write: Path | None, time_limit: float | None
-) -> Iterator[_Process]:
-    process = _Process(files, find_python(python), write, time_limit)
-    try:
-        yield process
-    finally:
-        process.end()
 
 
 def _memory_limit() -> int | None:
@@ -337,14 +291,14 @@ def _memory_limit() -> int | None:
 class _Process:
     """A running ``child`` process and its connection."""
 
-    def __init__(self, files: tuple[Path, ...], python: Path, write: Path | None, time_limit: float | None) -> None:
-        self._path, self._time_limit = files[0], time_limit
-        self._deadline = None if time_limit is None else time.monotonic() + time_limit
-        self._received = b""
+    def __init__(self, files: tuple[Path, ...], python: Path | None, write: Path | None = None) -> None:
+        python = find_python(python)
+        self._path = files[0]
         for package in python.parent.parent.glob("lib/python*/site-packages/llama_cpp"):
             compile_imports(python, "import llama_cpp", package / "llama_chat_format.py", child_environment())
-        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``end``
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed by ``__exit__``
         self._channel, child_end = socket.socketpair()
+        self._lines = self._channel.makefile("rb")
         try:
             self._process = SupervisedProcess(
                 # -I keeps the working directory, PYTHONPATH and the user's packages out of the import path.
@@ -353,7 +307,6 @@ class _Process:
                 self._output,
                 ProcessOptions(
                     "llama",
-                    limit=time_limit,
                     pass_fds=(child_end.fileno(),),
                     confinement=confinement(files, write=write, memory=_memory_limit()),
                 ),
@@ -367,6 +320,13 @@ class _Process:
         finally:
             child_end.close()
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.end()
+        self._close()
+
     @property
     def is_alive(self) -> bool:
         return self._process.alive
@@ -375,10 +335,10 @@ class _Process:
         """Send a request and return its result."""
         request = json.dumps({"call": name, **arguments}).encode() + b"\n"
         line = b""
-        with contextlib.suppress(ConnectionError, TimeoutError):
-            self._channel.settimeout(self._remaining())
+        with suppress(ConnectionError, TimeoutError):
+            self._channel.settimeout(_SILENCE_S)
             self._channel.sendall(request)
-            line = self._read_line()
+            line = self._lines.readline()
         try:
             answer = json.loads(line)
             if "error" in answer:
@@ -387,29 +347,10 @@ class _Process:
         except (ValueError, KeyError, TypeError):
             raise self._death() from None
 
-    def end(self) -> None:
-        self._process.end()
-        self._close()
-
     def _close(self) -> None:
+        self._lines.close()
         self._channel.close()
         self._output.close()
-
-    def _remaining(self) -> float:
-        if self._deadline is None:
-            return _SILENCE_S
-        return max(0.001, self._deadline - time.monotonic())
-
-    def _read_line(self) -> bytes:
-        """Return the next line, or nothing if the process ended or the time is up."""
-        until = time.monotonic() + self._remaining()
-        while b"\n" not in self._received:
-            self._channel.settimeout(max(0.001, until - time.monotonic()))
-            if not (content := self._channel.recv(1 << 20)):
-                return b""
-            self._received += content
-        line, _, self._received = self._received.partition(b"\n")
-        return line
 
     def _refusal(self, message: str) -> InvalidInput:
         if _NO_MEMORY.search(message):
@@ -419,20 +360,19 @@ class _Process:
     def _death(self) -> InvalidInput | Refused:
         """End the process, and return an error with the reason why it did not answer."""
         was_running = self._process.alive and not self._process.ends(_LAST_WORDS_S)
-        end = self._process.end()
-        if was_running or end.reason == "limit":
+        code = self._process.end().returncode
+        if was_running:
             return Refused(
                 str(self._path),
-                found=f"llama.cpp did not finish within {self._time_limit or _SILENCE_S:g} s, so mergegate stopped it",
+                found=f"llama.cpp did not finish within {_SILENCE_S:g} s, so mergegate stopped it",
                 expected="an answer in time",
             )
         lines = [line.strip() for line in output_tail(self._output).splitlines() if line.strip()]
         cause = next((line for line in lines if _CAUSE.search(line)), lines[-1] if lines else "")[:300]
-        if end.returncode in (None, -signal.SIGKILL):
+        if code is None or code == -signal.SIGKILL:
             return self._memory_error("killed by signal 9, which the system sends when memory is full")
         if _NO_MEMORY.search(cause):
             return self._memory_error(cause)
-        code = end.returncode
         how = f"by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
         return InvalidInput(
             str(self._path),
@@ -448,3 +388,104 @@ class _Process:
             expected="enough memory for the file and its cache, within limits.memory if the profile sets it",
             remedy="increase limits.memory if the profile sets it, or reduce max_length",
         )
+
+
+BACKEND_NAME = "llama_cpp"
+
+
+@dataclass(frozen=True)
+class GgufNetwork:
+    """A network that llama.cpp computes, with the parts of a transformers network that describe it."""
+
+    gguf: LlamaCpp  # The open file.
+    config: Any  # Configuration of the model that was quantized.
+    generation_config: Any  # Its settings for generated answers, such as the tokens that end them.
+
+    @property
+    def device(self) -> Any:
+        """Device of the tensors that callers create."""
+        import torch
+
+        return torch.device("cpu")
+
+    def get_input_embeddings(self) -> Any:
+        """Return an object with the number of token ids, ``num_embeddings``."""
+        return SimpleNamespace(num_embeddings=self.gguf.vocabulary.vocabulary_size)
+
+
+def runs_in_llama_cpp(model: Model) -> TypeGuard[QuantizedModel]:
+    """Return whether llama.cpp evaluates ``model``."""
+    return isinstance(model, QuantizedModel) and model.backend == BACKEND_NAME
+
+
+_lock = threading.RLock()
+_open: tuple[object, LoadedModel, ExitStack] | None = None  # the open file: key, model, and the way to close it
+
+
+@contextmanager
+def load_gguf(model: QuantizedModel) -> Iterator[LoadedModel]:
+    """Provide a GGUF variant, to one thread at a time. Its process ends when another model is loaded."""
+    global _open
+    with _lock:
+        location = f"{model.name} ({model.directory / model.weights})"
+        installed = runtime_versions(model.python)
+        if dict(model.runtime) != installed:
+            raise InvalidInput(
+                location,
+                found=f"llama.cpp with {_describe(installed)}",
+                expected=_describe(dict(model.runtime)) or "the versions of llama.cpp in the description of the model",
+                remedy="the environment changed during the run: run again",
+            )
+        key = (model.digest, model.weights, model.python, model.tokenizer_directory)
+        if _open is None or _open[0] != key or not _open[1].network.gguf.is_alive:
+            close_gguf()
+            unload_models()  # the models of both processes may not fit into memory together
+            tokenizer, config, generation_config = _read_description(model, location)
+            with ExitStack() as stack:
+                gguf = stack.enter_context(open_gguf(model.directory / model.weights, model.python))
+                _open = (
+                    key,
+                    LoadedModel(GgufNetwork(gguf, config, generation_config), tokenizer),
+                    stack.pop_all(),
+                )
+        yield _open[1]
+
+
+def close_gguf() -> None:
+    """End the process of the open file, if there is one."""
+    global _open
+    with _lock:
+        if _open is not None:
+            _open[2].close()
+            _open = None
+
+
+on_unload(close_gguf)
+
+
+def _describe(versions: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in sorted(versions.items()))
+
+
+def _read_description(model: QuantizedModel, location: str) -> tuple[Any, Any, Any]:
+    """Return the tokenizer, the configuration and the generation settings of the model that was quantized."""
+    import_lean("transformers")
+    import transformers
+
+    directory = model.tokenizer_directory
+    options: dict[str, Any] = {"local_files_only": True}
+    try:
+        trust = {"trust_remote_code": model.source.runs_code}
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, **options, **trust)
+        config = transformers.AutoConfig.from_pretrained(directory, **options, **trust)
+        if (directory / "generation_config.json").is_file():
+            generation_config = transformers.GenerationConfig.from_pretrained(directory, **options)
+        else:
+            generation_config = transformers.GenerationConfig.from_model_config(config)
+    except Exception as error:  # a damaged file makes transformers and tokenizers raise many types
+        raise InvalidInput(
+            location,
+            found=f"transformers cannot load the tokenizer in {directory}: {' '.join(str(error).split())[:300]}",
+            expected="the tokenizer and configuration of the model that was quantized",
+        ) from error
+    return tokenizer, config, generation_config

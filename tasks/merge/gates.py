@@ -13,9 +13,7 @@ The gate mode defines the state of a prompt in layer ``l``:
   means are scaled to length one before they are subtracted.
 
 The base reads one prompt at a time, so no mean contains padding. It runs in the model process, because its tokenizer is
-untrusted code. The rows are cached by content, like all results of models::
-
-    recipe = with_gates(recipe, find=lambda ref: pinned[ref])      # unchanged if there are no rows to compute
+untrusted code.
 """
 
 from __future__ import annotations
@@ -23,46 +21,38 @@ from __future__ import annotations
 import base64
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
-from pydantic import BaseModel, ConfigDict
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel
 
-from mergegate.merge_core import Recipe
 from mergegate.merge_core.architecture import is_embedding
-from mergegate.merge_core.checkpoint import numbers, open_checkpoint, patterns, read_into
+from mergegate.merge_core.checkpoint import numbers, open_checkpoint, patterns
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.recipe import GateRows
 from mergegate.tasks.checkpoints import Model, TellProgress, call_model_process, load_model
-from mergegate.tasks.stage import Runtime, StageValue, advance, runtime, value_stage
-from mergegate.tasks.store import StoredValue
+from mergegate.tasks.checkpoints.hub import element_reader
+from mergegate.tasks.stage import Runtime, StageValue, advance, value_stage
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Array = NDArray[np.floating[Any]]
+Array: TypeAlias = NDArray[np.floating[Any]]
 
 # A difference shorter than this share of the positive mean is rounding error, so its direction is meaningless.
 _MIN_LENGTH = 1e-6
 
 
-class PromptPair(BaseModel):
+class PromptPair(BaseModel, frozen=True, extra="forbid"):
     """Prompts that the router should send to an expert (positive) and prompts that it should not send (negative)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     positive: tuple[str, ...]
     negative: tuple[str, ...]
 
 
-class GateRequest(BaseModel):
+class GateRequest(BaseModel, frozen=True, extra="forbid"):
     """Request for the router rows of all experts, with one pair of prompt lists per expert.
 
     The answer has one row per pair and layer. The rows of an expert without positive prompts are zero.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     mode: str
     experts: tuple[PromptPair, ...]
@@ -83,44 +73,6 @@ class RouterRows(StageValue):
         return f"{self.rows} rows of {self.width} in {self.layers} layers"
 
 
-ComputeRows: TypeAlias = "Callable[[Model, GateRequest, Runtime], StoredValue[RouterRows]]"
-
-
-def with_gates(recipe: Recipe, find: Callable[[str], Model], compute: ComputeRows | None = None) -> Recipe:
-    """Return ``recipe`` with the router rows for its prompts filled in, in all of its documents.
-
-    ``find`` returns the pinned model for a reference. It is only called for bases, and only if there are rows to
-    compute. ``compute`` is :func:`router_rows` as a task of a flow. Default: the same stage without Prefect.
-
-    Raises:
-        InvalidInput: The base cannot be loaded, or its states do not distinguish positive from negative prompts.
-    """
-    import numpy as np
-
-    def complete(document: Recipe) -> Recipe:
-        mixture = document.mixture
-        if mixture is None or not mixture.needs_prompts or mixture.gates is not None:
-            return document
-        mode = "hidden" if mixture.gate_mode == "hidden_last" else mixture.gate_mode
-        experts = mixture.all_experts
-        pairs = tuple(PromptPair(positive=expert.positive, negative=expert.negative) for expert in experts)
-        request = GateRequest(mode=mode, experts=pairs)
-        rows = (compute or router_rows.build)(find(str(document.base)), request, runtime()).value
-        gates = GateRows(rows.layers, rows.rows, rows.width, base64.b64decode(rows.data))
-        # The model process is not trusted, so its rows are checked.
-        values = np.frombuffer(gates.data, "<f4") if len(gates.data) % 4 == 0 else np.zeros(0)
-        has_size = gates.rows == len(experts) and values.size == gates.layers * len(experts) * gates.width
-        if not has_size or not np.isfinite(values).all():
-            raise InvalidInput(
-                f"router rows of {document.base}",
-                found="rows of the wrong size, or NaN or infinity",
-                expected=f"{len(experts)} finite rows per layer",
-            )
-        return replace(document, mixture=replace(mixture, gates=gates))
-
-    return recipe.map_documents(complete)
-
-
 @value_stage("gates", version=1, subject="model")
 def router_rows(model: Model, question: GateRequest, runtime: Runtime) -> RouterRows:
     """Return the router rows that ``question`` requests from ``model``.
@@ -135,22 +87,12 @@ def router_rows(model: Model, question: GateRequest, runtime: Runtime) -> Router
         models=[model],
         on_progress=lambda done, total: advance(done, total, "prompts"),
     )
-    return RouterRows(layers=result.layers, rows=result.rows, width=result.width, data=result.data)
+    data = base64.b64encode(result.data).decode()
+    return RouterRows(layers=result.layers, rows=result.rows, width=result.width, data=data)
 
 
-class SerializedRouterRows(NamedTuple):
-    """Content of :class:`RouterRows` in the form in which the model process returns it."""
-
-    layers: int
-    rows: int
-    width: int
-    data: str
-
-
-def compute_rows(model: Model, request: GateRequest, device: str, on_progress: TellProgress) -> SerializedRouterRows:
+def compute_rows(model: Model, request: GateRequest, device: str, on_progress: TellProgress) -> GateRows:
     """Return the router rows of all experts. This function runs in the model process."""
-    import numpy as np
-
     with _open_state_reader(model, request.mode, device) as read_states:
         total = sum(len(pair.positive) + len(pair.negative) for pair in request.experts)
         prompts_done, rows = 0, []
@@ -167,21 +109,15 @@ def compute_rows(model: Model, request: GateRequest, device: str, on_progress: T
             )
         computed = next(row for row in rows if row is not None)
         stacked = np.stack([np.zeros_like(computed) if row is None else row for row in rows], axis=1)
-    layers, count, width = stacked.shape
-    data = base64.b64encode(stacked.astype("<f4").tobytes()).decode()
-    return SerializedRouterRows(layers, count, width, data)
+    return GateRows(*stacked.shape, stacked.astype("<f4").tobytes())
 
 
 def _router_row(means: Sequence[Array | None], location: str, *, of_sums: bool) -> Array | None:
     """Return the rows of one expert, ``[layers, width]`` of length one, or None if it has no positive prompts.
 
-    Args:
-        means: Mean states of the positive and of the negative prompts, each None if there are no such prompts.
-        location: Location for error messages.
-        of_sums: Whether the states are sums of embeddings, whose means are scaled to length one before subtraction.
+    ``means`` are the mean states of the positive and of the negative prompts. With ``of_sums``, they are sums of
+    embeddings, which are scaled to length one before subtraction.
     """
-    import numpy as np
-
     positive, negative = means
     if positive is None:
         return None
@@ -201,15 +137,11 @@ def _router_row(means: Sequence[Array | None], location: str, *, of_sums: bool) 
 
 
 def _lengths(states: Array) -> Array:
-    import numpy as np
-
     lengths: Array = np.linalg.norm(states, axis=-1, keepdims=True)
     return lengths
 
 
 def _normalized(states: Array, location: str) -> Array:
-    import numpy as np
-
     lengths = _lengths(states)
     if not np.isfinite(lengths).all() or (lengths == 0).any():
         raise InvalidInput(
@@ -250,7 +182,6 @@ def _open_state_reader(model: Model, mode: str, device: str) -> Iterator[Callabl
 
 def _embedding_reader(model: Model) -> Callable[[str], Array]:
     """Return a function that sums the embeddings of a prompt and reads only the rows of the table that it needs."""
-    import numpy as np
     import transformers
 
     location = f"{model.name} ({model.directory})"
@@ -264,7 +195,7 @@ def _embedding_reader(model: Model) -> Callable[[str], Array]:
         )
     table, layers = tables[0], int(checkpoint.config.get("num_hidden_layers", 1))
     rows, width = table.shape
-    row_bytes = width * table.dtype.size
+    row, read_elements = np.empty(width * table.dtype.size, np.uint8), element_reader(None)
     try:
         tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
             model.directory, local_files_only=True, trust_remote_code=False
@@ -277,17 +208,15 @@ def _embedding_reader(model: Model) -> Callable[[str], Array]:
 
     def sum_embeddings(prompt: str) -> Array:
         total = np.zeros(width)
-        with table.file.open("rb") as file:
-            for token in _tokens(tokenizer, prompt, model.name):
-                if not 0 <= token < rows:
-                    raise InvalidInput(
-                        f"{model.name}: the prompt {prompt[:40]!r}",
-                        found=f"token {token}",
-                        expected=f"ids below {rows}, the rows of the embeddings",
-                    )
-                row = np.empty(row_bytes, np.uint8)
-                read_into(file.fileno(), row.data, table.offset + token * row_bytes, table.file)
-                total += numbers(patterns(row, table.dtype), table.dtype)
+        for token in _tokens(tokenizer, prompt, model.name):
+            if not 0 <= token < rows:
+                raise InvalidInput(
+                    f"{model.name}: the prompt {prompt[:40]!r}",
+                    found=f"token {token}",
+                    expected=f"ids below {rows}, the rows of the embeddings",
+                )
+            read_elements(table, token * width, row)
+            total += numbers(patterns(row, table.dtype), table.dtype)
         return np.tile(total, (layers, 1))
 
     return sum_embeddings

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from mergegate.merge_core import Recipe, merge_weights, open_checkpoint, plan_merge
 from mergegate.merge_core.adapters import Combined, combine_adapters, open_adapter, write_adapter
@@ -27,19 +27,15 @@ from mergegate.tasks.store import Artifact, NotInKey
 MERGED = "merge"  # reference of the merged model, next to those of its parents
 
 
-class MergeSettings(BaseModel):
+class MergeSettings(BaseModel, frozen=True, extra="forbid"):
     """Settings of the merge computation. The recipe specifies the models and the method."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     seed: int = Field(default=0, ge=0, description="Seed of the random masks (DARE, DELLA).")
     device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N.")
 
 
-class Numerics(BaseModel):
+class Numerics(BaseModel, frozen=True, extra="forbid"):
     """Settings and library versions that can change the last bits of a merge with the same recipe and parents."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     seed: int
     device: str  # 'cpu' or 'cuda'; results may differ between them by one unit in the last place
@@ -47,14 +43,12 @@ class Numerics(BaseModel):
     versions: dict[str, str]
 
 
-class RouterDistance(BaseModel):
+class RouterDistance(BaseModel, frozen=True, extra="forbid"):
     """Correspondence between the experts of a parent and those of the donor, over all layers with experts.
 
     The summary includes it whether or not the experts correspond, because top-k and softmax amplify small differences
     between routers.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str  # reference as written in the recipe
     layers: int
@@ -66,13 +60,11 @@ class RouterDistance(BaseModel):
     distance: float  # norm of the router difference divided by the donor's norm, largest of all layers
 
 
-class RepairedRouting(BaseModel):
+class RepairedRouting(BaseModel, frozen=True, extra="forbid"):
     """Effect of a router repair on the calibration texts, as means over layers and texts.
 
     Pairs contain the values before and after.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     layers: int
     new_layers: int  # layers with a new router; the others keep the merged one
@@ -162,14 +154,7 @@ def merge(out: Path, pinned: PinnedRecipe, numerics: Numerics) -> MergeSummary:
 
 def repaired_routing(recipe: Recipe) -> RepairedRouting | None:
     """Return the effect of the router repair of ``recipe``, or None if its routers stay as merged."""
-    if (repaired := recipe.repaired) is None:
-        return None
-    return RepairedRouting(
-        layers=repaired.layers,
-        new_layers=repaired.new_layers,
-        divergence=repaired.divergence,
-        agreement=repaired.agreement,
-    )
+    return RepairedRouting.model_validate(recipe.repaired, from_attributes=True) if recipe.repaired else None
 
 
 def router_distances(layers: Sequence[MatchedLayer]) -> tuple[RouterDistance, ...]:

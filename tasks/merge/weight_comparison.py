@@ -1,23 +1,27 @@
-"""Compare the weights of a merge with those of its parents, tensor by tensor.
+"""Compare the weights of models, tensor by tensor.
 
 The gate needs to know whether a merge is a copy of one parent (``find_copied_parent``). A release also states which of
 its tensors are new and which ones it takes over from a parent (``compare_with_parents``). Different tensors nearly
 always differ in their first numbers, so mergegate reads a tensor completely only if it is equal to that of a parent.
+
+Rules that leave models out or weight them need the distances between models (``model_distances``). mergegate reads all
+weights once. If some are not finite, it reads them again to find out which models contain them.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.adapters import open_adapter
+from mergegate.merge_core.analysis import NOT_FINITE, measure_interference, normalized_lengths_and_distances
 from mergegate.merge_core.checkpoint import (
     PICKLED_SINGLE_NAME,
     SINGLE_NAME,
@@ -25,22 +29,25 @@ from mergegate.merge_core.checkpoint import (
     Checkpoint,
     DerivedTensor,
     DType,
-    StoredTensor,
     is_head,
     is_module_file,
     numbers,
     patterns,
     read_header,
-    read_into,
     read_pickled,
 )
+from mergegate.merge_core.engine import count_infinite, count_non_finite
+from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import format_count
 from mergegate.tasks.checkpoints import Model, PinnedCheckpoint
-from mergegate.tasks.stage import StageValue, value_stage
+from mergegate.tasks.checkpoints.hub import element_reader
+from mergegate.tasks.stage import StageValue, advance, value_stage
+from mergegate.tasks.store import NotInKey
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_read_stored = element_reader(None)
 _FIRST_BLOCK, _BLOCK = 64 << 10, 16 << 20  # bytes that are compared first, and in each further step
 _PROBE = 1024  # leading numbers by which equal tensors with different names are found
 _NAMED = 5  # models that a sentence names
@@ -80,10 +87,8 @@ def find_copied_parent(merge: Model, parents: tuple[Model, ...]) -> CopiedParent
     return CopiedParent(parent=None)
 
 
-class CopiedTensors(BaseModel):
+class CopiedTensors(BaseModel, frozen=True, extra="forbid"):
     """Tensors of a merge that are equal to tensors of the same parents. No other entry counts them."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     parent: int = Field(ge=0)  # Index of the first parent, in the recipe's order.
     # None in releases of earlier versions, which have one entry per parent and count shared tensors in each of them.
@@ -353,7 +358,7 @@ def compare_tensors(tensor: AnyTensor, reference: AnyTensor) -> Equality:
 
 def tensor_elements(tensor: AnyTensor) -> Callable[[int, Any], None]:
     """Return a function that fills a buffer with the elements of ``tensor``, from a given element on."""
-    return tensor.open(_read) if isinstance(tensor, DerivedTensor) else partial(_read, tensor)
+    return tensor.open(_read_stored) if isinstance(tensor, DerivedTensor) else partial(_read_stored, tensor)
 
 
 def _read_block(elements: Callable[[int, Any], None], tensor: AnyTensor, first: int, count: int) -> NDArray[np.uint8]:
@@ -362,6 +367,95 @@ def _read_block(elements: Callable[[int, Any], None], tensor: AnyTensor, first: 
     return block
 
 
-def _read(tensor: StoredTensor, first: int, into: Any) -> None:
-    with tensor.file.open("rb") as file:
-        read_into(file.fileno(), into.data, tensor.offset + first * tensor.dtype.size, tensor.file)
+class ModelDistances(StageValue):
+    """Inner products between the task vectors of whole models, in the order in which the models were passed."""
+
+    models: Annotated[tuple[str, ...], NotInKey]
+    broken: tuple[int, ...]  # count of NaN and infinite numbers in each model
+    gram: tuple[tuple[float, ...], ...]  # products of the models without such numbers
+
+    @property
+    def sound(self) -> tuple[int, ...]:
+        """Indices of the models without NaN or infinity, in the order of the rows in ``gram``."""
+        return tuple(index for index, count in enumerate(self.broken) if not count)
+
+    def summary(self) -> str:
+        lengths = normalized_lengths_and_distances(self.gram) if self.gram else []
+        parts = [f"{self.models[index]} {length:.1f}" for index, (length, _) in zip(self.sound, lengths, strict=True)]
+        parts += [f"{self.models[index]} broken" for index, count in enumerate(self.broken) if count]
+        return f"lengths over the median: {', '.join(parts)}"
+
+
+@value_stage("distances", version=2)
+def model_distances(base: PinnedCheckpoint, models: tuple[PinnedCheckpoint, ...]) -> ModelDistances:
+    """Return the inner products between the task vectors of ``models``, measured from ``base``.
+
+    Models that contain NaN or infinity have no products. For them, only the count of such numbers is returned.
+
+    Raises:
+        InvalidInput: A file cannot be read, the base contains NaN or infinity, or there is nothing to compare.
+    """
+    checkpoints = [model.open() for model in models]
+    broken = [0] * len(checkpoints)
+    gram = _products(base, checkpoints)
+    if gram is None:
+        in_base = _non_finite(base.open())
+        constants = {name for name, (_, is_constant) in in_base.items() if is_constant}
+        if in_base.keys() == constants:  # A broken base also breaks the models that are adapters on it.
+            broken = [_count_damage(checkpoint, constants) for checkpoint in checkpoints]
+            gram = _products(
+                base, [checkpoint for checkpoint, count in zip(checkpoints, broken, strict=True) if not count]
+            )
+        if gram is None and not all(broken):
+            raise InvalidInput(
+                f"{base.name} ({base.directory})",
+                found="NaN or infinity",
+                expected="a base with finite numbers, from which task vectors are measured",
+                remedy="get the checkpoint again",
+            )
+    return ModelDistances(
+        models=tuple(model.name for model in models), broken=tuple(broken), gram=tuple(tuple(row) for row in gram or ())
+    )
+
+
+def _products(base: PinnedCheckpoint, checkpoints: Sequence[Checkpoint]) -> Sequence[Sequence[float]] | None:
+    """Return the inner products of the task vectors, or None if a number is not finite or there is no model."""
+    if not checkpoints:
+        return None
+    try:
+        interference = measure_interference(
+            base.open(), checkpoints, on_progress=lambda done, total: advance(done, max(total, 1), "B")
+        )
+    except InvalidInput:
+        if not any(map(_non_finite, checkpoints)):  # Non-finite numbers can also leave nothing to compare.
+            raise
+        return None
+    return None if any(item.reason == NOT_FINITE for item in interference.skipped) else interference.network_tally.gram
+
+
+def _count_damage(checkpoint: Checkpoint, constants: Collection[str]) -> int:
+    """Return the number of NaN and infinite values in a model, except in tensors that are ``constants`` of its base."""
+    non_finite = _non_finite(checkpoint).items()
+    return sum(count for name, (count, is_constant) in non_finite if not (is_constant and name in constants))
+
+
+def _non_finite(checkpoint: Checkpoint) -> dict[str, tuple[int, bool]]:
+    """Count the NaN and infinite values of each tensor of a model that has any.
+
+    Overflows that a finite adapter causes count too. The second value is true if the tensor has only infinities, as the
+    clip bounds of some networks do.
+    """
+    counts: dict[str, tuple[int, bool]] = {}
+    for tensor in checkpoint.tensors.values():
+        if tensor.dtype.kind != "float":
+            continue
+        elements = tensor_elements(tensor)
+        size, count, infinite = tensor.dtype.size, 0, 0
+        for first in range(0, tensor.numel, _BLOCK // size):
+            piece = np.empty(min(_BLOCK, (tensor.numel - first) * size), np.uint8)
+            elements(first, piece)
+            count += count_non_finite(piece, tensor.dtype, fused=False)
+            infinite += count_infinite(piece, tensor.dtype) if count else 0
+        if count:
+            counts[tensor.name] = count, infinite == tensor.numel
+    return counts

@@ -4,20 +4,17 @@ The package also forecasts the statistical power and the duration of a run.
 """
 
 from mergegate.tasks.preflight.compatibility import (
+    EXAMPLES,
+    NEXT_TOKENS,
     Compatibility,
     HeaderDigest,
+    KindDemand,
     check_compatibility,
+    custom_code_findings,
+    describe_judging,
     header_digests,
+    kind_findings,
     plan_cached,
-)
-from mergegate.tasks.preflight.custom_code import custom_code_findings
-from mergegate.tasks.preflight.duration import (
-    AROUND,
-    STARTING,
-    NetworkSize,
-    PromptLoad,
-    evaluation_seconds,
-    merge_seconds,
 )
 from mergegate.tasks.preflight.evidence import (
     Comparisons,
@@ -32,8 +29,16 @@ from mergegate.tasks.preflight.evidence import (
     with_next_samples,
     with_supported_dtype,
 )
-from mergegate.tasks.preflight.kind_findings import EXAMPLES, NEXT_TOKENS, KindDemand, describe_judging, kind_findings
-from mergegate.tasks.preflight.machine import machine_findings, measure_machine_capacity
+from mergegate.tasks.preflight.machine import (
+    AROUND,
+    STARTING,
+    NetworkSize,
+    PromptLoad,
+    evaluation_seconds,
+    machine_findings,
+    measure_machine_capacity,
+    merge_seconds,
+)
 from mergegate.tasks.preflight.power_forecast import (
     forecast_power,
     forecast_undecidable,

@@ -1,32 +1,64 @@
-"""Check compatibility: find everything that can be wrong with a merge, from headers and configurations alone."""
+"""Check compatibility: find everything that can be wrong with a merge, from headers and configurations alone.
+
+Besides the findings of the plan, these are:
+
+* **Code** that a release would contain: Python files of a parent, and references to code in its configurations.
+  mergegate always loads models with ``trust_remote_code`` off. But users of the release may switch it on, because its
+  files require it. So each piece of code is a finding, which a profile accepts by name. The one exception is
+  ``trusted`` code: the confined model process runs the code of a repository that the profile names at its commit, also
+  for a merge that gets its code from such a repository.
+* **The kind of model**: a profile may judge a merge only in ways that fit its kind.
+* **Tensors** of each model, and of the planned merge, that differ from those that its class builds. This finds what the
+  models of a merge have in common: a weight that an exporter left out or wrote several times, or a configuration that
+  describes another network.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import Annotated
+from dataclasses import dataclass, replace
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
-from mergegate.merge_core import Checkpoint, Finding, PlannedMerge, Recipe, open_checkpoint, plan_with_findings
-from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, find_kind
-from mergegate.merge_core.checkpoint import is_head, is_module_file, list_uncopied, ties_embeddings
-from mergegate.merge_core.errors import InvalidInput, MergegateError, group_findings, worst_first
+from mergegate.merge_core import (
+    Checkpoint,
+    Finding,
+    MergePlan,
+    PlannedMerge,
+    Recipe,
+    open_checkpoint,
+    plan_with_findings,
+)
+from mergegate.merge_core.architecture import TEXT_GENERATOR, ModelKind, TaskForm, find_kind, is_of_head, is_optional
+from mergegate.merge_core.checkpoint import class_of, is_head, is_module_file, list_uncopied, ties_embeddings
+from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS
+from mergegate.merge_core.errors import (
+    InvalidInput,
+    MergegateError,
+    Severity,
+    group_findings,
+    pip_command,
+    to_printable,
+    worst_first,
+)
 from mergegate.merge_core.parsing import open_plain, read_json, read_plain
+from mergegate.merge_core.plan import network_shards
 from mergegate.tasks.checkpoints import (
+    Differences,
     ResolvedAdapter,
     ResolvedCheckpoint,
     adapter_findings_of_parents,
+    compare_with_classes,
     open_parent,
     require_combinable,
     size_of_adapter,
 )
-from mergegate.tasks.preflight.custom_code import custom_code_findings
 from mergegate.tasks.preflight.segmentation import add_segmentation_shares, tokenizer_class_findings
-from mergegate.tasks.preflight.skeleton import skeleton_findings
 from mergegate.tasks.stage import StageValue, value_stage
 from mergegate.tasks.store import NotInKey, digest
 
@@ -35,14 +67,12 @@ _MAX_COMPANION_BYTES = 256 << 20
 _MAX_LISTED = 10  # Largest number of further problems in one message.
 
 
-class HeaderDigest(BaseModel):
+class HeaderDigest(BaseModel, frozen=True, extra="forbid"):
     """Digest of everything that the check reads from one parent.
 
     For a directory, it covers the names and sizes of all files and the content of the small ones. For a commit on the
     Hub, it covers the commit's file list.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     ref: str
     digest: str
@@ -53,25 +83,19 @@ class Compatibility(StageValue):
 
     For an adapter that combines other adapters, ``tensors``, ``bytes_read`` and ``bytes_written`` describe the adapter
     itself.
-
-    Attributes:
-        disk: Space for the merged checkpoint, including results of steps that exist until the end. For an adapter,
-            space for it and for the merged model, which is written for programs that cannot load adapters.
-        block: Size of the engine's largest block in memory; a merge holds several.
-        gpu_block: Size of the engine's largest block on a GPU.
-        largest_bytes: Size of the stored weights of the largest model to evaluate.
-        largest_parameters: Number of parameters of that model.
     """
 
     remarks: tuple[Finding, ...]
     tensors: int
     bytes_read: int
     bytes_written: int
+    # Space for the merged checkpoint, including results of steps that exist until the end. For an adapter, space for it
+    # and for the merged model, which is written for programs that cannot load adapters.
     disk: int
-    block: int
-    gpu_block: int
-    largest_bytes: int
-    largest_parameters: int
+    block: int  # Size of the engine's largest block in memory; a merge holds several.
+    gpu_block: int  # Size of the engine's largest block on a GPU.
+    largest_bytes: int  # Size of the stored weights of the largest model to evaluate.
+    largest_parameters: int  # Number of parameters of that model.
     # Kind of the merged model, from its planned configuration and files. If a finding blocks, it may be unknown.
     kind: Annotated[ModelKind, NotInKey, Field(exclude_if=lambda kind: kind == TEXT_GENERATOR)] = TEXT_GENERATOR
     # Memory in addition to blocks, for methods that work on matrices. Other methods need none.
@@ -173,10 +197,6 @@ def plan_cached(
 
     If nothing has changed since the last plan of this process, including the header digests ``metadata``, it is
     returned again.
-
-    Raises:
-        InvalidInput: A parent cannot be a checkpoint.
-        Refused: A parent cannot be read.
     """
     directories = [
         (str(parent.directory), str(parent.adapter.directory) if parent.adapter else "") for parent in parents
@@ -218,3 +238,188 @@ def _files_digest(parent: ResolvedCheckpoint | ResolvedAdapter) -> str:
             heads = filter(is_head, open_checkpoint(parent.directory).tensors)
             running.update("\0".join(heads).encode())
     return running.hexdigest()
+
+
+_CONFIGURATIONS = ("tokenizer_config.json", "processor_config.json", "preprocessor_config.json")
+
+
+def custom_code_findings(plan: MergePlan, accepted_code: Collection[str] | None) -> tuple[Finding, ...]:
+    """Return one finding for each code file and each reference to code. A finding blocks unless the code is accepted.
+
+    ``accepted_code`` names the code that the profile accepts. None means that no profile exists, so code leads only to
+    a warning.
+    """
+    donor = plan.donor.directory.name
+    code = [(f"{donor}: {name}", name) for name in plan.companions if name.endswith(".py")]
+    code += _auto_map_references(f"{donor}: config.json", plan.config)
+    for name in _CONFIGURATIONS:
+        if (content := plan.companions.json(name, TOKENIZER_BOUNDS)) is not None:
+            source = plan.companions.sources[name]
+            owner = donor if isinstance(source, bytes) else source.name
+            code += _auto_map_references(f"{owner}: {name}", content)
+    return tuple(
+        Finding("info", location, f"the code {name}, which the profile accepts")
+        if accepted_code is not None and name in accepted_code
+        else Finding(
+            "warn" if accepted_code is None else "block",
+            location,
+            found=f"the code {name}, which would be part of the release",
+            expected="a model without code of its own",
+            remedy=f"review the code, then set checks.code.accepted: [{name}] in the profile. mergegate runs it only "
+            "if checks.code.trusted names its repository at its commit",
+        )
+        for location, name in dict.fromkeys(code)
+    )
+
+
+def _auto_map_references(location: str, configuration: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the location and name of each class that transformers would load from a code file or another repository."""
+    pending = [configuration.get("auto_map")]
+    while pending:
+        reference = pending.pop()
+        if isinstance(reference, str):
+            yield f"{location}: auto_map", reference
+        elif isinstance(reference, Mapping):
+            pending += reference.values()
+        elif isinstance(reference, list):
+            pending += reference
+
+
+# Ability of a model that a part of a profile needs: a type of task, or next-token prediction (``ModelKind.is_causal``).
+Ability = TaskForm | Literal["next tokens"]
+
+NEXT_TOKENS: Literal["next tokens"] = "next tokens"
+_FORM_NOUNS: Mapping[TaskForm, str] = {
+    "text": "text task",
+    "pictures": "picture task",
+    "retrieval": "retrieval task",
+    "transcription": "transcription task",
+}
+# A guard for a form of task, as a user would write it.
+EXAMPLES: Mapping[TaskForm, str] = {
+    "text": "{task: gsm8k, guarded_by: best parent, max_drop: 3}",
+    "pictures": "{task: questions_about_pictures.yaml, guarded_by: best parent}",
+    "retrieval": "{task: {kind: retrieval, data: queries.jsonl, metric: ndcg@10}, guarded_by: best parent}",
+    "transcription": "{task: {kind: transcription, data: recordings.jsonl}, guarded_by: best parent}",
+}
+# Package of each library that loads models and that mergegate does not require, and the extra that installs it.
+_EXTRAS: Mapping[str, tuple[str, str]] = {"sentence-transformers": ("sentence_transformers", "embeddings")}
+
+
+@dataclass(frozen=True)
+class KindDemand:
+    """A part of a profile that only some kinds of models support."""
+
+    location: str  # Key in the profile, such as ``evaluate.tasks: arc_easy``.
+    noun: str  # Noun for the part, with an article: ``a text task``.
+    ability: Ability  # Ability that the part needs.
+    remedy: str = ""  # How to fix the profile. Default: judge the model by a task that fits.
+
+    def fits(self, kind: ModelKind) -> bool:
+        """Return whether a model of this kind has the ability."""
+        return kind.is_causal if self.ability == NEXT_TOKENS else self.ability in kind.task_forms
+
+
+def kind_findings(kind: ModelKind, demands: Sequence[KindDemand], model: str = "the merge") -> Iterator[Finding]:
+    """Yield a blocking finding for each demand of a profile that the kind of ``model`` does not meet.
+
+    A kind that mergegate cannot evaluate has one finding. A missing library that loads the merge is a finding too.
+    """
+    if not demands:
+        return  # The profile only merges.
+    if not kind.task_forms:
+        task = f" ({kind.pipeline_tag})" if kind.pipeline_tag else ""
+        yield Finding(
+            "block",
+            f"the kind of {model}",
+            found=f"{kind.noun}{task}, which mergegate cannot evaluate",
+            expected="a model that mergegate can evaluate (docs/explanation/kinds-of-models.md)",
+            remedy="merge it without a verdict: mergegate merge RECIPE DIRECTORY",
+            is_invalid=True,
+        )
+        return
+    for demand in demands:
+        if not demand.fits(kind):
+            yield Finding(
+                "block",
+                demand.location,
+                found=f"{demand.noun}, but {model} is {kind.noun}",
+                expected=_describe_ability(kind, demand.ability),
+                remedy=demand.remedy
+                or f"add a guard under evaluate.tasks, for example: - {EXAMPLES[kind.task_forms[0]]}",
+                cause=f"the kind of {model}",
+                is_invalid=True,
+            )
+    package, extra = _EXTRAS.get(kind.loading_library, ("", ""))
+    if package and importlib.util.find_spec(package) is None:
+        yield Finding(
+            "block",
+            f"the kind of {model}",
+            found=f"{kind.noun}, but {kind.loading_library}, which loads it, is not installed",
+            expected="the extra that evaluates such models",
+            remedy=pip_command(f"mergegate[{extra}]"),
+            is_invalid=True,
+        )
+
+
+def _describe_ability(kind: ModelKind, ability: Ability) -> str:
+    if ability == NEXT_TOKENS:
+        return f"a model that predicts each token from the tokens before it; this one is {describe_judging(kind)}"
+    return " or ".join(f"a {_FORM_NOUNS[form]}" for form in kind.task_forms)
+
+
+def describe_judging(kind: ModelKind) -> str:
+    """Return how a kind of model is judged, such as ``judged by retrieval tasks``."""
+    if not kind.task_forms:
+        return "which mergegate merges but cannot evaluate"
+    return f"judged by {' and '.join(f'{_FORM_NOUNS[form]}s' for form in kind.task_forms)}"
+
+
+_EXPORT = "save the model again with the library that trained it, or download it again"
+
+
+def skeleton_findings(plan: MergePlan, checkpoints: Mapping[str, Checkpoint]) -> list[Finding]:
+    """Return a finding for each tensor in which a model differs from its class.
+
+    The result of ``plan`` is compared too. It is reported only if no model has a finding.
+    """
+    models: dict[str, tuple[Mapping[str, Any], list[Any]]] = {
+        name: (checkpoint.config, list(checkpoint.tensors.values())) for name, checkpoint in checkpoints.items()
+    }
+    if plan.recipe.output is None:  # An adapter is no model.
+        stored = [tensor for shard in network_shards(plan.shards) for tensor in shard.stored]
+        models["the result"] = (plan.config, stored)
+    findings: list[Finding] = []
+    for name, differences in zip(models, compare_with_classes(list(models.values())), strict=True):
+        if name in checkpoints or not findings:
+            findings += _findings(name, models[name][0], differences)
+    return findings
+
+
+def _findings(model: str, config: Mapping[str, Any], differences: Differences) -> Iterator[Finding]:
+    class_name = to_printable(class_of(config))
+    if differences.reason:
+        reason = to_printable(differences.reason)
+        expected = f"tensors of the class {class_name}"
+        yield Finding("info", f"{model}: tensors", f"not compared with their class: {reason}", expected)
+    # Code of the model may define another class of this name.
+    worst: Severity = "warn" if config.get("auto_map") else "block"
+    rows: list[tuple[Severity, str, str, str]] = []
+    expected = f"every tensor that {class_name} builds from config.json"
+    for name in differences.missing:
+        # A head or a pooler may be new. Training alone uses tensors such as a mask.
+        severity = "warn" if is_of_head(name) and not is_head(name) else worst
+        rows.append((severity, name, f"missing: {class_name} would fill it with random numbers", expected))
+    for name, stored, built in differences.shapes:
+        rows.append(
+            (worst, name, f"shape {list(stored)}", f"{list(built)}, as {class_name} builds it from config.json")
+        )
+    for name in differences.unjoined:
+        found = f"{class_name} cannot join the stored tensors of this parameter"
+        rows.append((worst, name, found, "all of them, such as one for each expert, with one shape"))
+    for name in filter(lambda name: not is_optional(name), differences.ignored):
+        rows.append(("info", name, f"{class_name} does not load this tensor", f"only tensors of {class_name}"))
+    for severity, name, found, expected in rows:
+        remedy = "nothing to do, unless other software needs it" if severity == "info" else _EXPORT
+        cause = f"{model}: {severity}, {found.partition(' ')[0]}"
+        yield Finding(severity, f"{model}: {to_printable(name)}", found, expected, remedy, cause)

@@ -133,11 +133,7 @@ def check_references(
     judge: JudgeSettings | None,
     parents: Sequence[ResolvedCheckpoint],
 ) -> None:
-    """Check that all guards, the perplexity check and the judge compare with an existing model.
-
-    Raises:
-        InvalidInput: A reference is not a model in this merge. Names the first one, with a suggestion.
-    """
+    """Check that all guards, the perplexity check and the judge compare with an existing model."""
     names = [parent.name for parent in parents]
     check_guards(evaluate.tasks if evaluate else (), names)
     for section, settings in (("evaluate", evaluate), ("perplexity", perplexity)):
@@ -336,11 +332,7 @@ def stored_dtypes(models: Sequence[ResolvedCheckpoint]) -> frozenset[str]:
 
 
 def collect_calibration_texts(recipe: Recipe, hashes: HashMemo) -> CalibrationTexts | None:
-    """Return all texts that the models in ``recipe`` read during the merge, or None if there are none.
-
-    Raises:
-        InvalidInput: A text is missing or differs from the recipe's declaration.
-    """
+    """Return all texts that the models in ``recipe`` read during the merge, or None if there are none."""
     contents: list[str] = []
     pinned: list[tuple[HeldOutText, int]] = []
     for document in (*recipe.steps, recipe):
@@ -351,11 +343,7 @@ def collect_calibration_texts(recipe: Recipe, hashes: HashMemo) -> CalibrationTe
 
 
 def collect_variant_texts(variants: Sequence[VariantSettings], root: Path, hashes: HashMemo) -> CalibrationTexts | None:
-    """Return all texts that the quantizers of ``variants`` read, or None if there are none.
-
-    Raises:
-        InvalidInput: A text is missing or differs from the profile's declaration.
-    """
+    """Return all texts that the quantizers of ``variants`` read, or None if there are none."""
     calibrations = [each for variant in variants if (each := variant.pin_calibration(root, hashes))]
     if not calibrations:
         return None
@@ -375,9 +363,6 @@ def overlap_findings(
 
     ``documents_of`` is ``tasks.evaluation.find_contaminated_documents`` or a replacement. ``subject`` names the model
     that the texts change: a merge or a variant.
-
-    Raises:
-        InvalidInput: The data of a task cannot be loaded.
     """
 
     def overlap(location: str, shared_count: int, documents: int, first: str) -> Finding:

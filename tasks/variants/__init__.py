@@ -4,6 +4,13 @@ A format is one file that implements ``VariantFormat``. The flow evaluates each 
 it, with the merge as the reference. Other packages register formats under the entry point ``mergegate.variants``.
 """
 
-from mergegate.tasks.variants.contract import ConversionCheck, VariantFormat, VariantRecord, VariantVerdict
+from mergegate.tasks.variants.contract import (
+    CalibrationSettings,
+    ConversionCheck,
+    VariantFormat,
+    VariantGuard,
+    VariantRecord,
+    VariantSettings,
+    VariantVerdict,
+)
 from mergegate.tasks.variants.registry import Variant, variant_formats
-from mergegate.tasks.variants.settings import CalibrationSettings, VariantGuard, VariantSettings

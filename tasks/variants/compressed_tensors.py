@@ -17,24 +17,23 @@ from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from mergegate.merge_core.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
 from mergegate.merge_core.errors import CannotDecide, InvalidInput, Refused, environment_command, pip_command, suggest
 from mergegate.merge_core.parsing import read_json
 from mergegate.tasks.checkpoints import Model, QuantizedModel, child_environment, confinement, deciding_files
-from mergegate.tasks.sandbox import (
-    NotStarted,
-    ProcessEnd,
-    ProcessOptions,
-    SupervisedProcess,
-    compile_imports,
-    output_tail,
-)
+from mergegate.tasks.sandbox import NotStarted, ProcessOptions, SupervisedProcess, compile_imports, output_tail
 from mergegate.tasks.serve import Check, ServeSettings, serve_models
 from mergegate.tasks.stage import StageValue, memory_of_child, stage, store, value_stage, versions
 from mergegate.tasks.store import MANIFEST, VALUE, Artifact, NotInKey, StoredValue
-from mergegate.tasks.variants.contract import ConversionCheck, VariantFormat, VariantRecord, require_text_only
+from mergegate.tasks.variants.contract import (
+    Calibration,
+    ConversionCheck,
+    VariantFormat,
+    VariantRecord,
+    require_text_only,
+)
 from mergegate.tasks.variants.quantized_tensors import (
     SCHEMES,
     check_files,
@@ -43,7 +42,6 @@ from mergegate.tasks.variants.quantized_tensors import (
     shapes_of,
     tensor_types,
 )
-from mergegate.tasks.variants.settings import Calibration
 
 PYTHON = Path(".venv-quantize/bin/python")  # built by `make quantize-env`
 _CHILD = Path(__file__).with_name("quantize_child.py")
@@ -65,10 +63,8 @@ _NO_KERNEL = re.compile(
 )
 
 
-class Quantizer(BaseModel):
+class Quantizer(BaseModel, frozen=True, extra="forbid"):
     """Program that quantizes, with the versions of the libraries that determine its result."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     python: Annotated[Path, NotInKey]
     versions: Mapping[str, str]
@@ -149,7 +145,7 @@ class CompressedTensorsFormat(VariantFormat):
         require_text_only(checkpoint, self.scheme, reason)
         problem = shape_problem(shapes_of(checkpoint), SCHEMES[self.scheme], calibrated=self.calibration is not None)
         if problem:
-            where = f"variants: {self.scheme}: {problem.tensor}"
+            where = f"variants: {self.scheme}: {problem.where}"
             raise InvalidInput(where, found=problem.found, expected=problem.expected, remedy=problem.remedy)
 
     def convert(
@@ -192,11 +188,7 @@ class CompressedTensorsFormat(VariantFormat):
         return {file: artifact.directory / file for file in artifact.value.files}
 
     def _quantizer(self, root: Path) -> Quantizer:
-        """Return the quantizer that the settings select, without starting it.
-
-        Raises:
-            InvalidInput: llm-compressor is not installed there.
-        """
+        """Return the quantizer that the settings select, without starting it."""
         python = root / self.python if self.python else PYTHON.absolute()
         found: dict[str, str] = {}
         for library in _LIBRARIES:
@@ -253,7 +245,7 @@ def quantize_weights(
     checkpoint = open_checkpoint(merge.directory)
     shapes = shapes_of(checkpoint)
     if problem := shape_problem(shapes, SCHEMES[scheme], calibrated=calibration is not None):
-        where = f"{location}: {problem.tensor}"
+        where = f"{location}: {problem.where}"
         raise Refused(where, found=problem.found, expected=problem.expected, remedy=problem.remedy)
     names = deciding_files(merge.directory)
     weights = {tensor.file.name for tensor in checkpoint.stored_tensors()}
@@ -306,28 +298,20 @@ def quantize_weights(
 
 
 def _run(quantizer: Quantizer, merge: Model, order: Mapping[str, Any], scratch: Path, location: str) -> None:
-    """Run llm-compressor in a confined process until it ends.
-
-    Raises:
-        Refused: It failed. The message is its last line.
-        CannotDecide: It was killed, had too little memory, or did not start.
-    """
+    """Run llm-compressor in a confined process until it ends."""
     environment = child_environment() | _QUIET
     package = next(iter(quantizer.python.parent.parent.glob(f"lib/python*/site-packages/{_QUANTIZER}")), None)
     if package:
         compile_imports(quantizer.python, f"import {_QUANTIZER}", package / "__init__.py", environment)
-    order_file, log_path = scratch / "order.json", scratch / "log"
+    order_file = scratch / "order.json"
     order_file.write_text(json.dumps(order))
-    with log_path.open("ab") as log:
+    with tempfile.TemporaryFile() as log:
         try:
             process = SupervisedProcess(
                 [str(quantizer.python), "-P", "-s", str(_CHILD), str(order_file)],
                 environment,
                 log,
-                ProcessOptions(
-                    "quantize",
-                    confinement=confinement(merge, write=scratch, memory=memory_of_child(None)),
-                ),
+                ProcessOptions("quantize", confinement=confinement(merge, write=scratch, memory=memory_of_child(None))),
             )
         except NotStarted as error:
             raise CannotDecide(
@@ -336,28 +320,21 @@ def _run(quantizer: Quantizer, merge: Model, order: Mapping[str, Any], scratch: 
                 expected="a working environment of llm-compressor",
                 remedy=f"run {_installation()} again",
             ) from None
-        end = process.wait()
-    if end.returncode != 0:
-        raise _failure(end, log_path, location)
-
-
-def _failure(end: ProcessEnd, log_path: Path, location: str) -> Refused | CannotDecide:
-    with log_path.open("rb") as log:
+        if (code := process.wait().returncode) == 0:
+            return
         lines = [line.strip() for line in output_tail(log).splitlines() if line.strip()]
-    cause = lines[-1][:300] if lines else "it printed nothing"
-    is_killed = end.returncode is None or end.returncode == -signal.SIGKILL
+    cause = f"llm-compressor: {lines[-1][:300] if lines else 'it printed nothing'}"
+    is_killed = code is None or code == -signal.SIGKILL
     if is_killed or _NO_MEMORY.search(cause):
-        return CannotDecide(
+        raise CannotDecide(
             location,
-            found="the quantizer was killed, probably because memory is full"
-            if is_killed
-            else f"llm-compressor: {cause}",
+            found="the quantizer was killed, probably because memory is full" if is_killed else cause,
             expected="enough memory for one shard of weights, or for the model if calibration is set",
             remedy="free memory, or increase limits.memory",
         )
-    return Refused(
+    raise Refused(
         location,
-        found=f"llm-compressor: {cause}",
+        found=cause,
         expected="a model that llm-compressor can quantize",
         remedy="select another scheme, or remove the variant",
     )

@@ -33,7 +33,13 @@ from mergegate.tasks.llama_cpp import (
 from mergegate.tasks.serve import Chat, Check, ServeSettings, is_loop
 from mergegate.tasks.stage import StageValue, runtime, stage, store, value_stage
 from mergegate.tasks.store import Artifact, StoredValue, digest
-from mergegate.tasks.variants.contract import ConversionCheck, VariantFormat, VariantRecord, require_text_only
+from mergegate.tasks.variants.contract import (
+    Calibration,
+    ConversionCheck,
+    VariantFormat,
+    VariantRecord,
+    require_text_only,
+)
 from mergegate.tasks.variants.gguf_conversion import (
     FILE,
     SAMPLE_TEXTS,
@@ -47,7 +53,6 @@ from mergegate.tasks.variants.gguf_conversion import (
     token_problems,
     vocabulary_check,
 )
-from mergegate.tasks.variants.settings import Calibration
 
 # Types that llama.cpp refuses to build without the importance of each weight.
 NEED_IMPORTANCE = ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ2_M", "IQ3_XXS", "IQ3_XS", "Q2_K_S")

@@ -25,7 +25,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any, NamedTuple
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from mergegate.merge_core.checkpoint import GgufArray, GgufHeader, read_gguf_header
 from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS
@@ -165,21 +165,15 @@ _CAUSE = re.compile(r"^(?:ERROR:[\w.-]+:|\w+(?:Error|Exception): ?)(?P<cause>.*\
 _PRE = "tokenizer.ggml.pre"
 
 
-class GgufTools(BaseModel):
+class GgufTools(BaseModel, frozen=True, extra="forbid"):
     """Interpreter of the GGUF environment, and the versions and settings of llama.cpp that determine its results."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     python: Annotated[Path, NotInKey]  # absolute
     versions: dict[str, str]  # of llama-cpp-python, the converter, and the settings of the runtime
 
     @classmethod
     def find(cls, python: Path | None) -> GgufTools:
-        """Return the tools in the environment of ``python``, by default that of ``make gguf-env``.
-
-        Raises:
-            InvalidInput: The environment does not contain them.
-        """
+        """Return the tools in the environment of ``python``, by default that of ``make gguf-env``."""
         return cls(python=find_python(python), versions=toolchain(python) | runtime_versions(python))
 
     @property
@@ -299,9 +293,6 @@ def find_pre_tokenizer(merge: Model, gguf_file: Path, tools: GgufTools) -> str:
     """Return the first label with which llama.cpp splits the sample and the probes as the tokenizer of ``merge`` does.
 
     ``gguf_file`` is a GGUF file of the merge with any label.
-
-    Raises:
-        Refused: No label gives equal tokens. Names the texts that the best label splits differently.
     """
     facts = read_tokenizer_facts(merge, SAMPLE_TEXTS)
     known = known_labels(tools)

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,15 +32,16 @@ from mergegate.merge_core.checkpoint import (
     numbers,
     open_checkpoint,
     patterns,
-    read_into,
 )
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import MAX_DATA_BYTES, open_plain, read_json, read_plain
+from mergegate.merge_core.parsing import MAX_DATA_BYTES, read_json, read_plain
 from mergegate.tasks.checkpoints import deciding_files
+from mergegate.tasks.checkpoints.hub import element_reader
 from mergegate.tasks.serve import Check
 
 Floats = NDArray[np.float32]
 
+_read_elements = element_reader(None)
 _BLOCK = 1 << 22  # number of elements that are compared in one step
 _AGAIN = "quantize the merge again; if it happens twice, report it to llm-compressor"
 # Tolerance of a weight that is rounded to the nearest number, in steps between two numbers. Half a step would be exact.
@@ -54,27 +54,17 @@ _SHARE = 0.6
 
 @dataclass(frozen=True)
 class Scheme:
-    """How a scheme stores matrices, and how the runtime treats the inputs of a layer.
+    """How a scheme stores matrices, and how the runtime treats the inputs of a layer."""
 
-    Args:
-        name: Name in llm-compressor.
-        kind: Number format of a weight.
-        bits: Bits per weight.
-        columns: Number of columns that share a scale. 0: all columns of a row.
-        rows: Number of rows that share a scale. 0: all rows.
-        packed: Whether several numbers are packed into one 32-bit integer.
-        inputs: Number format, bits and granularity of the inputs. None: the runtime does not quantize them.
-        measures_inputs: Whether the scale of the inputs comes from a calibration text.
-    """
-
-    name: str
-    kind: str = "int"
-    bits: int = 8
-    columns: int = 0
-    rows: int = 1
-    packed: bool = False
+    name: str  # Name in llm-compressor.
+    kind: str = "int"  # Number format of a weight.
+    bits: int = 8  # Bits per weight.
+    columns: int = 0  # Number of columns that share a scale. 0: all columns of a row.
+    rows: int = 1  # Number of rows that share a scale. 0: all rows.
+    packed: bool = False  # Whether several numbers are packed into one 32-bit integer.
+    # Number format, bits and granularity of the inputs. None: the runtime does not quantize them.
     inputs: tuple[str, int, str] | None = None
-    measures_inputs: bool = False
+    measures_inputs: bool = False  # Whether the scale of the inputs comes from a calibration text.
 
     @property
     def strategy(self) -> str:
@@ -129,15 +119,6 @@ SCHEMES: Mapping[str, Scheme] = {
 }
 
 
-class ShapeProblem(NamedTuple):
-    """Reason why a checkpoint cannot be quantized."""
-
-    tensor: str
-    found: str
-    expected: str
-    remedy: str
-
-
 @dataclass(frozen=True)
 class QuantizedLayers:
     """Matrices that a scheme quantizes, and the modules that it must ignore."""
@@ -160,47 +141,43 @@ def quantized_layers(shapes: Mapping[str, tuple[int, ...]]) -> QuantizedLayers:
     return QuantizedLayers(matrices, tuple(dict.fromkeys((*others, "lm_head"))))
 
 
-def shape_problem(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, *, calibrated: bool) -> ShapeProblem | None:
-    """Return why tensors with these shapes cannot be quantized, or None if they can."""
-    layers = quantized_layers(shapes)
-    fused = next((name for name, shape in shapes.items() if ".experts." in name and len(shape) == 3), None)
-    if fused:
-        return ShapeProblem(
+def shape_problem(shapes: Mapping[str, tuple[int, ...]], scheme: Scheme, *, calibrated: bool) -> InvalidInput | None:
+    """Return why tensors with these shapes cannot be quantized, with the name of one of them, or None if they can."""
+    matrices = quantized_layers(shapes).matrices
+    if fused := next((name for name, shape in shapes.items() if ".experts." in name and len(shape) == 3), None):
+        return InvalidInput(
             fused,
-            "all experts of a layer in one tensor",
-            "one matrix per expert",
-            "publish another format, such as GGUF",
+            found="all experts of a layer in one tensor",
+            expected="one matrix per expert",
+            remedy="publish another format, such as GGUF",
         )
-    if calibrated and (expert := next((name for name in layers.matrices if ".experts." in name), None)):
-        return ShapeProblem(
+    if calibrated and (expert := next((name for name in matrices if ".experts." in name), None)):
+        return InvalidInput(
             expert,
-            "an expert of a mixture, and a calibration text reaches only some experts",
-            "a model without experts",
-            "remove calibration, or select a scheme that needs no text, such as FP8_DYNAMIC",
+            found="an expert of a mixture, and a calibration text reaches only some experts",
+            expected="a model without experts",
+            remedy="remove calibration, or select a scheme that needs no text, such as FP8_DYNAMIC",
         )
-    if not layers.matrices:
-        return ShapeProblem(
+    if not matrices:
+        return InvalidInput(
             next(iter(shapes), ""),
-            "no tensor is the matrix of a linear layer",
-            "a transformer with layers.N.….weight",
-            "publish another format",
+            found="no tensor is the matrix of a linear layer",
+            expected="a transformer with layers.N.….weight",
+            remedy="publish another format",
         )
-    for name, (rows, columns) in layers.matrices.items():
+    for name, (rows, columns) in matrices.items():
         sizes = [(columns, scheme.columns, "columns")]
         if scheme.rows > 1:  # vLLM requires whole blocks of rows
             sizes.append((rows, scheme.rows, "rows"))
         for size, step, word in sizes:
             if step and size % step:
-                whole = " or ".join(
-                    other.name
-                    for other in SCHEMES.values()
-                    if not other.columns and not other.measures_inputs and other.bits == 8
-                )
-                return ShapeProblem(
+                per_row = (each for each in SCHEMES.values() if not each.columns and not each.measures_inputs)
+                whole = " or ".join(each.name for each in per_row if each.bits == 8)
+                return InvalidInput(
                     name,
-                    f"{size:,} {word}, which {scheme.name} cannot divide into groups of {step}",
-                    f"a multiple of {step}",
-                    f"select a scheme with one scale per row: {whole}",
+                    found=f"{size:,} {word}, which {scheme.name} cannot divide into groups of {step}",
+                    expected=f"a multiple of {step}",
+                    remedy=f"select a scheme with one scale per row: {whole}",
                 )
     return None
 
@@ -213,14 +190,7 @@ def shapes_of(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
 def check_files(directory: Path, merge_directory: Path, scheme: Scheme, *, calibrated: bool) -> tuple[Check, ...]:
     """Check the files of a quantized checkpoint, and compare each dequantized weight with that of the merge.
 
-    Args:
-        directory: Quantized checkpoint.
-        merge_directory: Checkpoint that was quantized.
-        scheme: Scheme of the quantized checkpoint.
-        calibrated: Whether the weights were chosen with a calibration text instead of rounded to the nearest number.
-
-    Raises:
-        InvalidInput: The merge cannot be read.
+    ``calibrated`` means that the weights were chosen with a calibration text instead of rounded to the nearest number.
     """
     merge = open_checkpoint(merge_directory)
     checks = [check_configuration(directory, merge_directory, scheme), *check_companions(directory, merge_directory)]
@@ -321,14 +291,10 @@ def check_companions(directory: Path, merge_directory: Path) -> list[Check]:
             wrong.setdefault(kind, (name, "the merge has no such file"))
         elif read_plain(found, MAX_DATA_BYTES) != read_plain(original, MAX_DATA_BYTES):
             wrong.setdefault(kind, (name, "the file differs from that of the merge"))
-    checks = []
-    for label, names in kinds.items():
-        if label in wrong:
-            name, seen = wrong[label]
-            checks.append(Check.failed_check(label, seen, "the file of the merge", _AGAIN, name))
-        else:
-            checks.append(Check.passed_check(label, ", ".join(names), "the files of the merge"))
-    return checks
+    return [
+        _check(label, f"the {'file' if label in wrong else 'files'} of the merge", wrong.get(label), ", ".join(names))
+        for label, names in kinds.items()
+    ]
 
 
 def check_layout(variant: Checkpoint, merge: Checkpoint, scheme: Scheme) -> Check:
@@ -361,67 +327,61 @@ def check_layout(variant: Checkpoint, merge: Checkpoint, scheme: Scheme) -> Chec
 def check_values(variant: Checkpoint, merge: Checkpoint, scheme: Scheme, *, calibrated: bool) -> list[Check]:
     """Check that scales are positive, quantized weights close to those of the merge, and all other tensors equal."""
     matrices = quantized_layers(shapes_of(merge)).matrices
-    scale_problem = weight_problem = other_problem = None
+    scale_problem: tuple[str, str] | None = None
+    weight_problem: tuple[str, str] | None = None
+    other_problem: tuple[str, str] | None = None
     scales, error, energy = 0, 0.0, 0.0
-    with _OpenFiles() as files:
-        for name, original in merge.tensors.items():
-            assert isinstance(original, StoredTensor)
-            if name not in matrices:
-                stored = _stored(variant, name)
-                if not other_problem and not _equal_bytes(files, original, stored):
-                    other_problem = name
-                continue
-            module = name.removesuffix("weight")
-            factors = {
-                part: files.numbers(_stored(variant, module + part))
-                for part in scheme.layout_of(original.shape)
-                if part.endswith("_scale")
-            }
-            scales += sum(values.size for values in factors.values())
-            for part, values in factors.items():
-                if scale_problem is None and (broken := int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))):
-                    scale_problem = module + part, f"{broken:,} of {values.size:,} scales are zero, negative or NaN"
-            if scale_problem:
-                continue
-            payload = _stored(variant, module + ("weight_packed" if scheme.packed else "weight"))
-            for first, weights, values, step in _rows(files, original, payload, factors["weight_scale"], scheme):
-                difference = np.abs(weights - values)
-                error += float(np.square(difference, dtype=np.float64).sum())
-                energy += float(np.square(weights, dtype=np.float64).sum())
-                if weight_problem is None and (seen := _row_problem(weights, values, step, calibrated=calibrated)):
-                    row, text = seen
-                    weight_problem = f"{name}, row {first + row}", text
-    checks = []
-    if scale_problem:
-        where, seen_scale = scale_problem
-        checks.append(Check.failed_check("scales", seen_scale, "positive numbers", _AGAIN, where))
-    else:
-        checks.append(Check.passed_check("scales", f"{scales:,} scales", "positive numbers"))
+    for name, original in merge.tensors.items():
+        assert isinstance(original, StoredTensor)
+        if name not in matrices:
+            stored = _stored(variant, name)
+            if not other_problem and not _equal_bytes(original, stored):
+                other_problem = name, "the tensor differs from that of the merge"
+            continue
+        module = name.removesuffix("weight")
+        factors = {
+            part: _numbers(_stored(variant, module + part))
+            for part in scheme.layout_of(original.shape)
+            if part.endswith("_scale")
+        }
+        scales += sum(values.size for values in factors.values())
+        for part, values in factors.items():
+            if scale_problem is None and (broken := int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))):
+                scale_problem = module + part, f"{broken:,} of {values.size:,} scales are zero, negative or NaN"
+        if scale_problem:
+            continue
+        payload = _stored(variant, module + ("weight_packed" if scheme.packed else "weight"))
+        for first, weights, values, step in _rows(original, payload, factors["weight_scale"], scheme):
+            difference = np.abs(weights - values)
+            error += float(np.square(difference, dtype=np.float64).sum())
+            energy += float(np.square(weights, dtype=np.float64).sum())
+            if weight_problem is None and (seen := _row_problem(weights, values, step, calibrated=calibrated)):
+                row, text = seen
+                weight_problem = f"{name}, row {first + row}", text
+    checks = [_check("scales", "positive numbers", scale_problem, f"{scales:,} scales")]
+    if not scale_problem:
         limit = f"at most {_SHARE:.0%} of the norm of a row" if calibrated else "the nearest number of the scheme"
-        if weight_problem:
-            where, seen_weight = weight_problem
-            checks.append(Check.failed_check("weights", seen_weight, limit, _AGAIN, where))
-        else:
-            share = math.sqrt(error / energy) if energy else 0.0
-            seen_share = f"the difference from the merge is {share:.2%} of its norm"
-            checks.append(Check.passed_check("weights", seen_share, limit))
-    if other_problem:
-        seen_other = "the tensor differs from that of the merge"
-        checks.append(Check.failed_check("other tensors", seen_other, "the bytes of the merge", _AGAIN, other_problem))
-    else:
-        others = len(merge.tensors) - len(matrices)
-        checks.append(Check.passed_check("other tensors", f"{others:,} tensors", "the bytes of the merge"))
-    return checks
+        share = math.sqrt(error / energy) if energy else 0.0
+        checks.append(
+            _check("weights", limit, weight_problem, f"the difference from the merge is {share:.2%} of its norm")
+        )
+    others = f"{len(merge.tensors) - len(matrices):,} tensors"
+    return [*checks, _check("other tensors", "the bytes of the merge", other_problem, others)]
+
+
+def _check(name: str, expected: str, problem: tuple[str, str] | None, seen: str) -> Check:
+    """Return the failed check of ``problem``, which is a location and what was seen there, or the passed check."""
+    if problem is None:
+        return Check.passed_check(name, seen, expected)
+    location, seen = problem
+    return Check.failed_check(name, seen, expected, _AGAIN, location)
 
 
 def _row_problem(weights: Floats, values: Floats, step: Floats, *, calibrated: bool) -> tuple[int, str] | None:
     """Return the first row that is too far away from the merge, and by how much.
 
-    Args:
-        weights: Weights of the merge, [rows, columns].
-        values: Dequantized weights, [rows, columns].
-        step: Distance between two neighboring numbers at each weight, [rows, columns].
-        calibrated: Whether the weights were chosen with a calibration text.
+    ``weights`` of the merge, dequantized ``values`` and ``step``, the distance between two neighboring numbers at each
+    weight, are [rows, columns].
     """
     difference = np.abs(weights - values)
     if calibrated:
@@ -441,7 +401,7 @@ def _row_problem(weights: Floats, values: Floats, step: Floats, *, calibrated: b
 
 
 def _rows(
-    files: _OpenFiles, original: StoredTensor, payload: StoredTensor, scales: Floats, scheme: Scheme
+    original: StoredTensor, payload: StoredTensor, scales: Floats, scheme: Scheme
 ) -> Iterator[tuple[int, Floats, Floats, Floats]]:
     """Yield blocks of rows: the first row, the merge's weights, the dequantized weights, and the steps between numbers.
 
@@ -450,8 +410,8 @@ def _rows(
     rows, columns = original.shape
     for first in range(0, rows, count := max(1, _BLOCK // columns)):
         last = min(first + count, rows)
-        weights = files.numbers(original, first, last)
-        stored = files.read(payload, first, last)
+        weights = _numbers(original, first, last)
+        stored = _read_rows(payload, first, last)
         quantized, gaps = _quantized_numbers(stored.reshape(last - first, -1), columns, scheme)
         if scheme.rows == 0:
             factors = np.broadcast_to(scales.reshape(1, 1), (last - first, columns))
@@ -486,46 +446,35 @@ def _stored(checkpoint: Checkpoint, name: str) -> StoredTensor:
     return tensor
 
 
-def _equal_bytes(files: _OpenFiles, first: StoredTensor, second: StoredTensor) -> bool:
-    for start in range(0, first.nbytes, _BLOCK):
-        count = min(_BLOCK, first.nbytes - start)
-        if files.bytes(first, start, count) != files.bytes(second, start, count):
+def _equal_bytes(first: StoredTensor, second: StoredTensor) -> bool:
+    """Compare the bytes of two tensors of one format and shape."""
+    for start in range(0, first.numel, _BLOCK):
+        count = min(_BLOCK, first.numel - start)
+        if not np.array_equal(_elements(first, start, count), _elements(second, start, count)):
             return False
     return True
 
 
-class _OpenFiles:
-    """Weight files that are read in blocks. Leaving the context closes them."""
+def _elements(tensor: StoredTensor, first: int, count: int) -> NDArray[np.uint8]:
+    """Return the bytes of ``count`` elements, from element ``first``."""
+    block = np.empty(count * tensor.dtype.size, np.uint8)
+    if count:
+        _read_elements(tensor, first, block)
+    return block
 
-    def __init__(self) -> None:
-        self._stack = ExitStack()
-        self._files: dict[Path, IO[bytes]] = {}
 
-    def __enter__(self) -> _OpenFiles:
-        return self
+def _read_rows(tensor: StoredTensor, first: int, last: int) -> NDArray[np.uint8]:
+    """Return the bytes of some rows of a matrix."""
+    width = tensor.numel // tensor.shape[0] if tensor.shape[0] else 0
+    return _elements(tensor, first * width, (last - first) * width)
 
-    def __exit__(self, *_: object) -> None:
-        self._stack.close()
 
-    def bytes(self, tensor: StoredTensor, start: int, count: int) -> bytearray:
-        """Return ``count`` bytes of a tensor."""
-        if tensor.file not in self._files:
-            self._files[tensor.file] = self._stack.enter_context(open_plain(tensor.file))
-        buffer = bytearray(count)
-        read_into(self._files[tensor.file].fileno(), memoryview(buffer), tensor.offset + start, tensor.file)
-        return buffer
-
-    def read(self, tensor: StoredTensor, first: int, last: int) -> NDArray[np.uint8]:
-        """Return the bytes of some rows of a matrix."""
-        width = tensor.nbytes // tensor.shape[0] if tensor.shape[0] else 0
-        return np.frombuffer(self.bytes(tensor, first * width, (last - first) * width), np.uint8)
-
-    def numbers(self, tensor: StoredTensor, first: int = 0, last: int | None = None) -> Floats:
-        """Return the elements of a float tensor, or some of its rows, as float32."""
-        last = tensor.shape[0] if last is None else last
-        stored = numbers(patterns(self.read(tensor, first, last), tensor.dtype), tensor.dtype)
-        floats: Floats = stored.astype(np.float32).reshape(last - first, *tensor.shape[1:])
-        return floats
+def _numbers(tensor: StoredTensor, first: int = 0, last: int | None = None) -> Floats:
+    """Return the elements of a float tensor, or some of its rows, as float32."""
+    last = tensor.shape[0] if last is None else last
+    stored = numbers(patterns(_read_rows(tensor, first, last), tensor.dtype), tensor.dtype)
+    floats: Floats = stored.astype(np.float32).reshape(last - first, *tensor.shape[1:])
+    return floats
 
 
 def tensor_types(directory: Path) -> dict[str, int]:

@@ -16,9 +16,8 @@ from mergegate.merge_core import load_recipe, open_checkpoint
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints import pin
-from mergegate.tasks.checkpoints.fetch import FetchedWeights
-from mergegate.tasks.checkpoints.hub.download import Downloaded, download_snapshots
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
+from mergegate.tasks.checkpoints.parent_weights import Downloaded, FetchedWeights, download_snapshots
 
 Obstacle = Callable[[LookAlike, pytest.MonkeyPatch], None]
 

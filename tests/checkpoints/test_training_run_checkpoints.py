@@ -25,8 +25,7 @@ from mergegate.merge_core import load_recipe, plan_merge
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import parse_yaml
 from mergegate.merge_core.recipe import RunWindow, steps_in_names
-from mergegate.tasks.checkpoints import open_parent, resolve_parents
-from mergegate.tasks.checkpoints.hub import download_snapshots
+from mergegate.tasks.checkpoints import download_snapshots, open_parent, resolve_parents
 from mergegate.tasks.stage import store
 
 # Name families of trainers. {n} is the step, {z} the step with leading zeros, {k} a number that grows with it.

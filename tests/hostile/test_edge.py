@@ -24,7 +24,7 @@ from mergegate.merge_core.errors import InvalidInput, to_printable
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.parsing.yaml_text import MAX_YAML_BYTES
 from mergegate.tasks.evaluation.task_definition import pin_task
-from mergegate.tasks.preflight.custom_code import custom_code_findings
+from mergegate.tasks.preflight.compatibility import custom_code_findings
 
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats(allow_nan=False) | st.text(max_size=8),

@@ -16,8 +16,7 @@ from mergegate.merge_core.files import HashMemo, JournalLocation
 from mergegate.merge_core.recipe import CalibrationReading
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.merge.calibration import CalibrationJob
-from mergegate.tasks.merge.gradient_statistics import read_gradients
-from mergegate.tasks.merge.input_statistics import read_inputs
+from mergegate.tasks.merge.statistics import read_gradients, read_inputs
 from mergegate.tasks.perplexity import HeldOutText, TextSetting, pin_text
 
 R = TypeVar("R")

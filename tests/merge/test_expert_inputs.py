@@ -31,7 +31,7 @@ from mergegate.merge_core.architecture.experts import match_experts, split_exper
 from mergegate.merge_core.checkpoint import open_importance, open_moments
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.recipe import InputMeasurements
-from mergegate.tasks.merge.statistics_cost import statistics_needs
+from mergegate.tasks.merge.calibration import statistics_needs
 
 Array = np.ndarray
 FAMILIES = tuple(mixtures.FAMILIES)
@@ -191,7 +191,7 @@ def test_measurements_do_not_depend_on_the_layout_on_disk(tmp_path: Path, family
 
 
 def test_the_eager_implementation_is_selected_only_during_the_measurement() -> None:
-    from mergegate.tasks.merge.expert_products import eager_experts
+    from mergegate.tasks.merge.products import eager_experts
 
     network = built("mixtral")
     before = network.config._experts_implementation

@@ -18,7 +18,7 @@ from mergegate.merge_core import load_recipe, open_checkpoint
 from mergegate.merge_core.checkpoint import INPUTS, open_moments
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.merge.statistics import pin_calibration_texts
+from mergegate.tasks.merge.calibration import pin_calibration_texts
 
 LAYERS = 3
 POSITIONS = sum(map(len, tokens_of(REVERSER)))

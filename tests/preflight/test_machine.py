@@ -13,7 +13,7 @@ from mergegate.merge_core.engine.forecast import Rates
 from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.system import Capacity, control_group, control_groups, system_memory
 from mergegate.merge_core.wording import format_roughly
-from mergegate.tasks.preflight import duration
+from mergegate.tasks.preflight import machine as duration
 from mergegate.tasks.preflight.compatibility import Compatibility
 from mergegate.tasks.preflight.machine import Disk, Machine, machine_findings, measure_machine_capacity
 

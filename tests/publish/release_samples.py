@@ -27,10 +27,10 @@ from mergegate.tasks.gate.stage import GateInputs, GatePlan, GateVerdict
 from mergegate.tasks.gate.verdict_record import EVIDENCE_RECORD, RecordedEvidence, record_evidence, verdict_record
 from mergegate.tasks.merge import MergeSummary, Numerics
 from mergegate.tasks.preflight.licenses.algebra import combine_licenses
-from mergegate.tasks.preflight.licenses.case import LicensedParent
 from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
-from mergegate.tasks.preflight.licenses.settings import Use
+from mergegate.tasks.preflight.licenses.rules import LicensedParent
 from mergegate.tasks.preflight.licenses.table import load_table
+from mergegate.tasks.preflight.settings import Use
 from mergegate.tasks.publish.card_metadata import BENCHMARKS
 from mergegate.tasks.publish.content import SUMS, ReleaseFile, checksums_text, content_version, written_file
 from mergegate.tasks.publish.provenance import MergeRelease

@@ -11,11 +11,10 @@ from hub_look_alike import STRANGER, Fault, LookAlike, hub, use_hub
 from look_alike_repository import Repository, plain
 
 from mergegate.tasks.checkpoints.pin import ResolvedCheckpoint
-from mergegate.tasks.preflight.licenses.ancestors import hub_ancestors
 from mergegate.tasks.preflight.licenses.check import Declared, LicenseVerdict, check_licenses, read_licenses
-from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead
-from mergegate.tasks.preflight.licenses.settings import LicenseSettings
+from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, hub_ancestors
 from mergegate.tasks.preflight.licenses.table import load_table
+from mergegate.tasks.preflight.settings import LicenseSettings
 from mergegate.tasks.store.keys import stage_key
 
 TABLE = load_table()
@@ -229,7 +228,7 @@ def test_a_parent_from_the_hub_is_read_where_it_was_downloaded(stand_in: LookAli
 def test_a_hub_that_never_answers_is_waited_for_once_and_not_long(monkeypatch: pytest.MonkeyPatch) -> None:
     from threading import Event
 
-    from mergegate.tasks.preflight.licenses import ancestors
+    from mergegate.tasks.preflight.licenses import resolve
 
     asked: list[str] = []
 
@@ -239,8 +238,8 @@ def test_a_hub_that_never_answers_is_waited_for_once_and_not_long(monkeypatch: p
         return NotRead("never")
 
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr(ancestors, "_TOTAL_TIMEOUT_S", 0.05)
-    monkeypatch.setattr(ancestors, "_read_repository", silent)
+    monkeypatch.setattr(resolve, "_TOTAL_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(resolve, "_read_repository", silent)
     find = hub_ancestors()
     answers = [find(name) for name in ("acme/a", "acme/b", "acme/c")]
     assert asked == ["acme/a"]

@@ -9,8 +9,8 @@ from release_samples import license_verdict, parents
 
 from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, ResolvedCheckpoint
 from mergegate.tasks.preflight.licenses.check import LicenseVerdict, check_licenses, read_licenses
-from mergegate.tasks.preflight.licenses.settings import LicenseSettings
 from mergegate.tasks.preflight.licenses.table import load_table
+from mergegate.tasks.preflight.settings import LicenseSettings
 from mergegate.tasks.publish.license_files import license_files, open_obligations
 
 TABLE = load_table()

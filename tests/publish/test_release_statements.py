@@ -15,7 +15,7 @@ from release_samples import COMMIT, content, license_verdict, parents, publishab
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import parse_card
-from mergegate.tasks.checkpoints.adapter import PinnedAdapter
+from mergegate.tasks.checkpoints.pin import PinnedAdapter
 from mergegate.tasks.merge import WeightComparison
 from mergegate.tasks.merge.weight_comparison import CopiedTensors
 from mergegate.tasks.publish.card import Publication, escape, model_card

@@ -21,7 +21,8 @@ from typer.testing import CliRunner
 from mergegate.flows.cli.app import app
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.checkpoints.hub import hub_access, trusted_publisher
+from mergegate.tasks.checkpoints.hub import access as trusted_publisher
+from mergegate.tasks.checkpoints.hub import hub_access
 from mergegate.tasks.publish.content import ReleaseFile, written_file
 from mergegate.tasks.publish.targets import PublishRequest, check_target
 from mergegate.tasks.publish.targets.hub import HubTarget

@@ -169,7 +169,7 @@ def test_messages_that_are_not_data_are_refused(sent: bytes) -> None:
     from multiprocessing import Pipe
 
     from mergegate.merge_core.errors import InvalidInput
-    from mergegate.tasks.checkpoints.messages import receive
+    from mergegate.tasks.checkpoints.model_process import receive
 
     here, there = Pipe()
     there.send_bytes(sent)

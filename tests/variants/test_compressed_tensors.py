@@ -287,7 +287,7 @@ def test_a_model_that_the_scheme_cannot_quantize_is_refused(
 ) -> None:
     problem = shape_problem({name: shape}, SCHEMES[scheme], calibrated=calibrated)
     assert problem is not None
-    assert problem.tensor == name
+    assert problem.where == name
     assert problem.found.startswith(found)
 
 

@@ -36,8 +36,8 @@ from mergegate.tasks.serve import Check, ServeSettings
 from mergegate.tasks.stage import runtime, store
 from mergegate.tasks.store import Artifact
 from mergegate.tasks.variants import ConversionCheck, VariantRecord, gguf_conversion
+from mergegate.tasks.variants.contract import CalibrationSettings
 from mergegate.tasks.variants.gguf import GgufFormat, _chat_checks, answer_with_gguf, inspect_gguf, quantize_gguf
-from mergegate.tasks.variants.settings import CalibrationSettings
 
 torch.set_num_threads(1)
 

@@ -15,6 +15,7 @@ from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.tasks import llama_cpp
 from mergegate.tasks.checkpoints import OutOfModelMemory, QuantizedModel
 from mergegate.tasks.evaluation import Scoring, find_backend
+from mergegate.tasks.llama_cpp import client
 from mergegate.tasks.store import digest
 
 VOCABULARY = {"tokens": {"bos": 1, "eos": 2, "eot": None, "pad": None, "sep": None, "nl": None}, "adds_bos": True}
@@ -124,14 +125,16 @@ def test_the_end_of_the_process_is_an_error_that_names_file_and_cause(
 
 
 @pytest.mark.story
-def test_a_process_that_exceeds_its_time_is_stopped_with_its_children(environment: Environment, tmp_path: Path) -> None:
+def test_a_process_that_exceeds_its_time_is_stopped_with_its_children(
+    environment: Environment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deed = (
         "other = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
         "print(os.getpid(), other.pid, flush=True); time.sleep(600)"
     )
-    # The limit includes the start of the process.
-    with llama_cpp.open_gguf(file_that(tmp_path, deed), environment(), time_limit=8) as model:
-        with pytest.raises(Refused, match="did not finish within 8 s, so mergegate stopped it"):
+    with llama_cpp.open_gguf(file_that(tmp_path, deed), environment()) as model:
+        monkeypatch.setattr(client, "_SILENCE_S", 4.0)
+        with pytest.raises(Refused, match="did not finish within 4 s, so mergegate stopped it"):
             model.tokenize(["text"])
         model._process._output.seek(0)
         started = [int(word) for word in model._process._output.read().split()]

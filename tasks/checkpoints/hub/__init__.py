@@ -1,4 +1,4 @@
-"""Access the Hugging Face Hub: credentials, the files of a commit, downloads, and ranges of weight files."""
+"""Access the Hugging Face Hub: credentials, the files of a commit, and ranges of weight files."""
 
 from mergegate.tasks.checkpoints.hub.access import (
     HubAccess,
@@ -10,8 +10,11 @@ from mergegate.tasks.checkpoints.hub.access import (
     is_retryable,
     snapshots_directory,
 )
-from mergegate.tasks.checkpoints.hub.download import download_snapshots
-from mergegate.tasks.checkpoints.hub.headers import element_reader
 from mergegate.tasks.checkpoints.hub.permissions import require_write_access
-from mergegate.tasks.checkpoints.hub.revisions import RevisionList, list_revisions
-from mergegate.tasks.checkpoints.hub.snapshot import Snapshot, find_snapshot
+from mergegate.tasks.checkpoints.hub.snapshot import (
+    RevisionList,
+    Snapshot,
+    element_reader,
+    find_snapshot,
+    list_revisions,
+)

@@ -6,16 +6,21 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from mergegate.merge_core.errors import Finding, Refused
 from mergegate.merge_core.recipe import name_in_path
 from mergegate.tasks.checkpoints import ResolvedAdapter, ResolvedCheckpoint, card_directory, read_card
 from mergegate.tasks.preflight.licenses.algebra import Combination, combine_licenses
-from mergegate.tasks.preflight.licenses.ancestors import AncestorLookup, hub_ancestors
-from mergegate.tasks.preflight.licenses.case import LicensedParent
-from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, lineage, quote_text
-from mergegate.tasks.preflight.licenses.settings import LicenseSettings, Use
+from mergegate.tasks.preflight.licenses.resolve import (
+    AncestorLookup,
+    CardSource,
+    NotRead,
+    hub_ancestors,
+    lineage,
+    quote_text,
+)
+from mergegate.tasks.preflight.licenses.rules import LicensedParent
 from mergegate.tasks.preflight.licenses.table import LicenseTable, load_table
 from mergegate.tasks.preflight.licenses.weight_relations import (
     KnownModels,
@@ -23,19 +28,18 @@ from mergegate.tasks.preflight.licenses.weight_relations import (
     find_undeclared,
     with_undeclared,
 )
+from mergegate.tasks.preflight.settings import LicenseSettings, Use
 from mergegate.tasks.stage import StageValue, value_stage
 from mergegate.tasks.store import NotInKey
 
 
-class Declared(BaseModel):
+class Declared(BaseModel, frozen=True, extra="forbid"):
     """Declarations in all readable cards.
 
     ``families`` holds, for each parent of the merge, by name, the parent and then its ancestors. ``texts`` holds the
     content of their license files, by sha256. ``undeclared`` holds relations of the weights that no card declares.
     ``families`` includes those ancestors.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     families: dict[str, tuple[LicensedParent, ...]]
     texts: Annotated[dict[str, str], NotInKey]  # The hashes are in the families.
@@ -47,39 +51,25 @@ class Declared(BaseModel):
         return {**fields, "undeclared": self.undeclared} if self.undeclared else fields
 
 
-class Ancestor(BaseModel):
-    """A model that a parent descends from, as it was read for the verdict.
-
-    Attributes:
-        license: Identifier in the license table.
-        revision: Commit on the Hub; None for a local directory. A cached verdict keeps this commit as long as the
-            declaration does not change.
-        own_text: Content of the license file next to the model; empty if there is none, or several.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class Ancestor(BaseModel, frozen=True, extra="forbid"):
+    """A model that a parent descends from, as it was read for the verdict."""
 
     name: str
-    license: str
+    license: str  # Identifier in the license table.
+    # Commit on the Hub; None for a local directory. A cached verdict keeps this commit as long as the declaration does
+    # not change.
     revision: str | None
-    own_text: str
+    own_text: str  # Content of the license file next to the model; empty if there is none, or several.
 
 
 class LicenseVerdict(StageValue):
-    """License verdict on the merged weights: permission, license and obligations.
+    """License verdict on the merged weights: permission, license and obligations."""
 
-    Attributes:
-        combination: Verdict with its reasons, obligations and acceptances.
-        licenses: Declared license of each parent, by the parent's name.
-        ancestors: All further models that the parents descend from.
-        unread: Reason for each ancestor that could not be read, by its name.
-        undeclared: Relations of the parents' weights that no card declares.
-    """
-
-    combination: Combination
-    licenses: dict[str, str]
-    ancestors: tuple[Ancestor, ...]
-    unread: dict[str, str]
+    combination: Combination  # Verdict with its reasons, obligations and acceptances.
+    licenses: dict[str, str]  # Declared license of each parent, by the parent's name.
+    ancestors: tuple[Ancestor, ...]  # All further models that the parents descend from.
+    unread: dict[str, str]  # Reason for each ancestor that could not be read, by its name.
+    # Relations of the parents' weights that no card declares.
     undeclared: Annotated[tuple[UndeclaredRelation, ...], Field(exclude_if=lambda relations: not relations)] = ()
 
     def summary(self) -> str:
@@ -207,12 +197,7 @@ def compare_weights(
     settings: LicenseSettings,
     table: LicenseTable,
 ) -> Declared:
-    """Return the declarations with all ancestors that only the weights reveal, or ``declarations`` itself without any.
-
-    Raises:
-        InvalidInput: Weights cannot be read.
-        Refused: The Hub does not serve them.
-    """
+    """Return the declarations with all ancestors that only the weights reveal, or ``declarations`` if none do."""
     relations = find_undeclared(
         parents, declarations.families, known_models.index, settings.unrelated, known_models.sample
     )

@@ -4,18 +4,23 @@ The known models are the other parents of the recipe and the models in an index 
 copy, a fine-tune or a part of one of them descends from it, so the license of the known model binds, too. A model is
 declared if a card or the recipe's base names it, or if a related model that is nearer is declared. Another parent never
 hides a model of the index, except a declared ancestor of both: it tells which of the two is the nearer ancestor.
+
+An index is a file that users extend and share. It has one JSON object per line, so several files can be concatenated.
+It contains samples of 128 elements per matrix, but no weights that a model could be rebuilt from.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, Field, ValidationError
 
 from mergegate.merge_core.analysis import (
     LEAST_SHARE,
@@ -27,13 +32,101 @@ from mergegate.merge_core.analysis import (
     take_fingerprint,
 )
 from mergegate.merge_core.errors import Finding, InvalidInput, Refused
+from mergegate.merge_core.files import hold_lock, write_state
+from mergegate.merge_core.parsing import JsonBounds, line_location, parse_json, parsing_errors, read_lines
 from mergegate.merge_core.recipe import name_in_path
 from mergegate.tasks.checkpoints import ResolvedCheckpoint, open_parent
 from mergegate.tasks.checkpoints.hub import element_reader
-from mergegate.tasks.preflight.licenses.case import Licensed, LicensedParent, join_words
-from mergegate.tasks.preflight.licenses.fingerprint_index import IndexedModel, read_index
 from mergegate.tasks.preflight.licenses.resolve import quote_text
+from mergegate.tasks.preflight.licenses.rules import Licensed, LicensedParent, join_words
 from mergegate.tasks.preflight.licenses.table import LicenseTable
+
+INDEX_FILE = "fingerprints.jsonl"
+"""Name of the project's own index, in the directory of its state."""
+
+_LONGEST_LINE = 4 << 20  # Bytes. A fingerprint of 1,024 tensors takes half a MiB.
+_MOST_LINES = 100_000
+_EXPECTED = "a line that 'mergegate fingerprint' has written"
+LONGEST_NAME = 300
+"""Largest number of characters in the name of a model or a license."""
+_Name = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+
+
+class IndexedAncestor(BaseModel, frozen=True, extra="forbid"):
+    """A model that an indexed model was derived from, as its card says."""
+
+    name: _Name
+    license: _Name
+
+
+class IndexedModel(BaseModel, frozen=True, extra="forbid"):
+    """A known model: name, license, ancestors and fingerprint."""
+
+    format: Literal[1] = 1  # Version of the file format.
+    name: _Name  # Name by which cards refer to the model, usually ``org/name``.
+    license: _Name  # Identifier of its license.
+    ancestors: tuple[IndexedAncestor, ...] = ()  # Models that it was derived from.
+    revision: str | None = None  # Commit on the Hub, or None.
+    digest: str  # sha256 of the samples, independent of tensor names.
+    samples: dict[str, Any]  # The fingerprint (see ``Fingerprint.to_json``).
+
+    @property
+    def lineage(self) -> tuple[IndexedAncestor, ...]:
+        """The model and its ancestors."""
+        return (IndexedAncestor(name=self.name, license=self.license), *self.ancestors)
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Fingerprint of the model's weights."""
+        return Fingerprint.from_json(self.samples)
+
+
+def fingerprint_model(parent: ResolvedCheckpoint, most: int) -> Fingerprint:
+    """Return the fingerprint of a model without its adapter, from samples of at most ``most`` matrices.
+
+    For a model on the Hub that is not downloaded, each sample takes one request for 128 elements.
+    """
+    checkpoint = open_parent(parent.model_copy(update={"adapter": None}))
+    return take_fingerprint(checkpoint.tensors, element_reader(parent.snapshot), most)
+
+
+def read_index(path: Path) -> tuple[IndexedModel, ...]:
+    """Return the models in an index. The last line about a name counts."""
+    models: dict[str, IndexedModel] = {}
+    for number, line in read_lines(path, longest=_LONGEST_LINE, most=_MOST_LINES):
+        if not line.strip():
+            continue
+        location = line_location(path, number)
+        remedy = "remove the line, and run 'mergegate fingerprint' again"
+        with parsing_errors(location, "not a fingerprint", expected=_EXPECTED, remedy=remedy):
+            content = parse_json(line, location, bounds=JsonBounds(size=_LONGEST_LINE), expected=_EXPECTED)
+            try:
+                model = IndexedModel.model_validate(content)
+            except ValidationError as error:
+                first = error.errors()[0]
+                field = ".".join(map(str, first["loc"])) or "line"
+                raise ValueError(f"{field}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
+            digest = model.fingerprint.digest
+        if digest != model.digest:
+            raise InvalidInput(
+                location,
+                found=f"the samples of {model.name} do not have the recorded digest",
+                expected=_EXPECTED,
+                remedy=remedy,
+            )
+        models[model.name] = model
+    return tuple(models.values())
+
+
+def add_to_index(path: Path, model: IndexedModel) -> None:
+    """Add a model to an index, or replace the model of that name. A missing file is created."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with hold_lock(path.with_name(f"{path.name}.lock"), remove=True, required=False):
+        known: Sequence[IndexedModel] = read_index(path) if path.exists() else ()
+        models = [*(each for each in known if each.name != model.name), model]
+        lines = [each.model_dump_json() for each in models]
+        write_state(path, ("\n".join(lines) + "\n").encode())
+
 
 # Number of samples of a parent on the Hub. Each takes one request. A local parent has no limit.
 _HUB_SAMPLES = 64
@@ -41,35 +134,21 @@ _HUB_SAMPLES = 64
 _PAGE = re.compile(r"^https?://(?:www\.)?huggingface\.co/")
 
 
-class UndeclaredRelation(BaseModel):
-    """A parent whose weights are related to a model that its card does not name.
+class UndeclaredRelation(BaseModel, frozen=True, extra="forbid"):
+    """A parent whose weights are related to a model that its card does not name."""
 
-    Attributes:
-        parent: Name of the parent.
-        declared: License that the parent's card declares.
-        model: Name of the related model.
-        licenses: Identifiers of the licenses of that model and of its ancestors.
-        kind: Class of the relation. See ``merge_core.analysis.fingerprint.RelationKind``.
-        share: Share of the parent's matrices that are related, from 0 to 1.
-        distance: Relative distance of the related matrices from those of the model.
-        equal: Share of the related matrices that are equal up to rounding, from 0 to 1.
-        is_ancestor: Whether the model counts as an ancestor. False for another parent of the merge, because either of
-            them may be derived from the other one, and both licenses bind the merge anyway.
-        dismissed: Statement of a user that the parent does not descend from the model, ``who: why``; empty if there is
-            none.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    parent: str
-    declared: str
-    model: str
-    licenses: tuple[str, ...]
-    kind: RelationKind
-    share: float
-    distance: float
-    equal: float
+    parent: str  # Name of the parent.
+    declared: str  # License that the parent's card declares.
+    model: str  # Name of the related model.
+    licenses: tuple[str, ...]  # Identifiers of the licenses of that model and of its ancestors.
+    kind: RelationKind  # Class of the relation. See ``merge_core.analysis.fingerprint.RelationKind``.
+    share: float  # Share of the parent's matrices that are related, from 0 to 1.
+    distance: float  # Relative distance of the related matrices from those of the model.
+    equal: float  # Share of the related matrices that are equal up to rounding, from 0 to 1.
+    # Whether the model counts as an ancestor. False for another parent of the merge, because either of them may be
+    # derived from the other one, and both licenses bind the merge anyway.
     is_ancestor: bool
+    # Statement of a user that the parent does not descend from the model, ``who: why``; empty if there is none.
     dismissed: str = ""
 
     @property
@@ -156,11 +235,7 @@ class KnownModels:
 
 
 def read_known_models(own_index: Path, shared_index: Path | None = None) -> KnownModels:
-    """Return the models of the project's own index, if it exists, and of the index that a profile names.
-
-    Raises:
-        InvalidInput: An index is damaged, or the profile names a file that does not exist.
-    """
+    """Return the models of the project's own index, if it exists, and of the index that a profile names."""
     if shared_index and not shared_index.exists():
         raise InvalidInput(
             f"checks.license.fingerprints: {shared_index}",
@@ -176,17 +251,31 @@ def read_known_models(own_index: Path, shared_index: Path | None = None) -> Know
 
 @dataclass(frozen=True)
 class _Known:
-    """A model to compare with: an indexed model, or another parent with its name in the recipe.
-
-    ``above`` has the names of its ancestors.
-    """
+    """A model to compare with: an indexed model, or a parent with what its files declare."""
 
     name: str
-    names: frozenset[str]
-    above: frozenset[str]
-    licenses: tuple[str, ...]
-    fingerprint: Fingerprint
-    is_parent: bool
+    own: frozenset[str]  # All its names: of a parent, that in the recipe, and ``org/name`` on the Hub.
+    above: frozenset[str]  # Names of the models that it descends from, and of the recipe's base.
+    licenses: tuple[str, ...]  # Identifiers of all licenses that bind it.
+    fingerprint: Fingerprint | None = None  # None if the weights were not sampled.
+    is_parent: bool = False
+
+    @property
+    def all(self) -> frozenset[str]:
+        return self.own | self.above
+
+
+def _declared(
+    parent: ResolvedCheckpoint, family: Sequence[LicensedParent], parents: Iterable[ResolvedCheckpoint]
+) -> _Known:
+    def own_names(model: ResolvedCheckpoint) -> set[str]:
+        return {model.name.lower(), *([model.snapshot.repo.lower()] if model.snapshot else [])}
+
+    ancestors = [model.name for model in family[1:]] + [item.name for model in family for item in model.unread]
+    above = {_normalized(name) for name in ancestors}
+    above.update(*(own_names(other) for other in parents if other.is_base and not parent.is_base))
+    licenses = tuple(dict.fromkeys(license.id for model in family for license in model.licenses))
+    return _Known(parent.name, frozenset(own_names(parent)), frozenset(above), licenses, is_parent=True)
 
 
 def find_undeclared(
@@ -199,20 +288,11 @@ def find_undeclared(
     """Return the relations of the parents' weights that no card and no recipe declares.
 
     Weights are read only if the index has a model, or if parents have different licenses and no declared relation.
-
-    Args:
-        parents: Parents of the merge.
-        families: The declarations of each parent and its ancestors, by the parent's name.
-        index: Known models.
-        dismissals: Statements ``who: why`` that a parent does not descend from a model, by parent and model.
-        sample: Function from :func:`weight_sampler`.
-
-    Raises:
-        InvalidInput: Weights cannot be read.
-        Refused: The Hub does not serve them.
+    ``families`` are the declarations of each parent and its ancestors. ``dismissals`` are statements ``who: why`` that
+    a parent does not descend from a model, by parent and model.
     """
     models = {parent.name: parent for parent in parents if parent.name in families}
-    declarations = {name: _Declared.of(parent, families[name], models.values()) for name, parent in models.items()}
+    declarations = {name: _declared(parent, families[name], models.values()) for name, parent in models.items()}
     # Between parents with the same licenses, a relation changes nothing.
     pairs = {
         (first, second)
@@ -221,7 +301,9 @@ def find_undeclared(
         if set(declarations[first].licenses) != set(declarations[second].licenses)
     }
     compared = models if index else {name: models[name] for name in models if any(name in pair for pair in pairs)}
-    samples = {name: taken for name, parent in compared.items() if (taken := sample(parent))}
+    sampled = [
+        replace(declarations[name], fingerprint=taken) for name, parent in compared.items() if (taken := sample(parent))
+    ]
     known_models = [
         _Known(
             model.name,
@@ -229,17 +311,13 @@ def find_undeclared(
             frozenset().union(*(_index_names(ancestor.name) for ancestor in model.ancestors)),
             tuple(dict.fromkeys(each.license for each in model.lineage)),
             model.fingerprint,
-            is_parent=False,
         )
         for model in index
     ]
-    for name, taken in samples.items():
-        own = declarations[name]
-        known_models.append(_Known(name, own.own, own.above, own.licenses, taken, is_parent=True))
     return tuple(
         UndeclaredRelation(
-            parent=name,
-            declared=families[name][0].license.id,
+            parent=parent.name,
+            declared=families[parent.name][0].license.id,
             model=quote_text(known.name),
             licenses=tuple(map(quote_text, known.licenses)),
             kind=relation.kind,
@@ -248,81 +326,48 @@ def find_undeclared(
             equal=round(relation.equal, 3),
             is_ancestor=not known.is_parent,
             # Messages shorten long names, so a user may have copied the short form.
-            dismissed={quote_text(model): why for model, why in dismissals.get(name, {}).items()}.get(
+            dismissed={quote_text(model): why for model, why in dismissals.get(parent.name, {}).items()}.get(
                 quote_text(known.name), ""
             ),
         )
-        for name, taken in samples.items()
-        for known, relation in _unexplained(name, taken, declarations[name], known_models)
-        if not known.is_parent or (name, known.name) in pairs
+        for parent in sampled
+        for known, relation in _unexplained(parent, [*known_models, *sampled])
+        if not known.is_parent or (parent.name, known.name) in pairs
     )
 
 
-@dataclass(frozen=True)
-class _Declared:
-    """Names and licenses that the files of one parent declare.
-
-    Args:
-        own: Names of the parent itself: its name in the recipe, and ``org/name`` on the Hub.
-        above: Names of the models that it descends from, and of the recipe's base.
-        licenses: Identifiers of all licenses that bind it.
-    """
-
-    own: frozenset[str]
-    above: frozenset[str]
-    licenses: tuple[str, ...]
-
-    @property
-    def all(self) -> frozenset[str]:
-        return self.own | self.above
-
-    @classmethod
-    def of(
-        cls, parent: ResolvedCheckpoint, family: Sequence[LicensedParent], parents: Iterable[ResolvedCheckpoint]
-    ) -> _Declared:
-        def own_names(model: ResolvedCheckpoint) -> set[str]:
-            return {model.name.lower(), *([model.snapshot.repo.lower()] if model.snapshot else [])}
-
-        ancestors = [model.name for model in family[1:]] + [item.name for model in family for item in model.unread]
-        above = {_normalized(name) for name in ancestors}
-        above.update(*(own_names(other) for other in parents if other.is_base and not parent.is_base))
-        licenses = tuple(dict.fromkeys(license.id for model in family for license in model.licenses))
-        return cls(frozenset(own_names(parent)), frozenset(above), licenses)
-
-
-def _unexplained(
-    name: str, fingerprint: Fingerprint, declarations: _Declared, known_models: Sequence[_Known]
-) -> Iterator[tuple[_Known, Relation]]:
+def _unexplained(parent: _Known, known_models: Sequence[_Known]) -> Iterator[tuple[_Known, Relation]]:
     """Yield the models that are related to a parent and nearest to some of its matrices, but not declared."""
 
     def is_declared(candidate: _Known) -> bool:
         if candidate.is_parent:
-            return bool(declarations.all & (candidate.names | candidate.above))
+            return bool(parent.all & candidate.all)
         # The name of a local directory is not a declaration.
-        return bool((declarations.above | {own for own in declarations.own if "/" in own}) & candidate.names)
+        return bool((parent.above | {own for own in parent.own if "/" in own}) & candidate.own)
 
     # Of equally near models, a declared one counts first, and then one from the index.
     others = sorted(
-        (known for known in known_models if not (known.is_parent and known.name == name)),
+        (known for known in known_models if known is not parent),
         key=lambda known: (not is_declared(known), known.is_parent),
     )
-    measured = frozenset().union(*(known.names for known in others))
+    measured = frozenset().union(*(known.own for known in others))
 
     def competes(model: _Known, rival: _Known) -> bool:
         """Return whether ``rival`` can explain ``model``: a parent only if it is a declared ancestor of both models."""
-        return model.is_parent or not rival.is_parent or bool(declarations.above & model.above & rival.names)
+        return model.is_parent or not rival.is_parent or bool(parent.above & model.above & rival.own)
 
     rivals = np.array([[competes(known, rival) for rival in others] for known in others], bool)
-    relations = compare_fingerprints(fingerprint, [known.fingerprint for known in others], rivals)
+    own, *theirs = [known.fingerprint for known in (parent, *others) if known.fingerprint]  # All of them were sampled.
+    relations = compare_fingerprints(own, theirs, rivals)
     for known, relation in zip(others, relations, strict=True):
         if relation is None or relation.nearest < LEAST_SHARE or is_declared(known):
             continue
         # Both descend from a declared model whose weights are not available, or the known one from the parent.
-        common = declarations.all & known.above
-        if common - measured or common & declarations.own:
+        common = parent.all & known.above
+        if common - measured or common & parent.own:
             continue
         # It is this very model, under its own license.
-        if relation.kind == "copy" and set(known.licenses) <= set(declarations.licenses):
+        if relation.kind == "copy" and set(known.licenses) <= set(parent.licenses):
             continue
         yield known, relation
 

@@ -49,9 +49,10 @@ from mergegate.tasks.checkpoints import (
     adapter_digest,
     checkpoint_digest,
     deciding_files,
+    download_snapshots,
     pin_checkpoints,
 )
-from mergegate.tasks.checkpoints.hub import download_snapshots, find_snapshot
+from mergegate.tasks.checkpoints.hub import find_snapshot
 from mergegate.tasks.merge import MergeSettings, combine_parents, numerics, prepare_recipe, with_new_routers
 from mergegate.tasks.publish.content import DESCRIPTION_FILES, PROVENANCE, RECIPE, is_rebuilt
 from mergegate.tasks.publish.releases.origin import MergeLink, find_merge

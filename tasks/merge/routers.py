@@ -1,8 +1,9 @@
-"""Refit the routers of a network layer by layer while it reads texts, in the model process (HARC).
+"""Refit the routers of a merged mixture of experts to the routing of its parents, while it reads texts (HARC).
 
-Each router is fitted to the states that the new routers of the layers below produce. So each layer takes one pass over
-the texts, which stops at its router. The states of one layer are in memory, one number of the network's format for each
-position and dimension. Finished layers are on disk, so a killed stage resumes after them.
+Only the merge runs, in the model process. The parents contribute their routers, which the stage reads from their
+checkpoints. Each router is fitted to the states that the new routers of the layers below produce. So each layer takes
+one pass over the texts, which stops at its router. The states of one layer are in memory, one number of the network's
+format for each position and dimension. Finished layers are on disk, so a killed stage resumes after them.
 """
 
 from __future__ import annotations
@@ -10,25 +11,29 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from mergegate.merge_core.adapters import StoredNames
+from mergegate.merge_core.architecture import rename_to_layout
 from mergegate.merge_core.architecture.experts import (
     RoutedText,
     RouterScore,
     find_routers,
     fit_router,
+    match_experts,
+    read_routers,
     routing_error,
     split_experts,
 )
 from mergegate.merge_core.checkpoint import AnyTensor, Checkpoint, config_parts, open_checkpoint
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.files import open_journal, sha256_file
-from mergegate.merge_core.recipe import RouterRepair
-from mergegate.tasks.checkpoints import LoadedModel, Model, TellProgress, load_model
-from mergegate.tasks.merge.calibration import CalibrationJob, ReadWindow, split_into_windows
+from mergegate.merge_core.files import JOURNAL, JournalLocation, open_journal, sha256_file
+from mergegate.merge_core.recipe import CalibrationReading, RouterRepair
+from mergegate.tasks.checkpoints import LoadedModel, Model, PinnedCheckpoint, PinnedRecipe, TellProgress, load_model
+from mergegate.tasks.merge.calibration import CalibrationJob, ReadWindow, run_in_model_process, split_into_windows
 from mergegate.tasks.perplexity import HeldOutText, read_documents_verbatim
-from mergegate.tasks.stage import StageValue
+from mergegate.tasks.stage import Runtime, StageValue, stage
 from mergegate.tasks.store import NotInKey
 
 if TYPE_CHECKING:
@@ -143,14 +148,7 @@ class _NetworkRouter:
 def repair_routers(
     job: CalibrationJob, parents: Sequence[ParentRouters], settings: RouterRepair, on_progress: TellProgress
 ) -> RouterRepairSummary:
-    """Refit the routers of the model in ``job`` and write them. ``parents`` have the texts to read.
-
-    ``on_progress`` receives the number of windows read and their total number.
-
-    Raises:
-        InvalidInput: The model cannot be loaded or cannot read a text, a text is too short, or a router cannot be
-            observed or computes NaN or infinity.
-    """
+    """Refit the routers of the model in ``job`` and write them. ``parents`` have the texts to read."""
     from safetensors.torch import load_file, save_file
 
     checkpoint = open_checkpoint(job.model.directory)
@@ -287,7 +285,7 @@ def _read_states(
     """Return the states that enter ``router`` on a parent's text, with that parent's router, and its score function."""
     import torch
 
-    from mergegate.tasks.merge.router_products import RouterProducts, StatesAreRead
+    from mergegate.tasks.merge.products import RouterProducts, StatesAreRead
 
     network, location = loaded_model.network, f"{model.name}: {router.stored[0].name}"
     rows: list[torch.Tensor] = []
@@ -329,3 +327,32 @@ def _read_states(
     wanted = torch.from_numpy(parent.routers[router.module]).to(inputs.device)
     assert products.score is not None  # each window was observed
     return RoutedText(inputs, wanted), products.score
+
+
+class RepairRequest(NamedTuple):
+    """Text of each parent, and the settings for reading them and for the fit."""
+
+    texts: tuple[tuple[PinnedCheckpoint, HeldOutText], ...]
+    reading: CalibrationReading
+    settings: RouterRepair
+
+
+@stage("routers", version=1, subject="model", resumable=True)
+def new_routers(
+    out: Path, model: Model, pinned: PinnedRecipe, request: RepairRequest, dtype: str, runtime: Runtime
+) -> RouterRepairSummary:
+    """Compute new routers for ``model``, the merge of the recipe ``pinned``, resuming from a killed run's journal.
+
+    Raises:
+        InvalidInput: The merge cannot be loaded or cannot read a text, a text is too short, or a router cannot be
+            observed or computes NaN or infinity.
+    """
+    matched = match_experts(pinned.recipe, {parent.ref: parent.open() for parent in pinned.parents})
+    donor = split_experts(matched.checkpoints[str(pinned.recipe.donor)])
+    parents = []
+    for parent, text in request.texts:
+        checkpoint = rename_to_layout(donor, split_experts(matched.checkpoints[parent.ref]))
+        parents.append(ParentRouters(parent.ref, text, read_routers(find_routers(checkpoint).values())))
+    journal = JournalLocation(out / JOURNAL, new_routers.key(model, pinned, request, dtype, runtime))
+    job = CalibrationJob(model, request.texts[0][1], request.reading, dtype, runtime.device, out, journal)
+    return run_in_model_process(repair_routers, job, tuple(parents), request.settings, noun="routers")
