@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,21 +16,35 @@ from typing import NamedTuple
 from pydantic import ValidationError
 
 from mergegate.tasks.checkpoints import Model
-from mergegate.tasks.judge.answers import AnswerSummary, ConversationAnswers, answer, read_answers
-from mergegate.tasks.judge.comparison import (
-    ORDERS,
-    AnswerStatistics,
-    JudgeVerdict,
-    Judgment,
-    JudgmentKey,
-    answers_verdict,
-    settle,
+from mergegate.tasks.judge.answers import (
+    AnswerSummary,
+    ConversationAnswers,
+    JudgePrompts,
+    Prompt,
+    Prompts,
+    References,
+    answer,
+    read_answers,
+    read_prompts,
 )
-from mergegate.tasks.judge.controls import DAMAGES, control_count
-from mergegate.tasks.judge.prompts import JudgePrompts, Prompt, Prompts, References, read_prompts
-from mergegate.tasks.judge.questions import JudgeQuestion, ask_judge, both_orders, control_questions
-from mergegate.tasks.judge.rubric import INSTRUCTIONS
-from mergegate.tasks.judge.settings import ControlSettings, JudgeServer, JudgeSettings, JudgmentSettings
+from mergegate.tasks.judge.comparison import ORDERS, JudgeVerdict, Judgment, JudgmentKey, answers_verdict, settle
+from mergegate.tasks.judge.questions import (
+    DAMAGES,
+    INSTRUCTIONS,
+    JudgeQuestion,
+    ask_judge,
+    both_orders,
+    control_count,
+    control_questions,
+)
+from mergegate.tasks.judge.settings import (
+    ControlSettings,
+    Generation,
+    JudgeRule,
+    JudgeServer,
+    JudgeSettings,
+    JudgmentSettings,
+)
 from mergegate.tasks.stage import Runtime, StageValue, advance, stage
 from mergegate.tasks.store import Artifact
 
@@ -71,31 +86,27 @@ def judge_models(
     Raises:
         InvalidInput: If a model cannot be loaded, the server cannot be reached, or the prompts cannot be read.
     """
-    reference_answers = answer(reference, prompts.prompts, settings.generation, runtime)
-    merge_answers = answer(merge, prompts.prompts, settings.generation, runtime)
-    judging, server = settings.judging, settings.server
+    generation = settings.part(Generation)
+    reference_answers = answer(reference, prompts.prompts, generation, runtime)
+    merge_answers = answer(merge, prompts.prompts, generation, runtime)
     judgments = judge(
         reference_answers,
         merge_answers,
         prompts.prompts,
         prompts.references,
-        judging,
-        server,
+        settings.part(JudgmentSettings),
+        settings.part(JudgeServer),
         INSTRUCTIONS,
-        settings.controls,
+        settings.part(ControlSettings),
     )
-
-    def statistics(name: str, value: AnswerSummary) -> AnswerStatistics:
-        return AnswerStatistics(name, value.characters, value.answers, value.cut_off)
-
     lines = (judgments.directory / FILE).read_text(encoding="utf-8").splitlines()
     verdict = answers_verdict(
         settings.model,
-        statistics(reference.name, reference_answers.value),
-        statistics(merge.name, merge_answers.value),
+        reference_answers.value.model_copy(update={"model": reference.name}),  # stored under another name, perhaps
+        merge_answers.value,
         [Judgment.model_validate_json(line) for line in lines],
         judgments.value.identical,
-        settings.rule,
+        settings.part(JudgeRule),
     )
     return JudgedAnswers(verdict, judgments)
 
@@ -160,14 +171,14 @@ def judge(
             advance(len(judgments), len(questions), "judgments")
     _write(out / FILE, (judgments[question.key].model_dump(mode="json") for question in questions))
     unfinished.unlink(missing_ok=True)
-    settled = settle(judgments.values(), identical)
+    winners = Counter(pair.winner for pair in settle(judgments.values(), identical))
     return Judgments(
         judge=judging.model,
         prompts=len(prompt_list),
         identical=tuple(identical),
-        wins=sum(pair.winner == "merge" for pair in settled),
-        ties=sum(pair.winner == "tie" for pair in settled),
-        losses=sum(pair.winner == "reference" for pair in settled),
+        wins=winners["merge"],
+        ties=winners["tie"],
+        losses=winners["reference"],
     )
 
 
