@@ -15,8 +15,12 @@ from tone_speech import write_wave
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.evaluation.built_in import TranscriptionTask
-from mergegate.tasks.evaluation.built_in.audio import read_audio
-from mergegate.tasks.evaluation.built_in.error_rates import edit_distance, normalize_words, share_of_errors
+from mergegate.tasks.evaluation.built_in.transcription import (
+    edit_distance,
+    normalize_words,
+    read_audio,
+    share_of_errors,
+)
 from mergegate.tasks.evaluation.task_definition import pin_built_in
 from mergegate.tasks.evaluation.task_loading import inspect_data
 

@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput, pip_command
-from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, AnswerReason, Backend, BackendScoring
-from mergegate.tasks.evaluation.backends.thinking import ThoughtEnd, require_visible
+from mergegate.tasks.evaluation.backends.answer_ends import (
+    CUT_OFF,
+    AnswerEnd,
+    AnswerReason,
+    ThoughtEnd,
+    require_visible,
+)
+from mergegate.tasks.evaluation.backends.contract import Backend, BackendScoring
 
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import Model

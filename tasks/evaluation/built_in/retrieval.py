@@ -28,8 +28,8 @@ from mergegate.tasks.evaluation.built_in.ranking import (
     best_candidate,
     find_relevant_texts,
     parse_metric,
+    score_texts,
 )
-from mergegate.tasks.evaluation.built_in.relevance import score_texts
 
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import LoadedModel, TellProgress
