@@ -68,7 +68,6 @@ class Judgment(BaseModel):
 
     @property
     def key(self) -> JudgmentKey:
-        """Identity of this judgment in a run."""
         return JudgmentKey(self.prompt, self.turn, self.order, self.control)
 
 
@@ -152,11 +151,9 @@ class JudgeVerdict(BaseModel):
 
     @property
     def publishable(self) -> bool:
-        """Whether the outcome and ``on_inconclusive`` allow publication."""
         return self.outcome == "pass" or (self.outcome == "inconclusive" and self.on_inconclusive != "block")
 
     def as_verdict(self) -> Verdict:
-        """Return this decision as a ``Verdict``, the form that all stages share."""
         return Verdict(
             name="judge",
             outcome=self.outcome,
@@ -213,9 +210,6 @@ def answers_verdict(
     """Return the verdict on all judgments of one merge against one reference, including those of control pairs.
 
     For ``identical``, see ``settle``.
-
-    Raises:
-        InvalidInput: If there are too few prompts for a decision.
     """
     controls = control_result(controls_found(judgments), rule.confidence, rule.min_controls_found)
     judgments = [judgment for judgment in judgments if not judgment.control]

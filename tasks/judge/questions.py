@@ -43,7 +43,6 @@ _FEW_LETTERS = 4  # shorter answers are not damaged: a part of them may be as go
 
 
 def control_count(pairs: int, share: float) -> int:
-    """Return the number of control pairs among ``pairs`` judged pairs: the ``share`` of them, but at least 24."""
     return max(MIN_CONTROLS, math.ceil(share * pairs))
 
 
@@ -236,11 +235,7 @@ class ChatServer(JsonClient):
         response_format: Mapping[str, Any],
         max_tokens: int | None,
     ) -> Reply:
-        """Return the model's reply at temperature 0, constrained by ``response_format`` if the server supports it.
-
-        Raises:
-            InvalidInput: If the server refuses the request, cannot be reached, or keeps failing.
-        """
+        """Return the model's reply at temperature 0, constrained by ``response_format`` if the server supports it."""
         body: dict[str, Any] = {"model": model, "messages": list(messages), "temperature": 0}
         if max_tokens is not None:
             body["max_tokens"] = max_tokens
@@ -324,9 +319,6 @@ def ask_judge(
 
     At most ``server.concurrency`` requests are running or not yet yielded, so an interruption loses only these. Closing
     the iterator stops all further requests. Without questions, no server is needed.
-
-    Raises:
-        InvalidInput: If the server cannot be reached.
     """
     if not questions:
         return

@@ -191,5 +191,4 @@ class JudgeSettings(Generation, JudgmentSettings, ControlSettings, JudgeRule, Ju
     seed: int = Field(default=0, ge=0, description="Seed of the sample. Default: 0.")
 
     def part(self, kind: type[P]) -> P:
-        """Return the settings of one kind, such as those that determine a judgment."""
         return kind.model_validate({name: getattr(self, name) for name in kind.model_fields})

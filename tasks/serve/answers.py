@@ -100,7 +100,6 @@ def _prompt_logprobs(choice: Mapping[str, Any]) -> tuple[float, ...] | None:
 
 
 def _field(container: Any, name: str, kind: type[T]) -> T | None:
-    """Return a field of a JSON object, or None if the field or the object is missing or has another type."""
     value = container.get(name) if isinstance(container, dict) else None
     return value if isinstance(value, kind) else None
 

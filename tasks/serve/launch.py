@@ -220,7 +220,6 @@ class ServedAdapter:
 
     @property
     def description(self) -> str:
-        """One line for a verdict that says how the adapter is served."""
         return f"{SERVED_AS_LORA} on its base: factors of rank {highest_rank(self.adapter)}, room for {self.max_rank}"
 
 

@@ -70,7 +70,6 @@ class ServerProcess:
 
     @property
     def peak_memory(self) -> int | None:
-        """Peak use of main memory in bytes, or None until the server has ended."""
         return self._end.peak_memory or None
 
     @property
@@ -128,7 +127,6 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is running or is still being cleaned up after its exit."""
         return self._process is not None and self._process.alive
 
     def has_died(self, within: float = 5.0) -> bool:

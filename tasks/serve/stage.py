@@ -280,7 +280,6 @@ def smoke_url(
 
 
 def _reference(model: Model, checkpoint: Checkpoint, settings: ServeSettings, device: str, longest: int) -> Reference:
-    """Compute the expected answers in the dtype in which the server computes."""
     dtype = serving_dtype(settings, checkpoint)
     request = ReferenceRequest(tuple(settings.texts), settings.prompts[0], dtype, device, longest)
     return call_model_process(

@@ -85,7 +85,6 @@ class ServingCost(BaseModel):
 
 
 def today() -> str:
-    """Return the current date in UTC, such as ``2026-11-20``."""
     return datetime.now(UTC).date().isoformat()
 
 
@@ -156,7 +155,6 @@ class ServeVerdict(StageValue):
 
     @property
     def failures(self) -> tuple[Check, ...]:
-        """Failed checks in the order of execution."""
         return tuple(check for check in self.checks if check.outcome == "fail")
 
     def summary(self) -> str:
@@ -210,7 +208,6 @@ class ServedModels(BaseModel):
     parents: Mapping[str, Measurement] = {}
 
     def as_verdict(self) -> Verdict:
-        """Convert the verdict to the type that all stages share."""
         outcome = self.verdict.outcome
         return Verdict(
             name="serve",

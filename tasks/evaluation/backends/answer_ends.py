@@ -129,11 +129,7 @@ def answer_end(
 
 
 def require_visible(thought_end: ThoughtEnd | None, tokenizer: Any, model: str) -> None:
-    """Check that a server's answers contain the end of a thought.
-
-    Raises:
-        InvalidInput: If it is a special token, which servers remove from answers.
-    """
+    """Check that a server's answers contain the end of a thought."""
     if thought_end is not None and thought_end.end in tokenizer.all_special_tokens:
         raise InvalidInput(
             f"evaluate.think_end_token: {thought_end.end}",

@@ -101,7 +101,6 @@ class Backend:
     generation_settings: Callable[[], frozenset[str]] | None = field(default=None, repr=False)
 
     def library_versions(self) -> dict[str, str]:
-        """Return the installed versions of ``libraries``."""
         versions = {}
         for name in self.libraries:
             try:

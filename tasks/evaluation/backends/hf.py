@@ -364,7 +364,6 @@ def _lm_type(*, is_causal: bool, reads_pictures: bool) -> type[Any]:
 
 
 def wrap_model(loaded_model: LoadedModel, scoring: BackendScoring) -> Any:
-    """Return lm-eval's ``LM`` for a model in memory."""
     is_causal = not loaded_model.network.config.is_encoder_decoder
     reads_pictures = is_causal and "pictures" in loaded_model.kind.task_forms
     return _lm_type(is_causal=is_causal, reads_pictures=reads_pictures)(

@@ -53,11 +53,7 @@ class ServerSettings(BaseModel):
     concurrency: int = Field(default=8, ge=1, description="Number of concurrent requests. Default: 8.")
 
     def at(self, name: str) -> ModelEndpoint:
-        """Return the address of a model in this run. Its name on the server defaults to its name in the run.
-
-        Raises:
-            InvalidInput: If no address is configured for the model.
-        """
+        """Return the address of a model in this run. Its name on the server defaults to its name in the run."""
         entry = self.models.get(name, name)
         if isinstance(entry, ModelEndpoint):
             return entry

@@ -97,7 +97,6 @@ def row_inputs(network: Any, row: SharedRow, start: int = 0) -> dict[str, torch.
 
 
 def shared_beginning(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return the number of tokens that two sequences share before they differ."""
     for index, (left, right) in enumerate(zip(first, second, strict=False)):
         if left != right:
             return index

@@ -69,7 +69,6 @@ class RankedQuery(dict[str, Any]):
 
     @property
     def size(self) -> int:
-        """Number of texts to rank."""
         if self.candidates is None:
             return len(self.texts) - (self.own_text is not None)
         return len(self.candidates)
@@ -186,7 +185,6 @@ def find_relevant_texts(query: RankedQuery, scores: TextScores) -> list[tuple[in
 
 
 def best_candidate(query: RankedQuery, scores: TextScores) -> str:
-    """Return the text with the highest score."""
     if query.candidates is not None:
         return query.texts[query.candidates[int(np.argmax(scores))]]
     if query.own_text is not None:
@@ -229,9 +227,6 @@ def score_texts(
         batch_size: Number of texts or pairs in a batch.
         on_progress: Function that is called with the number of texts or pairs that were read, and the total number.
         prompts: Texts that precede each ``query`` and ``document``. Default: those of the model.
-
-    Raises:
-        InvalidInput: A score is not a finite number, or a cross-encoder would read too many pairs.
     """
     if model.kind.name == "cross-encoder":
         return _score_pairs(model, queries, batch_size, on_progress)

@@ -211,11 +211,9 @@ class _SpeechInput(NamedTuple):
 
     @property
     def ignores_padding(self) -> bool:
-        """Whether a padded recording is transcribed as it is alone."""
         return self.marks_padding or self.seconds is not None
 
     def require_short(self, path: Path, seconds: float) -> None:
-        """Raise InvalidInput if a recording is longer than the model processes at a time."""
         if self.seconds and seconds > self.seconds + 1e-3:
             raise InvalidInput(
                 str(path),
@@ -239,9 +237,6 @@ def _transcribe(
     In a batch, each recording is padded with silence to the length of the longest one, which must not change its
     transcript. CTC models label each moment of the silence too, and some processors do not mark it. mergegate passes
     one recording at a time to such models.
-
-    Raises:
-        InvalidInput: A recording cannot be read, or the model cannot process it.
     """
     import torch
 
@@ -371,9 +366,6 @@ def decode_audio(path: Path, content: bytes) -> tuple[NDArray[np.float64], int]:
     """Return the samples of a recording with one channel, mostly in [-1, 1], and their rate in Hz.
 
     ``content`` are the bytes of the file at ``path``.
-
-    Raises:
-        InvalidInput: The file is damaged, contains no sound, or needs a package that is not installed.
     """
     is_wave = content[:4] in (b"RIFF", b"RIFX", b"RF64") and content[8:12] == b"WAVE"
     if not is_wave and importlib.util.find_spec("soundfile") is None:
@@ -405,11 +397,7 @@ def decode_audio(path: Path, content: bytes) -> tuple[NDArray[np.float64], int]:
 
 
 def read_audio(path: Path, rate: int) -> NDArray[np.float32]:
-    """Return the samples of a recording, mostly in [-1, 1], at ``rate`` samples per second.
-
-    Raises:
-        InvalidInput: The file is missing, or see ``decode_audio``.
-    """
+    """Return the samples of a recording, mostly in [-1, 1], at ``rate`` samples per second."""
     samples, own_rate = decode_audio(path, read_plain(path, MAX_BYTES))
     if own_rate != rate:
         from scipy.signal import resample_poly
@@ -435,7 +423,6 @@ def _read_wave(content: bytes) -> tuple[NDArray[np.float64], int]:
 
 
 def _read_other(content: bytes) -> tuple[NDArray[np.float64], int]:
-    """Return what ``_read_wave`` does, for a format that ``soundfile`` reads."""
     import soundfile
 
     samples, rate = soundfile.read(io.BytesIO(content), dtype="float64")

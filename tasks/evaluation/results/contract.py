@@ -75,11 +75,7 @@ class Logged(BaseModel):
 
 
 def parse_logged(model: type[L], content: object, location: str, kind: str, remedy: str) -> L:
-    """Return part of a file as a typed value. ``kind`` names the part in messages: ``a sample of lm-eval``.
-
-    Raises:
-        InvalidInput: If a key is missing or its value has the wrong type; the message names the first such key.
-    """
+    """Return part of a file as a typed value. ``kind`` names the part in messages: ``a sample of lm-eval``."""
     try:
         return model.model_validate(content)
     except ValidationError as error:

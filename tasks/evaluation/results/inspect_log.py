@@ -219,11 +219,7 @@ class RepeatedScores(Logged):
 
 
 def read_log_header(path: Path) -> LogHeader:
-    """Read all of a log except its samples.
-
-    Raises:
-        InvalidInput: If the file is not a log of inspect_ai, is too large, or its evaluation did not end.
-    """
+    """Read all of a log except its samples."""
     with open_samples(path) as log:
         header = _parse(LogHeader, log.header(), str(path))
     if header.version != 2:
@@ -233,11 +229,7 @@ def read_log_header(path: Path) -> LogHeader:
 
 @contextmanager
 def open_samples(path: Path) -> Iterator[SampleReader]:
-    """Open a log to read its samples, and the parts that repeat their scores.
-
-    Raises:
-        InvalidInput: If the file is not a log of inspect_ai, or is too large.
-    """
+    """Open a log to read its samples, and the parts that repeat their scores."""
     try:
         file = open_buffered(path)
     except FileNotFoundError:

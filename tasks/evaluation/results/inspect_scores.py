@@ -65,7 +65,6 @@ Documents = Mapping[int | str, Mapping[int, SampleEvidence]]  # by id and epoch
 
 
 def plain_digest(value: object) -> str:
-    """Return a hash of plain data."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
@@ -81,11 +80,7 @@ class MeanMetric(NamedTuple):
 
 
 def mean_metrics(header: LogHeader, path: Path, documents: Documents) -> Iterator[MeanMetric]:
-    """Yield every metric that the log reports as a mean over samples, ``accuracy`` first.
-
-    Raises:
-        InvalidInput: If a reported mean is not that of the samples, or a score is not a number.
-    """
+    """Yield every metric that the log reports as a mean over samples, ``accuracy`` first."""
     assert header.results is not None
     computed: dict[tuple[str, str], tuple[dict[int | str, float], frozenset[int | str]]] = {}
     metrics = []
@@ -379,7 +374,6 @@ def _read(log: InspectLog, task: str, cluster_field: str | None) -> TaskResults:
 
 
 def combine_logs(results: Sequence[TaskResults], group: str) -> TaskResults:
-    """Combine the results of all tasks of a group, each from a log of its own."""
     first = results[0]
     return TaskResults(
         group,
@@ -403,7 +397,6 @@ def _text(value: object) -> str:
 
 
 def _require_sound(sample: LoggedSample, path: Path) -> None:
-    """Raise InvalidInput if a sample ended with an error, or was stopped, invalidated or edited by hand."""
     edited = [name for name, score in (sample.scores or {}).items() if score.history]
     if sample.error is not None:
         found = "it ended with an error"

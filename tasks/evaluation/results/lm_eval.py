@@ -349,9 +349,6 @@ def _means(file: ResultsFile, task: str, samples: Sequence[_Sample]) -> Iterator
 
     A metric is a mean if the task declares so, or if the task declares no aggregation and lm-eval averages the metric.
     A metric that lm-eval does not know is a mean if its reported value equals the mean of the samples.
-
-    Raises:
-        InvalidInput: If a reported mean is not that of the samples, or a score is out of the metric's range.
     """
     location = f"{file.path}: task {task}"
     reported = file.content.results.get(task, {})
