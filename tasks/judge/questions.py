@@ -134,12 +134,7 @@ def response_format(dimensions: Mapping[str, str]) -> dict[str, Any]:
     """Return the schema of a reply as ``response_format`` of a chat completion, with properties in writing order."""
     choice = {"type": "string", "enum": list(CHOICES)}
     properties = {"reasoning": {"type": "string"}, **dict.fromkeys(dimensions, choice), "verdict": choice}
-    schema = {
-        "type": "object",
-        "properties": properties,
-        "required": list(properties),
-        "additionalProperties": False,
-    }
+    schema = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
     return {"type": "json_schema", "json_schema": {"name": "judgement", "strict": True, "schema": schema}}
 
 
@@ -210,11 +205,7 @@ class ChatServer(JsonClient):
     """
 
     def __init__(
-        self,
-        server: JudgeServer,
-        *,
-        sleep: Callable[[float], None] = time.sleep,
-        now: Callable[[], float] = time.time,
+        self, server: JudgeServer, *, sleep: Callable[[float], None] = time.sleep, now: Callable[[], float] = time.time
     ) -> None:
         key = os.environ.get(server.api_key_env or "", "").strip()
         if server.api_key_env is not None and not key:
@@ -279,9 +270,7 @@ class ChatServer(JsonClient):
             return Reply(text if isinstance(text, str) else "", str(answer.body.get("model", model)))
         except (KeyError, IndexError, TypeError, AttributeError):
             raise InvalidInput(
-                self._location,
-                found=f"no chat completion: {answer.message}",
-                expected="an OpenAI-compatible server",
+                self._location, found=f"no chat completion: {answer.message}", expected="an OpenAI-compatible server"
             ) from None
 
 

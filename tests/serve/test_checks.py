@@ -24,15 +24,9 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import load_model
 from mergegate.tasks.http import Answer, JsonClient
+from mergegate.tasks.serve import checks
 from mergegate.tasks.serve.answers import Completion, parse_completion, parse_models
-from mergegate.tasks.serve.checks import (
-    ServedSubject,
-    check_pictures,
-    compare_answers,
-    draw_png,
-    looped_share,
-    measure_speed,
-)
+from mergegate.tasks.serve.checks import ServedSubject, compare_answers, looped_share, measure_speed
 from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.serve.stage import RunningServer, smoke_url
 from mergegate.tasks.serve.verdict import Check, ServedModels, ServeVerdict
@@ -361,7 +355,7 @@ def test_any_answer_is_parsed_to_values_of_the_documented_types(field: tuple[str
 def ask_about_pictures(*faults: str, reads_pictures: bool = True) -> list[Check]:
     with serving(Canned(), *faults) as server:
         subject = ServedSubject(JsonClient(server.root, 10), "tiny", ServeSettings(), None, None)
-        return check_pictures(replace(subject, reads_pictures=reads_pictures))
+        return checks.check_pictures(replace(subject, reads_pictures=reads_pictures))
 
 
 @pytest.mark.parametrize(
@@ -415,7 +409,7 @@ def test_answers_about_two_pictures_must_differ(second: Completion, repeated: Co
 
 
 def test_a_drawn_picture_is_a_valid_png() -> None:
-    content = draw_png(lambda x, y: (x, y, 7), 20)
+    content = checks.draw_png(lambda x, y: (x, y, 7), 20)
     Image.open(io.BytesIO(content)).verify()
     picture = Image.open(io.BytesIO(content))
     assert picture.size == (20, 20)

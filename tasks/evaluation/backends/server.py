@@ -156,11 +156,7 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
             return answer, end._replace(thinking=thinking)
 
         def tok_encode(
-            self,
-            string: Any,
-            left_truncate_len: int | None = None,
-            add_special_tokens: bool | None = None,
-            **_: Any,
+            self, string: Any, left_truncate_len: int | None = None, add_special_tokens: bool | None = None, **_: Any
         ) -> Any:
             if not isinstance(string, str):
                 return [self.tok_encode(text, left_truncate_len, add_special_tokens) for text in string]

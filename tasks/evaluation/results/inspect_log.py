@@ -323,10 +323,7 @@ class _EvalLog:
             match = _SAMPLE_NAME.fullmatch(name)
             if match is None:
                 raise InvalidInput(
-                    location,
-                    found="a sample in several parts",
-                    expected="samples/ID_epoch_NUMBER.json",
-                    remedy=REWRITE,
+                    location, found="a sample in several parts", expected="samples/ID_epoch_NUMBER.json", remedy=REWRITE
                 )
             sample = _parse(LoggedSample, self._json(name, MAX_SAMPLE_BYTES, _SAMPLE_BOUNDS), location)
             if (match[1], int(match[2])) != (str(sample.id), sample.epoch):

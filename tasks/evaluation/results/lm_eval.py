@@ -257,12 +257,7 @@ def _read_samples(file: ResultsFile, task: str, cluster_field: str | None, most:
         )
     path = file.path.with_name(f"samples_{task}_{file.date}.jsonl" if not {"/", "\0"} & set(task) else "samples_…")
     if stated is None or not os.path.exists(path):  # noqa: PTH110  # Path.exists raises for a name that is too long
-        raise InvalidInput(
-            str(path),
-            found="no such file",
-            expected=f"the samples of {file.path.name}",
-            remedy=LOGGED,
-        )
+        raise InvalidInput(str(path), found="no such file", expected=f"the samples of {file.path.name}", remedy=LOGGED)
     config = file.content.configs[task].model_dump()
     hasher, samples = hashlib.sha256(), []
     interned: dict[Any, Any] = {}  # texts that are equal in every line, to store each only once
