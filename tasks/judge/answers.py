@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, cycle
 from pathlib import Path
@@ -159,7 +159,7 @@ FILE = "answers.jsonl"
 
 
 class AnswerSummary(StageValue):
-    """Counts of one model's answers. ``answers.jsonl`` has ``id``, ``answers`` and ``cut_off`` of each conversation."""
+    """Counts of one model's answers. The artifact contains ``answers.jsonl``."""
 
     model: Annotated[str, NotInKey]
     prompts: int
@@ -176,9 +176,8 @@ class AnswerSummary(StageValue):
         return f"{self.answers} answers{cut}"
 
 
-@dataclass(frozen=True)
-class ConversationAnswers:
-    """A model's answers in one conversation."""
+class ConversationAnswers(NamedTuple):
+    """A model's answers in one conversation, which are a line of ``answers.jsonl``."""
 
     id: str  # ID of the prompt.
     answers: tuple[str, ...]  # One per turn.
@@ -199,8 +198,7 @@ def answer(out: Path, model: Model, prompts: Prompts, generation: Generation, ru
         models=[model],
         on_progress=lambda done, total: advance(done, total, "answers"),
     )
-    rows = ({"id": item.id, "answers": item.answers, "cut_off": item.cut_off} for item in conversations)
-    (out / FILE).write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+    write_lines(out / FILE, (item._asdict() for item in conversations))
     return AnswerSummary(
         model=model.name,
         prompts=len(conversations),
@@ -215,6 +213,10 @@ def read_answers(directory: Path) -> dict[str, ConversationAnswers]:
     lines = (json.loads(line) for line in (directory / FILE).read_text(encoding="utf-8").splitlines())
     rows = (ConversationAnswers(row["id"], tuple(row["answers"]), tuple(row["cut_off"])) for row in lines)
     return {row.id: row for row in rows}
+
+
+def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
 
 class _Question(NamedTuple):

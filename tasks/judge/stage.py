@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +26,7 @@ from mergegate.tasks.judge.answers import (
     answer,
     read_answers,
     read_prompts,
+    write_lines,
 )
 from mergegate.tasks.judge.comparison import ORDERS, JudgeVerdict, Judgment, JudgmentKey, answers_verdict, settle
 from mergegate.tasks.judge.questions import (
@@ -150,7 +151,7 @@ def judge(
         questions += _controls(prompt_list, sides, len(ORDERS) * count)
     # In an order that is unrelated to the answers, so that a judge with a memory cannot tell controls apart.
     questions.sort(key=lambda question: hashlib.sha256(repr(question.key).encode()).digest())
-    _write(out / PAIRS, pairs)
+    write_lines(out / PAIRS, pairs)
     unfinished = out / _UNFINISHED
     judgments: dict[JudgmentKey, Judgment] = {}  # starts with the records of an interrupted run
     recorded = unfinished.read_text(encoding="utf-8", errors="replace") if unfinished.is_file() else ""
@@ -161,7 +162,9 @@ def judge(
             continue  # The line that was being written when the run was killed.
         if judgment.winner is not None:  # An unreadable reply is requested once more.
             judgments[judgment.key] = judgment
-    _write(unfinished, (judgment.model_dump(mode="json") for judgment in judgments.values()))  # no truncated last line
+    write_lines(
+        unfinished, (judgment.model_dump(mode="json") for judgment in judgments.values())
+    )  # no truncated last line
     remaining = [question for question in questions if question.key not in judgments]
     with unfinished.open("a", encoding="utf-8") as record:
         for judgment in ask_judge(remaining, judging, server, instructions):
@@ -169,7 +172,7 @@ def judge(
             record.write(json.dumps(judgment.model_dump(mode="json"), ensure_ascii=False) + "\n")
             record.flush()
             advance(len(judgments), len(questions), "judgments")
-    _write(out / FILE, (judgments[question.key].model_dump(mode="json") for question in questions))
+    write_lines(out / FILE, (judgments[question.key].model_dump(mode="json") for question in questions))
     unfinished.unlink(missing_ok=True)
     winners = Counter(pair.winner for pair in settle(judgments.values(), identical))
     return Judgments(
@@ -201,7 +204,3 @@ def _controls(
             break
         questions += control_questions(prompt, turn, answers[author][prompt.id].answers, damage, author)
     return questions
-
-
-def _write(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

@@ -23,26 +23,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Completion:
-    """A parsed continuation.
-
-    Args:
-        identity: Value that must be equal when the request is repeated: the token ids, or else the tokens as text, or
-            else the text.
-        exact: Whether ``identity`` holds token ids.
-        logprobs: Log-probability of each generated token, in nats. NaN where the server sent no number. None if the
-            server sends no log-probabilities.
-        prompt_logprobs: Log-probability of each prompt token except the first, in nats. None if the server sends none.
-        finish_reason: Reason why the generation ended, such as ``stop`` or ``length``.
-        tokens: Number of generated tokens.
-    """
+    """A parsed continuation. Log-probabilities are in nats, and None if the server sends none."""
 
     text: str
+    # Value that must be equal when the request is repeated: token ids, or else tokens as text, or else the text.
     identity: tuple[Any, ...]
-    exact: bool
-    logprobs: tuple[float, ...] | None
-    prompt_logprobs: tuple[float, ...] | None
-    finish_reason: str
-    tokens: int
+    exact: bool  # whether ``identity`` holds token ids
+    logprobs: tuple[float, ...] | None  # of each generated token; NaN where the server sent no number
+    prompt_logprobs: tuple[float, ...] | None  # of each prompt token except the first
+    finish_reason: str  # why the generation ended, such as ``stop`` or ``length``
+    tokens: int  # number of generated tokens
 
 
 def parse_models(answer: Answer) -> dict[str, int | None]:
@@ -159,35 +149,22 @@ class Chat:
 
 @dataclass(frozen=True)
 class Reference:
-    """Expected answers of a model.
-
-    Args:
-        texts: Fixed texts with their likelihoods.
-        chat: Rendered conversation, or None if the checkpoint has no chat template.
-        ends: End-of-sequence ids from the tokenizer and from generation_config.json, or config.json if that has none.
-    """
+    """Expected answers of a model."""
 
     texts: tuple[ScoredText, ...]
-    chat: Chat | None
-    ends: tuple[int, ...]
+    chat: Chat | None  # None if the checkpoint has no chat template
+    ends: tuple[int, ...]  # ids from the tokenizer and from generation_config.json, or config.json if that has none
 
 
 @dataclass(frozen=True)
 class ReferenceRequest:
-    """Input of :func:`make_reference`.
-
-    Args:
-        texts: Texts to score.
-        question: Message of the user in the chat to render.
-        dtype: Name of the torch dtype in which both transformers and the server compute.
-        longest: Longest request that the server accepts, in tokens. Longer texts are truncated.
-    """
+    """Input of :func:`make_reference`."""
 
     texts: tuple[str, ...]
-    question: str
-    dtype: str
+    question: str  # message of the user in the chat to render
+    dtype: str  # torch dtype in which both transformers and the server compute
     device: str
-    longest: int
+    longest: int  # longest request that the server accepts, in tokens; longer texts are truncated
 
 
 def make_reference(

@@ -32,25 +32,16 @@ _BROKEN_MODEL = "look for NaN, zeroed or exchanged weights, and compare them wit
 
 @dataclass(frozen=True)
 class ServedSubject:
-    """A running server and the facts about its model.
-
-    Args:
-        settings: Prompts, texts and limits of the checks.
-        reference: Expected answers, or None if only the server's address is known.
-        longest: Longest request in tokens, or None if unknown.
-        extended: Whether the server accepts or ignores vLLM's additional fields.
-        base: Name under which the server lists the model without the adapter, or None if it does not list it.
-        reads_pictures: Whether the model reads pictures and writes text.
-    """
+    """A running server and the facts about its model."""
 
     client: JsonClient
     model: str
     settings: ServeSettings
-    reference: Reference | None
-    longest: int | None
-    extended: bool = True
-    base: str | None = None
-    reads_pictures: bool = False
+    reference: Reference | None  # None if only the server's address is known
+    longest: int | None  # longest request in tokens, or None if unknown
+    extended: bool = True  # whether the server accepts or ignores vLLM's additional fields
+    base: str | None = None  # name under which the server lists the model without the adapter, if it does
+    reads_pictures: bool = False  # whether the model reads pictures and writes text
 
     def complete(self, prompt: str | Sequence[int], max_tokens: int, *, extension: Any = (), **fields: Any) -> Answer:
         """Request a greedy continuation of a text or of token ids.

@@ -39,21 +39,13 @@ _LONGER = 3
 
 @dataclass(frozen=True)
 class SharedRow:
-    """Several token sequences in one row, with shared tokens stored once.
+    """Several token sequences in one row, with shared tokens stored once."""
 
-    Args:
-        tokens: Token ids, ``[length]``.
-        positions: Position of each token in its own sequence, ``[length]``.
-        sees: Whether the token at the first index attends to the token at the second, ``[length, length]``.
-        sequences: Indices of the sequences in the row.
-        paths: For each of these sequences, the indices of its tokens in the row.
-    """
-
-    tokens: NDArray[np.int64]
-    positions: NDArray[np.int64]
-    sees: NDArray[np.bool_]
-    sequences: tuple[int, ...]
-    paths: tuple[NDArray[np.int64], ...]
+    tokens: NDArray[np.int64]  # ids, ``[length]``
+    positions: NDArray[np.int64]  # of each token in its own sequence, ``[length]``
+    sees: NDArray[np.bool_]  # whether the token at the first index attends to that at the second, ``[length, length]``
+    sequences: tuple[int, ...]  # indices of the sequences in the row
+    paths: tuple[NDArray[np.int64], ...]  # for each of these sequences, the indices of its tokens in the row
 
 
 def token_rows(sequences: Sequence[Sequence[int]], length: int) -> Iterator[SharedRow]:

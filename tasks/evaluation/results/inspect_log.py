@@ -168,32 +168,29 @@ class SampleLimit(Logged):
     type: str
 
 
-class LoggedSample(Logged):
-    """One sample in one epoch."""
+class LoggedSummary(Logged):
+    """The scores of one sample in one epoch."""
 
     id: SampleId
+    epoch: int
+    scores: dict[str, SampleScore] | None = None
+    uuid: str | None = None
+
+
+class LoggedSample(LoggedSummary):
+    """One sample in one epoch."""
+
     epoch: Annotated[int, Field(ge=1)]
     input: str | list[dict[str, Any]]
     choices: list[str] | None = None
     target: str | list[str]
     messages: list[dict[str, Any]] = Field(default_factory=list)
     output: LoggedOutput = LoggedOutput()
-    scores: dict[str, SampleScore] | None = None
     metadata: dict[str, Any] = Field(default_factory=dict)
     attachments: dict[str, str] = Field(default_factory=dict)
     error: dict[str, Any] | None = None
     limit: SampleLimit | None = None
     invalidation: dict[str, Any] | None = None
-    uuid: str | None = None
-
-
-class LoggedSummary(Logged):
-    """The scores of one sample in one epoch, again."""
-
-    id: SampleId
-    epoch: int
-    scores: dict[str, SampleScore] | None = None
-    uuid: str | None = None
 
 
 class ReducedScore(Logged):

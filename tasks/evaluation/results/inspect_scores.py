@@ -21,7 +21,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -229,13 +229,8 @@ _OPERATIONAL = frozenset(
     ("max_retries", "timeout", "attempt_timeout", "max_connections", "adaptive_connections", "batch", "cache")
 )
 _LIMITS = (
-    "message_limit",
-    "token_limit",
-    "token_limit_type",
-    "turn_limit",
-    "time_limit",
-    "working_limit",
-    "cost_limit",
+    *("message_limit", "token_limit", "token_limit_type", "turn_limit"),
+    *("time_limit", "working_limit", "cost_limit"),
 )
 # Model arguments that name the model, or may be secret.
 _UNCOMPARED = re.compile(r"path|revision|base_url|key|secret|password|credential|auth|token$", re.IGNORECASE)
@@ -374,17 +369,14 @@ def _read(log: InspectLog, task: str, cluster_field: str | None) -> TaskResults:
 
 
 def combine_logs(results: Sequence[TaskResults], group: str) -> TaskResults:
-    first = results[0]
-    return TaskResults(
-        group,
-        tuple(outcome for each in results for outcome in each.outcomes),
-        first.format,
-        first.version,
-        {f"{each.task}: {name}": value for each in results for name, value in each.conditions.items()},
-        {name: value for each in results for name, value in each.precision.items()},
-        first.file,
-        {},
-        tuple(warning for each in results for warning in each.warnings),
+    return replace(
+        results[0],
+        task=group,
+        outcomes=tuple(outcome for each in results for outcome in each.outcomes),
+        conditions={f"{each.task}: {name}": value for each in results for name, value in each.conditions.items()},
+        precision={name: value for each in results for name, value in each.precision.items()},
+        names={},
+        warnings=tuple(warning for each in results for warning in each.warnings),
     )
 
 
