@@ -7,14 +7,12 @@ that was interrupted (for example because the server became unavailable) resumes
 from __future__ import annotations
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import ValidationError
-
+from mergegate.merge_core.files import JOURNAL, JournalLocation, open_journal
 from mergegate.tasks.checkpoints import Model
 from mergegate.tasks.judge.answers import (
     AnswerSummary,
@@ -28,7 +26,7 @@ from mergegate.tasks.judge.answers import (
     read_prompts,
     write_lines,
 )
-from mergegate.tasks.judge.comparison import ORDERS, JudgeVerdict, Judgment, JudgmentKey, answers_verdict, settle
+from mergegate.tasks.judge.comparison import ORDERS, JudgeVerdict, Judgment, answers_verdict, settle
 from mergegate.tasks.judge.questions import (
     DAMAGES,
     INSTRUCTIONS,
@@ -49,7 +47,7 @@ from mergegate.tasks.judge.settings import (
 from mergegate.tasks.stage import Runtime, StageValue, advance, stage
 from mergegate.tasks.store import Artifact
 
-PAIRS, FILE, _UNFINISHED = "pairs.jsonl", "judgements.jsonl", "judgements.unfinished.jsonl"
+PAIRS, FILE = "pairs.jsonl", "judgements.jsonl"
 
 
 class Judgments(StageValue):
@@ -152,28 +150,17 @@ def judge(
     # In an order that is unrelated to the answers, so that a judge with a memory cannot tell controls apart.
     questions.sort(key=lambda question: hashlib.sha256(repr(question.key).encode()).digest())
     write_lines(out / PAIRS, pairs)
-    unfinished = out / _UNFINISHED
-    judgments: dict[JudgmentKey, Judgment] = {}  # starts with the records of an interrupted run
-    recorded = unfinished.read_text(encoding="utf-8", errors="replace") if unfinished.is_file() else ""
-    for line in recorded.splitlines():
-        try:
-            judgment = Judgment.model_validate_json(line)
-        except ValidationError:
-            continue  # The line that was being written when the run was killed.
-        if judgment.winner is not None:  # An unreadable reply is requested once more.
-            judgments[judgment.key] = judgment
-    write_lines(
-        unfinished, (judgment.model_dump(mode="json") for judgment in judgments.values())
-    )  # no truncated last line
-    remaining = [question for question in questions if question.key not in judgments]
-    with unfinished.open("a", encoding="utf-8") as record:
+    key = judge.key(reference, merge, prompts, references, judging, server, instructions, controls)
+    with open_journal(JournalLocation(out / JOURNAL, key)) as journal:
+        recorded = map(Judgment.model_validate, journal.records)
+        # An unreadable reply is requested once more.
+        judgments = {judgment.key: judgment for judgment in recorded if judgment.winner is not None}
+        remaining = [question for question in questions if question.key not in judgments]
         for judgment in ask_judge(remaining, judging, server, instructions):
             judgments[judgment.key] = judgment
-            record.write(json.dumps(judgment.model_dump(mode="json"), ensure_ascii=False) + "\n")
-            record.flush()
+            journal.append(judgment.model_dump(mode="json"))
             advance(len(judgments), len(questions), "judgments")
     write_lines(out / FILE, (judgments[question.key].model_dump(mode="json") for question in questions))
-    unfinished.unlink(missing_ok=True)
     winners = Counter(pair.winner for pair in settle(judgments.values(), identical))
     return Judgments(
         judge=judging.model,

@@ -47,12 +47,16 @@ class LoggedResults(ABC):
 
     path: Path
     date: str  # orders the files of one library by age
-    group: str = ""  # group to which the only task of the file belongs, if known
 
     @property
     @abstractmethod
     def model(self) -> str:
         """Name of the evaluated model, with everything else that tells models in one directory apart."""
+
+    @property
+    def group(self) -> str:
+        """Group to which the only task of the file belongs; empty if unknown."""
+        return ""
 
     @property
     @abstractmethod

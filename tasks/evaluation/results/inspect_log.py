@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Protocol
+from typing import Annotated, Any, BinaryIO
 
 from pydantic import Field
 
@@ -215,18 +215,9 @@ class RepeatedScores(Logged):
     reductions: list[LoggedReduction] | None = None
 
 
-def read_log_header(path: Path) -> LogHeader:
-    """Read all of a log except its samples."""
-    with open_samples(path) as log:
-        header = _parse(LogHeader, log.header(), str(path))
-    if header.version != 2:
-        raise InvalidInput(f"{path}: version", found=str(header.version), expected="2", remedy=REWRITE)
-    return header
-
-
 @contextmanager
-def open_samples(path: Path) -> Iterator[SampleReader]:
-    """Open a log to read its samples, and the parts that repeat their scores."""
+def open_samples(path: Path) -> Iterator[_EvalLog | _JsonLog]:
+    """Open a log to read its header, its samples, and the parts that repeat their scores."""
     try:
         file = open_buffered(path)
     except FileNotFoundError:
@@ -240,19 +231,6 @@ def _parse(model: type[L], content: object, location: str) -> L:
     return parse_logged(model, content, location, f"{kind} of inspect_ai", DAMAGED)
 
 
-class SampleReader(Protocol):
-    """An open log. All methods raise InvalidInput if a part is missing, damaged or too large."""
-
-    def header(self) -> object:
-        """Return the content of ``LogHeader``, and possibly more."""
-
-    def samples(self) -> Iterator[LoggedSample]:
-        """Yield all samples. Only one sample of an ``.eval`` log is in memory at a time."""
-
-    def repeated_scores(self) -> RepeatedScores:
-        """Return the parts that repeat the scores of the samples."""
-
-
 class _JsonLog:
     """A log in one JSON file."""
 
@@ -264,8 +242,8 @@ class _JsonLog:
             raise InvalidInput(str(path), found=format_value(parsed), expected="a log of inspect_ai", remedy=DAMAGED)
         self._path, self._content = path, parsed
 
-    def header(self) -> object:
-        return self._content
+    def header(self) -> LogHeader:
+        return _parse(LogHeader, self._content, str(self._path))
 
     def samples(self) -> Iterator[LoggedSample]:
         samples = self._content.get("samples")
@@ -296,7 +274,7 @@ class _EvalLog:
         if len(self._members) < len(members) or len({info.header_offset for info in members}) < len(members):
             raise InvalidInput(str(path), found="a zip that contains a part twice", remedy=DAMAGED)
 
-    def header(self) -> object:
+    def header(self) -> LogHeader:
         if "header.json" not in self._members:
             raise InvalidInput(
                 str(self._path),
@@ -304,9 +282,11 @@ class _EvalLog:
                 expected="the log of a complete evaluation",
                 remedy=f"complete the evaluation: inspect eval-retry {self._path.name}",
             )
-        return self._json("header.json", MAX_HEADER_BYTES, _LOG_BOUNDS)
+        content = self._json("header.json", MAX_HEADER_BYTES, _LOG_BOUNDS)
+        return _parse(LogHeader, content, str(self._path))
 
     def samples(self) -> Iterator[LoggedSample]:
+        """Yield all samples, of which only one is in memory at a time."""
         total = 0
         for name, info in self._members.items():
             if not name.startswith("samples/"):

@@ -34,6 +34,7 @@ from mergegate.tasks.evaluation.results.contract import EXPORTED, INSPECT, Logge
 from mergegate.tasks.evaluation.results.inspect_log import (
     DAMAGED,
     MAX_SAMPLES,
+    REWRITE,
     LoggedReduction,
     LoggedSample,
     LoggedScore,
@@ -42,7 +43,6 @@ from mergegate.tasks.evaluation.results.inspect_log import (
     LogHeader,
     SampleScore,
     open_samples,
-    read_log_header,
 )
 
 _MEANS = ("accuracy", "mean")  # metrics of inspect_ai that are means over samples
@@ -252,8 +252,7 @@ class InspectLog(LoggedResults):
         return self.content.eval.model
 
     @property
-    def group(self) -> str:  # type: ignore[override]
-        """Group to which the task belongs, in logs that mergegate exports; empty if unknown."""
+    def group(self) -> str:  # known in logs that mergegate exports
         group = (self.content.eval.metadata or {}).get("task")
         return group if isinstance(group, str) and group != self.content.eval.task else ""
 
@@ -267,12 +266,97 @@ class InspectLog(LoggedResults):
         return task in self.task_names
 
     def read(self, task: str, cluster_field: str | None) -> TaskResults:
-        return _read(self, task, cluster_field)
+        header, path = self.content, self.path
+        if header.status != "success" or header.results is None or header.invalidated:
+            raise InvalidInput(
+                f"{path}: {'invalidated' if header.invalidated else 'status'}",
+                found="true" if header.invalidated else f"{header.status!r:.40}",
+                expected="the log of a complete evaluation, with the status 'success'",
+                remedy=f"complete the evaluation: inspect eval-retry {path.name}",
+            )
+        documents: dict[int | str, dict[int, SampleEvidence]] = {}
+        limits: Counter[str] = Counter()
+        with open_samples(path) as file:
+            for count, sample in enumerate(file.samples()):
+                _require_sound(sample, path)
+                epochs = documents.setdefault(sample.id, {})
+                if sample.epoch in epochs or count >= MAX_SAMPLES:
+                    raise InvalidInput(
+                        str(path),
+                        found=f"over {MAX_SAMPLES} samples" if count >= MAX_SAMPLES else f"{_name(sample)} twice",
+                        expected="each sample once in each epoch",
+                        remedy=DAMAGED,
+                    )
+                epochs[sample.epoch] = _condense(sample, path, cluster_field)
+                stops = {choice.stop_reason for choice in sample.output.choices} & {"max_tokens", "model_length"}
+                if sample.limit is not None or stops:
+                    limits[f"{sample.limit.type} limit" if sample.limit else min(map(str, stops))] += 1
+            repeated = file.repeated_scores()
+        _require_complete(header, path, documents)
+        # The order of the dataset, because each format of the file has another one.
+        listed = header.eval.dataset.sample_ids or sorted(documents, key=str)
+        documents = {document: documents[document] for document in listed}
+        numbers = _numbers(documents, path)
+        metrics = tuple(mean_metrics(header, path, documents))
+        require_equal_summaries(repeated.summaries, documents, path)
+        require_equal_reductions(repeated.reductions, metrics, path)
+        is_exported = all(sample.has_lm_eval_hashes for epochs in documents.values() for sample in epochs.values())
+        leaf = header.eval.task if is_exported else task
+        outcomes = [
+            DocumentScore(
+                leaf,
+                metric.label,
+                numbers[document],
+                *_combined_hashes(epochs, document, path),
+                outcome=metric.scores[document],
+                cluster=epochs[1].cluster,
+                higher_is_better=metric.higher_is_better,
+                chance=epochs[1].chances.get(metric.scorer, 0.0),
+            )
+            for metric in metrics
+            for document, epochs in documents.items()
+            if document in metric.scores and document not in metric.partial
+        ]
+        if not outcomes:
+            names = sorted({name for score in header.results.scores for name in score.metrics})
+            raise InvalidInput(
+                f"{path}: task {task}",
+                found=f"no metric that is a mean over samples, only {', '.join(names)[:200] or 'none at all'}",
+                expected="a scorer with the metric accuracy or mean, over epochs that are reduced to their mean",
+                remedy="score the log again: inspect score LOG --scorer SCORER, with the epochs reducer mean",
+            )
+        check_all_scored(f"{path}: task {task}", ((leaf, number) for number in numbers.values()), outcomes)
+        if all(isinstance(document, int) for document in documents):
+            names_by_number = {}
+        else:
+            names_by_number = {number: str(document) for document, number in numbers.items()}
+        count = sum(map(len, documents.values()))
+        return TaskResults(
+            task,
+            tuple(outcomes),
+            EXPORTED if is_exported else INSPECT,
+            version := _version(header.eval, is_exported),
+            _conditions(header, version, is_exported),
+            {
+                f"model_args.{name}": _text(value)
+                for name, value in header.eval.model_args.items()
+                if not _UNCOMPARED.search(name)
+            },
+            path,
+            names_by_number,
+            tuple(
+                f"{number} of {count} answers in {path} were cut off ({reason}); they count as scored"
+                for reason, number in limits.items()
+            ),
+        )
 
 
 def open_log(path: Path) -> InspectLog:
     """Open a log of inspect_ai. Raise InvalidInput if it is not valid."""
-    content = read_log_header(path)
+    with open_samples(path) as log:
+        content = log.header()
+    if content.version != 2:
+        raise InvalidInput(f"{path}: version", found=str(content.version), expected="2", remedy=REWRITE)
     try:
         created = datetime.fromisoformat(content.eval.created).astimezone(UTC)
     except (ValueError, OverflowError):
@@ -280,92 +364,6 @@ def open_log(path: Path) -> InspectLog:
             f"{path}: eval.created", found=format_value(content.eval.created), expected="a date", remedy=DAMAGED
         ) from None
     return InspectLog(path, created.isoformat(timespec="microseconds"), content)
-
-
-def _read(log: InspectLog, task: str, cluster_field: str | None) -> TaskResults:
-    header, path = log.content, log.path
-    if header.status != "success" or header.results is None or header.invalidated:
-        raise InvalidInput(
-            f"{path}: {'invalidated' if header.invalidated else 'status'}",
-            found="true" if header.invalidated else f"{header.status!r:.40}",
-            expected="the log of a complete evaluation, with the status 'success'",
-            remedy=f"complete the evaluation: inspect eval-retry {path.name}",
-        )
-    documents: dict[int | str, dict[int, SampleEvidence]] = {}
-    limits: Counter[str] = Counter()
-    with open_samples(path) as file:
-        for count, sample in enumerate(file.samples()):
-            _require_sound(sample, path)
-            epochs = documents.setdefault(sample.id, {})
-            if sample.epoch in epochs or count >= MAX_SAMPLES:
-                raise InvalidInput(
-                    str(path),
-                    found=f"over {MAX_SAMPLES} samples" if count >= MAX_SAMPLES else f"{_name(sample)} twice",
-                    expected="each sample once in each epoch",
-                    remedy=DAMAGED,
-                )
-            epochs[sample.epoch] = _condense(sample, path, cluster_field)
-            stops = {choice.stop_reason for choice in sample.output.choices} & {"max_tokens", "model_length"}
-            if sample.limit is not None or stops:
-                limits[f"{sample.limit.type} limit" if sample.limit else min(map(str, stops))] += 1
-        repeated = file.repeated_scores()
-    _require_complete(log, documents)
-    # The order of the dataset, because each format of the file has another one.
-    listed = header.eval.dataset.sample_ids or sorted(documents, key=str)
-    documents = {document: documents[document] for document in listed}
-    numbers = _numbers(documents, path)
-    metrics = tuple(mean_metrics(header, path, documents))
-    require_equal_summaries(repeated.summaries, documents, path)
-    require_equal_reductions(repeated.reductions, metrics, path)
-    is_exported = all(sample.has_lm_eval_hashes for epochs in documents.values() for sample in epochs.values())
-    leaf = header.eval.task if is_exported else task
-    outcomes = [
-        DocumentScore(
-            leaf,
-            metric.label,
-            numbers[document],
-            *_combined_hashes(epochs, document, path),
-            outcome=metric.scores[document],
-            cluster=epochs[1].cluster,
-            higher_is_better=metric.higher_is_better,
-            chance=epochs[1].chances.get(metric.scorer, 0.0),
-        )
-        for metric in metrics
-        for document, epochs in documents.items()
-        if document in metric.scores and document not in metric.partial
-    ]
-    if not outcomes:
-        names = sorted({name for score in header.results.scores for name in score.metrics})
-        raise InvalidInput(
-            f"{path}: task {task}",
-            found=f"no metric that is a mean over samples, only {', '.join(names)[:200] or 'none at all'}",
-            expected="a scorer with the metric accuracy or mean, over epochs that are reduced to their mean",
-            remedy="score the log again: inspect score LOG --scorer SCORER, with the epochs reducer mean",
-        )
-    check_all_scored(f"{path}: task {task}", ((leaf, number) for number in numbers.values()), outcomes)
-    if all(isinstance(document, int) for document in documents):
-        names_by_number = {}
-    else:
-        names_by_number = {number: str(document) for document, number in numbers.items()}
-    count = sum(map(len, documents.values()))
-    return TaskResults(
-        task,
-        tuple(outcomes),
-        EXPORTED if is_exported else INSPECT,
-        version := _version(header.eval, is_exported),
-        _conditions(header, version, is_exported),
-        {
-            f"model_args.{name}": _text(value)
-            for name, value in header.eval.model_args.items()
-            if not _UNCOMPARED.search(name)
-        },
-        path,
-        names_by_number,
-        tuple(
-            f"{number} of {count} answers in {path} were cut off ({reason}); they count as scored"
-            for reason, number in limits.items()
-        ),
-    )
 
 
 def combine_logs(results: Sequence[TaskResults], group: str) -> TaskResults:
@@ -479,9 +477,8 @@ def _resolve(value: Any, sample: LoggedSample) -> Any:
     return [_resolve(inner, sample) for inner in value] if isinstance(value, list) else value
 
 
-def _require_complete(log: InspectLog, documents: Documents) -> None:
+def _require_complete(header: LogHeader, path: Path, documents: Documents) -> None:
     """Raise InvalidInput unless the log has every sample of its dataset in every epoch."""
-    header, path = log.content, log.path
     assert header.results is not None
     totals = header.results
     ids = header.eval.dataset.sample_ids

@@ -154,7 +154,59 @@ class ResultsFile(LoggedResults):
         return bool(self.leaves(task))
 
     def read(self, task: str, cluster_field: str | None) -> TaskResults:
-        return _read(self, task, cluster_field)
+        leaves = self.leaves(task)
+        outcomes: list[DocumentScore] = []
+        count = 0
+        for leaf in leaves:
+            samples = _read_samples(self, leaf, cluster_field, MAX_SAMPLES - count)
+            count += len(samples)
+            directions = self.content.higher_is_better.get(leaf, {})
+            leaf_scores: list[DocumentScore] = []
+            for metric, key in _means(self, leaf, samples):
+                if (higher_is_better := directions.get(metric)) is not None:
+                    leaf_scores += [
+                        _outcome(leaf, key, higher_is_better, sample, sample.score(metric))
+                        for sample in samples
+                        if metric in sample.metrics and key == f"{metric},{sample.filter}"
+                    ]
+            if not leaf_scores:
+                metric_names = sorted({metric for sample in samples for metric in sample.metrics})
+                raise InvalidInput(
+                    f"{self.path}: task {leaf}",
+                    found="no metric that is a mean over documents with a direction, only "
+                    + (", ".join(metric_names) or "none at all"),
+                    expected="a score per document whose mean is the score of the task",
+                    remedy="guard the other tasks of the group individually" if leaf != task else "",
+                )
+            check_all_scored(f"{self.path}: task {task}", ((leaf, sample.doc_id) for sample in samples), leaf_scores)
+            outcomes += leaf_scores
+            if PROBABILITY not in directions:
+                values = probabilities([each.score("acc") for each in samples], [each.choice for each in samples])
+                outcomes += [
+                    _outcome(leaf, f"{PROBABILITY},{sample.filter}", True, sample, probability)
+                    for sample, probability in zip(samples, values or [None] * len(samples), strict=True)
+                    if probability is not None
+                ]
+        content = self.content
+        conditions = {
+            "lm_eval_version": content.lm_eval_version,
+            "task_versions": json.dumps({leaf: str(content.versions.get(leaf)) for leaf in leaves}),
+            "model_source": str(content.model_source),
+            "chat_template_sha": str(content.chat_template_sha),
+            # Matters only with a chat template. Without one, lm-eval's library and command line differ in it.
+            "fewshot_as_multiturn": str(bool(content.chat_template_sha and content.fewshot_as_multiturn)),
+            "system_instruction_sha": str(content.system_instruction_sha),
+            "gen_kwargs": json.dumps(content.config.gen_kwargs or {}, sort_keys=True),
+            "repeats": json.dumps([content.configs[leaf].repeats for leaf in leaves]),
+            "higher_is_better": json.dumps([content.higher_is_better.get(leaf) for leaf in leaves], sort_keys=True),
+        }
+        precision = {
+            "model_dtype": str(content.config.model_dtype),
+            "batch_size": str(content.config.batch_size),
+            "max_length": str(content.max_length),
+            "transformers_version": str(content.transformers_version),
+        }
+        return TaskResults(task, tuple(outcomes), LM_EVAL, content.lm_eval_version, conditions, precision, self.path)
 
     def leaves(self, task: str) -> tuple[str, ...]:
         """Return the tasks below a group, or the task itself; empty if the file contains neither."""
@@ -173,62 +225,6 @@ class ResultsFile(LoggedResults):
             elif name in self.content.configs:
                 leaves[name] = None
         return tuple(leaves)
-
-
-def _read(file: ResultsFile, task: str, cluster_field: str | None) -> TaskResults:
-    leaves = file.leaves(task)
-    outcomes: list[DocumentScore] = []
-    count = 0
-    for leaf in leaves:
-        samples = _read_samples(file, leaf, cluster_field, MAX_SAMPLES - count)
-        count += len(samples)
-        directions = file.content.higher_is_better.get(leaf, {})
-        leaf_scores: list[DocumentScore] = []
-        for metric, key in _means(file, leaf, samples):
-            if (higher_is_better := directions.get(metric)) is not None:
-                leaf_scores += [
-                    _outcome(leaf, key, higher_is_better, sample, sample.score(metric))
-                    for sample in samples
-                    if metric in sample.metrics and key == f"{metric},{sample.filter}"
-                ]
-        if not leaf_scores:
-            metric_names = sorted({metric for sample in samples for metric in sample.metrics})
-            raise InvalidInput(
-                f"{file.path}: task {leaf}",
-                found="no metric that is a mean over documents with a direction, only "
-                + (", ".join(metric_names) or "none at all"),
-                expected="a score per document whose mean is the score of the task",
-                remedy="guard the other tasks of the group individually" if leaf != task else "",
-            )
-        check_all_scored(f"{file.path}: task {task}", ((leaf, sample.doc_id) for sample in samples), leaf_scores)
-        outcomes += leaf_scores
-        if PROBABILITY not in directions:
-            values = probabilities([each.score("acc") for each in samples], [each.choice for each in samples])
-            outcomes += [
-                _outcome(leaf, f"{PROBABILITY},{sample.filter}", True, sample, probability)
-                for sample, probability in zip(samples, values or [None] * len(samples), strict=True)
-                if probability is not None
-            ]
-    content = file.content
-    conditions = {
-        "lm_eval_version": content.lm_eval_version,
-        "task_versions": json.dumps({leaf: str(content.versions.get(leaf)) for leaf in leaves}),
-        "model_source": str(content.model_source),
-        "chat_template_sha": str(content.chat_template_sha),
-        # Matters only with a chat template; without one, lm-eval's library and command line record different values.
-        "fewshot_as_multiturn": str(bool(content.chat_template_sha and content.fewshot_as_multiturn)),
-        "system_instruction_sha": str(content.system_instruction_sha),
-        "gen_kwargs": json.dumps(content.config.gen_kwargs or {}, sort_keys=True),
-        "repeats": json.dumps([content.configs[leaf].repeats for leaf in leaves]),
-        "higher_is_better": json.dumps([content.higher_is_better.get(leaf) for leaf in leaves], sort_keys=True),
-    }
-    precision = {
-        "model_dtype": str(content.config.model_dtype),
-        "batch_size": str(content.config.batch_size),
-        "max_length": str(content.max_length),
-        "transformers_version": str(content.transformers_version),
-    }
-    return TaskResults(task, tuple(outcomes), LM_EVAL, content.lm_eval_version, conditions, precision, file.path)
 
 
 class _Sample(NamedTuple):
