@@ -103,7 +103,7 @@ from mergegate.tasks.preflight.licenses import (
 from mergegate.tasks.publish import expected_signer
 from mergegate.tasks.publish.targets import CredentialUse, check_target
 from mergegate.tasks.report import read_history
-from mergegate.tasks.serve import server_of
+from mergegate.tasks.serve import find_server
 from mergegate.tasks.stage import announce, device_kind, formats_without_units, home, store
 from mergegate.tasks.store import StoredValue
 from mergegate.tasks.sweep import SweepEvidence, pin_sweep
@@ -232,7 +232,7 @@ def preflight_profile(
             profile.publish.earlier_release(profile.root, profile.evaluate.anchor)
     with problems.collect_errors():
         if profile.serve is not None:
-            server_of(profile.serve, profile.root)  # raises unless it is installed
+            find_server(profile.serve, profile.root)  # raises unless it is installed
     candidates = profile.candidates() if candidates is None else candidates
     for remark in candidates[0].remarks:
         problems.summary.append(remark)

@@ -7,7 +7,7 @@
         answer = client.request("/health")                                      # sends one request
 
 The API key is sent in one header and never appears in a message. Callers interpret the answers
-(``tasks.judge.server``, ``tasks.serve.client``). The Hub has its own client and shares the retry policy.
+(``tasks.judge.questions``, ``tasks.serve.answers``). The Hub has its own client and shares the retry policy.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from tiny_models import write_jsonl
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_process import end_model_process
-from mergegate.tasks.evaluation.backends.registry import added_backends
+from mergegate.tasks.evaluation.backends import added_backends
 from mergegate.tasks.evaluation.document_order import DocumentRange
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.harness import ScoringJob, score_documents

@@ -15,7 +15,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks import checkpoints
 from mergegate.tasks.checkpoints.hub.snapshot import Snapshot
-from mergegate.tasks.serve.reference import Reference, ReferenceRequest, make_reference
+from mergegate.tasks.serve.answers import Reference, ReferenceRequest, make_reference
 from mergegate.tasks.store import digest
 
 DEMO = Path(__file__).resolve().parents[1] / "profiles" / "demo" / "models" / "base"

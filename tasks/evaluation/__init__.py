@@ -34,12 +34,17 @@ if TYPE_CHECKING:
         write_document_scores,
     )
     from mergegate.tasks.evaluation.download import FetchedDataset, fetch_datasets
-    from mergegate.tasks.evaluation.logged_results import TaskResults, precision_differences, require_same_conditions
     from mergegate.tasks.evaluation.metrics import choose_known_metrics, choose_metrics
     from mergegate.tasks.evaluation.process import call_with_task_data
     from mergegate.tasks.evaluation.regeneration import lengthen_answers
     from mergegate.tasks.evaluation.repetition import find_repetition, repetition_findings
-    from mergegate.tasks.evaluation.result_files import find_results, read_task
+    from mergegate.tasks.evaluation.results import (
+        TaskResults,
+        find_results,
+        precision_differences,
+        read_task,
+        require_same_conditions,
+    )
     from mergegate.tasks.evaluation.settings import (
         EvaluationSettings,
         PromptSettings,
@@ -112,13 +117,12 @@ else:
             "write_document_scores",
         ),
         "download": ("FetchedDataset", "fetch_datasets"),
-        "logged_results": ("LoggedResults", "TaskResults", "precision_differences", "require_same_conditions"),
         "metrics": ("choose_known_metrics", "choose_metrics"),
         "task_preview": ("PromptWarning", "TaskPreview", "TokenizerSource", "preview", "task_prompts"),
         "process": ("call_with_task_data",),
         "regeneration": ("lengthen_answers",),
         "repetition": ("find_repetition", "repetition_findings"),
-        "result_files": ("find_results", "read_task"),
+        "results": ("TaskResults", "find_results", "precision_differences", "read_task", "require_same_conditions"),
         "settings": (
             "EvaluationSettings",
             "PromptSettings",

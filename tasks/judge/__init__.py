@@ -11,9 +11,11 @@ The judge is off by default. For practice and limits of LLM judges see Zheng et 
 sees every pair in both orders because of the position bias (Shi et al. 2024, arXiv 2406.07791).
 """
 
+from mergegate.tasks.judge.answers import JudgePrompts, pin_prompts, read_prompts
 from mergegate.tasks.judge.comparison import (
     ORDERS,
     SCORES,
+    ControlResult,
     JudgeVerdict,
     Judgment,
     JudgmentKey,
@@ -21,10 +23,7 @@ from mergegate.tasks.judge.comparison import (
     controls_found,
     settle,
 )
-from mergegate.tasks.judge.controls import ControlResult, control_count
-from mergegate.tasks.judge.prompts import JudgePrompts, pin_prompts, read_prompts
-from mergegate.tasks.judge.questions import RecordedAnswerPair, judge_recorded_pairs
-from mergegate.tasks.judge.rubric import INSTRUCTIONS
+from mergegate.tasks.judge.questions import INSTRUCTIONS, RecordedAnswerPair, control_count, judge_recorded_pairs
 from mergegate.tasks.judge.settings import (
     AnswerLimits,
     ControlSettings,

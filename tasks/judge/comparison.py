@@ -4,22 +4,34 @@ The judge sees every pair of answers in both orders. A win counts only if the ju
 other pairs are ties. A prompt scores 1, 1/2 or 0 (the mean of its turns). Prompts are the independent units, with the
 interval for graded scores (``tasks.gate.graded_difference``). The rule is the gate's (``tasks.gate.regression``),
 applied to the points by which the win rate falls short of even. The verdict is inconclusive if the judge contradicts
-itself too often, or misses the control pairs (``tasks.judge.controls``). Limits on the length of the answers and on the
-share that the token limit cuts off hold whatever the judge prefers.
+itself too often. Limits on the length of the answers and on the share that the token limit cuts off hold whatever the
+judge prefers.
+
+The judge finds a control pair if it prefers the intact answer in both orders. The verdict is inconclusive unless the
+share of controls that it finds is shown to be above a limit (assay sensitivity; ICH E10, 2000, section 1.5). The
+default limit is one quarter, which coin tosses would find. No judge finds all controls, because damage hardly matters
+in a bad answer. Controls do not count in the win rate.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.gate import Difference, OnInconclusive, decide_guard, graded_difference, graded_documents_needed
-from mergegate.tasks.judge.controls import ControlResult, control_result
+from mergegate.tasks.gate import (
+    Difference,
+    OnInconclusive,
+    decide_guard,
+    graded_difference,
+    graded_documents_needed,
+    share_bounds,
+)
+from mergegate.tasks.judge.answers import AnswerSummary
 from mergegate.tasks.judge.settings import JudgeRule
 from mergegate.tasks.stage import Outcome, Section, Verdict, severity
 
@@ -56,7 +68,6 @@ class Judgment(BaseModel):
 
     @property
     def key(self) -> JudgmentKey:
-        """Identity of this judgment in a run."""
         return JudgmentKey(self.prompt, self.turn, self.order, self.control)
 
 
@@ -76,6 +87,31 @@ class DimensionRate(BaseModel):
 
     name: str
     win_rate: float  # In [0, 1].
+
+
+class ControlResult(BaseModel):
+    """Share of the control pairs that the judge found."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    pairs: int
+    found: int  # Pairs in which it preferred the intact answer in both orders.
+    low: float  # One-sided lower bound of the share.
+    min_share: float  # The judge decides only if ``low`` is above this.
+
+    @property
+    def passed(self) -> bool:
+        """Whether the judge is shown to tell good answers from bad ones."""
+        return self.low > self.min_share
+
+    def describe(self) -> str:
+        """Return ``the judge found 12 of 40 control pairs (at least 18 %, more than 25 % is required)``."""
+        if not self.pairs:
+            return "no control pair shows that the judge can tell a good answer from a damaged copy of it"
+        return (
+            f"the judge found {self.found:,} of {self.pairs:,} control pairs (at least {100 * self.low:.0f} %, more "
+            f"than {100 * self.min_share:g} % is required)"
+        )
 
 
 class JudgeVerdict(BaseModel):
@@ -115,11 +151,9 @@ class JudgeVerdict(BaseModel):
 
     @property
     def publishable(self) -> bool:
-        """Whether the outcome and ``on_inconclusive`` allow publication."""
         return self.outcome == "pass" or (self.outcome == "inconclusive" and self.on_inconclusive != "block")
 
     def as_verdict(self) -> Verdict:
-        """Return this decision as a ``Verdict``, the form that all stages share."""
         return Verdict(
             name="judge",
             outcome=self.outcome,
@@ -128,20 +162,6 @@ class JudgeVerdict(BaseModel):
             evidence=self,
             section=Section(title="Judged answers", sentences=(self.reason,)),
         )
-
-
-class AnswerStatistics(NamedTuple):
-    """Statistics of one model's answers that the verdict reports in addition to the winners."""
-
-    name: str
-    characters: int
-    answers: int
-    cut_off: int
-
-    @property
-    def cut_off_percent(self) -> float:
-        """Share of the answers that the token limit cut off, in percent."""
-        return 100 * self.cut_off / self.answers if self.answers else 0.0
 
 
 def settle(judgments: Iterable[Judgment], identical: Iterable[tuple[str, int]] = ()) -> tuple[Pair, ...]:
@@ -169,10 +189,20 @@ def controls_found(judgments: Iterable[Judgment]) -> tuple[bool, ...]:
     return tuple(_winner(both) == "reference" for both in winners.values() if len(both) == len(ORDERS))
 
 
+def control_result(hits: Sequence[bool], confidence: float, min_share: float) -> ControlResult:
+    """Return the share of controls that were found, with its exact bound.
+
+    ``hits`` says for each control whether the judge preferred the intact answer in both orders. ``confidence`` is that
+    of the lower bound, in (0, 1).
+    """
+    low, _ = share_bounds(sum(hits), len(hits), confidence)
+    return ControlResult(pairs=len(hits), found=sum(hits), low=low, min_share=min_share)
+
+
 def answers_verdict(
     judge: str,
-    reference: AnswerStatistics,
-    merge: AnswerStatistics,
+    reference: AnswerSummary,
+    merge: AnswerSummary,
     judgments: Sequence[Judgment],
     identical: Sequence[tuple[str, int]],
     rule: JudgeRule,
@@ -180,13 +210,11 @@ def answers_verdict(
     """Return the verdict on all judgments of one merge against one reference, including those of control pairs.
 
     For ``identical``, see ``settle``.
-
-    Raises:
-        InvalidInput: If there are too few prompts for a decision.
     """
     controls = control_result(controls_found(judgments), rule.confidence, rule.min_controls_found)
     judgments = [judgment for judgment in judgments if not judgment.control]
     pairs = settle(judgments, identical)
+    winners = Counter(pair.winner for pair in pairs)
     shortfall = _shortfall(pairs, rule.confidence)
     judged = [pair for pair in pairs if pair.consistent is not None]
     consistency = sum(bool(pair.consistent) for pair in judged) / len(judged) if judged else None
@@ -198,7 +226,7 @@ def answers_verdict(
         if distance > 0:
             # The lead is in [-1, 1], and the shortfall is half of it.
             needed = graded_documents_needed(4 * shortfall.variance, 2 * distance / 100, rule.confidence)
-    reason = _sentence(reference.name, shortfall, rule, outcome, len({pair.prompt for pair in pairs}), needed)
+    reason = _sentence(reference.model, shortfall, rule, outcome, len({pair.prompt for pair in pairs}), needed)
     if consistency is not None and consistency < rule.min_consistency:
         outcome, needed = "inconclusive", None
         reason = (
@@ -222,17 +250,17 @@ def answers_verdict(
             winners_by_dimension[name][judgment.prompt, judgment.turn].append(winner)
     rates = []
     for name, by_pair in winners_by_dimension.items():
-        scores = [SCORES[_winner(winners)] for winners in by_pair.values()] + [0.5] * len(identical)
+        scores = [SCORES[_winner(both)] for both in by_pair.values()] + [0.5] * len(identical)
         rates.append(DimensionRate(name=name, win_rate=sum(scores) / len(scores)))
     return JudgeVerdict(
-        reference=reference.name,
+        reference=reference.model,
         judge=judge,
         prompts=len({pair.prompt for pair in pairs}),
         pairs=len(pairs),
         identical=len(identical),
-        wins=sum(pair.winner == "merge" for pair in pairs),
-        ties=sum(pair.winner == "tie" for pair in pairs),
-        losses=sum(pair.winner == "reference" for pair in pairs),
+        wins=winners["merge"],
+        ties=winners["tie"],
+        losses=winners["reference"],
         win_rate=0.5 - shortfall.mean,
         low=max(0.0, 0.5 - shortfall.high),
         high=min(1.0, 0.5 - shortfall.low),
@@ -258,12 +286,12 @@ def answers_verdict(
 
 
 def _answer_problem(
-    reference: AnswerStatistics, merge: AnswerStatistics, length_ratio: float | None, rule: JudgeRule
+    reference: AnswerSummary, merge: AnswerSummary, length_ratio: float | None, rule: JudgeRule
 ) -> tuple[Outcome, str] | None:
     """Return why lengths and ends of the answers rule out a pass, whatever the judge prefers, or None."""
     if rule.max_length_ratio is not None and length_ratio is not None and length_ratio > rule.max_length_ratio:
         return "fail", (
-            f"judge: the merge's answers are {length_ratio:.1f} times as long as those of {reference.name}; "
+            f"judge: the merge's answers are {length_ratio:.1f} times as long as those of {reference.model}; "
             f"max_length_ratio is {rule.max_length_ratio:g}"
         )
     excess = merge.cut_off_percent - reference.cut_off_percent
@@ -272,7 +300,7 @@ def _answer_problem(
         return None
     return "fail" if excess > rule.max_cut_off else "inconclusive", (
         f"judge: the token limit cuts off {merge.cut_off_percent:.1f} % of the merge's answers and "
-        f"{reference.cut_off_percent:.1f} % of those of {reference.name}; max_cut_off is {rule.max_cut_off:g} %. "
+        f"{reference.cut_off_percent:.1f} % of those of {reference.model}; max_cut_off is {rule.max_cut_off:g} %. "
         "Raise max_new_tokens to compare complete answers"
     )
 

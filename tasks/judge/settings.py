@@ -12,6 +12,8 @@ from mergegate.tasks.gate import MARGIN_ABOVE_MAX_DROP
 from mergegate.tasks.http import plain_address
 from mergegate.tasks.store import NotInKey
 
+P = TypeVar("P", bound=BaseModel)
+
 DIMENSIONS: Mapping[str, str] = {
     "correctness": "The facts, reasoning and results are correct, and agree with the reference answer if there is one.",
     "relevance": "The answer fulfills the request completely, adds nothing else, and has the requested form.",
@@ -61,7 +63,7 @@ class JudgmentSettings(BaseModel):
 
 
 class ControlSettings(BaseModel):
-    """Number of control pairs, see ``tasks.judge.controls``."""
+    """Number of control pairs, see ``tasks.judge.questions``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -188,34 +190,5 @@ class JudgeSettings(Generation, JudgmentSettings, ControlSettings, JudgeRule, Ju
     )
     seed: int = Field(default=0, ge=0, description="Seed of the sample. Default: 0.")
 
-    @property
-    def generation(self) -> Generation:
-        """Settings that determine answers."""
-        return _part(Generation, self)
-
-    @property
-    def judging(self) -> JudgmentSettings:
-        """Settings that determine judgments."""
-        return _part(JudgmentSettings, self)
-
-    @property
-    def controls(self) -> ControlSettings:
-        """Settings that determine the control pairs."""
-        return _part(ControlSettings, self)
-
-    @property
-    def rule(self) -> JudgeRule:
-        """Settings that determine the verdict."""
-        return _part(JudgeRule, self)
-
-    @property
-    def server(self) -> JudgeServer:
-        """Settings that do not affect any result."""
-        return _part(JudgeServer, self)
-
-
-P = TypeVar("P", bound=BaseModel)
-
-
-def _part(kind: type[P], settings: JudgeSettings) -> P:
-    return kind.model_validate({name: getattr(settings, name) for name in kind.model_fields})
+    def part(self, kind: type[P]) -> P:
+        return kind.model_validate({name: getattr(self, name) for name in kind.model_fields})

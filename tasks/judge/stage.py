@@ -7,33 +7,47 @@ that was interrupted (for example because the server became unavailable) resumes
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from pydantic import ValidationError
-
+from mergegate.merge_core.files import JOURNAL, JournalLocation, open_journal
 from mergegate.tasks.checkpoints import Model
-from mergegate.tasks.judge.answers import AnswerSummary, ConversationAnswers, answer, read_answers
-from mergegate.tasks.judge.comparison import (
-    ORDERS,
-    AnswerStatistics,
-    JudgeVerdict,
-    Judgment,
-    JudgmentKey,
-    answers_verdict,
-    settle,
+from mergegate.tasks.judge.answers import (
+    AnswerSummary,
+    ConversationAnswers,
+    JudgePrompts,
+    Prompt,
+    Prompts,
+    References,
+    answer,
+    read_answers,
+    read_prompts,
+    write_lines,
 )
-from mergegate.tasks.judge.controls import DAMAGES, control_count
-from mergegate.tasks.judge.prompts import JudgePrompts, Prompt, Prompts, References, read_prompts
-from mergegate.tasks.judge.questions import JudgeQuestion, ask_judge, both_orders, control_questions
-from mergegate.tasks.judge.rubric import INSTRUCTIONS
-from mergegate.tasks.judge.settings import ControlSettings, JudgeServer, JudgeSettings, JudgmentSettings
+from mergegate.tasks.judge.comparison import ORDERS, JudgeVerdict, Judgment, answers_verdict, settle
+from mergegate.tasks.judge.questions import (
+    DAMAGES,
+    INSTRUCTIONS,
+    JudgeQuestion,
+    ask_judge,
+    both_orders,
+    control_count,
+    control_questions,
+)
+from mergegate.tasks.judge.settings import (
+    ControlSettings,
+    Generation,
+    JudgeRule,
+    JudgeServer,
+    JudgeSettings,
+    JudgmentSettings,
+)
 from mergegate.tasks.stage import Runtime, StageValue, advance, stage
 from mergegate.tasks.store import Artifact
 
-PAIRS, FILE, _UNFINISHED = "pairs.jsonl", "judgements.jsonl", "judgements.unfinished.jsonl"
+PAIRS, FILE = "pairs.jsonl", "judgements.jsonl"
 
 
 class Judgments(StageValue):
@@ -71,31 +85,27 @@ def judge_models(
     Raises:
         InvalidInput: If a model cannot be loaded, the server cannot be reached, or the prompts cannot be read.
     """
-    reference_answers = answer(reference, prompts.prompts, settings.generation, runtime)
-    merge_answers = answer(merge, prompts.prompts, settings.generation, runtime)
-    judging, server = settings.judging, settings.server
+    generation = settings.part(Generation)
+    reference_answers = answer(reference, prompts.prompts, generation, runtime)
+    merge_answers = answer(merge, prompts.prompts, generation, runtime)
     judgments = judge(
         reference_answers,
         merge_answers,
         prompts.prompts,
         prompts.references,
-        judging,
-        server,
+        settings.part(JudgmentSettings),
+        settings.part(JudgeServer),
         INSTRUCTIONS,
-        settings.controls,
+        settings.part(ControlSettings),
     )
-
-    def statistics(name: str, value: AnswerSummary) -> AnswerStatistics:
-        return AnswerStatistics(name, value.characters, value.answers, value.cut_off)
-
     lines = (judgments.directory / FILE).read_text(encoding="utf-8").splitlines()
     verdict = answers_verdict(
         settings.model,
-        statistics(reference.name, reference_answers.value),
-        statistics(merge.name, merge_answers.value),
+        reference_answers.value.model_copy(update={"model": reference.name}),  # stored under another name, perhaps
+        merge_answers.value,
         [Judgment.model_validate_json(line) for line in lines],
         judgments.value.identical,
-        settings.rule,
+        settings.part(JudgeRule),
     )
     return JudgedAnswers(verdict, judgments)
 
@@ -139,35 +149,26 @@ def judge(
         questions += _controls(prompt_list, sides, len(ORDERS) * count)
     # In an order that is unrelated to the answers, so that a judge with a memory cannot tell controls apart.
     questions.sort(key=lambda question: hashlib.sha256(repr(question.key).encode()).digest())
-    _write(out / PAIRS, pairs)
-    unfinished = out / _UNFINISHED
-    judgments: dict[JudgmentKey, Judgment] = {}  # starts with the records of an interrupted run
-    recorded = unfinished.read_text(encoding="utf-8", errors="replace") if unfinished.is_file() else ""
-    for line in recorded.splitlines():
-        try:
-            judgment = Judgment.model_validate_json(line)
-        except ValidationError:
-            continue  # The line that was being written when the run was killed.
-        if judgment.winner is not None:  # An unreadable reply is requested once more.
-            judgments[judgment.key] = judgment
-    _write(unfinished, (judgment.model_dump(mode="json") for judgment in judgments.values()))  # no truncated last line
-    remaining = [question for question in questions if question.key not in judgments]
-    with unfinished.open("a", encoding="utf-8") as record:
+    write_lines(out / PAIRS, pairs)
+    key = judge.key(reference, merge, prompts, references, judging, server, instructions, controls)
+    with open_journal(JournalLocation(out / JOURNAL, key)) as journal:
+        recorded = map(Judgment.model_validate, journal.records)
+        # An unreadable reply is requested once more.
+        judgments = {judgment.key: judgment for judgment in recorded if judgment.winner is not None}
+        remaining = [question for question in questions if question.key not in judgments]
         for judgment in ask_judge(remaining, judging, server, instructions):
             judgments[judgment.key] = judgment
-            record.write(json.dumps(judgment.model_dump(mode="json"), ensure_ascii=False) + "\n")
-            record.flush()
+            journal.append(judgment.model_dump(mode="json"))
             advance(len(judgments), len(questions), "judgments")
-    _write(out / FILE, (judgments[question.key].model_dump(mode="json") for question in questions))
-    unfinished.unlink(missing_ok=True)
-    settled = settle(judgments.values(), identical)
+    write_lines(out / FILE, (judgments[question.key].model_dump(mode="json") for question in questions))
+    winners = Counter(pair.winner for pair in settle(judgments.values(), identical))
     return Judgments(
         judge=judging.model,
         prompts=len(prompt_list),
         identical=tuple(identical),
-        wins=sum(pair.winner == "merge" for pair in settled),
-        ties=sum(pair.winner == "tie" for pair in settled),
-        losses=sum(pair.winner == "reference" for pair in settled),
+        wins=winners["merge"],
+        ties=winners["tie"],
+        losses=winners["reference"],
     )
 
 
@@ -190,7 +191,3 @@ def _controls(
             break
         questions += control_questions(prompt, turn, answers[author][prompt.id].answers, damage, author)
     return questions
-
-
-def _write(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Send requests to a running server and check its answers.
+"""Send requests to a running server, check its answers, and measure its speed.
 
 Each function checks one property, however the server was started. It raises ``Unreachable`` if the server does not
 answer.
@@ -6,18 +6,21 @@ answer.
 
 from __future__ import annotations
 
+import base64
 import math
 import re
+import struct
+import time
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from mergegate.tasks.http import Answer
-from mergegate.tasks.serve.client import Client, Completion, parse_completion
-from mergegate.tasks.serve.reference import Reference
+from mergegate.tasks.http import Answer, JsonClient
+from mergegate.tasks.serve.answers import Completion, Reference, parse_completion
 from mergegate.tasks.serve.settings import ServeSettings
-from mergegate.tasks.serve.verdict import Check
+from mergegate.tasks.serve.verdict import Check, ServingCost
 
 NOT_OFFERED = (404, 405, 501)  # statuses with which a server rejects a path that it does not have
 _NON_FINITE = re.compile(r"JSON compliant|\bnan\b|\binf(?:inity)?\b", re.IGNORECASE)
@@ -29,25 +32,16 @@ _BROKEN_MODEL = "look for NaN, zeroed or exchanged weights, and compare them wit
 
 @dataclass(frozen=True)
 class ServedSubject:
-    """A running server and the facts about its model.
+    """A running server and the facts about its model."""
 
-    Args:
-        settings: Prompts, texts and limits of the checks.
-        reference: Expected answers, or None if only the server's address is known.
-        longest: Longest request in tokens, or None if unknown.
-        extended: Whether the server accepts or ignores vLLM's additional fields.
-        base: Name under which the server lists the model without the adapter, or None if it does not list it.
-        reads_pictures: Whether the model reads pictures and writes text.
-    """
-
-    client: Client
+    client: JsonClient
     model: str
     settings: ServeSettings
-    reference: Reference | None
-    longest: int | None
-    extended: bool = True
-    base: str | None = None
-    reads_pictures: bool = False
+    reference: Reference | None  # None if only the server's address is known
+    longest: int | None  # longest request in tokens, or None if unknown
+    extended: bool = True  # whether the server accepts or ignores vLLM's additional fields
+    base: str | None = None  # name under which the server lists the model without the adapter, if it does
+    reads_pictures: bool = False  # whether the model reads pictures and writes text
 
     def complete(self, prompt: str | Sequence[int], max_tokens: int, *, extension: Any = (), **fields: Any) -> Answer:
         """Request a greedy continuation of a text or of token ids.
@@ -57,9 +51,6 @@ class ServedSubject:
         """
         body = {"model": self.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, **fields}
         return self.client.request("/v1/completions", body | (dict(extension) if self.extended else {}))
-
-
-ServerCheck = Callable[[ServedSubject], list[Check]]
 
 
 def check_generation(subject: ServedSubject) -> list[Check]:
@@ -334,3 +325,133 @@ def check_length_limit(subject: ServedSubject) -> list[Check]:
 def _quoted(text: str) -> str:
     short = " ".join(text.split())
     return repr(short if len(short) <= 40 else short[:39] + "…")
+
+
+_NAME, _EXPECTED = "two pictures", "answers that depend on the picture"
+_SIDE = 112  # pixels; a multiple of 14, 16 and 28, the patch sizes of most families
+_QUESTION = "What is in this picture?"
+_TOKENS = 8
+_NOISE = 3  # Smallest ratio of effect to noise that counts.
+_Color = tuple[int, int, int]
+
+
+def check_pictures(subject: ServedSubject) -> list[Check]:
+    """Compare the answers about two pictures with each other, and with a repeated answer about the first."""
+    if not subject.reads_pictures:
+        return []
+    if subject.reference is not None and subject.reference.chat is None:
+        return [Check.not_offered(_NAME, "the checkpoint has no chat template, which inserts a picture", _EXPECTED)]
+    halves = draw_png(lambda x, _: (220, 30, 30) if x < _SIDE // 2 else (30, 30, 220))
+    stripes = draw_png(lambda _, y: (250, 250, 250) if y // 14 % 2 else (20, 120, 20))
+    replies: list[Completion] = []
+    for picture in (halves, stripes, halves):
+        answer = subject.client.request("/v1/chat/completions", _request(subject.model, picture))
+        if answer.status in NOT_OFFERED:
+            return [Check.not_offered(_NAME, answer.complaint, _EXPECTED)]
+        reply = parse_completion(answer, is_chat=True)
+        if reply is None:
+            remedy = "copy the processor's files from a parent (preprocessor_config.json, processor_config.json), and "
+            remedy += "check that the server supports pictures for this family"
+            return [Check.failed_check(_NAME, answer.complaint, "an answer about a picture", remedy)]
+        replies.append(reply)
+    return [compare_answers(*replies)]
+
+
+def compare_answers(first: Completion, second: Completion, repetition: Completion) -> Check:
+    """Decide whether the answers depend on the picture. ``repetition`` is another answer about the first picture."""
+    if first.text != repetition.text:
+        return Check.not_offered(_NAME, "the answers to two equal requests differ", _EXPECTED)
+    if first.text != second.text:
+        return Check.passed_check(_NAME, "different answers to one question", _EXPECTED)
+    effect, noise = _distance(first, second), _distance(first, repetition)
+    if effect is None or noise is None:
+        return Check.not_offered(_NAME, "equal texts, and the server returns no log-probabilities", _EXPECTED)
+    seen = f"log-probabilities differ by up to {effect:.2g} nats between two pictures"
+    if effect > _NOISE * noise:
+        return Check.passed_check(_NAME, seen, _EXPECTED)
+    return Check.failed_check(
+        _NAME,
+        f"the server ignores pictures: {seen}, and by up to {noise:.2g} between equal requests",
+        _EXPECTED,
+        "compare the processor's files and image_token_id in config.json with a parent's",
+    )
+
+
+def _distance(first: Completion, second: Completion) -> float | None:
+    """Return the largest difference between the log-probabilities of two equal texts, in nats. None: unknown."""
+    if first.logprobs is None or second.logprobs is None or len(first.logprobs) != len(second.logprobs):
+        return None
+    return max((abs(left - right) for left, right in zip(first.logprobs, second.logprobs, strict=True)), default=None)
+
+
+def _request(model: str, picture: bytes) -> dict[str, Any]:
+    url = f"data:image/png;base64,{base64.b64encode(picture).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": _QUESTION}]
+    messages = [{"role": "user", "content": content}]
+    options = {"max_tokens": _TOKENS, "temperature": 0, "logprobs": True, "seed": 0}
+    return {"model": model, "messages": messages, **options}
+
+
+def draw_png(color: Callable[[int, int], _Color], side: int = _SIDE) -> bytes:
+    """Return a square picture as a PNG file. ``color`` returns red, green and blue (0 to 255) at a column and a row."""
+    rows = (b"\0" + bytes(part for x in range(side) for part in color(x, y)) for y in range(side))  # 0: no filter
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)  # 8 bits for each of red, green and blue
+    parts = (chunk(b"IHDR", header), chunk(b"IDAT", zlib.compress(b"".join(rows))), chunk(b"IEND", b""))
+    return b"\x89PNG\r\n\x1a\n" + b"".join(parts)
+
+
+_TRIES = 3  # the fastest counts, because other load on the machine is not the model's fault
+_ENOUGH = 15.0  # seconds after which no further try starts
+
+
+def measure_speed(subject: ServedSubject) -> tuple[Check, ServingCost]:
+    """Measure the speed of one stream, and compare it with ``min_tokens_per_second`` if that is set.
+
+    The fastest of up to three tries counts. The time of a stream includes reading the prompt.
+    """
+    floor = subject.settings.min_tokens_per_second
+    expected = f"≥ {floor:g} tokens/s" if floor is not None else ""
+    first: list[float] = []
+    rates: list[float] = []
+    began = time.monotonic()
+    for _ in range(_TRIES):
+        answer, seconds = _timed(subject, 1)
+        if parse_completion(answer) is not None:
+            first.append(seconds)
+        answer, seconds = _timed(subject, subject.settings.max_tokens)
+        completion = parse_completion(answer)
+        if completion is None or not completion.tokens:
+            seen = answer.complaint if completion is None else "the server does not report the number of tokens"
+            return Check.not_offered("throughput", seen, expected), ServingCost()
+        rates.append(completion.tokens / max(seconds, 1e-6))
+        if time.monotonic() - began > _ENOUGH:
+            break
+    cost = ServingCost(seconds_to_first_token=min(first, default=None), tokens_per_second=max(rates))
+    if floor is not None and max(rates) < floor:
+        remedy = "use a faster machine, or decrease serve.min_tokens_per_second"
+        return Check.failed_check("throughput", cost.throughput, expected, remedy), cost
+    return Check.passed_check("throughput", cost.throughput, expected), cost
+
+
+def _timed(subject: ServedSubject, tokens: int) -> tuple[Answer, float]:
+    """Request ``tokens`` tokens, and return the answer and the seconds. vLLM generates exactly that many."""
+    began = time.monotonic()
+    answer = subject.complete(subject.settings.prompts[0], tokens, extension={"ignore_eos": True})
+    return answer, time.monotonic() - began
+
+
+# The checks of a server that answers, in the order in which they run, by what the progress shows.
+CHECKS: tuple[tuple[str, Callable[[ServedSubject], list[Check]]], ...] = (
+    ("text", check_generation),
+    ("parity", check_parity),
+    ("the effect of the adapter", check_adapter),
+    ("tokenizer", check_tokenizer),
+    ("chat", check_chat),
+    ("two pictures", check_pictures),
+    ("end of sequence", check_ends),
+    ("over-long prompt", check_length_limit),
+)

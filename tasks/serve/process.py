@@ -6,10 +6,13 @@
         server.await_ready()
         ...                       # server.url, server.model
     server.peak_memory            # no process, port or temporary file is left
+
+The server's log shows why it ended, and whether the model, the machine or the settings are to blame.
 """
 
 from __future__ import annotations
 
+import re
 import secrets
 import socket
 import time
@@ -17,14 +20,13 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Literal, Self
 
 from mergegate.tasks.checkpoints import confinement
-from mergegate.tasks.http import Unreachable
+from mergegate.tasks.http import JsonClient, Unreachable
 from mergegate.tasks.sandbox import GpuLease, NotStarted, ProcessEnd, ProcessOptions, SupervisedProcess, acquire_gpus
-from mergegate.tasks.serve.client import Client, parse_models
+from mergegate.tasks.serve.answers import parse_models
 from mergegate.tasks.serve.launch import Launch
-from mergegate.tasks.serve.server_log import PORT_TAKEN, Blame, assign_blame, root_cause
 from mergegate.tasks.serve.settings import ServeSettings
 from mergegate.tasks.stage import memory_of_child
 
@@ -32,6 +34,9 @@ GRACE = 20.0  # seconds that a server has to exit before it is killed
 _TRIES = 3  # starts, each on another port, in case another process takes the port first
 _PAUSE = 0.1
 _TAIL = 1 << 20  # bytes at the start and at the end of a log that are searched for a cause
+
+
+Blame = Literal["model", "machine", "settings"]
 
 
 class ServerEnded(Exception):
@@ -65,7 +70,6 @@ class ServerProcess:
 
     @property
     def peak_memory(self) -> int | None:
-        """Peak use of main memory in bytes, or None until the server has ended."""
         return self._end.peak_memory or None
 
     @property
@@ -102,7 +106,7 @@ class ServerProcess:
                     self._start()
                     continue
                 raise self.diagnose()
-            client = Client(self.url, timeout=min(5.0, self._settings.request_timeout))
+            client = JsonClient(self.url, timeout=min(5.0, self._settings.request_timeout))
             models: Mapping[str, int | None] = {}
             with suppress(Unreachable):
                 if client.request("/health").status in (200, 404):  # 404: the server has no such page
@@ -123,7 +127,6 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """Whether the process is running or is still being cleaned up after its exit."""
         return self._process is not None and self._process.alive
 
     def has_died(self, within: float = 5.0) -> bool:
@@ -192,3 +195,79 @@ class ServerProcess:
         if len(content) > 2 * _TAIL:
             content = content[:_TAIL] + b"\n" + content[-_TAIL:]
         return content.decode(errors="replace")
+
+
+# Prefixes that loggers put before a message: '(EngineCore pid=7) ERROR 11-20 11:01:16 [core.py:842] '.
+_PREFIX = re.compile(r"^(?:\([^)]*\)\s*)?(?:[A-Z]+\s+\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)?\s+)?(?:\[[^\]]*\]\s*)?")
+_NOT_ERROR = re.compile(r"\b(?:WARNING|INFO|DEBUG)\b")
+_RAISED = re.compile(
+    r"(?:^|\s)((?:(?:\w+\.)*[A-Z]\w*(?:Error|Exception|Exit|Interrupt)|error|fatal error): .+)$|"
+    r"^(\w.* died unexpectedly \(exit code: -\d+\))"
+)
+# Messages about an end whose cause is elsewhere in the log.
+_CONSEQUENCE = re.compile(
+    r"Engine core initialization failed|Engine core proc|EngineDeadError|EngineCore encountered|"
+    r"WorkerProc initialization failed|See root cause above|Failed core proc|CancelledError|RuntimeError: cancelled$"
+)
+# Messages that interpreters print at exit.
+_PRINTED_AT_EXIT = re.compile(r"resource_tracker|warnings\.warn\(|nanobind|^ - (?:leaked|\.\.\.)")
+_LONGEST = 400
+
+# Limits of the machine. A server can reach them even after it has answered.
+_LIMITS = re.compile(
+    r"out of memory|OutOfMemory|MemoryError|Cannot allocate memory|bad_alloc|ENOMEM|No space left on device|"
+    r"Free memory on device|No available memory for the cache|KV cache is needed|VLLM_CPU_KVCACHE_SPACE|"
+    r"not enough memory|Available (?:CPU )?memory|Unsupported CPU attention configuration|"
+    r"died unexpectedly \(exit code: -(?:4|9)\)"
+)
+_MACHINE = re.compile(
+    r"No CUDA|CUDA driver|CUDA[- ]capable device|CUDA error|cudaError|libcuda|NVML|NCCL|Failed to infer device type|"
+    r"Too many open files|Resource temporarily unavailable|No such file or directory|Permission denied|not enough GPUs|"
+    r"ModuleNotFoundError|ImportError|cannot open shared object|Exec format error|[Aa]ddress already in use|"
+    r"World size .* larger than"
+)
+_SETTINGS = re.compile(
+    r"unrecognized arguments|invalid choice|expected one argument|the following arguments are required|"
+    r"argument --?[\w-]+: |Extra inputs are not permitted|greater than the derived max_model_len"
+)
+# Another process listens on the port.
+PORT_TAKEN = re.compile(r"[Aa]ddress already in use|EADDRINUSE")
+
+
+def root_cause(log: str) -> str:
+    """Return the line of a log that says why a server ended.
+
+    This is the first error that is not the consequence of another one, or the last line of a log without errors.
+    """
+    errors = []
+    for line in log.splitlines():
+        if _NOT_ERROR.search(line[:80]):
+            continue
+        if match := _RAISED.search(_PREFIX.sub("", line.strip())):
+            errors.append((match[1] or match[2]).strip())
+    causes = [error for error in errors if not _CONSEQUENCE.search(error)]
+    if causes or errors:
+        return (causes or errors)[0][:_LONGEST]
+    lines = [line.strip() for line in log.splitlines() if line.strip() and not _PRINTED_AT_EXIT.search(line)]
+    return _PREFIX.sub("", lines[-1])[:_LONGEST] if lines else "the log is empty"
+
+
+def assign_blame(cause: str, returncode: int | None, *, had_answered: bool) -> Blame:
+    """Decide whether the model, the machine or the settings are to blame for the end of a server.
+
+    The machine is to blame if it lacks memory, a GPU or the server itself, and after SIGKILL, which the kernel sends
+    when memory is short. The settings are to blame if the server does not know its arguments. Otherwise the model is.
+
+    After the server has answered, only two ends are not the model's fault: SIGKILL, and a limit of the machine, such as
+    memory (also of a worker), a kernel that this build of the server has only for GPUs, or an instruction that the
+    processor lacks (SIGILL).
+
+    ``cause`` is the result of ``root_cause``. ``returncode`` is negative for a signal.
+    """
+    if _LIMITS.search(cause) or returncode == -9:
+        return "machine"
+    if had_answered:
+        return "model"
+    if _SETTINGS.search(cause):
+        return "settings"
+    return "machine" if _MACHINE.search(cause) else "model"

@@ -163,7 +163,6 @@ def check_finite(checkpoint: Checkpoint) -> Check:
 
 
 def _blocks(tensor: StoredTensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor in blocks that share one buffer."""
     if tensor.dtype.code not in EXPONENTS and tensor.dtype.code not in _SMALL:
         return  # integers are always numbers
     buffer = memoryview(bytearray(min(_BLOCK, tensor.nbytes)))

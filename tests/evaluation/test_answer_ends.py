@@ -27,7 +27,7 @@ from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.answer_journal import attach_journal
 from mergegate.tasks.evaluation.backends import AnswerEnd, find_backend, hf, vllm
-from mergegate.tasks.evaluation.backends.hf import answer_end
+from mergegate.tasks.evaluation.backends.answer_ends import answer_end
 from mergegate.tasks.evaluation.backends.server import _ends_in
 from mergegate.tasks.evaluation.document_scores import (
     SCORES_FILE,

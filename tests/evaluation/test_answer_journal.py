@@ -20,7 +20,7 @@ from mergegate.tasks.evaluation import harness
 from mergegate.tasks.evaluation.answer_journal import attach_journal
 from mergegate.tasks.evaluation.backends import find_backend
 from mergegate.tasks.evaluation.backends.hf import shared_prefix_type
-from mergegate.tasks.evaluation.backends.token_rows import SharedRow
+from mergegate.tasks.evaluation.backends.shared_prefix import SharedRow
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 
 HF = find_backend("hf").computes_in

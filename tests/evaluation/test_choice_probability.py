@@ -25,7 +25,7 @@ from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.choice_probability import AnsweredChoice, chance_level, choice_from_log, probabilities
 from mergegate.tasks.evaluation.document_scores import DocumentScore, pair_documents
 from mergegate.tasks.evaluation.metrics import choose_metrics
-from mergegate.tasks.evaluation.result_files import find_results, read_task
+from mergegate.tasks.evaluation.results import find_results, read_task
 from mergegate.tasks.gate.evidence import measure_guard
 from mergegate.tasks.gate.settings import Guard
 

@@ -18,7 +18,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.metrics import choose_metrics
-from mergegate.tasks.evaluation.result_files import find_results, read_task
+from mergegate.tasks.evaluation.results import find_results, read_task
 from mergegate.tasks.evaluation.stage import score_table
 from mergegate.tasks.evaluation.task_loading import inspect_data
 

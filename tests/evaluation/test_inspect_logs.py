@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from inspect_ai_runs import run_inspect
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation import inspect_files
 from mergegate.tasks.evaluation.document_scores import pair_documents
-from mergegate.tasks.evaluation.logged_results import TaskResults, precision_differences, require_same_conditions
 from mergegate.tasks.evaluation.metrics import choose_metrics
-from mergegate.tasks.evaluation.result_files import find_results, read_task
+from mergegate.tasks.evaluation.results import inspect_log
+from mergegate.tasks.evaluation.results.contract import TaskResults, precision_differences, require_same_conditions
+from mergegate.tasks.evaluation.results.files import find_results, read_task
 
 VALIDATORS = Path(__file__).resolve().parents[2] / ".venv-validators" / "bin" / "python"
 SAMPLES = Path(__file__).parent / "inspect_samples"
@@ -320,7 +320,7 @@ def test_hostile_zips_are_refused(
 ) -> None:
     path = copied("one")
     data = path.read_bytes()
-    monkeypatch.setattr(inspect_files, "MAX_SAMPLE_BYTES", 1000)  # every sample is larger
+    monkeypatch.setattr(inspect_log, "MAX_SAMPLE_BYTES", 1000)  # every sample is larger
     with pytest.raises(InvalidInput, match="at most 1000 bytes"):
         read(path)
     monkeypatch.undo()

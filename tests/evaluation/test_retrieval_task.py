@@ -22,9 +22,8 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import LoadedModel, load_model, unload_models
 from mergegate.tasks.evaluation import pin_built_in
-from mergegate.tasks.evaluation.built_in import MtebTask, RetrievalTask, relevance, retrieval
-from mergegate.tasks.evaluation.built_in.ranking import RankedQuery
-from mergegate.tasks.evaluation.built_in.relevance import score_texts
+from mergegate.tasks.evaluation.built_in import MtebTask, RetrievalTask, ranking, retrieval
+from mergegate.tasks.evaluation.built_in.ranking import RankedQuery, score_texts
 from mergegate.tasks.evaluation.harness import score_documents
 
 Loader: TypeAlias = Callable[..., LoadedModel]
@@ -157,7 +156,7 @@ def test_scores_of_pairs_are_those_of_sentence_transformers_before_the_activatio
 def test_the_batch_size_does_not_change_scores(
     kind: str, loaded: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relevance, "_BATCHES", 2)
+    monkeypatch.setattr(ranking, "_BATCHES", 2)
     model, task = loaded(kind), task_on(tmp_path, rows(12))
     alone, many = (np.concatenate(texts_scored(model, task, batch_size)) for batch_size in (1, 64))
     np.testing.assert_allclose(alone, many, rtol=0, atol=2e-6 * np.abs(many).max())
@@ -196,7 +195,7 @@ def test_a_corpus_is_read_once_for_several_samples(loaded: Loader, tmp_path: Pat
 
 
 def test_progress_counts_each_text_once(loaded: Loader, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relevance, "_BATCHES", 2)
+    monkeypatch.setattr(ranking, "_BATCHES", 2)
     task, calls = task_on(tmp_path, rows(10)), list[tuple[int, int]]()
     list(task.score(loaded("bert embedding"), task.documents(), 4, lambda *call: calls.append(call)))
     texts = {text for line in rows(10) for text in (*line["positives"], *line["negatives"])}

@@ -17,10 +17,9 @@ from lm_eval.models.huggingface import HFLM
 from samples import sampled, sampled_rows
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from mergegate.tasks.evaluation.backends import hf, prefix_cache
+from mergegate.tasks.evaluation.backends import hf, shared_prefix
 from mergegate.tasks.evaluation.backends.hf import RequestTokens, max_shared_length, shared_prefix_type
-from mergegate.tasks.evaluation.backends.prefix_cache import cache_prompts, common_start
-from mergegate.tasks.evaluation.backends.token_rows import shared_beginning, token_rows
+from mergegate.tasks.evaluation.backends.shared_prefix import cache_prompts, common_start, shared_beginning, token_rows
 
 SIZES = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
 MORE = {**SIZES, "intermediate_size": 96, "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -203,7 +202,7 @@ def test_generated_answers_equal_lm_evals_for_all_settings(
     family: str, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     network = writer(family)
-    monkeypatch.setattr(prefix_cache, "_ROOM", 7)  # small, so it grows several times
+    monkeypatch.setattr(shared_prefix, "_ROOM", 7)  # small, so it grows several times
     told, together = ASKED[how]
     asked = prompts(3, 11, **told)
     answers = []

@@ -33,7 +33,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
 from mergegate.tasks.evaluation.backends import AnswerEnd, ThoughtEnd, find_thought_end, vllm
-from mergegate.tasks.evaluation.backends.hf import answer_end
+from mergegate.tasks.evaluation.backends.answer_ends import answer_end
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.settings import PromptSettings, Scoring, check_thinking, resolve_prompt_settings
 from mergegate.tasks.evaluation.stage import answer_ends, prompt_cuts

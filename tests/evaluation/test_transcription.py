@@ -14,9 +14,8 @@ from tone_speech import write_wave
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
-from mergegate.tasks.evaluation.built_in import TranscriptionTask
-from mergegate.tasks.evaluation.built_in.audio import read_audio
-from mergegate.tasks.evaluation.built_in.error_rates import edit_distance, normalize_words, share_of_errors
+from mergegate.tasks.evaluation.built_in import TranscriptionTask, transcription
+from mergegate.tasks.evaluation.built_in.transcription import edit_distance, read_audio, share_of_errors
 from mergegate.tasks.evaluation.task_definition import pin_built_in
 from mergegate.tasks.evaluation.task_loading import inspect_data
 
@@ -84,14 +83,16 @@ def test_error_rate_is_the_share_of_errors_at_most_one(right: str, transcript: s
     ],
 )  # fmt: skip
 def test_normalization_drops_case_and_punctuation_only(text: str, normalized: str) -> None:
-    assert normalize_words(text) == unicodedata.normalize("NFKC", normalized)
+    assert transcription.normalize_words(text) == unicodedata.normalize("NFKC", normalized)
 
 
 def test_normalization_is_idempotent() -> None:
     rng = random.Random(3)
     for _ in range(300):
         text = "".join(chr(rng.choice((rng.randrange(32, 0x600), rng.randrange(0x1F00, 0x2100)))) for _ in range(20))
-        assert normalize_words(normalize_words(text)) == normalize_words(text), ascii(text)
+        assert transcription.normalize_words(transcription.normalize_words(text)) == transcription.normalize_words(
+            text
+        ), ascii(text)
 
 
 @pytest.mark.parametrize("width", [1, 2, 3, 4])

@@ -66,7 +66,7 @@ from mergegate.merge_core.parsing import parse_line, parse_yaml  # noqa: E402
 from mergegate.merge_core.recipe import parse_reference, resolve_local  # noqa: E402
 from mergegate.tasks.checkpoints import parse_card  # noqa: E402
 from mergegate.tasks.evaluation.metrics import choose_metrics  # noqa: E402
-from mergegate.tasks.evaluation.result_files import find_results, read_task  # noqa: E402
+from mergegate.tasks.evaluation.results import find_results, read_task  # noqa: E402
 from mergegate.tasks.evaluation.task_definition import read_definition  # noqa: E402
 from mergegate.tasks.evaluation.task_file import local_imports  # noqa: E402
 from mergegate.tasks.preflight.licenses.resolve import CardSource, read_declaration  # noqa: E402

@@ -24,7 +24,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
 from mergegate.merge_core.files.hashing import sha256_file
 from mergegate.merge_core.parsing import MAX_DATA_BYTES, LocalPath
-from mergegate.tasks.judge.prompts import pin_prompts
+from mergegate.tasks.judge.answers import pin_prompts
 from mergegate.tasks.judge.settings import JudgeSettings
 from mergegate.tasks.perplexity.text import TextSetting, pin_text
 from mergegate.tasks.preflight.licenses.table import load_table

@@ -17,8 +17,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import sha256_file
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import unload_models
-from mergegate.tasks.judge.answers import AnswerSummary, ConversationAnswers, answer, read_answers
-from mergegate.tasks.judge.prompts import Prompts
+from mergegate.tasks.judge.answers import AnswerSummary, ConversationAnswers, Prompts, answer, read_answers
 from mergegate.tasks.judge.settings import Generation
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}: {{ m['content'] }}. {% endfor %}a:"

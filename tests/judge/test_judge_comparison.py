@@ -18,16 +18,17 @@ from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.gate import graded_difference
+from mergegate.tasks.judge.answers import AnswerSummary
 from mergegate.tasks.judge.comparison import (
-    AnswerStatistics,
     JudgeVerdict,
     Judgment,
     Order,
     Winner,
     answers_verdict,
+    control_result,
     settle,
 )
-from mergegate.tasks.judge.controls import DAMAGES, MIN_CONTROLS, Damage, control_result, damaged_copy
+from mergegate.tasks.judge.questions import DAMAGES, MIN_CONTROLS, Damage, damaged_copy
 from mergegate.tasks.judge.settings import JudgeRule, JudgeSettings
 
 SAID: list[Winner | None] = ["reference", "merge", "tie", None]
@@ -53,14 +54,20 @@ def controls(found: int, pairs: int = 20, winner: Winner | None = "tie") -> list
 
 
 LEAST = JudgeRule().min_controls_found
-BASE, MERGE = AnswerStatistics("base", 1000, 100, 1), AnswerStatistics("merge", 1500, 100, 2)
+
+
+def answers(model: str, characters: int, cut_off: int) -> AnswerSummary:
+    return AnswerSummary(model=model, prompts=100, answers=100, cut_off=cut_off, characters=characters)
+
+
+BASE, MERGE = answers("base", 1000, 1), answers("merge", 1500, 2)
 
 
 def verdict(
     judgments: Iterable[Judgment],
     identical: Iterable[tuple[str, int]] = (),
     seen: list[Judgment] | None = None,
-    merge: AnswerStatistics = MERGE,
+    merge: AnswerSummary = MERGE,
     **rule: object,
 ) -> JudgeVerdict:
     """Return the verdict of a judge that finds all controls, unless ``seen`` has others."""
@@ -258,20 +265,20 @@ def test_the_documented_chances_to_pass_the_controls_are_exact() -> None:
 @pytest.mark.parametrize(
     ("merge", "outcome", "reason"),
     [
-        (AnswerStatistics("merge", 2001, 100, 0), "fail", "2.0 times as long as those of base; max_length_ratio is 2"),
-        (AnswerStatistics("merge", 1000, 100, 7), "fail", "cuts off 7.0 % of the merge's answers and 1.0 % of"),
-        (AnswerStatistics("merge", 1000, 100, 6), "inconclusive", "Raise max_new_tokens"),
-        (AnswerStatistics("merge", 2000, 100, 5), "pass", "win rate 50.0 %"),
+        (answers("merge", 2001, 0), "fail", "2.0 times as long as those of base; max_length_ratio is 2"),
+        (answers("merge", 1000, 7), "fail", "cuts off 7.0 % of the merge's answers and 1.0 % of"),
+        (answers("merge", 1000, 6), "inconclusive", "Raise max_new_tokens"),
+        (answers("merge", 2000, 5), "pass", "win rate 50.0 %"),
     ],
 )
-def test_long_and_cut_off_answers_do_not_pass(merge: AnswerStatistics, outcome: str, reason: str) -> None:
+def test_long_and_cut_off_answers_do_not_pass(merge: AnswerSummary, outcome: str, reason: str) -> None:
     found = verdict(many(20, 260, 20), merge=merge)
     assert found.outcome == outcome
     assert reason in found.reason
 
 
 def test_the_limits_can_be_raised() -> None:
-    wordy = AnswerStatistics("merge", 40_000, 100, 75)
+    wordy = answers("merge", 40_000, 75)
     assert verdict(many(20, 260, 20), merge=wordy, max_length_ratio=None, max_cut_off=100).outcome == "pass"
     assert verdict(many(20, 260, 20), merge=wordy).outcome == "fail"
 

@@ -12,10 +12,8 @@ from loopback import Answer
 from openai_server import OpenAiServer, completion, serving
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.judge.prompts import Prompt
-from mergegate.tasks.judge.questions import ask_judge, both_orders
-from mergegate.tasks.judge.rubric import response_format
-from mergegate.tasks.judge.server import ChatServer, Reply
+from mergegate.tasks.judge.answers import Prompt
+from mergegate.tasks.judge.questions import ChatServer, Reply, ask_judge, both_orders, response_format
 from mergegate.tasks.judge.settings import JudgeServer, JudgmentSettings
 
 MESSAGES = [{"role": "user", "content": "which?"}]

@@ -17,7 +17,7 @@ from tiny_models import CPU, make_model, words, write_jsonl
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files.hashing import HashMemo
 from mergegate.tasks.checkpoints.model import Model
-from mergegate.tasks.judge.prompts import pin_prompts
+from mergegate.tasks.judge.answers import pin_prompts
 from mergegate.tasks.judge.settings import JudgeSettings
 from mergegate.tasks.judge.stage import JudgedAnswers, judge_models
 from mergegate.tasks.stage.progress import StageStatus, progress_watcher

@@ -21,7 +21,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.checkpoints import unload_models
 from mergegate.tasks.evaluation.built_in import TranscriptionTask
-from mergegate.tasks.evaluation.built_in.error_rates import normalize_words, share_of_errors
+from mergegate.tasks.evaluation.built_in.transcription import normalize_words, share_of_errors
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.harness import score_documents
 from mergegate.tasks.evaluation.task_definition import pin_built_in

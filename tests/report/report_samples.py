@@ -31,8 +31,7 @@ from mergegate.tasks.perplexity.measurement import WindowSettings
 from mergegate.tasks.perplexity.stage import Likelihoods
 from mergegate.tasks.report import content as parts
 from mergegate.tasks.report.content import ReportContent, ReportedModel, ReportedServing
-from mergegate.tasks.serve.measurements import ServingCost
-from mergegate.tasks.serve.verdict import Check
+from mergegate.tasks.serve.verdict import Check, ServingCost
 from mergegate.tasks.stage import Outcome
 from mergegate.tasks.variants import ConversionCheck, VariantRecord, VariantVerdict
 

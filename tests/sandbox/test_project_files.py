@@ -29,7 +29,7 @@ from mergegate.tasks.llama_cpp import client
 from mergegate.tasks.sandbox import ProcessOptions, SupervisedProcess, programs
 from mergegate.tasks.serve import ServeSettings
 from mergegate.tasks.serve import process as served
-from mergegate.tasks.serve.launch import ServerKind, launch
+from mergegate.tasks.serve.launch import ServerVersion, launch
 from mergegate.tasks.serve.process import ServerProcess
 from mergegate.tasks.variants import compressed_tensors, gguf_conversion
 
@@ -111,7 +111,7 @@ def evaluate(root: Path) -> None:
 
 def serve(root: Path) -> None:
     settings = ServeSettings(command=(sys.executable, "-m", "server", "{model}", "{port}"))
-    command = launch(settings, ServerKind("server"), open_checkpoint(root / "models" / "base"))
+    command = launch(settings, ServerVersion(label="server"), open_checkpoint(root / "models" / "base"))
     ServerProcess(command, root / "log", settings).__enter__()
 
 

@@ -23,13 +23,12 @@ from variants import DEMO, copied, model_in, with_config
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.checkpoints.model_cache import load_model
-from mergegate.tasks.http import Answer
-from mergegate.tasks.serve.checks import ServedSubject, looped_share
-from mergegate.tasks.serve.client import Client, Completion, parse_completion, parse_models
-from mergegate.tasks.serve.picture_check import check_pictures, compare_answers, draw_png
+from mergegate.tasks.http import Answer, JsonClient
+from mergegate.tasks.serve import checks
+from mergegate.tasks.serve.answers import Completion, parse_completion, parse_models
+from mergegate.tasks.serve.checks import ServedSubject, compare_answers, looped_share, measure_speed
 from mergegate.tasks.serve.settings import ServeSettings
-from mergegate.tasks.serve.smoke import RunningServer, smoke_url
-from mergegate.tasks.serve.speed import Speed, measure_speed
+from mergegate.tasks.serve.stage import RunningServer, smoke_url
 from mergegate.tasks.serve.verdict import Check, ServedModels, ServeVerdict
 
 torch.set_num_threads(1)
@@ -144,18 +143,18 @@ def test_a_server_that_refuses_unknown_fields_is_asked_without_them(smoke: Smoke
 @pytest.mark.parametrize(
     ("seconds", "requests", "expected", "seen"),
     [
-        (1, 6, Speed(1.0, 16.0), "16 tokens/s"),
-        (30, 2, Speed(30.0, pytest.approx(16 / 30)), "0.53 tokens/s"),  # a slow server is not measured three times
+        (1, 6, (1.0, 16.0), "16 tokens/s"),
+        (30, 2, (30.0, pytest.approx(16 / 30)), "0.53 tokens/s"),  # a slow server is not measured three times
     ],
 )
 def test_the_speed_is_that_of_one_stream_and_the_quickest_of_three(
-    seconds: int, requests: int, expected: Speed, seen: str, monkeypatch: pytest.MonkeyPatch
+    seconds: int, requests: int, expected: tuple[float, float], seen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = iter(range(0, 100 * seconds, seconds))  # Between two reads of the clock, a request takes these seconds.
-    monkeypatch.setattr("mergegate.tasks.serve.speed.time", SimpleNamespace(monotonic=lambda: next(now)))
+    monkeypatch.setattr("mergegate.tasks.serve.checks.time", SimpleNamespace(monotonic=lambda: next(now)))
     with serving(Canned()) as server:
-        (check,), speed = measure_speed(ServedSubject(Client(server.root, 10), "tiny", SETTINGS, None, None))
-    assert (len(server.bodies), speed) == (requests, expected)
+        check, cost = measure_speed(ServedSubject(JsonClient(server.root, 10), "tiny", SETTINGS, None, None))
+    assert (len(server.bodies), (cost.seconds_to_first_token, cost.tokens_per_second)) == (requests, expected)
     assert (check.outcome, check.seen) == ("pass", seen)
 
 
@@ -225,7 +224,7 @@ def test_an_address_may_end_with_v1_and_errors_name_the_page_once(suffix: str) -
 
 
 def test_the_reference_is_the_plain_sum_over_the_softmax(model: Model) -> None:
-    from mergegate.tasks.serve.reference import ReferenceRequest, make_reference
+    from mergegate.tasks.serve.answers import ReferenceRequest, make_reference
 
     reference = make_reference(model, ReferenceRequest(("the old pig",), "abc", "float32", "cpu", 64))
     (text,) = reference.texts
@@ -355,8 +354,8 @@ def test_any_answer_is_parsed_to_values_of_the_documented_types(field: tuple[str
 
 def ask_about_pictures(*faults: str, reads_pictures: bool = True) -> list[Check]:
     with serving(Canned(), *faults) as server:
-        subject = ServedSubject(Client(server.root, 10), "tiny", ServeSettings(), None, None)
-        return check_pictures(replace(subject, reads_pictures=reads_pictures))
+        subject = ServedSubject(JsonClient(server.root, 10), "tiny", ServeSettings(), None, None)
+        return checks.check_pictures(replace(subject, reads_pictures=reads_pictures))
 
 
 @pytest.mark.parametrize(
@@ -410,7 +409,7 @@ def test_answers_about_two_pictures_must_differ(second: Completion, repeated: Co
 
 
 def test_a_drawn_picture_is_a_valid_png() -> None:
-    content = draw_png(lambda x, y: (x, y, 7), 20)
+    content = checks.draw_png(lambda x, y: (x, y, 7), 20)
     Image.open(io.BytesIO(content)).verify()
     picture = Image.open(io.BytesIO(content))
     assert picture.size == (20, 20)

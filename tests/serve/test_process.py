@@ -19,12 +19,12 @@ from patience import HANG_S
 from traces import MARK, Traces, fake_server, flow, listens, pause
 
 from mergegate.merge_core.errors import InvalidInput
+from mergegate.tasks.http import JsonClient
 from mergegate.tasks.sandbox import GpuLease, Gpus
 from mergegate.tasks.serve import process
-from mergegate.tasks.serve.client import Client, parse_models
+from mergegate.tasks.serve.answers import parse_models
 from mergegate.tasks.serve.launch import Launch
-from mergegate.tasks.serve.process import ServerEnded, ServerProcess
-from mergegate.tasks.serve.server_log import PORT_TAKEN, assign_blame, root_cause
+from mergegate.tasks.serve.process import PORT_TAKEN, ServerEnded, ServerProcess, assign_blame, root_cause
 from mergegate.tasks.serve.settings import ServeSettings
 
 Start = Callable[..., ServerProcess]
@@ -47,7 +47,7 @@ def start(tmp_path: Path, traces: Traces) -> Start:
 def test_a_server_is_awaited_answers_and_is_gone_afterwards(start: Start, traces: Traces) -> None:
     with start("--workers", "2") as server:
         server.await_ready()
-        assert server.name in parse_models(Client(server.url, 5).request("/v1/models"))
+        assert server.name in parse_models(JsonClient(server.url, 5).request("/v1/models"))
         assert len(traces.processes()) >= 3
         assert list(traces.temporary.rglob("worker-*")), "its temporary files go where they are removed"
     assert server.seconds_to_ready is not None
@@ -242,7 +242,7 @@ def test_a_server_restarts_on_another_port_if_its_port_is_in_use(start: Start, m
         monkeypatch.setattr("socket.create_server", lambda address: nullcontext(free))
         with start() as server:
             server.await_ready()
-            assert Client(server.url, 5).request("/health").status == 200
+            assert JsonClient(server.url, 5).request("/health").status == 200
     assert ports == []
 
 

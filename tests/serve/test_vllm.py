@@ -19,7 +19,7 @@ from mergegate.flows.profile import load_profile
 from mergegate.tasks.serve import launch as serve_launch
 from mergegate.tasks.serve.launch import PYTHON, find_server
 from mergegate.tasks.serve.settings import ServeSettings
-from mergegate.tasks.serve.smoke import SmokeSetup, smoke_checkpoint
+from mergegate.tasks.serve.stage import SmokeSetup, smoke_checkpoint
 from mergegate.tasks.serve.verdict import ServeVerdict
 
 sys.path.append(str(PROJECT / "tests" / "flows"))

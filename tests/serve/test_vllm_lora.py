@@ -14,7 +14,7 @@ from variants import DEMO, PROJECT, applied, linear_adapter, negated, pinned, re
 from mergegate.flows.profile import load_profile
 from mergegate.tasks.checkpoints.model import Model
 from mergegate.tasks.serve.launch import PYTHON, find_server
-from mergegate.tasks.serve.smoke import SmokeSetup, smoke_checkpoint
+from mergegate.tasks.serve.stage import SmokeSetup, smoke_checkpoint
 from mergegate.tasks.serve.verdict import ServeVerdict
 
 sys.path.append(str(PROJECT / "tests" / "flows"))

@@ -15,36 +15,10 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import Model
-
-
-AnswerReason = Literal["stop", "eos", "length", "context", ""]
-
-
-class AnswerEnd(NamedTuple):
-    """How a generated answer ended.
-
-    An ``LM`` with an attribute ``answer_ends`` reports this for each answer. The attribute is a deque of the ends of
-    the answers that the ``LM`` will pass to its cache hook next, in the same order.
-    """
-
-    # stop: a stop string; eos: an end-of-text token; length: the token limit of an answer; context: the end of the
-    # model's context before that limit; '': unknown. A server may report 'stop' for an end-of-text token.
-    reason: AnswerReason = ""
-    tokens: int | None = None  # number of generated tokens, including the final one; None: unknown
-    thinking: int | None = None  # number of tokens in the thought before the answer; None: unknown
-
-    @property
-    def is_unfinished_thought(self) -> bool:
-        """Whether the answer was cut off before its thought ended. It then counts as no answer."""
-        return bool(self.thinking) and self.reason in CUT_OFF and self.thinking == self.tokens
-
-
-CUT_OFF = ("length", "context")  # reasons for which an answer is incomplete
-DEFAULT_BUDGET = 256  # lm-eval's default for the largest number of tokens in an answer
 
 
 class BackendScoring(Protocol):
@@ -127,7 +101,6 @@ class Backend:
     generation_settings: Callable[[], frozenset[str]] | None = field(default=None, repr=False)
 
     def library_versions(self) -> dict[str, str]:
-        """Return the installed versions of ``libraries``."""
         versions = {}
         for name in self.libraries:
             try:

@@ -19,7 +19,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.backends.contract import AnswerEnd
+from mergegate.tasks.evaluation.backends.answer_ends import AnswerEnd
 
 if TYPE_CHECKING:
     import torch

@@ -2,7 +2,7 @@
 
 lm-eval runs the model over the prompt and answer of every request, padded to the longest of the batch, and takes the
 log-softmax at every position. ``SharedPrefixLM`` extends its ``HFLM``: it packs requests into rows
-(:mod:`.token_rows`), and only positions whose next token is requested go through the output head. The results equal
+(:mod:`.shared_prefix`), and only positions whose next token is requested go through the output head. The results equal
 those of separate sequences except for the last digits, which also depend on the batch size.
 
 This works only for a network in which positions and the attention mask alone determine what a token attends to. Most
@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from types import MappingProxyType
@@ -26,12 +26,11 @@ import numpy as np
 
 from mergegate.merge_core.architecture import text_part
 from mergegate.tasks.checkpoints import load_model
-from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, Backend, BackendScoring
+from mergegate.tasks.evaluation.backends.answer_ends import AnswerEnd, ThoughtEnd, answer_end
+from mergegate.tasks.evaluation.backends.contract import Backend, BackendScoring
 from mergegate.tasks.evaluation.backends.encoder_decoder import define_encoder_decoder
 from mergegate.tasks.evaluation.backends.picture_reader import define_picture_reader, load_processor
-from mergegate.tasks.evaluation.backends.prefix_cache import cache_prompts
-from mergegate.tasks.evaluation.backends.thinking import ThoughtEnd, first_stop
-from mergegate.tasks.evaluation.backends.token_rows import SharedRow, row_inputs, token_rows
+from mergegate.tasks.evaluation.backends.shared_prefix import SharedRow, cache_prompts, row_inputs, token_rows
 
 if TYPE_CHECKING:
     import torch
@@ -322,35 +321,6 @@ def shared_prefix_type() -> type[Any]:
     return SharedPrefixLM
 
 
-def answer_end(
-    ids: Sequence[int],
-    eos: Collection[int],
-    stop: Sequence[str],
-    texts: Callable[[list[int]], Sequence[str]],
-    budget: int,
-    thought_end: ThoughtEnd | None = None,
-) -> AnswerEnd:
-    """Return how one answer of a batch ended.
-
-    ``ids`` are the tokens after the prompt. Tokens after the end of the answer, such as padding, are ignored. ``eos``
-    and ``stop`` are the tokens and texts that end an answer, ``texts`` decodes tokens into the texts in which ``stop``
-    is searched, the last of which is scored. ``budget`` is the largest number of tokens in an answer.
-    """
-    last = next((count for count, token in enumerate(ids, 1) if token in eos), None)
-    before = list(ids if last is None else ids[: last - 1])
-    if (stopped := first_stop(before, stop, texts, thought_end)) is not None:
-        end = AnswerEnd("stop", stopped)
-    elif last is not None:
-        end = AnswerEnd("eos", last)
-    else:
-        # A batch that ends before its budget has no unfinished answer: transformers has other criteria, like max_time.
-        end = AnswerEnd("length" if len(ids) >= budget else "stop", len(ids))
-    if thought_end is None:
-        return end
-    answer, is_cut_off = before[: end.tokens], end.reason in CUT_OFF
-    return end._replace(thinking=thought_end.length(answer, lambda tokens: texts(tokens)[-1], is_cut_off=is_cut_off))
-
-
 def max_shared_length(config: Mapping[str, Any]) -> int:
     """Return the number of tokens up to which every layer attends to all previous tokens with unscaled positions."""
     text = text_part(config).config
@@ -394,7 +364,6 @@ def _lm_type(*, is_causal: bool, reads_pictures: bool) -> type[Any]:
 
 
 def wrap_model(loaded_model: LoadedModel, scoring: BackendScoring) -> Any:
-    """Return lm-eval's ``LM`` for a model in memory."""
     is_causal = not loaded_model.network.config.is_encoder_decoder
     reads_pictures = is_causal and "pictures" in loaded_model.kind.task_forms
     return _lm_type(is_causal=is_causal, reads_pictures=reads_pictures)(

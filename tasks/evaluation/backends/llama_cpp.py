@@ -153,7 +153,6 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
 
 
 def wrap_gguf(loaded_model: LoadedModel, scoring: BackendScoring) -> Any:
-    """Return lm-eval's ``LM`` for a model of ``load_gguf``."""
     import copy
 
     return gguf_type()(

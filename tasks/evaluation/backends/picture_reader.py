@@ -20,11 +20,7 @@ if TYPE_CHECKING:
 
 
 def load_processor(name: str, directory: Path, *, runs_code: bool = False) -> Any:
-    """Return the processor of the model ``name`` in ``directory``, which prepares prompts with pictures.
-
-    Raises:
-        InvalidInput: A package that the processor needs is missing, or its files are missing or damaged.
-    """
+    """Return the processor of the model ``name`` in ``directory``, which prepares prompts with pictures."""
     from transformers import AutoProcessor, ProcessorMixin
 
     expected, remedy = "a processor that prepares text and pictures", "copy its files from a parent"

@@ -12,8 +12,14 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput, pip_command
-from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, AnswerReason, Backend, BackendScoring
-from mergegate.tasks.evaluation.backends.thinking import ThoughtEnd, require_visible
+from mergegate.tasks.evaluation.backends.answer_ends import (
+    CUT_OFF,
+    AnswerEnd,
+    AnswerReason,
+    ThoughtEnd,
+    require_visible,
+)
+from mergegate.tasks.evaluation.backends.contract import Backend, BackendScoring
 
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import Model
@@ -47,11 +53,7 @@ class ServerSettings(BaseModel):
     concurrency: int = Field(default=8, ge=1, description="Number of concurrent requests. Default: 8.")
 
     def at(self, name: str) -> ModelEndpoint:
-        """Return the address of a model in this run. Its name on the server defaults to its name in the run.
-
-        Raises:
-            InvalidInput: If no address is configured for the model.
-        """
+        """Return the address of a model in this run. Its name on the server defaults to its name in the run."""
         entry = self.models.get(name, name)
         if isinstance(entry, ModelEndpoint):
             return entry
@@ -154,11 +156,7 @@ def _opened(model: Model, scoring: BackendScoring, device: str) -> Iterator[Any]
             return answer, end._replace(thinking=thinking)
 
         def tok_encode(
-            self,
-            string: Any,
-            left_truncate_len: int | None = None,
-            add_special_tokens: bool | None = None,
-            **_: Any,
+            self, string: Any, left_truncate_len: int | None = None, add_special_tokens: bool | None = None, **_: Any
         ) -> Any:
             if not isinstance(string, str):
                 return [self.tok_encode(text, left_truncate_len, add_special_tokens) for text in string]

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.backends.contract import CUT_OFF, AnswerEnd, AnswerReason, Backend, BackendScoring
-from mergegate.tasks.evaluation.backends.thinking import ThoughtEnd, first_stop
+from mergegate.tasks.evaluation.backends.answer_ends import CUT_OFF, AnswerEnd, AnswerReason, ThoughtEnd, first_stop
+from mergegate.tasks.evaluation.backends.contract import Backend, BackendScoring
 from mergegate.tasks.store import NotInKey
 
 if TYPE_CHECKING:

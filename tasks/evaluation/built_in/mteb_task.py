@@ -134,7 +134,6 @@ class MtebTask(RankingTask):
             )
 
     def _open_task(self) -> Any:
-        """Return mteb's task object without its data."""
         import mteb
 
         try:
@@ -172,11 +171,7 @@ class MtebTask(RankingTask):
 
 @cache
 def known_types() -> Mapping[str, str]:
-    """Return the type of each task for which mteb ships a file with statistics, by name.
-
-    Raises:
-        InvalidInput: mteb is not installed.
-    """
+    """Return the type of each task for which mteb ships a file with statistics, by name."""
     package = require_package("mteb", "mteb")
     return {path.stem: path.parent.name for path in (package / "descriptive_stats").rglob("*.json")}
 

@@ -28,8 +28,8 @@ from mergegate.tasks.evaluation.built_in.ranking import (
     best_candidate,
     find_relevant_texts,
     parse_metric,
+    score_texts,
 )
-from mergegate.tasks.evaluation.built_in.relevance import score_texts
 
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import LoadedModel, TellProgress
@@ -101,11 +101,7 @@ class RankingTask(BuiltInTask):
 
 
 def require_package(package: str, extra: str) -> Path:
-    """Return the directory of an installed package without importing it.
-
-    Raises:
-        InvalidInput: The package is missing.
-    """
+    """Return the directory of an installed package without importing it."""
     spec = importlib.util.find_spec(package)
     if spec is None or spec.origin is None:
         raise InvalidInput(

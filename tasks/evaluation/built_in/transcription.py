@@ -7,25 +7,36 @@ not outweigh many others.
 
 The gate compares the mean over recordings. Recordings are independent observations, and the words of one recording are
 not. Published word error rates divide all errors by all words, which gives long recordings more weight.
+
+A recording is read as one channel at the sampling rate of the model. SciPy reads WAV files. Other formats, such as FLAC
+and Ogg, need the package ``soundfile``. Channels are averaged. If a recording has another sampling rate, a polyphase
+filter resamples it (``scipy.signal.resample_poly``: a finite impulse response with a Kaiser window, beta 5, which
+suppresses frequencies above the lower of both Nyquist frequencies).
 """
 
 from __future__ import annotations
 
 import hashlib
+import importlib.util
+import io
+import math
 import re
+import struct
+import unicodedata
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import Field
 
 from mergegate.merge_core.architecture import TaskForm
 from mergegate.merge_core.errors import InvalidInput, pip_command
 from mergegate.merge_core.parsing import LocalPath, parse_line, plain_file, read_lines, read_plain
-from mergegate.tasks.evaluation.built_in.audio import MAX_BYTES, decode_audio, read_audio
 from mergegate.tasks.evaluation.built_in.contract import BuiltInScore, BuiltInTask, TaskDocument
-from mergegate.tasks.evaluation.built_in.error_rates import normalize_words, share_of_errors
 
 if TYPE_CHECKING:
     from mergegate.tasks.checkpoints import LoadedModel, TellProgress
@@ -200,11 +211,9 @@ class _SpeechInput(NamedTuple):
 
     @property
     def ignores_padding(self) -> bool:
-        """Whether a padded recording is transcribed as it is alone."""
         return self.marks_padding or self.seconds is not None
 
     def require_short(self, path: Path, seconds: float) -> None:
-        """Raise InvalidInput if a recording is longer than the model processes at a time."""
         if self.seconds and seconds > self.seconds + 1e-3:
             raise InvalidInput(
                 str(path),
@@ -228,9 +237,6 @@ def _transcribe(
     In a batch, each recording is padded with silence to the length of the longest one, which must not change its
     transcript. CTC models label each moment of the silence too, and some processors do not mark it. mergegate passes
     one recording at a time to such models.
-
-    Raises:
-        InvalidInput: A recording cannot be read, or the model cannot process it.
     """
     import torch
 
@@ -283,3 +289,141 @@ def _read_transcripts(model: LoadedModel, sequences: Sequence[Sequence[int]]) ->
         count = next((at for at, token in enumerate(ids) if at and token in ends), None)
         transcripts.append(_Transcript(text, len(ids) - 1 if count is None else count, count is None))
     return transcripts
+
+
+_APOSTROPHES = "'\u2019\u02bc"  # typewriter, right quotation mark, modifier letter
+
+
+def normalize_words(text: str) -> str:
+    """Return ``text`` in the form in which transcripts are compared, version 1 of the rule.
+
+    Compatibility characters get their usual form (NFKC), letters become lower case (case folding), and a space replaces
+    each punctuation mark and symbol. An apostrophe between two letters stays, written as ``'``. Accents and vowel signs
+    stay, because they distinguish words. Numbers are not spelled out.
+    """
+    text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
+    characters = []
+    for at, character in enumerate(text):
+        if character in _APOSTROPHES and text[at - 1 : at].isalpha() and text[at + 1 : at + 2].isalpha():
+            characters.append("'")
+        else:
+            characters.append(" " if unicodedata.category(character)[0] in "PS" else character)
+    return " ".join("".join(characters).split())
+
+
+def share_of_errors(reference: Sequence[str], transcript: Sequence[str]) -> float:
+    """Return the number of errors in a transcript, divided by the length of the reference, at most 1.
+
+    If the reference is empty, an empty transcript scores 0 and any other scores 1.
+    """
+    return min(1.0, edit_distance(reference, transcript) / max(1, len(reference)))
+
+
+def edit_distance(first: Sequence[str], second: Sequence[str]) -> int:
+    """Return the smallest number of insertions, deletions and substitutions that turn one sequence into the other.
+
+    The table of distances has a row for each item of ``first`` and a column for each item of ``second``. Bit ``i`` of
+    ``rises`` and ``falls`` tells whether the distance increases or decreases from row ``i`` to row ``i + 1`` in the
+    current column, and bit ``i`` of ``gains`` and ``drops`` whether it does from this column to the next in row
+    ``i + 1``. A few operations on integers then compute a column (Hyyrö 2001, Explaining and Extending the
+    Bit-parallel Approximate String Matching Algorithm of Myers).
+    """
+    if not first:
+        return len(second)
+    positions: dict[str, int] = {}
+    for at, item in enumerate(first):
+        positions[item] = positions.get(item, 0) | 1 << at
+    full, last = (1 << len(first)) - 1, 1 << (len(first) - 1)
+    rises, falls, distance = full, 0, len(first)
+    for item in second:
+        equal = positions.get(item, 0)
+        diagonal = (((equal & rises) + rises) ^ rises) | equal | falls
+        gains, drops = falls | (full & ~(diagonal | rises)), rises & diagonal
+        distance += bool(gains & last) - bool(drops & last)
+        gains, drops = gains << 1 | 1, drops << 1
+        rises, falls = full & (drops | ~(diagonal | gains)), full & gains & diagonal
+    return distance
+
+
+MAX_BYTES = 1 << 30
+_MAX_RATE = 384_000
+# Exceptions of SciPy and soundfile for damaged files. A warning becomes an exception if samples are missing, and SciPy
+# raises UnboundLocalError for a file without samples.
+_READ_ERRORS = (
+    ValueError,
+    TypeError,
+    IndexError,
+    ArithmeticError,
+    RuntimeError,
+    EOFError,
+    NameError,
+    struct.error,
+    Warning,
+)
+
+
+def decode_audio(path: Path, content: bytes) -> tuple[NDArray[np.float64], int]:
+    """Return the samples of a recording with one channel, mostly in [-1, 1], and their rate in Hz.
+
+    ``content`` are the bytes of the file at ``path``.
+    """
+    is_wave = content[:4] in (b"RIFF", b"RIFX", b"RF64") and content[8:12] == b"WAVE"
+    if not is_wave and importlib.util.find_spec("soundfile") is None:
+        raise InvalidInput(
+            str(path),
+            found="a recording that is not a WAV file",
+            expected="WAV, or the package that reads other formats",
+            remedy=pip_command("soundfile"),
+        )
+    try:
+        samples, rate = (_read_wave if is_wave else _read_other)(content)
+    except _READ_ERRORS as error:
+        cause = "" if isinstance(error, NameError) else f": {' '.join(str(error).split())[:200]}"
+        raise InvalidInput(
+            str(path),
+            found=f"cannot be read{cause}",
+            expected="a complete recording, for example a WAV file with integer or float samples",
+        ) from error
+    if not 0 < rate <= _MAX_RATE:
+        raise InvalidInput(str(path), found=f"a sampling rate of {rate} Hz", expected=f"1 to {_MAX_RATE} Hz")
+    mono = samples.mean(axis=1) if samples.ndim > 1 else samples
+    if not mono.size or not np.isfinite(mono).all():
+        raise InvalidInput(
+            str(path),
+            found="samples that are not finite" if mono.size else "no samples",
+            expected="a recording with sound",
+        )
+    return mono, rate
+
+
+def read_audio(path: Path, rate: int) -> NDArray[np.float32]:
+    """Return the samples of a recording, mostly in [-1, 1], at ``rate`` samples per second."""
+    samples, own_rate = decode_audio(path, read_plain(path, MAX_BYTES))
+    if own_rate != rate:
+        from scipy.signal import resample_poly
+
+        shared = math.gcd(rate, own_rate)
+        samples = resample_poly(samples, rate // shared, own_rate // shared)
+    return samples.astype(np.float32)
+
+
+def _read_wave(content: bytes) -> tuple[NDArray[np.float64], int]:
+    """Return the samples of a WAV file, ``[samples]`` or ``[samples, channels]``, and their rate in Hz."""
+    from scipy.io import wavfile
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", wavfile.WavFileWarning)  # Ignore unknown chunks.
+        warnings.filterwarnings("error", "Reached EOF|Incomplete", wavfile.WavFileWarning)
+        rate, samples = wavfile.read(io.BytesIO(content))
+    if samples.dtype.kind == "u":  # 8-bit samples are unsigned.
+        return samples / 128.0 - 1.0, int(rate)
+    if samples.dtype.kind == "i":  # SciPy stores 24-bit samples in the upper bits of int32.
+        return samples / float(-int(np.iinfo(samples.dtype).min)), int(rate)
+    return samples.astype(np.float64), int(rate)
+
+
+def _read_other(content: bytes) -> tuple[NDArray[np.float64], int]:
+    import soundfile
+
+    samples, rate = soundfile.read(io.BytesIO(content), dtype="float64")
+    return samples, int(rate)

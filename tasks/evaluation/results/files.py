@@ -16,11 +16,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.merge_core.parsing import open_plain, read_plain
-from mergegate.tasks.evaluation.inspect_logs import InspectLog, combine_logs, open_log
-from mergegate.tasks.evaluation.lm_eval_files import MAX_RESULTS_BYTES, WrittenResults, parse_written
-from mergegate.tasks.evaluation.lm_eval_results import RESULTS_NAME, ResultsFile
-from mergegate.tasks.evaluation.logged_results import LoggedResults, TaskResults
+from mergegate.merge_core.parsing import open_plain
+from mergegate.tasks.evaluation.results.contract import LoggedResults, TaskResults
+from mergegate.tasks.evaluation.results.inspect_scores import combine_logs, open_log
+from mergegate.tasks.evaluation.results.lm_eval import RESULTS_NAME, read_results
 
 _MAX_FILES = 10_000
 _EXPECTED = "the output of lm-eval with --log_samples, or logs of inspect_ai"
@@ -78,14 +77,14 @@ def read_task(files: Sequence[LoggedResults], task: str, cluster_field: str | No
     """
     if file := next((file for file in files if file.has(task)), None):
         return file.read(task, cluster_field)
-    leaves: dict[str, InspectLog] = {}
+    leaves: dict[str, LoggedResults] = {}
     for file in files:
-        if isinstance(file, InspectLog) and file.group == task:
-            leaves.setdefault(file.content.eval.task, file)
+        if file.group == task:
+            leaves.setdefault(file.task_names[0], file)
     if leaves:
         return combine_logs([leaves[leaf].read(leaf, cluster_field) for leaf in sorted(leaves)], task)
     names = {name for file in files for name in file.task_names}
-    names |= {file.group for file in files if isinstance(file, InspectLog) and file.group}
+    names |= {file.group for file in files if file.group}
     raise InvalidInput(
         f"{files[0].path.parent}: task {task}", found="no results for this task", remedy=suggest(task, names)
     )
@@ -100,8 +99,6 @@ def _open(path: Path, *, is_named: bool) -> LoggedResults | None:
         return None
     if start.startswith(b"PK\x03\x04") or _LOG_START.match(start):
         return open_log(path)
-    match = RESULTS_NAME.search(path.name)
-    if match is not None:
-        text = read_plain(path, MAX_RESULTS_BYTES)
-        return ResultsFile(path, match[1], parse_written(WrittenResults, text, str(path))[0])
+    if match := RESULTS_NAME.search(path.name):
+        return read_results(path, match[1])
     return open_log(path) if path.suffix == ".eval" or is_named else None

@@ -16,23 +16,22 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Protocol, TypeVar
+from typing import Annotated, Any, BinaryIO
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import (
     JsonBounds,
     check_zip_directory,
-    expectation,
     format_value,
     open_buffered,
     parse_json,
     parsing_errors,
     read_plain,
 )
+from mergegate.tasks.evaluation.results.contract import MAX_SAMPLES, L, Logged, parse_logged
 
-MAX_SAMPLES = 200_000  # of all epochs
 # A sample holds every message and event of its conversation. Most have 10 kB, and long agent runs some MB.
 MAX_SAMPLE_BYTES = 64 << 20
 MAX_HEADER_BYTES = 64 << 20
@@ -46,24 +45,17 @@ _LOG_BOUNDS = JsonBounds(size=MAX_JSON_LOG_BYTES, values=8_000_000, depth=256)
 DAMAGED = "copy the log again, or run inspect_ai again"
 REWRITE = "write the log again with read_eval_log and write_eval_log of the current inspect_ai"
 
-M = TypeVar("M", bound=BaseModel)
 SampleId = int | Annotated[str, Field(max_length=4096)]
 ScoreValue = bool | int | float | str | list[Any] | dict[str, Any] | None
 
 
-class _Written(BaseModel):
-    """Part of a log. Types are strict: text is never read as a number, nor a number as a boolean."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore", defer_build=True)  # most commands read no log
-
-
-class LoggedDataset(_Written):
+class LoggedDataset(Logged):
     """Data that was evaluated."""
 
     sample_ids: Annotated[list[SampleId], Field(max_length=MAX_SAMPLES)] | None = None
 
 
-class LoggedScorer(_Written):
+class LoggedScorer(Logged):
     """One scorer of the task, as it was configured."""
 
     name: str
@@ -71,7 +63,7 @@ class LoggedScorer(_Written):
     metrics: list[Any] | dict[str, Any] | None = None
 
 
-class LoggedSpec(_Written):
+class LoggedSpec(Logged):
     """Task, model and settings of an evaluation."""
 
     task: str
@@ -90,14 +82,14 @@ class LoggedSpec(_Written):
     metadata: dict[str, Any] | None = None
 
 
-class LoggedStep(_Written):
+class LoggedStep(Logged):
     """One solver."""
 
     solver: str
     params: dict[str, Any] = Field(default_factory=dict)
 
 
-class LoggedPlan(_Written):
+class LoggedPlan(Logged):
     """Solvers and generation settings of the task."""
 
     steps: list[LoggedStep] = Field(default_factory=list)
@@ -105,14 +97,14 @@ class LoggedPlan(_Written):
     config: dict[str, Any] = Field(default_factory=dict)
 
 
-class LoggedMetric(_Written):
+class LoggedMetric(Logged):
     """Value of one metric over all samples."""
 
     value: Any = None
     group: str | None = None
 
 
-class LoggedScore(_Written):
+class LoggedScore(Logged):
     """Metrics of one scorer, or of one key of the dictionaries that a scorer returns."""
 
     name: str
@@ -122,7 +114,7 @@ class LoggedScore(_Written):
     metrics: dict[str, LoggedMetric] = Field(default_factory=dict)
 
 
-class LoggedTotals(_Written):
+class LoggedTotals(Logged):
     """Results over all samples."""
 
     total_samples: int
@@ -132,7 +124,7 @@ class LoggedTotals(_Written):
     scores: Annotated[list[LoggedScore], Field(max_length=1000)]
 
 
-class LogHeader(_Written):
+class LogHeader(Logged):
     """Everything in a log except its samples."""
 
     version: int
@@ -144,13 +136,13 @@ class LogHeader(_Written):
     config_updates: list[dict[str, Any]] | None = None
 
 
-class ScoreNotes(_Written):
+class ScoreNotes(Logged):
     """Metadata of a score, as far as a gate reads it. The rest, such as explanations, can be large."""
 
     chance: Any = None
 
 
-class SampleScore(_Written):
+class SampleScore(Logged):
     """Score of one sample by one scorer."""
 
     value: ScoreValue
@@ -158,45 +150,26 @@ class SampleScore(_Written):
     history: list[Any] = Field(default_factory=list)
 
 
-class LoggedChoice(_Written):
+class LoggedChoice(Logged):
     """One answer of the model."""
 
     stop_reason: str | None = None
 
 
-class LoggedOutput(_Written):
+class LoggedOutput(Logged):
     """Last output of the model."""
 
     choices: list[LoggedChoice] = Field(default_factory=list)
 
 
-class SampleLimit(_Written):
+class SampleLimit(Logged):
     """Limit that ended a sample."""
 
     type: str
 
 
-class LoggedSample(_Written):
-    """One sample in one epoch."""
-
-    id: SampleId
-    epoch: Annotated[int, Field(ge=1)]
-    input: str | list[dict[str, Any]]
-    choices: list[str] | None = None
-    target: str | list[str]
-    messages: list[dict[str, Any]] = Field(default_factory=list)
-    output: LoggedOutput = LoggedOutput()
-    scores: dict[str, SampleScore] | None = None
-    metadata: dict[str, Any] = Field(default_factory=dict)
-    attachments: dict[str, str] = Field(default_factory=dict)
-    error: dict[str, Any] | None = None
-    limit: SampleLimit | None = None
-    invalidation: dict[str, Any] | None = None
-    uuid: str | None = None
-
-
-class LoggedSummary(_Written):
-    """The scores of one sample in one epoch, again."""
+class LoggedSummary(Logged):
+    """The scores of one sample in one epoch."""
 
     id: SampleId
     epoch: int
@@ -204,14 +177,30 @@ class LoggedSummary(_Written):
     uuid: str | None = None
 
 
-class ReducedScore(_Written):
+class LoggedSample(LoggedSummary):
+    """One sample in one epoch."""
+
+    epoch: Annotated[int, Field(ge=1)]
+    input: str | list[dict[str, Any]]
+    choices: list[str] | None = None
+    target: str | list[str]
+    messages: list[dict[str, Any]] = Field(default_factory=list)
+    output: LoggedOutput = LoggedOutput()
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    attachments: dict[str, str] = Field(default_factory=dict)
+    error: dict[str, Any] | None = None
+    limit: SampleLimit | None = None
+    invalidation: dict[str, Any] | None = None
+
+
+class ReducedScore(Logged):
     """Score of one sample over all its epochs."""
 
     sample_id: SampleId | None = None
     value: ScoreValue
 
 
-class LoggedReduction(_Written):
+class LoggedReduction(Logged):
     """Scores of all samples by one scorer, over all epochs."""
 
     scorer: str
@@ -219,33 +208,16 @@ class LoggedReduction(_Written):
     samples: Annotated[list[ReducedScore], Field(max_length=MAX_SAMPLES)]
 
 
-class RepeatedScores(_Written):
+class RepeatedScores(Logged):
     """Parts of a log in which the scores of its samples are repeated. None: the log does not have the part."""
 
     summaries: list[LoggedSummary] | None = None
     reductions: list[LoggedReduction] | None = None
 
 
-def read_log_header(path: Path) -> LogHeader:
-    """Read all of a log except its samples.
-
-    Raises:
-        InvalidInput: If the file is not a log of inspect_ai, is too large, or its evaluation did not end.
-    """
-    with open_samples(path) as log:
-        header = parse_part(LogHeader, log.header(), str(path))
-    if header.version != 2:
-        raise InvalidInput(f"{path}: version", found=str(header.version), expected="2", remedy=REWRITE)
-    return header
-
-
 @contextmanager
-def open_samples(path: Path) -> Iterator[SampleReader]:
-    """Open a log to read its samples, and the parts that repeat their scores.
-
-    Raises:
-        InvalidInput: If the file is not a log of inspect_ai, or is too large.
-    """
+def open_samples(path: Path) -> Iterator[_EvalLog | _JsonLog]:
+    """Open a log to read its header, its samples, and the parts that repeat their scores."""
     try:
         file = open_buffered(path)
     except FileNotFoundError:
@@ -254,36 +226,9 @@ def open_samples(path: Path) -> Iterator[SampleReader]:
         yield _EvalLog(file, path) if file.read(4) == b"PK\x03\x04" else _JsonLog(path)
 
 
-def parse_part(model: type[M], content: object, location: str) -> M:
-    """Return part of a log as a typed value. Raise InvalidInput with the first key whose value has the wrong type."""
-    try:
-        return model.model_validate(content)
-    except ValidationError as error:
-        fault = error.errors()[0]
-    keys = [part for part in fault["loc"] if isinstance(part, int) or "[" not in part]
-    key = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in keys).removeprefix(".")[:200]
-    is_missing = fault["type"] == "missing"
-    raise InvalidInput(
-        f"{location}: {key}" if key else location,
-        found="the key is missing" if is_missing else format_value(fault["input"]),
-        expected="a log of inspect_ai"
-        if is_missing
-        else expectation(fault["type"], fault.get("ctx") or {}, str(fault["msg"])).removeprefix("expected "),
-        remedy=DAMAGED,
-    )
-
-
-class SampleReader(Protocol):
-    """An open log. All methods raise InvalidInput if a part is missing, damaged or too large."""
-
-    def header(self) -> object:
-        """Return the content of ``LogHeader``, and possibly more."""
-
-    def samples(self) -> Iterator[LoggedSample]:
-        """Yield all samples. Only one sample of an ``.eval`` log is in memory at a time."""
-
-    def repeated_scores(self) -> RepeatedScores:
-        """Return the parts that repeat the scores of the samples."""
+def _parse(model: type[L], content: object, location: str) -> L:
+    kind = "a sample" if model is LoggedSample else "a log"
+    return parse_logged(model, content, location, f"{kind} of inspect_ai", DAMAGED)
 
 
 class _JsonLog:
@@ -297,8 +242,8 @@ class _JsonLog:
             raise InvalidInput(str(path), found=format_value(parsed), expected="a log of inspect_ai", remedy=DAMAGED)
         self._path, self._content = path, parsed
 
-    def header(self) -> object:
-        return self._content
+    def header(self) -> LogHeader:
+        return _parse(LogHeader, self._content, str(self._path))
 
     def samples(self) -> Iterator[LoggedSample]:
         samples = self._content.get("samples")
@@ -310,10 +255,10 @@ class _JsonLog:
                 remedy="run inspect_ai without --no-log-samples",
             )
         for position, content in enumerate(samples):
-            yield parse_part(LoggedSample, content, f"{self._path}: samples[{position}]")
+            yield _parse(LoggedSample, content, f"{self._path}: samples[{position}]")
 
     def repeated_scores(self) -> RepeatedScores:
-        return parse_part(RepeatedScores, {"reductions": self._content.get("reductions")}, str(self._path))
+        return _parse(RepeatedScores, {"reductions": self._content.get("reductions")}, str(self._path))
 
 
 class _EvalLog:
@@ -329,7 +274,7 @@ class _EvalLog:
         if len(self._members) < len(members) or len({info.header_offset for info in members}) < len(members):
             raise InvalidInput(str(path), found="a zip that contains a part twice", remedy=DAMAGED)
 
-    def header(self) -> object:
+    def header(self) -> LogHeader:
         if "header.json" not in self._members:
             raise InvalidInput(
                 str(self._path),
@@ -337,9 +282,11 @@ class _EvalLog:
                 expected="the log of a complete evaluation",
                 remedy=f"complete the evaluation: inspect eval-retry {self._path.name}",
             )
-        return self._json("header.json", MAX_HEADER_BYTES, _LOG_BOUNDS)
+        content = self._json("header.json", MAX_HEADER_BYTES, _LOG_BOUNDS)
+        return _parse(LogHeader, content, str(self._path))
 
     def samples(self) -> Iterator[LoggedSample]:
+        """Yield all samples, of which only one is in memory at a time."""
         total = 0
         for name, info in self._members.items():
             if not name.startswith("samples/"):
@@ -353,12 +300,9 @@ class _EvalLog:
             match = _SAMPLE_NAME.fullmatch(name)
             if match is None:
                 raise InvalidInput(
-                    location,
-                    found="a sample in several parts",
-                    expected="samples/ID_epoch_NUMBER.json",
-                    remedy=REWRITE,
+                    location, found="a sample in several parts", expected="samples/ID_epoch_NUMBER.json", remedy=REWRITE
                 )
-            sample = parse_part(LoggedSample, self._json(name, MAX_SAMPLE_BYTES, _SAMPLE_BOUNDS), location)
+            sample = _parse(LoggedSample, self._json(name, MAX_SAMPLE_BYTES, _SAMPLE_BOUNDS), location)
             if (match[1], int(match[2])) != (str(sample.id), sample.epoch):
                 raise InvalidInput(
                     location,
@@ -371,7 +315,7 @@ class _EvalLog:
     def repeated_scores(self) -> RepeatedScores:
         names = [name for name in ("summaries", "reductions") if f"{name}.json" in self._members]
         contents = {name: self._json(f"{name}.json", MAX_JSON_LOG_BYTES, _LOG_BOUNDS) for name in names}
-        return parse_part(RepeatedScores, contents, str(self._path))
+        return _parse(RepeatedScores, contents, str(self._path))
 
     def _json(self, name: str, most: int, bounds: JsonBounds) -> object:
         """Return a part of at most ``most`` bytes, whose size and checksum agree with the list of parts."""

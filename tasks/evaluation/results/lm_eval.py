@@ -4,6 +4,9 @@
 ``samples_TASK_DATE.jsonl`` per task into a directory below ``DIR`` that is named after the model. lm-eval 0.5 writes
 the same files with additional keys.
 
+These files are untrusted, so every value that a gate reads has a type here; all other values are ignored. The shapes
+follow ``lm_eval.result_schema``. Keys that some versions of lm-eval omit have a default.
+
 A samples file is accepted only if it belongs to its results file. The results file contains a hash over all samples,
 the number of documents and the means of their scores; this module recomputes and compares each of them.
 """
@@ -19,10 +22,12 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field
 
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.merge_core.parsing import format_value, line_location, read_lines
+from mergegate.merge_core.parsing import JsonBounds, format_value, line_location, parse_json, read_lines, read_plain
 from mergegate.tasks.evaluation.choice_probability import (
     PROBABILITY,
     AnsweredChoice,
@@ -32,21 +37,101 @@ from mergegate.tasks.evaluation.choice_probability import (
 )
 from mergegate.tasks.evaluation.declared_metrics import registered_metric
 from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.lm_eval_files import (
-    MAX_SAMPLE_BYTES,
-    MAX_SAMPLES,
-    WrittenResults,
-    WrittenSample,
-    parse_written,
-)
-from mergegate.tasks.evaluation.logged_results import LM_EVAL, LoggedResults, TaskResults
 from mergegate.tasks.evaluation.metrics import check_all_scored, checked_score
+from mergegate.tasks.evaluation.results.contract import (
+    LM_EVAL,
+    MAX_SAMPLES,
+    Logged,
+    LoggedResults,
+    TaskResults,
+    parse_logged,
+)
+
+MAX_SAMPLE_BYTES = 16 << 20
+MAX_RESULTS_BYTES = 64 << 20
+_BOUNDS = JsonBounds(size=MAX_RESULTS_BYTES)
+_LINE_BOUNDS = JsonBounds(size=MAX_SAMPLE_BYTES, values=200_000)
+_AGAIN = "copy the file again, or run lm-eval again with --output_path and --log_samples"
 
 RESULTS_NAME = re.compile(r"_(\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(?:\.\d+)?)\.json$")
 _ALTERED = "one of the two files was altered: copy both again, or run lm-eval again"
 LOGGED = "run lm-eval with --output_path and --log_samples"
 # Metrics of lm-eval whose score of a document is a fraction between 0 and 1.
 SHARES = frozenset(("acc", "acc_norm", "acc_bytes", "acc_mutual_info", "acc_all", "em", "exact_match", "exact", "f1"))
+
+_Hash = Annotated[str, Field(max_length=128)]
+
+
+class ListedMetric(Logged):
+    """One entry of a task's ``metric_list``."""
+
+    metric: str
+    aggregation: str | None = None  # None: lm-eval's default for the metric
+
+
+class WrittenTask(Logged):
+    """Configuration of one task."""
+
+    output_type: str | None = None
+    process_results: str | None = None  # source of a function
+    metric_list: list[ListedMetric] | None = None
+    doc_to_target: str | int | list[Any] | None = None
+    repeats: int | None = None
+
+
+class SampleCount(Logged):
+    """Number of documents in one task, and number of scored ones."""
+
+    original: int  # documents in the task
+    effective: int  # documents that were scored
+
+
+class WrittenConfig(Logged):
+    """Settings with which lm-eval was started."""
+
+    gen_kwargs: dict[str, Any] | str | None = None
+    model_dtype: str | None = None
+    batch_size: int | str | None = None
+
+
+class WrittenResults(Logged):
+    """Content of a results file."""
+
+    results: dict[str, dict[str, Any]]  # by task and 'acc,none'; checked when a number is read
+    configs: dict[str, WrittenTask]
+    lm_eval_version: str
+    group_subtasks: dict[str, list[str]] = Field(default_factory=dict)
+    versions: dict[str, str | int | float | None] = Field(default_factory=dict)
+    higher_is_better: dict[str, dict[str, bool | None]] = Field(default_factory=dict)
+    n_samples: dict[str, SampleCount] = Field(default_factory=dict, alias="n-samples")
+    task_hashes: dict[str, str] = Field(default_factory=dict)
+    config: WrittenConfig = WrittenConfig()
+    transformers_version: str | None = None
+    max_length: int | None = None
+    model_source: str | None = None
+    model_name: str | None = None
+    system_instruction_sha: str | None = None
+    fewshot_as_multiturn: bool | None = None
+    chat_template_sha: str | None = None
+
+
+class WrittenSample(Logged):
+    """One line of a samples file: one document under one filter. ``metrics`` lists the keys of its scores."""
+
+    doc_id: Annotated[int, Field(ge=0, lt=1 << 53)]
+    filter: str
+    metrics: Annotated[list[str], Field(max_length=64)]
+    doc_hash: _Hash
+    prompt_hash: _Hash
+    target_hash: _Hash
+
+
+def read_results(path: Path, date: str) -> ResultsFile:
+    """Read a results file, but not its samples. Raise InvalidInput if it is not valid."""
+    content = parse_json(read_plain(path, MAX_RESULTS_BYTES), str(path), bounds=_BOUNDS, expected="a complete file")
+    return ResultsFile(
+        path, date, parse_logged(WrittenResults, content, str(path), "a results file of lm-eval", _AGAIN)
+    )
 
 
 @dataclass(frozen=True)
@@ -59,21 +144,69 @@ class ResultsFile(LoggedResults):
 
     @property
     def model(self) -> str:
-        """Directory and name of the model."""
         return f"{self.path.parent}: {self.content.model_name}"
 
     @property
     def task_names(self) -> tuple[str, ...]:
-        """Names of all tasks and groups in the file."""
         return (*self.content.configs, *self.content.group_subtasks)
 
     def has(self, task: str) -> bool:
-        """Return whether the file has results of a task or a group of tasks."""
         return bool(self.leaves(task))
 
     def read(self, task: str, cluster_field: str | None) -> TaskResults:
-        """Read the results of a task or a group of tasks, from the samples files."""
-        return _read(self, task, cluster_field)
+        leaves = self.leaves(task)
+        outcomes: list[DocumentScore] = []
+        count = 0
+        for leaf in leaves:
+            samples = _read_samples(self, leaf, cluster_field, MAX_SAMPLES - count)
+            count += len(samples)
+            directions = self.content.higher_is_better.get(leaf, {})
+            leaf_scores: list[DocumentScore] = []
+            for metric, key in _means(self, leaf, samples):
+                if (higher_is_better := directions.get(metric)) is not None:
+                    leaf_scores += [
+                        _outcome(leaf, key, higher_is_better, sample, sample.score(metric))
+                        for sample in samples
+                        if metric in sample.metrics and key == f"{metric},{sample.filter}"
+                    ]
+            if not leaf_scores:
+                metric_names = sorted({metric for sample in samples for metric in sample.metrics})
+                raise InvalidInput(
+                    f"{self.path}: task {leaf}",
+                    found="no metric that is a mean over documents with a direction, only "
+                    + (", ".join(metric_names) or "none at all"),
+                    expected="a score per document whose mean is the score of the task",
+                    remedy="guard the other tasks of the group individually" if leaf != task else "",
+                )
+            check_all_scored(f"{self.path}: task {task}", ((leaf, sample.doc_id) for sample in samples), leaf_scores)
+            outcomes += leaf_scores
+            if PROBABILITY not in directions:
+                values = probabilities([each.score("acc") for each in samples], [each.choice for each in samples])
+                outcomes += [
+                    _outcome(leaf, f"{PROBABILITY},{sample.filter}", True, sample, probability)
+                    for sample, probability in zip(samples, values or [None] * len(samples), strict=True)
+                    if probability is not None
+                ]
+        content = self.content
+        conditions = {
+            "lm_eval_version": content.lm_eval_version,
+            "task_versions": json.dumps({leaf: str(content.versions.get(leaf)) for leaf in leaves}),
+            "model_source": str(content.model_source),
+            "chat_template_sha": str(content.chat_template_sha),
+            # Matters only with a chat template. Without one, lm-eval's library and command line differ in it.
+            "fewshot_as_multiturn": str(bool(content.chat_template_sha and content.fewshot_as_multiturn)),
+            "system_instruction_sha": str(content.system_instruction_sha),
+            "gen_kwargs": json.dumps(content.config.gen_kwargs or {}, sort_keys=True),
+            "repeats": json.dumps([content.configs[leaf].repeats for leaf in leaves]),
+            "higher_is_better": json.dumps([content.higher_is_better.get(leaf) for leaf in leaves], sort_keys=True),
+        }
+        precision = {
+            "model_dtype": str(content.config.model_dtype),
+            "batch_size": str(content.config.batch_size),
+            "max_length": str(content.max_length),
+            "transformers_version": str(content.transformers_version),
+        }
+        return TaskResults(task, tuple(outcomes), LM_EVAL, content.lm_eval_version, conditions, precision, self.path)
 
     def leaves(self, task: str) -> tuple[str, ...]:
         """Return the tasks below a group, or the task itself; empty if the file contains neither."""
@@ -92,62 +225,6 @@ class ResultsFile(LoggedResults):
             elif name in self.content.configs:
                 leaves[name] = None
         return tuple(leaves)
-
-
-def _read(file: ResultsFile, task: str, cluster_field: str | None) -> TaskResults:
-    leaves = file.leaves(task)
-    outcomes: list[DocumentScore] = []
-    count = 0
-    for leaf in leaves:
-        samples = _read_samples(file, leaf, cluster_field, MAX_SAMPLES - count)
-        count += len(samples)
-        directions = file.content.higher_is_better.get(leaf, {})
-        leaf_scores: list[DocumentScore] = []
-        for metric, key in _means(file, leaf, samples):
-            if (higher_is_better := directions.get(metric)) is not None:
-                leaf_scores += [
-                    _outcome(leaf, key, higher_is_better, sample, sample.score(metric))
-                    for sample in samples
-                    if metric in sample.metrics and key == f"{metric},{sample.filter}"
-                ]
-        if not leaf_scores:
-            metric_names = sorted({metric for sample in samples for metric in sample.metrics})
-            raise InvalidInput(
-                f"{file.path}: task {leaf}",
-                found="no metric that is a mean over documents with a direction, only "
-                + (", ".join(metric_names) or "none at all"),
-                expected="a score per document whose mean is the score of the task",
-                remedy="guard the other tasks of the group individually" if leaf != task else "",
-            )
-        check_all_scored(f"{file.path}: task {task}", ((leaf, sample.doc_id) for sample in samples), leaf_scores)
-        outcomes += leaf_scores
-        if PROBABILITY not in directions:
-            values = probabilities([each.score("acc") for each in samples], [each.choice for each in samples])
-            outcomes += [
-                _outcome(leaf, f"{PROBABILITY},{sample.filter}", True, sample, probability)
-                for sample, probability in zip(samples, values or [None] * len(samples), strict=True)
-                if probability is not None
-            ]
-    content = file.content
-    conditions = {
-        "lm_eval_version": content.lm_eval_version,
-        "task_versions": json.dumps({leaf: str(content.versions.get(leaf)) for leaf in leaves}),
-        "model_source": str(content.model_source),
-        "chat_template_sha": str(content.chat_template_sha),
-        # Matters only with a chat template; without one, lm-eval's library and command line record different values.
-        "fewshot_as_multiturn": str(bool(content.chat_template_sha and content.fewshot_as_multiturn)),
-        "system_instruction_sha": str(content.system_instruction_sha),
-        "gen_kwargs": json.dumps(content.config.gen_kwargs or {}, sort_keys=True),
-        "repeats": json.dumps([content.configs[leaf].repeats for leaf in leaves]),
-        "higher_is_better": json.dumps([content.higher_is_better.get(leaf) for leaf in leaves], sort_keys=True),
-    }
-    precision = {
-        "model_dtype": str(content.config.model_dtype),
-        "batch_size": str(content.config.batch_size),
-        "max_length": str(content.max_length),
-        "transformers_version": str(content.transformers_version),
-    }
-    return TaskResults(task, tuple(outcomes), LM_EVAL, content.lm_eval_version, conditions, precision, file.path)
 
 
 class _Sample(NamedTuple):
@@ -176,23 +253,22 @@ def _read_samples(file: ResultsFile, task: str, cluster_field: str | None, most:
         )
     path = file.path.with_name(f"samples_{task}_{file.date}.jsonl" if not {"/", "\0"} & set(task) else "samples_…")
     if stated is None or not os.path.exists(path):  # noqa: PTH110  # Path.exists raises for a name that is too long
-        raise InvalidInput(
-            str(path),
-            found="no such file",
-            expected=f"the samples of {file.path.name}",
-            remedy=LOGGED,
-        )
+        raise InvalidInput(str(path), found="no such file", expected=f"the samples of {file.path.name}", remedy=LOGGED)
     config = file.content.configs[task].model_dump()
     hasher, samples = hashlib.sha256(), []
     interned: dict[Any, Any] = {}  # texts that are equal in every line, to store each only once
     lines: dict[tuple[int, str], int] = {}
     for number, line in read_lines(path, longest=MAX_SAMPLE_BYTES, most=most):
-        written, content = parse_written(WrittenSample, line, line_location(path, number))
+        location = line_location(path, number)
+        content: Any = parse_json(
+            line, location, bounds=_LINE_BOUNDS, expected="one sample per line; the file may be cut off"
+        )
+        written = parse_logged(WrittenSample, content, location, "a sample of lm-eval", _AGAIN)
         cluster, document = "", content.get("doc")
         if cluster_field is not None:
             if not isinstance(document, dict) or cluster_field not in document:
                 raise InvalidInput(
-                    f"{line_location(path, number)}: document {written.doc_id}",
+                    f"{location}: document {written.doc_id}",
                     found=f"no field {cluster_field!r}",
                     expected="the field of cluster_by in every document",
                     remedy=suggest(cluster_field, document) if isinstance(document, dict) else "",
@@ -206,7 +282,7 @@ def _read_samples(file: ResultsFile, task: str, cluster_field: str | None, most:
         output_type = "multiple_choice" if requests > 1 else config.get("output_type")
         if output_type == "multiple_choice" and (requests != responses or not requests):
             raise InvalidInput(
-                f"{line_location(path, number)}: document {written.doc_id}",
+                f"{location}: document {written.doc_id}",
                 found=f"{requests} arguments and {responses} filtered_resps",
                 expected="one response for each choice",
                 remedy=_ALTERED,
@@ -225,14 +301,14 @@ def _read_samples(file: ResultsFile, task: str, cluster_field: str | None, most:
         )
         if first := lines.get((sample.doc_id, sample.filter)):
             raise InvalidInput(
-                line_location(path, number),
+                location,
                 found=f"document {sample.doc_id} again under the filter {sample.filter}, first in line {first}",
                 expected="each document once",
                 remedy=_ALTERED,
             )
         if sample.doc_id >= totals.original:
             raise InvalidInput(
-                f"{line_location(path, number)}: doc_id",
+                f"{location}: doc_id",
                 found=str(sample.doc_id),
                 expected=f"less than the {totals.original} documents in {file.path.name}",
                 remedy=_ALTERED,
@@ -264,9 +340,6 @@ def _means(file: ResultsFile, task: str, samples: Sequence[_Sample]) -> Iterator
 
     A metric is a mean if the task declares so, or if the task declares no aggregation and lm-eval averages the metric.
     A metric that lm-eval does not know is a mean if its reported value equals the mean of the samples.
-
-    Raises:
-        InvalidInput: If a reported mean is not that of the samples, or a score is out of the metric's range.
     """
     location = f"{file.path}: task {task}"
     reported = file.content.results.get(task, {})

@@ -1,4 +1,4 @@
-"""Separate the thought that a thinking model writes before its answer from the answer itself.
+"""Find out how a generated answer ended, and separate the thought that a thinking model writes before it.
 
 The rule is that of lm-eval: the answer is the text after the last end token, without leading whitespace, up to the
 first stop string. Stop strings end an answer only after the thought, because they also occur in thoughts. An answer
@@ -8,12 +8,36 @@ that a token limit cuts off within the thought is not an answer (see ``AnswerEnd
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput
 
 Decode = Callable[[list[int]], str]
+AnswerReason = Literal["stop", "eos", "length", "context", ""]
+
+
+class AnswerEnd(NamedTuple):
+    """How a generated answer ended.
+
+    An ``LM`` with an attribute ``answer_ends`` reports this for each answer. The attribute is a deque of the ends of
+    the answers that the ``LM`` will pass to its cache hook next, in the same order.
+    """
+
+    # stop: a stop string; eos: an end-of-text token; length: the token limit of an answer; context: the end of the
+    # model's context before that limit; '': unknown. A server may report 'stop' for an end-of-text token.
+    reason: AnswerReason = ""
+    tokens: int | None = None  # number of generated tokens, including the final one; None: unknown
+    thinking: int | None = None  # number of tokens in the thought before the answer; None: unknown
+
+    @property
+    def is_unfinished_thought(self) -> bool:
+        """Whether the answer was cut off before its thought ended. It then counts as no answer."""
+        return bool(self.thinking) and self.reason in CUT_OFF and self.thinking == self.tokens
+
+
+CUT_OFF = ("length", "context")  # reasons for which an answer is incomplete
+DEFAULT_BUDGET = 256  # lm-eval's default for the largest number of tokens in an answer
 
 
 class ThoughtEnd(NamedTuple):
@@ -75,12 +99,37 @@ def first_stop(
     return bisect_left(range(len(ids)), True, key=has_stopped) if has_stopped(len(ids)) else None
 
 
-def require_visible(thought_end: ThoughtEnd | None, tokenizer: Any, model: str) -> None:
-    """Check that a server's answers contain the end of a thought.
+def answer_end(
+    ids: Sequence[int],
+    eos: Collection[int],
+    stop: Sequence[str],
+    texts: Callable[[list[int]], Sequence[str]],
+    budget: int,
+    thought_end: ThoughtEnd | None = None,
+) -> AnswerEnd:
+    """Return how one answer of a batch ended.
 
-    Raises:
-        InvalidInput: If it is a special token, which servers remove from answers.
+    ``ids`` are the tokens after the prompt. Tokens after the end of the answer, such as padding, are ignored. ``eos``
+    and ``stop`` are the tokens and texts that end an answer, ``texts`` decodes tokens into the texts in which ``stop``
+    is searched, the last of which is scored. ``budget`` is the largest number of tokens in an answer.
     """
+    last = next((count for count, token in enumerate(ids, 1) if token in eos), None)
+    before = list(ids if last is None else ids[: last - 1])
+    if (stopped := first_stop(before, stop, texts, thought_end)) is not None:
+        end = AnswerEnd("stop", stopped)
+    elif last is not None:
+        end = AnswerEnd("eos", last)
+    else:
+        # A batch that ends before its budget has no unfinished answer: transformers has other criteria, like max_time.
+        end = AnswerEnd("length" if len(ids) >= budget else "stop", len(ids))
+    if thought_end is None:
+        return end
+    answer, is_cut_off = before[: end.tokens], end.reason in CUT_OFF
+    return end._replace(thinking=thought_end.length(answer, lambda tokens: texts(tokens)[-1], is_cut_off=is_cut_off))
+
+
+def require_visible(thought_end: ThoughtEnd | None, tokenizer: Any, model: str) -> None:
+    """Check that a server's answers contain the end of a thought."""
     if thought_end is not None and thought_end.end in tokenizer.all_special_tokens:
         raise InvalidInput(
             f"evaluate.think_end_token: {thought_end.end}",
