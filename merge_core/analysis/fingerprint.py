@@ -142,7 +142,6 @@ class Fingerprint:
 
     @cached_property
     def layer_numbers(self) -> tuple[int | None, ...]:
-        """Number of the layer of each tensor, from its name, or None."""
         return tuple(int(match[0]) if (match := _NUMBER.search(name)) else None for name in self.names)
 
 
@@ -284,7 +283,6 @@ class _Match:
 
 
 def _match(model: Fingerprint, known_model: Fingerprint, rows: list[int]) -> _Match:
-    """Match the given rows of ``model`` with rows of ``known_model``."""
     if not known_model.names:
         return _Match(np.zeros(len(rows), np.intp), np.full(len(rows), np.inf))
     correlations = model.directions[rows] @ known_model.directions.T

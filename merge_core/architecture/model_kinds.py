@@ -67,7 +67,6 @@ class ModelKind:
 
     @property
     def noun(self) -> str:
-        """Kind with an article, such as ``a vision-language model``."""
         return _NOUNS[self.name]
 
     @property
@@ -174,7 +173,6 @@ def _transformers_kind(config: Mapping[str, Any]) -> ModelKind:
 
 @cache
 def class_kinds() -> Mapping[str, ModelKind]:
-    """Return the kind of each model class of transformers, by its name."""
     kinds: dict[str, ModelKind] = {}
     for kind, classes, _ in _entries():
         for name in classes:

@@ -1,14 +1,25 @@
-"""Define the plan of a merge: one job per output tensor, and everything else that the engine needs to execute it."""
+"""Define the plan of a merge: a job per output tensor, the files with their bytes, and the rows of token tables.
+
+The position of every output byte is decided before the first input byte is read. If the result has the donor's tensors,
+it distributes them over files as the donor does. Otherwise tensors are packed in order into files no larger than the
+donor's largest. If the donor stores a tensor whole, so does the result, even if several jobs compute it (one per
+expert, see ``merge_core.architecture.experts``). Each job then fills a part of its bytes.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from mergegate.merge_core.architecture import is_inputs_first, is_projection
+from mergegate.merge_core.architecture.experts import DiskTensor, disk_name, to_disk_tensors
 from mergegate.merge_core.checkpoint import (
+    SINGLE_NAME,
     AnyTensor,
     ChatTemplates,
     Checkpoint,
@@ -16,14 +27,176 @@ from mergegate.merge_core.checkpoint import (
     DType,
     ExpectedImportance,
     ExpectedMoments,
+    SizedTensor,
     StoredMoments,
     StoredTensor,
+    render_header,
 )
 from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.methods import Method, TensorTask
-from mergegate.merge_core.plan.layout import OutputTensor, Shard
-from mergegate.merge_core.plan.rows import RowMap
 from mergegate.merge_core.recipe import Recipe
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Values in ``RowMap.lender`` that are not the index of a model.
+SEVERAL = -1  # Mean of the rows of several models; ``row`` is then an index into ``shared``.
+ZERO = -2
+MEAN = -3  # Mean of all rows of the model's own table.
+
+
+@dataclass(frozen=True, eq=False)
+class RowMap:
+    """The source of each row that one model contributes to an output table.
+
+    Args:
+        models: References of the models that lend rows, including the contributing model.
+        own: Index of the contributing model in ``models``.
+        lender: Index in ``models`` for each output row, or ``SEVERAL``, ``ZERO`` or ``MEAN`` [n].
+        row: Row in the lender's table [n].
+        shared: Rows to average for each ``SEVERAL`` entry, as pairs of an index in ``models`` and a row.
+    """
+
+    models: tuple[str, ...]
+    own: int
+    lender: NDArray[np.int32]
+    row: NDArray[np.int64]
+    shared: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, RowMap)
+            and (self.models, self.own, self.shared) == (other.models, other.own, other.shared)
+            and np.array_equal(self.lender, other.lender)
+            and np.array_equal(self.row, other.row)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # Arrays are not hashable.
+
+    def __len__(self) -> int:
+        return len(self.lender)
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """First output row of each run, followed by the total number of rows."""
+        same = self.lender[1:] == self.lender[:-1]
+        follows = self.row[1:] == self.row[:-1] + 1
+        is_constant = (self.lender[1:] == ZERO) | (self.lender[1:] == MEAN)
+        breaks = np.flatnonzero(~(same & (follows | is_constant))) + 1
+        return np.concatenate([[0], breaks, [len(self)]]).astype(np.int64)
+
+
+# Default shard size of Hugging Face, used if the donor is a single file and the result needs several.
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor(SizedTensor):
+    """Name, format and shape of a tensor to write, which is all or a part of a tensor in a file."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One output file.
+
+    Args:
+        name: File name.
+        header: First bytes of the file: length prefix and JSON header.
+        tensors: Names of the computed tensors, in the order of their bytes.
+        offsets: Offset of each computed tensor from the start of the file, in bytes.
+        size: Size of the whole file, in bytes.
+        stored: Tensors that the header lists, in the same order. Each consists of one or more of ``tensors``.
+    """
+
+    name: str
+    header: bytes
+    tensors: tuple[str, ...]
+    offsets: tuple[int, ...]
+    size: int
+    stored: tuple[DiskTensor, ...]
+
+    def dtypes(self) -> dict[str, DType]:
+        return {piece: tensor.dtype for tensor in self.stored for piece in tensor.pieces}
+
+
+def lay_out(tensors: Sequence[OutputTensor], donor: Checkpoint) -> tuple[Shard, ...]:
+    """Return the shards for ``tensors``, in the order of the donor's bytes.
+
+    ``donor`` must have its fused experts split (:func:`merge_core.architecture.experts.split_experts`). If the donor
+    lacks any of ``tensors``, the shards keep the order of ``tensors`` instead.
+    """
+    stored = to_disk_tensors({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}, donor)
+    donor_parts = {disk_name(tensor): tensor.parts for tensor in donor.tensors.values()}
+    groups: dict[str, list[DiskTensor]] = {}
+    if all(donor_parts.get(tensor.name) for tensor in stored):
+        order = {name: position for position, name in enumerate(donor_parts)}
+        for tensor in sorted(stored, key=lambda tensor: order[tensor.name]):
+            groups.setdefault(donor_parts[tensor.name][0].file.name, []).append(tensor)
+    else:
+        groups = _pack(stored, donor)
+    if len(groups) == 1:
+        names = [SINGLE_NAME]
+    elif all(name.endswith(".safetensors") for name in groups):
+        names = list(groups)
+    else:
+        names = [f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors" for index in range(len(groups))]
+    return tuple(_shard(name, group) for name, group in zip(names, groups.values(), strict=True))
+
+
+def lay_out_modules(outputs: Sequence[OutputTensor]) -> tuple[Shard, ...]:
+    """Return one file per folder for the merged tensors of modules, in the order of ``outputs``."""
+    folders: dict[str, list[DiskTensor]] = {}
+    for tensor in outputs:
+        disk = DiskTensor(tensor.name, tensor.dtype, tensor.shape, (tensor.name,))
+        folders.setdefault(tensor.name.partition("/")[0], []).append(disk)
+    return tuple(_shard(f"{folder}/{SINGLE_NAME}", tensors) for folder, tensors in folders.items())
+
+
+def _shard(file: str, tensors: Sequence[DiskTensor]) -> Shard:
+    # In a plan, the tensors of a module have the name of its folder as a prefix, but not in its file.
+    folder = file[: file.rfind("/") + 1]
+    entries = [(tensor.name.removeprefix(folder), tensor.dtype.code, tensor.shape, tensor.nbytes) for tensor in tensors]
+    header = render_header(entries, {"format": "pt"})
+    pieces, offsets, position = [], [], len(header)
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            pieces.append(piece)
+            offsets.append(position)
+            position += tensor.nbytes // len(tensor.pieces)
+    return Shard(file, header, tuple(pieces), tuple(offsets), position, tuple(tensors))
+
+
+def _pack(tensors: Sequence[DiskTensor], donor: Checkpoint) -> dict[str, list[DiskTensor]]:
+    file_sizes: dict[str, int] = {}
+    for donor_tensor in donor.tensors.values():
+        if donor_tensor.parts:
+            file = donor_tensor.parts[0].file.name
+            file_sizes[file] = file_sizes.get(file, 0) + donor_tensor.nbytes
+    is_single = len(file_sizes) <= 1
+    limit = max(DEFAULT_SHARD_BYTES, *file_sizes.values(), 0) if is_single else max(file_sizes.values())
+    groups: list[list[DiskTensor]] = []
+    filled = limit + 1
+    for tensor in tensors:
+        if filled + tensor.nbytes > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += tensor.nbytes
+    return {str(number): group for number, group in enumerate(groups)}
+
+
+def requires_index(shards: Sequence[Shard]) -> bool:
+    """Return whether readers need :data:`merge_core.checkpoint.INDEX_NAME` because the network is in several files."""
+    return len(network_shards(shards)) > 1
+
+
+def network_shards(shards: Sequence[Shard]) -> tuple[Shard, ...]:
+    """Return the files of the network. All others are in the folders of sentence-transformers modules."""
+    return tuple(shard for shard in shards if "/" not in shard.name)
 
 
 # These classes and OutputTensor use slots because a very large model has 50,000 jobs.
@@ -92,17 +265,14 @@ class TensorJob:
 
     @property
     def measured_tensors(self) -> tuple[StoredTensor, ...]:
-        """Stored tensors with activation statistics of the inputs."""
         return tuple(item.moments.tensor for item in self.inputs if isinstance(item.moments, StoredMoments))
 
     @property
     def nbytes_in(self) -> int:
-        """Number of bytes in all inputs and their importance."""
         return sum(item.tensor.nbytes for item in self.inputs) + sum(value.nbytes for value in self.importance)
 
     @property
     def arithmetic(self) -> Literal["float32", "float64"]:
-        """Number format for computing the job: float64 if any input is float64, otherwise float32."""
         return "float64" if any(item.tensor.dtype.code == "F64" for item in self.inputs) else "float32"
 
     def mismatch(self, item: Input) -> InvalidInput:

@@ -22,8 +22,7 @@ from mergegate.merge_core.architecture import (
 from mergegate.merge_core.architecture.experts import OutputFamily, choose_output, constant_tensor, mixture_config
 from mergegate.merge_core.checkpoint import AnyTensor, Checkpoint, DType, promote
 from mergegate.merge_core.errors import Finding, InvalidInput
-from mergegate.merge_core.plan.jobs import Input, TensorJob, bulk_dtype
-from mergegate.merge_core.plan.layout import OutputTensor
+from mergegate.merge_core.plan.jobs import Input, OutputTensor, TensorJob, bulk_dtype
 from mergegate.merge_core.recipe import Expert, Mixture, Recipe
 
 _FEED_FORWARD = re.compile(r"^mlp\.(?:gate_proj|up_proj|down_proj)\.weight$")
@@ -37,11 +36,7 @@ _DENSE = ("gate_proj", "up_proj", "down_proj")
 def plan_mixture(
     recipe: Recipe, mixture: Mixture, checkpoints: Mapping[str, Checkpoint], problems: list[Finding]
 ) -> tuple[list[TensorJob], dict[str, Any]]:
-    """Return the jobs and configuration of the mixture that ``recipe`` describes, and add findings to ``problems``.
-
-    Raises:
-        InvalidInput: No mixture architecture fits the models, or the router rows have the wrong shape.
-    """
+    """Return the jobs and configuration of the mixture that ``recipe`` describes, and add findings to ``problems``."""
     reference = str(recipe.base)
     base = checkpoints[reference]
     prompts = any(expert.positive for expert in mixture.shared)

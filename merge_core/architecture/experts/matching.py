@@ -28,8 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergegate.merge_core.architecture.experts.computed_tensors import permuted_rows
-from mergegate.merge_core.architecture.experts.pieces import split_experts
+from mergegate.merge_core.architecture.experts.pieces import permuted_rows, split_experts
 from mergegate.merge_core.checkpoint import (
     AnyTensor,
     Checkpoint,

@@ -168,9 +168,6 @@ def choose_output(architecture: str | None, source: str, *, shared: bool, prompt
 
     ``architecture`` is a prefix of the family's name. None selects the first suitable family. ``shared`` states whether
     the mixture has a shared expert, and ``prompts`` whether the recipe has prompts for it, which require its own gate.
-
-    Raises:
-        InvalidInput: No family has this name, or none is suitable.
     """
     fitting = [
         family
@@ -218,9 +215,6 @@ def mixture_config(
     """Return the configuration of a mixture of ``experts`` experts, ``per_token`` of which process each token.
 
     Settings that ``base`` leaves to its family's defaults are written out, because the mixture's family has others.
-
-    Raises:
-        InvalidInput: The configuration lacks a size, or the family cannot compute the base's attention.
     """
     kind = str(base.get("model_type", ""))
     if base.get("auto_map"):
