@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from mergegate.merge_core.checkpoint import Checkpoint, DType, config_parts, is_embedding, ties_embeddings
 
@@ -53,20 +53,6 @@ class InMemory:
     number: int | None = None
 
 
-class _NewNames(NamedTuple):
-    """Names that a transform gives to a tensor.
-
-    Args:
-        names: The new names.
-        source: Number of the pattern that matches, among those of the transform.
-        text: Part of the old name that the pattern matches.
-    """
-
-    names: tuple[str, ...]
-    source: int
-    text: str
-
-
 @dataclass(frozen=True)
 class _Transform:
     """One entry of transformers' table.
@@ -90,8 +76,11 @@ class _Transform:
     is_first_only: bool
     offset: int
 
-    def apply(self, name: str) -> _NewNames | None:
-        """Return the new names of a tensor, or None if the transform does not apply to it."""
+    def apply(self, name: str) -> tuple[tuple[str, ...], int, str] | None:
+        """Return the new names of a tensor, the number of the source that matches, and the text that it matches.
+
+        Return None if the transform does not apply to the tensor.
+        """
         prefix = next((prefix for prefix in self.scope if name.startswith(prefix)), None) if self.scope else ""
         if prefix is None:
             return None
@@ -110,7 +99,7 @@ class _Transform:
                 value = match.group(position + 1)
                 target = target.replace(r"\1", str(int(value) + self.offset) if self.offset else value)
             expanded.append(prefix + rest.replace(match.group(0), target, 1))
-        return _NewNames(tuple(expanded), source, match.group(0))
+        return tuple(expanded), source, match.group(0)
 
 
 class Conversions:
@@ -163,17 +152,14 @@ class Conversions:
             return InMemory((name,))
         for renaming in self._renamings:
             if renamed := renaming.apply(name):
-                name = renamed.names[0]
+                name = renamed[0][0]
         for converter in self._converters:
             if converted := converter.apply(name):
+                names, source, text = converted
                 is_stacked = any(operation.name == "MergeModulelist" for operation in converter.operations)
-                number = _FIRST_NUMBER.search(converted.text) if is_stacked else None
-                return InMemory(
-                    tuple(map(self._of_class, converted.names)),
-                    converter.operations,
-                    converted.source,
-                    int(number[1]) if number else None,
-                )
+                match = _FIRST_NUMBER.search(text) if is_stacked else None
+                number = int(match[1]) if match else None
+                return InMemory(tuple(map(self._of_class, names)), converter.operations, source, number)
         return InMemory((self._of_class(name),))
 
     def _of_class(self, name: str) -> str:

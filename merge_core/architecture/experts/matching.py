@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -200,7 +201,9 @@ def read_routers(routers: Iterable[StoredRouter]) -> dict[str, Floats]:
     matrices = {}
     with _Samples() as samples:
         for router in routers:
-            columns = [samples.read(tensor).reshape(tensor.shape[0], -1) for tensor in router.tensors]
+            columns = [
+                samples.read(tensor, [0], tensor.numel).reshape(tensor.shape[0], -1) for tensor in router.tensors
+            ]
             matrices[router.module] = np.concatenate(columns, axis=1)
             if not np.isfinite(matrices[router.module]).all():
                 raise InvalidInput(router.weight.name, found="a router with NaN or infinity", expected="finite numbers")
@@ -251,10 +254,9 @@ def _match(
             order = assign(similarity, groups)
             numbering = np.arange(len(order))
             moved = int(np.count_nonzero(np.asarray(order) != numbering))
-            merged_order = list(order) if recipe.align_experts else list(range(len(order)))
             if recipe.align_experts and moved:
                 orders[module_name] = order
-            cosine, distance = samples.routers(module, other_module, merged_order)
+            cosine, distance = samples.routers(module, other_module, orders.get(module_name, range(len(order))))
             layers.append(
                 MatchedLayer(
                     model=name,
@@ -374,28 +376,20 @@ def _groups(config: Mapping[str, Any], experts: int) -> int:
     return next((count for count in counts if 1 < count <= experts and experts % count == 0), 1)
 
 
-class _Samples:
+class _Samples(ExitStack):
     """Reader that compares samples of tensors and keeps their files open."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._files: dict[Path, int] = {}
-
-    def __enter__(self) -> _Samples:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._files.values():
-            os.close(descriptor)
 
     def similarity(self, first: _Module, second: _Module) -> Floats:
         """Return the mean cosine of router rows and projections for all pairs of experts, ``[experts, experts]``."""
         cosines = []
-        for part in first.experts[0]:
-            if first.experts[0][part].numel < 2:
-                continue
-            first_samples = np.stack([self._sample(expert[part]) for expert in first.experts])
-            second_samples = np.stack([self._sample(expert[part]) for expert in second.experts])
-            cosines.append(_cosines(first_samples, second_samples))
+        for part, tensor in first.experts[0].items():
+            if tensor.numel >= 2:
+                samples = [np.stack([self._sample(e[part]) for e in module.experts]) for module in (first, second)]
+                cosines.append(_cosines(*samples))
         for part, tensor in first.router.items():
             if len(tensor.shape) == 2:
                 cosines.append(_cosines(self._rows(tensor), self._rows(second.router[part])))
@@ -415,22 +409,16 @@ class _Samples:
                 return cosine, float(np.linalg.norm(other_rows - rows)) / norm
         return 0.0, 0.0
 
-    def read(self, tensor: AnyTensor) -> Floats:
-        """Return all elements of a tensor in one array."""
-        return self._read(tensor, [0], tensor.numel)
-
     def _rows(self, tensor: AnyTensor) -> Floats:
         rows, width = tensor.shape
-        count = min(width, _ROW)
-        return self._read(tensor, [row * width for row in range(rows)], count).reshape(rows, count)
+        return self.read(tensor, range(0, rows * width, width), min(width, _ROW)).reshape(rows, -1)
 
     def _sample(self, tensor: AnyTensor) -> Floats:
         if tensor.numel <= _RUNS * _RUN:
-            return self._read(tensor, [0], tensor.numel)
-        starts = np.linspace(0, tensor.numel - _RUN, _RUNS).astype(int)
-        return self._read(tensor, starts.tolist(), _RUN)
+            return self.read(tensor, [0], tensor.numel)
+        return self.read(tensor, np.linspace(0, tensor.numel - _RUN, _RUNS).astype(int).tolist(), _RUN)
 
-    def _read(self, tensor: AnyTensor, starts: Sequence[int], count: int) -> Floats:
+    def read(self, tensor: AnyTensor, starts: Sequence[int], count: int) -> Floats:
         """Read ``count`` elements from each position in ``starts`` and return them in one array."""
         size = count * tensor.dtype.size
         into = np.empty(len(starts) * size, np.uint8)
@@ -445,6 +433,7 @@ class _Samples:
                 self._files[tensor.file] = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
                 raise InvalidInput(str(tensor.file), found=f"cannot be read: {error.strerror}") from None
+            self.callback(os.close, self._files[tensor.file])
         read_into(self._files[tensor.file], into.data, tensor.offset + first * tensor.dtype.size, tensor.file)
 
 

@@ -168,44 +168,43 @@ def choose_output(architecture: str | None, source: str, *, shared: bool, prompt
 
     ``architecture`` is a prefix of the family's name. None selects the first suitable family. ``shared`` states whether
     the mixture has a shared expert, and ``prompts`` whether the recipe has prompts for it, which require its own gate.
+
+    Raises:
+        InvalidInput: No family has this name, or none is suitable.
     """
     fitting = [
         family
         for family in OUTPUT_FAMILIES
         if source in family.sources and bool(family.shared) == shared and (family.shared_gate or not prompts)
     ]
+    base, parts = f"a base of type {source or 'unknown'}", f"{'with' if shared else 'without'} a shared expert"
+    remedy = "use models of one of these families"
+    if any(source in family.sources and bool(family.shared) != shared for family in OUTPUT_FAMILIES):
+        remedy = "remove shared_experts" if shared else "add one model under shared_experts"
     if architecture is None:
         if fitting:
             return fitting[0]
-        raise InvalidInput(
-            location,
-            found=f"a base of type {source or 'unknown'} {'with' if shared else 'without'} a shared expert",
-            expected="; ".join(_describe(family) for family in OUTPUT_FAMILIES),
-            remedy=_remedy(source, shared),
-        )
+        expected = "; ".join(_describe(family) for family in OUTPUT_FAMILIES)
+        raise InvalidInput(location, found=f"{base} {parts}", expected=expected, remedy=remedy)
     wanted_name = _plain(architecture).removesuffix("forcausallm")
     wanted_name = _ALIASES.get(wanted_name, wanted_name)
     matches = [family for family in OUTPUT_FAMILIES if wanted_name and _plain(family.name).startswith(wanted_name)]
     if not matches:
-        is_deepseek = _plain(architecture).startswith("deepseek")
         raise InvalidInput(
             f"{location}: architecture",
             found=f"{architecture!r:.60}",
             expected=f"a prefix of {', '.join(family.name for family in OUTPUT_FAMILIES)}",
-            remedy=(
-                "use GLM-4 MoE, which computes the same from the same models and needs no custom code"
-                if is_deepseek
-                else "remove the key to use the first suitable family"
-            ),
+            remedy="use GLM-4 MoE, which computes the same from the same models and needs no custom code"
+            if _plain(architecture).startswith("deepseek")
+            else "remove the key to use the first suitable family",
         )
     if fitting_matches := [family for family in matches if family in fitting]:
         return fitting_matches[0]
     raise InvalidInput(
         f"{location}: architecture",
-        found=f"{matches[0].name} for a base of type {source or 'unknown'}, "
-        f"{'with' if shared else 'without'} a shared expert",
+        found=f"{matches[0].name} for {base}, {parts}",
         expected=_describe(matches[0]),
-        remedy=f"remove architecture: {fitting[0].name} is suitable" if fitting else _remedy(source, shared),
+        remedy=f"remove architecture: {fitting[0].name} is suitable" if fitting else remedy,
     )
 
 
@@ -291,9 +290,3 @@ def _plain(name: str) -> str:
 
 def _describe(family: OutputFamily) -> str:
     return f"{family.name} from {', '.join(family.sources)} with {'one' if family.shared else 'no'} shared expert"
-
-
-def _remedy(source: str, shared: bool) -> str:
-    if any(source in family.sources and bool(family.shared) != shared for family in OUTPUT_FAMILIES):
-        return "remove shared_experts" if shared else "add one model under shared_experts"
-    return "use models of one of these families"
