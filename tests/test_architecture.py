@@ -288,9 +288,8 @@ _READERS = {
         "tasks.variants.quantize_child"
     ),
     "files that are installed with mergegate or a library": (
-        "merge_core.architecture.conversions merge_core.architecture.families merge_core.architecture.model_kinds "
-        "merge_core.methods.kernel_cache tasks.evaluation.lm_eval_index tasks.preflight.licenses.texts "
-        "tasks.report.page"
+        "merge_core.architecture.conversions merge_core.architecture.families merge_core.methods.kernel_cache "
+        "tasks.evaluation.lm_eval_index tasks.preflight.licenses.texts tasks.report.page"
     ),
     "/proc, /sys and devices": "merge_core.system tasks.sandbox.gpu_lock tasks.sandbox.supervision",
     "weights or release files, which were opened or hashed as plain files before": (

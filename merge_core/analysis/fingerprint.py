@@ -65,18 +65,13 @@ model with more layers. ``stack``: its layers in another order or number. ``part
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Samples of the matrices of a model.
+    """Samples of the matrices of a model."""
 
-    Args:
-        names: Names of the tensors, which only determine the layers.
-        columns: Size of the last dimension of each tensor.
-        values: Samples in float32, ``[tensors, ELEMENTS]``. Each row is float16 times a power of two.
-        layers: Number of layers of the model, also of those without samples. 0 if the names do not tell.
-    """
-
-    names: tuple[str, ...]
-    columns: tuple[int, ...]
+    names: tuple[str, ...]  # names of the tensors, which only determine the layers
+    columns: tuple[int, ...]  # size of the last dimension of each tensor
+    # Samples in float32, ``[tensors, ELEMENTS]``. Each row is float16 times a power of two.
     values: NDArray[np.float32]
+    # Number of layers of the model, also of those without samples. 0 if the names do not tell.
     layers: int
 
     @property
@@ -147,22 +142,15 @@ class Fingerprint:
 
 @dataclass(frozen=True)
 class Relation:
-    """Relation of a model to another one, measured on the samples.
+    """Relation of a model to another one, measured on the samples."""
 
-    Args:
-        kind: Class of the relation.
-        share: Share of the model's matrices that are related to a matrix of the other model, from 0 to 1.
-        nearest: Share of the model's matrices that are nearer to the other model than to all further models.
-        distance: Relative distance ``‖a - b‖ / ‖b‖`` of a related matrix from that of the other model, as the root mean
-            square over all related matrices.
-        equal: Share of the related matrices that are equal up to rounding, from 0 to 1.
-    """
-
-    kind: RelationKind
-    share: float
-    nearest: float
+    kind: RelationKind  # class of the relation
+    share: float  # share of the model's matrices that are related to a matrix of the other model, from 0 to 1
+    nearest: float  # share of the model's matrices that are nearer to the other model than to all further models
+    # Relative distance ``‖a - b‖ / ‖b‖`` of a related matrix from that of the other model, as the root mean square over
+    # all related matrices.
     distance: float
-    equal: float
+    equal: float  # share of the related matrices that are equal up to rounding, from 0 to 1
 
 
 def select_tensors(tensors: Iterable[AnyTensor], most: int = MOST_TENSORS) -> tuple[AnyTensor, ...]:

@@ -22,7 +22,6 @@ from typing import Any
 
 from mergegate.merge_core.checkpoint import Checkpoint, DType, config_parts, is_embedding, ties_embeddings
 
-_TABLE = Path(__file__).parent / "conversions.json"
 _FIRST_NUMBER = re.compile(r"\.([0-9]{1,6})(?:\.|$)")
 _EXPERT_TENSOR = re.compile(r"(.*\.experts\.)([0-9]{1,6})(\..*)")
 _NUMBER = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
@@ -38,43 +37,31 @@ class Operation:
 
 @dataclass(frozen=True)
 class InMemory:
-    """Parameters in memory that contain the values of one stored tensor.
+    """Parameters in memory that contain the values of one stored tensor."""
 
-    Args:
-        names: Names of the parameters. There are several if transformers splits the stored tensor.
-        operations: Steps from the stored tensor to the parameters. Empty if only the name differs.
-        source: Position in a join along a dimension, such as 0 for ``gate_proj`` and 1 for ``up_proj``.
-        number: Position in a stack of tensors, such as the number of an expert, or None.
-    """
-
+    # Names of the parameters. There are several if transformers splits the stored tensor.
     names: tuple[str, ...]
+    # Steps from the stored tensor to the parameters. Empty if only the name differs.
     operations: tuple[Operation, ...] = ()
-    source: int = 0
-    number: int | None = None
+    source: int = 0  # position in a join along a dimension, such as 0 for ``gate_proj`` and 1 for ``up_proj``
+    number: int | None = None  # position in a stack of tensors, such as the number of an expert, or None
 
 
 @dataclass(frozen=True)
 class _Transform:
-    """One entry of transformers' table.
+    """One entry of transformers' table."""
 
-    Args:
-        match: Pattern of all sources. The named group ``g<number>`` shows which one matches.
-        to: Targets. One per source for a group of renamings, otherwise the targets of every source.
-        scope: Prefixes below which the transform applies. The pattern is compared with the rest of a name. None: all
-            names.
-        operations: Steps for the values. Empty for a renaming.
-        is_grouped: Whether the entry is a group of renamings.
-        is_first_only: Whether only the first source applies.
-        offset: Number to add to a number in a name.
-    """
-
+    # Pattern of all sources. The named group ``g<number>`` shows which one matches.
     match: re.Pattern[str]
+    # Targets. One per source for a group of renamings, otherwise the targets of every source.
     to: tuple[str, ...]
+    # Prefixes below which the transform applies. The pattern is compared with the rest of a name. None: all names.
     scope: tuple[str, ...] | None
+    # Steps for the values. Empty for a renaming.
     operations: tuple[Operation, ...]
-    is_grouped: bool
-    is_first_only: bool
-    offset: int
+    is_grouped: bool  # whether the entry is a group of renamings
+    is_first_only: bool  # whether only the first source applies
+    offset: int  # number to add to a number in a name
 
     def apply(self, name: str) -> tuple[tuple[str, ...], int, str] | None:
         """Return the new names of a tensor, the number of the source that matches, and the text that it matches.
@@ -112,8 +99,7 @@ class Conversions:
     """
 
     def __init__(self, config: Mapping[str, Any], class_name: str, names: Collection[str]) -> None:
-        kind = config.get("model_type")
-        structure = _content()["structures"].get(kind) if isinstance(kind, str) else None
+        structure = _structure(config)
         self.is_known = structure is not None
         self._of_first_expert: dict[str, InMemory] = {}
         self.transforms = tuple(_network_transforms(config, class_name, structure))
@@ -175,10 +161,14 @@ def container_text(config: Mapping[str, Any]) -> tuple[str, str] | None:
 
     Return None if transformers builds the text part with a class other than that of a standalone text model.
     """
-    kind = config.get("model_type")
-    structure = _content()["structures"].get(kind) if isinstance(kind, str) else None
-    text = structure.get("text") if structure else None
+    text = (_structure(config) or {}).get("text")
     return (text[0], text[1]) if text else None
+
+
+def _structure(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the prefixes and parts of a network, or None for an unknown family."""
+    kind = config.get("model_type")
+    return _content()["structures"].get(kind) if isinstance(kind, str) else None
 
 
 def loading_facts() -> Mapping[str, Any]:
@@ -220,8 +210,13 @@ def _read_transform(entry: Mapping[str, Any], scope: tuple[str, ...] | None) -> 
 
 
 @cache
+def packaged_table(file: str) -> Any:
+    """Return the content of a JSON file next to this module."""
+    return json.loads((Path(__file__).parent / file).read_text("utf-8"))
+
+
 def _content() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(_TABLE.read_text("utf-8"))
+    content: dict[str, Any] = packaged_table("conversions.json")
     return content
 
 

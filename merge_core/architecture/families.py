@@ -19,13 +19,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mergegate.merge_core.architecture.conversions import container_text
+from mergegate.merge_core.architecture.conversions import container_text, packaged_table
 from mergegate.merge_core.checkpoint import TEXT_PARTS
 from mergegate.merge_core.errors import InvalidInput
 
 _DIRECTORY = Path(__file__).parent / "families"
-_TRIALS = Path(__file__).parent / "families.json"  # Written by tests/merge_core/every_family.py.
-_DEFAULTS = Path(__file__).parent / "defaults.json"  # Generated from transformers by tests/merge_core/test_meaning.py.
 
 
 @dataclass(frozen=True)
@@ -34,34 +32,20 @@ class LayerCondition:
 
     Exactly one of ``every``, ``below``, ``numbered_in``, ``enabled``, ``given`` and ``kind`` is set. *Key* means a key
     of the configuration.
-
-    Args:
-        every: Number, or key of a number: the condition is ``(i + shift) % every == at``.
-        below: Key of a number: the condition is ``i < below``.
-        numbered_in: Key of a list of layer numbers that must contain ``i``.
-        enabled: Key whose value must be truthy.
-        given: Key that must be present and not null.
-        kind: Name of a :class:`LayerKind` for which the layer must have the value ``equals``.
-        equals: Required value for ``kind``.
-        default: Value of the key if the configuration lacks it.
-        shift: Offset for ``every``.
-        at: Remainder for ``every``: a number, or a key.
-        at_default: Value of the key ``at`` if the configuration lacks it.
-        negated: Whether the condition must be false instead.
     """
 
-    every: str | int | None = None
-    below: str | None = None
-    numbered_in: str | None = None
-    enabled: str | None = None
-    given: str | None = None
-    kind: str | None = None
-    equals: Any = None
-    default: Any = None
-    shift: int = 0
-    at: str | int = 0
-    at_default: int = 0
-    negated: bool = False
+    every: str | int | None = None  # number, or key of a number: the condition is ``(i + shift) % every == at``
+    below: str | None = None  # key of a number: the condition is ``i < below``
+    numbered_in: str | None = None  # key of a list of layer numbers that must contain ``i``
+    enabled: str | None = None  # key whose value must be truthy
+    given: str | None = None  # key that must be present and not null
+    kind: str | None = None  # name of a :class:`LayerKind` for which the layer must have the value ``equals``
+    equals: Any = None  # required value for ``kind``
+    default: Any = None  # value of the key if the configuration lacks it
+    shift: int = 0  # offset for ``every``
+    at: str | int = 0  # remainder for ``every``: a number, or a key
+    at_default: int = 0  # value of the key ``at`` if the configuration lacks it
+    negated: bool = False  # whether the condition must be false instead
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -84,49 +68,33 @@ class Clause:
 
 @dataclass(frozen=True)
 class Form:
-    """Way to write into a configuration which layers are of one kind, for families that do not read a list of kinds.
+    """Way to write into a configuration which layers are of one kind, for families that do not read a list of kinds."""
 
-    Args:
-        of: The kind. All layers that are not marked are of another kind.
-        numbers: Key for a list of the numbers of the layers of this kind.
-        first: Key for the count of the layers of this kind, if they come before all others.
-        period: Key for the period in which the layers of this kind repeat.
-        offset: Key for the number of the first layer of this kind, used with ``period``.
-        also: Other keys and their required values.
-    """
-
+    # The kind. All layers that are not marked are of another kind.
     of: Any
-    numbers: str | None = None
-    first: str | None = None
-    period: str | None = None
-    offset: str | None = None
-    also: tuple[tuple[str, Any], ...] = ()
+    numbers: str | None = None  # key for a list of the numbers of the layers of this kind
+    first: str | None = None  # key for the count of the layers of this kind, if they come before all others
+    period: str | None = None  # key for the period in which the layers of this kind repeat
+    offset: str | None = None  # key for the number of the first layer of this kind, used with ``period``
+    also: Mapping[str, Any] = field(default_factory=dict)  # other keys and their required values
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys that this form writes."""
-        return tuple(key for key in (self.numbers, self.first, self.period, self.offset, *dict(self.also)) if key)
+        return tuple(key for key in (self.numbers, self.first, self.period, self.offset, *self.also) if key)
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Property in which the layers of a family differ.
+    """Property in which the layers of a family differ."""
 
-    Args:
-        name: Name of the property in messages.
-        listed_in: Key of a list with one entry per layer, which takes precedence over ``rule``.
-        spelt_in: Key of a string with one letter per layer, which also takes precedence over ``rule``.
-        required: Whether the list must be present.
-        rule: Clauses that determine the value without a list. The first match applies.
-        write: Ways to write the property other than as a list.
-    """
-
-    name: str
-    listed_in: str | None = None
-    spelt_in: str | None = None
-    required: bool = False
+    name: str  # name of the property in messages
+    listed_in: str | None = None  # key of a list with one entry per layer, which takes precedence over ``rule``
+    spelt_in: str | None = None  # key of a string with one letter per layer, which also takes precedence over ``rule``
+    required: bool = False  # whether the list must be present
+    # Clauses that determine the value without a list. The first match applies.
     rule: tuple[Clause, ...] = ()
-    write: tuple[Form, ...] = ()
+    write: tuple[Form, ...] = ()  # ways to write the property other than as a list
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -138,36 +106,27 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Family:
-    """Description of a network family.
+    """Description of a network family."""
 
-    Args:
-        model_types: Values of ``model_type`` that the description covers.
-        source: Reference from which the description was written.
-        kinds: Properties in which the layers differ. Empty if all layers are of the same kind.
-        text: For networks with several parts, the key of the text part's configuration and its default ``model_type``.
-            Networks whose text part transformers builds as if it were alone need no description of their own.
-        text_optional: Whether older configurations have the settings of the text part at the top level.
-        before: Name parts of this family's tensors before the layers, in addition to the general ones.
-        after: Name parts of this family's tensors after the layers, in addition to the general ones.
-        prediction_keys: Keys for the number of layers for multi-token prediction at the end of the main stack.
-        depth_of: Keys of lists or strings whose length is the number of layers, for families without a layer count.
-        layouts: Renamings from an older to a newer layout, each as pairs of name prefixes.
-        ignored: Keys that do not affect single layers, although their names suggest it.
-        refused: Keys and reason, for families whose layers cannot be moved or removed.
-    """
-
-    model_types: tuple[str, ...]
-    source: str
+    model_types: tuple[str, ...]  # values of ``model_type`` that the description covers
+    source: str  # reference from which the description was written
+    # Properties in which the layers differ. Empty if all layers are of the same kind.
     kinds: tuple[LayerKind, ...] = ()
+    # For networks with several parts, the key of the text part's configuration and its default ``model_type``. Networks
+    # whose text part transformers builds as if it were alone need no description of their own.
     text: tuple[str, str] | None = None
-    text_optional: bool = False
+    text_optional: bool = False  # whether older configurations have the settings of the text part at the top level
+    # Name parts of this family's tensors before the layers, in addition to the general ones.
     before: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()  # name parts of this family's tensors after the layers, in addition to the general ones
+    # Keys for the number of layers for multi-token prediction at the end of the main stack.
     prediction_keys: tuple[str, ...] = ()
+    # Keys of lists or strings whose length is the number of layers, for families without a layer count.
     depth_of: tuple[str, ...] = ()
+    # Renamings from an older to a newer layout, each as pairs of name prefixes.
     layouts: tuple[tuple[tuple[str, str], ...], ...] = ()
-    ignored: tuple[str, ...] = ()
-    refused: tuple[str, str] | None = None
+    ignored: tuple[str, ...] = ()  # keys that do not affect single layers, although their names suggest it
+    refused: tuple[str, str] | None = None  # keys and reason, for families whose layers cannot be moved or removed
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -178,19 +137,13 @@ class Family:
 
 @dataclass(frozen=True)
 class FamilyDefaults:
-    """Default settings of a ``model_type`` in transformers.
+    """Default settings of a ``model_type`` in transformers."""
 
-    Args:
-        values: Default value of each key that the family reads.
-        names: Standard name of each key that is an alternative spelling.
-        rope: Default parameters of rotary positions (by layer type if they differ), or None for a family without them.
-        derived: Keys whose default transformers computes from other keys.
-    """
-
-    values: Mapping[str, Any] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)  # default value of each key that the family reads
+    names: Mapping[str, str] = field(default_factory=dict)  # standard name of each key that is an alternative spelling
+    # Default parameters of rotary positions (by layer type if they differ), or None for a family without them.
     rope: Mapping[str, Any] | None = None
-    derived: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()  # keys whose default transformers computes from other keys
 
 
 @dataclass(frozen=True)
@@ -243,16 +196,21 @@ def text_part(config: Mapping[str, Any]) -> TextPart:
 
 
 def family_defaults(model_type: object) -> FamilyDefaults | None:
-    """Return transformers' default settings for ``model_type``, or None if they are not known."""
-    entry = _defaults().get(model_type) if isinstance(model_type, str) else None
+    """Return transformers' default settings for ``model_type``, or None if they are not known.
+
+    ``tests/merge_core/test_meaning.py`` generates the table from transformers.
+    """
+    entry = packaged_table("defaults.json").get(model_type) if isinstance(model_type, str) else None
     return FamilyDefaults(**entry) if entry is not None else None
 
 
-@cache
 def family_trials() -> Mapping[str, Mapping[str, str]]:
-    """Return the results of trial merges by family: kind, class, and what works or the key that a refusal names."""
-    content: Mapping[str, Mapping[str, Mapping[str, str]]] = json.loads(_TRIALS.read_text("utf-8"))
-    return content["families"]
+    """Return the results of trial merges by family: kind, class, and what works or the key that a refusal names.
+
+    ``tests/merge_core/every_family.py`` writes the table.
+    """
+    trials: Mapping[str, Mapping[str, str]] = packaged_table("families.json")["families"]
+    return trials
 
 
 @cache
@@ -264,33 +222,22 @@ def _by_type() -> dict[str, Family]:
 def _read(path: Path) -> Family:
     # This file is part of mergegate, so no validation is needed. A misspelled key raises TypeError in the tests.
     content: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    text, refused = content.pop("text", None), content.pop("refused", None)
     kinds = []
     for kind in content.pop("kinds"):
         rule = [
             Clause(**{**clause, "when": tuple(LayerCondition(**condition) for condition in clause.get("when", ()))})
             for clause in kind.pop("rule", ())
         ]
-        forms = [Form(**{**form, "also": tuple(form.get("also", {}).items())}) for form in kind.pop("write", ())]
-        kinds.append(LayerKind(rule=tuple(rule), write=tuple(forms), **kind))
-    words: dict[str, Any] = {
-        "source": content.pop("source"),
-        "layouts": tuple(tuple((old, new) for old, new in layout) for layout in content.pop("layouts", ())),
-        **{key: tuple(value) for key, value in content.items()},
-    }
+        kinds.append(LayerKind(rule=tuple(rule), write=tuple(Form(**form) for form in kind.pop("write", ())), **kind))
+    if text := content.pop("text", None):
+        content |= {"text": (text["part"], text["model_type"]), "text_optional": text.get("optional", False)}
+    if refused := content.pop("refused", None):
+        content["refused"] = refused["key"], refused["reason"]
+    content["layouts"] = tuple(tuple((old, new) for old, new in layout) for layout in content.pop("layouts", ()))
     return Family(
         kinds=tuple(kinds),
-        text=(text["part"], text["model_type"]) if text else None,
-        text_optional=bool(text and text.get("optional")),
-        refused=(refused["key"], refused["reason"]) if refused else None,
-        **words,
+        **{key: tuple(value) if isinstance(value, list) else value for key, value in content.items()},
     )
-
-
-@cache
-def _defaults() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(_DEFAULTS.read_text("utf-8"))
-    return content
 
 
 # Keys whose names suggest an effect of the layer number.

@@ -85,19 +85,14 @@ _MOST_LAYERS = 2000
 
 @dataclass(frozen=True)
 class ModelSetting:
-    """Setting of a configuration.
+    """Setting of a configuration."""
 
-    Args:
-        key: Key in ``config.json``, such as ``text_config.sliding_window``.
-        value: Value in its standard spelling.
-        source: Origin of the value: ``stated`` in the file, ``default`` of the family, ``derived`` from other keys by
-            the family, or ``missing``.
-        is_read: Whether the family reads the key. True if this is not known.
-    """
-
-    key: str
-    value: Any
+    key: str  # key in ``config.json``, such as ``text_config.sliding_window``
+    value: Any  # value in its standard spelling
+    # Origin of the value: ``stated`` in the file, ``default`` of the family, ``derived`` from other keys by the family,
+    # or ``missing``.
     source: str = "stated"
+    # Whether the family reads the key. True if this is not known.
     is_read: bool = True
 
     @property

@@ -222,7 +222,7 @@ def _candidates(config: dict[str, Any], kind: LayerKind, column: Sequence[Any]) 
 
 def _forms(form: Form, numbers: Sequence[int], depth: int) -> Iterator[dict[str, Any]]:
     """Yield candidate settings that mark the layers ``numbers`` of ``depth`` layers. The caller verifies them."""
-    also = dict(form.also)
+    also = form.also
     if form.numbers is not None:
         yield {form.numbers: list(numbers), **also}
     if form.first is not None:

@@ -95,35 +95,21 @@ _NEW_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalize
 
 @dataclass(frozen=True)
 class Alignment:
-    """A shared vocabulary for several models, and the row of each token in each model.
+    """A shared vocabulary for several models, and the row of each token in each model."""
 
-    Args:
-        choice: Tokenizer settings of the recipe.
-        tokenizer: Checkpoint that provides the tokenizer's files.
-        ids: Token ids of the result, by token.
-        vocabularies: Tokenizer of each model, by model reference.
-        sizes: Number of rows in each model's token table, by model reference.
-        tokenizer_name: Reference of ``tokenizer``.
-        base: Reference of the recipe's base.
-        size: Number of rows in the result's token table.
-        content: ``tokenizer.json`` of the result.
-        model_changed: Whether the result's tokenizer model has tokens or merges that the original lacks.
-        rewritten: New content of each tokenizer file that changes, by file name. None means that the file is omitted.
-        remarks: Findings for the user.
-    """
-
-    choice: TokenizerChoice
-    tokenizer: Checkpoint
-    ids: Mapping[str, int]
-    vocabularies: Mapping[str, TokenizerDefinition]
-    sizes: Mapping[str, int]
-    tokenizer_name: str
-    base: str | None
-    size: int
-    content: Mapping[str, Any]
-    model_changed: bool
+    choice: TokenizerChoice  # tokenizer settings of the recipe
+    tokenizer: Checkpoint  # checkpoint that provides the tokenizer's files
+    ids: Mapping[str, int]  # token ids of the result, by token
+    vocabularies: Mapping[str, TokenizerDefinition]  # tokenizer of each model, by model reference
+    sizes: Mapping[str, int]  # number of rows in each model's token table, by model reference
+    tokenizer_name: str  # reference of ``tokenizer``
+    base: str | None  # reference of the recipe's base
+    size: int  # number of rows in the result's token table
+    content: Mapping[str, Any]  # ``tokenizer.json`` of the result
+    model_changed: bool  # whether the result's tokenizer model has tokens or merges that the original lacks
+    # New content of each tokenizer file that changes, by file name. None means that the file is omitted.
     rewritten: Mapping[str, bytes | None]
-    remarks: tuple[Finding, ...]
+    remarks: tuple[Finding, ...]  # findings for the user
     _cache: dict[tuple[str, ...], Mapping[str, RowMap]] = field(default_factory=dict, repr=False, compare=False)
 
     def maps(self, models: Sequence[str]) -> Mapping[str, RowMap]:

@@ -47,20 +47,13 @@ MEAN = -3  # Mean of all rows of the model's own table.
 
 @dataclass(frozen=True, eq=False)
 class RowMap:
-    """The source of each row that one model contributes to an output table.
+    """The source of each row that one model contributes to an output table."""
 
-    Args:
-        models: References of the models that lend rows, including the contributing model.
-        own: Index of the contributing model in ``models``.
-        lender: Index in ``models`` for each output row, or ``SEVERAL``, ``ZERO`` or ``MEAN`` [n].
-        row: Row in the lender's table [n].
-        shared: Rows to average for each ``SEVERAL`` entry, as pairs of an index in ``models`` and a row.
-    """
-
-    models: tuple[str, ...]
-    own: int
-    lender: NDArray[np.int32]
-    row: NDArray[np.int64]
+    models: tuple[str, ...]  # references of the models that lend rows, including the contributing model
+    own: int  # index of the contributing model in ``models``
+    lender: NDArray[np.int32]  # index in ``models`` for each output row, or ``SEVERAL``, ``ZERO`` or ``MEAN`` [n]
+    row: NDArray[np.int64]  # row in the lender's table [n]
+    # Rows to average for each ``SEVERAL`` entry, as pairs of an index in ``models`` and a row.
     shared: tuple[tuple[tuple[int, int], ...], ...] = ()
 
     def __eq__(self, other: object) -> bool:
@@ -101,22 +94,14 @@ class OutputTensor(SizedTensor):
 
 @dataclass(frozen=True)
 class Shard:
-    """One output file.
-
-    Args:
-        name: File name.
-        header: First bytes of the file: length prefix and JSON header.
-        tensors: Names of the computed tensors, in the order of their bytes.
-        offsets: Offset of each computed tensor from the start of the file, in bytes.
-        size: Size of the whole file, in bytes.
-        stored: Tensors that the header lists, in the same order. Each consists of one or more of ``tensors``.
-    """
+    """One output file."""
 
     name: str
-    header: bytes
-    tensors: tuple[str, ...]
-    offsets: tuple[int, ...]
-    size: int
+    header: bytes  # first bytes of the file: length prefix and JSON header
+    tensors: tuple[str, ...]  # names of the computed tensors, in the order of their bytes
+    offsets: tuple[int, ...]  # offset of each computed tensor from the start of the file, in bytes
+    size: int  # size of the whole file, in bytes
+    # Tensors that the header lists, in the same order. Each consists of one or more of ``tensors``.
     stored: tuple[DiskTensor, ...]
 
     def dtypes(self) -> dict[str, DType]:
@@ -202,42 +187,28 @@ def network_shards(shards: Sequence[Shard]) -> tuple[Shard, ...]:
 # These classes and OutputTensor use slots because a very large model has 50,000 jobs.
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One input of a job.
+    """One input of a job."""
 
-    Args:
-        model: Reference of the model that has the tensor.
-        tensor: The tensor.
-        rows: Origin of each output row. None means that the tensor's own rows are used in their order.
-        moments: Statistics of the activations that the tensor is multiplied with, measured or still expected.
-        importance: Importance of each element, measured or still expected.
-    """
-
-    model: str
+    model: str  # reference of the model that has the tensor
     tensor: AnyTensor
+    # Origin of each output row. None means that the tensor's own rows are used in their order.
     rows: RowMap | None = None
+    # Statistics of the activations that the tensor is multiplied with, measured or still expected.
     moments: StoredMoments | ExpectedMoments | None = None
-    importance: AnyTensor | ExpectedImportance | None = None
+    importance: AnyTensor | ExpectedImportance | None = None  # importance of each element, measured or still expected
 
 
 @dataclass(frozen=True, slots=True)
 class TensorJob:
-    """The computation of one output tensor.
+    """The computation of one output tensor."""
 
-    Args:
-        output: Name, format and shape of the output tensor.
-        inputs: Input tensors, the base first if ``has_base``.
-        has_base: Whether the first input is the base.
-        shared: Values of the method's parameters that all inputs share.
-        per_input: Values of the method's other parameters, one mapping per input.
-        mode: ``merge`` applies the method. ``copy`` copies the only input. ``equal`` requires that all inputs are the
-            same (integers, except a single number, which is a counter) and copies the first.
-    """
-
-    output: OutputTensor
-    inputs: tuple[Input, ...]
-    has_base: bool
-    shared: Mapping[str, Any]
-    per_input: tuple[Mapping[str, Any], ...]
+    output: OutputTensor  # name, format and shape of the output tensor
+    inputs: tuple[Input, ...]  # input tensors, the base first if ``has_base``
+    has_base: bool  # whether the first input is the base
+    shared: Mapping[str, Any]  # values of the method's parameters that all inputs share
+    per_input: tuple[Mapping[str, Any], ...]  # values of the method's other parameters, one mapping per input
+    # ``merge`` applies the method. ``copy`` copies the only input. ``equal`` requires that all inputs are the same
+    # (integers, except a single number, which is a counter) and copies the first.
     mode: Literal["merge", "copy", "equal"]
 
     @property

@@ -31,16 +31,12 @@ from mergegate.merge_core.recipe import Recipe
 
 @dataclass(frozen=True)
 class ModuleMerge:
-    """Tensors of modules that a merge computes.
+    """Tensors of modules that a merge computes."""
 
-    Args:
-        models: Checkpoint of each model with only these tensors, by reference.
-        tensors: Tensors of the model whose module files the result gets, by name. They decide the order in the files.
-        findings: Reasons why other modules cannot be merged. All of them block.
-    """
-
-    models: Mapping[str, Checkpoint]
+    models: Mapping[str, Checkpoint]  # checkpoint of each model with only these tensors, by reference
+    # Tensors of the model whose module files the result gets, by name. They decide the order in the files.
     tensors: Mapping[str, StoredTensor]
+    # Reasons why other modules cannot be merged. All of them block.
     findings: tuple[Finding, ...] = ()
 
 

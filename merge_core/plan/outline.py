@@ -58,20 +58,13 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
-    """An output tensor before its inputs are matched.
+    """An output tensor before its inputs are matched."""
 
-    Args:
-        name: Name in the result.
-        module: Part of the network that the tensor belongs to.
-        cut: Slice that the tensor belongs to.
-        source_names: Name of the tensor in each of the slice's sources.
-        t: Position along the layers, from 0 to 1, at which parameter gradients are evaluated. 0 outside the layers.
-    """
-
-    name: str
-    module: Module
-    cut: Slice
-    source_names: tuple[str, ...]
+    name: str  # name in the result
+    module: Module  # part of the network that the tensor belongs to
+    cut: Slice  # slice that the tensor belongs to
+    source_names: tuple[str, ...]  # name of the tensor in each of the slice's sources
+    # Position along the layers, from 0 to 1, at which parameter gradients are evaluated. 0 outside the layers.
     t: float
 
 

@@ -135,19 +135,13 @@ def _token_ids(value: Any) -> list[int]:
 
 @dataclass(frozen=True)
 class TokenizerPair:
-    """Two tokenizers that may split text differently.
+    """Two tokenizers that may split text differently."""
 
-    Args:
-        finding: Finding that reports the difference. A later check adds the measured share of a sample text to it.
-        original: Content of ``tokenizer.json`` of the model before the merge.
-        result: Content of ``tokenizer.json`` of the result.
-        model: Reference of the model, for messages.
-    """
-
+    # Finding that reports the difference. A later check adds the measured share of a sample text to it.
     finding: Finding
-    original: Mapping[str, Any]
-    result: Mapping[str, Any]
-    model: str
+    original: Mapping[str, Any]  # content of ``tokenizer.json`` of the model before the merge
+    result: Mapping[str, Any]  # content of ``tokenizer.json`` of the result
+    model: str  # reference of the model, for messages
 
 
 def compare_to_donor(

@@ -84,44 +84,29 @@ class StoredRouter:
 
 @dataclass(frozen=True)
 class MatchedLayer:
-    """Correspondence between the experts of a model and those of the donor in one layer.
+    """Correspondence between the experts of a model and those of the donor in one layer."""
 
-    Args:
-        model: Reference of the model.
-        module: Name of the module in the network, such as ``model.layers.3.mlp``.
-        experts: Number of experts.
-        diagonal: Mean cosine between experts with equal numbers.
-        best: Mean cosine between experts that the best assignment pairs.
-        moved: Number of experts that the best assignment renumbers.
-        routers: Mean cosine between the router rows of experts that are merged with each other.
-        distance: Norm of the difference between the two routers, divided by the norm of the donor's router.
-    """
-
-    model: str
-    module: str
-    experts: int
-    diagonal: float
-    best: float
-    moved: int
-    routers: float
-    distance: float
+    model: str  # reference of the model
+    module: str  # name of the module in the network, such as ``model.layers.3.mlp``
+    experts: int  # number of experts
+    diagonal: float  # mean cosine between experts with equal numbers
+    best: float  # mean cosine between experts that the best assignment pairs
+    moved: int  # number of experts that the best assignment renumbers
+    routers: float  # mean cosine between the router rows of experts that are merged with each other
+    distance: float  # norm of the difference between the two routers, divided by the norm of the donor's router
 
 
 @dataclass(frozen=True)
 class MatchedExperts:
-    """Result of matching experts.
+    """Result of matching experts."""
 
-    Args:
-        recipe: Recipe for the plan. With ``align_experts``, its measurements are renumbered like the experts.
-        checkpoints: All checkpoints by reference. With ``align_experts``, their experts are in the donor's order.
-        layers: Correspondence for each model and module of experts. Empty if there are no experts to compare.
-        findings: Warnings about experts that do not correspond.
-    """
-
+    # Recipe for the plan. With ``align_experts``, its measurements are renumbered like the experts.
     recipe: Recipe
+    # All checkpoints by reference. With ``align_experts``, their experts are in the donor's order.
     checkpoints: Mapping[str, Checkpoint]
+    # Correspondence for each model and module of experts. Empty if there are no experts to compare.
     layers: tuple[MatchedLayer, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[Finding, ...]  # warnings about experts that do not correspond
 
 
 @dataclass(frozen=True)

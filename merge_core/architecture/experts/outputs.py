@@ -24,38 +24,25 @@ _QK_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 @dataclass(frozen=True)
 class OutputFamily:
-    """Family of mixtures of experts.
+    """Family of mixtures of experts."""
 
-    Args:
-        name: Name of the family. A recipe's ``architecture`` is a prefix of it.
-        model_type: ``model_type`` of the family's configuration.
-        architecture: Class name of the family's models.
-        sources: ``model_type`` of each dense family that computes attention in the same way.
-        module: Name of the module that replaces the feed-forward network of a layer.
-        projections: Names of the gate, up and down projections in that module.
-        carried: Tensors of a dense layer that are copied under the same name.
-        sizes: Keys for the number of experts, their width, and the width of the shared expert.
-        shared: Name of the shared expert, or an empty string for a family without one.
-        shared_gate: Whether the shared expert has its own gate.
-        biased: Whether the query, key and value projections have biases. They are zero for a source without biases.
-        correction_bias: Whether the router has a bias that affects only the choice of experts.
-        residual: Default factor by which the down projections of all experts are multiplied.
-        settings: Fixed settings of the family's configuration, other than sizes.
-    """
-
+    # Name of the family. A recipe's ``architecture`` is a prefix of it.
     name: str
-    model_type: str
-    architecture: str
-    sources: tuple[str, ...]
-    module: str
-    projections: tuple[str, str, str]
-    carried: tuple[str, ...]
+    model_type: str  # ``model_type`` of the family's configuration
+    architecture: str  # class name of the family's models
+    sources: tuple[str, ...]  # ``model_type`` of each dense family that computes attention in the same way
+    module: str  # name of the module that replaces the feed-forward network of a layer
+    projections: tuple[str, str, str]  # names of the gate, up and down projections in that module
+    carried: tuple[str, ...]  # tensors of a dense layer that are copied under the same name
+    # Keys for the number of experts, their width, and the width of the shared expert.
     sizes: tuple[str, str | None, str | None]
-    shared: str = ""
-    shared_gate: bool = False
+    shared: str = ""  # name of the shared expert, or an empty string for a family without one
+    shared_gate: bool = False  # whether the shared expert has its own gate
+    # Whether the query, key and value projections have biases. They are zero for a source without biases.
     biased: bool = False
-    correction_bias: bool = False
-    residual: float = 1.0
+    correction_bias: bool = False  # whether the router has a bias that affects only the choice of experts
+    residual: float = 1.0  # default factor by which the down projections of all experts are multiplied
+    # Fixed settings of the family's configuration, other than sizes.
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -58,18 +58,12 @@ _NUMBER = re.compile(r"\.experts\.([0-9]{1,4})\.")
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of a family's tensors for experts, in the layout that stores experts separately.
+    """Names of a family's tensors for experts, in the layout that stores experts separately."""
 
-    Args:
-        gate: Name of the projection that the activation is applied to.
-        up: Name of the projection that is multiplied with the gate.
-        down: Name of the projection back to the hidden size.
-        renamed: Pairs of prefixes, in memory and on disk, of names inside a layer that differ between the two.
-    """
-
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
+    gate: str = "gate_proj"  # name of the projection that the activation is applied to
+    up: str = "up_proj"  # name of the projection that is multiplied with the gate
+    down: str = "down_proj"  # name of the projection back to the hidden size
+    # Pairs of prefixes, in memory and on disk, of names inside a layer that differ between the two.
     renamed: tuple[tuple[str, str], ...] = ()
 
     def on_disk(self, part: str) -> str:
@@ -98,15 +92,11 @@ _BY_MODEL_TYPE = {
 
 @dataclass(frozen=True)
 class DiskLocation:
-    """Location of a piece on disk.
+    """Location of a piece on disk."""
 
-    Args:
-        whole: Name of the tensor on disk that contains the piece.
-        form: Names of that tensor's pieces in the order of their bytes, with ``*`` for the expert number. A single name
-            without ``*`` means that the tensor is renamed but not split.
-    """
-
-    whole: str
+    whole: str  # name of the tensor on disk that contains the piece
+    # Names of that tensor's pieces in the order of their bytes, with ``*`` for the expert number. A single name without
+    # ``*`` means that the tensor is renamed but not split.
     form: tuple[str, ...]
 
 
