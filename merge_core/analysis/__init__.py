@@ -1,6 +1,5 @@
 """Measure how far parents agree and how far a merge moved from the base, and find models with related weights."""
 
-from mergegate.merge_core.analysis.distances import find_outliers, geometric_median, normalized_lengths_and_distances
 from mergegate.merge_core.analysis.fingerprint import (
     LEAST_SHARE,
     MOST_TENSORS,
@@ -10,5 +9,13 @@ from mergegate.merge_core.analysis.fingerprint import (
     compare_fingerprints,
     take_fingerprint,
 )
-from mergegate.merge_core.analysis.interference import NOT_FINITE, Interference, TensorGroup, measure_interference
-from mergegate.merge_core.analysis.tally import Tally
+from mergegate.merge_core.analysis.interference import (
+    NOT_FINITE,
+    Interference,
+    Tally,
+    TensorGroup,
+    find_outliers,
+    geometric_median,
+    measure_interference,
+    normalized_lengths_and_distances,
+)

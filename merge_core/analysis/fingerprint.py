@@ -65,18 +65,13 @@ model with more layers. ``stack``: its layers in another order or number. ``part
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Samples of the matrices of a model.
+    """Samples of the matrices of a model."""
 
-    Args:
-        names: Names of the tensors, which only determine the layers.
-        columns: Size of the last dimension of each tensor.
-        values: Samples in float32, ``[tensors, ELEMENTS]``. Each row is float16 times a power of two.
-        layers: Number of layers of the model, also of those without samples. 0 if the names do not tell.
-    """
-
-    names: tuple[str, ...]
-    columns: tuple[int, ...]
+    names: tuple[str, ...]  # names of the tensors, which only determine the layers
+    columns: tuple[int, ...]  # size of the last dimension of each tensor
+    # Samples in float32, ``[tensors, ELEMENTS]``. Each row is float16 times a power of two.
     values: NDArray[np.float32]
+    # Number of layers of the model, also of those without samples. 0 if the names do not tell.
     layers: int
 
     @property
@@ -142,28 +137,20 @@ class Fingerprint:
 
     @cached_property
     def layer_numbers(self) -> tuple[int | None, ...]:
-        """Number of the layer of each tensor, from its name, or None."""
         return tuple(int(match[0]) if (match := _NUMBER.search(name)) else None for name in self.names)
 
 
 @dataclass(frozen=True)
 class Relation:
-    """Relation of a model to another one, measured on the samples.
+    """Relation of a model to another one, measured on the samples."""
 
-    Args:
-        kind: Class of the relation.
-        share: Share of the model's matrices that are related to a matrix of the other model, from 0 to 1.
-        nearest: Share of the model's matrices that are nearer to the other model than to all further models.
-        distance: Relative distance ``‖a - b‖ / ‖b‖`` of a related matrix from that of the other model, as the root mean
-            square over all related matrices.
-        equal: Share of the related matrices that are equal up to rounding, from 0 to 1.
-    """
-
-    kind: RelationKind
-    share: float
-    nearest: float
+    kind: RelationKind  # class of the relation
+    share: float  # share of the model's matrices that are related to a matrix of the other model, from 0 to 1
+    nearest: float  # share of the model's matrices that are nearer to the other model than to all further models
+    # Relative distance ``‖a - b‖ / ‖b‖`` of a related matrix from that of the other model, as the root mean square over
+    # all related matrices.
     distance: float
-    equal: float
+    equal: float  # share of the related matrices that are equal up to rounding, from 0 to 1
 
 
 def select_tensors(tensors: Iterable[AnyTensor], most: int = MOST_TENSORS) -> tuple[AnyTensor, ...]:
@@ -284,7 +271,6 @@ class _Match:
 
 
 def _match(model: Fingerprint, known_model: Fingerprint, rows: list[int]) -> _Match:
-    """Match the given rows of ``model`` with rows of ``known_model``."""
     if not known_model.names:
         return _Match(np.zeros(len(rows), np.intp), np.full(len(rows), np.inf))
     correlations = model.directions[rows] @ known_model.directions.T

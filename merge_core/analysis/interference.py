@@ -6,8 +6,13 @@
     measured.network_tally.cosine(0, 1)
     measured.layers()["model.layers", 0].conflict
 
-Models are read and tallied in blocks, so memory use does not depend on their size. A sign conflict is a weight that two
-task vectors move in opposite directions. TIES resolves such conflicts (Yadav et al. 2023, arXiv 2306.01708).
+A task vector is the difference between a model and the model it was fine-tuned from (Ilharco et al. 2023, arXiv
+2212.04089). A sign conflict is a weight that two task vectors move in opposite directions. TIES resolves such conflicts
+(Yadav et al. 2023, arXiv 2306.01708). Models are read and tallied in blocks, so memory use does not depend on their
+size. The Gram matrix of whole task vectors (``Tally.gram``) shows outliers, and gives robust weights of the models::
+
+    find_outliers(gram, max_ratio=5)          # {3: 12.4}: model 3's task vector is 12.4 times as long as the median
+    geometric_median(gram, [1, 1, 1])         # shares that add up to 1
 """
 
 from __future__ import annotations
@@ -16,13 +21,13 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import reduce
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from mergegate.merge_core.analysis.tally import Tally, total
 from mergegate.merge_core.architecture import (
     KINDS,
     TensorKind,
@@ -42,6 +47,158 @@ from mergegate.merge_core.system import cores_of_process
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+
+class Tally(BaseModel):
+    """Sums over ``elements`` weights that describe how far ``vectors`` task vectors agree.
+
+    ``gram`` is symmetric, ``[vectors, vectors]``. If there is a merge, a last row and column stand for its difference
+    from the origin. ``pair_moved`` and ``pair_opposed`` are in the order of :attr:`pairs`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    elements: int
+    vectors: int
+    origin: float  # sum of squares of the origin's weights
+    gram: tuple[tuple[float, ...], ...]  # inner products of the differences between models and origin
+    moved: int  # weights that at least two task vectors move noticeably
+    opposed: int  # of these, weights that two task vectors move in opposite directions
+    pair_moved: tuple[int, ...]  # ``moved`` and ``opposed`` for each pair
+    pair_opposed: tuple[int, ...]
+
+    def __add__(self, other: Tally) -> Tally:
+        return Tally(
+            elements=self.elements + other.elements,
+            vectors=self.vectors,
+            origin=self.origin + other.origin,
+            gram=tuple(_add(left, right) for left, right in zip(self.gram, other.gram, strict=True)),
+            moved=self.moved + other.moved,
+            opposed=self.opposed + other.opposed,
+            pair_moved=_add(self.pair_moved, other.pair_moved),
+            pair_opposed=_add(self.pair_opposed, other.pair_opposed),
+        )
+
+    @property
+    def has_merge(self) -> bool:
+        return len(self.gram) > self.vectors
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of task vector numbers: (0, 1), (0, 2), ..., (1, 2), ..."""
+        return tuple(combinations(range(self.vectors), 2))
+
+    def norm(self, vector: int) -> float:
+        return math.sqrt(self.gram[vector][vector])
+
+    def length(self, vector: int) -> float | None:
+        """Return the L2 norm of a task vector divided by that of the origin, or None if the origin is zero."""
+        return self._relative(self.gram[vector][vector])
+
+    def cosine(self, first: int, second: int) -> float | None:
+        """Return the cosine of two task vectors (-1 to 1), or None if one of them is zero."""
+        norms = self.norm(first) * self.norm(second)
+        return max(-1.0, min(1.0, self.gram[first][second] / norms)) if norms else None
+
+    @property
+    def conflict(self) -> float | None:
+        """Share (0 to 1) of weights that move in opposite directions, among those that several task vectors move.
+
+        Two unrelated task vectors conflict in half of the weights that both move. None if there are no such weights.
+        """
+        return self.opposed / self.moved if self.moved else None
+
+    def pair_conflict(self, first: int, second: int) -> float | None:
+        """Return the :attr:`conflict` of two task vectors alone."""
+        index = self.pairs.index((min(first, second), max(first, second)))
+        return self.pair_opposed[index] / self.pair_moved[index] if self.pair_moved[index] else None
+
+    @property
+    def merge_length(self) -> float | None:
+        """Distance of the merge from the origin, divided by the L2 norm of the origin. None without a merge."""
+        return self._relative(self.gram[-1][-1]) if self.has_merge else None
+
+    def merge_distance(self, vector: int) -> float | None:
+        """Return the distance of the merge from parent ``vector``, divided by the L2 norm of the origin."""
+        if not self.has_merge:
+            return None
+        merge_square, cross, vector_square = self.gram[-1][-1], self.gram[-1][vector], self.gram[vector][vector]
+        return self._relative(max(0.0, merge_square - 2 * cross + vector_square))
+
+    def _relative(self, square: float) -> float | None:
+        return math.sqrt(square / self.origin) if self.origin else None
+
+
+def total(tallies: Sequence[Tally]) -> Tally:
+    return reduce(Tally.__add__, tallies)
+
+
+def _add(left: tuple[float, ...], right: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(a + b for a, b in zip(left, right, strict=True))
+
+
+# Number of steps of Weiszfeld's algorithm, and the smoothing distance relative to the median length. It keeps the
+# weights finite when the point coincides with a model.
+_STEPS, _SMOOTH = 200, 1e-6
+
+
+def find_outliers(gram: Sequence[Sequence[float]], max_ratio: float) -> dict[int, float]:
+    """Find the task vectors that are more than ``max_ratio`` times as long as the median task vector.
+
+    Return the length of each as a multiple of the median length, by index. The result is empty if the median is zero,
+    that is, if more than half of the models equal the base.
+    """
+    lengths = np.sqrt(np.maximum(np.diagonal(np.asarray(gram, float)), 0))
+    median_length = float(np.median(lengths))
+    if not median_length > 0:
+        return {}
+    return {
+        index: float(length / median_length)
+        for index, length in enumerate(lengths)
+        if length > max_ratio * median_length
+    }
+
+
+def normalized_lengths_and_distances(gram: Sequence[Sequence[float]]) -> list[tuple[float, float | None]]:
+    """Return the length of each task vector and its median distance to the other task vectors.
+
+    Both are multiples of the median length. A single task vector has the distance None.
+    """
+    products = np.asarray(gram, float)
+    squares = np.maximum(np.diagonal(products), 0)
+    median_length = float(np.median(np.sqrt(squares))) or 1.0
+    distances = np.sqrt(np.maximum(squares[:, None] + squares[None] - 2 * products, 0))
+    results: list[tuple[float, float | None]] = []
+    for index, square in enumerate(squares):
+        other_distances = np.delete(distances[index], index)
+        results.append(
+            (
+                float(np.sqrt(square)) / median_length,
+                float(np.median(other_distances)) / median_length if len(other_distances) else None,
+            )
+        )
+    return results
+
+
+def geometric_median(gram: Sequence[Sequence[float]], model_weights: Sequence[float]) -> tuple[float, ...]:
+    """Return the share of each task vector in their geometric median. The shares add up to 1.
+
+    The geometric median minimizes the weighted sum of distances to all task vectors. It is computed with Weiszfeld's
+    algorithm, which only needs the Gram matrix (Pillutla et al. 2022, https://arxiv.org/abs/1912.13445). Models with
+    less than half of the total weight cannot pull the point far from the others. Model weights must not be negative,
+    and at least one must be positive.
+    """
+    products = np.asarray(gram, float)
+    weights = np.asarray(model_weights, float) / np.sum(model_weights)
+    squares = np.diagonal(products)
+    scale = float(np.median(squares)) or float(squares.mean()) or 1.0
+    shares = weights
+    for _ in range(_STEPS):
+        square_distances = np.diagonal(products) - 2 * products @ shares + shares @ products @ shares
+        pull = weights / np.sqrt(np.maximum(square_distances, 0) / scale + _SMOOTH**2)
+        shares = pull / pull.sum()
+    return tuple(shares.tolist())
+
 
 # A task vector moves a weight noticeably if the change exceeds this share of the root mean square of its changes in the
 # grain. Fine-tuning also moves weights by single rounding steps, and the sign of such a change means nothing.
@@ -96,7 +253,6 @@ class Interference(BaseModel):
 
     @property
     def network_tally(self) -> Tally:
-        """Tally of all compared tensors."""
         return total([spot.tally for spot in self.spots])
 
     def layers(self) -> dict[tuple[str, int], Tally]:

@@ -4,19 +4,24 @@ transformers renames tensors when it loads a checkpoint, joins some of them (the
 (a fused query, key and value). ``conversions.json`` contains its table of these conversions, and the prefix of each
 submodel, under which its own conversions apply. ``tests/merge_core/test_conversions.py`` generates the file from
 transformers, so no family is listed by hand.
+
+The file also lists which tensors each class ignores, ties or keeps in float32. A writer that loads a model and saves it
+again drops the ignored tensors, such as layers for multi-token prediction, and may add or drop tied copies.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-_TABLE = Path(__file__).parent / "conversions.json"
+from mergegate.merge_core.checkpoint import Checkpoint, DType, config_parts, is_embedding, ties_embeddings
+
 _FIRST_NUMBER = re.compile(r"\.([0-9]{1,6})(?:\.|$)")
 _EXPERT_TENSOR = re.compile(r"(.*\.experts\.)([0-9]{1,6})(\..*)")
 _NUMBER = re.compile(r"(?<=\.)[0-9]{1,6}(?=\.|$)")
@@ -32,60 +37,37 @@ class Operation:
 
 @dataclass(frozen=True)
 class InMemory:
-    """Parameters in memory that contain the values of one stored tensor.
+    """Parameters in memory that contain the values of one stored tensor."""
 
-    Args:
-        names: Names of the parameters. There are several if transformers splits the stored tensor.
-        operations: Steps from the stored tensor to the parameters. Empty if only the name differs.
-        source: Position in a join along a dimension, such as 0 for ``gate_proj`` and 1 for ``up_proj``.
-        number: Position in a stack of tensors, such as the number of an expert, or None.
-    """
-
+    # Names of the parameters. There are several if transformers splits the stored tensor.
     names: tuple[str, ...]
+    # Steps from the stored tensor to the parameters. Empty if only the name differs.
     operations: tuple[Operation, ...] = ()
-    source: int = 0
-    number: int | None = None
-
-
-class _NewNames(NamedTuple):
-    """Names that a transform gives to a tensor.
-
-    Args:
-        names: The new names.
-        source: Number of the pattern that matches, among those of the transform.
-        text: Part of the old name that the pattern matches.
-    """
-
-    names: tuple[str, ...]
-    source: int
-    text: str
+    source: int = 0  # position in a join along a dimension, such as 0 for ``gate_proj`` and 1 for ``up_proj``
+    number: int | None = None  # position in a stack of tensors, such as the number of an expert, or None
 
 
 @dataclass(frozen=True)
 class _Transform:
-    """One entry of transformers' table.
+    """One entry of transformers' table."""
 
-    Args:
-        match: Pattern of all sources. The named group ``g<number>`` shows which one matches.
-        to: Targets. One per source for a group of renamings, otherwise the targets of every source.
-        scope: Prefixes below which the transform applies. The pattern is compared with the rest of a name. None: all
-            names.
-        operations: Steps for the values. Empty for a renaming.
-        is_grouped: Whether the entry is a group of renamings.
-        is_first_only: Whether only the first source applies.
-        offset: Number to add to a number in a name.
-    """
-
+    # Pattern of all sources. The named group ``g<number>`` shows which one matches.
     match: re.Pattern[str]
+    # Targets. One per source for a group of renamings, otherwise the targets of every source.
     to: tuple[str, ...]
+    # Prefixes below which the transform applies. The pattern is compared with the rest of a name. None: all names.
     scope: tuple[str, ...] | None
+    # Steps for the values. Empty for a renaming.
     operations: tuple[Operation, ...]
-    is_grouped: bool
-    is_first_only: bool
-    offset: int
+    is_grouped: bool  # whether the entry is a group of renamings
+    is_first_only: bool  # whether only the first source applies
+    offset: int  # number to add to a number in a name
 
-    def apply(self, name: str) -> _NewNames | None:
-        """Return the new names of a tensor, or None if the transform does not apply to it."""
+    def apply(self, name: str) -> tuple[tuple[str, ...], int, str] | None:
+        """Return the new names of a tensor, the number of the source that matches, and the text that it matches.
+
+        Return None if the transform does not apply to the tensor.
+        """
         prefix = next((prefix for prefix in self.scope if name.startswith(prefix)), None) if self.scope else ""
         if prefix is None:
             return None
@@ -104,7 +86,7 @@ class _Transform:
                 value = match.group(position + 1)
                 target = target.replace(r"\1", str(int(value) + self.offset) if self.offset else value)
             expanded.append(prefix + rest.replace(match.group(0), target, 1))
-        return _NewNames(tuple(expanded), source, match.group(0))
+        return tuple(expanded), source, match.group(0)
 
 
 class Conversions:
@@ -117,8 +99,7 @@ class Conversions:
     """
 
     def __init__(self, config: Mapping[str, Any], class_name: str, names: Collection[str]) -> None:
-        kind = config.get("model_type")
-        structure = _content()["structures"].get(kind) if isinstance(kind, str) else None
+        structure = _structure(config)
         self.is_known = structure is not None
         self._of_first_expert: dict[str, InMemory] = {}
         self.transforms = tuple(_network_transforms(config, class_name, structure))
@@ -157,17 +138,14 @@ class Conversions:
             return InMemory((name,))
         for renaming in self._renamings:
             if renamed := renaming.apply(name):
-                name = renamed.names[0]
+                name = renamed[0][0]
         for converter in self._converters:
             if converted := converter.apply(name):
+                names, source, text = converted
                 is_stacked = any(operation.name == "MergeModulelist" for operation in converter.operations)
-                number = _FIRST_NUMBER.search(converted.text) if is_stacked else None
-                return InMemory(
-                    tuple(map(self._of_class, converted.names)),
-                    converter.operations,
-                    converted.source,
-                    int(number[1]) if number else None,
-                )
+                match = _FIRST_NUMBER.search(text) if is_stacked else None
+                number = int(match[1]) if match else None
+                return InMemory(tuple(map(self._of_class, names)), converter.operations, source, number)
         return InMemory((self._of_class(name),))
 
     def _of_class(self, name: str) -> str:
@@ -183,14 +161,18 @@ def container_text(config: Mapping[str, Any]) -> tuple[str, str] | None:
 
     Return None if transformers builds the text part with a class other than that of a standalone text model.
     """
-    kind = config.get("model_type")
-    structure = _content()["structures"].get(kind) if isinstance(kind, str) else None
-    text = structure.get("text") if structure else None
+    text = (_structure(config) or {}).get("text")
     return (text[0], text[1]) if text else None
 
 
+def _structure(config: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the prefixes and parts of a network, or None for an unknown family."""
+    kind = config.get("model_type")
+    return _content()["structures"].get(kind) if isinstance(kind, str) else None
+
+
 def loading_facts() -> Mapping[str, Any]:
-    """Return what transformers' classes ignore, tie and keep in float32; see :mod:`merge_core.architecture.loading`."""
+    """Return what transformers' classes ignore, tie and keep in float32."""
     facts: Mapping[str, Any] = _content()["loading"]
     return facts
 
@@ -228,6 +210,70 @@ def _read_transform(entry: Mapping[str, Any], scope: tuple[str, ...] | None) -> 
 
 
 @cache
+def packaged_table(file: str) -> Any:
+    """Return the content of a JSON file next to this module."""
+    return json.loads((Path(__file__).parent / file).read_text("utf-8"))
+
+
 def _content() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(_TABLE.read_text("utf-8"))
+    content: dict[str, Any] = packaged_table("conversions.json")
     return content
+
+
+# Keys for the number of layers for multi-token prediction, such as ``num_nextn_predict_layers``.
+_PREDICTION_COUNT = re.compile(r"^(?=.*layers)(?:.*_)?(?:mtp|nextn)(?:_|$)")
+
+
+@lru_cache(maxsize=256)
+def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str] | None:
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns)) if patterns else None
+
+
+def loading_of(family: str, class_name: str) -> dict[str, list[str]]:
+    """Return what transformers keeps in float32, ignores and shares: patterns of names, and names with their source."""
+    facts = loading_facts()
+    always, for_float16 = facts["float32"].get(family, ([], []))
+    tied = facts["tied"].get(class_name, {})
+    return {
+        "float32": [*always, *(f"{pattern} (instead of float16)" for pattern in for_float16 if pattern not in always)],
+        "ignored": facts["ignored"].get(class_name, []),
+        "tied": [f"{name} = {source}" for name, source in tied.items()],
+    }
+
+
+def is_ignored(checkpoint: Checkpoint, name: str) -> bool:
+    """Return whether the class of ``checkpoint`` ignores the stored tensor called ``name``, and so drops it."""
+    pattern = _compiled(tuple(loading_facts()["ignored"].get(checkpoint.class_name, ())))
+    return pattern is not None and pattern.search(name) is not None
+
+
+def tied_source(checkpoint: Checkpoint, name: str) -> str | None:
+    """Return the name of the tensor that the class shares with ``name``, or None if the model shares none with it.
+
+    ``find_tensor`` treats output heads of language models separately.
+    """
+    if ties_embeddings(checkpoint.config) is False and not is_embedding(name):
+        return None
+    sources: Mapping[str, str] = loading_facts()["tied"].get(checkpoint.class_name, {})
+    return sources.get(name)
+
+
+def keeps_float32(config: Mapping[str, Any], name: str, target: DType) -> bool:
+    """Return whether transformers keeps the tensor called ``name`` in float32 if it loads the model as ``target``."""
+    if target.torch_name not in ("float16", "bfloat16"):
+        return False
+    patterns: list[str] = []
+    for part in config_parts(config):
+        always, for_float16 = loading_facts()["float32"].get(str(part.get("model_type")), ([], []))
+        patterns += always + (for_float16 if target.torch_name == "float16" else [])
+    pattern = _compiled(tuple(patterns))
+    return pattern is not None and pattern.search(name) is not None
+
+
+def without_predictions(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``config`` with a count of zero for layers for multi-token prediction, also in its text part."""
+    result: dict[str, Any] = copy.deepcopy(dict(config))
+    parts: list[Any] = config_parts(result)
+    for part in parts:
+        part |= {key: 0 for key, value in part.items() if type(value) is int and _PREDICTION_COUNT.search(key)}
+    return result

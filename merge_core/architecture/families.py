@@ -5,25 +5,25 @@ they are refused.
 
 A file states its ``model_type``, a reference (``source``), and the *kinds* of layers: sliding or full attention, dense
 or with experts, and so on. The kind of a layer comes from a list with one entry per layer, or from a rule about the
-layer number. :mod:`~merge_core.architecture.layer_kinds` reads kinds from a configuration, and
+layer number. A layer that moves must keep its kind: :func:`layer_kinds` reads the kinds from a configuration, and
 :mod:`~merge_core.architecture.stacking` writes them for another sequence of layers.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from mergegate.merge_core.architecture.conversions import container_text
+from mergegate.merge_core.architecture.conversions import container_text, packaged_table
 from mergegate.merge_core.checkpoint import TEXT_PARTS
+from mergegate.merge_core.errors import InvalidInput
 
 _DIRECTORY = Path(__file__).parent / "families"
-_TRIALS = Path(__file__).parent / "families.json"  # Written by tests/merge_core/every_family.py.
-_DEFAULTS = Path(__file__).parent / "defaults.json"  # Generated from transformers by tests/merge_core/test_meaning.py.
 
 
 @dataclass(frozen=True)
@@ -32,34 +32,20 @@ class LayerCondition:
 
     Exactly one of ``every``, ``below``, ``numbered_in``, ``enabled``, ``given`` and ``kind`` is set. *Key* means a key
     of the configuration.
-
-    Args:
-        every: Number, or key of a number: the condition is ``(i + shift) % every == at``.
-        below: Key of a number: the condition is ``i < below``.
-        numbered_in: Key of a list of layer numbers that must contain ``i``.
-        enabled: Key whose value must be truthy.
-        given: Key that must be present and not null.
-        kind: Name of a :class:`LayerKind` for which the layer must have the value ``equals``.
-        equals: Required value for ``kind``.
-        default: Value of the key if the configuration lacks it.
-        shift: Offset for ``every``.
-        at: Remainder for ``every``: a number, or a key.
-        at_default: Value of the key ``at`` if the configuration lacks it.
-        negated: Whether the condition must be false instead.
     """
 
-    every: str | int | None = None
-    below: str | None = None
-    numbered_in: str | None = None
-    enabled: str | None = None
-    given: str | None = None
-    kind: str | None = None
-    equals: Any = None
-    default: Any = None
-    shift: int = 0
-    at: str | int = 0
-    at_default: int = 0
-    negated: bool = False
+    every: str | int | None = None  # number, or key of a number: the condition is ``(i + shift) % every == at``
+    below: str | None = None  # key of a number: the condition is ``i < below``
+    numbered_in: str | None = None  # key of a list of layer numbers that must contain ``i``
+    enabled: str | None = None  # key whose value must be truthy
+    given: str | None = None  # key that must be present and not null
+    kind: str | None = None  # name of a :class:`LayerKind` for which the layer must have the value ``equals``
+    equals: Any = None  # required value for ``kind``
+    default: Any = None  # value of the key if the configuration lacks it
+    shift: int = 0  # offset for ``every``
+    at: str | int = 0  # remainder for ``every``: a number, or a key
+    at_default: int = 0  # value of the key ``at`` if the configuration lacks it
+    negated: bool = False  # whether the condition must be false instead
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -82,49 +68,33 @@ class Clause:
 
 @dataclass(frozen=True)
 class Form:
-    """Way to write into a configuration which layers are of one kind, for families that do not read a list of kinds.
+    """Way to write into a configuration which layers are of one kind, for families that do not read a list of kinds."""
 
-    Args:
-        of: The kind. All layers that are not marked are of another kind.
-        numbers: Key for a list of the numbers of the layers of this kind.
-        first: Key for the count of the layers of this kind, if they come before all others.
-        period: Key for the period in which the layers of this kind repeat.
-        offset: Key for the number of the first layer of this kind, used with ``period``.
-        also: Other keys and their required values.
-    """
-
+    # The kind. All layers that are not marked are of another kind.
     of: Any
-    numbers: str | None = None
-    first: str | None = None
-    period: str | None = None
-    offset: str | None = None
-    also: tuple[tuple[str, Any], ...] = ()
+    numbers: str | None = None  # key for a list of the numbers of the layers of this kind
+    first: str | None = None  # key for the count of the layers of this kind, if they come before all others
+    period: str | None = None  # key for the period in which the layers of this kind repeat
+    offset: str | None = None  # key for the number of the first layer of this kind, used with ``period``
+    also: Mapping[str, Any] = field(default_factory=dict)  # other keys and their required values
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Keys that this form writes."""
-        return tuple(key for key in (self.numbers, self.first, self.period, self.offset, *dict(self.also)) if key)
+        return tuple(key for key in (self.numbers, self.first, self.period, self.offset, *self.also) if key)
 
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Property in which the layers of a family differ.
+    """Property in which the layers of a family differ."""
 
-    Args:
-        name: Name of the property in messages.
-        listed_in: Key of a list with one entry per layer, which takes precedence over ``rule``.
-        spelt_in: Key of a string with one letter per layer, which also takes precedence over ``rule``.
-        required: Whether the list must be present.
-        rule: Clauses that determine the value without a list. The first match applies.
-        write: Ways to write the property other than as a list.
-    """
-
-    name: str
-    listed_in: str | None = None
-    spelt_in: str | None = None
-    required: bool = False
+    name: str  # name of the property in messages
+    listed_in: str | None = None  # key of a list with one entry per layer, which takes precedence over ``rule``
+    spelt_in: str | None = None  # key of a string with one letter per layer, which also takes precedence over ``rule``
+    required: bool = False  # whether the list must be present
+    # Clauses that determine the value without a list. The first match applies.
     rule: tuple[Clause, ...] = ()
-    write: tuple[Form, ...] = ()
+    write: tuple[Form, ...] = ()  # ways to write the property other than as a list
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -136,36 +106,27 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Family:
-    """Description of a network family.
+    """Description of a network family."""
 
-    Args:
-        model_types: Values of ``model_type`` that the description covers.
-        source: Reference from which the description was written.
-        kinds: Properties in which the layers differ. Empty if all layers are of the same kind.
-        text: For networks with several parts, the key of the text part's configuration and its default ``model_type``.
-            Networks whose text part transformers builds as if it were alone need no description of their own.
-        text_optional: Whether older configurations have the settings of the text part at the top level.
-        before: Name parts of this family's tensors before the layers, in addition to the general ones.
-        after: Name parts of this family's tensors after the layers, in addition to the general ones.
-        prediction_keys: Keys for the number of layers for multi-token prediction at the end of the main stack.
-        depth_of: Keys of lists or strings whose length is the number of layers, for families without a layer count.
-        layouts: Renamings from an older to a newer layout, each as pairs of name prefixes.
-        ignored: Keys that do not affect single layers, although their names suggest it.
-        refused: Keys and reason, for families whose layers cannot be moved or removed.
-    """
-
-    model_types: tuple[str, ...]
-    source: str
+    model_types: tuple[str, ...]  # values of ``model_type`` that the description covers
+    source: str  # reference from which the description was written
+    # Properties in which the layers differ. Empty if all layers are of the same kind.
     kinds: tuple[LayerKind, ...] = ()
+    # For networks with several parts, the key of the text part's configuration and its default ``model_type``. Networks
+    # whose text part transformers builds as if it were alone need no description of their own.
     text: tuple[str, str] | None = None
-    text_optional: bool = False
+    text_optional: bool = False  # whether older configurations have the settings of the text part at the top level
+    # Name parts of this family's tensors before the layers, in addition to the general ones.
     before: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()  # name parts of this family's tensors after the layers, in addition to the general ones
+    # Keys for the number of layers for multi-token prediction at the end of the main stack.
     prediction_keys: tuple[str, ...] = ()
+    # Keys of lists or strings whose length is the number of layers, for families without a layer count.
     depth_of: tuple[str, ...] = ()
+    # Renamings from an older to a newer layout, each as pairs of name prefixes.
     layouts: tuple[tuple[tuple[str, str], ...], ...] = ()
-    ignored: tuple[str, ...] = ()
-    refused: tuple[str, str] | None = None
+    ignored: tuple[str, ...] = ()  # keys that do not affect single layers, although their names suggest it
+    refused: tuple[str, str] | None = None  # keys and reason, for families whose layers cannot be moved or removed
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -176,19 +137,13 @@ class Family:
 
 @dataclass(frozen=True)
 class FamilyDefaults:
-    """Default settings of a ``model_type`` in transformers.
+    """Default settings of a ``model_type`` in transformers."""
 
-    Args:
-        values: Default value of each key that the family reads.
-        names: Standard name of each key that is an alternative spelling.
-        rope: Default parameters of rotary positions (by layer type if they differ), or None for a family without them.
-        derived: Keys whose default transformers computes from other keys.
-    """
-
-    values: Mapping[str, Any] = field(default_factory=dict)
-    names: Mapping[str, str] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)  # default value of each key that the family reads
+    names: Mapping[str, str] = field(default_factory=dict)  # standard name of each key that is an alternative spelling
+    # Default parameters of rotary positions (by layer type if they differ), or None for a family without them.
     rope: Mapping[str, Any] | None = None
-    derived: tuple[str, ...] = ()
+    derived: tuple[str, ...] = ()  # keys whose default transformers computes from other keys
 
 
 @dataclass(frozen=True)
@@ -241,16 +196,21 @@ def text_part(config: Mapping[str, Any]) -> TextPart:
 
 
 def family_defaults(model_type: object) -> FamilyDefaults | None:
-    """Return transformers' default settings for ``model_type``, or None if they are not known."""
-    entry = _defaults().get(model_type) if isinstance(model_type, str) else None
+    """Return transformers' default settings for ``model_type``, or None if they are not known.
+
+    ``tests/merge_core/test_meaning.py`` generates the table from transformers.
+    """
+    entry = packaged_table("defaults.json").get(model_type) if isinstance(model_type, str) else None
     return FamilyDefaults(**entry) if entry is not None else None
 
 
-@cache
 def family_trials() -> Mapping[str, Mapping[str, str]]:
-    """Return the results of trial merges by family: kind, class, and what works or the key that a refusal names."""
-    content: Mapping[str, Mapping[str, Mapping[str, str]]] = json.loads(_TRIALS.read_text("utf-8"))
-    return content["families"]
+    """Return the results of trial merges by family: kind, class, and what works or the key that a refusal names.
+
+    ``tests/merge_core/every_family.py`` writes the table.
+    """
+    trials: Mapping[str, Mapping[str, str]] = packaged_table("families.json")["families"]
+    return trials
 
 
 @cache
@@ -262,30 +222,129 @@ def _by_type() -> dict[str, Family]:
 def _read(path: Path) -> Family:
     # This file is part of mergegate, so no validation is needed. A misspelled key raises TypeError in the tests.
     content: dict[str, Any] = json.loads(path.read_text("utf-8"))
-    text, refused = content.pop("text", None), content.pop("refused", None)
     kinds = []
     for kind in content.pop("kinds"):
         rule = [
             Clause(**{**clause, "when": tuple(LayerCondition(**condition) for condition in clause.get("when", ()))})
             for clause in kind.pop("rule", ())
         ]
-        forms = [Form(**{**form, "also": tuple(form.get("also", {}).items())}) for form in kind.pop("write", ())]
-        kinds.append(LayerKind(rule=tuple(rule), write=tuple(forms), **kind))
-    words: dict[str, Any] = {
-        "source": content.pop("source"),
-        "layouts": tuple(tuple((old, new) for old, new in layout) for layout in content.pop("layouts", ())),
-        **{key: tuple(value) for key, value in content.items()},
-    }
+        kinds.append(LayerKind(rule=tuple(rule), write=tuple(Form(**form) for form in kind.pop("write", ())), **kind))
+    if text := content.pop("text", None):
+        content |= {"text": (text["part"], text["model_type"]), "text_optional": text.get("optional", False)}
+    if refused := content.pop("refused", None):
+        content["refused"] = refused["key"], refused["reason"]
+    content["layouts"] = tuple(tuple((old, new) for old, new in layout) for layout in content.pop("layouts", ()))
     return Family(
         kinds=tuple(kinds),
-        text=(text["part"], text["model_type"]) if text else None,
-        text_optional=bool(text and text.get("optional")),
-        refused=(refused["key"], refused["reason"]) if refused else None,
-        **words,
+        **{key: tuple(value) if isinstance(value, list) else value for key, value in content.items()},
     )
 
 
-@cache
-def _defaults() -> dict[str, Any]:
-    content: dict[str, Any] = json.loads(_DEFAULTS.read_text("utf-8"))
-    return content
+# Keys whose names suggest an effect of the layer number.
+_TELLING = re.compile(
+    r"(?:^|_)(?:pattern|interval|period|offset|every|freq|first_k|step|indices|idxs?|ids)(?:_|$)"
+    r"|layers?_(?:types?|block_type|ids?|idxs?|indices|list|map)|block_types?$|_layers$|per_layer|layer_index"
+)
+# Exceptions: layer counts, and keys that match by chance (time steps, dropout, initialization, tokens, image sizes).
+_HARMLESS = re.compile(
+    r"^num_(?:hidden_)?layers$|^n_layers?$|time_step|drop|init|token|vision|image|video|audio|spatial|norm_eps|^num_.*_layers$"
+    r"|mrope|quantiz|position|^use_|chunk|label"
+)
+
+
+def layer_kinds(part: TextPart, index: int, depth: int, location: str) -> dict[str, Any]:
+    """Return the kind of layer ``index``, by the name of each property in which the layers of the family differ.
+
+    The result is empty for a family without a description.
+    """
+    kinds: dict[str, Any] = {}
+    for kind in part.family.kinds if part.family else ():
+        kinds[kind.name] = _kind(kind, part.config, index, depth, kinds, location)
+    return kinds
+
+
+def undescribed_key(part: TextPart, depth: int) -> str | None:
+    """Return a key of ``part`` that may affect single layers but is not in the family's description, or None.
+
+    A key counts if its name suggests an effect (``..._pattern``, ``..._interval``, ``layer_types``), if its value is a
+    list with ``depth`` entries, or if the value is an object with layer numbers as keys. A value that is empty, false,
+    0 or 1 affects all layers equally and does not count.
+    """
+    config, defaults = part.config, family_defaults(part.model_type)
+    harmless_keys = set(part.family.keys) if part.family else set()
+    # Derived configuration classes write keys that have no effect in their family, although they have one in others.
+    if not (config.get("use_sliding_window") and config.get("sliding_window")):
+        harmless_keys.add("max_window_layers")
+    if defaults is not None and not config.get("auto_map"):
+        all_keys = {key for family in described_families() for key in family.keys}
+        harmless_keys |= {key for key in all_keys - defaults.values.keys() if isinstance(config.get(key), int)}
+    for key, value in config.items():
+        if key in harmless_keys or key.startswith("_") or _HARMLESS.search(key):
+            continue
+        if value is None or value is False or value in (0, 1) or value == []:
+            continue
+        is_per_layer = isinstance(value, list) and len(value) == depth > 2 and key != "architectures"
+        is_numbered = isinstance(value, Mapping) and bool(value) and all(str(number).isdecimal() for number in value)
+        if is_per_layer or is_numbered or _TELLING.search(key):
+            return key
+    return None
+
+
+def _kind(
+    kind: LayerKind, config: Mapping[str, Any], index: int, depth: int, kinds: Mapping[str, Any], location: str
+) -> Any:
+    if kind.listed_in is not None and config.get(kind.listed_in):
+        return _entry(config, kind.listed_in, list, index, depth, location)
+    if kind.spelt_in is not None and config.get(kind.spelt_in):
+        return _entry(config, kind.spelt_in, str, index, depth, location)
+    if kind.required:
+        raise InvalidInput(
+            f"{location}: {kind.listed_in}", found="no value", expected=f"a list with {depth} entries, one per layer"
+        )
+    for clause in kind.rule:
+        if all(_holds(condition, config, index, kinds, location) != condition.negated for condition in clause.when):
+            return (clause.value, index) if clause.by_number else clause.value
+    return None
+
+
+def _entry(config: Mapping[str, Any], key: str, shape: type, index: int, depth: int, location: str) -> Any:
+    value = config[key]
+    if not isinstance(value, shape) or len(value) < depth:  # type: ignore[arg-type]  # ``shape`` is list or str.
+        found = f"{len(value)} entries" if isinstance(value, shape) else type(value).__name__  # type: ignore[arg-type]
+        raise InvalidInput(f"{location}: {key}", found=found, expected=f"an entry for each of the {depth} layers")
+    return value[index]  # type: ignore[index]
+
+
+def _holds(
+    rule: LayerCondition, config: Mapping[str, Any], index: int, kinds: Mapping[str, Any], location: str
+) -> bool:
+    """Return whether a condition is true for layer ``index``. The caller applies ``negated``."""
+    if rule.every is not None:
+        period = (
+            rule.every if isinstance(rule.every, int) else _number(config, rule.every, rule.default, location, least=1)
+        )
+        remainder = rule.at if isinstance(rule.at, int) else _number(config, rule.at, rule.at_default, location)
+        return (index + rule.shift) % period == remainder
+    if rule.below is not None:
+        return index < _number(config, rule.below, rule.default, location)
+    if rule.numbered_in is not None:
+        numbers = config.get(rule.numbered_in)
+        if numbers is not None and not (isinstance(numbers, list) and all(type(number) is int for number in numbers)):
+            raise InvalidInput(
+                f"{location}: {rule.numbered_in}", found=f"{numbers!r:.80}", expected="a list of layer numbers"
+            )
+        return index in (numbers or ())
+    if rule.enabled is not None:
+        return bool(config.get(rule.enabled, rule.default))
+    if rule.given is not None:
+        return config.get(rule.given) is not None
+    return bool(kinds[str(rule.kind)] == rule.equals)
+
+
+def _number(config: Mapping[str, Any], key: str, default: Any, location: str, least: int = 0) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if type(value) is not int or value < least:
+        raise InvalidInput(f"{location}: {key}", found=f"{value!r:.80}", expected=f"a whole number of at least {least}")
+    return value

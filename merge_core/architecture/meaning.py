@@ -14,9 +14,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mergegate.merge_core.architecture.architecture import LAYER_COUNT_KEYS, layer_count
-from mergegate.merge_core.architecture.families import FamilyDefaults, TextPart, family_defaults, text_part
-from mergegate.merge_core.architecture.layer_kinds import layer_kinds
+from mergegate.merge_core.architecture.families import FamilyDefaults, TextPart, family_defaults, layer_kinds, text_part
+from mergegate.merge_core.architecture.structure import LAYER_COUNT_KEYS, layer_count
 from mergegate.merge_core.errors import InvalidInput
 
 _NO_EFFECT = re.compile(
@@ -86,19 +85,14 @@ _MOST_LAYERS = 2000
 
 @dataclass(frozen=True)
 class ModelSetting:
-    """Setting of a configuration.
+    """Setting of a configuration."""
 
-    Args:
-        key: Key in ``config.json``, such as ``text_config.sliding_window``.
-        value: Value in its standard spelling.
-        source: Origin of the value: ``stated`` in the file, ``default`` of the family, ``derived`` from other keys by
-            the family, or ``missing``.
-        is_read: Whether the family reads the key. True if this is not known.
-    """
-
-    key: str
-    value: Any
+    key: str  # key in ``config.json``, such as ``text_config.sliding_window``
+    value: Any  # value in its standard spelling
+    # Origin of the value: ``stated`` in the file, ``default`` of the family, ``derived`` from other keys by the family,
+    # or ``missing``.
     source: str = "stated"
+    # Whether the family reads the key. True if this is not known.
     is_read: bool = True
 
     @property
@@ -180,7 +174,7 @@ def _part_settings(part: TextPart, defaults: FamilyDefaults | None, prefix: str)
     config, family = part.config, defaults or FamilyDefaults()
     skipped = set(_ROPE_KEYS)
     if part.family is not None and part.family.refused is None:
-        # merge_core.plan.stacking compares the keys that only determine the kinds of single layers, layer by layer.
+        # merge_core.plan.consistency compares the keys that only determine the kinds of single layers, layer by layer.
         conditions = [condition for kind in part.family.kinds for clause in kind.rule for condition in clause.when]
         skipped |= set(part.family.keys) - {condition.enabled for condition in conditions}
     result: dict[str, ModelSetting] = {}

@@ -9,17 +9,16 @@ a causal language model). The first entry that contains the class applies, so ta
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from mergegate.merge_core.architecture.conversions import packaged_table
 from mergegate.merge_core.checkpoint import MODULES_FILE, Checkpoint, Companions, list_companions
 from mergegate.merge_core.parsing import read_json
 
-_KINDS = Path(__file__).parent / "model_kinds.json"
 _SENTENCE_TRANSFORMERS = "config_sentence_transformers.json"
 # Keys in config.json that only sentence-transformers writes, into classifiers that score pairs of texts.
 _CROSS_ENCODER_KEYS = ("sentence_transformers", "sbert_ce_default_activation_function")
@@ -46,28 +45,21 @@ _TESTED_MODALITIES: Mapping[TaskForm, tuple[str, ...]] = {"pictures": ("pictures
 
 @dataclass(frozen=True)
 class ModelKind:
-    """Kind of a model.
+    """Kind of a model."""
 
-    Args:
-        name: Name in messages, see ``noun``.
-        pipeline_tag: Task of the model on the Hub, or None if it is not known.
-        loader: Class that loads the model: an ``Auto`` class of transformers, or a class of sentence-transformers.
-            Empty if neither library can load it.
-        library: ``library_name`` on the Hub: the library of ``loader``.
-        task_forms: Forms of the tasks that can judge the model. Empty if mergegate cannot evaluate it.
-        modalities: Inputs of the model besides text: ``pictures``, ``sound``. Text tasks do not test them.
-    """
-
-    name: KindName
-    pipeline_tag: str | None = None
+    name: KindName  # name in messages, see ``noun``
+    pipeline_tag: str | None = None  # task of the model on the Hub, or None if it is not known
+    # Class that loads the model: an ``Auto`` class of transformers, or a class of sentence-transformers. Empty if
+    # neither library can load it.
     loader: str = ""
-    library: str = "transformers"
+    library: str = "transformers"  # ``library_name`` on the Hub: the library of ``loader``
+    # Forms of the tasks that can judge the model. Empty if mergegate cannot evaluate it.
     task_forms: tuple[TaskForm, ...] = ()
+    # Inputs of the model besides text: ``pictures``, ``sound``. Text tasks do not test them.
     modalities: tuple[str, ...] = ()
 
     @property
     def noun(self) -> str:
-        """Kind with an article, such as ``a vision-language model``."""
         return _NOUNS[self.name]
 
     @property
@@ -174,7 +166,6 @@ def _transformers_kind(config: Mapping[str, Any]) -> ModelKind:
 
 @cache
 def class_kinds() -> Mapping[str, ModelKind]:
-    """Return the kind of each model class of transformers, by its name."""
     kinds: dict[str, ModelKind] = {}
     for kind, classes, _ in _entries():
         for name in classes:
@@ -185,20 +176,12 @@ def class_kinds() -> Mapping[str, ModelKind]:
 @cache
 def _entries() -> tuple[tuple[ModelKind, tuple[str, ...], tuple[str, ...]], ...]:
     """Return the kinds in ``model_kinds.json`` in order, each with its classes and the ``model_type`` of each."""
-    return tuple(
-        (
-            ModelKind(
-                entry["kind"],
-                entry["pipeline_tag"],
-                entry["loader"],
-                task_forms=tuple(entry["task_forms"]),
-                modalities=tuple(entry["modalities"]),
-            ),
-            tuple(entry["classes"]),
-            tuple(entry["model_types"]),
-        )
-        for entry in json.loads(_KINDS.read_text("utf-8"))
-    )
+    entries = []
+    for entry in packaged_table("model_kinds.json"):
+        forms, modalities = tuple(entry["task_forms"]), tuple(entry["modalities"])
+        kind = ModelKind(entry["kind"], entry["pipeline_tag"], entry["loader"], task_forms=forms, modalities=modalities)
+        entries.append((kind, tuple(entry["classes"]), tuple(entry["model_types"])))
+    return tuple(entries)
 
 
 def _label_count(config: Mapping[str, Any]) -> int:

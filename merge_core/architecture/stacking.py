@@ -13,11 +13,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mergegate.merge_core.architecture.architecture import LAYER_COUNT_KEYS, layer_count
-from mergegate.merge_core.architecture.conversions import container_text
-from mergegate.merge_core.architecture.families import Family, Form, LayerKind, TextPart, find_family, text_part
-from mergegate.merge_core.architecture.layer_kinds import layer_kinds, undescribed_key
-from mergegate.merge_core.architecture.loading import without_predictions
+from mergegate.merge_core.architecture.conversions import container_text, without_predictions
+from mergegate.merge_core.architecture.families import (
+    Family,
+    Form,
+    LayerKind,
+    TextPart,
+    find_family,
+    layer_kinds,
+    text_part,
+    undescribed_key,
+)
+from mergegate.merge_core.architecture.structure import LAYER_COUNT_KEYS, layer_count
 from mergegate.merge_core.errors import InvalidInput
 
 
@@ -46,12 +53,7 @@ def keeps_layer_positions(layers: Stack) -> bool:
 
 
 def check_described(config: Mapping[str, Any], depth: int, model: str) -> Family:
-    """Return the description of the family of ``model``, a model whose layers will be moved.
-
-    Raises:
-        InvalidInput: The family has no description, its layers cannot be moved, or the configuration has a key that may
-            affect individual layers and is not in the description.
-    """
+    """Return the description of the family of ``model``, a model whose layers will be moved."""
     part, location = text_part(config), f"{model}: config.json"
     if part.family is None:
         # In a network whose own use of layer numbers is known, the description of its text part is missing.
@@ -96,7 +98,6 @@ def check_described(config: Mapping[str, Any], depth: int, model: str) -> Family
 
 
 def _required_kinds(layers: Stack, location: str) -> list[dict[str, Any]]:
-    """Return the kinds that each layer has in its parents. Raise InvalidInput if the parents of a layer disagree."""
     required = []
     for origins in layers:
         kinds = [
@@ -221,7 +222,7 @@ def _candidates(config: dict[str, Any], kind: LayerKind, column: Sequence[Any]) 
 
 def _forms(form: Form, numbers: Sequence[int], depth: int) -> Iterator[dict[str, Any]]:
     """Yield candidate settings that mark the layers ``numbers`` of ``depth`` layers. The caller verifies them."""
-    also = dict(form.also)
+    also = form.also
     if form.numbers is not None:
         yield {form.numbers: list(numbers), **also}
     if form.first is not None:

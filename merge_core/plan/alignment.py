@@ -1,4 +1,4 @@
-"""Match the rows of embeddings and heads by token when a recipe chooses the tokenizer of the result.
+"""Match tokens, token ids and the rows of embeddings and heads when a recipe chooses the tokenizer of the result.
 
 Output row ``r`` belongs to the token with id ``r`` in the result's tokenizer. Each model contributes its own row for
 that token, even if the model gives the token another id. A model that lacks the token uses, in this order:
@@ -11,10 +11,15 @@ that token, even if the model gives the token another id. A model that lacks the
 Rows without a token (padding) keep their position, so the table never shrinks. If a model has no such row, it uses the
 row of the model that provides the tokenizer. If the table grew and that model has no such row either, each model uses
 the mean of its own rows.
+
+A token id in ``config.json``, its parts and ``generation_config.json`` is a row number, so it is replaced by the id
+that its token has in the result.
 """
 
 from __future__ import annotations
 
+import copy
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -31,56 +36,86 @@ from mergegate.merge_core.checkpoint.vocabulary import (
     rewritten_files,
 )
 from mergegate.merge_core.errors import Finding, InvalidInput
-from mergegate.merge_core.plan.rows import MEAN, ZERO, RowMap, map_rows
-from mergegate.merge_core.plan.special_ids import SPECIAL_KEYS, follow_tokens
+from mergegate.merge_core.plan.jobs import MEAN, SEVERAL, ZERO, RowMap
 from mergegate.merge_core.recipe import Recipe, RowOrigin, TokenizerChoice
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+_IDS = re.compile(r"(^|_)token_(id|ids|index)$|^(begin_)?suppress_tokens$|^bad_words_ids$")
+SPECIAL_KEYS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_PAIRS = "forced_decoder_ids"  # [position, id]
+
+
+def follow_tokens(
+    config: Mapping[str, Any], before: Mapping[str, int], after: Mapping[str, int]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Return ``config`` with the new ids of its tokens, and the keys whose tokens no longer exist.
+
+    ``before`` and ``after`` map tokens to the ids in ``config`` and in the result. If a token no longer exists, its id
+    becomes null or is removed from its list, because the old id would mean another token.
+    """
+    tokens = {number: token for token, number in before.items()}
+    lost_keys: list[str] = []
+
+    def move(value: Any, key: str) -> Any:
+        if type(value) is int:
+            if value < 0:  # Some configurations use negative ids for "none".
+                return value
+            if (token := tokens.get(value)) is not None and token in after:
+                return after[token]
+            lost_keys.append(key)
+            return None
+        if isinstance(value, list):
+            inner = [move(item, key) for item in value]
+            return [item for item in inner if item is not None and item != []]
+        return value
+
+    def move_part(content: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        result: dict[str, Any] = {}
+        for key, value in content.items():
+            if _IDS.search(key):
+                new = move(value, prefix + key)
+                result[key] = None if isinstance(value, list) and value and not new else new
+            elif key == _PAIRS and isinstance(value, list):
+                pairs = [pair for pair in value if isinstance(pair, list) and len(pair) == 2]
+                moved = [[position, move(number, prefix + key)] for position, number in pairs]
+                result[key] = [pair for pair in moved if pair[1] is not None] or None
+            elif isinstance(value, Mapping) and key.endswith("_config"):
+                result[key] = move_part(value, f"{prefix}{key}.")
+            else:
+                result[key] = copy.deepcopy(value)
+        return result
+
+    return move_part(config, ""), tuple(dict.fromkeys(lost_keys))
+
 
 _NEW_TOKEN = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
 @dataclass(frozen=True)
 class Alignment:
-    """A shared vocabulary for several models, and the row of each token in each model.
+    """A shared vocabulary for several models, and the row of each token in each model."""
 
-    Args:
-        choice: Tokenizer settings of the recipe.
-        tokenizer: Checkpoint that provides the tokenizer's files.
-        ids: Token ids of the result, by token.
-        vocabularies: Tokenizer of each model, by model reference.
-        sizes: Number of rows in each model's token table, by model reference.
-        tokenizer_name: Reference of ``tokenizer``.
-        base: Reference of the recipe's base.
-        size: Number of rows in the result's token table.
-        content: ``tokenizer.json`` of the result.
-        model_changed: Whether the result's tokenizer model has tokens or merges that the original lacks.
-        rewritten: New content of each tokenizer file that changes, by file name. None means that the file is omitted.
-        remarks: Findings for the user.
-    """
-
-    choice: TokenizerChoice
-    tokenizer: Checkpoint
-    ids: Mapping[str, int]
-    vocabularies: Mapping[str, TokenizerDefinition]
-    sizes: Mapping[str, int]
-    tokenizer_name: str
-    base: str | None
-    size: int
-    content: Mapping[str, Any]
-    model_changed: bool
+    choice: TokenizerChoice  # tokenizer settings of the recipe
+    tokenizer: Checkpoint  # checkpoint that provides the tokenizer's files
+    ids: Mapping[str, int]  # token ids of the result, by token
+    vocabularies: Mapping[str, TokenizerDefinition]  # tokenizer of each model, by model reference
+    sizes: Mapping[str, int]  # number of rows in each model's token table, by model reference
+    tokenizer_name: str  # reference of ``tokenizer``
+    base: str | None  # reference of the recipe's base
+    size: int  # number of rows in the result's token table
+    content: Mapping[str, Any]  # ``tokenizer.json`` of the result
+    model_changed: bool  # whether the result's tokenizer model has tokens or merges that the original lacks
+    # New content of each tokenizer file that changes, by file name. None means that the file is omitted.
     rewritten: Mapping[str, bytes | None]
-    remarks: tuple[Finding, ...]
+    remarks: tuple[Finding, ...]  # findings for the user
     _cache: dict[tuple[str, ...], Mapping[str, RowMap]] = field(default_factory=dict, repr=False, compare=False)
 
     def maps(self, models: Sequence[str]) -> Mapping[str, RowMap]:
         """Return the row map of each of ``models`` for merging their token tables with each other.
 
         The mapping is empty if every model already has exactly the rows of the result.
-
-        Raises:
-            InvalidInput: No model has a row for some token.
         """
         names = tuple(dict.fromkeys(models))
         if names not in self._cache:
@@ -99,12 +134,7 @@ class Alignment:
 
 
 def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> Alignment | None:
-    """Return how to match the vocabularies of a recipe that sets ``tokenizer_source`` or ``tokenizer``, else None.
-
-    Raises:
-        InvalidInput: A model has no readable tokenizer, the tokenizers cannot be united, or the source that the recipe
-            names for a token does not exist.
-    """
+    """Return how to match the vocabularies of a recipe that sets ``tokenizer_source`` or ``tokenizer``, else None."""
     choice = recipe.tokenizer
     if choice is None:
         return None
@@ -138,10 +168,7 @@ def align(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], donor: str) -> 
     joined, ids, size = _result_vocabulary(choice, vocabularies, sizes, tokenizer_name, merged)
     tokenizer = checkpoints[tokenizer_name]
     rewritten = rewritten_files(joined, target, tuple(tokenizer.companions)) if joined is not None else {}
-    remarks = [
-        Finding("info", choice.location, found=text, expected="", remedy="")
-        for text in (joined.remarks if joined else ())
-    ]
+    remarks = [Finding("info", choice.location, text) for text in (joined.remarks if joined else ())]
     for row in choice.tokens:
         if row.origin is not None and row.origin.model is not None:
             name, location = str(row.origin.model), f"{choice.location}: tokens.{row.token}"
@@ -206,18 +233,13 @@ def _result_vocabulary(
     in some model. Some tokenizers have ids beyond the table of every model that knows them; these need no row.
     """
     target = vocabularies[tokenizer_name]
-    other_tokenizers = (
-        {name: vocabularies[name] for name in merged_models if name != tokenizer_name}
-        if choice.source == "union"
-        else {}
-    )
-    extra_tokens = {}
-    for row in choice.tokens:
-        if row.token not in target.ids:
-            kinds = [
-                definition.added[row.token] for definition in vocabularies.values() if row.token in definition.added
-            ]
-            extra_tokens[row.token] = kinds[0] if kinds else _NEW_TOKEN
+    united = [name for name in merged_models if name != tokenizer_name] if choice.source == "union" else []
+    other_tokenizers = {name: vocabularies[name] for name in united}
+    known_tokens = {
+        token: kind for definition in reversed([*vocabularies.values()]) for token, kind in definition.added.items()
+    }
+    new_tokens = (row.token for row in choice.tokens if row.token not in target.ids)
+    extra_tokens = {token: known_tokens.get(token, _NEW_TOKEN) for token in new_tokens}
     built = join_tokenizers(target, other_tokenizers, choice.strangers, choice.location, extra_tokens)
     joined = built if built.new_added or built.model_changed else None
     if joined is not None and not target.has_pipeline:
@@ -230,8 +252,7 @@ def _result_vocabulary(
     ids = target.ids if joined is None else joined.ids
     rows_with_origin = {row.token for row in choice.tokens if row.origin is not None}
     size = sizes[tokenizer_name]
-    beyond_table = [(token, number) for token, number in ids.items() if number >= size]
-    for token, number in beyond_table:
+    for token, number in [(token, number) for token, number in ids.items() if number >= size]:
         has_row = any(-1 < vocabularies[name].ids.get(token, -1) < sizes[name] for name in merged_models)
         if has_row or token in rows_with_origin:
             size = max(size, number + 1)
@@ -241,28 +262,22 @@ def _result_vocabulary(
 
 def _build_maps(alignment: Alignment, names: tuple[str, ...]) -> Mapping[str, RowMap]:
     choice, sizes, size = alignment.choice, alignment.sizes, alignment.size
-    has_no_origins = not any(row.origin for row in choice.tokens)
     vocabularies = [alignment.vocabularies[name].ids for name in names]
-    if (
-        has_no_origins
-        and all(ids == alignment.ids for ids in vocabularies)
-        and all(sizes[name] == size for name in names)
-    ):
+    is_shared = all(ids == alignment.ids for ids in vocabularies) and all(sizes[name] == size for name in names)
+    if is_shared and not any(row.origin for row in choice.tokens):
         return {}
     listed = sorted((number, token) for token, number in alignment.ids.items() if number < size)
     positions = np.fromiter((number for number, _ in listed), np.int64, len(listed))
-    rows = np.array([[ids.get(token, -1) for _, token in listed] for ids in vocabularies], np.int64).reshape(
-        len(names), -1
-    )
+    rows = np.array([[ids.get(token, -1) for _, token in listed] for ids in vocabularies], np.int64)
+    rows = rows.reshape(len(names), -1)
     rows[rows >= np.array([sizes[name] for name in names])[:, None]] = -1
     recipe_tokens = {row.token for row in choice.tokens}
     with_origin = {row.token for row in choice.tokens if row.origin is not None}
     table_size = sizes[alignment.tokenizer_name]
     orphans = [
-        listed[column][1]
-        for column in np.flatnonzero(~(rows >= 0).any(0)).tolist()
-        if (listed[column][0] < table_size or listed[column][1] in recipe_tokens)
-        and listed[column][1] not in with_origin
+        token
+        for (number, token), has_row in zip(listed, (rows >= 0).any(0), strict=True)
+        if not has_row and (number < table_size or token in recipe_tokens) and token not in with_origin
     ]
     orphans += [token for token in recipe_tokens if token not in with_origin and alignment.ids[token] >= size]
     if orphans:
@@ -273,10 +288,18 @@ def _build_maps(alignment: Alignment, names: tuple[str, ...]) -> Mapping[str, Ro
             remedy="use the tokenizer of one of the merged models, or set a source for these tokens",
         )
     preferred = names.index(alignment.base) if alignment.base in names else None
+    provider = names.index(alignment.tokenizer_name) if alignment.tokenizer_name in names else None
+    padding = np.setdiff1d(np.arange(size), positions)  # rows of the result without a token
+    spare = [
+        np.setdiff1d(padding[padding < sizes[name]], np.fromiter(ids.values(), np.int64))
+        for name, ids in zip(names, vocabularies, strict=True)
+    ]
     maps = {}
     for own_index, name in enumerate(names):
         lender, row = np.full(size, MEAN, np.int32), np.zeros(size, np.int64)
-        _fill_padding(lender, row, alignment, names, own_index, positions)
+        # A model uses its own padding, else that of the model that provides the tokenizer.
+        for index in (own_index if provider is None else provider, own_index):
+            lender[spare[index]], row[spare[index]] = index, spare[index]
         lender[positions], row[positions], shared = map_rows(own_index, rows, preferred)
         for token in choice.tokens:
             position = alignment.ids[token.token]
@@ -297,33 +320,34 @@ def _build_maps(alignment: Alignment, names: tuple[str, ...]) -> Mapping[str, Ro
     return maps
 
 
-def _fill_padding(
-    lender: NDArray[np.int32],
-    row: NDArray[np.int64],
-    alignment: Alignment,
-    names: tuple[str, ...],
-    own_index: int,
-    positions: NDArray[np.int64],
-) -> None:
-    """Fill the rows without a token.
-
-    A model uses its own row at that position if its tokenizer has no token there. Otherwise, it uses the row of the
-    model that provides the tokenizer.
-    """
-    free = np.ones(len(lender), bool)
-    free[positions] = False
-    givers = (
-        [own_index] if alignment.tokenizer_name not in names else [names.index(alignment.tokenizer_name), own_index]
-    )
-    for index in givers:  # The last entry wins: the model itself.
-        name = names[index]
-        usable = np.zeros(len(lender), bool)
-        usable[: alignment.sizes[name]] = True
-        used = np.fromiter(alignment.vocabularies[name].ids.values(), np.int64)
-        usable[used[used < len(lender)]] = False
-        spare = np.flatnonzero(free & usable)
-        lender[spare], row[spare] = index, spare
-
-
 def _origin_row(origin: RowOrigin, token: str, vocabulary: TokenizerDefinition) -> int:
     return origin.token_id if origin.token_id is not None else vocabulary.ids.get(origin.token or token, -1)
+
+
+def map_rows(
+    own_index: int, ids: NDArray[np.int64], base_index: int | None
+) -> tuple[NDArray[np.int32], NDArray[np.int64], list[tuple[tuple[int, int], ...]]]:
+    """Return the lender, row and shared rows (see :class:`RowMap`) of each token for the model ``own_index``.
+
+    ``ids`` is the row of each token in each model, or -1 for none [models, tokens]. The lender of a token without any
+    row is ``MEAN``.
+    """
+    has = ids >= 0
+    count = has.sum(0)
+    tokens = ids.shape[1]
+    lender = np.full(tokens, MEAN, np.int32)
+    row = np.zeros(tokens, np.int64)
+    has_single = count == 1
+    lender[has_single] = has[:, has_single].argmax(0)
+    several = count > 1
+    lender[several] = SEVERAL
+    for number in (base_index, own_index):
+        if number is not None:
+            lender[has[number]] = number
+    single = np.flatnonzero(lender >= 0)
+    row[single] = ids[lender[single], single]
+    shared: dict[tuple[tuple[int, int], ...], int] = {}
+    for token in np.flatnonzero(lender == SEVERAL).tolist():
+        rows = tuple((int(number), int(ids[number, token])) for number in np.flatnonzero(has[:, token]))
+        row[token] = shared.setdefault(rows, len(shared))
+    return lender, row, list(shared)

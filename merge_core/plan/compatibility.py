@@ -5,6 +5,9 @@ For example::
     planned = plan_with_findings(recipe, checkpoints)
     if not planned.blocking:
         merge_weights(planned.plan, out)
+
+Models of different sizes differ in every tensor, but a user needs to read that only once. A finding names its cause
+(``Finding.cause``), and ``merge_core.errors.group_findings`` groups findings by cause.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from mergegate.merge_core.architecture import (
     class_difference,
@@ -21,21 +24,15 @@ from mergegate.merge_core.architecture import (
     has_own_head,
     is_base_class,
     kind_of,
+    layer_count,
+    text_part,
     vocabulary_size,
 )
 from mergegate.merge_core.checkpoint import DEFAULT, MODULES_FILE, Checkpoint, Companions, StoredTensor, equal_bytes
 from mergegate.merge_core.checkpoint.vocabulary import TOKENIZER_BOUNDS, cached_tokenizers
 from mergegate.merge_core.errors import Finding, InvalidInput, finding_of, to_printable, worst_first
 from mergegate.merge_core.plan.companions import lost_files, tokenizer_donor
-from mergegate.merge_core.plan.consistency import self_consistency, unused_tensors
-from mergegate.merge_core.plan.finding_groups import (
-    CLASSES,
-    SIZES,
-    compare_sizes,
-    config_value,
-    different_size,
-    different_vocabulary,
-)
+from mergegate.merge_core.plan.consistency import config_value, self_consistency, unused_tensors
 from mergegate.merge_core.plan.jobs import MergePlan
 from mergegate.merge_core.plan.plan import assemble, parents_of, planned_checkpoint, single_experts, with_findings
 from mergegate.merge_core.plan.tokenizers import TokenizerPair, compare_to_donor
@@ -52,6 +49,23 @@ _PRETRAINED = ("text-generation", "fill-mask")
 _WITH_HEADS = ("classifier", "cross-encoder", "other")
 # Smallest factor between two bases of rotary positions that forbids a merge, and the key that accepts it.
 _FAR, _BASE = 100, "rope_theta"
+# Labels of the config.json keys that decide tensor shapes, including older key names.
+_SIZES: Mapping[str, str] = {
+    "hidden_size": "hidden size",
+    "n_embd": "hidden size",
+    "intermediate_size": "feed-forward size",
+    "n_inner": "feed-forward size",
+    "num_attention_heads": "heads",
+    "n_head": "heads",
+    "num_key_value_heads": "key-value heads",
+    "head_dim": "head size",
+    "num_experts": "experts",
+    "num_local_experts": "experts",
+    "moe_intermediate_size": "size of an expert",
+}
+# End of the place of a finding about models with different networks.
+_CLASSES = ": config.json: architectures"
+_COUNTED = ("layers", "heads", "key-value heads", "experts")
 _HEADS = {True: "an output head of its own", False: "no output head, because the embedding serves as the head"}
 
 
@@ -73,8 +87,16 @@ class PlannedMerge:
 
     @property
     def blocking(self) -> tuple[Finding, ...]:
-        """Findings that forbid the merge."""
         return tuple(finding for finding in self.findings if finding.severity == "block")
+
+
+class _Pair(NamedTuple):
+    """The donor of a recipe document, whose config the result gets, and another model of the document."""
+
+    donor_name: str
+    donor: Checkpoint
+    name: str
+    model: Checkpoint
 
 
 def preflight(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[Finding, ...]:
@@ -116,28 +138,27 @@ def plan_with_findings(
             plan = with_findings(assembled, checkpoints, problems)
     for document in (*recipe.steps, recipe):
         models = {str(ref): tables[str(ref)] for ref in document.own_references() if str(ref) in tables}
-        donor, aligned = str(document.donor), document.tokenizer is not None
+        donor = str(document.donor)
         if donor not in models:
             continue
         for name, checkpoint in models.items():
             findings += self_consistency(name, checkpoint)
             if name != donor:
+                pair = _Pair(donor, models[donor], name, checkpoint)
                 if document.mixture is None:  # A mixture uses one part of each expert and compares it itself.
-                    findings += _compare_configs(
-                        donor, models[donor], name, checkpoint, accepted_differences, aligned=aligned
-                    )
-                    sizes += compare_sizes(donor, models[donor], name, checkpoint)
-                findings += _compare_forms(document, models[donor], name, checkpoint)
+                    findings += _compare_configs(pair, accepted_differences, aligned=document.tokenizer is not None)
+                    sizes += _compare_sizes(pair)
+                findings += _compare_forms(document, pair)
         findings += _compare_kinds(document, models)
         if document.mixture is None:
             findings += _compare_heads(models, accepted_differences)
-        compared = compare_to_donor(document, models, frozenset(accepted_differences))
-        findings += compared.findings
-        measurable += compared.pairs
+        tokenizer_findings, tokenizer_pairs = compare_to_donor(document, models, frozenset(accepted_differences))
+        findings += tokenizer_findings
+        measurable += tokenizer_pairs
     # List a difference in size before the findings that it causes, but only if one of them blocks the merge: slices may
     # have cut the layers to fit.
     blocking_causes = {finding.cause for finding in findings if finding.severity == "block"}
-    causes = [size for size in sizes if size.cause in blocking_causes or size.where.endswith(CLASSES)]
+    causes = [size for size in sizes if size.cause in blocking_causes or size.where.endswith(_CLASSES)]
     return PlannedMerge(worst_first([*causes, *findings]), plan, tuple(measurable))
 
 
@@ -184,18 +205,55 @@ def _compare_kinds(document: Recipe, models: Mapping[str, Checkpoint]) -> Iterat
                 )
 
 
-def _compare_configs(
-    donor_name: str,
-    donor: Checkpoint,
-    name: str,
-    parent: Checkpoint,
-    accepted_differences: Collection[str],
-    *,
-    aligned: bool,
-) -> Iterator[Finding]:
+def _compare_sizes(pair: _Pair) -> Iterator[Finding]:
+    """Yield a finding if the models have different networks, or one that lists all sizes in which they differ."""
+    donor_name, donor, name, parent = pair
     if class_difference(donor, parent) == "network":
-        return  # compare_sizes reports it.
-    yield from _compare_settings(donor_name, donor, name, parent, accepted_differences)
+        order = ((donor_name, donor, name, parent), (name, parent, donor_name, donor))
+        whole = next((models for models in order if _is_text_part(models[1], models[3])), None)
+        relation = f"; {whole[2]} is the text model alone of a multimodal model like {whole[0]}" if whole else ""
+        yield Finding(
+            "block",
+            f"{name}{_CLASSES}",
+            found=(parent.architecture or "no value") + relation,
+            expected=f"{donor.architecture or 'no value'}, as in {donor_name}",
+            remedy=f"save the text model of {whole[0]} as a model of its own and merge text models; see "
+            "docs/how-to/gate-other-kinds.md"
+            if whole
+            else "merge models of one architecture",
+            cause=f"{name}: size",
+        )
+        return
+    pairs = [("layers", layer_count(parent.config), layer_count(donor.config))]
+    pairs += [(label, config_value(parent, key), config_value(donor, key)) for key, label in _SIZES.items()]
+    differing = [
+        f"{parent_value} {label} instead of {donor_value}"
+        if label in _COUNTED
+        else f"{label} {parent_value} instead of {donor_value}"
+        for label, parent_value, donor_value in pairs
+        if parent_value != donor_value and parent_value is not None and donor_value is not None
+    ]
+    if differing:
+        yield Finding(
+            "block",
+            f"{name}: config.json",
+            found=", ".join(differing),
+            expected=f"the size of {donor_name}",
+            remedy="merge models of one architecture and size",
+            cause=f"{name}: size",
+        )
+
+
+def _is_text_part(multimodal: Checkpoint, text: Checkpoint) -> bool:
+    part = text_part(multimodal.config)
+    return part.key is not None and part.model_type == text.config.get("model_type")
+
+
+def _compare_configs(pair: _Pair, accepted_differences: Collection[str], *, aligned: bool) -> Iterator[Finding]:
+    donor_name, donor, name, parent = pair
+    if class_difference(donor, parent) == "network":
+        return  # _compare_sizes reports it.
+    yield from _compare_settings(pair, accepted_differences)
     donor_end, parent_end = (config_value(checkpoint, _END) for checkpoint in (donor, parent))
     if not aligned and donor_end != parent_end and donor_end is not None and parent_end is not None:
         yield Finding(
@@ -213,7 +271,7 @@ def _compare_configs(
             found=f"{parent_size}",
             expected=f"{donor_size}, as in {donor_name}",
             remedy="set tokenizer_source, or resize one model's embeddings",
-            cause=different_vocabulary(name),
+            cause=f"{name}: vocabulary",
         )
     if has_own_head(donor) != has_own_head(parent):
         tied_model = donor_name if has_own_head(parent) else name
@@ -226,10 +284,9 @@ def _compare_configs(
         )
 
 
-def _compare_settings(
-    donor_name: str, donor: Checkpoint, name: str, parent: Checkpoint, accepted_differences: Collection[str]
-) -> Iterator[Finding]:
+def _compare_settings(pair: _Pair, accepted_differences: Collection[str]) -> Iterator[Finding]:
     """Yield a finding for each setting that makes two models with the same weights compute different functions."""
+    donor_name, donor, name, parent = pair
     ignored_keys: list[str] = []
     for donor_setting, parent_setting in differing_settings(donor.config, parent.config):
         if donor_setting.is_of_head:
@@ -261,7 +318,7 @@ def _compare_settings(
             found=found,
             expected=f"{donor_setting}{spelling}, as in {donor_name}, whose config the result gets",
             remedy=remedy,
-            cause=different_size(name) if key in SIZES else "",
+            cause=f"{name}: size" if key in _SIZES else "",
         )
     if ignored_keys:
         yield Finding(
@@ -321,7 +378,6 @@ def _compare_tables(plan: MergePlan) -> Iterator[Finding]:
 
 
 def _format(checkpoint: Checkpoint) -> str:
-    """Return the floating-point format in which a checkpoint stores most bytes."""
     bytes_by_dtype: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
         if tensor.dtype.kind == "float":
@@ -329,8 +385,9 @@ def _format(checkpoint: Checkpoint) -> str:
     return bytes_by_dtype.most_common(1)[0][0] if bytes_by_dtype else ""
 
 
-def _compare_forms(document: Recipe, donor: Checkpoint, name: str, parent: Checkpoint) -> Iterator[Finding]:
+def _compare_forms(document: Recipe, pair: _Pair) -> Iterator[Finding]:
     """Yield findings if two models store weights in different formats or have different tokenizer classes."""
+    donor_name, donor, name, parent = pair
     donor_format, parent_format = _format(donor), _format(parent)
     has_no_dtype = document.dtype is None and document.out_dtype is None
     if has_no_dtype and donor_format and parent_format and donor_format != parent_format:
@@ -338,7 +395,7 @@ def _compare_forms(document: Recipe, donor: Checkpoint, name: str, parent: Check
             "warn",
             f"{name}: dtype",
             found=f"{parent_format} weights",
-            expected=f"{donor_format}, as in {document.donor}",
+            expected=f"{donor_format}, as in {donor_name}",
             remedy="set dtype in the recipe; without it, each tensor of the result gets the wider format",
         )
     donor_class, parent_class = _tokenizer_class(donor.companions), _tokenizer_class(parent.companions)
@@ -347,7 +404,7 @@ def _compare_forms(document: Recipe, donor: Checkpoint, name: str, parent: Check
             "warn",
             f"{name}: tokenizer_config.json: tokenizer_class",
             found=parent_class,
-            expected=f"{donor_class}, as in {document.donor}, whose tokenizer the result gets",
+            expected=f"{donor_class}, as in {donor_name}, whose tokenizer the result gets",
             remedy="make sure that both split text in the same way; equal token ids do not show that",
         )
 

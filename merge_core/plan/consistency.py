@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 from mergegate.merge_core.architecture import (
     class_difference,
@@ -14,11 +15,14 @@ from mergegate.merge_core.architecture import (
     is_of_head,
     is_optional,
     layer_count,
+    layer_kinds,
     main_depth,
+    main_stack,
     parse_layer_place,
     prediction_tensors,
     rename_to_layout,
     stacks,
+    text_part,
     tied_source,
     ties_embeddings,
     unloaded_tensors,
@@ -26,9 +30,15 @@ from mergegate.merge_core.architecture import (
 )
 from mergegate.merge_core.architecture.experts import disk_name
 from mergegate.merge_core.checkpoint import TEXT_PARTS, Checkpoint
-from mergegate.merge_core.errors import Finding
-from mergegate.merge_core.plan.finding_groups import different_head, different_size, not_loaded
+from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.plan.jobs import MergePlan
+
+
+def config_value(checkpoint: Checkpoint, key: str) -> Any:
+    """Return the value of ``key`` in the checkpoint's config or, if missing, in the config of its language model."""
+    value = checkpoint.config.get(key)
+    return text_part(checkpoint.config).config.get(key) if value is None else value
+
 
 # Tensor names of packed weights in GPTQ, AWQ, bitsandbytes, HQQ, compressed-tensors, MXFP4 and block-scaled FP8.
 _PACKED = re.compile(
@@ -176,7 +186,7 @@ def unused_tensors(
                     found=f"not merged: the class of {plan.recipe.donor}, which the result gets, lacks this tensor",
                     expected="one class for all models",
                     remedy=f"nothing to do; to get a result with this head, set base_model: {model}",
-                    cause=different_head(model),
+                    cause=f"{model}: head",
                 )
                 continue
             if name in unloaded:
@@ -186,7 +196,7 @@ def unused_tensors(
                     found=f"not merged: {view.class_name} does not load it, and {plan.recipe.donor} lacks it",
                     expected="a tensor of every model",
                     remedy=f"nothing to do; to get a result with this tensor, set base_model: {model}",
-                    cause=not_loaded(model),
+                    cause=f"{model}: not loaded",
                 )
                 continue
             optional = is_optional(name) or tied_source(view, name) in view.tensors
@@ -200,5 +210,32 @@ def unused_tensors(
                     if optional
                     else "merge models of one architecture, or use this model as base_model"
                 ),
-                cause="" if optional else different_size(model),
+                cause="" if optional else f"{model}: size",
             )
+
+
+def differing_kinds(donor_name: str, donor: Checkpoint, model: str, parent: Checkpoint) -> Iterator[Finding]:
+    """Yield a finding if layers with the same number in two whole models compute different things."""
+    donor_part, parent_part = text_part(donor.config), text_part(parent.config)
+    if donor_part.family is None or donor_part.family != parent_part.family or donor_part.family.refused is not None:
+        return
+    try:
+        stack = main_stack(donor, donor_name)
+        depth = main_depth(donor, stack)
+        if main_depth(parent, stack) != depth:
+            return
+        for index in range(depth):
+            donor_kinds = layer_kinds(donor_part, index, depth, f"{donor_name}: config.json")
+            for name, value in layer_kinds(parent_part, index, depth, f"{model}: config.json").items():
+                if donor_kinds[name] != value:
+                    keys = next(kind.keys for kind in donor_part.family.kinds if kind.name == name)
+                    yield Finding(
+                        "warn",
+                        f"{model}: config.json: {', '.join(keys)}",
+                        found=f"{name} of layer {index} is {value}",
+                        expected=f"{donor_kinds[name]}, as in {donor_name}, whose config the result gets",
+                        remedy="make sure that the models compute the same function of their weights",
+                    )
+                    return
+    except InvalidInput as error:
+        yield Finding("warn", error.where, error.found, error.expected, error.remedy)

@@ -9,15 +9,13 @@ Files written by different library versions compare equal if they mean the same.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from mergegate.merge_core.checkpoint import MODULES_FILE, Checkpoint, Companions, companion_kind
 from mergegate.merge_core.errors import Finding, InvalidInput, to_printable
 from mergegate.merge_core.parsing import JsonBounds, parse_json
 from mergegate.merge_core.plan.module_weights import is_module_weights, module_reference
-from mergegate.merge_core.plan.special_ids import GENERATION
 
 BOUNDS = JsonBounds(size=96 << 20, values=4_000_000)
 # Keys that record which release wrote the file, and from which checkpoint.
@@ -68,17 +66,9 @@ _FORCED = (
 
 _LONGEST = 120  # Number of characters of a value that a finding shows.
 
-Severity: TypeAlias = Literal["block", "warn"]
 
-
-@dataclass(frozen=True)
-class FileSetting:
-    """One setting of a companion file.
-
-    Args:
-        file: Name of the file.
-        value: Value in a form that does not depend on the release that wrote it.
-    """
+class FileSetting(NamedTuple):
+    """One setting of a companion file. Its value has a form that does not depend on the release that wrote it."""
 
     file: str
     value: Any
@@ -88,19 +78,11 @@ FileSettings: TypeAlias = Mapping[tuple[str, str], FileSetting]
 """Settings by group and key. A group is a file, or a part of a processor that may be in several files."""
 
 
-@dataclass(frozen=True)
-class _Difference:
-    """A setting that two models have with different values, or that one of them does not have.
-
-    Args:
-        reference: Model whose setting the result gets.
-        key: Name of the setting. Empty for a file that is one setting.
-        expected: Setting of the reference.
-        setting: Setting of the compared model.
-    """
+class _Difference(NamedTuple):
+    """A setting that ``reference``, whose settings the result gets, and a model do not have in common."""
 
     reference: str
-    key: str
+    key: str  # empty for a file that is one setting
     expected: FileSetting | None
     setting: FileSetting | None
 
@@ -110,6 +92,20 @@ class _Difference:
         setting = self.setting or self.expected
         assert setting is not None
         return setting.file
+
+    @property
+    def severity(self) -> Literal["block", "warn"]:
+        expected, setting = self.expected, self.setting
+        kind = companion_kind(self.file)
+        if kind == "module":
+            blocks = self.file == MODULES_FILE or "/" in self.file or self.key in _BLOCKING_MODULE_KEYS
+        elif kind == "generation settings":
+            blocks = self.key in _TABLES and None not in (expected, setting)
+        elif expected is None or setting is None or self.key in _CLASS_KEYS:
+            blocks = False  # A file without the setting may have the same value by default.
+        else:
+            blocks = _leaves(expected.value) != _leaves(setting.value)  # The same number may be written in two forms.
+        return "block" if blocks else "warn"
 
 
 def compare_file_settings(
@@ -134,41 +130,33 @@ def compare_file_settings(
         differences: list[_Difference] = []
         for reference, read_settings in references:
             expected, settings = read_settings(parents[reference].companions), read_settings(parent.companions)
-            if expected and settings:  # Another finding reports a missing file.
-                differences += _differences(reference, expected, settings)
+            for group, key in sorted(expected.keys() | settings.keys()) if expected and settings else ():
+                # If one of the models has no settings of the kind, another finding reports the missing file.
+                pair = expected.get((group, key)), settings.get((group, key))
+                if pair[0] is None or pair[1] is None or pair[0].value != pair[1].value:
+                    differences.append(_Difference(reference, key, *pair))
         absent = {each.file for each in differences if each.setting is None and each.file not in parent.companions}
         for file in sorted(absent):
-            yield _absent_file(name, file, [each for each in differences if each.file == file])
-        for difference in differences:
-            if difference.file not in absent:
-                yield _different_setting(name, difference, difference.key in accepted_differences)
-
-
-def _absent_file(name: str, file: str, differences: Sequence[_Difference]) -> Finding:
-    """Return the finding for a file that the model ``name`` lacks. ``differences`` are its settings."""
-    reference = differences[0].reference
-    return Finding(
-        "block" if any(_severity(each) == "block" for each in differences) else "warn",
-        f"{name}: {file}",
-        found="no such file",
-        expected=f"the settings of {reference}, which the result gets",
-        remedy=f"copy the file from {reference} if this model was trained with these settings",
-    )
-
-
-def _different_setting(name: str, difference: _Difference, is_accepted: bool) -> Finding:
-    """Return the finding for one setting of the model ``name``."""
-    key = difference.key
-    return Finding(
-        "info" if is_accepted else _severity(difference),
-        f"{name}: {difference.file}" + (f": {key}" if key else ""),
-        found=_shown(difference.setting),
-        expected=f"{_shown(difference.expected)}, as in {difference.reference}, whose settings the result gets",
-        remedy="merge models with the same settings. If all models work with those of the result, accept the "
-        f"difference in the profile: checks.tokenizer.accepted: [{key}]"
-        if key
-        else "merge models with the same modules",
-    )
+            of_file = [each for each in differences if each.file == file]
+            yield Finding(
+                "block" if any(each.severity == "block" for each in of_file) else "warn",
+                f"{name}: {file}",
+                found="no such file",
+                expected=f"the settings of {of_file[0].reference}, which the result gets",
+                remedy=f"copy the file from {of_file[0].reference} if this model was trained with these settings",
+            )
+        for each in differences:
+            if each.file not in absent:
+                yield Finding(
+                    "info" if each.key in accepted_differences else each.severity,
+                    f"{name}: {each.file}" + (f": {each.key}" if each.key else ""),
+                    found=_shown(each.setting),
+                    expected=f"{_shown(each.expected)}, as in {each.reference}, whose settings the result gets",
+                    remedy="merge models with the same settings. If all models work with those of the result, accept "
+                    f"the difference in the profile: checks.tokenizer.accepted: [{each.key}]"
+                    if each.key
+                    else "merge models with the same modules",
+                )
 
 
 def module_settings(files: Companions) -> FileSettings:
@@ -226,12 +214,10 @@ def generation_settings(files: Companions) -> FileSettings:
 
 
 def is_processor_file(name: str) -> bool:
-    """Return whether the file called ``name`` has settings of a processor."""
     return companion_kind(name) == "processor" and name.endswith(".json")
 
 
 def _parse(content: bytes, file: str) -> Any:
-    """Return the JSON value in a file, or None if it is not JSON."""
     if not file.endswith(".json"):
         return None
     try:
@@ -265,29 +251,7 @@ def _current_module_keys(value: Mapping[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def _differences(reference: str, reference_settings: FileSettings, settings: FileSettings) -> Iterator[_Difference]:
-    for name in sorted(reference_settings.keys() | settings.keys()):
-        expected, setting = reference_settings.get(name), settings.get(name)
-        if expected is None or setting is None or expected.value != setting.value:
-            yield _Difference(reference, name[1], expected, setting)
-
-
-def _severity(difference: _Difference) -> Severity:
-    key, expected, setting = difference.key, difference.expected, difference.setting
-    kind = companion_kind(difference.file)
-    if kind == "module":
-        blocks = difference.file == MODULES_FILE or "/" in difference.file
-        return "block" if blocks or key in _BLOCKING_MODULE_KEYS else "warn"
-    if kind == "generation settings":
-        return "block" if key in _TABLES and expected and setting else "warn"
-    # A file without the setting may have the same value by default. The same number may also be written in two forms.
-    if expected is None or setting is None or key in _CLASS_KEYS or _leaves(expected.value) == _leaves(setting.value):
-        return "warn"
-    return "block"
-
-
 def _leaves(value: Any) -> frozenset[str]:
-    """Return the distinct values in nested objects and lists."""
     if isinstance(value, Mapping):
         return frozenset().union(*map(_leaves, value.values()))
     if isinstance(value, list) and not all(isinstance(item, int | float) for item in value):
@@ -302,3 +266,10 @@ def _shown(setting: FileSetting | None) -> str:
         return "a file with other content"
     text = to_printable(json.dumps(setting.value, ensure_ascii=False))
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+GENERATION = "generation_config.json"
+
+
+def serialize_config(config: Mapping[str, Any]) -> bytes:
+    return (json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode()

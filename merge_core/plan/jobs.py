@@ -1,14 +1,25 @@
-"""Define the plan of a merge: one job per output tensor, and everything else that the engine needs to execute it."""
+"""Define the plan of a merge: a job per output tensor, the files with their bytes, and the rows of token tables.
+
+The position of every output byte is decided before the first input byte is read. If the result has the donor's tensors,
+it distributes them over files as the donor does. Otherwise tensors are packed in order into files no larger than the
+donor's largest. If the donor stores a tensor whole, so does the result, even if several jobs compute it (one per
+expert, see ``merge_core.architecture.experts``). Each job then fills a part of its bytes.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from mergegate.merge_core.architecture import is_inputs_first, is_projection
+from mergegate.merge_core.architecture.experts import DiskTensor, disk_name, to_disk_tensors
 from mergegate.merge_core.checkpoint import (
+    SINGLE_NAME,
     AnyTensor,
     ChatTemplates,
     Checkpoint,
@@ -16,55 +27,188 @@ from mergegate.merge_core.checkpoint import (
     DType,
     ExpectedImportance,
     ExpectedMoments,
+    SizedTensor,
     StoredMoments,
     StoredTensor,
+    render_header,
 )
 from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.methods import Method, TensorTask
-from mergegate.merge_core.plan.layout import OutputTensor, Shard
-from mergegate.merge_core.plan.rows import RowMap
 from mergegate.merge_core.recipe import Recipe
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+# Values in ``RowMap.lender`` that are not the index of a model.
+SEVERAL = -1  # Mean of the rows of several models; ``row`` is then an index into ``shared``.
+ZERO = -2
+MEAN = -3  # Mean of all rows of the model's own table.
+
+
+@dataclass(frozen=True, eq=False)
+class RowMap:
+    """The source of each row that one model contributes to an output table."""
+
+    models: tuple[str, ...]  # references of the models that lend rows, including the contributing model
+    own: int  # index of the contributing model in ``models``
+    lender: NDArray[np.int32]  # index in ``models`` for each output row, or ``SEVERAL``, ``ZERO`` or ``MEAN`` [n]
+    row: NDArray[np.int64]  # row in the lender's table [n]
+    # Rows to average for each ``SEVERAL`` entry, as pairs of an index in ``models`` and a row.
+    shared: tuple[tuple[tuple[int, int], ...], ...] = ()
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, RowMap)
+            and (self.models, self.own, self.shared) == (other.models, other.own, other.shared)
+            and np.array_equal(self.lender, other.lender)
+            and np.array_equal(self.row, other.row)
+        )
+
+    __hash__ = None  # type: ignore[assignment]  # Arrays are not hashable.
+
+    def __len__(self) -> int:
+        return len(self.lender)
+
+    @cached_property
+    def starts(self) -> NDArray[np.int64]:
+        """First output row of each run, followed by the total number of rows."""
+        same = self.lender[1:] == self.lender[:-1]
+        follows = self.row[1:] == self.row[:-1] + 1
+        is_constant = (self.lender[1:] == ZERO) | (self.lender[1:] == MEAN)
+        breaks = np.flatnonzero(~(same & (follows | is_constant))) + 1
+        return np.concatenate([[0], breaks, [len(self)]]).astype(np.int64)
+
+
+# Default shard size of Hugging Face, used if the donor is a single file and the result needs several.
+DEFAULT_SHARD_BYTES = 5_000_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class OutputTensor(SizedTensor):
+    """Name, format and shape of a tensor to write, which is all or a part of a tensor in a file."""
+
+    name: str
+    dtype: DType
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One output file."""
+
+    name: str
+    header: bytes  # first bytes of the file: length prefix and JSON header
+    tensors: tuple[str, ...]  # names of the computed tensors, in the order of their bytes
+    offsets: tuple[int, ...]  # offset of each computed tensor from the start of the file, in bytes
+    size: int  # size of the whole file, in bytes
+    # Tensors that the header lists, in the same order. Each consists of one or more of ``tensors``.
+    stored: tuple[DiskTensor, ...]
+
+    def dtypes(self) -> dict[str, DType]:
+        return {piece: tensor.dtype for tensor in self.stored for piece in tensor.pieces}
+
+
+def lay_out(tensors: Sequence[OutputTensor], donor: Checkpoint) -> tuple[Shard, ...]:
+    """Return the shards for ``tensors``, in the order of the donor's bytes.
+
+    ``donor`` must have its fused experts split (:func:`merge_core.architecture.experts.split_experts`). If the donor
+    lacks any of ``tensors``, the shards keep the order of ``tensors`` instead.
+    """
+    stored = to_disk_tensors({tensor.name: (tensor.dtype, tensor.shape) for tensor in tensors}, donor)
+    donor_parts = {disk_name(tensor): tensor.parts for tensor in donor.tensors.values()}
+    groups: dict[str, list[DiskTensor]] = {}
+    if all(donor_parts.get(tensor.name) for tensor in stored):
+        order = {name: position for position, name in enumerate(donor_parts)}
+        for tensor in sorted(stored, key=lambda tensor: order[tensor.name]):
+            groups.setdefault(donor_parts[tensor.name][0].file.name, []).append(tensor)
+    else:
+        groups = _pack(stored, donor)
+    if len(groups) == 1:
+        names = [SINGLE_NAME]
+    elif all(name.endswith(".safetensors") for name in groups):
+        names = list(groups)
+    else:
+        names = [f"model-{index + 1:05d}-of-{len(groups):05d}.safetensors" for index in range(len(groups))]
+    return tuple(_shard(name, group) for name, group in zip(names, groups.values(), strict=True))
+
+
+def lay_out_modules(outputs: Sequence[OutputTensor]) -> tuple[Shard, ...]:
+    """Return one file per folder for the merged tensors of modules, in the order of ``outputs``."""
+    folders: dict[str, list[DiskTensor]] = {}
+    for tensor in outputs:
+        disk = DiskTensor(tensor.name, tensor.dtype, tensor.shape, (tensor.name,))
+        folders.setdefault(tensor.name.partition("/")[0], []).append(disk)
+    return tuple(_shard(f"{folder}/{SINGLE_NAME}", tensors) for folder, tensors in folders.items())
+
+
+def _shard(file: str, tensors: Sequence[DiskTensor]) -> Shard:
+    # In a plan, the tensors of a module have the name of its folder as a prefix, but not in its file.
+    folder = file[: file.rfind("/") + 1]
+    entries = [(tensor.name.removeprefix(folder), tensor.dtype.code, tensor.shape, tensor.nbytes) for tensor in tensors]
+    header = render_header(entries, {"format": "pt"})
+    pieces, offsets, position = [], [], len(header)
+    for tensor in tensors:
+        for piece in tensor.pieces:
+            pieces.append(piece)
+            offsets.append(position)
+            position += tensor.nbytes // len(tensor.pieces)
+    return Shard(file, header, tuple(pieces), tuple(offsets), position, tuple(tensors))
+
+
+def _pack(tensors: Sequence[DiskTensor], donor: Checkpoint) -> dict[str, list[DiskTensor]]:
+    file_sizes: dict[str, int] = {}
+    for donor_tensor in donor.tensors.values():
+        if donor_tensor.parts:
+            file = donor_tensor.parts[0].file.name
+            file_sizes[file] = file_sizes.get(file, 0) + donor_tensor.nbytes
+    is_single = len(file_sizes) <= 1
+    limit = max(DEFAULT_SHARD_BYTES, *file_sizes.values(), 0) if is_single else max(file_sizes.values())
+    groups: list[list[DiskTensor]] = []
+    filled = limit + 1
+    for tensor in tensors:
+        if filled + tensor.nbytes > limit:
+            groups.append([])
+            filled = 0
+        groups[-1].append(tensor)
+        filled += tensor.nbytes
+    return {str(number): group for number, group in enumerate(groups)}
+
+
+def requires_index(shards: Sequence[Shard]) -> bool:
+    """Return whether readers need :data:`merge_core.checkpoint.INDEX_NAME` because the network is in several files."""
+    return len(network_shards(shards)) > 1
+
+
+def network_shards(shards: Sequence[Shard]) -> tuple[Shard, ...]:
+    """Return the files of the network. All others are in the folders of sentence-transformers modules."""
+    return tuple(shard for shard in shards if "/" not in shard.name)
 
 
 # These classes and OutputTensor use slots because a very large model has 50,000 jobs.
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One input of a job.
+    """One input of a job."""
 
-    Args:
-        model: Reference of the model that has the tensor.
-        tensor: The tensor.
-        rows: Origin of each output row. None means that the tensor's own rows are used in their order.
-        moments: Statistics of the activations that the tensor is multiplied with, measured or still expected.
-        importance: Importance of each element, measured or still expected.
-    """
-
-    model: str
+    model: str  # reference of the model that has the tensor
     tensor: AnyTensor
+    # Origin of each output row. None means that the tensor's own rows are used in their order.
     rows: RowMap | None = None
+    # Statistics of the activations that the tensor is multiplied with, measured or still expected.
     moments: StoredMoments | ExpectedMoments | None = None
-    importance: AnyTensor | ExpectedImportance | None = None
+    importance: AnyTensor | ExpectedImportance | None = None  # importance of each element, measured or still expected
 
 
 @dataclass(frozen=True, slots=True)
 class TensorJob:
-    """The computation of one output tensor.
+    """The computation of one output tensor."""
 
-    Args:
-        output: Name, format and shape of the output tensor.
-        inputs: Input tensors, the base first if ``has_base``.
-        has_base: Whether the first input is the base.
-        shared: Values of the method's parameters that all inputs share.
-        per_input: Values of the method's other parameters, one mapping per input.
-        mode: ``merge`` applies the method. ``copy`` copies the only input. ``equal`` requires that all inputs are the
-            same (integers, except a single number, which is a counter) and copies the first.
-    """
-
-    output: OutputTensor
-    inputs: tuple[Input, ...]
-    has_base: bool
-    shared: Mapping[str, Any]
-    per_input: tuple[Mapping[str, Any], ...]
+    output: OutputTensor  # name, format and shape of the output tensor
+    inputs: tuple[Input, ...]  # input tensors, the base first if ``has_base``
+    has_base: bool  # whether the first input is the base
+    shared: Mapping[str, Any]  # values of the method's parameters that all inputs share
+    per_input: tuple[Mapping[str, Any], ...]  # values of the method's other parameters, one mapping per input
+    # ``merge`` applies the method. ``copy`` copies the only input. ``equal`` requires that all inputs are the same
+    # (integers, except a single number, which is a counter) and copies the first.
     mode: Literal["merge", "copy", "equal"]
 
     @property
@@ -92,17 +236,14 @@ class TensorJob:
 
     @property
     def measured_tensors(self) -> tuple[StoredTensor, ...]:
-        """Stored tensors with activation statistics of the inputs."""
         return tuple(item.moments.tensor for item in self.inputs if isinstance(item.moments, StoredMoments))
 
     @property
     def nbytes_in(self) -> int:
-        """Number of bytes in all inputs and their importance."""
         return sum(item.tensor.nbytes for item in self.inputs) + sum(value.nbytes for value in self.importance)
 
     @property
     def arithmetic(self) -> Literal["float32", "float64"]:
-        """Number format for computing the job: float64 if any input is float64, otherwise float32."""
         return "float64" if any(item.tensor.dtype.code == "F64" for item in self.inputs) else "float32"
 
     def mismatch(self, item: Input) -> InvalidInput:

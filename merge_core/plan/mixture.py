@@ -22,8 +22,7 @@ from mergegate.merge_core.architecture import (
 from mergegate.merge_core.architecture.experts import OutputFamily, choose_output, constant_tensor, mixture_config
 from mergegate.merge_core.checkpoint import AnyTensor, Checkpoint, DType, promote
 from mergegate.merge_core.errors import Finding, InvalidInput
-from mergegate.merge_core.plan.jobs import Input, TensorJob, bulk_dtype
-from mergegate.merge_core.plan.layout import OutputTensor
+from mergegate.merge_core.plan.jobs import Input, OutputTensor, TensorJob, bulk_dtype
 from mergegate.merge_core.recipe import Expert, Mixture, Recipe
 
 _FEED_FORWARD = re.compile(r"^mlp\.(?:gate_proj|up_proj|down_proj)\.weight$")
@@ -37,20 +36,12 @@ _DENSE = ("gate_proj", "up_proj", "down_proj")
 def plan_mixture(
     recipe: Recipe, mixture: Mixture, checkpoints: Mapping[str, Checkpoint], problems: list[Finding]
 ) -> tuple[list[TensorJob], dict[str, Any]]:
-    """Return the jobs and configuration of the mixture that ``recipe`` describes, and add findings to ``problems``.
-
-    Raises:
-        InvalidInput: No mixture architecture fits the models, or the router rows have the wrong shape.
-    """
+    """Return the jobs and configuration of the mixture that ``recipe`` describes, and add findings to ``problems``."""
     reference = str(recipe.base)
     base = checkpoints[reference]
-    prompts = any(expert.positive for expert in mixture.shared)
+    source, prompts = str(base.config.get("model_type", "")), any(expert.positive for expert in mixture.shared)
     family = choose_output(
-        mixture.output,
-        str(base.config.get("model_type", "")),
-        shared=bool(mixture.shared),
-        prompts=prompts,
-        location=recipe.location,
+        mixture.output, source, shared=bool(mixture.shared), prompts=prompts, location=recipe.location
     )
     config = mixture_config(base.config, family, len(mixture.experts), mixture.per_token, reference)
     gates = mixture.gates
@@ -112,15 +103,14 @@ class _Builder:
             return
         sizes, config_sizes = tensors[0][0].shape, (self.base.config.get("intermediate_size"), self.width)
         if sizes != config_sizes:
-            problems.append(
-                Finding(
-                    "block",
-                    f"{self.recipe.base}: config.json: intermediate_size, hidden_size",
-                    found=f"{list(config_sizes)}",
-                    expected=f"{list(sizes)}, the shape of {tensors[0][0].name} in {self.mixture.experts[0].model}",
-                    remedy="use models of one size, or correct the config",
-                )
+            problem = Finding(
+                "block",
+                f"{self.recipe.base}: config.json: intermediate_size, hidden_size",
+                found=f"{list(config_sizes)}",
+                expected=f"{list(sizes)}, the shape of {tensors[0][0].name} in {self.mixture.experts[0].model}",
+                remedy="use models of one size, or correct the config",
             )
+            problems.append(problem)
             return
         dtype = self._format([tensor for projections in tensors for tensor in projections])
         if dtype is None:
@@ -154,26 +144,16 @@ class _Builder:
             first = self.checkpoints[str(self.mixture.experts[0].model)].tensors.get(name)
             if tensor is None:
                 problems.append(_missing(str(expert.model), name))
-            elif first is not None and tensor.shape != first.shape:
-                problems.append(
-                    Finding(
-                        "block",
-                        f"{expert.model}: {name}",
-                        found=f"shape {list(tensor.shape)}",
-                        expected=f"{list(first.shape)}, as in {self.mixture.experts[0].model}",
-                        remedy="use models of one size",
-                    )
-                )
+                continue
+            problem = None
+            if first is not None and tensor.shape != first.shape:
+                expected = f"{list(first.shape)}, as in {self.mixture.experts[0].model}"
+                problem = f"shape {list(tensor.shape)}", expected, "use models of one size"
             elif tensor.dtype.kind != "float":
-                problems.append(
-                    Finding(
-                        "block",
-                        f"{expert.model}: {name}",
-                        found=f"{tensor.dtype.code} values",
-                        expected="bfloat16, float16, float32 or float64 weights",
-                        remedy="use the unquantized model",
-                    )
-                )
+                expected = "bfloat16, float16, float32 or float64 weights"
+                problem = f"{tensor.dtype.code} values", expected, "use the unquantized model"
+            if problem is not None:
+                problems.append(Finding("block", f"{expert.model}: {name}", *problem))
             else:
                 projections.append(tensor)
         return projections

@@ -12,10 +12,9 @@ model would not fit the merged network.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mergegate.merge_core.architecture.experts import DiskTensor
 from mergegate.merge_core.checkpoint import (
     MODULES_FILE,
     PICKLED_SINGLE_NAME,
@@ -25,25 +24,19 @@ from mergegate.merge_core.checkpoint import (
     is_module_file,
     read_header,
     read_pickled,
-    render_header,
 )
 from mergegate.merge_core.errors import Finding
-from mergegate.merge_core.plan.layout import OutputTensor, Shard
 from mergegate.merge_core.recipe import Recipe
 
 
 @dataclass(frozen=True)
 class ModuleMerge:
-    """Tensors of modules that a merge computes.
+    """Tensors of modules that a merge computes."""
 
-    Args:
-        models: Checkpoint of each model with only these tensors, by reference.
-        tensors: Tensors of the model whose module files the result gets, by name. They decide the order in the files.
-        findings: Reasons why other modules cannot be merged. All of them block.
-    """
-
-    models: Mapping[str, Checkpoint]
+    models: Mapping[str, Checkpoint]  # checkpoint of each model with only these tensors, by reference
+    # Tensors of the model whose module files the result gets, by name. They decide the order in the files.
     tensors: Mapping[str, StoredTensor]
+    # Reasons why other modules cannot be merged. All of them block.
     findings: tuple[Finding, ...] = ()
 
 
@@ -58,15 +51,7 @@ def module_reference(donor: str, models: Mapping[str, Checkpoint]) -> str | None
 
 
 def select_module_weights(recipe: Recipe, models: Mapping[str, Checkpoint]) -> ModuleMerge:
-    """Return the tensors of modules to merge, and the reasons why other modules cannot be merged.
-
-    Args:
-        recipe: One recipe document.
-        models: All models of the document by reference.
-
-    Raises:
-        InvalidInput: A weight file to merge is damaged.
-    """
+    """Return the tensors of modules to merge. ``models`` has all models of the recipe document by reference."""
     reference = module_reference(str(recipe.donor), models)
     if reference is None or recipe.output is not None:
         return ModuleMerge({}, {})
@@ -77,36 +62,17 @@ def select_module_weights(recipe: Recipe, models: Mapping[str, Checkpoint]) -> M
     for folder in sorted({folder for name in holders for folder in weights[name]}):
         if len({weights[name].get(folder) for name in holders}) == 1:
             continue  # The merge copies the file.
-        if finding := _recipe_problem(recipe, reference, folder, {name: weights[name].get(folder) for name in models}):
-            findings.append(finding)
-            continue
-        folder_tables = {name: _read_tensors(models[name], folder, weights[name][folder]) for name in models}
-        if finding := _name_problem(reference, folder, folder_tables):
-            findings.append(finding)
+        problem = _recipe_problem(recipe, reference, folder, {name: weights[name].get(folder) for name in models})
+        if problem is None:
+            folder_tables = {name: _read_tensors(models[name], folder, weights[name][folder]) for name in models}
+            problem = _name_problem(reference, folder, folder_tables)
+        if problem is not None:
+            findings.append(problem)
             continue
         for name, table in folder_tables.items():
             tables[name] |= table
     views = {name: replace(checkpoint, tensors=tables[name]) for name, checkpoint in models.items()}
     return ModuleMerge(views, tables[reference], tuple(findings))
-
-
-def lay_out_modules(outputs: Sequence[OutputTensor]) -> tuple[Shard, ...]:
-    """Return one file per folder for the merged tensors of modules, in the order of ``outputs``."""
-    shards = []
-    for folder in dict.fromkeys(tensor.name.partition("/")[0] for tensor in outputs):
-        tensors = [tensor for tensor in outputs if tensor.name.startswith(f"{folder}/")]
-        header = render_header(
-            [(tensor.name.partition("/")[2], tensor.dtype.code, tensor.shape, tensor.nbytes) for tensor in tensors],
-            {"format": "pt"},
-        )
-        offsets, position = [], len(header)
-        for tensor in tensors:
-            offsets.append(position)
-            position += tensor.nbytes
-        names = tuple(tensor.name for tensor in tensors)
-        stored = tuple(DiskTensor(tensor.name, tensor.dtype, tensor.shape, (tensor.name,)) for tensor in tensors)
-        shards.append(Shard(f"{folder}/{SINGLE_NAME}", header, names, tuple(offsets), position, stored))
-    return tuple(shards)
 
 
 # File of a module's weights, and the sha256 of its content. The digest is empty for the result of an earlier step.
@@ -125,11 +91,7 @@ def _weights_by_folder(checkpoint: Checkpoint) -> dict[str, _Weights]:
 
 
 def _read_tensors(checkpoint: Checkpoint, folder: str, weights: _Weights) -> dict[str, StoredTensor]:
-    """Return the tensors of a module by their names in a plan.
-
-    Raises:
-        InvalidInput: The file is damaged.
-    """
+    """Return the tensors of a module by their names in a plan."""
     planned = {name: tensor for name, tensor in checkpoint.module_tensors.items() if name.startswith(f"{folder}/")}
     if planned:
         return planned

@@ -1,4 +1,4 @@
-"""List the tensors of the result, with the name of each in every source.
+"""List the tensors of the result, with the name of each in every source, and write the config of a merge of slices.
 
 There are three cases:
 
@@ -12,6 +12,9 @@ If any merged model has an output head of its own, so does the result. For a mod
 merged as the head. This equals untying the models first and then merging them, and does not depend on their order. The
 result is tied only if all models are. When a checkpoint is opened, its stored bytes decide whether its head is its own
 (:mod:`merge_core.checkpoint.heads`).
+
+Layers of one kind must have the same tensors. If they differ, mergegate's description of the model family is
+incomplete: something unknown decides the difference, and it could decide differently after the layers are renumbered.
 """
 
 from __future__ import annotations
@@ -19,20 +22,26 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mergegate.merge_core.architecture import (
+    LayerOrigin,
     has_own_head,
     is_base_class,
     is_embedding,
     is_head,
     is_optional,
+    keeps_layer_positions,
     layer_count,
+    layer_kinds,
     main_depth,
     main_stack,
     parse_layer_place,
     positions_outside_layers,
     prediction_tensors,
+    stacked_config,
     stacks,
+    text_part,
 )
 from mergegate.merge_core.checkpoint import Checkpoint, ties_embeddings, with_tie
 from mergegate.merge_core.errors import Finding, InvalidInput, suggest
@@ -49,20 +58,13 @@ _ALIASES = {
 
 @dataclass(frozen=True, slots=True)
 class OutputSpec:
-    """An output tensor before its inputs are matched.
+    """An output tensor before its inputs are matched."""
 
-    Args:
-        name: Name in the result.
-        module: Part of the network that the tensor belongs to.
-        cut: Slice that the tensor belongs to.
-        source_names: Name of the tensor in each of the slice's sources.
-        t: Position along the layers, from 0 to 1, at which parameter gradients are evaluated. 0 outside the layers.
-    """
-
-    name: str
-    module: Module
-    cut: Slice
-    source_names: tuple[str, ...]
+    name: str  # name in the result
+    module: Module  # part of the network that the tensor belongs to
+    cut: Slice  # slice that the tensor belongs to
+    source_names: tuple[str, ...]  # name of the tensor in each of the slice's sources
+    # Position along the layers, from 0 to 1, at which parameter gradients are evaluated. 0 outside the layers.
     t: float
 
 
@@ -101,12 +103,7 @@ def with_head(
 
 
 def outline(recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]) -> list[OutputSpec]:
-    """Return the specs of all output tensors.
-
-    Raises:
-        InvalidInput: A module does not exist, no module covers a part of the network, or mergegate cannot tell whether
-            a tensor is before or after the cut layers.
-    """
+    """Return the specs of all output tensors."""
     specs: list[OutputSpec] = []
     for module, stack, names in _split_modules(recipe, donor):
         if is_sliced(module):
@@ -127,11 +124,7 @@ def is_sliced(module: Module) -> bool:
 
 
 def sliced_module(recipe: Recipe, donor: Checkpoint) -> Module | None:
-    """Return the module whose slices decide the number of layers in the config, or None if no module has slices.
-
-    Raises:
-        InvalidInput: A part other than the main stack of layers is sliced. The config would not reflect its depth.
-    """
+    """Return the module whose slices decide the number of layers in the config, or None if no module has slices."""
     for module, stack, _ in _split_modules(recipe, donor):
         if not is_sliced(module):
             continue
@@ -269,3 +262,73 @@ def _sources(module: Module) -> list[Source]:
 
 def _position(index: int, count: int) -> float:
     return index / (count - 1) if count > 1 else 1.0
+
+
+def config_of_slices(
+    recipe: Recipe, donor: Checkpoint, checkpoints: Mapping[str, Checkpoint]
+) -> tuple[dict[str, Any], list[Finding]] | None:
+    """Return the config of a result with cut layers and findings about it, or None for a merge of whole models."""
+    module = sliced_module(recipe, donor)
+    if module is None:
+        return None
+    location = f"{recipe.location}: slices"
+    stack = main_stack(donor, location)
+    models = {str(source.model) for cut in module.slices for source in cut.sources}
+    depths = {model: main_depth(checkpoints[model], stack) for model in models}
+    layers: list[tuple[LayerOrigin, ...]] = []
+    for cut in module.slices:
+        ranges = [(str(source.model), *(source.layers or (0, 0))) for source in cut.sources]
+        for model, _, end in ranges:
+            if end > depths[model]:
+                raise InvalidInput(
+                    f"{cut.location}: layer_range of {model}",
+                    found=f"end {end}",
+                    expected=f"at most {depths[model]} layers",
+                )
+        _, start, end = ranges[0]
+        for index in range(end - start):
+            origins = (
+                LayerOrigin(model, checkpoints[model].config, first + index, depths[model])
+                for model, first, _ in ranges
+            )
+            layers.append(tuple(origins))
+    warnings = []
+    if not keeps_predictions(module, stack, checkpoints):
+        for model in dict.fromkeys(str(source.model) for cut in module.slices for source in cut.sources):
+            if predictions := sorted(prediction_tensors(checkpoints[model])):
+                finding = Finding(
+                    "warn",
+                    f"{model}: {predictions[0]}",
+                    found=f"the result does not get the layers for multi-token prediction ({len(predictions)} tensors)",
+                    expected="the preceding layers as they were trained",
+                    remedy="nothing to do; if a server should draft tokens with these layers, merge whole models",
+                )
+                warnings.append(finding)
+    config = stacked_config(donor.config, layers, location, dropped=bool(warnings))
+    if not keeps_layer_positions(layers):
+        for model in dict.fromkeys(origin.model for origins in layers for origin in origins):
+            _check_kinds(model, checkpoints[model], stack)
+    return config, warnings
+
+
+def _check_kinds(model: str, checkpoint: Checkpoint, stack: str) -> None:
+    """Raise InvalidInput if layers of one kind have different tensors."""
+    part, depth = text_part(checkpoint.config), main_depth(checkpoint, stack)
+    shapes: list[dict[str, tuple[int, ...]]] = [{} for _ in range(depth)]
+    for name, tensor in checkpoint.tensors.items():
+        at = parse_layer_place(name)
+        if at is not None and at.stack == stack and at.index < depth and not is_optional(name):
+            shapes[at.index][at.part] = tensor.shape
+    first_index: dict[str, int] = {}
+    for index, tensors in enumerate(shapes):
+        kinds = layer_kinds(part, index, depth, f"{model}: config.json")
+        same_kind = first_index.setdefault(repr(kinds), index)
+        if shapes[same_kind] != tensors:
+            differing_part = min(dict(shapes[same_kind].items() ^ tensors.items()))
+            description = ", ".join(f"{name} {value}" for name, value in kinds.items()) or "of the same kind"
+            raise InvalidInput(
+                f"{model}: {stack}.{index}.{differing_part}",
+                found=f"layer {same_kind} has a different tensor here, although both layers are {description}",
+                expected="the same tensors in all layers of a kind",
+                remedy="merge whole models ('models'), because mergegate does not know how these layers differ",
+            )

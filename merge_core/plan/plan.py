@@ -7,61 +7,53 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from mergegate.merge_core.architecture import (
     class_difference,
-    find_tensor,
-    has_vocabulary_rows,
-    input_width,
-    is_before_layers,
     is_head,
-    is_of_head,
     is_optional,
-    is_projection,
-    keeps_float32,
     parse_layer_place,
     prediction_tensors,
     rename_to_layout,
-    unloaded_tensors,
     with_dtype,
     with_vocabulary,
     without_predictions,
 )
-from mergegate.merge_core.architecture.experts import find_routers, split_experts
+from mergegate.merge_core.architecture.experts import split_experts
 from mergegate.merge_core.checkpoint import (
-    AnyTensor,
+    TEXT_KINDS,
     Checkpoint,
-    DType,
-    ExpectedImportance,
-    ExpectedMoments,
-    StoredMoments,
     StoredTensor,
-    promote,
+    companion_kind,
     read_chat_templates,
     select_chat_templates,
     with_chat_templates,
 )
+from mergegate.merge_core.checkpoint.vocabulary import TokenizerDefinition
 from mergegate.merge_core.errors import Finding, InvalidInput
-from mergegate.merge_core.plan.alignment import Alignment, align, unknown_rows
-from mergegate.merge_core.plan.companions import gather_companions
-from mergegate.merge_core.plan.consistency import self_consistency, unused_tensors
-from mergegate.merge_core.plan.finding_groups import different_head, different_size, different_vocabulary, not_loaded
-from mergegate.merge_core.plan.jobs import Input, MergePlan, TensorJob, bulk_dtype
-from mergegate.merge_core.plan.layout import OutputTensor, Shard, lay_out, network_shards
+from mergegate.merge_core.methods import PASSTHROUGH
+from mergegate.merge_core.plan.alignment import SPECIAL_KEYS, Alignment, align, follow_tokens
+from mergegate.merge_core.plan.companions import gather_companions, with_older_names, with_older_rope
+from mergegate.merge_core.plan.consistency import differing_kinds, self_consistency, unused_tensors
+from mergegate.merge_core.plan.file_settings import GENERATION, serialize_config
+from mergegate.merge_core.plan.job_builder import JobBuilder, ValueTable, lost_filters, router_problems
+from mergegate.merge_core.plan.jobs import (
+    MergePlan,
+    Shard,
+    TensorJob,
+    bulk_dtype,
+    lay_out,
+    lay_out_modules,
+    network_shards,
+)
 from mergegate.merge_core.plan.mixture import plan_mixture
-from mergegate.merge_core.plan.module_weights import is_module_weights, lay_out_modules, select_module_weights
-from mergegate.merge_core.plan.older_readers import with_older_names, with_older_rope
-from mergegate.merge_core.plan.outline import OutputSpec, outline, with_head
-from mergegate.merge_core.plan.rows import RowMap
-from mergegate.merge_core.plan.special_ids import GENERATION, SPECIAL_KEYS, serialize_config
-from mergegate.merge_core.plan.stacking import config_of_slices, differing_kinds
-from mergegate.merge_core.plan.turn_ends import with_turn_ends
-from mergegate.merge_core.plan.values import ValueTable, lost_filters
-from mergegate.merge_core.recipe import Recipe, Source
+from mergegate.merge_core.plan.module_weights import is_module_weights, select_module_weights
+from mergegate.merge_core.plan.outline import OutputSpec, config_of_slices, outline, with_head
+from mergegate.merge_core.plan.tokenizers import with_turn_ends
+from mergegate.merge_core.recipe import Recipe, load_recipe
 
 # Prefix of the placeholder directory that a step's result has until it is written.
 _STEP_PREFIX = "step:"
@@ -104,12 +96,7 @@ def single_experts(checkpoints: Mapping[str, Checkpoint]) -> dict[str, Checkpoin
 
 
 def assemble(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> tuple[MergePlan, list[Finding]]:
-    """Return the plan, as complete as possible, and all problems with it.
-
-    Raises:
-        InvalidInput: The plan would be meaningless, because a reference has no checkpoint or a required parameter has
-            no value.
-    """
+    """Return the plan, as complete as possible, and all problems with it."""
     tables, steps = single_experts(checkpoints), []
     problems: list[Finding] = []
     for step in recipe.steps:
@@ -180,11 +167,10 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
         for ref in recipe.own_references():
             if ref != recipe.donor:
                 problems += differing_kinds(name, donor, str(ref), checkpoints[str(ref)])
-    document = _Document(recipe, donor, checkpoints, alignment, ValueTable(recipe), problems)
-    all_jobs = [_job(document, spec) for spec in outline(recipe, donor, checkpoints)]
-    jobs = [_with_new_router(recipe, job) for job in all_jobs if job is not None]
+    builder = JobBuilder(recipe, donor, checkpoints, alignment, ValueTable(recipe), problems)
+    jobs = [job for spec in outline(recipe, donor, checkpoints) if (job := builder.build(spec)) is not None]
     if recipe.router_repair is not None:
-        problems += _router_problems(recipe, checkpoints)
+        problems += router_problems(recipe, checkpoints)
     config: Mapping[str, Any] = with_dtype(structure, bulk_dtype(jobs))
     if not prediction_tensors(donor).intersection(job.output.name for job in jobs):
         config, declared = without_predictions(config), config
@@ -203,9 +189,9 @@ def _assemble_one(recipe: Recipe, checkpoints: Mapping[str, Checkpoint], problem
     if modules.tensors:
         (module,) = recipe.modules  # Only recipes of whole models merge the weights of modules.
         (cut,) = module.slices
-        document = replace(document, donor=modules.models[name], checkpoints=modules.models, alignment=None)
+        builder = replace(builder, donor=modules.models[name], checkpoints=modules.models, alignment=None)
         specs = (OutputSpec(tensor, module, cut, (tensor,) * len(cut.sources), 0.0) for tensor in modules.tensors)
-        module_jobs = [job for spec in specs if (job := _job(document, spec)) is not None]
+        module_jobs = [job for spec in specs if (job := builder.build(spec)) is not None]
         shards += lay_out_modules([job.output for job in module_jobs])
         jobs += module_jobs
     problems += lost_filters(recipe, jobs)
@@ -296,255 +282,40 @@ def parents_of(
     return {name: checkpoints[name] for name in names if name in checkpoints}
 
 
-@dataclass(frozen=True)
-class _Document:
-    """One recipe document with everything needed to plan its jobs, and the list that collects problems."""
-
-    recipe: Recipe
-    donor: Checkpoint
-    checkpoints: Mapping[str, Checkpoint]
-    alignment: Alignment | None
-    values: ValueTable
-    problems: list[Finding]
-
-    @cached_property
-    def unloaded_names(self) -> frozenset[str]:
-        """Names of the donor's tensors that its class ignores."""
-        return unloaded_tensors(self.donor)
-
-
-def _job(document: _Document, spec: OutputSpec) -> TensorJob | None:
-    """Return the job that computes ``spec``, or None if there is nothing to compute or a problem prevents it."""
-    recipe, alignment, problems = document.recipe, document.alignment, document.problems
-    method, cut = recipe.method, spec.cut
-    inputs: list[tuple[Source, AnyTensor]] = []
-    headless: list[str] = []  # Models whose class has another head.
-    dropped: list[str] = []  # Models without a tensor that their class ignores.
-    for source, name in zip(cut.sources, spec.source_names, strict=True):
-        tensor = find_tensor(document.checkpoints[str(source.model)], name)
-        if tensor is not None:
-            inputs.append((source, tensor))
-        elif is_of_head(name) and class_difference(document.donor, document.checkpoints[str(source.model)]) == "head":
-            headless.append(str(source.model))
-        elif name in document.unloaded_names:
-            dropped.append(str(source.model))
-        elif not is_optional(name) or is_head(name):
-            problems.append(
-                Finding(
-                    "block",
-                    f"{source.model}: {name}",
-                    found="missing" + (", and no embedding can replace it" if is_head(name) else ""),
-                    expected="a tensor that every model has",
-                    remedy="merge models of one architecture",
-                    cause=different_size(str(source.model)),
-                )
-            )
-            return None
-    lacking = (headless or dropped) if inputs else []
-    if lacking:
-        inputs = [next((item for item in inputs if item[0].model == recipe.donor), inputs[0])]
-        cause = different_head(lacking[0]) if headless else not_loaded(lacking[0])
-        reason = "the class of this model has a different head, or none"
-        if not headless:
-            reason = f"transformers drops tensors that {document.donor.class_name} does not load"
-        if headless or all(problem.cause != cause for problem in problems):
-            problems.append(
-                Finding(
-                    "warn",
-                    f"{lacking[0]}: {spec.name}",
-                    found=f"missing: {reason}",
-                    expected="one class for all models" if headless else "every tensor in every model",
-                    remedy=f"nothing to do: the result gets {'the tensor' if headless else 'such tensors'} of "
-                    f"{inputs[0][0].model} unchanged",
-                    cause=cause,
-                )
-            )
-    if method.base != "ordinary" and cut.base is not None:
-        # The sort is stable: the base first, then the others in recipe order.
-        inputs.sort(key=lambda item: item[0].model != cut.base)
-    if not inputs:
-        return None
-    has_base = method.base in ("required", "optional") and inputs[0][0].model == cut.base
-    if method.base == "required" and not has_base and not lacking:
-        problems.append(
-            Finding(
-                "block",
-                f"{cut.base}: {spec.name}",
-                found="missing in the base",
-                expected=f"a tensor in the base: {method.name} merges differences from it",
-                remedy="use a base that has this tensor",
-            )
-        )
-        return None
-    tensors = [tensor for _, tensor in inputs]
-    dtype = _output_dtype(document, spec.name, inputs)
-    maps: Mapping[str, RowMap] = {}
-    if alignment is not None and has_vocabulary_rows(spec.name):
-        maps = alignment.maps([str(source.model) for source, _ in inputs])
-    elif alignment is not None and alignment.maps([str(source.model) for source, _ in inputs]):
-        unknown_findings = (unknown_rows(str(source.model), tensor, alignment) for source, tensor in inputs)
-        if (unknown := next(filter(None, unknown_findings), None)) is not None:
-            problems.append(unknown)
-            return None
-    if dtype is None or not _same_shape(spec.name, inputs, problems, by_token=bool(maps)):
-        return None
-    shape = (alignment.size, *tensors[0].shape[1:]) if alignment is not None and maps else tensors[0].shape
-    min_models, _ = method.models
-    is_copied = bool(lacking) or (len(inputs) == 1 and method.single_input == "copy" and min_models > 1)
-    tensor_values = document.values.for_tensor(spec, inputs, has_base=has_base, checked=not is_copied)
-    # Rows that other models lend have no importance.
-    is_weighted = not maps and dtype.kind == "float"
-    mode: Literal["merge", "copy", "equal"] = "copy" if is_copied else "merge"
-    return TensorJob(
-        output=OutputTensor(spec.name, dtype, shape),
-        inputs=tuple(
-            Input(str(source.model), tensor, maps.get(str(source.model)), moments, importance if is_weighted else None)
-            for source, tensor in inputs
-            for moments, importance in [_measurements(recipe, str(source.model), tensor)]
-        ),
-        has_base=has_base,
-        shared=tensor_values.shared,
-        per_input=tensor_values.per_input,
-        mode="equal" if dtype.kind == "exact" else mode,
-    )
-
-
-# Origin, in messages, of routers that were refitted.
-_ROUTER_ORIGIN = "router_repair"
-
-
-def _with_new_router(recipe: Recipe, job: TensorJob) -> TensorJob:
-    """Return the job that copies the refitted router instead of merging the routers of the models, if there is one."""
-    tensor = recipe.repaired.tensors.get(job.output.name) if recipe.repaired else None
-    if tensor is None:
-        return job
-    return replace(job, inputs=(Input(_ROUTER_ORIGIN, tensor),), has_base=False, per_input=({},), mode="copy")
-
-
-def _router_problems(recipe: Recipe, checkpoints: Mapping[str, Checkpoint]) -> list[Finding]:
-    """Return a finding for each model whose routers cannot be refitted or cannot guide the merge."""
-    findings, donor = [], find_routers(checkpoints[str(recipe.donor)])
-    for ref in dict.fromkeys((recipe.donor, *recipe.texts)) if donor else (recipe.donor,):
-        routers = find_routers(checkpoints[str(ref)])
-        missing = next((module for module in donor if module not in routers), None)
-        if donor and missing is None:
-            continue
-        findings.append(
-            Finding(
-                "block",
-                f"{recipe.location}: router_repair",
-                found=f"{ref} has no router at {missing}" if missing else f"{ref} has no router of experts",
-                expected="mixtures of experts of one family, whose routers multiply the states by one matrix",
-                remedy="remove router_repair",
-            )
-        )
-    return findings
-
-
-def _measurements(
-    recipe: Recipe, model: str, tensor: AnyTensor
-) -> tuple[StoredMoments | ExpectedMoments | None, AnyTensor | ExpectedImportance | None]:
-    """Return the measured or expected activation statistics and importance of a tensor of ``model``."""
-    if recipe.measured is not None:
-        if (statistics := recipe.measured.get(model)) is None:
-            return None, None
-        importance = statistics.importance.get(tensor.name)
-        has_importance = importance is not None and importance.shape == tensor.shape
-        return statistics.moments.get(tensor.name), importance if has_importance else None
-    reads, moments = recipe.method.traits.reads_text, None
-    if reads == "moments" and len(tensor.shape) == 2 and is_projection(tensor.name):
-        width = input_width(tensor.name, tensor.shape)
-        moments = ExpectedMoments(width, is_diagonal=width > recipe.reading.diagonal_above)
-    return moments, ExpectedImportance(tensor.shape) if reads == "importance" else None
-
-
-def _output_dtype(document: _Document, name: str, inputs: Sequence[tuple[Source, AnyTensor]]) -> DType | None:
-    recipe, config, problems = document.recipe, document.donor.config, document.problems
-    first = inputs[0][1].dtype
-    if first.kind == "float" and all(tensor.dtype is first for _, tensor in inputs):
-        target = recipe.out_dtype or recipe.dtype or first
-        if first.torch_name != "float32" or not keeps_float32(config, name, target):
-            return target
-        problems.append(
-            Finding(
-                "info",
-                f"the result: {name}",
-                found=f"float32, although the recipe states {target.torch_name}",
-                expected="the precision of the models, because their class computes with this tensor in float32",
-                remedy="nothing to do",
-                cause="the result: tensors in float32",
-            )
-        )
-        return first
-    dtypes = {tensor.dtype for _, tensor in inputs}
-    kinds = {dtype.kind for dtype in dtypes}
-    if kinds == {"float"}:
-        return recipe.out_dtype or recipe.dtype or promote(dtypes)
-    source, tensor = next(item for item in inputs if item[1].dtype.kind != "float")
-    if "packed" in kinds:
-        problems.append(
-            Finding(
-                "block",
-                f"{source.model}: {name}",
-                found=f"{tensor.dtype.code}, which stores quantized weights",
-                expected="bfloat16, float16, float32 or float64 weights",
-                remedy="merge the unquantized models, then quantize the result",
-            )
-        )
-        return None
-    if len(dtypes) > 1:
-        other_codes = ", ".join(sorted(dtype.code for dtype in dtypes - {tensor.dtype}))
-        problems.append(
-            Finding(
-                "block",
-                f"{source.model}: {name}",
-                found=f"{tensor.dtype.code}, but {other_codes} in other models",
-                expected="one format, because integers are copied and not merged",
-                remedy="merge models whose tensors have the same formats",
-            )
-        )
-        return None
-    return tensor.dtype
-
-
-def _same_shape(
-    name: str, inputs: Sequence[tuple[Source, AnyTensor]], problems: list[Finding], *, by_token: bool
-) -> bool:
-    """Return whether all inputs have one shape, and add a finding for each other shape.
-
-    With ``by_token``, rows are matched by token, so the number of rows may differ.
-    """
-    first_source, first = inputs[0]
-    same = True
-    for source, tensor in inputs[1:]:
-        same_width = len(first.shape) == len(tensor.shape) and first.shape[1:] == tensor.shape[1:]
-        if tensor.shape == first.shape or (by_token and same_width):
-            continue
-        same = False
-        vocabulary = same_width and (is_before_layers(name) or is_head(name))
-        cause = different_vocabulary if vocabulary else different_size
-        problems.append(
-            Finding(
-                "block",
-                f"{source.model}: {name}",
-                found=f"shape {list(tensor.shape)}",
-                expected=(
-                    f"rows of shape {list(first.shape[1:])}, as in {first_source.model}"
-                    if by_token
-                    else f"{list(first.shape)}, as in {first_source.model}"
-                ),
-                remedy=(
-                    "resize the embeddings of one model, or set tokenizer_source"
-                    if vocabulary
-                    else "merge models of one architecture and size"
-                ),
-                cause=cause(str(source.model)),
-            )
-        )
-    return same
-
-
 def _outside_layers(checkpoint: Checkpoint) -> set[str]:
     """Return the names of the tensors outside the layers that every model of a class has."""
     names = (name for name in checkpoint.tensors if parse_layer_place(name) is None)
     return {name for name in names if is_head(name) or not is_optional(name)}
+
+
+def plan_transplant(
+    model: Checkpoint,
+    donor: Checkpoint,
+    tables: Mapping[str, StoredTensor],
+    tokenizers: tuple[TokenizerDefinition, TokenizerDefinition],
+) -> MergePlan:
+    """Return the plan that gives ``model`` the tokenizer of ``donor`` and the token tables ``tables``.
+
+    Raises:
+        InvalidInput: The model cannot be planned.
+    """
+    size = next(iter(tables.values())).shape[0]
+
+    def translate(content: Mapping[str, Any], donor_ids: Mapping[str, Any]) -> dict[str, Any]:
+        moved, _ = follow_tokens(content, tokenizers[0].ids, tokenizers[1].ids)
+        return {**moved, **{key: donor_ids[key] for key in SPECIAL_KEYS if key in donor_ids}}
+
+    view = replace(
+        model, tensors={**model.tensors, **tables}, config=with_vocabulary(translate(model.config, donor.config), size)
+    )
+    plan = plan_merge(load_recipe({"merge_method": PASSTHROUGH.name, "models": [{"model": "model"}]}), {"model": view})
+    companions = plan.companions.only(lambda name: companion_kind(name) not in TEXT_KINDS)
+    companions = companions.with_changes(donor.companions.only(lambda name: companion_kind(name) in TEXT_KINDS).sources)
+    for checkpoint in (model, donor):
+        if (content := checkpoint.companions.json(GENERATION)) is not None:
+            donor_settings = donor.companions.json(GENERATION)
+            donor_ids = donor.config if donor_settings is None else donor_settings
+            merged_settings = {**content, **donor_ids} if checkpoint is donor else translate(content, donor_ids)
+            companions = companions.with_changes({GENERATION: serialize_config(merged_settings)})
+            break
+    return replace(plan, tokenizer=donor, companions=companions, chat_templates=donor.chat_templates)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergegate.merge_core import load_recipe
-from mergegate.merge_core.analysis.tally import Tally
+from mergegate.merge_core.analysis.interference import Tally
 from mergegate.merge_core.recipe.overrides import apply_overrides
 from mergegate.tasks.explain.remedies import (
     Diagnosis,

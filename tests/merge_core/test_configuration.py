@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.architecture import described_families
-from mergegate.merge_core.architecture.architecture import LAYER_COUNT_KEYS
+from mergegate.merge_core.architecture.structure import LAYER_COUNT_KEYS
 from mergegate.merge_core.checkpoint import CONFIG_KEYS, TEXT_PARTS, read_config
 from mergegate.merge_core.errors import InvalidInput
 

@@ -20,11 +20,11 @@ from mergegate.merge_core.analysis.interference import (
     GRAIN,
     NOTICEABLE,
     Interference,
+    Tally,
     measure_interference,
     tally_grains,
 )
-from mergegate.merge_core.analysis.tally import Tally
-from mergegate.merge_core.architecture.tensor_kinds import tensor_kind
+from mergegate.merge_core.architecture.structure import tensor_kind
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods.contract import StoredBlock
 

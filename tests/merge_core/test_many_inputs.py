@@ -24,7 +24,7 @@ from mergegate.merge_core.engine import InputFiles, block_size
 from mergegate.merge_core.engine import input_files as engine_files
 from mergegate.merge_core.engine.forecast import estimate_needs, forecast
 from mergegate.merge_core.errors import ChangedInput, InvalidInput
-from mergegate.merge_core.plan import values
+from mergegate.merge_core.plan import job_builder
 from mergegate.merge_core.recipe import Recipe, value_for
 
 COUNT, SHARDS = 32, 3
@@ -204,7 +204,7 @@ def test_each_header_and_each_name_is_parsed_once(mixtures: Path, monkeypatch: p
 def test_values_and_costs_are_computed_once_per_kind_of_tensor(mixtures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = recipe_in(mixtures)
     opened = open_models(recipe, mixtures)
-    asked = counting(monkeypatch, values, "value_for", lambda parameter, *_: parameter.name)
+    asked = counting(monkeypatch, job_builder, "value_for", lambda parameter, *_: parameter.name)
     costs = counting(monkeypatch, forecast, "work_of", lambda method, _: method.name)
     plan = plan_merge(recipe, opened)
     needs = estimate_needs(plan, EngineSettings(), cores=1, device="cpu")

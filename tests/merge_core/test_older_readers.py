@@ -17,7 +17,7 @@ from transformers import CONFIG_MAPPING, AutoTokenizer
 
 from mergegate.merge_core import open_checkpoint
 from mergegate.merge_core.checkpoint import Companions
-from mergegate.merge_core.plan.older_readers import with_older_names, with_older_rope
+from mergegate.merge_core.plan.companions import with_older_names, with_older_rope
 from mergegate.tasks.preflight import segmentation
 
 COMMON = ("llama", "gpt_neox", "gemma3_text", "phi")

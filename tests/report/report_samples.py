@@ -18,9 +18,8 @@ from builders.results import (
     update,
 )
 
-from mergegate.merge_core.analysis.interference import Interference, Skipped, TensorGroup
-from mergegate.merge_core.analysis.tally import Tally
-from mergegate.merge_core.architecture.tensor_kinds import TensorKind
+from mergegate.merge_core.analysis.interference import Interference, Skipped, Tally, TensorGroup
+from mergegate.merge_core.architecture.structure import TensorKind
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import Scores
 from mergegate.tasks.explain.remedies import Remedy

@@ -1,6 +1,5 @@
 """Handle mixtures of experts: split fused experts, match experts across models, and build mixtures of dense models."""
 
-from mergegate.merge_core.architecture.experts.computed_tensors import constant_tensor
 from mergegate.merge_core.architecture.experts.matching import (
     MatchedExperts,
     MatchedLayer,
@@ -10,5 +9,11 @@ from mergegate.merge_core.architecture.experts.matching import (
     read_routers,
 )
 from mergegate.merge_core.architecture.experts.outputs import OutputFamily, choose_output, mixture_config
-from mergegate.merge_core.architecture.experts.pieces import DiskTensor, disk_name, split_experts, to_disk_tensors
+from mergegate.merge_core.architecture.experts.pieces import (
+    DiskTensor,
+    constant_tensor,
+    disk_name,
+    split_experts,
+    to_disk_tensors,
+)
 from mergegate.merge_core.architecture.experts.router_fit import RoutedText, RouterScore, fit_router, routing_error

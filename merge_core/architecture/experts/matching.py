@@ -21,6 +21,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -28,8 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergegate.merge_core.architecture.experts.computed_tensors import permuted_rows
-from mergegate.merge_core.architecture.experts.pieces import split_experts
+from mergegate.merge_core.architecture.experts.pieces import permuted_rows, split_experts
 from mergegate.merge_core.checkpoint import (
     AnyTensor,
     Checkpoint,
@@ -84,44 +84,29 @@ class StoredRouter:
 
 @dataclass(frozen=True)
 class MatchedLayer:
-    """Correspondence between the experts of a model and those of the donor in one layer.
+    """Correspondence between the experts of a model and those of the donor in one layer."""
 
-    Args:
-        model: Reference of the model.
-        module: Name of the module in the network, such as ``model.layers.3.mlp``.
-        experts: Number of experts.
-        diagonal: Mean cosine between experts with equal numbers.
-        best: Mean cosine between experts that the best assignment pairs.
-        moved: Number of experts that the best assignment renumbers.
-        routers: Mean cosine between the router rows of experts that are merged with each other.
-        distance: Norm of the difference between the two routers, divided by the norm of the donor's router.
-    """
-
-    model: str
-    module: str
-    experts: int
-    diagonal: float
-    best: float
-    moved: int
-    routers: float
-    distance: float
+    model: str  # reference of the model
+    module: str  # name of the module in the network, such as ``model.layers.3.mlp``
+    experts: int  # number of experts
+    diagonal: float  # mean cosine between experts with equal numbers
+    best: float  # mean cosine between experts that the best assignment pairs
+    moved: int  # number of experts that the best assignment renumbers
+    routers: float  # mean cosine between the router rows of experts that are merged with each other
+    distance: float  # norm of the difference between the two routers, divided by the norm of the donor's router
 
 
 @dataclass(frozen=True)
 class MatchedExperts:
-    """Result of matching experts.
+    """Result of matching experts."""
 
-    Args:
-        recipe: Recipe for the plan. With ``align_experts``, its measurements are renumbered like the experts.
-        checkpoints: All checkpoints by reference. With ``align_experts``, their experts are in the donor's order.
-        layers: Correspondence for each model and module of experts. Empty if there are no experts to compare.
-        findings: Warnings about experts that do not correspond.
-    """
-
+    # Recipe for the plan. With ``align_experts``, its measurements are renumbered like the experts.
     recipe: Recipe
+    # All checkpoints by reference. With ``align_experts``, their experts are in the donor's order.
     checkpoints: Mapping[str, Checkpoint]
+    # Correspondence for each model and module of experts. Empty if there are no experts to compare.
     layers: tuple[MatchedLayer, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[Finding, ...]  # warnings about experts that do not correspond
 
 
 @dataclass(frozen=True)
@@ -201,7 +186,9 @@ def read_routers(routers: Iterable[StoredRouter]) -> dict[str, Floats]:
     matrices = {}
     with _Samples() as samples:
         for router in routers:
-            columns = [samples.read(tensor).reshape(tensor.shape[0], -1) for tensor in router.tensors]
+            columns = [
+                samples.read(tensor, [0], tensor.numel).reshape(tensor.shape[0], -1) for tensor in router.tensors
+            ]
             matrices[router.module] = np.concatenate(columns, axis=1)
             if not np.isfinite(matrices[router.module]).all():
                 raise InvalidInput(router.weight.name, found="a router with NaN or infinity", expected="finite numbers")
@@ -252,10 +239,9 @@ def _match(
             order = assign(similarity, groups)
             numbering = np.arange(len(order))
             moved = int(np.count_nonzero(np.asarray(order) != numbering))
-            merged_order = list(order) if recipe.align_experts else list(range(len(order)))
             if recipe.align_experts and moved:
                 orders[module_name] = order
-            cosine, distance = samples.routers(module, other_module, merged_order)
+            cosine, distance = samples.routers(module, other_module, orders.get(module_name, range(len(order))))
             layers.append(
                 MatchedLayer(
                     model=name,
@@ -375,28 +361,20 @@ def _groups(config: Mapping[str, Any], experts: int) -> int:
     return next((count for count in counts if 1 < count <= experts and experts % count == 0), 1)
 
 
-class _Samples:
+class _Samples(ExitStack):
     """Reader that compares samples of tensors and keeps their files open."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._files: dict[Path, int] = {}
-
-    def __enter__(self) -> _Samples:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._files.values():
-            os.close(descriptor)
 
     def similarity(self, first: _Module, second: _Module) -> Floats:
         """Return the mean cosine of router rows and projections for all pairs of experts, ``[experts, experts]``."""
         cosines = []
-        for part in first.experts[0]:
-            if first.experts[0][part].numel < 2:
-                continue
-            first_samples = np.stack([self._sample(expert[part]) for expert in first.experts])
-            second_samples = np.stack([self._sample(expert[part]) for expert in second.experts])
-            cosines.append(_cosines(first_samples, second_samples))
+        for part, tensor in first.experts[0].items():
+            if tensor.numel >= 2:
+                samples = [np.stack([self._sample(e[part]) for e in module.experts]) for module in (first, second)]
+                cosines.append(_cosines(*samples))
         for part, tensor in first.router.items():
             if len(tensor.shape) == 2:
                 cosines.append(_cosines(self._rows(tensor), self._rows(second.router[part])))
@@ -416,22 +394,16 @@ class _Samples:
                 return cosine, float(np.linalg.norm(other_rows - rows)) / norm
         return 0.0, 0.0
 
-    def read(self, tensor: AnyTensor) -> Floats:
-        """Return all elements of a tensor in one array."""
-        return self._read(tensor, [0], tensor.numel)
-
     def _rows(self, tensor: AnyTensor) -> Floats:
         rows, width = tensor.shape
-        count = min(width, _ROW)
-        return self._read(tensor, [row * width for row in range(rows)], count).reshape(rows, count)
+        return self.read(tensor, range(0, rows * width, width), min(width, _ROW)).reshape(rows, -1)
 
     def _sample(self, tensor: AnyTensor) -> Floats:
         if tensor.numel <= _RUNS * _RUN:
-            return self._read(tensor, [0], tensor.numel)
-        starts = np.linspace(0, tensor.numel - _RUN, _RUNS).astype(int)
-        return self._read(tensor, starts.tolist(), _RUN)
+            return self.read(tensor, [0], tensor.numel)
+        return self.read(tensor, np.linspace(0, tensor.numel - _RUN, _RUNS).astype(int).tolist(), _RUN)
 
-    def _read(self, tensor: AnyTensor, starts: Sequence[int], count: int) -> Floats:
+    def read(self, tensor: AnyTensor, starts: Sequence[int], count: int) -> Floats:
         """Read ``count`` elements from each position in ``starts`` and return them in one array."""
         size = count * tensor.dtype.size
         into = np.empty(len(starts) * size, np.uint8)
@@ -446,6 +418,7 @@ class _Samples:
                 self._files[tensor.file] = os.open(tensor.file, os.O_RDONLY | os.O_CLOEXEC)
             except OSError as error:
                 raise InvalidInput(str(tensor.file), found=f"cannot be read: {error.strerror}") from None
+            self.callback(os.close, self._files[tensor.file])
         read_into(self._files[tensor.file], into.data, tensor.offset + first * tensor.dtype.size, tensor.file)
 
 

@@ -24,38 +24,25 @@ _QK_NORMS = ("self_attn.q_norm.weight", "self_attn.k_norm.weight")
 
 @dataclass(frozen=True)
 class OutputFamily:
-    """Family of mixtures of experts.
+    """Family of mixtures of experts."""
 
-    Args:
-        name: Name of the family. A recipe's ``architecture`` is a prefix of it.
-        model_type: ``model_type`` of the family's configuration.
-        architecture: Class name of the family's models.
-        sources: ``model_type`` of each dense family that computes attention in the same way.
-        module: Name of the module that replaces the feed-forward network of a layer.
-        projections: Names of the gate, up and down projections in that module.
-        carried: Tensors of a dense layer that are copied under the same name.
-        sizes: Keys for the number of experts, their width, and the width of the shared expert.
-        shared: Name of the shared expert, or an empty string for a family without one.
-        shared_gate: Whether the shared expert has its own gate.
-        biased: Whether the query, key and value projections have biases. They are zero for a source without biases.
-        correction_bias: Whether the router has a bias that affects only the choice of experts.
-        residual: Default factor by which the down projections of all experts are multiplied.
-        settings: Fixed settings of the family's configuration, other than sizes.
-    """
-
+    # Name of the family. A recipe's ``architecture`` is a prefix of it.
     name: str
-    model_type: str
-    architecture: str
-    sources: tuple[str, ...]
-    module: str
-    projections: tuple[str, str, str]
-    carried: tuple[str, ...]
+    model_type: str  # ``model_type`` of the family's configuration
+    architecture: str  # class name of the family's models
+    sources: tuple[str, ...]  # ``model_type`` of each dense family that computes attention in the same way
+    module: str  # name of the module that replaces the feed-forward network of a layer
+    projections: tuple[str, str, str]  # names of the gate, up and down projections in that module
+    carried: tuple[str, ...]  # tensors of a dense layer that are copied under the same name
+    # Keys for the number of experts, their width, and the width of the shared expert.
     sizes: tuple[str, str | None, str | None]
-    shared: str = ""
-    shared_gate: bool = False
+    shared: str = ""  # name of the shared expert, or an empty string for a family without one
+    shared_gate: bool = False  # whether the shared expert has its own gate
+    # Whether the query, key and value projections have biases. They are zero for a source without biases.
     biased: bool = False
-    correction_bias: bool = False
-    residual: float = 1.0
+    correction_bias: bool = False  # whether the router has a bias that affects only the choice of experts
+    residual: float = 1.0  # default factor by which the down projections of all experts are multiplied
+    # Fixed settings of the family's configuration, other than sizes.
     settings: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -177,38 +164,34 @@ def choose_output(architecture: str | None, source: str, *, shared: bool, prompt
         for family in OUTPUT_FAMILIES
         if source in family.sources and bool(family.shared) == shared and (family.shared_gate or not prompts)
     ]
+    base, parts = f"a base of type {source or 'unknown'}", f"{'with' if shared else 'without'} a shared expert"
+    remedy = "use models of one of these families"
+    if any(source in family.sources and bool(family.shared) != shared for family in OUTPUT_FAMILIES):
+        remedy = "remove shared_experts" if shared else "add one model under shared_experts"
     if architecture is None:
         if fitting:
             return fitting[0]
-        raise InvalidInput(
-            location,
-            found=f"a base of type {source or 'unknown'} {'with' if shared else 'without'} a shared expert",
-            expected="; ".join(_describe(family) for family in OUTPUT_FAMILIES),
-            remedy=_remedy(source, shared),
-        )
+        expected = "; ".join(_describe(family) for family in OUTPUT_FAMILIES)
+        raise InvalidInput(location, found=f"{base} {parts}", expected=expected, remedy=remedy)
     wanted_name = _plain(architecture).removesuffix("forcausallm")
     wanted_name = _ALIASES.get(wanted_name, wanted_name)
     matches = [family for family in OUTPUT_FAMILIES if wanted_name and _plain(family.name).startswith(wanted_name)]
     if not matches:
-        is_deepseek = _plain(architecture).startswith("deepseek")
         raise InvalidInput(
             f"{location}: architecture",
             found=f"{architecture!r:.60}",
             expected=f"a prefix of {', '.join(family.name for family in OUTPUT_FAMILIES)}",
-            remedy=(
-                "use GLM-4 MoE, which computes the same from the same models and needs no custom code"
-                if is_deepseek
-                else "remove the key to use the first suitable family"
-            ),
+            remedy="use GLM-4 MoE, which computes the same from the same models and needs no custom code"
+            if _plain(architecture).startswith("deepseek")
+            else "remove the key to use the first suitable family",
         )
     if fitting_matches := [family for family in matches if family in fitting]:
         return fitting_matches[0]
     raise InvalidInput(
         f"{location}: architecture",
-        found=f"{matches[0].name} for a base of type {source or 'unknown'}, "
-        f"{'with' if shared else 'without'} a shared expert",
+        found=f"{matches[0].name} for {base}, {parts}",
         expected=_describe(matches[0]),
-        remedy=f"remove architecture: {fitting[0].name} is suitable" if fitting else _remedy(source, shared),
+        remedy=f"remove architecture: {fitting[0].name} is suitable" if fitting else remedy,
     )
 
 
@@ -218,9 +201,6 @@ def mixture_config(
     """Return the configuration of a mixture of ``experts`` experts, ``per_token`` of which process each token.
 
     Settings that ``base`` leaves to its family's defaults are written out, because the mixture's family has others.
-
-    Raises:
-        InvalidInput: The configuration lacks a size, or the family cannot compute the base's attention.
     """
     kind = str(base.get("model_type", ""))
     if base.get("auto_map"):
@@ -297,9 +277,3 @@ def _plain(name: str) -> str:
 
 def _describe(family: OutputFamily) -> str:
     return f"{family.name} from {', '.join(family.sources)} with {'one' if family.shared else 'no'} shared expert"
-
-
-def _remedy(source: str, shared: bool) -> str:
-    if any(source in family.sources and bool(family.shared) != shared for family in OUTPUT_FAMILIES):
-        return "remove shared_experts" if shared else "add one model under shared_experts"
-    return "use models of one of these families"

@@ -14,18 +14,23 @@ Each piece records the fused tensor, so that :func:`to_disk_tensors` can write t
 
 Sources of the names: the checkpoints of the families, and the output of transformers 5 with and without
 ``save_original_format``.
+
+Constants, such as computed router rows, and tensors with reordered rows are in no file either.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mergegate.merge_core.architecture import parse_layer_place
 from mergegate.merge_core.checkpoint import (
+    BY_CODE,
     AnyTensor,
     Checkpoint,
     DerivedTensor,
@@ -38,6 +43,10 @@ from mergegate.merge_core.checkpoint import (
     promote,
 )
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
 # No router chooses among more experts. A tensor with more rows is something else.
 MOST_EXPERTS = 4096
 _FUSED = re.compile(r"^(?P<module>.+)\.experts\.(?P<part>[A-Za-z][A-Za-z0-9_]*)$")
@@ -49,18 +58,12 @@ _NUMBER = re.compile(r"\.experts\.([0-9]{1,4})\.")
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Names of a family's tensors for experts, in the layout that stores experts separately.
+    """Names of a family's tensors for experts, in the layout that stores experts separately."""
 
-    Args:
-        gate: Name of the projection that the activation is applied to.
-        up: Name of the projection that is multiplied with the gate.
-        down: Name of the projection back to the hidden size.
-        renamed: Pairs of prefixes, in memory and on disk, of names inside a layer that differ between the two.
-    """
-
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
+    gate: str = "gate_proj"  # name of the projection that the activation is applied to
+    up: str = "up_proj"  # name of the projection that is multiplied with the gate
+    down: str = "down_proj"  # name of the projection back to the hidden size
+    # Pairs of prefixes, in memory and on disk, of names inside a layer that differ between the two.
     renamed: tuple[tuple[str, str], ...] = ()
 
     def on_disk(self, part: str) -> str:
@@ -89,15 +92,11 @@ _BY_MODEL_TYPE = {
 
 @dataclass(frozen=True)
 class DiskLocation:
-    """Location of a piece on disk.
+    """Location of a piece on disk."""
 
-    Args:
-        whole: Name of the tensor on disk that contains the piece.
-        form: Names of that tensor's pieces in the order of their bytes, with ``*`` for the expert number. A single name
-            without ``*`` means that the tensor is renamed but not split.
-    """
-
-    whole: str
+    whole: str  # name of the tensor on disk that contains the piece
+    # Names of that tensor's pieces in the order of their bytes, with ``*`` for the expert number. A single name without
+    # ``*`` means that the tensor is renamed but not split.
     form: tuple[str, ...]
 
 
@@ -316,3 +315,68 @@ def disk_name(tensor: AnyTensor) -> str:
     """Return the name of the tensor on disk that contains ``tensor``, which may be ``tensor`` itself."""
     location = disk_location(tensor)
     return location.whole if location else tensor.name
+
+
+@dataclass(frozen=True)
+class ConstantTensor(DerivedTensor):
+    """Float32 tensor of the little-endian ``values``, or of zeros if ``values`` is None."""
+
+    values: bytes | None = field(default=None, repr=False)
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        return ()
+
+    def identity(self) -> Any:
+        return hashlib.sha256(self.values).hexdigest() if self.values is not None else None
+
+    def open(self, read: ReadStored) -> ReadElements:
+        import numpy as np
+
+        stored = np.frombuffer(self.values, np.uint8) if self.values is not None else None
+
+        def elements(first: int, into: NDArray[np.uint8]) -> None:
+            start = 4 * first
+            into[:] = 0 if stored is None else stored[start : start + len(into)]
+
+        return elements
+
+
+def constant_tensor(name: str, shape: tuple[int, ...], values: bytes | None = None) -> ConstantTensor:
+    """Return a float32 tensor of the little-endian ``values``. Default: zeros."""
+    return ConstantTensor(name, BY_CODE["F32"], shape, values)
+
+
+@dataclass(frozen=True)
+class RowPermutation(DerivedTensor):
+    """Tensor whose row ``i`` is row ``rows[i]`` of the tensor ``whole``."""
+
+    whole: AnyTensor
+    rows: tuple[int, ...]
+
+    @property
+    def parts(self) -> tuple[StoredTensor, ...]:
+        return self.whole.parts
+
+    def identity(self) -> Any:
+        inner = self.whole.identity() if isinstance(self.whole, DerivedTensor) else None
+        return [list(self.rows), inner]
+
+    def open(self, read: ReadStored) -> ReadElements:
+        whole, size, width = self.whole, self.dtype.size, self.numel // len(self.rows)
+        inner: ReadElements = whole.open(read) if isinstance(whole, DerivedTensor) else partial(read, whole)
+
+        def elements(first: int, into: NDArray[np.uint8]) -> None:
+            position, count = 0, len(into) // size
+            while position < count:
+                row, column = divmod(first + position, width)
+                run = min(width - column, count - position)
+                inner(self.rows[row] * width + column, into[position * size : (position + run) * size])
+                position += run
+
+        return elements
+
+
+def permuted_rows(tensor: AnyTensor, rows: Sequence[int]) -> RowPermutation:
+    """Return a tensor whose row ``i`` is row ``rows[i]`` of ``tensor``."""
+    return RowPermutation(tensor.name, tensor.dtype, tensor.shape, tensor, tuple(rows))

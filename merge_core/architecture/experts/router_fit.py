@@ -35,44 +35,30 @@ _MAX_ITERATIONS = 2000
 
 @dataclass(frozen=True)
 class RoutedText:
-    """States of the merge on the text of one parent, and the router of that parent.
+    """States of the merge on the text of one parent, and the router of that parent."""
 
-    Args:
-        inputs: States that enter the router, ``[positions, width]``, in any floating-point format.
-        router: Router of the parent, ``[experts, width]``. For a router with biases, they are its last column, and the
-            last column of ``inputs`` contains ones.
-    """
-
-    inputs: torch.Tensor
+    inputs: torch.Tensor  # states that enter the router, ``[positions, width]``, in any floating-point format
+    # Router of the parent, ``[experts, width]``. For a router with biases, they are its last column, and the last
+    # column of ``inputs`` contains ones.
     router: torch.Tensor
 
 
 @dataclass(frozen=True)
 class RouterFit:
-    """Solution of one layer.
+    """Solution of one layer."""
 
-    Args:
-        router: The new router, float64 ``[experts, width]``.
-        iterations: Number of iterations of conjugate gradients.
-        residual: Norm of the remaining residual, divided by that at the start. 0 if the start was the solution.
-    """
-
-    router: torch.Tensor
-    iterations: int
+    router: torch.Tensor  # the new router, float64 ``[experts, width]``
+    iterations: int  # number of iterations of conjugate gradients
+    # Norm of the remaining residual, divided by that at the start. 0 if the start was the solution.
     residual: float
 
 
 @dataclass(frozen=True)
 class RoutingError:
-    """Difference between the routing of a merge and that of its parents, as means over positions, then over texts.
+    """Difference between the routing of a merge and that of its parents, as means over positions, then over texts."""
 
-    Args:
-        divergence: Kullback-Leibler divergence from the parent's routing to that of the merge, in nats.
-        agreement: Share of the experts that the parent selects that the merge selects too, from 0 to 1.
-    """
-
-    divergence: float
-    agreement: float
+    divergence: float  # Kullback-Leibler divergence from the parent's routing to that of the merge, in nats
+    agreement: float  # share of the experts that the parent selects that the merge selects too, from 0 to 1
 
 
 def fit_router(

@@ -283,8 +283,8 @@ def _kinds(plan: MergePlan) -> Iterator[_Kind]:
     costs = plan.method.costs
     is_of_matrices = costs is not None and costs.held_bytes is not None
     for job in plan.jobs:
-        # Compare values by identity, which is fast. Equal values are mostly the same object (see ``plan.values``). If
-        # not, there is one more kind.
+        # Compare values by identity, which is fast. Equal values are mostly the same object, see
+        # ``plan.job_builder``. If not, there is one more kind.
         inputs = tuple((item.tensor.dtype.code, item.tensor.shape) for item in job.inputs)
         output, values = (job.output.dtype.code, job.output.shape), (id(job.shared), id(job.per_input))
         diagonal = tuple(item.moments.is_diagonal if item.moments else None for item in job.inputs)
