@@ -290,11 +290,8 @@ def confirm_soup(
 ) -> Confirmation | NothingToConfirm:
     """Test the contribution of each chosen ingredient in order, then test the lead of the soup.
 
-    Args:
-        study: Search of a soup that has ended.
-        score: Function that returns the scores of a trial on the confirmation documents. It is called only for soups
-            that are tested, and at most once for each trial.
-        clusters: See :func:`.confirm`.
+    ``score`` returns the scores of a trial on the confirmation documents. It is called only for soups that are tested,
+    and at most once for each trial. ``clusters`` are those of :func:`confirm`.
     """
     if (soup := study.soup) is None:
         raise ValueError("the study is not a search of a soup")
@@ -515,14 +512,10 @@ def confirmation_power(
     confidence: float,
     correlation: float = CORRELATION,
 ) -> ConfirmationPower:
-    """Return the forecast for a confirmation with the given number of documents.
+    """Return the forecast for a confirmation with the given number of documents by metric.
 
-    Args:
-        objective: Objective to confirm.
-        tables: Scores of the hand-written recipes on the documents of the search. At least one.
-        documents: Number of confirmation documents by metric.
-        confidence: One-sided confidence of the test.
-        correlation: Correlation between the scores of winner and reference, in [0, 1). Default: ``CORRELATION``.
+    ``tables`` are the scores of the hand-written recipes on the documents of the search. ``confidence`` is one-sided.
+    ``correlation``, in [0, 1), is that between the scores of winner and reference.
     """
     squared = 0.0
     for term in objective.terms:

@@ -59,19 +59,12 @@ ScoresByMetric = Mapping[MetricKey, NDArray[np.float64]]  # [evaluated documents
 
 @dataclass(frozen=True)
 class Term:
-    """One term of the score.
-
-    Args:
-        key: Metric that the term averages.
-        weight: Weight in the score. The weights of all terms sum to 1.
-        clip: Log-likelihoods below minus this value are raised to it. Default: no limit.
-        cluster_by: Document field that identifies clusters. Default: documents are independent.
-    """
+    """One term of the score: the mean of a metric."""
 
     key: MetricKey
-    weight: float
-    clip: float | None = None
-    cluster_by: str | None = None
+    weight: float  # the weights of all terms sum to 1
+    clip: float | None = None  # log-likelihoods below minus this value are raised to it
+    cluster_by: str | None = None  # document field that identifies clusters; None: documents are independent
 
     def numbers(self, table: ScoresByMetric) -> NDArray[np.float64]:
         """Return the scores of the documents for this term, after clipping."""
@@ -81,17 +74,11 @@ class Term:
 
 @dataclass(frozen=True)
 class Limit:
-    """Limit on how far a candidate may fall on a task.
-
-    Args:
-        key: Metric that is limited.
-        reference: Name of the parent to compare with, or ``HAND_WRITTEN``.
-        max_drop: Largest allowed drop, in the unit of the scores, not in points.
-    """
+    """Limit on how far a candidate may fall on a task."""
 
     key: MetricKey
-    reference: str
-    max_drop: float
+    reference: str  # name of the parent to compare with, or HAND_WRITTEN
+    max_drop: float  # in the unit of the scores, not in points
 
 
 @dataclass(frozen=True)
@@ -154,11 +141,7 @@ class Objective:
 def make_objective(settings: SweepSettings, names: Mapping[str, str]) -> Objective:
     """Return the objective that the settings describe.
 
-    ``names`` holds lm-eval's name of each task, by its name in the profile.
-
-    Raises:
-        InvalidInput: A metric occurs twice, a clip is set for a measure other than log-likelihood, a metric name is
-            missing or superfluous, or ``multi_objective`` is set with a single objective.
+    ``names`` holds lm-eval's name of each task, by its name in the profile. Raise InvalidInput if settings contradict.
     """
     total = sum(term.weight for term in settings.objective)
     terms: list[Term] = []
@@ -215,23 +198,14 @@ _MIN_DOCUMENTS = 8  # smallest number of documents, over all tasks, that a decis
 
 @dataclass(frozen=True)
 class Race:
-    """Rule that decides during a trial whether to drop the candidate. Picklable.
+    """Rule that decides during a trial whether to drop the candidate. Picklable."""
 
-    Args:
-        incumbent: Scores of the incumbent on all documents. If it is empty, every trial ends at its first look.
-        weights: Weight of each metric in the score. They sum to 1.
-        looks: Share of each task's documents that is evaluated by each look, increasing to 1.
-        error: Chance, over all looks, of dropping a candidate that is not worse. Default: 0.05.
-        clips: Limit for each log-likelihood. Values below minus this limit are raised to it.
-        lead: The incumbent's change penalty, which is the largest advantage of a candidate apart from its documents.
-    """
-
-    incumbent: ScoresByMetric
-    weights: Mapping[MetricKey, float]
-    looks: tuple[float, ...]
-    error: float = 0.05
+    incumbent: ScoresByMetric  # on all documents; if it is empty, every trial ends at its first look
+    weights: Mapping[MetricKey, float]  # they sum to 1
+    looks: tuple[float, ...]  # share of each task's documents that is evaluated by each look, increasing to 1
+    error: float = 0.05  # chance, over all looks, of dropping a candidate that is not worse
     clips: Mapping[MetricKey, float] = field(default_factory=dict)
-    lead: float = 0.0
+    lead: float = 0.0  # the incumbent's change penalty: a candidate's largest advantage apart from its documents
 
     def should_drop(self, table: ScoresByMetric, look: int) -> bool:
         """Return whether to drop a candidate at a look, given its scores so far. ``look`` is an index from 0."""

@@ -41,34 +41,21 @@ _PATH_KEYS = ("model", "base_model", "source_model", "tokenizer_source", "source
 
 
 class Placeholder(NamedTuple):
-    """Placeholder and its position in a recipe.
+    """Placeholder and its position in a recipe."""
 
-    Args:
-        name: Name without the dollar sign.
-        location: Readable position in the recipe, such as ``models[0].parameters.weight``.
-        takes_filters: Whether the value may be a list with an entry for each filter.
-        takes_layers: Whether the value may be a list with an entry for each layer.
-    """
-
-    name: str
-    location: str
-    takes_filters: bool
-    takes_layers: bool
+    name: str  # without the dollar sign
+    location: str  # 'models[0].parameters.weight'
+    takes_filters: bool  # whether the value may be a list with an entry for each filter
+    takes_layers: bool  # whether the value may be a list with an entry for each layer
 
 
 @dataclass(frozen=True)
 class SoupRecipe:
-    """Recipe whose models are the ingredients of a soup. Create it with :func:`read_soup_recipe`.
+    """Recipe whose models are the ingredients of a soup. Create it with :func:`read_soup_recipe`."""
 
-    Args:
-        document: Recipe as parsed YAML. Its method is ``linear``.
-        names: Model of each ingredient, in the order of the recipe.
-        is_uniform: Whether the recipe averages its models with equal weights.
-    """
-
-    document: Mapping[str, Any]
-    names: tuple[str, ...]
-    is_uniform: bool
+    document: Mapping[str, Any]  # as parsed YAML; its method is ``linear``
+    names: tuple[str, ...]  # model of each ingredient, in the order of the recipe
+    is_uniform: bool  # whether the recipe averages its models with equal weights
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -96,12 +83,8 @@ class SoupRecipe:
 def read_soup_recipe(recipe: Mapping[str, Any], location: str) -> SoupRecipe:
     """Return the ingredients of a soup, which are the models of a linear recipe.
 
-    Args:
-        recipe: Recipe as parsed YAML. A training run is already replaced with its checkpoints.
-        location: Name of the recipe in error messages.
-
-    Raises:
-        InvalidInput: The recipe has another method, fewer than two models, the same model twice, or a placeholder.
+    ``recipe`` is parsed YAML in which a training run is already replaced with its checkpoints. ``location`` is its name
+    in error messages.
     """
     if placeholder := next(find_placeholders(recipe, location), None):
         raise InvalidInput(
@@ -141,15 +124,9 @@ def read_soup_recipe(recipe: Mapping[str, Any], location: str) -> SoupRecipe:
 
 
 def find_placeholders(node: Any, recipe_name: str, path: tuple[str | int, ...] = ()) -> Iterator[Placeholder]:
-    """Yield the placeholders in a recipe or a part of it, in order.
+    """Yield the placeholders in ``node``, a recipe or the part of it at ``path``, in order.
 
-    Args:
-        node: Recipe as parsed YAML, or a part of it.
-        recipe_name: Name of the recipe in error messages.
-        path: Keys and indices that lead to ``node``.
-
-    Raises:
-        InvalidInput: A text starts with a dollar sign but is not a placeholder, or a placeholder is used as a key.
+    Raise InvalidInput if a text starts with a dollar sign but is not a placeholder, or if a placeholder is a key.
     """
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     location = f"{recipe_name}: {text.removeprefix('.')}"
@@ -223,19 +200,12 @@ _OTHERS = "*"  # name of the part with all tensors that no filter matches
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Free number or choice: one dimension of a search space.
-
-    Args:
-        parameter: Name of the parameter.
-        free: Type, range and choices of the parameter.
-        part: Filter, or ``*`` for tensors that no filter matches. Default: the parameter has no filters.
-        group: Group of layers, from 0. Default: the parameter has no groups.
-    """
+    """Free number or choice: one dimension of a search space."""
 
     parameter: str
-    free: FreeParameter
-    part: str | None = None
-    group: int | None = None
+    free: FreeParameter  # type, range and choices
+    part: str | None = None  # filter, or ``*`` for tensors that no filter matches; None: there are no filters
+    group: int | None = None  # group of layers, from 0; None: there are no groups
 
     @property
     def name(self) -> str:
@@ -287,21 +257,13 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Space:
-    """Recipe with placeholders, and the coordinates that fill them. Create it with :func:`make_space`.
+    """Recipe with placeholders, and the coordinates that fill them. Create it with :func:`make_space`."""
 
-    Args:
-        recipe: Recipe as parsed YAML.
-        coordinates: Coordinates, in the order of the parameters in the profile.
-        sums: Groups of coordinates whose values sum to one, as indices.
-        layers: Number of layers of the model, or 0 if it is unknown.
-        name: Name of the recipe in error messages.
-    """
-
-    recipe: Mapping[str, Any]
-    coordinates: tuple[Coordinate, ...]
-    sums: tuple[tuple[int, ...], ...]
-    layers: int
-    name: str
+    recipe: Mapping[str, Any]  # as parsed YAML
+    coordinates: tuple[Coordinate, ...]  # in the order of the parameters in the profile
+    sums: tuple[tuple[int, ...], ...]  # groups of coordinates whose values sum to one, as indices
+    layers: int  # of the model, or 0 if unknown
+    name: str  # of the recipe in error messages
 
     @property
     def start(self) -> Point:
@@ -327,9 +289,6 @@ class Space:
         """Return the recipe with the values of ``point`` in place of its placeholders.
 
         If the method is searched too, parameters that the chosen method does not have are left out.
-
-        Raises:
-            InvalidInput: The method does not exist.
         """
 
         def value_in_recipe(parameter: str) -> Any:
@@ -374,11 +333,7 @@ def count_layers(names: Iterable[str]) -> int | None:
 
 
 def start_recipe(recipe: Mapping[str, Any], settings: SweepSettings, name: str) -> dict[str, Any]:
-    """Return the recipe with a single start value in place of each placeholder, even with filters or groups of layers.
-
-    Raises:
-        InvalidInput: A placeholder has no parameter.
-    """
+    """Return the recipe with one start value in place of each placeholder, even with filters or groups of layers."""
     for placeholder in find_placeholders(recipe, name):
         _require_parameter(placeholder, settings)
     return fill_placeholders(recipe, lambda parameter: settings.parameters[parameter].start)
@@ -390,13 +345,7 @@ def recipe_key(recipe: Mapping[str, Any]) -> str:
 
 
 def make_space(recipe: Mapping[str, Any], settings: SweepSettings, layers: int | None, recipe_name: str) -> Space:
-    """Return the space of the free parameters of ``recipe``.
-
-    Args:
-        recipe: Recipe as parsed YAML.
-        settings: Settings of the search, with the free parameters.
-        layers: Number of layers of the merged model, or None if it is unknown.
-        recipe_name: Name of the recipe in error messages.
+    """Return the space of the free parameters of ``recipe``, whose merged model has ``layers`` layers if known.
 
     Raises:
         InvalidInput: A placeholder has no parameter, a parameter has no placeholder or is not valid, or a method does
@@ -445,9 +394,9 @@ def make_space(recipe: Mapping[str, Any], settings: SweepSettings, layers: int |
 def project_to_sum_one(values: Sequence[float], bounds: Sequence[tuple[float, float]]) -> list[float]:
     """Return the values within ``bounds`` that are nearest to ``values`` and sum to one, rounded to four digits.
 
-    ``bounds`` holds the lower and upper bound of each value. The sum of the lower bounds must be at most one, and that
-    of the upper bounds at least one. All values are shifted by the same amount and clipped to their bounds (Euclidean
-    projection on a bounded simplex; Held, Wolfe & Crowder 1974, Math. Program. 6:62).
+    The lower bounds must sum to at most one, and the upper bounds to at least one. All values are shifted by the same
+    amount and clipped to their bounds (Euclidean projection on a bounded simplex; Held, Wolfe & Crowder 1974, Math.
+    Program. 6:62).
     """
     original, (low, high) = np.asarray(values), np.asarray(bounds, dtype=np.float64).T
     least, most = float((original - high).min()), float((original - low).max())
