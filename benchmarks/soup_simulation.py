@@ -42,7 +42,7 @@ from mergegate.tasks.sweep import (
     make_objective,
     make_space,
     read_soup_recipe,
-    search_soup,
+    search,
 )
 
 Array = NDArray[np.float64]
@@ -199,7 +199,7 @@ def simulate(scenario: Scenario, seed: int, confidence: float = 0.975) -> Outcom
         (HandWritten("uniform soup", soup.soup_of(range(count))),),
         soup=soup,
     )
-    study = search_soup(problem, models, Ledger(RecordJournal(None), ""))
+    study = search(problem, models, Ledger(RecordJournal(None), ""))
 
     def score(trial: Trial) -> dict[MetricKey, Array]:
         return {models.key: models.numbers(study.recipes[trial.number], "confirmation")}

@@ -65,7 +65,7 @@ def worker_dies(score_trial):
     return deadly
 
 def watch_trials(module):
-    from mergegate.tasks.sweep.ledger import request_key
+    from mergegate.tasks.sweep.study import request_key
     if DEATHS:
         module.score_trial = worker_dies(module.score_trial)
     score = module._score

@@ -121,15 +121,14 @@ def measure(place: Path, tasks: Path, method: str, trials: int, threads: int) ->
     from mergegate.merge_core.files import HashMemo
     from mergegate.tasks.checkpoints import pin_checkpoints, resolve_parents
     from mergegate.tasks.evaluation import Scoring, pin_task
-    from mergegate.tasks.sweep import network, trial
+    from mergegate.tasks.sweep import trial
     from mergegate.tasks.sweep.objective import MetricKey
 
     def ask_here(function: Callable[..., Any], arguments: tuple[object, ...], **_: object) -> Any:
         return function(*arguments, lambda done, total: None)
 
     vars(trial)["call_model_process"] = ask_here
-    for module in (trial, network):
-        vars(module)["time"] = SimpleNamespace(perf_counter=time.process_time)
+    vars(trial)["time"] = SimpleNamespace(perf_counter=time.process_time)
     hashes = HashMemo(tasks / "hashes.db")
     parents = pin_checkpoints(resolve_parents(load_recipe(recipe_of(place / "models", "ties", 1.0))), hashes)
     names = ("copy", "reverse", "shift")

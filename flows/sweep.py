@@ -57,14 +57,13 @@ def make_sweep(profile: Profile, *, release: bool = True, view: str | None = Non
         if location := view or profile.sweep_storage():
             problem = search.problem
             name = f"{profile.name} {study_key(problem.space, problem.settings)[:8]}"
-            recorder = open_view(location, name, problem.space.coordinates, problem.objective).record
+            recorder = open_view(location, name, problem.space.coordinates, problem.objective)
         study = run_search(pool, recorder)
         verdict = run_confirmation(pool, study)
 
     shares: Mapping[str, float] = {}
     try:
-        importances = parameter_importances(study)
-        shares, why_none = importances.shares, importances.reason
+        shares, why_none = parameter_importances(study)
     except InvalidInput as error:
         why_none = f"{error.found}: {error.remedy}"
     content = sweep_content(

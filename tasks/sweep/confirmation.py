@@ -1,4 +1,4 @@
-"""Confirm the winner of a search with one test on documents that no trial has seen.
+"""Confirm the winner of a search with one test on documents that no trial has seen, and forecast its power.
 
 The best of sixty candidates looks better than it is on the documents that selected it. Even if all candidates are
 equal, the winner "beats" the reference there in every second sweep. The winner is therefore compared with the reference
@@ -13,41 +13,68 @@ The bound is combined from bounds of the tasks (Zou & Donner 2008, Stat. Med. 27
 * All other numbers: Student's interval.
 * Documents in clusters: the gate's bound over clusters, if it is wider.
 
-The p-value is the smallest error at which the bound is above zero. All functions are pure.
+The p-value is the smallest error at which the bound is above zero.
+
+The *contribution* of an ingredient of a soup is the change of the true score when it joins the soup. The contributions
+of all ingredients add up to the lead of the soup over its first ingredient. They are tested in the order of the search,
+each at the full confidence, until one is not shown to be above minus the margin. The soup ends before that ingredient::
+
+    S_1 = {best model},  S_j = S_{j-1} + ingredient j        kept while  lower bound of score(S_j) - score(S_{j-1}) > -m
+
+Tests in a fixed order that end with the first failure need no correction (Maurer, Hothorn & Lehmacher 1995; Westfall &
+Krishen 2001, J. Stat. Plan. Inference 99:25). A soup with an ingredient whose true contribution is at most ``-m``
+requires that the first such test in the order is passed by chance, so its probability is at most ``1 - confidence``,
+for any number of ingredients and in any order.
+
+The confirmed soup must then beat the best model and the best other hand-written recipe. The confirmation documents
+chose it among ``k - 1`` soups, so this test has the error ``(1 - confidence) / (k - 1)``.
+
+The forecast before the search says which gains the test can detect, and with what chance. It uses the number of
+confirmation documents, and the variance of the hand-written recipes' scores. It assumes a correlation between the
+scores of winner and reference, and states it. For right or wrong answers this is the tetrachoric correlation (Pearson
+1900), that of the latent variables behind the answers. All functions are pure.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from statistics import NormalDist
 from typing import Literal, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.gate import (
+    POWER,
     Difference,
     binary_difference,
     check_clusters,
     clustered_difference,
     graded_difference,
+    normal_quantile,
     student_quantile,
 )
 from mergegate.tasks.stage import Section, Verdict
 from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric, Term
 from mergegate.tasks.sweep.settings import SoupRule
-from mergegate.tasks.sweep.study import Study, Trial
+from mergegate.tasks.sweep.space import recipe_key
+from mergegate.tasks.sweep.study import SOUP, SoupStep, Study, Trial, best_of
 
 MIN_P_VALUE = 1e-6  # smallest reported p-value, because bounds are not reliable farther out in the tail
 _NAME = "sweep"
 _TITLE = "Confirmation"
 
 
-class ConfirmedTerm(BaseModel):
-    """Result for one term of the objective, in the unit of its scores (shares or nats per token)."""
-
+class _Record(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ConfirmedTerm(_Record):
+    """Result for one term of the objective, in the unit of its scores (shares or nats per token)."""
 
     task: str
     measure: str
@@ -61,15 +88,13 @@ class ConfirmedTerm(BaseModel):
     high: float
 
 
-class IngredientResult(BaseModel):
+class IngredientResult(_Record):
     """Result for one ingredient of a soup, in the unit of the scores.
 
     ``first`` is the best model, with which the soup begins. ``kept`` and ``removed`` ingredients were tested on the
     confirmation documents. Ingredients after the first removed one are ``not tested``, and do not belong to the soup.
     ``not added`` ingredients lowered the score on the search documents.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     ingredient: str
     outcome: Literal["first", "kept", "removed", "not tested", "not added", "no score"]
@@ -80,10 +105,8 @@ class IngredientResult(BaseModel):
     problem: str = ""  # reason for a missing score
 
 
-class SoupResult(BaseModel):
+class SoupResult(_Record):
     """Result for the ingredients of a soup, best first. The unit is that of the scores."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     rule: SoupRule
     margin: float  # the contribution of each ingredient must be above minus this
@@ -91,10 +114,8 @@ class SoupResult(BaseModel):
     ingredients: tuple[IngredientResult, ...]
 
 
-class Confirmation(BaseModel):
+class Confirmation(_Record):
     """Result of the test of the winner against the best hand-written recipe, on documents that no trial used."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     winner: int  # number of the trial
     reference: int
@@ -166,10 +187,8 @@ class Confirmation(BaseModel):
         )
 
 
-class NothingToConfirm(BaseModel):
+class NothingToConfirm(_Record):
     """Result of a search whose candidates did not beat the reference even on the documents of the search."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     why: str
     soup: SoupResult | None = Field(default=None, exclude_if=lambda soup: soup is None)
@@ -189,12 +208,17 @@ class NothingToConfirm(BaseModel):
 
 
 class _Part(NamedTuple):
-    """One term of the objective, with a function that returns its interval at any confidence."""
+    """One term of the objective: the scores of both recipes, and a function from a confidence to their interval."""
 
-    task: str
-    weight: float
-    mean: float
+    term: Term
+    winner: NDArray[np.float64]
+    reference: NDArray[np.float64]
+    clusters: Sequence[str] | None
     interval: Callable[[float], Difference]
+
+    @property
+    def mean(self) -> float:
+        return float((self.winner - self.reference).mean())
 
 
 def reason_not_to_confirm(study: Study) -> NothingToConfirm | None:
@@ -238,63 +262,132 @@ def confirm(
         raise ValueError("the study has no candidate to confirm")
     objective, confidence = study.objective, study.settings.confidence
     against = against or study.reference
-    parts, terms = make_parts(objective, winner, reference, clusters), []
-    for term, part in zip(objective.terms, parts, strict=True):
-        labels = (clusters or {}).get(term.key) if term.cluster_by is not None else None
-        interval = part.interval(confidence)
-        terms.append(
-            ConfirmedTerm(
-                task=term.key.task,
-                measure=term.key.metric or term.key.measure,
-                weight=term.weight,
-                documents=len(winner[term.key]),
-                clusters=None if labels is None else len(set(labels)),
-                winner=float(term.numbers(winner).mean()),
-                reference=float(term.numbers(reference).mean()),
-                gain=part.mean,
-                low=interval.low,
-                high=interval.high,
-            )
-        )
-    gain, low, high = combine_parts(parts, confidence)
+    parts = _make_parts(objective, winner, reference, clusters)
+    gain, low, high = _combine(parts, confidence)
     search_tables = study.tables[study.best.number], study.tables[against.number]
     return Confirmation(
         winner=study.best.number,
         reference=against.number,
         reference_label=against.label,
-        terms=tuple(terms),
+        terms=tuple(_confirmed_term(part, confidence) for part in parts),
         gain=gain,
         low=low,
         high=high,
-        p_value=p_value(parts),
+        p_value=_p_value(parts),
         confidence=confidence,
         confirmed=low > 0,
-        held_out=weighted_mean(objective, winner),
-        held_out_reference=weighted_mean(objective, reference),
-        searched=weighted_mean(objective, search_tables[0]),
-        searched_reference=weighted_mean(objective, search_tables[1]),
+        held_out=_weighted_mean(objective, winner),
+        held_out_reference=_weighted_mean(objective, reference),
+        searched=_weighted_mean(objective, search_tables[0]),
+        searched_reference=_weighted_mean(objective, search_tables[1]),
     )
 
 
-def make_parts(
+def confirm_soup(
+    study: Study,
+    score: Callable[[Trial], ScoresByMetric],
+    clusters: Mapping[MetricKey, Sequence[str]] | None = None,
+) -> Confirmation | NothingToConfirm:
+    """Test the contribution of each chosen ingredient in order, then test the lead of the soup.
+
+    ``score`` returns the scores of a trial on the confirmation documents. It is called only for soups that are tested,
+    and at most once for each trial. ``clusters`` are those of :func:`confirm`.
+    """
+    if (soup := study.soup) is None:
+        raise ValueError("the study is not a search of a soup")
+    tables: dict[int, ScoresByMetric] = {}
+
+    def table_of(number: int) -> ScoresByMetric:
+        if number not in tables:
+            tables[number] = score(study.trials[number])
+        return tables[number]
+
+    margin, confidence = study.settings.margin / 100, study.settings.confidence
+    results = [_search_result(study, step, position) for position, step in enumerate(soup.steps)]
+    winner = soup.chain[0]
+    if soup.rule == "uniform":  # The rule chooses all models, so only the lead of the soup is tested.
+        winner = soup.chain[-1]
+        results = [result.model_copy(update={"outcome": "kept"}) for result in results]
+    chosen = [position for position, step in enumerate(soup.steps) if step.chosen]
+    for position, number in zip(chosen[1:], soup.chain[1:] if soup.rule == "greedy" else (), strict=False):
+        parts = _make_parts(study.objective, table_of(number), table_of(winner), clusters)
+        gain, low, _ = _combine(parts, confidence)
+        is_kept = low > -margin
+        change = {"outcome": "kept" if is_kept else "removed", "contribution": gain, "low": low}
+        results[position] = results[position].model_copy(update=change)
+        if not is_kept:
+            break
+        winner = number
+    result = SoupResult(rule=soup.rule, margin=margin, confidence=confidence, ingredients=tuple(results))
+    best_model = soup.steps[0].ingredient
+    if study.best is None:
+        why = f"no other model improves {best_model} on the search documents"
+        if problem := next((trial.problem for trial in study.trials if trial.origin == SOUP and trial.problem), ""):
+            why = f"a soup has no score: {problem}"
+        return NothingToConfirm(why=why, soup=result)
+    if winner == soup.chain[0]:
+        why = f"no other model is shown to improve {best_model} on the held-out documents"
+        return NothingToConfirm(why=why, soup=result)
+    # The soup must also beat the best hand-written recipe. It can be that recipe itself.
+    own_recipe = recipe_key(study.recipes[winner])
+    others = [trial for trial in study.hand_written if recipe_key(study.recipes[trial.number]) != own_recipe]
+    best_other = best_of(others, study.objective)
+    rivals = [study.trials[soup.chain[0]], *([best_other] if best_other else [])]
+    settings = study.settings.model_copy(update={"confidence": 1 - (1 - confidence) / (len(soup.chain) - 1)})
+    tested = replace(study, best=study.trials[winner], settings=settings)
+    comparisons = [
+        confirm(tested, table_of(winner), table_of(rival.number), clusters, against=rival) for rival in rivals
+    ]
+    return min(comparisons, key=lambda comparison: comparison.low).model_copy(update={"soup": result})
+
+
+def _search_result(study: Study, step: SoupStep, position: int) -> IngredientResult:
+    """Return the result of one ingredient before the confirmation."""
+    trial = study.trials[step.trial]
+    outcome = "first" if position == 0 else "not tested" if step.chosen else "not added"
+    return IngredientResult(
+        ingredient=step.ingredient,
+        outcome=outcome if trial.is_complete else "no score",
+        alone=trial.scores[0] if trial.is_complete else None,
+        searched=step.gain,
+        problem=trial.problem,
+    )
+
+
+def _confirmed_term(part: _Part, confidence: float) -> ConfirmedTerm:
+    interval, key = part.interval(confidence), part.term.key
+    return ConfirmedTerm(
+        task=key.task,
+        measure=key.metric or key.measure,
+        weight=part.term.weight,
+        documents=len(part.winner),
+        clusters=None if part.clusters is None else len(set(part.clusters)),
+        winner=float(part.winner.mean()),
+        reference=float(part.reference.mean()),
+        gain=part.mean,
+        low=interval.low,
+        high=interval.high,
+    )
+
+
+def _make_parts(
     objective: Objective,
     winner: ScoresByMetric,
     reference: ScoresByMetric,
     clusters: Mapping[MetricKey, Sequence[str]] | None,
 ) -> list[_Part]:
-    """Return the terms of ``winner`` minus ``reference``, for :func:`combine_parts`. See :func:`confirm`."""
     return [
         _make_part(term, winner, reference, (clusters or {}).get(term.key) if term.cluster_by is not None else None)
         for term in objective.terms
     ]
 
 
-def weighted_mean(objective: Objective, table: ScoresByMetric) -> float:
+def _weighted_mean(objective: Objective, table: ScoresByMetric) -> float:
     """Return the weighted mean of the scores in ``table``, without the change penalty."""
     return sum(term.weight * float(term.numbers(table).mean()) for term in objective.terms)
 
 
-def combine_parts(parts: Sequence[_Part], confidence: float) -> tuple[float, float, float]:
+def _combine(parts: Sequence[_Part], confidence: float) -> tuple[float, float, float]:
     """Return the weighted sum of the parts with its one-sided bounds, as ``(gain, low, high)``.
 
     Tasks have different documents, so their distances from estimate to bound add in quadrature. Several measures of one
@@ -303,23 +396,24 @@ def combine_parts(parts: Sequence[_Part], confidence: float) -> tuple[float, flo
     gain, below, above = 0.0, dict[str, float](), dict[str, float]()
     for part in parts:
         difference = part.interval(confidence)
-        gain += part.weight * part.mean
-        below[part.task] = below.get(part.task, 0.0) + part.weight * (part.mean - difference.low)
-        above[part.task] = above.get(part.task, 0.0) + part.weight * (difference.high - part.mean)
+        mean, task, weight = part.mean, part.term.key.task, part.term.weight
+        gain += weight * mean
+        below[task] = below.get(task, 0.0) + weight * (mean - difference.low)
+        above[task] = above.get(task, 0.0) + weight * (difference.high - mean)
     return gain, gain - math.hypot(*below.values()), gain + math.hypot(*above.values())
 
 
-def p_value(parts: Sequence[_Part]) -> float:
+def _p_value(parts: Sequence[_Part]) -> float:
     """Return the smallest error at which the lower bound is above zero, from ``MIN_P_VALUE`` to 1, accurate to 3 %."""
-    if combine_parts(parts, 0.5)[0] <= 0:
+    if _combine(parts, 0.5)[0] <= 0:
         return 1.0
     least, most = math.log(MIN_P_VALUE), 0.0  # an error of 1 always suffices
-    if combine_parts(parts, 1 - MIN_P_VALUE)[1] > 0:
+    if _combine(parts, 1 - MIN_P_VALUE)[1] > 0:
         return MIN_P_VALUE
     while most - least > 0.03:
         middle = (least + most) / 2
         error = math.exp(middle)
-        if error >= 0.5 or combine_parts(parts, 1 - error)[1] > 0:
+        if error >= 0.5 or _combine(parts, 1 - error)[1] > 0:
             most = middle
         else:
             least = middle
@@ -368,4 +462,94 @@ def _make_part(term: Term, winner: ScoresByMetric, reference: ScoresByMetric, cl
         mean, low, high = (scale * value for value in difference[:3])
         return Difference(mean, low, high, scale**2 * difference.variance)
 
-    return _Part(term.key.task, term.weight, float(differences.mean()), interval)
+    return _Part(term, ours, theirs, clusters, interval)
+
+
+CORRELATION = 0.6  # assumed between the scores of two recipes on the same documents
+_SHARE_GAINS = (0.01, 0.02, 0.03, 0.05, 0.1)  # gains in the forecast if scores are shares
+_GAIN_MULTIPLES = (0.25, 0.5, 1.0, 2.0)  # for other scores, as multiples of ``detectable``
+
+
+class GainChance(_Record):
+    """True gain, in the unit of the scores, and the chance that the test confirms it."""
+
+    gain: float
+    chance: float
+
+
+class ConfirmationPower(_Record):
+    """Forecast of the gains that the confirmation can detect."""
+
+    documents: int  # of all tasks together
+    detectable: float  # smallest true gain that is confirmed with 80 % probability
+    chances: tuple[GainChance, ...]
+    confidence: float
+    correlation: float
+    in_points: bool  # whether gains are shares
+
+    def brief(self) -> str:
+        """Return ``1,200 held-out documents confirm a true lead of 2.1 points 80 % of the time``."""
+        lead = self._format(self.detectable)
+        return f"{self.documents:,} held-out documents confirm a true lead of {lead} {100 * POWER:g} % of the time"
+
+    def sentence(self) -> str:
+        """Return :meth:`brief` with the chances of other gains and the assumed correlation.
+
+        Example: ``1,200 held-out documents confirm a true lead of 2.1 points 80 % of the time (1.0 points: 31 %)``.
+        """
+        chances = ", ".join(f"{self._format(item.gain)}: {100 * item.chance:.0f} %" for item in self.chances)
+        assumption = f"the scores of winner and hand-written recipe have a correlation of {self.correlation:g}"
+        return f"{self.brief()} ({chances}), if {assumption}"
+
+    def _format(self, gain: float) -> str:
+        return f"{100 * gain:.1f} points" if self.in_points else f"{gain:.2g}"
+
+
+def confirmation_power(
+    objective: Objective,
+    tables: Sequence[ScoresByMetric],
+    documents: Mapping[MetricKey, int],
+    confidence: float,
+    correlation: float = CORRELATION,
+) -> ConfirmationPower:
+    """Return the forecast for a confirmation with the given number of documents by metric.
+
+    ``tables`` are the scores of the hand-written recipes on the documents of the search. ``confidence`` is one-sided.
+    ``correlation``, in [0, 1), is that between the scores of winner and reference.
+    """
+    squared = 0.0
+    for term in objective.terms:
+        # For each hand-written recipe, the variance of a document's difference between two recipes that are as good.
+        variances = []
+        for numbers in (term.numbers(table) for table in tables):
+            if np.isin(numbers, (0.0, 1.0)).all():
+                # Keep the rate away from 0 and 1, because the next answer could differ even if all answers agree.
+                least = 1 / (len(numbers) + 2)
+                right = min(max(float(numbers.mean()), least), 1 - least)
+                variances.append(2 * (right - both_right(right, correlation)))
+            else:
+                variances.append(2 * (1 - correlation) * float(numbers.var()))
+        squared += term.weight**2 * sum(variances) / len(variances) / documents[term.key]
+    error, normal_bound = max(math.sqrt(squared), 1e-12), normal_quantile(confidence)
+    detectable = (normal_bound + normal_quantile(POWER)) * error
+    in_points = all(term.key.measure in ("exact", "probability") for term in objective.terms)
+    gains = _SHARE_GAINS if in_points else tuple(multiple * detectable for multiple in _GAIN_MULTIPLES)
+    return ConfirmationPower(
+        documents=sum({key.task: documents[key] for key in objective.weights}.values()),
+        detectable=detectable,
+        chances=tuple(GainChance(gain=gain, chance=NormalDist().cdf(gain / error - normal_bound)) for gain in gains),
+        confidence=confidence,
+        correlation=correlation,
+        in_points=in_points,
+    )
+
+
+def both_right(right: float, correlation: float) -> float:
+    """Return the chance that two recipes are both right about a document if each is with probability ``right``.
+
+    It is ``P(X < h, Y < h)`` for correlated standard normal variables with ``P(X < h) = right``.
+    """
+    h = NormalDist().inv_cdf(right)
+    x = np.linspace(-9.0, h, 401)
+    conditional = [NormalDist().cdf(bound) for bound in (h - correlation * x) / math.sqrt(1 - correlation**2)]
+    return float(np.trapezoid(np.exp(-0.5 * x**2) / math.sqrt(2 * math.pi) * conditional, x))

@@ -14,9 +14,6 @@ from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.methods import Method, merge_methods
 
 # fmt: off
-# fmt: off
-# fmt: off
-# fmt: off
 _TOP_KEYS = (
     "genome", "tasks", "limit", "num_fewshot", "shuffle", "random_init", "apply_chat_template", "fewshot_as_multiturn",
 )

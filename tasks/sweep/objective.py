@@ -1,4 +1,4 @@
-"""Compute the score of a candidate from the scores of its documents.
+"""Compute the score of a candidate from those of its documents, and drop hopeless candidates early. Pure functions.
 
 ::
 
@@ -6,25 +6,41 @@
     violation  = sum over constraints of max(0, mean of the reference - mean of the candidate - max_drop)
 
 For every measure, more is better. Log-likelihoods below ``-clip`` are raised to it, because a single document of -20
-nats would dominate a mean over hundreds. With several objectives, each term is a score of its own. All functions are
-pure.
+nats would dominate a mean over hundreds. With several objectives, each term is a score of its own.
 
 A *score table* holds the scores of one model on one set of documents: for each metric, one number per document, in the
 fixed order of the set. The tables of two models on the same set are therefore paired.
+
+In a *race*, a candidate is evaluated on a growing share of each task's documents, and compared on them with the best
+candidate so far, the *incumbent*. It is dropped at an interim look if the upper bound of their weighted mean difference
+is below zero. The weights are those of the objective::
+
+    D = sum over tasks of w_t * mean_t,     SE^2 = sum over tasks of w_t^2 * var_t / n_t
+    dropped if  D + lead + z_i * SE < 0
+
+The error is the chance to drop a candidate that is not worse. It is spent over the looks before the last one, as by
+O'Brien & Fleming's bound (Lan & DeMets 1983, Biometrika 70:659). At the last look, no document is left to save. The
+idea comes from Hoeffding races (Maron & Moore 1994) and F-race (Birattari et al. 2002). A dropped candidate gets the
+incumbent's score plus the observed mean difference as its score.
+
+With the rule ``halving``, the better third of each generation continues with three times the documents. This is cheap
+but rough, and its error is not known.
 """
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.sweep.settings import Measure, SweepSettings
+from mergegate.tasks.sweep.settings import Measure, Racing, SweepSettings
 
 TEXT = ""  # task name that stands for the held-out text of ``perplexity``
 HAND_WRITTEN = ""  # name of the searched recipe with its start values, among the references
@@ -43,19 +59,12 @@ ScoresByMetric = Mapping[MetricKey, NDArray[np.float64]]  # [evaluated documents
 
 @dataclass(frozen=True)
 class Term:
-    """One term of the score.
-
-    Args:
-        key: Metric that the term averages.
-        weight: Weight in the score. The weights of all terms sum to 1.
-        clip: Log-likelihoods below minus this value are raised to it. Default: no limit.
-        cluster_by: Document field that identifies clusters. Default: documents are independent.
-    """
+    """One term of the score: the mean of a metric."""
 
     key: MetricKey
-    weight: float
-    clip: float | None = None
-    cluster_by: str | None = None
+    weight: float  # the weights of all terms sum to 1
+    clip: float | None = None  # log-likelihoods below minus this value are raised to it
+    cluster_by: str | None = None  # document field that identifies clusters; None: documents are independent
 
     def numbers(self, table: ScoresByMetric) -> NDArray[np.float64]:
         """Return the scores of the documents for this term, after clipping."""
@@ -65,17 +74,11 @@ class Term:
 
 @dataclass(frozen=True)
 class Limit:
-    """Limit on how far a candidate may fall on a task.
-
-    Args:
-        key: Metric that is limited.
-        reference: Name of the parent to compare with, or ``HAND_WRITTEN``.
-        max_drop: Largest allowed drop, in the unit of the scores, not in points.
-    """
+    """Limit on how far a candidate may fall on a task."""
 
     key: MetricKey
-    reference: str
-    max_drop: float
+    reference: str  # name of the parent to compare with, or HAND_WRITTEN
+    max_drop: float  # in the unit of the scores, not in points
 
 
 @dataclass(frozen=True)
@@ -138,11 +141,7 @@ class Objective:
 def make_objective(settings: SweepSettings, names: Mapping[str, str]) -> Objective:
     """Return the objective that the settings describe.
 
-    ``names`` holds lm-eval's name of each task, by its name in the profile.
-
-    Raises:
-        InvalidInput: A metric occurs twice, a clip is set for a measure other than log-likelihood, a metric name is
-            missing or superfluous, or ``multi_objective`` is set with a single objective.
+    ``names`` holds lm-eval's name of each task, by its name in the profile. Raise InvalidInput if settings contradict.
     """
     total = sum(term.weight for term in settings.objective)
     terms: list[Term] = []
@@ -191,3 +190,100 @@ def _metric_key(
             expected="the name of a metric with measure: metric, and only there",
         )
     return MetricKey(TEXT if task is None else names[task], measure, metric or "")
+
+
+_HALVING_FACTOR = 3  # with ``halving``, one in three candidates continues with three times the documents
+_MIN_DOCUMENTS = 8  # smallest number of documents, over all tasks, that a decision is based on
+
+
+@dataclass(frozen=True)
+class Race:
+    """Rule that decides during a trial whether to drop the candidate. Picklable."""
+
+    incumbent: ScoresByMetric  # on all documents; if it is empty, every trial ends at its first look
+    weights: Mapping[MetricKey, float]  # they sum to 1
+    looks: tuple[float, ...]  # share of each task's documents that is evaluated by each look, increasing to 1
+    error: float = 0.05  # chance, over all looks, of dropping a candidate that is not worse
+    clips: Mapping[MetricKey, float] = field(default_factory=dict)
+    lead: float = 0.0  # the incumbent's change penalty: a candidate's largest advantage apart from its documents
+
+    def should_drop(self, table: ScoresByMetric, look: int) -> bool:
+        """Return whether to drop a candidate at a look, given its scores so far. ``look`` is an index from 0."""
+        if look >= len(self.looks) - 1:
+            return False
+        if not self.incumbent:
+            return True
+        differences = [self._differences(table, key) for key in self.weights]
+        if (
+            min(len(values) for values in differences) < 2
+            or sum(len(values) for values in differences) < _MIN_DOCUMENTS
+        ):
+            return False
+        mean = squared = 0.0
+        for (key, weight), values in zip(self.weights.items(), differences, strict=True):
+            # A few equal differences do not mean certainty. Assume at least the variance that results if one document
+            # differs by a standard deviation of the incumbent's scores.
+            floor = float(np.var(self._cut(self.incumbent[key], key))) / len(values)
+            mean += weight * float(values.mean())
+            squared += weight**2 * max(float(values.var(ddof=1)), floor) / len(values)
+        level = spent_error(look, len(self.looks) - 1, self.error)
+        return mean + self.lead + NormalDist().inv_cdf(1 - level) * math.sqrt(squared) < 0
+
+    def difference(self, table: ScoresByMetric) -> float:
+        """Return the weighted mean of candidate minus incumbent, over the documents in ``table``."""
+        return sum(weight * float(self._differences(table, key).mean()) for key, weight in self.weights.items())
+
+    def digest(self) -> str:
+        """Return a digest of everything that determines when a candidate is dropped, as 64 hex digits."""
+        sha256_hash = hashlib.sha256()
+        rule = [self.looks, self.error, self.lead, sorted(self.weights.items()), sorted(self.clips.items())]
+        sha256_hash.update(repr(rule).encode())
+        for key in sorted(self.incumbent):
+            sha256_hash.update(repr(key).encode() + np.ascontiguousarray(self.incumbent[key], dtype="<f8").tobytes())
+        return sha256_hash.hexdigest()
+
+    def _differences(self, table: ScoresByMetric, key: MetricKey) -> NDArray[np.float64]:
+        scores = table[key]
+        return self._cut(scores, key) - self._cut(self.incumbent[key][: len(scores)], key)
+
+    def _cut(self, numbers: NDArray[np.float64], key: MetricKey) -> NDArray[np.float64]:
+        return np.maximum(numbers, -self.clips[key]) if key in self.clips else numbers
+
+
+def cumulative_shares(racing: Racing) -> tuple[float, ...]:
+    """Return the share of each task's documents that is evaluated by each look.
+
+    With the rule ``paired`` the shares double from ``racing.first`` to 1. With other rules, there is a single look.
+    """
+    shares, share = [], racing.first
+    while racing.rule == "paired" and share < 1:
+        shares.append(share)
+        share *= 2
+    return (*shares, 1.0)
+
+
+def spent_error(look: int, interim: int, error: float) -> float:
+    """Return the part of ``error`` that is spent at the look with index ``look``, one of ``interim`` interim looks."""
+
+    def spent_until(share: float) -> float:
+        normal = NormalDist()
+        return 2 * normal.cdf(-normal.inv_cdf(1 - error / 2) / math.sqrt(share)) if share > 0 else 0.0
+
+    return spent_until((look + 1) / interim) - spent_until(look / interim)
+
+
+def halving_rounds(racing: Racing) -> tuple[Race | None, ...]:
+    """Return the race of each round of ``halving``, or None for the last round, which evaluates all documents.
+
+    In each race, every trial ends at a share of the documents. The shares grow from about ``racing.first``.
+    """
+    shares = [1.0]
+    while shares[0] / _HALVING_FACTOR > 0.8 * racing.first:
+        shares.insert(0, shares[0] / _HALVING_FACTOR)
+    return (*(Race({}, {}, (share, 1.0)) for share in shares[:-1]), None)
+
+
+def best_third(ranks: Sequence[int]) -> tuple[int, ...]:
+    """Return the indices of the candidates in the better third, at least one, by their ``ranks`` (0 for the best)."""
+    count = max(1, math.ceil(len(ranks) / _HALVING_FACTOR))
+    return tuple(sorted(sorted(range(len(ranks)), key=lambda i: (ranks[i], i))[:count]))

@@ -1,4 +1,4 @@
-"""Propose the next generation of candidates: CMA-ES, random search, and samplers of Optuna.
+"""Propose the next generation of candidates (CMA-ES, random search, samplers of Optuna), and export trials to Optuna.
 
 A sampler is deterministic: with the same seed, and the same scores in the same order, it proposes the same points. Its
 state is never stored. A killed search repeats its proposals and takes their scores from the ledger.
@@ -11,50 +11,51 @@ and the unit of the scores does not. After convergence, the search restarts at a
 
 Optuna's samplers are TPE, Gaussian processes and NSGA-II. Optuna draws a new seed when it resumes a stored study, so
 its study is in memory and receives all results again after a restart.
+
+:func:`open_view` exports the trials to a storage of Optuna, for its dashboard: a journal file (on one machine or a
+shared file system) or a database. The search never reads the export, which can be rebuilt from the ledger. Parameter
+importances are a rough guide: with sixty trials, many of them close together, they vary from search to search.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
-from typing import Any, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from mergegate.merge_core.errors import InvalidInput, pip_command
+from mergegate.merge_core.errors import InvalidInput, MergegateError, pip_command
+from mergegate.merge_core.files import disk_errors_refused
 from mergegate.tasks.sweep.objective import Objective
-from mergegate.tasks.sweep.settings import Point, SweepSettings
-from mergegate.tasks.sweep.space import Space
-from mergegate.tasks.sweep.study import rank
+from mergegate.tasks.sweep.settings import Point, SweepSettings, Value
+from mergegate.tasks.sweep.space import Coordinate, Space
+from mergegate.tasks.sweep.study import Study, Trial, rank
 
 _RESAMPLED = 10  # redraws per coordinate before a point outside the range is clipped to it
 _AT_START = 0.5  # probability of the hand-written choice in the first generation of CMA-ES
 _CONSTRAINTS = "constraints"
+_MIN_TRIALS = 10  # smallest number of trials to compute importances from
 
 
-class TrialResult(NamedTuple):
-    """Point of the search space, with the scores of its candidate."""
-
-    point: Point
-    scores: tuple[float, ...]  # One number per objective; more is better. NaN counts as worst.
-    violation: float = 0.0  # Sum of all constraint violations.
-
-
-class Sampler(Protocol):
+class Sampler:
     """Source of the next generation of candidates."""
 
-    def begin(self, start: TrialResult) -> None:
-        """Receive the result of the hand-written values. Called once, before the first generation."""
+    def begin(self, start: Trial) -> None:
+        """Receive the trial of the hand-written values. Called once, before the first generation."""
 
     def ask(self) -> list[Point]:
-        """Return the next generation. Call :meth:`tell` with all of its results before asking for another one."""
+        """Return the next generation. Call :meth:`tell` with all of its trials before asking for another one."""
+        raise NotImplementedError
 
-    def tell(self, trial_results: Sequence[TrialResult]) -> None:
-        """Receive the results of a generation, in the order of its points."""
+    def tell(self, trials: Sequence[Trial]) -> None:
+        """Receive the trials of a generation, in the order of its points."""
 
 
 def generation_size(dimensions: int, settings: SweepSettings) -> int:
@@ -86,42 +87,23 @@ def make_sampler(space: Space, objective: Objective, settings: SweepSettings) ->
     return OptunaSearch(space, objective, settings.sampler, settings.seed, size)
 
 
-class RandomSearch:
-    """Sampler of uniform draws that do not depend on earlier results. It is the baseline in reports.
-
-    Args:
-        size: Number of points in a generation.
-    """
+class RandomSearch(Sampler):
+    """Sampler of uniform draws, ``size`` in a generation. It is the baseline in reports."""
 
     def __init__(self, space: Space, seed: int, size: int) -> None:
         self._space, self._size = space, size
         self._rng = np.random.default_rng(seed)
 
-    def begin(self, start: TrialResult) -> None:
-        """Ignore the result, because draws do not depend on it."""
-
     def ask(self) -> list[Point]:
-        """Return the next ``size`` points."""
         return self.draw(self._size)
 
     def draw(self, count: int) -> list[Point]:
         """Return the next ``count`` points, which do not depend on the size of earlier calls."""
         return [self._space.decode(self._rng.random(len(self._space.coordinates))) for _ in range(count)]
 
-    def tell(self, trial_results: Sequence[TrialResult]) -> None:
-        """Ignore the results, because draws do not depend on them."""
 
-
-class EvolutionStrategy:
-    """CMA-ES sampler over the unit cube (see the module).
-
-    Args:
-        sigma: Initial step size, as a share of each range.
-        size: Number of points in a generation.
-
-    Raises:
-        InvalidInput: The package ``cmaes`` is not installed.
-    """
+class EvolutionStrategy(Sampler):
+    """CMA-ES sampler over the unit cube (see the module). ``sigma`` is the first step, as a share of each range."""
 
     def __init__(self, space: Space, objective: Objective, seed: int, sigma: float, size: int) -> None:
         self._cmaes = import_optional("cmaes")
@@ -135,19 +117,13 @@ class EvolutionStrategy:
         self._pending: list[Any] = []
         self._strategy = self._new_strategy(space.encode(space.start))
 
-    def begin(self, start: TrialResult) -> None:
-        """Ignore the result, because the first generation is drawn around the hand-written values anyway."""
-
     def ask(self) -> list[Point]:
-        """Return the next generation of points."""
         self._pending = [self._strategy.ask() for _ in range(self._strategy.population_size)]
         return [self._space.decode(self._position(draw)) for draw in self._pending]
 
-    def tell(self, trial_results: Sequence[TrialResult]) -> None:
+    def tell(self, trials: Sequence[Trial]) -> None:
         """Update the distribution with the results, and restart it if it has converged."""
-        ranks = rank(
-            [result.scores for result in trial_results], [result.violation for result in trial_results], self._objective
-        )
+        ranks = rank([trial.scores for trial in trials], [trial.violation for trial in trials], self._objective)
         self._strategy.tell([(draw, float(position)) for draw, position in zip(self._pending, ranks, strict=True)])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # With categories only, cmaes warns that it has no stopping rule.
@@ -200,16 +176,8 @@ class EvolutionStrategy:
         return unit
 
 
-class OptunaSearch:
-    """Sampler of Optuna, in a study whose parameters are positions in [0, 1] or indices of choices.
-
-    Args:
-        kind: ``tpe``, ``gp`` or ``nsga2``.
-        size: Number of points in a generation.
-
-    Raises:
-        InvalidInput: Optuna is not installed.
-    """
+class OptunaSearch(Sampler):
+    """Sampler of Optuna (``tpe``, ``gp`` or ``nsga2``), in a study of positions in [0, 1] and indices of choices."""
 
     def __init__(self, space: Space, objective: Objective, kind: str, seed: int, size: int) -> None:
         self._optuna = import_optional("optuna")
@@ -240,7 +208,7 @@ class OptunaSearch:
                 distribution = distributions.IntDistribution(0, last)
             self._distributions[coordinate.name] = distribution
 
-    def begin(self, start: TrialResult) -> None:
+    def begin(self, start: Trial) -> None:
         """Add the hand-written values to the study as a trial that the sampler did not propose."""
         if any(math.isnan(score) for score in start.scores):
             return
@@ -253,7 +221,6 @@ class OptunaSearch:
             self._record(self._study.ask(self._distributions), start)
 
     def ask(self) -> list[Point]:
-        """Return the next ``size`` points."""
         with quiet_optuna(self._optuna):
             self._pending = [self._study.ask(self._distributions) for _ in range(self._size)]
         points = []
@@ -262,14 +229,13 @@ class OptunaSearch:
             points.append(self._space.decode([(value + 0.5) / count if count else value for value, count in values]))
         return points
 
-    def tell(self, trial_results: Sequence[TrialResult]) -> None:
-        """Add the results of a generation to the study, in the order of its points."""
+    def tell(self, trials: Sequence[Trial]) -> None:
         with quiet_optuna(self._optuna):
-            for trial, result in zip(self._pending, trial_results, strict=True):
-                self._record(trial, result)
+            for pending, trial in zip(self._pending, trials, strict=True):
+                self._record(pending, trial)
 
-    def _record(self, trial: Any, result: TrialResult) -> None:
-        scores = list(result.scores)
+    def _record(self, pending: Any, trial: Trial) -> None:
+        scores = list(trial.scores)
         if not scores or any(math.isnan(score) for score in scores):
             # A trial reported as failed would leave its generation one short, and the sampler would not learn to avoid
             # the point. It gets the worst score so far instead.
@@ -277,16 +243,12 @@ class OptunaSearch:
         else:
             self._worst = [min(pair) for pair in zip(scores, self._worst, strict=True)] if self._has_score else scores
             self._has_score = True
-        trial.set_constraint(_CONSTRAINTS, result.violation if not math.isnan(result.violation) else 1.0)
-        self._study.tell(trial, scores)
+        pending.set_constraint(_CONSTRAINTS, trial.violation if not math.isnan(trial.violation) else 1.0)
+        self._study.tell(pending, scores)
 
 
 def import_optional(package: str, extra: str = "sweep") -> Any:
-    """Import and return ``package``, which the extra ``extra`` installs.
-
-    Raises:
-        InvalidInput: The package is not installed.
-    """
+    """Import and return ``package``. Raise InvalidInput if it is missing: the extra ``extra`` installs it."""
     try:
         return import_module(package)
     except ModuleNotFoundError as error:
@@ -311,3 +273,153 @@ def quiet_optuna(optuna: Any) -> Iterator[None]:
             yield
     finally:
         optuna.logging.set_verbosity(verbosity)
+
+
+def open_view(
+    address: str, name: str, coordinates: Sequence[Coordinate], objective: Objective
+) -> Callable[[Sequence[Trial]], int]:
+    """Open the Optuna study of a search, and return a function that exports trials to it.
+
+    The function adds the trials that the study does not have yet, and returns their number.
+
+    Args:
+        address: Path of a journal file, or the address of a database (``postgresql://…``).
+        name: Name of the study, which must be different for each search. It is created if it does not exist.
+        coordinates: Coordinates of the search space.
+        objective: Objective of the search.
+
+    Raises:
+        InvalidInput: Optuna is not installed, the database cannot be reached, or a study of that name has another
+            number of objectives.
+        DiskUnavailable: The file cannot be written.
+    """
+    optuna = import_optional("optuna")
+    objectives = len(objective.terms) if objective.multi_objective else 1
+    with quiet_optuna(optuna):
+        storage = view_storage(address)
+        study = _connect(
+            address,
+            lambda: optuna.create_study(
+                storage=storage,
+                study_name=name,
+                directions=["maximize"] * objectives,
+                sampler=optuna.samplers.RandomSampler(seed=0),
+                load_if_exists=True,
+            ),
+        )
+        if len(study.directions) != objectives:
+            raise InvalidInput(
+                f"sweep: study {name}",
+                found=f"a stored study with {len(study.directions)} objectives",
+                expected=f"{objectives}",
+                remedy="use a different name or file",
+            )
+    return partial(_export, study, coordinates, objective)
+
+
+def _export(study: Any, coordinates: Sequence[Coordinate], objective: Objective, trials: Sequence[Trial]) -> int:
+    """Add the trials that an Optuna study does not have yet, and return their number.
+
+    Hand-written recipes other than the searched one are skipped, because they are not points of the space.
+    """
+    optuna = import_optional("optuna")
+    with quiet_optuna(optuna):
+        recorded = {item.user_attrs.get("number") for item in study.get_trials(deepcopy=False)}
+        new = [trial for trial in trials if trial.number not in recorded and trial.point]
+        study.add_trials([_optuna_trial(optuna, trial, coordinates, objective) for trial in new])
+    return len(new)
+
+
+def _optuna_trial(optuna: Any, trial: Trial, coordinates: Sequence[Coordinate], objective: Objective) -> Any:
+    failed = bool(trial.problem) or any(math.isnan(score) for score in trial.scores)
+    values: dict[str, Value] = {}
+    distributions, kinds = {}, optuna.distributions
+    for coordinate in coordinates:
+        name, free, value = coordinate.name, coordinate.free, trial.point[coordinate.name]
+        if free.type == "category":
+            # Use the object in ``choices``. A value from a file may be equal to it but of another type.
+            values[name] = free.choices[int(coordinate.encode(value) * coordinate.choices)]
+            distributions[name] = kinds.CategoricalDistribution(free.choices)
+        elif free.type == "integer":
+            values[name] = int(value)
+            distributions[name] = kinds.IntDistribution(int(coordinate.low), int(coordinate.high))
+        else:
+            values[name] = float(value)
+            distributions[name] = kinds.FloatDistribution(coordinate.low, coordinate.high, log=free.type == "log")
+    names = (
+        "number",
+        "generation",
+        "origin",
+        "documents",
+        "dropped",
+        "seconds",
+        *(["problem"] if trial.problem else []),
+    )
+    return optuna.trial.create_trial(
+        state=optuna.trial.TrialState.FAIL if failed else optuna.trial.TrialState.COMPLETE,
+        values=None if failed else list(trial.scores),
+        params=values,
+        distributions=distributions,
+        user_attrs={name: getattr(trial, name) for name in names},
+        constraints={_CONSTRAINTS: trial.violation} if objective.limits and not failed else None,
+    )
+
+
+def view_storage(address: str) -> Any:
+    """Return an Optuna storage for the path of a journal file or the address of a database."""
+    optuna = import_optional("optuna")
+    if "://" in address:
+        return _connect(address, lambda: optuna.storages.RDBStorage(address))
+    file = Path(address)
+    with disk_errors_refused(file):
+        file.parent.mkdir(parents=True, exist_ok=True)
+        return optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(file)))
+
+
+def parameter_importances(study: Study) -> tuple[Mapping[str, float], str]:
+    """Return how much of the variation in the score each coordinate explains, and why there is nothing if so.
+
+    The importances are from 0 to 1, by name of coordinate, largest first.
+
+    Raises:
+        InvalidInput: Optuna is not installed.
+    """
+    trials = [trial for trial in study.trials if trial.point and not trial.problem]
+    if len(trials) < _MIN_TRIALS:
+        return {}, f"fewer than {_MIN_TRIALS} trials have a score"
+    if len({trial.scores for trial in trials}) < 2:
+        return {}, "all trials have the same score"
+    optuna, objective = import_optional("optuna"), study.objective
+    with quiet_optuna(optuna):
+        directions = ["maximize"] * len(trials[0].scores)
+        optuna_study = optuna.create_study(storage=optuna.storages.InMemoryStorage(), directions=directions)
+        _export(optuna_study, study.coordinates, objective, trials)
+        target = (lambda trial: objective.total(trial.values)) if objective.multi_objective else None
+        evaluator = optuna.importance.PedAnovaImportanceEvaluator()
+        shares = optuna.importance.get_param_importances(optuna_study, evaluator=evaluator, target=target)
+    return {name: float(share) for name, share in shares.items()}, ""
+
+
+def serve_dashboard(address: str, port: int = 8080) -> None:
+    """Serve Optuna's dashboard for the storage at ``address`` on 127.0.0.1 until interrupted."""
+    dashboard = import_optional("optuna_dashboard", extra="dashboard")
+    with quiet_optuna(import_optional("optuna")):
+        storage = view_storage(address)
+    dashboard.run_server(storage, host="127.0.0.1", port=port)
+
+
+def _connect(address: str, connect: Callable[[], Any]) -> Any:
+    try:
+        return connect()
+    except MergegateError:
+        raise
+    except Exception as error:  # the type depends on the database driver
+        if "://" not in address:
+            raise
+        # Omit the address and the driver's message, because both may contain a password.
+        raise InvalidInput(
+            "sweep: storage",
+            found=f"cannot use the database at {address.partition('://')[0]}://… ({type(error).__name__})",
+            expected="an SQLAlchemy address whose driver is installed",
+            remedy="use a journal file instead, which needs no database",
+        ) from None

@@ -1,8 +1,13 @@
-"""Run the search: score the hand-written recipes, then one generation after another.
+"""Run the search: score the hand-written recipes, then one generation after another, or the ingredients of a soup.
 
 A killed search starts over: its sampler proposes the same points, and their scores are in the ledger. The result does
 not depend on the order in which workers finish, because the sampler receives results in the order of its proposals, and
 candidates race against the best trial of earlier generations.
+
+The search of a soup, the average of the models that improve it, follows Wortsman et al. 2022
+(https://arxiv.org/abs/2203.05482): sort the models by their score, start with the best one, and add each of the others
+if the score of the average does not fall. This greedy choice partly follows chance, so the search only proposes
+ingredients. Other documents, which no trial has read, decide about each of them (:mod:`confirmation`).
 """
 
 from __future__ import annotations
@@ -14,17 +19,29 @@ from pathlib import Path
 from typing import Any
 
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.sweep.ledger import Ledger, ScoreAll, request_key, score_once
-from mergegate.tasks.sweep.objective import HAND_WRITTEN, MetricKey, Objective, ScoresByMetric
-from mergegate.tasks.sweep.race import Race, best_third, cumulative_shares, halving_rounds
-from mergegate.tasks.sweep.recipes import SoupRecipe
-from mergegate.tasks.sweep.samplers import RandomSearch, TrialResult, generation_size, make_sampler
+from mergegate.tasks.sweep.objective import (
+    HAND_WRITTEN,
+    MetricKey,
+    Objective,
+    Race,
+    ScoresByMetric,
+    best_third,
+    cumulative_shares,
+    halving_rounds,
+)
+from mergegate.tasks.sweep.samplers import RandomSearch, generation_size, make_sampler
 from mergegate.tasks.sweep.settings import Point, SweepSettings
-from mergegate.tasks.sweep.space import Space, recipe_key
+from mergegate.tasks.sweep.space import SoupRecipe, Space, recipe_key
 from mergegate.tasks.sweep.study import (
+    INGREDIENT,
+    SOUP,
     HandWritten,
+    Ledger,
+    ScoreAll,
     SearchEnd,
     SearchProgress,
+    SoupSearch,
+    SoupStep,
     Study,
     Trial,
     TrialRequest,
@@ -32,6 +49,8 @@ from mergegate.tasks.sweep.study import (
     best_of,
     front,
     rank,
+    request_key,
+    score_once,
 )
 
 _BASELINE_RATIO = 3  # default number of sampler trials per trial of random search
@@ -40,20 +59,15 @@ _BASELINE_SEED = 1_000_003  # added to the sampler's seed to get that of random 
 
 @dataclass(frozen=True)
 class SearchProblem:
-    """Search space, settings and objective of a search, and the models with which candidates are compared.
-
-    Args:
-        hand_written: Recipes that the winner must beat. The first is the searched recipe with its start values.
-        references: Scores, on the documents of the search, of the parents that constraints name. By name of parent.
-        soup: Ingredients, in the search of a soup. Default: free parameters are searched.
-    """
+    """Search space, settings and objective of a search, and the models with which candidates are compared."""
 
     space: Space
     settings: SweepSettings
     objective: Objective
-    hand_written: tuple[HandWritten, ...]
+    hand_written: tuple[HandWritten, ...]  # recipes that the winner must beat, first that with the start values
+    # Scores, on the documents of the search, of the parents that constraints name. By name of parent.
     references: Mapping[str, ScoresByMetric] = field(default_factory=dict)
-    soup: SoupRecipe | None = None
+    soup: SoupRecipe | None = None  # ingredients; None if free parameters are searched
 
     @property
     def directory(self) -> Path | None:
@@ -91,6 +105,8 @@ def search(
 ) -> Study:
     """Search until the budget is used up.
 
+    For a soup of ``n`` models, score the models alone and at most ``n - 1`` soups.
+
     Args:
         problem: Space, settings and objective of the search.
         score_all: Function that scores candidates and yields results in any order.
@@ -101,13 +117,17 @@ def search(
 
     Raises:
         InvalidInput: The sampler does not support the settings.
-        Refused: A hand-written recipe has no score, or every candidate crashes its process.
+        Refused: A hand-written recipe or every ingredient of a soup has no score, or every candidate crashes its
+            process.
     """
-    return _Search(problem, score_all, ledger, workers, on_progress, on_generation).run()
+    kind = _ParameterSearch if problem.soup is None else _SoupSearch
+    return kind(problem, score_all, ledger, workers, on_progress, on_generation).run()
 
 
 @dataclass
 class _Search:
+    """Trials of a running search."""
+
     problem: SearchProblem
     score_all: ScoreAll
     ledger: Ledger
@@ -123,30 +143,136 @@ class _Search:
     seconds: dict[str, float] = field(default_factory=dict)
     new_count: int = 0  # number of trials scored in this run
     finished: int = 0  # number of finished requests of this generation
-    used_before: float = 0.0
 
     def __post_init__(self) -> None:
-        self.space, self.settings = self.problem.space, self.problem.settings
-        self.objective, self.directory = self.problem.objective, self.problem.directory
+        self.settings, self.objective = self.problem.settings, self.problem.objective
+        self.limit = self.settings.budget.trials
+        self.used_before = self.ledger.used_seconds
 
     def run(self) -> Study:
-        sampler = make_sampler(self.space, self.objective, self.settings)
-        baseline = RandomSearch(self.space, self.settings.seed + _BASELINE_SEED, 1)
-        self.used_before = self.ledger.used_seconds
+        raise NotImplementedError
+
+    def hand_written(self) -> list[Trial]:
+        return [trial for trial in self.trials if trial.origin == "hand-written"]
+
+    def add_hand_written(self) -> None:
+        """Score the hand-written recipes, and add their trials."""
         results = score_hand_written(self.problem, self.score_all, self.ledger)
         start_table = results[0].table
         self.references = {**self.problem.references, HAND_WRITTEN: start_table}
         self.sizes = {key: len(start_table[key]) for key in self.objective.metric_keys}
         for number, (hand_written, scores) in enumerate(zip(self.problem.hand_written, results, strict=True)):
-            point = self.space.start if number == 0 else {}
+            point = self.problem.space.start if number == 0 else {}
             trial = Trial(number, -1, "hand-written", hand_written.label, point, ())
-            self._add(trial, TrialRequest(hand_written.recipe), scores)
-        self._report_progress(-1)
+            self.add(trial, TrialRequest(hand_written.recipe), scores)
 
-        start = self.trials[0]
-        sampler.begin(TrialResult(self.space.start, start.scores, start.violation))
+    def score(self, requests: Sequence[TrialRequest], generation: int) -> tuple[TrialScores, ...]:
+        def count(scores: TrialScores) -> None:
+            self.new_count, self.finished = self.new_count + 1, self.finished + 1
+            self.report_progress(generation)
+
+        directory = self.problem.directory
+        results = score_once(requests, self.score_all, self.ledger, directory=directory, on_scored=count)
+        self.finished = 0
+        return results
+
+    def add(self, trial: Trial, request: TrialRequest, scores: TrialScores) -> None:
+        """Add a trial with its scores, which ``trial`` does not have yet."""
+        values, violation = self.rate(scores)
+        evaluated, race = 1.0, request.race
+        if not scores.problem:
+            evaluated = sum(len(scores.table[key]) for key in self.sizes) / max(1, sum(self.sizes.values()))
+        if scores.dropped and race is not None and not scores.problem:
+            best = best_of([old for old in self.trials if old.generation != trial.generation], self.objective)
+            assert best is not None
+            penalty = self.objective.change_penalty * scores.change if self.objective.change_penalty else 0.0
+            values = (best.scores[0] + race.lead + race.difference(scores.table) - penalty,)
+        trial = replace(
+            trial,
+            scores=values,
+            violation=violation,
+            documents=evaluated,
+            dropped=scores.dropped,
+            change=scores.change,
+            seconds=sum(scores.seconds.values()),
+            problem=scores.problem,
+        )
+        self.trials.append(trial)
+        self.tables[trial.number], self.recipes[trial.number] = scores.table, request.recipe
+        self.first_of.setdefault(recipe_key(request.recipe), trial)
+        for activity, seconds in scores.seconds.items():
+            self.seconds[activity] = self.seconds.get(activity, 0.0) + seconds
+
+    def rate(self, scores: TrialScores) -> tuple[tuple[float, ...], float]:
+        """Return one score per objective (NaN if there is a problem), and the constraint violation."""
+        if scores.problem:
+            return (math.nan,) * (len(self.objective.terms) if self.objective.multi_objective else 1), 0.0
+        violation = self.objective.violation(scores.table, self.references)
+        return self.objective.scores(scores.table, scores.change), violation
+
+    def keep_tables(self, needed: set[int]) -> None:
+        """Forget the tables of all trials that are not needed, so that memory does not grow with the trials."""
+        self.tables = {number: table for number, table in self.tables.items() if number in needed}
+        self.recipes = {number: recipe for number, recipe in self.recipes.items() if number in needed}
+
+    def spent(self) -> float | None:
+        rate = self.settings.budget.cost_per_hour
+        return None if rate is None else self.ledger.used_seconds / 3600 * self.workers * rate
+
+    def report_progress(self, generation: int) -> None:
+        best, by_hand = best_of(self.trials, self.objective), best_of(self.hand_written(), self.objective)
+        count, used, hours = len(self.trials) + self.finished, self.ledger.used_seconds, self.settings.budget.hours
+        estimates = []
+        if self.new_count:
+            estimates.append((used - self.used_before) / self.new_count * max(0, self.limit - count))
+        if hours is not None:
+            estimates.append(max(0.0, 3600 * hours - used))
+        self.on_progress(
+            SearchProgress(
+                trials=min(count, self.limit),
+                budget=self.limit,
+                generation=generation,
+                best=self.objective.total(best.scores) if best else None,
+                best_number=best.number if best else None,
+                hand_written=self.objective.total(by_hand.scores) if by_hand else None,
+                seconds_left=min(estimates, default=None),
+                spent=self.spent(),
+            )
+        )
+
+    def study(self, best: Trial | None, stop_reason: SearchEnd, population: int, soup: SoupSearch | None) -> Study:
+        return Study(
+            settings=self.settings,
+            objective=self.objective,
+            coordinates=self.problem.space.coordinates,
+            trials=tuple(self.trials),
+            best=best,
+            front=front(self.trials) if self.objective.multi_objective else (),
+            sizes=self.sizes,
+            tables=self.tables,
+            recipes=self.recipes,
+            population=population,
+            scored_count=len(self.first_of),
+            new_count=self.new_count,
+            seconds={**self.seconds, "wall": self.ledger.used_seconds},
+            spent=self.spent(),
+            stop_reason=stop_reason,
+            soup=soup,
+        )
+
+
+class _ParameterSearch(_Search):
+    """Search over free parameters: generations of a sampler, and some trials of random search to compare with."""
+
+    def run(self) -> Study:
+        space, budget = self.problem.space, self.limit
+        sampler = make_sampler(space, self.objective, self.settings)
+        baseline = RandomSearch(space, self.settings.seed + _BASELINE_SEED, 1)
+        self.add_hand_written()
+        self.report_progress(-1)
+        sampler.begin(self.trials[0])
         stop_reason: SearchEnd | None = None
-        generation, budget, proposed, drawn = 0, self.settings.budget.trials, 0, 0
+        generation, proposed, drawn = 0, 0, 0
         while len(self.trials) < budget:
             points = sampler.ask()
             baseline_count = min(self._baseline_due(proposed + len(points)) - drawn, budget - len(self.trials))
@@ -156,7 +282,7 @@ class _Search:
             ]
             race = self._race()
             requests = [
-                TrialRequest(self.space.fill_recipe(point), race=race, directory=self.directory)
+                TrialRequest(space.fill_recipe(point), race=race, directory=self.problem.directory)
                 for _, point in points_by_origin
             ]
             if (stop_reason := self._exhausted_limit(requests)) is not None:
@@ -164,41 +290,22 @@ class _Search:
             begin = len(self.trials)
             self._run_generation(generation, points_by_origin, requests)
             if len(sampled) == len(points):
-                sampler_trials = self.trials[begin : begin + len(points)]
-                sampler.tell([TrialResult(trial.point, trial.scores, trial.violation) for trial in sampler_trials])
+                sampler.tell(self.trials[begin : begin + len(points)])
             proposed, drawn, generation = proposed + len(sampled), drawn + baseline_count, generation + 1
-        return Study(
-            settings=self.settings,
-            objective=self.objective,
-            coordinates=self.space.coordinates,
-            trials=tuple(self.trials),
-            best=best_of(self._searched_trials(), self.objective),
-            front=front(self.trials) if self.objective.multi_objective else (),
-            sizes=self.sizes,
-            tables=self.tables,
-            recipes=self.recipes,
-            population=generation_size(len(self.space.coordinates), self.settings),
-            scored_count=len(self.first_of),
-            new_count=self.new_count,
-            seconds={**self.seconds, "wall": self.ledger.used_seconds},
-            spent=self._spent(),
-            stop_reason=stop_reason or "trials",
-        )
+        best = best_of(self._searched(), self.objective)
+        return self.study(best, stop_reason or "trials", generation_size(len(space.coordinates), self.settings), None)
+
+    def _searched(self) -> list[Trial]:
+        return [trial for trial in self.trials if trial.origin != "hand-written"]
 
     def _baseline_due(self, proposed_count: int) -> int:
         """Return how many random search trials are due after ``proposed_count`` trials of the sampler."""
         requested = self.settings.random_trials
         if requested is None:
-            limit = self.settings.budget.trials // (_BASELINE_RATIO + 1)
+            limit = self.limit // (_BASELINE_RATIO + 1)
             return 0 if self.settings.sampler == "random" else min(limit, proposed_count // _BASELINE_RATIO)
-        searched = self.settings.budget.trials - len(self._hand_written_trials()) - requested
+        searched = self.limit - len(self.hand_written()) - requested
         return min(requested, math.ceil(requested * proposed_count / searched)) if searched > 0 else requested
-
-    def _hand_written_trials(self) -> list[Trial]:
-        return [trial for trial in self.trials if trial.origin == "hand-written"]
-
-    def _searched_trials(self) -> list[Trial]:
-        return [trial for trial in self.trials if trial.origin != "hand-written"]
 
     def _race(self) -> Race | None:
         """Return the race against the best trial so far, or None if candidates are not dropped.
@@ -221,12 +328,11 @@ class _Search:
         """
         first_race = halving_rounds(self.settings.racing)[0] if self.settings.racing.rule == "halving" else None
         possible = [*requests, *(replace(request, race=first_race) for request in requests)]
-        if any(self.ledger.find(request_key(request, self.directory)) is not None for request in possible):
+        if any(self.ledger.find(request_key(request, self.problem.directory)) is not None for request in possible):
             return None
-        budget, used = self.settings.budget, self.ledger.used_seconds
-        if budget.hours is not None and used >= 3600 * budget.hours:
+        budget, spent = self.settings.budget, self.spent()
+        if budget.hours is not None and self.ledger.used_seconds >= 3600 * budget.hours:
             return "hours"
-        spent = self._spent()
         return "cost" if budget.cost is not None and spent is not None and spent >= budget.cost else None
 
     def _run_generation(
@@ -236,24 +342,22 @@ class _Search:
         new = {key: request for key, request in zip(keys, requests, strict=True) if key not in self.first_of}
         is_halving = self.settings.racing.rule == "halving"
         results: dict[str, TrialScores] = {}
-        if is_halving:
-            # Each round has a larger share of the documents. Candidates keep the result of their last round.
-            continuing = list(new)
-            for race in halving_rounds(self.settings.racing):
-                round_results = self._score([replace(new[key], race=race) for key in continuing], generation)
-                results.update(zip(continuing, round_results, strict=True))
-                if race is not None:
-                    scores, violations = zip(*map(self._rate, round_results), strict=True) if continuing else ((), ())
-                    continuing = [continuing[i] for i in best_third(rank(scores, violations, self.objective))]
-        else:
-            results = dict(zip(new, self._score(list(new.values()), generation), strict=True))
+        # Each round of halving has a larger share of the documents. Candidates keep the result of their last round.
+        continuing = list(new)
+        for race in halving_rounds(self.settings.racing) if is_halving else ():
+            round_results = self.score([replace(new[key], race=race) for key in continuing], generation)
+            results.update(zip(continuing, round_results, strict=True))
+            if race is not None:
+                scores, violations = zip(*map(self.rate, round_results), strict=True) if continuing else ((), ())
+                continuing = [continuing[i] for i in best_third(rank(scores, violations, self.objective))]
+        if not is_halving:
+            results.update(zip(new, self.score(list(new.values()), generation), strict=True))
 
         begin = len(self.trials)
         for (origin, point), key, request in zip(points_by_origin, keys, requests, strict=True):
             number = len(self.trials)
-            trial = Trial(number, generation, origin, "", point, ())
             if key not in self.first_of:
-                self._add(trial, request, results[key])
+                self.add(Trial(number, generation, origin, "", point, ()), request, results[key])
                 continue
             first = self.first_of[key]
             self.trials.append(
@@ -261,96 +365,99 @@ class _Search:
             )
             if first.number in self.tables:
                 self.tables[number], self.recipes[number] = self.tables[first.number], self.recipes[first.number]
-        # Rank trials that halving dropped below all others of their generation, by the difference to the best of them.
-        sound = [trial for trial in self.trials[begin:] if not trial.problem]
-        best = best_of(sound, self.objective)
-        if is_halving and best is not None and not self.objective.multi_objective:
-            lowest = min(trial.scores[0] for trial in sound if not trial.dropped)
-            race = Race(self.tables[best.number], self.objective.weights, (1.0,), clips=self.objective.clips)
-            for trial in sound:
-                if trial.dropped and trial.number in self.tables:
-                    score = best.scores[0] + race.difference(self.tables[trial.number])
-                    self.trials[trial.number] = replace(trial, scores=(min(score, lowest),))
+        if is_halving and not self.objective.multi_objective:
+            self._rank_dropped_last(begin)
         for key, first in self.first_of.items():
             if first.number >= begin:
                 self.first_of[key] = self.trials[first.number]
-        # Keep only the tables of trials that may still be needed, so that memory does not grow with the trials.
-        best, candidate = best_of(self.trials, self.objective), best_of(self._searched_trials(), self.objective)
-        needed = {trial.number for trial in (*self._hand_written_trials(), best, candidate) if trial is not None}
+        best, candidate = best_of(self.trials, self.objective), best_of(self._searched(), self.objective)
+        needed = {trial.number for trial in (*self.hand_written(), best, candidate) if trial is not None}
         if self.objective.multi_objective:
             needed |= {trial.number for trial in front(self.trials)}
-        self.tables = {number: table for number, table in self.tables.items() if number in needed}
-        self.recipes = {number: recipe for number, recipe in self.recipes.items() if number in needed}
-        self._report_progress(generation)
+        self.keep_tables(needed)
+        self.report_progress(generation)
         self.on_generation(tuple(self.trials))
 
-    def _score(self, requests: Sequence[TrialRequest], generation: int) -> list[TrialScores]:
-        self.finished = 0
+    def _rank_dropped_last(self, begin: int) -> None:
+        """Rank trials that halving dropped below all others of their generation, by the difference to its best."""
+        sound = [trial for trial in self.trials[begin:] if not trial.problem]
+        if (best := best_of(sound, self.objective)) is None:
+            return
+        lowest = min(trial.scores[0] for trial in sound if not trial.dropped)
+        race = Race(self.tables[best.number], self.objective.weights, (1.0,), clips=self.objective.clips)
+        for trial in sound:
+            if trial.dropped and trial.number in self.tables:
+                score = best.scores[0] + race.difference(self.tables[trial.number])
+                self.trials[trial.number] = replace(trial, scores=(min(score, lowest),))
 
-        def count(scores: TrialScores) -> None:
-            self.new_count, self.finished = self.new_count + 1, self.finished + 1
-            self._report_progress(generation)
 
-        results = score_once(requests, self.score_all, self.ledger, directory=self.directory, on_scored=count)
-        self.finished = 0
-        return list(results)
+class _SoupSearch(_Search):
+    """Search of the ingredients of a soup, which are indices of models in its recipe."""
 
-    def _add(self, trial: Trial, request: TrialRequest, scores: TrialScores) -> None:
-        """Add a trial with its scores, which ``trial`` does not have yet."""
-        values, violation = self._rate(scores)
-        evaluated, race = 1.0, request.race
-        if not scores.problem:
-            evaluated = sum(len(scores.table[key]) for key in self.sizes) / max(1, sum(self.sizes.values()))
-        if scores.dropped and race is not None and not scores.problem:
-            best = best_of([old for old in self.trials if old.generation != trial.generation], self.objective)
-            assert best is not None
-            penalty = self.objective.change_penalty * scores.change if self.objective.change_penalty else 0.0
-            values = (best.scores[0] + race.lead + race.difference(scores.table) - penalty,)
-        trial = replace(
-            trial,
-            scores=values,
-            violation=violation,
-            documents=evaluated,
-            dropped=scores.dropped,
-            change=scores.change,
-            seconds=sum((scores.seconds or {}).values()),
-            problem=scores.problem,
-        )
-        self.trials.append(trial)
-        self.tables[trial.number], self.recipes[trial.number] = scores.table, request.recipe
-        self.first_of.setdefault(recipe_key(request.recipe), trial)
-        for activity, seconds in (scores.seconds or {}).items():
-            self.seconds[activity] = self.seconds.get(activity, 0.0) + seconds
-
-    def _rate(self, scores: TrialScores) -> tuple[tuple[float, ...], float]:
-        """Return one score per objective (NaN if there is a problem), and the constraint violation."""
-        if scores.problem:
-            return (math.nan,) * (len(self.objective.terms) if self.objective.multi_objective else 1), 0.0
-        violation = self.objective.violation(scores.table, self.references)
-        return self.objective.scores(scores.table, scores.change), violation
-
-    def _spent(self) -> float | None:
-        rate = self.settings.budget.cost_per_hour
-        return None if rate is None else self.ledger.used_seconds / 3600 * self.workers * rate
-
-    def _report_progress(self, generation: int) -> None:
-        best, budget = best_of(self.trials, self.objective), self.settings.budget
-        by_hand = best_of(self._hand_written_trials(), self.objective)
-        count, used = len(self.trials) + self.finished, self.ledger.used_seconds
-        estimates = []
-        if self.new_count:
-            estimates.append((used - self.used_before) / self.new_count * max(0, budget.trials - count))
-        if budget.hours is not None:
-            estimates.append(max(0.0, 3600 * budget.hours - used))
-        self.on_progress(
-            SearchProgress(
-                trials=min(count, budget.trials),
-                budget=budget.trials,
-                generation=generation,
-                best=self.objective.total(best.scores) if best else None,
-                best_number=best.number if best else None,
-                hand_written=self.objective.total(by_hand.scores) if by_hand else None,
-                seconds_left=min(estimates, default=None),
-                spent=self._spent(),
+    def run(self) -> Study:
+        assert self.problem.soup is not None
+        self.recipe = self.problem.soup
+        count = len(self.recipe.names)
+        self.limit = len(self.problem.hand_written) + 2 * count - 1
+        self.add_hand_written()
+        alone = self._try_soups([{index} for index in range(count)], INGREDIENT)
+        ranked = sorted(alone, key=lambda number: (-_score_of(self.trials[number]), number))
+        if not (best := self.trials[ranked[0]]).is_complete:
+            raise Refused(
+                "sweep: the ingredients of the soup",
+                found=f"no score for any of {count} models: {best.problem}",
+                expected="at least one model with a score",
+                remedy="evaluate one of the models alone (mergegate run) to find the cause",
             )
-        )
+        index_of = {number: index for index, number in enumerate(alone)}
+        if self.settings.soup == "uniform":
+            steps = [SoupStep(self.recipe.labels[index_of[number]], number, None, True) for number in ranked]
+            chain = [ranked[0], *self._try_soups([set(range(count))], SOUP)]
+        else:
+            steps, chain = self._choose_greedily(ranked, index_of)
+        self.on_generation(tuple(self.trials))
+        largest = self.trials[chain[-1]]
+        self.keep_tables({trial.number for trial in self.hand_written()} | set(chain))
+        winner = largest if len(chain) > 1 and largest.is_complete else None
+        soup = SoupSearch(self.settings.soup or "greedy", tuple(steps), tuple(chain))
+        return self.study(winner, "trials", 0, soup)
+
+    def _choose_greedily(self, numbers: Sequence[int], index_of: Mapping[int, int]) -> tuple[list[SoupStep], list[int]]:
+        """Return a step for each model, best first, and the numbers of the trials of the growing soup.
+
+        ``numbers`` are the trials of the models alone, best first.
+        """
+        labels = self.recipe.labels
+        steps = [SoupStep(labels[index_of[numbers[0]]], numbers[0], None, True)]
+        soup, chain = {index_of[numbers[0]]}, [numbers[0]]
+        for number in numbers[1:]:
+            gain = None
+            if self.trials[number].is_complete:
+                (candidate,) = self._try_soups([soup | {index_of[number]}], SOUP)
+                if self.trials[candidate].is_complete:
+                    gain = _score_of(self.trials[candidate]) - _score_of(self.trials[chain[-1]])
+            chosen = gain is not None and gain >= 0
+            if chosen:
+                soup.add(index_of[number])
+                chain.append(candidate)
+            steps.append(SoupStep(labels[index_of[number]], number, gain, chosen))
+        return steps, chain
+
+    def _try_soups(self, sets: Sequence[set[int]], origin: str) -> list[int]:
+        """Score the soups of sets of ingredients that have no trial yet, and return the number of each soup's trial."""
+        keys = [recipe_key(self.recipe.soup_of(chosen)) for chosen in sets]
+        new = {key: chosen for key, chosen in zip(keys, sets, strict=True) if key not in self.first_of}
+        directory = self.problem.directory
+        requests = [TrialRequest(self.recipe.soup_of(chosen), directory=directory) for chosen in new.values()]
+        results = self.score(requests, 0)
+        for request, chosen, scores in zip(requests, new.values(), results, strict=True):
+            is_alone = origin == INGREDIENT
+            label = self.recipe.labels[min(chosen)] if is_alone else ""
+            self.add(Trial(len(self.trials), 0 if is_alone else 1, origin, label, {}, ()), request, scores)
+        self.report_progress(0)
+        return [self.first_of[key].number for key in keys]
+
+
+def _score_of(trial: Trial) -> float:
+    """Return the score of a trial, or minus infinity if it has none."""
+    return trial.scores[0] if trial.is_complete else -math.inf

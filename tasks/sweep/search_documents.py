@@ -51,48 +51,29 @@ _Rows = dict[tuple[int, ...], list[tuple[int, int, tuple[int, ...]]]]
 
 @dataclass(frozen=True)
 class _Batch:
-    """Rows of tokens that are read together, and the answer tokens to look up in the logits.
+    """Rows of tokens that are read together, and the ``n`` answer tokens to look up in the logits."""
 
-    Args:
-        tokens: Input tokens, padded on the right; int64 ``[rows, length]``.
-        kept: Number of last positions whose logits are needed.
-        row: Row of each answer token; ``[n]``.
-        position: Position, among the last ``kept``, that predicts each answer token; ``[n]``.
-        target: Each answer token; ``[n]``.
-        answer: Index of the answer that each token belongs to; ``[n]``.
-    """
-
-    tokens: torch.Tensor
-    kept: int
-    row: torch.Tensor
-    position: torch.Tensor
-    target: torch.Tensor
-    answer: torch.Tensor
+    tokens: torch.Tensor  # padded on the right; int64 [rows, length]
+    kept: int  # number of last positions whose logits are needed
+    row: torch.Tensor  # row of each answer token; [n]
+    position: torch.Tensor  # position, among the last ``kept``, that predicts each answer token; [n]
+    target: torch.Tensor  # each answer token; [n]
+    answer: torch.Tensor  # index of the answer that each token belongs to; [n]
 
 
 @dataclass(frozen=True)
 class _Look:
-    """Documents and batches of one look.
+    """Documents and batches of one look."""
 
-    Args:
-        parts: Documents of each task, as positions in its set.
-        batches: Batches to read for these documents.
-        lengths: Number of tokens of each answer. The answers of one document are consecutive.
-    """
-
-    parts: Mapping[str, range]
+    parts: Mapping[str, range]  # documents of each task, as positions in its set
     batches: tuple[_Batch, ...]
-    lengths: tuple[int, ...]
+    lengths: tuple[int, ...]  # number of tokens of each answer; the answers of one document are consecutive
 
 
 class SearchDocuments:
     """Documents of one set, tokenized and grouped by look.
 
-    Args:
-        metric_keys: Metrics to compute for each document.
-        tasks: Tasks by name, with all documents of the set.
-        text: Held-out text. None if it is not used.
-        looks: Share of each task's documents that is evaluated by each look, increasing to 1.
+    ``looks`` are the shares of each task's documents that are evaluated by each look, increasing to 1.
 
     Raises:
         InvalidInput: A task has no documents, or ``log_likelihood`` is needed for a document whose right answer is not
@@ -241,14 +222,9 @@ def _make_batches(rows: _Rows) -> Iterator[_Batch]:
 def measure_answers(
     network: Any, batches: Sequence[_Batch], answers: int, alive: Callable[[], None], *, entropy: bool = False
 ) -> _AnswerScores:
-    """Measure the answers in ``batches`` with a network.
+    """Measure the ``answers`` answers in all ``batches`` with a causal language model in evaluation mode.
 
-    Args:
-        network: Causal language model of transformers, in evaluation mode.
-        batches: Batches to read.
-        answers: Total number of answers in all batches.
-        alive: Callback after each part of a batch.
-        entropy: Whether to compute entropies.
+    ``alive`` is called after each part of a batch. Entropies are computed only if ``entropy`` is set.
     """
     import torch
 

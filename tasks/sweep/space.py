@@ -1,4 +1,8 @@
-"""Map the free parameters of a recipe to coordinates in [0, 1], and points back to recipes.
+"""Fill the placeholders of a recipe: map its free parameters to coordinates in [0, 1], and points back to recipes.
+
+A placeholder such as ``$weight`` stands for a complete value, never for a part of a text. The value can be a number, a
+method or the name of a model. It is a list if the parameter has a value for each group of layers or for each filter
+(``parameters: {weight: $weight}``). The recipe of a soup has no placeholders: its models are the ingredients.
 
 A free parameter has a single coordinate, or one for each group of layers, each filter, or each combination of both. A
 point has a value for each coordinate, by name::
@@ -14,19 +18,179 @@ Values are rounded before a candidate is scored, so the saved recipe is exactly 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from mergegate.merge_core.architecture import stacks
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.merge_core.recipe import fit_to_method
+from mergegate.merge_core.methods import LINEAR
+from mergegate.merge_core.recipe import fit_to_method, parse_reference
 from mergegate.tasks.store import digest
-from mergegate.tasks.sweep.recipes import Placeholder, fill_placeholders, find_placeholders
 from mergegate.tasks.sweep.settings import FreeParameter, Point, SweepSettings, Value
+
+_PLACEHOLDER = re.compile(r"\$([A-Za-z_]\w*)")
+_PARAMETERS = "parameters"
+_PATH_KEYS = ("model", "base_model", "source_model", "tokenizer_source", "source", "path")
+
+
+class Placeholder(NamedTuple):
+    """Placeholder and its position in a recipe."""
+
+    name: str  # without the dollar sign
+    location: str  # 'models[0].parameters.weight'
+    takes_filters: bool  # whether the value may be a list with an entry for each filter
+    takes_layers: bool  # whether the value may be a list with an entry for each layer
+
+
+@dataclass(frozen=True)
+class SoupRecipe:
+    """Recipe whose models are the ingredients of a soup. Create it with :func:`read_soup_recipe`."""
+
+    document: Mapping[str, Any]  # as parsed YAML; its method is ``linear``
+    names: tuple[str, ...]  # model of each ingredient, in the order of the recipe
+    is_uniform: bool  # whether the recipe averages its models with equal weights
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """Short name of each ingredient for tables: the last part of its path, if this is different for each."""
+        short = tuple(name.rstrip("/").rpartition("/")[2] for name in self.names)
+        return short if len(set(short)) == len(short) else self.names
+
+    def soup_of(self, indices: Collection[int]) -> dict[str, Any]:
+        """Return the recipe of the average of the ingredients at ``indices``, with weight 1 for each.
+
+        The ingredients are in the order of the recipe, so a set of ingredients has one recipe.
+        """
+        entries = [entry for index, entry in enumerate(self.document["models"]) if index in indices]
+        models = [{**entry, _PARAMETERS: {**(entry.get(_PARAMETERS) or {}), "weight": 1.0}} for entry in entries]
+        shared = {
+            key: value
+            for key, value in (self.document.get(_PARAMETERS) or {}).items()
+            if key not in ("weight", "normalize")
+        }
+        replaced = {"models": models, _PARAMETERS: shared}
+        recipe = {key: replaced.get(key, value) for key, value in self.document.items()}
+        return recipe if shared else {key: value for key, value in recipe.items() if key != _PARAMETERS}
+
+
+def read_soup_recipe(recipe: Mapping[str, Any], location: str) -> SoupRecipe:
+    """Return the ingredients of a soup, which are the models of a linear recipe.
+
+    ``recipe`` is parsed YAML in which a training run is already replaced with its checkpoints. ``location`` is its name
+    in error messages.
+    """
+    if placeholder := next(find_placeholders(recipe, location), None):
+        raise InvalidInput(
+            placeholder.location,
+            found=f"the placeholder ${placeholder.name} in the recipe of a soup",
+            expected="a value, because a soup has no free parameters",
+            remedy="write the value, or replace 'soup' with 'parameters'",
+        )
+    if (method := recipe.get("merge_method")) != LINEAR.name:
+        raise InvalidInput(
+            f"{location}: merge_method",
+            found=f"{method!r:.60} in the recipe of a soup",
+            expected=f"{LINEAR.name}, because a soup is an average",
+            remedy=f"write 'merge_method: {LINEAR.name}'",
+        )
+    models = recipe.get("models") or []
+    models = models if isinstance(models, list) else [models]
+    is_valid = all(isinstance(entry, Mapping) and "model" in entry for entry in models)
+    if len(models) < 2 or not is_valid:
+        raise InvalidInput(
+            f"{location}: models",
+            found=f"{len(models)} models" if is_valid else "an entry without 'model'",
+            expected="two or more models, the ingredients of the soup",
+            remedy="list the models under 'models', or name a training run under 'run'",
+        )
+    names = [str(parse_reference(entry["model"], f"{location}: models")) for entry in models]
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise InvalidInput(
+            f"{location}: models", found=f"{repeated} twice", expected="each ingredient once", remedy="remove one"
+        )
+    shared, *own = [entry.get(_PARAMETERS) or {} for entry in (recipe, *models)]
+    if faulty := next((each for each in (shared, *own) if not isinstance(each, Mapping)), None):
+        raise InvalidInput(f"{location}: {_PARAMETERS}", found=f"{faulty!r:.60}", expected="a mapping of parameters")
+    weights = [each.get("weight", shared.get("weight")) for each in own]
+    is_uniform = shared.get("normalize", True) is True and isinstance(weights[0], (int, float))
+    return SoupRecipe(recipe, tuple(names), is_uniform and all(weight == weights[0] for weight in weights))
+
+
+def find_placeholders(node: Any, recipe_name: str, path: tuple[str | int, ...] = ()) -> Iterator[Placeholder]:
+    """Yield the placeholders in ``node``, a recipe or the part of it at ``path``, in order.
+
+    Raise InvalidInput if a text starts with a dollar sign but is not a placeholder, or if a placeholder is a key.
+    """
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    location = f"{recipe_name}: {text.removeprefix('.')}"
+    if isinstance(node, Mapping):
+        for key, value in node.items():
+            if isinstance(key, str) and key.startswith("$"):
+                raise InvalidInput(
+                    f"{location}.{key}" if path else f"{recipe_name}: {key}",
+                    found=f"the placeholder {key!r} as a key",
+                    expected="placeholders only as values",
+                )
+            yield from find_placeholders(value, recipe_name, (*path, str(key)))
+    elif isinstance(node, (list, tuple)):
+        for index, value in enumerate(node):
+            yield from find_placeholders(value, recipe_name, (*path, index))
+    elif isinstance(node, str) and node.startswith("$"):
+        match = _PLACEHOLDER.fullmatch(node)
+        if not match:
+            raise InvalidInput(
+                location,
+                found=repr(node),
+                expected="a placeholder that is the complete value: $ and a name of letters, digits and underscores",
+            )
+        is_parameter = path[-2:-1] == (_PARAMETERS,)
+        # True in an entry ``{value: $weight, filter: mlp}`` of a list of such entries.
+        is_filter_value = path[-1:] == ("value",) and _PARAMETERS in path[-4:-2]
+        yield Placeholder(match[1], location, takes_filters=is_parameter, takes_layers=is_parameter or is_filter_value)
+
+
+def fill_placeholders(recipe: Mapping[str, Any], value_of: Callable[[str], Any]) -> dict[str, Any]:
+    """Return a deep copy of ``recipe`` in which ``value_of(name)`` replaces each placeholder."""
+
+    def replace(node: Any) -> Any:
+        if isinstance(node, str) and (match := _PLACEHOLDER.fullmatch(node)):
+            return value_of(match[1])
+        if isinstance(node, Mapping):
+            return {key: replace(value) for key, value in node.items()}
+        return [replace(item) for item in node] if isinstance(node, (list, tuple)) else node
+
+    return {key: replace(value) for key, value in recipe.items()}
+
+
+def relocate_recipe(recipe: Mapping[str, Any], before: Path, now: Path) -> dict[str, Any]:
+    """Return ``recipe`` for another directory: rewrite paths relative to ``before`` as paths relative to ``now``.
+
+    Only paths to directories that exist are rewritten.
+    """
+
+    def relocate(node: Any, key: str = "") -> Any:
+        if isinstance(node, Mapping):
+            return {name: relocate(value, str(name)) for name, value in node.items()}
+        if isinstance(node, (list, tuple)):
+            return [relocate(item, key) for item in node]
+        if isinstance(node, str) and key in _PATH_KEYS:
+            return "+".join(
+                os.path.relpath((before / path).absolute(), now.absolute())
+                if path and not Path(path).is_absolute() and (before / path).is_dir()
+                else path
+                for path in node.split("+", 1)  # A model and its adapter.
+            )
+        return node
+
+    return {name: relocate(value, str(name)) for name, value in recipe.items()}
+
 
 # Digits after the decimal point, or more in narrow ranges, so that they have thousands of values. For logarithmic
 # parameters, number of significant digits.
@@ -36,19 +200,12 @@ _OTHERS = "*"  # name of the part with all tensors that no filter matches
 
 @dataclass(frozen=True)
 class Coordinate:
-    """Free number or choice: one dimension of a search space.
-
-    Args:
-        parameter: Name of the parameter.
-        free: Type, range and choices of the parameter.
-        part: Filter, or ``*`` for tensors that no filter matches. Default: the parameter has no filters.
-        group: Group of layers, from 0. Default: the parameter has no groups.
-    """
+    """Free number or choice: one dimension of a search space."""
 
     parameter: str
-    free: FreeParameter
-    part: str | None = None
-    group: int | None = None
+    free: FreeParameter  # type, range and choices
+    part: str | None = None  # filter, or ``*`` for tensors that no filter matches; None: there are no filters
+    group: int | None = None  # group of layers, from 0; None: there are no groups
 
     @property
     def name(self) -> str:
@@ -100,21 +257,13 @@ class Coordinate:
 
 @dataclass(frozen=True)
 class Space:
-    """Recipe with placeholders, and the coordinates that fill them. Create it with :func:`make_space`.
+    """Recipe with placeholders, and the coordinates that fill them. Create it with :func:`make_space`."""
 
-    Args:
-        recipe: Recipe as parsed YAML.
-        coordinates: Coordinates, in the order of the parameters in the profile.
-        sums: Groups of coordinates whose values sum to one, as indices.
-        layers: Number of layers of the model, or 0 if it is unknown.
-        name: Name of the recipe in error messages.
-    """
-
-    recipe: Mapping[str, Any]
-    coordinates: tuple[Coordinate, ...]
-    sums: tuple[tuple[int, ...], ...]
-    layers: int
-    name: str
+    recipe: Mapping[str, Any]  # as parsed YAML
+    coordinates: tuple[Coordinate, ...]  # in the order of the parameters in the profile
+    sums: tuple[tuple[int, ...], ...]  # groups of coordinates whose values sum to one, as indices
+    layers: int  # of the model, or 0 if unknown
+    name: str  # of the recipe in error messages
 
     @property
     def start(self) -> Point:
@@ -140,9 +289,6 @@ class Space:
         """Return the recipe with the values of ``point`` in place of its placeholders.
 
         If the method is searched too, parameters that the chosen method does not have are left out.
-
-        Raises:
-            InvalidInput: The method does not exist.
         """
 
         def value_in_recipe(parameter: str) -> Any:
@@ -187,11 +333,7 @@ def count_layers(names: Iterable[str]) -> int | None:
 
 
 def start_recipe(recipe: Mapping[str, Any], settings: SweepSettings, name: str) -> dict[str, Any]:
-    """Return the recipe with a single start value in place of each placeholder, even with filters or groups of layers.
-
-    Raises:
-        InvalidInput: A placeholder has no parameter.
-    """
+    """Return the recipe with one start value in place of each placeholder, even with filters or groups of layers."""
     for placeholder in find_placeholders(recipe, name):
         _require_parameter(placeholder, settings)
     return fill_placeholders(recipe, lambda parameter: settings.parameters[parameter].start)
@@ -203,13 +345,7 @@ def recipe_key(recipe: Mapping[str, Any]) -> str:
 
 
 def make_space(recipe: Mapping[str, Any], settings: SweepSettings, layers: int | None, recipe_name: str) -> Space:
-    """Return the space of the free parameters of ``recipe``.
-
-    Args:
-        recipe: Recipe as parsed YAML.
-        settings: Settings of the search, with the free parameters.
-        layers: Number of layers of the merged model, or None if it is unknown.
-        recipe_name: Name of the recipe in error messages.
+    """Return the space of the free parameters of ``recipe``, whose merged model has ``layers`` layers if known.
 
     Raises:
         InvalidInput: A placeholder has no parameter, a parameter has no placeholder or is not valid, or a method does
@@ -258,9 +394,9 @@ def make_space(recipe: Mapping[str, Any], settings: SweepSettings, layers: int |
 def project_to_sum_one(values: Sequence[float], bounds: Sequence[tuple[float, float]]) -> list[float]:
     """Return the values within ``bounds`` that are nearest to ``values`` and sum to one, rounded to four digits.
 
-    ``bounds`` holds the lower and upper bound of each value. The sum of the lower bounds must be at most one, and that
-    of the upper bounds at least one. All values are shifted by the same amount and clipped to their bounds (Euclidean
-    projection on a bounded simplex; Held, Wolfe & Crowder 1974, Math. Program. 6:62).
+    The lower bounds must sum to at most one, and the upper bounds to at least one. All values are shifted by the same
+    amount and clipped to their bounds (Euclidean projection on a bounded simplex; Held, Wolfe & Crowder 1974, Math.
+    Program. 6:62).
     """
     original, (low, high) = np.asarray(values), np.asarray(bounds, dtype=np.float64).T
     least, most = float((original - high).min()), float((original - low).max())

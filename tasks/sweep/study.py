@@ -1,96 +1,90 @@
-"""Define the trials of a search and its result, the study, and rank trials.
+"""Define the trials of a search and its result, the study. Rank trials, and record their scores on disk.
 
 Feasible candidates rank before infeasible ones, infeasible ones rank by the size of their violation (Deb 2000, Comput.
 Methods Appl. Mech. Eng. 186:311), and candidates without a score come last. With several objectives the result is a
 Pareto front, and its candidate with the best weighted sum is confirmed.
+
+All trials that are scored under the same conditions (parents, documents, scoring) share one ledger, which one sweep
+uses at a time. A record is identified by recipe, document set and race, so a sweep with another budget, seed or sampler
+reuses it. The ledger is a journal of :mod:`merge_core.files`: after ``kill -9`` it has all records that were appended.
+
+If a merge is refused or contains NaN, this is recorded as the result of its candidate, which has no score. If a worker
+dies or exceeds its time limit, the cause may be elsewhere. The candidate is scored a second time, and has no score only
+if that fails too. A full disk or a changed input ends the sweep. The next run resumes it.
 """
 
 from __future__ import annotations
 
+import base64
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric
-from mergegate.tasks.sweep.race import Race
+import numpy as np
+
+from mergegate.merge_core.errors import CannotDecide, MergegateError, Refused
+from mergegate.merge_core.files import (
+    JournalLocation,
+    RecordJournal,
+    disk_errors_refused,
+    hold_lock,
+    open_journal,
+    state_directory,
+)
+from mergegate.tasks.stage import home
+from mergegate.tasks.store import digest
+from mergegate.tasks.sweep.objective import MetricKey, Objective, Race, ScoresByMetric
 from mergegate.tasks.sweep.settings import Point, SoupRule, SweepSettings
-from mergegate.tasks.sweep.space import Coordinate
+from mergegate.tasks.sweep.space import Coordinate, Space
 
 SearchedSet = Literal["search", "confirmation"]
 SearchEnd = Literal["trials", "hours", "cost"]
+INGREDIENT, SOUP = "ingredient", "soup"  # origins of the trials of a soup
 
 
 @dataclass(frozen=True)
 class TrialRequest:
-    """Request to score a candidate. Picklable.
+    """Request to score a candidate. Picklable."""
 
-    Args:
-        recipe: Recipe of the candidate as parsed YAML, without placeholders.
-        document_set: Set of documents for the scores.
-        race: Rule that may drop the candidate early. Default: it is scored on all documents.
-        directory: Directory to which relative paths in the recipe refer. Default: there are none.
-    """
-
-    recipe: Mapping[str, Any]
+    recipe: Mapping[str, Any]  # as parsed YAML, without placeholders
     document_set: SearchedSet = "search"
-    race: Race | None = None
-    directory: Path | None = None
+    race: Race | None = None  # rule that may drop the candidate early; None: it is scored on all documents
+    directory: Path | None = None  # directory to which relative paths in the recipe refer
 
 
 @dataclass(frozen=True)
 class TrialScores:
-    """Scores of one candidate.
+    """Scores of one candidate."""
 
-    Args:
-        table: One number per document, by metric. For a dropped candidate, only the first documents.
-        dropped: Whether the race dropped the candidate before all documents were evaluated.
-        change: Relative size of the change from the base, ``|merge - base| / |base|`` over all tensors. NaN if it was
-            not measured.
-        seconds: Wall time by activity, such as ``merge``, ``load`` and ``score``.
-        problem: Why there is no score (the merge was refused or contains NaN). Empty if there is a score.
-    """
-
-    table: ScoresByMetric
-    dropped: bool = False
-    change: float = float("nan")
-    seconds: Mapping[str, float] | None = None
-    problem: str = ""
+    table: ScoresByMetric  # for a dropped candidate, only the first documents
+    dropped: bool = False  # whether the race dropped the candidate before all documents were evaluated
+    change: float = float("nan")  # |merge - base| / |base| over all tensors; NaN if it was not measured
+    seconds: Mapping[str, float] = field(default_factory=dict)  # wall time by activity: merge, load, score
+    problem: str = ""  # why there is no score: the merge was refused or contains NaN
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Candidate of a search, with its parameters and scores.
+    """Candidate of a search, with its parameters and scores. See ``TrialScores`` for ``dropped`` to ``problem``."""
 
-    Args:
-        number: Index from 0, in the order of proposal.
-        generation: Generation in which the candidate was proposed, or -1 for a hand-written recipe.
-        origin: ``hand-written``, ``sampler`` or ``baseline`` (random search). In the search of a soup, ``ingredient``
-            or ``soup``.
-        label: Name of a hand-written recipe, or of an ingredient. Empty for other trials.
-        point: Values by name of coordinate.
-        scores: One number per objective; more is better. A dropped trial has the incumbent's score plus the observed
-            mean difference. If there is a ``problem``, scores are NaN.
-        violation: Sum of all constraint violations, in the unit of the scores, or 0 if the candidate is feasible.
-        documents: Share of the search documents that were evaluated, in (0, 1].
-        dropped: See ``TrialScores``.
-        change: See ``TrialScores``.
-        seconds: Total wall time.
-        problem: See ``TrialScores``.
-    """
-
-    number: int
-    generation: int
-    origin: str
-    label: str
-    point: Point
+    number: int  # from 0, in the order of proposal
+    generation: int  # -1 for a hand-written recipe
+    origin: str  # 'hand-written', 'sampler' or 'baseline' (random search), INGREDIENT or SOUP
+    label: str  # name of a hand-written recipe or of an ingredient, or empty
+    point: Point  # values by name of coordinate
+    # One number per objective; more is better. A dropped trial has the incumbent's score plus the observed mean
+    # difference. If there is a problem, scores are NaN.
     scores: tuple[float, ...]
-    violation: float = 0.0
-    documents: float = 1.0
+    violation: float = 0.0  # sum of all constraint violations, in the unit of the scores; 0 if feasible
+    documents: float = 1.0  # share of the search documents that were evaluated, in (0, 1]
     dropped: bool = False
     change: float = float("nan")
-    seconds: float = 0.0
+    seconds: float = 0.0  # in total
     problem: str = ""
 
     @property
@@ -110,102 +104,61 @@ class HandWritten:
 
 @dataclass(frozen=True)
 class SoupStep:
-    """One ingredient of a soup, and what the search found about it.
+    """One ingredient of a soup, and what the search found about it."""
 
-    Args:
-        ingredient: Short name of the model.
-        trial: Number of the trial of the ingredient alone.
-        gain: Change of the score on the search documents when the ingredient joined the soup. None for the first
-            ingredient, and for ingredients that did not join because one of the two recipes has no score.
-        chosen: Whether the ingredient joined the soup.
-    """
-
-    ingredient: str
-    trial: int
+    ingredient: str  # short name of the model
+    trial: int  # number of the trial of the ingredient alone
+    # Change of the score on the search documents when the ingredient joined the soup. None for the first ingredient,
+    # and if one of the two recipes has no score.
     gain: float | None
-    chosen: bool
+    chosen: bool  # whether the ingredient joined the soup
 
 
 @dataclass(frozen=True)
 class SoupSearch:
-    """Course of the search of a soup.
-
-    Args:
-        rule: Rule that chose the ingredients.
-        steps: Ingredients, best first.
-        chain: Numbers of the trials of nested soups: the best model, then the soup after each model that joined. With
-            the rule ``uniform``, only the best model and the average of all models.
-    """
+    """Course of the search of a soup."""
 
     rule: SoupRule
-    steps: tuple[SoupStep, ...]
+    steps: tuple[SoupStep, ...]  # best first
+    # Trials of nested soups: the best model, then the soup after each model that joined. With the rule ``uniform``,
+    # only the best model and the average of all models.
     chain: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class SearchProgress:
-    """Progress of a running search.
-
-    Args:
-        trials: Number of trials so far.
-        budget: Largest number of trials.
-        generation: Number of the running generation, or -1 for the hand-written recipes.
-        best: Best score so far. None until a trial has a score.
-        best_number: Number of the trial with this score.
-        hand_written: Best score of a hand-written recipe. None until such a recipe has a score.
-        seconds_left: Estimated remaining seconds. None until a trial has been scored in this run.
-        spent: Money spent so far. None without ``cost_per_hour``.
-    """
+    """Progress of a running search."""
 
     trials: int
-    budget: int
-    generation: int
-    best: float | None = None
-    best_number: int | None = None
-    hand_written: float | None = None
-    seconds_left: float | None = None
-    spent: float | None = None
+    budget: int  # largest number of trials
+    generation: int  # -1 for the hand-written recipes
+    best: float | None = None  # best score so far; None until a trial has a score
+    best_number: int | None = None  # number of the trial with this score
+    hand_written: float | None = None  # best score of a hand-written recipe
+    seconds_left: float | None = None  # an estimate; None until a trial has been scored in this run
+    spent: float | None = None  # money so far; None without ``cost_per_hour``
 
 
 @dataclass(frozen=True)
 class Study:
-    """Result of a search that has ended.
-
-    Args:
-        settings: Settings of the sweep.
-        objective: Objective of the search.
-        coordinates: Coordinates of the search space, in order.
-        trials: All trials, sorted by number.
-        best: Best trial without hand-written recipes. None if no such trial has a score.
-        front: Trials on the Pareto front. Empty if there is only one objective.
-        sizes: Number of search documents by metric.
-        tables: Score tables of the hand-written recipes and of the best candidates, by trial number.
-        recipes: Recipes of the trials in ``tables``, by trial number.
-        population: Number of candidates in each generation of the sampler.
-        scored_count: Number of different recipes that were scored. Trials with the same recipe share its scores.
-        new_count: Number of trials that were scored in this run.
-        seconds: Seconds by activity. ``wall`` is the elapsed time of the search, others are totals over all trials.
-        spent: Money that was spent. None without ``cost_per_hour``.
-        stop_reason: Limit of the budget that ended the search.
-        soup: Course of the search of a soup. None if free parameters were searched.
-    """
+    """Result of a search that has ended."""
 
     settings: SweepSettings
     objective: Objective
     coordinates: tuple[Coordinate, ...]
-    trials: tuple[Trial, ...]
-    best: Trial | None
-    front: tuple[Trial, ...]
-    sizes: Mapping[MetricKey, int]
-    tables: Mapping[int, ScoresByMetric]
-    recipes: Mapping[int, Mapping[str, Any]]
-    population: int
-    scored_count: int
-    new_count: int
-    seconds: Mapping[str, float]
-    spent: float | None
-    stop_reason: SearchEnd
-    soup: SoupSearch | None = None
+    trials: tuple[Trial, ...]  # sorted by number
+    best: Trial | None  # without hand-written recipes; None if no such trial has a score
+    front: tuple[Trial, ...]  # Pareto front; empty with one objective
+    sizes: Mapping[MetricKey, int]  # number of search documents
+    tables: Mapping[int, ScoresByMetric]  # of the hand-written recipes and of the best candidates, by trial number
+    recipes: Mapping[int, Mapping[str, Any]]  # of the trials in ``tables``, by trial number
+    population: int  # candidates in each generation of the sampler
+    scored_count: int  # number of different recipes that were scored: trials with the same recipe share its scores
+    new_count: int  # number of trials that were scored in this run
+    seconds: Mapping[str, float]  # by activity; 'wall' is the elapsed time, others are totals over all trials
+    spent: float | None  # money; None without ``cost_per_hour``
+    stop_reason: SearchEnd  # limit of the budget that ended the search
+    soup: SoupSearch | None = None  # None if free parameters were searched
 
     def summary(self) -> str:
         """Return ``60 trials, best -0.0049 (hand-written -0.0072) · 63 % of the documents evaluated``."""
@@ -245,10 +198,7 @@ def rank(scores: Sequence[Sequence[float]], violations: Sequence[float], objecti
 
 
 def best_of(trials: Sequence[Trial], objective: Objective) -> Trial | None:
-    """Return the best trial by Deb's rule, or None if no trial has a score.
-
-    Only trials that were evaluated on all documents count. The first of several equal trials wins.
-    """
+    """Return the first best trial by Deb's rule among those evaluated on all documents, or None if there is none."""
     complete = [trial for trial in trials if trial.is_complete]
     return min(complete, key=lambda trial: (_key(trial.scores, trial.violation, objective), trial.number), default=None)
 
@@ -275,3 +225,182 @@ def _key(scores: Sequence[float], violation: float, objective: Objective) -> tup
     if math.isnan(total) or math.isnan(violation):
         return (2, 0.0)
     return (1, violation) if violation > 0 else (0, -total)
+
+
+ScoreAll = Callable[[Sequence[TrialRequest]], Iterator[tuple[int, TrialScores | Exception]]]
+_NAME_DIGITS = 32  # number of hex digits of the key in the name of its directory
+
+
+class Ledger:
+    """Scored trials by key. Create it with :func:`open_ledger`.
+
+    It also counts the wall time of the study with the key ``study``. ``clock`` returns the time in seconds.
+    """
+
+    def __init__(self, journal: RecordJournal, study: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self._journal, self._study, self._clock, self._opened = journal, study, clock, clock()
+        self._scores: dict[str, TrialScores] = {}
+        self._used = 0.0
+        for record in journal.records:
+            if "scored" in record:
+                self._scores[record["scored"]] = _read_scores(record)
+            if record["study"] == study:
+                self._used = max(self._used, record["used"])
+
+    def __len__(self) -> int:
+        return len(self._scores)
+
+    def find(self, key: str) -> TrialScores | None:
+        """Return the scores stored under ``key``, or None."""
+        return self._scores.get(key)
+
+    def add(self, key: str, scores: TrialScores) -> None:
+        """Record the scores of a trial. Scores of documents are stored as bytes, which are exact and fast to read."""
+        packed = [
+            [*metric_key, base64.b64encode(np.ascontiguousarray(numbers, dtype="<f8").tobytes()).decode()]
+            for metric_key, numbers in scores.table.items()
+        ]
+        self._scores[key] = scores
+        self._journal.append(
+            {
+                "scored": key,
+                "sheet": packed,
+                "dropped": scores.dropped,
+                "change": scores.change,
+                "seconds": dict(scores.seconds),
+                "problem": scores.problem,
+                "study": self._study,
+                "used": self.used_seconds,
+            }
+        )
+
+    @property
+    def used_seconds(self) -> float:
+        """Wall time spent searching this study, in seconds, summed over all runs."""
+        return self._used + self._clock() - self._opened
+
+
+@contextmanager
+def open_ledger(
+    scoring: str, study: str, on_wait: Callable[[], None] = lambda: None, root: Path | None = None
+) -> Iterator[Ledger]:
+    """Open the ledger of all trials with the same scoring conditions, exclusively for this process.
+
+    Args:
+        scoring: Digest of everything that determines a score except recipe, document set and race; 64 hex digits.
+        study: Key of the study (see :func:`study_key`).
+        on_wait: Callback that is called once if another sweep holds the ledger. Default: do nothing.
+        root: Directory of the ledgers. Default: ``sweeps`` in the project's state directory.
+    """
+    directory = (root or home() / "sweeps") / scoring[:_NAME_DIGITS]
+    with disk_errors_refused(directory):
+        state_directory(directory)
+    with (
+        hold_lock(directory / "lock", required=False, on_wait=on_wait),
+        open_journal(JournalLocation(directory / "trials.journal", scoring), _is_valid_record) as journal,
+    ):
+        ledger = Ledger(journal, study)
+        try:
+            yield ledger
+        finally:
+            # Record the time since the last trial.
+            journal.append({"study": study, "used": ledger.used_seconds})
+
+
+def study_key(space: Space, settings: SweepSettings) -> str:
+    """Return the key of a search, a digest of its recipe and settings, without budget, confidence and documents."""
+    relevant = settings.model_dump(exclude={"budget", "confidence", "documents", "optuna_storage"})
+    return digest({"recipe": space.recipe, "layers": space.layers, "settings": relevant})
+
+
+def request_key(request: TrialRequest, directory: Path | None = None) -> str:
+    """Return the key of a trial, a digest of its recipe, document set and race.
+
+    The directory of the recipe is part of the key as a path relative to ``directory``.
+    """
+    relative_path = os.path.relpath(request.directory, directory) if request.directory and directory else "."
+    race = request.race.digest() if request.race else ""
+    return digest({"recipe": request.recipe, "from": relative_path, "set": request.document_set, "race": race})
+
+
+def score_once(
+    requests: Sequence[TrialRequest],
+    score_all: ScoreAll,
+    ledger: Ledger,
+    *,
+    directory: Path | None = None,
+    on_scored: Callable[[TrialScores], None] = lambda scores: None,
+) -> tuple[TrialScores, ...]:
+    """Return the scores of candidates in the order of ``requests``. Candidates in the ledger are not scored again.
+
+    Args:
+        requests: Candidates to score.
+        score_all: Function that yields results in any order, each with the index of its request.
+        ledger: Store of scores. Each result is recorded as soon as it arrives.
+        directory: Directory of the searched recipe. Default: none.
+        on_scored: Callback for each new result. Default: do nothing.
+
+    Raises:
+        MergegateError: The sweep cannot continue on this machine, or all candidates crashed.
+    """
+    keys = [request_key(request, directory) for request in requests]
+    unscored = {key: request for key, request in zip(keys, requests, strict=True) if ledger.find(key) is None}
+
+    def score_pending(pending: dict[str, TrialRequest]) -> dict[str, Exception]:
+        """Score the requests, and return the errors whose cause may not be the candidate."""
+        crashed = {}
+        for number, result in score_all(list(pending.values())) if pending else ():
+            key = list(pending)[number]
+            if isinstance(result, CannotDecide):
+                raise result
+            if isinstance(result, Exception):
+                crashed[key] = result
+                continue
+            ledger.add(key, result)
+            on_scored(result)
+        return crashed
+
+    crashed = score_pending({key: unscored[key] for key in score_pending(unscored)})
+    # If all candidates crash, the cause is not the candidates.
+    if crashed and len(crashed) == len(set(keys)) and (len(crashed) > 1 or not len(ledger)):
+        first = next(iter(crashed.values()))
+        if isinstance(first, MergegateError):
+            raise first
+        raise Refused(
+            "sweep",
+            found=f"all {len(crashed)} candidates crashed their process: {_error_text(first)}",
+            expected="processes that survive a trial",
+            remedy="find out why they died (out of memory?), then run again: the sweep resumes where it stopped",
+        ) from first
+    for key, error in crashed.items():
+        scores = TrialScores({}, problem=f"no score in two tries: {_error_text(error)}")
+        ledger.add(key, scores)
+        on_scored(scores)
+    return tuple(stored for key in keys if (stored := ledger.find(key)) is not None)
+
+
+def _error_text(error: Exception) -> str:
+    text = str(error).strip()
+    return text if isinstance(error, MergegateError) else f"{type(error).__name__}: {text}".rstrip(": ")
+
+
+def _is_valid_record(record: Any) -> bool:
+    if not isinstance(record, dict) or not isinstance(record.get("used"), float):
+        return False
+    if "scored" not in record:
+        return True
+    try:
+        _read_scores(record)
+    except (KeyError, TypeError, ValueError):
+        return False
+    return True
+
+
+def _read_scores(record: Mapping[str, Any]) -> TrialScores:
+    table = {
+        MetricKey(*key): np.frombuffer(base64.b64decode(packed), dtype="<f8").astype(np.float64)
+        for *key, packed in record["sheet"]
+    }
+    return TrialScores(
+        table, bool(record["dropped"]), float(record["change"]), dict(record["seconds"]), str(record["problem"])
+    )

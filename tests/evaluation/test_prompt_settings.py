@@ -33,7 +33,7 @@ from mergegate.tasks.evaluation.task_setup import BUDGET_NAMES, require_known_ge
 from mergegate.tasks.gate.references import pin_tasks
 from mergegate.tasks.gate.settings import EvaluateSettings, Guard
 from mergegate.tasks.store.keys import digest
-from mergegate.tasks.sweep.evidence import SweepEvidence
+from mergegate.tasks.sweep.trial_pool import SweepEvidence
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[:1] }}:{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a:{% endif %}"

@@ -16,9 +16,10 @@ from trial_settings import DEMO
 from mergegate.merge_core import Checkpoint, load_recipe, merge_weights, open_checkpoint, plan_merge
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints import Model, load_private_model
-from mergegate.tasks.sweep import network
+from mergegate.tasks.evaluation import Scoring
+from mergegate.tasks.sweep import trial
 
-SETTINGS = network.NetworkSettings(seed=0, merge_device="cpu", threads=1, dtype="auto", device="cpu")
+SETTING = trial.TrialSetting(parents=(), sets={}, metric_keys=(), scoring=Scoring(dtype="auto"))
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}
 
@@ -40,16 +41,16 @@ class Study:
         self.tables: dict[str, Checkpoint] = {
             name: open_checkpoint(save_model(root / name, config, seed)) for seed, name in enumerate("ab")
         }
-        self.network: network.CandidateNetwork | None = None
+        self.network: trial.CandidateNetwork | None = None
 
     def try_recipe(self, recipe: dict[str, Any]) -> str:
         """Put a candidate into the network and return how: "copied" or "loaded"."""
         plan = plan_merge(load_recipe(recipe), self.tables)
-        structure = network.structure_digest(plan, {})
+        structure = trial.structure_digest(plan, {})
         previous = self.network
-        if previous and previous.structure == structure and previous.fill(plan, SETTINGS, network.Stopwatch(), None):
+        if previous and previous.structure == structure and previous.fill(plan, SETTING, trial.Stopwatch(), None):
             return "copied"
-        self.network = network.load_network(plan, structure, SETTINGS, False, network.Stopwatch())
+        self.network = trial.load_network(plan, structure, SETTING, False, trial.Stopwatch())
         return "loaded"
 
     def require_equal_network(self, recipe: dict[str, Any]) -> None:
@@ -141,14 +142,14 @@ def test_a_merge_with_nan_is_refused_when_copied_and_when_loaded(tmp_path: Path)
 
 def test_the_change_covers_only_tensors_of_both_models(tmp_path: Path) -> None:
     study = Study(tmp_path, LlamaConfig(**SIZES, **HEADS))
-    distance = network.BaseDistance(study.tables["a"])
+    distance = trial.BaseDistance(study.tables["a"])
     plan = plan_merge(load_recipe(linear(0.0)), study.tables)  # the merge is b itself
-    distance.measure(plan, SETTINGS)
+    distance.measure(plan, SETTING)
     a, b = (load_file(tmp_path / name / "model.safetensors") for name in "ab")
     moved, length = (
         sum(float(one.double().square().sum()) for one in part) for part in ((b[n] - a[n] for n in a), a.values())
     )
     assert distance.relative == pytest.approx((moved / length) ** 0.5)
-    distance.measure(plan_merge(load_recipe(linear(1.0)), study.tables), SETTINGS)
+    distance.measure(plan_merge(load_recipe(linear(1.0)), study.tables), SETTING)
     assert distance.relative == 0
     assert json.loads((tmp_path / "a/config.json").read_text())["num_hidden_layers"] == 3

@@ -65,7 +65,7 @@ def problem_of(recipe: dict[str, Any], **settings: Any) -> sweep.SearchProblem:
 
 def searched(scorer: DrawnSoups, *models: str, ledger: sweep.Ledger | None = None, **settings: Any) -> sweep.Study:
     problem = problem_of(recipe_of(*models), **settings)
-    return sweep.search_soup(problem, scorer, ledger or sweep.Ledger(RecordJournal(None), ""))
+    return sweep.search(problem, scorer, ledger or sweep.Ledger(RecordJournal(None), ""))
 
 
 def confirmed(study: sweep.Study, scorer: DrawnSoups) -> sweep.Confirmation | sweep.NothingToConfirm:
@@ -195,12 +195,12 @@ def test_a_killed_search_continues_and_a_finished_one_scores_nothing(tmp_path: P
 
     problem = problem_of(recipe_of("a", "b", "c", "d"))
     with pytest.raises(KeyboardInterrupt), sweep.open_ledger("0" * 64, "s", root=tmp_path) as ledger:
-        sweep.search_soup(problem, stopping, ledger)
+        sweep.search(problem, stopping, ledger)
     with sweep.open_ledger("0" * 64, "s", root=tmp_path) as ledger:
-        resumed = sweep.search_soup(problem, scorer, ledger)
+        resumed = sweep.search(problem, scorer, ledger)
     with sweep.open_ledger("0" * 64, "s", root=tmp_path) as ledger:
-        again = sweep.search_soup(problem, scorer, ledger)
-    fresh = sweep.search_soup(problem, DrawnSoups(scorer.truth, 0.5), sweep.Ledger(RecordJournal(None), ""))
+        again = sweep.search(problem, scorer, ledger)
+    fresh = sweep.search(problem, DrawnSoups(scorer.truth, 0.5), sweep.Ledger(RecordJournal(None), ""))
     assert (again.new_count, resumed.soup, again.soup) == (0, fresh.soup, fresh.soup)
     assert len(scorer.scored) == 1 + len(fresh.trials)  # only the interrupted trial is scored twice
 

@@ -15,10 +15,8 @@ import numpy as np
 import pytest
 from toy_search import REV
 
-from mergegate.tasks.sweep.ledger import open_ledger, request_key
-from mergegate.tasks.sweep.objective import MetricKey
-from mergegate.tasks.sweep.race import Race
-from mergegate.tasks.sweep.study import TrialRequest, TrialScores
+from mergegate.tasks.sweep.objective import MetricKey, Race
+from mergegate.tasks.sweep.study import TrialRequest, TrialScores, open_ledger, request_key
 
 KEY = "a" * 64
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -93,7 +91,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from test_sweep_ledger import KEY, SCORES
-from mergegate.tasks.sweep.ledger import open_ledger
+from mergegate.tasks.sweep.study import open_ledger
 with open_ledger(KEY, "s", root=Path(sys.argv[1])) as ledger:
     for number in range(10**9):
         ledger.add(str(number), SCORES)

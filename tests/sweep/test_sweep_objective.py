@@ -12,8 +12,19 @@ from scipy.stats import norm
 from toy_search import WEIGHT
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.sweep.objective import Limit, MetricKey, Objective, ScoresByMetric, Term, make_objective
-from mergegate.tasks.sweep.race import Race, best_third, cumulative_shares, halving_rounds, spent_error
+from mergegate.tasks.sweep.objective import (
+    Limit,
+    MetricKey,
+    Objective,
+    Race,
+    ScoresByMetric,
+    Term,
+    best_third,
+    cumulative_shares,
+    halving_rounds,
+    make_objective,
+    spent_error,
+)
 from mergegate.tasks.sweep.settings import Racing, SweepSettings
 from mergegate.tasks.sweep.study import Trial, best_of, front, rank
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +14,10 @@ from toy_search import TIES, TIES_PARAMETERS, WEIGHT, settings_of, space_of
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.sweep.objective import Limit, MetricKey, Objective, Term
-from mergegate.tasks.sweep.samplers import RandomSearch, Sampler, TrialResult, make_sampler
+from mergegate.tasks.sweep.samplers import RandomSearch, Sampler, make_sampler
 from mergegate.tasks.sweep.settings import Point, SweepSettings
 from mergegate.tasks.sweep.space import Space, make_space
+from mergegate.tasks.sweep.study import Trial
 
 REV = MetricKey("rev", "exact")
 ONE = Objective((Term(REV, 1.0),))
@@ -40,6 +42,10 @@ def sampler_of(kind: str, space: Space, objective: Objective = ONE, **more: Any)
     return make_sampler(space, objective, settings_of(free, sampler=kind, **more))
 
 
+def scored(point: Point, scores: tuple[float, ...], violation: float = 0.0) -> Trial:
+    return Trial(0, 0, "sampler", "", point, scores, violation)
+
+
 def bowl(space: Space, point: Point) -> float:
     """Return a score that peaks at 0.3 of every range, and at the middle choice or the first of two."""
     best = [(0.5 if one.choices % 2 else 0.25) if one.choices else 0.3 for one in space.coordinates]
@@ -47,13 +53,13 @@ def bowl(space: Space, point: Point) -> float:
 
 
 def proposed_points(sampler: Sampler, space: Space, generations: int, objectives: int = 1) -> list[list[Point]]:
-    sampler.begin(TrialResult(space.start, (bowl(space, space.start),) * objectives))
+    sampler.begin(scored(space.start, (bowl(space, space.start),) * objectives))
     generated = []
     for _ in range(generations):
         points = sampler.ask()
         generated.append(points)
-        told = [TrialResult(point, (bowl(space, point), -float(i))[:objectives]) for i, point in enumerate(points)]
-        told[-1] = told[-1]._replace(scores=(math.nan,) * objectives)
+        told = [scored(point, (bowl(space, point), -float(i))[:objectives]) for i, point in enumerate(points)]
+        told[-1] = replace(told[-1], scores=(math.nan,) * objectives)
         sampler.tell(told)
     return generated
 
@@ -125,7 +131,7 @@ def test_evolution_restarts_with_twice_the_population_when_it_has_converged() ->
     for _ in range(30):
         points = sampler.ask()
         sizes.append(len(points))
-        sampler.tell([TrialResult(point, (0.5,)) for point in points])
+        sampler.tell([scored(point, (0.5,)) for point in points])
     assert sizes[0] == 6
     assert 12 in sizes
     assert sizes == sorted(sizes)
@@ -136,11 +142,11 @@ def test_a_constraint_keeps_the_search_out_of_the_infeasible_region(kind: str) -
     space = SPACES["floats"] if kind == "nsga2" else SPACES["one"]
     name = space.coordinates[0].name
     sampler = sampler_of(kind, space, LIMITED, population=4 if kind == "gp" else 8, seed=1)
-    sampler.begin(TrialResult(space.start, (1.0,), 0.4))
+    sampler.begin(scored(space.start, (1.0,), 0.4))
     for _ in range(4 if kind == "gp" else 12):
         points = sampler.ask()
         # Larger is better, but values above 0.6 violate the constraint. The range is 0.2 to 1.8.
-        sampler.tell([TrialResult(p, (float(p[name]),), max(0.0, float(p[name]) - 0.6)) for p in points])
+        sampler.tell([scored(p, (float(p[name]),), max(0.0, float(p[name]) - 0.6)) for p in points])
     last = sorted(float(point[name]) for point in points)
     assert 0.35 < last[len(last) // 2] < 0.8
 

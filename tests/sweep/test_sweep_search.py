@@ -14,8 +14,16 @@ import pytest
 from toy_search import COPY, REV, TIES, ToyModels, by_weights, hand_written_ties, run_toy, toy_settings, toy_space
 
 from mergegate.merge_core.errors import DiskUnavailable, InvalidInput, Refused
-from mergegate.tasks.sweep.ledger import open_ledger, request_key, study_key
-from mergegate.tasks.sweep.study import HandWritten, SearchProgress, Trial, TrialRequest, TrialScores
+from mergegate.tasks.sweep.study import (
+    HandWritten,
+    SearchProgress,
+    Trial,
+    TrialRequest,
+    TrialScores,
+    open_ledger,
+    request_key,
+    study_key,
+)
 
 Results = Iterator[tuple[int, TrialScores | Exception]]
 
@@ -221,8 +229,8 @@ def test_a_dead_machine_or_a_hand_written_recipe_without_a_score_ends_the_sweep(
 
 def test_time_and_cost_limits_end_a_search_between_generations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr("mergegate.tasks.sweep.ledger.time.monotonic", lambda: now[0])
-    monkeypatch.setattr("mergegate.tasks.sweep.ledger.Ledger.__init__.__defaults__", (lambda: now[0],))
+    monkeypatch.setattr("mergegate.tasks.sweep.study.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("mergegate.tasks.sweep.study.Ledger.__init__.__defaults__", (lambda: now[0],))
 
     class Slow(ToyModels):
         def score(self, request: TrialRequest) -> TrialScores:

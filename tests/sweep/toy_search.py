@@ -11,12 +11,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mergegate.tasks.sweep.ledger import Ledger, open_ledger, request_key, study_key
 from mergegate.tasks.sweep.objective import MetricKey, Objective, ScoresByMetric, make_objective
 from mergegate.tasks.sweep.search import SearchProblem, search
 from mergegate.tasks.sweep.settings import SweepSettings
 from mergegate.tasks.sweep.space import Space, make_space, recipe_key
-from mergegate.tasks.sweep.study import HandWritten, Study, TrialRequest, TrialScores
+from mergegate.tasks.sweep.study import (
+    HandWritten,
+    Ledger,
+    Study,
+    TrialRequest,
+    TrialScores,
+    open_ledger,
+    request_key,
+    study_key,
+)
 
 TIES = {
     "merge_method": "ties",
