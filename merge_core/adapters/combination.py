@@ -106,7 +106,7 @@ def combine_adapters(
     """Execute a recipe whose ``output`` is an adapter.
 
     Args:
-        recipe: Recipe of the kind that :mod:`merge_core.recipe.adapter_output` describes.
+        recipe: Recipe of the kind that :mod:`merge_core.recipe.blocks` describes.
         base: Base model of all adapters.
         adapters: Adapters by ``str(ref)`` of the recipe's models.
         scratch: Temporary directory for merged changes, if the method needs them. It is removed at the end.

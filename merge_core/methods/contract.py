@@ -21,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
@@ -28,6 +29,17 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     import torch
+else:
+
+    class _Torch:
+        """The module torch, imported at its first use: that takes seconds, and fused kernels do not need it."""
+
+        def __getattr__(self, name: str) -> Any:
+            value = getattr(import_module("torch"), name)
+            setattr(self, name, value)
+            return value
+
+    torch = _Torch()
 
 Array: TypeAlias = NDArray[Any]
 Scalar: TypeAlias = bool | int | float | str
@@ -104,7 +116,7 @@ class TensorTask:
         has_base: Whether input 0 is the base.
         shared: Values of the shared parameters.
         per_input: Values of the other parameters, one mapping per input.
-        seeds: One key per input for random masks (:mod:`merge_core.methods.masks`).
+        seeds: One key per input for random masks (:mod:`merge_core.methods.sparsify`).
         is_projection: Whether the tensor is the matrix ``[out, in]`` of a linear layer inside a layer of the model.
         inputs_first: Whether that matrix is stored as ``[in, out]``.
         moments: Second moments of what this layer receives in each input model. None where they were not measured.
@@ -178,10 +190,8 @@ class Block:
 
     def grains(self, values: torch.Tensor) -> torch.Tensor:
         """Reshape ``[..., elements]`` to ``[..., grains, grain]``. The last grain is padded with zeros."""
-        from torch.nn.functional import pad
-
         short = -values.shape[-1] % self.grain
-        filled = pad(values, (0, short)) if short else values
+        filled = torch.nn.functional.pad(values, (0, short)) if short else values
         return filled.reshape(*values.shape[:-1], -1, self.grain)
 
     def grain_sums(self, values: torch.Tensor) -> torch.Tensor:
@@ -215,12 +225,14 @@ class StoredBlock:
     start: int
     grain: int
 
+    def run(self, kernel: str, *arguments: Any) -> Any:
+        """Call a fused kernel with the data, rows and length of the block, followed by ``arguments``."""
+        return getattr(load_kernels(), kernel)(self.data, self.rows, self.length, *arguments)
+
 
 def load_kernels() -> Any:
     """Import and return the module of the fused kernels. The import takes a second because of numba."""
-    from mergegate.merge_core.methods import kernels
-
-    return kernels
+    return import_module("mergegate.merge_core.methods.kernels")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Combine task vectors element by element: RAM, Consensus Task Arithmetic, and robust averages.
+"""Merge element by element: RAM, Consensus Task Arithmetic, robust averages, NearSwap and Arcee Fusion.
 
 With ``d_i = x_i - b``:
 
@@ -21,18 +21,21 @@ models have. Yin et al. 2018, https://arxiv.org/abs/1803.01498.
 **The geometric median** is the point with the smallest sum of distances to all models. It is a mean of whole models,
 and its weights follow from the Gram matrix of all task vectors, which is measured before the merge
 (:func:`merge_core.analysis.geometric_median`). So it keeps what only a few models have, in proportion to their weight.
+
+**NearSwap and Arcee Fusion** merge one model with a base.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from mergegate.merge_core.methods.combination import check_mean, combine
+from mergegate.merge_core.methods.combination import LAMBDA, WEIGHT, check_mean, combine
 from mergegate.merge_core.methods.contract import (
+    REQUIRED,
     Block,
     Costs,
     Map,
@@ -44,14 +47,24 @@ from mergegate.merge_core.methods.contract import (
     Traits,
     add_in_order,
     fold_counts,
-    load_kernels,
+    fold_grains,
     map_only,
+    row_length,
+    torch,
 )
-from mergegate.merge_core.methods.task_vectors import LAMBDA, WEIGHT
+from mergegate.merge_core.methods.selection import (
+    ScoreFunction,
+    SelectionRequest,
+    count_stored_scores,
+    select,
+    select_passes,
+)
 
-if TYPE_CHECKING:
-    import torch
-
+_RAM = "RAM, Yuan et al. 2026, https://arxiv.org/abs/2601.13572"
+_ROBUST = "Byzantine-robust distributed learning, Yin et al. 2018, https://arxiv.org/abs/1803.01498"
+_TRIM = Parameter("trim", "float", "shared", 0.2, "share of the models to leave out on each side", 0.0, 0.49)
+# Lower bound for the difference that the parameter ``t`` of NearSwap is divided by.
+_NEAREST = 1e-6
 _EPSILON = Parameter("epsilon", "float", "shared", 1e-5, "a smaller difference does not count as a change", minimum=0.0)
 
 
@@ -59,16 +72,11 @@ def _amplified(task: TensorTask) -> Steps:
     epsilon, r, alpha = (float(task.shared[name]) for name in ("epsilon", "r", "alpha"))
 
     def reduce_block(block: Block) -> torch.Tensor:
-        import torch
-
         changed = block.deltas().abs() > epsilon
         several = changed.sum(0) > 1
         return torch.stack(((changed & several).sum(-1), (changed & ~several).sum(-1)))
 
-    shared, unique = yield fold_counts(
-        reduce_block,
-        lambda block: load_kernels().count_changes(block.data, block.rows, block.length, np.float32(epsilon)),
-    )
+    shared, unique = yield fold_counts(reduce_block, lambda block: block.run("count_changes", np.float32(epsilon)))
     factors = [
         1 + r * min(max(shared_count / max(unique_count, epsilon), 0.0), alpha)
         if max(unique_count, epsilon) > 0
@@ -82,8 +90,6 @@ def _average_changes(factors: Sequence[float], epsilon: float) -> Map:
     """Return the map of RAM. ``factors`` are the factors ``L_i`` for the unique changes of each model."""
 
     def map_block(block: Block) -> torch.Tensor:
-        import torch
-
         deltas = block.deltas()
         changed = deltas.abs() > epsilon
         number = changed.sum(0)
@@ -94,13 +100,9 @@ def _average_changes(factors: Sequence[float], epsilon: float) -> Map:
         return block.base + total
 
     def map_stored(block: StoredBlock, out: Any) -> None:
-        scales = np.array(factors, np.float32)
-        load_kernels().ram(block.data, block.rows, block.length, np.float32(epsilon), scales, out)
+        block.run("ram", np.float32(epsilon), np.array(factors, np.float32), out)
 
     return Map(map_block, map_stored)
-
-
-_RAM = "RAM, Yuan et al. 2026, https://arxiv.org/abs/2601.13572"
 
 
 def _consensus(task: TensorTask) -> Map:
@@ -108,8 +110,6 @@ def _consensus(task: TensorTask) -> Map:
     agreement, scale = int(task.shared["agreement"]), float(task.shared["lambda"])
 
     def map_block(block: Block) -> torch.Tensor:
-        import torch
-
         weighted = [delta * weight for delta, weight in zip(block.deltas(), weights, strict=True)]
         total = add_in_order(weighted)
         needed = torch.zeros(total.shape, dtype=torch.int32, device=total.device)
@@ -119,13 +119,9 @@ def _consensus(task: TensorTask) -> Map:
 
     def map_stored(block: StoredBlock, out: Any) -> None:
         arguments = (np.asarray(weights, np.float32), np.asarray(thresholds, np.float32), agreement, np.float32(scale))
-        load_kernels().consensus(block.data, block.rows, block.length, *arguments, out)
+        block.run("consensus", *arguments, out)
 
     return Map(map_block, map_stored)
-
-
-_ROBUST = "Byzantine-robust distributed learning, Yin et al. 2018, https://arxiv.org/abs/1803.01498"
-_TRIM = Parameter("trim", "float", "shared", 0.2, "share of the models to leave out on each side", 0.0, 0.49)
 
 
 def _average_middle(trim_count: int, scale: float) -> Map:
@@ -137,7 +133,7 @@ def _average_middle(trim_count: int, scale: float) -> Map:
         return block.base + add_in_order(list(middle)) / len(middle) * scale
 
     def map_stored(block: StoredBlock, out: Any) -> None:
-        load_kernels().trimmed_middle(block.data, block.rows, block.length, trim_count, np.float32(scale), out)
+        block.run("trimmed_middle", trim_count, np.float32(scale), out)
 
     return Map(map_block, map_stored)
 
@@ -151,6 +147,65 @@ def _trimmed_mean(task: TensorTask) -> Map:
 def _weighted_mean(task: TensorTask) -> Map:
     weights, scale = task.model_values("weight"), float(task.shared["lambda"])
     return combine([weight / sum(weights) * scale for weight in weights], about_base=True)
+
+
+def _nearswap(task: TensorTask) -> Map:
+    """Move towards the model where it is near the base: ``w = clip(t / |b - x|, 0, 1)``, ``out = w x + (1 - w) b``."""
+    t = float(task.shared["t"])
+
+    def map_block(block: Block) -> torch.Tensor:
+        base, model = block.base, block.inputs[1]
+        share = (t / (base - model).abs().clamp(min=_NEAREST)).clamp(0.0, 1.0)
+        return share * model + (1.0 - share) * base
+
+    def map_stored(block: StoredBlock, out: Any) -> None:
+        block.run("nearswap", np.float32(t), np.float32(_NEAREST), out)
+
+    return Map(map_block, map_stored)
+
+
+def _fusion(task: TensorTask) -> Steps:
+    """Take the elements of the model whose importance is an outlier, and the other elements from the base.
+
+    Importance is ``|x - b|`` times the divergence between the softmax of the two rows. An outlier is at least the
+    median plus 1.5 times the interquartile range, and the quantiles are exact.
+    """
+    divergence = yield fold_grains(_divergence)
+
+    def importance(block: Block) -> torch.Tensor:
+        first = block.start // block.grain
+        changes = (block.inputs[1] - block.base).abs().reshape(-1, block.grain)
+        rows = torch.from_numpy(divergence[first : first + len(changes)]).to(changes)
+        weighted: torch.Tensor = changes * rows[:, None]
+        return weighted.flatten()
+
+    def rows_of(block: StoredBlock) -> Any:
+        first = block.start // block.grain
+        return divergence[first : first + block.length // block.grain].astype(np.float32)
+
+    ranks = [task.numel - math.floor(share * (task.numel - 1)) for share in (0.25, 0.5, 0.75)]
+    stored_scores = count_stored_scores(lambda block: block.run("importances", block.grain, rows_of(block)))
+    scores = ScoreFunction(lambda block: importance(block).unsqueeze(0), task.dtype, stored_scores)
+    thresholds = yield from select(scores, [SelectionRequest(0, rank, numbered=False) for rank in ranks], task.numel)
+    # The key of a threshold has the bits of the score.
+    key_type = np.int32 if task.dtype == "float32" else np.int64
+    low, median, high = (float(np.array(threshold.key, key_type).view(task.dtype)) for threshold in thresholds)
+    bound = median + 1.5 * (high - low)
+
+    def map_block(block: Block) -> Any:
+        return torch.where(importance(block) >= bound, block.inputs[1], block.base)
+
+    def map_stored(block: StoredBlock, out: Any) -> None:
+        block.run("fuse", block.grain, rows_of(block), np.float32(bound), out)
+
+    return Map(map_block, map_stored)
+
+
+def _divergence(block: Block) -> torch.Tensor:
+    """Return the Kullback-Leibler divergence of each row from the base: ``[rows]`` float64, never negative."""
+    # Work in place: allocating memory for each step would cost more than some of the steps.
+    base, model = (torch.softmax(row.double(), -1).add_(1e-8) for row in block.grains(block.inputs))
+    return torch.div(model, base, out=base).log_().mul_(model).sum(-1).clamp_(min=0.0)
 
 
 METHODS = (
@@ -244,5 +299,33 @@ METHODS = (
         ),
         steps=_amplified,
         costs=Costs(map=1.2, fold=1.0, folds=lambda task: 1),
+    ),
+)
+
+WITH_ONE_MODEL = (
+    Method(
+        name="nearswap",
+        summary="Move the base to the values of the model where both are near",
+        paper="",
+        base="required",
+        models=(1, 1),
+        parameters=(Parameter("t", "float", "shared", REQUIRED, "difference up to which the model's value is used"),),
+        steps=map_only(_nearswap),
+        single_input="copy",
+        costs=Costs(map=0.5),
+        traits=Traits(merges_base=True),
+    ),
+    Method(
+        name="arcee_fusion",
+        summary="Take from the model the elements whose change is an outlier in importance",
+        paper="Arcee Fusion, https://www.arcee.ai/blog/meet-mergekit-v0-1",
+        base="required",
+        models=(1, 1),
+        parameters=(),
+        steps=_fusion,
+        grain=row_length,
+        single_input="copy",
+        costs=Costs(map=0.4, fold=5.2, folds=lambda task: 1 + select_passes(task.dtype, task.numel, numbered=False)),
+        traits=Traits(merges_base=True),
     ),
 )

@@ -8,11 +8,9 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mergegate.merge_core.methods.contract import GRAIN, Block, Fold, TensorTask, Values, row_length
+from mergegate.merge_core.methods.contract import GRAIN, Block, Fold, TensorTask, Values, row_length, torch
 
 if TYPE_CHECKING:
-    import torch
-
     # Products of two task matrices, by pair of models i <= j.
     Products: TypeAlias = dict[tuple[int, int], torch.Tensor]
 
@@ -28,15 +26,11 @@ def grain_of_rows(shape: tuple[int, ...], shared_values: Values) -> int:
 
 def rows_of(block: Block, width: int) -> Iterator[torch.Tensor]:
     """Split a block into runs of rows: ``[inputs, elements]`` → several ``[inputs, rows, in]``."""
-    import torch
-
     yield from torch.split(block.inputs.reshape(len(block.inputs), -1, width), GRAIN_ROWS, dim=1)
 
 
 def deltas_of(part: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
     """Return weighted task vectors as float64 ``[models, rows, in]``. Input 0 of ``part`` is the base."""
-    import torch
-
     wide = part.double()
     return torch.stack([(row - wide[0]) * weight for row, weight in zip(wide[1:], weights, strict=True)])
 
@@ -57,8 +51,6 @@ def sum_delta_products(
     row_sums: list[torch.Tensor] = []
 
     def reduce_block(block: Block) -> torch.Tensor:
-        import torch
-
         for part in rows_of(block, task.shape[-1]):
             deltas = deltas_of(part, weights)
             if centered:
@@ -92,8 +84,6 @@ def collect_deltas(task: TensorTask, *, weighted: bool = True) -> Generator[Fold
     matrices: list[torch.Tensor] = []
 
     def reduce_block(block: Block) -> torch.Tensor:
-        import torch
-
         if not matrices:
             matrices.append(block.inputs.new_empty((len(weights), *task.shape)))
         row = block.start // task.shape[-1]

@@ -12,34 +12,23 @@ from importlib.metadata import entry_points
 from types import MappingProxyType
 
 from mergegate.merge_core.errors import InvalidInput, suggest
-from mergegate.merge_core.methods import (
-    combination,
-    elementwise,
-    fisher,
-    model_stock,
-    pairwise,
-    regression,
-    sce,
-    spectral,
-    spherical,
-    task_vectors,
-)
+from mergegate.merge_core.methods import combination, elementwise, regression, spectral, spherical, task_vectors
 from mergegate.merge_core.methods.contract import Method
 
 GROUP = "mergegate.methods"
-_FAMILIES = (
-    combination,
-    spherical,
-    task_vectors,
-    elementwise,
-    model_stock,
-    sce,
-    pairwise,
-    regression,
-    fisher,
-    spectral,
+# Messages list methods in this order, and a draft of a recipe uses the first that fits.
+BUILT_IN = (
+    *combination.METHODS,
+    *spherical.METHODS,
+    *task_vectors.METHODS,
+    *elementwise.METHODS,
+    spherical.MODEL_STOCK,
+    task_vectors.SCE,
+    *elementwise.WITH_ONE_MODEL,
+    *regression.METHODS,
+    combination.FISHER,
+    *spectral.METHODS,
 )
-BUILT_IN = tuple(method for family in _FAMILIES for method in family.METHODS)
 
 
 @cache

@@ -44,11 +44,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import variance
-from typing import TYPE_CHECKING
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.methods.combination import check_mean, mean_of_models
+from mergegate.merge_core.methods.combination import LAMBDA, check_mean, mean_of_models
 from mergegate.merge_core.methods.contract import (
     Block,
     Costs,
@@ -61,12 +61,9 @@ from mergegate.merge_core.methods.contract import (
     TensorTask,
     Traits,
     add_in_order,
+    torch,
 )
 from mergegate.merge_core.methods.matrices import grain_of_rows, rows_of, sum_delta_products
-from mergegate.merge_core.methods.task_vectors import LAMBDA
-
-if TYPE_CHECKING:
-    import torch
 
 # Floor, as a share of the mean of the diagonal. Moments are stored in float32, so smaller values are rounding noise.
 _FLOOR = 1e-6
@@ -97,8 +94,6 @@ class _System:
 
     def solve(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the merged rows: float64 ``[models, rows, in]`` → ``[rows, in]``."""
-        import torch
-
         mean = self.mean(rows)
         if self.factor is None or not self.differences:
             return mean
@@ -111,8 +106,6 @@ class _System:
 
 def _set_up_system(weights: Sequence[float], moments: Sequence[torch.Tensor], floor: float) -> _System:
     """Set up the problem for float64 moments, all ``[in, in]`` or all ``[in]``. The moments are overwritten."""
-    import torch
-
     shares = tuple(weight / sum(weights) for weight in weights)
     total = moments[0] * weights[0]
     for moment, weight in zip(moments[1:], weights[1:], strict=True):
@@ -137,8 +130,6 @@ def _solve_map(task: TensorTask, solve: Callable[[torch.Tensor, int], torch.Tens
     scale = float(task.shared["lambda"])
 
     def map_block(block: Block) -> torch.Tensor:
-        import torch
-
         parts, row = [], block.start // task.shape[-1]
         for part in rows_of(block, task.shape[-1]):
             wide = part.double()
@@ -159,8 +150,6 @@ def _solve_inputs_first(task: TensorTask, system: _System) -> Steps:
         sums: list[torch.Tensor] = []
 
         def reduce_block(block: Block) -> torch.Tensor:
-            import torch
-
             row = block.start // task.shape[-1]
             for part in rows_of(block, task.shape[-1]):
                 models = part.double()[int(task.has_base) :]
@@ -174,8 +163,6 @@ def _solve_inputs_first(task: TensorTask, system: _System) -> Steps:
             return torch.zeros(0)
 
         def compute(device: str) -> torch.Tensor:
-            import torch
-
             return torch.cholesky_solve(sums.pop(), factor)
 
         yield Fold(reduce_block, lambda parts: parts[-1], in_order=True)
@@ -207,8 +194,6 @@ def _regmean(task: TensorTask) -> Steps:
     weights, off_diagonals = task.model_values("weight"), float(task.shared["off_diagonals"])
 
     def compute(device: str) -> _System:
-        import torch
-
         # Use only the diagonals if no more was measured for some model, or if ``off_diagonals`` is 0.
         diagonal_only = off_diagonals == 0 or any(item.is_diagonal for item in moments)
         matrices = []
@@ -226,26 +211,12 @@ def _regmean(task: TensorTask) -> Steps:
     return _solve_map(task, lambda models, row: system.solve(models))
 
 
-def _wudi(task: TensorTask) -> Steps:
+def _fit_deltas(task: TensorTask, *, centered: bool) -> Steps:
+    """Merge a matrix with moments from the task vectors: those of ``ace`` if ``centered``, else those of ``wudi``."""
     if not task.is_projection:
         return mean_of_models(task)
     weights, ridge = task.model_values("weight"), float(task.shared["ridge"])
-    products = yield from sum_delta_products(task, crossed=False, weighted=False)
-
-    def compute(device: str) -> _System:
-        # A model that did not change this matrix has zeros.
-        moments = [gram.to(device).div_(float(gram.diagonal().sum()) or 1.0) for gram in products.values()]
-        return _set_up_system(weights, moments, ridge)
-
-    system = yield Solve(compute)
-    return _solve_map(task, lambda models, row: system.solve(models))
-
-
-def _ace(task: TensorTask) -> Steps:
-    if not task.is_projection:
-        return mean_of_models(task)
-    weights, ridge = task.model_values("weight"), float(task.shared["ridge"])
-    products = yield from sum_delta_products(task, crossed=False, weighted=False, centered=True)
+    products = yield from sum_delta_products(task, crossed=False, weighted=False, centered=centered)
 
     def compute(device: str) -> _System:
         moments = [gram.to(device) for gram in products.values()]
@@ -254,7 +225,7 @@ def _ace(task: TensorTask) -> Steps:
         is_uneven = len(sizes) > 1 and variance(sizes) > _UNEVEN
         mean_trace = sum(traces) / len(traces)
         for gram, trace in zip(moments, traces, strict=True):
-            gram.div_((trace if is_uneven else mean_trace) or 1.0)
+            gram.div_((trace if is_uneven or not centered else mean_trace) or 1.0)
         return _set_up_system(weights, moments, ridge)
 
     system = yield Solve(compute)
@@ -344,7 +315,7 @@ METHODS = (
             Parameter("ridge", "float", "shared", 0.01, _RIDGE, 1e-6),
             LAMBDA,
         ),
-        steps=_wudi,
+        steps=partial(_fit_deltas, centered=False),
         grain=grain_of_rows,
         check=check_mean,
         costs=_DELTA_COSTS,
@@ -358,7 +329,7 @@ METHODS = (
         base="required",
         models=(1, None),
         parameters=(_WEIGHT, Parameter("ridge", "float", "shared", 1.0, _RIDGE, 1e-3), LAMBDA),
-        steps=_ace,
+        steps=partial(_fit_deltas, centered=True),
         grain=grain_of_rows,
         check=check_mean,
         costs=_DELTA_COSTS,

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.methods.combination import combine
+from mergegate.merge_core.methods.combination import LAMBDA, combine
 from mergegate.merge_core.methods.contract import (
     Block,
     Costs,
@@ -42,13 +42,12 @@ from mergegate.merge_core.methods.contract import (
     Traits,
     Values,
     add_in_order,
+    torch,
 )
 from mergegate.merge_core.methods.matrices import collect_deltas, deltas_of, grain_of_rows, rows_of, sum_delta_products
-from mergegate.merge_core.methods.task_vectors import LAMBDA, VectorCombination, mix
+from mergegate.merge_core.methods.task_vectors import VectorCombination, mix
 
 if TYPE_CHECKING:
-    import torch
-
     from mergegate.merge_core.methods.matrices import Products
 
     # Function from the products d_i' d_j (for matrices with long rows, d_i d_j') to one factor per model, by which its
@@ -79,8 +78,6 @@ def _directions(gram: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tens
 
     ``r`` is the numerical rank, or ``most`` if that is smaller.
     """
-    import torch
-
     values, vectors = torch.linalg.eigh(gram)
     sizes = values.flip(0).clamp_min(0).sqrt()
     rank = min(most, int((sizes > _RANK * sizes[0]).sum()))
@@ -89,8 +86,6 @@ def _directions(gram: torch.Tensor, most: int) -> tuple[torch.Tensor, torch.Tens
 
 def _inverse_root(gram: torch.Tensor) -> torch.Tensor:
     """Return the pseudo-inverse square root ``gram^(-1/2)``."""
-    import torch
-
     if not len(gram):
         return gram
     values, vectors = torch.linalg.eigh(gram)
@@ -101,8 +96,6 @@ def _inverse_root(gram: torch.Tensor) -> torch.Tensor:
 
 def _tsv_factors(products: Products, task: TensorTask) -> list[torch.Tensor | None]:
     """Return ``M_i`` for each model, so that the merged task matrix is ``sum d_i M_i``."""
-    import torch
-
     models = len(task.per_input) - 1
     parts = [_directions(products[i, i], min(task.shape) // models) for i in range(models)]
     left_vectors = [vectors / sizes for vectors, sizes in parts]  # U_i = d_i V_i / S_i
@@ -145,8 +138,6 @@ def _svc_factors(products: Products, task: TensorTask) -> list[torch.Tensor | No
     With the products ``d_i' d_j``, ``<a_r, a_ri> = v' P_i v`` and ``|a_ri| = |P_i' v| / s`` with ``P_i = M' d_i``.
     With ``d_i d_j'``, ``<a_r, a_ri> = u' M d_i' u`` and ``|a_ri|^2 = u' d_i d_i' u``.
     """
-    import torch
-
     tasks, treated = _split_models(task)
     total = add_in_order([_product(products, i, j) for i in treated for j in treated])
     vectors, sizes = _directions(total, len(total))
@@ -176,8 +167,6 @@ def _mean(weights: Sequence[float], scale: float, model_indices: Sequence[int]) 
 
 def _merge_in_memory(deltas: torch.Tensor, compute_factors: Factors, task: TensorTask) -> torch.Tensor:
     """Return ``sum M_i' d_i`` of task matrices: ``[models, out, in]`` → ``[out, in]``, in chunks of columns."""
-    import torch
-
     models, out, _ = deltas.shape
     pairs = [(i, j) for i in range(models) for j in range(i, models)]
     products = {pair: deltas.new_zeros((out, out), dtype=torch.float64) for pair in pairs}
@@ -205,8 +194,6 @@ def _knots(task: TensorTask) -> Steps:
     deltas = yield from collect_deltas(task, weighted=False)
 
     def merge(device: str) -> torch.Tensor:
-        import torch
-
         models, out, width = deltas.shape
         stacked = deltas.permute(1, 0, 2).reshape(out, models * width)  # [d_1 .. d_k]
         if out <= models * width:
@@ -243,8 +230,6 @@ def _knots(task: TensorTask) -> Steps:
 
 def _gram_of_rows(rows: torch.Tensor) -> torch.Tensor:
     """Return ``rows' rows`` in float64, widening a few rows at a time."""
-    import torch
-
     total = rows.new_zeros((rows.shape[1], rows.shape[1]), dtype=torch.float64)
     for part in torch.split(rows, _CHUNK):
         wide = part.double()
@@ -300,8 +285,6 @@ def _method(compute_factors: Factors, *, decompositions: int, workspaces: int, *
         factors = yield Solve(lambda device: compute_factors(products, task))
 
         def map_block(block: Block) -> torch.Tensor:
-            import torch
-
             parts = []
             for part in rows_of(block, width):
                 pairs = zip(deltas_of(part, weights), factors, strict=True)

@@ -1,12 +1,17 @@
-"""Average tensors on a sphere: SLERP, NuSLERP, multi-SLERP and the Karcher mean.
+"""Average tensors by their angles: SLERP, NuSLERP, multi-SLERP, the Karcher mean and Model Stock.
 
-A tensor is one vector. NuSLERP can average rows or columns instead. All results are linear combinations of the inputs,
-and the coefficients for whole tensors follow from the Gram matrix (see :mod:`.combination`).
+A tensor is one vector. NuSLERP and Model Stock can average rows or columns instead. All results are linear combinations
+of the inputs, and the coefficients for whole tensors follow from the Gram matrix (see :mod:`.combination`).
+
+Model Stock moves from the base towards the average of the models, further if their changes are similar. With the
+offsets ``o_i = x_i - b`` of ``N`` models and the mean cosine ``c`` of all pairs of offsets,
+``t = N c / (1 + (N - 1) c)`` and ``out = b + t * mean(o_i)``. Jang et al. 2024, https://arxiv.org/abs/2403.19522.
 """
 
 from __future__ import annotations
 
 import math
+from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,12 +30,13 @@ from mergegate.merge_core.methods.contract import (
     TensorTask,
     Traits,
     Values,
+    add_in_order,
     fold_sums,
     row_length,
+    torch,
 )
 
 if TYPE_CHECKING:
-    import torch
     from numpy.typing import NDArray
 
     Matrix = NDArray[np.float64]
@@ -41,6 +47,8 @@ _PARALLEL = 0.9995
 _NO_ANGLE = 1e-16
 # Rows per grain if vectors are columns. Each partial sum has the size of one row, so this bounds their memory.
 _COLUMN_ROWS = 128
+# Lower bound of Model Stock for a product of norms, so that tiny tensors move less.
+_LEAST_NORMS = 1e-6
 
 
 def _slerp(task: TensorTask) -> Steps:
@@ -72,8 +80,6 @@ def _nuslerp(task: TensorTask) -> Steps:
     if not _by_columns(task.shape, task.shared):
 
         def map_rows(block: Block) -> torch.Tensor:
-            import torch
-
             first, second = block.grains(_vectors(block, task))
             a, b = first.double(), second.double()
             numbers = [value.cpu().numpy() for value in ((a * a).sum(-1), (b * b).sum(-1), (a * b).sum(-1))]
@@ -84,8 +90,6 @@ def _nuslerp(task: TensorTask) -> Steps:
     width = task.numel // task.shape[0]
 
     def products(block: Block) -> torch.Tensor:
-        import torch
-
         first_vector, second_vector = _vectors(block, task).double()
         pairs = torch.stack((first_vector * first_vector, second_vector * second_vector, first_vector * second_vector))
         # [3, grains, rows, columns] -> [grains, 3, columns]
@@ -94,8 +98,6 @@ def _nuslerp(task: TensorTask) -> Steps:
     near, far = nuslerp_coefficients(*(yield fold_sums(products)), t=t)
 
     def map_block(block: Block) -> torch.Tensor:
-        import torch
-
         first_vector, second_vector = (vector.reshape(-1, width) for vector in _vectors(block, task))
         scales = [torch.from_numpy(np.asarray(c)).to(first_vector) for c in (near, far)]
         return _add_base(block, task, (first_vector * scales[0] + second_vector * scales[1]).flatten())
@@ -195,6 +197,40 @@ def _gram_folds(task: TensorTask) -> int:
     return 1 if len(task.model_seeds) > 1 else 0
 
 
+def _model_stock(task: TensorTask) -> Steps:
+    count = len(task.per_input) - 1
+    if task.shared["filter_wise"]:
+
+        def map_block(block: Block) -> torch.Tensor:
+            offsets = block.grains(block.deltas())
+            wide = offsets.double()
+            products = {
+                (i, j): (wide[i] * wide[j]).sum(-1).cpu().numpy() for i in range(count) for j in range(i, count)
+            }
+            share = torch.from_numpy(np.asarray(ratio(products, count)) / count).to(offsets)
+            return block.base + (add_in_order(list(offsets)) * share.unsqueeze(-1)).flatten()
+
+        return Map(map_block)
+    matrix = yield gram(count, about_base=True)
+    share = float(ratio({(i, j): matrix[i, j] for i in range(count) for j in range(i, count)}, count))
+    return combine([share / count] * count, about_base=True)
+
+
+def ratio(products: dict[tuple[int, int], Any], count: int) -> Any:
+    """Return ``t`` from the products of each pair of offsets ``i <= j``, which may be numbers or arrays."""
+    if count < 2:
+        return np.ones_like(products[0, 0])
+    norms = [np.sqrt(products[i, i]) for i in range(count)]
+    cosines = [
+        np.clip(products[i, j] / np.maximum(norms[i] * norms[j], _LEAST_NORMS), -1.0, 1.0)
+        for i, j in combinations(range(count), 2)
+    ]
+    cosine = sum(cosines) / len(cosines)
+    divisor = 1.0 + (count - 1) * cosine
+    degenerate = np.abs(divisor) < 1e-6
+    return np.where(degenerate, 0.0, count * cosine / np.where(degenerate, 1.0, divisor))
+
+
 METHODS = (
     Method(
         name="slerp",
@@ -271,4 +307,17 @@ METHODS = (
         costs=Costs(map=0.5, fold=1.8, folds=_gram_folds),
         traits=Traits(adds_up=True),
     ),
+)
+
+MODEL_STOCK = Method(
+    name="model_stock",
+    summary="From the base towards the average of the models, as far as their angles allow",
+    paper="Model Stock, Jang et al. 2024, https://arxiv.org/abs/2403.19522",
+    base="required",
+    models=(2, None),
+    parameters=(Parameter("filter_wise", "bool", "shared", False, "an angle for each row instead of each tensor"),),
+    steps=_model_stock,
+    grain=lambda shape, shared: row_length(shape, shared) if shared["filter_wise"] else GRAIN,
+    single_input="copy",
+    costs=Costs(map=0.6, fold=1.4, folds=lambda task: 0 if task.shared["filter_wise"] else 1),
 )

@@ -6,6 +6,8 @@ because opening a pipe blocks and opening a device may have side effects, and ag
 of the directory that it follows are those of the Hub's cache, recognized by name:
 ``models--org--name/snapshots/<commit>/`` consists of links into the neighboring directory ``blobs/``.
 
+:func:`check_zip_directory` checks a zip file before the library ``zipfile`` reads it.
+
 :data:`LocalPath` is the type of local paths in profiles, settings and command-line options.
 """
 
@@ -14,6 +16,7 @@ from __future__ import annotations
 import io
 import os
 import stat
+import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO
@@ -37,6 +40,7 @@ _OUTSIDE = "copy the file into the directory; do not use a checkpoint from an un
 _KIND = "local_path"  # Name of the error type in pydantic.
 _LONGEST_NAME = 255  # Bytes. The limit of ext4, XFS, Btrfs, APFS and NTFS.
 _LONGEST_PATH = 4095  # Bytes. PATH_MAX of Linux without the final NUL byte.
+_MEMBER_BYTES = 320  # Size limit of the central directory of a zip file per allowed member.
 
 
 def plain_file(path: Path, *, within: Path | None = None, most: int | None = None) -> Path:
@@ -81,12 +85,7 @@ def plain_file(path: Path, *, within: Path | None = None, most: int | None = Non
 
 
 def open_plain(path: Path, *, within: Path | None = None) -> BinaryIO:
-    """Open a file that :func:`plain_file` accepts for reading, unbuffered.
-
-    Raises:
-        FileNotFoundError: The file does not exist.
-        InvalidInput: :func:`plain_file` rejects the file, or this user cannot read it.
-    """
+    """Open a file that :func:`plain_file` accepts for reading, unbuffered. FileNotFoundError is raised as it is."""
     real = plain_file(path, within=within)
     try:
         # The file may have been replaced by a link or a pipe since the check. Do not follow the link or block.
@@ -124,11 +123,7 @@ def open_buffered(path: Path) -> BinaryIO:
 
 
 def content_of(file: BinaryIO, path: Path, most: int) -> bytes:
-    """Return the content of an open plain file.
-
-    Raises:
-        InvalidInput: The file is larger than ``most``, grows while it is read, or the disk reports an error.
-    """
+    """Return the content of an open plain file of at most ``most`` bytes, which must not grow while it is read."""
     try:
         size = os.fstat(file.fileno()).st_size
         if size > most:
@@ -146,11 +141,7 @@ def content_of(file: BinaryIO, path: Path, most: int) -> bytes:
 
 
 def read_text(path: Path, most: int, *, expected: str = "", remedy: str = "") -> str:
-    """Return the UTF-8 text of a plain file.
-
-    Raises:
-        InvalidInput: :func:`read_plain` rejects the file, or it is not UTF-8 text.
-    """
+    """Return the UTF-8 text of a plain file that :func:`read_plain` accepts."""
     try:
         return read_plain(path, most, expected=expected, remedy=remedy).decode()
     except UnicodeDecodeError:
@@ -175,11 +166,7 @@ def check_entries(directory: Path, names: Iterable[str]) -> None:
 
 
 def parse_path(text: str) -> Path:
-    """Return ``text`` as a path.
-
-    Raises:
-        PydanticCustomError: No file can have this path: it is empty, contains a NUL byte, is too long, or is not text.
-    """
+    """Return ``text`` as a path, or raise PydanticCustomError if no file can have this path."""
     if not text:
         raise PydanticCustomError(_KIND, "expected a path, not an empty text")
     if "\0" in text:
@@ -206,3 +193,43 @@ def _check(value: Any) -> Any:
 LocalPath = Annotated[
     Path, BeforeValidator(_check), WithJsonSchema({"type": "string", "format": "path", "minLength": 1})
 ]
+
+
+def check_zip_directory(file: BinaryIO, size: int, path: Path, *, most: int, remedy: str = "") -> None:
+    """Raise InvalidInput if the central directory of the zip is too large, before zipfile allocates memory for it.
+
+    The record at the end of the file (PKZIP application note, 4.3.16, or 4.3.14 for 64 bits) declares the number of
+    members and the size of their list. The last 64 kB of the file may be a comment that contains the signature of such
+    a record again, so every occurrence is checked.
+
+    Args:
+        file: Open zip file. Its position afterwards is the start.
+        size: Size of the file in bytes.
+        path: Path of the file, for messages.
+        most: Largest number of members.
+        remedy: Way to get a smaller file, for messages.
+    """
+    start = max(0, size - (1 << 16) - 22 - 20 - 56)
+    file.seek(start)
+    tail = file.read(size - start)
+    declared = []
+    position = tail.find(b"PK\x05\x06")
+    while position >= 0:
+        if len(tail) >= position + 22:
+            members, length = struct.unpack("<HI", tail[position + 10 : position + 16])
+            declared.append((0 if members == 0xFFFF else members, 0 if length == 0xFFFFFFFF else length))
+        position = tail.find(b"PK\x05\x06", position + 1)
+    position = tail.find(b"PK\x06\x06")
+    while position >= 0:
+        if len(tail) >= position + 56:
+            declared.append(struct.unpack("<QQ", tail[position + 32 : position + 48]))
+        position = tail.find(b"PK\x06\x06", position + 1)
+    members, length = (max((record[part] for record in declared), default=0) for part in (0, 1))
+    if members > most or length > most * _MEMBER_BYTES:
+        raise InvalidInput(
+            str(path),
+            found=f"a zip of {members} members, whose list has {length} bytes",
+            expected=f"at most {most} members",
+            remedy=remedy,
+        )
+    file.seek(0)

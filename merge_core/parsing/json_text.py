@@ -2,6 +2,11 @@
 
 Plain ``json.loads`` uses up to 25 times the size of the text in memory, raises RecursionError for a thousand nested
 brackets, accepts unpaired surrogates, and turns 4,000 digits into a number that most arithmetic rejects.
+
+Parsers in libraries raise exceptions of many types: RecursionError for a thousand brackets, OverflowError for 400
+digits, UnicodeError for an unpaired surrogate, ValueError for a month 13. If mergegate caught only known types, an
+unknown one could crash a scheduled run. Therefore, all code that parses untrusted bytes, of any format, runs inside
+:func:`parsing_errors`, and no other code does.
 """
 
 from __future__ import annotations
@@ -9,22 +14,74 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, MergegateError
 from mergegate.merge_core.parsing.files import content_of, open_plain
-from mergegate.merge_core.parsing.input_errors import MAX_DIGITS, parsing_errors, require_printable
 
+# Digits of one number. ``model_max_length`` in real tokenizers has 31 digits; Python does not print more than 4,300.
+MAX_DIGITS = 40
 # The closing quote is optional, so that every quote begins a match and the pattern never has to backtrack.
 _STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?', re.DOTALL)
 # Translating all digits to the same one finds a long number by substring search, ten times as fast as by a pattern.
 _DIGITS, _LONG_NUMBER = bytes.maketrans(b"123456789", b"0" * 9), b"0" * (MAX_DIGITS + 1)
 _NO_BRACKETS = bytes(sorted(set(range(256)) - set(b"[]{}")))
 _STEP = {ord("["): 1, ord("{"): 1, ord("]"): -1, ord("}"): -1}
+
+
+@contextmanager
+def parsing_errors(location: str, problem: str, *, expected: str = "", remedy: str = "") -> Iterator[None]:
+    """Turn every exception in the ``with`` block into InvalidInput, except mergegate's own errors.
+
+    Only parse inside the block, so that it does not hide errors in other code.
+    """
+    try:
+        yield
+        return
+    except MergegateError:
+        raise
+    except OSError as error:
+        found = f"cannot be read: {error.strerror or error}"
+    except RecursionError:
+        found = f"{problem}: nested too deeply"
+    except MemoryError:
+        found = f"{problem}: too large for the memory"
+    except json.JSONDecodeError as error:  # Its own text also gives the character offset, which is omitted.
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        found = f"{problem}: {error.msg[:1].lower()}{error.msg[1:]} at {line}column {error.colno}"
+    except Exception as error:  # Libraries do not document which exceptions their parsers raise.
+        # The messages of these exceptions are not clear without the type. A KeyError, for example, has only a name.
+        needs_type = isinstance(error, LookupError | TypeError | AttributeError) or not str(error)
+        found = f"{problem}: {f'{type(error).__name__}: ' if needs_type else ''}{error}"
+    raise InvalidInput(location, found=found, expected=expected, remedy=remedy) from None
+
+
+def require_printable(value: object, location: str) -> None:
+    """Raise InvalidInput if a string in plain data contains an unpaired surrogate.
+
+    Such a string cannot be printed, hashed or used as a file name.
+    """
+    pending = [value]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            if not item.isascii():
+                try:
+                    item.encode()
+                except UnicodeEncodeError:
+                    raise InvalidInput(
+                        location, found=f"{item!r:.60} contains an incomplete character", expected="Unicode text"
+                    ) from None
+        elif isinstance(item, Mapping):
+            pending += item.keys()
+            pending += item.values()
+        elif isinstance(item, (list, tuple)):
+            pending += item
 
 
 @dataclass(frozen=True)
@@ -81,11 +138,7 @@ def parse_json(
 def parse_json_object(
     content: bytes, location: str, *, bounds: JsonBounds = SMALL, pairs: Pairs | None = None
 ) -> dict[str, Any]:
-    """Parse JSON text that contains an object. The arguments are those of :func:`parse_json`.
-
-    Raises:
-        InvalidInput: :func:`parse_json` rejects the text, or it is not an object.
-    """
+    """Parse JSON text that contains an object. The arguments are those of :func:`parse_json`."""
     value = parse_json(content, location, bounds=bounds, pairs=pairs)
     if not isinstance(value, dict):
         raise InvalidInput(location, found="not a JSON object")
@@ -122,11 +175,7 @@ def line_location(path: Path, number: int) -> str:
 
 
 def parse_line(line: bytes, path: Path, number: int) -> dict[str, Any]:
-    """Parse ``line``, which is line ``number`` (from 1) of ``path``, as a JSON object.
-
-    Raises:
-        InvalidInput: The line is not a JSON object.
-    """
+    """Parse ``line``, which is line ``number`` (from 1) of ``path``, as a JSON object."""
     location = line_location(path, number)
     document = parse_json(line, location, expected="one JSON object per line")
     if not isinstance(document, dict):

@@ -20,7 +20,7 @@ import yaml
 
 from mergegate.merge_core.errors import FindingLog, InvalidInput
 from mergegate.merge_core.parsing.files import read_text
-from mergegate.merge_core.parsing.input_errors import MAX_DIGITS, parsing_errors, require_printable
+from mergegate.merge_core.parsing.json_text import MAX_DIGITS, parsing_errors, require_printable
 
 # A recipe with a filter for every tensor of a large model takes 200 kB.
 MAX_YAML_BYTES = 1 << 19
@@ -141,13 +141,9 @@ class _KeyFault(yaml.MarkedYAMLError):
 
 
 def read_yaml(path: Path, expected: str, *, remedy: str = "", loader: type[StrictLoader] = StrictLoader) -> list[Any]:
-    """Return the documents in a YAML file, without empty ones.
+    """Return the documents in a YAML file, like :func:`parse_yaml`.
 
     Error messages show ``expected``, such as ``a recipe in YAML``, and ``remedy`` if the file cannot be read.
-
-    Raises:
-        InvalidInput: The file cannot be read, is not YAML, contains a duplicate key, or exceeds the limits. The message
-            gives the line and column.
     """
     text = read_text(path, MAX_YAML_BYTES, expected=expected, remedy=remedy)
     return parse_yaml(text, str(path), expected, loader=loader)
@@ -156,11 +152,7 @@ def read_yaml(path: Path, expected: str, *, remedy: str = "", loader: type[Stric
 def read_yaml_mapping(
     path: Path, expected: str, *, remedy: str = "", loader: type[StrictLoader] = StrictLoader
 ) -> dict[str, Any]:
-    """Return the mapping in a YAML file with one document, or an empty mapping for an empty file.
-
-    Raises:
-        InvalidInput: :func:`read_yaml` rejects the file, or it does not contain exactly one mapping.
-    """
+    """Return the mapping in a YAML file with one document, or an empty mapping for an empty file."""
     documents = read_yaml(path, expected, remedy=remedy, loader=loader) or [{}]
     if len(documents) > 1 or not isinstance(documents[0], dict):
         found = f"{len(documents)} documents" if len(documents) > 1 else f"a {type(documents[0]).__name__}"

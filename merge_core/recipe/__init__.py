@@ -3,21 +3,20 @@
 Parsing is strict and happens once. Later code does not validate a recipe again.
 """
 
-from mergegate.merge_core.recipe.calibration_texts import CalibrationReading, CalibrationRequest, InputMeasurements
-from mergegate.merge_core.recipe.keys import plain_mapping
-from mergegate.merge_core.recipe.mixture import Expert, GateRows, Mixture
-from mergegate.merge_core.recipe.overrides import apply_overrides, fit_to_method
-from mergegate.merge_core.recipe.parameters import Condition, Parameters, value_for
-from mergegate.merge_core.recipe.parser import load_recipe
-from mergegate.merge_core.recipe.recipe import (
-    CLIENT_KEYS,
-    Module,
-    Recipe,
-    RelativeDistance,
-    Slice,
-    Source,
-    select_models,
+from mergegate.merge_core.recipe.blocks import (
+    CalibrationReading,
+    CalibrationRequest,
+    InputMeasurements,
+    RepairedRouters,
+    RouterRepair,
+    RowOrigin,
+    TokenizerChoice,
 )
+from mergegate.merge_core.recipe.keys import CLIENT_KEYS, plain_mapping
+from mergegate.merge_core.recipe.mixture import Expert, GateRows, Mixture
+from mergegate.merge_core.recipe.parameters import Condition, Parameters, apply_overrides, fit_to_method, value_for
+from mergegate.merge_core.recipe.parser import load_recipe, recipe_schema
+from mergegate.merge_core.recipe.recipe import Module, Recipe, RelativeDistance, Slice, Source, select_models
 from mergegate.merge_core.recipe.reference import (
     CheckpointRef,
     expand_user_path,
@@ -25,9 +24,6 @@ from mergegate.merge_core.recipe.reference import (
     parse_reference,
     resolve_local,
 )
-from mergegate.merge_core.recipe.router_repair import RepairedRouters, RouterRepair
-from mergegate.merge_core.recipe.schema import recipe_schema
-from mergegate.merge_core.recipe.tokenizer_choice import RowOrigin, TokenizerChoice
 from mergegate.merge_core.recipe.training_run import (
     RunCheckpoint,
     RunSettings,

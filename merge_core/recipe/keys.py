@@ -1,42 +1,99 @@
-"""Read the mappings in a recipe. Unknown keys cause warnings, and a key without a value counts as absent."""
+"""Declare the keys of a recipe with their JSON Schema, and read the mappings and values in a recipe.
+
+The keys of training runs and mixtures are declared next to their parsers. Unknown keys cause warnings, and a key
+without a value counts as absent.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
+from mergegate.merge_core.checkpoint import RECIPE_NAMES
 from mergegate.merge_core.errors import FindingLog, InvalidInput, suggest
 from mergegate.merge_core.methods import Method
 
+T = TypeVar("T")
+# Schema of each key, in the order in which messages list the keys.
+Keys: TypeAlias = Mapping[str, Mapping[str, Any]]
+
 _READABLE = 60  # characters of a quoted value
-RECIPE_KEYS = (
-    "merge_method",
-    "models",
-    "slices",
-    "modules",
-    "base_model",
-    "parameters",
-    "dtype",
-    "out_dtype",
-    "tokenizer_source",
-    "tokenizer",
-    "chat_template",
-    "name",
-    "align_experts",
-    "drop_prediction_layers",
-    "output",
-    "rank",
-    "statistics",
-    "router_repair",
-    "leave_out_beyond",
-)
+_FORMATS = sorted({name for dtype in RECIPE_NAMES for name in (dtype, f"torch.{dtype}")})
+RECIPE_KEYS: Keys = {
+    "merge_method": {"enum": [], "description": "Merge method. 'mergegate methods' explains all methods."},
+    "models": {"type": "array", "items": {"$ref": "#/$defs/source"}, "description": "Models to merge layer by layer."},
+    "slices": {"type": "array", "items": {"$ref": "#/$defs/slice"}, "description": "Layer ranges to stack."},
+    "modules": {"type": "object", "description": "Parts of the network with their own layers, by name."},
+    "base_model": {"$ref": "#/$defs/model", "description": "Model that the others were fine-tuned from."},
+    "parameters": {"$ref": "#/$defs/parameters", "description": "Parameters of the method, for all models."},
+    "dtype": {"enum": _FORMATS, "description": "Number format of the result."},
+    "out_dtype": {"enum": _FORMATS, "description": "Number format of the result, instead of dtype."},
+    "tokenizer_source": {"description": "Vocabulary of the result: base, union, or a model."},
+    "tokenizer": {
+        "type": "object",
+        "description": "Vocabulary of the result with settings for single tokens, for example {source: union}.",
+    },
+    "chat_template": {
+        "type": "string",
+        "description": "Chat template of the result: auto, a known name, or the template.",
+    },
+    "name": {"type": "string", "description": "Name by which other documents refer to this one, without slashes."},
+    "align_experts": {
+        "type": "boolean",
+        "description": "Whether to reorder the experts of mixtures so that they correspond. Default: false.",
+    },
+    "drop_prediction_layers": {
+        "type": "boolean",
+        "description": "Whether to leave out the base's layers for multi-token prediction. Default: false.",
+    },
+    "output": {
+        "enum": ["model", "adapter"],
+        "description": "Kind of the result: a model, or one LoRA adapter that combines adapters. Default: model.",
+    },
+    "rank": {"type": "integer", "minimum": 1, "description": "Rank of the combined adapter, with output: adapter."},
+    "statistics": {
+        "type": "object",
+        "description": "Settings for reading calibration texts, for recipes that use them.",
+    },
+    "router_repair": {
+        "anyOf": [
+            {"type": "boolean"},
+            {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": {
+                    "off_diagonals": {
+                        "type": "number",
+                        "minimum": 0,
+                        "maximum": 1,
+                        "description": "Factor of the off-diagonal elements of each curvature matrix. Default: 0.9.",
+                    }
+                },
+            },
+        ],
+        "description": "Whether to refit the routers of merged mixtures to the parents' texts (HARC). Default: false.",
+    },
+    "leave_out_beyond": {
+        "type": "number",
+        "description": "Largest length of a task vector, as a factor of the median. Longer ones are left out.",
+    },
+}
+# Keys of a client round. A profile expands such a round into a recipe.
+CLIENT_KEYS: Keys = {
+    "clients": {
+        "type": "array",
+        "description": "In a profile: directories of models that were trained from the last release.",
+    },
+    "samples": {"type": "object", "description": "Number of training samples of each client."},
+    "at_least": {"type": "integer", "description": "Smallest number of updated clients for a round."},
+}
 
 
 def known_mapping(
     value: object,
     location: str,
-    known_keys: Sequence[str],
+    known_keys: Collection[str],
     log: FindingLog | None = None,
     *,
     separator: str = ".",
@@ -54,9 +111,6 @@ def known_mapping(
         log: Receives a warning for each unknown key. None refuses unknown keys, for mappings that mergekit lacks.
         separator: Text between ``location`` and a key in messages.
         method: Method whose parameters an unknown key may be meant for. Default: none.
-
-    Raises:
-        InvalidInput: ``value`` is not a mapping, or a key is unknown and there is no log.
     """
     content = plain_mapping(value, location)
     for key in content:
@@ -77,13 +131,7 @@ def known_mapping(
     return {key: inner for key, inner in content.items() if key in known_keys and inner is not None}
 
 
-def require_value(content: Mapping[str, Any], key: str, location: str) -> None:
-    """Raise InvalidInput if ``key`` is present but has no value."""
-    if key in content and content[key] is None:
-        raise InvalidInput(location, found="no value", expected="a value", remedy="remove the key, or add a value")
-
-
-def _remedy(key: str, content: Mapping[str, Any], known_keys: Sequence[str], method: Method | None) -> str:
+def _remedy(key: str, content: Mapping[str, Any], known_keys: Collection[str], method: Method | None) -> str:
     parameters = {parameter.name: parameter for parameter in method.parameters} if method else {}
     if key in parameters and "parameters" in known_keys:
         if isinstance(content.get("parameters"), Mapping) and key in content["parameters"]:
@@ -98,13 +146,51 @@ def _remedy(key: str, content: Mapping[str, Any], known_keys: Sequence[str], met
         return f"did you mean {near[0]!r}?"
     if near := get_close_matches(key, parameters, n=1, cutoff=0.6):
         return f"did you mean {near[0]!r}? It belongs under 'parameters'"
-    if key in RECIPE_KEYS:
-        return "move it to the top level of the recipe"
-    return "remove it"
+    return "move it to the top level of the recipe" if key in RECIPE_KEYS else "remove it"
 
 
 def plain_mapping(value: object, location: str) -> Mapping[str, Any]:
     """Return ``value``, or raise InvalidInput if it is not a mapping with at least one key."""
     if not isinstance(value, Mapping) or not value:
-        raise InvalidInput(location, found=f"{value!r:.{_READABLE}}", expected="a mapping with at least one key")
+        raise refuse(value, location, "a mapping with at least one key")
+    return value
+
+
+def require_value(content: Mapping[str, Any], key: str, location: str) -> None:
+    """Raise InvalidInput if ``key`` is present but has no value."""
+    if key in content and content[key] is None:
+        raise InvalidInput(location, found="no value", expected="a value", remedy="remove the key, or add a value")
+
+
+def refuse(value: object, location: str, expected: str, remedy: str = "") -> InvalidInput:
+    """Return the exception for an invalid value, which quotes it."""
+    return InvalidInput(location, found=f"{value!r:.{_READABLE}}", expected=expected, remedy=remedy)
+
+
+def collected(log: FindingLog, default: T, parse: Callable[..., T], *arguments: Any) -> T:
+    """Return ``parse(*arguments)``, or record the InvalidInput that it raises and return ``default``."""
+    with log.collect():
+        return parse(*arguments)
+    return default
+
+
+def is_whole(value: object, low: int, high: int) -> bool:
+    """Return whether ``value`` is a whole number in the inclusive range."""
+    return type(value) is int and low <= value <= high
+
+
+def is_number(value: object, low: float, high: float) -> bool:
+    """Return whether ``value`` is a number in the inclusive range."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and low <= value <= high
+
+
+def is_text(value: object) -> bool:
+    """Return whether ``value`` is text with more than white space."""
+    return isinstance(value, str) and bool(value.strip())
+
+
+def switch(value: object, location: str) -> bool:
+    """Return ``value`` if it is true or false, or raise InvalidInput."""
+    if not isinstance(value, bool):
+        raise refuse(value, location, "true or false")
     return value

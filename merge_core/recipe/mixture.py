@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from mergegate.merge_core.errors import FindingLog, InvalidInput, suggest
-from mergegate.merge_core.recipe.keys import known_mapping
+from mergegate.merge_core.recipe.keys import RECIPE_KEYS, Keys, collected, is_text, is_whole, known_mapping, refuse
 from mergegate.merge_core.recipe.reference import CheckpointRef, parse_reference
 
 GateMode = Literal["hidden", "hidden_avg", "hidden_last", "cheap_embed", "random", "uniform_random"]
@@ -31,9 +31,26 @@ GateMode = Literal["hidden", "hidden_avg", "hidden_last", "cheap_embed", "random
 _MODES: tuple[GateMode, ...] = get_args(GateMode)
 _DRAWN = ("random", "uniform_random")
 _EXPERT = ("source_model", "positive_prompts", "negative_prompts", "noise_scale", "residual_scale", "copies")
-_KEYS = ("gate_mode", "experts_per_token", "architecture", "experts", "shared_experts")
 # All top-level keys of a document that describes a mixture.
-MIXTURE_KEYS = ("base_model", "dtype", "out_dtype", "chat_template", "name", *_KEYS)
+MIXTURE_KEYS: Keys = {
+    **{key: RECIPE_KEYS[key] for key in ("base_model", "dtype", "out_dtype", "chat_template", "name")},
+    "gate_mode": {"enum": list(_MODES), "description": "Source of the router rows. Default: hidden."},
+    "experts_per_token": {
+        "type": "integer",
+        "minimum": 1,
+        "description": "Number of experts that the router selects for each token. Default: 2.",
+    },
+    "architecture": {
+        "type": "string",
+        "description": "Family of the mixture. Default: the first family that can represent the models.",
+    },
+    "experts": {"type": "array", "description": "Dense models that become the experts of a mixture."},
+    "shared_experts": {
+        "type": "array",
+        "maxItems": 1,
+        "description": "Dense model that becomes the expert that every token uses.",
+    },
+}
 # Servers allocate one row of every router per expert. The largest published models have 512 experts.
 _MOST = 1024
 _MOST_PROMPTS = 4096
@@ -51,7 +68,6 @@ class Expert:
     location: str
 
     def canonical(self) -> dict[str, Any]:
-        """Return the fields that determine the result, as JSON-compatible data."""
         return {
             "source_model": str(self.model),
             "positive_prompts": list(self.positive),
@@ -127,12 +143,8 @@ def parse_mixture(content: Mapping[str, Any], location: str, log: FindingLog) ->
     """Read a document that describes a mixture. Faults are added to ``log``, and the result is then incomplete."""
     mode = content.get("gate_mode", "hidden")
     if mode not in _MODES:
-        log.fault(
-            f"{location}: gate_mode",
-            found=f"{mode!r:.60}",
-            expected=f"one of {', '.join(_MODES)}",
-            remedy=suggest(str(mode)[:60], _MODES),
-        )
+        expected, remedy = f"one of {', '.join(_MODES)}", suggest(str(mode)[:60], _MODES)
+        log.fault(f"{location}: gate_mode", found=f"{mode!r:.60}", expected=expected, remedy=remedy)
     experts, count = _experts(content, "experts", location, log, most=_MOST)
     shared, _ = _experts(content, "shared_experts", location, log, most=1)
     if mode in _MODES and mode not in _DRAWN:
@@ -161,67 +173,55 @@ def _experts(
     content: Mapping[str, Any], key: str, location: str, log: FindingLog, *, most: int
 ) -> tuple[tuple[Expert, ...], int | None]:
     """Return the valid experts of a list, and the number of experts (None if a fault makes it unknown)."""
-    location, experts, is_sound = f"{location}: {key}", list[Expert](), True
-    value = content.get(key, [])
+    location, value = f"{location}: {key}", content.get(key, [])
     if not isinstance(value, (list, tuple)) or (key == "experts" and not value):
         log.fault(location, found=f"{value!r:.60}", expected="a list with at least one entry")
         return (), None
-    for number, item in enumerate(value):
-        copies: list[Expert] | None = None
-        with log.collect():
-            copies = _expert(item, f"{location}[{number}]", log)
-        experts += copies or []
-        is_sound = is_sound and copies is not None
+    read = [collected(log, None, _expert, item, f"{location}[{number}]", log) for number, item in enumerate(value)]
+    experts = [expert for copies in read for expert in copies or ()]
     if len(experts) > most:
         log.fault(location, found=f"{len(experts)} experts", expected=f"at most {most}")
-    return tuple(experts), len(experts) if is_sound else None
+    return tuple(experts), None if None in read else len(experts)
 
 
 def _expert(item: object, location: str, log: FindingLog) -> list[Expert] | None:
     """Return the expert that an entry describes, repeated ``copies`` times, or None after a fault."""
     if not isinstance(item, Mapping):
-        raise InvalidInput(location, found=f"{item!r:.60}", expected="{source_model: path or org/name}")
+        raise refuse(item, location, "{source_model: path or org/name}")
     content = known_mapping(item, location, _EXPERT, log)
-    model, residual, noise = None, None, 0.0
-    positive: tuple[str, ...] | None = None
-    negative: tuple[str, ...] | None = None
     copies = content.get("copies", 1)
-    is_number = type(copies) is int and 1 <= copies <= _MOST
-    if not is_number:
+    if not is_whole(copies, 1, _MOST):
         log.fault(f"{location}.copies", found=f"{copies!r:.20}", expected=f"1 to {_MOST}")
-    if "source_model" not in content:
+        copies = None
+    model = None
+    if "source_model" in content:
+        model = collected(log, None, parse_reference, content["source_model"], f"{location}.source_model", log)
+    else:
         log.fault(location, found="no 'source_model'", expected="the dense model that provides the expert")
-    with log.collect():
-        if "source_model" in content:
-            model = parse_reference(content["source_model"], f"{location}.source_model", log)
-    with log.collect():
-        noise = _number(content.get("noise_scale") or 0.0, f"{location}.noise_scale")
-        if noise < 0:
-            raise InvalidInput(
-                f"{location}.noise_scale", found=f"{noise:g}", expected="a standard deviation of at least 0"
-            )
-    with log.collect():
-        if "residual_scale" in content:
-            residual = _number(content["residual_scale"], f"{location}.residual_scale")
-    with log.collect():
-        positive = _prompts(content.get("positive_prompts"), f"{location}.positive_prompts")
-    with log.collect():
-        negative = _prompts(content.get("negative_prompts"), f"{location}.negative_prompts")
-    if model is None or positive is None or negative is None or not is_number:
+    noise = collected(log, 0.0, _number, content.get("noise_scale") or 0.0, f"{location}.noise_scale")
+    if noise < 0:
+        expected = "a standard deviation of at least 0"
+        log.fault(f"{location}.noise_scale", found=f"{noise:g}", expected=expected)
+    residual = None
+    if "residual_scale" in content:
+        residual = collected(log, None, _number, content["residual_scale"], f"{location}.residual_scale")
+    positive, negative = (
+        collected(log, None, _prompts, content.get(key, ()), f"{location}.{key}")
+        for key in ("positive_prompts", "negative_prompts")
+    )
+    if model is None or positive is None or negative is None or copies is None:
         return None
     return [Expert(model, positive, negative, noise, residual, location)] * copies
 
 
 def _prompts(value: object, location: str) -> tuple[str, ...]:
-    if value is None:
-        return ()
     prompts = [value] if isinstance(value, str) else value
-    if not isinstance(prompts, (list, tuple)) or not all(isinstance(text, str) and text.strip() for text in prompts):
-        raise InvalidInput(
+    if not isinstance(prompts, (list, tuple)) or not all(map(is_text, prompts)):
+        raise refuse(
+            value,
             location,
-            found=f"{value!r:.60}",
-            expected="a list of non-empty texts",
-            remedy="write texts for this expert, or set gate_mode: random and remove the prompts",
+            "a list of non-empty texts",
+            "write texts for this expert, or set gate_mode: random and remove the prompts",
         )
     if len(prompts) > _MOST_PROMPTS:
         raise InvalidInput(location, found=f"{len(prompts)} prompts", expected=f"at most {_MOST_PROMPTS}")
@@ -234,5 +234,5 @@ def _number(value: object, location: str) -> float:
     except (ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise InvalidInput(location, found=f"{value!r:.60}", expected="a number")
+        raise refuse(value, location, "a number")
     return number

@@ -7,28 +7,35 @@ faults and warnings of a recipe together.
 
 from __future__ import annotations
 
-import math
+import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from mergegate.merge_core.checkpoint import BY_TORCH_NAME, RECIPE_NAMES, DType
 from mergegate.merge_core.errors import FindingLog, InvalidInput, suggest
-from mergegate.merge_core.methods import UPCYCLING, Method, find_method, merge_methods
+from mergegate.merge_core.methods import UPCYCLING, Method, Parameter, find_method, merge_methods
 from mergegate.merge_core.parsing import parse_yaml, read_yaml
-from mergegate.merge_core.recipe.adapter_output import parse_output
-from mergegate.merge_core.recipe.calibration_texts import parse_reading
-from mergegate.merge_core.recipe.keys import RECIPE_KEYS, known_mapping, plain_mapping, require_value
+from mergegate.merge_core.recipe.blocks import parse_output, parse_reading, parse_router_repair, parse_tokenizer_choice
+from mergegate.merge_core.recipe.keys import (
+    CLIENT_KEYS,
+    RECIPE_KEYS,
+    collected,
+    is_number,
+    known_mapping,
+    plain_mapping,
+    refuse,
+    require_value,
+    switch,
+)
 from mergegate.merge_core.recipe.mixture import MIXTURE_KEYS, parse_mixture
 from mergegate.merge_core.recipe.parameters import Parameters, Setting, parse_parameters
 from mergegate.merge_core.recipe.recipe import Module, Recipe, Slice, Source
 from mergegate.merge_core.recipe.reference import CheckpointRef, parse_reference
-from mergegate.merge_core.recipe.router_repair import parse_router_repair
-from mergegate.merge_core.recipe.tokenizer_choice import parse_tokenizer_choice
+from mergegate.merge_core.recipe.training_run import RUN_KEYS
 
 _EXPECTED = "a recipe in YAML"
 # Limited because mergegate looks up each model, possibly on the Hub.
@@ -69,7 +76,7 @@ def load_recipe(source: Path | str | Mapping[str, Any], location: str = "recipe"
         documents = parse_yaml(source, location, _EXPECTED) if isinstance(source, str) else [source]
     if not documents:
         raise InvalidInput(location, found="an empty file", expected="a recipe with 'merge_method' and 'models'")
-    recipes, findings = [], FindingLog()
+    recipes, findings = list[Recipe](), FindingLog()
     for number, document in enumerate(documents, 1):
         name = location if len(documents) == 1 else f"{location} (document {number})"
         log = FindingLog()
@@ -84,12 +91,18 @@ def load_recipe(source: Path | str | Mapping[str, Any], location: str = "recipe"
         recipe = recipes[0] if len(recipes) == 1 else _in_order(recipes, location)
         if (count := len(recipe.references())) > _MAX_MODELS:
             raise InvalidInput(location, found=f"{count} models", expected=f"at most {_MAX_MODELS}")
-    # Measurements before the merge need weights, which the result of a step does not have yet.
+    _check_steps(recipe, findings)
+    findings.raise_faults(location)
+    return recipe
+
+
+def _check_steps(recipe: Recipe, log: FindingLog) -> None:
+    """Add a fault for each measurement that needs weights of a step's result: they do not exist before the merge."""
     steps = {str(step.name) for step in recipe.steps}
-    for needed_document in recipe.steps:
-        if needed_document.router_repair is not None:
-            findings.fault(
-                f"{needed_document.location}: router_repair",
+    for step in recipe.steps:
+        if step.router_repair is not None:
+            log.fault(
+                f"{step.location}: router_repair",
                 found="a document that another one uses",
                 expected="router_repair in the document of the result, because only a finished model can be run",
                 remedy="move it there, or create this model first and use its directory",
@@ -98,7 +111,7 @@ def load_recipe(source: Path | str | Mapping[str, Any], location: str = "recipe"
         base = document.base
         prompts_base = document.mixture is not None and document.mixture.needs_prompts
         if prompts_base and base is not None and (base.adapter or str(base) in steps):
-            findings.fault(
+            log.fault(
                 f"{document.location}: base_model",
                 found=f"{base} {'has an adapter' if base.adapter else 'is the result of a step'}",
                 expected="a whole model that exists before the merge, because gate_mode computes router rows with it",
@@ -106,16 +119,14 @@ def load_recipe(source: Path | str | Mapping[str, Any], location: str = "recipe"
             )
             continue
         needed = [source.model for source in document.sources] if document.needs_distances else list(document.texts)
-        if step := next((model for model in needed if str(model) in steps), None):
-            findings.fault(
-                f"{document.location}: {step}",
+        if model := next((model for model in needed if str(model) in steps), None):
+            log.fault(
+                f"{document.location}: {model}",
                 found="the result of a step",
                 expected="a model that exists before the merge, because mergegate "
                 + ("measures its distances" if document.needs_distances else "reads the text with it"),
                 remedy="create this model first, and use its directory",
             )
-    findings.raise_faults(location)
-    return recipe
 
 
 @dataclass(frozen=True)
@@ -136,9 +147,8 @@ class _Context:
         """Return the context for a mapping that may have its own ``base_model``."""
         if "base_model" not in content:
             return self
-        with self.log.collect():
-            return replace(self, base=parse_reference(content["base_model"], location, self.log), base_is_faulty=False)
-        return replace(self, base=None, base_is_faulty=True)
+        base = collected(self.log, None, parse_reference, content["base_model"], location, self.log)
+        return replace(self, base=base, base_is_faulty=base is None)
 
     def is_base(self, model: CheckpointRef | None) -> bool:
         """Return whether task vectors are differences from ``model``."""
@@ -179,9 +189,7 @@ def _document(value: object, location: str, directory: Path | None, log: Finding
         )
     method = _method_of(written, location, log)
     content = known_mapping(written, location, RECIPE_KEYS, log, separator=": ", method=method)
-    repair = None
-    with log.collect():
-        repair = parse_router_repair(content.get("router_repair"), f"{location}: router_repair")
+    repair = collected(log, None, parse_router_repair, content.get("router_repair"), f"{location}: router_repair")
     reads_texts = method.traits.reads_text is not None or bool(content.get("router_repair"))
     context = _Context(method, None, log, reads_texts=reads_texts).with_base(content, f"{location}: base_model")
     if len(forms) != 1:
@@ -200,40 +208,38 @@ def _document(value: object, location: str, directory: Path | None, log: Finding
             expected=f"the model that {method.name} measures differences from",
             remedy="add 'base_model: MODEL', the model that the others were fine-tuned from",
         )
+    parameters = context.parameters(content, f"{location}: ")
     recipe = Recipe(
         merge_method=method.name,
         modules=modules,
         base=context.base,
-        parameters=context.parameters(content, f"{location}: "),
-        dtype=_format(content, "dtype", location, log),
-        out_dtype=_format(content, "out_dtype", location, log),
-        tokenizer=None,
-        chat_template=_text(content, "chat_template", location, log),
-        name=_name(content, location, log),
-        steps=(),
-        directory=directory,
-        location=location,
+        parameters=parameters,
         router_repair=repair,
+        **_settings(content, location, directory, log),
     )
-    parsers: Mapping[str, Callable[[], Any]] = {
-        "tokenizer": lambda: parse_tokenizer_choice(content, location, log),
+    recipe = replace(
+        recipe,
+        tokenizer=collected(log, None, parse_tokenizer_choice, content, location, log),
         **{
-            key: partial(_switch, content.get(key, False), f"{location}: {key}")
+            key: collected(log, False, switch, content.get(key, False), f"{location}: {key}")
             for key in ("align_experts", "drop_prediction_layers")
         },
-        "reading": lambda: parse_reading(
-            content.get("statistics"), method, f"{location}: statistics", repairs=reads_texts
+        reading=collected(
+            log,
+            recipe.reading,
+            parse_reading,
+            content.get("statistics"),
+            method,
+            f"{location}: statistics",
+            reads_texts,
         ),
-    }
-    for field_name, parser in parsers.items():
-        with log.collect():
-            recipe = replace(recipe, **{field_name: parser()})
+    )
     if (factor := content.get("leave_out_beyond")) is not None:
-        if isinstance(factor, bool) or not isinstance(factor, (int, float)) or not 1 <= factor < math.inf:
+        if is_number(factor, 1, sys.float_info.max):
+            recipe = replace(recipe, leave_out_beyond=float(factor))
+        else:
             expected = "a factor of the median length, at least 1"
             log.fault(f"{location}: leave_out_beyond", found=f"{factor!r:.60}", expected=expected)
-        else:
-            recipe = replace(recipe, leave_out_beyond=float(factor))
     if merge_methods().get(method.name) is not method:
         return recipe  # The method is a guess, so checks that depend on it would mislead.
     _check_needs(recipe, method, log, sliced=forms != ["models"])
@@ -301,8 +307,7 @@ def _mixture_of(settings: Mapping[str, Any], location: str, directory: Path | No
     for key in ("gate_mode", "experts_per_token"):
         require_value(settings, key, f"{location}: {key}")
     mixture = parse_mixture(content, location, log)
-    dtype, out_dtype = _format(content, "dtype", location, log), _format(content, "out_dtype", location, log)
-    template, name = _text(content, "chat_template", location, log), _name(content, location, log)
+    settings = _settings(content, location, directory, log)
     if content.get("base_model") is None:
         raise InvalidInput(
             location,
@@ -313,44 +318,30 @@ def _mixture_of(settings: Mapping[str, Any], location: str, directory: Path | No
     base = parse_reference(content["base_model"], f"{location}: base_model", log)
     models = dict.fromkeys([base, *(expert.model for expert in mixture.all_experts)])
     sources = tuple(Source(model, None, Parameters()) for model in models)
-    return Recipe(
-        merge_method=UPCYCLING.name,
-        modules=(Module(None, (Slice(sources, base, Parameters(), f"{location}: experts"),), Parameters()),),
-        base=base,
-        parameters=Parameters(),
-        dtype=dtype,
-        out_dtype=out_dtype,
-        tokenizer=None,
-        chat_template=template,
-        name=name,
-        steps=(),
-        directory=directory,
-        location=location,
-        mixture=mixture,
-    )
+    modules = (Module(None, (Slice(sources, base, Parameters(), f"{location}: experts"),), Parameters()),)
+    return Recipe(merge_method=UPCYCLING.name, modules=modules, base=base, mixture=mixture, **settings)
 
 
-def _format(content: Mapping[str, Any], key: str, location: str, log: FindingLog) -> DType | None:
-    if key not in content:
+def _settings(content: Mapping[str, Any], location: str, directory: Path | None, log: FindingLog) -> dict[str, Any]:
+    """Read the keys that both kinds of documents have, and return them as fields of :class:`Recipe`."""
+    return {
+        "dtype": collected(log, None, _format, content.get("dtype"), f"{location}: dtype"),
+        "out_dtype": collected(log, None, _format, content.get("out_dtype"), f"{location}: out_dtype"),
+        "chat_template": collected(log, None, _text, content.get("chat_template"), f"{location}: chat_template"),
+        "name": _name(content.get("name"), f"{location}: name", log),
+        "directory": directory,
+        "location": location,
+    }
+
+
+def _format(value: object, location: str) -> DType | None:
+    if value is None:
         return None
-    with log.collect():
-        text = content[key]  # For example ``bfloat16`` or ``torch.bfloat16``.
-        name = text.removeprefix("torch.") if isinstance(text, str) else ""
-        if name not in RECIPE_NAMES:
-            raise InvalidInput(
-                f"{location}: {key}",
-                found=f"{text!r}",
-                expected=f"one of {', '.join(RECIPE_NAMES)}",
-                remedy=suggest(str(text), RECIPE_NAMES),
-            )
-        return BY_TORCH_NAME[name]
-    return None
-
-
-def _switch(value: object, location: str) -> bool:
-    if not isinstance(value, bool):
-        raise InvalidInput(location, found=f"{value!r:.60}", expected="true or false")
-    return value
+    name = value.removeprefix("torch.") if isinstance(value, str) else ""
+    if name not in RECIPE_NAMES:
+        expected, remedy = f"one of {', '.join(RECIPE_NAMES)}", suggest(str(value), RECIPE_NAMES)
+        raise InvalidInput(location, found=f"{value!r}", expected=expected, remedy=remedy)
+    return BY_TORCH_NAME[name]
 
 
 def _non_empty(value: object, location: str) -> dict[str, Any]:
@@ -633,26 +624,21 @@ def _list(value: object, location: str, log: FindingLog) -> list[Any]:
     return []
 
 
-def _text(content: Mapping[str, Any], key: str, location: str, log: FindingLog) -> str | None:
-    value = content.get(key)
+def _text(value: object, location: str) -> str | None:
     if value is None or (isinstance(value, str) and value.strip()):
         return value
-    log.fault(f"{location}: {key}", found=f"{value!r:.60}", expected="text", remedy="write text, or remove the key")
-    return None
+    raise refuse(value, location, "text", "write text, or remove the key")
 
 
-def _name(content: Mapping[str, Any], location: str, log: FindingLog) -> str | None:
+def _name(value: object, location: str, log: FindingLog) -> str | None:
     """Return the name of a document. The merge writes the result of a step to a directory with this name.
 
     Like mergekit, ignore a value that is not text: nothing can refer to it.
     """
-    value = content.get("name")
     if value is None:
         return None
     if not isinstance(value, str) or not value.strip():
-        log.warn(
-            f"{location}: name", found=f"{value!r:.60}, to which nothing can refer", expected="text", remedy="remove it"
-        )
+        log.warn(location, found=f"{value!r:.60}, to which nothing can refer", expected="text", remedy="remove it")
         return None
     size = len(value.encode(errors="surrogatepass"))
     if "/" in value or "\0" in value:
@@ -666,9 +652,71 @@ def _name(content: Mapping[str, Any], location: str, log: FindingLog) -> str | N
     else:
         return value
     log.fault(
-        f"{location}: name",
+        location,
         found=f"{value!r:.60} {problem}",
         expected=f"a valid directory name of at most {_MAX_NAME_BYTES} bytes",
         remedy="choose another name, and use it in the documents that refer to this one",
     )
     return None
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of one recipe document, as plain data.
+
+    Editors use it to complete keys and mark errors. :func:`load_recipe` also checks rules that span several keys.
+    """
+    properties = {**RECIPE_KEYS, **MIXTURE_KEYS, **CLIENT_KEYS, **RUN_KEYS}
+    properties["merge_method"] = {**properties["merge_method"], "enum": sorted(merge_methods())}
+    parameters = {"$ref": "#/$defs/parameters"}
+    model = {"$ref": "#/$defs/model"}
+    read_by = "for methods and repairs that use one"
+    text = {"type": "string", "description": f"Calibration text of the model (JSON Lines or plain text), {read_by}."}
+    layers = {"type": "array", "items": {"type": "integer"}, "minItems": 2, "maxItems": 2}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "mergegate: a recipe (mergekit's dialect)",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": properties,
+        "anyOf": [{"required": ["merge_method"]}, {"required": ["experts"]}, {"required": ["run"]}],
+        "$defs": {
+            "model": {
+                "description": "Directory or org/name@revision. Append +adapter to apply a LoRA adapter.",
+                "type": ["string", "object"],
+            },
+            "parameters": {
+                "type": "object",
+                "additionalProperties": False,
+                "properties": _parameter_schemas(
+                    parameter for method in merge_methods().values() for parameter in method.parameters
+                ),
+            },
+            "source": _closed(["model"], model=model, parameters=parameters, text=text),
+            "layers": _closed(["model"], model=model, layer_range=layers, parameters=parameters, text=text),
+            "slice": _closed(
+                ["sources"],
+                sources={"type": "array", "items": {"$ref": "#/$defs/layers"}},
+                base_model=model,
+                parameters=parameters,
+            ),
+        },
+    }
+
+
+def _closed(required_keys: list[str], **properties: Any) -> dict[str, Any]:
+    return {"type": "object", "additionalProperties": False, "required": required_keys, "properties": properties}
+
+
+def _parameter_schemas(parameters: Iterable[Parameter]) -> dict[str, Any]:
+    """Return one schema per parameter name. A value may be a scalar, a gradient, or depend on the tensor's name."""
+    descriptions: dict[str, list[str]] = {}
+    for parameter in parameters:
+        description = f"{parameter.summary} ({parameter.range})" if parameter.range else parameter.summary
+        descriptions.setdefault(parameter.name, []).append(description)
+    return {
+        name: {
+            "description": " / ".join(dict.fromkeys(variants)),
+            "type": ["number", "boolean", "string", "array", "object"],
+        }
+        for name, variants in sorted(descriptions.items())
+    }

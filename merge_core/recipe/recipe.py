@@ -17,17 +17,19 @@ from typing import Any
 from mergegate.merge_core.checkpoint import DType
 from mergegate.merge_core.errors import Finding
 from mergegate.merge_core.methods import UPCYCLING, Method, find_method
-from mergegate.merge_core.recipe.adapter_output import AdapterOutput
-from mergegate.merge_core.recipe.calibration_texts import CalibrationReading, CalibrationRequest, InputMeasurements
+from mergegate.merge_core.recipe.blocks import (
+    AdapterOutput,
+    CalibrationReading,
+    CalibrationRequest,
+    InputMeasurements,
+    RepairedRouters,
+    RouterRepair,
+    TokenizerChoice,
+)
 from mergegate.merge_core.recipe.mixture import Mixture
 from mergegate.merge_core.recipe.parameters import Condition, Parameters, Setting
 from mergegate.merge_core.recipe.reference import CheckpointRef
-from mergegate.merge_core.recipe.router_repair import RepairedRouters, RouterRepair
-from mergegate.merge_core.recipe.tokenizer_choice import TokenizerChoice
 from mergegate.merge_core.wording import format_count
-
-# Keys of a client round. A profile expands such a round into a recipe.
-CLIENT_KEYS = ("clients", "samples", "at_least")
 
 
 @dataclass(frozen=True)
@@ -86,15 +88,15 @@ class Recipe:
         merge_method: Name of the method.
         modules: Parts of the network. A recipe without ``modules`` has one unnamed part.
         base: ``base_model``.
-        parameters: Top-level parameters.
         dtype: Number format of the result unless ``out_dtype`` is set. Does not affect the format of arithmetic.
         out_dtype: Number format of the result. Takes precedence over ``dtype``.
-        tokenizer: ``tokenizer_source`` or ``tokenizer``. None selects the donor's tokenizer.
         chat_template: Chat template, as written in the recipe.
         name: Name that other documents of a multi-document recipe use to refer to this one.
-        steps: The other documents of a multi-document recipe, each after those that it needs.
         directory: Directory in which relative paths are searched first. None for inline text.
         location: Location of the recipe for messages.
+        parameters: Top-level parameters.
+        tokenizer: ``tokenizer_source`` or ``tokenizer``. None selects the donor's tokenizer.
+        steps: The other documents of a multi-document recipe, each after those that it needs.
         align_experts: Whether to renumber the experts of mixtures so that they correspond to those of the donor.
         drop_prediction_layers: Whether to leave out the layers for multi-token prediction.
         experts_in_order: Whether the experts have been matched; see
@@ -117,15 +119,15 @@ class Recipe:
     merge_method: str
     modules: tuple[Module, ...]
     base: CheckpointRef | None
-    parameters: Parameters
     dtype: DType | None
     out_dtype: DType | None
-    tokenizer: TokenizerChoice | None
     chat_template: str | None
     name: str | None
-    steps: tuple[Recipe, ...]
     directory: Path | None
     location: str
+    parameters: Parameters = field(default_factory=Parameters)
+    tokenizer: TokenizerChoice | None = None
+    steps: tuple[Recipe, ...] = ()
     align_experts: bool = False
     drop_prediction_layers: bool = False
     experts_in_order: bool = False

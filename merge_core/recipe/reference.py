@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 
 from mergegate.merge_core.errors import FindingLog, InvalidInput
-from mergegate.merge_core.recipe.keys import known_mapping
+from mergegate.merge_core.recipe.keys import known_mapping, refuse
 
 _DRIVE = re.compile(r"([A-Za-z]):[\\/]")
 
@@ -47,9 +47,6 @@ def parse_reference(value: object, location: str, log: FindingLog | None = None)
 
     Only the mapping form can express a local path that contains ``@`` or ``+``. Its unknown keys cause warnings in
     ``log`` or, without a log, an error.
-
-    Raises:
-        InvalidInput: The value has another form, an empty part, more than one ``+``, or more than one ``@`` in a part.
     """
     if isinstance(value, dict):
         if value.get("override_architecture") is not None:
@@ -64,40 +61,31 @@ def parse_reference(value: object, location: str, log: FindingLog | None = None)
             raise InvalidInput(
                 location, found="no 'model'", expected="{model: {path, revision}, lora: {path, revision}}"
             )
-        path, revision = _path_and_revision(content["model"], f"{location}.model", log)
-        adapter = None
-        if "lora" in content:
-            lora_path, lora_revision = _path_and_revision(content["lora"], f"{location}.lora", log)
-            adapter = lora_path + (f"@{lora_revision}" if lora_revision else "")
-        return CheckpointRef(path, revision, adapter)
+        pairs = [
+            _path_and_revision(content[key], f"{location}.{key}", log) for key in ("model", "lora") if key in content
+        ]
+        return _reference(*pairs)
     if not isinstance(value, str) or not value.strip():
-        raise InvalidInput(
-            location,
-            found=f"{value!r:.60}",
-            expected="a model: 'path[@revision][+adapter]'",
-            remedy="write a directory or org/name",
-        )
+        raise refuse(value, location, "a model: 'path[@revision][+adapter]'", "write a directory or org/name")
     parts = value.strip().split("+")
     if len(parts) > 2:
         raise InvalidInput(
             location, found=f"{len(parts) - 1} '+' in {value!r}", expected="at most one adapter after '+'"
         )
-    path, revision = _at(parts[0], location)
-    adapter = None
-    if len(parts) == 2:
-        adapter_path, adapter_revision = _at(parts[1], location)
-        adapter = adapter_path + (f"@{adapter_revision}" if adapter_revision else "")
-    return CheckpointRef(path, revision, adapter)
+    return _reference(*(_at(part, location) for part in parts))
+
+
+def _reference(model: tuple[str, str | None], adapter: tuple[str, str | None] | None = None) -> CheckpointRef:
+    written = str(CheckpointRef(*adapter)) if adapter else None
+    return CheckpointRef(*model, written)
 
 
 def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
     """Return the local directory of a reference, or None for a Hub ID.
 
     A relative path is searched in ``directory``, which is that of the recipe, and then in the working directory.
-
-    Raises:
-        InvalidInput: ``ref`` can only be a local path (absolute, a Windows path, or starting with ``.`` or ``~``) and
-            does not exist, no directory can have that name, or :func:`expand_user_path` fails.
+    InvalidInput is raised if ``ref`` can only be a local path (absolute, a Windows path, or starting with ``.`` or
+    ``~``) and does not exist, or if no directory can have that name.
     """
     path = expand_user_path(ref.path)
     try:
@@ -131,11 +119,7 @@ def resolve_local(ref: CheckpointRef, directory: Path | None) -> Path | None:
 
 
 def expand_user_path(text: str) -> Path:
-    """Return ``text`` as a path, with ``~`` or ``~name`` expanded to a home directory.
-
-    Raises:
-        InvalidInput: The text cannot be a path, or the user or its home directory is unknown on this machine.
-    """
+    """Return ``text`` as a path, with ``~`` or ``~name`` expanded to a home directory."""
     try:
         return Path(text).expanduser()
     except ValueError:
@@ -176,4 +160,4 @@ def _path_and_revision(value: object, location: str, log: FindingLog | None) -> 
         path, revision = content.get("path"), content.get("revision")
         if isinstance(path, str) and path and (revision is None or isinstance(revision, str)):
             return path, revision
-    raise InvalidInput(location, found=f"{value!r:.60}", expected="{path: ..., revision: ...}")
+    raise refuse(value, location, "{path: ..., revision: ...}")

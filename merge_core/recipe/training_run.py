@@ -27,10 +27,9 @@ from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.methods import LINEAR, find_method
+from mergegate.merge_core.recipe.keys import Keys, is_number, is_text, refuse
 from mergegate.merge_core.recipe.reference import parse_reference
 
-# Keys of a training run. A recipe with these keys is expanded into a plain recipe before it is parsed.
-RUN_KEYS = ("run", "steps", "window", "every", "schedule")
 _DEFAULT_WINDOW = 8
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _STEP_IN_NAME = re.compile(
@@ -123,6 +122,43 @@ _CURVES: Mapping[str, Callable[[float, float], float]] = {
 _EQUAL = ("mean", "lawa")
 _DEFAULT_VALUES = {"exponential": 0.1, "ema": 0.9}
 SCHEDULES = (*_EQUAL, *_CURVES, "ema")
+# Keys of a training run. A recipe with these keys is expanded into a plain recipe before it is parsed.
+RUN_KEYS: Keys = {
+    "run": {
+        "type": ["string", "array"],
+        "items": {"type": "string"},
+        "description": "Training run whose checkpoints are merged: a directory, a pattern, or org/name@step-* on the "
+        "Hub. Replaces 'models'.",
+    },
+    "steps": {
+        "type": "string",
+        "description": "File with the step of each checkpoint of the run. Default: from trainer_state.json or names.",
+    },
+    "window": {
+        "type": ["integer", "string", "object"],
+        "description": "Size of the window: a number of checkpoints, {steps: N}, {tokens: 50B}, or all. Default: 8.",
+    },
+    "every": {
+        "type": ["integer", "object"],
+        "description": "Use every Nth checkpoint, counted from the newest, or {steps: N}: only multiples of N.",
+    },
+    "schedule": {
+        "anyOf": [
+            {"enum": list(SCHEDULES)},
+            {
+                "type": "object",
+                "additionalProperties": False,
+                "maxProperties": 1,
+                "properties": {
+                    "exponential": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1},
+                    "ema": {"type": "number", "minimum": 0, "exclusiveMaximum": 1},
+                },
+            },
+        ],
+        "description": "Weights of the checkpoints: equal, or those that imitate a decay of the learning rate. "
+        "Default: mean.",
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -145,19 +181,11 @@ class RunSettings:
 
 
 def parse_run(document: Mapping[str, Any], location: str) -> RunSettings:
-    """Read the keys of a training run in a recipe.
-
-    Raises:
-        InvalidInput: A value is not valid, or the recipe also lists models.
-    """
+    """Read the keys of a training run in a recipe."""
     run = document.get("run")
     patterns = [run] if isinstance(run, str) else run
-    if not isinstance(patterns, list) or not patterns or not all(isinstance(p, str) and p.strip() for p in patterns):
-        raise InvalidInput(
-            f"{location}: run",
-            found=f"{run!r:.60}",
-            expected="the directory of a training run, a pattern, or org/name@step-*",
-        )
+    if not isinstance(patterns, list) or not patterns or not all(map(is_text, patterns)):
+        raise refuse(run, f"{location}: run", "the directory of a training run, a pattern, or org/name@step-*")
     if other := next((key for key in ("models", "slices", "modules", "experts", "clients") if key in document), None):
         raise InvalidInput(
             f"{location}: {other}",
@@ -166,12 +194,9 @@ def parse_run(document: Mapping[str, Any], location: str) -> RunSettings:
             remedy=f"remove {other!r} or 'run'",
         )
     steps_file = document.get("steps")
-    if steps_file is not None and (not isinstance(steps_file, str) or not steps_file.strip()):
-        raise InvalidInput(
-            f"{location}: steps",
-            found=f"{steps_file!r:.60}",
-            expected="a file (YAML or JSON) with the step of each checkpoint, such as {epoch-1: 500, epoch-2: 1000}",
-        )
+    if steps_file is not None and not is_text(steps_file):
+        expected = "a file (YAML or JSON) with the step of each checkpoint, such as {epoch-1: 500, epoch-2: 1000}"
+        raise refuse(steps_file, f"{location}: steps", expected)
     window: tuple[str, int] | None = ("checkpoints", _DEFAULT_WINDOW)
     if (written := document.get("window")) == "all":
         window = None
@@ -292,11 +317,7 @@ def select_window(
 
 
 def is_window_full(checkpoints: Sequence[RunCheckpoint], settings: RunSettings, location: str) -> bool:
-    """Return whether checkpoints that are older than all of ``checkpoints`` cannot be in the window.
-
-    Raises:
-        InvalidInput: See :func:`select_window`.
-    """
+    """Return whether checkpoints that are older than all of ``checkpoints`` cannot be in the window."""
     if settings.window is None or not checkpoints:
         return False
     unit, size = settings.window
@@ -331,12 +352,7 @@ def schedule_weights(steps: Sequence[int], schedule: Schedule) -> tuple[float, .
 def run_recipe(
     document: Mapping[str, Any], window: Sequence[RunCheckpoint], schedule: Schedule, location: str
 ) -> dict[str, Any]:
-    """Return the plain recipe that merges a window. All keys of ``document`` that do not belong to the run stay.
-
-    Raises:
-        InvalidInput: The method does not weight its models, but the schedule gives them different weights. Or the
-            recipe has a base, but the method has none.
-    """
+    """Return the plain recipe that merges a window. All keys of ``document`` that do not belong to the run stay."""
     plain = {key: value for key, value in document.items() if key not in RUN_KEYS}
     method = find_method(plain.setdefault("merge_method", LINEAR.name), f"{location}: merge_method")
     equal = schedule.name in _EQUAL
@@ -371,7 +387,7 @@ def _amount(value: object, units: tuple[str, ...], location: str, expected: str)
     amount = parse_amount(written)
     if unit not in units or amount is None:
         forms = " or ".join(f"{{{name}: N}}" for name in units[1:])
-        raise InvalidInput(location, found=f"{value!r:.60}", expected=f"{expected} of {units[0]}, or {forms}")
+        raise refuse(value, location, f"{expected} of {units[0]}, or {forms}")
     return unit, amount
 
 
@@ -380,18 +396,12 @@ def _parse_schedule(value: object, location: str) -> Schedule:
     if isinstance(value, Mapping) and len(value) == 1:
         name, number = next(iter(value.items()))
     if not isinstance(name, str) or name not in SCHEDULES:
-        raise InvalidInput(
-            location,
-            found=f"{value!r:.60}",
-            expected=f"one of {', '.join(SCHEDULES)}",
-            remedy=suggest(str(name), SCHEDULES),
-        )
+        raise refuse(value, location, f"one of {', '.join(SCHEDULES)}", suggest(str(name), SCHEDULES))
     if number is None:
         return Schedule(name, _DEFAULT_VALUES.get(name, 0.0))
     if name not in _DEFAULT_VALUES:
-        raise InvalidInput(location, found=f"{value!r:.60}", expected=f"{name} without a value")
-    low = 0.0 if name == "ema" else math.ulp(0.0)
-    if isinstance(number, bool) or not isinstance(number, (int, float)) or not low <= number < 1:
+        raise refuse(value, location, f"{name} without a value")
+    if not is_number(number, 0, 1) or number == 1 or (number == 0 and name != "ema"):
         expected = "a number from 0 to below 1" if name == "ema" else "a number above 0 and below 1"
-        raise InvalidInput(f"{location}.{name}", found=f"{number!r:.60}", expected=expected)
+        raise refuse(number, f"{location}.{name}", expected)
     return Schedule(name, float(number))

@@ -1,7 +1,7 @@
 """Propose remedies: changes of the recipe to try after a refusal, each with a reason. All functions are pure.
 
 A remedy is a recipe change in the form of an entry of ``remedies`` in a profile (see
-``merge_core.recipe.overrides``)::
+``merge_core.recipe.parameters``)::
 
     {merge_method: ties, density: 0.3}
 """

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.analysis.interference import Tally
-from mergegate.merge_core.recipe.overrides import apply_overrides
+from mergegate.merge_core.recipe import apply_overrides
 from mergegate.tasks.explain.remedies import (
     Diagnosis,
     Remedy,

@@ -13,7 +13,7 @@ from mergegate.merge_core import load_recipe, merge_methods
 from mergegate.merge_core.errors import FindingLog, InvalidInput
 from mergegate.merge_core.methods.contract import REQUIRED, Method, Parameter
 from mergegate.merge_core.methods.registry import find_method
-from mergegate.merge_core.recipe.overrides import apply_overrides
+from mergegate.merge_core.recipe import apply_overrides
 from mergegate.merge_core.recipe.parameters import Parameters, gradient, parse_parameters, value_for
 
 TIES = find_method("ties", "test")

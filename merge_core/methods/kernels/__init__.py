@@ -8,19 +8,20 @@ Stored numbers are uint16 (bit patterns of bfloat16) or float32. Arithmetic is f
 arguments ``data``, ``rows``, ``length``, ``start`` and ``grain`` are those of :class:`.contract.StoredBlock`.
 """
 
-from mergegate.merge_core.methods.kernels.combination import combine, gram
 from mergegate.merge_core.methods.kernels.elementwise import (
     add_change,
+    combine,
     consensus,
     count_changes,
     fuse,
+    gram,
     importances,
     nearswap,
+    oppositions,
     ram,
+    squares,
     trimmed_middle,
 )
-from mergegate.merge_core.methods.kernels.interference import oppositions, squares
-from mergegate.merge_core.methods.kernels.sce import energies, sce, variances
 from mergegate.merge_core.methods.kernels.selection import (
     first_digit_of,
     first_digits,
@@ -31,6 +32,12 @@ from mergegate.merge_core.methods.kernels.selection import (
     ties,
     ties_of,
 )
-from mergegate.merge_core.methods.kernels.sparsify import mask_words
-from mergegate.merge_core.methods.kernels.task_vectors import masked_norms, task_vectors
+from mergegate.merge_core.methods.kernels.task_vectors import (
+    energies,
+    mask_words,
+    masked_norms,
+    sce,
+    task_vectors,
+    variances,
+)
 from mergegate.merge_core.methods.kernels.tiles import TILE, inspect

@@ -1,4 +1,8 @@
-"""Kernels for :mod:`merge_core.methods.elementwise` and :mod:`.pairwise`, and :func:`add_change`."""
+"""Kernels for linear combinations, Gram matrices and methods that merge element by element.
+
+They are counterparts of :mod:`merge_core.methods.combination` and :mod:`merge_core.methods.elementwise`, except that
+:func:`oppositions` is a counterpart of :func:`merge_core.analysis.interference.tally_grains`.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,80 @@ from typing import Any
 
 import numpy as np
 
-from mergegate.merge_core.methods.kernels.compilation import compiled, inner
-from mergegate.merge_core.methods.kernels.tiles import TILE, narrow, widen
+from mergegate.merge_core.methods.kernels.tiles import (
+    LANES,
+    TILE,
+    add_products,
+    compiled,
+    inner,
+    lane_elements,
+    lanes_sum,
+    narrow,
+    read_deltas,
+    widen,
+)
+
+
+@compiled
+def combine(data: Any, rows: Any, length: int, coefficients: Any, about_base: bool, out: Any) -> None:
+    """Write ``sum c_i x_i``, or ``b + sum c_i (x_i - b)``. Counterpart of :func:`.combination.combine`."""
+    base, vector, total = np.empty(TILE, np.float32), np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    shift = 1 if about_base else 0
+    for first in range(0, length, TILE):
+        m = min(TILE, length - first)
+        if about_base:
+            widen(data, rows[0] + first, base[:m])
+        for i in range(len(coefficients)):
+            widen(data, rows[i + shift] + first, vector[:m])
+            c = coefficients[i]
+            if about_base:
+                for j in range(m):
+                    vector[j] -= base[j]
+            if i == 0:
+                for j in range(m):
+                    total[j] = vector[j] * c
+            else:
+                for j in range(m):
+                    total[j] += vector[j] * c
+        if about_base:
+            for j in range(m):
+                total[j] += base[j]
+        narrow(total[:m], out, first)
+
+
+@compiled
+def gram(data: Any, rows: Any, length: int, grain: int, about_base: bool) -> Any:
+    """Return the inner products of each pair of inputs ``i <= j``, summed over each grain: ``[grains, pairs]``."""
+    shift = 1 if about_base else 0
+    count = len(rows) - shift
+    grains = (length + grain - 1) // grain
+    lanes = np.empty((count * (count + 1) // 2, LANES), np.float64)
+    result = np.empty((grains, len(lanes)), np.float64)
+    base, vector = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    vectors = np.empty((count, TILE), np.float64)
+    for g in range(grains):
+        lanes[:] = 0.0
+        for first in range(g * grain, min(length, (g + 1) * grain), TILE):
+            m = min(TILE, min(length, (g + 1) * grain) - first)
+            if about_base:
+                widen(data, rows[0] + first, base[:m])
+            for i in range(count):
+                widen(data, rows[i + shift] + first, vector[:m])
+                if about_base:
+                    for j in range(m):
+                        vector[j] -= base[j]
+                for j in range(m):
+                    vectors[i, j] = vector[j]
+                for j in range(m, lane_elements(m)):
+                    vectors[i, j] = 0.0
+            pair = 0
+            for i in range(count):
+                for k in range(i, count):
+                    add_products(vectors[i], vectors[k], lane_elements(m), lanes[pair])
+                    pair += 1
+        for pair in range(len(lanes)):
+            result[g, pair] = lanes_sum(lanes[pair])
+    return result
 
 
 @compiled
@@ -47,12 +123,7 @@ def trimmed_middle(data: Any, rows: Any, length: int, trim_count: int, scale: An
     kept_count = np.float32(count - 2 * trim_count)
     for first in range(0, length, TILE):
         m = min(TILE, length - first)
-        widen(data, rows[0] + first, base[:m])
-        for i in range(count):
-            delta = deltas[i]
-            widen(data, rows[i + 1] + first, delta[:m])
-            for j in range(m):
-                delta[j] -= base[j]
+        read_deltas(data, rows, first, m, base, deltas)
         # Bubble sort until the values to leave out are at both ends. If none is left out, sort all of them, because the
         # reference also adds from low to high.
         for end in range(count - 1, 0, -1):
@@ -128,7 +199,7 @@ def count_changes(data: Any, rows: Any, length: int, epsilon: Any) -> Any:
     result = np.zeros((2, count), np.int64)
     for first in range(0, length, TILE):
         m = min(TILE, length - first)
-        _deltas(data, rows, first, m, epsilon, base, deltas, number)
+        _count_changed(data, rows, first, m, epsilon, base, deltas, number)
         for i in range(count):
             delta, shared, unique = deltas[i], np.uint32(0), np.uint32(0)
             for j in range(m):
@@ -149,7 +220,7 @@ def ram(data: Any, rows: Any, length: int, epsilon: Any, factors: Any, out: Any)
     zero, one = np.float32(0.0), np.float32(1.0)
     for first in range(0, length, TILE):
         m = min(TILE, length - first)
-        _deltas(data, rows, first, m, epsilon, base, deltas, number)
+        _count_changed(data, rows, first, m, epsilon, base, deltas, number)
         for j in range(m):
             share[j] = one / np.float32(max(number[j], 1))
         total[:m] = zero
@@ -164,14 +235,12 @@ def ram(data: Any, rows: Any, length: int, epsilon: Any, factors: Any, out: Any)
 
 
 @inner
-def _deltas(data: Any, rows: Any, first: int, m: int, epsilon: Any, base: Any, deltas: Any, number: Any) -> None:
-    widen(data, rows[0] + first, base[:m])
+def _count_changed(data: Any, rows: Any, first: int, m: int, epsilon: Any, base: Any, deltas: Any, number: Any) -> None:
+    """Read the task vectors, and count how many of them changed each element."""
+    read_deltas(data, rows, first, m, base, deltas)
     number[:m] = 0
     for i in range(len(deltas)):
         delta = deltas[i]
-        widen(data, rows[i + 1] + first, delta[:m])
-        for j in range(m):
-            delta[j] -= base[j]
         for j in range(m):
             number[j] += np.int32(abs(delta[j]) > epsilon)
 
@@ -195,3 +264,72 @@ def add_change(stored_values: Any, change: Any, round_change: bool) -> None:
         for j in range(m):
             sums[j] += added[j]
         narrow(sums, stored_values, first)
+
+
+@compiled
+def squares(data: Any, first_row: int, length: int, grain: int) -> Any:
+    """Return the sum of squares of each grain: ``[grains]``. The input starts at ``data[first_row]``."""
+    grains = (length + grain - 1) // grain
+    result = np.empty(grains, np.float64)
+    lanes = np.empty(LANES, np.float64)
+    tile, wide = np.empty(TILE, np.float32), np.empty(TILE, np.float64)
+    for g in range(grains):
+        lanes[:] = 0.0
+        for first in range(g * grain, min(length, (g + 1) * grain), TILE):
+            m = min(TILE, min(length, (g + 1) * grain) - first)
+            widen(data, first_row + first, tile[:m])
+            for j in range(m):
+                wide[j] = tile[j]
+            for j in range(m, lane_elements(m)):
+                wide[j] = 0.0
+            add_products(wide, wide, lane_elements(m), lanes)
+        result[g] = lanes_sum(lanes)
+    return result
+
+
+@compiled
+def oppositions(data: Any, rows: Any, length: int, grain: int, limits: Any) -> Any:
+    """Count the weights that task vectors move noticeably, and those that they move in opposite directions.
+
+    ``limits`` ``[grains, vectors]`` are the sizes above which a change is noticeable. Return int64 ``[1 + pairs, 2]``.
+    The first row has the number of weights that several vectors move, and how many of them move in opposite directions.
+    The other rows have the same numbers for each pair of vectors.
+    """
+    count = limits.shape[1]
+    counts = np.zeros((1 + count * (count - 1) // 2, 2), np.int64)
+    base, vector = np.empty(TILE, np.float32), np.empty(TILE, np.float32)
+    signs = np.empty((count, TILE), np.int8)
+    ups, downs = np.empty(TILE, np.int8), np.empty(TILE, np.int8)
+    for g in range((length + grain - 1) // grain):
+        for first in range(g * grain, min(length, (g + 1) * grain), TILE):
+            m = min(TILE, min(length, (g + 1) * grain) - first)
+            widen(data, rows[0] + first, base[:m])
+            ups[:m] = 0
+            downs[:m] = 0
+            for i in range(count):
+                limit = limits[g, i]
+                widen(data, rows[i + 1] + first, vector[:m])
+                for j in range(m):
+                    delta = vector[j] - base[j]
+                    up, down = np.int8(delta > limit), np.int8(delta < -limit)
+                    signs[i, j] = up - down
+                    ups[j] += up
+                    downs[j] += down
+            moved, opposed = 0, 0
+            for j in range(m):
+                moved += ups[j] + downs[j] >= 2
+                opposed += (ups[j] > 0) & (downs[j] > 0)
+            counts[0, 0] += moved
+            counts[0, 1] += opposed
+            pair = 1
+            for i in range(count):
+                for k in range(i + 1, count):
+                    both, opposed_pair = 0, 0
+                    for j in range(m):
+                        product = signs[i, j] * signs[k, j]
+                        both += product != 0
+                        opposed_pair += product < 0
+                    counts[pair, 0] += both
+                    counts[pair, 1] += opposed_pair
+                    pair += 1
+    return counts

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mergegate.merge_core.methods.kernels.compilation import inner
-from mergegate.merge_core.methods.kernels.tiles import magnitude_bits
+from mergegate.merge_core.methods.kernels.tiles import inner, magnitude_bits
 
 _WORD = np.uint64(0xFFFFFFFF)
 # Largest number of bins in a histogram, as a power of two, and number of bits of a bin's index that are exponents: bins

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from mergegate.merge_core.methods.kernels.compilation import compiled, inner
-from mergegate.merge_core.methods.kernels.tiles import TILE, magnitude_bits, widen
+from mergegate.merge_core.methods.kernels.tiles import TILE, compiled, inner, magnitude_bits, widen
 
 
 @compiled
