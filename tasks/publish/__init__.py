@@ -1,6 +1,5 @@
 """Publish a release: define its files, and bring all of them to a target in one atomic step."""
 
-from mergegate.tasks.publish.card_metadata import released_kind
 from mergegate.tasks.publish.content import (
     CARD,
     KEYLESS_SIGNATURE,
@@ -11,11 +10,12 @@ from mergegate.tasks.publish.content import (
     read_document,
     stored_files,
 )
-from mergegate.tasks.publish.facts import DatasetFacts
-from mergegate.tasks.publish.keyless import Signer, SignerPolicy, expected_signer
-from mergegate.tasks.publish.provenance import MergeRelease
+from mergegate.tasks.publish.documents.card_metadata import released_kind
+from mergegate.tasks.publish.documents.facts import DatasetFacts
+from mergegate.tasks.publish.documents.provenance import MergeRelease
 from mergegate.tasks.publish.public_names import PublicNames, recipe_paths
 from mergegate.tasks.publish.settings import ApprovalSettings
+from mergegate.tasks.publish.signing import Signer, SignerPolicy, expected_signer
 from mergegate.tasks.publish.stage import (
     PassedVariant,
     PendingRelease,

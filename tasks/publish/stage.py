@@ -31,7 +31,6 @@ from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.gate import GateVerdict, RecordedEvidence
 from mergegate.tasks.merge import MergeSummary, Numerics, WeightComparison
 from mergegate.tasks.preflight.licenses import LicenseVerdict
-from mergegate.tasks.publish.card_metadata import card_metadata, contributing_references, variant_metadata
 from mergegate.tasks.publish.content import (
     BOM,
     CARD,
@@ -53,13 +52,13 @@ from mergegate.tasks.publish.content import (
     variant_evidence,
     written_file,
 )
-from mergegate.tasks.publish.documents import with_documents
-from mergegate.tasks.publish.facts import DatasetFacts, ReleaseFacts, release_facts, variant_facts
-from mergegate.tasks.publish.keyless import read_keyless, sign_keyless
-from mergegate.tasks.publish.license_files import license_files, open_obligations
-from mergegate.tasks.publish.provenance import MergeOrigin, MergeRelease, VariantOrigin
+from mergegate.tasks.publish.documents.card_metadata import card_metadata, contributing_references, variant_metadata
+from mergegate.tasks.publish.documents.facts import DatasetFacts, ReleaseFacts, release_facts, variant_facts
+from mergegate.tasks.publish.documents.license_files import license_files, open_obligations
+from mergegate.tasks.publish.documents.provenance import MergeOrigin, MergeRelease, VariantOrigin
+from mergegate.tasks.publish.documents.release_documents import with_documents
 from mergegate.tasks.publish.public_names import PublicNames, require_no_private_paths
-from mergegate.tasks.publish.signature import sign
+from mergegate.tasks.publish.signing import read_keyless, sign, sign_keyless
 from mergegate.tasks.publish.targets.contract import PublishRequest, PublishTarget, Release
 from mergegate.tasks.report import ReportContent
 from mergegate.tasks.stage import advance, home, step, store

@@ -30,9 +30,9 @@ from mergegate.tasks.publish.content import (
     sha256_of,
     variant_evidence,
 )
-from mergegate.tasks.publish.documents import read_facts
+from mergegate.tasks.publish.documents.release_documents import read_facts
 from mergegate.tasks.publish.releases.verify import check_release
-from mergegate.tasks.publish.signature import sign
+from mergegate.tasks.publish.signing import sign
 from mergegate.tasks.publish.targets.directory import DirectoryRelease
 
 Columns = dict[str, list[Any]]

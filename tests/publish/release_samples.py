@@ -31,9 +31,9 @@ from mergegate.tasks.preflight.licenses.case import LicensedParent
 from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
 from mergegate.tasks.preflight.licenses.settings import Use
 from mergegate.tasks.preflight.licenses.table import load_table
-from mergegate.tasks.publish.card_metadata import BENCHMARKS
 from mergegate.tasks.publish.content import SUMS, ReleaseFile, checksums_text, content_version, written_file
-from mergegate.tasks.publish.provenance import MergeRelease
+from mergegate.tasks.publish.documents.card_metadata import BENCHMARKS
+from mergegate.tasks.publish.documents.provenance import MergeRelease
 from mergegate.tasks.publish.stage import PassedVariant, ReleaseParts, VariantParts, publish, variant_content
 from mergegate.tasks.publish.targets.contract import PublishTarget, Release
 from mergegate.tasks.publish.targets.directory import DirectoryTarget

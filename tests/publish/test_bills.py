@@ -11,8 +11,8 @@ import pytest
 from release_samples import COMMIT, content, cyclonedx_finds, files, needs_validators, publishable, sha, share
 
 from mergegate.tasks.preflight.licenses import load_table
-from mergegate.tasks.publish.bom import MISSING_FACT, BillContent, bill_of_materials, merge_bill, web_address
-from mergegate.tasks.publish.facts import DatasetFacts, DocumentLink, Modification, ParentFacts, ReleaseFacts
+from mergegate.tasks.publish.documents.bom import MISSING_FACT, BillContent, bill_of_materials, merge_bill, web_address
+from mergegate.tasks.publish.documents.facts import DatasetFacts, DocumentLink, Modification, ParentFacts, ReleaseFacts
 from mergegate.tasks.publish.settings import AboutRelease, Supplier
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 

@@ -21,8 +21,8 @@ from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import TaskScore
 from mergegate.tasks.evaluation.task_data import DataSource, TaskData
 from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
-from mergegate.tasks.publish.card import Publication, model_card, score_interval
-from mergegate.tasks.publish.card_metadata import BENCHMARKS, card_metadata, check_card, eval_results
+from mergegate.tasks.publish.documents.card import Publication, model_card, score_interval
+from mergegate.tasks.publish.documents.card_metadata import BENCHMARKS, card_metadata, check_card, eval_results
 from mergegate.tasks.publish.targets.hub import HubTarget
 from mergegate.tasks.report.content import ReportContent
 

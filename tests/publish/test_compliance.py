@@ -10,9 +10,14 @@ import pytest
 from release_samples import content, license_verdict, publishable, sha, variant_parts
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.publish.documents import ModificationThreshold, compliance_section, compliance_sheet, flop_text
-from mergegate.tasks.publish.facts import DatasetFacts, DocumentLink, ParentCard, ParentFacts, ReleaseFacts
-from mergegate.tasks.publish.provenance import MergeRelease
+from mergegate.tasks.publish.documents.facts import DatasetFacts, DocumentLink, ParentCard, ParentFacts, ReleaseFacts
+from mergegate.tasks.publish.documents.provenance import MergeRelease
+from mergegate.tasks.publish.documents.release_documents import (
+    ModificationThreshold,
+    compliance_section,
+    compliance_sheet,
+    flop_text,
+)
 from mergegate.tasks.publish.settings import AboutRelease
 from mergegate.tasks.publish.stage import ReleaseParts, VariantParts
 from mergegate.tasks.publish.targets.directory import DirectoryTarget

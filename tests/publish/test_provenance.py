@@ -12,8 +12,8 @@ import pytest
 import yaml
 from release_samples import COMMIT, NUMERICS, RECIPE, content, files, license_verdict, parents, sha, share
 
-from mergegate.tasks.publish.card_metadata import card_metadata
-from mergegate.tasks.publish.provenance import LISTING, MergeOrigin, provenance
+from mergegate.tasks.publish.documents.card_metadata import card_metadata
+from mergegate.tasks.publish.documents.provenance import LISTING, MergeOrigin, provenance
 
 
 def _object(required: str, extensions: Mapping[str, object] = {}, **properties: object) -> dict[str, object]:

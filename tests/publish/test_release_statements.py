@@ -18,8 +18,8 @@ from mergegate.tasks.checkpoints import parse_card
 from mergegate.tasks.checkpoints.adapter import PinnedAdapter
 from mergegate.tasks.merge import WeightComparison
 from mergegate.tasks.merge.weight_comparison import CopiedTensors
-from mergegate.tasks.publish.card import Publication, escape, model_card
-from mergegate.tasks.publish.card_metadata import card_metadata, check_card, contributing_references
+from mergegate.tasks.publish.documents.card import Publication, escape, model_card
+from mergegate.tasks.publish.documents.card_metadata import card_metadata, check_card, contributing_references
 from mergegate.tasks.publish.releases import check_release
 from mergegate.tasks.publish.targets.directory import DirectoryRelease
 

@@ -38,8 +38,8 @@ from mergegate.tasks.publish.content import (
     sha256_of,
     variant_evidence,
 )
-from mergegate.tasks.publish.documents import DocumentFacts, read_facts
-from mergegate.tasks.publish.license_files import shipped_files
+from mergegate.tasks.publish.documents.license_files import shipped_files
+from mergegate.tasks.publish.documents.release_documents import DocumentFacts, read_facts
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.report import ReportedModel
 from mergegate.tasks.stage import Outcome

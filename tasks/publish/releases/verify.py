@@ -31,7 +31,6 @@ from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.parsing import parse_yaml
 from mergegate.tasks.checkpoints import parse_card
 from mergegate.tasks.merge import WeightComparison
-from mergegate.tasks.publish.bom import MISSING_FACT
 from mergegate.tasks.publish.content import (
     BOM,
     CARD,
@@ -57,7 +56,7 @@ from mergegate.tasks.publish.content import (
     parse_checksums,
     read_document,
 )
-from mergegate.tasks.publish.keyless import Signer, SignerPolicy, read_keyless
+from mergegate.tasks.publish.documents.bom import MISSING_FACT
 from mergegate.tasks.publish.releases.origin import MergeLink, find_merge, read_link, require_linked
 from mergegate.tasks.publish.releases.recompute import (
     RecomputedVerdict,
@@ -65,7 +64,7 @@ from mergegate.tasks.publish.releases.recompute import (
     recompute_variants,
     recompute_verdict,
 )
-from mergegate.tasks.publish.signature import public_key, read_signature
+from mergegate.tasks.publish.signing import Signer, SignerPolicy, public_key, read_keyless, read_signature
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.store import merkle
 

@@ -40,7 +40,7 @@ from mergegate.merge_core.errors import InvalidInput, Refused, suggest
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.publish.content import ReleaseFile
 from mergegate.tasks.publish.settings import PublishSettings
-from mergegate.tasks.publish.signature import private_key
+from mergegate.tasks.publish.signing import private_key
 
 FIRST = "first"  # names the oldest release
 ALIAS_NAME = r"^[A-Za-z][A-Za-z_-]{0,63}$"

@@ -31,7 +31,7 @@ from mergegate.tasks.evaluation import Scores
 from mergegate.tasks.merge import MergeSummary, pin_calibration_texts
 from mergegate.tasks.preflight.licenses import LicenseVerdict
 from mergegate.tasks.publish.content import ReleaseFile
-from mergegate.tasks.publish.provenance import MergeRelease, hub_id
+from mergegate.tasks.publish.documents.provenance import MergeRelease, hub_id
 from mergegate.tasks.publish.public_names import PublicNames
 from mergegate.tasks.publish.settings import AboutRelease, Supplier
 from mergegate.tasks.publish.targets.contract import PublishTarget

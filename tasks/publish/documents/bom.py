@@ -22,9 +22,9 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.parsing import parse_json
 from mergegate.tasks.gate import GuardVerdict
 from mergegate.tasks.preflight.licenses import load_table
-from mergegate.tasks.publish.card import score_interval
 from mergegate.tasks.publish.content import CARD, COMPLIANCE, PROVENANCE, RECIPE, REPORT, ReleaseFile, file_identities
-from mergegate.tasks.publish.facts import ParentFacts, ReleaseFacts
+from mergegate.tasks.publish.documents.card import score_interval
+from mergegate.tasks.publish.documents.facts import ParentFacts, ReleaseFacts
 from mergegate.tasks.report import ReportContent, compares_per_byte, wording
 from mergegate.tasks.store import merkle
 

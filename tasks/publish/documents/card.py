@@ -24,9 +24,9 @@ from mergegate.tasks.evaluation import TaskScore
 from mergegate.tasks.gate import GateVerdict, normal_quantile
 from mergegate.tasks.merge import describe_changes
 from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation
-from mergegate.tasks.publish.card_metadata import CardMetadata
 from mergegate.tasks.publish.content import STATEMENT_OF_CHANGES, variant_evidence
-from mergegate.tasks.publish.provenance import VariantOrigin
+from mergegate.tasks.publish.documents.card_metadata import CardMetadata
+from mergegate.tasks.publish.documents.provenance import VariantOrigin
 from mergegate.tasks.publish.settings import SigstoreSettings
 from mergegate.tasks.report import (
     ReportContent,

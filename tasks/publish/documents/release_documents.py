@@ -21,9 +21,6 @@ from pydantic import BaseModel, ConfigDict
 
 from mergegate.tasks.merge import describe_changes
 from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation
-from mergegate.tasks.publish.bom import bill_of_materials, merge_bill, variant_bill
-from mergegate.tasks.publish.card import Publication, escape, model_card, render_markdown, variant_card
-from mergegate.tasks.publish.card_metadata import check_card, eval_results, model_index
 from mergegate.tasks.publish.content import (
     BOM,
     CARD,
@@ -36,8 +33,11 @@ from mergegate.tasks.publish.content import (
     read_document,
     written_file,
 )
-from mergegate.tasks.publish.facts import ParentFacts, ReleaseFacts
-from mergegate.tasks.publish.provenance import MergeOrigin, VariantOrigin, provenance
+from mergegate.tasks.publish.documents.bom import bill_of_materials, merge_bill, variant_bill
+from mergegate.tasks.publish.documents.card import Publication, escape, model_card, render_markdown, variant_card
+from mergegate.tasks.publish.documents.card_metadata import check_card, eval_results, model_index
+from mergegate.tasks.publish.documents.facts import ParentFacts, ReleaseFacts
+from mergegate.tasks.publish.documents.provenance import MergeOrigin, VariantOrigin, provenance
 from mergegate.tasks.publish.settings import SigstoreSettings
 from mergegate.tasks.publish.targets.contract import PublishTarget
 from mergegate.tasks.report import ReportContent, render
