@@ -13,9 +13,8 @@ import json
 import math
 import re
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
 from urllib.parse import quote
 
 from mergegate.merge_core.errors import InvalidInput
@@ -24,8 +23,8 @@ from mergegate.tasks.gate import GuardVerdict
 from mergegate.tasks.preflight.licenses import load_table
 from mergegate.tasks.publish.content import CARD, COMPLIANCE, PROVENANCE, RECIPE, REPORT, ReleaseFile, file_identities
 from mergegate.tasks.publish.documents.card import score_interval
-from mergegate.tasks.publish.documents.facts import ParentFacts, ReleaseFacts
-from mergegate.tasks.report import ReportContent, compares_per_byte, wording
+from mergegate.tasks.publish.documents.facts import DocumentFacts, MergeOrigin, ParentFacts
+from mergegate.tasks.report import compares_per_byte, wording
 from mergegate.tasks.store import merkle
 
 # Forms of inputs and outputs by the task of a model on the Hub.
@@ -78,7 +77,7 @@ _ALWAYS_MISSING = (
 
 
 @dataclass(frozen=True)
-class BillMetric:
+class _Metric:
     """A result of the released model on one task, with its 95 % interval if that is known."""
 
     task: str
@@ -92,38 +91,52 @@ class BillMetric:
         return f"{self.metric} {self.value:.4f}{interval}"
 
 
-@dataclass(frozen=True)
-class BillContent:
-    """Content of the bill of materials of a release."""
+class BillOfMaterials:
+    """Bill of materials of a release with these facts and files. Files that are written later are not listed."""
 
-    facts: ReleaseFacts  # facts about the release
-    files: tuple[ReleaseFile, ...]  # files of the release, sorted by name. Later files are not listed.
-    content: ReportContent  # content of its report
-    license: str  # license of the weights: identifier, or name of a license of its own
-    description: str  # one sentence
-    metrics: tuple[BillMetric, ...]  # results of the released model
-    guards: tuple[tuple[str, GuardVerdict], ...]  # guards of the released models, by task
-    variant_types: tuple[str, ...] = ()  # types of quantized variants. Empty for a merge.
+    def __init__(self, facts: DocumentFacts, files: Iterable[ReleaseFile]) -> None:
+        content = facts.content
+        self.facts, self.content, self.license = facts.facts, content, facts.license_name
+        self.files = sorted(files, key=lambda file: file.name)
+        # Digest of the files, which names the version of the model: 64 hex digits.
+        self.version = merkle(file_identities(self.files))
+        self.task = content.kind.pipeline_tag or ""
+        self.page = f"https://huggingface.co/{self.facts.hub_id}" if self.facts.hub_id else ""
+        address = quote(self.facts.address, safe=":/@") if "://" in self.facts.address else ""
+        self.download = self.page or address  # empty for a local directory
+        self.variant_types: tuple[str, ...] = ()
+        self.guards: list[tuple[str, GuardVerdict]]  # guards of the released models, by task
+        self.metrics: list[_Metric]
+        if isinstance(facts.origin, MergeOrigin):
+            training = content.routers.sentences if content.routers else "Nothing was trained."
+            self.description = f"A merge of weights: {content.method}. {training}"
+            self.metrics = list(self._metrics_of_merge())
+            self.guards = [(guard.task, guard) for guard in content.verdict.all_guards]
+        else:
+            published = [verdict for verdict in content.variants if verdict.publishable]
+            gates = [(verdict.type, verdict.gate) for verdict in published if verdict.gate]
+            self.variant_types = tuple(verdict.type for verdict in published)
+            types = ", ".join(self.variant_types)
+            self.description = f"Quantized variants, {content.method}: {types}. Nothing was trained."
+            self.guards = [(f"{name}: {guard.task}", guard) for name, gate in gates for guard in gate.all_guards]
+            self.metrics = [
+                _Metric(name, wording.metric_name(guard.metric, content.kind), guard.merge_score)
+                for name, guard in self.guards
+            ]
 
-    @cached_property
-    def version(self) -> str:
-        """Digest of the files, which names the version of the model: 64 hex digits."""
-        return merkle(file_identities(self.files))
-
-    @property
-    def task(self) -> str:
-        """Task of the model on the Hub, or empty."""
-        return self.content.kind.pipeline_tag or ""
-
-    @property
-    def page(self) -> str:
-        """Web page of the release on the Hub, or empty."""
-        return f"https://huggingface.co/{self.facts.hub_id}" if self.facts.hub_id else ""
-
-    @property
-    def download(self) -> str:
-        """Address that the release can be downloaded from, or empty for a local directory."""
-        return self.page or (quote(self.facts.address, safe=":/@") if "://" in self.facts.address else "")
+    def _metrics_of_merge(self) -> Iterator[_Metric]:
+        content = self.content
+        merge = next(model for model in content.models if model.role == "merge")
+        for score in merge.scores.tasks if merge.scores else ():
+            low, high = score_interval(score)
+            metric = _Metric(score.task, wording.metric_name(score.metric, content.kind), score.score)
+            yield metric if math.isnan(low) else replace(metric, low=low, high=high)
+        if merge.likelihoods:
+            measured = tuple(model for model in content.models if model.likelihoods)
+            per_byte = compares_per_byte(measured, content.verdict.drift)
+            value = merge.likelihoods.bits_per_byte if per_byte else merge.likelihoods.perplexity
+            if value is not None:
+                yield _Metric("held-out text", "bits per byte" if per_byte else "perplexity", value)
 
     @property
     def package_url(self) -> str:
@@ -163,13 +176,19 @@ class BillContent:
             "A merge can inherit the limits of every model that it was computed from.",
         )
 
-    @cached_property
+    @property
+    def contact(self) -> tuple[str, str]:
+        """Email address and web page for questions to the supplier. Each is empty if it is unknown."""
+        contact = (self.facts.about.supplier.contact if self.facts.about.supplier else None) or ""
+        return contact if _EMAIL.fullmatch(contact) else "", web_address(contact)
+
+    @property
     def missing(self) -> tuple[str, ...]:
         """Names of the facts for which mergegate has no source."""
         facts, about = self.facts, self.facts.about
         statements = {
             "supplier": about.supplier,
-            "contact of the supplier": about.supplier and contact_of(self) != ("", ""),
+            "contact of the supplier": about.supplier and self.contact != ("", ""),
             "download location": self.download,
             "license": self.license not in _UNKNOWN_LICENSES,
             "task": self.task,
@@ -191,182 +210,143 @@ class BillContent:
         missing += [f"digest of the data of {data.name}" for data in facts.datasets if not data.digest]
         return tuple(missing)
 
-
-def merge_bill(
-    files: Sequence[ReleaseFile], content: ReportContent, facts: ReleaseFacts, license: Mapping[str, object]
-) -> BillContent:
-    """Return the content of the bill of materials of a merge with these ``files``.
-
-    ``license`` is in the notation of the model card: ``license``, or ``license: other`` with ``license_name``.
-    """
-    merge = next(model for model in content.models if model.role == "merge")
-    metrics = []
-    for score in merge.scores.tasks if merge.scores else ():
-        low, high = score_interval(score)
-        metric = BillMetric(score.task, wording.metric_name(score.metric, content.kind), score.score)
-        metrics.append(metric if math.isnan(low) else replace(metric, low=low, high=high))
-    if merge.likelihoods:
-        measured = tuple(model for model in content.models if model.likelihoods)
-        per_byte = compares_per_byte(measured, content.verdict.drift)
-        unit = "bits per byte" if per_byte else "perplexity"
-        value = merge.likelihoods.bits_per_byte if per_byte else merge.likelihoods.perplexity
-        if value is not None:
-            metrics.append(BillMetric("held-out text", unit, value))
-    training = content.routers.sentences if content.routers else "Nothing was trained."
-    guards = tuple((guard.task, guard) for guard in content.verdict.all_guards)
-    inputs = (facts, _sorted(files), content, _license_name(license))
-    return BillContent(*inputs, f"A merge of weights: {content.method}. {training}", tuple(metrics), guards)
-
-
-def variant_bill(
-    files: Sequence[ReleaseFile], content: ReportContent, facts: ReleaseFacts, license: Mapping[str, object]
-) -> BillContent:
-    """Return the content of the bill of materials of quantized variants, from the arguments of ``merge_bill``."""
-    published = [verdict for verdict in content.variants if verdict.publishable]
-    gates = [(verdict.type, verdict.gate) for verdict in published if verdict.gate]
-    guards = tuple((f"{name}: {guard.task}", guard) for name, gate in gates for guard in gate.all_guards)
-    metrics = (BillMetric(name, wording.metric_name(g.metric, content.kind), g.merge_score) for name, g in guards)
-    types = tuple(verdict.type for verdict in published)
-    description = f"Quantized variants, {content.method}: {', '.join(types)}. Nothing was trained."
-    inputs = (facts, _sorted(files), content, _license_name(license))
-    return BillContent(*inputs, description, tuple(metrics), guards, types)
-
-
-def _sorted(files: Sequence[ReleaseFile]) -> tuple[ReleaseFile, ...]:
-    return tuple(sorted(files, key=lambda file: file.name))
-
-
-def _license_name(license: Mapping[str, object]) -> str:
-    return str(license.get("license_name") or license.get("license") or "")
-
-
-def bill_of_materials(bill: BillContent) -> str:
-    """Return the content of ``bom.json``."""
-    facts, supplier, names = bill.facts, _supplier(bill), [file.name for file in bill.files]
-    references = [{"type": kind, "url": name} for kind, name in _DOCUMENTS if name in names]
-    references.append({"type": "attestation", "url": PROVENANCE})
-    links = (("website", bill.page), ("vcs", bill.page), ("distribution", bill.download))
-    references += [{"type": kind, "url": url} for kind, url in links if url]
-    about_model = {
-        "type": "machine-learning-model",
-        "name": facts.name,
-        "version": bill.version,
-        "description": bill.description,
-        "licenses": _licenses(bill.license),
-        "externalReferences": references,
-        **_stated(supplier=supplier, manufacturer=supplier, publisher=supplier.get("name")),
-    }
-    ancestors = [_ancestor(number, parent) for number, parent in enumerate(facts.parents, 1)]
-    model_properties = {
-        "mergegate:method": facts.method,
-        "mergegate:parameters": facts.parameters,
-        "mergegate:dtypes": ", ".join(facts.dtypes),
-    }
-    model = {
-        **about_model,
-        "bom-ref": "model",
-        "purl": bill.package_url,
-        "modelCard": _model_card(bill),
-        "properties": _properties(model_properties.items()),
-    }
-    hashes = {file.name: [{"alg": "SHA-256", "content": file.sha256}] for file in bill.files}
-    listed = [{"type": "file", "bom-ref": f"file:{name}", "name": name, "hashes": hashes[name]} for name in names]
-    thresholds = {task: f"drop of at most {each.max_drop:g} points from {each.reference}" for task, each in bill.guards}
-    tools = [{"type": "application", "name": tool.name, "version": tool.version} for tool in bill.content.versions]
-    properties = [
-        ("primaryPurpose", bill.task),
-        ("suppliedBy", supplier.get("name")),
-        ("intendedUse", " ".join(facts.about.intended_use)),
-        ("informationAboutTraining", bill.training),
-        ("informationAboutApplication", " ".join(facts.about.intended_use)),
-        ("metric", "; ".join(f"{metric.task}: {metric}" for metric in bill.metrics)),
-        ("metricDecisionThreshold", "; ".join(": ".join(pair) for pair in thresholds.items())),
-        *((MISSING_FACT, name) for name in bill.missing),
-    ]
-    bom = {
-        "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
-        "bomFormat": "CycloneDX",
-        "specVersion": "1.6",
-        "version": 1,
-        "metadata": {
-            "component": {**about_model, "bom-ref": "release", "pedigree": {"ancestors": ancestors}},
-            **_stated(supplier=supplier, manufacturer=supplier),
-            "lifecycles": [{"phase": "build"}],
-            "tools": {"components": tools},
-            "properties": _properties(properties),
-        },
-        "components": [model, *listed],
-        "compositions": [{"aggregate": "complete", "assemblies": ["release"]}],
-        "dependencies": [
-            {"ref": "release", "dependsOn": ["model", *(file["bom-ref"] for file in listed)]},
-            {"ref": "model"},  # its parents are its pedigree: it does not need them
-        ],
-    }
-    # A version 5 UUID, as RFC 9562 defines it for names: the name is the content.
-    content = json.dumps(bom, sort_keys=True, ensure_ascii=False)
-    bom["serialNumber"] = uuid.uuid5(uuid.NAMESPACE_URL, f"urn:mergegate:bom:{content}").urn
-    return json.dumps(bom, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
-
-
-def _model_card(bill: BillContent) -> dict[str, object]:
-    facts, (inputs, outputs) = bill.facts, _FORMATS.get(bill.task, ((), ()))
-    datasets = []
-    for number, data in enumerate(facts.datasets, 1):
+    def text(self) -> str:
+        """Return the content of ``bom.json``."""
+        facts, supplier, names = self.facts, self._supplier(), [file.name for file in self.files]
+        references = [{"type": kind, "url": name} for kind, name in _DOCUMENTS if name in names]
+        references.append({"type": "attestation", "url": PROVENANCE})
+        links = (("website", self.page), ("vcs", self.page), ("distribution", self.download))
+        references += [{"type": kind, "url": url} for kind, url in links if url]
+        about_model = {
+            "type": "machine-learning-model",
+            "name": facts.name,
+            "version": self.version,
+            "description": self.description,
+            "licenses": _licenses(self.license),
+            "externalReferences": references,
+            **_stated(supplier=supplier, manufacturer=supplier, publisher=supplier.get("name")),
+        }
+        ancestors = [_ancestor(number, parent) for number, parent in enumerate(facts.parents, 1)]
+        model_properties = {
+            "mergegate:method": facts.method,
+            "mergegate:parameters": facts.parameters,
+            "mergegate:dtypes": ", ".join(facts.dtypes),
+        }
+        model = {
+            **about_model,
+            "bom-ref": "model",
+            "purl": self.package_url,
+            "modelCard": self._model_card(),
+            "properties": _properties(model_properties.items()),
+        }
+        hashes = {file.name: [{"alg": "SHA-256", "content": file.sha256}] for file in self.files}
+        listed = [{"type": "file", "bom-ref": f"file:{name}", "name": name, "hashes": hashes[name]} for name in names]
+        thresholds = {
+            task: f"drop of at most {each.max_drop:g} points from {each.reference}" for task, each in self.guards
+        }
+        tools = [{"type": "application", "name": tool.name, "version": tool.version} for tool in self.content.versions]
         properties = [
-            ("mergegate:purpose", data.purpose),
-            ("mergegate:sha256", data.digest),
-            ("mergegate:documents", data.documents),
-            *(("mergegate:source", source) for source in data.sources),
+            ("primaryPurpose", self.task),
+            ("suppliedBy", supplier.get("name")),
+            ("intendedUse", " ".join(facts.about.intended_use)),
+            ("informationAboutTraining", self.training),
+            ("informationAboutApplication", " ".join(facts.about.intended_use)),
+            ("metric", "; ".join(f"{metric.task}: {metric}" for metric in self.metrics)),
+            ("metricDecisionThreshold", "; ".join(": ".join(pair) for pair in thresholds.items())),
+            *((MISSING_FACT, name) for name in self.missing),
         ]
-        url = next(filter(None, map(_dataset_address, data.sources)), "")
-        contents = {**_stated(url=url), "properties": _properties(properties)}
-        datasets.append({"type": "dataset", "bom-ref": f"dataset:{number}", "name": data.name, "contents": contents})
-    metrics = []
-    for metric in bill.metrics:
-        interval = {}
-        if metric.low is not None and metric.high is not None:
-            interval = {"lowerBound": f"{metric.low:.4f}", "upperBound": f"{metric.high:.4f}"}
-        result = {"type": metric.metric, "slice": metric.task, "value": f"{metric.value:.4f}"}
-        metrics.append({**result, **_stated(confidenceInterval=interval)})
-    sizes = {
-        _MODEL_CARD + name: next((facts.hyperparameters[key] for key in keys if key in facts.hyperparameters), None)
-        for name, keys in _SIZES.items()
-    }
-    hyperparameters = json.dumps(dict(facts.hyperparameters), sort_keys=True) if facts.hyperparameters else ""
-    has_gguf = any(file.name.endswith(".gguf") for file in bill.files)
-    card_properties = {
-        f"{_MODEL_CARD}hyperparameter": hyperparameters,
-        **sizes,
-        f"{_MODEL_CARD}tokenizerClass": bill.tokenizer_class,
-        f"{_MODEL_CARD}quantizationFileType": ", ".join(bill.variant_types),
-        f"{_DISTRIBUTION}modelFileSize": sum(file.size for file in bill.files if file.name.endswith(_WEIGHTS)),
-        f"{_DISTRIBUTION}runtimeRequirement": "llm-stack" if has_gguf else "python",
-    }
-    return {
-        "bom-ref": "model-card",
-        "modelParameters": _stated(
-            task=bill.task,
-            architectureFamily=facts.model_type,
-            modelArchitecture=facts.architecture,
-            inputs=[{"format": name} for name in dict.fromkeys(inputs)],
-            outputs=[{"format": name} for name in outputs],
-            datasets=datasets,
-        ),
-        **_stated(quantitativeAnalysis=_stated(performanceMetrics=metrics)),
-        "considerations": _stated(
-            useCases=list(facts.about.intended_use),
-            technicalLimitations=list(bill.limits),
-            performanceTradeoffs=_tradeoffs(bill),
-        ),
-        "properties": _properties(card_properties.items()),
-    }
+        bom = {
+            "$schema": "http://cyclonedx.org/schema/bom-1.6.schema.json",
+            "bomFormat": "CycloneDX",
+            "specVersion": "1.6",
+            "version": 1,
+            "metadata": {
+                "component": {**about_model, "bom-ref": "release", "pedigree": {"ancestors": ancestors}},
+                **_stated(supplier=supplier, manufacturer=supplier),
+                "lifecycles": [{"phase": "build"}],
+                "tools": {"components": tools},
+                "properties": _properties(properties),
+            },
+            "components": [model, *listed],
+            "compositions": [{"aggregate": "complete", "assemblies": ["release"]}],
+            "dependencies": [
+                {"ref": "release", "dependsOn": ["model", *(file["bom-ref"] for file in listed)]},
+                {"ref": "model"},  # its parents are its pedigree: it does not need them
+            ],
+        }
+        # A version 5 UUID, as RFC 9562 defines it for names: the name is the content.
+        content = json.dumps(bom, sort_keys=True, ensure_ascii=False)
+        bom["serialNumber"] = uuid.uuid5(uuid.NAMESPACE_URL, f"urn:mergegate:bom:{content}").urn
+        return json.dumps(bom, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
+    def _model_card(self) -> dict[str, object]:
+        facts, (inputs, outputs) = self.facts, _FORMATS.get(self.task, ((), ()))
+        datasets = []
+        for number, data in enumerate(facts.datasets, 1):
+            properties = [
+                ("mergegate:purpose", data.purpose),
+                ("mergegate:sha256", data.digest),
+                ("mergegate:documents", data.documents),
+                *(("mergegate:source", source) for source in data.sources),
+            ]
+            url = next(filter(None, map(_dataset_address, data.sources)), "")
+            contents = {**_stated(url=url), "properties": _properties(properties)}
+            datasets.append(
+                {"type": "dataset", "bom-ref": f"dataset:{number}", "name": data.name, "contents": contents}
+            )
+        metrics = []
+        for metric in self.metrics:
+            interval = {}
+            if metric.low is not None and metric.high is not None:
+                interval = {"lowerBound": f"{metric.low:.4f}", "upperBound": f"{metric.high:.4f}"}
+            result = {"type": metric.metric, "slice": metric.task, "value": f"{metric.value:.4f}"}
+            metrics.append({**result, **_stated(confidenceInterval=interval)})
+        sizes = {
+            _MODEL_CARD + name: next((facts.hyperparameters[key] for key in keys if key in facts.hyperparameters), None)
+            for name, keys in _SIZES.items()
+        }
+        hyperparameters = json.dumps(dict(facts.hyperparameters), sort_keys=True) if facts.hyperparameters else ""
+        has_gguf = any(file.name.endswith(".gguf") for file in self.files)
+        card_properties = {
+            f"{_MODEL_CARD}hyperparameter": hyperparameters,
+            **sizes,
+            f"{_MODEL_CARD}tokenizerClass": self.tokenizer_class,
+            f"{_MODEL_CARD}quantizationFileType": ", ".join(self.variant_types),
+            f"{_DISTRIBUTION}modelFileSize": sum(file.size for file in self.files if file.name.endswith(_WEIGHTS)),
+            f"{_DISTRIBUTION}runtimeRequirement": "llm-stack" if has_gguf else "python",
+        }
+        return {
+            "bom-ref": "model-card",
+            "modelParameters": _stated(
+                task=self.task,
+                architectureFamily=facts.model_type,
+                modelArchitecture=facts.architecture,
+                inputs=[{"format": name} for name in dict.fromkeys(inputs)],
+                outputs=[{"format": name} for name in outputs],
+                datasets=datasets,
+            ),
+            **_stated(quantitativeAnalysis=_stated(performanceMetrics=metrics)),
+            "considerations": _stated(
+                useCases=list(facts.about.intended_use),
+                technicalLimitations=list(self.limits),
+                performanceTradeoffs=self._tradeoffs(),
+            ),
+            "properties": _properties(card_properties.items()),
+        }
 
-def _tradeoffs(bill: BillContent) -> list[str]:
-    """Return what the gate found on each task, one sentence each."""
-    if not bill.variant_types:
-        return [guard.reason for _, guard in bill.guards]
-    return [f"{task.removesuffix(f': {guard.task}')}: {guard.reason}" for task, guard in bill.guards]
+    def _tradeoffs(self) -> list[str]:
+        """Return what the gate found on each task, one sentence each."""
+        if not self.variant_types:
+            return [guard.reason for _, guard in self.guards]
+        return [f"{task.removesuffix(f': {guard.task}')}: {guard.reason}" for task, guard in self.guards]
+
+    def _supplier(self) -> dict[str, object]:
+        supplier = self.facts.about.supplier
+        if supplier is None:
+            return {}
+        email, page = self.contact
+        pages = list(dict.fromkeys(filter(None, (web_address(supplier.url), page))))
+        return {"name": supplier.name, **_stated(url=pages, contact=[{"email": email}] if email else [])}
 
 
 def _ancestor(number: int, parent: ParentFacts) -> dict[str, object]:
@@ -403,24 +383,9 @@ def _ancestor(number: int, parent: ParentFacts) -> dict[str, object]:
     }
 
 
-def _supplier(bill: BillContent) -> dict[str, object]:
-    supplier = bill.facts.about.supplier
-    if supplier is None:
-        return {}
-    email, page = contact_of(bill)
-    pages = list(dict.fromkeys(filter(None, (web_address(supplier.url), page))))
-    return {"name": supplier.name, **_stated(url=pages, contact=[{"email": email}] if email else [])}
-
-
 def web_address(url: str | None) -> str:
     """Return ``url`` if it is a web address that every reader accepts, or empty."""
     return url if url and _WEB_ADDRESS.fullmatch(url) else ""
-
-
-def contact_of(bill: BillContent) -> tuple[str, str]:
-    """Return email address and web page for questions to the supplier. Each is empty if it is unknown."""
-    contact = (bill.facts.about.supplier.contact if bill.facts.about.supplier else None) or ""
-    return contact if _EMAIL.fullmatch(contact) else "", web_address(contact)
 
 
 def _licenses(license: str) -> list[dict[str, object]]:

@@ -32,7 +32,7 @@ from mergegate.tasks.checkpoints import PinnedCheckpoint, card_directory, read_c
 from mergegate.tasks.evaluation import Scores, TaskScore
 from mergegate.tasks.preflight.licenses import Combination
 from mergegate.tasks.publish.content import CARD, EVAL_RESULTS
-from mergegate.tasks.publish.documents.provenance import hub_id
+from mergegate.tasks.publish.documents.facts import hub_id
 from mergegate.tasks.report import ReportContent, wording
 
 CardMetadata = Mapping[str, object]

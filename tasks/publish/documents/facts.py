@@ -1,75 +1,34 @@
-"""Collect the facts about a release that the card, the compliance sheet and the bill of materials state.
+"""Define the facts that the documents of a release state: card, compliance sheet, bill of materials and provenance.
 
 Each fact has a source: the profile (``publish.about``), the merged checkpoint, the evaluation, or the card of a parent.
 A fact without a source is missing: it is empty or None, and the documents list it as missing. The same inputs give the
 same facts, so they contain no dates and no measured times. The bound of the floating-point operations is one formula of
 sizes, which a reader can recompute.
 
-Cards are untrusted text. mergegate reads at most one MiB of a card and does not follow its links. Only links with
-``https`` or ``http`` are taken, and every text is escaped where it is shown.
+A release contains the facts as ``evidence/facts.json``. ``mergegate verify --verdict`` writes the documents again from
+this file and the other files, and compares every byte.
 """
 
 from __future__ import annotations
 
-import hashlib
-import math
-import re
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
-from mergegate.merge_core.checkpoint import config_parts, read_gguf_header, read_header
-from mergegate.merge_core.errors import InvalidInput
-from mergegate.merge_core.parsing import open_plain, read_json
+from pydantic import BaseModel, ConfigDict
+
+from mergegate.merge_core.checkpoint import config_parts
 from mergegate.merge_core.recipe import parse_reference
-from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe, card_directory, card_path, read_card
-from mergegate.tasks.evaluation import Scores
-from mergegate.tasks.merge import MergeSummary, pin_calibration_texts
-from mergegate.tasks.preflight.licenses import LicenseVerdict
-from mergegate.tasks.publish.content import ReleaseFile
-from mergegate.tasks.publish.documents.provenance import MergeRelease, hub_id
-from mergegate.tasks.publish.public_names import PublicNames
-from mergegate.tasks.publish.settings import AboutRelease, Supplier
-from mergegate.tasks.publish.targets.contract import PublishTarget
+from mergegate.tasks.checkpoints import PinnedCheckpoint
+from mergegate.tasks.merge import Numerics, WeightComparison
+from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation
+from mergegate.tasks.publish.content import FACTS, read_document
+from mergegate.tasks.publish.settings import AboutRelease, SigstoreSettings
 from mergegate.tasks.report import ReportContent
-from mergegate.tasks.stage import store
-from mergegate.tasks.store import Artifact
-from mergegate.tasks.variants import CalibrationSettings
 
 _PER_WIDTH = 1_000  # operations per parameter, model and column: the method, and decompositions of matrices
 _PER_TOKEN = 64  # operations per parameter, layer and token: reading with derivatives, and products of inputs
 _UNKNOWN_WIDTH, _UNKNOWN_LAYERS = 16_384, 128
-_MAX_CARD_BYTES = 1 << 20
-_MAX_LINKS, _MAX_TEXT, _MAX_URL = 5, 200, 500
-_MAX_DATASETS = 100
-# Addresses without characters that end a link in Markdown or HTML. A bare address does not end with punctuation.
-_URL = r"https?://[A-Za-z0-9._~:/?#@!$&*+,;=%-]{1,500}"
-_LINK = re.compile(
-    rf"\[(?P<text>[^\[\]\n]{{1,300}})\]\(\s{{0,4}}<?(?P<url>{_URL})>?[^)\n]{{0,200}}\)"
-    rf"|<a\s[^<>]{{0,200}}href=[\"'](?P<href>{_URL})[\"'][^<>]{{0,200}}>(?P<label>[^<>]{{1,300}})</a>"
-    rf"|(?P<bare>{_URL})"
-)
-_TRAINING_SUMMARY = re.compile(
-    r"(?:public )?summary of (?:the )?(?:training|content used for training|data used for training)"
-    r"|training[ -](?:data|content|dataset)[ -](?:public[ -])?(?:summary|transparency|disclosure)"
-    r"|public[ -](?:training[ -])?(?:data[ -]|content[ -])?summary|data[ -]summary"
-    r"|template (?:of|by|from) the (?:eu )?ai office|ai office template",
-    re.IGNORECASE,
-)
-_COPYRIGHT_POLICY = re.compile(
-    r"copyright[ -](?:compliance[ -])?(?:policy|statement|summary|notice policy)"
-    r"|(?:policy|policies) (?:on|for|regarding|to comply with) (?:eu )?copyright"
-    r"|intellectual[ -]property[ -]policy|(?:ip|copyright)[ -]complaints?",
-    re.IGNORECASE,
-)
-# Keys of a configuration that are sizes, and those that are settings of the network.
-_SIZE_KEY = re.compile(r"(num|n|max|d)_[a-z0-9_]+|[a-z0-9_]+_(size|dim|rank|layers|heads|experts|window|embd)|r")
-_SETTING_KEYS = ("hidden_act", "rope_theta", "lora_alpha", "tie_word_embeddings")
-_NO_SIZES = re.compile(r".*(_id|_ids|token|labels|return_sequences|max_length|max_new).*")
 
 
 @dataclass(frozen=True)
@@ -109,30 +68,6 @@ class Modification:
             f"{self.parameters:,} parameters · ({_PER_WIDTH:,} · {self.models} models · width {self.width:,} + "
             f"{_PER_TOKEN} · {self.layers} layers · {self.tokens:,} tokens)"
         )
-
-
-def merge_computation(pinned_recipe: PinnedRecipe, config: Mapping[str, Any], parameters: int) -> Modification:
-    """Return the sizes of a merge whose result has this ``config`` and this number of parameters.
-
-    A parent can have more parameters than the result, but not more than two for each byte of its weights. Texts have at
-    most two tokens per byte, because windows overlap.
-    """
-    models, tokens, prompts = 0, 0, 0
-    for document in (*pinned_recipe.recipe.steps, pinned_recipe.recipe):
-        models += len(document.own_references())
-        if (mixture := document.mixture) is not None and mixture.needs_prompts:
-            texts = [text for each in (*mixture.experts, *mixture.shared) for text in (*each.positive, *each.negative)]
-            prompts += len(texts)
-            tokens += sum(2 * len(text.encode()) for text in texts)
-        if document.reads_texts and document.texts:
-            pinned = pin_calibration_texts(document, store().hashes)
-            tokens += sum(2 * text.path.stat().st_size for _, text in pinned)
-    weights = [
-        [file.stat().st_size for file in parent.directory.glob("*.*") if file.suffix in (".safetensors", ".bin")]
-        for parent in pinned_recipe.parents
-    ]
-    bound = max(parameters, *(2 * sum(sizes) for sizes in weights))
-    return Modification.of_network(config, bound, models, tokens, prompts)
 
 
 @dataclass(frozen=True)
@@ -182,100 +117,6 @@ class ParentFacts:
         return self.hub_id.partition("/")[0]
 
 
-def parent_facts(parent: PinnedCheckpoint, license: str, training_compute: float | None = None) -> ParentFacts:
-    """Return the facts about ``parent``, which has its public name.
-
-    ``training_compute`` is the value in the profile, in floating-point operations. Reading a card never fails: what
-    cannot be read is missing.
-    """
-    models = [(parse_reference(parent.ref, parent.name).path, parent.directory)]
-    if parent.adapter:
-        models.append((parent.adapter.ref, parent.adapter.directory))
-    cards, links, fields = list[ParentCard](), list[DocumentLink](), dict[str, object]()
-    datasets: dict[str, None] = {}
-    for name, model_directory in models:
-        directory = card_directory(model_directory)
-        try:
-            path = card_path(directory)
-            if path is None:
-                continue
-            with open_plain(path, within=directory) as file:
-                content = file.read(_MAX_CARD_BYTES)
-                digest = hashlib.sha256(content)
-                while block := file.read(_MAX_CARD_BYTES):
-                    digest.update(block)
-        except (InvalidInput, OSError):
-            continue
-        cards.append(ParentCard(name, digest.hexdigest()))
-        links += card_links(content.decode(errors="replace"))
-        metadata = read_card(directory).fields
-        value = metadata.get("datasets")
-        for dataset in (value if isinstance(value, list) else [value])[:_MAX_DATASETS]:
-            if isinstance(dataset, str) and dataset.strip():
-                datasets[" ".join(dataset.split())[:_MAX_TEXT]] = None
-        # The fields of an adapter describe its own training, which is small. So the card of the model comes first.
-        fields = {**metadata, **fields}
-    emissions = fields.get("co2_eq_emissions")
-    details = emissions if isinstance(emissions, dict) else {"emissions": emissions}
-    source = details.get("source")
-    compute, compute_source = training_compute, "publish.about"
-    if compute is None:
-        compute, compute_source = _positive(fields.get("training_compute")), f"card of {parent.ref}"
-    return ParentFacts(
-        name=parent.ref,
-        role="base" if parent.is_base else "parent",
-        identity=parent.revision or parent.digest,
-        hub_id=hub_id(parent) if parent.revision is not None else "",
-        license=license,
-        datasets=tuple(datasets),
-        training_summaries=_links_about(_TRAINING_SUMMARY, links),
-        copyright_policies=_links_about(_COPYRIGHT_POLICY, links),
-        training_compute=compute,
-        training_compute_source=compute_source if compute is not None else "",
-        energy=_positive(details.get("energy_consumed")),
-        emissions=_positive(details.get("emissions")),
-        emissions_source=" ".join(source.split())[:_MAX_TEXT] if isinstance(source, str) else "",
-        cards=tuple(cards),
-    )
-
-
-def card_links(text: str) -> Iterator[DocumentLink]:
-    """Yield the links to web pages in a card. The text of a bare address is its line up to the address."""
-    for match in _LINK.finditer(text):
-        url, label = match["url"] or match["href"] or match["bare"].rstrip(".,;:!?*"), match["text"] or match["label"]
-        if label is None:
-            line = text[max(text.rfind("\n", 0, match.start()) + 1, match.start() - _MAX_TEXT) : match.start()]
-            label = line.strip(" \t-*|:<>#") or url
-        try:
-            parts = urlsplit(url)
-        except ValueError:
-            continue
-        if parts.hostname and "@" not in parts.netloc and len(url) <= _MAX_URL:
-            yield DocumentLink(" ".join(label.split())[:_MAX_TEXT], url)
-
-
-def _links_about(subject: re.Pattern[str], links: Sequence[DocumentLink]) -> tuple[DocumentLink, ...]:
-    """Return the links whose text or address is about ``subject``, each address once."""
-    matching: dict[str, DocumentLink] = {}
-    for link in links:
-        parts = urlsplit(link.url)
-        words = re.sub(r"[-_./%]+", " ", unquote(f"{parts.path} {parts.fragment}"))
-        if subject.search(link.text) or subject.search(words):
-            matching.setdefault(link.url, link)
-    return tuple(matching.values())[:_MAX_LINKS]
-
-
-def _positive(value: object) -> float | None:
-    """Return an untrusted value as a number, or None if it is not a positive finite number of a plausible size."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        number = float(value[:40] if isinstance(value, str) else value)
-    except (ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) and 0 < number <= 1e32 else None
-
-
 @dataclass(frozen=True)
 class DatasetFacts:
     """A dataset that a release was evaluated on or calibrated with."""
@@ -310,191 +151,89 @@ class ReleaseFacts:
     supplier_source: str = ""  # ``publish.about`` or ``Hub repository``. Empty if the supplier is unknown.
 
 
-def release_facts(
-    content: ReportContent,
-    pinned_recipe: PinnedRecipe,
-    license: LicenseVerdict,
-    merge: Artifact[MergeSummary],
-    target: PublishTarget,
-    names: PublicNames,
-    held_out: DatasetFacts | None = None,
-) -> ReleaseFacts:
-    """Return the facts about the release of a merge.
+@dataclass(frozen=True)
+class MergeOrigin:
+    """Inputs of a merge.
 
-    ``content`` and ``license`` have public names. ``held_out`` identifies the held-out text, if there is one.
+    ``texts`` holds the sha256 of each text that models read for the merge, by its path in the recipe. ``unused_refs``
+    holds the references of parents that were read, but whose weights do not contribute. ``weights`` compares the merge
+    with its parents. None: it was not compared.
     """
-    config = _readable_config(merge.directory)
-    if pinned_recipe.recipe.output:  # The configuration of an adapter, and that of its base model.
-        config |= _readable_config(next(parent for parent in pinned_recipe.parents if parent.adapter).directory)
-    dtypes: Counter[str] = Counter()
-    for name in merge.files:
-        if name.endswith(".safetensors"):
-            with suppress(InvalidInput):
-                for tensor in read_header(merge.directory / name):
-                    dtypes[tensor.dtype.code] += tensor.numel
-    likelihoods = next((model.likelihoods for model in content.models if model.likelihoods), None)
-    datasets = [
-        *_evaluation_data(model.scores for model in content.models),
-        *([_held_out_data(held_out, likelihoods.documents)] if likelihoods else []),
-        *(
-            DatasetFacts(names.rename_text(text), "calibration", sha256)
-            for text, sha256 in pinned_recipe.recipe.text_digests().items()
-        ),
-    ]
-    return _facts(
-        *(content, config, target, names),
-        parameters=merge.value.parameters,
-        dtypes=_by_count(dtypes),
-        parents=_parents(content, pinned_recipe, license, target, names),
-        datasets=tuple(datasets),
-        modification=merge_computation(pinned_recipe, config, merge.value.parameters),
-    )
+
+    numerics: Numerics
+    parents: Sequence[PinnedCheckpoint]
+    texts: Mapping[str, str] = field(default_factory=dict)
+    unused_refs: Sequence[str] = ()
+    weights: WeightComparison | None = None
 
 
-def variant_facts(
-    content: ReportContent,
-    pinned_recipe: PinnedRecipe,
-    license: LicenseVerdict,
-    merge: MergeRelease,
-    files: Mapping[str, Sequence[ReleaseFile]],
-    target: PublishTarget,
-    names: PublicNames,
-    held_out: DatasetFacts | None = None,
-    calibration: CalibrationSettings | None = None,
-) -> ReleaseFacts:
-    """Return the facts about a release of quantized variants of ``merge``.
+@dataclass(frozen=True)
+class MergeRelease:
+    """The release of a merge that variants were quantized from."""
 
-    ``files`` holds the files of each published variant by its type. ``calibration`` names the text that the quantizer
-    reads. The other arguments are those of `release_facts`.
-    """
-    published = [verdict for verdict in content.variants if verdict.type in files]
-    weights = [(file, file.source) for each in files.values() for file in each if isinstance(file.source, Path)]
-    configs = (_readable_config(path.parent) for file, path in weights if file.name.endswith("config.json"))
-    config = next(filter(None, configs), {})
-    parameters: int | None = None
-    with suppress(InvalidInput):
-        for file in next(iter(files.values()), ()):
-            if file.name.endswith(".gguf") and isinstance(file.source, Path):
-                header = read_gguf_header(file.source)
-                config = config or {"model_type": header.metadata.get("general.architecture", "")}
-                parameters = (parameters or 0) + sum(math.prod(tensor.shape) for tensor in header.tensors)
-    donor = next((parent for parent in pinned_recipe.parents if parent.ref == str(pinned_recipe.recipe.donor)), None)
-    config = {**(_readable_config(donor.directory) if donor else {}), **config}
-    types: Counter[str] = Counter()
-    datasets: dict[DatasetFacts, None] = {}
-    tokens = 0
-    for verdict in published:
-        types.update(verdict.record.tensor_types if verdict.record else {})
-        if verdict.record and verdict.record.calibration and calibration:
-            tokens += calibration.samples * calibration.max_length
-            text = names.rename_text(str(calibration.documents))
-            datasets[DatasetFacts(text, "calibration", verdict.record.calibration)] = None
-        for guard in verdict.gate.all_guards if verdict.gate else ():
-            datasets[DatasetFacts(guard.task, "evaluation", documents=guard.n)] = None
-    if drifts := [verdict.gate.drift for verdict in published if verdict.gate and verdict.gate.drift]:
-        datasets[_held_out_data(held_out, max(drift.documents for drift in drifts))] = None
-    parent = ParentFacts(merge.name, "merge", merge.sums, merge.hub_id or "", content.licence)
-    bound = parameters or 8 * sum(file.size for file, _ in weights)  # a weight has at least one bit
-    return _facts(
-        *(content, config, target, names),
-        parameters=parameters,
-        dtypes=_by_count(types),
-        parents=(parent,),
-        datasets=tuple(datasets),
-        modification=Modification.of_network(config, bound, len(published), tokens),
-        ancestors=_parents(content, pinned_recipe, license, target, names),
-    )
+    name: str  # name of the release
+    version: str  # version name
+    sums: str  # sha256 of its SHA256SUMS, which covers all of its files
+    reference: str  # reference for ``mergegate verify``, as written in the place of the variants
+    hub_id: str | None = None  # id ``org/name`` of its repository on the Hub, or None
 
 
-def _facts(
-    content: ReportContent, config: Mapping[str, Any], target: PublishTarget, names: PublicNames, **own: Any
-) -> ReleaseFacts:
-    """Return the facts of both kinds of releases, with those that only one kind has in ``own``."""
-    about, source = names.apply(target.about), "publish.about"
-    if not about.supplier:
-        source = "Hub repository" if target.hub_id else ""
-        namespace = (target.hub_id or "").partition("/")[0]
-        supplier = Supplier(name=namespace, url=f"https://huggingface.co/{namespace}") if namespace else None
-        about = about.model_copy(update={"supplier": supplier})
-    classes = config.get("architectures")
-    return ReleaseFacts(
-        name=content.name,
-        address=target.address,
-        hub_id=target.hub_id,
-        about=about,
-        supplier_source=source,
-        architecture=str(classes[0] or "") if isinstance(classes, list) and classes else "",
-        model_type=str(config.get("model_type") or ""),
-        hyperparameters=_hyperparameters(config),
-        method=content.method,
-        **own,
-    )
+@dataclass(frozen=True)
+class VariantOrigin:
+    """Input of quantized variants, their settings in the profile, and the names of their files by type."""
+
+    merge: MergeRelease
+    settings: Mapping[str, object]
+    files: Mapping[str, Sequence[str]]
 
 
-def _by_count(counts: Mapping[str, int]) -> tuple[str, ...]:
-    return tuple(sorted(counts, key=lambda name: (-counts[name], name)))
+class DocumentFacts(BaseModel):
+    """Everything that the documents of a release state, with public names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    files: dict[str, str]  # sha256 of each file of the model, of its licenses and of its evidence, by name
+    content: ReportContent  # content of the report
+    license: LicenseVerdict  # license verdict, without the texts of ancestors
+    missing: tuple[Obligation, ...]  # obligations that the release does not fulfill
+    metadata: dict[str, Any]  # metadata of the card
+    facts: ReleaseFacts  # facts about the model and its parents
+    origin: MergeOrigin | VariantOrigin  # inputs of the merge or of the variants, without directories
+    signed: bool  # whether a key signs the release
+    keyless: SigstoreSettings | None  # settings of the keyless signature. None: there is none.
+    version: str | None  # name of the version. None: it follows from the content.
+
+    @property
+    def versions(self) -> dict[str, str]:
+        """Versions of the libraries that determine the weights and the scores, by name."""
+        versions = {library.name: library.version for library in self.content.versions}
+        return versions | (self.origin.numerics.versions if isinstance(self.origin, MergeOrigin) else {})
+
+    @property
+    def device(self) -> str:
+        """Kind of device that computed the weights."""
+        return self.origin.numerics.device if isinstance(self.origin, MergeOrigin) else "cpu"
+
+    @property
+    def license_name(self) -> str:
+        """License of the weights: identifier, or name of a license of its own."""
+        card = self.license.combination.card
+        return str(card.get("license_name") or card.get("license") or "")
+
+    @property
+    def signature_options(self) -> str:
+        """Options of ``mergegate verify`` that check the signatures of the release."""
+        options = " --key release.pub" if self.signed else ""
+        if self.keyless:
+            options += " --identity ID --issuer URL" + (" --trust-config FILE" if self.keyless.trust_config else "")
+        return options
 
 
-def _parents(
-    content: ReportContent,
-    pinned_recipe: PinnedRecipe,
-    license: LicenseVerdict,
-    target: PublishTarget,
-    names: PublicNames,
-) -> tuple[ParentFacts, ...]:
-    licenses = {model.ref: model.licence for model in content.parents} | dict(license.licenses)
-    computes, facts = names.apply(target.about).training_compute, []
-    for parent in pinned_recipe.parents:
-        public = parent.rename(names.rename_text)
-        own_license = licenses.get(public.ref) or licenses.get(public.name) or ""
-        facts.append(parent_facts(public, own_license, computes.get(public.ref)))
-    return tuple(facts)
+def read_facts(content: bytes) -> DocumentFacts:
+    """Parse the content of ``evidence/facts.json``. Raise InvalidInput or ValueError if it is not valid."""
+    return DocumentFacts.model_validate(read_document(content, FACTS))
 
 
-def _evaluation_data(all_scores: Iterable[Scores | None]) -> Iterator[DatasetFacts]:
-    """Yield the data of each task that at least one model was evaluated on."""
-    by_task: dict[str, DatasetFacts] = {}
-    for scores in all_scores:
-        if scores is None:
-            continue
-        for score in scores.tasks:
-            data = scores.data.get(score.task)
-            sources = [
-                f"{source.path}@{source.revision}" if source.revision else source.path
-                for source in (data.sources if data else ())
-            ]
-            own = DatasetFacts(
-                score.task, "evaluation", data.digest if data else "", score.n, tuple(dict.fromkeys(sources))
-            )
-            known = by_task.get(score.task)
-            if known is None or (known.documents or 0) < score.n or (own.digest and not known.digest):
-                by_task[score.task] = own
-    yield from by_task.values()
-
-
-def _held_out_data(held_out: DatasetFacts | None, documents: int) -> DatasetFacts:
-    name, digest = (held_out.name, held_out.digest) if held_out else ("held-out text", "")
-    return DatasetFacts(name, "perplexity", digest, documents)
-
-
-def _hyperparameters(config: Mapping[str, Any]) -> dict[str, int | float | str]:
-    """Return the sizes in a configuration and in those of the language model inside it, by key."""
-    found: dict[str, int | float | str] = {}
-    for part in config_parts(config):
-        for key, value in part.items():
-            if not isinstance(key, str) or key in found or len(key) > 60:
-                continue
-            is_size = isinstance(value, int) and not isinstance(value, bool) and _SIZE_KEY.fullmatch(key)
-            is_setting = key in _SETTING_KEYS and isinstance(value, int | float | str)
-            if (is_size and not _NO_SIZES.fullmatch(key)) or is_setting:
-                found[key] = value[:100] if isinstance(value, str) else value
-    return dict(sorted(found.items()))
-
-
-def _readable_config(directory: Path) -> dict[str, Any]:
-    """Return the configurations of a model and of an adapter, or an empty mapping if they cannot be read."""
-    config: dict[str, Any] = {}
-    for name in ("adapter_config.json", "config.json"):
-        with suppress(InvalidInput):
-            config |= read_json(directory / name)
-    return config
+def hub_id(parent: PinnedCheckpoint) -> str:
+    """Return the id ``org/name`` of a parent on the Hub."""
+    return parse_reference(parent.ref, parent.name).path
