@@ -89,6 +89,15 @@ class ReleaseFile:
         except FileNotFoundError:
             raise self.alteration_error() from None
 
+    def gated_chunks(self, size: int) -> Iterator[bytes]:
+        """Yield the content in pieces of ``size`` bytes. Raise Refused at the end if it is not that of the gate."""
+        digest = hashlib.sha256()
+        for chunk in self.chunks(size):
+            digest.update(chunk)
+            yield chunk
+        if digest.hexdigest() != self.sha256:
+            raise self.alteration_error(digest.hexdigest())
+
     def alteration_error(self, sha256: str = "", problem: str = "the file is missing") -> Refused:
         """Return the error for a source that has changed since the gate: its new ``sha256``, or another ``problem``."""
         return Refused(

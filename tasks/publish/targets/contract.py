@@ -36,7 +36,7 @@ from typing import ClassVar, Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from mergegate.merge_core.errors import InvalidInput, Refused, suggest
+from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.publish.content import ReleaseFile
 from mergegate.tasks.publish.settings import PublishSettings
@@ -153,44 +153,6 @@ class CredentialUse(BaseModel):
         permission = "which may write" if self.can_write else "whose write access the target does not confirm"
         limit = "; it cannot be renewed after its id token expires" if self.renewable is False else ""
         return f"publish: {self.place} with {credential}, {permission}{limit}"
-
-
-@dataclass(frozen=True)
-class PublicationBlocked:
-    """Reason why continuing would break a guarantee, so that an operator must decide."""
-
-    found: str
-    expected: str
-    remedy: str
-
-    def refusal(self, location: str) -> Refused:
-        return Refused(location, found=self.found, expected=self.expected, remedy=self.remedy)
-
-
-def version_taken(version: str, difference: str) -> PublicationBlocked:
-    """Return the reason for a ``version`` that is published with other content."""
-    return PublicationBlocked(
-        f"the version {version} is already published with other content ({difference})",
-        "the same content, because a version never changes",
-        "publish under a new version",
-    )
-
-
-def overtaken(current: str, expected: str) -> PublicationBlocked:
-    """Return the reason for a target whose current release has changed since the merge was compared with it."""
-    return PublicationBlocked(
-        current, expected, "run again; mergegate then compares the merge with the current release"
-    )
-
-
-def undone(location: str, writer_hint: str = "") -> Refused:
-    """Return the error for a location where another writer undoes every step."""
-    return Refused(
-        location,
-        found="another writer undoes every step as soon as mergegate takes it",
-        expected="one publisher at a time",
-        remedy=f"find out who else writes to this location, then run again{writer_hint}",
-    )
 
 
 class PublishTarget(PublishSettings, ABC):

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused, pip_command
@@ -96,6 +97,15 @@ class S3Location:
                 raise
             return False
         return True
+
+    def send_file(self, key: str, path: Path, **options: str) -> None:
+        """Write a file in one request, and read it from the start at every attempt."""
+
+        def put() -> None:
+            with path.open("rb") as body:
+                self._s3.put_object(Bucket=self.bucket, Key=key, Body=body, **options)
+
+        self._retry(put)
 
     def stream(self, name: str) -> Iterator[bytes]:
         """Yield the content of an object in chunks."""

@@ -17,7 +17,7 @@ second publisher just leads to another state. The order of the steps guarantees:
   write if the pointer is not the one for which it was decided.
 * A version that the pointer has named keeps its content.
 
-Every file is read once and hashed while it is sent. The store compares the received bytes with the gated sha256. Before
+Every file is read once. The store compares the received bytes with the gated sha256. Before
 the pointer moves, mergegate checks the checksums that the store reports once more.
 
 Large files are sent in parts without boto3's multipart upload. That upload would complete an object before the sha256
@@ -28,21 +28,21 @@ compatible stores reject.
 from __future__ import annotations
 
 import hashlib
-import io
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from threading import Lock
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.publish.content import VERSION_DIGITS, ReleaseFile, file_identities
-from mergegate.tasks.publish.targets.contract import PublicationBlocked, PublishRequest, overtaken, version_taken
+from mergegate.merge_core.files import sha256_file
+from mergegate.tasks.publish.content import VERSION_DIGITS, ReleaseFile, file_identities, sha256_of
+from mergegate.tasks.publish.targets.contract import PublishRequest
+from mergegate.tasks.publish.targets.reconcile import Publication, PublicationBlocked, overtaken, version_taken
 from mergegate.tasks.publish.targets.s3_access import (
     PART_SIZE,
     S3Location,
@@ -139,16 +139,13 @@ class MovePointer:
     head: str
 
 
-@dataclass(frozen=True)
-class UpToDate:
-    """The release is complete and current."""
+S3Step = SendFiles | MovePointer
 
 
-S3Step = SendFiles | MovePointer | UpToDate | PublicationBlocked
-
-
-def next_s3_step(desired_state: DesiredVersion, observed_state: ObservedLocation, expected_head: str) -> S3Step:
-    """Return the next step toward the desired version.
+def next_s3_step(
+    desired_state: DesiredVersion, observed_state: ObservedLocation, expected_head: str | None
+) -> S3Step | PublicationBlocked | None:
+    """Return the next step toward the desired version, or None if the release is complete and current.
 
     ``expected_head`` is the head of the pointer that the release was compared with. Publication is blocked if the
     pointer has another head and does not name this release as the current one.
@@ -173,13 +170,13 @@ def next_s3_step(desired_state: DesiredVersion, observed_state: ObservedLocation
     if missing or not observed_state.has_listing:
         return SendFiles(missing)
     if is_current:
-        return UpToDate()
+        return None
     earlier = pointer.versions if pointer else ()
     versions = earlier if previous else (*earlier, entry)
     return MovePointer(Pointer(current=desired_state.version, versions=versions), observed_state.head)
 
 
-class S3Publication:
+class S3Publication(Publication[ObservedLocation, S3Step]):
     """Requests of one publication.
 
     ``multipart_threshold`` is the largest file that is sent in one request, in bytes. Larger files are sent in parts,
@@ -197,8 +194,28 @@ class S3Publication:
         # Composite checksums (sha256 over the sha256 of each part) of files that were read, by name and part size.
         self._composites: dict[tuple[str, int], str] = {}
 
+    @property
+    def address(self) -> str:
+        return self.location.url
+
+    def head(self, observed_state: ObservedLocation) -> str:
+        return observed_state.head
+
+    def kind(self, step: S3Step) -> str:
+        return ", ".join(step.names) or self.listing_name if isinstance(step, SendFiles) else POINTER
+
+    def decide(self, observed_state: ObservedLocation, expected_head: str | None) -> S3Step | PublicationBlocked | None:
+        return next_s3_step(self.desired, observed_state, expected_head)
+
+    def execute(self, step: S3Step, observed_state: ObservedLocation) -> bool:
+        if isinstance(step, SendFiles):
+            self.send(step.names)
+            return True
+        guard = {"IfNoneMatch": "*"} if step.head == NO_POINTER else {"IfMatch": step.head}
+        self.location.write(POINTER, step.pointer.model_dump_json(indent=1).encode(), **guard)
+        return False  # If another publisher was faster, the guard fails and the next read shows it.
+
     def observe(self) -> ObservedLocation:
-        """Read the present state of the location."""
         pointer = self.location.read(POINTER)
         names = {name.removeprefix(self.directory) for name, _, _ in self.location.objects(self.directory)}
         candidates = sorted(names & set(self.files))
@@ -228,14 +245,11 @@ class S3Publication:
 
     def _hashed_parts(self, file: ReleaseFile, part_size: int) -> Iterator[tuple[bytes, str]]:
         """Yield each part and its sha256. Raise Refused at the end if the whole file is not the gated one."""
-        digest, composite = hashlib.sha256(), hashlib.sha256()
-        for data in file.chunks(part_size):
-            digest.update(data)
+        composite = hashlib.sha256()
+        for data in file.gated_chunks(part_size):
             part_digest = hashlib.sha256(data).digest()
             composite.update(part_digest)
             yield data, encoded_sha256(part_digest)
-        if digest.hexdigest() != file.sha256:
-            raise file.alteration_error(digest.hexdigest())
         self._composites[file.name, part_size] = encoded_sha256(composite.digest())
 
     def send(self, names: Sequence[str]) -> None:
@@ -280,24 +294,18 @@ class S3Publication:
             checksum = _checksum(bytes.fromhex(file.sha256))
             if isinstance(file.source, bytes) or file.size <= _IN_MEMORY:
                 data = b"".join(file.chunks(_IN_MEMORY))
-                if (actual := hashlib.sha256(data).hexdigest()) != file.sha256:
+                if (actual := sha256_of(data)) != file.sha256:
                     raise file.alteration_error(actual)
                 self.location.ask("put_object", Key=key, Body=data, **checksum)
             else:
                 try:
-                    with _HashedFile(file.source) as body:
-                        try:
-                            self.location.ask("put_object", Key=key, Body=body, **checksum)
-                        finally:
-                            streamed = body.sha256()
+                    self.location.send_file(key, file.source, **checksum)
                 except FileNotFoundError:
                     raise file.alteration_error() from None
                 except Exception as error:
-                    if is_of_client(error) and streamed is not None and streamed != file.sha256:
-                        raise file.alteration_error(streamed) from None  # the store rejected the same bytes
+                    if is_of_client(error) and (actual := sha256_file(file.source)) != file.sha256:
+                        raise file.alteration_error(actual) from None  # the store rejected the altered bytes
                     raise
-                if streamed is not None and streamed != file.sha256:
-                    raise file.alteration_error(streamed)
             report(file.size)
             return
 
@@ -347,41 +355,6 @@ class S3Publication:
                 raise
             reason = refusal(self.location, error).found
             _log.warning("leftovers of old publications at %s were not removed: %s", self.location.url, reason)
-
-
-class _HashedFile(io.RawIOBase):
-    """A file that is hashed as it is read from the start. Seeking to the start resets the hash."""
-
-    def __init__(self, path: Path) -> None:
-        self._file, self._hash = path.open("rb"), hashlib.sha256()
-        self._size = path.stat().st_size
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def read(self, count: int | None = -1) -> bytes:
-        data = self._file.read(-1 if count is None else count)
-        self._hash.update(data)
-        return data
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        if (offset, whence) == (0, 0):
-            self._hash = hashlib.sha256()
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def sha256(self) -> str | None:
-        """Return the sha256 of the file, or None if it was not read to the end."""
-        return self._hash.hexdigest() if self._file.tell() == self._size else None
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 def parse_pointer(location: S3Location, content: bytes) -> Pointer:
