@@ -39,8 +39,10 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
@@ -73,6 +75,7 @@ _PREDICATE = "https://model_signing/signature/v1.0"
 # Never part of a release: files that git or a download leaves next to it.
 _IGNORED = (".cache", ".git", ".gitattributes", ".github", ".gitignore")
 BundlePart = TypeVar("BundlePart", bound=BaseModel)
+Key = TypeVar("Key", ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey)
 _CURVES: Mapping[str, hashes.HashAlgorithm] = {
     "secp256r1": hashes.SHA256(),
     "secp384r1": hashes.SHA384(),
@@ -102,12 +105,9 @@ def sign(name: str, files: Mapping[str, str], key_file: Path) -> str:
         name: Name of the release, for display only.
         files: sha256 (64 hex digits) of every file, by name.
         key_file: Private key on the curve P-256, P-384 or P-521, in PEM, without a password.
-
-    Raises:
-        InvalidInput: ``key_file`` is not such a key.
     """
     key = private_key(key_file)
-    payload = signed_statement(name, files, (SIGNATURE, KEYLESS_SIGNATURE))
+    payload = _signed_statement(name, files, (SIGNATURE, KEYLESS_SIGNATURE))
     algorithm = ec.ECDSA(_CURVES[key.curve.name], deterministic_signing=True)
     bundle = {
         "mediaType": BUNDLE_TYPE,
@@ -121,12 +121,8 @@ def sign(name: str, files: Mapping[str, str], key_file: Path) -> str:
     return json.dumps(bundle, indent=1, sort_keys=True) + "\n"
 
 
-def signed_statement(name: str, files: Mapping[str, str], signatures: Sequence[str]) -> bytes:
-    """Return the in-toto statement about the files that a signature covers, as JSON.
-
-    ``name`` and ``files`` are those of :func:`sign`. ``signatures`` names the files that the statement cannot cover,
-    because they are written later.
-    """
+def _signed_statement(name: str, files: Mapping[str, str], signatures: Sequence[str]) -> bytes:
+    """Return the in-toto statement about ``files`` as JSON. ``signatures`` are later, so it cannot cover them."""
     listed = sorted(files.items(), key=lambda file: Path(file[0]))  # OpenSSF's library sorts by path, too
     statement = {
         "_type": _STATEMENT,
@@ -155,10 +151,7 @@ class Signature:
     hint: str  # sha256 of the public key in PEM; helps to find the key and proves nothing
 
     def matches_key(self, key_file: Path) -> bool:
-        """Return whether the private key that belongs to the public key in ``key_file`` created the signature.
-
-        Raise InvalidInput if ``key_file`` is not a public key on a supported curve.
-        """
+        """Return whether the private key that belongs to the public key in ``key_file`` created the signature."""
         key = public_key(key_file)
         try:
             key.verify(self.signature, _pae(self.payload), ec.ECDSA(_CURVES[key.curve.name]))
@@ -168,22 +161,16 @@ class Signature:
 
 
 def read_signature(bundle: bytes) -> Signature:
-    """Parse a signature bundle.
-
-    Raise ValueError if the bundle is not a signature of this kind, or has unknown fields, which could hide a change.
-    """
-    parsed = parse_bundle(_Bundle, bundle, "not a signature that mergegate can read")
+    """Parse a signature bundle. Raise ValueError if it is not a signature of this kind, or has unknown fields."""
+    parsed = _parse_bundle(_Bundle, bundle, "not a signature that mergegate can read")
     envelope = parsed.dsse_envelope
     hint = parsed.verification_material.public_key.hint
-    return Signature(read_statement(envelope.payload), envelope.payload, envelope.signatures[0].sig, hint)
+    return Signature(_read_statement(envelope.payload), envelope.payload, envelope.signatures[0].sig, hint)
 
 
-def read_statement(payload: bytes) -> Mapping[str, str]:
-    """Return the sha256 of each file that a signed statement lists, by name.
-
-    Raise ValueError if the statement is not such a list, or contradicts itself.
-    """
-    statement = parse_bundle(_Statement, payload, "the signed statement is not a list of files by sha256")
+def _read_statement(payload: bytes) -> Mapping[str, str]:
+    """Return the sha256 of each file that a signed statement lists, by name."""
+    statement = _parse_bundle(_Statement, payload, "the signed statement is not a list of files by sha256")
     files = {entry.name: entry.digest for entry in statement.predicate.resources}
     if len(files) < len(statement.predicate.resources):
         raise ValueError("the signed statement lists a file twice")
@@ -192,7 +179,7 @@ def read_statement(payload: bytes) -> Mapping[str, str]:
     return files
 
 
-def parse_bundle(kind: type[BundlePart], content: bytes, problem: str) -> BundlePart:
+def _parse_bundle(kind: type[BundlePart], content: bytes, problem: str) -> BundlePart:
     """Parse JSON. Raise ValueError with ``problem`` and the first wrong field if it does not have the form ``kind``."""
     try:
         return kind.model_validate(read_document(content, ""))
@@ -206,35 +193,23 @@ def parse_bundle(kind: type[BundlePart], content: bytes, problem: str) -> Bundle
 
 def private_key(file: Path) -> ec.EllipticCurvePrivateKey:
     """Return the private key in ``file``. Raise InvalidInput if it is not one on a supported curve."""
-    key = _load_key(file, "private", lambda data: serialization.load_pem_private_key(data, password=None))
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.curve.name not in _CURVES:
-        raise _wrong_key(file, "private")
-    return key
+    load = partial(serialization.load_pem_private_key, password=None)
+    return _load_key(file, "private", load, ec.EllipticCurvePrivateKey)
 
 
 def public_key(file: Path) -> ec.EllipticCurvePublicKey:
     """Return the public key in ``file``. Raise InvalidInput if it is not one on a supported curve."""
-    key = _load_key(file, "public", serialization.load_pem_public_key)
-    if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in _CURVES:
-        raise _wrong_key(file, "public")
+    return _load_key(file, "public", serialization.load_pem_public_key, ec.EllipticCurvePublicKey)
+
+
+def _load_key(file: Path, kind: str, load: Callable[[bytes], object], key_type: type[Key]) -> Key:
+    expected = f"a {kind} key on the curve P-256, P-384 or P-521 in PEM, without a password"
+    content, key = read_plain(file, 1 << 20, expected=expected, remedy=_KEY_COMMANDS), None
+    with suppress(ValueError, TypeError):
+        key = load(content)
+    if not isinstance(key, key_type) or key.curve.name not in _CURVES:
+        raise InvalidInput(str(file), found=f"not a {kind} ECDSA key", expected=expected, remedy=_KEY_COMMANDS)
     return key
-
-
-def _load_key(file: Path, kind: str, load: Callable[[bytes], object]) -> object:
-    wrong_key = _wrong_key(file, kind)
-    try:
-        return load(read_plain(file, 1 << 20, expected=wrong_key.expected, remedy=wrong_key.remedy))
-    except (ValueError, TypeError):
-        raise wrong_key from None
-
-
-def _wrong_key(file: Path, kind: str) -> InvalidInput:
-    return InvalidInput(
-        str(file),
-        found=f"not a {kind} ECDSA key",
-        expected=f"a {kind} key on the curve P-256, P-384 or P-521 in PEM, without a password",
-        remedy=_KEY_COMMANDS,
-    )
 
 
 def _root(digests: list[str]) -> str:
@@ -253,7 +228,7 @@ def _hint(key: ec.EllipticCurvePublicKey) -> str:
     return hashlib.sha256(pem).hexdigest()
 
 
-def decode_base64(value: object) -> bytes:
+def _decode_base64(value: object) -> bytes:
     """Decode base64 in canonical form only. Otherwise, unused bits could be changed unnoticed."""
     if not isinstance(value, str):
         raise ValueError("not base64")
@@ -263,125 +238,124 @@ def decode_base64(value: object) -> bytes:
     return data
 
 
-Base64 = Annotated[bytes, BeforeValidator(decode_base64)]
+_Base64 = Annotated[bytes, BeforeValidator(_decode_base64)]
 _Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class StrictBundle(BaseModel):
+class _Strict(BaseModel):
     """Base of the parts of a bundle. An unknown field is an error, because it could hide a change."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel)
 
 
-class _PublicKey(StrictBundle):
+class _PublicKey(_Strict):
     hint: str
 
 
-class _Material(StrictBundle):
+class _Material(_Strict):
     public_key: _PublicKey
     tlog_entries: tuple[()] = ()
 
 
-class _EnvelopeSignature(StrictBundle):
-    sig: Base64
+class _EnvelopeSignature(_Strict):
+    sig: _Base64
     keyid: Literal[""] = ""
 
 
-class Envelope(StrictBundle):
+class _Envelope(_Strict):
     """DSSE envelope with an in-toto statement and exactly one signature."""
 
-    payload: Base64
+    payload: _Base64
     payload_type: Literal["application/vnd.in-toto+json"]
     signatures: tuple[_EnvelopeSignature]
 
 
-class _Bundle(StrictBundle):
+class _Bundle(_Strict):
     media_type: Literal["application/vnd.dev.sigstore.bundle.v0.3+json"]
     verification_material: _Material
-    dsse_envelope: Envelope
+    dsse_envelope: _Envelope
 
 
-class _SnakeCase(BaseModel):
-    """Base of models with snake-case field names. Later versions of the format may add fields."""
+class _Lenient(BaseModel):
+    """Base of the parts of a statement. Later versions of the format may add fields."""
 
     model_config = ConfigDict(frozen=True)
 
 
-class _Resource(_SnakeCase):
+class _Resource(_Lenient):
     name: str
     algorithm: Literal["sha256"]
     digest: _Sha256
 
 
-class _Serialization(_SnakeCase):
+class _Serialization(_Lenient):
     method: Literal["files"]
     hash_type: Literal["sha256"]
 
 
-class _Predicate(_SnakeCase):
+class _Predicate(_Lenient):
     serialization: _Serialization
     resources: tuple[_Resource, ...]
 
 
-class _Digest(_SnakeCase):
+class _Digest(_Lenient):
     sha256: _Sha256
 
 
-class _Subject(_SnakeCase):
+class _Subject(_Lenient):
     digest: _Digest
 
 
-class _Statement(_SnakeCase):
+class _Statement(_Lenient):
     type: Literal["https://in-toto.io/Statement/v1"] = Field(alias="_type")
     predicate_type: Literal["https://model_signing/signature/v1.0"] = Field(alias="predicateType")
     subject: tuple[_Subject]
     predicate: _Predicate
 
 
-class _Certificate(StrictBundle):
-    raw_bytes: Base64
+class _Certificate(_Strict):
+    raw_bytes: _Base64
 
     def x509(self) -> x509.Certificate:
-        """Return the certificate. Raise ValueError if it is malformed."""
         try:
             return x509.load_der_x509_certificate(self.raw_bytes)
         except (ValueError, x509.InvalidVersion) as error:
             raise ValueError(f"its certificate is malformed: {str(error)[:200]}") from None
 
 
-class _LogId(StrictBundle):
-    key_id: Base64
+class _LogId(_Strict):
+    key_id: _Base64
 
 
-class _KindVersion(StrictBundle):
+class _KindVersion(_Strict):
     kind: str
     version: str
 
 
-class _Promise(StrictBundle):
-    signed_entry_timestamp: Base64
+class _Promise(_Strict):
+    signed_entry_timestamp: _Base64
 
 
-class _Checkpoint(StrictBundle):
+class _Checkpoint(_Strict):
     envelope: str
 
 
-class _Proof(StrictBundle):
+class _Proof(_Strict):
     log_index: _Number
-    root_hash: Base64
+    root_hash: _Base64
     tree_size: _Number
-    hashes: tuple[Base64, ...]
+    hashes: tuple[_Base64, ...]
     checkpoint: _Checkpoint
 
 
-class _LogEntry(StrictBundle):
+class _LogEntry(_Strict):
     log_index: _Number
     log_id: _LogId
     kind_version: _KindVersion
     integrated_time: _Number | None = None
     inclusion_promise: _Promise | None = None
     inclusion_proof: _Proof
-    canonicalized_body: Base64
+    canonicalized_body: _Base64
 
     @property
     def time(self) -> datetime | None:
@@ -404,7 +378,7 @@ class _LogEntry(StrictBundle):
             for dash, name, signature in (line.split(" ") for line in note["signatures"].splitlines())
             if dash == "\N{EM DASH}" and name == note["origin"].split(" ")[0]
         ]
-        if not any(decode_base64(signature)[:4] == self.log_id.key_id[:4] for signature in own):
+        if not any(_decode_base64(signature)[:4] == self.log_id.key_id[:4] for signature in own):
             raise ValueError("its checkpoint is not signed by the log of the entry; expected a signature of that log")
         if (self.integrated_time is None) != (self.inclusion_promise is None):
             raise ValueError("its log entry has a time without a promise; expected both or neither")
@@ -412,26 +386,26 @@ class _LogEntry(StrictBundle):
             raise ValueError(f"its log entry is number {self.log_index}; expected {proof.log_index}, as proven")
 
 
-class _Timestamp(StrictBundle):
-    signed_timestamp: Base64
+class _Timestamp(_Strict):
+    signed_timestamp: _Base64
 
 
-class _Timestamps(StrictBundle):
+class _Timestamps(_Strict):
     rfc3161_timestamps: tuple[_Timestamp, ...] = ()
 
 
-class _CertifiedMaterial(StrictBundle):
+class _CertifiedMaterial(_Strict):
     certificate: _Certificate
     tlog_entries: tuple[_LogEntry, ...] = ()
     timestamp_verification_data: _Timestamps | None = None
 
 
-class SigstoreBundle(StrictBundle):
+class SigstoreBundle(_Strict):
     """Bundle with a certificate, the entry of a transparency log, and a signed statement."""
 
     media_type: Literal["application/vnd.dev.sigstore.bundle.v0.3+json"]
     verification_material: _CertifiedMaterial
-    dsse_envelope: Envelope
+    dsse_envelope: _Envelope
 
 
 @dataclass(frozen=True)
@@ -479,13 +453,7 @@ class KeylessSignature:
     parsed: SigstoreBundle
 
     def require_signer(self, policy: SignerPolicy) -> None:
-        """Verify the certificate chain, its SCT, the log entry, the signature, and who signed.
-
-        Raises:
-            ValueError: One of them is not valid. The message names what was found and what was expected.
-            InvalidInput: The library sigstore is not installed, or the trust configuration is not valid.
-            Refused: The trusted root of the public instance cannot be updated.
-        """
+        """Verify the certificate chain, its SCT, the log entry, the signature, and who signed."""
         if self.signer != policy.signer:
             raise ValueError(f"signed by {self.signer}; expected {policy.signer}")
         location = "--trust-config" if policy.trust_config else "--identity"
@@ -494,11 +462,7 @@ class KeylessSignature:
         self.require_valid(trust, instance)
 
     def require_valid(self, trust: ClientTrustConfig, instance: str) -> None:
-        """Verify the signature with the trust configuration of an ``instance``, for the signer that it claims.
-
-        Raises:
-            ValueError: The signature is not valid.
-        """
+        """Verify the signature with the trust configuration of an ``instance``, for the signer that it claims."""
         from sigstore.models import Bundle
         from sigstore.verify import Verifier
 
@@ -540,12 +504,9 @@ class KeylessSignature:
 
 
 def read_keyless(bundle: bytes) -> KeylessSignature:
-    """Parse a keyless signature.
-
-    Raise ValueError if the bundle is not a signature of this kind, or has unknown fields, which could hide a change.
-    """
-    parsed = parse_bundle(SigstoreBundle, bundle, "not a keyless signature that mergegate can read")
-    files = read_statement(parsed.dsse_envelope.payload)
+    """Parse a keyless signature. Raise ValueError if it is not one, or has unknown fields."""
+    parsed = _parse_bundle(SigstoreBundle, bundle, "not a keyless signature that mergegate can read")
+    files = _read_statement(parsed.dsse_envelope.payload)
     return KeylessSignature(files, _certified_signer(parsed.verification_material.certificate.x509()), bundle, parsed)
 
 
@@ -557,10 +518,6 @@ def sign_keyless(name: str, files: Mapping[str, str], settings: SigstoreSettings
         files: sha256 (64 hex digits) of every file, by name.
         settings: Instance of sigstore.
         root: Directory where a relative path in ``settings`` starts.
-
-    Raises:
-        InvalidInput: The library, an identity or a valid trust configuration is missing.
-        Refused: A service does not answer as expected.
     """
     from sigstore.dsse import Statement
     from sigstore.sign import Signer as CertifiedSigner
@@ -573,7 +530,7 @@ def sign_keyless(name: str, files: Mapping[str, str], settings: SigstoreSettings
         login = _logins.pop(file, None)
         if login is None or login.expires < datetime.now(UTC):
             token = _user_token(trust)
-    statement = Statement(signed_statement(name, files, (KEYLESS_SIGNATURE,)))
+    statement = Statement(_signed_statement(name, files, (KEYLESS_SIGNATURE,)))
 
     def sign() -> tuple[CertifiedSigner, str]:
         if token:
@@ -604,11 +561,7 @@ def sign_keyless(name: str, files: Mapping[str, str], settings: SigstoreSettings
 
 
 def _in_time(work: Callable[[], _Result]) -> _Result:
-    """Return the result of ``work``. It runs in a thread, because the library's HTTP client has no time limit.
-
-    Raises:
-        TimeoutError: ``work`` takes longer than ``_SIGNING_TIME``.
-    """
+    """Return the result of ``work``. It runs in a thread, because the library's HTTP client has no time limit."""
     result: Future[_Result] = Future()
 
     def run() -> None:
@@ -728,7 +681,6 @@ def _token_signer(claims: Mapping[str, Any]) -> Signer:
 
 
 def _has_user() -> bool:
-    """Return whether a user can log in: both input and messages are at a terminal."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
 
 
@@ -743,7 +695,6 @@ def _no_identity(found: str) -> InvalidInput:
 
 
 def _location(settings: SigstoreSettings, root: Path) -> tuple[Path | None, str]:
-    """Return the trust configuration and the name of its setting."""
     file = settings.trust_config
     return (root / file, f"{_SETTING}.trust_config") if file else (None, _SETTING)
 
@@ -759,12 +710,7 @@ def _require_library() -> None:
 
 
 def _trust_config(file: Path | None, setting: str, *, offline: bool = False) -> ClientTrustConfig:
-    """Return the services and the trusted keys of an instance.
-
-    Raises:
-        InvalidInput: The library is missing, or ``file`` is not a trust configuration.
-        Refused: The trusted root of the public instance cannot be updated.
-    """
+    """Return the services and the trusted keys of an instance."""
     _require_library()
     from sigstore.models import ClientTrustConfig
     from sigstore.verify import Verifier

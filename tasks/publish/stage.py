@@ -130,7 +130,6 @@ def pending_release(target: PublishTarget, root: Path, parts: Releasable) -> Pen
 
 
 def release_digest(target: PublishTarget, root: Path, parts: Releasable) -> str:
-    """Return the digest of the release that :func:`publish` would publish, as in ``PendingRelease``."""
     return merkle(file_identities(_release_files(target, root, parts)))
 
 
@@ -195,13 +194,7 @@ def _release_files(target: PublishTarget, root: Path, parts: Releasable) -> tupl
 
 
 def published_merge(target: PublishTarget, name: str, directory: Path) -> MergeRelease:
-    """Return the published release of a merge in ``directory`` as the dependency of its variants.
-
-    ``target`` is that of the merge, and ``name`` the name of its release.
-
-    Raises:
-        Refused: The release has no SHA256SUMS.
-    """
+    """Return the published release of a merge, called ``name``, in ``directory`` as the dependency of its variants."""
     try:
         sums = read_plain(directory / SUMS, MAX_METADATA_BYTES)
         listed = parse_checksums(sums.decode())

@@ -11,8 +11,7 @@ import pytest
 from release_samples import sha
 
 from mergegate.tasks.checkpoints import PinnedCheckpoint
-from mergegate.tasks.publish.documents.facts import ParentFacts
-from mergegate.tasks.publish.documents.parent_cards import card_links, parent_facts
+from mergegate.tasks.publish.documents.facts import ParentFacts, card_links, parent_facts
 
 FRONT = """\
 ---

@@ -159,7 +159,6 @@ class BillOfMaterials:
 
     @property
     def training(self) -> str:
-        """How the weights came about, as sentences."""
         known = [f"{parent.name}: {', '.join(parent.datasets)}" for parent in self.facts.parents if parent.datasets]
         stated = f" Training data of the parents, as their cards name it: {'; '.join(known)}." if known else ""
         return f"{self.description}{stated}"
@@ -335,7 +334,6 @@ class BillOfMaterials:
         }
 
     def _tradeoffs(self) -> list[str]:
-        """Return what the gate found on each task, one sentence each."""
         if not self.variant_types:
             return [guard.reason for _, guard in self.guards]
         return [f"{task.removesuffix(f': {guard.task}')}: {guard.reason}" for task, guard in self.guards]

@@ -66,10 +66,10 @@ from mergegate.tasks.publish.documents.facts import (
     ParentFacts,
     ReleaseFacts,
     VariantOrigin,
+    parent_facts,
     read_facts,
 )
 from mergegate.tasks.publish.documents.license_files import license_files, open_obligations
-from mergegate.tasks.publish.documents.parent_cards import parent_facts
 from mergegate.tasks.publish.documents.provenance import provenance
 from mergegate.tasks.publish.public_names import PublicNames
 from mergegate.tasks.publish.settings import Supplier
@@ -125,7 +125,6 @@ class ReleaseParts(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the release: that of the profile."""
         return self.content.name
 
     @property
@@ -212,7 +211,6 @@ class VariantParts(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Name of the release: that of the merge with the suffix of the place."""
         return self.content.name
 
     @property
@@ -336,11 +334,7 @@ def _with_documents(
     facts: ReleaseFacts,
     origin: MergeOrigin | VariantOrigin,
 ) -> list[ReleaseFile]:
-    """Return all files of a release before SHA256SUMS: ``other_files``, the facts, and the documents.
-
-    Raises:
-        Refused: The Hub would misread the card.
-    """
+    """Return all files of a release before SHA256SUMS: ``other_files``, the facts, and the documents."""
     license = parts.names.apply(parts.license.value)
     ancestors = tuple(ancestor.model_copy(update={"own_text": ""}) for ancestor in license.ancestors)
     keyless = target.sigstore

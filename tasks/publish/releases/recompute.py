@@ -140,12 +140,10 @@ def recompute_variants(
 def compare_documents(
     release: PublishedRelease, files: Mapping[str, tuple[int, str]], statement: Mapping[str, Any]
 ) -> tuple[list[str], str]:
-    """Write the documents of a verified release again, and compare them.
+    """Write the documents of a verified release again. Return a finding for each that differs.
 
-    ``files`` holds size in bytes and sha256 of each file, and ``statement`` is the provenance.
+    The second result is a sentence that says whether they were compared.
 
-    Returns:
-        A finding for each document that differs, and a sentence that says whether they were compared.
     """
     facts, here = _read_facts(release, files), versions_here()["mergegate"]
     builder: object = ""

@@ -57,13 +57,13 @@ from mergegate.tasks.publish.content import (
     read_document,
 )
 from mergegate.tasks.publish.documents.bom import MISSING_FACT
-from mergegate.tasks.publish.releases.origin import MergeLink, find_merge, read_link, require_linked
 from mergegate.tasks.publish.releases.recompute import (
     RecomputedVerdict,
     compare_documents,
     recompute_variants,
     recompute_verdict,
 )
+from mergegate.tasks.publish.releases.related import MergeLink, find_merge, read_link, require_linked
 from mergegate.tasks.publish.signing import Signer, SignerPolicy, public_key, read_keyless, read_signature
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.store import merkle
@@ -134,12 +134,10 @@ class VerifiedRelease:
 
     @property
     def files(self) -> int:
-        """Number of files."""
         return len(self.listing)
 
     @property
     def bytes(self) -> int:
-        """Size of all files in bytes."""
         return sum(size for size, _ in self.listing.values())
 
     @property
@@ -341,7 +339,6 @@ class _ReleaseCheck:
             )
 
     def missing_facts(self) -> tuple[str, ...]:
-        """Return the facts that the bill of materials lists as missing."""
         properties = _list(_at(self._json(BOM), "metadata", "properties")) if BOM in self.files else []
         return tuple(str(_at(item, "value")) for item in properties if _at(item, "name") == MISSING_FACT)
 

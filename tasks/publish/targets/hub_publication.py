@@ -92,7 +92,6 @@ class DesiredState:
 
     @property
     def branch(self) -> str:
-        """Name of the staging branch."""
         return STAGING + self.version
 
     def missing(self, head: Head) -> tuple[str, ...]:
@@ -241,10 +240,6 @@ def publish_hub(
 
     ``repo`` is ``org/name``. If it does not exist, it is created as private. After a failure, ``wait`` is called with a
     number of seconds before the state is read again.
-
-    Raises:
-        Refused: The version exists with different content, ``main`` has changed, or the Hub rejects the request, does
-            not answer, or does not store the files.
     """
     files = {
         file.name: DesiredFile(file.size, file.sha256, git_blob(file.read()) if file.size <= _LARGEST_BLOB else None)

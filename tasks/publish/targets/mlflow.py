@@ -69,7 +69,6 @@ class Registration:
 
     @property
     def tags(self) -> list[dict[str, str]]:
-        """Tags of the run and of the model version."""
         return tag_entries({_DIGEST_TAG: self.digest, _VERSION_TAG: self.version, **self.facts})
 
 
@@ -172,7 +171,6 @@ class MlflowRegistry:
         return True
 
     def check(self) -> None:
-        """Check that the server answers and grants access."""
         self._retry(lambda: self.client.get("registered-models/search", max_results="1"))
 
     @cached_property
@@ -184,7 +182,6 @@ class MlflowRegistry:
         return self.client.get("model-versions/search", filter=condition).get("model_versions") or []
 
     def alias(self, model: str, alias: str) -> Any:
-        """Return the model version that an alias points to, or an empty value."""
         return member(self.client.get("registered-models/alias", name=model, alias=alias), "model_version")
 
     def _retry(self, request: Callable[[], T]) -> T:
@@ -337,7 +334,6 @@ class MlflowTarget(PublishTarget):
         return self.storage.hub_id
 
     def reference_to(self, version: str) -> str:
-        """Return the reference to the version at ``storage``."""
         return self.storage.reference_to(version)
 
     def check(self, root: Path) -> CredentialUse | None:
@@ -363,11 +359,9 @@ class MlflowTarget(PublishTarget):
         return replace(release, complete=release.complete and is_registered)
 
     def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
-        """Return an earlier release at ``storage``."""
         return self.storage.earlier_release(root, version)
 
     def current_head(self, root: Path) -> str | None:
-        """Return the head of the current release at ``storage``, or None."""
         return self.storage.current_head(root)
 
     def for_variants(self, suffix: str) -> MlflowTarget:
@@ -386,7 +380,6 @@ class MlflowTarget(PublishTarget):
         return Release(request.name, version, location, f"{self.model} in MLflow", release.new or has_changed)
 
     def published_file(self, root: Path, version: str, name: str) -> bytes | None:
-        """Return a small file of a version at ``storage``, or None."""
         return self.storage.published_file(root, version, name)
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
@@ -396,7 +389,6 @@ class MlflowTarget(PublishTarget):
             raise no_such_version(version, f"{self.model} in MLflow")
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
-        """Return the release version that the alias points to, or None."""
         return self._registry().alias_version(self.model, name) or None
 
     @classmethod

@@ -122,12 +122,10 @@ class OciTarget(PublishTarget):
         return release
 
     def current_head(self, root: Path) -> str | None:
-        """Return the digest of the manifest that is tagged ``latest``, or None before the first release."""
         manifest = self._registry().manifest(_LATEST)
         return manifest[1] if manifest else None
 
     def reference_to(self, version: str) -> str:
-        """Return the reference with the version's tag."""
         return f"{self.address}:{version}"
 
     def for_variants(self, suffix: str) -> OciTarget:
@@ -135,12 +133,7 @@ class OciTarget(PublishTarget):
         return self._with_settings(suffix, repository=f"{self.repository}-{suffix.lower()}")
 
     def publish(self, request: PublishRequest) -> Release:
-        """Upload the blobs, then write the manifest under the version's tag and under ``latest``.
-
-        Raises:
-            Refused: The version exists with different content, ``latest`` has moved, a source file has changed since
-                the gate, or the registry rejects a request, does not answer, or does not store the files.
-        """
+        """Upload the blobs, then write the manifest under the version's tag and under ``latest``."""
         version, expected_head = request.version, request.expected_head
         if version == _LATEST:
             raise InvalidInput(
@@ -175,7 +168,6 @@ class OciTarget(PublishTarget):
             registry.put_manifest(name, desired[0])
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
-        """Return the version in the manifest with the tag ``name``, or None."""
         manifest = self._registry().manifest(name)
         return (_manifest_version(manifest[0]) or None) if manifest else None
 
@@ -404,16 +396,11 @@ class Registry:
 
     @property
     def url(self) -> str:
-        """URL of the repository in the registry's API."""
         scheme = "http" if self.plain or _is_loopback(self.host) else "https"
         return f"{scheme}://{self.host}/v2/{self.repository.partition('/')[2]}"
 
     def manifest(self, reference: str) -> tuple[bytes, str] | None:
-        """Return a manifest by tag or digest, and its digest, or None if there is no such manifest.
-
-        Raise Refused if the registry rejects the request, does not answer, or returns bytes that do not match the
-        digest.
-        """
+        """Return a manifest by tag or digest, and its digest, or None if there is no such manifest."""
         answer = self.ask("GET", f"/manifests/{reference}", headers={"Accept": MANIFEST_TYPE}, expected=(200, 404))
         if answer.status_code == 404:
             return None
@@ -428,7 +415,6 @@ class Registry:
         self.ask("PUT", f"/manifests/{reference}", headers=headers, content=content, expected=(201,))
 
     def has(self, digest: str) -> bool:
-        """Return whether the registry has the blob."""
         return self.ask("HEAD", f"/blobs/{digest}", expected=(200, 404)).status_code == 200
 
     def blob(self, digest: str) -> bytes:

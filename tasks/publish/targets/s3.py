@@ -133,7 +133,6 @@ class S3Release:
         return content[0]
 
     def download(self) -> Path:
-        """Return a directory with the release. Raise Refused if its objects differ from the published files."""
         return download_entry(self.location, self.entry)
 
 
@@ -231,23 +230,14 @@ class S3Target(PublishTarget):
         return CurrentRelease(download_entry(location, entry))
 
     def current_head(self, root: Path) -> str | None:
-        """Return the entity tag of the pointer, or None before the first release."""
         stored = read_pointer(self._location())
         return stored[1] if stored else None
 
     def for_variants(self, suffix: str) -> S3Target:
-        """Return the prefix next to this one, such as ``s3://bucket/demo-GGUF``."""
         return self._with_settings(suffix, url=f"{self.url.removesuffix('/')}-{suffix}")
 
     def publish(self, request: PublishRequest) -> Release:
-        """Send the files of the version, then move the pointer.
-
-        Raises:
-            Refused: The version exists with different content, the pointer has moved, a source file has changed since
-                the gate, or the store rejects a request, does not answer, does not store the files, or ignores write
-                guards.
-            InvalidInput: Credentials are missing.
-        """
+        """Send the files of the version, then move the pointer."""
         location, version = self._location(), request.version
         publication = S3Publication(request, location, self.multipart_threshold)
         with explained_errors(location):
@@ -291,7 +281,6 @@ class S3Target(PublishTarget):
         )
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
-        """Return the version in the object ``name.json``, or None if it does not exist."""
         alias = read_alias(self._location(), name)
         return alias[0].version if alias else None
 

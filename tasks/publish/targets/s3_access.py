@@ -61,16 +61,11 @@ class S3Location:
         return f"s3://{self.bucket}/{self.prefix}"
 
     def ask(self, operation: str, **parameters: Any) -> dict[str, Any]:
-        """Call a method of the client, and retry after transient errors. The request must be safe to repeat.
-
-        Raises:
-            Exception: An exception of the client. ``status_code`` classifies it and ``refusal`` converts it.
-        """
+        """Call a method of the client, and retry after transient errors. The request must be safe to repeat."""
         answer: dict[str, Any] = self._retry(getattr(self._s3, operation), Bucket=self.bucket, **parameters)
         return answer
 
     def key(self, name: str) -> str:
-        """Return the key of ``name`` below the prefix."""
         return f"{self.prefix}/{name}"
 
     def read(self, name: str) -> tuple[bytes, str] | None:
@@ -176,7 +171,6 @@ def s3_location(url: str, endpoint: str | None, setting: str) -> S3Location:
 
 
 def encoded_sha256(digest: bytes) -> str:
-    """Return a sha256 digest in S3's notation (base64)."""
     return base64.b64encode(digest).decode()
 
 

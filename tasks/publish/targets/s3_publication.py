@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -98,22 +98,6 @@ class VersionListing(BaseModel):
 
 
 @dataclass(frozen=True)
-class DesiredVersion:
-    """The release to publish, with size in bytes and sha256 of each file by name."""
-
-    version: str
-    files: Mapping[str, tuple[int, str]]
-
-    @property
-    def entry(self) -> ReleasedVersion:
-        """Entry of this version in the pointer."""
-        digest = merkle(self.files)
-        content = digest[:VERSION_DIGITS]
-        path = content if self.version == content else f"{self.version}-{content}"
-        return ReleasedVersion(version=self.version, path=path, digest=digest)
-
-
-@dataclass(frozen=True)
 class ObservedLocation:
     """State of a location in a bucket."""
 
@@ -142,40 +126,6 @@ class MovePointer:
 S3Step = SendFiles | MovePointer
 
 
-def next_s3_step(
-    desired_state: DesiredVersion, observed_state: ObservedLocation, expected_head: str | None
-) -> S3Step | PublicationBlocked | None:
-    """Return the next step toward the desired version, or None if the release is complete and current.
-
-    ``expected_head`` is the head of the pointer that the release was compared with. Publication is blocked if the
-    pointer has another head and does not name this release as the current one.
-    """
-    entry, pointer = desired_state.entry, observed_state.pointer
-    previous = pointer.find(desired_state.version) if pointer else None
-    if previous is not None and previous.digest != entry.digest:
-        return version_taken(desired_state.version, previous.digest[:VERSION_DIGITS])
-    is_current = pointer is not None and pointer.current == desired_state.version
-    if not is_current and observed_state.head != expected_head:
-        return overtaken(
-            f"another release ({pointer.current if pointer else 'none'}) is current there now",
-            "the release that this one was compared with",
-        )
-    if observed_state.foreign_files:
-        return PublicationBlocked(
-            f"{observed_state.foreign_files[0]} is among the files of this version but not part of the release",
-            "only the files of the release",
-            "find out who wrote it, and remove it",
-        )
-    missing = tuple(sorted(set(desired_state.files) - observed_state.confirmed_files))
-    if missing or not observed_state.has_listing:
-        return SendFiles(missing)
-    if is_current:
-        return None
-    earlier = pointer.versions if pointer else ()
-    versions = earlier if previous else (*earlier, entry)
-    return MovePointer(Pointer(current=desired_state.version, versions=versions), observed_state.head)
-
-
 class S3Publication(Publication[ObservedLocation, S3Step]):
     """Requests of one publication.
 
@@ -186,11 +136,13 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
     def __init__(self, request: PublishRequest, location: S3Location, multipart_threshold: int) -> None:
         self.location, self.multipart_threshold, self.on_progress = location, multipart_threshold, request.on_progress
         self.files = {file.name: file for file in request.files}
-        self.desired = DesiredVersion(request.version, file_identities(request.files))
-        self.directory = f"{self.desired.entry.path}/"
-        self.listing_name = f"{LISTINGS}{self.desired.entry.path}.json"
-        listing = VersionListing(files=dict(sorted(self.desired.files.items())))
-        self.listing = listing.model_dump_json(indent=1).encode()
+        identities, version = file_identities(request.files), request.version
+        content = (digest := merkle(identities))[:VERSION_DIGITS]
+        path = content if version == content else f"{version}-{content}"
+        self.entry = ReleasedVersion(version=version, path=path, digest=digest)  # in the pointer
+        self.directory = f"{path}/"
+        self.listing_name = f"{LISTINGS}{path}.json"
+        self.listing = VersionListing(files=dict(sorted(identities.items()))).model_dump_json(indent=1).encode()
         # Composite checksums (sha256 over the sha256 of each part) of files that were read, by name and part size.
         self._composites: dict[tuple[str, int], str] = {}
 
@@ -205,7 +157,31 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
         return ", ".join(step.names) or self.listing_name if isinstance(step, SendFiles) else POINTER
 
     def decide(self, observed_state: ObservedLocation, expected_head: str | None) -> S3Step | PublicationBlocked | None:
-        return next_s3_step(self.desired, observed_state, expected_head)
+        """Return the next step. Publication is blocked if another release than the expected one is current."""
+        entry, pointer = self.entry, observed_state.pointer
+        previous = pointer.find(entry.version) if pointer else None
+        if previous is not None and previous.digest != entry.digest:
+            return version_taken(entry.version, previous.digest[:VERSION_DIGITS])
+        is_current = pointer is not None and pointer.current == entry.version
+        if not is_current and observed_state.head != expected_head:
+            return overtaken(
+                f"another release ({pointer.current if pointer else 'none'}) is current there now",
+                "the release that this one was compared with",
+            )
+        if observed_state.foreign_files:
+            return PublicationBlocked(
+                f"{observed_state.foreign_files[0]} is among the files of this version but not part of the release",
+                "only the files of the release",
+                "find out who wrote it, and remove it",
+            )
+        missing = tuple(sorted(set(self.files) - observed_state.confirmed_files))
+        if missing or not observed_state.has_listing:
+            return SendFiles(missing)
+        if is_current:
+            return None
+        earlier = pointer.versions if pointer else ()
+        versions = earlier if previous else (*earlier, entry)
+        return MovePointer(Pointer(current=entry.version, versions=versions), observed_state.head)
 
     def execute(self, step: S3Step, observed_state: ObservedLocation) -> bool:
         if isinstance(step, SendFiles):
