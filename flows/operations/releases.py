@@ -14,8 +14,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.files import new_directory
 from mergegate.merge_core.parsing import require_printable
 from mergegate.tasks.publish import Signer, SignerPolicy
-from mergegate.tasks.publish.exchange import inspect_logs, read_release_results
-from mergegate.tasks.publish.releases import ReproducedRelease, check_release
+from mergegate.tasks.publish.releases import ReproducedRelease, check_release, inspect_logs, read_release_results
 from mergegate.tasks.publish.targets import find_release
 
 _LONGEST_NAME = 200  # characters of an organization

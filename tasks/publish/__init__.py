@@ -1,6 +1,5 @@
 """Publish a release: define its files, and bring all of them to a target in one atomic step."""
 
-from mergegate.tasks.publish.card_metadata import released_kind
 from mergegate.tasks.publish.content import (
     CARD,
     KEYLESS_SIGNATURE,
@@ -11,16 +10,14 @@ from mergegate.tasks.publish.content import (
     read_document,
     stored_files,
 )
-from mergegate.tasks.publish.facts import DatasetFacts
-from mergegate.tasks.publish.keyless import Signer, SignerPolicy, expected_signer
-from mergegate.tasks.publish.provenance import MergeRelease
+from mergegate.tasks.publish.documents.card_metadata import released_kind
+from mergegate.tasks.publish.documents.facts import DatasetFacts, MergeRelease
+from mergegate.tasks.publish.documents.release_parts import PassedVariant, ReleaseParts, VariantParts, variant_content
 from mergegate.tasks.publish.public_names import PublicNames, recipe_paths
 from mergegate.tasks.publish.settings import ApprovalSettings
+from mergegate.tasks.publish.signing import Signer, SignerPolicy, expected_signer
 from mergegate.tasks.publish.stage import (
-    PassedVariant,
     PendingRelease,
-    ReleaseParts,
-    VariantParts,
     describe_merge,
     joint_digest,
     pending_release,
@@ -28,6 +25,5 @@ from mergegate.tasks.publish.stage import (
     published_merge,
     release_digest,
     require_approved,
-    variant_content,
 )
 from mergegate.tasks.publish.targets import Release

@@ -89,6 +89,15 @@ class ReleaseFile:
         except FileNotFoundError:
             raise self.alteration_error() from None
 
+    def gated_chunks(self, size: int) -> Iterator[bytes]:
+        """Yield the content in pieces of ``size`` bytes. Raise Refused at the end if it is not that of the gate."""
+        digest = hashlib.sha256()
+        for chunk in self.chunks(size):
+            digest.update(chunk)
+            yield chunk
+        if digest.hexdigest() != self.sha256:
+            raise self.alteration_error(digest.hexdigest())
+
     def alteration_error(self, sha256: str = "", problem: str = "the file is missing") -> Refused:
         """Return the error for a source that has changed since the gate: its new ``sha256``, or another ``problem``."""
         return Refused(
@@ -123,7 +132,6 @@ def read_document(content: bytes, name: str) -> dict[str, Any]:
 
 
 def sha256_of(data: bytes) -> str:
-    """Return the sha256 of ``data`` as 64 hex digits."""
     return hashlib.sha256(data).hexdigest()
 
 
@@ -133,21 +141,16 @@ def file_identities(files: Iterable[ReleaseFile]) -> dict[str, tuple[int, str]]:
 
 
 def variant_evidence(name: str, variant_type: str) -> str:
-    """Return the name of an evidence file in a release of variants.
-
-    'evidence/gate.json' of the variant Q8_0 is 'evidence/Q8_0/gate.json'.
-    """
+    """Return the name of an evidence file in a release of variants, such as 'evidence/Q8_0/gate.json'."""
     folder, _, file = name.rpartition("/")
     return f"{folder}/{variant_type}/{file}"
 
 
 def content_digest(files: Mapping[str, tuple[int, str]]) -> str:
-    """Return the Merkle digest over the files of a release, except its keyless signature.
+    """Return the Merkle digest over files, given as size in bytes and sha256 by name, except the keyless signature.
 
     A keyless signature differs at every signing. Without it, the same files have the same version and the same digest.
 
-    Args:
-        files: Size in bytes and sha256 of each file, by name.
     """
     return merkle({name: identity for name, identity in files.items() if name != KEYLESS_SIGNATURE})
 

@@ -139,13 +139,11 @@ def recipe_paths(recipe: Recipe) -> Iterator[str]:
 
 
 def require_no_private_paths(files: Sequence[ReleaseFile], directories: Iterable[Path], name: str) -> None:
-    """Raise Refused if a file of a release contains an absolute path of this machine.
+    """Raise Refused if a file of the release called ``name`` contains an absolute path of this machine.
 
-    Args:
-        files: Files of the release. Only the header of a weight file is scanned, but every byte of other files.
-        directories: Directories of the project and of its models. The user's home, the working directory and the
-            directory for temporary files are added.
-        name: Name of the release, for the message.
+    Only the header of a weight file is scanned, but every byte of other files. ``directories`` are those of the project
+    and of its models. The home, the working directory and the directory for temporary files are added.
+
     """
     private = {os.path.abspath(path) for path in directories} | {str(Path.cwd())}  # noqa: PTH100
     private |= {str(Path.home()), tempfile.gettempdir()}

@@ -3,17 +3,6 @@
 A request for approval names the release by the digest of all its files. The answer is valid for that digest only, and
 ``publish`` compares it with the release again. The digest does not cover a keyless signature, which ``publish`` creates
 after the approval (see :func:`_add_keyless`).
-
-The quantized variants of one place have a release of their own::
-
-    demo-Q8_0.gguf, …                        weights and companions of every variant that passed
-    evidence/Q8_0/gate.json, …               evidence of its verdict, as in the release of a merge
-    LICENSE, licenses/…, NOTICE, …           the license files of the merge
-    report.html, README.md, bom.json         about all variants of this place, including failed ones
-    provenance.json, SHA256SUMS, model.sig   with the release of the merge as the only dependency
-
-The release of the merge says nothing about its variants. So a profile can gain a variant, and a variant can fail,
-without a new release of the merge.
 """
 
 from __future__ import annotations
@@ -22,25 +11,13 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
 
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.files import read_state, state_directory, write_state
 from mergegate.merge_core.parsing import read_plain
-from mergegate.tasks.checkpoints import PinnedCheckpoint, PinnedRecipe
-from mergegate.tasks.gate import GateVerdict, RecordedEvidence
-from mergegate.tasks.merge import MergeSummary, Numerics, WeightComparison
-from mergegate.tasks.preflight.licenses import LicenseVerdict
-from mergegate.tasks.publish.card_metadata import card_metadata, contributing_references, variant_metadata
 from mergegate.tasks.publish.content import (
-    BOM,
-    CARD,
-    COMPLIANCE,
-    FACTS,
     KEYLESS_SIGNATURE,
     MAX_METADATA_BYTES,
-    PROVENANCE,
-    REPORT,
     SIGNATURE,
     SUMS,
     ReleaseFile,
@@ -49,98 +26,15 @@ from mergegate.tasks.publish.content import (
     file_identities,
     parse_checksums,
     sha256_of,
-    stored_files,
-    variant_evidence,
     written_file,
 )
-from mergegate.tasks.publish.documents import with_documents
-from mergegate.tasks.publish.facts import DatasetFacts, ReleaseFacts, release_facts, variant_facts
-from mergegate.tasks.publish.keyless import read_keyless, sign_keyless
-from mergegate.tasks.publish.license_files import license_files, open_obligations
-from mergegate.tasks.publish.provenance import MergeOrigin, MergeRelease, VariantOrigin
-from mergegate.tasks.publish.public_names import PublicNames, require_no_private_paths
-from mergegate.tasks.publish.signature import sign
+from mergegate.tasks.publish.documents.facts import MergeRelease
+from mergegate.tasks.publish.documents.release_parts import Releasable, ReleaseParts
+from mergegate.tasks.publish.public_names import require_no_private_paths
+from mergegate.tasks.publish.signing import read_keyless, sign, sign_keyless
 from mergegate.tasks.publish.targets.contract import PublishRequest, PublishTarget, Release
-from mergegate.tasks.report import ReportContent
 from mergegate.tasks.stage import advance, home, step, store
-from mergegate.tasks.store import Artifact, NotInKey, StoredValue, digest, merkle
-from mergegate.tasks.variants import VariantFormat, VariantRecord, VariantVerdict
-
-
-class ReleaseParts(NamedTuple):
-    """Inputs of a release, independent of its target.
-
-    ``evidence`` holds the files from which anyone can recompute the verdict. ``names`` are the public names of local
-    models and texts, as used in ``content``. ``held_out`` identifies the held-out text, if there is one.
-    ``weights`` compares the merge with its parents. None: it was not compared, and the release claims nothing about it.
-    """
-
-    content: ReportContent
-    pinned: PinnedRecipe
-    numerics: Numerics
-    license: StoredValue[LicenseVerdict]
-    merge: Artifact[MergeSummary]
-    evidence: Artifact[RecordedEvidence]
-    names: PublicNames = PublicNames({})
-    held_out: DatasetFacts | None = None
-    weights: WeightComparison | None = None
-
-    @property
-    def name(self) -> str:
-        """Name of the release: that of the profile."""
-        return self.content.name
-
-    @property
-    def directories(self) -> tuple[Path, ...]:
-        """Local directories. Their paths must not be published."""
-        recipe = self.pinned.recipe.directory
-        parents = (path for parent in self.pinned.parents for path in parent.directories)
-        return (*parents, *([recipe] if recipe else []))
-
-    def facts(self, target: PublishTarget) -> ReleaseFacts:
-        """Return the facts that the documents of the release state."""
-        license = self.names.apply(self.license.value)
-        inputs = (self.content, self.pinned, license, self.merge)
-        return release_facts(*inputs, target, self.names, self.held_out)
-
-    def files(self, target: PublishTarget) -> list[ReleaseFile]:
-        """Return all files before SHA256SUMS."""
-        content, pinned, names = self.content, self.pinned, self.names
-        license = names.apply(self.license.value)
-        parents = tuple(parent.rename(names.rename_text) for parent in pinned.parents)
-        files = [
-            *stored_files(self.merge),
-            *license_files(parents, license, weights=self.weights),
-            *stored_files(self.evidence),
-        ]
-        merged = contributing_references(pinned.recipe)
-        unused_refs = [parent.ref for parent, own in zip(parents, pinned.parents, strict=True) if own.ref not in merged]
-        is_adapter = pinned.recipe.output is not None
-        metadata = card_metadata(content, parents, license.combination, is_adapter=is_adapter, unused_refs=unused_refs)
-        origin = MergeOrigin(
-            self.numerics.model_copy(update={"where": ""}),
-            [_without_directories(parent) for parent in parents],
-            texts={names.rename_text(text): sha256 for text, sha256 in pinned.recipe.text_digests().items()},
-            unused_refs=unused_refs,
-            weights=self.weights,
-        )
-        missing = open_obligations(parents, license)
-        return with_documents(files, content, license, missing, metadata, self.facts(target), origin, target)
-
-
-def _without_directories(parent: PinnedCheckpoint) -> PinnedCheckpoint:
-    adapter = parent.adapter and parent.adapter.model_copy(update={"directory": Path()})
-    return parent.model_copy(update={"directory": Path(), "files": (), "adapter": adapter})
-
-
-class Releasable(Protocol):
-    """Inputs of a release, independent of its target: ``ReleaseParts`` or ``VariantParts``."""
-
-    @property
-    def name(self) -> str: ...  # of the release, for messages and in the signature
-    @property
-    def directories(self) -> Sequence[Path]: ...  # local directories; their paths must not be published
-    def files(self, target: PublishTarget) -> list[ReleaseFile]: ...  # all files before SHA256SUMS
+from mergegate.tasks.store import digest, merkle
 
 
 @dataclass(frozen=True)
@@ -236,7 +130,6 @@ def pending_release(target: PublishTarget, root: Path, parts: Releasable) -> Pen
 
 
 def release_digest(target: PublishTarget, root: Path, parts: Releasable) -> str:
-    """Return the digest of the release that :func:`publish` would publish, as in ``PendingRelease``."""
     return merkle(file_identities(_release_files(target, root, parts)))
 
 
@@ -300,155 +193,8 @@ def _release_files(target: PublishTarget, root: Path, parts: Releasable) -> tupl
     return tuple(files)
 
 
-class PassedVariant(NamedTuple):
-    """A variant that is published: its type, its weights, and the evidence of its verdict."""
-
-    type: str
-    weights: Artifact[VariantRecord]
-    evidence: Artifact[RecordedEvidence]
-
-
-class VariantParts(NamedTuple):
-    """Inputs of a release of variants, independent of its target.
-
-    ``content`` is that of the report on the variants of this place (see ``variant_content``). ``merge`` is the release
-    that they were quantized from. ``names`` are the public names of local models and texts, and ``held_out`` identifies
-    the held-out text, if there is one.
-    """
-
-    content: ReportContent
-    settings: VariantFormat
-    passed: tuple[PassedVariant, ...]
-    merge: MergeRelease
-    pinned: PinnedRecipe
-    license: StoredValue[LicenseVerdict]
-    names: PublicNames = PublicNames({})
-    held_out: DatasetFacts | None = None
-
-    @property
-    def name(self) -> str:
-        """Name of the release: that of the merge with the suffix of the place."""
-        return self.content.name
-
-    def files(self, target: PublishTarget) -> list[ReleaseFile]:
-        """Return all files before SHA256SUMS, as ``ReleaseParts.files`` does."""
-        content, names, settings = self.content, self.names, self.settings
-        license = names.apply(self.license.value)
-        parents = tuple(parent.rename(names.rename_text) for parent in self.pinned.parents)
-        weights = {each.type: self._weights(each) for each in self.passed}
-        files = [
-            *(file for each in weights.values() for file in each),
-            *license_files(parents, license, quantized_from=f"{self.merge.name} {self.merge.version}"),
-            *(
-                ReleaseFile(variant_evidence(file.name, each.type), file.size, file.sha256, file.source)
-                for each in self.passed
-                for file in stored_files(each.evidence)
-            ),
-        ]
-        files = self._distinct(files)
-        local = {name for name, field in type(settings).model_fields.items() if NotInKey in field.metadata}
-        entry = names.apply(settings.model_dump(mode="json", exclude=local, exclude_defaults=True))
-        origin = VariantOrigin(
-            self.merge,
-            entry,
-            {variant_type: [file.name for file in each] for variant_type, each in weights.items()},
-        )
-        tags = (str(entry["format"]), *weights)
-        metadata = variant_metadata(
-            content.kind, parents, license.combination, self.merge.hub_id, settings.library_name, tags
-        )
-        inputs = (content, self.pinned, license, self.merge, weights)
-        facts = variant_facts(*inputs, target, names, self.held_out, settings.calibration)
-        missing = open_obligations(parents, license)
-        return with_documents(files, content, license, missing, metadata, facts, origin, target)
-
-    def _weights(self, variant: PassedVariant) -> tuple[ReleaseFile, ...]:
-        """Return the files of a variant by their public names, with the hashes that the store recorded."""
-        artifact, files = variant.weights, []
-        for name, path in self.settings.release_files(self.merge.name, artifact).items():
-            stored = path.relative_to(artifact.directory).as_posix() if path.is_relative_to(artifact.directory) else ""
-            sha256 = artifact.files.get(stored) or store().hashes.sha256(path)
-            files.append(ReleaseFile(name, path.stat().st_size, sha256, path))
-        return tuple(files)
-
-    def _distinct(self, files: Sequence[ReleaseFile]) -> list[ReleaseFile]:
-        """Return each file once. Raise Refused if two different files have the same name."""
-        by_name: dict[str, ReleaseFile] = {}
-        for file in files:
-            if by_name.setdefault(file.name, file).sha256 != file.sha256 or file.name in _RESERVED:
-                raise Refused(
-                    f"{self.name}: {file.name}",
-                    found="a file of a variant has the name of another file of the release",
-                    expected="a name of its own for each file",
-                    remedy="list the variants as two entries of 'variants', each with a 'suffix' of its own",
-                )
-        return list(by_name.values())
-
-    @property
-    def directories(self) -> tuple[Path, ...]:
-        """Local directories. Their paths must not be published."""
-        recipe = self.pinned.recipe.directory
-        own = (*(path for parent in self.pinned.parents for path in parent.directories), self.settings.python)
-        return tuple(path for path in (*own, recipe) if path is not None)
-
-
-_RESERVED = frozenset({CARD, COMPLIANCE, BOM, FACTS, PROVENANCE, REPORT, SUMS, SIGNATURE, KEYLESS_SIGNATURE})
-
-
-def variant_content(
-    content: ReportContent, name: str, merge: MergeRelease, verdicts: Sequence[VariantVerdict]
-) -> ReportContent:
-    """Return the content of the report on the variants of one place.
-
-    ``content`` is that of the merge, and ``name`` that of the variants' release. The result has no judgment of the
-    merge, which depends on the release that was current at the time. So the same variants of the same merge give the
-    same report in every run. Observations that differ between machines, and the texts that a tokenizer splits
-    differently, are removed.
-    """
-    published = []
-    for verdict in verdicts:
-        checks = tuple(check.model_copy(update={"seen": "", "where": ""}) for check in verdict.checks)
-        update: dict[str, object] = {"checks": checks}
-        if conversion := verdict.conversion:
-            hidden = ("…",) * len(conversion.different_texts)
-            update["conversion"] = conversion.model_copy(update={"different_texts": hidden})
-        published.append(verdict.model_copy(update=update))
-    passed = [verdict for verdict in published if verdict.publishable]
-    inconclusive = [verdict for verdict in passed if verdict.outcome != "pass"]
-    joint = GateVerdict(
-        outcome=inconclusive[0].outcome if inconclusive else "pass",
-        publishable=True,
-        guards=(),
-        drift=None,
-        overall_drop=None,
-        overall_low=None,
-        overall_high=None,
-        on_inconclusive=content.verdict.on_inconclusive,
-        reasons=tuple(f"variant {verdict.type}: {reason}" for verdict in inconclusive for reason in verdict.reasons),
-    )
-    kept = ("kind", "licence", "obligations", "scoring", "asked", "windows", "files", "versions", "overrides")
-    return ReportContent(
-        name=name,
-        method=f"quantized from {merge.name} {merge.version}",
-        models=tuple(model.model_copy(update={"scores": None, "likelihoods": None}) for model in content.models),
-        verdict=joint,
-        reproduce=(
-            "mergegate verify RELEASE --verdict    # decide again from the outcomes in evidence/, without a model",
-            "mergegate reproduce RELEASE           # quantize again, and compare the weights byte by byte",
-        ),
-        variants=tuple(published),
-        **{field: getattr(content, field) for field in kept},
-    )
-
-
 def published_merge(target: PublishTarget, name: str, directory: Path) -> MergeRelease:
-    """Return the published release of a merge in ``directory`` as the dependency of its variants.
-
-    ``target`` is that of the merge, and ``name`` the name of its release.
-
-    Raises:
-        Refused: The release has no SHA256SUMS.
-    """
+    """Return the published release of a merge, called ``name``, in ``directory`` as the dependency of its variants."""
     try:
         sums = read_plain(directory / SUMS, MAX_METADATA_BYTES)
         listed = parse_checksums(sums.decode())

@@ -46,7 +46,7 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.gate.verdict_record import EVIDENCE_RECORD, OUTCOMES
 from mergegate.tasks.publish.content import BOM, CARD, COMPLIANCE, FACTS, PROVENANCE, RECIPE, REPORT, SIGNATURE, SUMS
 from mergegate.tasks.publish.releases.verify import check_release
-from mergegate.tasks.publish.signature import sign
+from mergegate.tasks.publish.signing import sign
 from mergegate.tasks.publish.targets.directory import DirectoryRelease
 from mergegate.tasks.stage.progress import progress_watcher
 

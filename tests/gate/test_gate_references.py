@@ -18,7 +18,7 @@ from mergegate.tasks.gate.references import check_guards, needs_champion
 from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.settings import BEST_PARENT, CHAMPION, Guard
 from mergegate.tasks.gate.statistics import selection_bias
-from mergegate.tasks.publish.releases.champion import load_released_model
+from mergegate.tasks.publish.releases.related import load_released_model
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 
 BEST = GUARD.model_copy(update={"guarded_by": BEST_PARENT})

@@ -28,7 +28,7 @@ from mergegate.tasks.judge.answers import pin_prompts
 from mergegate.tasks.judge.settings import JudgeSettings
 from mergegate.tasks.perplexity.text import TextSetting, pin_text
 from mergegate.tasks.preflight.licenses.table import load_table
-from mergegate.tasks.publish.signature import private_key, public_key
+from mergegate.tasks.publish.signing import private_key, public_key
 from mergegate.tasks.publish.targets import publish_targets
 from mergegate.tasks.shadow.traffic.replay import read_traffic
 

@@ -31,12 +31,14 @@ from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
 from mergegate.tasks.preflight.licenses.rules import LicensedParent
 from mergegate.tasks.preflight.licenses.table import load_table
 from mergegate.tasks.preflight.settings import Use
-from mergegate.tasks.publish.card_metadata import BENCHMARKS
-from mergegate.tasks.publish.content import SUMS, ReleaseFile, checksums_text, content_version, written_file
-from mergegate.tasks.publish.provenance import MergeRelease
-from mergegate.tasks.publish.stage import PassedVariant, ReleaseParts, VariantParts, publish, variant_content
+from mergegate.tasks.publish import PassedVariant, ReleaseParts, VariantParts, publish, variant_content
+from mergegate.tasks.publish.content import FACTS, SUMS, ReleaseFile, checksums_text, content_version, written_file
+from mergegate.tasks.publish.documents.card_metadata import BENCHMARKS
+from mergegate.tasks.publish.documents.facts import DocumentFacts, MergeRelease, read_facts
+from mergegate.tasks.publish.stage import ReleaseParts, publish
 from mergegate.tasks.publish.targets.contract import PublishTarget, Release
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
+from mergegate.tasks.publish.targets.hub import HubTarget
 from mergegate.tasks.report.content import Library, ReportContent, ReportedModel
 from mergegate.tasks.report.stage import Report
 from mergegate.tasks.serve import Check
@@ -200,6 +202,13 @@ def publishable(root: Path, weights: bytes = b"weights", **files: bytes) -> Publ
         stored("report", root / "report", Report(headline="passed"), report__html=b"<html>", report__json=b"{}"),
         evidence(root / "evidence"),
     )
+
+
+def document_facts(root: Path, **update: Any) -> DocumentFacts:
+    """Return the facts of an unsigned release on the Hub, with other values of the fields in ``update``."""
+    files = publishable(root).parts.files(HubTarget(to="hub", repo="acme/demo"))
+    facts = read_facts(next(file.read() for file in files if file.name == FACTS))
+    return facts.model_copy(update=update)
 
 
 def write_release(parts: ReleaseParts, root: Path) -> Path:

@@ -8,11 +8,30 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from release_samples import COMMIT, content, cyclonedx_finds, files, needs_validators, publishable, sha, share
+from release_samples import (
+    COMMIT,
+    NUMERICS,
+    content,
+    cyclonedx_finds,
+    files,
+    license_verdict,
+    needs_validators,
+    publishable,
+    sha,
+    share,
+)
 
 from mergegate.tasks.preflight.licenses import load_table
-from mergegate.tasks.publish.bom import MISSING_FACT, BillContent, bill_of_materials, merge_bill, web_address
-from mergegate.tasks.publish.facts import DatasetFacts, DocumentLink, Modification, ParentFacts, ReleaseFacts
+from mergegate.tasks.publish.documents.bom import MISSING_FACT, BillOfMaterials, web_address
+from mergegate.tasks.publish.documents.facts import (
+    DatasetFacts,
+    DocumentFacts,
+    DocumentLink,
+    MergeOrigin,
+    Modification,
+    ParentFacts,
+    ReleaseFacts,
+)
 from mergegate.tasks.publish.settings import AboutRelease, Supplier
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 
@@ -52,9 +71,13 @@ def facts(about: AboutRelease = STATEMENTS, **update: Any) -> ReleaseFacts:
     return replace(known, **update)
 
 
-def bill(about: ReleaseFacts, license: str = "apache-2.0") -> BillContent:
+def bill(about: ReleaseFacts, license: str = "apache-2.0") -> BillOfMaterials:
     judged = content((share("arc_easy", 300, 400), share("gsm8k", 700, 1319, "exact_match,flexible-extract")))
-    return merge_bill(files(), judged, about, {"license": license})
+    verdict, origin = license_verdict("mit"), MergeOrigin(NUMERICS, ())
+    combination = verdict.combination.model_copy(update={"card": {"license": license}})
+    verdict = verdict.model_copy(update={"combination": combination})
+    own = {"files": {}, "missing": (), "metadata": {}, "signed": False, "keyless": None, "version": None}
+    return BillOfMaterials(DocumentFacts(content=judged, license=verdict, facts=about, origin=origin, **own), files())
 
 
 COMPLETE = bill(facts())
@@ -79,7 +102,7 @@ SAMPLES = (COMPLETE, LOCAL, OCI, ALL_LICENSES, STRANGE)
 @pytest.mark.story
 @needs_validators
 def test_the_document_passes_the_official_validator_which_finds_every_mistake() -> None:
-    documents = list(map(bill_of_materials, SAMPLES))
+    documents = [sample.text() for sample in SAMPLES]
     unknown_type, more, no_address, unlisted = (json.loads(documents[0]) for _ in range(4))
     unknown_type["metadata"]["component"]["type"] = "weights"
     more["components"][0]["modelCard"]["more"] = 1
@@ -96,16 +119,16 @@ def test_missing_facts_are_listed() -> None:
     of_parent = {f"{name} of ../models/local_one" for name in ("supplier", "license", "training data")}
     assert {"supplier", "intended use", "download location"} | of_parent | ALWAYS_MISSING < set(LOCAL.missing)
     for sample in SAMPLES:
-        properties = json.loads(bill_of_materials(sample))["metadata"]["properties"]
+        properties = json.loads(sample.text())["metadata"]["properties"]
         assert [item["value"] for item in properties if item["name"] == MISSING_FACT] == list(sample.missing)
 
 
 def test_the_document_states_the_facts_in_the_fields_of_the_standard() -> None:
-    bom = json.loads(bill_of_materials(COMPLETE))
+    bom = json.loads(COMPLETE.text())
     model = bom["components"][0]
     assert (model["supplier"]["name"], model["purl"]) == ("Acme", "pkg:huggingface/acme/demo")
     assert model["licenses"] == [{"license": {"id": "Apache-2.0"}}]
-    other = json.loads(bill_of_materials(OCI))["components"][0]
+    other = json.loads(OCI.text())["components"][0]
     assert other["licenses"] == [{"license": {"name": "a license of ours"}}]
     card = model["modelCard"]
     assert card["considerations"]["useCases"] == ["Answer support questions."]

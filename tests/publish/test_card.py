@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import huggingface_hub
@@ -12,7 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from release_samples import COMMIT, content, license_verdict, parents, share
+from release_samples import COMMIT, NUMERICS, content, document_facts, license_verdict, parents, share
 from scipy.stats import binomtest
 
 from mergegate.merge_core.errors import Refused
@@ -21,14 +20,12 @@ from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import TaskScore
 from mergegate.tasks.evaluation.task_data import DataSource, TaskData
 from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
-from mergegate.tasks.publish.card import Publication, model_card, score_interval
-from mergegate.tasks.publish.card_metadata import BENCHMARKS, card_metadata, check_card, eval_results
+from mergegate.tasks.publish.documents.card import model_card, score_interval
+from mergegate.tasks.publish.documents.card_metadata import BENCHMARKS, card_metadata, check_card, eval_results
+from mergegate.tasks.publish.documents.facts import MergeOrigin
 from mergegate.tasks.publish.targets.hub import HubTarget
 from mergegate.tasks.report.content import ReportContent
 
-HERE = Publication(
-    address="acme/demo", signed=False, device="cpu", compliance="See the sheet.", versions={"torch": "2.13.0"}
-)
 GSM8K = share("gsm8k", 700, 1319, "exact_match,flexible-extract")
 SCORES = (GSM8K, share("gsm8k", 650, 1319, "exact_match,strict-match"), share("arc_easy", 300, 400))
 
@@ -37,13 +34,13 @@ def card_of(
     root: Path,
     said: ReportContent | None = None,
     verdict: LicenseVerdict | None = None,
-    publication: Publication = HERE,
     names: tuple[str, ...] = ("LICENSE", "licenses/apache-2.0.txt", "NOTICE"),
+    **update: object,
 ) -> str:
     """Return the card after the check that every release runs."""
     said, verdict = said or content(SCORES), verdict or license_verdict("apache-2.0", "mit")
     metadata = card_metadata(said, parents(root), verdict.combination)
-    card = model_card(said, metadata, verdict, (), names, publication)
+    card = model_card(document_facts(root, content=said, license=verdict, metadata=metadata, **update), names)
     check_card(card, metadata, names)
     return card
 
@@ -162,16 +159,16 @@ def test_the_card_names_ancestors_and_unreadable_ancestors(tmp_path: Path) -> No
 def test_a_missing_license_text_is_an_open_task(tmp_path: Path) -> None:
     verdict = license_verdict("apache-2.0")
     (asked,) = (item for item in verdict.combination.obligations if item.kind == "text")
-    metadata = card_metadata(content(), parents(tmp_path), verdict.combination)
-    card = model_card(content(), metadata, verdict, (asked,), ("LICENSE",), HERE)
+    card = card_of(tmp_path, content(), verdict, ("LICENSE",), missing=(asked,))
     assert "| ship the text of apache-2.0 | apache-2.0 |  | **Open:**" in card
-    whole = model_card(content(), metadata, verdict, (), ("LICENSE", "licenses/apache-2.0.txt"), HERE)
+    whole = card_of(tmp_path, content(), verdict, ("LICENSE", "licenses/apache-2.0.txt"))
     assert "[licenses/apache-2.0.txt](licenses/apache-2.0.txt)" in whole
     assert "**Open:**" not in whole
 
 
 def test_the_commands_match_the_address_of_the_release(tmp_path: Path) -> None:
-    card = card_of(tmp_path, publication=replace(HERE, signed=True, device="cuda"))
+    origin = MergeOrigin(NUMERICS.model_copy(update={"device": "cuda"}), parents(tmp_path))
+    card = card_of(tmp_path, signed=True, origin=origin)
     assert "\nmergegate verify acme/demo --key release.pub " in card
     assert "\nmodel_signing verify key . --signature model.sig --public_key release.pub " in card
     assert "\nmergegate reproduce acme/demo --parents DIR " in card

@@ -33,10 +33,10 @@ from mergegate.merge_core.checkpoint import Companions
 from mergegate.tasks.evaluation.stage import TaskScore
 from mergegate.tasks.gate import describe_untested
 from mergegate.tasks.gate.evidence import GateFinding
-from mergegate.tasks.publish.card import loading_code
-from mergegate.tasks.publish.card_metadata import TASK_NAMES, card_metadata, released_kind
 from mergegate.tasks.publish.content import BOM
-from mergegate.tasks.publish.provenance import MergeRelease
+from mergegate.tasks.publish.documents.card import loading_code
+from mergegate.tasks.publish.documents.card_metadata import TASK_NAMES, card_metadata, released_kind
+from mergegate.tasks.publish.documents.facts import MergeRelease
 from mergegate.tasks.publish.targets.hub import HubTarget
 from mergegate.tasks.report import plots
 from mergegate.tasks.report.content import ReportContent

@@ -7,14 +7,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from release_samples import content, license_verdict, publishable, sha, variant_parts
+from release_samples import document_facts, publishable, sha, variant_parts
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.publish.documents import ModificationThreshold, compliance_section, compliance_sheet, flop_text
-from mergegate.tasks.publish.facts import DatasetFacts, DocumentLink, ParentCard, ParentFacts, ReleaseFacts
-from mergegate.tasks.publish.provenance import MergeRelease
+from mergegate.tasks.publish import ReleaseParts, VariantParts
+from mergegate.tasks.publish.documents.card import (
+    ModificationThreshold,
+    compliance_section,
+    compliance_sheet,
+    flop_text,
+)
+from mergegate.tasks.publish.documents.facts import (
+    DatasetFacts,
+    DocumentFacts,
+    DocumentLink,
+    MergeRelease,
+    ParentCard,
+    ParentFacts,
+)
 from mergegate.tasks.publish.settings import AboutRelease
-from mergegate.tasks.publish.stage import ReleaseParts, VariantParts
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 
 ABOUT = {
@@ -99,18 +110,17 @@ def test_statements_are_shown_literally_and_every_file_is_the_same_on_every_mach
         assert not re.search(r"20[0-9]{2}-[0-9]{2}-[0-9]{2}", files[name])
 
 
-def sheet_of(facts: ReleaseFacts, *parents: ParentFacts) -> str:
-    facts = replace(facts, parents=parents or facts.parents)
-    return compliance_sheet(facts, content(), license_verdict("apache-2.0"), (), ())
+def sheet_of(document: DocumentFacts, *parents: ParentFacts) -> str:
+    facts = replace(document.facts, parents=parents or document.facts.parents)
+    return compliance_sheet(document.model_copy(update={"facts": facts}), ())
 
 
 @pytest.fixture
-def sample_facts(tmp_path: Path) -> ReleaseFacts:
-    target = DirectoryTarget.model_validate({"to": "directory", "path": Path("out")})
-    return publishable(tmp_path).parts.facts(target)
+def sample_facts(tmp_path: Path) -> DocumentFacts:
+    return document_facts(tmp_path)
 
 
-def test_links_energy_and_data_of_a_parent_have_their_source(sample_facts: ReleaseFacts) -> None:
+def test_links_energy_and_data_of_a_parent_have_their_source(sample_facts: DocumentFacts) -> None:
     own = parent(
         "acme/base", 3e22, hub_id="acme/base", license="apache-2.0", datasets=("acme/web_pages",),
         training_summaries=(DocumentLink("Summary](x)", "https://acme.example/s_1"),),
@@ -130,7 +140,7 @@ def test_links_energy_and_data_of_a_parent_have_their_source(sample_facts: Relea
     assert "acme/base: " not in sheet.partition("## Missing facts")[2].replace(detail, "")
 
 
-def test_checkpoints_that_share_a_card_have_one_row(sample_facts: ReleaseFacts) -> None:
+def test_checkpoints_that_share_a_card_have_one_row(sample_facts: DocumentFacts) -> None:
     card = (ParentCard("run", sha("card")),)
     checkpoints = [parent(f"run/checkpoint-{step}", license="mit", cards=card) for step in (100, 200, 300)]
     sheet = sheet_of(sample_facts, *checkpoints, parent("other", license="mit"))
@@ -139,15 +149,15 @@ def test_checkpoints_that_share_a_card_have_one_row(sample_facts: ReleaseFacts) 
     assert sheet.count("checkpoint-200") == 0
 
 
-def test_the_sheet_says_on_which_side_of_the_threshold_the_modification_is(sample_facts: ReleaseFacts) -> None:
-    bound = sample_facts.modification
+def test_the_sheet_says_on_which_side_of_the_threshold_the_modification_is(sample_facts: DocumentFacts) -> None:
+    bound = sample_facts.facts.modification
     small, large = parent("m", 6e22), parent("m", bound.flop)
     below, above = (sheet_of(sample_facts, each) for each in (small, large))
     reason = "2.0 · 10^22 (a third of 6.0 · 10^22 for m (publish.about))."
     assert f"at most {bound.formula} = {flop_text(bound.flop)} floating-point operations" in below
     assert f"which is below the indicative threshold of {reason}" in below
     assert "which is **above** the indicative threshold" in above
-    summary = compliance_section(replace(sample_facts, parents=(small,)))
+    summary = compliance_section(replace(sample_facts.facts, parents=(small,)))
     assert "of the threshold (a third of 6.0 · 10^22 for m (publish.about))." in summary
 
 
@@ -162,9 +172,10 @@ def test_variants_name_the_release_of_the_merge_and_its_parents(tmp_path: Path) 
     assert "[COMPLIANCE.md](COMPLIANCE.md)" in files["README.md"]
 
 
-def test_calibration_texts_are_named_with_their_digest(sample_facts: ReleaseFacts) -> None:
+def test_calibration_texts_are_named_with_their_digest(sample_facts: DocumentFacts) -> None:
     data = (DatasetFacts("texts/a.jsonl", "calibration", sha("a")),)
-    sheet = sheet_of(replace(sample_facts, datasets=data))
+    facts = replace(sample_facts.facts, datasets=data)
+    sheet = sheet_of(sample_facts.model_copy(update={"facts": facts}))
     assert "| texts that models read for it | texts/a.jsonl |" in sheet
     assert f"| texts/a.jsonl | calibration | unknown | local data | `{sha('a')[:16]}` |" in sheet
 

@@ -29,8 +29,7 @@ from mergegate.tasks.gate.settings import GateRule, Guard
 from mergegate.tasks.gate.stage import GateInputs, GatePlan, gate
 from mergegate.tasks.gate.verdict_record import OUTCOMES, record_evidence, verdict_record
 from mergegate.tasks.perplexity.settings import DriftLimits
-from mergegate.tasks.publish.exchange import inspect_logs, read_release_results
-from mergegate.tasks.publish.releases import VerifiedRelease, check_release
+from mergegate.tasks.publish.releases import VerifiedRelease, check_release, inspect_logs, read_release_results
 from mergegate.tasks.publish.targets import PublishedRelease, find_release
 
 NOW = datetime(2031, 5, 6, 7, 8, 9, tzinfo=UTC)

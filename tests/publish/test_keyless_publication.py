@@ -22,8 +22,8 @@ from small_registry import small_registry
 
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.publish import describe_merge, pending_release, publish
-from mergegate.tasks.publish.keyless import Signer, SignerPolicy
 from mergegate.tasks.publish.releases import VerifiedRelease, check_release
+from mergegate.tasks.publish.signing import Signer, SignerPolicy
 from mergegate.tasks.publish.targets import PublishTarget, Release, Target, find_release
 from mergegate.tasks.publish.targets.directory import DirectoryRelease, DirectoryTarget
 

@@ -11,7 +11,7 @@ import pytest
 from release_samples import sha
 
 from mergegate.tasks.checkpoints import PinnedCheckpoint
-from mergegate.tasks.publish.facts import ParentFacts, card_links, parent_facts
+from mergegate.tasks.publish.documents.facts import ParentFacts, card_links, parent_facts
 
 FRONT = """\
 ---

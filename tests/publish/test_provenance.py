@@ -10,10 +10,22 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from release_samples import COMMIT, NUMERICS, RECIPE, content, files, license_verdict, parents, sha, share
+from release_samples import (
+    COMMIT,
+    NUMERICS,
+    RECIPE,
+    content,
+    document_facts,
+    files,
+    license_verdict,
+    parents,
+    sha,
+    share,
+)
 
-from mergegate.tasks.publish.card_metadata import card_metadata
-from mergegate.tasks.publish.provenance import LISTING, MergeOrigin, provenance
+from mergegate.tasks.publish.documents.card_metadata import card_metadata
+from mergegate.tasks.publish.documents.facts import MergeOrigin
+from mergegate.tasks.publish.documents.provenance import LISTING, provenance
 
 
 def _object(required: str, extensions: Mapping[str, object] = {}, **properties: object) -> dict[str, object]:
@@ -62,8 +74,8 @@ _SCHEMA = _object(
 def text_of(root: Path, **more: Any) -> str:
     said, both = content((share("arc_easy", 300, 400),)), parents(root)
     verdict = license_verdict("other", "mit", accepted={"acme/other": "alice: we have a contract"})
-    origin = MergeOrigin(NUMERICS, both, **more)
-    return provenance(files(), said, origin, verdict, card_metadata(said, both, verdict.combination))
+    update = {"metadata": card_metadata(said, both, verdict.combination), "origin": MergeOrigin(NUMERICS, both, **more)}
+    return provenance(document_facts(root, content=said, license=verdict, **update), files())
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from rich.text import Text
 from mergegate.flows.operations.console import FittingConsole
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.publish.card import escape
 from mergegate.tasks.publish.content import written_file
+from mergegate.tasks.publish.documents.card import escape
 from mergegate.tasks.publish.public_names import PublicNames, require_no_private_paths
 from mergegate.tasks.report.page import environment
 

@@ -10,7 +10,16 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from release_samples import COMMIT, content, license_verdict, parents, publishable, write_release
+from release_samples import (
+    COMMIT,
+    NUMERICS,
+    content,
+    document_facts,
+    license_verdict,
+    parents,
+    publishable,
+    write_release,
+)
 
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import Refused
@@ -18,8 +27,9 @@ from mergegate.tasks.checkpoints import parse_card
 from mergegate.tasks.checkpoints.pin import PinnedAdapter
 from mergegate.tasks.merge import WeightComparison
 from mergegate.tasks.merge.weight_comparison import CopiedTensors
-from mergegate.tasks.publish.card import Publication, escape, model_card
-from mergegate.tasks.publish.card_metadata import card_metadata, check_card, contributing_references
+from mergegate.tasks.publish.documents.card import escape, model_card
+from mergegate.tasks.publish.documents.card_metadata import card_metadata, check_card, contributing_references
+from mergegate.tasks.publish.documents.facts import MergeOrigin
 from mergegate.tasks.publish.releases import check_release
 from mergegate.tasks.publish.targets.directory import DirectoryRelease
 
@@ -53,11 +63,12 @@ def comparisons(draw: st.DrawFn) -> WeightComparison:
 def test_every_card_states_what_was_found_and_is_read_by_the_hub(
     tmp_path_factory: pytest.TempPathFactory, compared: WeightComparison
 ) -> None:
-    both, verdict = parents(tmp_path_factory.getbasetemp() / "statements"), license_verdict("apache-2.0", "mit")
+    root = tmp_path_factory.getbasetemp() / "statements"
+    both, verdict = parents(root), license_verdict("apache-2.0", "mit")
     metadata = card_metadata(content(), both, verdict.combination)
     text = compared.sentences([escape(parent.ref) for parent in both])
-    here = Publication(address=".", signed=False, device="cpu", compliance="", versions={})
-    card = model_card(content(), metadata, verdict, (), ("LICENSE",), here, text)
+    origin = MergeOrigin(NUMERICS, both, weights=compared)
+    card = model_card(document_facts(root, metadata=metadata, license=verdict, origin=origin), ("LICENSE",))
     check_card(card, metadata, ("LICENSE",))
     assert text in card
     assert ("is a copy" in text) == bool(compared.copy_of)

@@ -19,7 +19,7 @@ from target_contract import attempts_with_fault
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks import publish as publishing
 from mergegate.tasks.checkpoints import parse_card
-from mergegate.tasks.publish.provenance import MergeRelease
+from mergegate.tasks.publish.documents.facts import MergeRelease
 from mergegate.tasks.publish.targets import PublishTarget, Target, check_target
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 

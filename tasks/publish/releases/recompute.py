@@ -38,8 +38,9 @@ from mergegate.tasks.publish.content import (
     sha256_of,
     variant_evidence,
 )
-from mergegate.tasks.publish.documents import DocumentFacts, read_facts
-from mergegate.tasks.publish.license_files import shipped_files
+from mergegate.tasks.publish.documents.facts import DocumentFacts, read_facts
+from mergegate.tasks.publish.documents.license_files import shipped_files
+from mergegate.tasks.publish.documents.release_parts import write_documents
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.report import ReportedModel
 from mergegate.tasks.stage import Outcome
@@ -139,12 +140,10 @@ def recompute_variants(
 def compare_documents(
     release: PublishedRelease, files: Mapping[str, tuple[int, str]], statement: Mapping[str, Any]
 ) -> tuple[list[str], str]:
-    """Write the documents of a verified release again, and compare them.
+    """Write the documents of a verified release again. Return a finding for each that differs.
 
-    ``files`` holds size in bytes and sha256 of each file, and ``statement`` is the provenance.
+    The second result is a sentence that says whether they were compared.
 
-    Returns:
-        A finding for each document that differs, and a sentence that says whether they were compared.
     """
     facts, here = _read_facts(release, files), versions_here()["mergegate"]
     builder: object = ""
@@ -163,7 +162,7 @@ def compare_documents(
         if name not in {*stated, SUMS, SIGNATURE, KEYLESS_SIGNATURE}
     ]
     try:
-        expected = {file.name: file.sha256 for file in facts.documents(others)}
+        expected = {file.name: file.sha256 for file in write_documents(facts, others)}
     except (ArithmeticError, AttributeError, InvalidInput, LookupError, TypeError, ValueError) as error:
         return [f"{FACTS}: no documents can be written from it: {_first_line(error)}"], ""
     for name, text in shipped_files(facts.license).items():

@@ -55,7 +55,7 @@ from mergegate.tasks.checkpoints import (
 from mergegate.tasks.checkpoints.hub import find_snapshot
 from mergegate.tasks.merge import MergeSettings, combine_parents, numerics, prepare_recipe, with_new_routers
 from mergegate.tasks.publish.content import DESCRIPTION_FILES, PROVENANCE, RECIPE, is_rebuilt
-from mergegate.tasks.publish.releases.origin import MergeLink, find_merge
+from mergegate.tasks.publish.releases.related import MergeLink, find_merge
 from mergegate.tasks.publish.releases.verify import VerifiedRelease
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.stage import device_kind, separate_store, store, versions
@@ -74,9 +74,6 @@ def require_equal_files(
 
     ``rebuilt`` holds their paths by their names in the release. A file that ought to be rebuilt and was
     not counts as different.
-
-    Raises:
-        Refused: Files differ. The message names the first tensor that does, and ``reason`` as the remedy.
     """
     hashes = store().hashes
     actual = {name: (path.stat().st_size, hashes.sha256(path, trust=False)) for name, path in rebuilt.items()}
@@ -342,10 +339,7 @@ class _Inputs:
                     yield directory
 
     def find_text_directory(self, recipe: Recipe) -> Path | None:
-        """Return the directory of the texts in the recipe, verified by hash, or None if the recipe has no texts.
-
-        Raise InvalidInput if a text is missing or has changed.
-        """
+        """Return the directory of the texts in the recipe, verified by hash, or None if the recipe has no texts."""
         texts = sorted({text for document in (*recipe.steps, recipe) for text in document.texts.values()})
         if not texts:
             return None
@@ -380,17 +374,14 @@ def rebuild_variants(
 ) -> ReproducedRelease:
     """Quantize again in the empty directory ``scratch``, and compare every file with the release.
 
-    Args:
-        release: Release of quantized variants.
-        verified_release: Result of verifying ``release``, with the release of its merge.
-        scratch: Directory on a disk with space for the merge, its unquantized form and the variants.
-        merge: Reference to the release of the merge. None: the one next to ``release``.
-        directory: Directory at which relative paths start: environments of tools, and calibration texts. None: the
-            working directory.
+    ``scratch`` needs space for the merge, its unquantized form and the variants. ``merge`` refers to the release
+    of the merge. None: the one next to ``release``. Relative paths of tools and texts start at ``directory``. None: the
+    working directory.
 
     Raises:
         InvalidInput: The merge's release, a tool or a calibration text is missing.
         Refused: The merge cannot be quantized, or the rebuilt files differ from the release.
+
     """
     link = verified_release.merge
     found = find_merge(release, link, merge) if link else None

@@ -31,7 +31,6 @@ from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.parsing import parse_yaml
 from mergegate.tasks.checkpoints import parse_card
 from mergegate.tasks.merge import WeightComparison
-from mergegate.tasks.publish.bom import MISSING_FACT
 from mergegate.tasks.publish.content import (
     BOM,
     CARD,
@@ -57,15 +56,15 @@ from mergegate.tasks.publish.content import (
     parse_checksums,
     read_document,
 )
-from mergegate.tasks.publish.keyless import Signer, SignerPolicy, read_keyless
-from mergegate.tasks.publish.releases.origin import MergeLink, find_merge, read_link, require_linked
+from mergegate.tasks.publish.documents.bom import MISSING_FACT
 from mergegate.tasks.publish.releases.recompute import (
     RecomputedVerdict,
     compare_documents,
     recompute_variants,
     recompute_verdict,
 )
-from mergegate.tasks.publish.signature import public_key, read_signature
+from mergegate.tasks.publish.releases.related import MergeLink, find_merge, read_link, require_linked
+from mergegate.tasks.publish.signing import Signer, SignerPolicy, public_key, read_keyless, read_signature
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.store import merkle
 
@@ -135,12 +134,10 @@ class VerifiedRelease:
 
     @property
     def files(self) -> int:
-        """Number of files."""
         return len(self.listing)
 
     @property
     def bytes(self) -> int:
-        """Size of all files in bytes."""
         return sum(size for size, _ in self.listing.values())
 
     @property
@@ -342,7 +339,6 @@ class _ReleaseCheck:
             )
 
     def missing_facts(self) -> tuple[str, ...]:
-        """Return the facts that the bill of materials lists as missing."""
         properties = _list(_at(self._json(BOM), "metadata", "properties")) if BOM in self.files else []
         return tuple(str(_at(item, "value")) for item in properties if _at(item, "name") == MISSING_FACT)
 

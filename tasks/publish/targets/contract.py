@@ -36,11 +36,11 @@ from typing import ClassVar, Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from mergegate.merge_core.errors import InvalidInput, Refused, suggest
+from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.publish.content import ReleaseFile
 from mergegate.tasks.publish.settings import PublishSettings
-from mergegate.tasks.publish.signature import private_key
+from mergegate.tasks.publish.signing import private_key
 
 FIRST = "first"  # names the oldest release
 ALIAS_NAME = r"^[A-Za-z][A-Za-z_-]{0,63}$"
@@ -52,22 +52,14 @@ OnProgress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class PublishRequest:
-    """A release to publish.
-
-    Attributes:
-        name: Name of the release in the profile.
-        root: Directory of the profile, where relative paths start.
-        hashes: Cached sha256 digests of files.
-        expected_head: ``head`` of the release that this one was compared with. None: any head is accepted.
-        on_progress: Callback for the bytes sent.
-    """
+    """A release to publish."""
 
     files: tuple[ReleaseFile, ...]
-    name: str
+    name: str  # of the release in the profile
     version: str
-    root: Path
-    hashes: HashMemo
-    expected_head: str | None = None
+    root: Path  # directory of the profile, where relative paths start
+    hashes: HashMemo  # cached sha256 digests of files
+    expected_head: str | None = None  # head of the release that this one was compared with. None: accept any head.
     on_progress: OnProgress = lambda sent, total: None
 
 
@@ -87,27 +79,18 @@ class Release:
 
 @dataclass(frozen=True)
 class CurrentRelease:
-    """The current release, downloaded to this machine.
+    """The current release, downloaded to this machine."""
 
-    Attributes:
-        directory: Directory of the complete checkpoint.
-        head: State of the target, as a commit or another identifier of the target's own. If it has changed when
-            ``publish`` receives it as ``expected_head``, nothing is published. None: the target has no such state.
-        version: Version name. Empty: the name of ``directory``.
-        location: Published location, as in ``Release``. None: ``directory``.
-        complete: Whether all steps of the publication were completed. If not, publishing the release again completes
-            it.
-    """
-
-    directory: Path
+    directory: Path  # of the complete checkpoint
+    # State of the target, as a commit or another identifier of the target's own. If it has changed when ``publish``
+    # receives it as ``expected_head``, nothing is published. None: the target has no such state.
     head: str | None = None
-    version: str = ""
-    location: Path | str | None = None
-    complete: bool = True
+    version: str = ""  # version name. Empty: the name of ``directory``.
+    location: Path | str | None = None  # published location, as in ``Release``. None: ``directory``.
+    complete: bool = True  # whether the publication was completed. If not, publishing again completes it.
 
     @property
     def name(self) -> str:
-        """Version name for display."""
         return self.version or self.directory.name
 
 
@@ -124,24 +107,16 @@ class PublishedRelease(Protocol):
 
 
 class CredentialUse(BaseModel):
-    """Credential that a publication will use at one place, without any secret.
-
-    Attributes:
-        place: Place of the release, such as a repository.
-        kind: ``token`` of the environment, Secret ``block``, or ``oidc`` identity of a CI job.
-        name: Environment variable, name of the block, or subject of the identity.
-        issuer: Provider of the OIDC identity. Empty for other credentials.
-        can_write: Whether the target confirms that the credential may write. None: the target does not say.
-        renewable: Whether an OIDC identity obtains new tokens for as long as the run takes. None: other credentials.
-    """
+    """Credential that a publication will use at one place, without any secret."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    place: str
-    kind: Literal["token", "block", "oidc"]
-    name: str
-    issuer: str = ""
-    can_write: bool | None = None
+    place: str  # of the release, such as a repository
+    kind: Literal["token", "block", "oidc"]  # token of the environment, Secret block, or identity of a CI job
+    name: str  # environment variable, name of the block, or subject of the identity
+    issuer: str = ""  # provider of the OIDC identity. Empty for other credentials.
+    can_write: bool | None = None  # whether the target confirms write access. None: the target does not say.
+    # Whether an OIDC identity obtains new tokens for as long as the run takes. None: other credentials.
     renewable: bool | None = None
 
     def summary(self) -> str:
@@ -153,44 +128,6 @@ class CredentialUse(BaseModel):
         permission = "which may write" if self.can_write else "whose write access the target does not confirm"
         limit = "; it cannot be renewed after its id token expires" if self.renewable is False else ""
         return f"publish: {self.place} with {credential}, {permission}{limit}"
-
-
-@dataclass(frozen=True)
-class PublicationBlocked:
-    """Reason why continuing would break a guarantee, so that an operator must decide."""
-
-    found: str
-    expected: str
-    remedy: str
-
-    def refusal(self, location: str) -> Refused:
-        return Refused(location, found=self.found, expected=self.expected, remedy=self.remedy)
-
-
-def version_taken(version: str, difference: str) -> PublicationBlocked:
-    """Return the reason for a ``version`` that is published with other content."""
-    return PublicationBlocked(
-        f"the version {version} is already published with other content ({difference})",
-        "the same content, because a version never changes",
-        "publish under a new version",
-    )
-
-
-def overtaken(current: str, expected: str) -> PublicationBlocked:
-    """Return the reason for a target whose current release has changed since the merge was compared with it."""
-    return PublicationBlocked(
-        current, expected, "run again; mergegate then compares the merge with the current release"
-    )
-
-
-def undone(location: str, writer_hint: str = "") -> Refused:
-    """Return the error for a location where another writer undoes every step."""
-    return Refused(
-        location,
-        found="another writer undoes every step as soon as mergegate takes it",
-        expected="one publisher at a time",
-        remedy=f"find out who else writes to this location, then run again{writer_hint}",
-    )
 
 
 class PublishTarget(PublishSettings, ABC):
@@ -270,7 +207,6 @@ class PublishTarget(PublishSettings, ABC):
 
     @property
     def target_name(self) -> str:
-        """Name of this target in a profile."""
         return str(getattr(self, "to", type(self).__name__))
 
     @property

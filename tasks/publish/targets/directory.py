@@ -69,11 +69,7 @@ class DirectoryTarget(PublishTarget):
         return f"../../{self.path.name}/{version}"
 
     def check(self, root: Path) -> None:
-        """Check that the directory is writable or can be created.
-
-        Raise InvalidInput if the path or its nearest existing parent is not a directory, Refused without permission to
-        write there, and DiskUnavailable if its file system does not support locks.
-        """
+        """Check that the directory is writable or can be created."""
         directory = (root / self.path).absolute()
         ancestor = next(parent for parent in (directory, *directory.parents) if parent.exists())
         # Query the permissions instead of writing a test file: a run with nothing new leaves no trace, not even an
@@ -168,7 +164,6 @@ class DirectoryTarget(PublishTarget):
         return Release(request.name, request.version, destination, f"{directory.name}/", new=is_new or has_moved)
 
     def published_file(self, root: Path, version: str, name: str) -> bytes | None:
-        """Return a small file in the directory of a version, or None if it does not exist."""
         directory = root / self.path / version
         return DirectoryRelease(directory).read(name) if (directory / name).is_file() else None
 
@@ -194,7 +189,6 @@ class DirectoryTarget(PublishTarget):
 
     @classmethod
     def open(cls, reference: str) -> DirectoryRelease | None:
-        """Open the directory ``reference`` without reading it, or return None if there is no such directory."""
         return DirectoryRelease(directory) if (directory := Path(reference)).is_dir() else None
 
 
@@ -210,7 +204,6 @@ class DirectoryRelease:
 
     @property
     def version(self) -> str | None:
-        """Name of the directory if it is a content hash, or None."""
         name = self.directory.resolve().name
         return name if is_content_version(name) else None
 
@@ -289,13 +282,9 @@ def _move_link(link: Path, version: str) -> bool:
 
 def _write(file: ReleaseFile, path: Path, report: Callable[[int], None]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    digest = hashlib.sha256()
     with path.open("wb") as output:
-        for chunk in file.chunks(_CHUNK):
-            digest.update(chunk)
+        for chunk in file.gated_chunks(_CHUNK):
             output.write(chunk)
             report(len(chunk))
         output.flush()
         os.fsync(output.fileno())
-    if digest.hexdigest() != file.sha256:
-        raise file.alteration_error(digest.hexdigest())

@@ -31,8 +31,6 @@ def download_release(location: str, files: Mapping[str, tuple[int, str]], fetch:
         files: Size in bytes and sha256 of each file, by name.
         fetch: Function that downloads the file with the given name to the given path.
 
-    Raises:
-        Refused: The downloaded files differ from ``files``.
     """
     hashes = HashMemo(home() / "store" / HASHES)
     root = state_directory(home() / "releases", private=True)

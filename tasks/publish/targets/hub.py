@@ -110,11 +110,7 @@ class HubRelease:
         return f"{self.repo}@{self.version or self.commit[:12]}"
 
     def files(self) -> Mapping[str, tuple[int, str]]:
-        """Return size and sha256 of every file. Small files are downloaded and hashed.
-
-        Raises:
-            Refused: The Hub is unavailable, or sends other bytes than it lists.
-        """
+        """Return size and sha256 of every file. Small files are downloaded and hashed."""
         with explained_hub_errors(self.repo, self.access):
             listing = self.access.listing(self.repo, self.commit)
         return {
@@ -124,11 +120,7 @@ class HubRelease:
         }
 
     def read(self, name: str) -> bytes:
-        """Return the content of a file; small files are cached.
-
-        Raises:
-            Refused: The Hub is unavailable, or the content does not match its hash.
-        """
+        """Return the content of a file; small files are cached."""
         if name in self._small_files:
             return self._small_files[name]
         with explained_hub_errors(self.repo, self.access):
@@ -148,7 +140,6 @@ class HubRelease:
         return data
 
     def download(self) -> Path:
-        """Return the directory of the commit in the Hub's cache. Raise Refused if the Hub is unavailable."""
         return download_commit(self.repo, self.commit, self.access)
 
 
@@ -245,11 +236,7 @@ class HubTarget(PublishTarget):
         return CurrentRelease(download_commit(self.repo, commit, access), commit)
 
     def current_head(self, root: Path) -> str | None:
-        """Return the latest commit of ``main``, or None if the repository is empty or missing.
-
-        Raises:
-            Refused: The Hub is unavailable.
-        """
+        """Return the latest commit of ``main``, or None if the repository is empty or missing."""
         access = self._access()
         if (commit := main_commit(access, self.repo)) is None:
             return None
@@ -258,7 +245,6 @@ class HubTarget(PublishTarget):
         return commit if set(listing) - WRITTEN_BY_HUB else None
 
     def for_variants(self, suffix: str) -> HubTarget:
-        """Return the repository ``org/name-SUFFIX``, with the same visibility."""
         return self._with_settings(suffix, repo=f"{self.repo}-{suffix}")
 
     def publish(self, request: PublishRequest) -> Release:

@@ -1,7 +1,6 @@
 """Publish to the Hugging Face Hub: read the state, take the next step, and repeat until the release is published.
 
-The loop keeps no memory between steps, so a lost answer, a kill or a second publisher just leads to another state, and
-running again is always correct. ``next_step`` decides as a pure function. The order of the steps guarantees:
+``next_step`` decides as a pure function. The order of the steps guarantees:
 
 * ``main`` moves in one commit, from the complete old release to the complete new one.
 * The Hub accepts that commit only on the head for which it was decided, so it never overwrites another release.
@@ -29,11 +28,12 @@ from mergegate.merge_core.errors import Refused
 from mergegate.tasks.checkpoints.hub import HubAccess, RemoteFile, describe_hub_error, git_blob, is_retryable
 from mergegate.tasks.http import status_of
 from mergegate.tasks.publish.content import CARD, ReleaseFile
-from mergegate.tasks.publish.targets.contract import (
+from mergegate.tasks.publish.targets.contract import PublishRequest
+from mergegate.tasks.publish.targets.reconcile import (
+    NotStored,
+    Publication,
     PublicationBlocked,
-    PublishRequest,
     overtaken,
-    undone,
     version_taken,
 )
 
@@ -56,7 +56,6 @@ _GROUP_BYTES = 1 << 30
 _GROUP_FILES = 100
 _FAILURES = 10  # in a row: four minutes of waiting
 _MAX_WAIT = 60.0  # seconds
-_ROUNDS = 200
 
 
 @dataclass(frozen=True)
@@ -93,7 +92,6 @@ class DesiredState:
 
     @property
     def branch(self) -> str:
-        """Name of the staging branch."""
         return STAGING + self.version
 
     def missing(self, head: Head) -> tuple[str, ...]:
@@ -242,46 +240,17 @@ def publish_hub(
 
     ``repo`` is ``org/name``. If it does not exist, it is created as private. After a failure, ``wait`` is called with a
     number of seconds before the state is read again.
-
-    Raises:
-        Refused: The version exists with different content, ``main`` has changed, or the Hub rejects the request, does
-            not answer, or does not store the files.
     """
     files = {
         file.name: DesiredFile(file.size, file.sha256, git_blob(file.read()) if file.size <= _LARGEST_BLOB else None)
         for file in request.files
     }
     desired = DesiredState(request.version, files, visibility, gated)
-    connection = _Connection(request, access, repo, desired)
-    changed, accepted, failures = False, False, 0
-    previous: object = None
-    expected_head = request.expected_head
-    for _ in range(_ROUNDS):
-        try:
-            observed = connection.observe()
-            expected_head = expected_head or (observed.main.commit if observed.main else None)
-            step = next_step(desired, observed, expected_head)
-            if isinstance(step, PublicationBlocked):
-                raise step.refusal(f"{repo} on the Hub")
-            if step.action == "Done":
-                return PublishedCommit(step.commit, changed)
-            kind = (step.action, step.branch)
-            if kind != previous:
-                previous, failures = kind, 0
-            elif accepted:
-                raise _NotStored(f"{step.action}: the Hub's listing differs from the files that were sent")
-            accepted = False
-            connection.execute(step)
-            accepted = True
-            changed = changed or step.branch in ("", desired.branch)
-        except transport_errors() as error:
-            accepted, failures = False, failures + 1
-            if failures < _FAILURES and status_of(error) == 401 and access.discard_token():
-                continue  # The token expired during the step. The next step uses a new one, or says why there is none.
-            if failures >= _FAILURES or not is_retryable(error):
-                raise _refusal(repo, error, access) from None
-            wait(min(2.0 ** (failures - 1), _MAX_WAIT))
-    raise undone(f"{repo} on the Hub", f"; the branch {desired.branch} belongs to mergegate")
+    publication = _HubPublication(request, access, repo, desired, wait)
+    observed, steps = publication.run(request.expected_head)
+    assert observed.tagged
+    # Deleting the branches of interrupted runs changes no release.
+    return PublishedCommit(observed.tagged.commit, any(step.branch in ("", desired.branch) for step in steps))
 
 
 def transport_errors() -> tuple[type[Exception], ...]:
@@ -291,18 +260,23 @@ def transport_errors() -> tuple[type[Exception], ...]:
     return (HTTPError, EntryNotFoundError, OSError, ValueError, RuntimeError)
 
 
-class _NotStored(RuntimeError):
-    """The Hub accepted a step, but its listing did not change."""
-
-
 @dataclass(frozen=True)
-class _Connection:
+class _HubPublication(Publication[ObservedState, Step]):
     """API calls of one publication."""
+
+    rounds = 200
+    storage = "the Hub's listing differs from the files that were sent"
+    writer_hint = f"; branches whose names start with {STAGING} belong to mergegate"
 
     request: PublishRequest
     access: HubAccess
     repo: str
     desired: DesiredState
+    wait: Callable[[float], None]
+
+    @property
+    def address(self) -> str:
+        return f"{self.repo} on the Hub"
 
     @cached_property
     def files(self) -> dict[str, ReleaseFile]:
@@ -311,6 +285,28 @@ class _Connection:
     @property
     def api(self) -> HfApi:
         return self.access.api()
+
+    def head(self, observed_state: ObservedState) -> str | None:
+        return observed_state.main.commit if observed_state.main else None
+
+    def decide(self, observed_state: ObservedState, expected_head: str | None) -> Step | PublicationBlocked | None:
+        step = next_step(self.desired, observed_state, expected_head)
+        return None if isinstance(step, Step) and step.action == "Done" else step
+
+    def kind(self, step: Step) -> str:
+        return f"{step.action} {step.branch}".rstrip()
+
+    def recover(self, error: Exception, failures: int) -> None:
+        if not isinstance(error, transport_errors()):
+            raise error
+        if failures < _FAILURES and status_of(error) == 401 and self.access.discard_token():
+            return  # The token expired during the step. The next step uses a new one, or says why there is none.
+        if failures < _FAILURES and is_retryable(error):
+            self.wait(min(2.0 ** (failures - 1), _MAX_WAIT))
+        elif isinstance(error, NotStored):
+            super().recover(error, failures)
+        else:
+            raise self._refusal(error) from None
 
     def observe(self) -> ObservedState:
         """Read the state of the repository: three small requests, and the listing of every new commit."""
@@ -340,8 +336,7 @@ class _Connection:
             ),
         )
 
-    def execute(self, step: Step) -> None:
-        """Execute one step. A call that is late or repeated does no harm."""
+    def execute(self, step: Step, observed_state: ObservedState) -> bool:
         from huggingface_hub import CommitOperationCopy, CommitOperationDelete
 
         version, branch = self.desired.version, self.desired.branch
@@ -376,6 +371,7 @@ class _Connection:
                 self.api.create_tag(self.repo, tag=version, tag_message=f"Release {version}", revision=step.commit)
             case "DeleteBranch":
                 self.api.delete_branch(self.repo, branch=step.branch)
+        return True
 
     def commit(self, branch: str, parent: str, message: str, operations: list[Operation]) -> None:
         with _without_progress_bars():
@@ -427,21 +423,14 @@ class _Connection:
         source = self.files[name].source
         return CommitOperationAdd(name, source if isinstance(source, bytes) else str(source))
 
-
-def _refusal(repo: str, error: Exception, access: HubAccess) -> Refused:
-    problem = describe_hub_error(error, access)
-    found, expected, remedy = (
-        problem,
-        "a token with write access to the repository, and a card that the Hub accepts",
-        "correct the problem that the Hub reports, then run again; mergegate resumes the publication",
-    )
-    if isinstance(error, _NotStored):
-        found, expected = str(error), "the bytes that were evaluated and gated"
-        remedy = "run again; mergegate rebuilds an artifact that was altered on disk. main was not changed"
-    elif is_retryable(error):
-        found, expected = f"the Hub does not answer as expected: {problem}", "a successful publication"
-        remedy = "run again later; mergegate resumes the publication"
-    return Refused(f"{repo} on the Hub", found=found, expected=expected, remedy=remedy)
+    def _refusal(self, error: Exception) -> Refused:
+        found = describe_hub_error(error, self.access)
+        expected = "a token with write access to the repository, and a card that the Hub accepts"
+        remedy = "correct the problem that the Hub reports, then run again; mergegate resumes the publication"
+        if is_retryable(error):
+            found, expected = f"the Hub does not answer as expected: {found}", "a successful publication"
+            remedy = "run again later; mergegate resumes the publication"
+        return Refused(self.address, found=found, expected=expected, remedy=remedy)
 
 
 @contextmanager

@@ -15,11 +15,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import Field
 
 from mergegate.merge_core.errors import InvalidInput, Refused
+from mergegate.tasks.http import retry_transient
 from mergegate.tasks.publish.content import PROVENANCE, ReleaseFile, content_digest, file_identities, read_document
 from mergegate.tasks.publish.targets.contract import (
     CredentialUse,
@@ -33,6 +34,7 @@ from mergegate.tasks.publish.targets.contract import (
 )
 from mergegate.tasks.publish.targets.hub import HubTarget
 from mergegate.tasks.publish.targets.oci import OciTarget
+from mergegate.tasks.publish.targets.reconcile import Publication
 from mergegate.tasks.publish.targets.s3 import S3Target
 from mergegate.tasks.store import digest
 from mergegate.tasks.telemetry import (
@@ -45,9 +47,10 @@ from mergegate.tasks.telemetry import (
     tag_entries,
 )
 
+T = TypeVar("T")
 _DIGEST_TAG, _VERSION_TAG = "mergegate.digest", "mergegate.version"
 _TIMEOUT_S = 60.0
-_ROUNDS, _FAILURES, _MAX_WAIT_S = 60, 6, 16.0
+_FAILURES, _MAX_WAIT_S = 6, 16.0
 NextWrite = Literal["experiment", "run", "log", "finish", "model", "version", "alias", "done"]
 _NAME = re.compile(r"models:/(?P<model>[^/@\s]+)(?:/(?P<version>\d+)|@(?P<alias>[\w.-]+))")
 
@@ -66,7 +69,6 @@ class Registration:
 
     @property
     def tags(self) -> list[dict[str, str]]:
-        """Tags of the run and of the model version."""
         return tag_entries({_DIGEST_TAG: self.digest, _VERSION_TAG: self.version, **self.facts})
 
 
@@ -139,33 +141,19 @@ class MlflowRegistry:
 
         Return the number of the registered version, and whether anything was written.
         """
-        has_changed, failures = False, 0
-        for _ in range(_ROUNDS):
-            try:
-                observed = self._observe(registration)
-                write = next_registry_write(observed)
-                if write == "done":
-                    return observed.registered_version, has_changed
-                has_changed = True
-                self._write(write, registration, observed)
-                failures = 0
-            except MlflowError as error:
-                failures += 1
-                if failures >= _FAILURES or not error.is_transient:
-                    raise self._refusal(error) from None
-                time.sleep(min(2.0 ** (failures - 1), _MAX_WAIT_S))
-        raise self._refusal(MlflowError("the written entries are missing afterwards"))
+        observed, writes = _Registering(self, registration).run()
+        return observed.registered_version, bool(writes)
 
     def source(self, model: str, *, alias: str = "", number: str = "") -> str:
         """Return the location of the release that ``alias`` or ``number`` of ``model`` names, or an empty string."""
         if alias:
-            return str(member(self._retry(lambda: self._alias(model, alias)), "source"))
-        answer = self._retry(lambda: self._client.get("model-versions/get", name=model, version=number))
+            return str(member(self._retry(lambda: self.alias(model, alias)), "source"))
+        answer = self._retry(lambda: self.client.get("model-versions/get", name=model, version=number))
         return str(member(answer, "model_version", "source"))
 
     def alias_version(self, model: str, alias: str) -> str:
         """Return the release version that an alias points to, or an empty string without one."""
-        tags = member(self._retry(lambda: self._alias(model, alias)), "tags") or ()
+        tags = member(self._retry(lambda: self.alias(model, alias)), "tags") or ()
         return next((str(tag["value"]) for tag in tags if tag["key"] == _VERSION_TAG), "")
 
     def move_alias(self, model: str, version: str, alias: str) -> bool:
@@ -173,37 +161,97 @@ class MlflowRegistry:
 
         Return false if the version is not registered.
         """
-        versions = self._retry(lambda: self._versions(model, _VERSION_TAG, version))
+        versions = self._retry(lambda: self.versions(model, _VERSION_TAG, version))
         if not versions:
             return False
         number = str(max(int(item["version"]) for item in versions))
-        if str(member(self._retry(lambda: self._alias(model, alias)), "version")) != number:
+        if str(member(self._retry(lambda: self.alias(model, alias)), "version")) != number:
             body = {"name": model, "alias": alias, "version": number}
-            self._retry(lambda: self._client.post("registered-models/alias", body))
+            self._retry(lambda: self.client.post("registered-models/alias", body))
         return True
 
     def check(self) -> None:
-        """Check that the server answers and grants access."""
-        self._retry(lambda: self._client.get("registered-models/search", max_results="1"))
+        self._retry(lambda: self.client.get("registered-models/search", max_results="1"))
 
     @cached_property
-    def _client(self) -> MlflowClient:
+    def client(self) -> MlflowClient:
         return MlflowClient(self.url, _TIMEOUT_S, self.token)
 
-    def _observe(self, registration: Registration) -> ObservedRegistry:
-        experiment = self._client.experiment_id(registration.model)
+    def versions(self, model: str, tag: str, value: str) -> list[Any]:
+        condition = f"name = '{model}' and tags.`{tag}` = '{value}'"
+        return self.client.get("model-versions/search", filter=condition).get("model_versions") or []
+
+    def alias(self, model: str, alias: str) -> Any:
+        return member(self.client.get("registered-models/alias", name=model, alias=alias), "model_version")
+
+    def _retry(self, request: Callable[[], T]) -> T:
+        try:
+            return retry_transient(
+                _FAILURES,
+                transient=lambda error: isinstance(error, MlflowError) and error.is_transient,
+                sleep=lambda seconds: time.sleep(seconds),
+            )(request)
+        except MlflowError as error:
+            raise self.refusal(error) from None
+
+    def refusal(self, error: MlflowError) -> Refused:
+        if error.is_transient:
+            return Refused(
+                self.url,
+                found=f"MLflow does not answer as expected: {error}",
+                expected="a valid answer",
+                remedy="run again later; mergegate resumes the registration",
+            )
+        is_denied = error.status in (401, 403)
+        return Refused(
+            self.url,
+            found=f"MLflow rejects the request: {error}",
+            expected="a registry that accepts a model version",
+            remedy="export MLFLOW_TRACKING_TOKEN of a user with write access"
+            if is_denied
+            else "correct the problem that the server reports",
+        )
+
+
+@dataclass(frozen=True)
+class _Registering(Publication[ObservedRegistry, NextWrite]):
+    """Requests of one registration."""
+
+    rounds = 60
+
+    registry: MlflowRegistry
+    registration: Registration
+
+    @property
+    def address(self) -> str:
+        return self.registry.url
+
+    def decide(self, observed_state: ObservedRegistry, expected_head: str | None) -> NextWrite | None:
+        write = next_registry_write(observed_state)
+        return None if write == "done" else write
+
+    def recover(self, error: Exception, failures: int) -> None:
+        if not isinstance(error, MlflowError):
+            raise error
+        if failures >= _FAILURES or not error.is_transient:
+            raise self.registry.refusal(error) from None
+        time.sleep(min(2.0 ** (failures - 1), _MAX_WAIT_S))
+
+    def observe(self) -> ObservedRegistry:
+        registration, registry = self.registration, self.registry
+        experiment = registry.client.experiment_id(registration.model)
         runs: list[Any] = []
         if experiment:
             condition = (
                 f"tags.`{_DIGEST_TAG}` = '{registration.digest}' and tags.`{_VERSION_TAG}` = '{registration.version}'"
             )
             query = {"experiment_ids": [experiment], "filter": condition}
-            runs = self._client.post("runs/search", query).get("runs") or []
+            runs = registry.client.post("runs/search", query).get("runs") or []
         run = runs[-1] if runs else {}
-        has_model = bool(self._client.get("registered-models/get", name=registration.model))
-        versions = self._versions(registration.model, _DIGEST_TAG, registration.digest) if has_model else []
+        has_model = bool(registry.client.get("registered-models/get", name=registration.model))
+        versions = registry.versions(registration.model, _DIGEST_TAG, registration.digest) if has_model else []
         numbers = [int(item["version"]) for item in versions if item.get("source") == registration.source]
-        alias = self._alias(registration.model, registration.alias) if has_model else {}
+        alias = registry.alias(registration.model, registration.alias) if has_model else {}
         return ObservedRegistry(
             experiment=experiment,
             run=str(member(run, "info", "run_id")),
@@ -214,17 +262,10 @@ class MlflowRegistry:
             alias_version=str(member(alias, "version")),
         )
 
-    def _versions(self, model: str, tag: str, value: str) -> list[Any]:
-        condition = f"name = '{model}' and tags.`{tag}` = '{value}'"
-        return self._client.get("model-versions/search", filter=condition).get("model_versions") or []
-
-    def _alias(self, model: str, alias: str) -> Any:
-        """Return the model version that an alias points to, or an empty value."""
-        return member(self._client.get("registered-models/alias", name=model, alias=alias), "model_version")
-
-    def _write(self, write: NextWrite, registration: Registration, observed_state: ObservedRegistry) -> None:
-        now, post = round(time.time() * 1000), self._client.post
-        match write:
+    def execute(self, step: NextWrite, observed_state: ObservedRegistry) -> bool:
+        registration, post = self.registration, self.registry.client.post
+        now = round(time.time() * 1000)
+        match step:
             case "experiment":
                 post("experiments/create", {"name": registration.model})
             case "run":
@@ -252,34 +293,7 @@ class MlflowRegistry:
                     "version": observed_state.registered_version,
                 }
                 post("registered-models/alias", alias)
-
-    def _retry(self, request: Callable[[], Any]) -> Any:
-        for failures in range(_FAILURES):
-            try:
-                return request()
-            except MlflowError as error:
-                if failures == _FAILURES - 1 or not error.is_transient:
-                    raise self._refusal(error) from None
-                time.sleep(min(2.0**failures, _MAX_WAIT_S))
-        raise AssertionError("the last failure raises")
-
-    def _refusal(self, error: MlflowError) -> Refused:
-        if error.is_transient:
-            return Refused(
-                self.url,
-                found=f"MLflow does not answer as expected: {error}",
-                expected="a valid answer",
-                remedy="run again later; mergegate resumes the registration",
-            )
-        is_denied = error.status in (401, 403)
-        return Refused(
-            self.url,
-            found=f"MLflow rejects the request: {error}",
-            expected="a registry that accepts a model version",
-            remedy="export MLFLOW_TRACKING_TOKEN of a user with write access"
-            if is_denied
-            else "correct the problem that the server reports",
-        )
+        return False  # The registry may list an entry late.
 
 
 class MlflowTarget(PublishTarget):
@@ -320,7 +334,6 @@ class MlflowTarget(PublishTarget):
         return self.storage.hub_id
 
     def reference_to(self, version: str) -> str:
-        """Return the reference to the version at ``storage``."""
         return self.storage.reference_to(version)
 
     def check(self, root: Path) -> CredentialUse | None:
@@ -346,11 +359,9 @@ class MlflowTarget(PublishTarget):
         return replace(release, complete=release.complete and is_registered)
 
     def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
-        """Return an earlier release at ``storage``."""
         return self.storage.earlier_release(root, version)
 
     def current_head(self, root: Path) -> str | None:
-        """Return the head of the current release at ``storage``, or None."""
         return self.storage.current_head(root)
 
     def for_variants(self, suffix: str) -> MlflowTarget:
@@ -369,7 +380,6 @@ class MlflowTarget(PublishTarget):
         return Release(request.name, version, location, f"{self.model} in MLflow", release.new or has_changed)
 
     def published_file(self, root: Path, version: str, name: str) -> bytes | None:
-        """Return a small file of a version at ``storage``, or None."""
         return self.storage.published_file(root, version, name)
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
@@ -379,7 +389,6 @@ class MlflowTarget(PublishTarget):
             raise no_such_version(version, f"{self.model} in MLflow")
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
-        """Return the release version that the alias points to, or None."""
         return self._registry().alias_version(self.model, name) or None
 
     @classmethod

@@ -34,24 +34,24 @@ from mergegate.tasks.http import TRANSIENT_STATUSES, retry_transient
 from mergegate.tasks.publish.content import (
     MAX_METADATA_BYTES,
     VERSION_DIGITS,
+    ReleaseFile,
     content_digest,
     file_identities,
     is_content_version,
+    sha256_of,
 )
 from mergegate.tasks.publish.targets.contract import (
     FIRST,
     CurrentRelease,
-    PublicationBlocked,
     PublishRequest,
     PublishTarget,
     Release,
     alias_conflict,
     no_such_version,
-    overtaken,
     require_alias_name,
-    version_taken,
 )
 from mergegate.tasks.publish.targets.download import download_release
+from mergegate.tasks.publish.targets.reconcile import Publication, PublicationBlocked, overtaken, version_taken
 
 if TYPE_CHECKING:
     import httpx
@@ -65,7 +65,6 @@ _ARTIFACT_TYPE = "application/vnd.mergegate.release.v1"
 _TITLE = "org.opencontainers.image.title"
 _VERSION = "org.opencontainers.image.version"
 _EMPTY = b"{}"  # content of the config blob, which the specification requires
-_ROUNDS = 20
 _SHOWN_DIGITS = 19  # leading characters of a digest in a message: 'sha256:' and 12 digits
 T = TypeVar("T")
 MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
@@ -123,12 +122,10 @@ class OciTarget(PublishTarget):
         return release
 
     def current_head(self, root: Path) -> str | None:
-        """Return the digest of the manifest that is tagged ``latest``, or None before the first release."""
         manifest = self._registry().manifest(_LATEST)
         return manifest[1] if manifest else None
 
     def reference_to(self, version: str) -> str:
-        """Return the reference with the version's tag."""
         return f"{self.address}:{version}"
 
     def for_variants(self, suffix: str) -> OciTarget:
@@ -136,12 +133,7 @@ class OciTarget(PublishTarget):
         return self._with_settings(suffix, repository=f"{self.repository}-{suffix.lower()}")
 
     def publish(self, request: PublishRequest) -> Release:
-        """Upload the blobs, then write the manifest under the version's tag and under ``latest``.
-
-        Raises:
-            Refused: The version exists with different content, ``latest`` has moved, a source file has changed since
-                the gate, or the registry rejects a request, does not answer, or does not store the files.
-        """
+        """Upload the blobs, then write the manifest under the version's tag and under ``latest``."""
         version, expected_head = request.version, request.expected_head
         if version == _LATEST:
             raise InvalidInput(
@@ -150,48 +142,10 @@ class OciTarget(PublishTarget):
                 expected="another name, because this tag moves with every release",
                 remedy="choose another name for the version",
             )
-        registry = self._registry()
-        content = release_manifest(version, file_identities(request.files))
-        digest, has_changed, previous = digest_of(content), False, ""
-        for _ in range(_ROUNDS):
-            observed = _observe(request, registry)
-            expected_head = observed.latest if expected_head is None else expected_head
-            write = _next_oci_write(digest, version, observed, expected_head)
-            if isinstance(write, PublicationBlocked):
-                raise write.refusal(registry.repository)
-            if write == "done":
-                return Release(request.name, version, f"{self.address}@{digest}", self.address, has_changed)
-            if write == previous:
-                raise Refused(
-                    registry.repository,
-                    found=f"the registry's content differs from the sent content ({write})",
-                    expected="the bytes that were evaluated and gated",
-                    remedy="run again; if the error persists, find out who else writes to the repository",
-                )
-            has_changed, previous = True, write
-            if write != "blobs":
-                registry.put_manifest(version if write == "version" else _LATEST, content)
-                continue
-            by_digest = {f"sha256:{file.sha256}": file for file in request.files}
-            sent, total = 0, sum(by_digest[blob].size for blob in observed.missing if blob in by_digest)
-            request.on_progress(sent, total)
-            for blob in observed.missing:
-                if (file := by_digest.get(blob)) is None:
-                    registry.put_blob(blob, _EMPTY, len(_EMPTY))
-                    continue
-                if isinstance(file.source, Path):
-                    try:
-                        size = file.source.stat().st_size
-                    except OSError:
-                        raise file.alteration_error() from None
-                    if size != file.size:
-                        raise file.alteration_error(problem=f"{size} bytes instead of {file.size}")
-                received = registry.put_blob(blob, file.source, file.size)
-                if received != blob:
-                    raise file.alteration_error(received.partition(":")[2])
-                sent += file.size
-                request.on_progress(sent, total)
-        raise AssertionError("each write is taken once")
+        publication = _OciPublication(request, self._registry())
+        _, steps = publication.run(expected_head)
+        location = f"{self.address}@{publication.digest}"
+        return Release(request.name, version, location, self.address, new=bool(steps))
 
     def published_file(self, root: Path, version: str, name: str) -> bytes | None:
         """Return a small file of the manifest with a version's tag, or None."""
@@ -214,7 +168,6 @@ class OciTarget(PublishTarget):
             registry.put_manifest(name, desired[0])
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
-        """Return the version in the manifest with the tag ``name``, or None."""
         manifest = self._registry().manifest(name)
         return (_manifest_version(manifest[0]) or None) if manifest else None
 
@@ -351,31 +304,75 @@ class _ObservedTags:
     missing: tuple[str, ...]
 
 
-def _observe(request: PublishRequest, registry: Registry) -> _ObservedTags:
-    latest, tagged = (manifest[1] if (manifest := registry.manifest(tag)) else "" for tag in (_LATEST, request.version))
-    digests = dict.fromkeys([f"sha256:{file.sha256}" for file in request.files] + [digest_of(_EMPTY)])
-    return _ObservedTags(latest, tagged, tuple(digest for digest in digests if not registry.has(digest)))
+_OciWrite = Literal["blobs", "version", "latest"]
 
 
-def _next_oci_write(
-    digest: str, version: str, observed_state: _ObservedTags, expected_head: str
-) -> Literal["blobs", "version", "latest", "done"] | PublicationBlocked:
-    """Return what to write next, or why writing would break a guarantee.
+@dataclass(frozen=True)
+class _OciPublication(Publication[_ObservedTags, _OciWrite]):
+    """Requests of one publication."""
 
-    ``digest`` is that of the manifest. ``expected_head`` is the digest of ``latest`` when the release was compared.
-    """
-    if observed_state.version not in ("", digest):
-        return version_taken(version, observed_state.version[:_SHOWN_DIGITS])
-    if observed_state.latest not in (expected_head, digest):
-        return overtaken(
-            f"another release ({observed_state.latest[:_SHOWN_DIGITS] or 'none'}) is current there now",
-            "the release that this one was compared with",
-        )
-    if observed_state.missing:
-        return "blobs"
-    if observed_state.version != digest:
-        return "version"
-    return "latest" if observed_state.latest != digest else "done"
+    request: PublishRequest
+    registry: Registry
+
+    @property
+    def address(self) -> str:
+        return self.registry.repository
+
+    @cached_property
+    def manifest(self) -> bytes:
+        return release_manifest(self.request.version, file_identities(self.request.files))
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.manifest)
+
+    @cached_property
+    def blobs(self) -> dict[str, ReleaseFile]:
+        """Files of the release and the content of the config blob, by digest."""
+        empty = ReleaseFile("config", len(_EMPTY), sha256_of(_EMPTY), _EMPTY)
+        return {f"sha256:{file.sha256}": file for file in (*self.request.files, empty)}
+
+    def observe(self) -> _ObservedTags:
+        tags = (_LATEST, self.request.version)
+        latest, tagged = (manifest[1] if (manifest := self.registry.manifest(tag)) else "" for tag in tags)
+        return _ObservedTags(latest, tagged, tuple(blob for blob in self.blobs if not self.registry.has(blob)))
+
+    def head(self, observed_state: _ObservedTags) -> str:
+        return observed_state.latest
+
+    def decide(self, observed_state: _ObservedTags, expected_head: str | None) -> _OciWrite | PublicationBlocked | None:
+        if observed_state.version not in ("", self.digest):
+            return version_taken(self.request.version, observed_state.version[:_SHOWN_DIGITS])
+        if observed_state.latest not in (expected_head, self.digest):
+            return overtaken(
+                f"another release ({observed_state.latest[:_SHOWN_DIGITS] or 'none'}) is current there now",
+                "the release that this one was compared with",
+            )
+        if observed_state.missing:
+            return "blobs"
+        if observed_state.version != self.digest:
+            return "version"
+        return "latest" if observed_state.latest != self.digest else None
+
+    def execute(self, step: _OciWrite, observed_state: _ObservedTags) -> bool:
+        if step != "blobs":
+            self.registry.put_manifest(self.request.version if step == "version" else _LATEST, self.manifest)
+            return True
+        missing = [self.blobs[blob] for blob in observed_state.missing]
+        sent, total = 0, sum(file.size for file in missing)
+        self.request.on_progress(sent, total)
+        for file in missing:
+            if isinstance(file.source, Path):
+                try:
+                    size = file.source.stat().st_size
+                except OSError:
+                    raise file.alteration_error() from None
+                if size != file.size:
+                    raise file.alteration_error(problem=f"{size} bytes instead of {file.size}")
+            self.registry.put_blob(file)
+            sent += file.size
+            self.request.on_progress(sent, total)
+        return True
 
 
 class NoAnswer(Exception):
@@ -399,16 +396,11 @@ class Registry:
 
     @property
     def url(self) -> str:
-        """URL of the repository in the registry's API."""
         scheme = "http" if self.plain or _is_loopback(self.host) else "https"
         return f"{scheme}://{self.host}/v2/{self.repository.partition('/')[2]}"
 
     def manifest(self, reference: str) -> tuple[bytes, str] | None:
-        """Return a manifest by tag or digest, and its digest, or None if there is no such manifest.
-
-        Raise Refused if the registry rejects the request, does not answer, or returns bytes that do not match the
-        digest.
-        """
+        """Return a manifest by tag or digest, and its digest, or None if there is no such manifest."""
         answer = self.ask("GET", f"/manifests/{reference}", headers={"Accept": MANIFEST_TYPE}, expected=(200, 404))
         if answer.status_code == 404:
             return None
@@ -423,7 +415,6 @@ class Registry:
         self.ask("PUT", f"/manifests/{reference}", headers=headers, content=content, expected=(201,))
 
     def has(self, digest: str) -> bool:
-        """Return whether the registry has the blob."""
         return self.ask("HEAD", f"/blobs/{digest}", expected=(200, 404)).status_code == 200
 
     def blob(self, digest: str) -> bytes:
@@ -450,25 +441,22 @@ class Registry:
         self.has(digest)  # obtains a token if the registry requires one
         self._retry(get)
 
-    def put_blob(self, digest: str, source: Path | bytes, size: int) -> str:
-        """Upload a blob and return the digest of the sent bytes. The registry discards them if it is not ``digest``."""
+    def put_blob(self, file: ReleaseFile) -> None:
+        """Upload a file as a blob. Raise Refused if it has changed since the gate; the registry then discards it."""
 
-        def put_blob() -> str:
+        def put_blob() -> None:
             upload = self._send("POST", "/blobs/uploads/", content=b"")
             self._require_status(upload, (202,))
-            body = _HashedBody(source)
             url = upload.headers["location"]
             answer = self._send(
                 "PUT",
-                f"{url}{'&' if '?' in url else '?'}digest={digest}",
-                content=iter(body),
-                headers={"Content-Type": "application/octet-stream", "Content-Length": str(size)},
+                f"{url}{'&' if '?' in url else '?'}digest=sha256:{file.sha256}",
+                content=file.gated_chunks(1 << 20),
+                headers={"Content-Type": "application/octet-stream", "Content-Length": str(file.size)},
             )
-            if body.digest in ("", digest):
-                self._require_status(answer, (201,))
-            return body.digest
+            self._require_status(answer, (201,))
 
-        return self._retry(put_blob)
+        self._retry(put_blob)
 
     def ask(self, method: str, path: str, *, expected: Collection[int], **options: Any) -> httpx.Response:
         """Send a request and return the answer. Raise Refused if its status is not in ``expected``."""
@@ -576,25 +564,6 @@ class Registry:
             follow_redirects=True,
             trust_env=not _is_loopback(self.host),
         )
-
-
-class _HashedBody:
-    """Request body that is hashed while it is sent."""
-
-    def __init__(self, source: Path | bytes) -> None:
-        self._source, self.digest = source, ""
-
-    def __iter__(self) -> Iterator[bytes]:
-        digest = hashlib.sha256()
-        if isinstance(self._source, bytes):
-            digest.update(self._source)
-            yield self._source
-        else:
-            with self._source.open("rb") as file:
-                while chunk := file.read(1 << 20):
-                    digest.update(chunk)
-                    yield chunk
-        self.digest = f"sha256:{digest.hexdigest()}"
 
 
 def digest_of(content: bytes) -> str:

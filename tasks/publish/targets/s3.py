@@ -21,7 +21,6 @@ from mergegate.tasks.publish.targets.contract import (
     ALIAS_NAME,
     FIRST,
     CurrentRelease,
-    PublicationBlocked,
     PublishRequest,
     PublishTarget,
     Release,
@@ -29,7 +28,6 @@ from mergegate.tasks.publish.targets.contract import (
     no_such_anchor,
     no_such_version,
     require_alias_name,
-    undone,
 )
 from mergegate.tasks.publish.targets.download import download_release
 from mergegate.tasks.publish.targets.s3_access import (
@@ -43,22 +41,16 @@ from mergegate.tasks.publish.targets.s3_access import (
 from mergegate.tasks.publish.targets.s3_publication import (
     LISTINGS,
     MAX_SINGLE_REQUEST,
-    NO_POINTER,
     POINTER,
-    MovePointer,
     Pointer,
     ReleasedVersion,
     S3Publication,
-    SendFiles,
-    UpToDate,
     VersionListing,
-    next_s3_step,
     parse_pointer,
 )
 from mergegate.tasks.store import merkle
 
 _ALIAS_ROUNDS = 5
-_ROUNDS = 20
 _NAME = re.compile(r"(?P<url>s3://[^@\s]+)(?:@(?P<version>[^@\s]+))?")
 
 
@@ -141,7 +133,6 @@ class S3Release:
         return content[0]
 
     def download(self) -> Path:
-        """Return a directory with the release. Raise Refused if its objects differ from the published files."""
         return download_entry(self.location, self.entry)
 
 
@@ -239,53 +230,21 @@ class S3Target(PublishTarget):
         return CurrentRelease(download_entry(location, entry))
 
     def current_head(self, root: Path) -> str | None:
-        """Return the entity tag of the pointer, or None before the first release."""
         stored = read_pointer(self._location())
         return stored[1] if stored else None
 
     def for_variants(self, suffix: str) -> S3Target:
-        """Return the prefix next to this one, such as ``s3://bucket/demo-GGUF``."""
         return self._with_settings(suffix, url=f"{self.url.removesuffix('/')}-{suffix}")
 
     def publish(self, request: PublishRequest) -> Release:
-        """Send the files of the version, then move the pointer.
-
-        Raises:
-            Refused: The version exists with different content, the pointer has moved, a source file has changed since
-                the gate, or the store rejects a request, does not answer, does not store the files, or ignores write
-                guards.
-            InvalidInput: Credentials are missing.
-        """
-        location, version, expected_head = self._location(), request.version, request.expected_head
+        """Send the files of the version, then move the pointer."""
+        location, version = self._location(), request.version
         publication = S3Publication(request, location, self.multipart_threshold)
-        has_changed = has_sent = False
         with explained_errors(location):
-            for _ in range(_ROUNDS):
-                observed = publication.observe()
-                expected_head = observed.head if expected_head is None else expected_head
-                match next_s3_step(publication.desired, observed, expected_head):
-                    case UpToDate():
-                        if has_changed:
-                            publication.remove_leftovers(observed.pointer)
-                        return Release(request.name, version, f"{location.url}@{version}", location.url, has_changed)
-                    case PublicationBlocked() as blocked:
-                        raise blocked.refusal(location.url)
-                    case SendFiles(names):
-                        if has_sent:
-                            raise Refused(
-                                location.url,
-                                found=f"the stored files differ from the sent ones ({', '.join(names) or LISTINGS})",
-                                expected="the bytes that were evaluated and gated",
-                                remedy="run again; the pointer was not moved",
-                            )
-                        publication.send(names)
-                        has_sent = True
-                    case MovePointer(pointer, head):
-                        # If another publisher was faster, the guard fails and the next read shows it.
-                        guard = {"IfNoneMatch": "*"} if head == NO_POINTER else {"IfMatch": head}
-                        location.write(POINTER, pointer.model_dump_json(indent=1).encode(), **guard)
-                has_changed = True
-        raise undone(location.url)
+            observed, steps = publication.run(request.expected_head)
+            if steps:
+                publication.remove_leftovers(observed.pointer)
+        return Release(request.name, version, f"{location.url}@{version}", location.url, new=bool(steps))
 
     def published_file(self, root: Path, version: str, name: str) -> bytes | None:
         """Return a small file of a version that the pointer lists, or None."""
@@ -322,7 +281,6 @@ class S3Target(PublishTarget):
         )
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
-        """Return the version in the object ``name.json``, or None if it does not exist."""
         alias = read_alias(self._location(), name)
         return alias[0].version if alias else None
 

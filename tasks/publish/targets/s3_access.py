@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused, pip_command
@@ -60,16 +61,11 @@ class S3Location:
         return f"s3://{self.bucket}/{self.prefix}"
 
     def ask(self, operation: str, **parameters: Any) -> dict[str, Any]:
-        """Call a method of the client, and retry after transient errors. The request must be safe to repeat.
-
-        Raises:
-            Exception: An exception of the client. ``status_code`` classifies it and ``refusal`` converts it.
-        """
+        """Call a method of the client, and retry after transient errors. The request must be safe to repeat."""
         answer: dict[str, Any] = self._retry(getattr(self._s3, operation), Bucket=self.bucket, **parameters)
         return answer
 
     def key(self, name: str) -> str:
-        """Return the key of ``name`` below the prefix."""
         return f"{self.prefix}/{name}"
 
     def read(self, name: str) -> tuple[bytes, str] | None:
@@ -96,6 +92,15 @@ class S3Location:
                 raise
             return False
         return True
+
+    def send_file(self, key: str, path: Path, **options: str) -> None:
+        """Write a file in one request, and read it from the start at every attempt."""
+
+        def put() -> None:
+            with path.open("rb") as body:
+                self._s3.put_object(Bucket=self.bucket, Key=key, Body=body, **options)
+
+        self._retry(put)
 
     def stream(self, name: str) -> Iterator[bytes]:
         """Yield the content of an object in chunks."""
@@ -166,7 +171,6 @@ def s3_location(url: str, endpoint: str | None, setting: str) -> S3Location:
 
 
 def encoded_sha256(digest: bytes) -> str:
-    """Return a sha256 digest in S3's notation (base64)."""
     return base64.b64encode(digest).decode()
 
 

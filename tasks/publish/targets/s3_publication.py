@@ -17,7 +17,7 @@ second publisher just leads to another state. The order of the steps guarantees:
   write if the pointer is not the one for which it was decided.
 * A version that the pointer has named keeps its content.
 
-Every file is read once and hashed while it is sent. The store compares the received bytes with the gated sha256. Before
+Every file is read once. The store compares the received bytes with the gated sha256. Before
 the pointer moves, mergegate checks the checksums that the store reports once more.
 
 Large files are sent in parts without boto3's multipart upload. That upload would complete an object before the sha256
@@ -28,21 +28,21 @@ compatible stores reject.
 from __future__ import annotations
 
 import hashlib
-import io
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 from threading import Lock
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mergegate.merge_core.errors import Refused
-from mergegate.tasks.publish.content import VERSION_DIGITS, ReleaseFile, file_identities
-from mergegate.tasks.publish.targets.contract import PublicationBlocked, PublishRequest, overtaken, version_taken
+from mergegate.merge_core.files import sha256_file
+from mergegate.tasks.publish.content import VERSION_DIGITS, ReleaseFile, file_identities, sha256_of
+from mergegate.tasks.publish.targets.contract import PublishRequest
+from mergegate.tasks.publish.targets.reconcile import Publication, PublicationBlocked, overtaken, version_taken
 from mergegate.tasks.publish.targets.s3_access import (
     PART_SIZE,
     S3Location,
@@ -98,22 +98,6 @@ class VersionListing(BaseModel):
 
 
 @dataclass(frozen=True)
-class DesiredVersion:
-    """The release to publish, with size in bytes and sha256 of each file by name."""
-
-    version: str
-    files: Mapping[str, tuple[int, str]]
-
-    @property
-    def entry(self) -> ReleasedVersion:
-        """Entry of this version in the pointer."""
-        digest = merkle(self.files)
-        content = digest[:VERSION_DIGITS]
-        path = content if self.version == content else f"{self.version}-{content}"
-        return ReleasedVersion(version=self.version, path=path, digest=digest)
-
-
-@dataclass(frozen=True)
 class ObservedLocation:
     """State of a location in a bucket."""
 
@@ -139,47 +123,10 @@ class MovePointer:
     head: str
 
 
-@dataclass(frozen=True)
-class UpToDate:
-    """The release is complete and current."""
+S3Step = SendFiles | MovePointer
 
 
-S3Step = SendFiles | MovePointer | UpToDate | PublicationBlocked
-
-
-def next_s3_step(desired_state: DesiredVersion, observed_state: ObservedLocation, expected_head: str) -> S3Step:
-    """Return the next step toward the desired version.
-
-    ``expected_head`` is the head of the pointer that the release was compared with. Publication is blocked if the
-    pointer has another head and does not name this release as the current one.
-    """
-    entry, pointer = desired_state.entry, observed_state.pointer
-    previous = pointer.find(desired_state.version) if pointer else None
-    if previous is not None and previous.digest != entry.digest:
-        return version_taken(desired_state.version, previous.digest[:VERSION_DIGITS])
-    is_current = pointer is not None and pointer.current == desired_state.version
-    if not is_current and observed_state.head != expected_head:
-        return overtaken(
-            f"another release ({pointer.current if pointer else 'none'}) is current there now",
-            "the release that this one was compared with",
-        )
-    if observed_state.foreign_files:
-        return PublicationBlocked(
-            f"{observed_state.foreign_files[0]} is among the files of this version but not part of the release",
-            "only the files of the release",
-            "find out who wrote it, and remove it",
-        )
-    missing = tuple(sorted(set(desired_state.files) - observed_state.confirmed_files))
-    if missing or not observed_state.has_listing:
-        return SendFiles(missing)
-    if is_current:
-        return UpToDate()
-    earlier = pointer.versions if pointer else ()
-    versions = earlier if previous else (*earlier, entry)
-    return MovePointer(Pointer(current=desired_state.version, versions=versions), observed_state.head)
-
-
-class S3Publication:
+class S3Publication(Publication[ObservedLocation, S3Step]):
     """Requests of one publication.
 
     ``multipart_threshold`` is the largest file that is sent in one request, in bytes. Larger files are sent in parts,
@@ -189,16 +136,62 @@ class S3Publication:
     def __init__(self, request: PublishRequest, location: S3Location, multipart_threshold: int) -> None:
         self.location, self.multipart_threshold, self.on_progress = location, multipart_threshold, request.on_progress
         self.files = {file.name: file for file in request.files}
-        self.desired = DesiredVersion(request.version, file_identities(request.files))
-        self.directory = f"{self.desired.entry.path}/"
-        self.listing_name = f"{LISTINGS}{self.desired.entry.path}.json"
-        listing = VersionListing(files=dict(sorted(self.desired.files.items())))
-        self.listing = listing.model_dump_json(indent=1).encode()
+        identities, version = file_identities(request.files), request.version
+        content = (digest := merkle(identities))[:VERSION_DIGITS]
+        path = content if version == content else f"{version}-{content}"
+        self.entry = ReleasedVersion(version=version, path=path, digest=digest)  # in the pointer
+        self.directory = f"{path}/"
+        self.listing_name = f"{LISTINGS}{path}.json"
+        self.listing = VersionListing(files=dict(sorted(identities.items()))).model_dump_json(indent=1).encode()
         # Composite checksums (sha256 over the sha256 of each part) of files that were read, by name and part size.
         self._composites: dict[tuple[str, int], str] = {}
 
+    @property
+    def address(self) -> str:
+        return self.location.url
+
+    def head(self, observed_state: ObservedLocation) -> str:
+        return observed_state.head
+
+    def kind(self, step: S3Step) -> str:
+        return ", ".join(step.names) or self.listing_name if isinstance(step, SendFiles) else POINTER
+
+    def decide(self, observed_state: ObservedLocation, expected_head: str | None) -> S3Step | PublicationBlocked | None:
+        """Return the next step. Publication is blocked if another release than the expected one is current."""
+        entry, pointer = self.entry, observed_state.pointer
+        previous = pointer.find(entry.version) if pointer else None
+        if previous is not None and previous.digest != entry.digest:
+            return version_taken(entry.version, previous.digest[:VERSION_DIGITS])
+        is_current = pointer is not None and pointer.current == entry.version
+        if not is_current and observed_state.head != expected_head:
+            return overtaken(
+                f"another release ({pointer.current if pointer else 'none'}) is current there now",
+                "the release that this one was compared with",
+            )
+        if observed_state.foreign_files:
+            return PublicationBlocked(
+                f"{observed_state.foreign_files[0]} is among the files of this version but not part of the release",
+                "only the files of the release",
+                "find out who wrote it, and remove it",
+            )
+        missing = tuple(sorted(set(self.files) - observed_state.confirmed_files))
+        if missing or not observed_state.has_listing:
+            return SendFiles(missing)
+        if is_current:
+            return None
+        earlier = pointer.versions if pointer else ()
+        versions = earlier if previous else (*earlier, entry)
+        return MovePointer(Pointer(current=entry.version, versions=versions), observed_state.head)
+
+    def execute(self, step: S3Step, observed_state: ObservedLocation) -> bool:
+        if isinstance(step, SendFiles):
+            self.send(step.names)
+            return True
+        guard = {"IfNoneMatch": "*"} if step.head == NO_POINTER else {"IfMatch": step.head}
+        self.location.write(POINTER, step.pointer.model_dump_json(indent=1).encode(), **guard)
+        return False  # If another publisher was faster, the guard fails and the next read shows it.
+
     def observe(self) -> ObservedLocation:
-        """Read the present state of the location."""
         pointer = self.location.read(POINTER)
         names = {name.removeprefix(self.directory) for name, _, _ in self.location.objects(self.directory)}
         candidates = sorted(names & set(self.files))
@@ -228,14 +221,11 @@ class S3Publication:
 
     def _hashed_parts(self, file: ReleaseFile, part_size: int) -> Iterator[tuple[bytes, str]]:
         """Yield each part and its sha256. Raise Refused at the end if the whole file is not the gated one."""
-        digest, composite = hashlib.sha256(), hashlib.sha256()
-        for data in file.chunks(part_size):
-            digest.update(data)
+        composite = hashlib.sha256()
+        for data in file.gated_chunks(part_size):
             part_digest = hashlib.sha256(data).digest()
             composite.update(part_digest)
             yield data, encoded_sha256(part_digest)
-        if digest.hexdigest() != file.sha256:
-            raise file.alteration_error(digest.hexdigest())
         self._composites[file.name, part_size] = encoded_sha256(composite.digest())
 
     def send(self, names: Sequence[str]) -> None:
@@ -280,24 +270,18 @@ class S3Publication:
             checksum = _checksum(bytes.fromhex(file.sha256))
             if isinstance(file.source, bytes) or file.size <= _IN_MEMORY:
                 data = b"".join(file.chunks(_IN_MEMORY))
-                if (actual := hashlib.sha256(data).hexdigest()) != file.sha256:
+                if (actual := sha256_of(data)) != file.sha256:
                     raise file.alteration_error(actual)
                 self.location.ask("put_object", Key=key, Body=data, **checksum)
             else:
                 try:
-                    with _HashedFile(file.source) as body:
-                        try:
-                            self.location.ask("put_object", Key=key, Body=body, **checksum)
-                        finally:
-                            streamed = body.sha256()
+                    self.location.send_file(key, file.source, **checksum)
                 except FileNotFoundError:
                     raise file.alteration_error() from None
                 except Exception as error:
-                    if is_of_client(error) and streamed is not None and streamed != file.sha256:
-                        raise file.alteration_error(streamed) from None  # the store rejected the same bytes
+                    if is_of_client(error) and (actual := sha256_file(file.source)) != file.sha256:
+                        raise file.alteration_error(actual) from None  # the store rejected the altered bytes
                     raise
-                if streamed is not None and streamed != file.sha256:
-                    raise file.alteration_error(streamed)
             report(file.size)
             return
 
@@ -347,41 +331,6 @@ class S3Publication:
                 raise
             reason = refusal(self.location, error).found
             _log.warning("leftovers of old publications at %s were not removed: %s", self.location.url, reason)
-
-
-class _HashedFile(io.RawIOBase):
-    """A file that is hashed as it is read from the start. Seeking to the start resets the hash."""
-
-    def __init__(self, path: Path) -> None:
-        self._file, self._hash = path.open("rb"), hashlib.sha256()
-        self._size = path.stat().st_size
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def read(self, count: int | None = -1) -> bytes:
-        data = self._file.read(-1 if count is None else count)
-        self._hash.update(data)
-        return data
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        if (offset, whence) == (0, 0):
-            self._hash = hashlib.sha256()
-        return self._file.seek(offset, whence)
-
-    def tell(self) -> int:
-        return self._file.tell()
-
-    def sha256(self) -> str | None:
-        """Return the sha256 of the file, or None if it was not read to the end."""
-        return self._hash.hexdigest() if self._file.tell() == self._size else None
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
 
 
 def parse_pointer(location: S3Location, content: bytes) -> Pointer:

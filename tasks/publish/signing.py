@@ -1,53 +1,94 @@
-"""Sign a release with sigstore, and verify who signed it: an OIDC identity takes the place of a key.
+"""Sign all files of a release, with a local key or with sigstore, and parse and verify signatures.
 
 ::
 
-    publish: {to: hub, repo: acme/demo, sign: sigstore}      # in a profile
+    openssl ecparam -name prime256v1 -genkey -noout -out release.key     # keep it; name it in publish.sign_key
+    openssl ec -in release.key -pubout -out release.pub                  # give it to those who verify releases
+
+    publish: {to: hub, repo: acme/demo, sign: sigstore}                  # in a profile: sign without a key
     mergegate verify acme/demo --identity ID --issuer URL
 
-A certificate authority (Fulcio) certifies a new key for the identity, and a transparency log (Rekor) records the
-signature while the certificate is valid. ``model.sigstore.json`` is a sigstore bundle (v0.3) with the certificate, the
-log entry and the same in-toto statement as in ``model.sig``. ``model_signing verify sigstore`` accepts it.
+Both signatures are sigstore bundles (v0.3) with a DSSE envelope around the same in-toto statement, in the format of
+OpenSSF Model Signing 1.0. The statement lists the sha256 of all other files. mergegate can read the signatures of
+``model_signing sign key``, and ``model_signing verify`` those of mergegate. mergegate signs hashes that are already
+known, so hundreds of GB are not read again, and a signature can be compared with the Hub's own listing.
 
-The bytes of this signature differ at every signing. So no other file lists it, and ``content.content_digest`` ignores
-it. ``stage.publish`` uses a signature of the same files again, because a version never changes its content.
+* ``model.sig`` is signed with a key. ECDSA is deterministic (RFC 6979): signing again gives the same bytes.
+* ``model.sigstore.json`` is keyless: an OIDC identity takes the place of a key. A certificate authority (Fulcio)
+  certifies a new key for the identity, and a transparency log (Rekor) records the signature while the certificate is
+  valid. The bytes differ at every signing. So no other file lists it, and ``content.content_digest`` ignores it.
+  ``stage.publish`` uses a signature of the same files again, because a version never changes its content.
 
-The library ``sigstore`` signs and verifies. ``signature`` parses bundles without it.
+Bundles are parsed strictly: an unknown field is an error, because it could hide a change. ``mergegate verify`` tells
+without the library ``sigstore`` who claims to have signed a release.
+
+Sources: https://github.com/sigstore/model-transparency (format), https://github.com/secure-systems-lab/dsse (envelope,
+v1.0.2), in-toto attestation framework (statement, v1), sigstore bundle v0.3.
 """
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic.alias_generators import to_camel
 
 from mergegate.merge_core.errors import InvalidInput, Refused, pip_command
-from mergegate.merge_core.parsing import read_text
+from mergegate.merge_core.parsing import read_plain, read_text
 from mergegate.merge_core.system import product_name
 from mergegate.merge_core.wording import format_duration
 from mergegate.tasks.http import token_claims
-from mergegate.tasks.publish.content import KEYLESS_SIGNATURE
+from mergegate.tasks.publish.content import KEYLESS_SIGNATURE, SIGNATURE, read_document
 from mergegate.tasks.publish.settings import SigstoreSettings
-from mergegate.tasks.publish.signature import SigstoreBundle, parse_bundle, read_statement, signed_statement
 
 if TYPE_CHECKING:
     from sigstore.models import ClientTrustConfig
     from sigstore.oidc import IdentityToken
     from sigstore.sign import Signer as CertifiedSigner
 
+BUNDLE_TYPE = "application/vnd.dev.sigstore.bundle.v0.3+json"
+_PAYLOAD = "application/vnd.in-toto+json"
+_STATEMENT = "https://in-toto.io/Statement/v1"
+_PREDICATE = "https://model_signing/signature/v1.0"
+# Never part of a release: files that git or a download leaves next to it.
+_IGNORED = (".cache", ".git", ".gitattributes", ".github", ".gitignore")
+BundlePart = TypeVar("BundlePart", bound=BaseModel)
+Key = TypeVar("Key", ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey)
+_CURVES: Mapping[str, hashes.HashAlgorithm] = {
+    "secp256r1": hashes.SHA256(),
+    "secp384r1": hashes.SHA384(),
+    "secp521r1": hashes.SHA512(),
+}
+_KEY_COMMANDS = (
+    "openssl ecparam -name prime256v1 -genkey -noout -out release.key; "
+    "openssl ec -in release.key -pubout -out release.pub"
+)
+_NOTE = re.compile(
+    r"(?P<origin>\S[^\n]*)\n(?P<size>\d+)\n(?P<text>(?:[^\n]+\n)+)\n(?P<signatures>(?:[^\n ]+ [^\n ]+ [^\n ]+\n)+)"
+)
+_Number = Annotated[str, Field(pattern=r"^(0|[1-9][0-9]{0,18})$")]
 TOKEN_VARIABLE = "SIGSTORE_ID_TOKEN"
 _GITHUB_ISSUER = "https://token.actions.githubusercontent.com"
 _ISSUER = x509.ObjectIdentifier("1.3.6.1.4.1.57264.1.1")
@@ -55,6 +96,316 @@ _SETTING = "publish.sign"
 _HOW_TO = "docs/how-to/sign-and-verify.md"
 _SIGNING_TIME = timedelta(minutes=2)  # longest time until all services have answered
 _Result = TypeVar("_Result")
+
+
+def sign(name: str, files: Mapping[str, str], key_file: Path) -> str:
+    """Return the signature bundle as JSON.
+
+    Args:
+        name: Name of the release, for display only.
+        files: sha256 (64 hex digits) of every file, by name.
+        key_file: Private key on the curve P-256, P-384 or P-521, in PEM, without a password.
+    """
+    key = private_key(key_file)
+    payload = _signed_statement(name, files, (SIGNATURE, KEYLESS_SIGNATURE))
+    algorithm = ec.ECDSA(_CURVES[key.curve.name], deterministic_signing=True)
+    bundle = {
+        "mediaType": BUNDLE_TYPE,
+        "verificationMaterial": {"publicKey": {"hint": _hint(key.public_key())}, "tlogEntries": []},
+        "dsseEnvelope": {
+            "payload": base64.b64encode(payload).decode(),
+            "payloadType": _PAYLOAD,
+            "signatures": [{"keyid": "", "sig": base64.b64encode(key.sign(_pae(payload), algorithm)).decode()}],
+        },
+    }
+    return json.dumps(bundle, indent=1, sort_keys=True) + "\n"
+
+
+def _signed_statement(name: str, files: Mapping[str, str], signatures: Sequence[str]) -> bytes:
+    """Return the in-toto statement about ``files`` as JSON. ``signatures`` are later, so it cannot cover them."""
+    listed = sorted(files.items(), key=lambda file: Path(file[0]))  # OpenSSF's library sorts by path, too
+    statement = {
+        "_type": _STATEMENT,
+        "subject": [{"name": name, "digest": {"sha256": _root([sha256 for _, sha256 in listed])}}],
+        "predicateType": _PREDICATE,
+        "predicate": {
+            "serialization": {
+                "method": "files",
+                "hash_type": "sha256",
+                "allow_symlinks": False,
+                "ignore_paths": [*_IGNORED, *signatures],
+            },
+            "resources": [{"name": file, "algorithm": "sha256", "digest": sha256} for file, sha256 in listed],
+        },
+    }
+    return json.dumps(statement, sort_keys=True, ensure_ascii=False).encode()
+
+
+@dataclass(frozen=True)
+class Signature:
+    """A parsed signature that is not verified yet (see :meth:`matches_key`)."""
+
+    files: Mapping[str, str]  # name -> sha256, as signed
+    payload: bytes
+    signature: bytes  # ECDSA, DER
+    hint: str  # sha256 of the public key in PEM; helps to find the key and proves nothing
+
+    def matches_key(self, key_file: Path) -> bool:
+        """Return whether the private key that belongs to the public key in ``key_file`` created the signature."""
+        key = public_key(key_file)
+        try:
+            key.verify(self.signature, _pae(self.payload), ec.ECDSA(_CURVES[key.curve.name]))
+        except InvalidSignature:
+            return False
+        return self.hint == _hint(key)
+
+
+def read_signature(bundle: bytes) -> Signature:
+    """Parse a signature bundle. Raise ValueError if it is not a signature of this kind, or has unknown fields."""
+    parsed = _parse_bundle(_Bundle, bundle, "not a signature that mergegate can read")
+    envelope = parsed.dsse_envelope
+    hint = parsed.verification_material.public_key.hint
+    return Signature(_read_statement(envelope.payload), envelope.payload, envelope.signatures[0].sig, hint)
+
+
+def _read_statement(payload: bytes) -> Mapping[str, str]:
+    """Return the sha256 of each file that a signed statement lists, by name."""
+    statement = _parse_bundle(_Statement, payload, "the signed statement is not a list of files by sha256")
+    files = {entry.name: entry.digest for entry in statement.predicate.resources}
+    if len(files) < len(statement.predicate.resources):
+        raise ValueError("the signed statement lists a file twice")
+    if statement.subject[0].digest.sha256 != _root([entry.digest for entry in statement.predicate.resources]):
+        raise ValueError("the signed digest over all files does not match the listed files")
+    return files
+
+
+def _parse_bundle(kind: type[BundlePart], content: bytes, problem: str) -> BundlePart:
+    """Parse JSON. Raise ValueError with ``problem`` and the first wrong field if it does not have the form ``kind``."""
+    try:
+        return kind.model_validate(read_document(content, ""))
+    except InvalidInput as error:
+        raise ValueError(f"{problem}: {error.found}") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "the whole document"
+        raise ValueError(f"{problem}: {field}: {first['msg']}") from None
+
+
+def private_key(file: Path) -> ec.EllipticCurvePrivateKey:
+    """Return the private key in ``file``. Raise InvalidInput if it is not one on a supported curve."""
+    load = partial(serialization.load_pem_private_key, password=None)
+    return _load_key(file, "private", load, ec.EllipticCurvePrivateKey)
+
+
+def public_key(file: Path) -> ec.EllipticCurvePublicKey:
+    """Return the public key in ``file``. Raise InvalidInput if it is not one on a supported curve."""
+    return _load_key(file, "public", serialization.load_pem_public_key, ec.EllipticCurvePublicKey)
+
+
+def _load_key(file: Path, kind: str, load: Callable[[bytes], object], key_type: type[Key]) -> Key:
+    expected = f"a {kind} key on the curve P-256, P-384 or P-521 in PEM, without a password"
+    content, key = read_plain(file, 1 << 20, expected=expected, remedy=_KEY_COMMANDS), None
+    with suppress(ValueError, TypeError):
+        key = load(content)
+    if not isinstance(key, key_type) or key.curve.name not in _CURVES:
+        raise InvalidInput(str(file), found=f"not a {kind} ECDSA key", expected=expected, remedy=_KEY_COMMANDS)
+    return key
+
+
+def _root(digests: list[str]) -> str:
+    """Return the sha256 over the concatenated digests of the files, which represents the release."""
+    return hashlib.sha256(b"".join(bytes.fromhex(digest) for digest in digests)).hexdigest()
+
+
+def _pae(payload: bytes) -> bytes:
+    """Return DSSE's pre-authentication encoding: type and content, each preceded by its length."""
+    kind = _PAYLOAD.encode()
+    return b"DSSEv1 %d %s %d %s" % (len(kind), kind, len(payload), payload)
+
+
+def _hint(key: ec.EllipticCurvePublicKey) -> str:
+    pem = key.public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return hashlib.sha256(pem).hexdigest()
+
+
+def _decode_base64(value: object) -> bytes:
+    """Decode base64 in canonical form only. Otherwise, unused bits could be changed unnoticed."""
+    if not isinstance(value, str):
+        raise ValueError("not base64")
+    data = base64.b64decode(value, validate=True)
+    if base64.b64encode(data).decode() != value:
+        raise ValueError("not canonical base64")
+    return data
+
+
+_Base64 = Annotated[bytes, BeforeValidator(_decode_base64)]
+_Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class _Strict(BaseModel):
+    """Base of the parts of a bundle. An unknown field is an error, because it could hide a change."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", alias_generator=to_camel)
+
+
+class _PublicKey(_Strict):
+    hint: str
+
+
+class _Material(_Strict):
+    public_key: _PublicKey
+    tlog_entries: tuple[()] = ()
+
+
+class _EnvelopeSignature(_Strict):
+    sig: _Base64
+    keyid: Literal[""] = ""
+
+
+class _Envelope(_Strict):
+    """DSSE envelope with an in-toto statement and exactly one signature."""
+
+    payload: _Base64
+    payload_type: Literal["application/vnd.in-toto+json"]
+    signatures: tuple[_EnvelopeSignature]
+
+
+class _Bundle(_Strict):
+    media_type: Literal["application/vnd.dev.sigstore.bundle.v0.3+json"]
+    verification_material: _Material
+    dsse_envelope: _Envelope
+
+
+class _Lenient(BaseModel):
+    """Base of the parts of a statement. Later versions of the format may add fields."""
+
+    model_config = ConfigDict(frozen=True)
+
+
+class _Resource(_Lenient):
+    name: str
+    algorithm: Literal["sha256"]
+    digest: _Sha256
+
+
+class _Serialization(_Lenient):
+    method: Literal["files"]
+    hash_type: Literal["sha256"]
+
+
+class _Predicate(_Lenient):
+    serialization: _Serialization
+    resources: tuple[_Resource, ...]
+
+
+class _Digest(_Lenient):
+    sha256: _Sha256
+
+
+class _Subject(_Lenient):
+    digest: _Digest
+
+
+class _Statement(_Lenient):
+    type: Literal["https://in-toto.io/Statement/v1"] = Field(alias="_type")
+    predicate_type: Literal["https://model_signing/signature/v1.0"] = Field(alias="predicateType")
+    subject: tuple[_Subject]
+    predicate: _Predicate
+
+
+class _Certificate(_Strict):
+    raw_bytes: _Base64
+
+    def x509(self) -> x509.Certificate:
+        try:
+            return x509.load_der_x509_certificate(self.raw_bytes)
+        except (ValueError, x509.InvalidVersion) as error:
+            raise ValueError(f"its certificate is malformed: {str(error)[:200]}") from None
+
+
+class _LogId(_Strict):
+    key_id: _Base64
+
+
+class _KindVersion(_Strict):
+    kind: str
+    version: str
+
+
+class _Promise(_Strict):
+    signed_entry_timestamp: _Base64
+
+
+class _Checkpoint(_Strict):
+    envelope: str
+
+
+class _Proof(_Strict):
+    log_index: _Number
+    root_hash: _Base64
+    tree_size: _Number
+    hashes: tuple[_Base64, ...]
+    checkpoint: _Checkpoint
+
+
+class _LogEntry(_Strict):
+    log_index: _Number
+    log_id: _LogId
+    kind_version: _KindVersion
+    integrated_time: _Number | None = None
+    inclusion_promise: _Promise | None = None
+    inclusion_proof: _Proof
+    canonicalized_body: _Base64
+
+    @property
+    def time(self) -> datetime | None:
+        """Time at which the log recorded the entry, if it states one."""
+        try:
+            return datetime.fromtimestamp(int(self.integrated_time), UTC) if self.integrated_time else None
+        except (ValueError, OverflowError, OSError):
+            return None
+
+    def require_consistent(self) -> None:
+        """Raise ValueError if statements disagree that the library does not compare with signed ones."""
+        proof = self.inclusion_proof
+        note = _NOTE.fullmatch(proof.checkpoint.envelope)
+        if note is None:
+            raise ValueError("its checkpoint is not a signed note; expected one of the transparency log")
+        if note["size"] != proof.tree_size:
+            raise ValueError(f"its proof is for a log of {proof.tree_size} entries; expected {note['size']}, as signed")
+        own = [
+            signature
+            for dash, name, signature in (line.split(" ") for line in note["signatures"].splitlines())
+            if dash == "\N{EM DASH}" and name == note["origin"].split(" ")[0]
+        ]
+        if not any(_decode_base64(signature)[:4] == self.log_id.key_id[:4] for signature in own):
+            raise ValueError("its checkpoint is not signed by the log of the entry; expected a signature of that log")
+        if (self.integrated_time is None) != (self.inclusion_promise is None):
+            raise ValueError("its log entry has a time without a promise; expected both or neither")
+        if self.inclusion_promise is None and self.log_index != proof.log_index:
+            raise ValueError(f"its log entry is number {self.log_index}; expected {proof.log_index}, as proven")
+
+
+class _Timestamp(_Strict):
+    signed_timestamp: _Base64
+
+
+class _Timestamps(_Strict):
+    rfc3161_timestamps: tuple[_Timestamp, ...] = ()
+
+
+class _CertifiedMaterial(_Strict):
+    certificate: _Certificate
+    tlog_entries: tuple[_LogEntry, ...] = ()
+    timestamp_verification_data: _Timestamps | None = None
+
+
+class SigstoreBundle(_Strict):
+    """Bundle with a certificate, the entry of a transparency log, and a signed statement."""
+
+    media_type: Literal["application/vnd.dev.sigstore.bundle.v0.3+json"]
+    verification_material: _CertifiedMaterial
+    dsse_envelope: _Envelope
 
 
 @dataclass(frozen=True)
@@ -102,13 +453,7 @@ class KeylessSignature:
     parsed: SigstoreBundle
 
     def require_signer(self, policy: SignerPolicy) -> None:
-        """Verify the certificate chain, its SCT, the log entry, the signature, and who signed.
-
-        Raises:
-            ValueError: One of them is not valid. The message names what was found and what was expected.
-            InvalidInput: The library sigstore is not installed, or the trust configuration is not valid.
-            Refused: The trusted root of the public instance cannot be updated.
-        """
+        """Verify the certificate chain, its SCT, the log entry, the signature, and who signed."""
         if self.signer != policy.signer:
             raise ValueError(f"signed by {self.signer}; expected {policy.signer}")
         location = "--trust-config" if policy.trust_config else "--identity"
@@ -117,11 +462,7 @@ class KeylessSignature:
         self.require_valid(trust, instance)
 
     def require_valid(self, trust: ClientTrustConfig, instance: str) -> None:
-        """Verify the signature with the trust configuration of an ``instance``, for the signer that it claims.
-
-        Raises:
-            ValueError: The signature is not valid.
-        """
+        """Verify the signature with the trust configuration of an ``instance``, for the signer that it claims."""
         from sigstore.models import Bundle
         from sigstore.verify import Verifier
 
@@ -163,12 +504,9 @@ class KeylessSignature:
 
 
 def read_keyless(bundle: bytes) -> KeylessSignature:
-    """Parse a keyless signature.
-
-    Raise ValueError if the bundle is not a signature of this kind, or has unknown fields, which could hide a change.
-    """
-    parsed = parse_bundle(SigstoreBundle, bundle, "not a keyless signature that mergegate can read")
-    files = read_statement(parsed.dsse_envelope.payload)
+    """Parse a keyless signature. Raise ValueError if it is not one, or has unknown fields."""
+    parsed = _parse_bundle(SigstoreBundle, bundle, "not a keyless signature that mergegate can read")
+    files = _read_statement(parsed.dsse_envelope.payload)
     return KeylessSignature(files, _certified_signer(parsed.verification_material.certificate.x509()), bundle, parsed)
 
 
@@ -180,10 +518,6 @@ def sign_keyless(name: str, files: Mapping[str, str], settings: SigstoreSettings
         files: sha256 (64 hex digits) of every file, by name.
         settings: Instance of sigstore.
         root: Directory where a relative path in ``settings`` starts.
-
-    Raises:
-        InvalidInput: The library, an identity or a valid trust configuration is missing.
-        Refused: A service does not answer as expected.
     """
     from sigstore.dsse import Statement
     from sigstore.sign import Signer as CertifiedSigner
@@ -196,7 +530,7 @@ def sign_keyless(name: str, files: Mapping[str, str], settings: SigstoreSettings
         login = _logins.pop(file, None)
         if login is None or login.expires < datetime.now(UTC):
             token = _user_token(trust)
-    statement = Statement(signed_statement(name, files, (KEYLESS_SIGNATURE,)))
+    statement = Statement(_signed_statement(name, files, (KEYLESS_SIGNATURE,)))
 
     def sign() -> tuple[CertifiedSigner, str]:
         if token:
@@ -227,11 +561,7 @@ def sign_keyless(name: str, files: Mapping[str, str], settings: SigstoreSettings
 
 
 def _in_time(work: Callable[[], _Result]) -> _Result:
-    """Return the result of ``work``. It runs in a thread, because the library's HTTP client has no time limit.
-
-    Raises:
-        TimeoutError: ``work`` takes longer than ``_SIGNING_TIME``.
-    """
+    """Return the result of ``work``. It runs in a thread, because the library's HTTP client has no time limit."""
     result: Future[_Result] = Future()
 
     def run() -> None:
@@ -351,7 +681,6 @@ def _token_signer(claims: Mapping[str, Any]) -> Signer:
 
 
 def _has_user() -> bool:
-    """Return whether a user can log in: both input and messages are at a terminal."""
     return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
 
 
@@ -366,7 +695,6 @@ def _no_identity(found: str) -> InvalidInput:
 
 
 def _location(settings: SigstoreSettings, root: Path) -> tuple[Path | None, str]:
-    """Return the trust configuration and the name of its setting."""
     file = settings.trust_config
     return (root / file, f"{_SETTING}.trust_config") if file else (None, _SETTING)
 
@@ -382,12 +710,7 @@ def _require_library() -> None:
 
 
 def _trust_config(file: Path | None, setting: str, *, offline: bool = False) -> ClientTrustConfig:
-    """Return the services and the trusted keys of an instance.
-
-    Raises:
-        InvalidInput: The library is missing, or ``file`` is not a trust configuration.
-        Refused: The trusted root of the public instance cannot be updated.
-    """
+    """Return the services and the trusted keys of an instance."""
     _require_library()
     from sigstore.models import ClientTrustConfig
     from sigstore.verify import Verifier

@@ -1,14 +1,20 @@
-"""Write the model card of a merge or of quantized variants, from templates in Markdown.
+"""Write the pages in Markdown from templates: the model card of a merge or of variants, and the compliance sheet.
 
 A card has metadata for the Hub, and a page that helps readers decide about the model.
+
+The compliance sheet collects facts that a modifier of a general-purpose model may need under the AI Act (Regulation
+(EU) 2024/1689). Each fact has a source, and each missing fact is listed. The sheet draws no legal conclusion. The
+Commission's guidelines name an indicative criterion: a modifier becomes the provider of a general-purpose model if the
+modification takes more than a third of the training compute of the original model. If that number cannot be known or
+estimated, a third of 10^23 operations is the threshold, and a third of 10^25 for models with systemic risk.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,10 +30,8 @@ from mergegate.tasks.evaluation import TaskScore
 from mergegate.tasks.gate import GateVerdict, normal_quantile
 from mergegate.tasks.merge import describe_changes
 from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation
-from mergegate.tasks.publish.card_metadata import CardMetadata
-from mergegate.tasks.publish.content import STATEMENT_OF_CHANGES, variant_evidence
-from mergegate.tasks.publish.provenance import VariantOrigin
-from mergegate.tasks.publish.settings import SigstoreSettings
+from mergegate.tasks.publish.content import COMPLIANCE, STATEMENT_OF_CHANGES, variant_evidence
+from mergegate.tasks.publish.documents.facts import DocumentFacts, MergeOrigin, ParentFacts, ReleaseFacts, VariantOrigin
 from mergegate.tasks.report import (
     ReportContent,
     ReportedModel,
@@ -43,6 +47,8 @@ from mergegate.tasks.serve import SERVED_AS_LORA
 if TYPE_CHECKING:
     from jinja2 import Environment
 
+_GENERAL_PURPOSE = 1e23  # indicative criterion of the guidelines for a general-purpose model
+_USES = {"Intended use": "intended_use", "Out of scope": "out_of_scope", "Known limits": "limits"}
 _RANK_BY_EMBEDDING = """queries = model.encode_query(["a question"])
 texts = model.encode_document(["a text", "another text"])
 print(model.similarity(queries, texts))"""
@@ -57,50 +63,21 @@ _CONFIDENCE = 0.95  # two-sided confidence level for intervals of single scores
 _SHOWN_FILES = 3  # files of a variant in the table
 
 
-@dataclass(frozen=True)
-class Publication:
-    """Facts about the publication that the card states."""
-
-    address: str  # reference to pass to mergegate: 'acme/demo' on the Hub, '.' in the release's directory
-    signed: bool  # with a key
-    device: str  # kind of device that computed the merge
-    compliance: str  # summary of the compliance sheet
-    versions: Mapping[str, str]  # libraries that determine the weights and the scores
-    keyless: SigstoreSettings | None = None  # settings of the keyless signature
-
-    @property
-    def signature_options(self) -> str:
-        """Options of ``mergegate verify`` that check the signatures of the release."""
-        options = " --key release.pub" if self.signed else ""
-        if self.keyless:
-            options += " --identity ID --issuer URL" + (" --trust-config FILE" if self.keyless.trust_config else "")
-        return options
-
-    @property
-    def signature_note(self) -> str:
-        """Sentence that says where to get the values of those options, or an empty string."""
-        parts = ["the public key"] if self.signed else []
-        parts += ["the identity (ID) and issuer (URL) of the signer"] if self.keyless else []
-        parts += ["the trust configuration (FILE)"] if self.keyless and self.keyless.trust_config else []
-        return f" Get {_listed(parts)} from the publisher, but not from this release." if parts else ""
-
-
-def model_card(
-    content: ReportContent,
-    metadata: CardMetadata,
-    license: LicenseVerdict,
-    missing: Sequence[Obligation],
-    files: Sequence[str],
-    publication: Publication,
-    changes: str = describe_changes(None, ()),
-) -> str:
+def model_card(document: DocumentFacts, files: Sequence[str]) -> str:
     """Return the content of README.md, which contains no dates and no local paths.
 
-    ``missing`` lists the obligations that the release does not fulfill: license texts that a user must add. ``files``
-    names the files of the release that exist before the card is written. ``changes`` says which weights are new.
-    Default: a sentence that says it is unknown.
+    ``files`` names the files of the release that exist before the card is written.
     """
-    is_adapter = metadata.get("library_name") == "peft"
+    content, origin = document.content, document.origin
+    about: dict[str, object] = {
+        "metadata": document.metadata,
+        "front": yaml.safe_dump(document.metadata, sort_keys=False, allow_unicode=True),
+        "compliance": compliance_section(document.facts),
+        "signature_note": _signature_note(document),
+    }
+    if not isinstance(origin, MergeOrigin):
+        return _variant_card(document, files, origin, about)
+    is_adapter = document.metadata.get("library_name") == "peft"
     measured = tuple(model for model in content.models if model.likelihoods is not None)
     per_byte = compares_per_byte(measured, content.verdict.drift)
     likelihoods = [
@@ -113,55 +90,35 @@ def model_card(
     copied = ["tokenizer"] if "tokenizer" in kinds or content.kind == TEXT_GENERATOR else []
     copied += ["processor"] if "processor" in kinds and content.kind != TEXT_GENERATOR else []
     copied += ["settings of its modules"] if MODULES_FILE in files else []
-    return render_markdown(
+    return _render(
         "merge_card.md.j2",
-        content=content,
-        front=_front_matter(metadata),
-        license=license,
-        missing=tuple(missing),
-        files=files,
-        publication=publication,
-        changes=changes,
+        document,
+        files,
+        **about,
+        changes=describe_changes(origin.weights, [escape(parent.ref) for parent in origin.parents]),
         is_adapter=is_adapter,
         copied_files=f"{_listed(['Configuration', *copied])} {'were' if copied else 'was'}",
-        loading=_loading(content, files, publication, is_adapter=is_adapter),
+        loading=_loading(content, files, document.facts.address, is_adapter=is_adapter),
         scores=_scores(content),
         likelihoods=literal_table(("model", "documents", unit), likelihoods, 2) if likelihoods else "",
         error_rates=wording.error_rate_note(content.verdict, content.kind),
     )
 
 
-def variant_card(
-    content: ReportContent,
-    metadata: CardMetadata,
-    license: LicenseVerdict,
-    missing: Sequence[Obligation],
-    files: Sequence[str],
-    origin: VariantOrigin,
-    publication: Publication,
-    hub_id: str | None,
+def _variant_card(
+    document: DocumentFacts, files: Sequence[str], origin: VariantOrigin, about: Mapping[str, object]
 ) -> str:
-    """Return the content of README.md for a release of variants, which contains no dates and no local paths.
-
-    ``content`` has the verdicts on all variants of the place, including failed ones. ``missing`` lists the
-    obligations that the release does not fulfill, and ``files`` names its files, as in ``model_card``. ``hub_id`` is
-    the id of the variants' repository on the Hub, or None.
-    """
+    content = document.content
     published = [verdict for verdict in content.variants if verdict.type in origin.files]
     gates = [(verdict.type, verdict.gate) for verdict in published if verdict.gate]
     guards = [(name, task, *cells) for name, gate in gates for task, _, *cells in guard_rows(gate)]
     columns = ("variant", "task", "documents", "drop", "max_drop", "margin", "verdict")
-    return render_markdown(
+    return _render(
         "variant_card.md.j2",
-        content=content,
-        metadata=metadata,
-        front=_front_matter(metadata),
-        license=license,
-        missing=tuple(missing),
-        files=files,
+        document,
+        files,
+        **about,
         origin=origin,
-        publication=publication,
-        hub_id=hub_id,
         published=published,
         variants=_variants(content, origin.files),
         guards=literal_table(columns, guards, 5) if guards else "",
@@ -169,9 +126,137 @@ def variant_card(
     )
 
 
-def render_markdown(template: str, **values: object) -> str:
+def _signature_note(document: DocumentFacts) -> str:
+    """Return the sentence that says where to get the values of ``signature_options``. Empty without a signature."""
+    parts = ["the public key"] if document.signed else []
+    parts += ["the identity (ID) and issuer (URL) of the signer"] if document.keyless else []
+    parts += ["the trust configuration (FILE)"] if document.keyless and document.keyless.trust_config else []
+    return f" Get {_listed(parts)} from the publisher, but not from this release." if parts else ""
+
+
+@dataclass(frozen=True)
+class ModificationThreshold:
+    """A third of the training compute of the original model, to compare the modification with.
+
+    Attributes:
+        flop: Threshold in floating-point operations.
+        reason: Clause that says which number was used and why.
+    """
+
+    flop: float
+    reason: str
+
+    @classmethod
+    def from_parents(cls, parents: Sequence[ParentFacts]) -> ModificationThreshold:
+        """Return the smallest threshold of all parents. For an unknown training compute, a third of 10^23 counts."""
+        known = [parent for parent in parents if parent.training_compute is not None]
+        smallest = min(known, key=lambda parent: parent.training_compute or 0.0, default=None)
+        unknown = len(parents) - len(known)
+        if smallest is not None and smallest.training_compute is not None:
+            own = smallest.training_compute
+            if not unknown or own <= _GENERAL_PURPOSE:
+                source = escape(smallest.training_compute_source)
+                others = ", the smallest known training compute of a parent" if len(parents) > 1 else ""
+                return cls(own / 3, f"a third of {flop_text(own)} for {escape(smallest.name)} ({source}){others}")
+        which = "a parent" if len(parents) == 1 or unknown < len(parents) else "the parents"
+        return cls(
+            _GENERAL_PURPOSE / 3,
+            f"a third of 10^23, because the training compute of {which} is unknown; for models with systemic risk, "
+            "a third of 10^25 would count",
+        )
+
+
+def flop_text(value: float) -> str:
+    """Return a number of operations, rounded to two digits: ``3.3 · 10^22``."""
+    if value <= 0:
+        return "0"
+    mantissa, _, exponent = f"{value:.1e}".partition("e")
+    return f"{mantissa} · 10^{int(exponent)}"
+
+
+def compliance_sheet(document: DocumentFacts, files: Sequence[str]) -> str:
+    """Return the content of COMPLIANCE.md. ``files`` are those of ``model_card``."""
+    facts = document.facts
+    calibration = [data.name for data in facts.datasets if data.purpose == "calibration"]
+    if facts.modification.prompts:
+        calibration.append(f"{facts.modification.prompts} prompts of the recipe for the routers")
+    groups: dict[object, list[ParentFacts]] = {}
+    originals = sorted(facts.ancestors or facts.parents, key=lambda parent: parent.role != "base")  # as in the card
+    for parent in (*(facts.parents if facts.ancestors else ()), *originals):
+        # Checkpoints of a training run share one card.
+        key = replace(parent, name="", identity="", cards=tuple(replace(card, model="") for card in parent.cards))
+        groups.setdefault(key if parent.cards and not parent.url else parent, []).append(parent)
+    return _render(
+        "compliance.md.j2",
+        document,
+        files,
+        threshold=ModificationThreshold.from_parents(originals),
+        calibration=calibration,
+        parents=list(groups.values()),
+        uses=_USES,
+        absent=list(_missing(facts)),
+        flop_text=flop_text,
+    )
+
+
+def compliance_section(facts: ReleaseFacts) -> str:
+    """Return the summary of the sheet for the card, without its heading."""
+    originals, flop = facts.ancestors or facts.parents, facts.modification.flop
+    threshold = ModificationThreshold.from_parents(originals)
+    summaries = sum(bool(parent.training_summaries) for parent in originals)
+    policies = sum(bool(parent.copyright_policies) for parent in originals)
+    lines = [
+        f"* Modification: at most {flop_text(flop)} floating-point operations, {flop_text(flop / threshold.flop)} of "
+        f"the threshold ({threshold.reason}).",
+        f"* Parents whose card links to a summary of the training content: {summaries} of {len(originals)}; to a "
+        f"copyright policy: {policies} of {len(originals)}.",
+        *(
+            f"* {title}: {' '.join(map(escape, getattr(facts.about, field))) or 'not stated by the publisher.'}"
+            for title, field in _USES.items()
+        ),
+    ]
+    return (
+        f"[{COMPLIANCE}]({COMPLIANCE}) has these facts with their sources, and lists what is missing. It is not legal "
+        "advice.\n\n" + "\n".join(lines)
+    )
+
+
+def _missing(facts: ReleaseFacts) -> Iterator[str]:
+    """Yield one sentence for each fact without a source."""
+    about = facts.about
+    if about.supplier is None:
+        yield "Publisher: set `publish.about.supplier`."
+    for title, field in _USES.items():
+        if not getattr(about, field):
+            yield f"{title}: set `publish.about.{field}`."
+    if facts.parameters is None:
+        yield "Number of parameters: the stored weights do not show it."
+    if all(data.purpose == "calibration" for data in facts.datasets):
+        yield "Evaluation: no model was evaluated."
+    names_by_absent_facts: dict[str, list[str]] = {}
+    for parent in {parent.cards or parent.name: parent for parent in facts.ancestors or facts.parents}.values():
+        absent = ", ".join(
+            name
+            for name, value in (
+                ("license", parent.license),
+                ("training compute", parent.training_compute),
+                ("summary of the training content", parent.training_summaries),
+                ("copyright policy", parent.copyright_policies),
+                ("training data", parent.datasets),
+                ("energy or emissions of the training", parent.energy or parent.emissions),
+            )
+            if not value
+        )
+        if absent:
+            names_by_absent_facts.setdefault(absent, []).append(escape(parent.name))
+    for absent, names in names_by_absent_facts.items():
+        yield f"{', '.join(names)}: {absent}."
+
+
+def _render(template: str, document: DocumentFacts, files: Sequence[str], **values: object) -> str:
     """Return the document that a template in this directory gives. A missing value is an error."""
-    return _environment().get_template(template).render(**values)
+    about = {name: getattr(document, name) for name in ("content", "facts", "license", "missing")}
+    return _environment().get_template(template).render(document=document, files=files, **about, **values)
 
 
 @cache
@@ -257,13 +342,13 @@ def _processor_class(kind: ModelKind, files: Collection[str], *, is_adapter: boo
     return "AutoTokenizer" if "tokenizer" in kinds or is_adapter or kind == TEXT_GENERATOR else ""
 
 
-def _loading(content: ReportContent, files: Sequence[str], publication: Publication, *, is_adapter: bool) -> str:
-    code = loading_code(content.kind, publication.address, files, is_adapter=is_adapter)
+def _loading(content: ReportContent, files: Sequence[str], address: str, *, is_adapter: bool) -> str:
+    code = loading_code(content.kind, address, files, is_adapter=is_adapter)
     notes = [] if code else [_NO_LOADER]
     if is_adapter:
         first = "PEFT loads" if content.kind == TEXT_GENERATOR else "is loaded"
         notes.append(f"`adapter_config.json` names the base model, which {first} first.")
-    if publication.address == ".":
+    if address == ".":
         notes.append("Run this in the directory of the release.")
     if is_adapter and content.kind.reads_text:
         notes.append(_AS_LORA if content.served_as.startswith(SERVED_AS_LORA) else _NOT_AS_LORA)
@@ -386,10 +471,6 @@ def untested_sentence(content: ReportContent) -> str:
     """Return the sentence about what no task tests, such as how the merge reads pictures. Empty if there is nothing."""
     note = content.verdict.untested_note
     return f"{escape(note[0].upper() + note[1:])}." if note else ""
-
-
-def _front_matter(metadata: CardMetadata) -> str:
-    return yaml.safe_dump(dict(metadata), sort_keys=False, allow_unicode=True)
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -9,14 +9,10 @@ specification requires. The file has no dates and no local paths, so the same in
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Any
 
 from mergegate.merge_core.parsing import parse_yaml
-from mergegate.merge_core.recipe import parse_reference
-from mergegate.tasks.checkpoints import PinnedCheckpoint
-from mergegate.tasks.merge import Numerics, WeightComparison
 from mergegate.tasks.preflight.licenses import LicenseVerdict
 from mergegate.tasks.publish.content import (
     MERGE_BUILD,
@@ -26,69 +22,26 @@ from mergegate.tasks.publish.content import (
     VARIANT_VERDICTS,
     ReleaseFile,
 )
-from mergegate.tasks.report import ReportContent
+from mergegate.tasks.publish.documents.facts import DocumentFacts, MergeOrigin, VariantOrigin, hub_id
 from mergegate.tasks.store import canonical
 
 # Digest of a parent: sha256 of the canonical JSON {name: [size, sha256]} of the files that were read.
 LISTING = "application/vnd.mergegate.checkpoint-listing+json"
 
 
-@dataclass(frozen=True)
-class MergeOrigin:
-    """Inputs of a merge.
-
-    ``texts`` holds the sha256 of each text that models read for the merge, by its path in the recipe. ``unused_refs``
-    holds the references of parents that were read, but whose weights do not contribute. ``weights`` compares the merge
-    with its parents. None: it was not compared.
-    """
-
-    numerics: Numerics
-    parents: Sequence[PinnedCheckpoint]
-    texts: Mapping[str, str] = field(default_factory=dict)
-    unused_refs: Sequence[str] = ()
-    weights: WeightComparison | None = None
-
-
-@dataclass(frozen=True)
-class MergeRelease:
-    """The release of a merge that variants were quantized from."""
-
-    name: str  # name of the release
-    version: str  # version name
-    sums: str  # sha256 of its SHA256SUMS, which covers all of its files
-    reference: str  # reference for ``mergegate verify``, as written in the place of the variants
-    hub_id: str | None = None  # id ``org/name`` of its repository on the Hub, or None
-
-
-@dataclass(frozen=True)
-class VariantOrigin:
-    """Input of quantized variants, their settings in the profile, and the names of their files by type."""
-
-    merge: MergeRelease
-    settings: Mapping[str, object]
-    files: Mapping[str, Sequence[str]]
-
-
-def provenance(
-    files: Sequence[ReleaseFile],
-    content: ReportContent,
-    origin: MergeOrigin | VariantOrigin,
-    license: LicenseVerdict,
-    card: Mapping[str, object],
-) -> str:
+def provenance(facts: DocumentFacts, files: Sequence[ReleaseFile]) -> str:
     """Return the content of ``provenance.json`` for ``files``: products, inputs, recipe and verdict.
 
-    ``content`` contains recipe, overrides, evaluation and verdicts, with public names. ``card`` is the metadata of the
-    model card. The only dependency of quantized variants is the release of the merge.
+    The only dependency of quantized variants is the release of the merge.
     """
-    versions = {library.name: library.version for library in content.versions}
+    content, origin = facts.content, facts.origin
     statements: dict[str, object]
     if isinstance(origin, MergeOrigin):
-        definition, references = _merge_build(content, origin), {parent.name: parent.ref for parent in origin.parents}
+        definition, references = _merge_build(facts, origin), {parent.name: parent.ref for parent in origin.parents}
         parts = {"verdict": content.verdict, "routers": content.routers, "weights": origin.weights}
         statements = {f"mergegate_{name}": part.model_dump(mode="json") for name, part in parts.items() if part}
     else:
-        definition, references = _variant_build(content, origin), {}
+        definition, references = _variant_build(facts, origin), {}
         statements = {VARIANT_VERDICTS: [verdict.model_dump(mode="json") for verdict in content.variants]}
     definition["externalParameters"] |= {"overrides": list(content.overrides)} if content.overrides else {}
     # The second seed draws the documents and the few-shot examples.
@@ -100,8 +53,9 @@ def provenance(
         "windows": canonical(content.windows),
         "task_forms": list(content.kind.task_forms),  # without 'text', mergegate's own tasks scored the models
     }
-    statements |= {"mergegate_evaluation": evaluation, "mergegate_licence": _license(license), "mergegate_card": card}
-    builder = {"id": "urn:mergegate:builder", "version": {"mergegate": versions["mergegate"]}}
+    statements |= {"mergegate_evaluation": evaluation, "mergegate_licence": _license(facts.license)}
+    statements["mergegate_card"] = facts.metadata
+    builder = {"id": "urn:mergegate:builder", "version": {"mergegate": facts.versions["mergegate"]}}
     products = [{"name": file.name, "digest": {"sha256": file.sha256}} for file in sorted(files, key=lambda f: f.name)]
     statement = {
         "_type": STATEMENT_TYPES[0],
@@ -112,8 +66,7 @@ def provenance(
     return json.dumps(statement, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _merge_build(content: ReportContent, origin: MergeOrigin) -> dict[str, Any]:
-    numerics = origin.numerics
+def _merge_build(facts: DocumentFacts, origin: MergeOrigin) -> dict[str, Any]:
     dependencies: list[dict[str, object]] = []
     for parent in origin.parents:
         digest = {"sha256": parent.digest}
@@ -134,18 +87,18 @@ def _merge_build(content: ReportContent, origin: MergeOrigin) -> dict[str, Any]:
         dependencies.append({**text, "annotations": {"role": "text"}})
     return {
         "buildType": MERGE_BUILD,
-        "externalParameters": {"recipe": parse_yaml(content.recipe, "recipe"), "profile": content.name},
+        "externalParameters": {"recipe": parse_yaml(facts.content.recipe, "recipe"), "profile": facts.content.name},
         "internalParameters": {
-            "versions": {library.name: library.version for library in content.versions} | numerics.versions,
-            "device": numerics.device,
+            "versions": facts.versions,
+            "device": facts.device,
             "arithmetic": "float32, float64 for float64 inputs; one rounding to the dtype that is written",
-            "seeds": {"merge": numerics.seed},
+            "seeds": {"merge": origin.numerics.seed},
         },
         "resolvedDependencies": dependencies,
     }
 
 
-def _variant_build(content: ReportContent, origin: VariantOrigin) -> dict[str, Any]:
+def _variant_build(facts: DocumentFacts, origin: VariantOrigin) -> dict[str, Any]:
     merge = origin.merge
     variants = {
         verdict.type: {
@@ -155,7 +108,7 @@ def _variant_build(content: ReportContent, origin: VariantOrigin) -> dict[str, A
             "settings": verdict.record.settings,
             **({"calibration": verdict.record.calibration} if verdict.record.calibration else {}),
         }
-        for verdict in content.variants
+        for verdict in facts.content.variants
         if verdict.record and verdict.type in origin.files
     }
     dependency = {
@@ -168,18 +121,13 @@ def _variant_build(content: ReportContent, origin: VariantOrigin) -> dict[str, A
         "buildType": VARIANT_BUILD,
         "externalParameters": {"variant": dict(origin.settings), "profile": merge.name},
         "internalParameters": {
-            "versions": {library.name: library.version for library in content.versions},
-            "device": "cpu",
+            "versions": facts.versions,
+            "device": facts.device,
             "seeds": {},
             "variants": variants,
         },
         "resolvedDependencies": [dependency],
     }
-
-
-def hub_id(parent: PinnedCheckpoint) -> str:
-    """Return the id ``org/name`` of a parent on the Hub."""
-    return parse_reference(parent.ref, parent.name).path
 
 
 def _license(license: LicenseVerdict) -> dict[str, object]:

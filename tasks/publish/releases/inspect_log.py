@@ -26,7 +26,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from mergegate.merge_core.errors import InvalidInput, Refused
-from mergegate.tasks.evaluation import DocumentScore, Scores, TaskScore, by_task, score_table
+from mergegate.tasks.evaluation import DocumentScore, Scores, by_task, score_table
 from mergegate.tasks.gate import (
     EVIDENCE_RECORD,
     EVIDENCE_TABLES,
@@ -53,9 +53,7 @@ class ExportedTask:
     name: str  # name in the profile: a task of lm-eval, a group, or a built-in task
     # Scores by document, for each task below a group. A task that is not a group is its own leaf.
     leaves: Mapping[str, Sequence[DocumentScore]]
-    tables: Mapping[str, Sequence[TaskScore]]  # mean and standard error under each metric, by leaf
     scores: Scores  # what was measured, with its data and versions
-    is_built_in: bool  # whether mergegate's own task scored the model, and not lm-eval
 
 
 _Text = tuple[Likelihoods, tuple[DocumentLikelihood, ...]]
@@ -84,6 +82,7 @@ class ExportedRelease:
     version: str  # digest of its SHA256SUMS
     models: tuple[ExportedModel, ...]
     base_models: tuple[str, ...]  # references of the models that it was merged from
+    is_built_in: bool  # whether mergegate's own tasks scored the models, and not lm-eval
     versions: Mapping[str, str] = field(default_factory=dict)  # versions of the libraries, by name
     # Settings of the evaluation. Empty if the release does not state them.
     scoring: Mapping[str, Any] = field(default_factory=dict)
@@ -104,9 +103,6 @@ def read_release_results(
         statement: Its provenance.
         organization: Publisher. None: the supplier in the bill of materials, or the namespace on the Hub.
 
-    Raises:
-        InvalidInput: The release has no evidence.
-        Refused: The evidence does not have the form that mergegate writes.
     """
     records = [name for name in sorted(files) if re.fullmatch(r"evidence/([^/]+/)?gate\.json", name)]
     if not records:
@@ -155,7 +151,6 @@ def _read(
     name = str(component.get("name") or definition["externalParameters"]["profile"])
     namespace = portable_name(publisher) if publisher else LOCAL
     version = files[SUMS][1]
-    is_built_in = "text" not in evaluation.get("task_forms", ["text"])
     models: list[ExportedModel] = []
     for path in records:
         variant = path.removeprefix("evidence/").rpartition("/")[0]
@@ -163,7 +158,7 @@ def _read(
         merged = record.inputs["plan"]["merged"]
         names = {table: variant_evidence(table, variant) if variant else table for table in EVIDENCE_TABLES}
         tables = {table: release.read(name) for table, name in names.items() if name in files}
-        for model, tasks, text in _measured_models(record, tables, is_built_in):
+        for model, tasks, text in _measured_models(record, tables):
             reference, identity = references.get(model, ""), ""
             role: Role = "earlier release" if model in RELEASES else "unknown"
             model_id = f"{LOCAL}/{portable_name(model)}"
@@ -188,13 +183,14 @@ def _read(
         version=version,
         models=tuple(models),
         base_models=tuple(dependencies),
+        is_built_in="text" not in evaluation.get("task_forms", ["text"]),
         versions={str(library): str(number) for library, number in versions.items()},
         scoring=evaluation.get("scoring") or {},
         prompts=evaluation.get("prompts") or {},
     )
 
 
-def _measured_models(record: VerdictRecord, tables: Mapping[str, bytes], is_built_in: bool) -> Iterator[_Measured]:
+def _measured_models(record: VerdictRecord, tables: Mapping[str, bytes]) -> Iterator[_Measured]:
     """Yield name, tasks and likelihoods of every model in a record, in the order of the record."""
     with TemporaryDirectory(prefix="mergegate-export-") as scratch:
         scores, likelihoods = read_measurements(record, tables, Path(scratch))
@@ -206,8 +202,7 @@ def _measured_models(record: VerdictRecord, tables: Mapping[str, bytes], is_buil
                     leaves.setdefault(row.task, []).append(row)
                 if not all(math.isfinite(row.outcome) for row in measured.rows):
                     raise ValueError(f"a score of {task} is not a finite number")
-                score_tables = {leaf: score_table(leaf, each) for leaf, each in leaves.items()}
-                tasks.append(ExportedTask(task, leaves, score_tables, measured.parts[0].value, is_built_in))
+                tasks.append(ExportedTask(task, leaves, measured.parts[0].value))
             artifact = likelihoods.get(model)
             yield model, tuple(tasks), (artifact.value, read_documents(artifact.directory)) if artifact else None
 
@@ -241,7 +236,7 @@ def _task_log(
     release: ExportedRelease, model: ExportedModel, task: ExportedTask, leaf: str, time: str
 ) -> dict[str, Any]:
     measured, rows = task.scores, sorted(task.leaves[leaf], key=lambda row: row.doc_id)
-    table, data = task.tables[leaf], measured.data.get(task.name)
+    table, data = score_table(leaf, task.leaves[leaf]), measured.data.get(task.name)
     documents: dict[int, list[DocumentScore]] = {}
     for row in rows:
         documents.setdefault(row.doc_id, []).append(row)
@@ -255,7 +250,7 @@ def _task_log(
     metadata = {
         "task": task.name,
         "lm_eval_version": measured.lm_eval_version,
-        "library": "mergegate" if task.is_built_in else "lm_eval",
+        "library": "mergegate" if release.is_built_in else "lm_eval",
         "higher_is_better": {score.metric: score.higher_is_better for score in table},
         "data_digest": (data.digest if data else "") or None,
         "datasets": [{"id": each.path, "config": each.name or "", "revision": each.revision} for each in sources],
@@ -424,10 +419,8 @@ def _log(
 
 
 def _id(*parts: str) -> str:
-    """Return 22 hex digits that depend on all parts."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:22]
 
 
 def _withheld(sha256: str) -> str:
-    """Return the text that replaces a text outside the evidence."""
     return f"withheld (sha256 {sha256})" if sha256 else "withheld"

@@ -32,7 +32,7 @@ from mergegate.tasks.checkpoints import PinnedCheckpoint, card_directory, read_c
 from mergegate.tasks.evaluation import Scores, TaskScore
 from mergegate.tasks.preflight.licenses import Combination
 from mergegate.tasks.publish.content import CARD, EVAL_RESULTS
-from mergegate.tasks.publish.provenance import hub_id
+from mergegate.tasks.publish.documents.facts import hub_id
 from mergegate.tasks.report import ReportContent, wording
 
 CardMetadata = Mapping[str, object]
@@ -154,9 +154,6 @@ def released_kind(directory: Path, parents: Sequence[PinnedCheckpoint]) -> Model
     """Return the kind of the merge in ``directory``. An adapter has the kind of its base model.
 
     If the task of its class is not known, the kind has the ``pipeline_tag`` on which the cards of all parents agree.
-
-    Raises:
-        InvalidInput: A file that determines the kind is missing or damaged.
     """
     is_adapter = not (directory / "config.json").exists()
     kind = kind_of_directory(parents[0].directory if is_adapter else directory)
@@ -185,15 +182,7 @@ def contributing_references(recipe: Recipe) -> frozenset[str]:
 
 
 def base_models(parents: Sequence[PinnedCheckpoint], *, is_adapter: bool = False) -> list[str]:
-    """Return the ids on the Hub for ``base_model``, without duplicates, in the recipe's order.
-
-    The base of an adapter is the model that it is loaded on. The bases of a merge are all models and adapters whose
-    weights it contains. The Hub accepts only its own ids, so local models are not named.
-
-    Args:
-        parents: Parents whose weights contribute to the merge.
-        is_adapter: Whether the release is an adapter of the parents' common base model.
-    """
+    """Return the ids on the Hub for ``base_model``, without duplicates, in the recipe's order."""
     ids: list[str] = []
     for parent in parents:
         ids += [hub_id(parent)] if parent.revision is not None else []
@@ -261,8 +250,8 @@ def variant_metadata(
 ) -> dict[str, object]:
     """Return the YAML front matter of the card of quantized variants.
 
-    ``kind`` is that of the merge. ``base_model`` is the id of the merge's repository on the Hub, or None if it is not
-    on the Hub. ``library`` loads the variants. ``tags`` names their format and types.
+    ``base_model`` is the id of the merge's repository on the Hub, or None if it is not on the Hub.
+
     """
     metadata = _license_and_language(parents, license)
     metadata |= _task(kind, library, [*tags, *_library_tags(kind), "quantized", "merge", "mergegate"])
@@ -295,15 +284,10 @@ def _license_and_language(parents: Sequence[PinnedCheckpoint], license: Combinat
 
 
 def check_card(card: str, metadata: CardMetadata, names: Collection[str]) -> None:
-    """Verify, without contacting the Hub, that a card reads as intended.
+    """Raise Refused if the Hub would read a card, which must contain ``metadata``, differently. Do not contact the Hub.
 
-    Args:
-        card: Content of README.md.
-        metadata: Metadata that the card must contain.
-        names: Names of the other files of the release.
+    ``names`` are those of the other files of the release.
 
-    Raises:
-        Refused: The Hub's own library reads different metadata, an id is invalid, or a license file is missing.
     """
     from huggingface_hub import ModelCard
     from huggingface_hub.errors import HFValidationError
