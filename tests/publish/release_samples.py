@@ -22,9 +22,11 @@ from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.evaluation.task_data import DataSource, TaskData
+from mergegate.tasks.gate.evidence import GatePlan
 from mergegate.tasks.gate.settings import GateRule
-from mergegate.tasks.gate.stage import GateInputs, GatePlan, GateVerdict
+from mergegate.tasks.gate.stage import GateInputs
 from mergegate.tasks.gate.verdict_record import EVIDENCE_RECORD, RecordedEvidence, record_evidence, verdict_record
+from mergegate.tasks.gate.verdicts import GateVerdict
 from mergegate.tasks.merge import MergeSummary, Numerics
 from mergegate.tasks.preflight.licenses.algebra import combine_licenses
 from mergegate.tasks.preflight.licenses.case import LicensedParent

@@ -32,7 +32,7 @@ from mergegate.merge_core.architecture.model_kinds import class_kinds
 from mergegate.merge_core.checkpoint import Companions
 from mergegate.tasks.evaluation.stage import TaskScore
 from mergegate.tasks.gate import describe_untested
-from mergegate.tasks.gate.evidence import GateFinding
+from mergegate.tasks.gate.verdicts import GateFinding
 from mergegate.tasks.publish.card import loading_code
 from mergegate.tasks.publish.card_metadata import TASK_NAMES, card_metadata, released_kind
 from mergegate.tasks.publish.content import BOM
