@@ -27,11 +27,16 @@ from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from mergegate.tasks.evaluation.document_order import interim_looks
-from mergegate.tasks.gate.clusters import MIN_CLUSTERS, cluster_errors, critical_value, effective_clusters
+from mergegate.tasks.gate.clusters import (
+    MIN_CLUSTERS,
+    cluster_errors,
+    critical_value,
+    effective_clusters,
+    interval_over_units,
+)
 from mergegate.tasks.gate.drift import ModelLikelihoods, judge_drift
 from mergegate.tasks.gate.graded_scores import refutes
 from mergegate.tasks.gate.regression import decide_guard
-from mergegate.tasks.gate.repeated_documents import interval_over_units
 from mergegate.tasks.gate.sequential import plan_looks
 from mergegate.tasks.gate.statistics import binary_bounds, binary_difference
 from mergegate.tasks.perplexity import DocumentLikelihood, DriftLimits

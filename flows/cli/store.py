@@ -323,7 +323,7 @@ def _optional_tools() -> Iterator[tuple[str, str, str]]:
 
 
 def _examine(directory: Path) -> Iterator[StateFinding]:
-    from mergegate.tasks.gate import damaged_anchor_records, damaged_sample_records
+    from mergegate.tasks.gate import damaged_records
     from mergegate.tasks.report import HISTORY, read_history
 
     if not directory.is_dir():
@@ -335,7 +335,7 @@ def _examine(directory: Path) -> Iterator[StateFinding]:
             yield finding
     yield from examine_store(directory / "store")
     yield from examine_database(directory / "prefect" / "prefect.db")
-    for damage in (*damaged_anchor_records(), *damaged_sample_records()):
+    for damage in damaged_records():
         yield damaged_finding(damage.path, damage.reason)
     for folder in ("anchors", "prefect", "reports", "runs", "samples"):
         if (directory / folder).is_dir():

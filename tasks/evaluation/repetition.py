@@ -116,7 +116,7 @@ def _compare(task: EvalTask, num_fewshot: int | None, on_progress: TellProgress)
         loaded = load_task(task)
         for name, leaf, leaf_documents in documents_by_leaf(loaded, task):
             own = [(document, text_of(leaf, document)) for document in leaf_documents]
-            # A prompt that all documents share does not identify them (see ``tasks.gate.repeated_documents``).
+            # A prompt that all documents share does not identify them (see ``tasks.gate.clusters``).
             is_shared = len({text.prompt for _, text in own}) == 1 < len({text.doc_hash for _, text in own})
             examples = _examples_of(leaf, loaded.fewshot[name], num_fewshot)
             for document, text in own:

@@ -1,20 +1,30 @@
 """Decide from paired evidence whether a merge passes: guards, perplexity drift, statistics and interim looks."""
 
-from mergegate.tasks.gate.alpha_spending import (
+from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
+from mergegate.tasks.gate.drift import BROKEN_LOSS, drift_findings, perplexity_drift
+from mergegate.tasks.gate.earlier_runs import (
+    JudgedSample,
+    SelectingSample,
     anchor_confidence,
     count_refusals,
-    damaged_anchor_records,
+    damaged_records,
+    read_samples,
     record_refusal,
+    record_sample,
+    sample_start,
+    unselected_scores,
+    uses_per_document,
+    wear_findings,
 )
-from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
-from mergegate.tasks.gate.discordance import PastGuardOutcome, estimate_discordance, find_past_discordance
-from mergegate.tasks.gate.drift import BROKEN_LOSS, DriftVerdict, StratumDrift, drift_findings
-from mergegate.tasks.gate.evidence import GuardVerdict
+from mergegate.tasks.gate.evidence import GatePlan
 from mergegate.tasks.gate.graded_scores import graded_difference, graded_documents_needed
 from mergegate.tasks.gate.power import (
     UNLIKELY,
     GatePower,
+    PastGuardOutcome,
     PlannedTask,
+    estimate_discordance,
+    find_past_discordance,
     gate_power,
     order_by_information,
     power_findings,
@@ -30,17 +40,6 @@ from mergegate.tasks.gate.references import (
     with_anchor,
 )
 from mergegate.tasks.gate.regression import decide_guard
-from mergegate.tasks.gate.sample_record import (
-    JudgedSample,
-    SelectingSample,
-    damaged_sample_records,
-    read_samples,
-    record_sample,
-    sample_start,
-    unselected_scores,
-    uses_per_document,
-    wear_findings,
-)
 from mergegate.tasks.gate.sensitivity import known_reference_strength
 from mergegate.tasks.gate.settings import (
     ALL_PARENTS,
@@ -56,13 +55,9 @@ from mergegate.tasks.gate.settings import (
 )
 from mergegate.tasks.gate.stage import (
     GateInputs,
-    GatePlan,
-    GateVerdict,
-    OnInconclusive,
     cannot_pass,
     describe_untested,
     gate,
-    perplexity_drift,
     tasks_with_short_answers,
     undecided_tasks,
 )
@@ -75,7 +70,7 @@ from mergegate.tasks.gate.statistics import (
     share_bounds,
     student_quantile,
 )
-from mergegate.tasks.gate.suite import SuiteVerdict, reference_findings
+from mergegate.tasks.gate.suite import reference_findings
 from mergegate.tasks.gate.verdict_record import (
     EVIDENCE_RECORD,
     EVIDENCE_TABLES,
@@ -92,4 +87,12 @@ from mergegate.tasks.gate.verdict_record import (
     record_evidence,
     verdict_record,
     versions_here,
+)
+from mergegate.tasks.gate.verdicts import (
+    DriftVerdict,
+    GateVerdict,
+    GuardVerdict,
+    OnInconclusive,
+    StratumDrift,
+    SuiteVerdict,
 )

@@ -32,10 +32,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergegate.merge_core.wording import format_count
-from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict
+from mergegate.tasks.gate.evidence import GuardEvidence
 from mergegate.tasks.gate.graded_scores import graded_difference, refutes
 from mergegate.tasks.gate.sequential import error_at_look
 from mergegate.tasks.gate.statistics import binary_difference, share_bounds
+from mergegate.tasks.gate.verdicts import GateFinding, GuardVerdict
 
 ALARM_SHARE = 0.1  # Error of all alarms of a guard together, as a share of the error allowed for its mean drop.
 

@@ -21,16 +21,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mergegate.tasks.evaluation import DocumentScore
-from mergegate.tasks.gate.evidence import (
+from mergegate.tasks.gate.evidence import GuardEvidence
+from mergegate.tasks.gate.statistics import binary_difference
+from mergegate.tasks.gate.verdicts import (
+    UNSAFE,
     AnswerLengths,
     CutAnswers,
     GateFinding,
     GuardAnswers,
-    GuardEvidence,
     GuardVerdict,
+    passing_bound,
 )
-from mergegate.tasks.gate.sentences import UNSAFE
-from mergegate.tasks.gate.statistics import binary_difference
 from mergegate.tasks.stage import Outcome
 
 REPORTED_RATIO = 1.5  # Ratio of answer lengths from which a verdict mentions it.
@@ -157,13 +158,11 @@ def check_cut_answers(evidence: GuardEvidence, verdict: GuardVerdict) -> Iterabl
     answers, cut = verdict.answers, verdict.cut_answers
     if answers is not None and cut is not None and cut.decide:
         n = len(evidence.rows)
-        bound = f"the margin is {verdict.margin:g}"
-        if verdict.limit is not None:
-            bound = f"the per-task limit is {verdict.limit:g}"
+        setting, limit = passing_bound(verdict)
         reason = (
             f"{UNSAFE}: {evidence.guard.task}: {100 * answers.reference.cut_off / n:.1f} % of the answers of "
             f"{evidence.reference} and {100 * answers.merge.cut_off / n:.1f} % of those of the merge were cut off"
-            f"{describe_budgets(answers.budgets)}. {cut.describe()}; {bound}. "
+            f"{describe_budgets(answers.budgets)}. {cut.describe()}; the {setting} is {limit:g}. "
             f"{describe_remedy(answers.extensible, evidence.answer_limit)}"
         )
         yield GateFinding(kind="cut-off answers", outcome="inconclusive", reason=reason)

@@ -26,16 +26,15 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.wording import format_count
-from mergegate.tasks.gate.evidence import GateFinding
 from mergegate.tasks.gate.graded_scores import graded_difference
-from mergegate.tasks.gate.sentences import UNSAFE
 from mergegate.tasks.gate.statistics import share_bounds
-from mergegate.tasks.perplexity import DistinctDocuments, DocumentLikelihood, DriftLimits, Likelihoods
+from mergegate.tasks.gate.verdicts import UNSAFE, DriftVerdict, GateFinding, StratumDrift
+from mergegate.tasks.perplexity import DistinctDocuments, DocumentLikelihood, DriftLimits, Likelihoods, read_documents
 from mergegate.tasks.stage import Outcome, severity
+from mergegate.tasks.store import Artifact
 
 BROKEN_RATIO = 2.0  # Ratio of perplexities above which a merge counts as broken; no usable merge is worse.
 BROKEN_LOSS = 0.5  # Loss in nats per token of the reference above which a document is broken.
@@ -49,56 +48,30 @@ _MAX_DUPLICATES = 0.01  # Share of repeated documents above which ``check`` warn
 _MAX_BLOCKS = 5_000  # Many documents are averaged in this number of blocks, which takes seconds instead of minutes.
 
 
-class StratumDrift(BaseModel):
-    """Perplexity of the merge relative to the reference on the documents of one language or source."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    name: str
-    documents: int
-    ratio: float
-    low: float  # Lower bound at the confidence that Holm's procedure leaves to this stratum.
-    high: float
-    failed: bool  # Whether the lower bound exceeds the limit.
-
-
-class DriftVerdict(BaseModel):
-    """Perplexity of the merge relative to the parent that predicts the same documents best."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    reference: str  # Name of this parent.
-    documents: int  # Number of distinct documents.
-    unit: Literal["token", "byte"]  # Bytes if tokenizers differ.
-    ratio: float | None  # Geometric mean over documents. None if the merge's likelihood is not finite.
-    low: float | None
-    high: float | None
-    max_ratio: float  # For example 1.05.
-    warn_ratio: float  # For example 1.02.
-    outcome: Outcome
-    broken: bool  # Not finite, or above BROKEN_RATIO: the costly tasks are not worth running.
-    warning: bool
-    reason: str  # Sentence that decided.
-    total_ratio: float | None = None  # Ratio over all tokens of the text, which long documents dominate. Not judged.
-    duplicates: int = 0  # Number of documents that were dropped because they repeat another one.
-    broken_documents: int = 0
-    broken_low: float = 0.0  # Bounds of the share of broken documents, in [0, 1].
-    broken_high: float = 1.0
-    max_broken_documents: float = 0.01  # Limit on this share.
-    strata: tuple[StratumDrift, ...] = ()  # Strata with enough documents, in alphabetical order.
-    findings: tuple[GateFinding, ...] = ()  # Broken documents, failed strata and duplicates.
-
-    @property
-    def word(self) -> str:
-        """Verdict in a word: ``pass``, ``fail`` or ``inconclusive``."""
-        return self.outcome
-
-
 class ModelLikelihoods(NamedTuple):
     """Likelihoods of one model, in total and by document."""
 
     value: Likelihoods
     documents: tuple[DocumentLikelihood, ...]
+
+
+def perplexity_drift(
+    likelihoods: Mapping[str, Artifact[Likelihoods]],
+    limits: DriftLimits,
+    confidence: float,
+    merged_models: str = "merge",
+) -> DriftVerdict:
+    """Return the drift verdict on stored likelihoods, for callers that need it before the costly tasks are run.
+
+    Raises:
+        InvalidInput: See ``judge_drift``.
+    """
+    models = {
+        name: ModelLikelihoods(artifact.value, read_documents(artifact.directory))
+        for name, artifact in likelihoods.items()
+    }
+    merge = models.pop(merged_models)
+    return judge_drift(models, merge, limits, confidence)
 
 
 def judge_drift(
@@ -317,7 +290,7 @@ def _findings(verdict: DriftVerdict) -> tuple[GateFinding, ...]:
 
 
 def _sentence(verdict: DriftVerdict) -> str:
-    """Return the verdict by the ratio as a sentence (see ``tasks.gate.sentences``).
+    """Return the verdict by the ratio as a sentence (see ``tasks.gate.verdicts``).
 
     For example: ``perplexity is 1.031 times that of base and at most 1.050; the limit is 1.05``.
     """

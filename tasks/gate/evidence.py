@@ -1,129 +1,100 @@
-"""Measure a regression guard on its task, before any decision, and define its verdict. Pure functions."""
+"""Measure the guards of a merge on the stored scores of all models, before any decision."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation import DocumentScore, PairedScores, TaskData
-from mergegate.tasks.gate.clusters import check_clusters, clustered_difference
+from mergegate.tasks.evaluation import (
+    SCORES_FILE,
+    DocumentScore,
+    PairedScores,
+    Scores,
+    TaskData,
+    TaskScores,
+    by_task,
+    choose_metrics,
+    pair_documents,
+    read_document_scores,
+)
+from mergegate.tasks.gate.clusters import (
+    check_clusters,
+    clustered_difference,
+    find_units,
+    interval_over_units,
+    join_clusters,
+)
 from mergegate.tasks.gate.graded_scores import graded_difference
-from mergegate.tasks.gate.repeated_documents import find_units, interval_over_units, join_clusters
+from mergegate.tasks.gate.references import reference_models
 from mergegate.tasks.gate.sequential import InterimLook, plan_looks
-from mergegate.tasks.gate.settings import Guard
-from mergegate.tasks.gate.statistics import Difference, binary_difference
-from mergegate.tasks.stage import Outcome
+from mergegate.tasks.gate.settings import ANCHOR, CHAMPION, RELEASES, GateRule, Guard
+from mergegate.tasks.gate.statistics import Difference, binary_difference, selection_bias
+from mergegate.tasks.gate.verdicts import GateFinding
+from mergegate.tasks.store import Artifact
+
+# Scores by metric, then by task below a group and document.
+_ScoresByMetric = Mapping[str, Mapping[tuple[str, int], DocumentScore]]
+_PairedRows = Sequence[tuple[DocumentScore, DocumentScore]]  # Scores of a reference and of the merge.
+
+_LEAST_EQUAL = 100  # Smallest number of equal answers that make a merge a copy.
 
 
-class GateFinding(BaseModel):
-    """Reason, apart from the interval of the drop, why a guard or a whole merge does not pass."""
+@dataclass(frozen=True)
+class GatePlan:
+    """Everything that determines how a merge is judged and is known before its evaluation.
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    kind: str  # Name of the check, such as 'reference' or 'cut answers'.
-    outcome: Outcome  # A ``pass`` is a note that does not affect the verdict.
-    reason: str  # Sentence with the task, the numbers and the limit.
-    chance_left: float | None = None  # Chance that the remaining documents settle it; None if unknown.
-
-
-class CutAnswers(BaseModel):
-    """Effect of cut-off answers on a drop: its range if they are counted for the merge, or against it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    lowest_drop: float  # Points, with the cut-off answers of the merge right and those of the reference wrong.
-    highest_drop: float  # Points, with the cut-off answers of the merge wrong and those of the reference right.
-    decide: bool  # Whether the outcome depends on how they are counted.
-
-    def describe(self) -> str:
-        """Return a sentence, without a period at the end."""
-        return (
-            "Depending on how they are counted, the drop is between "
-            f"{self.lowest_drop + 0.0:.1f} and {self.highest_drop + 0.0:.1f} points"
-        )
-
-
-class AnswerLengths(BaseModel):
-    """How the generated answers of one model ended, over the documents of a guard."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    cut_off: int  # Documents with an answer that was cut off and might have ended with a larger budget.
-    endless: int  # Documents with an answer that never ends (see ``DocumentScore.never_ends``).
-    regenerated: int  # Documents that were answered again with a larger budget.
-    largest_budget: int | None  # Largest budget of these answers; None: there are none.
-    mean_tokens: float | None  # Mean number of tokens per document; None: unknown.
-
-
-class GuardAnswers(BaseModel):
-    """Generated answers of both models of a guard."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    reference: AnswerLengths
-    merge: AnswerLengths
-    budgets: tuple[int, ...]  # Token budgets that cut off an answer, ascending.
-    extensible: int  # Number of cut-off answers that may be generated again with a larger budget.
-    # Mean tokens of the merge divided by those of the reference, on documents that both answer completely.
-    length_ratio: float | None = None
-    length_ratio_low: float | None = None  # Its one-sided lower bound.
-
-
-class GuardVerdict(BaseModel):
-    """Regression guard with its outcome: the merge against its reference on one task.
-
-    Differences are in points (0 to 100) and positive if the merge is worse.
+    Args:
+        rule: Rule of the profile.
+        merged: Name of the merge among the models. Default: ``merge``.
+        schedule: Number of documents after each planned look, by task. A task without a schedule has a single look.
+        first_release: Whether there is no champion yet, so that guards against it are skipped. Default: false.
+        parents: Parents that 'best parent' chooses from. Default: all models except the merge and releases.
+        anchor_confidence: Confidence of comparisons with the anchor. Default: that of ``rule``.
+        copy_of: Parent with the weights of the merge. Default: none.
+        accepted_copies: Names of the parents that the merge may copy.
+        untested: Sentence about what no task tests (see ``describe_untested``). Empty if there is nothing.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    rule: GateRule
+    merged: str = "merge"
+    schedule: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    first_release: bool = False
+    parents: tuple[str, ...] | None = None
+    anchor_confidence: float | None = None
+    copy_of: str = ""
+    accepted_copies: tuple[str, ...] = ()
+    untested: Annotated[str, Field(exclude_if=lambda note: not note)] = ""
 
-    task: str
-    metric: str  # For a group with several metrics, each once: 'acc,none + exact_match,none'.
-    reference: str  # Name of the reference model.
-    reference_score: float  # In [0, 1].
-    merge_score: float
-    n: int  # Number of paired documents.
-    lost: int  # Documents that the reference gets right and the merge wrong (graded: the merge scores lower).
-    won: int  # Documents that the merge gets right and the reference wrong.
-    drop: float  # Points.
-    low: float  # Bounds of the drop in points; each holds over all looks with the one-sided ``confidence``.
-    high: float
-    confidence: float  # For example 0.95.
-    max_drop: float  # Points.
-    margin: float  # Largest upper bound that passes, in points.
-    outcome: Outcome
-    reason: str  # Sentence with task, drop, interval and threshold.
-    documents_needed: int | None = None  # Documents that would decide if the true drop is as observed; None if unknown.
-    detectable_drop: float | None = None  # Smallest true drop that these documents show with power 0.8, in points.
-    look: InterimLook | None = None  # Look at which the guard was judged.
-    documents_left: int = 0  # Documents that further looks can still add.
-    alarm_confidence: float | None = None  # Confidence of the test for failure, corrected for the number of guards.
-    candidates: int = 1  # Number of parents among which the reference is the best.
-    selection_bias: float = 0.0  # Largest part of the drop, in points, that comes from choosing the best parent.
-    clusters: int | None = None  # Number of independent groups of documents; None if each document is independent.
-    documents_asked: int | None = None  # Number of evaluated documents. All of them have a score.
-    leaf_metrics: dict[str, str] = Field(default_factory=dict)  # Metric by task below the group, where they differ.
-    data: TaskData | None = None  # Evaluated data; None for result files of lm-eval itself.
-    chance_left: float | None = None  # Chance that the remaining documents decide; None if nothing is left to decide.
-    weight: float = 1.0  # Weight of the task in the mean over all tasks.
-    limit: float | None = None  # Largest drop of this task in a suite, in points; None with ``rule: each``.
-    findings: tuple[GateFinding, ...] = ()  # Results of the checks in ``tasks.gate.findings``.
-    advisory: bool = False  # Whether this verdict is only shown, and does not count in the verdict on the merge.
-    answers: GuardAnswers | None = None  # None: no answer was generated, or their ends are unknown.
-    cut_answers: CutAnswers | None = None  # None: no answer was cut off, or its end is certain.
-    sample_start: int = 0  # Position in the task's order of documents at which the sample starts.
+    def content_key(self) -> object:
+        content = {item.name: getattr(self, item.name) for item in fields(self)}
+        # Models that read only text keep the keys from before this field existed.
+        return content if self.untested else {name: value for name, value in content.items() if name != "untested"}
 
     @property
-    def word(self) -> str:
-        """Verdict in a word: ``pass``, ``fail`` or ``inconclusive``; ``advisory: fail`` if the guard is advisory."""
-        return f"advisory: {self.outcome}" if self.advisory else self.outcome
+    def name(self) -> str:
+        """Name of the quantized variant that is judged against its merge. Empty for any other model."""
+        return self.merged if self.parents == ("merge",) else ""
+
+    def guards_to_judge(self, guards: Sequence[Guard]) -> tuple[Guard, ...]:
+        """Return the guards, without those against a champion that does not exist yet."""
+        return tuple(guard for guard in guards if not (self.first_release and guard.guarded_by == CHAMPION))
+
+    def is_suite(self, guards: Sequence[Guard]) -> bool:
+        """Return whether the mean over all tasks is judged. It is not with a single task that counts."""
+        return self.rule.rule == "suite" and len({guard.task for guard in guards if not guard.advisory}) > 1
+
+    def comparisons(self, guards: Sequence[Guard]) -> Iterator[tuple[list[Guard], float]]:
+        """Yield the guards that share an allowed error, with its confidence: those against the anchor come last."""
+        against_anchor = [guard for guard in guards if guard.guarded_by == ANCHOR]
+        yield [guard for guard in guards if guard.guarded_by != ANCHOR], self.rule.confidence
+        yield against_anchor, self.anchor_confidence or self.rule.confidence
 
 
 NEAR_CEILING = 0.1  # Share of wrong answers of the reference below which a guard limits the ratio of error rates.
@@ -336,3 +307,196 @@ def _rescaled(
                 else "inspect the model's answer to this document: the merge is probably broken",
             )
     return tuple(min(1.0, max(0.0, (score - low) / (high - low))) for score in scores)
+
+
+@dataclass(frozen=True)
+class ComparedScores:
+    """Scores of the merge and of its possible references, by model and task.
+
+    ``models`` are the names of all models with scores, in order. The merge is ``plan.merged``.
+    """
+
+    plan: GatePlan
+    models: tuple[str, ...]
+    by_task: Mapping[tuple[str, str], TaskScores]
+
+    @classmethod
+    def of_parts(cls, scores: Mapping[str, Sequence[Artifact[Scores]]], plan: GatePlan) -> ComparedScores:
+        """Return the scores whose parts, one or more for each task, are given by model."""
+        joined = {
+            (model, task): task_scores
+            for model, parts in scores.items()
+            for task, task_scores in by_task(model, parts).items()
+        }
+        return cls(plan, tuple(scores), joined)
+
+    def is_measured(self, task: str) -> bool:
+        return (self.plan.merged, task) in self.by_task
+
+    def measure(self, guard: Guard) -> GuardEvidence:
+        """Return the evidence on a guard, with the best of its possible references.
+
+        Raises:
+            InvalidInput: A model has no scores on the task, or the scores are not comparable.
+        """
+        plan = self.plan
+        location = f"{guard.task}: {plan.merged} against {guard.guarded_by}"
+        names = reference_models(guard, self.models, plan.merged, plan.parents) or (guard.guarded_by,)
+        for name in (*names, plan.merged):
+            if (name, guard.task) not in self.by_task:
+                expected = "both models evaluated on this task"
+                raise InvalidInput(location, found=f"no scores for {name}", expected=expected)
+        references = {name: self.by_task[name, guard.task] for name in names}
+        merge = self.by_task[plan.merged, guard.task]
+        for reference in references.values():
+            _check_comparable(reference, merge, location)
+        metrics = next(iter(references.values())).metrics(guard.metric)
+        merge_scores = merge.judge(metrics)
+        paired = {
+            name: pair_documents(reference.judge(metrics), merge_scores, metrics.label, location)
+            for name, reference in references.items()
+        }
+        # The parent with the best mean; ties go to the first. Its cut-off answers count as right, because a parent must
+        # not be overlooked for its short budget.
+        sign = 1.0 if metrics.higher_is_better else -1.0
+        right = guard.score_range[metrics.higher_is_better]
+
+        def best_mean(name: str) -> float:
+            rows = [reference for reference, _ in paired[name].rows]
+            scores = [right if row.is_open(plan.rule.max_answer_tokens) else row.outcome for row in rows]
+            return sign * math.fsum(scores) / len(scores)
+
+        best = max(paired, key=best_mean)
+        if (scored := len(paired[best].documents)) != merge.requested_documents:
+            raise InvalidInput(
+                f"task {guard.task}",
+                found=f"{scored:,} documents with a score for {metrics.label}",
+                expected=f"scores for all {merge.requested_documents:,} evaluated documents",
+                remedy="choose a metric that every document has",
+            )
+        bias = selection_bias([pair.reference for pair in paired.values()])
+        evidence = replace(
+            measure_guard(
+                guard,
+                metrics.label,
+                paired[best],
+                metrics.higher_is_better,
+                choice=ReferenceChoice(best, len(paired), bias),
+                schedule=plan.schedule.get(guard.task, ()),
+            ),
+            leaf_metrics=dict(metrics.by_leaf_if_different),
+            data=merge.data,
+            answer_limit=plan.rule.max_answer_tokens,
+            max_length_ratio=plan.rule.max_length_ratio,
+            sample_start=merge.sample_start,
+        )
+        return _with_other_metrics(
+            evidence, metrics.other_scores(references[best].rows), metrics.other_scores(merge.rows)
+        )
+
+    def find_copies(self, guards: Sequence[Guard]) -> Iterator[GateFinding]:
+        """Yield a finding for each parent that the merge copies, by its weights or by its answers to all guards."""
+        metrics = {guard.task: guard.metric for guard in guards}
+        answers: dict[str, _PairedRows] = {}
+        for name in self.models:
+            if name in (self.plan.merged, *RELEASES) or not all((name, task) in self.by_task for task in metrics):
+                continue
+            pairs: list[tuple[DocumentScore, DocumentScore]] = []
+            for task, metric in metrics.items():
+                judged = self.by_task[self.plan.merged, task].metrics(metric)
+                of_parent, of_merge = (
+                    {(row.task, row.doc_id): row for row in judged.select(self.by_task[model, task].rows)}
+                    for model in (name, self.plan.merged)
+                )
+                pairs += [(of_parent[key], row) for key, row in of_merge.items() if key in of_parent]
+            answers[name] = pairs
+        yield from find_copies(self.plan.copy_of, answers, self.plan.accepted_copies)
+
+
+def find_copies(
+    same_weights: str, answers: Mapping[str, _PairedRows], accepted_parents: Collection[str]
+) -> Iterator[GateFinding]:
+    """Yield a finding for each parent that the merge copies: the weights are equal, or all answers are.
+
+    Answers to 100 documents or more are compared. Of equal merges that change 5 % of the answers, 0.6 % have no
+    different answer on 100 documents, and none on 500.
+
+    Args:
+        same_weights: Name of a parent with the same weights, or an empty string.
+        answers: Scores of the parent and the merge for every document of all tasks, by parent.
+        accepted_parents: Names of the parents that the merge may copy. They are only noted.
+    """
+    facts = {}
+    for name, rows in answers.items():
+        are_known = any(row.answer for _, row in rows)
+        are_equal = all((row.outcome, row.answer) == (other.outcome, other.answer) for row, other in rows)
+        if len(rows) >= _LEAST_EQUAL and are_known and are_equal:
+            facts[name] = f"the merge behaves like a copy of {name}: all {len(rows):,} answers are equal"
+    if same_weights:
+        facts[same_weights] = f"the merge is a copy of {same_weights}: all weights are equal"
+    for name, fact in facts.items():
+        advice = f"publish {name} itself, or set checks.copies.accepted: [{name}]"
+        remedy = f". Raise weight or density in the recipe if its changes cancel out, {advice}"
+        is_accepted = name in accepted_parents
+        yield GateFinding(
+            kind="copy", outcome="pass" if is_accepted else "fail", reason=fact + ("" if is_accepted else remedy)
+        )
+
+
+def _check_comparable(reference: TaskScores, merge: TaskScores, location: str) -> None:
+    if reference.lm_eval_version != merge.lm_eval_version:
+        versions = f"{reference.lm_eval_version} and {merge.lm_eval_version}"
+        raise InvalidInput(location, found=f"scores of lm-eval {versions}", expected="one version on both sides")
+    if reference.data and merge.data and reference.data.digest != merge.data.digest:
+        raise InvalidInput(
+            location,
+            found="scores on different data",
+            expected="the same documents, examples and templates on both sides",
+            remedy="evaluate both models again, because the dataset of the task has changed",
+        )
+
+
+def _with_other_metrics(evidence: GuardEvidence, reference: _ScoresByMetric, merge: _ScoresByMetric) -> GuardEvidence:
+    """Return the evidence with the drops under the metrics that do not judge the guard.
+
+    A metric that the two models have for different documents does not count. A cut-off answer counts for the merge, so
+    that only complete answers can raise an alarm.
+    """
+    units = evidence.clusters or evidence.units
+    position = {(row.task, row.doc_id): index for index, (_, row) in enumerate(evidence.rows)}
+
+    def score(row: DocumentScore, *, is_merge: bool) -> float:
+        best = float(row.higher_is_better == is_merge)
+        return (1 if row.higher_is_better else -1) * (best if row.is_open(evidence.answer_limit) else row.outcome)
+
+    drops, unusable = [], []
+    for metric, ours in merge.items():
+        theirs = reference.get(metric, {})
+        if theirs.keys() != ours.keys() or not ours.keys() <= position.keys():
+            continue
+        if not all(0 <= row.outcome <= 1 for row in (*ours.values(), *theirs.values())):
+            unusable.append(metric)
+            continue
+        documents = sorted(ours, key=position.__getitem__)
+        differences = (
+            score(theirs[document], is_merge=False) - score(ours[document], is_merge=True) for document in documents
+        )
+        own_units = tuple(units[position[document]] for document in documents) if units else None
+        drops.append(MetricDrop(metric, tuple(differences), own_units))
+    return replace(evidence, other_metrics=tuple(drops), unusable_metrics=tuple(unusable))
+
+
+def stored_rows(guard: Guard, parts: Sequence[Artifact[Scores]]) -> tuple[DocumentScore, ...]:
+    """Return the scores of one model by the guard's metric, for forecasts. Empty if the model has none.
+
+    The stored ``parts`` of a task may overlap. An error of the metric is left to the gate, which reports it.
+    """
+    stored = {
+        (row.task, row.doc_id, row.metric): row
+        for part in parts
+        for row in read_document_scores(part.directory / SCORES_FILE)
+    }
+    try:
+        return choose_metrics(stored.values(), guard.metric, guard.task).select(stored.values())
+    except InvalidInput:
+        return ()

@@ -21,22 +21,30 @@ guard fails, and one of many guards shows a drop by chance. Failures are therefo
 procedure (1979, Scand. J. Stat. 6:65). A guard that compares with the best of K parents counts as K questions.
 
 Each guard is decided as measured, and in the best and the worst case of its cut-off answers. If the outcomes differ,
-it is inconclusive (``tasks.gate.cut_answers``). The checks in ``tasks.gate.findings`` can make an outcome more severe,
-never less.
+it is inconclusive (``tasks.gate.cut_answers``). Further checks show whether the evidence can carry this verdict. Each
+is a function ``(evidence, verdict) -> findings``, which can make the outcome more severe, never less.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
-from mergegate.tasks.gate.cut_answers import answer_cases, common_outcome, compare_cases, summarize_answers
-from mergegate.tasks.gate.evidence import GuardEvidence, GuardVerdict, Points
-from mergegate.tasks.gate.findings import find_guard_problems
-from mergegate.tasks.gate.sentences import JudgedDrop
+from mergegate.tasks.gate.alarms import find_alarms
+from mergegate.tasks.gate.cut_answers import (
+    answer_cases,
+    check_cut_answers,
+    check_lengths,
+    common_outcome,
+    compare_cases,
+    summarize_answers,
+)
+from mergegate.tasks.gate.evidence import GuardEvidence, Points
+from mergegate.tasks.gate.sensitivity import check_prompts, check_reference, note_detectable_drop
 from mergegate.tasks.gate.sequential import chance_to_decide, plan_looks
 from mergegate.tasks.gate.statistics import POWER, Difference, documents_needed, normal_quantile
+from mergegate.tasks.gate.verdicts import GateFinding, GuardVerdict, drop_sentence
 from mergegate.tasks.stage import Outcome, severity
 
 
@@ -184,8 +192,10 @@ def _judge(
         cut_answers=compare_cases(cases, outcomes),
         sample_start=evidence.sample_start,
     )
-    verdict = verdict.model_copy(update={"reason": _sentence(verdict, questions)})
-    findings = find_guard_problems(evidence, verdict)
+    documents = verdict.look.documents if verdict.look else n
+    reason = drop_sentence(verdict, documents + verdict.documents_left, questions)
+    verdict = verdict.model_copy(update={"reason": reason})
+    findings = tuple(finding for check in _CHECKS for finding in check(evidence, verdict))
     worst = max(findings, key=lambda finding: severity(finding.outcome), default=None)
     is_open = verdict.cut_answers is not None and verdict.cut_answers.decide  # A finding says more than the interval.
     if worst and severity(worst.outcome) + is_open > severity(outcome):
@@ -231,32 +241,25 @@ def _chance_left(
     return chance_to_decide(estimate.mean, error, share, pass_below, fail_above)
 
 
-def _sentence(verdict: GuardVerdict, questions: int) -> str:
-    """Return the verdict by the interval as a sentence (see ``tasks.gate.sentences``)."""
-    reference = verdict.reference
-    if verdict.candidates > 1:
-        reference += f" (the best of {verdict.candidates} parents)"
-    if verdict.limit is not None:
-        deviates = verdict.low > verdict.max_drop
-    else:
-        threshold = verdict.margin if verdict.documents_left else verdict.max_drop
-        deviates = verdict.low > 0 and verdict.drop > threshold
-    documents = verdict.look.documents if verdict.look else verdict.n
-    sentence = JudgedDrop(
-        subject=verdict.task,
-        reference=reference,
-        drop=verdict.drop,
-        low=verdict.low,
-        high=verdict.high,
-        outcome=verdict.outcome,
-        max_drop=verdict.max_drop,
-        bound=verdict.margin if verdict.limit is None else verdict.limit,
-        setting="margin" if verdict.limit is None else "per-task limit",
-        documents=documents,
-        planned=documents + verdict.documents_left,
-        needed=verdict.documents_needed,
-        comparisons=questions if deviates else 1,
-    ).sentence()
-    if verdict.candidates > 1:
-        sentence += f". Choosing the best parent adds up to {verdict.selection_bias:.1f} points to the drop"
-    return sentence
+def note_repeated_documents(evidence: GuardEvidence, verdict: GuardVerdict) -> Iterator[GateFinding]:
+    """Yield a note with the number of independent documents of a guard, if some documents repeat others."""
+    if evidence.units is not None:
+        n, distinct = len(evidence.units), len(set(evidence.units))
+        yield GateFinding(
+            kind="duplicates",
+            outcome="pass",
+            reason=f"{verdict.task}: {n - distinct:,} of {n:,} documents repeat the prompt of another document, so the "
+            f"interval counts {distinct:,} independent documents",
+        )
+
+
+# The checks of a guard, in the order of their findings.
+_CHECKS: tuple[Callable[[GuardEvidence, GuardVerdict], Iterable[GateFinding]], ...] = (
+    find_alarms,
+    check_prompts,  # before the reference, because it explains a score at chance
+    check_reference,
+    note_detectable_drop,
+    check_cut_answers,
+    check_lengths,
+    note_repeated_documents,
+)

@@ -23,20 +23,12 @@ from typing import NamedTuple
 from mergegate.merge_core.architecture import TaskForm
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.wording import format_count
-from mergegate.tasks.evaluation import (
-    SCORES_FILE,
-    DocumentScore,
-    PairedScores,
-    Scores,
-    choose_metrics,
-    form_of_metric,
-    read_document_scores,
-)
-from mergegate.tasks.gate.evidence import GateFinding, GuardEvidence, GuardVerdict, measure_guard
-from mergegate.tasks.gate.sentences import UNSAFE
+from mergegate.tasks.evaluation import DocumentScore, PairedScores, Scores, form_of_metric
+from mergegate.tasks.gate.evidence import GuardEvidence, measure_guard, stored_rows
 from mergegate.tasks.gate.sequential import chance_to_decide
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.statistics import normal_quantile
+from mergegate.tasks.gate.verdicts import UNSAFE, GateFinding, GuardVerdict
 from mergegate.tasks.store import Artifact
 
 MAX_CUT_SHARE = 0.01  # Largest share of documents with a truncated prompt that a guard accepts.
@@ -123,19 +115,13 @@ def known_reference_strength(
 
     Return None if fewer than 2 documents have a score by the metric of the guard.
     """
-    # The stored parts of a task may overlap.
-    stored = {
-        (row.task, row.doc_id, row.metric): row
-        for part in parts
-        for row in read_document_scores(part.directory / SCORES_FILE)
-    }
+    if not (rows := stored_rows(guard, parts)):
+        return None
+    keys, scores = tuple((row.task, row.doc_id) for row in rows), tuple(row.outcome for row in rows)
+    clusters, pairs = tuple(row.cluster for row in rows), tuple((row, row) for row in rows)
+    paired = PairedScores(keys, scores, scores, clusters, pairs)
     try:
-        metrics = choose_metrics(stored.values(), guard.metric, guard.task)
-        rows = tuple(metrics.select(stored.values()))
-        keys, scores = tuple((row.task, row.doc_id) for row in rows), tuple(row.outcome for row in rows)
-        clusters, pairs = tuple(row.cluster for row in rows), tuple((row, row) for row in rows)
-        paired = PairedScores(keys, scores, scores, clusters, pairs)
-        evidence = measure_guard(guard, metrics.label, paired, metrics.higher_is_better)
+        evidence = measure_guard(guard, rows[0].metric, paired, rows[0].higher_is_better)
     except InvalidInput:  # The gate reports this error.
         return None
     known = reference_strength(evidence, confidence, confidence)

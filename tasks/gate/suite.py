@@ -25,57 +25,16 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
 from mergegate.merge_core.errors import Finding, InvalidInput
 from mergegate.merge_core.wording import format_count
 from mergegate.tasks.gate.cut_answers import answer_cases, count_extensible, describe_remedy
-from mergegate.tasks.gate.evidence import CutAnswers, GuardEvidence, Points
+from mergegate.tasks.gate.evidence import GuardEvidence, Points
 from mergegate.tasks.gate.regression import decide_guard
-from mergegate.tasks.gate.sentences import UNSAFE, JudgedDrop
 from mergegate.tasks.gate.sequential import InterimLook, chance_to_decide, look_levels
 from mergegate.tasks.gate.settings import ANCHOR, Guard
 from mergegate.tasks.gate.statistics import POWER, normal_quantile
-from mergegate.tasks.stage import Outcome
-
-
-class PooledDrop(BaseModel):
-    """Likely drop of a task, estimated from its documents and from the other tasks (see ``pooled_drops``)."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    task: str
-    drop: float  # Points.
-    pooled: float  # Points, shrunk toward the mean of the suite.
-
-
-class SuiteVerdict(BaseModel):
-    """Verdict on the mean drop over all tasks. Differences are in points and positive if the merge is worse."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    tasks: int
-    reference: str  # Name of the reference model, or 'their references' if there are several.
-    documents: int
-    drop: float  # Weighted mean over tasks.
-    low: float  # Bounds of ``drop``; each holds over all looks with the one-sided ``confidence``.
-    high: float
-    confidence: float
-    max_drop: float  # Weighted mean over tasks.
-    margin: float
-    outcome: Outcome  # Outcome of the mean alone.
-    reason: str
-    detectable_drop: float  # Smallest true mean drop that these documents show with power 0.8.
-    documents_needed: int | None = None  # Documents that would decide if the true drop is as observed; None if unknown.
-    chance_left: float | None = None  # Chance that the remaining documents decide; None if nothing is left to decide.
-    look: InterimLook | None = None
-    pooled: tuple[PooledDrop, ...] = ()
-    cut_answers: CutAnswers | None = None  # None: no answer was cut off, or its end is certain.
-
-    @property
-    def word(self) -> str:
-        """Verdict in a word: ``pass``, ``fail`` or ``inconclusive``."""
-        return self.outcome
+from mergegate.tasks.gate.verdicts import UNSAFE, CutAnswers, PooledDrop, SuiteVerdict, drop_sentence
 
 
 class TaskDrop(NamedTuple):
@@ -191,7 +150,7 @@ def _judge_measured(guard_evidence: Sequence[GuardEvidence], confidence: float) 
             "chance_left": _chance_left(guard_evidence, verdict, error),
         }
         verdict = verdict.model_copy(update=update)
-    return verdict.model_copy(update={"reason": _sentence(verdict, sum(planned[-1].values()))})
+    return verdict.model_copy(update={"reason": drop_sentence(verdict, sum(planned[-1].values()))})
 
 
 def suite_information(guard_evidence: Sequence[GuardEvidence]) -> tuple[float, ...]:
@@ -304,21 +263,3 @@ def _chance_left(guard_evidence: Sequence[GuardEvidence], verdict: SuiteVerdict,
 
 def _format_counts(documents: dict[str, int]) -> str:
     return ", ".join(f"{task} {n:,}" for task, n in documents.items())
-
-
-def _sentence(verdict: SuiteVerdict, planned_documents: int) -> str:
-    """Return the verdict as a sentence (see ``tasks.gate.sentences``)."""
-    return JudgedDrop(
-        subject=f"the mean of {format_count(verdict.tasks, 'task')}",
-        reference=verdict.reference,
-        drop=verdict.drop,
-        low=verdict.low,
-        high=verdict.high,
-        outcome=verdict.outcome,
-        max_drop=verdict.max_drop,
-        bound=verdict.margin,
-        setting="mean margin",
-        documents=verdict.documents,
-        planned=planned_documents,
-        needed=verdict.documents_needed,
-    ).sentence()

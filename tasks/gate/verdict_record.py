@@ -27,7 +27,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.evaluation import SCORES_FILE, Scores, join_parts, read_document_scores, write_document_scores
-from mergegate.tasks.gate.stage import GateInputs, GateVerdict, gate
+from mergegate.tasks.gate.stage import GateInputs, gate
+from mergegate.tasks.gate.verdicts import GateVerdict
 from mergegate.tasks.perplexity import LIKELIHOODS_FILE, Likelihoods, read_documents, sum_documents, write_documents
 from mergegate.tasks.stage import Outcome, StageValue, Verdict, combine_verdicts, stage, versions
 from mergegate.tasks.store import Artifact, canonical

@@ -9,11 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
-from mergegate.tasks.gate.drift import DriftVerdict
-from mergegate.tasks.gate.evidence import GuardVerdict
-from mergegate.tasks.gate.sentences import JudgedDrop
-from mergegate.tasks.gate.stage import GateVerdict
-from mergegate.tasks.gate.suite import SuiteVerdict
+from mergegate.tasks.gate.verdicts import DriftVerdict, GateVerdict, GuardVerdict, SuiteVerdict, drop_sentence
 from mergegate.tasks.perplexity.stage import Likelihoods
 from mergegate.tasks.report import RunRecord, RunScore
 from mergegate.tasks.report.content import ReportContent, ReportedModel
@@ -88,11 +84,10 @@ def guard(
 ) -> GuardVerdict:
     """Return a guard's verdict. ``scores`` are those of the reference and of the merge."""
     margin = 2 if task == "sorting" else 3
-    judged = JudgedDrop(task, reference, *drop, outcome, 3, margin, "margin", n, n)
     measured = {"reference_score": scores[0], "merge_score": scores[1], "n": n, "margin": margin}
     measured |= dict(zip(("drop", "low", "high"), drop, strict=True))
-    reason = judged.sentence()
-    return build(GuardVerdict, task=task, reference=reference, outcome=outcome, reason=reason, **measured)
+    verdict = build(GuardVerdict, task=task, reference=reference, outcome=outcome, reason="", **measured)
+    return update(verdict, reason=drop_sentence(verdict, n))
 
 
 def suite(reference: str, drop: Bounds) -> SuiteVerdict:

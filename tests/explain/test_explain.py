@@ -26,8 +26,7 @@ from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.evaluation.task_loading import document_texts
 from mergegate.tasks.explain.stage import FLIPS, TABLE, Explanation, Flips, explain, explain_merge, flips
-from mergegate.tasks.gate.evidence import GuardVerdict
-from mergegate.tasks.gate.stage import GateVerdict
+from mergegate.tasks.gate.verdicts import GateVerdict, GuardVerdict
 from mergegate.tasks.store.store import Artifact
 
 METRIC = "acc,none"

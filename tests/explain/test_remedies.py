@@ -26,9 +26,7 @@ from mergegate.tasks.explain.remedies import (
     suggest_remedies,
 )
 from mergegate.tasks.explain.stage import named_base
-from mergegate.tasks.gate.drift import DriftVerdict
-from mergegate.tasks.gate.evidence import GuardVerdict
-from mergegate.tasks.gate.stage import GateVerdict
+from mergegate.tasks.gate.verdicts import DriftVerdict, GateVerdict, GuardVerdict
 from mergegate.tasks.stage import Outcome
 
 

@@ -24,7 +24,7 @@ from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.evaluation.task_definition import EvalTask
 from mergegate.tasks.gate.settings import CHAMPION, GateRule, Guard
-from mergegate.tasks.gate.stage import GateVerdict
+from mergegate.tasks.gate.verdicts import GateVerdict
 from mergegate.tasks.merge.weight_comparison import CopiedParent
 from mergegate.tasks.preflight import Evidence, power_forecast
 from mergegate.tasks.report import gate_notes

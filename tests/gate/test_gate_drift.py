@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from samples import sampled
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.gate.drift import DriftVerdict, ModelLikelihoods, drift_findings, judge_drift
+from mergegate.tasks.gate.drift import ModelLikelihoods, drift_findings, judge_drift
 from mergegate.tasks.gate.stage import gate_verdict
+from mergegate.tasks.gate.verdicts import DriftVerdict
 from mergegate.tasks.perplexity.settings import DriftLimits
 from mergegate.tasks.perplexity.text import DistinctDocuments, HeldOutDocument
 

@@ -15,13 +15,13 @@ from scipy import stats
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation.document_order import interim_looks
-from mergegate.tasks.gate.alpha_spending import anchor_confidence, count_refusals, record_refusal
-from mergegate.tasks.gate.evidence import GuardVerdict
+from mergegate.tasks.gate.earlier_runs import anchor_confidence, count_refusals, record_refusal
 from mergegate.tasks.gate.regression import decide_guard, judge_guards
 from mergegate.tasks.gate.sequential import InterimLook, plan_looks
 from mergegate.tasks.gate.settings import Guard
 from mergegate.tasks.gate.stage import gate_verdict, undecided_tasks
 from mergegate.tasks.gate.statistics import binary_difference
+from mergegate.tasks.gate.verdicts import GuardVerdict
 from mergegate.tasks.stage import home as home_of
 
 PLAN = (500, 1000, 1319)

@@ -14,10 +14,13 @@ from samples import sampled
 
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.stage import Scores
-from mergegate.tasks.gate.discordance import PastGuardOutcome, estimate_discordance, find_past_discordance
+from mergegate.tasks.gate.evidence import GatePlan
 from mergegate.tasks.gate.power import (
+    PastGuardOutcome,
     PlannedTask,
     draw,
+    estimate_discordance,
+    find_past_discordance,
     gate_power,
     order_by_information,
     passing_merges,
@@ -28,7 +31,7 @@ from mergegate.tasks.gate.power import (
 from mergegate.tasks.gate.regression import judge_guards
 from mergegate.tasks.gate.sequential import chance_to_decide
 from mergegate.tasks.gate.settings import GateRule, Guard
-from mergegate.tasks.gate.stage import GatePlan, cannot_pass, gate
+from mergegate.tasks.gate.stage import cannot_pass, gate
 from mergegate.tasks.gate.suite import judge_suite
 from mergegate.tasks.store import Artifact
 

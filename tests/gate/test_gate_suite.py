@@ -18,9 +18,10 @@ from mergegate.tasks.gate.references import comparable_parents, with_anchor
 from mergegate.tasks.gate.regression import decide_task, judge_guards
 from mergegate.tasks.gate.sequential import look_levels
 from mergegate.tasks.gate.settings import ANCHOR, CHAMPION, EvaluateSettings, GateRule, Guard
-from mergegate.tasks.gate.stage import GateVerdict, undecided_tasks
+from mergegate.tasks.gate.stage import undecided_tasks
 from mergegate.tasks.gate.statistics import binary_difference
 from mergegate.tasks.gate.suite import TaskDrop, judge_suite, mean_drop, pooled_drops, reference_findings
+from mergegate.tasks.gate.verdicts import GateVerdict
 
 
 def evidence(

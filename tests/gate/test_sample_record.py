@@ -88,7 +88,7 @@ def test_a_damaged_record_counts_as_missing(garbage: bytes) -> None:
     judge("m1")
     (record,) = (home_of() / "samples").glob("*.json")
     record.write_bytes(garbage)
-    assert [damage.path for damage in gate.damaged_sample_records()] == [record]
+    assert [damage.path for damage in gate.damaged_records()] == [record]
     assert judge("m2") == 500
 
 

@@ -21,8 +21,9 @@ from samples import sampled
 from mergegate.merge_core.errors import Refused
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.gate import EVIDENCE_RECORD, EVIDENCE_TABLES, RecordedEvidence, VerdictRecord, verdict_record
+from mergegate.tasks.gate.evidence import GatePlan
 from mergegate.tasks.gate.settings import GateRule, Guard
-from mergegate.tasks.gate.stage import GateInputs, GatePlan, gate
+from mergegate.tasks.gate.stage import GateInputs, gate
 from mergegate.tasks.gate.verdict_record import (
     OUTCOMES,
     compare_verdicts,

@@ -22,9 +22,11 @@ from mergegate.tasks.checkpoints.pin import PinnedCheckpoint, PinnedRecipe
 from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import Scores, TaskScore
 from mergegate.tasks.evaluation.task_data import DataSource, TaskData
+from mergegate.tasks.gate.evidence import GatePlan
 from mergegate.tasks.gate.settings import GateRule
-from mergegate.tasks.gate.stage import GateInputs, GatePlan, GateVerdict
+from mergegate.tasks.gate.stage import GateInputs
 from mergegate.tasks.gate.verdict_record import EVIDENCE_RECORD, RecordedEvidence, record_evidence, verdict_record
+from mergegate.tasks.gate.verdicts import GateVerdict
 from mergegate.tasks.merge import MergeSummary, Numerics
 from mergegate.tasks.preflight.licenses.algebra import combine_licenses
 from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
@@ -35,7 +37,6 @@ from mergegate.tasks.publish import PassedVariant, ReleaseParts, VariantParts, p
 from mergegate.tasks.publish.content import FACTS, SUMS, ReleaseFile, checksums_text, content_version, written_file
 from mergegate.tasks.publish.documents.card_metadata import BENCHMARKS
 from mergegate.tasks.publish.documents.facts import DocumentFacts, MergeRelease, read_facts
-from mergegate.tasks.publish.stage import ReleaseParts, publish
 from mergegate.tasks.publish.targets.contract import PublishTarget, Release
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 from mergegate.tasks.publish.targets.hub import HubTarget

@@ -25,8 +25,9 @@ from samples import sampled
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.results import find_results, read_task
+from mergegate.tasks.gate.evidence import GatePlan
 from mergegate.tasks.gate.settings import GateRule, Guard
-from mergegate.tasks.gate.stage import GateInputs, GatePlan, gate
+from mergegate.tasks.gate.stage import GateInputs, gate
 from mergegate.tasks.gate.verdict_record import OUTCOMES, record_evidence, verdict_record
 from mergegate.tasks.perplexity.settings import DriftLimits
 from mergegate.tasks.publish.releases import VerifiedRelease, check_release, inspect_logs, read_release_results

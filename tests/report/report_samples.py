@@ -24,7 +24,7 @@ from mergegate.tasks.evaluation.settings import Scoring
 from mergegate.tasks.evaluation.stage import Scores
 from mergegate.tasks.explain.remedies import Remedy
 from mergegate.tasks.explain.stage import Explanation, Flip, Flips, LostDocuments
-from mergegate.tasks.gate.stage import GateVerdict
+from mergegate.tasks.gate.verdicts import GateVerdict
 from mergegate.tasks.judge import JudgeVerdict
 from mergegate.tasks.perplexity.measurement import WindowSettings
 from mergegate.tasks.perplexity.stage import Likelihoods

@@ -18,8 +18,7 @@ from pages import HOSTILE, Page, page_of, sketch_of
 from samples import sampled
 
 from mergegate.tasks.evaluation.task_data import DataSource, TaskData
-from mergegate.tasks.gate.drift import StratumDrift
-from mergegate.tasks.gate.evidence import GateFinding
+from mergegate.tasks.gate.verdicts import GateFinding, StratumDrift
 from mergegate.tasks.report.content import ReportContent
 from mergegate.tasks.report.page import add_stages, marked_answers, render
 from mergegate.tasks.report.plots import guards_plot

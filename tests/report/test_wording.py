@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mergegate.merge_core.wording import format_bytes, format_short_time
-from mergegate.tasks.gate.evidence import GateFinding
+from mergegate.tasks.gate.verdicts import GateFinding
 from mergegate.tasks.report import wording
 
 

@@ -1,20 +1,30 @@
-"""Record which documents have judged which merge, so that the next merge is judged on others.
+"""Record what judged earlier merges, so that later runs allow for it: documents, and refusals of an anchor.
 
-A release was selected because it was good on certain documents, so its score on them is too high. A merge that is
-equally good is blocked more and more often if the documents never change: each release was the luckiest one so far, and
-a lucky release stays for long. mergegate therefore judges each new merge on the next sample of a task, which starts
-where the last one ended. The same merge is always judged on the same sample, so repeating a run changes nothing.
+**Documents.** A release was selected because it was good on certain documents, so its score on them is too high. A
+merge that is equally good is blocked more and more often if the documents never change: each release was the luckiest
+one so far, and a lucky release stays for long. mergegate therefore judges each new merge on the next sample of a task,
+which starts where the last one ended. The same merge is always judged on the same sample, so repeating a run changes
+nothing.
 
-Each task has a file under the project's home directory. On another machine, or in a new home directory, the sample
-after a release starts behind the documents that its provenance names.
+**Anchor.** An anchor is a release that stays the same over many runs. All runs together may lose no more against it
+than one run may. They compare with the anchor on the same documents, so a team that retries until a merge passes
+selects that merge by these documents: at 95 % each time, a hundred runs that lose half a point each end 5 to 17 points
+below the anchor. mergegate therefore counts refusals and spends only a part of the allowed error ``alpha`` on each
+comparison. A merge that passes does not count::
+
+    alpha / ((refusals + 1) * (refusals + 2))         1/2, 1/6, 1/12, … of alpha, which sum to alpha
+
+Each task and each anchor has a file under the project's home directory. On another machine, or in a new home directory,
+the sample after a release starts behind the documents that its provenance names, and refusals are counted from zero.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 from pathlib import Path
+from typing import TypeVar
 
 from pydantic import Field
 
@@ -28,6 +38,8 @@ from mergegate.tasks.store import Artifact, digest
 
 WORN = 10.0  # merges per document above which equally good merges are blocked noticeably more often
 _MAX_ENTRIES = 1000
+
+T = TypeVar("T")
 
 
 class JudgedSample(SampleUse):
@@ -48,17 +60,12 @@ def read_samples(task: EvalTask, seed: int) -> tuple[JudgedSample, ...]:
 
     A damaged record is set aside, and the result is empty.
     """
-    record = _record_path(task, seed)
-    samples = read_state(record, _parse_samples)
-    if isinstance(samples, Damaged):
-        set_aside_damaged(record, samples.reason)
-        return ()
-    return samples or ()
+    return _read_record(_sample_record(task, seed), _parse_samples) or ()
 
 
 def record_sample(task: EvalTask, seed: int, sample: JudgedSample) -> None:
     """Record the documents that judged a merge. A merge that is judged again replaces its entry."""
-    record = _record_path(task, seed)
+    record = _sample_record(task, seed)
     state_directory(record.parent, private=True)
     with hold_lock(record.parent):
         before = read_samples(task, seed)
@@ -166,17 +173,59 @@ def wear_findings(
     return lines, warnings
 
 
-def damaged_sample_records() -> list[Damaged]:
-    """Return the records of samples that cannot be read. The uses of their documents are counted from zero again."""
-    states = (read_state(record, _parse_samples) for record in sorted((home() / "samples").glob("*.json")))
+def anchor_confidence(confidence: float, refusals: int) -> float:
+    """Return the one-sided confidence for comparing with an anchor that has refused ``refusals`` merges."""
+    return 1 - (1 - confidence) / ((refusals + 1) * (refusals + 2))
+
+
+def count_refusals(anchor: str, except_merge: str = "") -> int:
+    """Return the number of merges that the anchor with the digest ``anchor`` has refused.
+
+    The merge with the digest ``except_merge`` does not count, for a merge that is judged again. A damaged record is set
+    aside, and counting starts from zero.
+    """
+    return len((_read_record(_anchor_record(anchor), _parse_digests) or set()) - {except_merge})
+
+
+def record_refusal(anchor: str, merge: str) -> None:
+    """Record the digest of a merge that the anchor refused. Recording the same merge again changes nothing."""
+    record = _anchor_record(anchor)
+    state_directory(record.parent, private=True)
+    with hold_lock(record.parent):
+        refused = _read_record(record, _parse_digests) or set()
+        if merge not in refused:
+            write_state(record, json.dumps(sorted({*refused, merge}), indent=1).encode())
+
+
+def damaged_records() -> list[Damaged]:
+    """Return the records of anchors and samples that cannot be read. What they counted is counted from zero again."""
+    parsers: dict[str, Callable[[bytes], object]] = {"anchors": _parse_digests, "samples": _parse_samples}
+    states = (
+        read_state(record, parse)
+        for folder, parse in parsers.items()
+        for record in sorted((home() / folder).glob("*.json"))
+    )
     return [damage for damage in states if isinstance(damage, Damaged)]
 
 
-def _record_path(task: EvalTask, seed: int) -> Path:
+def _sample_record(task: EvalTask, seed: int) -> Path:
     # Prompts and the size of the first look do not affect the order of documents.
     pinned = digest({"task": task.in_lm_eval, "digest": task.digest, "data": task.data_digest, "seed": seed})
     only = digest(task.only)[:8] if task.only else "all"
     return home() / "samples" / f"{pinned[:24]}-{only}.json"
+
+
+def _anchor_record(anchor: str) -> Path:
+    return home() / "anchors" / f"{anchor[:32]}.json"
+
+
+def _read_record(record: Path, parse: Callable[[bytes], T]) -> T | None:
+    """Return the parsed content of a record, or None if it does not exist or is damaged."""
+    content = read_state(record, parse)
+    if isinstance(content, Damaged):
+        set_aside_damaged(record, content.reason)
+        return None
+    return content
 
 
 def _parse_samples(content: bytes) -> tuple[JudgedSample, ...]:
@@ -184,3 +233,10 @@ def _parse_samples(content: bytes) -> tuple[JudgedSample, ...]:
     if not isinstance(entries, list):
         raise ValueError("the content is not a list of samples")
     return tuple(JudgedSample.model_validate(entry) for entry in entries)
+
+
+def _parse_digests(content: bytes) -> set[str]:
+    digests = json.loads(content)
+    if not isinstance(digests, list) or not all(isinstance(digest, str) for digest in digests):
+        raise ValueError("the content is not a list of digests")
+    return set(digests)
