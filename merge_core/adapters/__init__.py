@@ -5,9 +5,15 @@
 
 from mergegate.merge_core.adapters.adapter import Adapter, adapter_files, is_adapter, is_own_text, open_adapter
 from mergegate.merge_core.adapters.application import apply_adapter
-from mergegate.merge_core.adapters.arithmetic import CombinedSize, combined_size
-from mergegate.merge_core.adapters.combination import Combined, NewAdapter, changes_of, combine_adapters, write_adapter
+from mergegate.merge_core.adapters.combination import (
+    Combined,
+    CombinedSize,
+    changes_of,
+    combine_adapters,
+    combined_size,
+)
 from mergegate.merge_core.adapters.configuration import CONFIG_FILE
 from mergegate.merge_core.adapters.extraction import Extracted, ExtractionSettings, extract_adapter
 from mergegate.merge_core.adapters.names import ExpertSlice, StoredNames
+from mergegate.merge_core.adapters.output import NewAdapter, write_adapter
 from mergegate.merge_core.adapters.tensors import AdapterOwnTensor

@@ -1,4 +1,4 @@
-"""Combine adapters on one base into one that PEFT can read, by applying the recipe's method to their changes.
+"""Combine adapters on one base into one, by applying the recipe's method to their changes.
 
 A task-vector method merges ``base + Δ₁`` and ``base + Δ₂`` into ``base + Δ``, and ``Δ`` is the result of the same
 method for ``Δ₁`` and ``Δ₂`` over a base of zeros. So the engine merges the changes like checkpoints, and the result is
@@ -7,33 +7,27 @@ truncated to the requested rank. A plain sum needs no such merge, because stacke
 
 Full tensors of adapters (norms, biases) are merged directly and become full tensors of the result. All other changes
 (DoRA, experts) are refused with the name of the tensor.
-
-The configuration names every module by its full path, because a short name such as ``up_proj`` would also match modules
-that were not adapted.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mergegate.merge_core.adapters.adapter import PREFIX, WEIGHTS_FILE, Adapter
+from mergegate.merge_core.adapters.adapter import PREFIX, Adapter
 from mergegate.merge_core.adapters.application import apply_adapter
 from mergegate.merge_core.adapters.arithmetic import LowRankChange, factor_change, factor_sum, read_tensor
-from mergegate.merge_core.adapters.configuration import CONFIG_FILE
 from mergegate.merge_core.adapters.extraction import ModuleError, opened_files
 from mergegate.merge_core.adapters.names import StoredNames, split_stored
+from mergegate.merge_core.adapters.output import NewAdapter, task_type
 from mergegate.merge_core.adapters.tensors import AdaptedBias, AdaptedWeight, AdapterOwnTensor
-from mergegate.merge_core.architecture import kind_of
 from mergegate.merge_core.checkpoint import (
     BY_CODE,
     BY_TORCH_NAME,
@@ -44,7 +38,6 @@ from mergegate.merge_core.checkpoint import (
     ReadStored,
     StoredTensor,
     open_checkpoint,
-    render_header,
 )
 from mergegate.merge_core.engine import merge_weights
 from mergegate.merge_core.errors import InvalidInput
@@ -312,93 +305,63 @@ def format_of_factors(recipe: Recipe) -> torch.dtype:
     return getattr(torch, dtype.torch_name) if dtype else torch.float32
 
 
-# PEFT's task for each class that loads a base model. Classifiers have none, because PEFT would require that the adapter
-# contains a new head.
-_TASKS = {
-    "AutoModelForCausalLM": "CAUSAL_LM",
-    "AutoModelForSeq2SeqLM": "SEQ_2_SEQ_LM",
-    "AutoModel": "FEATURE_EXTRACTION",
-    "SentenceTransformer": "FEATURE_EXTRACTION",
-}
-
-
-def task_type(base: Checkpoint) -> str | None:
-    """Return the ``task_type`` of an adapter of ``base``, or None if PEFT needs none for this kind of model."""
-    return _TASKS.get(kind_of(base).loader)
+_CHANGE_BYTES = 4  # Bytes per element of a change that is stored as a full matrix.
 
 
 @dataclass(frozen=True)
-class NewAdapter:
-    """An adapter to write. The product of its factors needs no scale, so alpha equals the rank.
+class CombinedSize:
+    """Estimated size of a combined adapter, and cost of combining it.
 
     Args:
-        base: Name or path of the base model (``base_model_name_or_path``).
-        factors: Factors ``A [rank, in]`` and ``B [out, rank]`` of linear layers by module.
-        embeddings: Factors ``A [rank, rows]`` and ``B [width, rank]`` of embeddings by module.
-        biases: Full biases of modules with factors, by module.
-        full_tensors: Full tensors of modules without factors, by module and last part of the name.
-        transposed: Whether the adapted weights are stored as ``[in, out]`` (``fan_in_fan_out``).
-        task: ``task_type``, by which PEFT selects its class. None: the class for models of any task.
+        tensors: Number of tensors in the combined adapter.
+        parameters: Maximum number of parameters in the combined adapter. Changes of a smaller rank need fewer.
+        nbytes: Maximum size of the combined adapter's tensors in bytes.
+        read: Size of all input adapters in bytes.
+        files: Number of files of the input adapters.
+        scratch: Temporary disk space for changes as full matrices, in bytes. 0 for a plain sum.
+        largest: Number of elements of the largest change.
     """
 
-    base: str
-    factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]]
-    embeddings: Mapping[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
-    biases: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    full_tensors: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
-    transposed: bool = False
-    task: str | None = "CAUSAL_LM"
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the adapter by their names in the file."""
-        tensors: dict[str, torch.Tensor] = {}
-        for module, (a, b) in self.factors.items():
-            tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
-        for module, (a, b) in self.embeddings.items():
-            tensors |= {f"{module}.lora_embedding_A": a, f"{module}.lora_embedding_B": b}
-        tensors |= {f"{module}.base_layer.bias": bias for module, bias in self.biases.items()}
-        for module, by_leaf in self.full_tensors.items():
-            tensors |= {f"{module}.{leaf}": tensor for leaf, tensor in by_leaf.items()}
-        return {f"{PREFIX}{name}": tensor.contiguous() for name, tensor in sorted(tensors.items())}
-
-    def configuration(self) -> dict[str, Any]:
-        """Return the content of ``adapter_config.json`` for this adapter."""
-        ranks = {module: len(a) for module, (a, _) in sorted({**self.factors, **self.embeddings}.items())}
-        rank = max(ranks.values(), default=1)
-        # PEFT interprets a pattern as a regular expression that matches complete trailing parts of the module's name.
-        smaller = {re.escape(module): module_rank for module, module_rank in ranks.items() if module_rank != rank}
-        return {
-            "peft_type": "LORA",
-            "task_type": self.task,
-            "base_model_name_or_path": self.base,
-            "r": rank,
-            "lora_alpha": rank,
-            "rank_pattern": smaller,
-            "alpha_pattern": smaller,
-            "target_modules": list(ranks),
-            "modules_to_save": sorted(self.full_tensors) or None,
-            "bias": "lora_only" if self.biases else "none",
-            "fan_in_fan_out": self.transposed,
-            "init_lora_weights": True,
-            "inference_mode": True,
-            "lora_dropout": 0.0,
-            "use_rslora": False,
-            "use_dora": False,
-        }
+    tensors: int
+    parameters: int
+    nbytes: int
+    read: int
+    files: int
+    scratch: int
+    largest: int
 
 
-def write_adapter(adapter: NewAdapter, out: Path) -> None:
-    """Write ``adapter`` into the directory ``out``, with its configuration last."""
-    import torch
+def combined_size(recipe: Recipe, base: Checkpoint, adapters: Mapping[str, Adapter]) -> CombinedSize:
+    """Estimate the result of ``combine_adapters`` with the same arguments, without reading weights.
 
-    out.mkdir(parents=True, exist_ok=True)
-    tensors = adapter.tensors()
-    header = [
-        (name, BY_TORCH_NAME[str(tensor.dtype).removeprefix("torch.")].code, tuple(tensor.shape), tensor.nbytes)
-        for name, tensor in tensors.items()
-    ]
-    with (out / WEIGHTS_FILE).open("wb") as file:
-        file.write(render_header(header, {"format": "pt"}))
-        for tensor in tensors.values():
-            file.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    (out / CONFIG_FILE).write_text(json.dumps(adapter.configuration(), indent=1, sort_keys=True) + "\n")
+    Raises:
+        InvalidInput: The headers show that ``combine_adapters`` would fail.
+    """
+    assert recipe.output is not None  # Guaranteed by the caller.
+    parts = {ref: changes_of(ref, base, adapter, is_local=False) for ref, adapter in adapters.items()}
+    # A model that the recipe lists twice counts twice.
+    merged = [str(source.model) for source in recipe.modules[0].slices[0].sources if str(source.model) in parts]
+    ranks: dict[str, int] = {}
+    for ref in merged:
+        for name, change in parts[ref][0].items():
+            ranks[name] = ranks.get(name, 0) + change.a.shape[0]
+    max_rank, numbers = recipe.output.rank, 0
+    for name, total_rank in ranks.items():
+        rows, columns = base.tensors[name].shape
+        exact = recipe.output.is_sum and (max_rank is None or max_rank >= total_rank)
+        rank = total_rank if exact or max_rank is None else min(max_rank, rows, columns)
+        numbers += rank * (rows + columns)
+    element_counts = [base.tensors[name].numel for name in ranks]
+    plan = plan_full_tensors(recipe, base, {ref: full_tensors for ref, (_, full_tensors) in parts.items()})
+    outputs = [job.output for job in plan.jobs] if plan else []
+    stored = {id(tensor): tensor for adapter in adapters.values() for tensor in adapter.stored_tensors}
+    width = BY_TORCH_NAME[str(format_of_factors(recipe)).removeprefix("torch.")].size
+    return CombinedSize(
+        tensors=2 * len(ranks) + len(outputs),
+        parameters=numbers + sum(output.numel for output in outputs),
+        nbytes=numbers * width + sum(output.nbytes for output in outputs),
+        read=sum(tensor.nbytes for tensor in stored.values()),
+        files=len({tensor.file for tensor in stored.values()}),
+        scratch=0 if recipe.output.is_sum else _CHANGE_BYTES * sum(element_counts),
+        largest=max(element_counts, default=0),
+    )

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from mergegate.merge_core.adapters.application import is_conv1d
 from mergegate.merge_core.adapters.arithmetic import factor_change, read_tensor
-from mergegate.merge_core.adapters.combination import NewAdapter, task_type
 from mergegate.merge_core.adapters.names import StoredNames, split_stored
+from mergegate.merge_core.adapters.output import NewAdapter, task_type
 from mergegate.merge_core.architecture import (
     is_before_layers,
     is_embedding,
