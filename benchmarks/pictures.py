@@ -2,7 +2,8 @@
 
 ::
 
-    .venv/bin/python benchmarks/pictures.py [--out docs/pictures]          # needs Chromium (Debian: chromium)
+    .venv/bin/python benchmarks/pictures.py             # those of the pages; needs Chromium
+    .venv/bin/python benchmarks/pictures.py --all DIR   # every page in two widths, light and dark, and the terminal
 
 The script runs the demo in a separate directory (one minute), takes screenshots of its output and its pages, and saves
 them as PNG with a palette. The terminal has 80 columns, and the reports show a passed and a refused release. The
@@ -28,13 +29,14 @@ PROFILES = {"passed": "demo", "refused-by-gate": "demo-lopsided", "refused-by-ch
 WIDTHS = (1280, 400)
 TALLEST = 7000  # pixels of a page, before the empty part is cropped
 COLORS = 28
-TOP = 1180  # pixels of a report above the fold
+TOP = 1110  # pixels of a report that the README shows
+PICTURES = PROJECT / "docs" / "pictures"
 
 
 def main() -> None:
     """Take all pictures, or one picture of a run's output (``--terminal``, for a separate process)."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=PROJECT / "docs" / "pictures")
+    parser.add_argument("--all", type=Path, metavar="DIR", help="save the picture of every page in this directory")
     parser.add_argument("--terminal", nargs=2, metavar=("PROFILE", "SVG"))
     parser.add_argument("--shadow", action="store_true", help="only the page of a watched release")
     asked = parser.parse_args()
@@ -44,13 +46,13 @@ def main() -> None:
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     if chromium is None:
         sys.exit("chromium is not installed (Debian: apt-get install chromium)")
-    out = asked.out.absolute()
-    out.mkdir(parents=True, exist_ok=True)
-    photograph_shadow(chromium, out / "shadow.png")
+    photograph_shadow(chromium, PICTURES / "shadow.png")
     if asked.shadow:
         return
     with tempfile.TemporaryDirectory() as place:
         project = Path(place)
+        out = asked.all.absolute() if asked.all else project / "pictures"
+        out.mkdir(parents=True, exist_ok=True)
         shutil.copytree(PROJECT / "profiles", project / "profiles")
         reports = project / ".mergegate" / "reports"
         for name, profile in PROFILES.items():
@@ -63,8 +65,9 @@ def main() -> None:
                 for dark in (False, True):
                     picture = out / f"report-{name}-{width}-{'dark' if dark else 'light'}.png"
                     photograph(chromium, reports / f"{profile}.html", picture, width, dark=dark)
-        with Image.open(out / "report-passed-1280-light.png") as whole:  # the README shows the top
-            whole.crop((0, 0, whole.width, TOP)).save(out / "report-top.png", optimize=True)
+        for scheme in ("light", "dark"):
+            with Image.open(out / f"report-refused-by-gate-1280-{scheme}.png") as whole:
+                whole.crop((0, 0, whole.width, TOP)).save(PICTURES / f"report-top-{scheme}.png", optimize=True)
         for width in WIDTHS:
             for dark in (False, True):
                 picture = out / f"history-{width}-{'dark' if dark else 'light'}.png"

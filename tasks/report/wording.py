@@ -191,7 +191,7 @@ def _scientific(value: float) -> str:
 
 def title(verdict: GateVerdict) -> str:
     """Return the headline of a verdict: one word."""
-    return {"pass": "Passed", "fail": "Failed", "inconclusive": "Inconclusive"}[verdict.outcome]
+    return {"pass": "Passed", "fail": "Refused", "inconclusive": "Inconclusive"}[verdict.outcome]
 
 
 def consequence(content: ReportContent) -> str:

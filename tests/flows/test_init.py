@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 
 from mergegate.flows.cli.drafts import claimed_tasks
 from mergegate.flows.cli.init import directory_for_new_files, prompt, write_new_files
+from mergegate.flows.profile import profile_schema
 from mergegate.merge_core.errors import InvalidInput
-from tools.reference_pages import generated_pages
+from tools.reference_pages import generated_pages, split_default
 
 TEXTS = {
     "base": ["the cat sat on the mat", "rain falls on the hills and the rivers rise", "bread is baked in the morning"],
@@ -236,6 +237,20 @@ def test_schemas_and_the_reference_are_those_of_the_types() -> None:
     docs = PROFILES.parent / "docs"
     stale = [name for name, text in generated_pages().items() if (docs / name).read_text(encoding="utf-8") != text]
     assert not stale, "stale: make reference"
+
+
+def test_a_printed_default_is_that_of_the_schema() -> None:
+    schema = profile_schema()
+    for kind in (schema, *schema["$defs"].values()):
+        for key, value in kind.get("properties", {}).items():
+            raw, printed = value.get("default"), split_default(value)[1].partition(",")[0].strip("`")
+            if not raw or isinstance(raw, (dict, list)):
+                continue
+            if isinstance(raw, str) or raw is True:
+                assert printed == str(raw).replace("True", "true"), key
+            else:
+                number, _, unit = printed.replace("%", " %").partition(" ")
+                assert float(number) * {"%": 0.01, "GiB": 2**30, "": 1}[unit] == pytest.approx(raw), key
 
 
 @pytest.mark.parametrize(("kind", "pattern"), [("profile", "*.yaml"), ("recipe", "demo/recipes/*.yaml")])

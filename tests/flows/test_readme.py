@@ -20,7 +20,7 @@ REPLACED = {
 TRIED = ("Install", "Write a profile")
 SHOWN = ("Example output",)
 TUTORIALS = {page.stem: page for page in sorted((PROJECT / "docs" / "tutorials").glob("*.md"))}
-ELSEWHERE = ("release-quantized-variants",)  # tests/variants/test_variant_release.py follows it in other environments
+EXAMPLES = ("merge-a-training-run", "merge-client-rounds")  # how-tos with a section "Try it"
 
 
 @pytest.mark.proof
@@ -41,12 +41,13 @@ def test_no_block_of_it_is_left_out() -> None:
     assert tried == blocks_of(README)
 
 
-@pytest.mark.parametrize("name", [name for name in TUTORIALS if name not in ELSEWHERE])
+@pytest.mark.parametrize("name", [*TUTORIALS, *EXAMPLES])
 @pytest.mark.proof  # every documented command is parsed by test_documented_commands.py, and the README is followed
 def test_a_tutorial_works_as_written(name: str, tmp_path: Path) -> None:
     port = str(free_port())  # of the page that starts a server
     user = reader(tmp_path, {"mergegate server": f"mergegate server --port {port}"})
-    user.follow(blocks_of(TUTORIALS[name]), f"{name}.md")
+    how_to = PROJECT / "docs" / "how-to" / f"{name}.md"
+    user.follow(blocks_of(how_to, "Try it") if name in EXAMPLES else blocks_of(TUTORIALS[name]), f"{name}.md")
 
 
 @pytest.mark.parametrize("name", TUTORIALS)

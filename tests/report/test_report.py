@@ -81,7 +81,7 @@ def test_the_report_page_has_no_scripts_or_external_resources(content: ReportCon
 
 
 def test_the_verdict_comes_first_with_its_reason() -> None:
-    for content, word in ((samples.released(), "Passed"), (samples.refused(), "Failed")):
+    for content, word in ((samples.released(), "Passed"), (samples.refused(), "Refused")):
         page = Page(sketch_of(content))
         assert word in "".join(page.texts["h1"])
         assert page.text.index(word) < page.text.index("Guards")

@@ -187,7 +187,7 @@ def test_a_variant_with_many_guards_shows_its_largest_drops_in_the_plot() -> Non
 def test_a_failed_required_variant_refuses_the_release_and_the_page_says_what_to_do() -> None:
     content = samples.quantized(required=True)
     page = text_of(sketch_of(content))
-    assert f"Failed variant Q4_K_M: {LOST}. The merge will not be published." in page
+    assert f"Refused variant Q4_K_M: {LOST}. The merge will not be published." in page
     assert "2 quantized variants would have been published: Q8_0 and FP8_DYNAMIC." in page
     assert "✗ fail refuses the release" in page
     assert recommended_action(content) == (

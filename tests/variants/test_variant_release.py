@@ -545,6 +545,6 @@ def require_whole_releases(project: Project) -> None:
 @pytest.mark.proof  # two minutes; other tests release with the real quantizers
 @pytest.mark.variants
 @pytest.mark.usefixtures("gguf_python", "quantize_python")
-def test_the_tutorial_about_variants_works_as_written(tmp_path: Path) -> None:
+def test_the_example_of_variants_works_as_written(tmp_path: Path) -> None:
     user = reader(tmp_path, {"~/mergegate": str(ROOT)})
-    user.follow(blocks_of(ROOT / "docs" / "tutorials" / "release-quantized-variants.md"), "the tutorial")
+    user.follow(blocks_of(ROOT / "docs/how-to/release-quantized-variants.md", "Try it"), "the how-to")
