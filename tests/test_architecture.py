@@ -294,8 +294,7 @@ _READERS = {
     "/proc, /sys and devices": "merge_core.system tasks.sandbox.gpu_lock tasks.sandbox.supervision",
     "weights or release files, which were opened or hashed as plain files before": (
         "tasks.publish.content tasks.publish.public_names "
-        "tasks.publish.targets.oci tasks.publish.targets.s3_publication "
-        "tasks.serve.static_checks"
+        "tasks.publish.targets.oci tasks.publish.targets.s3_publication tasks.serve.static_checks"
     ),
     "the standard streams of this process": "flows.cli.streams",
     "the mark of a partial directory, whose size is checked first": "merge_core.files.new_directory",

@@ -1,4 +1,4 @@
-"""Compare the stored tensors of models with those that their classes build.
+"""Compare the stored tensors of models with the tensors of their classes.
 
 transformers builds the class without weights and loads the stored names, shapes and formats through its own
 conversions, in the confined process and before any weight is read. Importing it takes seconds, so the store keeps each

@@ -454,7 +454,7 @@ def _missing_tensors(loading_info: Any) -> list[str]:
 
 @contextmanager
 def _record_loading() -> Iterator[list[Any]]:
-    """Yield a list of what transformers reports about each model that is loaded inside the context.
+    """Yield a list of transformers' reports about each model that is loaded inside the context.
 
     sentence-transformers discards the report, and with it the names of tensors that were initialized at random.
     """

@@ -16,7 +16,7 @@ and ``("crash", error, traceback)``.
 
 Tasks, templates and tokenizers are third-party code and run only in this process, which is confined
 (``tasks.sandbox``): it has no access to the environment, the secrets and the other processes of mergegate, and it has
-network access only for calls that need it. The parent process accepts only data from it (``messages``).
+network access only for calls that need it. The parent process accepts only data from it (``receive``).
 """
 
 from __future__ import annotations

@@ -133,7 +133,7 @@ def _offline_caches() -> dict[str, tuple[Path, str]]:
 def named_files(values: Iterable[object]) -> Iterator[Path]:
     """Yield every path in ``values`` and in the collections and data classes among them.
 
-    Of a model these are the files that a reader would read, and not everything in its directory.
+    For a model, these are the files that a reader would read, and not everything in its directory.
     """
     for value in values:
         if isinstance(value, PinnedInput):

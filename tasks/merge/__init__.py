@@ -4,8 +4,8 @@
 * ``preparation.py``: all measurements that a recipe needs, which are added to it.
 * ``weight_comparison.py``: which tensors of a merge are new, and distances between models.
 * ``gates.py``: router rows of a mixture of experts, computed from prompts.
-* ``calibration.py``: calibration texts in windows and runs, and what they cost. ``statistics.py`` measures inputs and
-  importance with them, and ``routers.py`` fits new routers, from what ``products.py`` observes.
+* ``calibration.py``: calibration texts in windows and runs, with their cost. ``statistics.py`` measures inputs and
+  importance with them, and ``routers.py`` fits new routers. ``products.py`` observes the network for both.
 """
 
 from mergegate.tasks.merge.calibration import (

@@ -1,8 +1,8 @@
 """Read calibration texts: pin them, split them into windows of tokens, and divide the layers of a model into runs.
 
 The statistics of all layers of a large model need more memory than the model. A stage therefore reads the text in
-several runs, each of which measures as many layers as fit into memory. It writes each finished run to a file and
-records it in a journal, so a killed stage resumes after it.
+several runs. Each run measures as many layers as fit into memory. It is written to a file and recorded in a journal, so
+a killed stage resumes after it.
 
 The cost is estimated from the plan, the text sizes and measured rates. For input moments, the estimate includes, for
 each position, the product with all weights and the float64 product of each distinct input with itself. An expert only

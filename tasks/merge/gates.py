@@ -109,7 +109,8 @@ def compute_rows(model: Model, request: GateRequest, device: str, on_progress: T
             )
         computed = next(row for row in rows if row is not None)
         stacked = np.stack([np.zeros_like(computed) if row is None else row for row in rows], axis=1)
-    return GateRows(*stacked.shape, stacked.astype("<f4").tobytes())
+    layers, count, width = stacked.shape
+    return GateRows(layers, count, width, stacked.astype("<f4").tobytes())
 
 
 def _router_row(means: Sequence[Array | None], location: str, *, of_sums: bool) -> Array | None:

@@ -1,7 +1,7 @@
 """Add everything to a recipe that must be measured before the merge can be planned.
 
 The measurements are the distances between models, router rows from prompts, and statistics on calibration texts. New
-routers (HARC) need the merge as well: the recipe is first merged as if it had no ``router_repair``, and this merge runs
+routers (HARC) also need the merge. So the recipe is first merged as if it had no ``router_repair``, and this merge runs
 on the text of each parent. Each measurement is a stage, so it is cached by content. A recipe that needs none of them
 stays the same object.
 """

@@ -6,8 +6,8 @@ by the matrix of one expert. This matrix is a view of the parameter, and its add
 
     linear(x, experts[3])       x @ experts[3]       bmm(x_of_each_expert, experts)
 
-This module therefore inspects every product while the network runs and needs no knowledge of the family. Of the several
-implementations of experts in transformers, it selects the eager one, which computes one expert at a time.
+This module therefore inspects every product while the network runs and needs no knowledge of the family. Transformers
+has several implementations of experts. The eager one is selected, because it computes one expert at a time.
 
 **Routers.** Families differ in how they prepare the states and in how their modules call the router, but all of them
 multiply the states by the router's matrix, and then apply softmax or sigmoid to the logits or to the largest of them.

@@ -18,7 +18,7 @@ one is computed, so memory only has to hold one sum per tensor. Experts that no 
 zero.
 
 If the experts of a layer share one parameter in memory, each expert still has its own statistics (:mod:`.products`),
-under the tensor names of separate experts whatever the layout on disk. Experts whose products cannot be observed, or
+under the tensor names of separate experts in every layout on disk. Experts whose products cannot be observed, or
 with an unknown layout on disk, are listed by name and merged by the mean of the models.
 """
 

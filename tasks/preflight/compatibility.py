@@ -8,8 +8,8 @@ Besides the findings of the plan, these are:
   ``trusted`` code: the confined model process runs the code of a repository that the profile names at its commit, also
   for a merge that gets its code from such a repository.
 * **The kind of model**: a profile may judge a merge only in ways that fit its kind.
-* **Tensors** of each model, and of the planned merge, that differ from those that its class builds. This finds what the
-  models of a merge have in common: a weight that an exporter left out or wrote several times, or a configuration that
+* **Tensors** of each model, and of the planned merge, that differ from the tensors of its class. This finds the errors
+  that all models of a merge share: a weight that an exporter left out or wrote several times, or a configuration that
   describes another network.
 """
 
@@ -124,7 +124,7 @@ class Compatibility(StageValue):
 
 
 def header_digests(parents: Sequence[ResolvedCheckpoint]) -> tuple[HeaderDigest, ...]:
-    """Return one digest per parent of what the check reads: names, sizes, headers, small files and output heads."""
+    """Return one digest per parent of names, sizes, headers, small files and output heads, which the check reads."""
     digests = []
     for parent in parents:
         files = _files_digest(parent)

@@ -16,6 +16,7 @@ from mergegate.tasks.gate import (
     ANCHOR,
     UNLIKELY,
     GatePower,
+    Guard,
     PastGuardOutcome,
     PlannedTask,
     estimate_discordance,
@@ -43,6 +44,14 @@ def plan_interim_looks(task: EvalTask, evidence: Evidence) -> tuple[int, ...]:
     return planned if evidence.rule.extend and not is_advisory else planned[:1]
 
 
+def _pinned_guards(evidence: Evidence) -> Iterator[tuple[Guard, EvalTask, tuple[int, ...]]]:
+    """Yield each guard on a task with pinned data, the task, and its interim looks."""
+    tasks = {task.name: task for task in evidence.tasks if task.documents}
+    for guard in evidence.guards:
+        if task := tasks.get(guard.task):
+            yield guard, task, plan_interim_looks(task, evidence)
+
+
 def planned_tasks(
     evidence: Evidence, parents: Sequence[Model], past: Sequence[PastGuardOutcome] = ()
 ) -> list[PlannedTask]:
@@ -51,15 +60,12 @@ def planned_tasks(
     ``past`` holds the guards of earlier runs of the profile, oldest first. Without them, the discordance comes from
     stored scores of the parents.
     """
-    tasks = {task.name: task for task in evidence.tasks if task.documents}
     planned = []
-    for guard in evidence.guards:
-        if (task := tasks.get(guard.task)) is None:
-            continue
+    for guard, task, looks in _pinned_guards(evidence):
         if (discordance := find_past_discordance(guard, past)) is None:
             scores = {model.name: known_scores(model, task, evidence.scoring_of(model), runtime()) for model in parents}
             discordance = estimate_discordance(guard, scores, evidence.rule.discordance)
-        planned.append(PlannedTask(guard, plan_interim_looks(task, evidence), discordance.share, str(discordance)))
+        planned.append(PlannedTask(guard, looks, discordance.share, str(discordance)))
     return planned
 
 
@@ -122,12 +128,7 @@ def forecast_variant_power(evidence: Evidence) -> VariantPower | None:
 
     ``evidence`` is that of the variant (see ``evidence_for_variant``).
     """
-    tasks = {task.name: task for task in evidence.tasks if task.documents}
-    planned = [
-        PlannedTask(guard, plan_interim_looks(tasks[guard.task], evidence), VARIANT_DISCORDANCE)
-        for guard in evidence.guards
-        if guard.task in tasks
-    ]
+    planned = [PlannedTask(guard, looks, VARIANT_DISCORDANCE) for guard, _, looks in _pinned_guards(evidence)]
     return VariantPower(gate_power(planned, evidence.rule)) if planned else None
 
 
@@ -137,11 +138,8 @@ def sensitivity_findings(evidence: Evidence, parents: Sequence[ResolvedCheckpoin
     Without scores of the reference in the store, nothing is known. No model is evaluated.
     """
     models = find_applied_adapters(find_pinned_checkpoints(parents, store().hashes))
-    tasks = {task.name: task for task in evidence.tasks if task.documents}
-    for guard in evidence.guards:
-        if (task := tasks.get(guard.task)) is None:
-            continue
-        documents = plan_interim_looks(task, evidence)[-1]
+    for guard, task, looks in _pinned_guards(evidence):
+        documents = looks[-1]
         names = reference_models(guard, [model.name for model in models], "")
         strengths = {}
         for model in models:

@@ -370,7 +370,7 @@ def check_values(variant: Checkpoint, merge: Checkpoint, scheme: Scheme, *, cali
 
 
 def _check(name: str, expected: str, problem: tuple[str, str] | None, seen: str) -> Check:
-    """Return the failed check of ``problem``, which is a location and what was seen there, or the passed check."""
+    """Return the failed check of ``problem``, a location and the observation there, or the passed check."""
     if problem is None:
         return Check.passed_check(name, seen, expected)
     location, seen = problem

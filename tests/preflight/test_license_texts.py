@@ -8,15 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mergegate.tasks.preflight.licenses.resolve import CardSource, NotRead, lineage
-from mergegate.tasks.preflight.licenses.table import (
-    SHIPPED,
-    License,
-    identify_license,
-    license_by_link,
-    license_texts,
-    load_table,
-)
+from mergegate.tasks.preflight.licenses import CardSource, identify_license, license_texts, load_table
+from mergegate.tasks.preflight.licenses.resolve import NotRead, lineage
+from mergegate.tasks.preflight.licenses.table import SHIPPED, License, license_by_link
 
 TABLE = load_table()
 TEXTS = SHIPPED.parent / "texts"

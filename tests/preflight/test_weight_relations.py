@@ -14,17 +14,11 @@ from safetensors.numpy import save_file
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.checkpoints.pin import ResolvedCheckpoint
+from mergegate.tasks.preflight.licenses import IndexedModel, KnownModels, add_to_index, read_index, read_known_models
 from mergegate.tasks.preflight.licenses import check as license_check
 from mergegate.tasks.preflight.licenses import weight_relations as fingerprints
 from mergegate.tasks.preflight.licenses.check import Declared, check_licenses, compare_weights, read_licenses
 from mergegate.tasks.preflight.licenses.table import load_table
-from mergegate.tasks.preflight.licenses.weight_relations import (
-    IndexedModel,
-    KnownModels,
-    add_to_index,
-    read_index,
-    read_known_models,
-)
 from mergegate.tasks.preflight.settings import LicenseSettings
 from mergegate.tasks.store.keys import stage_key
 

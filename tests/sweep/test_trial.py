@@ -23,14 +23,8 @@ from trial_settings import DEMO, PLAIN, StopsAt, demo, setting_of, stage_scores,
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import ChangedInput, InvalidInput
 from mergegate.merge_core.files import HashMemo, JournalLocation
-from mergegate.tasks.checkpoints import (
-    Model,
-    load_model,
-    model_process,
-    pin_checkpoints,
-    resolve_parents,
-    unload_models,
-)
+from mergegate.tasks.checkpoints import Model, load_model, pin_checkpoints, resolve_parents, unload_models
+from mergegate.tasks.checkpoints.model_process import _Answers
 from mergegate.tasks.evaluation import DocumentSplits, Scoring, tokenize_task
 from mergegate.tasks.evaluation.backends.hf import wrap_model
 from mergegate.tasks.perplexity.measurement import WindowSettings, measure
@@ -49,7 +43,7 @@ def ask_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def ask(function: Callable[..., Any], arguments: tuple[object, ...], **_: object) -> Any:
         answer = function(*pickle.loads(pickle.dumps(arguments)), lambda done, total: None)
-        return model_process._Answers(io.BytesIO(pickle.dumps(answer))).load()
+        return _Answers(io.BytesIO(pickle.dumps(answer))).load()
 
     monkeypatch.setattr(trial, "call_model_process", ask)
 

@@ -1,4 +1,4 @@
-"""Read what a model's files declare about its license and about the models that it descends from.
+"""Read the declarations in a model's files about its license and about the models that it descends from.
 
 A card is untrusted text, so reading it never raises. Anything unintelligible counts as not declared, with the reason in
 `problems`.

@@ -59,7 +59,7 @@ class LicensedParent(Licensed):
 
 
 class Subject(BaseModel, frozen=True, extra="forbid"):
-    """What a user can accept: a license of a model, by the license's identifier or by the model's name.
+    """A license of a model that a user can accept, by the license's identifier or by the model's name.
 
     `license` is None if an acceptance must name the model, because no one can vouch for all unknown licenses together.
     """

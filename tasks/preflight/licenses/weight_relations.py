@@ -251,7 +251,7 @@ def read_known_models(own_index: Path, shared_index: Path | None = None) -> Know
 
 @dataclass(frozen=True)
 class _Known:
-    """A model to compare with: an indexed model, or a parent with what its files declare."""
+    """A model to compare with: an indexed model, or a parent with the declarations in its files."""
 
     name: str
     own: frozenset[str]  # All its names: of a parent, that in the recipe, and ``org/name`` on the Hub.
