@@ -82,8 +82,6 @@ def parse_parameters(
     Parameters that mergekit ignores cause warnings: those that the method does not have, shared parameters under a
     model, and task-vector parameters under the base. A faulty value is a blocking finding and counts as set.
     """
-    if value is None:
-        return Parameters()
     if not isinstance(value, Mapping):
         raise refuse(value, location, "a mapping of parameters")
     names = [parameter.name for parameter in method.parameters]
@@ -183,8 +181,8 @@ def _condition(content: object, parameter: Parameter, location: str, log: Findin
             raise InvalidInput(location, found="no 'value'", expected="{value: ..., filter: ...}")
         pattern = entry.get("filter") or None
         if pattern is not None and not isinstance(pattern, str):
-            raise refuse(pattern, f"{location}.filter", "a part of a tensor name")
-        content = entry["value"]
+            raise refuse(pattern, entry.where("filter"), "a part of a tensor name")
+        content = entry.get("value")
     if isinstance(content, list):
         if not content:
             raise InvalidInput(location, found="an empty list", expected="a value or a gradient of values")
@@ -318,7 +316,7 @@ def _without(value: Any, method: Method, dropped_names: frozenset[str]) -> Any:
     for key, inner in value.items():
         if key in _TEXT_KEYS and method.traits.reads_text is None:
             continue
-        if key == _DISTANCE_KEY and method.base not in ("required", "optional"):
+        if key == _DISTANCE_KEY and not method.has_task_vectors:
             continue
         if key != _PARAMETERS or not isinstance(inner, Mapping):
             result[key] = _without(inner, method, dropped_names)

@@ -249,7 +249,7 @@ class Recipe:
         merged: dict[CheckpointRef, None] = {}
         for document in (*self.steps, self):
             method = document.method
-            only_origin = method.base in ("required", "optional") and not method.traits.merges_base
+            only_origin = method.has_task_vectors and not method.traits.merges_base
             for cut in document.slices:
                 base = cut.base or document.base
                 merged |= {source.model: None for source in cut.sources if not (only_origin and source.model == base)}
@@ -264,7 +264,7 @@ class Recipe:
             shared = f" and {len(self.mixture.shared)} shared" if self.mixture.shared else ""
             return f"mixture of {len(self.mixture.experts)} experts{shared} over {self.base.name if self.base else ''}"
         others = models - {self.base} if self.base else models
-        base = f" over {self.base.name}" if self.base and self.method.base in ("required", "optional") else ""
+        base = f" over {self.base.name}" if self.base and self.method.has_task_vectors else ""
         cuts = len(self.slices)
         slices = f" in {cuts} slices" if cuts > len(self.modules) else ""
         steps = f" after {len(self.steps)} steps" if self.steps else ""
