@@ -114,7 +114,7 @@ def _check_steps(recipe: Recipe, log: FindingLog) -> None:
                 expected="router_repair in the document of the result, because only a finished model can be run",
                 remedy="move it there, or create this model first and use its directory",
             )
-    for document in (*recipe.steps, recipe):
+    for document in recipe.documents:
         base = document.base
         prompts_base = document.mixture is not None and document.mixture.needs_prompts
         if prompts_base and base is not None and (base.adapter or str(base) in steps):
