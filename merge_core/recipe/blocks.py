@@ -48,7 +48,15 @@ from mergegate.merge_core.checkpoint import AnyTensor, StoredMoments
 from mergegate.merge_core.checkpoint.vocabulary import STRANGERS, Strangers
 from mergegate.merge_core.errors import FindingLog, InvalidInput, suggest
 from mergegate.merge_core.methods import Method, merge_methods
-from mergegate.merge_core.recipe.keys import Block, is_number, is_whole, known_mapping, refuse, require_value, switch
+from mergegate.merge_core.recipe.keys import (
+    RecipeBlock,
+    is_number,
+    is_whole,
+    known_mapping,
+    refuse,
+    require_value,
+    switch,
+)
 from mergegate.merge_core.recipe.reference import CheckpointRef, parse_reference
 
 _MOST_TOKENS = 100_000
@@ -125,13 +133,13 @@ class TokenizerChoice:
         }
 
 
-def parse_tokenizer_choice(document: Block, log: FindingLog) -> TokenizerChoice | None:
+def parse_tokenizer_choice(document: RecipeBlock, log: FindingLog) -> TokenizerChoice | None:
     """Return the tokenizer that a recipe selects, or None if it selects none."""
     if "tokenizer" in document and "tokenizer_source" in document:
         found, expected = "both 'tokenizer' and 'tokenizer_source'", "one of them"
         log.fault(document.location, found=found, expected=expected, remedy="remove one of them")
         return None
-    location = document.where("tokenizer_source")
+    location = document.location_of("tokenizer_source")
     if source := document.read("tokenizer_source", _source, None, log):
         return TokenizerChoice(source, location)
     return document.read("tokenizer", _tokenizer, None, log)
@@ -145,16 +153,16 @@ def _tokenizer(value: object, location: str, log: FindingLog) -> TokenizerChoice
         return TokenizerChoice("union", location)
     block = known_mapping(value, location, ("source", "tokens", "pad_to_multiple_of", "strangers"), log)
     require_value(block, cast(Mapping[str, Any], value), "source")
-    source: str | CheckpointRef = block.read("source", _source, "union", log)
-    tokens: tuple[TokenRow, ...] = block.read("tokens", _tokens, (), log)
+    source = block.read("source", _source, "union", log)
+    tokens = block.read("tokens", _tokens, (), log)
     padding = None if block.get("pad_to_multiple_of") == 0 else block.get("pad_to_multiple_of")  # as in mergekit
     if isinstance(padding, str) and padding.isascii() and padding.isdigit() and len(padding) < 10:
         padding = int(padding)
     if padding is not None and not is_whole(padding, 1, _MOST_PADDING):
         expected = f"a whole number from 1 to {_MOST_PADDING}"
-        log.fault(block.where("pad_to_multiple_of"), found=f"{padding!r:.60}", expected=expected)
+        log.fault(block.location_of("pad_to_multiple_of"), found=f"{padding!r:.60}", expected=expected)
     strangers = block.get("strangers", "refuse")
-    where = block.where("strangers")
+    where = block.location_of("strangers")
     if not isinstance(strangers, str) or strangers not in STRANGERS:
         raise refuse(strangers, where, f"one of {', '.join(STRANGERS)}", suggest(str(strangers)[:60], STRANGERS))
     if strangers != "refuse" and source != "union":
@@ -190,11 +198,11 @@ def _tokens(value: object, location: str, log: FindingLog) -> tuple[TokenRow, ..
                 rows.append(TokenRow(token, None, force=False))
                 continue
             row = known_mapping(entry, row_location, ("source", "force"), log)
-            force, source = switch(row.get("force", False), row.where("force")), row.get("source")
+            force, source = switch(row.get("force", False), row.location_of("force")), row.get("source")
             if force and source is None:
                 expected = "a source for the row"
-                raise InvalidInput(row.where("force"), found="true without a source", expected=expected)
-            origin = None if source is None else _origin(source, row.where("source"), log)
+                raise InvalidInput(row.location_of("force"), found="true without a source", expected=expected)
+            origin = None if source is None else _origin(source, row.location_of("source"), log)
             rows.append(TokenRow(token, origin, force))
     return tuple(rows)
 
@@ -216,10 +224,10 @@ def _origin(value: object, location: str, log: FindingLog) -> RowOrigin:
         found = "both token and token_id" if token is not None else "neither token nor token_id"
         raise InvalidInput(location, found=found, expected="exactly one of them")
     if token is not None and not isinstance(token, str):
-        raise refuse(token, entry.where("token"), "the text of a token")
+        raise refuse(token, entry.location_of("token"), "the text of a token")
     if number is not None and (type(number) is not int or number < 0):
-        raise refuse(number, entry.where("token_id"), "a whole number of at least 0")
-    return RowOrigin(parse_reference(entry.get("model"), entry.where("model")), token, number)
+        raise refuse(number, entry.location_of("token_id"), "a whole number of at least 0")
+    return RowOrigin(parse_reference(entry.get("model"), entry.location_of("model")), token, number)
 
 
 @dataclass(frozen=True, order=True)
@@ -361,7 +369,7 @@ class AdapterOutput:
 
 
 def parse_output(
-    document: Block, method: Method, base: CheckpointRef | None, models: Sequence[CheckpointRef]
+    document: RecipeBlock, method: Method, base: CheckpointRef | None, models: Sequence[CheckpointRef]
 ) -> AdapterOutput | None:
     """Return the settings in ``output`` and ``rank`` of a recipe, or None if its result is a model."""
     output, rank = document.get("output"), document.get("rank")
@@ -370,28 +378,28 @@ def parse_output(
             document.fault("rank", found="rank without output: adapter", expected="output: adapter")
         return None
     if output != "adapter":
-        raise refuse(output, document.where("output"), "model or adapter")
+        raise refuse(output, document.location_of("output"), "model or adapter")
     if method.traits.adapters is None:
         fitting = [name for name, candidate in merge_methods().items() if candidate.traits.adapters]
         raise InvalidInput(
-            document.where("output"),
+            document.location_of("output"),
             found=f"{method.name} cannot produce an adapter",
             expected=f"one of {', '.join(fitting)}, which add a change of low rank to the base",
         )
     for key in _NOT_FOR_ADAPTERS:
         if key in document:
-            raise InvalidInput(document.where(key), found="it is set", expected="no such key for an adapter")
+            raise InvalidInput(document.location_of(key), found="it is set", expected="no such key for an adapter")
     if rank is not None and not is_whole(rank, 1, _MOST_RANK):
-        raise refuse(rank, document.where("rank"), f"a whole number from 1 to {_MOST_RANK}")
+        raise refuse(rank, document.location_of("rank"), f"a whole number from 1 to {_MOST_RANK}")
     if rank is None and method.traits.adapters != "sum":
         expected = f"a rank, because the result of {method.name} has no rank of its own"
-        raise InvalidInput(document.where("rank"), found="not set", expected=expected)
+        raise InvalidInput(document.location_of("rank"), found="not set", expected=expected)
     adapted = [model for model in models if model != base or model.adapter]
     bases = dict.fromkeys(CheckpointRef(model.path, model.revision) for model in adapted)
     plain = [model for model in adapted if not model.adapter]
     if plain or len(bases) != 1 or (base is not None and [base] != list(bases)):
         raise InvalidInput(
-            document.where("models"),
+            document.location_of("models"),
             found=", ".join(map(str, plain or [*bases, *([base] if base else [])])),
             expected="adapters on one base, each written as base+adapter" + (f", with the base {base}" if base else ""),
         )

@@ -17,6 +17,7 @@ from mergegate.merge_core.errors import FindingLog, InvalidInput, suggest
 from mergegate.merge_core.methods import Method
 
 T = TypeVar("T")
+Default = TypeVar("Default")
 # Schema of each key, in the order in which messages list the keys.
 Keys: TypeAlias = Mapping[str, Mapping[str, Any]]
 
@@ -93,7 +94,7 @@ CLIENT_KEYS: Keys = {
 
 
 @dataclass(frozen=True)
-class Block:
+class RecipeBlock:
     """A mapping in a recipe, reduced to its known keys with a value.
 
     Args:
@@ -114,22 +115,22 @@ class Block:
     def get(self, key: str, default: Any = None) -> Any:
         return self.content.get(key, default)
 
-    def where(self, key: str) -> str:
+    def location_of(self, key: str) -> str:
         """Return the location of a key for messages."""
         return f"{self.location}{self.separator}{key}"
 
-    def read(self, key: str, parse: Callable[..., T], default: T, *arguments: Any) -> T:
+    def read(self, key: str, parse: Callable[..., T], default: Default, *arguments: Any) -> T | Default:
         """Return ``parse(value, location, *arguments)``, or ``default`` if the key is absent or its value is faulty."""
         if key in self.content:
             with self.log.collect() if self.log else nullcontext():
-                return parse(self.content[key], self.where(key), *arguments)
+                return parse(self.content[key], self.location_of(key), *arguments)
         return default
 
     def fault(self, key: str, *, found: str = "", expected: str = "", remedy: str = "") -> None:
         """Record a fault of a key. Without ``found``, the message quotes the value."""
         found = found or f"{self.get(key)!r:.{_READABLE}}"
         with self.log.collect() if self.log else nullcontext():
-            raise InvalidInput(self.where(key), found=found, expected=expected, remedy=remedy)
+            raise InvalidInput(self.location_of(key), found=found, expected=expected, remedy=remedy)
 
 
 def known_mapping(
@@ -140,12 +141,12 @@ def known_mapping(
     *,
     separator: str = ".",
     method: Method | None = None,
-) -> Block:
+) -> RecipeBlock:
     """Return the entries of a mapping that have a known key and a value.
 
     Like mergekit, mergegate reads a key without a value (null) as absent and ignores unknown keys, but it warns about
     unknown keys. Without a log, it refuses them, for mappings that mergekit lacks. ``method`` is the method whose
-    parameters an unknown key may be meant for. The other arguments are those of :class:`Block`.
+    parameters an unknown key may be meant for. The other arguments are those of :class:`RecipeBlock`.
     """
     content = plain_mapping(value, location)
     for key in content:
@@ -164,7 +165,7 @@ def known_mapping(
             remedy=remedy,
         )
     known = {key: inner for key, inner in content.items() if key in known_keys and inner is not None}
-    return Block(known, location, log, separator)
+    return RecipeBlock(known, location, log, separator)
 
 
 def _remedy(key: str, content: Mapping[str, Any], known_keys: Collection[str], method: Method | None) -> str:
@@ -192,11 +193,11 @@ def plain_mapping(value: object, location: str) -> Mapping[str, Any]:
     return value
 
 
-def require_value(block: Block, written: Mapping[str, Any], key: str) -> None:
-    """Raise InvalidInput if ``key`` is present in the mapping that ``block`` was read from, but has no value."""
-    if key in written and key not in block:
+def require_value(block: RecipeBlock, mapping: Mapping[str, Any], key: str) -> None:
+    """Raise InvalidInput if ``key`` is present in the ``mapping`` that ``block`` was read from, but has no value."""
+    if key in mapping and key not in block:
         raise InvalidInput(
-            block.where(key), found="no value", expected="a value", remedy="remove the key, or add a value"
+            block.location_of(key), found="no value", expected="a value", remedy="remove the key, or add a value"
         )
 
 

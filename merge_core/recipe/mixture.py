@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from mergegate.merge_core.errors import FindingLog, InvalidInput, suggest
-from mergegate.merge_core.recipe.keys import RECIPE_KEYS, Block, Keys, is_text, is_whole, known_mapping, refuse
+from mergegate.merge_core.recipe.keys import RECIPE_KEYS, Keys, RecipeBlock, is_text, is_whole, known_mapping, refuse
 from mergegate.merge_core.recipe.reference import CheckpointRef, parse_reference
 
 GateMode = Literal["hidden", "hidden_avg", "hidden_last", "cheap_embed", "random", "uniform_random"]
@@ -139,7 +139,7 @@ class Mixture:
         }
 
 
-def parse_mixture(document: Block, log: FindingLog) -> Mixture:
+def parse_mixture(document: RecipeBlock, log: FindingLog) -> Mixture:
     """Read a document that describes a mixture. Faults are added to ``log``, and the result is then incomplete."""
     mode = document.get("gate_mode", "hidden")
     if mode not in _MODES:
@@ -168,17 +168,17 @@ def parse_mixture(document: Block, log: FindingLog) -> Mixture:
     return Mixture(mode, experts, shared, per_token, output, None, document.location)
 
 
-def _experts(document: Block, key: str, log: FindingLog, *, most: int) -> tuple[tuple[Expert, ...], int | None]:
+def _experts(document: RecipeBlock, key: str, log: FindingLog, *, most: int) -> tuple[tuple[Expert, ...], int | None]:
     """Return the valid experts of a list, and the number of experts (None if a fault makes it unknown)."""
     value = document.get(key, [])
     if not isinstance(value, (list, tuple)) or (key == "experts" and not value):
-        log.fault(document.where(key), found=f"{value!r:.60}", expected="a list with at least one entry")
+        log.fault(document.location_of(key), found=f"{value!r:.60}", expected="a list with at least one entry")
         return (), None
     experts, is_sound = list[Expert](), True
     for number, item in enumerate(value):
         copies: list[Expert] = []
         with log.collect():
-            copies = _expert(item, f"{document.where(key)}[{number}]", log)
+            copies = _expert(item, f"{document.location_of(key)}[{number}]", log)
         experts += copies
         is_sound = is_sound and bool(copies)
     if len(experts) > most:

@@ -181,7 +181,7 @@ def _condition(content: object, parameter: Parameter, location: str, log: Findin
             raise InvalidInput(location, found="no 'value'", expected="{value: ..., filter: ...}")
         pattern = entry.get("filter") or None
         if pattern is not None and not isinstance(pattern, str):
-            raise refuse(pattern, entry.where("filter"), "a part of a tensor name")
+            raise refuse(pattern, entry.location_of("filter"), "a part of a tensor name")
         content = entry.get("value")
     if isinstance(content, list):
         if not content:

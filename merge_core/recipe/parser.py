@@ -29,7 +29,7 @@ from mergegate.merge_core.recipe.blocks import (
 from mergegate.merge_core.recipe.keys import (
     CLIENT_KEYS,
     RECIPE_KEYS,
-    Block,
+    RecipeBlock,
     is_number,
     is_text,
     known_mapping,
@@ -150,7 +150,7 @@ class _Context:
     base_is_faulty: bool = False
     reads_texts: bool = False
 
-    def with_base(self, block: Block) -> _Context:
+    def with_base(self, block: RecipeBlock) -> _Context:
         """Return the context for a mapping that may have its own ``base_model``."""
         if "base_model" not in block:
             return self
@@ -161,7 +161,7 @@ class _Context:
         """Return whether task vectors are differences from ``model``."""
         return model is not None and model == self.base and self.method.has_task_vectors
 
-    def parameters(self, block: Block, *, model: CheckpointRef | None = None) -> Parameters:
+    def parameters(self, block: RecipeBlock, *, model: CheckpointRef | None = None) -> Parameters:
         """Read ``parameters`` of a mapping. Without ``model``, they apply to all models."""
         # After a fault, treat every parameter as set, so that no missing parameter is reported in addition.
         faulty = Parameters(tuple(Setting(parameter.name, ()) for parameter in self.method.parameters))
@@ -242,7 +242,7 @@ def _document(value: object, location: str, directory: Path | None, log: Finding
         ):
             if output is not None and is_set:
                 raise InvalidInput(
-                    document.where(key),
+                    document.location_of(key),
                     found=f"{key} together with output: adapter",
                     expected=f"a recipe that produces a model, because {reason}",
                     remedy=f"remove {key} or output",
@@ -297,14 +297,14 @@ def _mixture_of(settings: Mapping[str, Any], location: str, directory: Path | No
             expected="the dense model that provides attention, norms, embeddings and tokenizer",
             remedy="add 'base_model: MODEL'",
         )
-    base = parse_reference(document.get("base_model"), document.where("base_model"), log)
+    base = parse_reference(document.get("base_model"), document.location_of("base_model"), log)
     models = dict.fromkeys([base, *(expert.model for expert in mixture.all_experts)])
     sources = tuple(Source(model, None, Parameters()) for model in models)
-    modules = (Module(None, (Slice(sources, base, Parameters(), document.where("experts")),), Parameters()),)
+    modules = (Module(None, (Slice(sources, base, Parameters(), document.location_of("experts")),), Parameters()),)
     return Recipe(merge_method=UPCYCLING.name, modules=modules, base=base, mixture=mixture, **fields)
 
 
-def _common_fields(document: Block, directory: Path | None, log: FindingLog) -> dict[str, Any]:
+def _common_fields(document: RecipeBlock, directory: Path | None, log: FindingLog) -> dict[str, Any]:
     """Read the keys that all documents have, and return them as fields of :class:`Recipe`."""
     return {
         "dtype": document.read("dtype", _format, None),
@@ -349,19 +349,19 @@ def _modules(value: object, location: str, context: _Context) -> tuple[Module, .
     return tuple(modules)
 
 
-def _slices(block: Block, context: _Context) -> tuple[Slice, ...]:
+def _slices(block: RecipeBlock, context: _Context) -> tuple[Slice, ...]:
     """Read the slices of a document or module. A slice that cannot be read is recorded as a fault and skipped."""
     log = context.log
     if "models" in block:
         sources = _sources(block, "models", context)
-        return (_slice(sources, context, Parameters(), block.where("models"), append_base=True),)
+        return (_slice(sources, context, Parameters(), block.location_of("models"), append_base=True),)
     slices = []
     for location, item in _entries(block, "slices"):
         with log.collect():
             entry = known_mapping(item, location, _SLICE_KEYS, log, method=context.method)
             if "residual_weight" in entry:
                 log.warn(
-                    entry.where("residual_weight"),
+                    entry.location_of("residual_weight"),
                     found="the key has no effect",
                     expected="no such key: neither mergekit nor mergegate uses it",
                     remedy="remove it",
@@ -430,7 +430,7 @@ def _slice(
     return Slice(tuple(sources), base, parameters, location)
 
 
-def _sources(block: Block, key: str, context: _Context) -> list[Source | None]:
+def _sources(block: RecipeBlock, key: str, context: _Context) -> list[Source | None]:
     """Read the models of a slice. None stands for a faulty entry."""
     sources: list[Source | None] = []
     for location, item in _entries(block, key):
@@ -584,11 +584,11 @@ def _in_order(recipes: list[Recipe], location: str) -> Recipe:
     return replace(results[0], steps=tuple(ordered.values()))
 
 
-def _entries(block: Block, key: str) -> list[tuple[str, Any]]:
+def _entries(block: RecipeBlock, key: str) -> list[tuple[str, Any]]:
     """Return the location and value of each entry of a list. Any other value is recorded as a fault."""
     value = block.get(key)
     if isinstance(value, (list, tuple)) and value:
-        return [(f"{block.where(key)}[{index}]", item) for index, item in enumerate(value)]
+        return [(f"{block.location_of(key)}[{index}]", item) for index, item in enumerate(value)]
     block.fault(key, expected="a list with at least one entry")
     return []
 

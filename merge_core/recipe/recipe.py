@@ -349,11 +349,11 @@ def select_models(
         weight = Setting("weight", (Condition((share,), None, f"{recipe.location}: {source.model}"),))
         return replace(source, parameters=Parameters((*settings, weight)))
 
-    def selected(cut: Slice) -> Slice:
+    def select_sources(cut: Slice) -> Slice:
         left_out = [model for model, distance in distances.items() if distance.left_out]
         return replace(
             cut, sources=tuple(with_share(source) for source in cut.sources if str(source.model) not in left_out)
         )
 
-    modules = (replace(module, slices=tuple(map(selected, module.slices))) for module in recipe.modules)
+    modules = (replace(module, slices=tuple(map(select_sources, module.slices))) for module in recipe.modules)
     return replace(recipe, modules=tuple(modules), distances=dict(distances))
