@@ -227,9 +227,6 @@ def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], locat
     its values for single models, slices or modules are removed. If ``merge_method`` changes, parameters that the new
     method does not have are removed, and those that set the scale of the merged change (``lambda``, ``normalize``,
     ``rescale``) return to the defaults of the new method unless the change sets them.
-
-    Raises:
-        InvalidInput: There is no change, or a change is neither a setting nor a parameter.
     """
     if not changes:
         raise InvalidInput(location, found="no changes", expected="at least one setting or parameter")
@@ -271,9 +268,6 @@ def fit_to_method(recipe: Mapping[str, Any], location: str) -> dict[str, Any]:
     Use this after choosing one method in a recipe that was written for several. Such a recipe names a base because some
     of the methods need it. If the chosen method would merge the base like any other model, the base is removed too,
     unless it is listed among the models.
-
-    Raises:
-        InvalidInput: The method is unknown.
     """
     method = find_method(recipe.get("merge_method"), f"{location}: merge_method")
     result: dict[str, Any] = _without(dict(recipe), method, dropped_names=frozenset())
