@@ -442,6 +442,11 @@ class Method:
     traits: Traits = field(default=Traits(), repr=False)
     formula: str = field(default="", repr=False)
 
+    @property
+    def has_task_vectors(self) -> bool:
+        """Whether the base, if there is one, is the origin of differences and not an input like the models."""
+        return self.base in ("required", "optional")
+
     def parameter(self, name: str) -> Parameter | None:
         """Return the parameter with this name, or None if the method has no such parameter."""
         return next((parameter for parameter in self.parameters if parameter.name == name), None)

@@ -52,13 +52,7 @@ from mergegate.merge_core.methods.contract import (
     row_length,
     torch,
 )
-from mergegate.merge_core.methods.selection import (
-    ScoreFunction,
-    SelectionRequest,
-    count_stored_scores,
-    select,
-    select_passes,
-)
+from mergegate.merge_core.methods.selection import ScoreFunction, SelectionRequest, select, select_passes
 
 _RAM = "RAM, Yuan et al. 2026, https://arxiv.org/abs/2601.13572"
 _ROBUST = "Byzantine-robust distributed learning, Yin et al. 2018, https://arxiv.org/abs/1803.01498"
@@ -184,8 +178,11 @@ def _fusion(task: TensorTask) -> Steps:
         return divergence[first : first + block.length // block.grain].astype(np.float32)
 
     ranks = [task.numel - math.floor(share * (task.numel - 1)) for share in (0.25, 0.5, 0.75)]
-    stored_scores = count_stored_scores(lambda block: block.run("importances", block.grain, rows_of(block)))
-    scores = ScoreFunction(lambda block: importance(block).unsqueeze(0), task.dtype, stored_scores)
+    scores = ScoreFunction(
+        lambda block: importance(block).unsqueeze(0),
+        task.dtype,
+        lambda block: block.run("importances", block.grain, rows_of(block)),
+    )
     thresholds = yield from select(scores, [SelectionRequest(0, rank, numbered=False) for rank in ranks], task.numel)
     # The key of a threshold has the bits of the score.
     key_type = np.int32 if task.dtype == "float32" else np.int64

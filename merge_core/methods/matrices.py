@@ -5,10 +5,10 @@ Runs always have ``GRAIN_ROWS`` rows, regardless of the block size, so that prod
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from mergegate.merge_core.methods.contract import GRAIN, Block, Fold, TensorTask, Values, row_length, torch
+from mergegate.merge_core.methods.contract import GRAIN, Block, Costs, Fold, TensorTask, Values, row_length, torch
 
 if TYPE_CHECKING:
     # Products of two task matrices, by pair of models i <= j.
@@ -22,6 +22,20 @@ _CONSTANT = 1e-6
 def grain_of_rows(shape: tuple[int, ...], shared_values: Values) -> int:
     """Return the grain for methods on matrices: a run of rows, or the default grain for other tensors."""
     return GRAIN_ROWS * row_length(shape, shared_values) if len(shape) == 2 else GRAIN
+
+
+def costs_of_matrices(products: Callable[[TensorTask], float], held_bytes: Callable[[TensorTask], int]) -> Costs:
+    """Return the costs of a method that reads the matrices of linear layers once, before the map.
+
+    Other tensors need no products and no memory. The arguments are those of :class:`.Costs`.
+    """
+    return Costs(
+        map=1.5,
+        fold=1.5,
+        folds=lambda task: int(task.is_projection),
+        products=lambda task: products(task) if task.is_projection else 0.0,
+        held_bytes=lambda task: held_bytes(task) if task.is_projection else 0,
+    )
 
 
 def rows_of(block: Block, width: int) -> Iterator[torch.Tensor]:

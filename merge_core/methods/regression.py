@@ -63,7 +63,7 @@ from mergegate.merge_core.methods.contract import (
     add_in_order,
     torch,
 )
-from mergegate.merge_core.methods.matrices import grain_of_rows, rows_of, sum_delta_products
+from mergegate.merge_core.methods.matrices import costs_of_matrices, grain_of_rows, rows_of, sum_delta_products
 
 # Floor, as a share of the mean of the diagonal. Moments are stored in float32, so smaller values are rounding noise.
 _FLOOR = 1e-6
@@ -252,17 +252,10 @@ def _moment_bytes(task: TensorTask, width: int) -> int:
     return 8 * width**2 * (_model_count(task) + 3)
 
 
-_DELTA_COSTS = Costs(
-    map=1.5,
-    fold=1.5,
-    folds=lambda task: int(task.is_projection),
-    # The products of task vectors, and the solution.
-    products=lambda task: (
-        2.0 * task.shape[0] * task.shape[1] ** 2 * _model_count(task) + _solve_operations(task, task.shape[1])
-        if task.is_projection
-        else 0.0
-    ),
-    held_bytes=lambda task: _moment_bytes(task, task.shape[-1]) if task.is_projection else 0,
+# The products of task vectors, and the solution.
+_DELTA_COSTS = costs_of_matrices(
+    lambda task: 2.0 * task.shape[0] * task.shape[1] ** 2 * _model_count(task) + _solve_operations(task, task.shape[1]),
+    lambda task: _moment_bytes(task, task.shape[-1]),
 )
 
 METHODS = (

@@ -77,47 +77,40 @@ class SelectionRequest:
 
 
 @dataclass(frozen=True)
-class StoredScores:
-    """Fused functions that compute scores from stored blocks, or count them without storing them.
-
-    Args:
-        scores: Function that returns the float32 scores ``[streams, elements]``.
-        count_first_digits: Function that counts the leading digits: ``[streams, bins]``.
-        count_next_digits: Function of (block, streams, prefixes, shift, width) that counts the next digits:
-            ``[requests, bins]``.
-        count_ties: Function of (block, streams, keys) that counts ties: ``[grains, requests]``.
-    """
-
-    scores: Callable[[StoredBlock], Array]
-    count_first_digits: Callable[[StoredBlock], Array]
-    count_next_digits: Callable[[StoredBlock, Array, Array, int, int], Array]
-    count_ties: Callable[[StoredBlock, Array, Array], Array]
-
-
-@dataclass(frozen=True)
 class ScoreFunction:
     """Function that assigns one or more non-negative scores (streams) to each element of a tensor.
 
     Args:
         score_block: Function that returns the scores of a block: ``[streams, elements]``.
         dtype: Data type of the scores.
-        stored: Fused counterparts, or None.
+        score_stored: Fused counterpart, which returns float32.
+        are_magnitudes: Whether the scores are ``|x_i - b|``. Kernels count these without storing them.
     """
 
     score_block: Callable[[Block], torch.Tensor]
     dtype: Literal["float32", "float64"]
-    stored: StoredScores | None = None
+    score_stored: Callable[[StoredBlock], Array]
+    are_magnitudes: bool = False
 
+    def count_first_digits(self, block: StoredBlock) -> Any:
+        """Return how often each value of the leading digits occurs: ``[streams, bins]``."""
+        if self.are_magnitudes:
+            return block.run("first_digits")
+        shift, width = DIGITS["float32"][0]
+        return load_kernels().first_digit_of(self.score_stored(block), shift, 1 << width)
 
-def count_stored_scores(scores: Callable[[StoredBlock], Array]) -> StoredScores:
-    """Return the fused functions that count scores, which ``scores`` computes as float32 ``[streams, elements]``."""
-    shift, width = DIGITS["float32"][0]
-    return StoredScores(
-        scores,
-        count_first_digits=lambda block: load_kernels().first_digit_of(scores(block), shift, 1 << width),
-        count_next_digits=lambda block, *prefix: load_kernels().next_digit_of(scores(block), *prefix),
-        count_ties=lambda block, *keys: load_kernels().ties_of(scores(block), block.grain, *keys),
-    )
+    def count_next_digits(self, block: StoredBlock, streams: Array, prefixes: Array, shift: int, width: int) -> Any:
+        """Return how often each value of the next digits occurs after each prefix: ``[requests, bins]``."""
+        arguments = (streams, prefixes, shift, width)
+        if self.are_magnitudes:
+            return block.run("next_digits", *arguments)
+        return load_kernels().next_digit_of(self.score_stored(block), *arguments)
+
+    def count_ties(self, block: StoredBlock, streams: Array, keys: Array) -> Any:
+        """Return how many scores in each grain equal each key: ``[grains, requests]``."""
+        if self.are_magnitudes:
+            return block.run("ties", block.grain, streams, keys)
+        return load_kernels().ties_of(self.score_stored(block), block.grain, streams, keys)
 
 
 def score_bits(scores: torch.Tensor) -> torch.Tensor:
@@ -178,11 +171,10 @@ def select(
             window_thresholds.append(SelectionThreshold(key, quota, tied, before))
         if len(window_thresholds) == len(requests):
             return window_thresholds
-    stored = scores.stored
     if any(request.k is None for request in requests):
         positive = yield fold_counts(
             lambda block: (scores.score_block(block) > 0).sum(-1),
-            (lambda block: np.asarray(np.count_nonzero(stored.scores(block), axis=1))) if stored else None,
+            lambda block: np.asarray(np.count_nonzero(scores.score_stored(block), axis=1)),
         )
         requests = [replace(request, k=request.resolve_k(positive[request.stream])) for request in requests]
     positive_requests = [request for request in requests if request.k]
@@ -194,14 +186,13 @@ def _select_by_digits(
     scores: ScoreFunction, requests: Sequence[SelectionRequest]
 ) -> Generator[Fold, Any, list[SelectionThreshold]]:
     """Select with one pass per digit, and a last pass that counts ties if a request needs their numbers."""
-    stored = scores.stored
     (shift, width), *next_digits = DIGITS[scores.dtype]
 
     def reduce_block(block: Block) -> torch.Tensor:
         digits = score_bits(scores.score_block(block)) >> shift
         return torch.stack([torch.bincount(row, minlength=1 << width) for row in digits])
 
-    histogram = yield fold_counts(reduce_block, stored.count_first_digits if stored else None)
+    histogram = yield fold_counts(reduce_block, scores.count_first_digits)
     state = [_find_bin(histogram[request.stream], request.k or 0) for request in requests]
     for digit in next_digits:
         prefixes = [(request.stream, key) for request, (key, _, _) in zip(requests, state, strict=True)]
@@ -222,9 +213,7 @@ def _select_by_digits(
             rows = [bits[stream] == key for stream, key in zip(streams.tolist(), keys.tolist(), strict=True)]
             return block.grains(torch.stack(rows).long()).sum(-1).T
 
-        per_grain = yield fold_grains(
-            reduce_ties, (lambda block: stored.count_ties(block, streams, keys)) if stored else None
-        )
+        per_grain = yield fold_grains(reduce_ties, lambda block: scores.count_ties(block, streams, keys))
         for column, index in enumerate(partial):
             before[index] = np.cumsum(per_grain[:, column]) - per_grain[:, column]
     return [SelectionThreshold(*numbers, ties) for numbers, ties in zip(state, before, strict=True)]
@@ -242,9 +231,8 @@ def _count_next_digits(scores: ScoreFunction, prefixes: Sequence[tuple[int, int]
             rows.append(torch.bincount((inside >> shift) & ((1 << width) - 1), minlength=1 << width))
         return torch.stack(rows)
 
-    stored, (streams, keys) = scores.stored, np.array(prefixes, np.int64).T
-    arguments = (np.ascontiguousarray(streams), np.ascontiguousarray(keys), shift, width)
-    return fold_counts(reduce_block, (lambda block: stored.count_next_digits(block, *arguments)) if stored else None)
+    streams, keys = (np.ascontiguousarray(column) for column in np.array(prefixes, np.int64).T)
+    return fold_counts(reduce_block, lambda block: scores.count_next_digits(block, streams, keys, shift, width))
 
 
 def select_passes(dtype: Literal["float32", "float64"], numel: int, *, numbered: bool = True) -> int:
@@ -338,11 +326,10 @@ def guess_windows(
         is_small = sum(shares) * numel <= _MAX_STORED and max(shares) <= _MAX_STORED_SHARE
         return [guesses[request][0] for request in requests] if is_small else []
 
-    stored = scores.stored
     windows: list[Window] = yield Fold(
         lambda block: score_bits(scores.score_block(block)),
         combine,
-        (lambda block: stored.scores(block).view(np.int32) & np.int32(0x7FFFFFFF)) if stored else None,
+        lambda block: scores.score_stored(block).view(np.int32) & np.int32(0x7FFFFFFF),
         sample_count=max(_MIN_PIECES, min(_MAX_PIECES, numel // GRAIN // _SAMPLE_EVERY)),
     )
     return windows
@@ -401,7 +388,6 @@ def count_in_windows(scores: ScoreFunction, windows: Sequence[Window]) -> Genera
         return torch.cat((header_numbers, torch.stack(counts, 1).flatten(), *others))
 
     def reduce_stored(block: StoredBlock) -> Any:
-        assert scores.stored is not None
         grains, requests = -(-block.length // block.grain), len(windows)
         table = np.array([(window.stream, window.low, window.high) for window in windows], np.int64)
         common = np.full((requests, common_keys), _NO_KEY, np.uint32)
@@ -415,7 +401,7 @@ def count_in_windows(scores: ScoreFunction, windows: Sequence[Window]) -> Genera
         for begin in range(0, block.length, step):
             length = min(step, block.length - begin)
             part = StoredBlock(block.data, block.rows + begin, length, block.start + begin, block.grain)
-            part_scores = scores.stored.scores(part)
+            part_scores = scores.score_stored(part)
             positive = np.zeros(len(part_scores), np.int64) if positive is None else positive
             part_counts = counts[begin // block.grain :]
             load_kernels().scan_windows(
@@ -449,7 +435,7 @@ def count_in_windows(scores: ScoreFunction, windows: Sequence[Window]) -> Genera
             for r, window in enumerate(windows)
         ]
 
-    states: list[WindowState] = yield Fold(reduce_block, combine, reduce_stored if scores.stored else None)
+    states: list[WindowState] = yield Fold(reduce_block, combine, reduce_stored)
     return states
 
 

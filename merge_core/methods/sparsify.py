@@ -29,7 +29,6 @@ from mergegate.merge_core.methods.selection import (
     ScoreFunction,
     SelectionRequest,
     SelectionThreshold,
-    StoredScores,
     score_bits,
     select,
     select_passes,
@@ -343,13 +342,9 @@ def _drops_elements(task: TensorTask) -> bool:
 
 def magnitudes(task: TensorTask) -> ScoreFunction:
     """Return the scores ``|x_i - b|`` for :func:`~.selection.select`, with one stream per model."""
-    stored = StoredScores(
-        lambda block: block.run("sizes"),
-        lambda block: block.run("first_digits"),
-        lambda block, *prefix: block.run("next_digits", *prefix),
-        lambda block, *keys: block.run("ties", block.grain, *keys),
+    return ScoreFunction(
+        lambda block: block.deltas().abs(), task.dtype, lambda block: block.run("sizes"), are_magnitudes=True
     )
-    return ScoreFunction(lambda block: block.deltas().abs(), task.dtype, stored)
 
 
 def _plain_rules(densities: Sequence[float]) -> list[SparsifyRule]:

@@ -32,7 +32,6 @@ from mergegate.merge_core.errors import InvalidInput
 from mergegate.merge_core.methods.combination import LAMBDA, combine
 from mergegate.merge_core.methods.contract import (
     Block,
-    Costs,
     Map,
     Method,
     Parameter,
@@ -44,7 +43,14 @@ from mergegate.merge_core.methods.contract import (
     add_in_order,
     torch,
 )
-from mergegate.merge_core.methods.matrices import collect_deltas, deltas_of, grain_of_rows, rows_of, sum_delta_products
+from mergegate.merge_core.methods.matrices import (
+    collect_deltas,
+    costs_of_matrices,
+    deltas_of,
+    grain_of_rows,
+    rows_of,
+    sum_delta_products,
+)
 from mergegate.merge_core.methods.task_vectors import VectorCombination, mix
 
 if TYPE_CHECKING:
@@ -244,8 +250,6 @@ def _add_to_base(merged_change: torch.Tensor, scale: float) -> Map:
 
 def _product_operations(task: TensorTask, decompositions: float) -> float:
     """Count the operations of the products of all pairs of models, the decompositions, and applying the factors."""
-    if not task.is_projection:
-        return 0.0
     models = len(task.per_input) - 1
     shorter, longer = min(task.shape), max(task.shape)
     return 2.0 * longer * shorter**2 * (models * (models + 1) / 2 + models) + decompositions * shorter**3
@@ -253,8 +257,6 @@ def _product_operations(task: TensorTask, decompositions: float) -> float:
 
 def _held_bytes(task: TensorTask, workspaces: int) -> int:
     """Return the memory for products, factors, decompositions and task matrices, in bytes."""
-    if not task.is_projection:
-        return 0
     models = len(task.per_input) - 1
     shorter, longer = min(task.shape), max(task.shape)
     matrix_bytes = 4 * shorter * longer * (models + 1) if task.shape[0] < task.shape[1] else 0
@@ -299,35 +301,27 @@ def _method(compute_factors: Factors, *, decompositions: int, workspaces: int, *
         models=(1, None),
         steps=steps,
         grain=grain_of_rows,
-        costs=Costs(
-            map=1.5,
-            fold=1.5,
-            folds=lambda task: int(task.is_projection),
-            products=lambda task: _product_operations(task, decompositions * _EIGH),
-            held_bytes=lambda task: _held_bytes(task, workspaces),
+        costs=costs_of_matrices(
+            lambda task: _product_operations(task, decompositions * _EIGH), lambda task: _held_bytes(task, workspaces)
         ),
         **fields,
     )
 
 
-def _knots_sides(task: TensorTask) -> tuple[int, int, int]:
-    """Return the number of models, and the shorter and longer side of all task matrices side by side."""
+def _knots_sides(task: TensorTask) -> tuple[int, int]:
+    """Return the shorter and longer side of all task matrices side by side."""
     models, (out, width) = len(task.per_input) - 1, task.shape
-    return models, min(out, models * width), max(out, models * width)
+    return min(out, models * width), max(out, models * width)
 
 
 def _knots_operations(task: TensorTask) -> float:
-    if not task.is_projection:
-        return 0.0
-    _, shorter, longer = _knots_sides(task)
+    shorter, longer = _knots_sides(task)
     return 2.0 * shorter**2 * longer * 2.5 + _EIGH * shorter**3
 
 
 def _knots_held_bytes(task: TensorTask) -> int:
     """Return the bytes of the task matrices, their stacked and projected copies, the products and the directions."""
-    if not task.is_projection:
-        return 0
-    _, shorter, longer = _knots_sides(task)
+    shorter, longer = _knots_sides(task)
     return 4 * (3 * shorter * longer + 8 * task.shape[0] * task.shape[1]) + 8 * (
         4 * shorter**2 + shorter * task.shape[0]
     )
@@ -344,13 +338,7 @@ METHODS = (
         parameters=(_WEIGHT, _DENSITY, LAMBDA),
         steps=_knots,
         grain=grain_of_rows,
-        costs=Costs(
-            map=1.5,
-            fold=1.5,
-            folds=lambda task: int(task.is_projection),
-            products=_knots_operations,
-            held_bytes=_knots_held_bytes,
-        ),
+        costs=costs_of_matrices(_knots_operations, _knots_held_bytes),
         traits=Traits(adapters="products"),
     ),
     _method(

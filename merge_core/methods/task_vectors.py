@@ -50,7 +50,6 @@ from mergegate.merge_core.methods.selection import (
     ScoreFunction,
     SelectionRequest,
     SelectionThreshold,
-    count_stored_scores,
     score_bits,
     select,
     select_passes,
@@ -238,8 +237,9 @@ def _sce(task: TensorTask) -> Steps:
     share = float(task.shared["select_topk"])
     threshold: SelectionThreshold | None = None
     if share < 1:
-        stored_variances = count_stored_scores(lambda block: block.run("variances"))
-        scores = ScoreFunction(lambda block: _variance(block).unsqueeze(0), task.dtype, stored_variances)
+        scores = ScoreFunction(
+            lambda block: _variance(block).unsqueeze(0), task.dtype, lambda block: block.run("variances")
+        )
         (threshold,) = yield from select(scores, [SelectionRequest(0, None, of_positive=share)], task.numel)
         if threshold is NOTHING:
             return Map(lambda block: block.base)

@@ -111,9 +111,6 @@ def parse_json(
 
     ``pairs`` builds a value from the key-value pairs of each object; by default, a dict in which the last of several
     equal keys wins. Error messages show the name of the text, ``location``, and its ``expected`` content.
-
-    Raises:
-        InvalidInput: The text is not JSON or exceeds the limits.
     """
     _check_bounds(content, location, bounds)
 
@@ -155,11 +152,7 @@ def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_json(path: Path, *, bounds: JsonBounds = SMALL) -> dict[str, Any]:
-    """Return the JSON object in a file that is inside its directory, without following links that lead out of it.
-
-    Raises:
-        InvalidInput: The file is missing, unreadable, not a plain file, not JSON, beyond the limits, or not an object.
-    """
+    """Return the JSON object in a file that is inside its directory, without following links that lead out of it."""
     try:
         with open_plain(path, within=path.parent) as file:
             content = content_of(file, path, bounds.size)

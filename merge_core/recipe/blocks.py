@@ -42,14 +42,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from mergegate.merge_core.checkpoint import AnyTensor, StoredMoments
 from mergegate.merge_core.checkpoint.vocabulary import STRANGERS, Strangers
 from mergegate.merge_core.errors import FindingLog, InvalidInput, suggest
 from mergegate.merge_core.methods import Method, merge_methods
 from mergegate.merge_core.recipe.keys import (
-    collected,
+    RecipeBlock,
     is_number,
     is_whole,
     known_mapping,
@@ -133,43 +133,43 @@ class TokenizerChoice:
         }
 
 
-def parse_tokenizer_choice(content: Mapping[str, Any], location: str, log: FindingLog) -> TokenizerChoice | None:
+def parse_tokenizer_choice(document: RecipeBlock, log: FindingLog) -> TokenizerChoice | None:
     """Return the tokenizer that a recipe selects, or None if it selects none."""
-    if "tokenizer" in content and "tokenizer_source" in content:
-        raise InvalidInput(
-            location,
-            found="both 'tokenizer' and 'tokenizer_source'",
-            expected="one of them",
-            remedy="remove one of them",
-        )
-    if "tokenizer_source" in content:
-        location = f"{location}: tokenizer_source"
-        return TokenizerChoice(_source(content["tokenizer_source"], location, log), location)
-    if "tokenizer" not in content:
+    if "tokenizer" in document and "tokenizer_source" in document:
+        found, expected = "both 'tokenizer' and 'tokenizer_source'", "one of them"
+        log.fault(document.location, found=found, expected=expected, remedy="remove one of them")
         return None
-    location, value = f"{location}: tokenizer", content["tokenizer"]
+    location = document.location_of("tokenizer_source")
+    if source := document.read("tokenizer_source", _source, None, log):
+        return TokenizerChoice(source, location)
+    return document.read("tokenizer", _tokenizer, None, log)
+
+
+def _tokenizer(value: object, location: str, log: FindingLog) -> TokenizerChoice:
     if isinstance(value, str):
         remedy = f"write 'tokenizer_source: {value}'" if value.strip() else "remove it"
         raise refuse(value, location, "a mapping, such as {source: union}", remedy)
     if value == {}:
         return TokenizerChoice("union", location)
     block = known_mapping(value, location, ("source", "tokens", "pad_to_multiple_of", "strangers"), log)
-    require_value(value, "source", f"{location}.source")
-    source = collected(log, "union", _source, block.get("source", "union"), f"{location}.source", log)
-    tokens = collected(log, (), _tokens, block.get("tokens", {}), f"{location}.tokens", log)
+    require_value(block, cast(Mapping[str, Any], value), "source")
+    source = block.read("source", _source, "union", log)
+    tokens = block.read("tokens", _tokens, (), log)
     padding = None if block.get("pad_to_multiple_of") == 0 else block.get("pad_to_multiple_of")  # as in mergekit
     if isinstance(padding, str) and padding.isascii() and padding.isdigit() and len(padding) < 10:
         padding = int(padding)
     if padding is not None and not is_whole(padding, 1, _MOST_PADDING):
         expected = f"a whole number from 1 to {_MOST_PADDING}"
-        log.fault(f"{location}.pad_to_multiple_of", found=f"{padding!r:.60}", expected=expected)
+        log.fault(block.location_of("pad_to_multiple_of"), found=f"{padding!r:.60}", expected=expected)
     strangers = block.get("strangers", "refuse")
+    where = block.location_of("strangers")
     if not isinstance(strangers, str) or strangers not in STRANGERS:
-        remedy = suggest(str(strangers)[:60], STRANGERS)
-        raise refuse(strangers, f"{location}.strangers", f"one of {', '.join(STRANGERS)}", remedy)
+        raise refuse(strangers, where, f"one of {', '.join(STRANGERS)}", suggest(str(strangers)[:60], STRANGERS))
     if strangers != "refuse" and source != "union":
-        raise InvalidInput(f"{location}.strangers", found=f"{strangers} with source {source}", expected="source: union")
-    return TokenizerChoice(source, f"{location}.source" if "source" in block else location, tokens, padding, strangers)
+        raise InvalidInput(where, found=f"{strangers} with source {source}", expected="source: union")
+    return TokenizerChoice(
+        source, f"{location}.source" if "source" in block else location, tokens, padding, cast(Strangers, strangers)
+    )
 
 
 def _source(value: object, location: str, log: FindingLog) -> str | CheckpointRef:
@@ -197,12 +197,12 @@ def _tokens(value: object, location: str, log: FindingLog) -> tuple[TokenRow, ..
             if entry is None or entry == {}:
                 rows.append(TokenRow(token, None, force=False))
                 continue
-            content = known_mapping(entry, row_location, ("source", "force"), log)
-            force, source = switch(content.get("force", False), f"{row_location}.force"), content.get("source")
+            row = known_mapping(entry, row_location, ("source", "force"), log)
+            force, source = switch(row.get("force", False), row.location_of("force")), row.get("source")
             if force and source is None:
                 expected = "a source for the row"
-                raise InvalidInput(f"{row_location}.force", found="true without a source", expected=expected)
-            origin = None if source is None else _origin(source, f"{row_location}.source", log)
+                raise InvalidInput(row.location_of("force"), found="true without a source", expected=expected)
+            origin = None if source is None else _origin(source, row.location_of("source"), log)
             rows.append(TokenRow(token, origin, force))
     return tuple(rows)
 
@@ -224,10 +224,10 @@ def _origin(value: object, location: str, log: FindingLog) -> RowOrigin:
         found = "both token and token_id" if token is not None else "neither token nor token_id"
         raise InvalidInput(location, found=found, expected="exactly one of them")
     if token is not None and not isinstance(token, str):
-        raise refuse(token, f"{location}.token", "the text of a token")
+        raise refuse(token, entry.location_of("token"), "the text of a token")
     if number is not None and (type(number) is not int or number < 0):
-        raise refuse(number, f"{location}.token_id", "a whole number of at least 0")
-    return RowOrigin(parse_reference(entry["model"], f"{location}.model"), token, number)
+        raise refuse(number, entry.location_of("token_id"), "a whole number of at least 0")
+    return RowOrigin(parse_reference(entry.get("model"), entry.location_of("model")), token, number)
 
 
 @dataclass(frozen=True, order=True)
@@ -284,29 +284,23 @@ class InputMeasurements:
     importance: Mapping[str, AnyTensor] = field(default_factory=dict)
 
 
-def parse_reading(value: object, method: Method, location: str, reads_texts: bool) -> CalibrationReading:
+def parse_reading(value: object, location: str, method: Method, reads_texts: bool) -> CalibrationReading:
     """Return the settings in ``statistics`` of a recipe. ``reads_texts`` states whether the method or a repair does."""
-    if value is None:
-        return CalibrationReading()
     if not reads_texts:
         raise InvalidInput(
             location, found=f"{method.name} does not read texts", expected="no such key", remedy="remove it"
         )
-    content = known_mapping(value, location, tuple(CalibrationReading().canonical()))
-    if "diagonal_above" in content and method.traits.reads_text != "moments":
-        raise InvalidInput(
-            f"{location}.diagonal_above",
-            found=f"{method.name} does not store matrices",
-            expected="no such key",
-            remedy="remove it",
-        )
+    block = known_mapping(value, location, tuple(CalibrationReading().canonical()))
+    if "diagonal_above" in block and method.traits.reads_text != "moments":
+        found = f"{method.name} does not store matrices"
+        block.fault("diagonal_above", found=found, expected="no such key", remedy="remove it")
     minimums = {"documents": 1, "max_length": 2, "diagonal_above": 0}
-    for key, setting in content.items():
+    for key, setting in block.content.items():
         if key == "field" and not (isinstance(setting, str) and setting):
-            raise refuse(setting, f"{location}.{key}", "the name of a field")
+            block.fault(key, expected="the name of a field")
         if key != "field" and not is_whole(setting, minimums[key], _MOST_READ):
-            raise refuse(setting, f"{location}.{key}", f"a whole number of at least {minimums[key]}")
-    return CalibrationReading(**content)
+            block.fault(key, expected=f"a whole number of at least {minimums[key]}")
+    return CalibrationReading(**block.content)
 
 
 @dataclass(frozen=True)
@@ -349,12 +343,12 @@ class RepairedRouters:
 
 def parse_router_repair(value: object, location: str) -> RouterRepair | None:
     """Return the settings in ``router_repair`` of a recipe, or None if there is no repair."""
-    if value is None or isinstance(value, bool):
+    if isinstance(value, bool):
         return RouterRepair() if value else None
-    content = known_mapping(value, location, ("off_diagonals",))
-    factor = content.get("off_diagonals", RouterRepair.off_diagonals)
+    block = known_mapping(value, location, ("off_diagonals",))
+    factor = block.get("off_diagonals", RouterRepair.off_diagonals)
     if not is_number(factor, 0, 1):
-        raise refuse(factor, f"{location}.off_diagonals", "a number from 0 to 1")
+        block.fault("off_diagonals", expected="a number from 0 to 1")
     return RouterRepair(float(factor))
 
 
@@ -375,44 +369,37 @@ class AdapterOutput:
 
 
 def parse_output(
-    content: Mapping[str, Any],
-    method: Method,
-    base: CheckpointRef | None,
-    models: Sequence[CheckpointRef],
-    location: str,
+    document: RecipeBlock, method: Method, base: CheckpointRef | None, models: Sequence[CheckpointRef]
 ) -> AdapterOutput | None:
     """Return the settings in ``output`` and ``rank`` of a recipe, or None if its result is a model."""
-    output, rank = content.get("output"), content.get("rank")
+    output, rank = document.get("output"), document.get("rank")
     if output in (None, "model"):
         if rank is not None:
-            raise InvalidInput(f"{location}rank", found="rank without output: adapter", expected="output: adapter")
+            document.fault("rank", found="rank without output: adapter", expected="output: adapter")
         return None
     if output != "adapter":
-        raise refuse(output, f"{location}output", "model or adapter")
+        raise refuse(output, document.location_of("output"), "model or adapter")
     if method.traits.adapters is None:
         fitting = [name for name, candidate in merge_methods().items() if candidate.traits.adapters]
         raise InvalidInput(
-            f"{location}output",
+            document.location_of("output"),
             found=f"{method.name} cannot produce an adapter",
             expected=f"one of {', '.join(fitting)}, which add a change of low rank to the base",
         )
     for key in _NOT_FOR_ADAPTERS:
-        if content.get(key) is not None:
-            raise InvalidInput(f"{location}{key}", found="it is set", expected="no such key for an adapter")
+        if key in document:
+            raise InvalidInput(document.location_of(key), found="it is set", expected="no such key for an adapter")
     if rank is not None and not is_whole(rank, 1, _MOST_RANK):
-        raise refuse(rank, f"{location}rank", f"a whole number from 1 to {_MOST_RANK}")
+        raise refuse(rank, document.location_of("rank"), f"a whole number from 1 to {_MOST_RANK}")
     if rank is None and method.traits.adapters != "sum":
-        raise InvalidInput(
-            f"{location}rank",
-            found="not set",
-            expected=f"a rank, because the result of {method.name} has no rank of its own",
-        )
+        expected = f"a rank, because the result of {method.name} has no rank of its own"
+        raise InvalidInput(document.location_of("rank"), found="not set", expected=expected)
     adapted = [model for model in models if model != base or model.adapter]
     bases = dict.fromkeys(CheckpointRef(model.path, model.revision) for model in adapted)
     plain = [model for model in adapted if not model.adapter]
     if plain or len(bases) != 1 or (base is not None and [base] != list(bases)):
         raise InvalidInput(
-            f"{location}models",
+            document.location_of("models"),
             found=", ".join(map(str, plain or [*bases, *([base] if base else [])])),
             expected="adapters on one base, each written as base+adapter" + (f", with the base {base}" if base else ""),
         )

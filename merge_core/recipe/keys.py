@@ -7,6 +7,8 @@ without a value counts as absent.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, TypeAlias, TypeVar
 
@@ -15,6 +17,7 @@ from mergegate.merge_core.errors import FindingLog, InvalidInput, suggest
 from mergegate.merge_core.methods import Method
 
 T = TypeVar("T")
+Default = TypeVar("Default")
 # Schema of each key, in the order in which messages list the keys.
 Keys: TypeAlias = Mapping[str, Mapping[str, Any]]
 
@@ -90,6 +93,46 @@ CLIENT_KEYS: Keys = {
 }
 
 
+@dataclass(frozen=True)
+class RecipeBlock:
+    """A mapping in a recipe, reduced to its known keys with a value.
+
+    Args:
+        content: The entries.
+        location: Location of the mapping for messages.
+        log: Receives faults of the entries. None raises them.
+        separator: Text between ``location`` and a key in messages.
+    """
+
+    content: Mapping[str, Any]
+    location: str
+    log: FindingLog | None
+    separator: str = "."
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.content
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.content.get(key, default)
+
+    def location_of(self, key: str) -> str:
+        """Return the location of a key for messages."""
+        return f"{self.location}{self.separator}{key}"
+
+    def read(self, key: str, parse: Callable[..., T], default: Default, *arguments: Any) -> T | Default:
+        """Return ``parse(value, location, *arguments)``, or ``default`` if the key is absent or its value is faulty."""
+        if key in self.content:
+            with self.log.collect() if self.log else nullcontext():
+                return parse(self.content[key], self.location_of(key), *arguments)
+        return default
+
+    def fault(self, key: str, *, found: str = "", expected: str = "", remedy: str = "") -> None:
+        """Record a fault of a key. Without ``found``, the message quotes the value."""
+        found = found or f"{self.get(key)!r:.{_READABLE}}"
+        with self.log.collect() if self.log else nullcontext():
+            raise InvalidInput(self.location_of(key), found=found, expected=expected, remedy=remedy)
+
+
 def known_mapping(
     value: object,
     location: str,
@@ -98,19 +141,12 @@ def known_mapping(
     *,
     separator: str = ".",
     method: Method | None = None,
-) -> dict[str, Any]:
+) -> RecipeBlock:
     """Return the entries of a mapping that have a known key and a value.
 
     Like mergekit, mergegate reads a key without a value (null) as absent and ignores unknown keys, but it warns about
-    unknown keys.
-
-    Args:
-        value: The mapping.
-        location: Location of the mapping for messages.
-        known_keys: Keys that the mapping may have.
-        log: Receives a warning for each unknown key. None refuses unknown keys, for mappings that mergekit lacks.
-        separator: Text between ``location`` and a key in messages.
-        method: Method whose parameters an unknown key may be meant for. Default: none.
+    unknown keys. Without a log, it refuses them, for mappings that mergekit lacks. ``method`` is the method whose
+    parameters an unknown key may be meant for. The other arguments are those of :class:`RecipeBlock`.
     """
     content = plain_mapping(value, location)
     for key in content:
@@ -128,7 +164,8 @@ def known_mapping(
             expected=expected if remedy == "remove it" else "",
             remedy=remedy,
         )
-    return {key: inner for key, inner in content.items() if key in known_keys and inner is not None}
+    known = {key: inner for key, inner in content.items() if key in known_keys and inner is not None}
+    return RecipeBlock(known, location, log, separator)
 
 
 def _remedy(key: str, content: Mapping[str, Any], known_keys: Collection[str], method: Method | None) -> str:
@@ -156,22 +193,17 @@ def plain_mapping(value: object, location: str) -> Mapping[str, Any]:
     return value
 
 
-def require_value(content: Mapping[str, Any], key: str, location: str) -> None:
-    """Raise InvalidInput if ``key`` is present but has no value."""
-    if key in content and content[key] is None:
-        raise InvalidInput(location, found="no value", expected="a value", remedy="remove the key, or add a value")
+def require_value(block: RecipeBlock, mapping: Mapping[str, Any], key: str) -> None:
+    """Raise InvalidInput if ``key`` is present in the ``mapping`` that ``block`` was read from, but has no value."""
+    if key in mapping and key not in block:
+        raise InvalidInput(
+            block.location_of(key), found="no value", expected="a value", remedy="remove the key, or add a value"
+        )
 
 
 def refuse(value: object, location: str, expected: str, remedy: str = "") -> InvalidInput:
     """Return the exception for an invalid value, which quotes it."""
     return InvalidInput(location, found=f"{value!r:.{_READABLE}}", expected=expected, remedy=remedy)
-
-
-def collected(log: FindingLog, default: T, parse: Callable[..., T], *arguments: Any) -> T:
-    """Return ``parse(*arguments)``, or record the InvalidInput that it raises and return ``default``."""
-    with log.collect():
-        return parse(*arguments)
-    return default
 
 
 def is_whole(value: object, low: int, high: int) -> bool:

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args
 
 from mergegate.merge_core.errors import FindingLog, InvalidInput, suggest
-from mergegate.merge_core.recipe.keys import RECIPE_KEYS, Keys, collected, is_text, is_whole, known_mapping, refuse
+from mergegate.merge_core.recipe.keys import RECIPE_KEYS, Keys, RecipeBlock, is_text, is_whole, known_mapping, refuse
 from mergegate.merge_core.recipe.reference import CheckpointRef, parse_reference
 
 GateMode = Literal["hidden", "hidden_avg", "hidden_last", "cheap_embed", "random", "uniform_random"]
@@ -139,93 +139,89 @@ class Mixture:
         }
 
 
-def parse_mixture(content: Mapping[str, Any], location: str, log: FindingLog) -> Mixture:
+def parse_mixture(document: RecipeBlock, log: FindingLog) -> Mixture:
     """Read a document that describes a mixture. Faults are added to ``log``, and the result is then incomplete."""
-    mode = content.get("gate_mode", "hidden")
+    mode = document.get("gate_mode", "hidden")
     if mode not in _MODES:
-        expected, remedy = f"one of {', '.join(_MODES)}", suggest(str(mode)[:60], _MODES)
-        log.fault(f"{location}: gate_mode", found=f"{mode!r:.60}", expected=expected, remedy=remedy)
-    experts, count = _experts(content, "experts", location, log, most=_MOST)
-    shared, _ = _experts(content, "shared_experts", location, log, most=1)
+        document.fault("gate_mode", expected=f"one of {', '.join(_MODES)}", remedy=suggest(str(mode)[:60], _MODES))
+    experts, count = _experts(document, "experts", log, most=_MOST)
+    shared, _ = _experts(document, "shared_experts", log, most=1)
     if mode in _MODES and mode not in _DRAWN:
-        for expert_location in dict.fromkeys(expert.location for expert in experts if expert.positive == ()):
+        for location in dict.fromkeys(expert.location for expert in experts if expert.positive == ()):
             log.fault(
-                f"{expert_location}.positive_prompts",
+                f"{location}.positive_prompts",
                 found="no prompts",
                 expected=f"texts for this expert, because gate_mode {mode} computes its router row from them",
                 remedy="add positive_prompts, or set gate_mode: random",
             )
-    per_token = content.get("experts_per_token", 2)
+    per_token = document.get("experts_per_token", 2)
     if type(per_token) is not int or per_token < 1 or (count is not None and per_token > count):
-        log.fault(
-            f"{location}: experts_per_token",
-            found=f"{per_token!r:.20}" if "experts_per_token" in content else f"{per_token}, the default",
+        document.fault(
+            "experts_per_token",
+            found=f"{per_token!r:.20}" if "experts_per_token" in document else f"{per_token}, the default",
             expected=f"1 to {count}, the number of experts" if count else "a whole number of at least 1",
             remedy=f"set experts_per_token: {count}" if count else "",
         )
-    output = content.get("architecture")
+    output = document.get("architecture")
     if output is not None and not isinstance(output, str):
-        log.fault(f"{location}: architecture", found=f"{output!r:.60}", expected="the name of a family")
-    return Mixture(mode, experts, shared, per_token, output, None, location)
+        document.fault("architecture", expected="the name of a family")
+    return Mixture(mode, experts, shared, per_token, output, None, document.location)
 
 
-def _experts(
-    content: Mapping[str, Any], key: str, location: str, log: FindingLog, *, most: int
-) -> tuple[tuple[Expert, ...], int | None]:
+def _experts(document: RecipeBlock, key: str, log: FindingLog, *, most: int) -> tuple[tuple[Expert, ...], int | None]:
     """Return the valid experts of a list, and the number of experts (None if a fault makes it unknown)."""
-    location, value = f"{location}: {key}", content.get(key, [])
+    value = document.get(key, [])
     if not isinstance(value, (list, tuple)) or (key == "experts" and not value):
-        log.fault(location, found=f"{value!r:.60}", expected="a list with at least one entry")
+        log.fault(document.location_of(key), found=f"{value!r:.60}", expected="a list with at least one entry")
         return (), None
-    read = [collected(log, None, _expert, item, f"{location}[{number}]", log) for number, item in enumerate(value)]
-    experts = [expert for copies in read for expert in copies or ()]
+    experts, is_sound = list[Expert](), True
+    for number, item in enumerate(value):
+        copies: list[Expert] = []
+        with log.collect():
+            copies = _expert(item, f"{document.location_of(key)}[{number}]", log)
+        experts += copies
+        is_sound = is_sound and bool(copies)
     if len(experts) > most:
-        log.fault(location, found=f"{len(experts)} experts", expected=f"at most {most}")
-    return tuple(experts), None if None in read else len(experts)
+        document.fault(key, found=f"{len(experts)} experts", expected=f"at most {most}")
+    return tuple(experts), len(experts) if is_sound else None
 
 
-def _expert(item: object, location: str, log: FindingLog) -> list[Expert] | None:
-    """Return the expert that an entry describes, repeated ``copies`` times, or None after a fault."""
+def _expert(item: object, location: str, log: FindingLog) -> list[Expert]:
+    """Return the expert that an entry describes, repeated ``copies`` times, or an empty list after a fault."""
     if not isinstance(item, Mapping):
         raise refuse(item, location, "{source_model: path or org/name}")
-    content = known_mapping(item, location, _EXPERT, log)
-    copies = content.get("copies", 1)
+    block = known_mapping(item, location, _EXPERT, log)
+    copies = block.get("copies", 1)
     if not is_whole(copies, 1, _MOST):
-        log.fault(f"{location}.copies", found=f"{copies!r:.20}", expected=f"1 to {_MOST}")
-        copies = None
-    model = None
-    if "source_model" in content:
-        model = collected(log, None, parse_reference, content["source_model"], f"{location}.source_model", log)
-    else:
+        block.fault("copies", found=f"{copies!r:.20}", expected=f"1 to {_MOST}")
+        copies = 0
+    if "source_model" not in block:
         log.fault(location, found="no 'source_model'", expected="the dense model that provides the expert")
-    noise = collected(log, 0.0, _number, content.get("noise_scale") or 0.0, f"{location}.noise_scale")
-    if noise < 0:
-        expected = "a standard deviation of at least 0"
-        log.fault(f"{location}.noise_scale", found=f"{noise:g}", expected=expected)
-    residual = None
-    if "residual_scale" in content:
-        residual = collected(log, None, _number, content["residual_scale"], f"{location}.residual_scale")
-    positive, negative = (
-        collected(log, None, _prompts, content.get(key, ()), f"{location}.{key}")
-        for key in ("positive_prompts", "negative_prompts")
-    )
-    if model is None or positive is None or negative is None or copies is None:
-        return None
+    model = block.read("source_model", parse_reference, None, log)
+    noise = block.read("noise_scale", _noise, 0.0)
+    residual = block.read("residual_scale", _number, None)
+    positive = block.read("positive_prompts", _prompts, None) if "positive_prompts" in block else ()
+    negative = block.read("negative_prompts", _prompts, None) if "negative_prompts" in block else ()
+    if model is None or positive is None or negative is None:
+        return []
     return [Expert(model, positive, negative, noise, residual, location)] * copies
 
 
 def _prompts(value: object, location: str) -> tuple[str, ...]:
     prompts = [value] if isinstance(value, str) else value
     if not isinstance(prompts, (list, tuple)) or not all(map(is_text, prompts)):
-        raise refuse(
-            value,
-            location,
-            "a list of non-empty texts",
-            "write texts for this expert, or set gate_mode: random and remove the prompts",
-        )
+        remedy = "write texts for this expert, or set gate_mode: random and remove the prompts"
+        raise refuse(value, location, "a list of non-empty texts", remedy)
     if len(prompts) > _MOST_PROMPTS:
         raise InvalidInput(location, found=f"{len(prompts)} prompts", expected=f"at most {_MOST_PROMPTS}")
     return tuple(prompts)
+
+
+def _noise(value: object, location: str) -> float:
+    noise = _number(value or 0.0, location)
+    if noise < 0:
+        raise InvalidInput(location, found=f"{noise:g}", expected="a standard deviation of at least 0")
+    return noise
 
 
 def _number(value: object, location: str) -> float:

@@ -82,8 +82,6 @@ def parse_parameters(
     Parameters that mergekit ignores cause warnings: those that the method does not have, shared parameters under a
     model, and task-vector parameters under the base. A faulty value is a blocking finding and counts as set.
     """
-    if value is None:
-        return Parameters()
     if not isinstance(value, Mapping):
         raise refuse(value, location, "a mapping of parameters")
     names = [parameter.name for parameter in method.parameters]
@@ -183,8 +181,8 @@ def _condition(content: object, parameter: Parameter, location: str, log: Findin
             raise InvalidInput(location, found="no 'value'", expected="{value: ..., filter: ...}")
         pattern = entry.get("filter") or None
         if pattern is not None and not isinstance(pattern, str):
-            raise refuse(pattern, f"{location}.filter", "a part of a tensor name")
-        content = entry["value"]
+            raise refuse(pattern, entry.location_of("filter"), "a part of a tensor name")
+        content = entry.get("value")
     if isinstance(content, list):
         if not content:
             raise InvalidInput(location, found="an empty list", expected="a value or a gradient of values")
@@ -229,9 +227,6 @@ def apply_overrides(recipe: Mapping[str, Any], changes: Mapping[str, Any], locat
     its values for single models, slices or modules are removed. If ``merge_method`` changes, parameters that the new
     method does not have are removed, and those that set the scale of the merged change (``lambda``, ``normalize``,
     ``rescale``) return to the defaults of the new method unless the change sets them.
-
-    Raises:
-        InvalidInput: There is no change, or a change is neither a setting nor a parameter.
     """
     if not changes:
         raise InvalidInput(location, found="no changes", expected="at least one setting or parameter")
@@ -273,9 +268,6 @@ def fit_to_method(recipe: Mapping[str, Any], location: str) -> dict[str, Any]:
     Use this after choosing one method in a recipe that was written for several. Such a recipe names a base because some
     of the methods need it. If the chosen method would merge the base like any other model, the base is removed too,
     unless it is listed among the models.
-
-    Raises:
-        InvalidInput: The method is unknown.
     """
     method = find_method(recipe.get("merge_method"), f"{location}: merge_method")
     result: dict[str, Any] = _without(dict(recipe), method, dropped_names=frozenset())
@@ -318,7 +310,7 @@ def _without(value: Any, method: Method, dropped_names: frozenset[str]) -> Any:
     for key, inner in value.items():
         if key in _TEXT_KEYS and method.traits.reads_text is None:
             continue
-        if key == _DISTANCE_KEY and method.base not in ("required", "optional"):
+        if key == _DISTANCE_KEY and not method.has_task_vectors:
             continue
         if key != _PARAMETERS or not isinstance(inner, Mapping):
             result[key] = _without(inner, method, dropped_names)

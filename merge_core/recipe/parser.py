@@ -19,12 +19,19 @@ from mergegate.merge_core.checkpoint import BY_TORCH_NAME, RECIPE_NAMES, DType
 from mergegate.merge_core.errors import FindingLog, InvalidInput, suggest
 from mergegate.merge_core.methods import UPCYCLING, Method, Parameter, find_method, merge_methods
 from mergegate.merge_core.parsing import parse_yaml, read_yaml
-from mergegate.merge_core.recipe.blocks import parse_output, parse_reading, parse_router_repair, parse_tokenizer_choice
+from mergegate.merge_core.recipe.blocks import (
+    CalibrationReading,
+    parse_output,
+    parse_reading,
+    parse_router_repair,
+    parse_tokenizer_choice,
+)
 from mergegate.merge_core.recipe.keys import (
     CLIENT_KEYS,
     RECIPE_KEYS,
-    collected,
+    RecipeBlock,
     is_number,
+    is_text,
     known_mapping,
     plain_mapping,
     refuse,
@@ -107,7 +114,7 @@ def _check_steps(recipe: Recipe, log: FindingLog) -> None:
                 expected="router_repair in the document of the result, because only a finished model can be run",
                 remedy="move it there, or create this model first and use its directory",
             )
-    for document in (*recipe.steps, recipe):
+    for document in recipe.documents:
         base = document.base
         prompts_base = document.mixture is not None and document.mixture.needs_prompts
         if prompts_base and base is not None and (base.adapter or str(base) in steps):
@@ -143,28 +150,27 @@ class _Context:
     base_is_faulty: bool = False
     reads_texts: bool = False
 
-    def with_base(self, content: Mapping[str, Any], location: str) -> _Context:
+    def with_base(self, block: RecipeBlock) -> _Context:
         """Return the context for a mapping that may have its own ``base_model``."""
-        if "base_model" not in content:
+        if "base_model" not in block:
             return self
-        base = collected(self.log, None, parse_reference, content["base_model"], location, self.log)
+        base = block.read("base_model", parse_reference, None, self.log)
         return replace(self, base=base, base_is_faulty=base is None)
 
     def is_base(self, model: CheckpointRef | None) -> bool:
         """Return whether task vectors are differences from ``model``."""
-        return model is not None and model == self.base and self.method.base in ("required", "optional")
+        return model is not None and model == self.base and self.method.has_task_vectors
 
-    def parameters(
-        self, content: Mapping[str, Any], location: str, *, model: CheckpointRef | None = None
-    ) -> Parameters:
+    def parameters(self, block: RecipeBlock, *, model: CheckpointRef | None = None) -> Parameters:
         """Read ``parameters`` of a mapping. Without ``model``, they apply to all models."""
-        value, location = content.get("parameters"), f"{location}parameters"
-        with self.log.collect():
-            return parse_parameters(
-                value, self.method, location, self.log, per_model=model is not None, is_base=self.is_base(model)
-            )
         # After a fault, treat every parameter as set, so that no missing parameter is reported in addition.
-        return Parameters(tuple(Setting(parameter.name, ()) for parameter in self.method.parameters))
+        faulty = Parameters(tuple(Setting(parameter.name, ()) for parameter in self.method.parameters))
+        if "parameters" not in block:
+            return Parameters()
+        scope = {"per_model": model is not None, "is_base": self.is_base(model)}
+        return block.read(
+            "parameters", lambda value, at: parse_parameters(value, self.method, at, self.log, **scope), faulty
+        )
 
 
 def _document(value: object, location: str, directory: Path | None, log: FindingLog) -> Recipe:
@@ -188,10 +194,10 @@ def _document(value: object, location: str, directory: Path | None, log: Finding
             remedy="use mergegate merge, check, plan or run, which find the checkpoints",
         )
     method = _method_of(written, location, log)
-    content = known_mapping(written, location, RECIPE_KEYS, log, separator=": ", method=method)
-    repair = collected(log, None, parse_router_repair, content.get("router_repair"), f"{location}: router_repair")
-    reads_texts = method.traits.reads_text is not None or bool(content.get("router_repair"))
-    context = _Context(method, None, log, reads_texts=reads_texts).with_base(content, f"{location}: base_model")
+    document = known_mapping(written, location, RECIPE_KEYS, log, separator=": ", method=method)
+    repair = document.read("router_repair", parse_router_repair, None)
+    reads_texts = method.traits.reads_text is not None or bool(document.get("router_repair"))
+    context = _Context(method, None, log, reads_texts=reads_texts).with_base(document)
     if len(forms) != 1:
         log.fault(
             location,
@@ -199,7 +205,11 @@ def _document(value: object, location: str, directory: Path | None, log: Finding
             expected="exactly one of 'models', 'slices', 'modules'",
             remedy="remove the others" if forms else "list the models to merge under 'models'",
         )
-    modules = _modules(content, forms, context, location)
+    modules: tuple[Module, ...] = ()
+    if "modules" in forms:
+        modules = document.read("modules", _modules, (), context)
+    elif forms:
+        modules = (Module(None, _slices(document, context), Parameters()),)
     bases = [cut.base for module in modules for cut in module.slices]
     if method.base == "required" and not context.base_is_faulty and (None in bases or (not bases and not context.base)):
         log.fault(
@@ -208,58 +218,35 @@ def _document(value: object, location: str, directory: Path | None, log: Finding
             expected=f"the model that {method.name} measures differences from",
             remedy="add 'base_model: MODEL', the model that the others were fine-tuned from",
         )
-    parameters = context.parameters(content, f"{location}: ")
     recipe = Recipe(
         merge_method=method.name,
         modules=modules,
         base=context.base,
-        parameters=parameters,
+        parameters=context.parameters(document),
+        **_common_fields(document, directory, log),
+        tokenizer=parse_tokenizer_choice(document, log),
+        align_experts=document.read("align_experts", switch, False),
+        drop_prediction_layers=document.read("drop_prediction_layers", switch, False),
+        reading=document.read("statistics", parse_reading, CalibrationReading(), method, reads_texts),
         router_repair=repair,
-        **_settings(content, location, directory, log),
+        leave_out_beyond=document.read("leave_out_beyond", _factor, None),
     )
-    recipe = replace(
-        recipe,
-        tokenizer=collected(log, None, parse_tokenizer_choice, content, location, log),
-        **{
-            key: collected(log, False, switch, content.get(key, False), f"{location}: {key}")
-            for key in ("align_experts", "drop_prediction_layers")
-        },
-        reading=collected(
-            log,
-            recipe.reading,
-            parse_reading,
-            content.get("statistics"),
-            method,
-            f"{location}: statistics",
-            reads_texts,
-        ),
-    )
-    if (factor := content.get("leave_out_beyond")) is not None:
-        if is_number(factor, 1, sys.float_info.max):
-            recipe = replace(recipe, leave_out_beyond=float(factor))
-        else:
-            expected = "a factor of the median length, at least 1"
-            log.fault(f"{location}: leave_out_beyond", found=f"{factor!r:.60}", expected=expected)
     if merge_methods().get(method.name) is not method:
         return recipe  # The method is a guess, so checks that depend on it would mislead.
     _check_needs(recipe, method, log, sliced=forms != ["models"])
     with log.collect():
-        models = [source.model for source in recipe.sources]
-        output = parse_output(content, method, context.base, models, f"{location}: ")
-        if output is not None and recipe.needs_distances:
-            raise InvalidInput(
-                f"{location}: leave_out_beyond",
-                found="leave_out_beyond together with output: adapter",
-                expected="a recipe that produces a model, because mergegate measures distances between models",
-                remedy="remove leave_out_beyond or output",
-            )
-        if output is not None and recipe.router_repair is not None:
-            raise InvalidInput(
-                f"{location}: router_repair",
-                found="router_repair together with output: adapter",
-                expected="a recipe that produces a model, because the merge itself reads the texts",
-                remedy="remove router_repair or output",
-            )
+        output = parse_output(document, method, context.base, [source.model for source in recipe.sources])
+        for key, is_set, reason in (
+            ("leave_out_beyond", recipe.needs_distances, "mergegate measures distances between models"),
+            ("router_repair", recipe.router_repair is not None, "the merge itself reads the texts"),
+        ):
+            if output is not None and is_set:
+                raise InvalidInput(
+                    document.location_of(key),
+                    found=f"{key} together with output: adapter",
+                    expected=f"a recipe that produces a model, because {reason}",
+                    remedy=f"remove {key} or output",
+                )
         recipe = replace(recipe, output=output)
     return recipe
 
@@ -297,46 +284,39 @@ def _mixture_of(settings: Mapping[str, Any], location: str, directory: Path | No
             expected="no merge method",
             remedy="remove it",
         )
-    content = known_mapping(
-        {key: value for key, value in settings.items() if key not in ("merge_method", *_FORMS)},
-        location,
-        MIXTURE_KEYS,
-        log,
-        separator=": ",
-    )
+    written = {key: value for key, value in settings.items() if key not in ("merge_method", *_FORMS)}
+    document = known_mapping(written, location, MIXTURE_KEYS, log, separator=": ")
     for key in ("gate_mode", "experts_per_token"):
-        require_value(settings, key, f"{location}: {key}")
-    mixture = parse_mixture(content, location, log)
-    settings = _settings(content, location, directory, log)
-    if content.get("base_model") is None:
+        require_value(document, settings, key)
+    mixture = parse_mixture(document, log)
+    fields = _common_fields(document, directory, log)
+    if "base_model" not in document:
         raise InvalidInput(
             location,
             found="no 'base_model'",
             expected="the dense model that provides attention, norms, embeddings and tokenizer",
             remedy="add 'base_model: MODEL'",
         )
-    base = parse_reference(content["base_model"], f"{location}: base_model", log)
+    base = parse_reference(document.get("base_model"), document.location_of("base_model"), log)
     models = dict.fromkeys([base, *(expert.model for expert in mixture.all_experts)])
     sources = tuple(Source(model, None, Parameters()) for model in models)
-    modules = (Module(None, (Slice(sources, base, Parameters(), f"{location}: experts"),), Parameters()),)
-    return Recipe(merge_method=UPCYCLING.name, modules=modules, base=base, mixture=mixture, **settings)
+    modules = (Module(None, (Slice(sources, base, Parameters(), document.location_of("experts")),), Parameters()),)
+    return Recipe(merge_method=UPCYCLING.name, modules=modules, base=base, mixture=mixture, **fields)
 
 
-def _settings(content: Mapping[str, Any], location: str, directory: Path | None, log: FindingLog) -> dict[str, Any]:
-    """Read the keys that both kinds of documents have, and return them as fields of :class:`Recipe`."""
+def _common_fields(document: RecipeBlock, directory: Path | None, log: FindingLog) -> dict[str, Any]:
+    """Read the keys that all documents have, and return them as fields of :class:`Recipe`."""
     return {
-        "dtype": collected(log, None, _format, content.get("dtype"), f"{location}: dtype"),
-        "out_dtype": collected(log, None, _format, content.get("out_dtype"), f"{location}: out_dtype"),
-        "chat_template": collected(log, None, _text, content.get("chat_template"), f"{location}: chat_template"),
-        "name": _name(content.get("name"), f"{location}: name", log),
+        "dtype": document.read("dtype", _format, None),
+        "out_dtype": document.read("out_dtype", _format, None),
+        "chat_template": document.read("chat_template", _text, None),
+        "name": document.read("name", _name, None, log),
         "directory": directory,
-        "location": location,
+        "location": document.location,
     }
 
 
-def _format(value: object, location: str) -> DType | None:
-    if value is None:
-        return None
+def _format(value: object, location: str) -> DType:
     name = value.removeprefix("torch.") if isinstance(value, str) else ""
     if name not in RECIPE_NAMES:
         expected, remedy = f"one of {', '.join(RECIPE_NAMES)}", suggest(str(value), RECIPE_NAMES)
@@ -344,64 +324,57 @@ def _format(value: object, location: str) -> DType | None:
     return BY_TORCH_NAME[name]
 
 
+def _factor(value: Any, location: str) -> float:
+    if not is_number(value, 1, sys.float_info.max):
+        raise refuse(value, location, "a factor of the median length, at least 1")
+    return float(value)
+
+
 def _non_empty(value: object, location: str) -> dict[str, Any]:
     """Return the entries of a mapping whose values mergekit does not treat as absent."""
     return {key: inner for key, inner in plain_mapping(value, location).items() if inner != _EMPTY.get(str(key), ...)}
 
 
-def _modules(content: Mapping[str, Any], forms: Sequence[str], context: _Context, location: str) -> tuple[Module, ...]:
+def _modules(value: object, location: str, context: _Context) -> tuple[Module, ...]:
     modules = []
-    if "modules" in forms:
-        entries: Mapping[str, Any] = {}
+    for name, item in plain_mapping(value, location).items():
+        module_location = f"{location}.{name}"
         with context.log.collect():
-            entries = plain_mapping(content["modules"], f"{location}: modules")
-        for name, item in entries.items():
-            item_location = f"{location}: modules.{name}"
-            with context.log.collect():
-                written = _non_empty(item, item_location)
-                part = known_mapping(
-                    written, item_location, ("models", "slices", "parameters"), context.log, method=context.method
-                )
-                if ("models" in part) == ("slices" in part):
-                    found = "models and slices" if "models" in part else "no models"
-                    raise InvalidInput(item_location, found=found, expected="either 'models' or 'slices'")
-                slices = _slices(part, context, f"{item_location}.")
-                modules.append(Module(str(name), slices, context.parameters(part, f"{item_location}.")))
-    elif forms:
-        modules.append(Module(None, _slices(content, context, f"{location}: "), Parameters()))
+            written, keys = _non_empty(item, module_location), ("models", "slices", "parameters")
+            block = known_mapping(written, module_location, keys, context.log, method=context.method)
+            if ("models" in block) == ("slices" in block):
+                found = "models and slices" if "models" in block else "no models"
+                raise InvalidInput(module_location, found=found, expected="either 'models' or 'slices'")
+            modules.append(Module(str(name), _slices(block, context), context.parameters(block)))
     return tuple(modules)
 
 
-def _slices(content: Mapping[str, Any], context: _Context, prefix: str) -> tuple[Slice, ...]:
+def _slices(block: RecipeBlock, context: _Context) -> tuple[Slice, ...]:
     """Read the slices of a document or module. A slice that cannot be read is recorded as a fault and skipped."""
     log = context.log
-    if "models" in content:
-        location = f"{prefix}models"
-        sources = _sources(content["models"], context, location, layered=False)
-        return (_slice(sources, context, Parameters(), location, append_base=True),)
+    if "models" in block:
+        sources = _sources(block, "models", context)
+        return (_slice(sources, context, Parameters(), block.location_of("models"), append_base=True),)
     slices = []
-    for index, item in enumerate(_list(content["slices"], f"{prefix}slices", log)):
-        location = f"{prefix}slices[{index}]"
+    for location, item in _entries(block, "slices"):
         with log.collect():
             entry = known_mapping(item, location, _SLICE_KEYS, log, method=context.method)
             if "residual_weight" in entry:
                 log.warn(
-                    f"{location}.residual_weight",
+                    entry.location_of("residual_weight"),
                     found="the key has no effect",
                     expected="no such key: neither mergekit nor mergegate uses it",
                     remedy="remove it",
                 )
-            inner = context.with_base(entry, f"{location}.base_model")
-            sources = _sources(entry.get("sources"), inner, f"{location}.sources", layered=True)
-            parameters = inner.parameters(entry, f"{location}.")
-            append_base = context.method.base in ("required", "optional")
-            slices.append(_slice(sources, inner, parameters, location, append_base=append_base))
+            inner = context.with_base(entry)
+            sources, parameters = _sources(entry, "sources", inner), inner.parameters(entry)
+            slices.append(_slice(sources, inner, parameters, location, append_base=context.method.has_task_vectors))
     # Empty slices are allowed at the ends: an empty first slice selects the model that provides the embeddings, an
     # empty last slice the model that provides the final norm and the head.
     ranges = [source.layers or (0, 1) for cut in slices for source in cut.sources]
     if slices and all(first == end for first, end in ranges):
-        log.fault(
-            f"{prefix}slices",
+        block.fault(
+            "slices",
             found="every layer_range is empty",
             expected="at least one layer in the result",
             remedy="write layer_range: [first, end] with first < end in at least one slice",
@@ -443,7 +416,7 @@ def _slice(
         elif layers:
             sources = [*sources, Source(base, layers.pop(), Parameters())]
             models.append(base)
-    has_base = base is not None and base in models and method.base in ("required", "optional")
+    has_base = base in models and method.has_task_vectors
     others = len(models) - has_base
     low, high = method.models
     if is_sound and (others < low or (high is not None and others > high)):
@@ -457,29 +430,27 @@ def _slice(
     return Slice(tuple(sources), base, parameters, location)
 
 
-def _sources(value: object, context: _Context, location: str, *, layered: bool) -> list[Source | None]:
+def _sources(block: RecipeBlock, key: str, context: _Context) -> list[Source | None]:
     """Read the models of a slice. None stands for a faulty entry."""
     sources: list[Source | None] = []
-    for index, item in enumerate(_list(value, location, context.log)):
+    for location, item in _entries(block, key):
         sources.append(None)
         with context.log.collect():
-            sources[-1] = _source(item, context, f"{location}[{index}]", layered=layered)
+            sources[-1] = _source(item, location, context, layered=key == "sources")
     return sources
 
 
-def _source(item: object, context: _Context, location: str, *, layered: bool) -> Source | None:
+def _source(item: object, location: str, context: _Context, *, layered: bool) -> Source | None:
     log, keys = context.log, _LAYERED_KEYS if layered else _MODEL_KEYS
     if isinstance(item, str):
-        raise InvalidInput(location, found=f"{item!r:.60}", expected="a mapping", remedy=f"write '- model: {item}'")
-    content = known_mapping(item, location, keys, log, method=context.method)
-    model, layers = None, None
-    if "model" not in content:
+        raise refuse(item, location, "a mapping", f"write '- model: {item}'")
+    block = known_mapping(item, location, keys, log, method=context.method)
+    if "model" not in block:
         log.fault(location, found="no 'model'", expected="{model: path or org/name}", remedy="add it")
-    with log.collect():
-        model = parse_reference(content["model"], f"{location}.model", log) if "model" in content else None
+    model, layers = block.read("model", parse_reference, None, log), None
     if layered:
         # Like mergekit, accept whole numbers that are written as text or with a decimal point.
-        written, ends = content.get("layer_range"), list[int]()
+        written, ends = block.get("layer_range"), list[int]()
         for end in written if isinstance(written, list) else ():
             is_digits = isinstance(end, str) and end.isascii() and end.isdigit() and len(end) < 10
             if is_digits or type(end) is int or (isinstance(end, float) and end.is_integer()):
@@ -487,23 +458,20 @@ def _source(item: object, context: _Context, location: str, *, layered: bool) ->
         if isinstance(written, list) and len(written) == len(ends) == 2 and 0 <= ends[0] <= ends[1]:
             layers = ends[0], ends[1]
         else:
-            log.fault(
-                f"{location}.layer_range",
-                found=f"{written!r:.60}",
-                expected="[first, end]: whole numbers, 0 <= first <= end, the end not included",
-            )
-    is_base = context.is_base(model)
-    text = content.get("text")
-    if text is not None and (not context.reads_texts or is_base):
-        found = "the base is not merged" if is_base else f"{context.method.name} does not read texts"
-        log.fault(f"{location}.text", found=found, expected="no such key", remedy="remove it")
-        text = None
-    elif text is not None and (not isinstance(text, str) or not text.strip() or "\0" in text):
-        expected = "the path of a text file (JSON Lines or plain text)"
-        log.fault(f"{location}.text", found=f"{text!r:.60}", expected=expected)
-        text = None
-    parameters = context.parameters(content, f"{location}.", model=model or CheckpointRef(""))
+            expected = "[first, end]: whole numbers, 0 <= first <= end, the end not included"
+            block.fault("layer_range", expected=expected)
+    text = block.read("text", _text_path, None, context, context.is_base(model))
+    parameters = context.parameters(block, model=model or CheckpointRef(""))
     return Source(model, layers, parameters, text) if model and (layers or not layered) else None
+
+
+def _text_path(value: Any, location: str, context: _Context, is_base: bool) -> str:
+    if not context.reads_texts or is_base:
+        found = "the base is not merged" if is_base else f"{context.method.name} does not read texts"
+        raise InvalidInput(location, found=found, expected="no such key", remedy="remove it")
+    if not is_text(value) or "\0" in value:
+        raise refuse(value, location, "the path of a text file (JSON Lines or plain text)")
+    return str(value)
 
 
 def _check_needs(recipe: Recipe, method: Method, log: FindingLog, *, sliced: bool) -> None:
@@ -532,10 +500,9 @@ def _check_needs(recipe: Recipe, method: Method, log: FindingLog, *, sliced: boo
                         expected=f"a value, because {method.name} needs it: {parameter.summary}",
                         remedy=f"add it under 'parameters' (check the indentation), for example {parameter.name}: 0.5",
                     )
-    has_vectors = method.base in ("required", "optional")
     with log.collect():
         for cut in recipe.slices:
-            sources = [source for source in cut.sources if not has_vectors or source.model != cut.base]
+            sources = [source for source in cut.sources if not method.has_task_vectors or source.model != cut.base]
             for source in sources:
                 if recipe.reads_texts and source.text is None:
                     reader = "router_repair reads it with the merge"
@@ -555,7 +522,7 @@ def _check_needs(recipe: Recipe, method: Method, log: FindingLog, *, sliced: boo
                         expected="one text for each model",
                     )
     setting = f"{recipe.location}: {method.name if method.traits.weights_by_distance else 'leave_out_beyond'}"
-    if recipe.needs_distances and (recipe.base is None or not has_vectors):
+    if recipe.needs_distances and (recipe.base is None or not method.has_task_vectors):
         log.fault(
             setting,
             found="no base to measure task vectors from",
@@ -617,17 +584,19 @@ def _in_order(recipes: list[Recipe], location: str) -> Recipe:
     return replace(results[0], steps=tuple(ordered.values()))
 
 
-def _list(value: object, location: str, log: FindingLog) -> list[Any]:
+def _entries(block: RecipeBlock, key: str) -> list[tuple[str, Any]]:
+    """Return the location and value of each entry of a list. Any other value is recorded as a fault."""
+    value = block.get(key)
     if isinstance(value, (list, tuple)) and value:
-        return list(value)
-    log.fault(location, found=f"{value!r:.60}", expected="a list with at least one entry")
+        return [(f"{block.location_of(key)}[{index}]", item) for index, item in enumerate(value)]
+    block.fault(key, expected="a list with at least one entry")
     return []
 
 
-def _text(value: object, location: str) -> str | None:
-    if value is None or (isinstance(value, str) and value.strip()):
-        return value
-    raise refuse(value, location, "text", "write text, or remove the key")
+def _text(value: object, location: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise refuse(value, location, "text", "write text, or remove the key")
+    return value
 
 
 def _name(value: object, location: str, log: FindingLog) -> str | None:
@@ -635,8 +604,6 @@ def _name(value: object, location: str, log: FindingLog) -> str | None:
 
     Like mergekit, ignore a value that is not text: nothing can refer to it.
     """
-    if value is None:
-        return None
     if not isinstance(value, str) or not value.strip():
         log.warn(location, found=f"{value!r:.60}, to which nothing can refer", expected="text", remedy="remove it")
         return None
@@ -651,13 +618,12 @@ def _name(value: object, location: str, log: FindingLog) -> str | None:
         problem = "contains an incomplete character"
     else:
         return value
-    log.fault(
+    raise InvalidInput(
         location,
         found=f"{value!r:.60} {problem}",
         expected=f"a valid directory name of at most {_MAX_NAME_BYTES} bytes",
         remedy="choose another name, and use it in the documents that refer to this one",
     )
-    return None
 
 
 def recipe_schema() -> dict[str, Any]:

@@ -142,13 +142,17 @@ class Recipe:
     findings: tuple[Finding, ...] = ()
 
     @property
+    def documents(self) -> tuple[Recipe, ...]:
+        """All steps, followed by this document."""
+        return (*self.steps, self)
+
+    @property
     def all_findings(self) -> tuple[Finding, ...]:
         """Warnings about the steps, followed by those about this document."""
-        return tuple(finding for document in (*self.steps, self) for finding in document.findings)
+        return tuple(finding for document in self.documents for finding in document.findings)
 
     @property
     def method(self) -> Method:
-        """Merge method."""
         if self.mixture is not None:
             return UPCYCLING
         return find_method(self.merge_method, f"{self.location}: merge_method")
@@ -200,7 +204,7 @@ class Recipe:
     def calibration_results(self) -> dict[CalibrationRequest, InputMeasurements]:
         """Return the measurements that are available so far for all documents, by request."""
         results: dict[CalibrationRequest, InputMeasurements] = {}
-        for document in (*self.steps, self):
+        for document in self.documents:
             measured = document.measured or {}
             requests = [request for request in document.calibration_requests if request.model in measured]
             results |= {request: measured[request.model] for request in requests}
@@ -209,7 +213,7 @@ class Recipe:
     def text_digests(self) -> dict[str, str]:
         """Return the SHA-256 digests of all texts that were read for all documents, by the paths in the recipe."""
         digests = {request.text: measured.text for request, measured in self.calibration_results().items()}
-        for document in (*self.steps, self):
+        for document in self.documents:
             own = document.repaired.texts if document.repaired else {}
             digests |= {text: own[str(ref)] for ref, text in document.texts.items() if str(ref) in own}
         return digests
@@ -237,7 +241,7 @@ class Recipe:
     def references(self) -> tuple[CheckpointRef, ...]:
         """Return all checkpoints that must exist before the merge, in order. Results of ``steps`` are not included."""
         results = {step.name for step in self.steps}
-        references = [ref for document in (*self.steps, self) for ref in document.own_references()]
+        references = [ref for document in self.documents for ref in document.own_references()]
         return tuple(dict.fromkeys(ref for ref in references if str(ref) not in results))
 
     def merged_references(self) -> tuple[CheckpointRef, ...]:
@@ -247,9 +251,9 @@ class Recipe:
         computes task vectors, even if the recipe lists that base among its models.
         """
         merged: dict[CheckpointRef, None] = {}
-        for document in (*self.steps, self):
+        for document in self.documents:
             method = document.method
-            only_origin = method.base in ("required", "optional") and not method.traits.merges_base
+            only_origin = method.has_task_vectors and not method.traits.merges_base
             for cut in document.slices:
                 base = cut.base or document.base
                 merged |= {source.model: None for source in cut.sources if not (only_origin and source.model == base)}
@@ -264,7 +268,7 @@ class Recipe:
             shared = f" and {len(self.mixture.shared)} shared" if self.mixture.shared else ""
             return f"mixture of {len(self.mixture.experts)} experts{shared} over {self.base.name if self.base else ''}"
         others = models - {self.base} if self.base else models
-        base = f" over {self.base.name}" if self.base and self.method.base in ("required", "optional") else ""
+        base = f" over {self.base.name}" if self.base and self.method.has_task_vectors else ""
         cuts = len(self.slices)
         slices = f" in {cuts} slices" if cuts > len(self.modules) else ""
         steps = f" after {len(self.steps)} steps" if self.steps else ""
@@ -336,20 +340,20 @@ def select_models(
     recipe: Recipe, distances: Mapping[str, RelativeDistance], shares: Mapping[str, float] | None
 ) -> Recipe:
     """Return ``recipe`` without the models that ``distances`` leaves out, and with the weights in ``shares``."""
-    modules = []
-    for module in recipe.modules:
-        slices = []
-        for cut in module.slices:
-            sources = []
-            for source in cut.sources:
-                model = str(source.model)
-                if model in distances and distances[model].left_out:
-                    continue
-                if shares and (share := shares.get(model)) is not None:
-                    settings = [setting for setting in source.parameters.settings if setting.name != "weight"]
-                    weight = Setting("weight", (Condition((share,), None, f"{recipe.location}: {model}"),))
-                    source = replace(source, parameters=Parameters((*settings, weight)))
-                sources.append(source)
-            slices.append(replace(cut, sources=tuple(sources)))
-        modules.append(replace(module, slices=tuple(slices)))
+
+    def with_share(source: Source) -> Source:
+        share = (shares or {}).get(str(source.model))
+        if share is None:
+            return source
+        settings = [setting for setting in source.parameters.settings if setting.name != "weight"]
+        weight = Setting("weight", (Condition((share,), None, f"{recipe.location}: {source.model}"),))
+        return replace(source, parameters=Parameters((*settings, weight)))
+
+    def select_sources(cut: Slice) -> Slice:
+        left_out = [model for model, distance in distances.items() if distance.left_out]
+        return replace(
+            cut, sources=tuple(with_share(source) for source in cut.sources if str(source.model) not in left_out)
+        )
+
+    modules = (replace(module, slices=tuple(map(select_sources, module.slices))) for module in recipe.modules)
     return replace(recipe, modules=tuple(modules), distances=dict(distances))

@@ -62,7 +62,9 @@ def parse_reference(value: object, location: str, log: FindingLog | None = None)
                 location, found="no 'model'", expected="{model: {path, revision}, lora: {path, revision}}"
             )
         pairs = [
-            _path_and_revision(content[key], f"{location}.{key}", log) for key in ("model", "lora") if key in content
+            _path_and_revision(content.get(key), content.location_of(key), log)
+            for key in ("model", "lora")
+            if key in content
         ]
         return _reference(*pairs)
     if not isinstance(value, str) or not value.strip():

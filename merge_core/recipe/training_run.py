@@ -99,24 +99,11 @@ class Schedule:
 
 
 # Decay curves over a window, from 1 at its start (position 0). Those that end at 0 do so at position 1.
-def _linear(position: float, value: float) -> float:
-    return 1 - position
-
-
-def _cosine(position: float, value: float) -> float:
-    return (1 + math.cos(math.pi * position)) / 2
-
-
-def _minus_sqrt(position: float, value: float) -> float:
-    return 1 - math.sqrt(position)
-
-
-def _exponential(position: float, value: float) -> float:
-    return float(value**position)
-
-
 _CURVES: Mapping[str, Callable[[float, float], float]] = {
-    curve.__name__.removeprefix("_"): curve for curve in (_linear, _cosine, _minus_sqrt, _exponential)
+    "linear": lambda position, value: 1 - position,
+    "cosine": lambda position, value: (1 + math.cos(math.pi * position)) / 2,
+    "minus_sqrt": lambda position, value: 1 - math.sqrt(position),
+    "exponential": lambda position, value: float(value**position),
 }
 # Schedules with equal weights. LAWA (latest weight averaging, https://arxiv.org/abs/2209.14981) is a mean.
 _EQUAL = ("mean", "lawa")
@@ -197,14 +184,13 @@ def parse_run(document: Mapping[str, Any], location: str) -> RunSettings:
     if steps_file is not None and not is_text(steps_file):
         expected = "a file (YAML or JSON) with the step of each checkpoint, such as {epoch-1: 500, epoch-2: 1000}"
         raise refuse(steps_file, f"{location}: steps", expected)
-    window: tuple[str, int] | None = ("checkpoints", _DEFAULT_WINDOW)
+    window, every = RunSettings.window, RunSettings.every
     if (written := document.get("window")) == "all":
         window = None
     elif written is not None:
         window = _amount(written, ("checkpoints", "steps", "tokens"), f"{location}: window", "a number, or 'all'")
-    every = ("checkpoints", 1)
-    if document.get("every") is not None:
-        every = _amount(document["every"], ("checkpoints", "steps"), f"{location}: every", "a number")
+    if (written := document.get("every")) is not None:
+        every = _amount(written, ("checkpoints", "steps"), f"{location}: every", "a number")
     schedule = _parse_schedule(document.get("schedule", "mean"), f"{location}: schedule")
     return RunSettings(tuple(patterns), steps_file, window, every, schedule)
 

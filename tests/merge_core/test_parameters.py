@@ -140,7 +140,7 @@ def test_every_fault_of_a_mapping_is_reported_and_a_faulty_value_counts_as_set()
     log = FindingLog()
     parameters = parse_parameters({"weight": "x", "density": 7}, TIES, "p", log, per_model=True)
     assert [finding.where for finding in log.findings] == ["p.weight", "p.density"]
-    assert [setting.name for setting in parameters] == ["weight", "density"]
+    assert [setting.name for setting in parameters.settings] == ["weight", "density"]
 
 
 TIES_RECIPE: dict[str, Any] = {
