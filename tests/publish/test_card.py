@@ -22,7 +22,6 @@ from mergegate.tasks.evaluation.task_data import DataSource, TaskData
 from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
 from mergegate.tasks.publish.documents.card import model_card, score_interval
 from mergegate.tasks.publish.documents.card_metadata import BENCHMARKS, card_metadata, check_card, eval_results
-from mergegate.tasks.publish.documents.facts import MergeOrigin
 from mergegate.tasks.publish.targets.hub import HubTarget
 from mergegate.tasks.report.content import ReportContent
 
@@ -167,8 +166,8 @@ def test_a_missing_license_text_is_an_open_task(tmp_path: Path) -> None:
 
 
 def test_the_commands_match_the_address_of_the_release(tmp_path: Path) -> None:
-    origin = MergeOrigin(NUMERICS.model_copy(update={"device": "cuda"}), parents(tmp_path))
-    card = card_of(tmp_path, signed=True, origin=origin)
+    numerics = NUMERICS.model_copy(update={"device": "cuda"})
+    card = card_of(tmp_path, inputs={"numerics": numerics}, signed=True)
     assert "\nmergegate verify acme/demo --key release.pub " in card
     assert "\nmodel_signing verify key . --signature model.sig --public_key release.pub " in card
     assert "\nmergegate reproduce acme/demo --parents DIR " in card
