@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from mergegate.merge_core.checkpoint import config_parts, read_gguf_header, read_header
 from mergegate.merge_core.errors import InvalidInput, Refused
@@ -86,31 +86,12 @@ _SETTING_KEYS = ("hidden_act", "rope_theta", "lora_alpha", "tie_word_embeddings"
 _NO_SIZES = re.compile(r".*(_id|_ids|token|labels|return_sequences|max_length|max_new).*")
 
 
-class Releasable(Protocol):
-    """Inputs of a release, independent of its target: ``ReleaseParts`` or ``VariantParts``."""
-
-    @property
-    def content(self) -> ReportContent: ...  # of the report, with public names
-    @property
-    def pinned(self) -> PinnedRecipe: ...
-    @property
-    def license(self) -> StoredValue[LicenseVerdict]: ...
-    @property
-    def names(self) -> PublicNames: ...  # public names of local models and texts, as used in ``content``
-    @property
-    def held_out(self) -> DatasetFacts | None: ...  # identity of the held-out text, if there is one
-    @property
-    def name(self) -> str: ...  # of the release, for messages and in the signature
-    @property
-    def directories(self) -> Sequence[Path]: ...  # local directories; their paths must not be published
-    def files(self, target: PublishTarget) -> list[ReleaseFile]: ...  # all files before SHA256SUMS
-
-
 class ReleaseParts(NamedTuple):
     """Inputs of the release of a merge, independent of its target.
 
-    ``evidence`` holds the files from which anyone can recompute the verdict. ``weights`` compares the merge with its
-    parents. None: it was not compared, and the release claims nothing about it.
+    ``evidence`` holds the files from which anyone can recompute the verdict. ``names`` are the public names of local
+    models and texts, as used in ``content``. ``held_out`` identifies the held-out text, if there is one.
+    ``weights`` compares the merge with its parents. None: it was not compared, and the release claims nothing about it.
     """
 
     content: ReportContent
@@ -308,6 +289,10 @@ class VariantParts(NamedTuple):
                     remedy="list the variants as two entries of 'variants', each with a 'suffix' of its own",
                 )
         return list(by_name.values())
+
+
+Releasable = ReleaseParts | VariantParts
+"""Inputs of a release, independent of its target."""
 
 
 def _input_directories(pinned: PinnedRecipe) -> tuple[Path, ...]:

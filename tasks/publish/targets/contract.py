@@ -179,12 +179,8 @@ class PublishTarget(PublishSettings, ABC):
             InvalidInput: There is no such version, or the target does not keep earlier releases.
             Refused: The target is unavailable.
         """
-        raise InvalidInput(
-            "evaluate.anchor",
-            found=f"{version!r}, but the target {self.target_name} does not keep earlier releases",
-            expected="a target that keeps them, such as a directory or the Hub",
-            remedy="remove 'anchor', or publish to another target",
-        )
+        found = f"{version!r}, but the target {self.target_name} does not keep earlier releases"
+        raise _unsupported("evaluate.anchor", found, "keeps", "remove 'anchor'")
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Point the alias ``name`` to the published ``version``. Idempotent; changes no release.
@@ -194,12 +190,8 @@ class PublishTarget(PublishSettings, ABC):
                 support aliases.
             Refused: The target rejects the request or is unavailable.
         """
-        raise InvalidInput(
-            _ALIAS_SETTING,
-            found=f"{name!r}, but the target {self.target_name} does not support aliases",
-            expected="a target that supports them, such as a directory or the Hub",
-            remedy="set 'alias: null', or publish to another target",
-        )
+        found = f"{name!r}, but the target {self.target_name} does not support aliases"
+        raise _unsupported(_ALIAS_SETTING, found, "supports", "set 'alias: null'")
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
         """Return the version that the alias ``name`` points to, or None. Raise Refused if the target is unavailable."""
@@ -235,12 +227,8 @@ class PublishTarget(PublishSettings, ABC):
         Raises:
             InvalidInput: The target does not support variants, or a place with this name is not possible.
         """
-        raise InvalidInput(
-            "variants",
-            found=f"the target {self.target_name} does not support variants",
-            expected="a target that supports them, such as a directory or the Hub",
-            remedy="remove 'variants' from the profile, or publish to another target",
-        )
+        found = f"the target {self.target_name} does not support variants"
+        raise _unsupported("variants", found, "supports", "remove 'variants' from the profile")
 
     def _with_settings(self, suffix: str, **settings: object) -> Self:
         """Return a copy with other settings. Raise InvalidInput if they are not valid because of ``suffix``."""
@@ -284,8 +272,13 @@ class PublishTarget(PublishSettings, ABC):
     def open(cls, reference: str) -> PublishedRelease | None:
         """Open a release by a user's reference, without a profile. Return None if the reference has another form.
 
-        Raise InvalidInput if the reference has this target's form, but there is no such release or it is unavailable.
+        Raise InvalidInput if there is no such release, and Refused if the target is unavailable.
         """
+
+
+def _unsupported(setting: str, found: str, verb: str, change: str) -> InvalidInput:
+    expected = f"a target that {verb} them, such as a directory or the Hub"
+    return InvalidInput(setting, found=found, expected=expected, remedy=f"{change}, or publish to another target")
 
 
 def check_target(

@@ -35,6 +35,7 @@ from mergegate.tasks.checkpoints.hub import (
     is_retryable,
     require_write_access,
 )
+from mergegate.tasks.http import retry_transient
 from mergegate.tasks.publish.content import is_content_version, sha256_of
 from mergegate.tasks.publish.targets.contract import (
     ALIAS_NAME,
@@ -53,7 +54,7 @@ from mergegate.tasks.publish.targets.hub_publication import MAIN, WRITTEN_BY_HUB
 
 _SMALL = 1 << 22  # bytes
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
-_ATTEMPTS, _MAX_WAIT_S = 6, 16.0
+_ATTEMPTS = 6
 
 
 @contextmanager
@@ -277,30 +278,30 @@ class HubTarget(PublishTarget):
 
         require_alias_name(name, {MAIN})
         access = self._access()
-        for failures in range(_ATTEMPTS):
-            try:
-                tags, api = self._tags(access), access.api()
-                if version not in tags:
-                    raise no_such_version(version, self.repo, list(tags))
-                is_version = name == version or (name in tags and version_on(tags, name) is None)
-                if not is_version and name in tags:
-                    commits = api.list_repo_commits(self.repo, revision=name)
-                    is_version = bool(commits) and commits[0].title == f"Release {name}"
-                if is_version:
-                    raise alias_conflict(name, self.repo)
-                if tags.get(name) == tags[version]:
-                    return
-                if name in tags:
-                    api.delete_tag(self.repo, tag=name)
-                api.create_tag(self.repo, tag=name, tag_message=f"{name} is {version}", revision=tags[version])
+
+        def move() -> None:
+            """Move the tag. Each attempt reads the tags again: a request whose answer was lost may have succeeded."""
+            tags, api = self._tags(access), access.api()
+            if version not in tags:
+                raise no_such_version(version, self.repo, list(tags))
+            is_version = name == version or (name in tags and version_on(tags, name) is None)
+            if not is_version and name in tags:
+                commits = api.list_repo_commits(self.repo, revision=name)
+                is_version = bool(commits) and commits[0].title == f"Release {name}"
+            if is_version:
+                raise alias_conflict(name, self.repo)
+            if tags.get(name) == tags[version]:
                 return
-            except RepositoryNotFoundError:
-                raise no_such_version(version, self.repo) from None
-            except transport_errors() as error:
-                # Each attempt reads the tags again: a request whose answer was lost may have succeeded.
-                if failures == _ATTEMPTS - 1 or not is_retryable(error):
-                    raise self._no_answer(error, access) from None
-                time.sleep(min(2.0**failures, _MAX_WAIT_S))
+            if name in tags:
+                api.delete_tag(self.repo, tag=name)
+            api.create_tag(self.repo, tag=name, tag_message=f"{name} is {version}", revision=tags[version])
+
+        try:
+            retry_transient(_ATTEMPTS, transient=is_retryable, sleep=lambda seconds: time.sleep(seconds))(move)
+        except RepositoryNotFoundError:
+            raise no_such_version(version, self.repo) from None
+        except transport_errors() as error:
+            raise self._no_answer(error, access) from None
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
         """Return the version that the tag ``name`` points to, or None (see :func:`version_on`)."""

@@ -177,18 +177,14 @@ class OciTarget(PublishTarget):
         if not (match := _NAME.fullmatch(reference)):
             return None
         registry = Registry(match["repository"])
-        try:
-            manifest = registry.manifest(match["digest"] or match["tag"] or _LATEST)
-            if manifest is None:
-                raise InvalidInput(
-                    reference,
-                    found="no such tag or digest in the registry",
-                    expected="a release",
-                    remedy="check the spelling",
-                )
-            files = parse_manifest(manifest[0], reference)
-        except Refused as error:
-            raise InvalidInput(reference, found=error.found, expected=error.expected, remedy=error.remedy) from None
+        if (manifest := registry.manifest(match["digest"] or match["tag"] or _LATEST)) is None:
+            raise InvalidInput(
+                reference,
+                found="no such tag or digest in the registry",
+                expected="a release",
+                remedy="check the spelling",
+            )
+        files = parse_manifest(manifest[0], reference)
         tag = match["tag"] or ""
         return OciRelease(registry, manifest[1], tag if is_content_version(tag) else None, files)
 

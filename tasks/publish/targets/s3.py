@@ -291,11 +291,7 @@ class S3Target(PublishTarget):
             return None
         require_boto3(reference)
         location = s3_location(match["url"], None, reference)
-        try:
-            stored = read_pointer(location)
-        except Refused as error:
-            raise InvalidInput(reference, found=error.found, expected=error.expected, remedy=error.remedy) from None
-        if stored is None:
+        if (stored := read_pointer(location)) is None:
             raise InvalidInput(
                 reference,
                 found=f"no {POINTER} at this location",
