@@ -150,7 +150,6 @@ def content_digest(files: Mapping[str, tuple[int, str]]) -> str:
     """Return the Merkle digest over files, given as size in bytes and sha256 by name, except the keyless signature.
 
     A keyless signature differs at every signing. Without it, the same files have the same version and the same digest.
-
     """
     return merkle({name: identity for name, identity in files.items() if name != KEYLESS_SIGNATURE})
 

@@ -99,13 +99,7 @@ _Result = TypeVar("_Result")
 
 
 def sign(name: str, files: Mapping[str, str], key_file: Path) -> str:
-    """Return the signature bundle as JSON.
-
-    Args:
-        name: Name of the release, for display only.
-        files: sha256 (64 hex digits) of every file, by name.
-        key_file: Private key on the curve P-256, P-384 or P-521, in PEM, without a password.
-    """
+    """Return the signature bundle as JSON. ``files`` holds the sha256 of every file, and ``name`` is only displayed."""
     key = private_key(key_file)
     payload = _signed_statement(name, files, (SIGNATURE, KEYLESS_SIGNATURE))
     algorithm = ec.ECDSA(_CURVES[key.curve.name], deterministic_signing=True)
@@ -359,7 +353,6 @@ class _LogEntry(_Strict):
 
     @property
     def time(self) -> datetime | None:
-        """Time at which the log recorded the entry, if it states one."""
         try:
             return datetime.fromtimestamp(int(self.integrated_time), UTC) if self.integrated_time else None
         except (ValueError, OverflowError, OSError):
@@ -513,11 +506,7 @@ def read_keyless(bundle: bytes) -> KeylessSignature:
 def sign_keyless(name: str, files: Mapping[str, str], settings: SigstoreSettings, root: Path) -> bytes:
     """Sign a release with the identity of the CI job or user, and return the bundle as JSON.
 
-    Args:
-        name: Name of the release, for display only.
-        files: sha256 (64 hex digits) of every file, by name.
-        settings: Instance of sigstore.
-        root: Directory where a relative path in ``settings`` starts.
+    ``name`` and ``files`` are those of :func:`sign`. A relative path in ``settings`` starts at ``root``.
     """
     from sigstore.dsse import Statement
     from sigstore.sign import Signer as CertifiedSigner
@@ -581,9 +570,8 @@ def _in_time(work: Callable[[], _Result]) -> _Result:
 def expected_signer(settings: SigstoreSettings, root: Path) -> str:
     """Return who will sign a release, as far as it can be determined without a network request.
 
-    Raises:
-        InvalidInput: A keyless signature will not be possible: the library is missing, the trust configuration is not
-            valid, or there is neither an identity of a CI job nor a user at a terminal.
+    Raise InvalidInput if a keyless signature will not be possible: the library is missing, the trust configuration is
+    not valid, or there is neither an identity of a CI job nor a user at a terminal.
     """
     if settings.trust_config:
         _trust_config(*_location(settings, root))

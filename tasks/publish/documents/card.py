@@ -298,11 +298,7 @@ def _environment() -> Environment:
 def loading_code(kind: ModelKind, address: str, files: Collection[str], *, is_adapter: bool) -> str:
     """Return the code that loads a release, or an empty string if no library has a class for it.
 
-    Args:
-        kind: Kind of the model. For an adapter, the kind of its base model.
-        address: Id on the Hub, or path of the release.
-        files: Names of the files of the release.
-        is_adapter: Whether the release is a LoRA adapter.
+    ``kind`` is that of the model, or of the base model of an adapter. ``address`` is an id on the Hub, or a path.
     """
     if not kind.loader:
         return ""

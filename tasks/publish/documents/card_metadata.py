@@ -182,7 +182,11 @@ def contributing_references(recipe: Recipe) -> frozenset[str]:
 
 
 def base_models(parents: Sequence[PinnedCheckpoint], *, is_adapter: bool = False) -> list[str]:
-    """Return the ids on the Hub for ``base_model``, without duplicates, in the recipe's order."""
+    """Return the ids on the Hub for ``base_model``, without duplicates, in the recipe's order.
+
+    The base of an adapter is the model that it is loaded on. The bases of a merge are all models and adapters whose
+    weights it contains. The Hub accepts only its own ids, so local models are not named.
+    """
     ids: list[str] = []
     for parent in parents:
         ids += [hub_id(parent)] if parent.revision is not None else []
@@ -251,7 +255,6 @@ def variant_metadata(
     """Return the YAML front matter of the card of quantized variants.
 
     ``base_model`` is the id of the merge's repository on the Hub, or None if it is not on the Hub.
-
     """
     metadata = _license_and_language(parents, license)
     metadata |= _task(kind, library, [*tags, *_library_tags(kind), "quantized", "merge", "mergegate"])
@@ -287,7 +290,6 @@ def check_card(card: str, metadata: CardMetadata, names: Collection[str]) -> Non
     """Raise Refused if the Hub would read a card, which must contain ``metadata``, differently. Do not contact the Hub.
 
     ``names`` are those of the other files of the release.
-
     """
     from huggingface_hub import ModelCard
     from huggingface_hub.errors import HFValidationError

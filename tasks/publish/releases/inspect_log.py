@@ -95,14 +95,9 @@ def read_release_results(
     statement: Mapping[str, Any],
     organization: str | None,
 ) -> ExportedRelease:
-    """Return the results in a release, whose files have been verified.
+    """Return the results in a release, whose files have been verified. ``statement`` is its provenance.
 
-    Args:
-        release: The release.
-        files: Size and sha256 of each file.
-        statement: Its provenance.
-        organization: Publisher. None: the supplier in the bill of materials, or the namespace on the Hub.
-
+    ``organization`` is the publisher. None: the supplier in the bill of materials, or the namespace on the Hub.
     """
     records = [name for name in sorted(files) if re.fullmatch(r"evidence/([^/]+/)?gate\.json", name)]
     if not records:

@@ -380,7 +380,6 @@ def rebuild_variants(
     Raises:
         InvalidInput: The merge's release, a tool or a calibration text is missing.
         Refused: The merge cannot be quantized, or the rebuilt files differ from the release.
-
     """
     link = verified_release.merge
     found = find_merge(release, link, merge) if link else None
