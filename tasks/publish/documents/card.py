@@ -30,7 +30,7 @@ from mergegate.tasks.evaluation import TaskScore
 from mergegate.tasks.gate import GateVerdict, normal_quantile
 from mergegate.tasks.merge import describe_changes
 from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation
-from mergegate.tasks.publish.content import COMPLIANCE, STATEMENT_OF_CHANGES, variant_evidence
+from mergegate.tasks.publish.content import STATEMENT_OF_CHANGES, variant_evidence
 from mergegate.tasks.publish.documents.facts import DocumentFacts, MergeOrigin, ParentFacts, ReleaseFacts, VariantOrigin
 from mergegate.tasks.report import (
     ReportContent,
@@ -72,8 +72,7 @@ def model_card(document: DocumentFacts, files: Sequence[str]) -> str:
     about: dict[str, object] = {
         "metadata": document.metadata,
         "front": yaml.safe_dump(document.metadata, sort_keys=False, allow_unicode=True),
-        "compliance": compliance_section(document.facts),
-        "signature_note": _signature_note(document),
+        "threshold": ModificationThreshold.from_parents(document.facts.ancestors or document.facts.parents),
     }
     if not isinstance(origin, MergeOrigin):
         return _variant_card(document, files, origin, about)
@@ -124,14 +123,6 @@ def _variant_card(
         guards=literal_table(columns, guards, 5) if guards else "",
         confidence=next((guard.confidence for _, gate in gates for guard in gate.all_guards), 0.0),
     )
-
-
-def _signature_note(document: DocumentFacts) -> str:
-    """Return the sentence that says where to get the values of ``signature_options``. Empty without a signature."""
-    parts = ["the public key"] if document.signed else []
-    parts += ["the identity (ID) and issuer (URL) of the signer"] if document.keyless else []
-    parts += ["the trust configuration (FILE)"] if document.keyless and document.keyless.trust_config else []
-    return f" Get {_listed(parts)} from the publisher, but not from this release." if parts else ""
 
 
 @dataclass(frozen=True)
@@ -193,31 +184,7 @@ def compliance_sheet(document: DocumentFacts, files: Sequence[str]) -> str:
         threshold=ModificationThreshold.from_parents(originals),
         calibration=calibration,
         parents=list(groups.values()),
-        uses=_USES,
         absent=list(_missing(facts)),
-        flop_text=flop_text,
-    )
-
-
-def compliance_section(facts: ReleaseFacts) -> str:
-    """Return the summary of the sheet for the card, without its heading."""
-    originals, flop = facts.ancestors or facts.parents, facts.modification.flop
-    threshold = ModificationThreshold.from_parents(originals)
-    summaries = sum(bool(parent.training_summaries) for parent in originals)
-    policies = sum(bool(parent.copyright_policies) for parent in originals)
-    lines = [
-        f"* Modification: at most {flop_text(flop)} floating-point operations, {flop_text(flop / threshold.flop)} of "
-        f"the threshold ({threshold.reason}).",
-        f"* Parents whose card links to a summary of the training content: {summaries} of {len(originals)}; to a "
-        f"copyright policy: {policies} of {len(originals)}.",
-        *(
-            f"* {title}: {' '.join(map(escape, getattr(facts.about, field))) or 'not stated by the publisher.'}"
-            for title, field in _USES.items()
-        ),
-    ]
-    return (
-        f"[{COMPLIANCE}]({COMPLIANCE}) has these facts with their sources, and lists what is missing. It is not legal "
-        "advice.\n\n" + "\n".join(lines)
     )
 
 
@@ -282,13 +249,16 @@ def _environment() -> Environment:
     environment.globals |= {
         "code_block": code_block,
         "display_lines": display_lines,
+        "flop_text": flop_text,
         "guard_note": guard_note,
         "guard_rows": guard_rows,
         "license_links": _license_links,
+        "listed": _listed,
         "quote": quote,
         "statement_of_changes": STATEMENT_OF_CHANGES,
         "table": literal_table,
         "untested_sentence": untested_sentence,
+        "uses": _USES,
         "variant_evidence": variant_evidence,
         "wording": wording,
     }
