@@ -250,7 +250,6 @@ def _environment() -> Environment:
         "code_block": code_block,
         "display_lines": display_lines,
         "flop_text": flop_text,
-        "guard_note": guard_note,
         "guard_rows": guard_rows,
         "license_links": _license_links,
         "listed": _listed,
@@ -381,16 +380,6 @@ def guard_rows(verdict: GateVerdict) -> list[tuple[str, ...]]:
         limits = (wording.plain(guard.max_drop), upper)
         rows.append((guard.task, guard.reference, f"{guard.n:,}", wording.drop(guard), *limits, guard.word))
     return rows
-
-
-def guard_note(confidence: float, reference: str, subject: str) -> str:
-    """Return the text below a table of guards."""
-    return (
-        f"The drop is the score of {reference} minus the score of {subject}, in points, on the same documents. A "
-        f"positive drop is a loss. The brackets contain an interval ({100 * confidence:g} % on each side). "
-        "A guard passes if the upper bound is below the margin. It fails if the drop is shown to be larger than "
-        "max_drop. Otherwise it is inconclusive."
-    )
 
 
 def _variants(content: ReportContent, files: Mapping[str, Sequence[str]]) -> str:

@@ -36,12 +36,10 @@ from mergegate.tasks.publish.content import (
     CARD,
     COMPLIANCE,
     FACTS,
-    KEYLESS_SIGNATURE,
     PROVENANCE,
     RECIPE,
     REPORT,
-    SIGNATURE,
-    SUMS,
+    RESERVED_NAMES,
     ReleaseFile,
     stored_files,
     variant_evidence,
@@ -79,7 +77,6 @@ from mergegate.tasks.stage import store
 from mergegate.tasks.store import Artifact, NotInKey, StoredValue, without_unkeyed
 from mergegate.tasks.variants import VariantFormat, VariantRecord, VariantVerdict
 
-_RESERVED = frozenset({CARD, COMPLIANCE, BOM, FACTS, PROVENANCE, REPORT, SUMS, SIGNATURE, KEYLESS_SIGNATURE})
 # Keys of a configuration that are sizes, and those that are settings of the network.
 _SIZE_KEY = re.compile(r"(num|n|max|d)_[a-z0-9_]+|[a-z0-9_]+_(size|dim|rank|layers|heads|experts|window|embd)|r")
 _SETTING_KEYS = ("hidden_act", "rope_theta", "lora_alpha", "tie_word_embeddings")
@@ -281,7 +278,7 @@ class VariantParts(NamedTuple):
         """Return each file once. Raise Refused if two different files have the same name."""
         by_name: dict[str, ReleaseFile] = {}
         for file in files:
-            if by_name.setdefault(file.name, file).sha256 != file.sha256 or file.name in _RESERVED:
+            if by_name.setdefault(file.name, file).sha256 != file.sha256 or file.name in RESERVED_NAMES:
                 raise Refused(
                     f"{self.name}: {file.name}",
                     found="a file of a variant has the name of another file of the release",

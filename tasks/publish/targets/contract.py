@@ -230,6 +230,44 @@ class PublishTarget(PublishSettings, ABC):
         found = f"the target {self.target_name} does not support variants"
         raise _unsupported("variants", found, "supports", "remove 'variants' from the profile")
 
+    def _require_alias_name(self, name: str, *reserved_names: str) -> None:
+        """Raise InvalidInput if ``name`` could be a version, or the target uses it itself, such as ``latest``."""
+        remedy = "choose another name, such as 'production'"
+        if name in reserved_names:
+            found = f"{name!r}, which the target itself moves with every release"
+            raise InvalidInput(
+                _ALIAS_SETTING, found=found, expected="a name that the target does not use", remedy=remedy
+            )
+        if not re.fullmatch(ALIAS_NAME, name):
+            expected = "only letters, '-' and '_', because a name with digits would look like a version"
+            raise InvalidInput(_ALIAS_SETTING, found=repr(name), expected=expected, remedy=remedy)
+
+    def _alias_conflict(self, name: str, location: str = "") -> InvalidInput:
+        """Return the error for an alias ``name`` that is already a version. Default location: ``address``."""
+        return InvalidInput(
+            _ALIAS_SETTING,
+            found=f"{name!r}, which is a version at {location or self.address}",
+            expected="a name that is not the name of a version",
+            remedy="choose another name for the alias",
+        )
+
+    def _no_such_version(self, version: str, versions: Collection[str] = (), location: str = "") -> InvalidInput:
+        """Return the error for an alias to a ``version`` that does not exist."""
+        return InvalidInput(
+            _ALIAS_SETTING,
+            found=f"no version {version!r} at {location or self.address}",
+            expected="a version that was published there",
+            remedy=suggest(version, versions) or "check the spelling",
+        )
+
+    def _no_such_anchor(self, version: str, versions: Collection[str], location: str = "") -> InvalidInput:
+        return InvalidInput(
+            "evaluate.anchor",
+            found=f"{version!r} is not a version at {location or self.address}",
+            expected=f"{FIRST!r}, or one of its versions",
+            remedy=suggest(version, [FIRST, *versions]),
+        )
+
     def _with_settings(self, suffix: str, **settings: object) -> Self:
         """Return a copy with other settings. Raise InvalidInput if they are not valid because of ``suffix``."""
         try:
@@ -321,54 +359,3 @@ def check_target(
         with collect_errors():
             credentials.append(place.check(root))
     return tuple(credential for credential in credentials if credential)
-
-
-def require_alias_name(name: str, reserved_names: Collection[str]) -> None:
-    """Raise InvalidInput if ``name`` is reserved or contains anything but letters, ``-`` and ``_``.
-
-    ``reserved_names`` are those that the target uses itself, such as ``latest``.
-    """
-    if name in reserved_names:
-        raise InvalidInput(
-            _ALIAS_SETTING,
-            found=f"{name!r}, which the target itself moves with every release",
-            expected="a name that the target does not use",
-            remedy="choose another name, such as 'production'",
-        )
-    if not re.fullmatch(ALIAS_NAME, name):
-        raise InvalidInput(
-            _ALIAS_SETTING,
-            found=repr(name),
-            expected="only letters, '-' and '_', because a name with digits would look like a version",
-            remedy="choose another name, such as 'production'",
-        )
-
-
-def alias_conflict(name: str, location: str) -> InvalidInput:
-    """Return the error for an alias ``name`` that is already a version at ``location``."""
-    return InvalidInput(
-        _ALIAS_SETTING,
-        found=f"{name!r}, which is a version at {location}",
-        expected="a name that is not the name of a version",
-        remedy="choose another name for the alias",
-    )
-
-
-def no_such_version(version: str, location: str, versions: Collection[str] = ()) -> InvalidInput:
-    """Return the error for an alias to a ``version`` that does not exist at ``location``."""
-    return InvalidInput(
-        _ALIAS_SETTING,
-        found=f"no version {version!r} at {location}",
-        expected="a version that was published there",
-        remedy=suggest(version, versions) or "check the spelling",
-    )
-
-
-def no_such_anchor(version: str, location: str, versions: Collection[str]) -> InvalidInput:
-    """Return the error for an anchor ``version`` that does not exist at ``location``."""
-    return InvalidInput(
-        "evaluate.anchor",
-        found=f"{version!r} is not a version at {location}",
-        expected=f"{FIRST!r}, or one of its versions",
-        remedy=suggest(version, [FIRST, *versions]),
-    )

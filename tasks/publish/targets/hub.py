@@ -45,10 +45,6 @@ from mergegate.tasks.publish.targets.contract import (
     PublishRequest,
     PublishTarget,
     Release,
-    alias_conflict,
-    no_such_anchor,
-    no_such_version,
-    require_alias_name,
 )
 from mergegate.tasks.publish.targets.hub_publication import MAIN, WRITTEN_BY_HUB, publish_hub, transport_errors
 
@@ -233,7 +229,7 @@ class HubTarget(PublishTarget):
         if not tags:
             return None
         if commit is None:
-            raise no_such_anchor(version, self.repo, list(tags))
+            raise self._no_such_anchor(version, list(tags))
         return CurrentRelease(download_commit(self.repo, commit, access), commit)
 
     def current_head(self, root: Path) -> str | None:
@@ -276,20 +272,20 @@ class HubTarget(PublishTarget):
         """Move the tag ``name`` to the commit of the version."""
         from huggingface_hub.errors import RepositoryNotFoundError
 
-        require_alias_name(name, {MAIN})
+        self._require_alias_name(name, MAIN)
         access = self._access()
 
         def move() -> None:
             """Move the tag. Each attempt reads the tags again: a request whose answer was lost may have succeeded."""
             tags, api = self._tags(access), access.api()
             if version not in tags:
-                raise no_such_version(version, self.repo, list(tags))
+                raise self._no_such_version(version, list(tags))
             is_version = name == version or (name in tags and version_on(tags, name) is None)
             if not is_version and name in tags:
                 commits = api.list_repo_commits(self.repo, revision=name)
                 is_version = bool(commits) and commits[0].title == f"Release {name}"
             if is_version:
-                raise alias_conflict(name, self.repo)
+                raise self._alias_conflict(name)
             if tags.get(name) == tags[version]:
                 return
             if name in tags:
@@ -299,7 +295,7 @@ class HubTarget(PublishTarget):
         try:
             retry_transient(_ATTEMPTS, transient=is_retryable, sleep=lambda seconds: time.sleep(seconds))(move)
         except RepositoryNotFoundError:
-            raise no_such_version(version, self.repo) from None
+            raise self._no_such_version(version) from None
         except transport_errors() as error:
             raise self._no_answer(error, access) from None
 

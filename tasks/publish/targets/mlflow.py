@@ -29,8 +29,6 @@ from mergegate.tasks.publish.targets.contract import (
     PublishRequest,
     PublishTarget,
     Release,
-    no_such_version,
-    require_alias_name,
 )
 from mergegate.tasks.publish.targets.hub import HubTarget
 from mergegate.tasks.publish.targets.oci import OciTarget
@@ -328,9 +326,9 @@ class MlflowTarget(PublishTarget):
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Move an alias of the registered model. MLflow's versions are numbers, so no alias can be a version."""
-        require_alias_name(name, {self.alias, "latest"})
+        self._require_alias_name(name, self.alias, "latest")
         if not self._registry().move_alias(self.model, version, name):
-            raise no_such_version(version, f"{self.model} in MLflow")
+            raise self._no_such_version(version, location=f"{self.model} in MLflow")
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
         return self._registry().alias_version(self.model, name) or None

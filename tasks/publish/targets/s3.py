@@ -24,10 +24,6 @@ from mergegate.tasks.publish.targets.contract import (
     PublishRequest,
     PublishTarget,
     Release,
-    alias_conflict,
-    no_such_anchor,
-    no_such_version,
-    require_alias_name,
 )
 from mergegate.tasks.publish.targets.download import download_release
 from mergegate.tasks.publish.targets.s3_access import (
@@ -226,7 +222,7 @@ class S3Target(PublishTarget):
         versions = stored[0].versions
         entry = versions[0] if version == FIRST and versions else stored[0].find(version)
         if entry is None:
-            raise no_such_anchor(version, location.url, [item.version for item in versions])
+            raise self._no_such_anchor(version, [item.version for item in versions])
         return CurrentRelease(download_entry(location, entry))
 
     def current_head(self, root: Path) -> str | None:
@@ -258,14 +254,14 @@ class S3Target(PublishTarget):
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Write the object ``name.json`` next to the pointer. After a concurrent move, read the state and try again."""
-        require_alias_name(name, {POINTER.removesuffix(".json")})
+        self._require_alias_name(name, POINTER.removesuffix(".json"))
         location = self._location()
         stored = read_pointer(location)
         pointer = stored[0] if stored else Pointer(current="", versions=())
         if pointer.find(name):
-            raise alias_conflict(name, location.url)
+            raise self._alias_conflict(name)
         if (target := pointer.find(version)) is None:
-            raise no_such_version(version, location.url, [item.version for item in pointer.versions])
+            raise self._no_such_version(version, [item.version for item in pointer.versions])
         for _ in range(_ALIAS_ROUNDS):
             alias = read_alias(location, name)
             if alias is not None and alias[0] == target:
