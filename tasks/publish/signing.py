@@ -75,7 +75,7 @@ _PREDICATE = "https://model_signing/signature/v1.0"
 # Never part of a release: files that git or a download leaves next to it.
 _IGNORED = (".cache", ".git", ".gitattributes", ".github", ".gitignore")
 BundlePart = TypeVar("BundlePart", bound=BaseModel)
-Key = TypeVar("Key", ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey)
+EcKey = TypeVar("EcKey", ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey)
 _CURVES: Mapping[str, hashes.HashAlgorithm] = {
     "secp256r1": hashes.SHA256(),
     "secp384r1": hashes.SHA384(),
@@ -196,7 +196,7 @@ def public_key(file: Path) -> ec.EllipticCurvePublicKey:
     return _load_key(file, "public", serialization.load_pem_public_key, ec.EllipticCurvePublicKey)
 
 
-def _load_key(file: Path, kind: str, load: Callable[[bytes], object], key_type: type[Key]) -> Key:
+def _load_key(file: Path, kind: str, load: Callable[[bytes], object], key_type: type[EcKey]) -> EcKey:
     expected = f"a {kind} key on the curve P-256, P-384 or P-521 in PEM, without a password"
     content, key = read_plain(file, 1 << 20, expected=expected, remedy=_KEY_COMMANDS), None
     with suppress(ValueError, TypeError):

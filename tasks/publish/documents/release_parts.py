@@ -337,13 +337,13 @@ def _with_documents(
     # Not sorted: the order of the metadata and of other mappings is that in the documents.
     text = json.dumps(recorded.model_dump(mode="json"), indent=1, ensure_ascii=False, allow_nan=False)
     files = [*other_files, written_file(FACTS, f"{text}\n")]
-    documents = write_documents(read_facts(files[-1].read()), files)  # as ``mergegate verify`` reads them
+    documents = release_documents(read_facts(files[-1].read()), files)  # as ``mergegate verify`` reads them
     card = next(file for file in documents if file.name == CARD)
     check_card(card.read().decode(), metadata, [file.name for file in (*files, *documents)])
     return [*files, *documents]
 
 
-def write_documents(facts: DocumentFacts, other_files: Sequence[ReleaseFile]) -> list[ReleaseFile]:
+def release_documents(facts: DocumentFacts, other_files: Sequence[ReleaseFile]) -> list[ReleaseFile]:
     """Return the documents of the release. ``other_files`` are all other files that are written before SHA256SUMS.
 
     Each document describes the files before it: the card describes the checkpoint, the bill of materials lists the

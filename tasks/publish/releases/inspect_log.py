@@ -19,6 +19,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -107,82 +108,79 @@ def read_release_results(
             expected="a release with the outcomes of its documents",
             remedy="publish the merge again with this version of mergegate",
         )
+    with _explained_errors(release.reference):
+        predicate = statement["predicate"]
+        definition = predicate["buildDefinition"]
+        evaluation = predicate.get("mergegate_evaluation", {})
+        dependencies = {
+            item["name"]: item for item in definition["resolvedDependencies"] if item["annotations"]["role"] != "text"
+        }
+        bom = read_document(release.read(BOM), BOM) if BOM in files else {}
+        component = bom.get("metadata", {}).get("component", {})
+        references = evaluation.get("models") or {  # Releases of earlier versions name their parents in the BOM only.
+            str(item.get("bom-ref", "")).removeprefix("parent:"): str(item["name"])
+            for item in component.get("pedigree", {}).get("ancestors", ())
+        }
+        hub_id = release.repo if isinstance(release, HubRelease) else ""
+        stated_supplier = component.get("supplier", {}).get("name") or bom.get("metadata", {}).get("supplier", {}).get(
+            "name"
+        )
+        publisher = organization or stated_supplier or hub_id.partition("/")[0]
+        name = str(component.get("name") or definition["externalParameters"]["profile"])
+        namespace = portable_name(publisher) if publisher else LOCAL
+        version = files[SUMS][1]
+        models: list[ExportedModel] = []
+        for path in records:
+            variant = path.removeprefix("evidence/").rpartition("/")[0]
+            record = VerdictRecord.model_validate(read_document(release.read(path), path))
+            merged = record.inputs["plan"]["merged"]
+            names = {table: variant_evidence(table, variant) if variant else table for table in EVIDENCE_TABLES}
+            tables = {table: release.read(name) for table, name in names.items() if name in files}
+            for model, tasks, text in _measured_models(record, tables):
+                reference, identity = references.get(model, ""), ""
+                role: Role = "earlier release" if model in RELEASES else "unknown"
+                model_id = f"{LOCAL}/{portable_name(model)}"
+                if model == merged:
+                    own_id = f"{namespace}/{portable_name(f'{name}-{variant}' if variant else name)}"
+                    is_address = bool(hub_id) or "://" in release.reference
+                    role, model_id = "release", hub_id or own_id
+                    reference, identity = release.reference if is_address else name, version
+                elif variant:
+                    (merge,) = dependencies.values()
+                    role, model_id = "merge", f"{namespace}/{portable_name(merge['name'])}"
+                    reference, identity = merge["name"], merge["digest"]["sha256"]
+                elif reference in dependencies:
+                    parent = dependencies[reference]
+                    package = re.fullmatch(r"pkg:huggingface/([^/@]+/[^/@]+)@.*", parent["uri"])
+                    role, model_id = parent["annotations"]["role"], package[1] if package else model_id
+                    identity = parent["digest"].get("gitCommit") or parent["digest"]["sha256"]
+                models.append(ExportedModel(model, role, model_id, reference, identity, tasks, text, variant))
+        versions = definition.get("internalParameters", {}).get("versions", {})
+        return ExportedRelease(
+            name=name,
+            version=version,
+            models=tuple(models),
+            base_models=tuple(dependencies),
+            is_built_in="text" not in evaluation.get("task_forms", ["text"]),
+            versions={str(library): str(number) for library, number in versions.items()},
+            scoring=evaluation.get("scoring") or {},
+            prompts=evaluation.get("prompts") or {},
+        )
+
+
+@contextmanager
+def _explained_errors(reference: str) -> Iterator[None]:
+    """Raise Refused for evidence in another form than mergegate writes, which can cause any of these errors."""
     try:
-        return _read(release, files, statement, organization, records)
+        yield
     except (ArithmeticError, AttributeError, InvalidInput, LookupError, TypeError, ValueError) as error:
         detail = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise Refused(
-            release.reference,
+            reference,
             found=f"evidence that cannot be read: {detail}",
             expected="the files in evidence/ as mergegate writes them",
             remedy="download the release again from its target, and ask its publisher if the error persists",
         ) from None
-
-
-def _read(
-    release: PublishedRelease,
-    files: Mapping[str, tuple[int, str]],
-    statement: Mapping[str, Any],
-    organization: str | None,
-    records: Sequence[str],
-) -> ExportedRelease:
-    predicate = statement["predicate"]
-    definition = predicate["buildDefinition"]
-    evaluation = predicate.get("mergegate_evaluation", {})
-    dependencies = {
-        item["name"]: item for item in definition["resolvedDependencies"] if item["annotations"]["role"] != "text"
-    }
-    bom = read_document(release.read(BOM), BOM) if BOM in files else {}
-    component = bom.get("metadata", {}).get("component", {})
-    references = evaluation.get("models") or {  # Releases of earlier versions name their parents in the BOM only.
-        str(item.get("bom-ref", "")).removeprefix("parent:"): str(item["name"])
-        for item in component.get("pedigree", {}).get("ancestors", ())
-    }
-    hub_id = release.repo if isinstance(release, HubRelease) else ""
-    stated_supplier = component.get("supplier", {}).get("name") or bom.get("metadata", {}).get("supplier", {}).get(
-        "name"
-    )
-    publisher = organization or stated_supplier or hub_id.partition("/")[0]
-    name = str(component.get("name") or definition["externalParameters"]["profile"])
-    namespace = portable_name(publisher) if publisher else LOCAL
-    version = files[SUMS][1]
-    models: list[ExportedModel] = []
-    for path in records:
-        variant = path.removeprefix("evidence/").rpartition("/")[0]
-        record = VerdictRecord.model_validate(read_document(release.read(path), path))
-        merged = record.inputs["plan"]["merged"]
-        names = {table: variant_evidence(table, variant) if variant else table for table in EVIDENCE_TABLES}
-        tables = {table: release.read(name) for table, name in names.items() if name in files}
-        for model, tasks, text in _measured_models(record, tables):
-            reference, identity = references.get(model, ""), ""
-            role: Role = "earlier release" if model in RELEASES else "unknown"
-            model_id = f"{LOCAL}/{portable_name(model)}"
-            if model == merged:
-                own_id = f"{namespace}/{portable_name(f'{name}-{variant}' if variant else name)}"
-                is_address = bool(hub_id) or "://" in release.reference
-                role, model_id = "release", hub_id or own_id
-                reference, identity = release.reference if is_address else name, version
-            elif variant:
-                (merge,) = dependencies.values()
-                role, model_id = "merge", f"{namespace}/{portable_name(merge['name'])}"
-                reference, identity = merge["name"], merge["digest"]["sha256"]
-            elif reference in dependencies:
-                parent = dependencies[reference]
-                package = re.fullmatch(r"pkg:huggingface/([^/@]+/[^/@]+)@.*", parent["uri"])
-                role, model_id = parent["annotations"]["role"], package[1] if package else model_id
-                identity = parent["digest"].get("gitCommit") or parent["digest"]["sha256"]
-            models.append(ExportedModel(model, role, model_id, reference, identity, tasks, text, variant))
-    versions = definition.get("internalParameters", {}).get("versions", {})
-    return ExportedRelease(
-        name=name,
-        version=version,
-        models=tuple(models),
-        base_models=tuple(dependencies),
-        is_built_in="text" not in evaluation.get("task_forms", ["text"]),
-        versions={str(library): str(number) for library, number in versions.items()},
-        scoring=evaluation.get("scoring") or {},
-        prompts=evaluation.get("prompts") or {},
-    )
 
 
 def _measured_models(record: VerdictRecord, tables: Mapping[str, bytes]) -> Iterator[_Measured]:

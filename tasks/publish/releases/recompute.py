@@ -40,7 +40,7 @@ from mergegate.tasks.publish.content import (
 )
 from mergegate.tasks.publish.documents.facts import DocumentFacts, read_facts
 from mergegate.tasks.publish.documents.license_files import shipped_files
-from mergegate.tasks.publish.documents.release_parts import write_documents
+from mergegate.tasks.publish.documents.release_parts import release_documents
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.report import ReportedModel
 from mergegate.tasks.stage import Outcome
@@ -158,7 +158,7 @@ def compare_documents(
         if name not in {*stated, SUMS, SIGNATURE, KEYLESS_SIGNATURE}
     ]
     try:
-        expected = {file.name: file.sha256 for file in write_documents(facts, others)}
+        expected = {file.name: file.sha256 for file in release_documents(facts, others)}
     except (ArithmeticError, AttributeError, InvalidInput, LookupError, TypeError, ValueError) as error:
         return [f"{FACTS}: no documents can be written from it: {_first_line(error)}"], ""
     for name, text in shipped_files(facts.license).items():
