@@ -401,18 +401,9 @@ class SigstoreBundle(_Strict):
     dsse_envelope: _Envelope
 
 
-@dataclass(frozen=True)
-class _Login:
-    """Certificate of a user who logged in with a browser. It signs all releases of a run, such as those of variants.
-
-    ``expires`` leaves enough time for signing.
-    """
-
-    signer: CertifiedSigner
-    expires: datetime
-
-
-_logins: dict[Path | None, _Login] = {}  # by the trust configuration
+# Certificate of a user who logged in with a browser, and the end of the time in which it can sign, by the trust
+# configuration. It signs all releases of a run, such as those of variants.
+_logins: dict[Path | None, tuple[CertifiedSigner, datetime]] = {}
 
 
 @dataclass(frozen=True)
@@ -517,7 +508,7 @@ def sign_keyless(name: str, files: Mapping[str, str], settings: SigstoreSettings
     token, login = _job_token(), None
     if is_user := token is None:
         login = _logins.pop(file, None)
-        if login is None or login.expires < datetime.now(UTC):
+        if login is None or login[1] < datetime.now(UTC):
             token = _user_token(trust)
     statement = Statement(_signed_statement(name, files, (KEYLESS_SIGNATURE,)))
 
@@ -526,7 +517,7 @@ def sign_keyless(name: str, files: Mapping[str, str], settings: SigstoreSettings
             signer = CertifiedSigner(token, SigningContext.from_trust_config(trust))
         else:
             assert login
-            signer = login.signer
+            signer = login[0]
         return signer, signer.sign_dsse(statement).to_json()
 
     try:
@@ -545,7 +536,7 @@ def sign_keyless(name: str, files: Mapping[str, str], settings: SigstoreSettings
         ) from None
     if is_user:
         certificate = signature.parsed.verification_material.certificate.x509()
-        _logins[file] = _Login(signer, certificate.not_valid_after_utc - _SIGNING_TIME)
+        _logins[file] = signer, certificate.not_valid_after_utc - _SIGNING_TIME
     return data
 
 

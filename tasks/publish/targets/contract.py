@@ -32,6 +32,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import ClassVar, Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -61,6 +62,18 @@ class PublishRequest:
     hashes: HashMemo  # cached sha256 digests of files
     expected_head: str | None = None  # head of the release that this one was compared with. None: accept any head.
     on_progress: OnProgress = lambda sent, total: None
+
+    def progress(self, total: int) -> Callable[[int], None]:
+        """Return a function that takes the size of what was sent, from any thread. ``total`` bytes will be sent."""
+        sent, lock = 0, Lock()
+
+        def report(count: int) -> None:
+            nonlocal sent
+            with lock:
+                sent += count
+                self.on_progress(sent, total)
+
+        return report
 
 
 @dataclass(frozen=True)

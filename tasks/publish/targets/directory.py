@@ -123,13 +123,7 @@ class DirectoryTarget(PublishTarget):
             is_new = not destination.exists()
             partial_directory = destination.with_name(f".{destination.name}.partial")
             if is_new:
-                written, total = 0, sum(file.size for file in request.files)
-
-                def report(count: int) -> None:
-                    nonlocal written
-                    written += count
-                    request.on_progress(written, total)
-
+                report = request.progress(sum(file.size for file in request.files))
                 with new_directory(destination, partial_directory) as partial:
                     for file in request.files:
                         _write(file, partial / file.name, report)

@@ -344,8 +344,8 @@ class _OciPublication(Publication[_ObservedTags, _OciWrite]):
             self.registry.put_manifest(self.request.version if step == "version" else _LATEST, self.manifest)
             return True
         missing = [self.blobs[blob] for blob in observed_state.missing]
-        sent, total = 0, sum(file.size for file in missing)
-        self.request.on_progress(sent, total)
+        report = self.request.progress(sum(file.size for file in missing))
+        report(0)
         for file in missing:
             if isinstance(file.source, Path):
                 try:
@@ -355,8 +355,7 @@ class _OciPublication(Publication[_ObservedTags, _OciWrite]):
                 if size != file.size:
                     raise file.alteration_error(problem=f"{size} bytes instead of {file.size}")
             self.registry.put_blob(file)
-            sent += file.size
-            self.request.on_progress(sent, total)
+            report(file.size)
         return True
 
 

@@ -34,7 +34,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from threading import Lock
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -108,22 +107,8 @@ class ObservedLocation:
     foreign_files: tuple[str, ...] = ()  # objects below the version's path that are not in the release
 
 
-@dataclass(frozen=True)
-class SendFiles:
-    """Send the files in ``names``, and the listing of all files."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class MovePointer:
-    """Write the pointer if its head is still ``head``."""
-
-    pointer: Pointer
-    head: str
-
-
-S3Step = SendFiles | MovePointer
+S3Step = tuple[str, ...] | Pointer
+"""Names of files to send, in addition to the listing, or the pointer to write if it has not changed."""
 
 
 class S3Publication(Publication[ObservedLocation, S3Step]):
@@ -134,7 +119,7 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
     """
 
     def __init__(self, request: PublishRequest, location: S3Location, multipart_threshold: int) -> None:
-        self.location, self.multipart_threshold, self.on_progress = location, multipart_threshold, request.on_progress
+        self.request, self.location, self.multipart_threshold = request, location, multipart_threshold
         self.files = {file.name: file for file in request.files}
         identities, version = file_identities(request.files), request.version
         content = (digest := merkle(identities))[:VERSION_DIGITS]
@@ -154,7 +139,7 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
         return observed_state.head
 
     def kind(self, step: S3Step) -> str:
-        return ", ".join(step.names) or self.listing_name if isinstance(step, SendFiles) else POINTER
+        return POINTER if isinstance(step, Pointer) else ", ".join(step) or self.listing_name
 
     def decide(self, observed_state: ObservedLocation, expected_head: str | None) -> S3Step | PublicationBlocked | None:
         """Return the next step. Publication is blocked if another release than the expected one is current."""
@@ -176,19 +161,19 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
             )
         missing = tuple(sorted(set(self.files) - observed_state.confirmed_files))
         if missing or not observed_state.has_listing:
-            return SendFiles(missing)
+            return missing
         if is_current:
             return None
         earlier = pointer.versions if pointer else ()
         versions = earlier if previous else (*earlier, entry)
-        return MovePointer(Pointer(current=entry.version, versions=versions), observed_state.head)
+        return Pointer(current=entry.version, versions=versions)
 
     def execute(self, step: S3Step, observed_state: ObservedLocation) -> bool:
-        if isinstance(step, SendFiles):
-            self.send(step.names)
+        if not isinstance(step, Pointer):
+            self.send(step)
             return True
-        guard = {"IfNoneMatch": "*"} if step.head == NO_POINTER else {"IfMatch": step.head}
-        self.location.write(POINTER, step.pointer.model_dump_json(indent=1).encode(), **guard)
+        guard = {"IfNoneMatch": "*"} if observed_state.head == NO_POINTER else {"IfMatch": observed_state.head}
+        self.location.write(POINTER, step.model_dump_json(indent=1).encode(), **guard)
         return False  # If another publisher was faster, the guard fails and the next read shows it.
 
     def observe(self) -> ObservedLocation:
@@ -242,15 +227,8 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
                 expected="guarded writes as in S3, without which two publishers overwrite each other unnoticed",
                 remedy="use a newer version of the store, or publish to another target",
             )
-        sent, total, lock = 0, sum(self.files[name].size for name in names), Lock()
-        self.on_progress(sent, total)
-
-        def report(count: int) -> None:
-            nonlocal sent
-            with lock:
-                sent += count
-                self.on_progress(sent, total)
-
+        report = self.request.progress(sum(self.files[name].size for name in names))
+        report(0)
         with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
             uploads = [pool.submit(self.send_file, self.files[name], report) for name in names]
             try:
