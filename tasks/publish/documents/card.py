@@ -49,16 +49,6 @@ if TYPE_CHECKING:
 
 _GENERAL_PURPOSE = 1e23  # indicative criterion of the guidelines for a general-purpose model
 _USES = {"Intended use": "intended_use", "Out of scope": "out_of_scope", "Known limits": "limits"}
-_RANK_BY_EMBEDDING = """queries = model.encode_query(["a question"])
-texts = model.encode_document(["a text", "another text"])
-print(model.similarity(queries, texts))"""
-_RANK_PAIRS = 'print(model.predict([("a question", "a text"), ("a question", "another text")]))'
-_AS_LORA = (
-    "vLLM served it as LoRA before the release. Start the server with `--enable-lora --lora-modules NAME=DIRECTORY` "
-    "and with a `--max-lora-rank` of at least its rank."
-)
-_NOT_AS_LORA = "This release was not tested as LoRA in vLLM."
-_NO_LOADER = "mergegate knows no class that loads this model. `architectures` in `config.json` names its class."
 _CONFIDENCE = 0.95  # two-sided confidence level for intervals of single scores
 _SHOWN_FILES = 3  # files of a variant in the table
 
@@ -97,7 +87,9 @@ def model_card(document: DocumentFacts, files: Sequence[str]) -> str:
         changes=describe_changes(origin.weights, [escape(parent.ref) for parent in origin.parents]),
         is_adapter=is_adapter,
         copied_files=f"{_listed(['Configuration', *copied])} {'were' if copied else 'was'}",
-        loading=_loading(content, files, document.facts.address, is_adapter=is_adapter),
+        code=loading_code(content.kind, document.facts.address, files, is_adapter=is_adapter),
+        is_text_generator=content.kind == TEXT_GENERATOR,
+        was_served_as_lora=content.served_as.startswith(SERVED_AS_LORA),
         scores=_scores(content),
         likelihoods=literal_table(("model", "documents", unit), likelihoods, 2) if likelihoods else "",
         error_rates=wording.error_rate_note(content.verdict, content.kind),
@@ -271,32 +263,10 @@ def loading_code(kind: ModelKind, address: str, files: Collection[str], *, is_ad
     """
     if not kind.loader:
         return ""
-    if is_adapter and kind == TEXT_GENERATOR:
-        return (
-            "from peft import AutoPeftModelForCausalLM\n\n"
-            f'model = AutoPeftModelForCausalLM.from_pretrained("{address}")'
-        )
-    # Everything but the adapter comes from its base model.
-    source = "base" if is_adapter else f'"{address}"'
-    lines = [f'base = PeftConfig.from_pretrained("{address}").base_model_name_or_path'] if is_adapter else []
-    if kind.loader.startswith("Auto"):
-        processor = _processor_class(kind, files, is_adapter=is_adapter)
-        names = ", ".join(sorted({kind.loader, processor} - {""}))
-        imports = [f"from transformers import {names}"]
-        lines.append(f'model = {kind.loader}.from_pretrained({source}, dtype="auto")')
-        if is_adapter:
-            imports.insert(0, "from peft import PeftConfig, PeftModel")
-            lines.append(f'model = PeftModel.from_pretrained(model, "{address}")')
-        if processor:
-            lines.append(f"{processor.removeprefix('Auto').lower()} = {processor}.from_pretrained({source})")
-    else:
-        imports = [f"from sentence_transformers import {kind.loader}"]
-        lines.append(f"model = {kind.loader}({source})")
-        if is_adapter:
-            imports.insert(0, "from peft import PeftConfig")
-            lines.append(f'model.load_adapter("{address}")')
-        lines.append(_RANK_PAIRS if kind.loader == "CrossEncoder" else _RANK_BY_EMBEDDING)
-    return "\n".join([*imports, "", *lines])
+    processor = _processor_class(kind, files, is_adapter=is_adapter)
+    about = {"kind": kind, "is_adapter": is_adapter, "is_text_generator": kind == TEXT_GENERATOR}
+    code = _environment().get_template("loading_code.py.j2").render(address=address, processor=processor, **about)
+    return code.removesuffix("\n")
 
 
 def _processor_class(kind: ModelKind, files: Collection[str], *, is_adapter: bool) -> str:
@@ -305,20 +275,6 @@ def _processor_class(kind: ModelKind, files: Collection[str], *, is_adapter: boo
     if "processor" in kinds or (is_adapter and kind.modalities):
         return "AutoProcessor"
     return "AutoTokenizer" if "tokenizer" in kinds or is_adapter or kind == TEXT_GENERATOR else ""
-
-
-def _loading(content: ReportContent, files: Sequence[str], address: str, *, is_adapter: bool) -> str:
-    code = loading_code(content.kind, address, files, is_adapter=is_adapter)
-    notes = [] if code else [_NO_LOADER]
-    if is_adapter:
-        first = "PEFT loads" if content.kind == TEXT_GENERATOR else "is loaded"
-        notes.append(f"`adapter_config.json` names the base model, which {first} first.")
-    if address == ".":
-        notes.append("Run this in the directory of the release.")
-    if is_adapter and content.kind.reads_text:
-        notes.append(_AS_LORA if content.served_as.startswith(SERVED_AS_LORA) else _NOT_AS_LORA)
-    parts = [code_block(code, "python")] if code else []
-    return "\n\n".join([*parts, " ".join(notes)] if notes else parts)
 
 
 def score_interval(score: TaskScore) -> tuple[float, float]:
