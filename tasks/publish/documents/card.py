@@ -50,7 +50,6 @@ if TYPE_CHECKING:
 _GENERAL_PURPOSE = 1e23  # indicative criterion of the guidelines for a general-purpose model
 _USES = {"Intended use": "intended_use", "Out of scope": "out_of_scope", "Known limits": "limits"}
 _CONFIDENCE = 0.95  # two-sided confidence level for intervals of single scores
-_SHOWN_FILES = 3  # files of a variant in the table
 
 
 def model_card(document: DocumentFacts, files: Sequence[str]) -> str:
@@ -111,7 +110,7 @@ def _variant_card(
         **about,
         origin=origin,
         published=published,
-        variants=_variants(content, origin.files),
+        rows=[row for row in variant_rows(content) if row.verdict.type in origin.files and row.verdict.record],
         guards=literal_table(columns, guards, 5) if guards else "",
         confidence=next((guard.confidence for _, gate in gates for guard in gate.all_guards), 0.0),
     )
@@ -241,6 +240,7 @@ def _environment() -> Environment:
     environment.globals |= {
         "code_block": code_block,
         "display_lines": display_lines,
+        "format_bytes": format_bytes,
         "flop_text": flop_text,
         "guard_rows": guard_rows,
         "license_links": _license_links,
@@ -336,32 +336,6 @@ def guard_rows(verdict: GateVerdict) -> list[tuple[str, ...]]:
         limits = (wording.plain(guard.max_drop), upper)
         rows.append((guard.task, guard.reference, f"{guard.n:,}", wording.drop(guard), *limits, guard.word))
     return rows
-
-
-def _variants(content: ReportContent, files: Mapping[str, Sequence[str]]) -> str:
-    """Return the table of the published variants."""
-    rows = []
-    for row in variant_rows(content):
-        verdict = row.verdict
-        if verdict.type not in files or verdict.record is None:
-            continue
-        names = list(files[verdict.type])
-        more = [f"and {len(names) - _SHOWN_FILES} more"] if len(names) > _SHOWN_FILES else []
-        types = sorted(verdict.record.tensor_types.items(), key=lambda item: (-item[1], item[0]))
-        rows.append(
-            (
-                verdict.type,
-                ", ".join([*names[:_SHOWN_FILES], *more]),
-                ", ".join(f"{count} {kind}" for kind, count in types),
-                ", ".join(f"{tool} {version}" for tool, version in verdict.record.versions.items()),
-                row.runtime,
-                f"{format_bytes(verdict.record.bytes)} ({row.share})" if row.share else row.size,
-                row.perplexity,
-                verdict.outcome,
-            )
-        )
-    columns = ("variant", "files", "tensors", "built with", "runtime", "size", "perplexity ratio", "verdict")
-    return literal_table(columns, rows, 3)
 
 
 def _license_links(item: Obligation, files: Sequence[str]) -> str:
