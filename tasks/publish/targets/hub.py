@@ -29,6 +29,7 @@ from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files import is_disk_error
 from mergegate.tasks.checkpoints.hub import (
     HubAccess,
+    RemoteFile,
     describe_hub_error,
     git_blob,
     hub_access,
@@ -72,15 +73,6 @@ def explained_hub_errors(repo: str, access: HubAccess) -> Iterator[None]:
         ) from None
 
 
-def download_commit(repo: str, commit: str, access: HubAccess) -> Path:
-    """Download a commit. Raise Refused if the Hub is unavailable."""
-    from huggingface_hub import snapshot_download
-
-    with explained_hub_errors(repo, access):
-        directory = snapshot_download(repo, revision=commit, token=access.token or False, endpoint=access.endpoint)
-    return Path(directory)
-
-
 def main_commit(access: HubAccess, repo: str) -> str | None:
     """Return the head of ``main``, or None without a repository. Raise Refused if the Hub is unavailable."""
     from huggingface_hub.errors import RepositoryNotFoundError
@@ -108,11 +100,9 @@ class HubRelease:
 
     def files(self) -> Mapping[str, tuple[int, str]]:
         """Return size and sha256 of every file. Small files are downloaded and hashed."""
-        with explained_hub_errors(self.repo, self.access):
-            listing = self.access.listing(self.repo, self.commit)
         return {
             name: (file.size, file.sha256 if file.sha256 is not None else sha256_of(self.read(name)))
-            for name, file in listing.items()
+            for name, file in self._listing().items()
             if name not in WRITTEN_BY_HUB
         }
 
@@ -120,9 +110,7 @@ class HubRelease:
         """Return the content of a file; small files are cached."""
         if name in self._small_files:
             return self._small_files[name]
-        with explained_hub_errors(self.repo, self.access):
-            listing = self.access.listing(self.repo, self.commit)
-        entry = listing[name]
+        entry = self._listing()[name]
         with explained_hub_errors(self.repo, self.access), TemporaryDirectory(prefix="mergegate-verify-") as directory:
             file = self.access.api().hf_hub_download(self.repo, name, revision=self.commit, local_dir=directory)
             data = Path(file).read_bytes()
@@ -137,7 +125,19 @@ class HubRelease:
         return data
 
     def download(self) -> Path:
-        return download_commit(self.repo, self.commit, self.access)
+        from huggingface_hub import snapshot_download
+
+        access = self.access
+        with explained_hub_errors(self.repo, access):
+            return Path(
+                snapshot_download(
+                    self.repo, revision=self.commit, token=access.token or False, endpoint=access.endpoint
+                )
+            )
+
+    def _listing(self) -> Mapping[str, RemoteFile]:
+        with explained_hub_errors(self.repo, self.access):
+            return self.access.listing(self.repo, self.commit)
 
 
 class HubTarget(PublishTarget):
@@ -212,7 +212,7 @@ class HubTarget(PublishTarget):
         access = self._access()
         if (commit := self.current_head(root)) is None:
             return None
-        directory = download_commit(self.repo, commit, access)
+        directory = HubRelease(access, self.repo, commit, None).download()
         return CurrentRelease(directory, commit, commit[:12], access.url(self.repo, commit))
 
     def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
@@ -230,7 +230,7 @@ class HubTarget(PublishTarget):
             return None
         if commit is None:
             raise self._no_such_anchor(version, list(tags))
-        return CurrentRelease(download_commit(self.repo, commit, access), commit)
+        return CurrentRelease(HubRelease(access, self.repo, commit, None).download(), commit)
 
     def current_head(self, root: Path) -> str | None:
         """Return the latest commit of ``main``, or None if the repository is empty or missing."""
