@@ -127,13 +127,9 @@ class HubRelease:
     def download(self) -> Path:
         from huggingface_hub import snapshot_download
 
-        access = self.access
-        with explained_hub_errors(self.repo, access):
-            return Path(
-                snapshot_download(
-                    self.repo, revision=self.commit, token=access.token or False, endpoint=access.endpoint
-                )
-            )
+        token, endpoint = self.access.token or False, self.access.endpoint
+        with explained_hub_errors(self.repo, self.access):
+            return Path(snapshot_download(self.repo, revision=self.commit, token=token, endpoint=endpoint))
 
     def _listing(self) -> Mapping[str, RemoteFile]:
         with explained_hub_errors(self.repo, self.access):

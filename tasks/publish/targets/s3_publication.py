@@ -38,7 +38,6 @@ from datetime import timedelta
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mergegate.merge_core.errors import Refused
-from mergegate.merge_core.files import sha256_file
 from mergegate.tasks.publish.content import VERSION_DIGITS, ReleaseFile, file_identities, sha256_of
 from mergegate.tasks.publish.targets.contract import PublishRequest
 from mergegate.tasks.publish.targets.reconcile import Publication, PublicationBlocked, overtaken, version_taken
@@ -252,14 +251,19 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
                     raise file.alteration_error(actual)
                 self.location.ask("put_object", Key=key, Body=data, **checksum)
             else:
+                failure: Exception | None = None
                 try:
                     self.location.send_file(key, file.source, **checksum)
                 except FileNotFoundError:
                     raise file.alteration_error() from None
                 except Exception as error:
-                    if is_of_client(error) and (actual := sha256_file(file.source)) != file.sha256:
-                        raise file.alteration_error(actual) from None  # the store rejected the altered bytes
-                    raise
+                    if not is_of_client(error):
+                        raise
+                    failure = error
+                if failure:
+                    for _ in file.gated_chunks(_PART):
+                        pass  # raises Refused if the store rejected the bytes because they were altered
+                    raise failure
             report(file.size)
             return
 
