@@ -75,7 +75,6 @@ _PREDICATE = "https://model_signing/signature/v1.0"
 # Never part of a release: files that git or a download leaves next to it.
 _IGNORED = (".cache", ".git", ".gitattributes", ".github", ".gitignore")
 BundlePart = TypeVar("BundlePart", bound=BaseModel)
-EcKey = TypeVar("EcKey", ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey)
 _CURVES: Mapping[str, hashes.HashAlgorithm] = {
     "secp256r1": hashes.SHA256(),
     "secp384r1": hashes.SHA384(),
@@ -187,21 +186,24 @@ def _parse_bundle(kind: type[BundlePart], content: bytes, problem: str) -> Bundl
 
 def private_key(file: Path) -> ec.EllipticCurvePrivateKey:
     """Return the private key in ``file``. Raise InvalidInput if it is not one on a supported curve."""
-    load = partial(serialization.load_pem_private_key, password=None)
-    return _load_key(file, "private", load, ec.EllipticCurvePrivateKey)
+    key = _load_key(file, "private", partial(serialization.load_pem_private_key, password=None))
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    return key
 
 
 def public_key(file: Path) -> ec.EllipticCurvePublicKey:
     """Return the public key in ``file``. Raise InvalidInput if it is not one on a supported curve."""
-    return _load_key(file, "public", serialization.load_pem_public_key, ec.EllipticCurvePublicKey)
+    key = _load_key(file, "public", serialization.load_pem_public_key)
+    assert isinstance(key, ec.EllipticCurvePublicKey)
+    return key
 
 
-def _load_key(file: Path, kind: str, load: Callable[[bytes], object], key_type: type[EcKey]) -> EcKey:
+def _load_key(file: Path, kind: str, load: Callable[[bytes], object]) -> object:
     expected = f"a {kind} key on the curve P-256, P-384 or P-521 in PEM, without a password"
     content, key = read_plain(file, 1 << 20, expected=expected, remedy=_KEY_COMMANDS), None
     with suppress(ValueError, TypeError):
         key = load(content)
-    if not isinstance(key, key_type) or key.curve.name not in _CURVES:
+    if not isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey) or key.curve.name not in _CURVES:
         raise InvalidInput(str(file), found=f"not a {kind} ECDSA key", expected=expected, remedy=_KEY_COMMANDS)
     return key
 
