@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+from builders.results import sha
 from release_samples import (
     COMMIT,
     content,
@@ -17,7 +18,6 @@ from release_samples import (
     files,
     needs_validators,
     publishable,
-    sha,
     share,
 )
 
