@@ -166,8 +166,7 @@ def test_a_missing_license_text_is_an_open_task(tmp_path: Path) -> None:
 
 
 def test_the_commands_match_the_address_of_the_release(tmp_path: Path) -> None:
-    numerics = NUMERICS.model_copy(update={"device": "cuda"})
-    card = card_of(tmp_path, inputs={"numerics": numerics}, signed=True)
+    card = card_of(tmp_path, inputs={"numerics": NUMERICS.model_copy(update={"device": "cuda"})}, signed=True)
     assert "\nmergegate verify acme/demo --key release.pub " in card
     assert "\nmodel_signing verify key . --signature model.sig --public_key release.pub " in card
     assert "\nmergegate reproduce acme/demo --parents DIR " in card

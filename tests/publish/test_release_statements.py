@@ -57,8 +57,7 @@ def test_every_card_states_what_was_found_and_is_read_by_the_hub(
     both, verdict = parents(root), license_verdict("apache-2.0", "mit")
     metadata = card_metadata(content(), both, verdict.combination)
     text = compared.sentences([escape(parent.ref) for parent in both])
-    facts = document_facts(root, {"weights": compared}, metadata=metadata, license=verdict)
-    card = model_card(facts, ("LICENSE",))
+    card = model_card(document_facts(root, {"weights": compared}, metadata=metadata, license=verdict), ("LICENSE",))
     check_card(card, metadata, ("LICENSE",))
     assert text in card
     assert ("is a copy" in text) == bool(compared.copy_of)
