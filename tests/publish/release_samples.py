@@ -203,7 +203,7 @@ def publishable(root: Path, weights: bytes = b"weights", **files: bytes) -> Publ
     )
 
 
-def document_facts(root: Path, inputs: Mapping[str, Any] | None = None, **update: Any) -> DocumentFacts:
+def facts_of(root: Path, inputs: Mapping[str, Any] | None = None, **update: Any) -> DocumentFacts:
     """Return the facts of a release on the Hub. ``inputs`` replace those of the merge, and ``update`` the facts."""
     files = publishable(root).parts.files(HubTarget(to="hub", repo="acme/demo"))
     facts = read_facts(next(file.read() for file in files if file.name == FACTS))

@@ -9,17 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from builders.results import sha
-from release_samples import (
-    COMMIT,
-    content,
-    cyclonedx_finds,
-    document_facts,
-    files,
-    needs_validators,
-    publishable,
-    share,
-)
+from release_samples import COMMIT, content, cyclonedx_finds, facts_of, files, needs_validators, publishable, sha, share
 
 from mergegate.tasks.preflight.licenses import load_table
 from mergegate.tasks.publish.documents.bom import MISSING_FACT, BillOfMaterials, web_address
@@ -66,7 +56,7 @@ def facts(about: AboutRelease = STATEMENTS, **update: Any) -> ReleaseFacts:
 def bill(about: ReleaseFacts, license: str = "apache-2.0") -> BillOfMaterials:
     judged = content((share("arc_easy", 300, 400), share("gsm8k", 700, 1319, "exact_match,flexible-extract")))
     with TemporaryDirectory() as root:
-        document = document_facts(Path(root), content=judged, facts=about)
+        document = facts_of(Path(root), content=judged, facts=about)
     combination = document.license.combination.model_copy(update={"card": {"license": license}})
     verdict = document.license.model_copy(update={"combination": combination})
     return BillOfMaterials(document.model_copy(update={"license": verdict}), files())

@@ -11,7 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from release_samples import COMMIT, NUMERICS, content, document_facts, license_verdict, parents, share
+from release_samples import COMMIT, NUMERICS, content, facts_of, license_verdict, parents, share
 from scipy.stats import binomtest
 
 from mergegate.merge_core.errors import Refused
@@ -39,7 +39,7 @@ def card_of(
     """Return the card after the check that every release runs."""
     said, verdict = said or content(SCORES), verdict or license_verdict("apache-2.0", "mit")
     metadata = card_metadata(said, parents(root), verdict.combination)
-    card = model_card(document_facts(root, content=said, license=verdict, metadata=metadata, **update), names)
+    card = model_card(facts_of(root, content=said, license=verdict, metadata=metadata, **update), names)
     check_card(card, metadata, names)
     return card
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from release_samples import document_facts, publishable, sha, variant_parts
+from release_samples import facts_of, publishable, sha, variant_parts
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.publish import MergeRelease, ReleaseParts, VariantParts
@@ -108,7 +108,7 @@ def sheet_of(document: DocumentFacts, *parents: ParentFacts) -> str:
 
 @pytest.fixture
 def sample_facts(tmp_path: Path) -> DocumentFacts:
-    return document_facts(tmp_path)
+    return facts_of(tmp_path)
 
 
 def test_links_energy_and_data_of_a_parent_have_their_source(sample_facts: DocumentFacts) -> None:

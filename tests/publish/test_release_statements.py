@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from release_samples import COMMIT, content, document_facts, license_verdict, parents, publishable, write_release
+from release_samples import COMMIT, content, facts_of, license_verdict, parents, publishable, write_release
 
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import Refused
@@ -57,7 +57,7 @@ def test_every_card_states_what_was_found_and_is_read_by_the_hub(
     both, verdict = parents(root), license_verdict("apache-2.0", "mit")
     metadata = card_metadata(content(), both, verdict.combination)
     text = compared.sentences([escape(parent.ref) for parent in both])
-    card = model_card(document_facts(root, {"weights": compared}, metadata=metadata, license=verdict), ("LICENSE",))
+    card = model_card(facts_of(root, {"weights": compared}, metadata=metadata, license=verdict), ("LICENSE",))
     check_card(card, metadata, ("LICENSE",))
     assert text in card
     assert ("is a copy" in text) == bool(compared.copy_of)
