@@ -213,8 +213,13 @@ def _missing(facts: ReleaseFacts) -> Iterator[str]:
 
 def _render(template: str, document: DocumentFacts, files: Sequence[str], **values: object) -> str:
     """Return the document that a template in this directory gives. A missing value is an error."""
+    from jinja2 import TemplateError
+
     about = {name: getattr(document, name) for name in ("content", "facts", "license", "missing")}
-    return _environment().get_template(template).render(document=document, files=files, **about, **values)
+    try:
+        return _environment().get_template(template).render(document=document, files=files, **about, **values)
+    except TemplateError as error:  # the facts of a release that anyone has written are incomplete
+        raise ValueError(f"{template}: {error}") from None
 
 
 @cache
