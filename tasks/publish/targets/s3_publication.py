@@ -37,18 +37,11 @@ from datetime import timedelta
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mergegate.merge_core.errors import Refused
+from mergegate.merge_core.errors import MergegateError, Refused
 from mergegate.tasks.publish.content import VERSION_DIGITS, ReleaseFile, file_identities, sha256_of
 from mergegate.tasks.publish.targets.contract import PublishRequest
 from mergegate.tasks.publish.targets.reconcile import Publication, PublicationBlocked, overtaken, version_taken
-from mergegate.tasks.publish.targets.s3_access import (
-    PART_SIZE,
-    S3Location,
-    encoded_sha256,
-    is_of_client,
-    refusal,
-    status_code,
-)
+from mergegate.tasks.publish.targets.s3_access import PART_SIZE, S3Location, encoded_sha256
 from mergegate.tasks.store import merkle
 
 POINTER = "latest.json"
@@ -176,15 +169,15 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
         return False  # If another publisher was faster, the guard fails and the next read shows it.
 
     def observe(self) -> ObservedLocation:
-        pointer = self.location.read(POINTER)
+        pointer, head = read_pointer(self.location) or (None, NO_POINTER)
         names = {name.removeprefix(self.directory) for name, _, _ in self.location.objects(self.directory)}
         candidates = sorted(names & set(self.files))
         with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
             confirmations = list(pool.map(self.is_confirmed, candidates))
         listing = self.location.read(self.listing_name)
         return ObservedLocation(
-            pointer=parse_pointer(self.location, pointer[0]) if pointer else None,
-            head=pointer[1] if pointer else NO_POINTER,
+            pointer=pointer,
+            head=head,
             has_listing=listing is not None and listing[0] == self.listing,
             confirmed_files=frozenset(name for name, is_ok in zip(candidates, confirmations, strict=True) if is_ok),
             foreign_files=tuple(sorted(names - set(self.files))),
@@ -251,19 +244,14 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
                     raise file.alteration_error(actual)
                 self.location.ask("put_object", Key=key, Body=data, **checksum)
             else:
-                failure: Exception | None = None
                 try:
                     self.location.send_file(key, file.source, **checksum)
                 except FileNotFoundError:
                     raise file.alteration_error() from None
-                except Exception as error:
-                    if not is_of_client(error):
-                        raise
-                    failure = error
-                if failure:
+                except MergegateError:
                     for _ in file.gated_chunks(_PART):
                         pass  # raises Refused if the store rejected the bytes because they were altered
-                    raise failure
+                    raise
             report(file.size)
             return
 
@@ -279,11 +267,8 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
                 answer = self.location.ask("upload_part", **upload, **part, Body=data, ChecksumAlgorithm="SHA256")
                 parts.append({**part, "ETag": answer["ETag"]})
                 report(len(data))
-            try:
-                self.location.ask("complete_multipart_upload", **upload, MultipartUpload={"Parts": parts})
-            except Exception as error:
-                if status_code(error) != 404:
-                    raise  # 404: an earlier request, whose answer was lost, may have completed the upload
+            # 404: an earlier request, whose answer was lost, may have completed the upload
+            self.location.ask("complete_multipart_upload", ignored=(404,), **upload, MultipartUpload={"Parts": parts})
         except BaseException:
             # Report the original error. If the upload cannot be aborted, the bucket's lifecycle rule removes it.
             with suppress(Exception):
@@ -308,17 +293,16 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
             for item in self.location.ask("list_multipart_uploads", Prefix=self.location.key("")).get("Uploads", ()):
                 if item["Initiated"] < since:
                     self.location.ask("abort_multipart_upload", Key=item["Key"], UploadId=item["UploadId"])
-        except Exception as error:
-            if not is_of_client(error):
-                raise
-            reason = refusal(self.location, error).found
-            _log.warning("leftovers of old publications at %s were not removed: %s", self.location.url, reason)
+        except MergegateError as error:
+            _log.warning("leftovers of old publications at %s were not removed: %s", self.location.url, error.found)
 
 
-def parse_pointer(location: S3Location, content: bytes) -> Pointer:
-    """Parse the content of ``latest.json``. Raise Refused if it is not a pointer."""
+def read_pointer(location: S3Location) -> tuple[Pointer, str] | None:
+    """Return the pointer and its entity tag, or None before the first release. Raise Refused for another object."""
+    if (stored := location.read(POINTER)) is None:
+        return None
     try:
-        return Pointer.model_validate_json(content)
+        return Pointer.model_validate_json(stored[0]), stored[1]
     except ValidationError:
         raise Refused(
             f"{location.url}/{POINTER}",
