@@ -52,8 +52,8 @@ from mergegate.tasks.publish.documents.card_metadata import (
     check_card,
     contributing_references,
     eval_results,
+    front_matter,
     model_index,
-    variant_metadata,
 )
 from mergegate.tasks.publish.documents.facts import (
     DatasetFacts,
@@ -214,14 +214,10 @@ class VariantParts(NamedTuple):
         local = {name for name, field in type(settings).model_fields.items() if NotInKey in field.metadata}
         entry = names.apply(settings.model_dump(mode="json", exclude=local, exclude_defaults=True))
         origin = VariantOrigin(self.merge, entry, {each: [file.name for file in weights[each]] for each in weights})
-        metadata = variant_metadata(
-            self.content.kind,
-            parents,
-            license.combination,
-            self.merge.hub_id,
-            settings.library_name,
-            tags=(str(entry["format"]), *weights),
-        )
+        tags = (str(entry["format"]), *weights)
+        bases = ("quantized", [self.merge.hub_id] if self.merge.hub_id else [])
+        kind, library = self.content.kind, settings.library_name
+        metadata = front_matter(kind, parents, license.combination, library, tags, bases)
         return _with_documents(files, self, target, metadata, self._facts(target, weights), origin)
 
     def _facts(self, target: PublishTarget, weights: Mapping[str, Sequence[ReleaseFile]]) -> ReleaseFacts:
