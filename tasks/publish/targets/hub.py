@@ -252,22 +252,15 @@ class HubTarget(PublishTarget):
 
         An interrupted publication may have moved ``main`` without creating the tag.
         """
-        from huggingface_hub.errors import RepositoryNotFoundError
-
         access = self._access()
         with explained_hub_errors(self.repo, access):
-            try:
-                commit = self._tags(access).get(version) or main_commit(access, self.repo)
-                if commit is None or name not in access.listing(self.repo, commit):
-                    return None
-            except RepositoryNotFoundError:
+            commit = self._tags(access).get(version) or main_commit(access, self.repo)
+            if commit is None or name not in access.listing(self.repo, commit):
                 return None
-            return HubRelease(access, self.repo, commit, None).read(name)
+        return HubRelease(access, self.repo, commit, None).read(name)
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Move the tag ``name`` to the commit of the version."""
-        from huggingface_hub.errors import RepositoryNotFoundError
-
         self._require_alias_name(name, MAIN)
         access = self._access()
 
@@ -290,20 +283,14 @@ class HubTarget(PublishTarget):
 
         try:
             retry_transient(_ATTEMPTS, transient=is_retryable, sleep=lambda seconds: time.sleep(seconds))(move)
-        except RepositoryNotFoundError:
-            raise self._no_such_version(version) from None
         except transport_errors() as error:
             raise self._no_answer(error, access) from None
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
         """Return the version that the tag ``name`` points to, or None (see :func:`version_on`)."""
-        from huggingface_hub.errors import RepositoryNotFoundError
-
         access = self._access()
         try:
             return version_on(self._tags(access), name)
-        except RepositoryNotFoundError:
-            return None
         except transport_errors() as error:
             raise self._no_answer(error, access) from None
 
@@ -336,7 +323,13 @@ class HubTarget(PublishTarget):
         return hub_access(self.token_block, writing=True, repo=self.repo)
 
     def _tags(self, access: HubAccess) -> dict[str, str]:
-        return {tag.name: tag.target_commit for tag in access.api().list_repo_refs(self.repo).tags}
+        """Return the commit of every tag, by name. Empty without a repository."""
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        try:
+            return {tag.name: tag.target_commit for tag in access.api().list_repo_refs(self.repo).tags}
+        except RepositoryNotFoundError:
+            return {}
 
     def _no_answer(self, error: Exception, access: HubAccess) -> Refused:
         retryable = is_retryable(error)
