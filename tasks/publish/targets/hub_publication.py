@@ -265,7 +265,7 @@ class _HubPublication(Publication[ObservedState, Step]):
     """API calls of one publication."""
 
     rounds = 200
-    storage = "the Hub's listing differs from the files that were sent"
+    mismatch = "the Hub's listing differs from the files that were sent"
     writer_hint = f"; branches whose names start with {STAGING} belong to mergegate"
 
     request: PublishRequest
