@@ -42,6 +42,8 @@ STATEMENT_OF_CHANGES = "**Statement of changes.**"  # before the statement in a 
 SUMS = "SHA256SUMS"
 # Documents that are a function of FACTS and the other files, except those in EVAL_RESULTS.
 DOCUMENTS = frozenset({REPORT, RECIPE, COMPLIANCE, CARD, BOM, PROVENANCE})
+# Names that no file of a variant may have. Some quantizers write a recipe of their own.
+RESERVED_NAMES = (DOCUMENTS - {RECIPE}) | {FACTS, SUMS, SIGNATURE, KEYLESS_SIGNATURE}
 # JSON files in a release that describe the checkpoint and are not part of it.
 DESCRIPTION_FILES = frozenset({BOM, PROVENANCE, KEYLESS_SIGNATURE})
 MERGE_BUILD = "urn:mergegate:merge:v1"  # types of builds
@@ -150,7 +152,6 @@ def content_digest(files: Mapping[str, tuple[int, str]]) -> str:
     """Return the Merkle digest over files, given as size in bytes and sha256 by name, except the keyless signature.
 
     A keyless signature differs at every signing. Without it, the same files have the same version and the same digest.
-
     """
     return merkle({name: identity for name, identity in files.items() if name != KEYLESS_SIGNATURE})
 

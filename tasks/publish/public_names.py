@@ -52,17 +52,11 @@ class PublicNames:
         root: Path,
         paths: Iterable[str] = (),
     ) -> PublicNames:
-        """Return the public names for the release of a recipe.
+        """Return the public names for the release of a recipe in a profile below ``root``.
 
         A path below the directory of the recipe is named relative to it. Any other absolute path is named by its last
-        component, and by more components if two names would be equal. Unprintable characters are escaped.
-
-        Args:
-            recipe: The recipe as its author wrote it.
-            parents: Models of the recipe.
-            root: Directory of the profile.
-            paths: Other paths that may occur, such as those in the profile and in other recipes. They never change the
-                names of the paths in this recipe.
+        component, and by more components if two names would be equal. Unprintable characters are escaped. ``paths`` are
+        other paths that may occur, such as those in the profile. They never change the names of those in this recipe.
         """
         base = recipe.directory or root
         written = tuple(recipe_paths(recipe))
@@ -143,7 +137,6 @@ def require_no_private_paths(files: Sequence[ReleaseFile], directories: Iterable
 
     Only the header of a weight file is scanned, but every byte of other files. ``directories`` are those of the project
     and of its models. The home, the working directory and the directory for temporary files are added.
-
     """
     private = {os.path.abspath(path) for path in directories} | {str(Path.cwd())}  # noqa: PTH100
     private |= {str(Path.home()), tempfile.gettempdir()}

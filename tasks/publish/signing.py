@@ -75,7 +75,6 @@ _PREDICATE = "https://model_signing/signature/v1.0"
 # Never part of a release: files that git or a download leaves next to it.
 _IGNORED = (".cache", ".git", ".gitattributes", ".github", ".gitignore")
 BundlePart = TypeVar("BundlePart", bound=BaseModel)
-Key = TypeVar("Key", ec.EllipticCurvePrivateKey, ec.EllipticCurvePublicKey)
 _CURVES: Mapping[str, hashes.HashAlgorithm] = {
     "secp256r1": hashes.SHA256(),
     "secp384r1": hashes.SHA384(),
@@ -99,13 +98,7 @@ _Result = TypeVar("_Result")
 
 
 def sign(name: str, files: Mapping[str, str], key_file: Path) -> str:
-    """Return the signature bundle as JSON.
-
-    Args:
-        name: Name of the release, for display only.
-        files: sha256 (64 hex digits) of every file, by name.
-        key_file: Private key on the curve P-256, P-384 or P-521, in PEM, without a password.
-    """
+    """Return the signature bundle as JSON. ``files`` holds the sha256 of every file, and ``name`` is only displayed."""
     key = private_key(key_file)
     payload = _signed_statement(name, files, (SIGNATURE, KEYLESS_SIGNATURE))
     algorithm = ec.ECDSA(_CURVES[key.curve.name], deterministic_signing=True)
@@ -193,21 +186,24 @@ def _parse_bundle(kind: type[BundlePart], content: bytes, problem: str) -> Bundl
 
 def private_key(file: Path) -> ec.EllipticCurvePrivateKey:
     """Return the private key in ``file``. Raise InvalidInput if it is not one on a supported curve."""
-    load = partial(serialization.load_pem_private_key, password=None)
-    return _load_key(file, "private", load, ec.EllipticCurvePrivateKey)
+    key = _load_key(file, "private", partial(serialization.load_pem_private_key, password=None))
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    return key
 
 
 def public_key(file: Path) -> ec.EllipticCurvePublicKey:
     """Return the public key in ``file``. Raise InvalidInput if it is not one on a supported curve."""
-    return _load_key(file, "public", serialization.load_pem_public_key, ec.EllipticCurvePublicKey)
+    key = _load_key(file, "public", serialization.load_pem_public_key)
+    assert isinstance(key, ec.EllipticCurvePublicKey)
+    return key
 
 
-def _load_key(file: Path, kind: str, load: Callable[[bytes], object], key_type: type[Key]) -> Key:
+def _load_key(file: Path, kind: str, load: Callable[[bytes], object]) -> object:
     expected = f"a {kind} key on the curve P-256, P-384 or P-521 in PEM, without a password"
     content, key = read_plain(file, 1 << 20, expected=expected, remedy=_KEY_COMMANDS), None
     with suppress(ValueError, TypeError):
         key = load(content)
-    if not isinstance(key, key_type) or key.curve.name not in _CURVES:
+    if not isinstance(key, ec.EllipticCurvePrivateKey | ec.EllipticCurvePublicKey) or key.curve.name not in _CURVES:
         raise InvalidInput(str(file), found=f"not a {kind} ECDSA key", expected=expected, remedy=_KEY_COMMANDS)
     return key
 
@@ -359,7 +355,6 @@ class _LogEntry(_Strict):
 
     @property
     def time(self) -> datetime | None:
-        """Time at which the log recorded the entry, if it states one."""
         try:
             return datetime.fromtimestamp(int(self.integrated_time), UTC) if self.integrated_time else None
         except (ValueError, OverflowError, OSError):
@@ -408,18 +403,9 @@ class SigstoreBundle(_Strict):
     dsse_envelope: _Envelope
 
 
-@dataclass(frozen=True)
-class _Login:
-    """Certificate of a user who logged in with a browser. It signs all releases of a run, such as those of variants.
-
-    ``expires`` leaves enough time for signing.
-    """
-
-    signer: CertifiedSigner
-    expires: datetime
-
-
-_logins: dict[Path | None, _Login] = {}  # by the trust configuration
+# Certificate of a user who logged in with a browser, and the end of the time in which it can sign, by the trust
+# configuration. It signs all releases of a run, such as those of variants.
+_logins: dict[Path | None, tuple[CertifiedSigner, datetime]] = {}
 
 
 @dataclass(frozen=True)
@@ -513,11 +499,7 @@ def read_keyless(bundle: bytes) -> KeylessSignature:
 def sign_keyless(name: str, files: Mapping[str, str], settings: SigstoreSettings, root: Path) -> bytes:
     """Sign a release with the identity of the CI job or user, and return the bundle as JSON.
 
-    Args:
-        name: Name of the release, for display only.
-        files: sha256 (64 hex digits) of every file, by name.
-        settings: Instance of sigstore.
-        root: Directory where a relative path in ``settings`` starts.
+    ``name`` and ``files`` are those of :func:`sign`. A relative path in ``settings`` starts at ``root``.
     """
     from sigstore.dsse import Statement
     from sigstore.sign import Signer as CertifiedSigner
@@ -528,7 +510,7 @@ def sign_keyless(name: str, files: Mapping[str, str], settings: SigstoreSettings
     token, login = _job_token(), None
     if is_user := token is None:
         login = _logins.pop(file, None)
-        if login is None or login.expires < datetime.now(UTC):
+        if login is None or login[1] < datetime.now(UTC):
             token = _user_token(trust)
     statement = Statement(_signed_statement(name, files, (KEYLESS_SIGNATURE,)))
 
@@ -537,7 +519,7 @@ def sign_keyless(name: str, files: Mapping[str, str], settings: SigstoreSettings
             signer = CertifiedSigner(token, SigningContext.from_trust_config(trust))
         else:
             assert login
-            signer = login.signer
+            signer = login[0]
         return signer, signer.sign_dsse(statement).to_json()
 
     try:
@@ -556,7 +538,7 @@ def sign_keyless(name: str, files: Mapping[str, str], settings: SigstoreSettings
         ) from None
     if is_user:
         certificate = signature.parsed.verification_material.certificate.x509()
-        _logins[file] = _Login(signer, certificate.not_valid_after_utc - _SIGNING_TIME)
+        _logins[file] = signer, certificate.not_valid_after_utc - _SIGNING_TIME
     return data
 
 
@@ -581,9 +563,8 @@ def _in_time(work: Callable[[], _Result]) -> _Result:
 def expected_signer(settings: SigstoreSettings, root: Path) -> str:
     """Return who will sign a release, as far as it can be determined without a network request.
 
-    Raises:
-        InvalidInput: A keyless signature will not be possible: the library is missing, the trust configuration is not
-            valid, or there is neither an identity of a CI job nor a user at a terminal.
+    Raise InvalidInput if a keyless signature will not be possible: the library is missing, the trust configuration is
+    not valid, or there is neither an identity of a CI job nor a user at a terminal.
     """
     if settings.trust_config:
         _trust_config(*_location(settings, root))

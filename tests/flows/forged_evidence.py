@@ -31,7 +31,7 @@ from mergegate.tasks.publish.content import (
     variant_evidence,
 )
 from mergegate.tasks.publish.documents.facts import read_facts
-from mergegate.tasks.publish.documents.release_parts import write_documents
+from mergegate.tasks.publish.documents.release_parts import release_documents
 from mergegate.tasks.publish.releases.verify import check_release
 from mergegate.tasks.publish.signing import sign
 from mergegate.tasks.publish.targets.directory import DirectoryRelease
@@ -109,7 +109,7 @@ def forge(release: Path, *changed: str, again: bool = False) -> Path:
         names = [path.relative_to(release).as_posix() for path in files_of(release)]
         contents = {name: (release / name).read_bytes() for name in names if name not in {*DOCUMENTS, SUMS}}
         files = [ReleaseFile(name, len(data), sha256_of(data), data) for name, data in contents.items()]
-        for file in write_documents(read_facts(contents[FACTS]), files):
+        for file in release_documents(read_facts(contents[FACTS]), files):
             (release / file.name).write_bytes(file.read())
         write_sums(release)
         return release.rename(release.with_name("forged"))

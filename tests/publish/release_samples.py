@@ -8,7 +8,7 @@ import math
 import os
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -205,11 +205,11 @@ def publishable(root: Path, weights: bytes = b"weights", **files: bytes) -> Publ
     )
 
 
-def document_facts(root: Path, **update: Any) -> DocumentFacts:
-    """Return the facts of an unsigned release on the Hub, with other values of the fields in ``update``."""
+def facts_of(root: Path, inputs: Mapping[str, Any] | None = None, **update: Any) -> DocumentFacts:
+    """Return the facts of a release on the Hub. ``inputs`` replace those of the merge, and ``update`` the facts."""
     files = publishable(root).parts.files(HubTarget(to="hub", repo="acme/demo"))
     facts = read_facts(next(file.read() for file in files if file.name == FACTS))
-    return facts.model_copy(update=update)
+    return facts.model_copy(update={"origin": replace(facts.origin, **(inputs or {})), **update})
 
 
 def write_release(parts: ReleaseParts, root: Path) -> Path:

@@ -5,33 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from release_samples import (
-    COMMIT,
-    NUMERICS,
-    content,
-    cyclonedx_finds,
-    files,
-    license_verdict,
-    needs_validators,
-    publishable,
-    sha,
-    share,
-)
+from release_samples import COMMIT, content, cyclonedx_finds, facts_of, files, needs_validators, publishable, sha, share
 
 from mergegate.tasks.preflight.licenses import load_table
 from mergegate.tasks.publish.documents.bom import MISSING_FACT, BillOfMaterials, web_address
-from mergegate.tasks.publish.documents.facts import (
-    DatasetFacts,
-    DocumentFacts,
-    DocumentLink,
-    MergeOrigin,
-    Modification,
-    ParentFacts,
-    ReleaseFacts,
-)
+from mergegate.tasks.publish.documents.facts import DatasetFacts, DocumentLink, Modification, ParentFacts, ReleaseFacts
 from mergegate.tasks.publish.settings import AboutRelease, Supplier
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 
@@ -73,11 +55,11 @@ def facts(about: AboutRelease = STATEMENTS, **update: Any) -> ReleaseFacts:
 
 def bill(about: ReleaseFacts, license: str = "apache-2.0") -> BillOfMaterials:
     judged = content((share("arc_easy", 300, 400), share("gsm8k", 700, 1319, "exact_match,flexible-extract")))
-    verdict, origin = license_verdict("mit"), MergeOrigin(NUMERICS, ())
-    combination = verdict.combination.model_copy(update={"card": {"license": license}})
-    verdict = verdict.model_copy(update={"combination": combination})
-    own = {"files": {}, "missing": (), "metadata": {}, "signed": False, "keyless": None, "version": None}
-    return BillOfMaterials(DocumentFacts(content=judged, license=verdict, facts=about, origin=origin, **own), files())
+    with TemporaryDirectory() as root:
+        document = facts_of(Path(root), content=judged, facts=about)
+    combination = document.license.combination.model_copy(update={"card": {"license": license}})
+    verdict = document.license.model_copy(update={"combination": combination})
+    return BillOfMaterials(document.model_copy(update={"license": verdict}), files())
 
 
 COMPLETE = bill(facts())

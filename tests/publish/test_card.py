@@ -11,7 +11,7 @@ import yaml
 from huggingface_hub import ModelCard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from release_samples import COMMIT, NUMERICS, content, document_facts, license_verdict, parents, share
+from release_samples import COMMIT, NUMERICS, content, facts_of, license_verdict, parents, share
 from scipy.stats import binomtest
 
 from mergegate.merge_core.errors import Refused
@@ -22,7 +22,6 @@ from mergegate.tasks.evaluation.task_data import DataSource, TaskData
 from mergegate.tasks.preflight.licenses.check import Ancestor, LicenseVerdict
 from mergegate.tasks.publish.documents.card import model_card, score_interval
 from mergegate.tasks.publish.documents.card_metadata import BENCHMARKS, card_metadata, check_card, eval_results
-from mergegate.tasks.publish.documents.facts import MergeOrigin
 from mergegate.tasks.publish.targets.hub import HubTarget
 from mergegate.tasks.report.content import ReportContent
 
@@ -40,7 +39,7 @@ def card_of(
     """Return the card after the check that every release runs."""
     said, verdict = said or content(SCORES), verdict or license_verdict("apache-2.0", "mit")
     metadata = card_metadata(said, parents(root), verdict.combination)
-    card = model_card(document_facts(root, content=said, license=verdict, metadata=metadata, **update), names)
+    card = model_card(facts_of(root, content=said, license=verdict, metadata=metadata, **update), names)
     check_card(card, metadata, names)
     return card
 
@@ -167,8 +166,7 @@ def test_a_missing_license_text_is_an_open_task(tmp_path: Path) -> None:
 
 
 def test_the_commands_match_the_address_of_the_release(tmp_path: Path) -> None:
-    origin = MergeOrigin(NUMERICS.model_copy(update={"device": "cuda"}), parents(tmp_path))
-    card = card_of(tmp_path, signed=True, origin=origin)
+    card = card_of(tmp_path, inputs={"numerics": NUMERICS.model_copy(update={"device": "cuda"})}, signed=True)
     assert "\nmergegate verify acme/demo --key release.pub " in card
     assert "\nmodel_signing verify key . --signature model.sig --public_key release.pub " in card
     assert "\nmergegate reproduce acme/demo --parents DIR " in card

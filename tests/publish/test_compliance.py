@@ -7,24 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from release_samples import document_facts, publishable, sha, variant_parts
+from release_samples import facts_of, publishable, sha, variant_parts
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.publish import ReleaseParts, VariantParts
-from mergegate.tasks.publish.documents.card import (
-    ModificationThreshold,
-    compliance_section,
-    compliance_sheet,
-    flop_text,
-)
-from mergegate.tasks.publish.documents.facts import (
-    DatasetFacts,
-    DocumentFacts,
-    DocumentLink,
-    MergeRelease,
-    ParentCard,
-    ParentFacts,
-)
+from mergegate.tasks.publish import MergeRelease, ReleaseParts, VariantParts
+from mergegate.tasks.publish.documents.card import ModificationThreshold, compliance_sheet, flop_text, model_card
+from mergegate.tasks.publish.documents.facts import DatasetFacts, DocumentFacts, DocumentLink, ParentCard, ParentFacts
 from mergegate.tasks.publish.settings import AboutRelease
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
 
@@ -110,14 +98,17 @@ def test_statements_are_shown_literally_and_every_file_is_the_same_on_every_mach
         assert not re.search(r"20[0-9]{2}-[0-9]{2}-[0-9]{2}", files[name])
 
 
+def with_facts(document: DocumentFacts, **update: object) -> DocumentFacts:
+    return document.model_copy(update={"facts": replace(document.facts, **update)})
+
+
 def sheet_of(document: DocumentFacts, *parents: ParentFacts) -> str:
-    facts = replace(document.facts, parents=parents or document.facts.parents)
-    return compliance_sheet(document.model_copy(update={"facts": facts}), ())
+    return compliance_sheet(with_facts(document, parents=parents or document.facts.parents), ())
 
 
 @pytest.fixture
 def sample_facts(tmp_path: Path) -> DocumentFacts:
-    return document_facts(tmp_path)
+    return facts_of(tmp_path)
 
 
 def test_links_energy_and_data_of_a_parent_have_their_source(sample_facts: DocumentFacts) -> None:
@@ -157,7 +148,7 @@ def test_the_sheet_says_on_which_side_of_the_threshold_the_modification_is(sampl
     assert f"at most {bound.formula} = {flop_text(bound.flop)} floating-point operations" in below
     assert f"which is below the indicative threshold of {reason}" in below
     assert "which is **above** the indicative threshold" in above
-    summary = compliance_section(replace(sample_facts.facts, parents=(small,)))
+    summary = model_card(with_facts(sample_facts, parents=(small,)), ())
     assert "of the threshold (a third of 6.0 · 10^22 for m (publish.about))." in summary
 
 
@@ -174,8 +165,7 @@ def test_variants_name_the_release_of_the_merge_and_its_parents(tmp_path: Path) 
 
 def test_calibration_texts_are_named_with_their_digest(sample_facts: DocumentFacts) -> None:
     data = (DatasetFacts("texts/a.jsonl", "calibration", sha("a")),)
-    facts = replace(sample_facts.facts, datasets=data)
-    sheet = sheet_of(sample_facts.model_copy(update={"facts": facts}))
+    sheet = sheet_of(with_facts(sample_facts, datasets=data))
     assert "| texts that models read for it | texts/a.jsonl |" in sheet
     assert f"| texts/a.jsonl | calibration | unknown | local data | `{sha('a')[:16]}` |" in sheet
 

@@ -24,7 +24,6 @@ from sigstore_stand_in import GITHUB_ISSUER, SigstoreInstance, sigstore_on_loopb
 from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.publish import signing as keyless
 from mergegate.tasks.publish.settings import SigstoreSettings
-from mergegate.tasks.publish.signing import sign
 
 IDENTITY = "https://ci.example.org/acme/models/release"
 CI_VARIABLES = (
@@ -128,7 +127,7 @@ def test_upstream_commands_and_mergegate_accept_each_others_signatures(signing: 
 
 
 def test_the_signature_has_the_statement_of_a_signature_with_a_key(signing: Signing, tmp_path: Path) -> None:
-    with_key = json.loads(sign("demo", {"model.safetensors": "0" * 64}, write_keys(tmp_path)[0]))
+    with_key = json.loads(keyless.sign("demo", {"model.safetensors": "0" * 64}, write_keys(tmp_path)[0]))
     texts = [base64.b64decode(each["dsseEnvelope"]["payload"]) for each in (with_key, json.loads(signing.bundle))]
     first, second = map(json.loads, texts)
     ignored = [each["predicate"]["serialization"].pop("ignore_paths") for each in (first, second)]

@@ -23,7 +23,7 @@ from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.tasks.publish.content import ReleaseFile, written_file
 from mergegate.tasks.publish.releases import check_release
 from mergegate.tasks.publish.targets import PublishTarget, find_release
-from mergegate.tasks.publish.targets.mlflow import ObservedRegistry, describe_release, next_registry_write
+from mergegate.tasks.publish.targets.mlflow import describe_release
 from mergegate.tasks.report import RunRecord, RunScore
 from mergegate.tasks.telemetry import export_to_trackers
 
@@ -131,20 +131,6 @@ def test_the_registration_follows_from_the_provenance() -> None:
     assert said.facts["mergegate.parent.0"] == "acme/general pkg:huggingface/acme/general@0123"
     assert len(said.facts["mergegate.recipe"]) == 64
     assert describe_release(files("x"), "demo", "v1", "champion", "").digest != said.digest
-
-
-@pytest.mark.parametrize(
-    ("there", "write"),
-    [
-        (("", "", "", False, False, "", ""), "experiment"), (("1", "", "", False, True, "", "7"), "run"),
-        (("1", "r", "RUNNING", False, True, "", "7"), "log"), (("1", "r", "RUNNING", True, True, "", "7"), "finish"),
-        (("1", "r", "FINISHED", True, False, "", ""), "model"),
-        (("1", "r", "FINISHED", True, True, "", "7"), "version"),
-        (("1", "r", "FINISHED", True, True, "8", "7"), "alias"), (("", "", "", False, True, "8", "8"), "done"),
-    ],
-)  # fmt: skip
-def test_the_alias_is_written_last(there: tuple[Any, ...], write: str) -> None:
-    assert next_registry_write(ObservedRegistry(*there)) == write
 
 
 def test_an_invalid_setting_is_reported_with_its_field(

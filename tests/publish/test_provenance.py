@@ -10,21 +10,9 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from release_samples import (
-    COMMIT,
-    NUMERICS,
-    RECIPE,
-    content,
-    document_facts,
-    files,
-    license_verdict,
-    parents,
-    sha,
-    share,
-)
+from release_samples import COMMIT, RECIPE, content, facts_of, files, license_verdict, parents, sha, share
 
 from mergegate.tasks.publish.documents.card_metadata import card_metadata
-from mergegate.tasks.publish.documents.facts import MergeOrigin
 from mergegate.tasks.publish.documents.provenance import LISTING, provenance
 
 
@@ -74,8 +62,8 @@ _SCHEMA = _object(
 def text_of(root: Path, **more: Any) -> str:
     said, both = content((share("arc_easy", 300, 400),)), parents(root)
     verdict = license_verdict("other", "mit", accepted={"acme/other": "alice: we have a contract"})
-    update = {"metadata": card_metadata(said, both, verdict.combination), "origin": MergeOrigin(NUMERICS, both, **more)}
-    return provenance(document_facts(root, content=said, license=verdict, **update), files())
+    metadata = card_metadata(said, both, verdict.combination)
+    return provenance(facts_of(root, more, content=said, license=verdict, metadata=metadata), files())
 
 
 @pytest.fixture

@@ -10,16 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from release_samples import (
-    COMMIT,
-    NUMERICS,
-    content,
-    document_facts,
-    license_verdict,
-    parents,
-    publishable,
-    write_release,
-)
+from release_samples import COMMIT, content, facts_of, license_verdict, parents, publishable, write_release
 
 from mergegate.merge_core import load_recipe
 from mergegate.merge_core.errors import Refused
@@ -29,7 +20,6 @@ from mergegate.tasks.merge import WeightComparison
 from mergegate.tasks.merge.weight_comparison import CopiedTensors
 from mergegate.tasks.publish.documents.card import escape, model_card
 from mergegate.tasks.publish.documents.card_metadata import card_metadata, check_card, contributing_references
-from mergegate.tasks.publish.documents.facts import MergeOrigin
 from mergegate.tasks.publish.releases import check_release
 from mergegate.tasks.publish.targets.directory import DirectoryRelease
 
@@ -67,8 +57,7 @@ def test_every_card_states_what_was_found_and_is_read_by_the_hub(
     both, verdict = parents(root), license_verdict("apache-2.0", "mit")
     metadata = card_metadata(content(), both, verdict.combination)
     text = compared.sentences([escape(parent.ref) for parent in both])
-    origin = MergeOrigin(NUMERICS, both, weights=compared)
-    card = model_card(document_facts(root, metadata=metadata, license=verdict, origin=origin), ("LICENSE",))
+    card = model_card(facts_of(root, {"weights": compared}, metadata=metadata, license=verdict), ("LICENSE",))
     check_card(card, metadata, ("LICENSE",))
     assert text in card
     assert ("is a copy" in text) == bool(compared.copy_of)

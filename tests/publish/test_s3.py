@@ -26,7 +26,6 @@ from mergegate.tasks.publish.targets import PublishTarget, Release, check_target
 from mergegate.tasks.publish.targets import s3 as aliases
 from mergegate.tasks.publish.targets import s3_access as access
 from mergegate.tasks.publish.targets import s3_publication as publication
-from mergegate.tasks.publish.targets.s3_publication import POINTER
 from mergegate.tasks.store import merkle
 
 URL = f"s3://{BUCKET}/acme/demo"
@@ -103,7 +102,7 @@ def test_one_of_two_concurrent_publishers_is_refused(bucket: S3OnLoopback, monke
     write = access.S3Location.write
 
     def overtaken(self: access.S3Location, name: str, content: bytes, **guard: str) -> bool:
-        if name == POINTER:
+        if name == publication.POINTER:
             monkeypatch.setattr(access.S3Location, "write", write)
             publish(contract.TWO)
         return write(self, name, content, **guard)

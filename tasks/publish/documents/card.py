@@ -30,7 +30,7 @@ from mergegate.tasks.evaluation import TaskScore
 from mergegate.tasks.gate import GateVerdict, normal_quantile
 from mergegate.tasks.merge import describe_changes
 from mergegate.tasks.preflight.licenses import LicenseVerdict, Obligation
-from mergegate.tasks.publish.content import COMPLIANCE, STATEMENT_OF_CHANGES, variant_evidence
+from mergegate.tasks.publish.content import STATEMENT_OF_CHANGES, variant_evidence
 from mergegate.tasks.publish.documents.facts import DocumentFacts, MergeOrigin, ParentFacts, ReleaseFacts, VariantOrigin
 from mergegate.tasks.report import (
     ReportContent,
@@ -49,18 +49,7 @@ if TYPE_CHECKING:
 
 _GENERAL_PURPOSE = 1e23  # indicative criterion of the guidelines for a general-purpose model
 _USES = {"Intended use": "intended_use", "Out of scope": "out_of_scope", "Known limits": "limits"}
-_RANK_BY_EMBEDDING = """queries = model.encode_query(["a question"])
-texts = model.encode_document(["a text", "another text"])
-print(model.similarity(queries, texts))"""
-_RANK_PAIRS = 'print(model.predict([("a question", "a text"), ("a question", "another text")]))'
-_AS_LORA = (
-    "vLLM served it as LoRA before the release. Start the server with `--enable-lora --lora-modules NAME=DIRECTORY` "
-    "and with a `--max-lora-rank` of at least its rank."
-)
-_NOT_AS_LORA = "This release was not tested as LoRA in vLLM."
-_NO_LOADER = "mergegate knows no class that loads this model. `architectures` in `config.json` names its class."
 _CONFIDENCE = 0.95  # two-sided confidence level for intervals of single scores
-_SHOWN_FILES = 3  # files of a variant in the table
 
 
 def model_card(document: DocumentFacts, files: Sequence[str]) -> str:
@@ -72,8 +61,7 @@ def model_card(document: DocumentFacts, files: Sequence[str]) -> str:
     about: dict[str, object] = {
         "metadata": document.metadata,
         "front": yaml.safe_dump(document.metadata, sort_keys=False, allow_unicode=True),
-        "compliance": compliance_section(document.facts),
-        "signature_note": _signature_note(document),
+        "threshold": ModificationThreshold.from_parents(document.facts.ancestors or document.facts.parents),
     }
     if not isinstance(origin, MergeOrigin):
         return _variant_card(document, files, origin, about)
@@ -98,7 +86,9 @@ def model_card(document: DocumentFacts, files: Sequence[str]) -> str:
         changes=describe_changes(origin.weights, [escape(parent.ref) for parent in origin.parents]),
         is_adapter=is_adapter,
         copied_files=f"{_listed(['Configuration', *copied])} {'were' if copied else 'was'}",
-        loading=_loading(content, files, document.facts.address, is_adapter=is_adapter),
+        code=loading_code(content.kind, document.facts.address, files, is_adapter=is_adapter),
+        is_text_generator=content.kind == TEXT_GENERATOR,
+        was_served_as_lora=content.served_as.startswith(SERVED_AS_LORA),
         scores=_scores(content),
         likelihoods=literal_table(("model", "documents", unit), likelihoods, 2) if likelihoods else "",
         error_rates=wording.error_rate_note(content.verdict, content.kind),
@@ -120,18 +110,10 @@ def _variant_card(
         **about,
         origin=origin,
         published=published,
-        variants=_variants(content, origin.files),
+        rows=[row for row in variant_rows(content) if row.verdict.type in origin.files and row.verdict.record],
         guards=literal_table(columns, guards, 5) if guards else "",
         confidence=next((guard.confidence for _, gate in gates for guard in gate.all_guards), 0.0),
     )
-
-
-def _signature_note(document: DocumentFacts) -> str:
-    """Return the sentence that says where to get the values of ``signature_options``. Empty without a signature."""
-    parts = ["the public key"] if document.signed else []
-    parts += ["the identity (ID) and issuer (URL) of the signer"] if document.keyless else []
-    parts += ["the trust configuration (FILE)"] if document.keyless and document.keyless.trust_config else []
-    return f" Get {_listed(parts)} from the publisher, but not from this release." if parts else ""
 
 
 @dataclass(frozen=True)
@@ -193,31 +175,7 @@ def compliance_sheet(document: DocumentFacts, files: Sequence[str]) -> str:
         threshold=ModificationThreshold.from_parents(originals),
         calibration=calibration,
         parents=list(groups.values()),
-        uses=_USES,
         absent=list(_missing(facts)),
-        flop_text=flop_text,
-    )
-
-
-def compliance_section(facts: ReleaseFacts) -> str:
-    """Return the summary of the sheet for the card, without its heading."""
-    originals, flop = facts.ancestors or facts.parents, facts.modification.flop
-    threshold = ModificationThreshold.from_parents(originals)
-    summaries = sum(bool(parent.training_summaries) for parent in originals)
-    policies = sum(bool(parent.copyright_policies) for parent in originals)
-    lines = [
-        f"* Modification: at most {flop_text(flop)} floating-point operations, {flop_text(flop / threshold.flop)} of "
-        f"the threshold ({threshold.reason}).",
-        f"* Parents whose card links to a summary of the training content: {summaries} of {len(originals)}; to a "
-        f"copyright policy: {policies} of {len(originals)}.",
-        *(
-            f"* {title}: {' '.join(map(escape, getattr(facts.about, field))) or 'not stated by the publisher.'}"
-            for title, field in _USES.items()
-        ),
-    ]
-    return (
-        f"[{COMPLIANCE}]({COMPLIANCE}) has these facts with their sources, and lists what is missing. It is not legal "
-        "advice.\n\n" + "\n".join(lines)
     )
 
 
@@ -255,8 +213,13 @@ def _missing(facts: ReleaseFacts) -> Iterator[str]:
 
 def _render(template: str, document: DocumentFacts, files: Sequence[str], **values: object) -> str:
     """Return the document that a template in this directory gives. A missing value is an error."""
+    from jinja2 import TemplateError
+
     about = {name: getattr(document, name) for name in ("content", "facts", "license", "missing")}
-    return _environment().get_template(template).render(document=document, files=files, **about, **values)
+    try:
+        return _environment().get_template(template).render(document=document, files=files, **about, **values)
+    except TemplateError as error:  # the facts of a release that anyone has written are incomplete
+        raise ValueError(f"{template}: {error}") from None
 
 
 @cache
@@ -282,13 +245,16 @@ def _environment() -> Environment:
     environment.globals |= {
         "code_block": code_block,
         "display_lines": display_lines,
-        "guard_note": guard_note,
+        "format_bytes": format_bytes,
+        "flop_text": flop_text,
         "guard_rows": guard_rows,
         "license_links": _license_links,
+        "listed": _listed,
         "quote": quote,
         "statement_of_changes": STATEMENT_OF_CHANGES,
         "table": literal_table,
         "untested_sentence": untested_sentence,
+        "uses": _USES,
         "variant_evidence": variant_evidence,
         "wording": wording,
     }
@@ -298,40 +264,14 @@ def _environment() -> Environment:
 def loading_code(kind: ModelKind, address: str, files: Collection[str], *, is_adapter: bool) -> str:
     """Return the code that loads a release, or an empty string if no library has a class for it.
 
-    Args:
-        kind: Kind of the model. For an adapter, the kind of its base model.
-        address: Id on the Hub, or path of the release.
-        files: Names of the files of the release.
-        is_adapter: Whether the release is a LoRA adapter.
+    ``kind`` is that of the model, or of the base model of an adapter. ``address`` is an id on the Hub, or a path.
     """
     if not kind.loader:
         return ""
-    if is_adapter and kind == TEXT_GENERATOR:
-        return (
-            "from peft import AutoPeftModelForCausalLM\n\n"
-            f'model = AutoPeftModelForCausalLM.from_pretrained("{address}")'
-        )
-    # Everything but the adapter comes from its base model.
-    source = "base" if is_adapter else f'"{address}"'
-    lines = [f'base = PeftConfig.from_pretrained("{address}").base_model_name_or_path'] if is_adapter else []
-    if kind.loader.startswith("Auto"):
-        processor = _processor_class(kind, files, is_adapter=is_adapter)
-        names = ", ".join(sorted({kind.loader, processor} - {""}))
-        imports = [f"from transformers import {names}"]
-        lines.append(f'model = {kind.loader}.from_pretrained({source}, dtype="auto")')
-        if is_adapter:
-            imports.insert(0, "from peft import PeftConfig, PeftModel")
-            lines.append(f'model = PeftModel.from_pretrained(model, "{address}")')
-        if processor:
-            lines.append(f"{processor.removeprefix('Auto').lower()} = {processor}.from_pretrained({source})")
-    else:
-        imports = [f"from sentence_transformers import {kind.loader}"]
-        lines.append(f"model = {kind.loader}({source})")
-        if is_adapter:
-            imports.insert(0, "from peft import PeftConfig")
-            lines.append(f'model.load_adapter("{address}")')
-        lines.append(_RANK_PAIRS if kind.loader == "CrossEncoder" else _RANK_BY_EMBEDDING)
-    return "\n".join([*imports, "", *lines])
+    processor = _processor_class(kind, files, is_adapter=is_adapter)
+    about = {"kind": kind, "is_adapter": is_adapter, "is_text_generator": kind == TEXT_GENERATOR}
+    code = _environment().get_template("loading_code.py.j2").render(address=address, processor=processor, **about)
+    return code.removesuffix("\n")
 
 
 def _processor_class(kind: ModelKind, files: Collection[str], *, is_adapter: bool) -> str:
@@ -340,20 +280,6 @@ def _processor_class(kind: ModelKind, files: Collection[str], *, is_adapter: boo
     if "processor" in kinds or (is_adapter and kind.modalities):
         return "AutoProcessor"
     return "AutoTokenizer" if "tokenizer" in kinds or is_adapter or kind == TEXT_GENERATOR else ""
-
-
-def _loading(content: ReportContent, files: Sequence[str], address: str, *, is_adapter: bool) -> str:
-    code = loading_code(content.kind, address, files, is_adapter=is_adapter)
-    notes = [] if code else [_NO_LOADER]
-    if is_adapter:
-        first = "PEFT loads" if content.kind == TEXT_GENERATOR else "is loaded"
-        notes.append(f"`adapter_config.json` names the base model, which {first} first.")
-    if address == ".":
-        notes.append("Run this in the directory of the release.")
-    if is_adapter and content.kind.reads_text:
-        notes.append(_AS_LORA if content.served_as.startswith(SERVED_AS_LORA) else _NOT_AS_LORA)
-    parts = [code_block(code, "python")] if code else []
-    return "\n\n".join([*parts, " ".join(notes)] if notes else parts)
 
 
 def score_interval(score: TaskScore) -> tuple[float, float]:
@@ -415,42 +341,6 @@ def guard_rows(verdict: GateVerdict) -> list[tuple[str, ...]]:
         limits = (wording.plain(guard.max_drop), upper)
         rows.append((guard.task, guard.reference, f"{guard.n:,}", wording.drop(guard), *limits, guard.word))
     return rows
-
-
-def guard_note(confidence: float, reference: str, subject: str) -> str:
-    """Return the text below a table of guards."""
-    return (
-        f"The drop is the score of {reference} minus the score of {subject}, in points, on the same documents. A "
-        f"positive drop is a loss. The brackets contain an interval ({100 * confidence:g} % on each side). "
-        "A guard passes if the upper bound is below the margin. It fails if the drop is shown to be larger than "
-        "max_drop. Otherwise it is inconclusive."
-    )
-
-
-def _variants(content: ReportContent, files: Mapping[str, Sequence[str]]) -> str:
-    """Return the table of the published variants."""
-    rows = []
-    for row in variant_rows(content):
-        verdict = row.verdict
-        if verdict.type not in files or verdict.record is None:
-            continue
-        names = list(files[verdict.type])
-        more = [f"and {len(names) - _SHOWN_FILES} more"] if len(names) > _SHOWN_FILES else []
-        types = sorted(verdict.record.tensor_types.items(), key=lambda item: (-item[1], item[0]))
-        rows.append(
-            (
-                verdict.type,
-                ", ".join([*names[:_SHOWN_FILES], *more]),
-                ", ".join(f"{count} {kind}" for kind, count in types),
-                ", ".join(f"{tool} {version}" for tool, version in verdict.record.versions.items()),
-                row.runtime,
-                f"{format_bytes(verdict.record.bytes)} ({row.share})" if row.share else row.size,
-                row.perplexity,
-                verdict.outcome,
-            )
-        )
-    columns = ("variant", "files", "tensors", "built with", "runtime", "size", "perplexity ratio", "verdict")
-    return literal_table(columns, rows, 3)
 
 
 def _license_links(item: Obligation, files: Sequence[str]) -> str:

@@ -182,7 +182,11 @@ def contributing_references(recipe: Recipe) -> frozenset[str]:
 
 
 def base_models(parents: Sequence[PinnedCheckpoint], *, is_adapter: bool = False) -> list[str]:
-    """Return the ids on the Hub for ``base_model``, without duplicates, in the recipe's order."""
+    """Return the ids on the Hub for ``base_model``, without duplicates, in the recipe's order.
+
+    The base of an adapter is the model that it is loaded on. The bases of a merge are all models and adapters whose
+    weights it contains. The Hub accepts only its own ids, so local models are not named.
+    """
     ids: list[str] = []
     for parent in parents:
         ids += [hub_id(parent)] if parent.revision is not None else []
@@ -204,14 +208,11 @@ def card_metadata(
     ``is_adapter`` means that the release is an adapter of the parents' common base model. ``unused_refs`` holds the
     references of parents whose weights do not contribute, so that ``base_model`` must not name them.
     """
-    metadata = _license_and_language(parents, license)
     kind = content.kind
     library, tags = ("peft", ["lora"]) if is_adapter else (kind.library, list[str]())
-    metadata |= _task(kind, library, [*tags, *_library_tags(kind), "merge", "mergegate"])
-    if base_model := base_models([each for each in parents if each.ref not in unused_refs], is_adapter=is_adapter):
-        # Without this field, the Hub takes a merge with a single base for a fine-tuned model.
-        metadata |= {"base_model": base_model, "base_model_relation": "adapter" if is_adapter else "merge"}
-    return metadata | model_index(content)
+    base_ids = base_models([each for each in parents if each.ref not in unused_refs], is_adapter=is_adapter)
+    bases = ("adapter" if is_adapter else "merge", base_ids)
+    return front_matter(kind, parents, license, library, tags, bases) | model_index(content)
 
 
 def model_index(content: ReportContent) -> dict[str, object]:
@@ -240,37 +241,18 @@ def model_index(content: ReportContent) -> dict[str, object]:
     return {"model-index": [{"name": content.name, "results": results}]} if is_read else {}
 
 
-def variant_metadata(
+def front_matter(
     kind: ModelKind,
     parents: Sequence[PinnedCheckpoint],
     license: Combination,
-    base_model: str | None,
     library: str,
     tags: Sequence[str],
+    bases: tuple[str, Sequence[str]],
 ) -> dict[str, object]:
-    """Return the YAML front matter of the card of quantized variants.
+    """Return the part of the metadata that merges and quantized variants have.
 
-    ``base_model`` is the id of the merge's repository on the Hub, or None if it is not on the Hub.
-
+    ``kind`` is that of the merge. ``bases`` are the relation to the base models, and their ids on the Hub.
     """
-    metadata = _license_and_language(parents, license)
-    metadata |= _task(kind, library, [*tags, *_library_tags(kind), "quantized", "merge", "mergegate"])
-    if base_model:
-        metadata |= {"base_model": [base_model], "base_model_relation": "quantized"}
-    return metadata
-
-
-def _task(kind: ModelKind, library: str, tags: Sequence[str]) -> dict[str, object]:
-    """Return library, task and tags of a model. A model whose task is not known has no task: no wrong one."""
-    task = {"pipeline_tag": kind.pipeline_tag} if kind.pipeline_tag else {}
-    return {"library_name": library, **task, "tags": list(dict.fromkeys(tags))}
-
-
-def _library_tags(kind: ModelKind) -> tuple[str, ...]:
-    return _LIBRARY_TAGS.get(kind.loader, ()) if kind.library == "sentence-transformers" else ()
-
-
-def _license_and_language(parents: Sequence[PinnedCheckpoint], license: Combination) -> dict[str, object]:
     metadata: dict[str, object] = {**license.card}
     languages = set()
     for parent in parents:
@@ -280,14 +262,20 @@ def _license_and_language(parents: Sequence[PinnedCheckpoint], license: Combinat
         languages.add(tuple(sorted(codes)))
     if len(languages) == 1 and (common := languages.pop()):  # the parents' cards agree
         metadata["language"] = list(common)
-    return metadata
+    relation, base_ids = bases
+    library_tags = _LIBRARY_TAGS.get(kind.loader, ()) if kind.library == "sentence-transformers" else ()
+    all_tags = [*tags, *library_tags, *(["quantized"] if relation == "quantized" else []), "merge", "mergegate"]
+    # A model whose task is not known has no task: no wrong one.
+    task = {"pipeline_tag": kind.pipeline_tag} if kind.pipeline_tag else {}
+    metadata |= {"library_name": library, **task, "tags": list(dict.fromkeys(all_tags))}
+    # Without the relation, the Hub takes a merge with a single base for a fine-tuned model.
+    return metadata | ({"base_model": list(base_ids), "base_model_relation": relation} if base_ids else {})
 
 
 def check_card(card: str, metadata: CardMetadata, names: Collection[str]) -> None:
     """Raise Refused if the Hub would read a card, which must contain ``metadata``, differently. Do not contact the Hub.
 
     ``names`` are those of the other files of the release.
-
     """
     from huggingface_hub import ModelCard
     from huggingface_hub.errors import HFValidationError

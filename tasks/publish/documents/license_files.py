@@ -54,11 +54,8 @@ def license_files(
 ) -> tuple[ReleaseFile, ...]:
     """Return the license files of a release, with unique names.
 
-    Args:
-        parents: Parents of the merge.
-        verdict: Verdict on their licenses.
-        weights: Comparison of the weights with those of the parents. Default: the weights were not compared.
-        quantized_from: Name of the release of the merge, if the weights are quantized variants of it.
+    ``weights`` compares the merge with its parents. None: the weights were not compared. ``quantized_from`` names the
+    release of the merge, if the weights are quantized variants of it.
     """
     own_files = tuple(_own_files(parents, verdict))
     obligations = verdict.combination.obligations

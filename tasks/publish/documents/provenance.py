@@ -23,6 +23,7 @@ from mergegate.tasks.publish.content import (
     ReleaseFile,
 )
 from mergegate.tasks.publish.documents.facts import DocumentFacts, MergeOrigin, VariantOrigin, hub_id
+from mergegate.tasks.report import ReportContent
 from mergegate.tasks.store import canonical
 
 # Digest of a parent: sha256 of the canonical JSON {name: [size, sha256]} of the files that were read.
@@ -37,15 +38,16 @@ def provenance(facts: DocumentFacts, files: Sequence[ReleaseFile]) -> str:
     content, origin = facts.content, facts.origin
     statements: dict[str, object]
     if isinstance(origin, MergeOrigin):
-        definition, references = _merge_build(facts, origin), {parent.name: parent.ref for parent in origin.parents}
+        definition, references = _merge_build(content, origin), {parent.name: parent.ref for parent in origin.parents}
         parts = {"verdict": content.verdict, "routers": content.routers, "weights": origin.weights}
         statements = {f"mergegate_{name}": part.model_dump(mode="json") for name, part in parts.items() if part}
     else:
-        definition, references = _variant_build(facts, origin), {}
+        definition, references = _variant_build(content, origin), {}
         statements = {VARIANT_VERDICTS: [verdict.model_dump(mode="json") for verdict in content.variants]}
     definition["externalParameters"] |= {"overrides": list(content.overrides)} if content.overrides else {}
-    # The second seed draws the documents and the few-shot examples.
-    definition["internalParameters"]["seeds"] |= {"evaluation": content.scoring.seed} if content.scoring else {}
+    seeds = {"merge": origin.numerics.seed} if isinstance(origin, MergeOrigin) else {}
+    seeds |= {"evaluation": content.scoring.seed} if content.scoring else {}  # draws documents and few-shot examples
+    definition["internalParameters"] |= {"versions": facts.versions, "device": facts.device, "seeds": seeds}
     evaluation = {  # the settings with which the scores in ``evidence/`` were measured
         "models": references,
         "scoring": canonical(content.scoring),
@@ -66,7 +68,7 @@ def provenance(facts: DocumentFacts, files: Sequence[ReleaseFile]) -> str:
     return json.dumps(statement, indent=1, sort_keys=True, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _merge_build(facts: DocumentFacts, origin: MergeOrigin) -> dict[str, Any]:
+def _merge_build(content: ReportContent, origin: MergeOrigin) -> dict[str, Any]:
     dependencies: list[dict[str, object]] = []
     for parent in origin.parents:
         digest = {"sha256": parent.digest}
@@ -87,18 +89,15 @@ def _merge_build(facts: DocumentFacts, origin: MergeOrigin) -> dict[str, Any]:
         dependencies.append({**text, "annotations": {"role": "text"}})
     return {
         "buildType": MERGE_BUILD,
-        "externalParameters": {"recipe": parse_yaml(facts.content.recipe, "recipe"), "profile": facts.content.name},
+        "externalParameters": {"recipe": parse_yaml(content.recipe, "recipe"), "profile": content.name},
         "internalParameters": {
-            "versions": facts.versions,
-            "device": facts.device,
             "arithmetic": "float32, float64 for float64 inputs; one rounding to the dtype that is written",
-            "seeds": {"merge": origin.numerics.seed},
         },
         "resolvedDependencies": dependencies,
     }
 
 
-def _variant_build(facts: DocumentFacts, origin: VariantOrigin) -> dict[str, Any]:
+def _variant_build(content: ReportContent, origin: VariantOrigin) -> dict[str, Any]:
     merge = origin.merge
     variants = {
         verdict.type: {
@@ -108,7 +107,7 @@ def _variant_build(facts: DocumentFacts, origin: VariantOrigin) -> dict[str, Any
             "settings": verdict.record.settings,
             **({"calibration": verdict.record.calibration} if verdict.record.calibration else {}),
         }
-        for verdict in facts.content.variants
+        for verdict in content.variants
         if verdict.record and verdict.type in origin.files
     }
     dependency = {
@@ -120,12 +119,7 @@ def _variant_build(facts: DocumentFacts, origin: VariantOrigin) -> dict[str, Any
     return {
         "buildType": VARIANT_BUILD,
         "externalParameters": {"variant": dict(origin.settings), "profile": merge.name},
-        "internalParameters": {
-            "versions": facts.versions,
-            "device": facts.device,
-            "seeds": {},
-            "variants": variants,
-        },
+        "internalParameters": {"variants": variants},
         "resolvedDependencies": [dependency],
     }
 

@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from mergegate.merge_core.checkpoint import config_parts, read_gguf_header, read_header
 from mergegate.merge_core.errors import InvalidInput, Refused
@@ -36,12 +36,10 @@ from mergegate.tasks.publish.content import (
     CARD,
     COMPLIANCE,
     FACTS,
-    KEYLESS_SIGNATURE,
     PROVENANCE,
     RECIPE,
     REPORT,
-    SIGNATURE,
-    SUMS,
+    RESERVED_NAMES,
     ReleaseFile,
     stored_files,
     variant_evidence,
@@ -54,8 +52,8 @@ from mergegate.tasks.publish.documents.card_metadata import (
     check_card,
     contributing_references,
     eval_results,
+    front_matter,
     model_index,
-    variant_metadata,
 )
 from mergegate.tasks.publish.documents.facts import (
     DatasetFacts,
@@ -79,38 +77,18 @@ from mergegate.tasks.stage import store
 from mergegate.tasks.store import Artifact, NotInKey, StoredValue, without_unkeyed
 from mergegate.tasks.variants import VariantFormat, VariantRecord, VariantVerdict
 
-_RESERVED = frozenset({CARD, COMPLIANCE, BOM, FACTS, PROVENANCE, REPORT, SUMS, SIGNATURE, KEYLESS_SIGNATURE})
 # Keys of a configuration that are sizes, and those that are settings of the network.
 _SIZE_KEY = re.compile(r"(num|n|max|d)_[a-z0-9_]+|[a-z0-9_]+_(size|dim|rank|layers|heads|experts|window|embd)|r")
 _SETTING_KEYS = ("hidden_act", "rope_theta", "lora_alpha", "tie_word_embeddings")
 _NO_SIZES = re.compile(r".*(_id|_ids|token|labels|return_sequences|max_length|max_new).*")
 
 
-class Releasable(Protocol):
-    """Inputs of a release, independent of its target: ``ReleaseParts`` or ``VariantParts``."""
-
-    @property
-    def content(self) -> ReportContent: ...  # of the report, with public names
-    @property
-    def pinned(self) -> PinnedRecipe: ...
-    @property
-    def license(self) -> StoredValue[LicenseVerdict]: ...
-    @property
-    def names(self) -> PublicNames: ...  # public names of local models and texts, as used in ``content``
-    @property
-    def held_out(self) -> DatasetFacts | None: ...  # identity of the held-out text, if there is one
-    @property
-    def name(self) -> str: ...  # of the release, for messages and in the signature
-    @property
-    def directories(self) -> Sequence[Path]: ...  # local directories; their paths must not be published
-    def files(self, target: PublishTarget) -> list[ReleaseFile]: ...  # all files before SHA256SUMS
-
-
 class ReleaseParts(NamedTuple):
     """Inputs of the release of a merge, independent of its target.
 
-    ``evidence`` holds the files from which anyone can recompute the verdict. ``weights`` compares the merge with its
-    parents. None: it was not compared, and the release claims nothing about it.
+    ``evidence`` holds the files from which anyone can recompute the verdict. ``names`` are the public names of local
+    models and texts, as used in ``content``. ``held_out`` identifies the held-out text, if there is one.
+    ``weights`` compares the merge with its parents. None: it was not compared, and the release claims nothing about it.
     """
 
     content: ReportContent
@@ -236,14 +214,10 @@ class VariantParts(NamedTuple):
         local = {name for name, field in type(settings).model_fields.items() if NotInKey in field.metadata}
         entry = names.apply(settings.model_dump(mode="json", exclude=local, exclude_defaults=True))
         origin = VariantOrigin(self.merge, entry, {each: [file.name for file in weights[each]] for each in weights})
-        metadata = variant_metadata(
-            self.content.kind,
-            parents,
-            license.combination,
-            self.merge.hub_id,
-            settings.library_name,
-            tags=(str(entry["format"]), *weights),
-        )
+        tags = (str(entry["format"]), *weights)
+        bases = ("quantized", [self.merge.hub_id] if self.merge.hub_id else [])
+        kind, library = self.content.kind, settings.library_name
+        metadata = front_matter(kind, parents, license.combination, library, tags, bases)
         return _with_documents(files, self, target, metadata, self._facts(target, weights), origin)
 
     def _facts(self, target: PublishTarget, weights: Mapping[str, Sequence[ReleaseFile]]) -> ReleaseFacts:
@@ -300,7 +274,7 @@ class VariantParts(NamedTuple):
         """Return each file once. Raise Refused if two different files have the same name."""
         by_name: dict[str, ReleaseFile] = {}
         for file in files:
-            if by_name.setdefault(file.name, file).sha256 != file.sha256 or file.name in _RESERVED:
+            if by_name.setdefault(file.name, file).sha256 != file.sha256 or file.name in RESERVED_NAMES:
                 raise Refused(
                     f"{self.name}: {file.name}",
                     found="a file of a variant has the name of another file of the release",
@@ -308,6 +282,10 @@ class VariantParts(NamedTuple):
                     remedy="list the variants as two entries of 'variants', each with a 'suffix' of its own",
                 )
         return list(by_name.values())
+
+
+Releasable = ReleaseParts | VariantParts
+"""Inputs of a release, independent of its target."""
 
 
 def _input_directories(pinned: PinnedRecipe) -> tuple[Path, ...]:
@@ -355,13 +333,13 @@ def _with_documents(
     # Not sorted: the order of the metadata and of other mappings is that in the documents.
     text = json.dumps(recorded.model_dump(mode="json"), indent=1, ensure_ascii=False, allow_nan=False)
     files = [*other_files, written_file(FACTS, f"{text}\n")]
-    documents = write_documents(read_facts(files[-1].read()), files)  # as ``mergegate verify`` reads them
+    documents = release_documents(read_facts(files[-1].read()), files)  # as ``mergegate verify`` reads them
     card = next(file for file in documents if file.name == CARD)
     check_card(card.read().decode(), metadata, [file.name for file in (*files, *documents)])
     return [*files, *documents]
 
 
-def write_documents(facts: DocumentFacts, other_files: Sequence[ReleaseFile]) -> list[ReleaseFile]:
+def release_documents(facts: DocumentFacts, other_files: Sequence[ReleaseFile]) -> list[ReleaseFile]:
     """Return the documents of the release. ``other_files`` are all other files that are written before SHA256SUMS.
 
     Each document describes the files before it: the card describes the checkpoint, the bill of materials lists the

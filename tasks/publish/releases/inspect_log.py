@@ -19,6 +19,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -95,14 +96,9 @@ def read_release_results(
     statement: Mapping[str, Any],
     organization: str | None,
 ) -> ExportedRelease:
-    """Return the results in a release, whose files have been verified.
+    """Return the results in a release, whose files have been verified. ``statement`` is its provenance.
 
-    Args:
-        release: The release.
-        files: Size and sha256 of each file.
-        statement: Its provenance.
-        organization: Publisher. None: the supplier in the bill of materials, or the namespace on the Hub.
-
+    ``organization`` is the publisher. None: the supplier in the bill of materials, or the namespace on the Hub.
     """
     records = [name for name in sorted(files) if re.fullmatch(r"evidence/([^/]+/)?gate\.json", name)]
     if not records:
@@ -112,82 +108,79 @@ def read_release_results(
             expected="a release with the outcomes of its documents",
             remedy="publish the merge again with this version of mergegate",
         )
+    with _explained_errors(release.reference):
+        predicate = statement["predicate"]
+        definition = predicate["buildDefinition"]
+        evaluation = predicate.get("mergegate_evaluation", {})
+        dependencies = {
+            item["name"]: item for item in definition["resolvedDependencies"] if item["annotations"]["role"] != "text"
+        }
+        bom = read_document(release.read(BOM), BOM) if BOM in files else {}
+        component = bom.get("metadata", {}).get("component", {})
+        references = evaluation.get("models") or {  # Releases of earlier versions name their parents in the BOM only.
+            str(item.get("bom-ref", "")).removeprefix("parent:"): str(item["name"])
+            for item in component.get("pedigree", {}).get("ancestors", ())
+        }
+        hub_id = release.repo if isinstance(release, HubRelease) else ""
+        stated_supplier = component.get("supplier", {}).get("name") or bom.get("metadata", {}).get("supplier", {}).get(
+            "name"
+        )
+        publisher = organization or stated_supplier or hub_id.partition("/")[0]
+        name = str(component.get("name") or definition["externalParameters"]["profile"])
+        namespace = portable_name(publisher) if publisher else LOCAL
+        version = files[SUMS][1]
+        models: list[ExportedModel] = []
+        for path in records:
+            variant = path.removeprefix("evidence/").rpartition("/")[0]
+            record = VerdictRecord.model_validate(read_document(release.read(path), path))
+            merged = record.inputs["plan"]["merged"]
+            names = {table: variant_evidence(table, variant) if variant else table for table in EVIDENCE_TABLES}
+            tables = {table: release.read(name) for table, name in names.items() if name in files}
+            for model, tasks, text in _measured_models(record, tables):
+                reference, identity = references.get(model, ""), ""
+                role: Role = "earlier release" if model in RELEASES else "unknown"
+                model_id = f"{LOCAL}/{portable_name(model)}"
+                if model == merged:
+                    own_id = f"{namespace}/{portable_name(f'{name}-{variant}' if variant else name)}"
+                    is_address = bool(hub_id) or "://" in release.reference
+                    role, model_id = "release", hub_id or own_id
+                    reference, identity = release.reference if is_address else name, version
+                elif variant:
+                    (merge,) = dependencies.values()
+                    role, model_id = "merge", f"{namespace}/{portable_name(merge['name'])}"
+                    reference, identity = merge["name"], merge["digest"]["sha256"]
+                elif reference in dependencies:
+                    parent = dependencies[reference]
+                    package = re.fullmatch(r"pkg:huggingface/([^/@]+/[^/@]+)@.*", parent["uri"])
+                    role, model_id = parent["annotations"]["role"], package[1] if package else model_id
+                    identity = parent["digest"].get("gitCommit") or parent["digest"]["sha256"]
+                models.append(ExportedModel(model, role, model_id, reference, identity, tasks, text, variant))
+        versions = definition.get("internalParameters", {}).get("versions", {})
+        return ExportedRelease(
+            name=name,
+            version=version,
+            models=tuple(models),
+            base_models=tuple(dependencies),
+            is_built_in="text" not in evaluation.get("task_forms", ["text"]),
+            versions={str(library): str(number) for library, number in versions.items()},
+            scoring=evaluation.get("scoring") or {},
+            prompts=evaluation.get("prompts") or {},
+        )
+
+
+@contextmanager
+def _explained_errors(reference: str) -> Iterator[None]:
+    """Raise Refused for evidence in another form than mergegate writes, which can cause any of these errors."""
     try:
-        return _read(release, files, statement, organization, records)
+        yield
     except (ArithmeticError, AttributeError, InvalidInput, LookupError, TypeError, ValueError) as error:
         detail = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise Refused(
-            release.reference,
+            reference,
             found=f"evidence that cannot be read: {detail}",
             expected="the files in evidence/ as mergegate writes them",
             remedy="download the release again from its target, and ask its publisher if the error persists",
         ) from None
-
-
-def _read(
-    release: PublishedRelease,
-    files: Mapping[str, tuple[int, str]],
-    statement: Mapping[str, Any],
-    organization: str | None,
-    records: Sequence[str],
-) -> ExportedRelease:
-    predicate = statement["predicate"]
-    definition = predicate["buildDefinition"]
-    evaluation = predicate.get("mergegate_evaluation", {})
-    dependencies = {
-        item["name"]: item for item in definition["resolvedDependencies"] if item["annotations"]["role"] != "text"
-    }
-    bom = read_document(release.read(BOM), BOM) if BOM in files else {}
-    component = bom.get("metadata", {}).get("component", {})
-    references = evaluation.get("models") or {  # Releases of earlier versions name their parents in the BOM only.
-        str(item.get("bom-ref", "")).removeprefix("parent:"): str(item["name"])
-        for item in component.get("pedigree", {}).get("ancestors", ())
-    }
-    hub_id = release.repo if isinstance(release, HubRelease) else ""
-    stated_supplier = component.get("supplier", {}).get("name") or bom.get("metadata", {}).get("supplier", {}).get(
-        "name"
-    )
-    publisher = organization or stated_supplier or hub_id.partition("/")[0]
-    name = str(component.get("name") or definition["externalParameters"]["profile"])
-    namespace = portable_name(publisher) if publisher else LOCAL
-    version = files[SUMS][1]
-    models: list[ExportedModel] = []
-    for path in records:
-        variant = path.removeprefix("evidence/").rpartition("/")[0]
-        record = VerdictRecord.model_validate(read_document(release.read(path), path))
-        merged = record.inputs["plan"]["merged"]
-        names = {table: variant_evidence(table, variant) if variant else table for table in EVIDENCE_TABLES}
-        tables = {table: release.read(name) for table, name in names.items() if name in files}
-        for model, tasks, text in _measured_models(record, tables):
-            reference, identity = references.get(model, ""), ""
-            role: Role = "earlier release" if model in RELEASES else "unknown"
-            model_id = f"{LOCAL}/{portable_name(model)}"
-            if model == merged:
-                own_id = f"{namespace}/{portable_name(f'{name}-{variant}' if variant else name)}"
-                is_address = bool(hub_id) or "://" in release.reference
-                role, model_id = "release", hub_id or own_id
-                reference, identity = release.reference if is_address else name, version
-            elif variant:
-                (merge,) = dependencies.values()
-                role, model_id = "merge", f"{namespace}/{portable_name(merge['name'])}"
-                reference, identity = merge["name"], merge["digest"]["sha256"]
-            elif reference in dependencies:
-                parent = dependencies[reference]
-                package = re.fullmatch(r"pkg:huggingface/([^/@]+/[^/@]+)@.*", parent["uri"])
-                role, model_id = parent["annotations"]["role"], package[1] if package else model_id
-                identity = parent["digest"].get("gitCommit") or parent["digest"]["sha256"]
-            models.append(ExportedModel(model, role, model_id, reference, identity, tasks, text, variant))
-    versions = definition.get("internalParameters", {}).get("versions", {})
-    return ExportedRelease(
-        name=name,
-        version=version,
-        models=tuple(models),
-        base_models=tuple(dependencies),
-        is_built_in="text" not in evaluation.get("task_forms", ["text"]),
-        versions={str(library): str(number) for library, number in versions.items()},
-        scoring=evaluation.get("scoring") or {},
-        prompts=evaluation.get("prompts") or {},
-    )
 
 
 def _measured_models(record: VerdictRecord, tables: Mapping[str, bytes]) -> Iterator[_Measured]:
@@ -224,45 +217,124 @@ def inspect_logs(release: ExportedRelease, export_time: datetime) -> Iterator[tu
         folder = "/".join(portable_name(each) for each in (model.variant, model.name) if each)
         folders[folder] = folders.get(folder, 0) + 1
         folder += f"-{folders[folder]}" if folders[folder] > 1 else ""
-        logs = [_task_log(release, model, task, leaf, time) for task in model.tasks for leaf in task.leaves]
-        for log in [*logs, *([_text_log(release, model, *model.text, time)] if model.text else [])]:
+        logs = _Logs(release, model, time)
+        of_tasks = [logs.task_log(task, leaf) for task in model.tasks for leaf in task.leaves]
+        for log in [*of_tasks, *([logs.text_log(*model.text)] if model.text else [])]:
             spec = log["eval"]
             task_name = portable_name(spec["task"]).replace("_", "-")
             path = f"{folder}/{time.replace(':', '-')}_{task_name}_{spec['eval_id']}.json"
             yield path, (json.dumps(log, indent=1, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def _task_log(
-    release: ExportedRelease, model: ExportedModel, task: ExportedTask, leaf: str, time: str
-) -> dict[str, Any]:
-    measured, rows = task.scores, sorted(task.leaves[leaf], key=lambda row: row.doc_id)
-    table, data = score_table(leaf, task.leaves[leaf]), measured.data.get(task.name)
-    documents: dict[int, list[DocumentScore]] = {}
-    for row in rows:
-        documents.setdefault(row.doc_id, []).append(row)
-    scorers, scores = [], []
-    for score in table:
-        notes = {"higher_is_better": score.higher_is_better}
-        scorers.append(_scorer(score.metric, ("mean", "stderr"), notes))
-        values = {"mean": score.score, "stderr": score.stderr}
-        scores.append(_score(score.metric, score.n, len(documents), values, notes))
-    sources = data.sources if data else ()
-    metadata = {
-        "task": task.name,
-        "lm_eval_version": measured.lm_eval_version,
-        "library": "mergegate" if release.is_built_in else "lm_eval",
-        "higher_is_better": {score.metric: score.higher_is_better for score in table},
-        "data_digest": (data.digest if data else "") or None,
-        "datasets": [{"id": each.path, "config": each.name or "", "revision": each.revision} for each in sources],
-        "sample": {"seed": measured.seed, "first_document": measured.part.first if measured.part else None},
-        "prompt_settings": release.prompts.get(task.name),
-    }
-    paths = {each.path for each in sources}
-    dataset = (paths.pop() if len(paths) == 1 else leaf, list(documents))
-    spec = _spec(release, model, leaf, (data.digest[:16] if data else "") or 0, dataset, scorers, metadata, time)
-    budgets = {row.budgets[-1] for row in rows if row.budgets}
-    spec["model_generate_config"] = {"max_tokens": min(budgets)} if len(budgets) == 1 else {}
-    return _log(spec, [_task_sample(spec["model"], each) for each in documents.values()], scores)
+@dataclass(frozen=True)
+class _Logs:
+    """Logs of one model in a release, which was exported at ``time``."""
+
+    release: ExportedRelease
+    model: ExportedModel
+    time: str
+
+    def task_log(self, task: ExportedTask, leaf: str) -> dict[str, Any]:
+        measured, rows = task.scores, sorted(task.leaves[leaf], key=lambda row: row.doc_id)
+        table, data = score_table(leaf, task.leaves[leaf]), measured.data.get(task.name)
+        documents: dict[int, list[DocumentScore]] = {}
+        for row in rows:
+            documents.setdefault(row.doc_id, []).append(row)
+        scorers, scores = [], []
+        for score in table:
+            notes = {"higher_is_better": score.higher_is_better}
+            scorers.append(_scorer(score.metric, ("mean", "stderr"), notes))
+            values = {"mean": score.score, "stderr": score.stderr}
+            scores.append(_score(score.metric, score.n, len(documents), values, notes))
+        sources = data.sources if data else ()
+        metadata = {
+            "task": task.name,
+            "lm_eval_version": measured.lm_eval_version,
+            "library": "mergegate" if self.release.is_built_in else "lm_eval",
+            "higher_is_better": {score.metric: score.higher_is_better for score in table},
+            "data_digest": (data.digest if data else "") or None,
+            "datasets": [{"id": each.path, "config": each.name or "", "revision": each.revision} for each in sources],
+            "sample": {"seed": measured.seed, "first_document": measured.part.first if measured.part else None},
+            "prompt_settings": self.release.prompts.get(task.name),
+        }
+        paths = {each.path for each in sources}
+        dataset = (paths.pop() if len(paths) == 1 else leaf, list(documents))
+        spec = self._spec(leaf, (data.digest[:16] if data else "") or 0, dataset, scorers, metadata)
+        budgets = {row.budgets[-1] for row in rows if row.budgets}
+        spec["model_generate_config"] = {"max_tokens": min(budgets)} if len(budgets) == 1 else {}
+        return _log(spec, [_task_sample(spec["model"], each) for each in documents.values()], scores)
+
+    def text_log(self, total: Likelihoods, documents: Sequence[DocumentLikelihood]) -> dict[str, Any]:
+        """Return the log of the held-out text. A document without a finite likelihood has no score."""
+        finite = [row for row in documents if math.isfinite(row.loglik)]
+        metrics = {} if total.perplexity is None else {"perplexity_per_token": total.perplexity}
+        if total.perplexity is not None:
+            per_document = math.fsum(-row.loglik / row.tokens for row in finite) / len(finite)
+            metrics["perplexity_per_seq"] = math.exp(min(700.0, per_document))
+        notes: dict[str, object] = {"higher_is_better": False}
+        scorer = _scorer(_PERPLEXITY, ("perplexity_per_token", "perplexity_per_seq"), notes)
+        notes = {**notes, "bits_per_byte": total.bits_per_byte}
+        score = _score(_PERPLEXITY, len(finite), len(documents), metrics, notes)
+        metadata = {"library": "mergegate", "higher_is_better": {_PERPLEXITY: False}}
+        fields = ("tokens", "bytes", "loglik", "bits_per_byte", "vocabulary", "window")
+        metadata |= {name: getattr(total, name) for name in fields}
+        dataset = ("held-out text", [row.doc_id for row in documents])
+        spec = self._spec(_PERPLEXITY, 0, dataset, [scorer], metadata)
+        samples = []
+        for row in documents:
+            scores = {}
+            if math.isfinite(row.loglik):
+                counts = {"num_tokens": row.tokens, "sum_log_probs": row.loglik}
+                scores = {_PERPLEXITY: {"value": -row.loglik / row.tokens, "metadata": counts}}
+            about = {"doc_hash": row.hash, "bytes": row.bytes, **({"stratum": row.stratum} if row.stratum else {})}
+            output = {"model": spec["model"], "choices": [], "completion": ""}
+            samples.append(_sample(row.doc_id, (_withheld(row.hash), ""), output, scores, about))
+        return _log(spec, samples, [score])
+
+    def _spec(
+        self,
+        task: str,
+        version: str | int,
+        dataset: tuple[str, Sequence[int]],
+        scorers: Sequence[Mapping[str, Any]],
+        metadata: Mapping[str, Any],
+    ) -> dict[str, Any]:
+        """Return the specification of an evaluation, whose ids are hashes over the release, the model and the task.
+
+        ``dataset`` has the name of the data and the numbers of the documents.
+        """
+        release, model, scoring = self.release, self.model, self.release.scoring
+        backend = scoring.get("backend")
+        origin = {
+            "release": release.name,
+            "release_sha256": release.version,
+            "model": model.name,
+            "role": model.role,
+            "reference": model.reference,
+            "identity": model.identity or None,
+            "variant": model.variant or None,
+            "base_models": list(release.base_models) if model.role == "release" else [],
+            "exported_by": f"mergegate {versions_here()['mergegate']}",
+            "created": "time of the export, because a release contains no dates",
+            "texts": "withheld: the evidence of a release contains hashes only",
+        }
+        task_id = _id(release.version, task, str(metadata.get("task", "")))
+        return {
+            "eval_id": _id(task_id, model.variant, model.name),
+            "run_id": _id(release.version, model.variant, model.name),
+            "created": self.time,
+            "task": task,
+            "task_id": task_id,
+            "task_version": version,
+            "task_args": {name: value for name, value in scoring.items() if value is not None},
+            "dataset": {"name": dataset[0], "samples": len(dataset[1]), "sample_ids": dataset[1], "shuffled": False},
+            "model": f"{backend}/{model.id}" if backend else model.id,
+            "model_args": {"revision": model.identity} if model.identity else {},
+            "config": {},
+            "packages": dict(release.versions),
+            "metadata": {**metadata, "mergegate": origin},
+            "scorers": list(scorers),
+        }
 
 
 def _task_sample(model: str, rows: Sequence[DocumentScore]) -> dict[str, Any]:
@@ -290,40 +362,6 @@ def _task_sample(model: str, rows: Sequence[DocumentScore]) -> dict[str, Any]:
     output = {"model": model, "choices": choices, "completion": "withheld" if choices else ""}
     texts = (_withheld(first.prompt_hash), _withheld(first.target_hash))
     return _sample(first.doc_id, texts, output, scores, metadata)
-
-
-def _text_log(
-    release: ExportedRelease,
-    model: ExportedModel,
-    total: Likelihoods,
-    documents: Sequence[DocumentLikelihood],
-    time: str,
-) -> dict[str, Any]:
-    """Return the log of the held-out text. A document without a finite likelihood has no score."""
-    finite = [row for row in documents if math.isfinite(row.loglik)]
-    metrics = {} if total.perplexity is None else {"perplexity_per_token": total.perplexity}
-    if total.perplexity is not None:
-        per_document = math.fsum(-row.loglik / row.tokens for row in finite) / len(finite)
-        metrics["perplexity_per_seq"] = math.exp(min(700.0, per_document))
-    notes: dict[str, object] = {"higher_is_better": False}
-    scorer = _scorer(_PERPLEXITY, ("perplexity_per_token", "perplexity_per_seq"), notes)
-    notes = {**notes, "bits_per_byte": total.bits_per_byte}
-    score = _score(_PERPLEXITY, len(finite), len(documents), metrics, notes)
-    metadata = {"library": "mergegate", "higher_is_better": {_PERPLEXITY: False}}
-    fields = ("tokens", "bytes", "loglik", "bits_per_byte", "vocabulary", "window")
-    metadata |= {name: getattr(total, name) for name in fields}
-    dataset = ("held-out text", [row.doc_id for row in documents])
-    spec = _spec(release, model, _PERPLEXITY, 0, dataset, [scorer], metadata, time)
-    samples = []
-    for row in documents:
-        scores = {}
-        if math.isfinite(row.loglik):
-            counts = {"num_tokens": row.tokens, "sum_log_probs": row.loglik}
-            scores = {_PERPLEXITY: {"value": -row.loglik / row.tokens, "metadata": counts}}
-        about = {"doc_hash": row.hash, "bytes": row.bytes, **({"stratum": row.stratum} if row.stratum else {})}
-        output = {"model": spec["model"], "choices": [], "completion": ""}
-        samples.append(_sample(row.doc_id, (_withheld(row.hash), ""), output, scores, about))
-    return _log(spec, samples, [score])
 
 
 def _scorer(name: str, metrics: Sequence[str], metadata: Mapping[str, object]) -> dict[str, Any]:
@@ -354,54 +392,6 @@ def _sample(
     sample = {"id": number, "epoch": 1, "input": texts[0], "target": texts[1], "messages": [], "output": output}
     sample |= {"scores": scores, "metadata": metadata}
     return sample | {"store": {}, "events": [], "model_usage": {}, "attachments": {}}
-
-
-def _spec(
-    release: ExportedRelease,
-    model: ExportedModel,
-    task: str,
-    version: str | int,
-    dataset: tuple[str, Sequence[int]],
-    scorers: Sequence[Mapping[str, Any]],
-    metadata: Mapping[str, Any],
-    time: str,
-) -> dict[str, Any]:
-    """Return the specification of an evaluation, whose ids are hashes over the release, the model and the task.
-
-    ``dataset`` has the name of the data and the numbers of the documents.
-    """
-    scoring = release.scoring
-    backend = scoring.get("backend")
-    origin = {
-        "release": release.name,
-        "release_sha256": release.version,
-        "model": model.name,
-        "role": model.role,
-        "reference": model.reference,
-        "identity": model.identity or None,
-        "variant": model.variant or None,
-        "base_models": list(release.base_models) if model.role == "release" else [],
-        "exported_by": f"mergegate {versions_here()['mergegate']}",
-        "created": "time of the export, because a release contains no dates",
-        "texts": "withheld: the evidence of a release contains hashes only",
-    }
-    task_id = _id(release.version, task, str(metadata.get("task", "")))
-    return {
-        "eval_id": _id(task_id, model.variant, model.name),
-        "run_id": _id(release.version, model.variant, model.name),
-        "created": time,
-        "task": task,
-        "task_id": task_id,
-        "task_version": version,
-        "task_args": {name: value for name, value in scoring.items() if value is not None},
-        "dataset": {"name": dataset[0], "samples": len(dataset[1]), "sample_ids": dataset[1], "shuffled": False},
-        "model": f"{backend}/{model.id}" if backend else model.id,
-        "model_args": {"revision": model.identity} if model.identity else {},
-        "config": {},
-        "packages": dict(release.versions),
-        "metadata": {**metadata, "mergegate": origin},
-        "scorers": list(scorers),
-    }
 
 
 def _log(

@@ -40,7 +40,7 @@ from mergegate.tasks.publish.content import (
 )
 from mergegate.tasks.publish.documents.facts import DocumentFacts, read_facts
 from mergegate.tasks.publish.documents.license_files import shipped_files
-from mergegate.tasks.publish.documents.release_parts import write_documents
+from mergegate.tasks.publish.documents.release_parts import release_documents
 from mergegate.tasks.publish.targets import PublishedRelease
 from mergegate.tasks.report import ReportedModel
 from mergegate.tasks.stage import Outcome
@@ -94,12 +94,9 @@ def recompute_verdict(
 ) -> RecomputedVerdict:
     """Decide again from the evidence in a verified release of a merge, without a store, a model or a GPU.
 
-    ``files`` are the names of the files in the release, and ``statement`` is its provenance.
-
     Raises:
         InvalidInput: The release has no evidence, or another version of the gate decided.
-        Refused: The stored verdict, or a score that the documents state, does not follow from the evidence. The message
-            names each guard and its numbers.
+        Refused: The stored verdict, or a score that the documents state, does not follow from the evidence.
     """
     predicate = statement.get("predicate")
     stated = predicate.get("mergegate_verdict") if isinstance(predicate, dict) else None
@@ -112,8 +109,8 @@ def recompute_variants(
 ) -> dict[str, RecomputedVerdict]:
     """Decide again about every variant in a verified release of quantized variants. Return the verdicts by type.
 
-    The arguments and errors are those of :func:`recompute_verdict`. Its conversion and the checks of its files and of
-    its runtime need the model, so only their recorded results are compared with the verdict on the variant.
+    The conversion of a variant and the checks of its files and of its runtime need the model, so only their recorded
+    results are compared with the verdict on the variant.
     """
     recomputed = {}
     try:
@@ -143,7 +140,6 @@ def compare_documents(
     """Write the documents of a verified release again. Return a finding for each that differs.
 
     The second result is a sentence that says whether they were compared.
-
     """
     facts, here = _read_facts(release, files), versions_here()["mergegate"]
     builder: object = ""
@@ -162,7 +158,7 @@ def compare_documents(
         if name not in {*stated, SUMS, SIGNATURE, KEYLESS_SIGNATURE}
     ]
     try:
-        expected = {file.name: file.sha256 for file in write_documents(facts, others)}
+        expected = {file.name: file.sha256 for file in release_documents(facts, others)}
     except (ArithmeticError, AttributeError, InvalidInput, LookupError, TypeError, ValueError) as error:
         return [f"{FACTS}: no documents can be written from it: {_first_line(error)}"], ""
     for name, text in shipped_files(facts.license).items():

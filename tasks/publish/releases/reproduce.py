@@ -24,16 +24,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.alias_generators import to_camel
 
-from mergegate.merge_core import (
-    CheckpointRef,
-    Recipe,
-    load_recipe,
-    merge_weights,
-    open_checkpoint,
-    plan_merge,
-    resolve_local,
-)
-from mergegate.merge_core.adapters import CONFIG_FILE, apply_adapter, open_adapter
+from mergegate.merge_core import CheckpointRef, Recipe, load_recipe, merge_weights, plan_merge, resolve_local
+from mergegate.merge_core.adapters import CONFIG_FILE
 from mergegate.merge_core.architecture.experts import match_experts
 from mergegate.merge_core.checkpoint import read_gguf_header, read_header
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
@@ -182,12 +174,8 @@ def rebuild_release(
         build = _Build.model_validate(verified_release.statement["predicate"]["buildDefinition"])
     except (ValidationError, KeyError, TypeError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else {"loc": (error.args[0],), "msg": "missing"}
-        raise Refused(
-            f"{release.reference}: {PROVENANCE}: {'.'.join(map(str, first['loc']))}",
-            found=str(first["msg"]),
-            expected="provenance that this version of mergegate can read",
-            remedy="reproduce the release with the version of mergegate that built it",
-        ) from None
+        location = f"{release.reference}: {PROVENANCE}: {'.'.join(map(str, first['loc']))}"
+        raise _unreadable(location, str(first["msg"])) from None
     hashes, text = store().hashes, release.read(RECIPE)
     recipe = load_recipe(text.decode(), location=f"{release.reference}: {RECIPE}")
     directories = [directory] if directory else []
@@ -217,11 +205,7 @@ def rebuild_release(
         adapters = [(ref, model, adapter) for ref, (model, adapter) in parents.items() if adapter]
         combine_parents(recipe, adapters, out, seed=seed, on_progress=on_progress)
     else:
-        checkpoints = {ref: open_checkpoint(model) for ref, (model, _) in parents.items()}
-        for ref, (_, adapter) in parents.items():
-            if adapter is not None:
-                checkpoints[ref] = apply_adapter(checkpoints[ref], open_adapter(adapter))
-        matched = match_experts(recipe, checkpoints)
+        matched = match_experts(recipe, {ref: pin(ref).open() for ref in parents})
         plan = plan_merge(matched.recipe, matched.checkpoints)
         merge_weights(plan, out, seed=seed, device=device, on_progress=on_progress)
     seconds = time.monotonic() - started
@@ -381,7 +365,6 @@ def rebuild_variants(
     Raises:
         InvalidInput: The merge's release, a tool or a calibration text is missing.
         Refused: The merge cannot be quantized, or the rebuilt files differ from the release.
-
     """
     link = verified_release.merge
     found = find_merge(release, link, merge) if link else None
@@ -436,12 +419,17 @@ def _read_build(
         return settings, published
     except (LookupError, TypeError, ValueError) as error:
         first = error.errors()[0] if isinstance(error, ValidationError) else None
-        raise Refused(
-            f"{release.reference}: {PROVENANCE}",
-            found=f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else f"no valid {error}",
-            expected="provenance that this version of mergegate can read",
-            remedy="reproduce the release with the version of mergegate that built it",
-        ) from None
+        found = f"{'.'.join(map(str, first['loc']))}: {first['msg']}" if first else f"no valid {error}"
+        raise _unreadable(f"{release.reference}: {PROVENANCE}", found) from None
+
+
+def _unreadable(location: str, found: str) -> Refused:
+    return Refused(
+        location,
+        found=found,
+        expected="provenance that this version of mergegate can read",
+        remedy="reproduce the release with the version of mergegate that built it",
+    )
 
 
 def _merge_model(merge: PublishedRelease, directory: Path) -> Model:

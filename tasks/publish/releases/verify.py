@@ -134,10 +134,12 @@ class VerifiedRelease:
 
     @property
     def files(self) -> int:
+        """Number of files."""
         return len(self.listing)
 
     @property
     def bytes(self) -> int:
+        """Size of all files in bytes."""
         return sum(size for size, _ in self.listing.values())
 
     @property

@@ -32,6 +32,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import ClassVar, Literal, Protocol, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -61,6 +62,18 @@ class PublishRequest:
     hashes: HashMemo  # cached sha256 digests of files
     expected_head: str | None = None  # head of the release that this one was compared with. None: accept any head.
     on_progress: OnProgress = lambda sent, total: None
+
+    def progress(self, total: int) -> Callable[[int], None]:
+        """Return a function that takes the size of what was sent, from any thread. ``total`` bytes will be sent."""
+        sent, lock = 0, Lock()
+
+        def report(count: int) -> None:
+            nonlocal sent
+            with lock:
+                sent += count
+                self.on_progress(sent, total)
+
+        return report
 
 
 @dataclass(frozen=True)
@@ -179,12 +192,8 @@ class PublishTarget(PublishSettings, ABC):
             InvalidInput: There is no such version, or the target does not keep earlier releases.
             Refused: The target is unavailable.
         """
-        raise InvalidInput(
-            "evaluate.anchor",
-            found=f"{version!r}, but the target {self.target_name} does not keep earlier releases",
-            expected="a target that keeps them, such as a directory or the Hub",
-            remedy="remove 'anchor', or publish to another target",
-        )
+        found = f"{version!r}, but the target {self.target_name} does not keep earlier releases"
+        raise _unsupported("evaluate.anchor", found, "keeps", "remove 'anchor'")
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Point the alias ``name`` to the published ``version``. Idempotent; changes no release.
@@ -194,12 +203,8 @@ class PublishTarget(PublishSettings, ABC):
                 support aliases.
             Refused: The target rejects the request or is unavailable.
         """
-        raise InvalidInput(
-            _ALIAS_SETTING,
-            found=f"{name!r}, but the target {self.target_name} does not support aliases",
-            expected="a target that supports them, such as a directory or the Hub",
-            remedy="set 'alias: null', or publish to another target",
-        )
+        found = f"{name!r}, but the target {self.target_name} does not support aliases"
+        raise _unsupported(_ALIAS_SETTING, found, "supports", "set 'alias: null'")
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
         """Return the version that the alias ``name`` points to, or None. Raise Refused if the target is unavailable."""
@@ -235,11 +240,45 @@ class PublishTarget(PublishSettings, ABC):
         Raises:
             InvalidInput: The target does not support variants, or a place with this name is not possible.
         """
-        raise InvalidInput(
-            "variants",
-            found=f"the target {self.target_name} does not support variants",
-            expected="a target that supports them, such as a directory or the Hub",
-            remedy="remove 'variants' from the profile, or publish to another target",
+        found = f"the target {self.target_name} does not support variants"
+        raise _unsupported("variants", found, "supports", "remove 'variants' from the profile")
+
+    def _require_alias_name(self, name: str, *reserved_names: str) -> None:
+        """Raise InvalidInput if ``name`` could be a version, or the target uses it itself, such as ``latest``."""
+        remedy = "choose another name, such as 'production'"
+        if name in reserved_names:
+            found = f"{name!r}, which the target itself moves with every release"
+            raise InvalidInput(
+                _ALIAS_SETTING, found=found, expected="a name that the target does not use", remedy=remedy
+            )
+        if not re.fullmatch(ALIAS_NAME, name):
+            expected = "only letters, '-' and '_', because a name with digits would look like a version"
+            raise InvalidInput(_ALIAS_SETTING, found=repr(name), expected=expected, remedy=remedy)
+
+    def _alias_conflict(self, name: str, location: str = "") -> InvalidInput:
+        """Return the error for an alias ``name`` that is already a version. Default location: ``address``."""
+        return InvalidInput(
+            _ALIAS_SETTING,
+            found=f"{name!r}, which is a version at {location or self.address}",
+            expected="a name that is not the name of a version",
+            remedy="choose another name for the alias",
+        )
+
+    def _no_such_version(self, version: str, versions: Collection[str] = (), location: str = "") -> InvalidInput:
+        """Return the error for an alias to a ``version`` that does not exist."""
+        return InvalidInput(
+            _ALIAS_SETTING,
+            found=f"no version {version!r} at {location or self.address}",
+            expected="a version that was published there",
+            remedy=suggest(version, versions) or "check the spelling",
+        )
+
+    def _no_such_anchor(self, version: str, versions: Collection[str], location: str = "") -> InvalidInput:
+        return InvalidInput(
+            "evaluate.anchor",
+            found=f"{version!r} is not a version at {location or self.address}",
+            expected=f"{FIRST!r}, or one of its versions",
+            remedy=suggest(version, [FIRST, *versions]),
         )
 
     def _with_settings(self, suffix: str, **settings: object) -> Self:
@@ -284,8 +323,13 @@ class PublishTarget(PublishSettings, ABC):
     def open(cls, reference: str) -> PublishedRelease | None:
         """Open a release by a user's reference, without a profile. Return None if the reference has another form.
 
-        Raise InvalidInput if the reference has this target's form, but there is no such release or it is unavailable.
+        Raise InvalidInput if there is no such release, and Refused if the target is unavailable.
         """
+
+
+def _unsupported(setting: str, found: str, verb: str, change: str) -> InvalidInput:
+    expected = f"a target that {verb} them, such as a directory or the Hub"
+    return InvalidInput(setting, found=found, expected=expected, remedy=f"{change}, or publish to another target")
 
 
 def check_target(
@@ -328,54 +372,3 @@ def check_target(
         with collect_errors():
             credentials.append(place.check(root))
     return tuple(credential for credential in credentials if credential)
-
-
-def require_alias_name(name: str, reserved_names: Collection[str]) -> None:
-    """Raise InvalidInput if ``name`` is reserved or contains anything but letters, ``-`` and ``_``.
-
-    ``reserved_names`` are those that the target uses itself, such as ``latest``.
-    """
-    if name in reserved_names:
-        raise InvalidInput(
-            _ALIAS_SETTING,
-            found=f"{name!r}, which the target itself moves with every release",
-            expected="a name that the target does not use",
-            remedy="choose another name, such as 'production'",
-        )
-    if not re.fullmatch(ALIAS_NAME, name):
-        raise InvalidInput(
-            _ALIAS_SETTING,
-            found=repr(name),
-            expected="only letters, '-' and '_', because a name with digits would look like a version",
-            remedy="choose another name, such as 'production'",
-        )
-
-
-def alias_conflict(name: str, location: str) -> InvalidInput:
-    """Return the error for an alias ``name`` that is already a version at ``location``."""
-    return InvalidInput(
-        _ALIAS_SETTING,
-        found=f"{name!r}, which is a version at {location}",
-        expected="a name that is not the name of a version",
-        remedy="choose another name for the alias",
-    )
-
-
-def no_such_version(version: str, location: str, versions: Collection[str] = ()) -> InvalidInput:
-    """Return the error for an alias to a ``version`` that does not exist at ``location``."""
-    return InvalidInput(
-        _ALIAS_SETTING,
-        found=f"no version {version!r} at {location}",
-        expected="a version that was published there",
-        remedy=suggest(version, versions) or "check the spelling",
-    )
-
-
-def no_such_anchor(version: str, location: str, versions: Collection[str]) -> InvalidInput:
-    """Return the error for an anchor ``version`` that does not exist at ``location``."""
-    return InvalidInput(
-        "evaluate.anchor",
-        found=f"{version!r} is not a version at {location}",
-        expected=f"{FIRST!r}, or one of its versions",
-        remedy=suggest(version, [FIRST, *versions]),
-    )

@@ -32,17 +32,7 @@ from mergegate.merge_core.files import (
 )
 from mergegate.merge_core.parsing import LocalPath, open_plain, read_plain
 from mergegate.tasks.publish.content import MAX_METADATA_BYTES, PROVENANCE, ReleaseFile, is_content_version
-from mergegate.tasks.publish.targets.contract import (
-    FIRST,
-    CurrentRelease,
-    PublishRequest,
-    PublishTarget,
-    Release,
-    alias_conflict,
-    no_such_anchor,
-    no_such_version,
-    require_alias_name,
-)
+from mergegate.tasks.publish.targets.contract import FIRST, CurrentRelease, PublishRequest, PublishTarget, Release
 
 LATEST = "latest"
 _CHUNK = 1 << 22
@@ -104,7 +94,7 @@ class DirectoryTarget(PublishTarget):
             return CurrentRelease(min(versions, key=lambda path: (path.stat().st_mtime_ns, path.name)).resolve())
         if (path := directory / version) in versions:
             return CurrentRelease(path.resolve())
-        raise no_such_anchor(version, str(directory), [path.name for path in versions])
+        raise self._no_such_anchor(version, [path.name for path in versions], str(directory))
 
     def for_variants(self, suffix: str) -> DirectoryTarget:
         """Return the directory next to this one, such as ``releases/demo-GGUF``."""
@@ -133,13 +123,7 @@ class DirectoryTarget(PublishTarget):
             is_new = not destination.exists()
             partial_directory = destination.with_name(f".{destination.name}.partial")
             if is_new:
-                written, total = 0, sum(file.size for file in request.files)
-
-                def report(count: int) -> None:
-                    nonlocal written
-                    written += count
-                    request.on_progress(written, total)
-
+                report = request.progress(sum(file.size for file in request.files))
                 with new_directory(destination, partial_directory) as partial:
                     for file in request.files:
                         _write(file, partial / file.name, report)
@@ -170,12 +154,12 @@ class DirectoryTarget(PublishTarget):
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Point a symlink called ``name`` to the version, in one step."""
         directory = (root / self.path).resolve()
-        require_alias_name(name, {LATEST})
+        self._require_alias_name(name, LATEST)
         versions = [path.name for path in _versions_in(directory)]
         if name in versions:
-            raise alias_conflict(name, str(directory))
+            raise self._alias_conflict(name, str(directory))
         if version not in versions:
-            raise no_such_version(version, str(directory), versions)
+            raise self._no_such_version(version, versions, str(directory))
         with hold_lock(directory):
             _move_link(directory / name, version)
             fsync(directory)

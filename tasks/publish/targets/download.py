@@ -24,13 +24,8 @@ _log = logging.getLogger(__name__)
 def download_release(location: str, files: Mapping[str, tuple[int, str]], fetch: Callable[[str, Path], None]) -> Path:
     """Return a directory that contains exactly ``files``, and download them if they are not cached.
 
-    The sha256 of every downloaded file is added to the store's cache of hashes.
-
-    Args:
-        location: Published location of the release, for messages.
-        files: Size in bytes and sha256 of each file, by name.
-        fetch: Function that downloads the file with the given name to the given path.
-
+    ``location`` names the release in messages. ``fetch`` downloads the file with the given name to the given path. The
+    sha256 of every downloaded file is added to the store's cache of hashes.
     """
     hashes = HashMemo(home() / "store" / HASHES)
     root = state_directory(home() / "releases", private=True)

@@ -29,12 +29,14 @@ from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused
 from mergegate.merge_core.files import is_disk_error
 from mergegate.tasks.checkpoints.hub import (
     HubAccess,
+    RemoteFile,
     describe_hub_error,
     git_blob,
     hub_access,
     is_retryable,
     require_write_access,
 )
+from mergegate.tasks.http import retry_transient
 from mergegate.tasks.publish.content import is_content_version, sha256_of
 from mergegate.tasks.publish.targets.contract import (
     ALIAS_NAME,
@@ -44,16 +46,12 @@ from mergegate.tasks.publish.targets.contract import (
     PublishRequest,
     PublishTarget,
     Release,
-    alias_conflict,
-    no_such_anchor,
-    no_such_version,
-    require_alias_name,
 )
 from mergegate.tasks.publish.targets.hub_publication import MAIN, WRITTEN_BY_HUB, publish_hub, transport_errors
 
 _SMALL = 1 << 22  # bytes
 _NAME = re.compile(r"(?P<repo>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(?P<revision>[^@\s]+))?")
-_ATTEMPTS, _MAX_WAIT_S = 6, 16.0
+_ATTEMPTS = 6
 
 
 @contextmanager
@@ -73,15 +71,6 @@ def explained_hub_errors(repo: str, access: HubAccess) -> Iterator[None]:
             expected="an answer from the Hub",
             remedy="run again later",
         ) from None
-
-
-def download_commit(repo: str, commit: str, access: HubAccess) -> Path:
-    """Download a commit. Raise Refused if the Hub is unavailable."""
-    from huggingface_hub import snapshot_download
-
-    with explained_hub_errors(repo, access):
-        directory = snapshot_download(repo, revision=commit, token=access.token or False, endpoint=access.endpoint)
-    return Path(directory)
 
 
 def main_commit(access: HubAccess, repo: str) -> str | None:
@@ -111,11 +100,9 @@ class HubRelease:
 
     def files(self) -> Mapping[str, tuple[int, str]]:
         """Return size and sha256 of every file. Small files are downloaded and hashed."""
-        with explained_hub_errors(self.repo, self.access):
-            listing = self.access.listing(self.repo, self.commit)
         return {
             name: (file.size, file.sha256 if file.sha256 is not None else sha256_of(self.read(name)))
-            for name, file in listing.items()
+            for name, file in self._listing().items()
             if name not in WRITTEN_BY_HUB
         }
 
@@ -123,9 +110,7 @@ class HubRelease:
         """Return the content of a file; small files are cached."""
         if name in self._small_files:
             return self._small_files[name]
-        with explained_hub_errors(self.repo, self.access):
-            listing = self.access.listing(self.repo, self.commit)
-        entry = listing[name]
+        entry = self._listing()[name]
         with explained_hub_errors(self.repo, self.access), TemporaryDirectory(prefix="mergegate-verify-") as directory:
             file = self.access.api().hf_hub_download(self.repo, name, revision=self.commit, local_dir=directory)
             data = Path(file).read_bytes()
@@ -140,7 +125,15 @@ class HubRelease:
         return data
 
     def download(self) -> Path:
-        return download_commit(self.repo, self.commit, self.access)
+        from huggingface_hub import snapshot_download
+
+        token, endpoint = self.access.token or False, self.access.endpoint
+        with explained_hub_errors(self.repo, self.access):
+            return Path(snapshot_download(self.repo, revision=self.commit, token=token, endpoint=endpoint))
+
+    def _listing(self) -> Mapping[str, RemoteFile]:
+        with explained_hub_errors(self.repo, self.access):
+            return self.access.listing(self.repo, self.commit)
 
 
 class HubTarget(PublishTarget):
@@ -215,7 +208,7 @@ class HubTarget(PublishTarget):
         access = self._access()
         if (commit := self.current_head(root)) is None:
             return None
-        directory = download_commit(self.repo, commit, access)
+        directory = HubRelease(access, self.repo, commit, None).download()
         return CurrentRelease(directory, commit, commit[:12], access.url(self.repo, commit))
 
     def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
@@ -232,8 +225,8 @@ class HubTarget(PublishTarget):
         if not tags:
             return None
         if commit is None:
-            raise no_such_anchor(version, self.repo, list(tags))
-        return CurrentRelease(download_commit(self.repo, commit, access), commit)
+            raise self._no_such_anchor(version, list(tags))
+        return CurrentRelease(HubRelease(access, self.repo, commit, None).download(), commit)
 
     def current_head(self, root: Path) -> str | None:
         """Return the latest commit of ``main``, or None if the repository is empty or missing."""
@@ -259,58 +252,45 @@ class HubTarget(PublishTarget):
 
         An interrupted publication may have moved ``main`` without creating the tag.
         """
-        from huggingface_hub.errors import RepositoryNotFoundError
-
         access = self._access()
         with explained_hub_errors(self.repo, access):
-            try:
-                commit = self._tags(access).get(version) or main_commit(access, self.repo)
-                if commit is None or name not in access.listing(self.repo, commit):
-                    return None
-            except RepositoryNotFoundError:
+            commit = self._tags(access).get(version) or main_commit(access, self.repo)
+            if commit is None or name not in access.listing(self.repo, commit):
                 return None
-            return HubRelease(access, self.repo, commit, None).read(name)
+        return HubRelease(access, self.repo, commit, None).read(name)
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Move the tag ``name`` to the commit of the version."""
-        from huggingface_hub.errors import RepositoryNotFoundError
-
-        require_alias_name(name, {MAIN})
+        self._require_alias_name(name, MAIN)
         access = self._access()
-        for failures in range(_ATTEMPTS):
-            try:
-                tags, api = self._tags(access), access.api()
-                if version not in tags:
-                    raise no_such_version(version, self.repo, list(tags))
-                is_version = name == version or (name in tags and version_on(tags, name) is None)
-                if not is_version and name in tags:
-                    commits = api.list_repo_commits(self.repo, revision=name)
-                    is_version = bool(commits) and commits[0].title == f"Release {name}"
-                if is_version:
-                    raise alias_conflict(name, self.repo)
-                if tags.get(name) == tags[version]:
-                    return
-                if name in tags:
-                    api.delete_tag(self.repo, tag=name)
-                api.create_tag(self.repo, tag=name, tag_message=f"{name} is {version}", revision=tags[version])
+
+        def move() -> None:
+            """Move the tag. Each attempt reads the tags again: a request whose answer was lost may have succeeded."""
+            tags, api = self._tags(access), access.api()
+            if version not in tags:
+                raise self._no_such_version(version, list(tags))
+            is_version = name == version or (name in tags and version_on(tags, name) is None)
+            if not is_version and name in tags:
+                commits = api.list_repo_commits(self.repo, revision=name)
+                is_version = bool(commits) and commits[0].title == f"Release {name}"
+            if is_version:
+                raise self._alias_conflict(name)
+            if tags.get(name) == tags[version]:
                 return
-            except RepositoryNotFoundError:
-                raise no_such_version(version, self.repo) from None
-            except transport_errors() as error:
-                # Each attempt reads the tags again: a request whose answer was lost may have succeeded.
-                if failures == _ATTEMPTS - 1 or not is_retryable(error):
-                    raise self._no_answer(error, access) from None
-                time.sleep(min(2.0**failures, _MAX_WAIT_S))
+            if name in tags:
+                api.delete_tag(self.repo, tag=name)
+            api.create_tag(self.repo, tag=name, tag_message=f"{name} is {version}", revision=tags[version])
+
+        try:
+            retry_transient(_ATTEMPTS, transient=is_retryable, sleep=lambda seconds: time.sleep(seconds))(move)
+        except transport_errors() as error:
+            raise self._no_answer(error, access) from None
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
         """Return the version that the tag ``name`` points to, or None (see :func:`version_on`)."""
-        from huggingface_hub.errors import RepositoryNotFoundError
-
         access = self._access()
         try:
             return version_on(self._tags(access), name)
-        except RepositoryNotFoundError:
-            return None
         except transport_errors() as error:
             raise self._no_answer(error, access) from None
 
@@ -343,7 +323,13 @@ class HubTarget(PublishTarget):
         return hub_access(self.token_block, writing=True, repo=self.repo)
 
     def _tags(self, access: HubAccess) -> dict[str, str]:
-        return {tag.name: tag.target_commit for tag in access.api().list_repo_refs(self.repo).tags}
+        """Return the commit of every tag, by name. Empty without a repository."""
+        from huggingface_hub.errors import RepositoryNotFoundError
+
+        try:
+            return {tag.name: tag.target_commit for tag in access.api().list_repo_refs(self.repo).tags}
+        except RepositoryNotFoundError:
+            return {}
 
     def _no_answer(self, error: Exception, access: HubAccess) -> Refused:
         retryable = is_retryable(error)

@@ -265,7 +265,7 @@ class _HubPublication(Publication[ObservedState, Step]):
     """API calls of one publication."""
 
     rounds = 200
-    storage = "the Hub's listing differs from the files that were sent"
+    mismatch = "the Hub's listing differs from the files that were sent"
     writer_hint = f"; branches whose names start with {STAGING} belong to mergegate"
 
     request: PublishRequest
@@ -402,8 +402,8 @@ class _HubPublication(Publication[ObservedState, Step]):
                 )
             hf_raise_for_status(answer)
         additions = [self.addition(name) for name in names]
-        sent, total = 0, sum(self.files[name].size for name in names)
-        self.request.on_progress(sent, total)
+        report = self.request.progress(sum(self.files[name].size for name in names))
+        report(0)
         group: list[CommitOperationAdd] = []
         group_bytes = 0
         for position, addition in enumerate(additions, 1):
@@ -412,9 +412,8 @@ class _HubPublication(Publication[ObservedState, Step]):
             if group_bytes >= _GROUP_BYTES or len(group) >= _GROUP_FILES or position == len(additions):
                 with _without_progress_bars():
                     self.api.preupload_lfs_files(self.repo, group, revision=self.desired.branch, free_memory=False)
-                sent += group_bytes
+                report(group_bytes)
                 group, group_bytes = [], 0
-                self.request.on_progress(sent, total)
         return additions
 
     def addition(self, name: str) -> CommitOperationAdd:

@@ -1,9 +1,9 @@
 """Define the MLflow target, which publishes to another target and registers a model version that points there.
 
-mergegate reads the state of the registry, writes one entry, and repeats until the registration is complete. An MLflow
+mergegate searches each entry before it writes the entry, so it can continue after a lost answer or a kill. An MLflow
 run records scores, drops with their intervals, and the inputs of the merge. A version of the registered model points to
 the location of the release and to this run. The alias is written last. mergegate finds existing entries by the digest
-of the release, so it can continue after a lost answer or a kill.
+of the release.
 """
 
 from __future__ import annotations
@@ -29,12 +29,9 @@ from mergegate.tasks.publish.targets.contract import (
     PublishRequest,
     PublishTarget,
     Release,
-    no_such_version,
-    require_alias_name,
 )
 from mergegate.tasks.publish.targets.hub import HubTarget
 from mergegate.tasks.publish.targets.oci import OciTarget
-from mergegate.tasks.publish.targets.reconcile import Publication
 from mergegate.tasks.publish.targets.s3 import S3Target
 from mergegate.tasks.store import digest
 from mergegate.tasks.telemetry import (
@@ -50,8 +47,7 @@ from mergegate.tasks.telemetry import (
 T = TypeVar("T")
 _DIGEST_TAG, _VERSION_TAG = "mergegate.digest", "mergegate.version"
 _TIMEOUT_S = 60.0
-_FAILURES, _MAX_WAIT_S = 6, 16.0
-NextWrite = Literal["experiment", "run", "log", "finish", "model", "version", "alias", "done"]
+_ATTEMPTS = 6
 _NAME = re.compile(r"models:/(?P<model>[^/@\s]+)(?:/(?P<version>\d+)|@(?P<alias>[\w.-]+))")
 
 
@@ -70,19 +66,6 @@ class Registration:
     @property
     def tags(self) -> list[dict[str, str]]:
         return tag_entries({_DIGEST_TAG: self.digest, _VERSION_TAG: self.version, **self.facts})
-
-
-@dataclass(frozen=True)
-class ObservedRegistry:
-    """Entries that a release has in MLflow. An empty value means that the entry does not exist."""
-
-    experiment: str
-    run: str
-    run_status: str
-    has_metrics: bool
-    has_model: bool
-    registered_version: str  # number of the version of this release
-    alias_version: str  # number of the version that the alias points to
 
 
 def describe_release(files: Sequence[ReleaseFile], model: str, version: str, alias: str, source: str) -> Registration:
@@ -111,21 +94,6 @@ def describe_release(files: Sequence[ReleaseFile], model: str, version: str, ali
     return Registration(model, version, alias, source, content_digest(file_identities(files)), metrics, facts)
 
 
-def next_registry_write(observed_state: ObservedRegistry) -> NextWrite:
-    """Return the next entry to write. The alias comes last, so it always points to a complete registration."""
-    if not observed_state.registered_version:
-        if not observed_state.experiment:
-            return "experiment"
-        if not observed_state.run:
-            return "run"
-        if not observed_state.has_metrics:
-            return "log"
-        if observed_state.run_status != "FINISHED":
-            return "finish"
-        return "version" if observed_state.has_model else "model"
-    return "done" if observed_state.alias_version == observed_state.registered_version else "alias"
-
-
 @dataclass(frozen=True)
 class MlflowRegistry:
     """Client of MLflow's server. It retries requests after transient errors.
@@ -137,12 +105,69 @@ class MlflowRegistry:
     token: str = ""
 
     def register(self, registration: Registration) -> tuple[str, bool]:
-        """Write the missing entries until the registry matches ``registration``. Idempotent.
+        """Write the missing entries of a release, the alias last, so that it always points to a complete registration.
 
         Return the number of the registered version, and whether anything was written.
         """
-        observed, writes = _Registering(self, registration).run()
-        return observed.registered_version, bool(writes)
+        client, model, writes = self.client, registration.model, list[str]()
+        now = round(time.time() * 1000)
+
+        def ensure(find: Callable[[], T], path: str, body: Mapping[str, object]) -> T:
+            """Return an entry, and create it if it is missing. After a lost answer, search again before creating it."""
+
+            def attempt() -> T:
+                if entry := find():
+                    return entry
+                writes.append(path)
+                client.post(path, body)
+                if not (entry := find()):
+                    raise MlflowError("the written entries are missing afterwards")
+                return entry
+
+            return self._retry(attempt)
+
+        def has_model() -> bool:
+            return bool(client.get("registered-models/get", name=model))
+
+        def find_number() -> str:
+            versions = self.versions(model, _DIGEST_TAG, registration.digest) if has_model() else []
+            numbers = [int(item["version"]) for item in versions if item.get("source") == registration.source]
+            return str(min(numbers, default=""))
+
+        if not (number := self._retry(find_number)):
+            name = {"name": model}
+            experiment = ensure(lambda: client.experiment_id(model), "experiments/create", name)
+            identity = ((_DIGEST_TAG, registration.digest), (_VERSION_TAG, registration.version))
+            condition = " and ".join(f"tags.`{tag}` = '{value}'" for tag, value in identity)
+
+            def find_run() -> Any:
+                query = {"experiment_ids": [experiment], "filter": condition}
+                return (client.post("runs/search", query).get("runs") or [{}])[-1]
+
+            start = {"experiment_id": experiment, "run_name": registration.version, "start_time": now}
+            run = member(ensure(find_run, "runs/create", {**start, "tags": registration.tags}), "info", "run_id")
+            metrics, params = metric_entries(registration.metrics, now), param_entries(registration.facts)
+            ensure(
+                lambda: len(member(find_run(), "data", "metrics") or ()) >= len(registration.metrics),
+                "runs/log-batch",
+                {"run_id": run, "metrics": metrics, "params": params},
+            )
+            ensure(
+                lambda: member(find_run(), "info", "status") == "FINISHED",
+                "runs/update",
+                {"run_id": run, "status": "FINISHED", "end_time": now},
+            )
+            ensure(has_model, "registered-models/create", name)
+            verdict = registration.facts.get("mergegate.verdict", "")
+            version = {**name, "source": registration.source, "run_id": run, "tags": registration.tags}
+            version["description"] = f"Release {registration.version} by mergegate: {verdict}"
+            number = ensure(find_number, "model-versions/create", version)
+        ensure(
+            lambda: str(member(self.alias(model, registration.alias), "version")) == number,
+            "registered-models/alias",
+            {"name": model, "alias": registration.alias, "version": number},
+        )
+        return number, bool(writes)
 
     def source(self, model: str, *, alias: str = "", number: str = "") -> str:
         """Return the location of the release that ``alias`` or ``number`` of ``model`` names, or an empty string."""
@@ -187,14 +212,14 @@ class MlflowRegistry:
     def _retry(self, request: Callable[[], T]) -> T:
         try:
             return retry_transient(
-                _FAILURES,
+                _ATTEMPTS,
                 transient=lambda error: isinstance(error, MlflowError) and error.is_transient,
                 sleep=lambda seconds: time.sleep(seconds),
             )(request)
         except MlflowError as error:
-            raise self.refusal(error) from None
+            raise self._refusal(error) from None
 
-    def refusal(self, error: MlflowError) -> Refused:
+    def _refusal(self, error: MlflowError) -> Refused:
         if error.is_transient:
             return Refused(
                 self.url,
@@ -211,89 +236,6 @@ class MlflowRegistry:
             if is_denied
             else "correct the problem that the server reports",
         )
-
-
-@dataclass(frozen=True)
-class _Registering(Publication[ObservedRegistry, NextWrite]):
-    """Requests of one registration."""
-
-    rounds = 60
-
-    registry: MlflowRegistry
-    registration: Registration
-
-    @property
-    def address(self) -> str:
-        return self.registry.url
-
-    def decide(self, observed_state: ObservedRegistry, expected_head: str | None) -> NextWrite | None:
-        write = next_registry_write(observed_state)
-        return None if write == "done" else write
-
-    def recover(self, error: Exception, failures: int) -> None:
-        if not isinstance(error, MlflowError):
-            raise error
-        if failures >= _FAILURES or not error.is_transient:
-            raise self.registry.refusal(error) from None
-        time.sleep(min(2.0 ** (failures - 1), _MAX_WAIT_S))
-
-    def observe(self) -> ObservedRegistry:
-        registration, registry = self.registration, self.registry
-        experiment = registry.client.experiment_id(registration.model)
-        runs: list[Any] = []
-        if experiment:
-            condition = (
-                f"tags.`{_DIGEST_TAG}` = '{registration.digest}' and tags.`{_VERSION_TAG}` = '{registration.version}'"
-            )
-            query = {"experiment_ids": [experiment], "filter": condition}
-            runs = registry.client.post("runs/search", query).get("runs") or []
-        run = runs[-1] if runs else {}
-        has_model = bool(registry.client.get("registered-models/get", name=registration.model))
-        versions = registry.versions(registration.model, _DIGEST_TAG, registration.digest) if has_model else []
-        numbers = [int(item["version"]) for item in versions if item.get("source") == registration.source]
-        alias = registry.alias(registration.model, registration.alias) if has_model else {}
-        return ObservedRegistry(
-            experiment=experiment,
-            run=str(member(run, "info", "run_id")),
-            run_status=str(member(run, "info", "status")),
-            has_metrics=len(member(run, "data", "metrics") or ()) >= len(registration.metrics),
-            has_model=has_model,
-            registered_version=str(min(numbers, default="")),
-            alias_version=str(member(alias, "version")),
-        )
-
-    def execute(self, step: NextWrite, observed_state: ObservedRegistry) -> bool:
-        registration, post = self.registration, self.registry.client.post
-        now = round(time.time() * 1000)
-        match step:
-            case "experiment":
-                post("experiments/create", {"name": registration.model})
-            case "run":
-                run = {"experiment_id": observed_state.experiment, "run_name": registration.version, "start_time": now}
-                post("runs/create", {**run, "tags": registration.tags})
-            case "log":
-                batch = {
-                    "metrics": metric_entries(registration.metrics, now),
-                    "params": param_entries(registration.facts),
-                }
-                post("runs/log-batch", {"run_id": observed_state.run, **batch})
-            case "finish":
-                post("runs/update", {"run_id": observed_state.run, "status": "FINISHED", "end_time": now})
-            case "model":
-                post("registered-models/create", {"name": registration.model})
-            case "version":
-                verdict = registration.facts.get("mergegate.verdict", "")
-                version = {"name": registration.model, "source": registration.source, "run_id": observed_state.run}
-                version["description"] = f"Release {registration.version} by mergegate: {verdict}"
-                post("model-versions/create", {**version, "tags": registration.tags})
-            case "alias":
-                alias = {
-                    "name": registration.model,
-                    "alias": registration.alias,
-                    "version": observed_state.registered_version,
-                }
-                post("registered-models/alias", alias)
-        return False  # The registry may list an entry late.
 
 
 class MlflowTarget(PublishTarget):
@@ -384,9 +326,9 @@ class MlflowTarget(PublishTarget):
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Move an alias of the registered model. MLflow's versions are numbers, so no alias can be a version."""
-        require_alias_name(name, {self.alias, "latest"})
+        self._require_alias_name(name, self.alias, "latest")
         if not self._registry().move_alias(self.model, version, name):
-            raise no_such_version(version, f"{self.model} in MLflow")
+            raise self._no_such_version(version, location=f"{self.model} in MLflow")
 
     def resolve_alias(self, root: Path, name: str) -> str | None:
         return self._registry().alias_version(self.model, name) or None
@@ -396,11 +338,8 @@ class MlflowTarget(PublishTarget):
         """Open ``models:/name@alias`` or ``models:/name/number`` at the server in ``MLFLOW_TRACKING_URI``."""
         if not (match := _NAME.fullmatch(reference)):
             return None
-        try:
-            registry = _registry_at(None, reference)
-            source = registry.source(match["model"], alias=match["alias"], number=match["version"])
-        except Refused as error:
-            raise InvalidInput(reference, found=error.found, expected=error.expected, remedy=error.remedy) from None
+        registry = _registry_at(None, reference)
+        source = registry.source(match["model"], alias=match["alias"], number=match["version"])
         for target in (HubTarget, S3Target, OciTarget):
             if source and (release := target.open(source)) is not None:
                 return release

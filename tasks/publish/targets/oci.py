@@ -40,16 +40,7 @@ from mergegate.tasks.publish.content import (
     is_content_version,
     sha256_of,
 )
-from mergegate.tasks.publish.targets.contract import (
-    FIRST,
-    CurrentRelease,
-    PublishRequest,
-    PublishTarget,
-    Release,
-    alias_conflict,
-    no_such_version,
-    require_alias_name,
-)
+from mergegate.tasks.publish.targets.contract import FIRST, CurrentRelease, PublishRequest, PublishTarget, Release
 from mergegate.tasks.publish.targets.download import download_release
 from mergegate.tasks.publish.targets.reconcile import Publication, PublicationBlocked, overtaken, version_taken
 
@@ -152,18 +143,18 @@ class OciTarget(PublishTarget):
         registry = self._registry()
         if (manifest := registry.manifest(version)) is None:
             return None
-        files = parse_manifest(manifest[0], self.reference_to(version))
+        _, files = parse_manifest(manifest[0], self.reference_to(version))
         return OciRelease(registry, manifest[1], None, files).read(name) if name in files else None
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Tag the version's manifest with ``name``. Like ``latest``, this tag has no guard."""
-        require_alias_name(name, {_LATEST})
+        self._require_alias_name(name, _LATEST)
         registry = self._registry()
         desired, current = registry.manifest(version), registry.manifest(name)
         if desired is None or _manifest_version(desired[0]) != version:
-            raise no_such_version(version, self.address)
+            raise self._no_such_version(version)
         if current is not None and _manifest_version(current[0]) in ("", name):
-            raise alias_conflict(name, self.address)
+            raise self._alias_conflict(name)
         if current != desired:
             registry.put_manifest(name, desired[0])
 
@@ -177,18 +168,14 @@ class OciTarget(PublishTarget):
         if not (match := _NAME.fullmatch(reference)):
             return None
         registry = Registry(match["repository"])
-        try:
-            manifest = registry.manifest(match["digest"] or match["tag"] or _LATEST)
-            if manifest is None:
-                raise InvalidInput(
-                    reference,
-                    found="no such tag or digest in the registry",
-                    expected="a release",
-                    remedy="check the spelling",
-                )
-            files = parse_manifest(manifest[0], reference)
-        except Refused as error:
-            raise InvalidInput(reference, found=error.found, expected=error.expected, remedy=error.remedy) from None
+        if (manifest := registry.manifest(match["digest"] or match["tag"] or _LATEST)) is None:
+            raise InvalidInput(
+                reference,
+                found="no such tag or digest in the registry",
+                expected="a release",
+                remedy="check the spelling",
+            )
+        _, files = parse_manifest(manifest[0], reference)
         tag = match["tag"] or ""
         return OciRelease(registry, manifest[1], tag if is_content_version(tag) else None, files)
 
@@ -199,7 +186,7 @@ class OciTarget(PublishTarget):
         registry = self._registry()
         if (manifest := registry.manifest(tag)) is None:
             return None
-        files = parse_manifest(manifest[0], f"{self.address}:{tag}")
+        _, files = parse_manifest(manifest[0], f"{self.address}:{tag}")
         version = content_digest(files)[:VERSION_DIGITS]
         directory = OciRelease(registry, manifest[1], version, files).download()
         return CurrentRelease(directory, manifest[1], version, f"{self.address}@{manifest[1]}")
@@ -267,8 +254,8 @@ def release_manifest(version: str, files: Mapping[str, tuple[int, str]]) -> byte
     return json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
 
 
-def parse_manifest(content: bytes, location: str) -> dict[str, tuple[int, str]]:
-    """Return size in bytes and sha256 of each file by name. Raise Refused if it is not a release's manifest."""
+def parse_manifest(content: bytes, location: str) -> tuple[str, dict[str, tuple[int, str]]]:
+    """Return the version, and size in bytes and sha256 of each file. Raise Refused if it is not of a release."""
     try:
         manifest: dict[str, Any] = json.loads(content)
         if manifest["artifactType"] != _ARTIFACT_TYPE:
@@ -279,7 +266,7 @@ def parse_manifest(content: bytes, location: str) -> dict[str, tuple[int, str]]:
             if kind != "sha256":
                 raise ValueError(f"it has a digest of another kind ({kind})")
             files[str(layer["annotations"][_TITLE])] = int(layer["size"]), sha256
-        return files
+        return str(manifest["annotations"][_VERSION]), files
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Refused(
             location, found=f"not a release of mergegate: {error}", expected="a manifest that mergegate wrote"
@@ -288,11 +275,9 @@ def parse_manifest(content: bytes, location: str) -> dict[str, tuple[int, str]]:
 
 def _manifest_version(content: bytes) -> str:
     """Return the version in a manifest, or an empty string if mergegate did not write the manifest."""
-    try:
-        manifest: dict[str, Any] = json.loads(content)
-        return str(manifest["annotations"][_VERSION]) if manifest["artifactType"] == _ARTIFACT_TYPE else ""
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return ""
+    with suppress(Refused):
+        return parse_manifest(content, "")[0]
+    return ""
 
 
 @dataclass(frozen=True)
@@ -359,8 +344,8 @@ class _OciPublication(Publication[_ObservedTags, _OciWrite]):
             self.registry.put_manifest(self.request.version if step == "version" else _LATEST, self.manifest)
             return True
         missing = [self.blobs[blob] for blob in observed_state.missing]
-        sent, total = 0, sum(file.size for file in missing)
-        self.request.on_progress(sent, total)
+        report = self.request.progress(sum(file.size for file in missing))
+        report(0)
         for file in missing:
             if isinstance(file.source, Path):
                 try:
@@ -370,8 +355,7 @@ class _OciPublication(Publication[_ObservedTags, _OciWrite]):
                 if size != file.size:
                     raise file.alteration_error(problem=f"{size} bytes instead of {file.size}")
             self.registry.put_blob(file)
-            sent += file.size
-            self.request.on_progress(sent, total)
+            report(file.size)
         return True
 
 

@@ -49,7 +49,7 @@ class Publication(ABC, Generic[Observed, NextStep]):
     """One publication: the requests that read and change a target, and the decision between them."""
 
     rounds: ClassVar[int] = 20  # steps after which another writer must be undoing them
-    storage: ClassVar[str] = "the stored files differ from the sent ones"  # message for a step without an effect
+    mismatch: ClassVar[str] = "the stored files differ from the sent ones"  # message for a step without an effect
     writer_hint: ClassVar[str] = ""  # what the remedy says about other writers
 
     @property
@@ -72,9 +72,9 @@ class Publication(ABC, Generic[Observed, NextStep]):
     def execute(self, step: NextStep, observed_state: Observed) -> bool:
         """Execute one step, which may be late or repeated. Return whether the target has confirmed its effect."""
 
+    @abstractmethod
     def head(self, observed_state: Observed) -> str | None:
-        """Return the head of the target. By default, a target has none."""
-        return None
+        """Return the head of the target (see ``CurrentRelease``)."""
 
     def kind(self, step: NextStep) -> str:
         """Return the name of a step. It is the same for two steps if the first ought to make the second unnecessary."""
@@ -86,7 +86,7 @@ class Publication(ABC, Generic[Observed, NextStep]):
             raise error
         raise Refused(
             self.address,
-            found=f"{self.storage} ({error})",
+            found=f"{self.mismatch} ({error})",
             expected="the bytes that were evaluated and gated",
             remedy="run again; mergegate rebuilds an artifact that was altered on disk. "
             "The current release was not changed",

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Annotated
 
-from mergegate.merge_core.errors import InvalidInput
+from mergegate.merge_core.errors import InvalidInput, Refused
 from mergegate.merge_core.parsing import SelectedBy, collect_settings
 from mergegate.tasks.publish.targets.contract import PublishedRelease, PublishTarget
 from mergegate.tasks.publish.targets.directory import DirectoryTarget
@@ -38,9 +38,11 @@ def find_release(reference: str) -> PublishedRelease:
     Raise InvalidInput if there is no such release.
     """
     targets = publish_targets().values()
-    for target in targets:
-        if (release := target.open(reference)) is not None:
+    try:
+        if release := next(filter(None, (target.open(reference) for target in targets)), None):
             return release
+    except Refused as error:
+        raise InvalidInput(reference, found=error.found, expected=error.expected, remedy=error.remedy) from None
     raise InvalidInput(
         reference,
         found="no such directory",

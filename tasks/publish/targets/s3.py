@@ -7,8 +7,7 @@ because the store has no sha256 of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -24,20 +23,9 @@ from mergegate.tasks.publish.targets.contract import (
     PublishRequest,
     PublishTarget,
     Release,
-    alias_conflict,
-    no_such_anchor,
-    no_such_version,
-    require_alias_name,
 )
 from mergegate.tasks.publish.targets.download import download_release
-from mergegate.tasks.publish.targets.s3_access import (
-    S3_URL,
-    S3Location,
-    is_of_client,
-    refusal,
-    require_boto3,
-    s3_location,
-)
+from mergegate.tasks.publish.targets.s3_access import S3_URL, S3Location, require_boto3, s3_location
 from mergegate.tasks.publish.targets.s3_publication import (
     LISTINGS,
     MAX_SINGLE_REQUEST,
@@ -46,7 +34,7 @@ from mergegate.tasks.publish.targets.s3_publication import (
     ReleasedVersion,
     S3Publication,
     VersionListing,
-    parse_pointer,
+    read_pointer,
 )
 from mergegate.tasks.store import merkle
 
@@ -54,32 +42,12 @@ _ALIAS_ROUNDS = 5
 _NAME = re.compile(r"(?P<url>s3://[^@\s]+)(?:@(?P<version>[^@\s]+))?")
 
 
-@contextmanager
-def explained_errors(location: S3Location) -> Iterator[None]:
-    """Convert exceptions of the client in the block to Refused, or to InvalidInput if credentials are missing."""
-    try:
-        yield
-    except Exception as error:
-        if is_of_client(error):
-            raise refusal(location, error) from None
-        raise
-
-
-def read_pointer(location: S3Location) -> tuple[Pointer, str] | None:
-    """Return the pointer and its entity tag, or None before the first release."""
-    with explained_errors(location):
-        stored = location.read(POINTER)
-    return (parse_pointer(location, stored[0]), stored[1]) if stored else None
-
-
 def read_alias(location: S3Location, name: str) -> tuple[ReleasedVersion, str] | None:
     """Return the version that the alias ``name`` points to and the entity tag of its object, or None.
 
     Raise Refused if the object is not an alias.
     """
-    with explained_errors(location):
-        stored = location.read(f"{name}.json")
-    if stored is None:
+    if (stored := location.read(f"{name}.json")) is None:
         return None
     try:
         return ReleasedVersion.model_validate_json(stored[0]), stored[1]
@@ -114,38 +82,31 @@ class S3Release:
     def files(self) -> Mapping[str, tuple[int, str]]:
         """Return size and sha256 of every object below the version's path, even if it is not part of the release."""
         directory, files = f"{self.entry.path}/", {}
-        with explained_errors(self.location):
-            for name, size, _ in sorted(self.location.objects(directory)):
-                answer = self.location.head(name)
-                if answer is not None:
-                    files[name.removeprefix(directory)] = size, self.location.sha256(name, answer)
+        for name, size, _ in sorted(self.location.objects(directory)):
+            answer = self.location.head(name)
+            if answer is not None:
+                files[name.removeprefix(directory)] = size, self.location.sha256(name, answer)
         return files
 
     def read(self, name: str) -> bytes:
         """Return the content of a small file. Raise Refused if it does not exist or is too large."""
         key = f"{self.entry.path}/{name}"
-        with explained_errors(self.location):
-            answer = self.location.head(key)
-            content = self.location.read(key) if answer and answer.size <= MAX_METADATA_BYTES else None
+        answer = self.location.head(key)
+        content = self.location.read(key) if answer and answer.size <= MAX_METADATA_BYTES else None
         if content is None:
             problem = f"{answer.size} bytes" if answer else "the file is missing"
             raise Refused(f"{self.reference}: {name}", found=problem, expected="a small file")
         return content[0]
 
     def download(self) -> Path:
-        return download_entry(self.location, self.entry)
+        """Return a directory with the release. Raise Refused if its objects differ from the published files."""
+        location, entry = self.location, self.entry
 
+        def fetch(name: str, path: Path) -> None:
+            with path.open("wb") as file:
+                for chunk in location.stream(f"{entry.path}/{name}"):
+                    file.write(chunk)
 
-def download_entry(location: S3Location, entry: ReleasedVersion) -> Path:
-    """Download a version that the pointer lists. Raise Refused if its content differs from the published files."""
-    reference = f"{location.url}@{entry.version}"
-
-    def fetch(name: str, path: Path) -> None:
-        with path.open("wb") as file:
-            for chunk in location.stream(f"{entry.path}/{name}"):
-                file.write(chunk)
-
-    with explained_errors(location):
         listing = location.read(f"{LISTINGS}{entry.path}.json")
         try:
             files = VersionListing.model_validate_json(listing[0] if listing else b"").files
@@ -153,12 +114,12 @@ def download_entry(location: S3Location, entry: ReleasedVersion) -> Path:
             files = {}
         if merkle(files) != entry.digest:
             raise Refused(
-                reference,
+                self.reference,
                 found=f"its listing does not match the digest in {POINTER}" if listing else "its listing is missing",
                 expected="the release that was published",
                 remedy="publish the release again, which repairs altered files",
             )
-        return download_release(reference, files, fetch)
+        return download_release(self.reference, files, fetch)
 
 
 class S3Target(PublishTarget):
@@ -195,11 +156,10 @@ class S3Target(PublishTarget):
     def check(self, root: Path) -> None:
         """Raise an error if the bucket denies listing or writing. This starts and aborts an upload."""
         location = self._location()
-        with explained_errors(location):
-            location.ask("head_bucket")
-            key = location.key(".listings/check")
-            upload = location.ask("create_multipart_upload", Key=key)
-            location.ask("abort_multipart_upload", Key=key, UploadId=upload["UploadId"])
+        location.ask("head_bucket")
+        key = location.key(".listings/check")
+        upload = location.ask("create_multipart_upload", Key=key)
+        location.ask("abort_multipart_upload", Key=key, UploadId=upload["UploadId"])
 
     def current_release(self, root: Path) -> CurrentRelease | None:
         """Download the release that the pointer names. Its ``head`` is the entity tag of the pointer."""
@@ -215,8 +175,8 @@ class S3Target(PublishTarget):
                 expected="a pointer that mergegate wrote",
                 remedy="find out who edited the object",
             )
-        directory = download_entry(location, entry)
-        return CurrentRelease(directory, head, entry.version, f"{location.url}@{entry.version}")
+        release = S3Release(location, entry)
+        return CurrentRelease(release.download(), head, entry.version, release.reference)
 
     def earlier_release(self, root: Path, version: str) -> CurrentRelease | None:
         """Download a version that the pointer lists, or the first one. Return None before the first release."""
@@ -226,8 +186,8 @@ class S3Target(PublishTarget):
         versions = stored[0].versions
         entry = versions[0] if version == FIRST and versions else stored[0].find(version)
         if entry is None:
-            raise no_such_anchor(version, location.url, [item.version for item in versions])
-        return CurrentRelease(download_entry(location, entry))
+            raise self._no_such_anchor(version, [item.version for item in versions])
+        return CurrentRelease(S3Release(location, entry).download())
 
     def current_head(self, root: Path) -> str | None:
         stored = read_pointer(self._location())
@@ -240,10 +200,9 @@ class S3Target(PublishTarget):
         """Send the files of the version, then move the pointer."""
         location, version = self._location(), request.version
         publication = S3Publication(request, location, self.multipart_threshold)
-        with explained_errors(location):
-            observed, steps = publication.run(request.expected_head)
-            if steps:
-                publication.remove_leftovers(observed.pointer)
+        observed, steps = publication.run(request.expected_head)
+        if steps:
+            publication.remove_leftovers(observed.pointer)
         return Release(request.name, version, f"{location.url}@{version}", location.url, new=bool(steps))
 
     def published_file(self, root: Path, version: str, name: str) -> bytes | None:
@@ -252,27 +211,25 @@ class S3Target(PublishTarget):
         stored = read_pointer(location)
         if stored is None or (entry := stored[0].find(version)) is None:
             return None
-        with explained_errors(location):
-            content = location.read(f"{entry.path}/{name}")
+        content = location.read(f"{entry.path}/{name}")
         return content[0] if content else None
 
     def set_alias(self, root: Path, version: str, name: str) -> None:
         """Write the object ``name.json`` next to the pointer. After a concurrent move, read the state and try again."""
-        require_alias_name(name, {POINTER.removesuffix(".json")})
+        self._require_alias_name(name, POINTER.removesuffix(".json"))
         location = self._location()
         stored = read_pointer(location)
         pointer = stored[0] if stored else Pointer(current="", versions=())
         if pointer.find(name):
-            raise alias_conflict(name, location.url)
+            raise self._alias_conflict(name)
         if (target := pointer.find(version)) is None:
-            raise no_such_version(version, location.url, [item.version for item in pointer.versions])
+            raise self._no_such_version(version, [item.version for item in pointer.versions])
         for _ in range(_ALIAS_ROUNDS):
             alias = read_alias(location, name)
             if alias is not None and alias[0] == target:
                 return
             guard = {"IfNoneMatch": "*"} if alias is None else {"IfMatch": alias[1]}
-            with explained_errors(location):
-                location.write(f"{name}.json", target.model_dump_json(indent=1).encode(), **guard)
+            location.write(f"{name}.json", target.model_dump_json(indent=1).encode(), **guard)
         raise Refused(
             f"{location.url}/{name}.json",
             found="another writer moves the alias each time that mergegate moves it",
@@ -291,11 +248,7 @@ class S3Target(PublishTarget):
             return None
         require_boto3(reference)
         location = s3_location(match["url"], None, reference)
-        try:
-            stored = read_pointer(location)
-        except Refused as error:
-            raise InvalidInput(reference, found=error.found, expected=error.expected, remedy=error.remedy) from None
-        if stored is None:
+        if (stored := read_pointer(location)) is None:
             raise InvalidInput(
                 reference,
                 found=f"no {POINTER} at this location",

@@ -10,13 +10,14 @@ import base64
 import hashlib
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from mergegate.merge_core.errors import InvalidInput, MergegateError, Refused, pip_command
 from mergegate.tasks.http import TRANSIENT_STATUSES, retry_transient
@@ -24,7 +25,6 @@ from mergegate.tasks.http import TRANSIENT_STATUSES, retry_transient
 if TYPE_CHECKING:
     from botocore.client import BaseClient
 
-P = ParamSpec("P")
 R = TypeVar("R")
 S3_URL = r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]/[^@\s]*[^@\s/]/?$"
 PART_SIZE = "mergegate-part-size"  # metadata key of an object that was uploaded in parts
@@ -60,10 +60,13 @@ class S3Location:
     def url(self) -> str:
         return f"s3://{self.bucket}/{self.prefix}"
 
-    def ask(self, operation: str, **parameters: Any) -> dict[str, Any]:
-        """Call a method of the client, and retry after transient errors. The request must be safe to repeat."""
-        answer: dict[str, Any] = self._retry(getattr(self._s3, operation), Bucket=self.bucket, **parameters)
-        return answer
+    def ask(self, operation: str, *, ignored: Collection[int] = (), **parameters: Any) -> dict[str, Any]:
+        """Call a method of the client, and retry after transient errors. The request must be safe to repeat.
+
+        Return an empty dict if the store answers with one of the ``ignored`` statuses. Raise Refused for any other
+        error of the client, or InvalidInput if credentials or the bucket are missing.
+        """
+        return self._call(lambda: getattr(self._s3, operation)(Bucket=self.bucket, **parameters), ignored) or {}
 
     def key(self, name: str) -> str:
         return f"{self.prefix}/{name}"
@@ -75,23 +78,14 @@ class S3Location:
             answer = self._s3.get_object(Bucket=self.bucket, Key=self.key(name))
             return answer["Body"].read(), answer["ETag"]
 
-        try:
-            return self._retry(get)
-        except Exception as error:
-            if status_code(error) == 404:
-                return None
-            raise
+        return self._call(get, (404,))
 
     def write(self, name: str, content: bytes, **options: str) -> bool:
         """Write a small JSON object. Return false if a guard in ``options`` (IfMatch, IfNoneMatch) prevents it."""
-        try:
-            self.ask("put_object", Key=self.key(name), Body=content, ContentType="application/json", **options)
-        except Exception as error:
-            # 404: the object that IfMatch names has been removed in the meantime.
-            if not {"IfMatch", "IfNoneMatch"} & options.keys() or status_code(error) not in (404, 409, 412):
-                raise
-            return False
-        return True
+        # 404: the object that IfMatch names has been removed in the meantime.
+        ignored = (404, 409, 412) if {"IfMatch", "IfNoneMatch"} & options.keys() else ()
+        request = {"Key": self.key(name), "Body": content, "ContentType": "application/json"}
+        return bool(self.ask("put_object", ignored=ignored, **request, **options))
 
     def send_file(self, key: str, path: Path, **options: str) -> None:
         """Write a file in one request, and read it from the start at every attempt."""
@@ -100,11 +94,12 @@ class S3Location:
             with path.open("rb") as body:
                 self._s3.put_object(Bucket=self.bucket, Key=key, Body=body, **options)
 
-        self._retry(put)
+        self._call(put)
 
     def stream(self, name: str) -> Iterator[bytes]:
         """Yield the content of an object in chunks."""
-        yield from self.ask("get_object", Key=self.key(name))["Body"].iter_chunks(_CHUNK)
+        with self._explained_errors():
+            yield from self.ask("get_object", Key=self.key(name))["Body"].iter_chunks(_CHUNK)
 
     def sha256(self, name: str, answer: S3Answer) -> str:
         """Return the sha256 of an object: the store's own checksum, or else the hash of the downloaded content."""
@@ -117,12 +112,9 @@ class S3Location:
 
     def head(self, name: str) -> S3Answer | None:
         """Return the metadata of an object, or None if it does not exist."""
-        try:
-            answer = self.ask("head_object", Key=self.key(name), ChecksumMode="ENABLED")
-        except Exception as error:
-            if status_code(error) == 404:
-                return None
-            raise
+        answer = self.ask("head_object", ignored=(404,), Key=self.key(name), ChecksumMode="ENABLED")
+        if not answer:
+            return None
         encoded, part = answer.get("ChecksumSHA256"), answer.get("Metadata", {}).get(PART_SIZE, "")
         size, etag = int(answer["ContentLength"]), str(answer["ETag"])
         if encoded is None:
@@ -155,9 +147,25 @@ class S3Location:
     def _s3(self) -> Any:
         return _client(self.endpoint, CONNECT_S, READ_S)
 
-    def _retry(self, call: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        retry = retry_transient(_ATTEMPTS, transient=is_transient_error, sleep=lambda seconds: time.sleep(seconds))
-        return retry(call, *args, **kwargs)
+    def _call(self, request: Callable[[], R], ignored: Collection[int] = ()) -> R | None:
+        retry = retry_transient(_ATTEMPTS, transient=_is_transient_error, sleep=lambda seconds: time.sleep(seconds))
+        with self._explained_errors():
+            try:
+                return retry(request)
+            except Exception as error:
+                if _status_code(error) in ignored:
+                    return None
+                raise
+
+    @contextmanager
+    def _explained_errors(self) -> Iterator[None]:
+        """Convert errors of the client and its connection. Any other exception is a bug in mergegate."""
+        from botocore.exceptions import BotoCoreError, ClientError
+
+        try:
+            yield
+        except (BotoCoreError, ClientError, ConnectionError, TimeoutError) as error:
+            raise _refusal(self, error) from None
 
 
 def s3_location(url: str, endpoint: str | None, setting: str) -> S3Location:
@@ -174,7 +182,7 @@ def encoded_sha256(digest: bytes) -> str:
     return base64.b64encode(digest).decode()
 
 
-def status_code(error: BaseException) -> int | None:
+def _status_code(error: BaseException) -> int | None:
     """Return the HTTP status in an exception of the client, or None."""
     status = _response(error).get("ResponseMetadata", {}).get("HTTPStatusCode")
     return status if isinstance(status, int) else None
@@ -189,16 +197,16 @@ def _response(error: BaseException) -> Mapping[str, Any]:
     return response if isinstance(response, Mapping) else {}
 
 
-def is_transient_error(error: BaseException) -> bool:
+def _is_transient_error(error: BaseException) -> bool:
     """Return whether the error is transient, so that the same request may succeed later."""
     from botocore.exceptions import HTTPClientError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
     if isinstance(error, (HTTPClientError, IncompleteReadError, ReadTimeoutError, ResponseStreamingError)):
         return True
-    return status_code(error) in TRANSIENT_STATUSES or _code(error) in _TRANSIENT_CODES
+    return _status_code(error) in TRANSIENT_STATUSES or _code(error) in _TRANSIENT_CODES
 
 
-def refusal(location: S3Location, error: Exception) -> MergegateError:
+def _refusal(location: S3Location, error: Exception) -> MergegateError:
     """Convert an exception of the client to an error for the user, which keeps only the message."""
     from botocore.exceptions import ClientError, NoCredentialsError, PartialCredentialsError
 
@@ -210,7 +218,7 @@ def refusal(location: S3Location, error: Exception) -> MergegateError:
             expected="credentials in one of the places that boto3 searches",
             remedy="export AWS_PROFILE, or AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role",
         )
-    status = status_code(error)
+    status = _status_code(error)
     if _code(error) == "NoSuchBucket" or (status == 404 and getattr(error, "operation_name", "") == "HeadBucket"):
         return InvalidInput(
             url,
@@ -222,7 +230,7 @@ def refusal(location: S3Location, error: Exception) -> MergegateError:
     details = _response(error).get("Error", {})
     text = f"{details.get('Code', '')} {details.get('Message', '')}".strip() or str(error) or type(error).__name__
     message = " ".join(text.split())[:_MAX_MESSAGE_LENGTH]
-    if is_transient_error(error):
+    if _is_transient_error(error):
         return Refused(
             url,
             found=f"the store does not answer as expected: {message}",
@@ -249,13 +257,6 @@ def require_boto3(location: str) -> None:
         raise InvalidInput(
             location, found="boto3 is not installed", expected="the client for S3", remedy=pip_command("mergegate[s3]")
         )
-
-
-def is_of_client(error: BaseException) -> bool:
-    """Return whether the client or its connection raised the error. Any other exception is a bug in mergegate."""
-    from botocore.exceptions import BotoCoreError, ClientError
-
-    return isinstance(error, (BotoCoreError, ClientError, ConnectionError, TimeoutError))
 
 
 @cache

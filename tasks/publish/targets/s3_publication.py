@@ -34,23 +34,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from threading import Lock
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from mergegate.merge_core.errors import Refused
-from mergegate.merge_core.files import sha256_file
+from mergegate.merge_core.errors import MergegateError, Refused
 from mergegate.tasks.publish.content import VERSION_DIGITS, ReleaseFile, file_identities, sha256_of
 from mergegate.tasks.publish.targets.contract import PublishRequest
 from mergegate.tasks.publish.targets.reconcile import Publication, PublicationBlocked, overtaken, version_taken
-from mergegate.tasks.publish.targets.s3_access import (
-    PART_SIZE,
-    S3Location,
-    encoded_sha256,
-    is_of_client,
-    refusal,
-    status_code,
-)
+from mergegate.tasks.publish.targets.s3_access import PART_SIZE, S3Location, encoded_sha256
 from mergegate.tasks.store import merkle
 
 POINTER = "latest.json"
@@ -108,22 +99,8 @@ class ObservedLocation:
     foreign_files: tuple[str, ...] = ()  # objects below the version's path that are not in the release
 
 
-@dataclass(frozen=True)
-class SendFiles:
-    """Send the files in ``names``, and the listing of all files."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class MovePointer:
-    """Write the pointer if its head is still ``head``."""
-
-    pointer: Pointer
-    head: str
-
-
-S3Step = SendFiles | MovePointer
+S3Step = tuple[str, ...] | Pointer
+"""Names of files to send, in addition to the listing, or the pointer to write if it has not changed."""
 
 
 class S3Publication(Publication[ObservedLocation, S3Step]):
@@ -134,7 +111,7 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
     """
 
     def __init__(self, request: PublishRequest, location: S3Location, multipart_threshold: int) -> None:
-        self.location, self.multipart_threshold, self.on_progress = location, multipart_threshold, request.on_progress
+        self.request, self.location, self.multipart_threshold = request, location, multipart_threshold
         self.files = {file.name: file for file in request.files}
         identities, version = file_identities(request.files), request.version
         content = (digest := merkle(identities))[:VERSION_DIGITS]
@@ -154,7 +131,7 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
         return observed_state.head
 
     def kind(self, step: S3Step) -> str:
-        return ", ".join(step.names) or self.listing_name if isinstance(step, SendFiles) else POINTER
+        return POINTER if isinstance(step, Pointer) else ", ".join(step) or self.listing_name
 
     def decide(self, observed_state: ObservedLocation, expected_head: str | None) -> S3Step | PublicationBlocked | None:
         """Return the next step. Publication is blocked if another release than the expected one is current."""
@@ -176,31 +153,31 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
             )
         missing = tuple(sorted(set(self.files) - observed_state.confirmed_files))
         if missing or not observed_state.has_listing:
-            return SendFiles(missing)
+            return missing
         if is_current:
             return None
         earlier = pointer.versions if pointer else ()
         versions = earlier if previous else (*earlier, entry)
-        return MovePointer(Pointer(current=entry.version, versions=versions), observed_state.head)
+        return Pointer(current=entry.version, versions=versions)
 
     def execute(self, step: S3Step, observed_state: ObservedLocation) -> bool:
-        if isinstance(step, SendFiles):
-            self.send(step.names)
+        if not isinstance(step, Pointer):
+            self.send(step)
             return True
-        guard = {"IfNoneMatch": "*"} if step.head == NO_POINTER else {"IfMatch": step.head}
-        self.location.write(POINTER, step.pointer.model_dump_json(indent=1).encode(), **guard)
+        guard = {"IfNoneMatch": "*"} if observed_state.head == NO_POINTER else {"IfMatch": observed_state.head}
+        self.location.write(POINTER, step.model_dump_json(indent=1).encode(), **guard)
         return False  # If another publisher was faster, the guard fails and the next read shows it.
 
     def observe(self) -> ObservedLocation:
-        pointer = self.location.read(POINTER)
+        pointer, head = read_pointer(self.location) or (None, NO_POINTER)
         names = {name.removeprefix(self.directory) for name, _, _ in self.location.objects(self.directory)}
         candidates = sorted(names & set(self.files))
         with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
             confirmations = list(pool.map(self.is_confirmed, candidates))
         listing = self.location.read(self.listing_name)
         return ObservedLocation(
-            pointer=parse_pointer(self.location, pointer[0]) if pointer else None,
-            head=pointer[1] if pointer else NO_POINTER,
+            pointer=pointer,
+            head=head,
             has_listing=listing is not None and listing[0] == self.listing,
             confirmed_files=frozenset(name for name, is_ok in zip(candidates, confirmations, strict=True) if is_ok),
             foreign_files=tuple(sorted(names - set(self.files))),
@@ -242,15 +219,8 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
                 expected="guarded writes as in S3, without which two publishers overwrite each other unnoticed",
                 remedy="use a newer version of the store, or publish to another target",
             )
-        sent, total, lock = 0, sum(self.files[name].size for name in names), Lock()
-        self.on_progress(sent, total)
-
-        def report(count: int) -> None:
-            nonlocal sent
-            with lock:
-                sent += count
-                self.on_progress(sent, total)
-
+        report = self.request.progress(sum(self.files[name].size for name in names))
+        report(0)
         with ThreadPoolExecutor(_PARALLEL_FILES) as pool:
             uploads = [pool.submit(self.send_file, self.files[name], report) for name in names]
             try:
@@ -278,9 +248,9 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
                     self.location.send_file(key, file.source, **checksum)
                 except FileNotFoundError:
                     raise file.alteration_error() from None
-                except Exception as error:
-                    if is_of_client(error) and (actual := sha256_file(file.source)) != file.sha256:
-                        raise file.alteration_error(actual) from None  # the store rejected the altered bytes
+                except MergegateError:
+                    for _ in file.gated_chunks(_PART):
+                        pass  # raises Refused if the store rejected the bytes because they were altered
                     raise
             report(file.size)
             return
@@ -297,11 +267,8 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
                 answer = self.location.ask("upload_part", **upload, **part, Body=data, ChecksumAlgorithm="SHA256")
                 parts.append({**part, "ETag": answer["ETag"]})
                 report(len(data))
-            try:
-                self.location.ask("complete_multipart_upload", **upload, MultipartUpload={"Parts": parts})
-            except Exception as error:
-                if status_code(error) != 404:
-                    raise  # 404: an earlier request, whose answer was lost, may have completed the upload
+            # 404: an earlier request, whose answer was lost, may have completed the upload
+            self.location.ask("complete_multipart_upload", ignored=(404,), **upload, MultipartUpload={"Parts": parts})
         except BaseException:
             # Report the original error. If the upload cannot be aborted, the bucket's lifecycle rule removes it.
             with suppress(Exception):
@@ -326,17 +293,16 @@ class S3Publication(Publication[ObservedLocation, S3Step]):
             for item in self.location.ask("list_multipart_uploads", Prefix=self.location.key("")).get("Uploads", ()):
                 if item["Initiated"] < since:
                     self.location.ask("abort_multipart_upload", Key=item["Key"], UploadId=item["UploadId"])
-        except Exception as error:
-            if not is_of_client(error):
-                raise
-            reason = refusal(self.location, error).found
-            _log.warning("leftovers of old publications at %s were not removed: %s", self.location.url, reason)
+        except MergegateError as error:
+            _log.warning("leftovers of old publications at %s were not removed: %s", self.location.url, error.found)
 
 
-def parse_pointer(location: S3Location, content: bytes) -> Pointer:
-    """Parse the content of ``latest.json``. Raise Refused if it is not a pointer."""
+def read_pointer(location: S3Location) -> tuple[Pointer, str] | None:
+    """Return the pointer and its entity tag, or None before the first release. Raise Refused for another object."""
+    if (stored := location.read(POINTER)) is None:
+        return None
     try:
-        return Pointer.model_validate_json(content)
+        return Pointer.model_validate_json(stored[0]), stored[1]
     except ValidationError:
         raise Refused(
             f"{location.url}/{POINTER}",
