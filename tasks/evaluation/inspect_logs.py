@@ -27,7 +27,6 @@ from typing import Any
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.parsing import format_value
-from mergegate.tasks.evaluation.document_scores import DocumentScore
 from mergegate.tasks.evaluation.inspect_files import (
     DAMAGED,
     MAX_SAMPLES,
@@ -47,7 +46,8 @@ from mergegate.tasks.evaluation.inspect_scores import (
     require_equal_summaries,
 )
 from mergegate.tasks.evaluation.logged_results import EXPORTED, INSPECT, LoggedResults, TaskResults
-from mergegate.tasks.evaluation.metrics import check_all_scored
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.metrics import check_all_scored
 
 _HASHES = ("doc_hash", "prompt_hash", "target_hash")
 _HASH = re.compile(r"[0-9a-f]{64}")

@@ -23,15 +23,7 @@ from typing import Any, NamedTuple
 
 from mergegate.merge_core.errors import InvalidInput, suggest
 from mergegate.merge_core.parsing import format_value, line_location, read_lines
-from mergegate.tasks.evaluation.choice_probability import (
-    PROBABILITY,
-    AnsweredChoice,
-    chance_level,
-    choice_from_log,
-    probabilities,
-)
-from mergegate.tasks.evaluation.declared_metrics import registered_metric
-from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.definitions.support import registered_metric
 from mergegate.tasks.evaluation.lm_eval_files import (
     MAX_SAMPLE_BYTES,
     MAX_SAMPLES,
@@ -40,7 +32,16 @@ from mergegate.tasks.evaluation.lm_eval_files import (
     parse_written,
 )
 from mergegate.tasks.evaluation.logged_results import LM_EVAL, LoggedResults, TaskResults
-from mergegate.tasks.evaluation.metrics import check_all_scored, checked_score
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.metrics import (
+    PROBABILITY,
+    AnsweredChoice,
+    chance_level,
+    check_all_scored,
+    checked_score,
+    choice_from_log,
+    probabilities,
+)
 
 RESULTS_NAME = re.compile(r"_(\d{4}-\d\d-\d\dT\d\d-\d\d-\d\d(?:\.\d+)?)\.json$")
 _ALTERED = "one of the two files was altered: copy both again, or run lm-eval again"

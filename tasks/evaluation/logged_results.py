@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
 
 LM_EVAL = "lm-eval"
 INSPECT = "inspect_ai"

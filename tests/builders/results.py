@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from mergegate.tasks.evaluation.stage import Scores, TaskScore
+from mergegate.tasks.evaluation.scoring.scores import Scores, TaskScore
 from mergegate.tasks.gate.drift import DriftVerdict
 from mergegate.tasks.gate.evidence import GuardVerdict
 from mergegate.tasks.gate.sentences import JudgedDrop

@@ -21,10 +21,10 @@ from inspect_ai_runs import run_inspect
 
 from mergegate.merge_core.errors import InvalidInput
 from mergegate.tasks.evaluation import inspect_files
-from mergegate.tasks.evaluation.document_scores import pair_documents
 from mergegate.tasks.evaluation.logged_results import TaskResults, precision_differences, require_same_conditions
-from mergegate.tasks.evaluation.metrics import choose_metrics
 from mergegate.tasks.evaluation.result_files import find_results, read_task
+from mergegate.tasks.evaluation.scoring.document_scores import pair_documents
+from mergegate.tasks.evaluation.scoring.metrics import choose_metrics
 
 VALIDATORS = Path(__file__).resolve().parents[2] / ".venv-validators" / "bin" / "python"
 SAMPLES = Path(__file__).parent / "inspect_samples"

@@ -17,8 +17,8 @@ from mergegate.merge_core.files import HashMemo
 from mergegate.tasks.evaluation.built_in import TranscriptionTask
 from mergegate.tasks.evaluation.built_in.audio import read_audio
 from mergegate.tasks.evaluation.built_in.error_rates import edit_distance, normalize_words, share_of_errors
-from mergegate.tasks.evaluation.task_definition import pin_built_in
-from mergegate.tasks.evaluation.task_loading import inspect_data
+from mergegate.tasks.evaluation.definitions.task import pin_built_in
+from mergegate.tasks.evaluation.scoring.loading import inspect_data
 
 
 def table_distance(first: str, second: str) -> int:

@@ -10,7 +10,7 @@ import pytest
 from gate_samples import GUARD, PARENT, gate_scores, outcome, part, read, scores, scores_of, verdict_of, worse
 
 from mergegate.merge_core.errors import InvalidInput
-from mergegate.tasks.evaluation.stage import join_parts
+from mergegate.tasks.evaluation.scoring.scores import join_parts
 from mergegate.tasks.gate.copies import find_copies
 from mergegate.tasks.gate.drift import judge_drift
 from mergegate.tasks.gate.settings import EvaluateSettings, GateRule

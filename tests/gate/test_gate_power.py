@@ -12,8 +12,8 @@ import pytest
 from gate_samples import measured, part
 from samples import sampled
 
-from mergegate.tasks.evaluation.document_scores import DocumentScore
-from mergegate.tasks.evaluation.stage import Scores
+from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore
+from mergegate.tasks.evaluation.scoring.scores import Scores
 from mergegate.tasks.gate.discordance import PastGuardOutcome, estimate_discordance, find_past_discordance
 from mergegate.tasks.gate.power import (
     PlannedTask,
