@@ -60,9 +60,9 @@ def test_the_version_of_lm_eval_is_in_every_digest(root: Path, monkeypatch: pyte
 
 
 def test_data_paths_are_relative_to_the_file_that_names_them(root: Path, tmp_path: Path) -> None:
-    definition = task_tree(write_task(tmp_path / "other", "mine", include=str(root / "base.yaml")))
-    assert definition.data_files == {"test": str(root / "data" / "letters.jsonl")}
-    assert definition.is_local
+    (leaf,) = task_tree(write_task(tmp_path / "other", "mine", include=str(root / "base.yaml"))).leaves
+    assert leaf.data_files == {"test": str(root / "data" / "letters.jsonl")}
+    assert leaf.is_local
 
 
 def test_patterns_and_lists_of_data_files_are_all_hashed(tmp_path: Path) -> None:

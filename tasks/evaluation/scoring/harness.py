@@ -32,7 +32,6 @@ from mergegate.tasks.evaluation.definitions.task import EvalTask
 from mergegate.tasks.evaluation.scoring.answer_journal import attach_journal
 from mergegate.tasks.evaluation.scoring.document_scores import DocumentScore, answer_of
 from mergegate.tasks.evaluation.scoring.lm_eval_tasks import (
-    BUDGET_NAMES,
     LoadedTask,
     answer_budget,
     judging_metrics,
@@ -40,6 +39,7 @@ from mergegate.tasks.evaluation.scoring.lm_eval_tasks import (
     set_up_tasks,
     text_of,
     user_errors,
+    with_budget,
 )
 from mergegate.tasks.evaluation.scoring.loading import cluster_of, documents_in_set, load_task
 from mergegate.tasks.evaluation.scoring.metrics import (
@@ -200,8 +200,7 @@ class _LargerBudgets:
             if context is not None:
                 # The first answer had at least its own budget, perhaps because its prompt was cut.
                 budget = min(budget, max(context - len(self._lm.tok_encode(prompt)), answer_budget(settings)))
-            others = {name: value for name, value in settings.items() if name not in BUDGET_NAMES}
-            request.arguments = (prompt, {**others, "max_gen_toks": budget})
+            request.arguments = (prompt, with_budget(settings, budget))
         answers: list[str] = self._lm.generate_until(requests)
         return answers
 

@@ -198,8 +198,8 @@ def set_up_tasks(
         if loaded_task.generation[name] is not None:
             context = getattr(lm, "shared_context", getattr(lm, "max_length", None))
             room_for_prompt(loaded_task, name, prompting, context)
-            settings = _with_one_budget(_generation_settings(loaded_task, name, prompting))
-            leaf.set_config(key="generation_kwargs", value=settings)
+            settings = _generation_settings(loaded_task, name, prompting)
+            leaf.set_config(key="generation_kwargs", value=with_budget(settings, answer_budget(settings)))
         _fix_examples(loaded_task, name, documents[name], FEWSHOT_SEED + seed)
     return leaves
 
@@ -238,10 +238,9 @@ def answer_budget(settings: Mapping[str, Any]) -> int:
     return int(next((value for name in BUDGET_NAMES if (value := settings.get(name)) is not None), DEFAULT_BUDGET))
 
 
-def _with_one_budget(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return checked generation settings with the budget as ``max_gen_toks``, the name that every backend reads."""
-    others = {key: value for key, value in settings.items() if key not in BUDGET_NAMES}
-    return {**others, "max_gen_toks": answer_budget(settings)}
+def with_budget(settings: Mapping[str, Any], budget: int) -> dict[str, Any]:
+    """Return generation settings with ``budget`` as ``max_gen_toks``, the name that every backend reads."""
+    return {key: value for key, value in settings.items() if key not in BUDGET_NAMES} | {"max_gen_toks": budget}
 
 
 def room_for_prompt(
